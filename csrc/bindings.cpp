@@ -1,0 +1,66 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// The extension `mlx_paged._ext`. Users meet it through mlx_paged.ops, which documents it.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include "build_info.h"
+#include "ops.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+namespace mx = mlx::core;
+
+NB_MODULE(_ext, m) {
+  m.doc() = "Native primitives of mlx_paged. Use them through mlx_paged.ops.";
+
+  m.def(
+      "write_kv", &mlx_paged::write_kv, "key_pool"_a, "value_pool"_a, "keys"_a, "values"_a,
+      "slot_mapping"_a, nb::kw_only(), "stream"_a = nb::none());
+
+  m.def(
+      "copy_blocks", &mlx_paged::copy_blocks, "pools"_a, "block_pairs"_a, nb::kw_only(),
+      "stream"_a = nb::none());
+
+  m.def(
+      "gather_kv", &mlx_paged::gather_kv, "key_pool"_a, "value_pool"_a, "block_tables"_a,
+      "context_lens"_a, "max_context_len"_a, nb::kw_only(), "stream"_a = nb::none());
+
+  m.def(
+      "paged_attention",
+      [](const mx::array& queries, const mx::array& key_pool, const mx::array& value_pool,
+         const mx::array& positions, const mx::array& block_tables, const mx::array& work_items,
+         const mx::array& merge_items, float scale, int window, float softcap,
+         std::optional<mx::array> sinks, mx::StreamOrDevice stream) {
+        return mlx_paged::paged_attention(
+            queries, key_pool, value_pool, {positions, block_tables, work_items, merge_items},
+            {scale, window, softcap, std::move(sinks)}, stream);
+      },
+      "queries"_a, "key_pool"_a, "value_pool"_a, "positions"_a, "block_tables"_a, "work_items"_a,
+      "merge_items"_a, nb::kw_only(), "scale"_a, "window"_a = 0, "softcap"_a = 0.0f,
+      "sinks"_a = nb::none(), "stream"_a = nb::none());
+
+  m.def(
+      "pool_copies", &mlx_paged::pool_copies, "Whole-pool copies made since the process started.");
+
+  m.def(
+      "accepts", [](const mx::array& a) { return a.ndim(); }, "array"_a,
+      "The array's rank. Fails with TypeError where this extension's nanobind and MLX's do not "
+      "share their types.");
+
+  m.def(
+      "build_info",
+      [] {
+        nb::dict d;
+        for (const auto& [key, value] : mlx_paged::build_info()) {
+          d[key.c_str()] = value;
+        }
+        return d;
+      },
+      "What this extension was built with and what it chose at run time.");
+}

@@ -1,0 +1,62 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Paged attention on the CPU: what the vectorised kernel is given, and the table through which one
+// of its builds (baseline, AVX2, AVX-512) is chosen at run time.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace mlx_paged::cpu {
+
+enum class DataType { float32, float16, bfloat16 };
+
+struct PoolView {
+  const void* data;  // [num_blocks, block_size, num_kv_heads, head_dim], row-contiguous
+  int head_dim;
+};
+
+struct AttentionArgs {
+  DataType dtype;
+  const void* queries;  // [num_rows, num_q_heads, keys.head_dim]
+  PoolView keys;
+  PoolView values;
+  void* out;                    // [num_rows, num_q_heads, values.head_dim]
+  const int32_t* positions;     // [num_rows]
+  const int32_t* block_tables;  // [num_seqs, max_blocks]
+  const int32_t* work_items;    // [num_items, 6]
+  const int32_t* merge_items;   // [num_merges, 4]
+  const float* sinks;           // [num_q_heads] or null
+  float* partial_out;           // [partial rows, num_q_heads, values.head_dim], not normalised
+  float* partial_max;           // [partial rows, num_q_heads], base-2 logits
+  float* partial_sum;           // [partial rows, num_q_heads]
+  int num_q_heads;
+  int num_kv_heads;
+  int block_size;
+  int max_blocks;
+  float scale;
+  float softcap;
+  int window;
+};
+
+struct AttentionKernels {
+  const char* simd;  // "avx512", "avx2", "baseline", "neon"
+  // Floats of scratch that one task needs for an item of `rows` query rows and so many KV heads.
+  size_t (*scratch_size)(const AttentionArgs& args, int rows, int num_heads);
+  // One work item for the KV heads [head_begin, head_end).
+  void (*attend)(const AttentionArgs& args, int item, int head_begin, int head_end, float* scratch);
+  // One output row, all heads, from its partials.
+  void (*merge)(const AttentionArgs& args, int merge_item, int row);
+};
+
+extern const AttentionKernels kBaselineKernels;
+#ifdef __x86_64__
+extern const AttentionKernels kAvx2Kernels;
+extern const AttentionKernels kAvx512Kernels;
+#endif
+
+// The best build that this processor runs, or the one MLX_PAGED_SIMD names.
+const AttentionKernels& attention_kernels();
+
+}  // namespace mlx_paged::cpu

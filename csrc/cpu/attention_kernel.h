@@ -1,0 +1,98 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// One work item x some KV heads: every query row of the item and every query head of a group
+// ("lanes") against one pass over the item's keys and values, with an online softmax in base 2 and
+// fp32 (Milakov & Gimelshein 2018; the tiling of FlashAttention, Dao 2022). Compiled once for each
+// instruction set, see simd.h.
+
+#pragma once
+
+#include "attention_state.h"
+#include "softmax.h"
+#include "tiles.h"
+
+namespace mlx_paged::cpu::MLX_PAGED_ISA {
+
+template <typename T>
+inline void attend_as(
+    const AttentionArgs& args, int index, int head_begin, int head_end, float* scratch) {
+  Item item = read_item(args, index);
+  Layout at(args, item.num_rows);
+  for (int head = head_begin; head < head_end; head++) {
+    State state(at, scratch, head - head_begin);
+    load_queries<T>(args, item, head, at, state.queries);
+    for (int lane = 0; lane < at.lanes; lane++) {
+      state.row_max[lane] = -kInf;
+      state.row_sum[lane] = 0;
+    }
+    __builtin_memset(state.acc, 0, sizeof(float) * at.lanes * at.value_dim);
+  }
+  for (int token = item.token_begin; token < item.token_end; token += kTile) {
+    int count = min(kTile, item.token_end - token);
+    if (at.lanes < kTransposeFrom) {
+      decode_tile<T>(args, item, at, head_begin, head_end, token, count, scratch);
+    } else {
+      for (int head = head_begin; head < head_end; head++) {
+        prefill_tile<T>(
+            args, item, at, head, token, count, scratch, State(at, scratch, head - head_begin));
+      }
+    }
+  }
+  for (int head = head_begin; head < head_end; head++) {
+    finish<T>(args, item, at, head, State(at, scratch, head - head_begin));
+  }
+}
+
+template <typename T>
+inline void merge_as(const AttentionArgs& args, int index, int row) {
+  const int32_t* m = args.merge_items + 4 * int64_t(index);
+  int dim = args.values.head_dim;
+  for (int head = 0; head < args.num_q_heads; head++) {
+    auto partial = [&](int split) {
+      int64_t p = m[2] + int64_t(split) * (m[1] - m[0]) + (row - m[0]);
+      return p * args.num_q_heads + head;
+    };
+    float row_max = -kInf;
+    for (int i = 0; i < m[3]; i++) {
+      float split_max = args.partial_max[partial(i)];
+      row_max = split_max > row_max ? split_max : row_max;
+    }
+    float reference = row_max == -kInf ? 0.0f : row_max;
+    float acc[kMaxHeadDim] = {};
+    float row_sum = 0;
+    for (int i = 0; i < m[3]; i++) {
+      int64_t p = partial(i);
+      float weight = exp2(args.partial_max[p] - reference);
+      row_sum += weight * args.partial_sum[p];
+      for (int d = 0; d < dim; d++) {
+        acc[d] += weight * args.partial_out[p * dim + d];
+      }
+    }
+    finish_lane<T>(args, acc, row_max, row_sum, row, head);
+  }
+}
+
+inline void attend(
+    const AttentionArgs& args, int item, int head_begin, int head_end, float* scratch) {
+  switch (args.dtype) {
+    case DataType::float32:
+      return attend_as<float>(args, item, head_begin, head_end, scratch);
+    case DataType::float16:
+      return attend_as<Half>(args, item, head_begin, head_end, scratch);
+    case DataType::bfloat16:
+      return attend_as<BFloat>(args, item, head_begin, head_end, scratch);
+  }
+}
+
+inline void merge(const AttentionArgs& args, int item, int row) {
+  switch (args.dtype) {
+    case DataType::float32:
+      return merge_as<float>(args, item, row);
+    case DataType::float16:
+      return merge_as<Half>(args, item, row);
+    case DataType::bfloat16:
+      return merge_as<BFloat>(args, item, row);
+  }
+}
+
+}  // namespace mlx_paged::cpu::MLX_PAGED_ISA

@@ -1,0 +1,17 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Compiled once for each instruction set: CMake defines MLX_PAGED_ISA (the namespace),
+// MLX_PAGED_KERNELS (the table's name) and MLX_PAGED_SIMD_NAME, and sets the flags.
+
+#include "attention_kernel.h"
+
+namespace mlx_paged::cpu {
+
+const AttentionKernels MLX_PAGED_KERNELS = {
+    MLX_PAGED_SIMD_NAME,
+    MLX_PAGED_ISA::scratch_size,
+    MLX_PAGED_ISA::attend,
+    MLX_PAGED_ISA::merge,
+};
+
+}  // namespace mlx_paged::cpu

@@ -1,0 +1,126 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// What a task of the attention kernel works on: its item of the plan, its scratch and the running
+// state of its lanes. Compiled once for each instruction set, see simd.h.
+
+#pragma once
+
+#include "attention.h"
+#include "matmul.h"
+#include "simd.h"
+
+namespace mlx_paged::cpu::MLX_PAGED_ISA {
+
+constexpr int kTransposeFrom = 17;  // lanes from which a transposed K tile pays for itself
+constexpr int kMaxHeadDim = 576;
+constexpr float kLog2e = 1.44269504088896340736f;
+
+inline int round_up(int n, int multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+inline int min(int a, int b) {
+  return a < b ? a : b;
+}
+
+inline int max(int a, int b) {
+  return a > b ? a : b;
+}
+
+struct Item {
+  const int32_t* block_table;
+  int row_begin;
+  int num_rows;
+  int token_begin;
+  int token_end;
+  int partial_begin;
+};
+
+inline Item read_item(const AttentionArgs& args, int index) {
+  const int32_t* w = args.work_items + 6 * int64_t(index);
+  Item item;
+  item.block_table = args.block_tables + int64_t(w[0]) * args.max_blocks;
+  item.row_begin = w[1];
+  item.num_rows = w[2] - w[1];
+  int lowest = 0x7fffffff;
+  int highest = -1;
+  for (int r = w[1]; r < w[2]; r++) {
+    lowest = min(lowest, args.positions[r]);
+    highest = max(highest, args.positions[r]);
+  }
+  item.token_begin = w[3] * args.block_size;
+  if (args.window) {
+    item.token_begin = max(item.token_begin, lowest - args.window + 1);
+  }
+  item.token_end = min(w[4] * args.block_size, highest + 1);
+  item.partial_begin = w[5];
+  return item;
+}
+
+// Where the pieces of a task's scratch lie, in floats: prefill's tiles, then the state of each
+// head.
+struct Layout {
+  int lanes, key_dim, value_dim;  // dims padded to whole vectors
+  size_t keys, values, shared_end;
+  size_t queries, acc, row_max, row_sum, alpha, scores, per_head;
+
+  Layout(const AttentionArgs& args, int rows) {
+    lanes = rows * (args.num_q_heads / args.num_kv_heads);
+    key_dim = round_up(args.keys.head_dim, kWidth);
+    value_dim = round_up(args.values.head_dim, kWidth);
+    bool tiles = lanes >= kTransposeFrom;
+    keys = 0;
+    values = keys + (tiles ? size_t(kTile) * key_dim : 0);
+    // A transposed K tile lives here too: it is dead before the tile's values are converted.
+    shared_end = values + (tiles ? size_t(kTile) * max(key_dim, value_dim) : 0);
+    size_t padded_lanes = round_up(lanes, kWidth);
+    queries = 0;
+    acc = queries + size_t(lanes) * key_dim;
+    row_max = acc + size_t(lanes) * value_dim;
+    row_sum = row_max + padded_lanes;
+    alpha = row_sum + padded_lanes;
+    scores = alpha + padded_lanes;
+    per_head = scores + size_t(lanes) * kTile;
+  }
+};
+
+// The running state of one KV head's lanes, in a task's scratch.
+struct State {
+  float *queries, *acc, *row_max, *row_sum, *alpha, *scores;
+
+  State(const Layout& at, float* scratch, int head) {
+    float* base = scratch + at.shared_end + head * at.per_head;
+    queries = base + at.queries;
+    acc = base + at.acc;
+    row_max = base + at.row_max;
+    row_sum = base + at.row_sum;
+    alpha = base + at.alpha;
+    scores = base + at.scores;
+  }
+};
+
+inline size_t scratch_size(const AttentionArgs& args, int rows, int num_heads) {
+  Layout at(args, rows);
+  return at.shared_end + num_heads * at.per_head;
+}
+
+// The queries of the item's lanes, padded and scaled; lane = row * group + head.
+template <typename T>
+inline void load_queries(
+    const AttentionArgs& args, const Item& item, int kv_head, const Layout& at, float* out) {
+  int group = args.num_q_heads / args.num_kv_heads;
+  int dim = args.keys.head_dim;
+  // Without a soft-cap the softmax's change of base is folded into the scale.
+  float scale = args.softcap ? args.scale : args.scale * kLog2e;
+  for (int lane = 0; lane < at.lanes; lane++) {
+    int64_t row = item.row_begin + lane / group;
+    const T* q = static_cast<const T*>(args.queries) +
+                 (row * args.num_q_heads + kv_head * group + lane % group) * dim;
+    float* dst = out + size_t(lane) * at.key_dim;
+    for (int d = 0; d < at.key_dim; d += kWidth) {
+      store(dst + d, load_tail(q + d, min(kWidth, dim - d)) * scale);
+    }
+  }
+}
+
+}  // namespace mlx_paged::cpu::MLX_PAGED_ISA

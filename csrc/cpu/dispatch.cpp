@@ -1,0 +1,56 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+
+namespace mlx_paged::cpu {
+
+namespace {
+
+// Best first.
+std::vector<const AttentionKernels*> supported_kernels() {
+  std::vector<const AttentionKernels*> found;
+#ifdef __x86_64__
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    found.push_back(&kAvx512Kernels);
+  }
+  // F16C came with AVX2's first processors; __builtin_cpu_supports knows it only from GCC 11 on.
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) {
+    found.push_back(&kAvx2Kernels);
+  }
+#endif
+  found.push_back(&kBaselineKernels);
+  return found;
+}
+
+const AttentionKernels& choose() {
+  auto supported = supported_kernels();
+  const char* wanted = std::getenv("MLX_PAGED_SIMD");
+  if (!wanted) {
+    return *supported.front();
+  }
+  std::string names;
+  for (auto* kernels : supported) {
+    if (std::string(kernels->simd) == wanted) {
+      return *kernels;
+    }
+    names += (names.empty() ? "" : ", ") + std::string(kernels->simd);
+  }
+  throw std::invalid_argument(
+      "MLX_PAGED_SIMD must be one of " + names + " on this processor but got " + wanted);
+}
+
+}  // namespace
+
+const AttentionKernels& attention_kernels() {
+  static const AttentionKernels& chosen = choose();
+  return chosen;
+}
+
+}  // namespace mlx_paged::cpu

@@ -1,0 +1,129 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// eval_cpu of every primitive: allocate or alias the outputs, then queue the work on the stream.
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include "../check.h"
+#include "../primitives.h"
+#include "mlx/allocator.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "parallel_for.h"
+#include "pool.h"
+
+namespace mlx_paged {
+
+using cpu::Pool;
+
+namespace {
+
+// Below this many bytes one thread is done before another has woken up.
+constexpr int64_t kBytesPerTask = 1 << 16;
+
+// Runs body(begin, end) over [0, count), in pieces of about kBytesPerTask.
+template <typename Body>
+void for_ranges(int count, int64_t bytes_each, const Body& body) {
+  int64_t piece = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(bytes_each, 1));
+  int num_tasks = int((count + piece - 1) / piece);
+  cpu::parallel_for(num_tasks, [&](int task, int) {
+    body(task * piece, std::min<int64_t>(count, (task + 1) * piece));
+  });
+}
+
+}  // namespace
+
+void WriteKV::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  for (int i = 0; i < 2; i++) {
+    cpu::alias_or_copy_pool(in[i], out[i], encoder);
+  }
+  encoder.dispatch([key_pool = Pool(out[0]), value_pool = Pool(out[1]), keys = in[2].data<char>(),
+                    values = in[3].data<char>(), slots = in[4].data<int32_t>(),
+                    count = in[4].shape(0), check = check_enabled()] {
+    if (check) {
+      check_slots(slots, count, key_pool.num_slots());
+    }
+    auto write = [&](const Pool& pool, const char* rows, int64_t i) {
+      std::memcpy(pool.slot(slots[i]), rows + i * pool.token_bytes, pool.token_bytes);
+    };
+    for_ranges(
+        count, key_pool.token_bytes + value_pool.token_bytes, [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; i++) {
+            if (slots[i] >= 0) {
+              write(key_pool, keys, i);
+              write(value_pool, values, i);
+            }
+          }
+        });
+  });
+}
+
+void CopyBlocks::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  std::vector<Pool> pools;
+  int64_t bytes = 0;
+  for (size_t i = 0; i < out.size(); i++) {
+    cpu::alias_or_copy_pool(in[i], out[i], encoder);
+    pools.emplace_back(out[i]);
+    bytes += pools.back().block_bytes();
+  }
+  encoder.dispatch([pools = std::move(pools), bytes, pairs = in.back().data<int32_t>(),
+                    count = in.back().shape(0), check = check_enabled()] {
+    if (check) {
+      check_block_pairs(pairs, count, pools[0].num_blocks);
+    }
+    for_ranges(count, bytes, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) {
+        for (const Pool& pool : pools) {
+          std::memcpy(pool.block(pairs[2 * i + 1]), pool.block(pairs[2 * i]), pool.block_bytes());
+        }
+      }
+    });
+  });
+}
+
+void GatherKV::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto key_pool = cpu::dense_pool(in[0], encoder);
+  auto value_pool = cpu::dense_pool(in[1], encoder);
+  for (auto& o : out) {
+    o.set_data(mx::allocator::malloc(o.nbytes()));
+  }
+  encoder.dispatch([pools = std::array{Pool(key_pool), Pool(value_pool)},
+                    dst = std::array{out[0].data<char>(), out[1].data<char>()},
+                    tables = in[2].data<int32_t>(), context_lens = in[3].data<int32_t>(),
+                    num_seqs = in[2].shape(0), max_blocks = in[2].shape(1),
+                    max_len = max_context_len_, check = check_enabled()] {
+    int block_size = pools[0].block_size;
+    for (int i = 0; check && i < num_seqs; i++) {
+      check_context_len(i, context_lens[i], int64_t(max_blocks) * block_size);
+      int used = (std::min(context_lens[i], max_len) + block_size - 1) / block_size;
+      check_block_table(
+          "gather_kv", tables + int64_t(i) * max_blocks, i, 0, used, max_blocks,
+          pools[0].num_blocks);
+    }
+    int num_kv_heads = pools[0].num_kv_heads;
+    cpu::parallel_for(num_seqs * num_kv_heads, [&](int task, int) {
+      int seq = task / num_kv_heads;
+      int head = task % num_kv_heads;
+      const int32_t* table = tables + int64_t(seq) * max_blocks;
+      int len = std::min(context_lens[seq], max_len);
+      for (size_t p = 0; p < pools.size(); p++) {
+        const Pool& pool = pools[p];
+        char* rows = dst[p] + int64_t(task) * max_len * pool.head_bytes;
+        for (int t = 0; t < len; t++) {
+          int64_t slot = int64_t(table[t / block_size]) * block_size + t % block_size;
+          std::memcpy(
+              rows + t * pool.head_bytes, pool.slot(slot) + head * pool.head_bytes,
+              pool.head_bytes);
+        }
+        std::memset(rows + len * pool.head_bytes, 0, (max_len - len) * pool.head_bytes);
+      }
+    });
+  });
+}
+
+}  // namespace mlx_paged

@@ -1,0 +1,129 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// The two products of attention for a handful of lanes, over rows that lie anywhere in memory and
+// in any of the pool's types. Compiled once for each instruction set, see simd.h.
+
+#pragma once
+
+#include "simd.h"
+
+namespace mlx_paged::cpu::MLX_PAGED_ISA {
+
+constexpr int kTile = 64;  // tokens
+
+// `count` < kWidth elements, zeros behind them. Head dims are multiples of 8, so only AVX-512 meets
+// one, and only with an odd multiple.
+template <typename T>
+inline VecF load_tail(const T* p, int count) {
+  T padded[kWidth] = {};
+  __builtin_memcpy(padded, p, count * sizeof(T));
+  return load(padded);
+}
+
+// scores[r * kTile] = q_r . k for R lanes. Queries are padded with zeros to whole vectors.
+template <int R, typename T>
+inline void dot(const float* q, int q_stride, const T* k, int dim, float* scores) {
+  VecF acc[R] = {};
+  int d = 0;
+  for (; d + kWidth <= dim; d += kWidth) {
+    VecF kv = load(k + d);
+    for (int r = 0; r < R; r++) {
+      acc[r] += load(q + r * q_stride + d) * kv;
+    }
+  }
+  if (d < dim) {
+    VecF kv = load_tail(k + d, dim - d);
+    for (int r = 0; r < R; r++) {
+      acc[r] += load(q + r * q_stride + d) * kv;
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    scores[r * kTile] = sum(acc[r]);
+  }
+}
+
+// out[r * out_stride + c] = alpha[r] * itself + sum_i a[r * a_stride + i] * b[i][b_offset + c], for
+// R rows and C vectors of columns, the last of which has `tail` elements (0: all are whole).
+template <int R, int C, bool Tail = false, typename T>
+inline void multiply(
+    const float* a, int a_stride, const T* const* b, int b_offset, int depth, const float* alpha,
+    float* out, int out_stride, int tail = 0) {
+  VecF acc[R][C];
+  for (int r = 0; r < R; r++) {
+    for (int c = 0; c < C; c++) {
+      acc[r][c] = alpha[r] * load(out + r * out_stride + c * kWidth);
+    }
+  }
+  for (int i = 0; i < depth; i++) {
+    VecF bv[C];
+    for (int c = 0; c < C; c++) {
+      const T* p = b[i] + b_offset + c * kWidth;
+      bv[c] = Tail ? load_tail(p, tail) : load(p);
+    }
+    for (int r = 0; r < R; r++) {
+      float av = a[r * a_stride + i];
+      for (int c = 0; c < C; c++) {
+        acc[r][c] += av * bv[c];
+      }
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    for (int c = 0; c < C; c++) {
+      store(out + r * out_stride + c * kWidth, acc[r][c]);
+    }
+  }
+}
+
+template <int R, typename T>
+inline void multiply_rows(
+    const float* a, int a_stride, const T* const* b, int b_offset, int depth, const float* alpha,
+    float* out, int out_stride, int columns) {
+  int c = 0;
+  for (; c + 2 * kWidth <= columns; c += 2 * kWidth) {
+    multiply<R, 2>(a, a_stride, b, b_offset + c, depth, alpha, out + c, out_stride);
+  }
+  if (c + kWidth <= columns) {
+    multiply<R, 1>(a, a_stride, b, b_offset + c, depth, alpha, out + c, out_stride);
+    c += kWidth;
+  }
+  if (c < columns) {
+    multiply<R, 1, true>(
+        a, a_stride, b, b_offset + c, depth, alpha, out + c, out_stride, columns - c);
+  }
+}
+
+// Calls body(r, R) for groups of R = 4, then 3, 2 or 1, of `lanes`; R is a compile-time constant.
+template <int R>
+struct Lanes {
+  static constexpr int kCount = R;
+};
+
+template <typename Body>
+inline void for_lanes(int lanes, const Body& body) {
+  int r = 0;
+  for (; r + 4 <= lanes; r += 4) {
+    body(r, Lanes<4>());
+  }
+  switch (lanes - r) {
+    case 3:
+      return body(r, Lanes<3>());
+    case 2:
+      return body(r, Lanes<2>());
+    case 1:
+      return body(r, Lanes<1>());
+  }
+}
+
+// out [lanes, out_stride] = alpha * out + a [lanes, a_stride] x b [depth][b_offset .. + columns].
+template <typename T>
+inline void matmul(
+    int lanes, const float* a, int a_stride, const T* const* b, int b_offset, int depth,
+    const float* alpha, float* out, int out_stride, int columns) {
+  for_lanes(lanes, [&](int r, auto group) {
+    multiply_rows<decltype(group)::kCount>(
+        a + r * a_stride, a_stride, b, b_offset, depth, alpha + r, out + size_t(r) * out_stride,
+        out_stride, columns);
+  });
+}
+
+}  // namespace mlx_paged::cpu::MLX_PAGED_ISA

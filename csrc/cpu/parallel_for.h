@@ -1,0 +1,18 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#pragma once
+
+#include <functional>
+
+namespace mlx_paged::cpu {
+
+// Threads that parallel_for may use: the processors this process may run on, or
+// MLX_PAGED_NUM_THREADS if that is set.
+int num_threads();
+
+// Calls task(i, thread) for every i in [0, num_tasks), each once, on up to num_threads() threads of
+// which the caller is one; `thread` is in [0, num_threads()). Tasks are handed out in order, one at
+// a time, so put the longest first. Returns when all are done; rethrows the first exception.
+void parallel_for(int num_tasks, const std::function<void(int task, int thread)>& task);
+
+}  // namespace mlx_paged::cpu

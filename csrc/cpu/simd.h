@@ -1,0 +1,177 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Vectors of floats in the compiler's own vector types. This file and attention_kernel.h are
+// compiled once for each instruction set, in a namespace of its own (MLX_PAGED_ISA), and include no
+// standard header with inline functions: a std:: template built with AVX-512 flags here could be
+// the copy that the linker keeps for everybody.
+
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace mlx_paged::cpu::MLX_PAGED_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+
+typedef float VecF __attribute__((vector_size(4 * kWidth)));
+typedef int32_t VecI __attribute__((vector_size(4 * kWidth)));
+typedef uint32_t VecU __attribute__((vector_size(4 * kWidth)));
+typedef uint16_t VecH __attribute__((vector_size(2 * kWidth)));
+
+constexpr float kInf = __builtin_inff();
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat {
+  uint16_t bits;
+};
+
+template <typename V>
+inline V load_as(const void* p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof(V));
+  return v;
+}
+
+inline VecF splat(float x) {
+  return x - VecF{};
+}
+
+inline VecF load(const float* p) {
+  return load_as<VecF>(p);
+}
+
+inline void store(float* p, VecF v) {
+  __builtin_memcpy(p, &v, sizeof(v));
+}
+
+inline VecF select(VecI mask, VecF a, VecF b) {
+  return mask ? a : b;
+}
+
+inline VecF max(VecF a, VecF b) {
+  return select(a > b, a, b);
+}
+
+inline VecF as_float(VecU v) {
+  return load_as<VecF>(&v);
+}
+
+inline VecU as_uint(VecF v) {
+  return load_as<VecU>(&v);
+}
+
+inline VecF load(const BFloat* p) {
+#if defined(__AVX512F__)
+  __m512i wide = _mm512_cvtepu16_epi32(load_as<__m256i>(p));
+  return (VecF)_mm512_slli_epi32(wide, 16);
+#else
+  return as_float(__builtin_convertvector(load_as<VecH>(p), VecU) << 16);
+#endif
+}
+
+inline VecF load(const Half* p) {
+#if defined(__AVX512F__)
+  return (VecF)_mm512_cvtph_ps(load_as<__m256i>(p));
+#elif defined(__AVX2__)
+  return (VecF)_mm256_cvtph_ps(load_as<__m128i>(p));
+#else
+  // Exponent and mantissa move to their place; multiplying by 2^112 mends the bias and normalises
+  // subnormals; infinities and NaNs get their exponent back.
+  VecU h = __builtin_convertvector(load_as<VecH>(p), VecU);
+  VecU magnitude = h & 0x7fff;
+  VecF scaled = as_float(magnitude << 13) * 0x1p112f;
+  VecU special = (VecU)(magnitude >= 0x7c00) & 0x7f800000u;
+  return as_float(as_uint(scaled) | special | ((h & 0x8000) << 16));
+#endif
+}
+
+inline void store_as(float* p, float x) {
+  *p = x;
+}
+
+inline void store_as(BFloat* p, float x) {
+  uint32_t u;
+  __builtin_memcpy(&u, &x, 4);
+  // Round to nearest even; a NaN keeps its top bits and stays a NaN.
+  p->bits = x != x ? uint16_t((u >> 16) | 0x40) : uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+inline void store_as(Half* p, float x) {
+#if defined(__AVX2__)
+  p->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  _Float16 h = (_Float16)x;
+  __builtin_memcpy(p, &h, 2);
+#endif
+}
+
+inline float sum(VecF v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  typedef float Vec4 __attribute__((vector_size(16)));
+  Vec4 s = load_as<Vec4>(&v);
+  if constexpr (kWidth == 8) {
+    s += load_as<Vec4>(reinterpret_cast<const char*>(&v) + 16);
+  }
+  return (s[0] + s[2]) + (s[1] + s[3]);
+#endif
+}
+
+inline float max(VecF v) {
+  float m = v[0];
+  for (int i = 1; i < kWidth; i++) {
+    m = v[i] > m ? v[i] : m;
+  }
+  return m;
+}
+
+// 2^x for x <= 126, to about 1e-7 relative; 0 below -126 (and for -inf); NaN stays NaN.
+inline VecF exp2(VecF x) {
+  VecF clamped = select(x < -127.0f, splat(-127.0f), x);
+  // Adding 1.5 * 2^23 rounds to the nearest integer, which then sits in the low mantissa bits.
+  VecF shifted = clamped + 0x1.8p23f;
+  VecF f = clamped - (shifted - 0x1.8p23f);
+  // Taylor of 2^f on [-0.5, 0.5]: ln2^n / n!.
+  VecF p = f * 1.5403530e-4f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  VecF result = as_float(as_uint(p) + (as_uint(shifted) << 23));
+  return select(x >= -126.0f, result, select(x < -126.0f, VecF{}, x));
+}
+
+inline float exp2(float x) {
+  return exp2(splat(x))[0];
+}
+
+inline VecF tanh(VecF x) {
+  VecF a = max(x, -x);
+  // Near zero 1 - 2 / (e^2a + 1) loses its leading digits; the series does not.
+  VecF x2 = x * x;
+  VecF series = x2 * -8.8632355e-3f + 2.1869489e-2f;
+  series = series * x2 - 5.3968254e-2f;
+  series = series * x2 + 1.3333333e-1f;
+  series = series * x2 - 3.3333333e-1f;
+  series = x + x * x2 * series;
+  VecF capped = select(a < 20.0f, a, splat(20.0f));
+  VecF t = 1.0f - 2.0f / (exp2(capped * 2.8853901f) + 1.0f);
+  return select(a < 0.35f, series, select(x < 0.0f, -t, t));
+}
+
+}  // namespace mlx_paged::cpu::MLX_PAGED_ISA

@@ -1,0 +1,105 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// The online softmax in base 2, and what leaves it: output rows or partials. Compiled once for each
+// instruction set, see simd.h.
+
+#pragma once
+
+#include "attention_state.h"
+
+namespace mlx_paged::cpu::MLX_PAGED_ISA {
+
+// Turns one lane's scores into probabilities relative to its new running maximum. Returns what
+// earlier sums must be multiplied by.
+inline float softmax_tile(
+    const AttentionArgs& args, int position, int token, int count, float* scores, float* row_max,
+    float* row_sum) {
+  int visible_begin = args.window ? max(0, position - args.window + 1 - token) : 0;
+  int visible_end = min(count, position + 1 - token);
+  if (args.softcap) {
+    for (int t = 0; t < kTile; t += kWidth) {
+      store(scores + t, (args.softcap * kLog2e) * tanh(load(scores + t) / args.softcap));
+    }
+  }
+  for (int t = 0; t < min(visible_begin, kTile); t++) {
+    scores[t] = -kInf;
+  }
+  for (int t = max(visible_end, 0); t < kTile; t++) {
+    scores[t] = -kInf;
+  }
+  VecF tile_max = load(scores);
+  for (int t = kWidth; t < kTile; t += kWidth) {
+    tile_max = max(tile_max, load(scores + t));
+  }
+  float new_max = max(tile_max);
+  new_max = *row_max > new_max ? *row_max : new_max;
+  // A lane that has seen no key yet: keep its sums at zero instead of (-inf) - (-inf).
+  float reference = new_max == -kInf ? 0.0f : new_max;
+  VecF tile_sum = {};
+  for (int t = 0; t < kTile; t += kWidth) {
+    VecF p = exp2(load(scores + t) - reference);
+    store(scores + t, p);
+    tile_sum += p;
+  }
+  float alpha = exp2(*row_max - reference);
+  *row_max = new_max;
+  *row_sum = *row_sum * alpha + sum(tile_sum);
+  return alpha;
+}
+
+inline void softmax_lanes(
+    const AttentionArgs& args, const Item& item, const Layout& at, int token, int count,
+    const State& state) {
+  int group = args.num_q_heads / args.num_kv_heads;
+  for (int lane = 0; lane < at.lanes; lane++) {
+    int position = args.positions[item.row_begin + lane / group];
+    state.alpha[lane] = softmax_tile(
+        args, position, token, count, state.scores + lane * kTile, state.row_max + lane,
+        state.row_sum + lane);
+  }
+}
+
+template <typename T>
+inline void finish_lane(
+    const AttentionArgs& args, const float* acc, float row_max, float row_sum, int64_t row,
+    int head) {
+  float scale = 1.0f;
+  if (args.sinks) {
+    float sink = args.sinks[head] * kLog2e;
+    float new_max = sink > row_max ? sink : row_max;
+    scale = exp2(row_max - new_max);
+    row_sum = row_sum * scale + exp2(sink - new_max);
+  }
+  // A row that sees no key at all is defined as zero.
+  float factor = row_sum == 0.0f ? 0.0f : scale / row_sum;
+  int dim = args.values.head_dim;
+  T* out = static_cast<T*>(args.out) + (row * args.num_q_heads + head) * dim;
+  for (int d = 0; d < dim; d++) {
+    store_as(out + d, acc[d] * factor);
+  }
+}
+
+template <typename T>
+inline void finish(
+    const AttentionArgs& args, const Item& item, const Layout& at, int kv_head,
+    const State& state) {
+  int group = args.num_q_heads / args.num_kv_heads;
+  for (int lane = 0; lane < at.lanes; lane++) {
+    int row = lane / group;
+    int head = kv_head * group + lane % group;
+    const float* lane_acc = state.acc + size_t(lane) * at.value_dim;
+    if (item.partial_begin < 0) {
+      finish_lane<T>(
+          args, lane_acc, state.row_max[lane], state.row_sum[lane], item.row_begin + row, head);
+      continue;
+    }
+    int64_t partial = int64_t(item.partial_begin + row) * args.num_q_heads + head;
+    args.partial_max[partial] = state.row_max[lane];
+    args.partial_sum[partial] = state.row_sum[lane];
+    __builtin_memcpy(
+        args.partial_out + partial * args.values.head_dim, lane_acc,
+        sizeof(float) * args.values.head_dim);
+  }
+}
+
+}  // namespace mlx_paged::cpu::MLX_PAGED_ISA

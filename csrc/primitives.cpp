@@ -1,0 +1,69 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include "primitives.h"
+
+#include <atomic>
+
+#include "mlx/allocator.h"
+
+namespace mlx_paged {
+
+namespace {
+std::atomic<int64_t> num_pool_copies{0};
+}
+
+int64_t pool_copies() {
+  return num_pool_copies.load();
+}
+
+bool alias_pool(const mx::array& pool, mx::array& out) {
+  if (pool.flags().row_contiguous && pool.data_size() == pool.size()) {
+    out.copy_shared_buffer(pool);
+    return false;
+  }
+  num_pool_copies++;
+  out.set_data(mx::allocator::malloc(out.nbytes()));
+  return true;
+}
+
+std::vector<mx::Shape> WriteKV::output_shapes(const std::vector<mx::array>& inputs) {
+  return {inputs[0].shape(), inputs[1].shape()};
+}
+
+bool WriteKV::is_equivalent(const mx::Primitive&) const {
+  return true;
+}
+
+std::vector<mx::Shape> CopyBlocks::output_shapes(const std::vector<mx::array>& inputs) {
+  std::vector<mx::Shape> shapes;
+  for (size_t i = 0; i + 1 < inputs.size(); i++) {
+    shapes.push_back(inputs[i].shape());
+  }
+  return shapes;
+}
+
+bool CopyBlocks::is_equivalent(const mx::Primitive&) const {
+  return true;
+}
+
+std::vector<mx::Shape> GatherKV::output_shapes(const std::vector<mx::array>& inputs) {
+  auto dense = [&](const mx::array& pool) {
+    return mx::Shape{inputs[2].shape(0), pool.shape(2), max_context_len_, pool.shape(3)};
+  };
+  return {dense(inputs[0]), dense(inputs[1])};
+}
+
+bool GatherKV::is_equivalent(const mx::Primitive& other) const {
+  return max_context_len_ == static_cast<const GatherKV&>(other).max_context_len_;
+}
+
+std::vector<mx::Shape> PagedAttention::output_shapes(const std::vector<mx::array>& inputs) {
+  return {{inputs[0].shape(0), inputs[0].shape(1), inputs[2].shape(3)}};
+}
+
+bool PagedAttention::is_equivalent(const mx::Primitive& other) const {
+  const auto& o = static_cast<const PagedAttention&>(other);
+  return scale_ == o.scale_ && window_ == o.window_ && softcap_ == o.softcap_;
+}
+
+}  // namespace mlx_paged

@@ -1,0 +1,87 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include "validate.h"
+
+#include "mlx/primitives.h"
+#include "mlx/utils.h"
+
+namespace mlx_paged {
+
+namespace {
+std::string shape_string(const std::vector<int>& dims) {
+  std::ostringstream s;
+  s << "(";
+  for (size_t i = 0; i < dims.size(); i++) {
+    s << (i ? "," : "");
+    if (dims[i] < 0) {
+      s << "*";
+    } else {
+      s << dims[i];
+    }
+  }
+  s << ")";
+  return s.str();
+}
+
+std::vector<int> dims_of(const mx::array& a) {
+  return {a.shape().begin(), a.shape().end()};
+}
+}  // namespace
+
+void Validator::shape(const mx::array& a, const char* what, std::initializer_list<int> dims) const {
+  auto actual = dims_of(a);
+  bool ok = actual.size() == dims.size();
+  size_t i = 0;
+  for (int d : dims) {
+    ok = ok && (d < 0 || actual[i] == d);
+    i++;
+  }
+  require(ok, what, "of shape " + shape_string(dims), shape_string(actual));
+}
+
+void Validator::int32(const mx::array& a, const char* what) const {
+  require(a.dtype() == mx::int32, what, "int32", a.dtype());
+}
+
+void Validator::same_dtype(
+    const mx::array& a, const char* what, const mx::array& b, const char* other) const {
+  std::ostringstream expected;
+  expected << b.dtype() << " like " << other;
+  require(a.dtype() == b.dtype(), what, expected.str(), a.dtype());
+}
+
+void Validator::pool(const mx::array& a, const char* what, mx::Stream stream) const {
+  auto dtype = a.dtype();
+  require(
+      dtype == mx::float32 || dtype == mx::float16 || dtype == mx::bfloat16, what,
+      "float32, float16 or bfloat16", dtype);
+  require(
+      a.ndim() == 4, what, "of shape (num_blocks,block_size,num_kv_heads,head_dim)",
+      shape_string(dims_of(a)));
+  int block_size = a.shape(1);
+  require(
+      block_size == 8 || block_size == 16 || block_size == 32 || block_size == 64,
+      std::string("block_size of ") + what, "8, 16, 32 or 64", block_size);
+  int head_dim = a.shape(3);
+  require(
+      head_dim > 0 && head_dim <= 576 && head_dim % 8 == 0, std::string("head_dim of ") + what,
+      "a multiple of 8 up to 576", head_dim);
+  require(a.shape(0) > 0, std::string("num_blocks of ") + what, "at least 1", a.shape(0));
+  require(a.shape(2) > 0, std::string("num_kv_heads of ") + what, "at least 1", a.shape(2));
+  // Work on a pool is ordered by its stream alone: a second stream could read what the first has
+  // not written yet, or overwrite what it has yet to read.
+  if (a.status() == mx::array::Status::unscheduled && a.has_primitive()) {
+    std::ostringstream expected;
+    expected << "on the op's stream " << stream;
+    require(a.primitive().stream() == stream, what, expected.str(), a.primitive().stream());
+  }
+}
+
+void Validator::pools(const mx::array& keys, const mx::array& values, mx::Stream stream) const {
+  pool(keys, "key_pool", stream);
+  pool(values, "value_pool", stream);
+  same_dtype(values, "value_pool", keys, "key_pool");
+  shape(values, "value_pool", {keys.shape(0), keys.shape(1), keys.shape(2), -1});
+}
+
+}  // namespace mlx_paged

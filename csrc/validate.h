@@ -1,0 +1,45 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// One sentence for every refusal: "[op] <what> must be <expectation> but got <actual>".
+
+#pragma once
+
+#include <initializer_list>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "ops.h"
+
+namespace mlx_paged {
+
+// Checks the arguments of one op. Each method throws std::invalid_argument (Python: ValueError).
+class Validator {
+ public:
+  explicit Validator(const char* op) : op_(op) {}
+
+  template <typename Expected, typename Actual>
+  void require(
+      bool ok, const std::string& what, const Expected& expected, const Actual& actual) const {
+    if (!ok) {
+      std::ostringstream message;
+      message << "[" << op_ << "] " << what << " must be " << expected << " but got " << actual;
+      throw std::invalid_argument(message.str());
+    }
+  }
+
+  // -1 in `dims` stands for any extent.
+  void shape(const mx::array& a, const char* what, std::initializer_list<int> dims) const;
+  void int32(const mx::array& a, const char* what) const;
+  void same_dtype(
+      const mx::array& a, const char* what, const mx::array& b, const char* other) const;
+  // A pool of a supported dtype, rank, block size and head dim whose pending work is on `stream`.
+  void pool(const mx::array& a, const char* what, mx::Stream stream) const;
+  // Key and value pool that belong together.
+  void pools(const mx::array& keys, const mx::array& values, mx::Stream stream) const;
+
+ private:
+  const char* op_;
+};
+
+}  // namespace mlx_paged

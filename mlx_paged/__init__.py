@@ -1,0 +1,42 @@
+"""Paged attention, prefix sharing and continuous batching for MLX.
+
+``LLM`` generates, ``load`` loads, ``ops`` holds the native primitives. Everything is imported when
+first used, so that the state half (``mlx_paged.kv``, ``mlx_paged.scheduling``) never needs MLX.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mlx_paged import blas
+
+if TYPE_CHECKING:
+    from mlx_paged.core import build_info
+    from mlx_paged.engine.llm import LLM, RequestOutput
+    from mlx_paged.engine.sampling_params import SamplingParams
+    from mlx_paged.models.load import load
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "build_info", "load"]
+
+_HOMES = {
+    "LLM": "mlx_paged.engine.llm",
+    "RequestOutput": "mlx_paged.engine.llm",
+    "SamplingParams": "mlx_paged.engine.sampling_params",
+    "build_info": "mlx_paged.core",
+    "load": "mlx_paged.models.load",
+}
+
+# Now, not when MLX is first needed: a program that imports mlx_paged and then mlx.core means both.
+blas.preload()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'mlx_paged' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,146 @@
+"""Builds a step's `AttentionPlan` on the host.
+
+Everything the kernels index with is made and checked here, where the numbers are still plain
+integers; the kernels themselves cannot see a wrong block table before they follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.ops import AttentionPlan
+
+# Query rows that share one pass over K and V. A prefill chunk is cut into items of this many rows.
+ROWS_PER_ITEM = 32
+# Context from which an item is split in pieces that run in parallel and are merged afterwards.
+SPLIT_TOKENS = 4096
+
+
+def build_plan(
+    block_tables: Sequence[Sequence[int]],
+    context_lens: Sequence[int],
+    query_lens: Sequence[int],
+    *,
+    block_size: int,
+    rows_per_item: int = ROWS_PER_ITEM,
+    split_tokens: int = SPLIT_TOKENS,
+) -> AttentionPlan:
+    """Plans one step over ragged sequences.
+
+    Args:
+        block_tables: for each sequence its blocks, in order; more than the context needs is fine.
+        context_lens: for each sequence its tokens in the pool once this step's are written.
+        query_lens: for each sequence how many of them, the last ones, are this step's query rows.
+        block_size: tokens in a block.
+        rows_per_item: most query rows that one work item holds.
+        split_tokens: most tokens of context that one work item covers, about; a longer context is
+            split evenly.
+
+    Raises:
+        ValueError: for lists of different lengths, negative lengths, more query rows than context,
+            or a block table too short for its context.
+    """
+    lens = np.asarray(context_lens, dtype=np.int64)
+    rows = np.asarray(query_lens, dtype=np.int64)
+    _validate(block_tables, lens, rows, block_size)
+
+    tables = _pad(block_tables)
+    starts = np.concatenate([[0], np.cumsum(rows)])
+    sequence = np.repeat(np.arange(len(rows)), rows)
+    positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - (lens - rows), rows)
+    slots = tables[sequence, positions // block_size] * block_size + positions % block_size
+    items, merges = _work_items(lens, rows, starts, block_size, rows_per_item, split_tokens)
+    return AttentionPlan(
+        positions=_int32(positions),
+        slot_mapping=_int32(slots),
+        block_tables=_int32(tables),
+        context_lens=_int32(lens),
+        query_starts=_int32(starts),
+        work_items=_int32(items),
+        merge_items=_int32(merges),
+    )
+
+
+def _validate(
+    block_tables: Sequence[Sequence[int]], lens: np.ndarray, rows: np.ndarray, block_size: int
+) -> None:
+    def refuse(what: str, expected: str, actual: object) -> None:
+        raise ValueError(f"[paged_attention] {what} must be {expected} but got {actual}")
+
+    if block_size not in (8, 16, 32, 64):
+        refuse("block_size", "8, 16, 32 or 64", block_size)
+    for name, values in (("context_lens", lens), ("query_lens", rows)):
+        if values.shape != (len(block_tables),):
+            refuse(name, f"of shape ({len(block_tables)},) like block_tables", values.shape)
+        if (values < 0).any():
+            i = int((values < 0).argmax())
+            refuse(f"{name}[{i}]", "at least 0", values[i])
+    if (rows > lens).any():
+        i = int((rows > lens).argmax())
+        refuse(f"query_lens[{i}]", f"at most its context length {lens[i]}", rows[i])
+    needed = -(-lens // block_size)
+    for i, table in enumerate(block_tables):
+        if len(table) < needed[i]:
+            refuse(
+                f"block_tables[{i}]",
+                f"at least {needed[i]} blocks for context length {lens[i]} at block size "
+                f"{block_size}",
+                len(table),
+            )
+
+
+def _pad(block_tables: Sequence[Sequence[int]]) -> np.ndarray:
+    """``[num_seqs, max_blocks]``; block 0 is never handed out, so the padding points at it."""
+    width = max((len(table) for table in block_tables), default=0)
+    padded = np.zeros((len(block_tables), max(width, 1)), dtype=np.int32)
+    for row, table in zip(padded, block_tables):
+        row[: len(table)] = table
+    return padded
+
+
+def _work_items(
+    lens: np.ndarray,
+    rows: np.ndarray,
+    starts: np.ndarray,
+    block_size: int,
+    rows_per_item: int,
+    split_tokens: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """``[num_items, 6]`` work items, longest context first, and ``[num_merges, 4]`` merges."""
+    num_tiles = -(-rows // rows_per_item)
+    sequence = np.repeat(np.arange(len(rows)), num_tiles)
+    tile = np.arange(len(sequence)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    row_begin = starts[sequence] + tile * rows_per_item
+    row_end = np.minimum(row_begin + rows_per_item, starts[sequence + 1])
+    # The last row of a tile sees the most: everything up to its own position.
+    num_tokens = lens[sequence] - (starts[sequence + 1] - row_end)
+    num_blocks = -(-num_tokens // block_size)
+    zeros = np.zeros_like(sequence)
+    items = np.stack([sequence, row_begin, row_end, zeros, num_blocks, zeros - 1], axis=1)
+
+    num_splits = np.minimum(-(-num_tokens // split_tokens), num_blocks)
+    order = np.argsort(-num_tokens, kind="stable")
+    if not (num_splits > 1).any():
+        return items[order], np.zeros((0, 4), dtype=np.int64)
+
+    pieces: list[np.ndarray] = []
+    merges: list[tuple[int, int, int, int]] = []
+    partial = 0
+    for i in order:
+        if num_splits[i] <= 1:
+            pieces.append(items[i])
+            continue
+        height = int(row_end[i] - row_begin[i])
+        merges.append((int(row_begin[i]), int(row_end[i]), partial, int(num_splits[i])))
+        bounds = np.arange(num_splits[i] + 1) * num_blocks[i] // num_splits[i]
+        for first, last in zip(bounds[:-1], bounds[1:]):
+            pieces.append(np.array([*items[i, :3], first, last, partial]))
+            partial += height
+    return np.stack(pieces), np.array(merges)
+
+
+def _int32(values: np.ndarray) -> mx.array:
+    return mx.array(values.astype(np.int32))

@@ -1,0 +1,94 @@
+"""OpenBLAS for MLX's CPU backend on Linux.
+
+MLX's Linux wheel links the reference BLAS (about 1.5 GFLOP/s in float32). PyPI's
+``scipy-openblas32`` carries OpenBLAS under prefixed names; a small library of ours forwards the
+three names that ``libmlx`` imports. The dynamic linker binds them once, when ``mlx.core`` is first
+imported, so this must run before that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import warnings
+from importlib import metadata
+from pathlib import Path
+
+_REMEDY = "pip install 'mlx-paged[cpu]'"
+_status: str | None = None
+# Handles stay open: closing one would unmap code that libmlx is bound to.
+_libraries: list[ctypes.CDLL] = []
+
+
+def status() -> str:
+    """Which BLAS serves MLX's CPU matrix products, in words."""
+    return _status or "not decided yet: mlx_paged.blas.preload() has not run"
+
+
+def preload() -> str:
+    """Puts OpenBLAS in front of MLX's own BLAS where that helps; returns `status()`.
+
+    Runs once; later calls only report. ``MLX_PAGED_BLAS=off`` leaves MLX as it is.
+
+    Raises:
+        ValueError: if ``MLX_PAGED_BLAS`` is neither ``auto`` nor ``off``.
+    """
+    global _status
+    if _status is None:
+        _status = _preload()
+    return _status
+
+
+def _preload() -> str:
+    choice = os.environ.get("MLX_PAGED_BLAS", "auto")
+    if choice not in ("auto", "off"):
+        raise ValueError(f"MLX_PAGED_BLAS must be 'auto' or 'off' but got {choice!r}")
+    if sys.platform != "linux":
+        return "Accelerate (macOS)"
+    if choice == "off":
+        return "MLX's own (MLX_PAGED_BLAS=off)"
+    if _mlx_has_cuda():
+        return "MLX's own (this MLX runs on a GPU)"
+    if hasattr(ctypes.CDLL(None), "cblas_sgemm"):
+        return "preloaded by the environment"
+    if "mlx.core" in sys.modules:
+        warnings.warn(
+            "mlx.core was imported before mlx_paged, so matrix products stay on MLX's reference "
+            "BLAS, which is tens of times slower than OpenBLAS. Import mlx_paged first.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return "MLX's own (mlx.core was imported before mlx_paged)"
+    try:
+        import scipy_openblas32
+    except ImportError:
+        return f"MLX's own (scipy-openblas32 is not installed: {_REMEDY})"
+    forwarder = _forwarder()
+    if forwarder is None:
+        return "MLX's own (mlx_paged's extension is not built)"
+    openblas = Path(scipy_openblas32.get_lib_dir()) / scipy_openblas32.get_library(fullname=True)
+    for library in (openblas, forwarder):
+        _libraries.append(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
+    return f"OpenBLAS (scipy-openblas32 {metadata.version('scipy-openblas32')})"
+
+
+def _mlx_has_cuda() -> bool:
+    """Whether the installed MLX is one of the CUDA builds; told without importing it."""
+    for name in ("mlx-cuda-12", "mlx-cuda-13"):
+        try:
+            metadata.distribution(name)
+            return True
+        except metadata.PackageNotFoundError:
+            continue
+    return False
+
+
+def _forwarder() -> Path | None:
+    """The forwarding library, beside the extension (elsewhere than this file when editable)."""
+    from importlib.util import find_spec
+
+    spec = find_spec("mlx_paged._ext")
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin).with_name("libmlx_paged_blas.so")

@@ -1,0 +1,61 @@
+"""The native extension, loaded only beside the MLX that it was built with.
+
+MLX has no stable ABI: an extension built against another version may crash, or be told that an
+``mx.array`` is not an ``mx.array``. Both are checked here, once, with the remedy in the error.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from types import ModuleType
+
+from mlx_paged import blas
+
+
+def _load() -> ModuleType:
+    blas.preload()  # before mlx.core, or it has no effect
+    try:
+        from mlx_paged._build import MLX_VERSION, NANOBIND_VERSION
+    except ImportError as error:
+        raise ImportError(
+            "mlx_paged's native extension is not built. In its checkout, run: pip install ."
+        ) from error
+
+    import mlx.core as mx
+
+    if mx.__version__ != MLX_VERSION:
+        raise ImportError(
+            f"mlx_paged was built with MLX {MLX_VERSION} but found MLX {mx.__version__}, and MLX "
+            f"has no stable ABI. Run: pip install 'mlx=={MLX_VERSION}', or rebuild mlx_paged with "
+            "`pip install --force-reinstall --no-deps .` in its checkout."
+        )
+    from mlx_paged import _ext
+
+    try:
+        _ext.accepts(mx.array(0))
+    except TypeError as error:
+        raise ImportError(
+            f"mlx_paged was built with nanobind {NANOBIND_VERSION}, whose internals MLX "
+            f"{mx.__version__} does not share, so it cannot take MLX's arrays. Rebuild it with the "
+            "pinned nanobind: `pip install --force-reinstall --no-deps .` in its checkout."
+        ) from error
+    return _ext
+
+
+ext = _load()
+
+
+def build_info() -> dict[str, str]:
+    """What this build is made of and what it chose on this machine.
+
+    Returns:
+        ``version``, ``mlx_version``, ``mlx_lm_version``, ``nanobind_version``, ``compiler``,
+        ``backends`` (space separated), ``simd`` (instruction set of the CPU kernels),
+        ``num_threads`` and ``blas``.
+    """
+    return {
+        "version": metadata.version("mlx-paged"),
+        "mlx_lm_version": metadata.version("mlx-lm"),
+        **ext.build_info(),
+        "blas": blas.status(),
+    }

@@ -1,0 +1,156 @@
+"""The native primitives, typed and documented.
+
+A *pool* is ``[num_blocks, block_size, num_kv_heads, head_dim]``, float32, float16 or bfloat16;
+keys and values have one each, and their head dims may differ. A *slot* is
+``block * block_size + offset``.
+
+`write_kv` and `copy_blocks` work **in place, unconditionally**: the arrays they return share the
+buffers of those passed in. The handle passed in is consumed; all reads and writes of a pool go
+through one stream; and a freed block is handed out again only after the last step that could read
+it has been evaluated. ``MLX_PAGED_CHECK=1`` makes every op compare block ids and slots with the pool
+before it follows them.
+
+Each op takes an optional ``stream`` (an ``mx.Stream`` or ``mx.Device``) and raises ``ValueError``,
+when the graph is built, for an argument that it cannot serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_paged.core import ext
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The arrays of one step, built once (`attention.plan.build_plan`) and shared by all layers.
+
+    A query row is one token; the rows of a sequence are consecutive.
+    """
+
+    positions: mx.array  # [num_rows] int32: the token's position in its sequence
+    slot_mapping: mx.array  # [num_rows] int32: where its K and V go; -1: nowhere
+    block_tables: mx.array  # [num_seqs, max_blocks] int32
+    context_lens: mx.array  # [num_seqs] int32: tokens in the pool, this step's included
+    query_starts: mx.array  # [num_seqs + 1] int32: first row of each sequence
+    work_items: mx.array  # [num_items, 6] int32: sequence, rows [b, e), blocks [b, e), partial
+    merge_items: mx.array  # [num_merges, 4] int32: rows [b, e), first partial, splits
+
+
+def write_kv(
+    key_pool: mx.array,
+    value_pool: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    slot_mapping: mx.array,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Writes each token's key and value to its slot, in place.
+
+    Args:
+        keys: ``[num_tokens, num_kv_heads, key_dim]``, the pool's dtype.
+        values: ``[num_tokens, num_kv_heads, value_dim]``, the pool's dtype.
+        slot_mapping: ``[num_tokens]`` int32; -1 writes nothing. No slot may occur twice.
+
+    Returns:
+        The key pool and the value pool.
+    """
+    return ext.write_kv(key_pool, value_pool, keys, values, slot_mapping, stream=stream)
+
+
+def copy_blocks(
+    pools: Sequence[mx.array],
+    block_pairs: mx.array,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> list[mx.array]:
+    """Copies block ``src`` to block ``dst`` in every pool, in place.
+
+    Args:
+        pools: arrays of the same ``num_blocks``.
+        block_pairs: ``[num_pairs, 2]`` int32 of (src, dst), run in no particular order: no block is a
+            destination twice, or both a destination and a source.
+
+    Returns:
+        The pools.
+    """
+    return ext.copy_blocks(list(pools), block_pairs, stream=stream)
+
+
+def gather_kv(
+    key_pool: mx.array,
+    value_pool: mx.array,
+    block_tables: mx.array,
+    context_lens: mx.array,
+    max_context_len: int,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Dense keys and values of whole sequences.
+
+    Args:
+        block_tables: ``[num_seqs, max_blocks]`` int32.
+        context_lens: ``[num_seqs]`` int32; 0 is allowed.
+
+    Returns:
+        ``[num_seqs, num_kv_heads, max_context_len, head_dim]`` keys and values, zero past each
+        sequence's context.
+    """
+    return ext.gather_kv(
+        key_pool, value_pool, block_tables, context_lens, max_context_len, stream=stream
+    )
+
+
+def paged_attention(
+    queries: mx.array,
+    key_pool: mx.array,
+    value_pool: mx.array,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """Causal attention of every query row over its own sequence's blocks.
+
+    Args:
+        queries: ``[num_rows, num_q_heads, key_dim]``, the pool's dtype; ``num_q_heads`` is a
+            multiple of ``num_kv_heads``.
+        scale: factor on ``q . k``.
+        window: a row at position p sees keys at positions in ``(p - window, p]``; None: all up to p.
+        softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
+        sinks: ``[num_q_heads]`` logits that take part in the softmax but carry no value (gpt-oss).
+
+    Returns:
+        ``[num_rows, num_q_heads, value_dim]`` in the dtype of `queries`. Rows that the plan gives no
+        work are zero.
+    """
+    if window is not None and window < 1:
+        raise ValueError(f"[paged_attention] window must be None or at least 1 but got {window}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"[paged_attention] softcap must be None or positive but got {softcap}")
+    return ext.paged_attention(
+        queries,
+        key_pool,
+        value_pool,
+        plan.positions,
+        plan.block_tables,
+        plan.work_items,
+        plan.merge_items,
+        scale=scale,
+        window=window or 0,
+        softcap=softcap or 0.0,
+        sinks=sinks,
+        stream=stream,
+    )
+
+
+def pool_copies() -> int:
+    """Whole-pool copies since the process started; zero as long as pools are used as they should."""
+    return ext.pool_copies()
