@@ -45,6 +45,8 @@ NB_MODULE(_ext, m) {
       "merge_items"_a, nb::kw_only(), "scale"_a, "window"_a = 0, "softcap"_a = 0.0f,
       "sinks"_a = nb::none(), "stream"_a = nb::none());
 
+  m.def("allocate_pool", &mlx_paged::allocate_pool, "shape"_a, "dtype"_a);
+
   m.def(
       "pool_copies", &mlx_paged::pool_copies, "Whole-pool copies made since the process started.");
 

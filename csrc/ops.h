@@ -95,6 +95,11 @@ mx::array paged_attention(
     const mx::array& queries, const mx::array& key_pool, const mx::array& value_pool,
     const AttentionPlan& plan, const AttentionOptions& options, mx::StreamOrDevice s = {});
 
+// A pool that is allocated but not touched: memory is used from the first write on, so a large pool
+// costs nothing until it is needed. Its contents are undefined. On Linux it asks for huge pages, as
+// decode visits memory in an order that small pages make slow.
+mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype);
+
 // Whole-pool copies made since the process started.
 int64_t pool_copies();
 

@@ -2,29 +2,7 @@
 
 #include "primitives.h"
 
-#include <atomic>
-
-#include "mlx/allocator.h"
-
 namespace mlx_paged {
-
-namespace {
-std::atomic<int64_t> num_pool_copies{0};
-}
-
-int64_t pool_copies() {
-  return num_pool_copies.load();
-}
-
-bool alias_pool(const mx::array& pool, mx::array& out) {
-  if (pool.flags().row_contiguous && pool.data_size() == pool.size()) {
-    out.copy_shared_buffer(pool);
-    return false;
-  }
-  num_pool_copies++;
-  out.set_data(mx::allocator::malloc(out.nbytes()));
-  return true;
-}
 
 std::vector<mx::Shape> WriteKV::output_shapes(const std::vector<mx::array>& inputs) {
   return {inputs[0].shape(), inputs[1].shape()};

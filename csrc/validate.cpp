@@ -50,24 +50,29 @@ void Validator::same_dtype(
   require(a.dtype() == b.dtype(), what, expected.str(), a.dtype());
 }
 
-void Validator::pool(const mx::array& a, const char* what, mx::Stream stream) const {
-  auto dtype = a.dtype();
+void Validator::pool_layout(
+    const std::vector<int>& shape, mx::Dtype dtype, const char* what) const {
   require(
       dtype == mx::float32 || dtype == mx::float16 || dtype == mx::bfloat16, what,
       "float32, float16 or bfloat16", dtype);
   require(
-      a.ndim() == 4, what, "of shape (num_blocks,block_size,num_kv_heads,head_dim)",
-      shape_string(dims_of(a)));
-  int block_size = a.shape(1);
+      shape.size() == 4, what, "of shape (num_blocks,block_size,num_kv_heads,head_dim)",
+      shape_string(shape));
+  std::string of = std::string(" of ") + what;
+  require(shape[0] > 0, "num_blocks" + of, "at least 1", shape[0]);
+  int block_size = shape[1];
   require(
       block_size == 8 || block_size == 16 || block_size == 32 || block_size == 64,
-      std::string("block_size of ") + what, "8, 16, 32 or 64", block_size);
-  int head_dim = a.shape(3);
+      "block_size" + of, "8, 16, 32 or 64", block_size);
+  require(shape[2] > 0, "num_kv_heads" + of, "at least 1", shape[2]);
+  int head_dim = shape[3];
   require(
-      head_dim > 0 && head_dim <= 576 && head_dim % 8 == 0, std::string("head_dim of ") + what,
+      head_dim > 0 && head_dim <= 576 && head_dim % 8 == 0, "head_dim" + of,
       "a multiple of 8 up to 576", head_dim);
-  require(a.shape(0) > 0, std::string("num_blocks of ") + what, "at least 1", a.shape(0));
-  require(a.shape(2) > 0, std::string("num_kv_heads of ") + what, "at least 1", a.shape(2));
+}
+
+void Validator::pool(const mx::array& a, const char* what, mx::Stream stream) const {
+  pool_layout(dims_of(a), a.dtype(), what);
   // Work on a pool is ordered by its stream alone: a second stream could read what the first has
   // not written yet, or overwrite what it has yet to read.
   if (a.status() == mx::array::Status::unscheduled && a.has_primitive()) {

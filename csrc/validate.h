@@ -8,6 +8,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "ops.h"
 
@@ -33,6 +34,8 @@ class Validator {
   void int32(const mx::array& a, const char* what) const;
   void same_dtype(
       const mx::array& a, const char* what, const mx::array& b, const char* other) const;
+  // The layout alone, of a pool that does not exist yet.
+  void pool_layout(const std::vector<int>& shape, mx::Dtype dtype, const char* what) const;
   // A pool of a supported dtype, rank, block size and head dim whose pending work is on `stream`.
   void pool(const mx::array& a, const char* what, mx::Stream stream) const;
   // Key and value pool that belong together.

@@ -7,8 +7,8 @@ keys and values have one each, and their head dims may differ. A *slot* is
 `write_kv` and `copy_blocks` work **in place, unconditionally**: the arrays they return share the
 buffers of those passed in. The handle passed in is consumed; all reads and writes of a pool go
 through one stream; and a freed block is handed out again only after the last step that could read
-it has been evaluated. ``MLX_PAGED_CHECK=1`` makes every op compare block ids and slots with the pool
-before it follows them.
+it has been evaluated. ``MLX_PAGED_CHECK=1`` makes every op compare block ids and slots with the
+pool before it follows them.
 
 Each op takes an optional ``stream`` (an ``mx.Stream`` or ``mx.Device``) and raises ``ValueError``,
 when the graph is built, for an argument that it cannot serve.
@@ -38,6 +38,22 @@ class AttentionPlan:
     query_starts: mx.array  # [num_seqs + 1] int32: first row of each sequence
     work_items: mx.array  # [num_items, 6] int32: sequence, rows [b, e), blocks [b, e), partial
     merge_items: mx.array  # [num_merges, 4] int32: rows [b, e), first partial, splits
+
+
+def allocate_pool(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: mx.Dtype
+) -> mx.array:
+    """A pool that is allocated but not touched: memory is used from the first write on.
+
+    Args:
+        block_size: 8, 16, 32 or 64.
+        head_dim: a multiple of 8 up to 576.
+        dtype: float32, float16 or bfloat16.
+
+    Returns:
+        ``[num_blocks, block_size, num_kv_heads, head_dim]`` of undefined contents.
+    """
+    return ext.allocate_pool([num_blocks, block_size, num_kv_heads, head_dim], dtype)
 
 
 def write_kv(
@@ -72,8 +88,8 @@ def copy_blocks(
 
     Args:
         pools: arrays of the same ``num_blocks``.
-        block_pairs: ``[num_pairs, 2]`` int32 of (src, dst), run in no particular order: no block is a
-            destination twice, or both a destination and a source.
+        block_pairs: ``[num_pairs, 2]`` int32 of (src, dst), run in no particular order: no block
+            is a destination twice, or both a destination and a source.
 
     Returns:
         The pools.
@@ -123,13 +139,14 @@ def paged_attention(
         queries: ``[num_rows, num_q_heads, key_dim]``, the pool's dtype; ``num_q_heads`` is a
             multiple of ``num_kv_heads``.
         scale: factor on ``q . k``.
-        window: a row at position p sees keys at positions in ``(p - window, p]``; None: all up to p.
+        window: a row at position p sees keys at positions in ``(p - window, p]``; None: all up to
+            p.
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
         sinks: ``[num_q_heads]`` logits that take part in the softmax but carry no value (gpt-oss).
 
     Returns:
-        ``[num_rows, num_q_heads, value_dim]`` in the dtype of `queries`. Rows that the plan gives no
-        work are zero.
+        ``[num_rows, num_q_heads, value_dim]`` in the dtype of `queries`. Rows that the plan gives
+        no work are zero.
     """
     if window is not None and window < 1:
         raise ValueError(f"[paged_attention] window must be None or at least 1 but got {window}")
@@ -152,5 +169,5 @@ def paged_attention(
 
 
 def pool_copies() -> int:
-    """Whole-pool copies since the process started; zero as long as pools are used as they should."""
+    """Whole-pool copies since the process started; zero while pools are used as they should."""
     return ext.pool_copies()

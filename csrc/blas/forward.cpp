@@ -1,17 +1,29 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The three CBLAS names that libmlx imports, forwarded to OpenBLAS.
+// The three CBLAS names that libmlx imports, served by OpenBLAS.
 //
 // MLX's Linux wheel links the reference BLAS. PyPI's scipy-openblas32 carries OpenBLAS under the
-// prefix `scipy_`. Loaded with RTLD_GLOBAL before libmlx, this library answers for the plain names.
+// prefix `scipy_`. Loaded with RTLD_GLOBAL before libmlx, this library answers for the plain names;
 // mlx_paged/blas.py opens OpenBLAS with RTLD_GLOBAL first, where the lookups below find it.
+//
+// OpenBLAS runs single-threaded here, and products are dealt out in pieces by our own parallel_for.
+// OpenBLAS's threads wait for each other at every product: on a small machine where the host builds
+// the next step meanwhile, one of them is off its core for a scheduler's slice (8 ms) and all wait.
+// Pieces are claimed instead: a thread that is not running holds up nobody.
 
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 
+#include "../cpu/parallel_for.h"
+
 namespace {
+
+constexpr int kRowMajor = 101;
+constexpr int kNoTranspose = 111;
 
 template <typename Function>
 Function resolve(const char* name) {
@@ -23,16 +35,75 @@ Function resolve(const char* name) {
   return reinterpret_cast<Function>(address);
 }
 
+// In how many pieces a product is worth cutting: each some 100 microseconds, by arithmetic or by the
+// weights that it streams, and a few for each thread so that none waits long for another.
+int num_pieces(int64_t m, int64_t n, int64_t k, int64_t element) {
+  constexpr int64_t kFlopsPerPiece = 4'000'000;
+  constexpr int64_t kBytesPerPiece = 1 << 19;
+  constexpr int kPiecesPerThread = 4;
+  int64_t pieces =
+      std::max(2 * m * n * k / kFlopsPerPiece, std::max(m, n) * k * element / kBytesPerPiece);
+  return int(std::clamp<int64_t>(
+      pieces, 1, int64_t(kPiecesPerThread) * mlx_paged::cpu::num_threads()));
+}
+
+const char* advance(const void* p, int64_t elements, int64_t element) {
+  return static_cast<const char*>(p) + elements * element;
+}
+
+// Calls gemm(m, n, a, b, c) for pieces of a row-major product, along the longer side of C.
+template <typename Gemm>
+void split(
+    int transpose_a, int transpose_b, int m, int n, int k, int64_t element, const void* a, int lda,
+    const void* b, int ldb, void* c, int ldc, const Gemm& gemm) {
+  constexpr int kAlign = 16;  // columns: whole vectors and cache lines
+  int pieces = num_pieces(m, n, k, element);
+  bool columns = n >= m;
+  int extent = columns ? n : m;
+  int each = ((extent + pieces - 1) / pieces + kAlign - 1) / kAlign * kAlign;
+  pieces = (extent + each - 1) / each;
+  mlx_paged::cpu::parallel_for(pieces, [&](int piece, int) {
+    int64_t begin = int64_t(piece) * each;
+    int size = std::min<int64_t>(each, extent - begin);
+    if (columns) {
+      int64_t step = transpose_b == kNoTranspose ? 1 : ldb;
+      gemm(
+          m, size, a, advance(b, begin * step, element),
+          const_cast<char*>(advance(c, begin, element)));
+    } else {
+      int64_t step = transpose_a == kNoTranspose ? lda : 1;
+      gemm(
+          size, n, advance(a, begin * step, element), b,
+          const_cast<char*>(advance(c, begin * ldc, element)));
+    }
+  });
+}
+
+// dlopen runs this: OpenBLAS is loaded before us.
+[[maybe_unused]] const bool single_threaded = [] {
+  resolve<void (*)(int)>("scipy_openblas_set_num_threads")(1);
+  return true;
+}();
+
 }  // namespace
 
-#define MLX_PAGED_FORWARD(NAME, SCALAR, CONST_MATRIX, MATRIX)                                \
+#define MLX_PAGED_FORWARD(NAME, ELEMENT_SIZE, SCALAR, CONST_MATRIX, MATRIX)                  \
   extern "C" __attribute__((visibility("default"))) void NAME(                               \
       int layout, int transpose_a, int transpose_b, int m, int n, int k, SCALAR alpha,       \
       CONST_MATRIX a, int lda, CONST_MATRIX b, int ldb, SCALAR beta, MATRIX c, int ldc) {    \
-    static const auto forward = resolve<decltype(&NAME)>("scipy_" #NAME);                    \
-    forward(layout, transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc); \
+    static const auto openblas = resolve<decltype(&NAME)>("scipy_" #NAME);                   \
+    auto gemm = [&](int rows, int columns, const void* a_, const void* b_, void* c_) {       \
+      openblas(                                                                              \
+          layout, transpose_a, transpose_b, rows, columns, k, alpha,                         \
+          static_cast<CONST_MATRIX>(a_), lda, static_cast<CONST_MATRIX>(b_), ldb, beta,      \
+          static_cast<MATRIX>(c_), ldc);                                                     \
+    };                                                                                       \
+    if (layout != kRowMajor || m <= 0 || n <= 0) {                                           \
+      return gemm(m, n, a, b, c);                                                            \
+    }                                                                                        \
+    split(transpose_a, transpose_b, m, n, k, ELEMENT_SIZE, a, lda, b, ldb, c, ldc, gemm);    \
   }
 
-MLX_PAGED_FORWARD(cblas_sgemm, float, const float*, float*)
-MLX_PAGED_FORWARD(cblas_dgemm, double, const double*, double*)
-MLX_PAGED_FORWARD(cblas_cgemm, const void*, const void*, void*)
+MLX_PAGED_FORWARD(cblas_sgemm, 4, float, const float*, float*)
+MLX_PAGED_FORWARD(cblas_dgemm, 8, double, const double*, double*)
+MLX_PAGED_FORWARD(cblas_cgemm, 8, const void*, const void*, void*)

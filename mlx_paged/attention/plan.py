@@ -7,6 +7,7 @@ integers; the kernels themselves cannot see a wrong block table before they foll
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -136,7 +137,7 @@ def _work_items(
         height = int(row_end[i] - row_begin[i])
         merges.append((int(row_begin[i]), int(row_end[i]), partial, int(num_splits[i])))
         bounds = np.arange(num_splits[i] + 1) * num_blocks[i] // num_splits[i]
-        for first, last in zip(bounds[:-1], bounds[1:]):
+        for first, last in pairwise(bounds):
             pieces.append(np.array([*items[i, :3], first, last, partial]))
             partial += height
     return np.stack(pieces), np.array(merges)

@@ -1,0 +1,50 @@
+# `make demo` and `make test` work from a fresh clone: everything is installed into .venv.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+# A Mac gets MLX's Metal wheel without an extra; Linux machines without a GPU get the CPU one.
+# On Linux with an NVIDIA GPU: make demo BACKEND=cuda13
+ifeq ($(shell uname -s),Darwin)
+BACKEND ?=
+else
+BACKEND ?= cpu
+endif
+comma := ,
+EXTRAS := dev$(if $(BACKEND),$(comma)$(BACKEND))
+
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.*)
+
+.PHONY: demo test lint bench wheel clean
+
+demo: $(BIN)/.installed
+	$(BIN)/mlx-paged demo
+
+test: $(BIN)/.installed
+	$(BIN)/python -m pytest
+
+lint: $(BIN)/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
+
+# Figures of this machine, written to bench/results.
+bench: $(BIN)/.installed
+	$(BIN)/python bench/kernels.py
+	$(BIN)/python bench/blas.py
+	$(BIN)/python bench/generate.py
+
+wheel: $(BIN)/.installed
+	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+
+$(BIN)/.installed: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --config-settings=cmake.define.MLX_PAGED_WERROR=$(WERROR) \
+		--editable '.[$(EXTRAS)]'
+	touch $@
+WERROR ?= OFF
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

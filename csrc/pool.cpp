@@ -1,0 +1,62 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Where pools come from, and the one rule by which they are passed on.
+
+#include <atomic>
+#include <utility>
+
+#include "mlx/allocator.h"
+#include "primitives.h"
+#include "validate.h"
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+namespace mlx_paged {
+
+namespace {
+
+std::atomic<int64_t> num_pool_copies{0};
+
+void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kHugePage = 1 << 21;
+  auto begin = (reinterpret_cast<uintptr_t>(data) + kHugePage - 1) / kHugePage * kHugePage;
+  auto end = (reinterpret_cast<uintptr_t>(data) + bytes) / kHugePage * kHugePage;
+  if (begin < end) {
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice: may be refused
+  }
+#endif
+}
+
+}  // namespace
+
+mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype) {
+  Validator("allocate_pool").pool_layout(shape, dtype, "pool");
+  size_t bytes = mx::size_of(dtype);
+  for (int extent : shape) {
+    bytes *= extent;
+  }
+  auto data = mx::allocator::malloc(bytes);
+  if (mx::default_device() == mx::Device::cpu) {
+    advise_huge_pages(data.buffer().raw_ptr(), bytes);
+  }
+  return mx::array(std::move(data), mx::Shape(shape.begin(), shape.end()), dtype);
+}
+
+int64_t pool_copies() {
+  return num_pool_copies.load();
+}
+
+bool alias_pool(const mx::array& pool, mx::array& out) {
+  if (pool.flags().row_contiguous && pool.data_size() == pool.size()) {
+    out.copy_shared_buffer(pool);
+    return false;
+  }
+  num_pool_copies++;
+  out.set_data(mx::allocator::malloc(out.nbytes()));
+  return true;
+}
+
+}  // namespace mlx_paged

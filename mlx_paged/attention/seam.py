@@ -1,0 +1,48 @@
+"""The one place where mlx-lm's model code meets paged attention.
+
+Every mlx-lm model (and ``mlx_lm.models.base``) looks up ``mx.fast.scaled_dot_product_attention``
+when it is called, so one rebinding serves them all. Dispatch is on the type of the keys, never on
+a cache: layers that share their KV with another layer pass none. Dense calls go where they always
+went.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_paged.attention.cache import KVHandle
+
+_dense_attention = mx.fast.scaled_dot_product_attention
+
+
+def scaled_dot_product_attention(
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, **kwargs: Any
+) -> mx.array:
+    """``mx.fast.scaled_dot_product_attention`` that also takes KV handles."""
+    if not isinstance(k, KVHandle):
+        return _dense_attention(q, k, v, scale=scale, **kwargs)
+    mask = kwargs.pop("mask", None)
+    sinks = kwargs.pop("sinks", None)
+    if mask is not None:
+        raise TypeError(
+            "[paged_attention] mask must be None but got "
+            f"{mask if isinstance(mask, str) else type(mask).__name__}: "
+            "this model asks for a mask that the paged cache did not make"
+        )
+    if kwargs:
+        raise TypeError(f"[paged_attention] unexpected arguments {sorted(kwargs)}")
+    if not isinstance(v, KVHandle) or v.cache is not k.cache:
+        raise TypeError("[paged_attention] values must be the handle that came with the keys")
+    return k.cache.attend(q, scale=scale, sinks=sinks)
+
+
+def install() -> None:
+    """Rebinds MLX's attention. Doing it twice changes nothing."""
+    mx.fast.scaled_dot_product_attention = scaled_dot_product_attention
+
+
+def uninstall() -> None:
+    """Puts MLX's own attention back."""
+    mx.fast.scaled_dot_product_attention = _dense_attention

@@ -1,0 +1,1 @@
+"""The engine: joins the state half (what to run) and the device half (how)."""

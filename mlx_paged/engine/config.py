@@ -1,0 +1,106 @@
+"""Options of the engine. Names and defaults follow vLLM's where it has them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlx_paged.errors import InvalidParameterError
+from mlx_paged.scheduling import SchedulerConfig
+
+_GIB = 1 << 30
+_DEFAULT_KV_CACHE_MEMORY = 4 * _GIB
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How much the engine may hold, and how it schedules.
+
+    Attributes:
+        block_size: Tokens of a KV block: 8, 16, 32 or 64.
+        num_gpu_blocks_override: Blocks of the pool, whatever the memory (vLLM's name; it holds for
+            every backend).
+        kv_cache_memory: Bytes for the pool; None: 4 GiB, or half of this machine's memory if that
+            is less. The pool is allocated but not touched, so blocks that were never used cost no
+            memory.
+        max_model_len: Most tokens of prompt and answer together; None: what the model was made for.
+        max_num_seqs: Most sequences that run at once.
+        max_num_batched_tokens: Most tokens of one step; longer prompts are prefilled in chunks.
+        enable_prefix_caching: Share equal prefixes between requests, and keep them for later ones.
+        async_scheduling: Plan and launch a step while the one before it still runs. The tokens are
+            the same.
+    """
+
+    block_size: int = 32
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    async_scheduling: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_size not in (8, 16, 32, 64):
+            raise InvalidParameterError("block_size", "8, 16, 32 or 64", self.block_size)
+        for name, least in (
+            ("num_gpu_blocks_override", 2),
+            ("kv_cache_memory", 1),
+            ("max_model_len", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InvalidParameterError(name, f"None or at least {least}", value)
+
+    def model_len(self, model_limit: int | None) -> int | None:
+        """The context limit in force, given what the model was made for.
+
+        Raises:
+            InvalidParameterError: `max_model_len` is more than the model can do.
+        """
+        if self.max_model_len is None:
+            return model_limit
+        if model_limit is not None and self.max_model_len > model_limit:
+            raise InvalidParameterError(
+                "max_model_len",
+                f"at most {model_limit}, which this model was made for",
+                self.max_model_len,
+            )
+        return self.max_model_len
+
+    def scheduler_config(self, model_limit: int | None) -> SchedulerConfig:
+        """The scheduler's part."""
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=max(self.max_num_batched_tokens, self.max_num_seqs),
+            max_model_len=self.model_len(model_limit),
+        )
+
+    def num_blocks(self, bytes_per_token: Sequence[int], model_limit: int | None) -> int:
+        """Blocks of the pool, block 0 (never handed out) included.
+
+        Args:
+            bytes_per_token: K and V of one token, for each layer.
+
+        Raises:
+            InvalidParameterError: the memory is too small for even one block.
+        """
+        if self.num_gpu_blocks_override is not None:
+            return self.num_gpu_blocks_override
+        block_bytes = self.block_size * sum(bytes_per_token)
+        memory = self.kv_cache_memory or min(_DEFAULT_KV_CACHE_MEMORY, _physical_memory() // 2)
+        fitting = memory // block_bytes
+        if fitting < 2:
+            raise InvalidParameterError(
+                "kv_cache_memory", f"at least two blocks of {block_bytes} bytes", memory
+            )
+        limit = self.model_len(model_limit)
+        if limit is None:
+            return fitting
+        # No more than every sequence at full length could use.
+        return min(fitting, self.max_num_seqs * -(-limit // self.block_size) + 1)
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,166 @@
+"""`LLM`: the engine for scripts. Prompts in, answers out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.engine import Engine, EngineStats
+from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
+from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.errors import InvalidParameterError
+from mlx_paged.models.load import LoadedModel, load
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+__all__ = ["LLM", "RequestOutput", "SamplingParams"]
+
+
+class LLM:
+    """A model with an engine around it.
+
+    Example:
+        >>> llm = LLM()
+        >>> [output] = llm.chat([{"role": "user", "content": "Return the n-th Fibonacci number"}])
+        >>> print(output.outputs[0].text)
+
+    Args:
+        model: a directory in mlx-lm's format, a Hugging Face id, or a model already loaded; None:
+            the model embedded in this package.
+        dtype: see `mlx_paged.load`.
+        options: fields of `EngineConfig`.
+
+    Raises:
+        ModelLoadError, UnsupportedModelError: see `mlx_paged.load`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel | None = None,
+        *,
+        dtype: str = "auto",
+        **options: Any,
+    ) -> None:
+        config = EngineConfig(**options)
+        loaded = model if isinstance(model, LoadedModel) else load(model, dtype=dtype)
+        self.engine = Engine(loaded, config)
+        self._ids = itertools.count()
+
+    @property
+    def tokenizer(self) -> Any:
+        """mlx-lm's tokenizer of the model."""
+        return self.engine.tokenizer
+
+    def stats(self) -> EngineStats:
+        """Where the engine stands."""
+        return self.engine.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts, all at once.
+
+        Args:
+            prompts: a text, a list of token ids, or a sequence of either.
+            params: for all prompts, or one for each.
+
+        Returns:
+            One output for each prompt, in their order.
+        """
+        outputs = self._add(_as_prompts(prompts), params)
+        for _ in self._run():
+            pass
+        return outputs
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers conversations, all at once.
+
+        Args:
+            messages: one conversation (messages with `role` and `content`), or a sequence of them.
+            params: for all conversations, or one for each.
+        """
+        return self.generate(self.render_chats(messages), params)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[SequenceUpdate]:
+        """Completes prompts, all at once, and yields every token as it comes.
+
+        `SequenceUpdate.request_id` is the prompt's place, "0" for the first. Leaving the loop early
+        aborts what is unfinished.
+        """
+        outputs = self._add(_as_prompts(prompts), params)
+        place = {output.request_id: str(i) for i, output in enumerate(outputs)}
+        for update in self._run():
+            yield SequenceUpdate(
+                place[update.request_id],
+                update.index,
+                update.token_id,
+                update.text,
+                update.finish_reason,
+                update.stop_reason,
+            )
+
+    def render_chats(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]]
+    ) -> list[list[int]]:
+        """Tokens of conversations by the model's chat template, ready for the answer."""
+        if not self.tokenizer.has_chat_template:
+            raise InvalidParameterError(
+                "messages", "a prompt: the model has no chat template", messages
+            )
+        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        return [
+            self.tokenizer.apply_chat_template(list(chat), add_generation_prompt=True)
+            for chat in chats
+        ]
+
+    def _add(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[RequestOutput]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise InvalidParameterError(
+                "params", f"one for all or one for each of {len(prompts)} prompts", len(params)
+            )
+        outputs = []
+        try:
+            for prompt, p in zip(prompts, params):
+                text = prompt if isinstance(prompt, str) else None
+                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                outputs.append(
+                    self.engine.add_request(str(next(self._ids)), tokens, p, prompt=text)
+                )
+        except Exception:
+            # One prompt of many is refused: run none, rather than some.
+            self.engine.abort_all()
+            raise
+        return outputs
+
+    def _run(self) -> Iterator[SequenceUpdate]:
+        try:
+            while self.engine.has_unfinished:
+                yield from self.engine.step()
+        finally:
+            self.engine.abort_all()
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]

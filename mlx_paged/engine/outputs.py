@@ -1,0 +1,90 @@
+"""What the engine gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mlx_paged.scheduling import FinishReason
+
+
+@dataclass(frozen=True)
+class SequenceUpdate:
+    """What one sequence gained in one step.
+
+    Attributes:
+        request_id: The request.
+        index: Which of its `n` answers.
+        token_id: The token it gained; None when it ended without one.
+        text: Text that became certain; empty while a character or a stop string is incomplete.
+        finish_reason: Why it ended; None while it goes on.
+        stop_reason: The stop string or stop token that ended it; None for the model's own end
+            token.
+    """
+
+    request_id: str
+    index: int
+    token_id: int | None
+    text: str
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One answer.
+
+    Attributes:
+        index: Which of the request's `n` answers.
+        text: The answer, without its stop string or end token.
+        token_ids: Every generated token, the end token included.
+        finish_reason: Why it ended; None while it goes on.
+        stop_reason: The stop string or stop token that ended it; None for the model's own end
+            token.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass
+class RequestMetrics:
+    """Moments of a request, in seconds of a monotonic clock."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """TTFT in seconds."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass
+class RequestOutput:
+    """A request and its answers.
+
+    Attributes:
+        request_id: The request.
+        prompt: Its text; None where token ids were given.
+        prompt_token_ids: Its tokens.
+        outputs: One answer for each of `n`.
+        num_cached_tokens: Prompt tokens that came from the prefix cache and were not computed
+            again.
+        metrics: When it arrived, when its first token came, when it ended.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether all its answers have ended."""
+        return all(output.finish_reason is not None for output in self.outputs)

@@ -1,0 +1,73 @@
+"""Tokens in, text out: streaming detokenization and stop strings of one sequence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
+
+
+class TextStream:
+    """The text of one sequence as it grows.
+
+    Text that may turn out to be the beginning of a stop string is held back until it is known, so a
+    stop string is never shown in part.
+
+    Args:
+        tokenizer: mlx-lm's wrapper; its streaming detokenizer never splits a character.
+        stop: strings that end the text.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper, stop: Sequence[str] = ()) -> None:
+        # The token map is built once per tokenizer; a shallow copy shares it and nothing else.
+        self._detokenizer: StreamingDetokenizer = copy.copy(tokenizer.detokenizer)
+        self._detokenizer.reset()
+        self._stop = tuple(stop)
+        self._held = ""
+        self.text = ""
+        self.matched_stop: str | None = None
+
+    def add(self, token: int) -> str:
+        """Takes one token; returns the text that became certain. Nothing after a stop string."""
+        self._detokenizer.add_token(token)
+        return self._take(self._detokenizer.last_segment)
+
+    def finish(self) -> str:
+        """Ends the stream; returns the text that was held back."""
+        if self.matched_stop is not None:
+            return ""
+        self._detokenizer.finalize()
+        delta = self._take(self._detokenizer.last_segment)
+        if self.matched_stop is None:
+            delta += self._emit(self._held)
+            self._held = ""
+        return delta
+
+    def _take(self, segment: str) -> str:
+        if self.matched_stop is not None:
+            return ""
+        self._held += segment
+        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, self.matched_stop = min(found)
+            certain, self._held = self._held[:at], ""
+        else:
+            keep = self._undecided()
+            certain, self._held = (
+                self._held[: len(self._held) - keep],
+                self._held[len(self._held) - keep :],
+            )
+        return self._emit(certain)
+
+    def _undecided(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = max((len(s) for s in self._stop), default=1) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(s.startswith(self._held[-length:]) for s in self._stop):
+                return length
+        return 0
+
+    def _emit(self, text: str) -> str:
+        self.text += text
+        return text

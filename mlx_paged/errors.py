@@ -1,0 +1,139 @@
+"""Typed errors of the package.
+
+Everything raised on purpose derives from `MlxPagedError`; each class also derives from the built-in
+exception that a caller would expect (`ValueError` for a bad argument), so that code which knows
+nothing of this package still works. The numbers of a message are attributes too: a server turns
+them into a response without parsing text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class MlxPagedError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class InvalidParameterError(MlxPagedError, ValueError):
+    """A parameter has a value that cannot be honoured; it is rejected, never ignored.
+
+    Attributes:
+        field: Name of the parameter, as the caller wrote it.
+        expected: What would have been accepted.
+        actual: What came.
+    """
+
+    def __init__(self, field: str, expected: str, actual: object) -> None:
+        super().__init__(f"{field} must be {expected} but got {actual!r}")
+        self.field = field
+        self.expected = expected
+        self.actual = actual
+
+
+class RequestTooLargeError(MlxPagedError, ValueError):
+    """A request could never be served, even alone: it is refused when it arrives.
+
+    Attributes:
+        num_prompt_tokens: Tokens of the prompt.
+        max_tokens: Tokens the request wants to generate (at least 1).
+        limit: Most tokens that prompt and answer may have together.
+        limited_by: What sets the limit: "max_model_len" or "kv_cache".
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        limit: int,
+        limited_by: str,
+    ) -> None:
+        cause = {
+            "max_model_len": "the model's maximum length (max_model_len)",
+            "kv_cache": "what the whole KV cache can hold",
+        }.get(limited_by, limited_by)
+        super().__init__(
+            f"request {request_id!r} needs {num_prompt_tokens} prompt + {max_tokens} generated = "
+            f"{num_prompt_tokens + max_tokens} tokens, but {cause} is {limit} tokens"
+        )
+        self.request_id = request_id
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens
+        self.limit = limit
+        self.limited_by = limited_by
+
+
+class DuplicateRequestError(MlxPagedError, ValueError):
+    """A request carries the id of one that has not finished."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request id {request_id!r} is already in use by an unfinished request")
+        self.request_id = request_id
+
+
+class EngineOverloadedError(MlxPagedError, RuntimeError):
+    """The waiting queue is full; try again later (HTTP 503)."""
+
+    def __init__(self, num_waiting: int, max_num_waiting: int) -> None:
+        super().__init__(
+            f"{num_waiting} sequences are waiting and at most {max_num_waiting} may wait; "
+            "try again later"
+        )
+        self.num_waiting = num_waiting
+        self.max_num_waiting = max_num_waiting
+
+
+class EngineDeadError(MlxPagedError, RuntimeError):
+    """The engine stopped and takes no more work."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the engine has stopped: {reason}")
+        self.reason = reason
+
+
+class StepError(MlxPagedError, RuntimeError):
+    """A forward step failed for a request (an exception, or NaN logits in its row)."""
+
+    def __init__(self, request_id: str, reason: str) -> None:
+        super().__init__(f"request {request_id!r} failed in a step: {reason}")
+        self.request_id = request_id
+        self.reason = reason
+
+
+class ModelLoadError(MlxPagedError, RuntimeError):
+    """A model could not be loaded: missing path, no weights, unreachable hub, broken config."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"cannot load model {model!r}: {reason}")
+        self.model = model
+        self.reason = reason
+
+
+class UnsupportedModelError(MlxPagedError, ValueError):
+    """The model loads, but its architecture is not one that the paged cache is proven for."""
+
+    def __init__(self, model_type: str, reason: str = "", supported: Sequence[str] = ()) -> None:
+        message = f"model_type {model_type!r} is not supported"
+        if reason:
+            message += f": {reason}"
+        if supported:
+            message += f" (supported: {', '.join(sorted(supported))})"
+        super().__init__(message)
+        self.model_type = model_type
+        self.reason = reason
+        self.supported = tuple(supported)
+
+
+class BackendUnavailableError(MlxPagedError, RuntimeError):
+    """An operation needs a backend that this build or this machine lacks."""
+
+    def __init__(self, backend: str, reason: str) -> None:
+        super().__init__(f"backend {backend!r} is not available: {reason}")
+        self.backend = backend
+        self.reason = reason
+
+
+class IntegrityError(MlxPagedError, AssertionError):
+    """`check_integrity()` found the engine's own books in disagreement: a bug in this package."""

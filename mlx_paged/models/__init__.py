@@ -1,0 +1,1 @@
+"""Loading mlx-lm models and preparing them for paged steps."""

@@ -1,0 +1,122 @@
+"""Loads a model directory or hub id with mlx-lm's own loader."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_paged import core  # noqa: F401  (checks the extension, and BLAS, before mlx is imported)
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import dequantize_model
+from mlx_lm.utils import load as load_mlx_lm
+
+from mlx_paged.errors import ModelLoadError
+from mlx_paged.models.families import require_proven
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model, its tokenizer and what its ``config.json`` says."""
+
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    config: dict[str, Any]
+    name: str
+
+    @property
+    def model_type(self) -> str:
+        """The family, as ``config.json`` names it."""
+        return str(self.config["model_type"])
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of context the model was made for; None where its config does not say."""
+        length = self.config.get("max_position_embeddings")
+        return int(length) if length else None
+
+
+def load(path_or_hub_id: str | Path | None = None, *, dtype: str = "auto") -> LoadedModel:
+    """Loads a model for paged serving.
+
+    Args:
+        path_or_hub_id: a directory in mlx-lm's format, or a Hugging Face id. None loads the model
+            embedded in this package.
+        dtype: "auto", "float32", "float16" or "bfloat16". "auto" keeps what the weights have,
+            except on the CPU, where MLX is fast in float32 only: there quantised weights are
+            dequantised and all are float32.
+
+    Raises:
+        ModelLoadError: if the path, its weights or the hub cannot be had; it says which and why.
+        UnsupportedModelError: for a family that the paged cache is not proven for.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"dtype must be 'auto' or one of {sorted(DTYPES)} but got {dtype!r}")
+    if path_or_hub_id is None:
+        from mlx_paged.demo import model_path
+
+        path_or_hub_id = model_path()
+    name = str(path_or_hub_id)
+    _check_directory(name)
+    try:
+        model, tokenizer, config = load_mlx_lm(name, return_config=True)  # type: ignore[misc]
+    except (OSError, RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelLoadError(name, _reason(name, error)) from error
+    except (KeyError, ValueError) as error:
+        raise ModelLoadError(name, f"{type(error).__name__}: {error}") from error
+    require_proven(config["model_type"])
+    _convert(model, dtype)
+    return LoadedModel(model, tokenizer, config, name)
+
+
+def _check_directory(name: str) -> None:
+    """Tells what a local directory lacks before mlx-lm stumbles over it."""
+    path = Path(name)
+    if not path.exists():
+        if name.startswith(("/", "./", "../", "~")) or name.count("/") != 1:
+            raise ModelLoadError(
+                name, "there is no such directory, and it is no hub id ('owner/model') either"
+            )
+        return
+    if not path.is_dir():
+        raise ModelLoadError(name, "it is a file; give the directory that holds config.json")
+    if not (path / "config.json").exists():
+        raise ModelLoadError(name, "the directory has no config.json")
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except ValueError as error:
+        raise ModelLoadError(name, f"its config.json is not valid JSON: {error}") from error
+    if "model_type" not in config:
+        raise ModelLoadError(name, "its config.json names no model_type")
+    require_proven(config["model_type"])
+    if not any(path.glob("model*.safetensors")):
+        raise ModelLoadError(name, "the directory has no weights (model*.safetensors)")
+
+
+def _reason(name: str, error: Exception) -> str:
+    if Path(name).exists():
+        return str(error)
+    return (
+        f"it is not a local directory, and the Hugging Face hub did not give it "
+        f"({type(error).__name__}: {str(error).strip().splitlines()[0]}). Check the name and the "
+        "network, log in for a gated model, or download it and pass its path"
+    )
+
+
+def _convert(model: nn.Module, dtype: str) -> None:
+    on_cpu = mx.default_device() == mx.cpu
+    if dtype == "auto" and not on_cpu:
+        return
+    if dtype in ("auto", "float32"):
+        # Quantised and half-precision products are scalar code in MLX's CPU backend.
+        dequantize_model(model)
+    model.set_dtype(DTYPES.get(dtype, mx.float32))
+    mx.eval(model.parameters())
