@@ -17,6 +17,8 @@ using namespace nb::literals;
 namespace mx = mlx::core;
 
 NB_MODULE(_ext, m) {
+  // MLX's types must be known before ours name them: in calls, and in the generated stubs.
+  nb::module_::import_("mlx.core");
   m.doc() = "Native primitives of mlx_paged. Use them through mlx_paged.ops.";
 
   m.def(

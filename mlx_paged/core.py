@@ -6,6 +6,7 @@ MLX has no stable ABI: an extension built against another version may crash, or 
 
 from __future__ import annotations
 
+import warnings
 from importlib import metadata
 from types import ModuleType
 
@@ -43,6 +44,23 @@ def _load() -> ModuleType:
 
 
 ext = _load()
+
+
+def use_supported_device() -> None:
+    """Moves MLX's default device to the CPU where this build has no kernels for the GPU.
+
+    Says so once, in a warning: on a Mac everything else would work and be slower than expected.
+    """
+    import mlx.core as mx
+
+    gpu_backends = {"metal", "cuda"} & set(ext.build_info()["backends"].split())
+    if mx.default_device() == mx.gpu and not gpu_backends:
+        warnings.warn(
+            "this build of mlx_paged has no GPU kernels; MLX's default device is now the CPU",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        mx.set_default_device(mx.cpu)
 
 
 def build_info() -> dict[str, str]:

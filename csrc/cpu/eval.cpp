@@ -105,22 +105,35 @@ void GatherKV::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>
           "gather_kv", tables + int64_t(i) * max_blocks, i, 0, used, max_blocks,
           pools[0].num_blocks);
     }
-    int num_kv_heads = pools[0].num_kv_heads;
-    cpu::parallel_for(num_seqs * num_kv_heads, [&](int task, int) {
-      int seq = task / num_kv_heads;
-      int head = task % num_kv_heads;
+    // Token-major like the pool, so that it is read in order; each head's rows are written in
+    // order.
+    constexpr int kTokensPerTask = 256;
+    int pieces = (max_len + kTokensPerTask - 1) / kTokensPerTask;
+    cpu::parallel_for(num_seqs * pieces, [&](int task, int) {
+      int seq = task / pieces;
+      int begin = task % pieces * kTokensPerTask;
+      int end = std::min(begin + kTokensPerTask, max_len);
       const int32_t* table = tables + int64_t(seq) * max_blocks;
       int len = std::min(context_lens[seq], max_len);
       for (size_t p = 0; p < pools.size(); p++) {
         const Pool& pool = pools[p];
-        char* rows = dst[p] + int64_t(task) * max_len * pool.head_bytes;
-        for (int t = 0; t < len; t++) {
+        int64_t head_stride = max_len * pool.head_bytes;
+        char* rows = dst[p] + int64_t(seq) * pool.num_kv_heads * head_stride;
+        for (int t = begin; t < std::min(end, len); t++) {
           int64_t slot = int64_t(table[t / block_size]) * block_size + t % block_size;
-          std::memcpy(
-              rows + t * pool.head_bytes, pool.slot(slot) + head * pool.head_bytes,
-              pool.head_bytes);
+          const char* src = pool.slot(slot);
+          for (int head = 0; head < pool.num_kv_heads; head++) {
+            std::memcpy(
+                rows + head * head_stride + t * pool.head_bytes, src + head * pool.head_bytes,
+                pool.head_bytes);
+          }
         }
-        std::memset(rows + len * pool.head_bytes, 0, (max_len - len) * pool.head_bytes);
+        int empty = std::max(begin, len);
+        for (int head = 0; empty < end && head < pool.num_kv_heads; head++) {
+          std::memset(
+              rows + head * head_stride + empty * pool.head_bytes, 0,
+              (end - empty) * pool.head_bytes);
+        }
       }
     });
   });

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NoReturn
 
 import mlx.core as mx
 import numpy as np
@@ -47,6 +48,9 @@ def build_plan(
     lens = np.asarray(context_lens, dtype=np.int64)
     rows = np.asarray(query_lens, dtype=np.int64)
     _validate(block_tables, lens, rows, block_size)
+    for name, limit in (("rows_per_item", rows_per_item), ("split_tokens", split_tokens)):
+        if limit < 1:
+            _refuse(name, "at least 1", limit)
 
     tables = _pad(block_tables)
     starts = np.concatenate([[0], np.cumsum(rows)])
@@ -65,27 +69,28 @@ def build_plan(
     )
 
 
+def _refuse(what: str, expected: str, actual: object) -> NoReturn:
+    raise ValueError(f"[paged_attention] {what} must be {expected} but got {actual}")
+
+
 def _validate(
     block_tables: Sequence[Sequence[int]], lens: np.ndarray, rows: np.ndarray, block_size: int
 ) -> None:
-    def refuse(what: str, expected: str, actual: object) -> None:
-        raise ValueError(f"[paged_attention] {what} must be {expected} but got {actual}")
-
     if block_size not in (8, 16, 32, 64):
-        refuse("block_size", "8, 16, 32 or 64", block_size)
+        _refuse("block_size", "8, 16, 32 or 64", block_size)
     for name, values in (("context_lens", lens), ("query_lens", rows)):
         if values.shape != (len(block_tables),):
-            refuse(name, f"of shape ({len(block_tables)},) like block_tables", values.shape)
+            _refuse(name, f"of shape ({len(block_tables)},) like block_tables", values.shape)
         if (values < 0).any():
             i = int((values < 0).argmax())
-            refuse(f"{name}[{i}]", "at least 0", values[i])
+            _refuse(f"{name}[{i}]", "at least 0", values[i])
     if (rows > lens).any():
         i = int((rows > lens).argmax())
-        refuse(f"query_lens[{i}]", f"at most its context length {lens[i]}", rows[i])
+        _refuse(f"query_lens[{i}]", f"at most its context length {lens[i]}", rows[i])
     needed = -(-lens // block_size)
     for i, table in enumerate(block_tables):
         if len(table) < needed[i]:
-            refuse(
+            _refuse(
                 f"block_tables[{i}]",
                 f"at least {needed[i]} blocks for context length {lens[i]} at block size "
                 f"{block_size}",

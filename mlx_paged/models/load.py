@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_paged import core  # noqa: F401  (checks the extension, and BLAS, before mlx is imported)
+from mlx_paged import core  # checks the extension, and loads BLAS, before mlx is imported
 
 # isort: split
 import mlx.core as mx
@@ -60,6 +60,7 @@ def load(path_or_hub_id: str | Path | None = None, *, dtype: str = "auto") -> Lo
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype must be 'auto' or one of {sorted(DTYPES)} but got {dtype!r}")
+    core.use_supported_device()
     if path_or_hub_id is None:
         from mlx_paged.demo import model_path
 

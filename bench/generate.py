@@ -1,0 +1,152 @@
+"""Greedy generation against mlx-lm: same weights, same prompts, one process each, in turn.
+
+    python bench/generate.py
+
+mlx-lm runs twice: as installed (MLX's own BLAS, weights as stored), and given what mlx_paged gives
+itself on the CPU (OpenBLAS, float32 weights). Every worker reports its tokens, and those of float32
+must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+from harness import print_table, save
+
+WORKERS = {
+    "mlx_paged": {},
+    "mlx-lm one by one": {},
+    "mlx-lm BatchGenerator": {},
+    "mlx-lm one by one, as installed": {"MLX_PAGED_BLAS": "off"},
+    "mlx-lm BatchGenerator, as installed": {"MLX_PAGED_BLAS": "off"},
+}
+
+
+def prompts_of(workload: str, count: int) -> list[list[dict[str, str]]]:
+    """Chats: all under the demo's system prompt, or without one."""
+    from mlx_paged.demo.prompts import CHATS, REQUESTS, SYSTEM_PROMPT
+
+    system = [{"role": "system", "content": SYSTEM_PROMPT}] if workload == "shared-prefix" else []
+    requests = [*CHATS, *REQUESTS][:count]
+    return [[*system, {"role": "user", "content": request}] for request in requests]
+
+
+def work(name: str, workload: str, count: int, max_tokens: int) -> dict[str, Any]:
+    """Does the work in this process; seconds do not include loading or a small warm-up."""
+    import mlx_paged.core  # noqa: F401
+
+    # isort: split
+    import mlx.core as mx
+    from mlx_lm.utils import load as load_as_stored
+
+    from mlx_paged.cli import peers
+    from mlx_paged.demo import model_path
+    from mlx_paged.engine.llm import LLM
+    from mlx_paged.engine.sampling_params import SamplingParams
+    from mlx_paged.models.load import LoadedModel, load
+
+    mx.set_default_device(mx.cpu)
+    if name.endswith("as installed"):
+        stored, tokenizer, config = load_as_stored(str(model_path()), return_config=True)
+        model = LoadedModel(stored, tokenizer, config, "as stored")
+    else:
+        model = load()
+    prompts = [
+        model.tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+        for chat in prompts_of(workload, count)
+    ]
+    if name == "mlx_paged":
+        llm = LLM(model)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        llm.generate([prompts[0][:4]] * 2, SamplingParams(temperature=0, max_tokens=4))
+        llm.engine.reset_prefix_cache()
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params)
+        seconds = time.perf_counter() - start
+        eos = set(model.tokenizer.eos_token_ids)
+        answers = [[t for t in o.outputs[0].token_ids if t not in eos] for o in outputs]
+        return {"seconds": seconds, "tokens": answers}
+    run = peers.batched if "BatchGenerator" in name else peers.one_by_one
+    run(model, [prompts[0][:4]] * 2, 4)
+    done = run(model, prompts, max_tokens)
+    return {"seconds": done.seconds, "tokens": done.token_ids}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", nargs="+", default=["shared-prefix", "plain"])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        name, workload, count = options.worker
+        print(json.dumps(work(name, workload, int(count), options.max_tokens)))
+        return
+
+    results, rows = [], []
+    for workload in options.workload:
+        for count in options.concurrency:
+            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in WORKERS}
+            for round_ in range(options.rounds):
+                for name, env in WORKERS.items():
+                    # As installed is slow enough for one round to tell.
+                    if name.endswith("as installed") and round_:
+                        continue
+                    runs[name].append(_spawn(name, workload, count, options.max_tokens, env))
+            results.append(_summarise(workload, count, runs))
+            rows += _rows(results[-1])
+    print_table(["workload", "chats", "who", "s", "tokens/s", "mlx_paged is"], rows)
+    print("\n", save("generate-cpu", {"max_tokens": options.max_tokens, "results": results}))
+
+
+def _spawn(
+    name: str, workload: str, count: int, max_tokens: int, env: dict[str, str]
+) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--worker", name, workload, str(count)]
+    command += ["--max-tokens", str(max_tokens)]
+    done = subprocess.run(command, env={**os.environ, **env}, stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _summarise(workload: str, count: int, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    reference = runs["mlx-lm one by one"][0]["tokens"]
+    agree = runs["mlx_paged"][0]["tokens"] == reference
+    ours = statistics.median(r["seconds"] for r in runs["mlx_paged"])
+    summary: dict[str, Any] = {"workload": workload, "concurrency": count, "tokens_agree": agree}
+    for name, done in runs.items():
+        seconds = statistics.median(r["seconds"] for r in done)
+        num_tokens = sum(len(answer) for answer in done[0]["tokens"])
+        summary[name] = {
+            "seconds": seconds,
+            "all_seconds": [r["seconds"] for r in done],
+            "tokens_per_second": num_tokens / seconds,
+            "times_as_long_as_mlx_paged": seconds / ours,
+        }
+    return summary
+
+
+def _rows(summary: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for name in WORKERS:
+        run = summary[name]
+        ratio = run["times_as_long_as_mlx_paged"]
+        rows.append([
+            summary["workload"], str(summary["concurrency"]), name, f"{run['seconds']:.2f}",
+            f"{run['tokens_per_second']:.0f}",
+            f"{ratio:.1f}x as fast" if name != "mlx_paged" else
+            ("same tokens" if summary["tokens_agree"] else "TOKENS DIFFER"),
+        ])  # fmt: skip
+    return rows
+
+
+if __name__ == "__main__":
+    main()

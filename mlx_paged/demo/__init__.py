@@ -1,0 +1,10 @@
+"""The embedded default model: a small Llama that writes Python functions, and its training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def model_path() -> Path:
+    """Returns the directory of the embedded model, ready for `mlx_lm.load`."""
+    return Path(__file__).parent / "model"
