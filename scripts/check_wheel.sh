@@ -10,8 +10,9 @@ $python -m venv "$work/build"
 "$work/build/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$work/dist" "$source"
 wheel=$(ls "$work"/dist/*.whl)
 echo "built $(basename "$wheel"): $(du -h "$wheel" | cut -f1)"
+contents=$("$work/build/bin/python" -m zipfile --list "$wheel")
 for file in _ext.pyi py.typed demo/model/model.safetensors demo/model/README.md; do
-  "$work/build/bin/python" -m zipfile --list "$wheel" | grep -q "mlx_paged/$file" ||
+  grep -q "mlx_paged/$file" <<<"$contents" ||
     { echo "the wheel lacks mlx_paged/$file"; exit 1; }
 done
 

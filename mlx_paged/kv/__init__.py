@@ -1,0 +1,21 @@
+"""The KV store: one pool of blocks, one prefix index, one writer of block tables."""
+
+from mlx_paged.kv.block_pool import NULL_BLOCK, BlockPool
+from mlx_paged.kv.block_table import BlockCopy, BlockTable
+from mlx_paged.kv.manager import KVManager
+from mlx_paged.kv.radix_index import PrefixMatch, RadixIndex
+from mlx_paged.kv.radix_node import RadixNode
+from mlx_paged.kv.stats import KVCounters, KVUsage
+
+__all__ = [
+    "NULL_BLOCK",
+    "BlockCopy",
+    "BlockPool",
+    "BlockTable",
+    "KVCounters",
+    "KVManager",
+    "KVUsage",
+    "PrefixMatch",
+    "RadixIndex",
+    "RadixNode",
+]

@@ -1,0 +1,301 @@
+"""KVManager: joins the block pool and the prefix index; the only writer of block tables.
+
+Prefix reuse and paged batching are the same mechanism here: a sequence that arrives takes the
+blocks of its longest indexed prefix by reference, one more by copy-on-write where it matches only
+in part, and fresh ones for the rest::
+
+      prompt     [t h e _][c a t _][s a t _][o n _ t][h]
+      in index   [t h e _][c a t _][s a w _]
+      table        7        3        12       14      15
+                   |        |        |        '-------'--- fresh
+                   |        |        '-------------------- copy of [s a w _]: reuses 2 tokens
+                   '--------'----------------------------- shared
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mlx_paged.errors import InvalidParameterError
+from mlx_paged.kv.block_pool import BlockPool
+from mlx_paged.kv.block_table import BlockCopy, BlockTable
+from mlx_paged.kv.frontier import Frontier
+from mlx_paged.kv.integrity import check_books
+from mlx_paged.kv.prefix_source import PrefixSource
+from mlx_paged.kv.radix_index import NO_MATCH, PrefixMatch, RadixIndex
+from mlx_paged.kv.radix_node import RadixNode
+from mlx_paged.kv.stats import KVCounters, KVUsage
+
+
+class KVManager:
+    """The KV store of an engine: `num_blocks - 1` usable blocks of `block_size` tokens."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int = 32, *, enable_prefix_caching: bool = True
+    ) -> None:
+        if block_size < 1:
+            raise InvalidParameterError("block_size", "at least 1", block_size)
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = BlockPool(num_blocks)
+        self.index = RadixIndex(block_size)
+        self._counters = KVCounters()
+        self._tables: dict[int, BlockTable] = {}
+        self._frontier = Frontier()
+        # Copies of the step being built. Their sources are held until the step is launched.
+        self._copies: list[tuple[BlockCopy, PrefixSource]] = []
+
+    # Questions.
+
+    @property
+    def capacity(self) -> int:
+        """Tokens the whole pool can hold."""
+        return self.pool.num_usable * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def block_table(self, seq_id: int) -> tuple[tuple[int, ...], int]:
+        """A sequence's table, and its first entry that may differ from the previous call's."""
+        return self._tables[seq_id].export()
+
+    def blocks_of(self, seq_id: int) -> list[int]:
+        """A sequence's blocks in order (a copy; for tests and inspection)."""
+        return self._tables[seq_id].blocks.copy()
+
+    def match(self, tokens: Sequence[int], salt: str | None = None) -> PrefixMatch:
+        """The longest cached prefix of a new sequence, at most `len(tokens) - 1` tokens."""
+        if not self.enable_prefix_caching:
+            return NO_MATCH
+        return self.index.match(tokens, len(tokens) - 1, salt)
+
+    def computing_next_block(self, tokens: Sequence[int], salt: str | None = None) -> int | None:
+        """The running sequence about to fill the first block that `tokens` lacks, if any.
+
+        Whoever waits for it need not compute that block. Where `tokens` ends inside the block, it
+        must use at least half of it for the wait to be worth its while.
+        """
+        match = self.match(tokens, salt)
+        if match.node is None:
+            return None
+        size, first = self.block_size, match.node.depth
+        wanted = tuple(tokens[first * size : min((first + 1) * size, len(tokens) - 1)])
+        if len(wanted) <= match.num_partial_tokens or 2 * len(wanted) < size:
+            return None
+        return self._frontier.filling(match.node, wanted, size)
+
+    # The life of a block table.
+
+    def admit(
+        self,
+        seq_id: int,
+        tokens: Sequence[int],
+        *,
+        salt: str | None = None,
+        headroom: int = 0,
+        read_cache: bool = True,
+        fork_of: int | None = None,
+        num_fork_tokens: int = 0,
+    ) -> int | None:
+        """Gives a sequence a block table that covers all its tokens; None when there is no room.
+
+        Args:
+            tokens: The live token list of the sequence: it may grow later, and must not change
+                otherwise.
+            salt: Only blocks indexed under the same salt are shared.
+            headroom: Blocks that must stay available besides.
+            read_cache: Whether to reuse cached blocks.
+            fork_of: A running sequence that begins with the same `num_fork_tokens` tokens, all
+                committed; its blocks are shared where they reach further than the index (which
+                knows no partly filled block).
+
+        Returns:
+            How many leading tokens need not be computed: less than `len(tokens)`.
+        """
+        assert seq_id not in self._tables and tokens
+        source = self._find_source(tokens, salt, read_cache, fork_of, num_fork_tokens)
+        self._hold(source)
+        num_fresh = self.blocks_for(len(tokens)) - len(source.blocks)
+        if not self._make_room(num_fresh, headroom):
+            # In a pool filled to the brim the source of a copy may be the very block that is
+            # missing.
+            self._let_go(source.held_for_copy, source.partial_node)
+            source = PrefixSource(source.blocks, source.tip)
+            if not self._make_room(num_fresh, headroom):
+                self._let_go(source.blocks, source.tip)
+                return None
+        table = BlockTable(tokens, list(source.blocks), source.tip)
+        for _ in range(num_fresh):
+            table.append(self.pool.allocate())
+        if source.partial is not None:
+            copy = BlockCopy(source.partial, table.blocks[len(source.blocks)])
+            self._copies.append((copy, source))
+        self._tables[seq_id] = table
+        self._frontier.enter(seq_id, table)
+        num_cached = source.num_tokens(self.block_size)
+        self._counters.count_admission(len(tokens), num_cached, source.num_partial_tokens)
+        return num_cached
+
+    def grow(self, seq_id: int, num_tokens: int) -> bool:
+        """Makes a table cover `num_tokens` tokens; false, and no change, when there is no room."""
+        table = self._tables[seq_id]
+        num_fresh = self.blocks_for(num_tokens) - len(table.blocks)
+        if num_fresh > 0 and not self._make_room(num_fresh):
+            return False
+        for _ in range(num_fresh):
+            table.append(self.pool.allocate())
+        return True
+
+    def can_grow_later(self, seq_id: int, num_tokens: int) -> bool:
+        """Whether `grow` will find room once the steps in flight are evaluated."""
+        num_fresh = self.blocks_for(num_tokens) - len(self._tables[seq_id].blocks)
+        return num_fresh <= self._num_available_later
+
+    def will_have_room(
+        self, tokens: Sequence[int], *, salt: str | None = None, headroom: int = 0
+    ) -> bool:
+        """Whether `admit` will find room once the steps in flight are evaluated."""
+        node = self.match(tokens, salt).node
+        num_needed = self.blocks_for(len(tokens)) + headroom
+        while node is not None and node.parent is not None:
+            # Either it is in use and costs nothing, or it is among the available ones and is taken
+            # from them.
+            num_needed -= node.locks > 0
+            node = node.parent
+        return num_needed <= self._num_available_later
+
+    def commit(self, seq_id: int, num_computed_tokens: int) -> None:
+        """Indexes the blocks of a sequence that are filled by now.
+
+        Where an equal block was indexed meanwhile, that one replaces the sequence's own: content is
+        stored once.
+        """
+        assert not self._copies, "steps are committed before or after one is built, not meanwhile"
+        table = self._tables[seq_id]
+        size = self.block_size
+        tip = table.tip
+        while tip is not None and (tip.depth + 1) * size <= num_computed_tokens:
+            index = tip.depth
+            own = table.blocks[index]
+            child = self.index.extend(tip, table.key_of(index, size), own)
+            if child.block != own:
+                self.pool.retain(child.block)
+                self.pool.release(own)
+                table.replace(index, child.block)
+                self._counters.num_deduplicated_blocks += 1
+            elif not self.pool.is_cached(own):
+                self.pool.cache(own)
+            tip = child
+        if tip is not table.tip:
+            self._frontier.leave(seq_id, table)
+            table.tip = tip
+            self._frontier.enter(seq_id, table)
+
+    def free(self, seq_id: int) -> None:
+        """Takes a sequence's blocks back; those that are indexed stay cached."""
+        table = self._tables.pop(seq_id)
+        self._frontier.leave(seq_id, table)
+        self._let_go(table.blocks, table.tip)
+
+    def reset_prefix_cache(self) -> int:
+        """Empties the index; returns how many blocks it held.
+
+        Running sequences keep their blocks, and are not indexed any more until they are admitted
+        anew.
+        """
+        assert not self._copies, "the prefix cache is reset between steps, not while one is built"
+        blocks = self.index.clear()
+        for block in blocks:
+            self.pool.uncache(block)
+        for table in self._tables.values():
+            table.tip = None
+        self._frontier.clear()
+        self._counters.num_resets += 1
+        return len(blocks)
+
+    # Steps.
+
+    def launch_step(self, step: int) -> tuple[BlockCopy, ...]:
+        """Ends the building of a step: returns its copies, and dates later releases."""
+        self.pool.on_step_launched(step)
+        copies = tuple(copy for copy, _ in self._copies)
+        for _, source in self._copies:
+            self._let_go(source.held_for_copy, source.partial_node)
+        self._copies.clear()
+        return copies
+
+    def on_step_evaluated(self, step: int) -> None:
+        """A step ran to its end: blocks that waited for it are free."""
+        self.pool.on_step_evaluated(step)
+
+    # Numbers.
+
+    @property
+    def counters(self) -> KVCounters:
+        """What happened so far (a copy)."""
+        return replace(self._counters)
+
+    @property
+    def usage(self) -> KVUsage:
+        """Where the blocks are now."""
+        return KVUsage.of(self.pool, len(self.index))
+
+    def check_integrity(self) -> None:
+        """Recounts pool, index and tables against each other; raises `IntegrityError`."""
+        check_books(self.pool, self.index, self._tables, self._copies, self._frontier)
+
+    # Admission.
+
+    def _find_source(
+        self,
+        tokens: Sequence[int],
+        salt: str | None,
+        read_cache: bool,
+        fork_of: int | None,
+        num_fork_tokens: int,
+    ) -> PrefixSource:
+        match = self.match(tokens, salt) if read_cache else NO_MATCH
+        if fork_of is not None and num_fork_tokens > match.num_tokens(self.block_size):
+            table = self._tables[fork_of]
+            return PrefixSource.from_fork(table, num_fork_tokens, self.block_size)
+        if not self.enable_prefix_caching:
+            return PrefixSource([], None)
+        return PrefixSource.from_match(self.index.root(salt), match)
+
+    # References and room.
+
+    def _hold(self, source: PrefixSource) -> None:
+        for block in source.blocks:
+            self.pool.retain(block)
+        if source.tip is not None:
+            self.index.lock(source.tip)
+        for block in source.held_for_copy:
+            self.pool.retain(block)
+        if source.partial_node is not None:
+            self.index.lock(source.partial_node)
+
+    def _let_go(self, blocks: Sequence[int], node: RadixNode | None) -> None:
+        if node is not None:
+            self.index.unlock(node)
+        for block in blocks:
+            self.pool.release(block)
+
+    @property
+    def _num_available_later(self) -> int:
+        return self.pool.num_free + self.pool.num_cached + self.pool.num_quarantined
+
+    def _make_room(self, num_blocks: int, headroom: int = 0) -> bool:
+        """Evicts until `num_blocks` are free; false when that leaves less than `headroom`."""
+        if num_blocks + headroom > self.pool.num_free + self.pool.num_cached:
+            return False
+        while self.pool.num_free < num_blocks:
+            node = self.index.least_recently_used()
+            # Blocks are released and become most recently used in one go: if the oldest may still
+            # be read by a step in flight, so may all others.
+            if node is None or not self.pool.is_settled(node.block):
+                return False
+            self.pool.uncache(self.index.evict(node))
+            self._counters.num_evictions += 1
+        return True

@@ -1,0 +1,78 @@
+"""Limits and policies of the scheduler."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from enum import Enum
+
+from mlx_paged.errors import InvalidParameterError
+
+
+class SchedulingPolicy(str, Enum):
+    """Who is served first."""
+
+    FCFS = "fcfs"  # in order of arrival
+    PRIORITY = "priority"  # lower `Request.priority` first, then in order of arrival
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits and policies.
+
+    Attributes:
+        max_num_seqs: Most sequences that run at once.
+        max_num_batched_tokens: Most tokens of one step; at least `max_num_seqs`, so that running
+            decodes never take the last token from a prompt.
+        max_model_len: Most tokens of prompt and answer together; None leaves it to the KV cache.
+        long_prefill_token_threshold: A prompt with more tokens left than this is *long*: it gets at
+            most this many a step, and all long ones together leave to short ones what those need,
+            up to half the step. None stands for half of `max_num_batched_tokens`; 0 treats all
+            prompts alike.
+        policy: "fcfs" or "priority".
+        watermark: Share of the blocks that admission leaves free for the growth of what runs.
+        max_num_waiting: `add` refuses a request when this many sequences wait; None never refuses.
+        wait_for_shared_blocks: Let a request wait for a block that a running one is computing,
+            instead of computing it a second time.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    long_prefill_token_threshold: int | None = None
+    policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    watermark: float = 0.01
+    max_num_waiting: int | None = None
+    wait_for_shared_blocks: bool = True
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "policy", SchedulingPolicy(self.policy))
+        except ValueError:
+            choices = " or ".join(repr(p.value) for p in SchedulingPolicy)
+            raise InvalidParameterError("policy", choices, self.policy) from None
+        if self.max_num_seqs < 1:
+            raise InvalidParameterError("max_num_seqs", "at least 1", self.max_num_seqs)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InvalidParameterError(
+                "max_num_batched_tokens",
+                f"at least max_num_seqs ({self.max_num_seqs})",
+                self.max_num_batched_tokens,
+            )
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise InvalidParameterError("max_model_len", "at least 1", self.max_model_len)
+        threshold = self.long_prefill_token_threshold
+        if threshold is not None and threshold < 0:
+            raise InvalidParameterError("long_prefill_token_threshold", "at least 0", threshold)
+        if not 0 <= self.watermark < 1:
+            raise InvalidParameterError("watermark", "in [0, 1)", self.watermark)
+        if self.max_num_waiting is not None and self.max_num_waiting < 1:
+            raise InvalidParameterError("max_num_waiting", "at least 1", self.max_num_waiting)
+
+    @property
+    def long_prefill_threshold(self) -> int:
+        """Tokens above which a prompt is long, and most that a step spends on one."""
+        if self.long_prefill_token_threshold is None:
+            return max(1, self.max_num_batched_tokens // 2)
+        # A threshold of 0 switches the distinction off: no prompt is longer than this.
+        return self.long_prefill_token_threshold or sys.maxsize

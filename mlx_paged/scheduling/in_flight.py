@@ -1,0 +1,31 @@
+"""A step between its schedule and its commit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from mlx_paged.errors import InvalidParameterError
+from mlx_paged.scheduling.batch import Batch, ScheduledSequence
+from mlx_paged.scheduling.request import Sequence
+
+
+class LaunchedStep(NamedTuple):
+    """A batch, and the sequence of each of its rows."""
+
+    batch: Batch
+    owners: list[Sequence]
+
+    def rows(self) -> Iterator[tuple[ScheduledSequence, Sequence]]:
+        return zip(self.batch.sequences, self.owners, strict=True)
+
+    def check_sampled(self, sampled: Mapping[int, int]) -> None:
+        """Raises `InvalidParameterError` where a live row that samples has no token."""
+        missing = [
+            row.seq_id
+            for row, seq in self.rows()
+            if row.samples and row.seq_id not in sampled and not seq.is_finished
+        ]
+        if missing:
+            expected = f"a token for each sequence that samples (none for {missing})"
+            raise InvalidParameterError("sampled", expected, dict(sampled))
