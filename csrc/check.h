@@ -3,24 +3,27 @@
 // MLX_PAGED_CHECK=1: block ids and slots are compared with the pool before a kernel may follow
 // them. Their values exist only when the graph runs, so graph construction cannot see them, and a
 // kernel that trusted a wrong one would read or overwrite foreign memory.
+//
+// Each primitive's eval calls its check first, whatever the backend. The check waits for the inputs
+// and throws std::out_of_range (Python: IndexError) that names the row and the id; it runs on the
+// evaluating thread because an exception on a stream's own thread leaves that stream unusable.
 
 #pragma once
 
-#include <cstdint>
+#include <vector>
+
+#include "mlx/array.h"
+#include "mlx/stream.h"
 
 namespace mlx_paged {
 
-bool check_enabled();
+namespace mx = mlx::core;
 
-// Each throws std::out_of_range (Python: IndexError) that names the row and the id.
-void check_slots(const int32_t* slots, int count, int64_t num_slots);
-void check_block_pairs(const int32_t* pairs, int count, int num_blocks);
-void check_block_table(
-    const char* op, const int32_t* table, int row, int begin, int end, int max_blocks,
-    int num_blocks);
-void check_context_len(int row, int context_len, int64_t room);
-void check_work_items(
-    const int32_t* items, int count, const int32_t* tables, int num_seqs, int max_blocks,
-    int num_rows, int num_blocks);
+// `inputs` are those of the primitive, as primitives.h lists them. All do nothing unless
+// MLX_PAGED_CHECK is 1.
+void check_write_kv(const std::vector<mx::array>& inputs, mx::Stream stream);
+void check_copy_blocks(const std::vector<mx::array>& inputs, mx::Stream stream);
+void check_gather_kv(const std::vector<mx::array>& inputs, int max_context_len, mx::Stream stream);
+void check_paged_attention(const std::vector<mx::array>& inputs, mx::Stream stream);
 
 }  // namespace mlx_paged

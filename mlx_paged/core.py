@@ -24,9 +24,10 @@ def _load() -> ModuleType:
 
     import mlx.core as mx
 
-    if mx.__version__ != MLX_VERSION:
+    found: str = mx.__version__  # type: ignore[attr-defined]
+    if found != MLX_VERSION:
         raise ImportError(
-            f"mlx_paged was built with MLX {MLX_VERSION} but found MLX {mx.__version__}, and MLX "
+            f"mlx_paged was built with MLX {MLX_VERSION} but found MLX {found}, and MLX "
             f"has no stable ABI. Run: pip install 'mlx=={MLX_VERSION}', or rebuild mlx_paged with "
             "`pip install --force-reinstall --no-deps .` in its checkout."
         )
@@ -37,7 +38,7 @@ def _load() -> ModuleType:
     except TypeError as error:
         raise ImportError(
             f"mlx_paged was built with nanobind {NANOBIND_VERSION}, whose internals MLX "
-            f"{mx.__version__} does not share, so it cannot take MLX's arrays. Rebuild it with the "
+            f"{found} does not share, so it cannot take MLX's arrays. Rebuild it with the "
             "pinned nanobind: `pip install --force-reinstall --no-deps .` in its checkout."
         ) from error
     return _ext

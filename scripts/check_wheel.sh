@@ -5,13 +5,14 @@ source=$(cd "$(dirname "$0")/.." && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python=${PYTHON:-python3}
+before=$(git -C "$source" status --porcelain)
 
 $python -m venv "$work/build"
 "$work/build/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$work/dist" "$source"
 wheel=$(ls "$work"/dist/*.whl)
 echo "built $(basename "$wheel"): $(du -h "$wheel" | cut -f1)"
 contents=$("$work/build/bin/python" -m zipfile --list "$wheel")
-for file in _ext.pyi py.typed demo/model/model.safetensors demo/model/README.md; do
+for file in _ext.pyi py.typed demo/model/model.safetensors demo/model/README.md metal/README.md; do
   grep -q "mlx_paged/$file" <<<"$contents" ||
     { echo "the wheel lacks mlx_paged/$file"; exit 1; }
 done
@@ -21,5 +22,5 @@ extra=$([ "$(uname -s)" = Linux ] && echo "[cpu]" || true)
 "$work/use/bin/python" -m pip install --quiet "$wheel$extra"
 cd "$work"
 "$work/use/bin/mlx-paged" generate --prompt "Return the n-th Fibonacci number" --max-tokens 64
-[ -z "$(git -C "$source" status --porcelain 2>/dev/null)" ] ||
-  git -C "$source" status --short
+[ "$before" = "$(git -C "$source" status --porcelain)" ] ||
+  { echo "the build left files in the source tree:"; git -C "$source" status --short; exit 1; }

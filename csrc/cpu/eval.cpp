@@ -36,16 +36,14 @@ void for_ranges(int count, int64_t bytes_each, const Body& body) {
 }  // namespace
 
 void WriteKV::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  check_write_kv(in, stream());
   auto& encoder = mx::cpu::get_command_encoder(stream());
   for (int i = 0; i < 2; i++) {
     cpu::alias_or_copy_pool(in[i], out[i], encoder);
   }
   encoder.dispatch([key_pool = Pool(out[0]), value_pool = Pool(out[1]), keys = in[2].data<char>(),
                     values = in[3].data<char>(), slots = in[4].data<int32_t>(),
-                    count = in[4].shape(0), check = check_enabled()] {
-    if (check) {
-      check_slots(slots, count, key_pool.num_slots());
-    }
+                    count = in[4].shape(0)] {
     auto write = [&](const Pool& pool, const char* rows, int64_t i) {
       std::memcpy(pool.slot(slots[i]), rows + i * pool.token_bytes, pool.token_bytes);
     };
@@ -62,6 +60,7 @@ void WriteKV::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>&
 }
 
 void CopyBlocks::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  check_copy_blocks(in, stream());
   auto& encoder = mx::cpu::get_command_encoder(stream());
   std::vector<Pool> pools;
   int64_t bytes = 0;
@@ -71,10 +70,7 @@ void CopyBlocks::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::arra
     bytes += pools.back().block_bytes();
   }
   encoder.dispatch([pools = std::move(pools), bytes, pairs = in.back().data<int32_t>(),
-                    count = in.back().shape(0), check = check_enabled()] {
-    if (check) {
-      check_block_pairs(pairs, count, pools[0].num_blocks);
-    }
+                    count = in.back().shape(0)] {
     for_ranges(count, bytes, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++) {
         for (const Pool& pool : pools) {
@@ -86,6 +82,7 @@ void CopyBlocks::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::arra
 }
 
 void GatherKV::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  check_gather_kv(in, max_context_len_, stream());
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto key_pool = cpu::dense_pool(in[0], encoder);
   auto value_pool = cpu::dense_pool(in[1], encoder);
@@ -96,15 +93,8 @@ void GatherKV::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>
                     dst = std::array{out[0].data<char>(), out[1].data<char>()},
                     tables = in[2].data<int32_t>(), context_lens = in[3].data<int32_t>(),
                     num_seqs = in[2].shape(0), max_blocks = in[2].shape(1),
-                    max_len = max_context_len_, check = check_enabled()] {
+                    max_len = max_context_len_] {
     int block_size = pools[0].block_size;
-    for (int i = 0; check && i < num_seqs; i++) {
-      check_context_len(i, context_lens[i], int64_t(max_blocks) * block_size);
-      int used = (std::min(context_lens[i], max_len) + block_size - 1) / block_size;
-      check_block_table(
-          "gather_kv", tables + int64_t(i) * max_blocks, i, 0, used, max_blocks,
-          pools[0].num_blocks);
-    }
     // Token-major like the pool, so that it is read in order; each head's rows are written in
     // order.
     constexpr int kTokensPerTask = 256;

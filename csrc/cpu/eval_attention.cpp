@@ -122,6 +122,7 @@ void run(cpu::AttentionArgs args, Counts counts) {
 }  // namespace
 
 void PagedAttention::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  check_paged_attention(in, stream());
   auto& encoder = mx::cpu::get_command_encoder(stream());
   const auto& queries = in[0];
   auto key_pool = cpu::dense_pool(in[1], encoder);
@@ -152,15 +153,7 @@ void PagedAttention::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::
   args.window = window_;
   Counts counts{queries.shape(0), items.shape(0), merges.shape(0), out[0].nbytes()};
 
-  encoder.dispatch([args, counts, num_seqs = tables.shape(0), num_blocks = key_pool.shape(0),
-                    check = check_enabled()] {
-    if (check) {
-      check_work_items(
-          args.work_items, counts.num_items, args.block_tables, num_seqs, args.max_blocks,
-          counts.num_rows, num_blocks);
-    }
-    run(args, counts);
-  });
+  encoder.dispatch([args, counts] { run(args, counts); });
 }
 
 }  // namespace mlx_paged

@@ -25,7 +25,6 @@ struct Pool {
         token_bytes(int64_t(a.shape(2)) * a.shape(3) * a.itemsize()),
         head_bytes(int64_t(a.shape(3)) * a.itemsize()) {}
 
-  int64_t num_slots() const { return int64_t(num_blocks) * block_size; }
   int64_t block_bytes() const { return block_size * token_bytes; }
   char* slot(int64_t s) const { return data + s * token_bytes; }
   char* block(int64_t b) const { return data + b * block_bytes(); }

@@ -169,7 +169,7 @@ inline VecF tanh(VecF x) {
   series = series * x2 + 1.3333333e-1f;
   series = series * x2 - 3.3333333e-1f;
   series = x + x * x2 * series;
-  VecF capped = select(a < 20.0f, a, splat(20.0f));
+  VecF capped = select(a > 20.0f, splat(20.0f), a);  // NaN stays NaN
   VecF t = 1.0f - 2.0f / (exp2(capped * 2.8853901f) + 1.0f);
   return select(a < 0.35f, series, select(x < 0.0f, -t, t));
 }

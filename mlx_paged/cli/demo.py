@@ -15,7 +15,7 @@ from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
 from mlx_paged.engine.llm import LLM
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.models.load import load
+from mlx_paged.models.load import LoadedModel, load
 
 NUM_CHATS = 8
 
@@ -140,7 +140,7 @@ def _print_table(
 def _compare(
     console: Console,
     llm: LLM,
-    model: peers.LoadedModel,
+    model: LoadedModel,
     prompts: list[list[int]],
     outputs: list[RequestOutput],
     seconds: float,

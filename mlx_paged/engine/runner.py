@@ -23,6 +23,9 @@ class LaunchedStep:
 
     batch: Batch
     tokens: mx.array  # [num_samples] int32
+    written: (
+        mx.array
+    )  # the last pool it writes: a step without samples has nothing else to wait for
     sample_index: dict[int, int]  # seq_id -> entry of `tokens`
 
 
@@ -69,15 +72,16 @@ class ModelRunner:
         else:
             # Nothing to choose: the step's work is what it wrote to the pools.
             tokens = mx.zeros((0,), dtype=mx.int32)
-        mx.async_eval(tokens, *(pool for c in self._caches for pool in (c.key_pool, c.value_pool)))
-        return LaunchedStep(batch, tokens, {s.seq_id: i for i, s in enumerate(sampled)})
+        pools = [pool for c in self._caches for pool in (c.key_pool, c.value_pool)]
+        mx.async_eval(tokens, *pools)  # type: ignore[no-untyped-call]
+        return LaunchedStep(batch, tokens, pools[-1], {s.seq_id: i for i, s in enumerate(sampled)})
 
     @staticmethod
     def read(launched: LaunchedStep) -> dict[int, int]:
         """Waits for a step and returns the token of each sequence that was sampled, by seq_id."""
-        tokens = launched.tokens.tolist()
-        assert isinstance(tokens, list)
-        return {seq_id: tokens[i] for seq_id, i in launched.sample_index.items()}
+        mx.eval(launched.tokens, launched.written)
+        tokens = np.array(launched.tokens)
+        return {seq_id: int(tokens[i]) for seq_id, i in launched.sample_index.items()}
 
     def _forward(self, batch: Batch, previous: LaunchedStep | None) -> mx.array:
         """``[num_samples, vocab_size]`` logits of the rows that are sampled from."""

@@ -67,7 +67,7 @@ def layer_specs(model: nn.Module, model_type: str) -> list[LayerSpec]:
     return specs
 
 
-def _window(cache: object, model_type: str) -> int | None:
+def _window(cache: Any, model_type: str) -> int | None:
     """The sliding window that mlx-lm's own cache for this layer stands for."""
     if type(cache) is KVCache:
         return None

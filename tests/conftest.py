@@ -1,0 +1,31 @@
+"""What all tests share: MLX on the CPU, reproducible randomness, reproducible hypothesis."""
+
+from __future__ import annotations
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Deadlines fail slow machines, not slow code. `quick` is for runs that repeat a file many times.
+_common = {
+    "derandomize": True,
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow],
+}
+settings.register_profile("ci", max_examples=100, **_common)
+settings.register_profile("quick", max_examples=25, **_common)
+settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cpu_device() -> None:
+    mx.set_default_device(mx.cpu)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)

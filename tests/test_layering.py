@@ -1,0 +1,190 @@
+"""Who may import whom. Imports go down only; the state half and the device half never meet.
+
+cli, server
+    engine
+scheduling      models
+    kv              attention
+                        ops
+                            core
+                                blas
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "mlx_paged"
+
+# What each part of the package may import of it, besides itself and `errors`.
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "blas": (),
+    "core": ("blas", "_build", "_ext"),
+    "ops": ("core",),
+    "attention": ("ops", "core"),
+    "models": ("attention", "ops", "core", "demo"),
+    "kv": (),
+    "scheduling": ("kv",),
+    "engine": ("scheduling", "kv", "models", "attention", "ops", "core"),
+    "demo": (),
+    "cli": ("__init__", "engine", "models", "attention", "ops", "core", "blas", "demo"),
+    "server": ("__init__", "engine", "models", "core"),
+    "__init__": ("blas", "core", "models", "engine"),
+}
+# Parts that import nothing outside Python's standard library: neither mlx, mlx_lm nor numpy.
+STANDARD_LIBRARY_ONLY = ("errors", "blas", "kv", "scheduling")
+# Ways out of that: OpenBLAS's wheel tells where its library lies.
+EXCEPTIONS = {("blas", "scipy_openblas32")}
+
+# What the files under a folder may include; headers of the same folder are named without a path.
+METAL_INCLUDE = re.compile(r"metal/[\w/]+\.h|metal_\w+|\w+\.h")
+PYTHON_INCLUDE = re.compile(r"Python\.h|nanobind/.*|pybind11/.*")
+# Compiled once for each instruction set, so a shared inline function could carry AVX-512 to all.
+PER_INSTRUCTION_SET = ROOT / "csrc/cpu/attention_simd.cpp"
+PLAIN_INCLUDE = re.compile(r"(stddef|stdint|immintrin)\.h|cstddef|cstdint")
+
+
+def part_of(path: Path, package: Path = PACKAGE) -> str:
+    return path.relative_to(package).parts[0].removesuffix(".py")
+
+
+def modules(package: Path = PACKAGE) -> list[Path]:
+    return sorted(p for p in package.rglob("*.py") if "__pycache__" not in p.parts)
+
+
+def imports(path: Path, package: Path = PACKAGE) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of everything that a module imports, wherever it does so."""
+    here = ["mlx_paged", *path.relative_to(package).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = here[: len(here) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            # `from mlx_paged import x` names a part of the package, or what its __init__ offers.
+            names = [f"{base}.{alias.name}" for alias in node.names]
+            yield from ((node.lineno, n) for n in (names if base == "mlx_paged" else [base]))
+
+
+def broken_rules(path: Path, package: Path = PACKAGE) -> list[str]:
+    part = part_of(path, package)
+    broken = []
+    for line, name in imports(path, package):
+        top, *rest = name.split(".")
+        if top == "mlx_paged":
+            is_part = bool(rest) and rest[0] in {*MAY_IMPORT, "_build", "_ext"}
+            target = rest[0] if is_part else "__init__"  # the package's own names
+            if target not in (part, "errors", *MAY_IMPORT.get(part, ())):
+                broken.append(f"{path.name}:{line}: {part} must not import {name}")
+        elif (
+            part in STANDARD_LIBRARY_ONLY
+            and top not in sys.stdlib_module_names
+            and (part, top) not in EXCEPTIONS
+        ):
+            broken.append(f"{path.name}:{line}: {part} must not import {name}")
+    return broken
+
+
+def includes(path: Path) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
+
+
+def sources(folder: str) -> list[Path]:
+    suffixes = {".h", ".cpp", ".cu", ".cuh", ".mm", ".metal"}
+    return sorted(p for p in (ROOT / folder).rglob("*") if p.suffix in suffixes)
+
+
+# --- Python ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", sorted({part_of(path) for path in modules()}))
+def test_imports_go_down_only(part) -> None:
+    assert part in MAY_IMPORT, f"say in MAY_IMPORT what {part} may import"
+    found = [broken for path in modules() if part_of(path) == part for broken in broken_rules(path)]
+    assert not found, "\n".join(found)
+
+
+def test_the_table_has_no_cycles_and_keeps_the_halves_apart() -> None:
+    def below(part: str) -> set[str]:
+        direct = set(MAY_IMPORT.get(part, ()))
+        return direct.union(*(below(p) for p in direct))  # endless recursion is the cycle found
+
+    for part in MAY_IMPORT:
+        assert part not in below(part)
+    state, device = {"kv", "scheduling"}, {"attention", "models", "ops", "core"}
+    for part in state:
+        assert not below(part) & device
+    for part in device:
+        assert not below(part) & state
+
+
+@pytest.mark.parametrize(
+    ("where", "line"),
+    [
+        ("kv/pool.py", "import mlx.core as mx"),
+        ("kv/pool.py", "import numpy"),
+        ("kv/pool.py", "from mlx_lm import load"),
+        ("kv/pool.py", "from mlx_paged.scheduling import Batch"),
+        ("kv/pool.py", "from ..scheduling import Batch"),
+        ("kv/pool.py", "from .. import scheduling"),
+        ("kv/pool.py", "def later():\n    from mlx_paged import ops"),
+        ("scheduling/scheduler.py", "from mlx_paged.engine.engine import Engine"),
+        ("scheduling/scheduler.py", "import mlx_paged.attention.plan"),
+        ("attention/plan.py", "from mlx_paged.kv import BlockPool"),
+        ("models/load.py", "from mlx_paged import LLM"),
+        ("ops.py", "from mlx_paged.attention import plan"),
+        ("blas.py", "import mlx_paged.core"),
+        ("engine/engine.py", "import mlx_paged.cli"),
+    ],
+)
+def test_a_broken_rule_is_found(tmp_path, where, line) -> None:
+    path = tmp_path / where
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(line)
+    assert len(broken_rules(path, tmp_path)) == 1
+
+
+def test_the_state_half_runs_without_mlx() -> None:
+    code = (
+        "import sys, mlx_paged.kv, mlx_paged.scheduling\n"
+        "print(*sorted({'mlx.core', 'mlx_lm', 'numpy', 'mlx_paged._ext'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == ""
+
+
+# --- C++ and Metal --------------------------------------------------------------------------------
+
+
+def test_metal_sources_know_no_host_framework() -> None:
+    found = {str(p): i for p in sources("metal") for i in includes(p)
+             if not METAL_INCLUDE.fullmatch(i)}  # fmt: skip
+    assert not found
+
+
+def test_only_the_bindings_know_python() -> None:
+    found = [p.name for p in sources("csrc") if any(map(PYTHON_INCLUDE.fullmatch, includes(p)))]
+    assert found == ["bindings.cpp"]
+
+
+def test_code_built_for_each_instruction_set_shares_no_inline_function() -> None:
+    pending, seen = [PER_INSTRUCTION_SET], set()
+    while pending:
+        path = pending.pop()
+        seen.add(path)
+        for name in includes(path):
+            if (path.parent / name).is_file():
+                pending += {path.parent / name} - seen
+            else:
+                assert PLAIN_INCLUDE.fullmatch(name), f"{path.name} includes {name}"
+    assert len(seen) > 2
