@@ -96,6 +96,7 @@ class Engine:
         self._runner = ModelRunner(
             model.model, specs, num_blocks=num_blocks, block_size=self.config.block_size
         )
+        self._vocab_size = model.vocab_size
         self._eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
         self._generations: dict[str, _Generation] = {}
         self._in_flight: LaunchedStep | None = None
@@ -120,11 +121,11 @@ class Engine:
             RequestTooLargeError: prompt and answer could never fit.
             DuplicateRequestError: an unfinished request has this id.
         """
-        vocab_size = len(self.tokenizer.vocab)
-        if prompt_token_ids and max(prompt_token_ids) >= vocab_size:
-            raise InvalidParameterError(
-                "prompt_token_ids", f"token ids below {vocab_size}", max(prompt_token_ids)
-            )
+        for token in prompt_token_ids:
+            if type(token) is not int or not 0 <= token < self._vocab_size:
+                raise InvalidParameterError(
+                    "prompt_token_ids", f"integers in [0, {self._vocab_size})", token
+                )
         request = Request(
             request_id,
             prompt_token_ids,
@@ -154,11 +155,9 @@ class Engine:
             output.finish_reason = output.finish_reason or FinishReason.ABORT
         return True
 
-    def abort_all(self) -> None:
-        """Ends every request and waits for the step in flight."""
-        for request_id in list(self._generations):
-            self.abort(request_id)
-        while self._in_flight is not None:
+    def settle(self) -> None:
+        """Waits for a step in flight that no request needs any more, so that it holds no blocks."""
+        while self._in_flight is not None and not self._scheduler.has_unfinished:
             self.step()
 
     @property
@@ -173,7 +172,18 @@ class Engine:
 
         With overlap, the next step is planned and launched before the tokens of the one in flight
         are read, so the device does not wait for the host.
+
+        An exception leaves the engine as it was before the step: its sequences compute it again.
         """
+        try:
+            return self._step()
+        except Exception:
+            self._runner.rest()
+            self._in_flight = None
+            self._scheduler.requeue_in_flight()
+            raise
+
+    def _step(self) -> list[SequenceUpdate]:
         launched = self._launch_next()
         if self.config.async_scheduling:
             launched, self._in_flight = self._in_flight, launched
@@ -231,7 +241,7 @@ class Engine:
                 finish_reason=FinishReason.STOP,
                 stop_reason=stream.matched_stop,
             )
-        stop_token = token if ends_text and token in params.stop_token_ids else None
+        stop_token = token if ends_text and token in (params.stop_token_ids or ()) else None
         return replace(update, text=text, stop_reason=stop_token)
 
     def _record(self, update: SequenceUpdate, generation: _Generation) -> None:

@@ -83,6 +83,11 @@ class ModelRunner:
         tokens = np.array(launched.tokens)
         return {seq_id: int(tokens[i]) for seq_id, i in launched.sample_index.items()}
 
+    @staticmethod
+    def rest() -> None:
+        """Waits until the device has nothing left to do."""
+        mx.synchronize()
+
     def _forward(self, batch: Batch, previous: LaunchedStep | None) -> mx.array:
         """``[num_samples, vocab_size]`` logits of the rows that are sampled from."""
         sequences = batch.sequences
