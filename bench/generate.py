@@ -2,7 +2,7 @@
 
     python bench/generate.py
 
-mlx-lm runs twice: as installed (MLX's own BLAS), and given the OpenBLAS that mlx_paged gives itself.
+mlx-lm runs twice: as installed (MLX's own BLAS), and given the OpenBLAS that mlx_paged uses.
 All compute in float32, and their tokens must agree.
 """
 
