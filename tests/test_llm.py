@@ -421,7 +421,11 @@ def test_generate_inside_a_stream_takes_nothing_from_it(llm: LLM) -> None:
 BAD_PROMPTS: dict[str, tuple[Any, type[Exception], str]] = {
     "empty text": ([""], InvalidParameterError, "prompt_token_ids must be at least one token"),
     "no tokens": ([[]], InvalidParameterError, "prompt_token_ids must be at least one token"),
-    "too large a token": ([[1, 4096]], InvalidParameterError, "integers in \[0, 4096\) but got 4096"),
+    "too large a token": (
+        [[1, 4096]],
+        InvalidParameterError,
+        r"integers in \[0, 4096\) but got 4096",
+    ),
     "a negative token": ([[5, -1]], InvalidParameterError, "prompt_token_ids .* -1"),
     "a fraction": ([[5, 1.5]], InvalidParameterError, "prompt_token_ids .* 1.5"),
     "too long": ([[5] * 4090], RequestTooLargeError, "4090 prompt .*4096 tokens"),
