@@ -14,9 +14,10 @@ from mlx_paged.engine.outputs import (
     RequestOutput,
     SequenceUpdate,
 )
-from mlx_paged.engine.runner import LaunchedStep, ModelRunner, PromptTargets
+from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampler import SamplingRow
 from mlx_paged.engine.sampling.logprobs import LogprobReport, PositionLogprobs
+from mlx_paged.engine.sampling.prompt_report import PromptReport, PromptTargets
 from mlx_paged.engine.sampling.request_sampler import RequestSampler, TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.text_stream import TextStream
@@ -69,6 +70,10 @@ class _Generation:
     request: Request
     output: RequestOutput
     streams: list[TextStream]
+    prompt_report: PromptReport | None
+
+    def owns(self, seq_id: int) -> bool:
+        return any(sequence.seq_id == seq_id for sequence in self.request.sequences)
 
 
 class Engine:
@@ -160,8 +165,10 @@ class Engine:
         if params.logprobs is not None:
             for completion in output.outputs:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
+        prompt_report = None
         if params.prompt_logprobs is not None:
-            output.prompt_logprobs = [None]  # the first token follows nothing
+            prompt_report = PromptReport(prompt_token_ids, params.prompt_logprobs, self._report)
+            output.prompt_logprobs = prompt_report.positions
         streams = [
             TextStream(
                 self.tokenizer,
@@ -171,7 +178,9 @@ class Engine:
             )
             for _ in range(params.n)
         ]
-        self._generations[request_id] = _Generation(params, sampler, request, output, streams)
+        self._generations[request_id] = _Generation(
+            params, sampler, request, output, streams, prompt_report
+        )
         return output
 
     def abort(self, request_id: str) -> bool:
@@ -244,31 +253,21 @@ class Engine:
         return generation.sampler.row(sequence.index, sequence.tokens, row.context_len)
 
     def _prompt_targets(self, row: ScheduledSequence) -> PromptTargets | None:
-        """The prompt tokens that follow the rows of a sequence, if they are to be reported."""
         generation = self._generations.get(row.request_id)
-        if generation is None or generation.output.prompt_logprobs is None:
+        if generation is None or generation.prompt_report is None:
             return None
-        prompt = generation.request.prompt_token_ids
-        end = min(row.context_len, len(prompt) - 1)  # the last position that is a prompt token's
-        if row.start >= end or end < len(generation.output.prompt_logprobs):
-            return None  # past the prompt, or reported already and computed anew
-        targets = prompt[row.start + 1 : end + 1]
-        return PromptTargets(targets, likeliest=bool(generation.params.prompt_logprobs))
+        return generation.prompt_report.targets(row.start, row.context_len)
 
     def _record_prompts(self, launched: LaunchedStep) -> None:
         if launched.prompt_logprobs is None:
             return
-        reports = launched.prompt_logprobs.read()
+        found = launched.prompt_logprobs.read()
         for row in launched.batch.sequences:
             generation = self._generations.get(row.request_id)
-            if row.seq_id not in reports or generation is None:
-                continue
-            recorded = generation.output.prompt_logprobs
-            assert recorded is not None
-            for place, position in enumerate(reports[row.seq_id], row.start + 1):
-                if place == len(recorded):  # (not one computed anew after a preemption)
-                    count = generation.params.prompt_logprobs or 0
-                    recorded.append(self._report(position, count))
+            # (Its id may have been aborted, and taken by another request, since the launch.)
+            if row.seq_id in found and generation is not None and generation.owns(row.seq_id):
+                assert generation.prompt_report is not None
+                generation.prompt_report.record(row.start, found[row.seq_id])
 
     def _publish(
         self, outcome: SequenceOutcome, reports: dict[int, list[PositionLogprobs]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -15,6 +15,7 @@ from mlx_paged.attention.plan import build_plan
 from mlx_paged.engine.sampler import SamplingRow, sample
 from mlx_paged.engine.sampling.edits import apply_edits
 from mlx_paged.engine.sampling.logprobs import LogprobArrays, PositionLogprobs, logprobs_of
+from mlx_paged.engine.sampling.prompt_report import PromptTargets
 from mlx_paged.engine.sampling.rows import InFlight
 from mlx_paged.models.output_rows import select_output_rows
 from mlx_paged.scheduling import Batch, ScheduledSequence
@@ -47,19 +48,6 @@ class Reported:
             seq_id: [next(positions) for _ in range(count)]
             for seq_id, count in self.num_positions.items()
         }
-
-
-@dataclass(frozen=True)
-class PromptTargets:
-    """Prompt tokens of a sequence whose log-probabilities are wanted.
-
-    Attributes:
-        token_ids: Those that follow the sequence's first rows in the step, in order.
-        likeliest: Whether the likeliest tokens are wanted, too.
-    """
-
-    token_ids: Sequence[int]
-    likeliest: bool
 
 
 class ModelRunner:
