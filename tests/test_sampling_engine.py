@@ -70,12 +70,13 @@ def greedy(**fields: Any) -> SamplingParams:
 NUM_TOKENS = 20
 # Everything at once, and everything off: each row its own.
 SETTINGS: list[dict[str, Any]] = [
-    {"repetition_penalty": 1.2, "top_p": 0.95},
+    {"repetition_penalty": 1.2, "top_p": 0.95, "logit_bias": {700: 8.0, 701: 8.0}},
     {"presence_penalty": 0.8, "frequency_penalty": 0.4, "top_k": 40},
     {},
     {"repetition_penalty": 1.1, "frequency_penalty": 0.3, "min_p": 0.02, "temperature": 1.3},
     {"top_k": 30, "top_p": 0.9, "logit_bias": {290: 1.5}, "bad_words": ["return", "if n"]},
-    {"temperature": 0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+    # Says one token again and again, until its count outweighs the bias: to miss the newest shows.
+    {"temperature": 0, "logit_bias": {700: 30.0}, "frequency_penalty": 2.0},
     {"min_tokens": 10, "ignore_eos": False, "frequency_penalty": 1.0, "logprobs": 2},
     {"temperature": 1.6, "top_p": 0.8, "repetition_penalty": 1.05, "logprobs": 0},
 ]
@@ -163,6 +164,7 @@ def test_greedy_penalties_are_mlx_lms(async_scheduling: bool) -> None:
 
 def test_frequency_penalty_counts_the_answers_tokens(llm: LLM) -> None:
     """Biased to say one token for ever, a row stops when its count outweighs the bias."""
+    assert expected()[5][3:5] == [700, 700] and set(expected()[5]) > {700}
     token = 700
     bias = {token: 60.0}
     params = greedy(logit_bias=bias, frequency_penalty=2.0, max_tokens=40)

@@ -16,7 +16,8 @@ from models import embedded, embedded_twin
 
 from mlx_paged import LLM, RequestOutput, SamplingParams
 from mlx_paged.engine.outputs import CompletionOutput, PositionReport
-from mlx_paged.engine.sampling.logprobs import logprobs_of
+from mlx_paged.engine.sampling.logprobs import LogprobReport, PositionLogprobs, logprobs_of
+from mlx_paged.engine.sampling.prompt_report import PromptReport
 
 PROMPTS = [
     "def fibonacci(n):\n",
@@ -227,3 +228,17 @@ def test_a_row_does_not_depend_on_its_batch(rng: np.random.Generator) -> None:
 def test_a_small_vocabulary() -> None:
     [position] = logprobs_of(mx.array([[0.0, 1.0, 2.0]]), mx.array([0]), likeliest=True).read()
     assert [token for token, _ in position.likeliest] == [2, 1, 0] and position.rank == 3
+
+
+def test_a_prompt_computed_anew_is_reported_once() -> None:
+    """As after a preemption half-way: chunks come again, and cut otherwise."""
+    prompt = list(range(10, 20))
+    report = PromptReport(prompt, 0, LogprobReport(embedded().tokenizer))
+    for start, end in ((0, 4), (0, 3), (0, 7), (4, 9), (7, 10), (10, 11)):
+        targets = report.targets(start, end)
+        if targets is not None:
+            assert list(targets.token_ids) == prompt[start + 1 : end + 1]
+            found = [PositionLogprobs(token, -1.0, 1, []) for token in targets.token_ids]
+            report.record(start, found)
+    assert [next(iter(p)) for p in report.positions if p is not None] == prompt[1:]
+    assert report.targets(0, 10) is None, "nothing is left to report"
