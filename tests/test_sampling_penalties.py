@@ -145,8 +145,8 @@ def test_history_counts(pieces: list[list[int]]) -> None:
     answer: list[int] = []
     for piece in pieces:
         answer += piece
-        history.update(answer)
-        history.update(answer)  # nothing new
+        history.update([7, 7, 300, *answer], 3)
+        history.update([7, 7, 300, *answer], 3)  # nothing new
         found = dict(zip(history.ids.tolist(), history.counts.tolist(), strict=True))
         assert found == {t: answer.count(t) for t in {7, 300, *answer}}
 

@@ -23,16 +23,16 @@ class TokenHistory:
         self._counts = np.zeros(len(self._ids), np.int32)
         self._num_generated = 0
 
-    def update(self, generated: Sequence[int]) -> None:
-        """Takes the tokens of the answer so far; those it knows already are not looked at."""
-        for token in generated[self._num_generated :]:
+    def update(self, tokens: Sequence[int], start: int) -> None:
+        """Takes what is new of an answer, which is `tokens[start:]` so far."""
+        for token in tokens[start + self._num_generated :]:
             entry = self._entry.setdefault(token, len(self._entry))
             if entry == len(self._ids):
                 self._ids = np.resize(self._ids, 2 * entry)
                 self._counts = np.concatenate([self._counts, np.zeros(entry, np.int32)])
             self._ids[entry] = token
             self._counts[entry] += 1
-        self._num_generated = max(self._num_generated, len(generated))
+        self._num_generated = max(self._num_generated, len(tokens) - start)
 
     @property
     def ids(self) -> IntArray:

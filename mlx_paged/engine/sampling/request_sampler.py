@@ -104,32 +104,29 @@ class RequestSampler:
         )
 
     def _edits(self, index: int, tokens: list[int], position: int) -> Edits:
-        generated = tokens[len(self._prompt) : position]
-        in_flight = len(tokens) < position
-        num_generated = position - len(self._prompt)
-        is_early = num_generated < self._params.min_tokens
+        start = len(self._prompt)
+        is_early = position - start < self._params.min_tokens
         additions = self._early_additions if is_early else self._additions
         if self._long_bad_words:
-            additions = self._with_long_bad_words(additions, generated, in_flight)
+            additions = self._with_long_bad_words(additions, tokens[start:], position)
         mask = None
         if self._token_mask is not None:
-            ask = self._token_mask
+            ask, generated = self._token_mask, tokens[start:]
 
             def mask(newest: int | None) -> Mask | None:
                 return ask(index, generated if newest is None else [*generated, newest])
 
-        return Edits(additions, self._penalties(index, generated), self._allowed, mask)
+        penalties = self._penalties(index, tokens) if self._params.penalizes else None
+        return Edits(additions, penalties, self._allowed, mask)
 
-    def _penalties(self, index: int, generated: Sequence[int]) -> Penalties | None:
+    def _penalties(self, index: int, tokens: list[int]) -> Penalties:
         params = self._params
-        if not params.penalizes:
-            return None
         history = self._histories.get(index)
         if history is None:
             # Only the repetition penalty looks at the prompt.
             seen = self._prompt if params.repetition_penalty != 1 else ()
             history = self._histories[index] = TokenHistory(seen)
-        history.update(generated)
+        history.update(tokens, len(self._prompt))
         return Penalties(
             history.ids,
             history.counts,
@@ -139,13 +136,14 @@ class RequestSampler:
         )
 
     def _with_long_bad_words(
-        self, additions: Additions | None, generated: Sequence[int], in_flight: bool
+        self, additions: Additions | None, generated: list[int], position: int
     ) -> Additions | None:
         """Adds the last tokens of words of which the answer's end has all the others."""
+        in_flight = len(self._prompt) + len(generated) < position
         found = []
         for *begin, last in self._long_bad_words:
             after = begin.pop() if in_flight else ALWAYS
-            if not begin or list(generated[-len(begin) :]) == begin:
+            if not begin or generated[-len(begin) :] == begin:
                 found.append((last, after))
         if not found:
             return additions
