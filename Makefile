@@ -33,6 +33,7 @@ lint: $(BIN)/.installed
 bench: $(BIN)/.installed
 	$(BIN)/python bench/kernels.py
 	$(BIN)/python bench/blas.py
+	$(BIN)/python bench/sampling.py
 	$(BIN)/python bench/generate.py
 
 wheel: $(BIN)/.installed

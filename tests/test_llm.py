@@ -350,7 +350,7 @@ def test_preemption_does_not_change_a_seeded_answer(llm: LLM) -> None:
 
 
 def test_without_a_seed_answers_differ(llm: LLM) -> None:
-    params = SamplingParams(temperature=1.5, max_tokens=10, ignore_eos=True)
+    params = SamplingParams(temperature=1.5, max_tokens=40, ignore_eos=True)
     answers = {tuple(llm.generate(PROMPT, params)[0].outputs[0].token_ids) for _ in range(3)}
     assert len(answers) == 3
 

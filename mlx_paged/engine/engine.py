@@ -16,6 +16,9 @@ from mlx_paged.engine.outputs import (
 )
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampler import SamplingRow
+from mlx_paged.engine.sampling.logprobs import LogprobReport, PositionLogprobs
+from mlx_paged.engine.sampling.prompt_report import PromptReport, PromptTargets
+from mlx_paged.engine.sampling.request_sampler import RequestSampler, TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.errors import InvalidParameterError
@@ -63,10 +66,14 @@ class _Generation:
     """A request on its way."""
 
     params: SamplingParams
-    seed: int
+    sampler: RequestSampler
     request: Request
     output: RequestOutput
     streams: list[TextStream]
+    prompt_report: PromptReport | None
+
+    def owns(self, seq_id: int) -> bool:
+        return any(sequence.seq_id == seq_id for sequence in self.request.sequences)
 
 
 class Engine:
@@ -98,6 +105,7 @@ class Engine:
         )
         self._vocab_size = model.vocab_size
         self._eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
+        self._report = LogprobReport(self.tokenizer)
         self._generations: dict[str, _Generation] = {}
         self._in_flight: LaunchedStep | None = None
         self._num_steps = 0
@@ -113,11 +121,16 @@ class Engine:
         params: SamplingParams,
         *,
         prompt: str | None = None,
+        token_mask: TokenMask | None = None,
     ) -> RequestOutput:
         """Takes a request. Its output object is filled as the engine steps.
 
+        Args:
+            token_mask: says before each token which ones may follow (grammars).
+
         Raises:
-            InvalidParameterError: an empty prompt, or a token that the model does not have.
+            InvalidParameterError: an empty prompt, or a token that the model does not have, be it
+                in the prompt or in `params`.
             RequestTooLargeError: prompt and answer could never fit.
             DuplicateRequestError: an unfinished request has this id.
         """
@@ -126,11 +139,20 @@ class Engine:
                 raise InvalidParameterError(
                     "prompt_token_ids", f"integers in [0, {self._vocab_size})", token
                 )
+        sampler = RequestSampler(
+            params,
+            prompt_token_ids,
+            seed=secrets.randbits(32) if params.seed is None else params.seed,
+            tokenizer=self.tokenizer,
+            vocab_size=self._vocab_size,
+            token_mask=token_mask,
+        )
         request = Request(
             request_id,
             prompt_token_ids,
             params.stop_policy(self._eos_token_ids),
             n=params.n,
+            read_prefix_cache=params.prompt_logprobs is None,
         )
         self._scheduler.add(request)
         output = RequestOutput(
@@ -140,9 +162,25 @@ class Engine:
             [CompletionOutput(i) for i in range(params.n)],
             RequestMetrics(arrival_time=time.monotonic()),
         )
-        seed = secrets.randbits(32) if params.seed is None else params.seed
-        streams = [TextStream(self.tokenizer, params.stop_strings) for _ in range(params.n)]
-        self._generations[request_id] = _Generation(params, seed, request, output, streams)
+        if params.logprobs is not None:
+            for completion in output.outputs:
+                completion.logprobs, completion.cumulative_logprob = [], 0.0
+        prompt_report = None
+        if params.prompt_logprobs is not None:
+            prompt_report = PromptReport(prompt_token_ids, params.prompt_logprobs, self._report)
+            output.prompt_logprobs = prompt_report.positions
+        streams = [
+            TextStream(
+                self.tokenizer,
+                params.stop_strings,
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+            for _ in range(params.n)
+        ]
+        self._generations[request_id] = _Generation(
+            params, sampler, request, output, streams, prompt_report
+        )
         return output
 
     def abort(self, request_id: str) -> bool:
@@ -187,11 +225,15 @@ class Engine:
         launched = self._launch_next()
         if self.config.async_scheduling:
             launched, self._in_flight = self._in_flight, launched
+        reports: dict[int, list[PositionLogprobs]] = {}
         if launched is None:
             outcomes = self._scheduler.take_outcomes()
         else:
             outcomes = self._scheduler.commit(launched.batch, self._runner.read(launched))
-        return [update for outcome in outcomes if (update := self._publish(outcome))]
+            self._record_prompts(launched)
+            if launched.logprobs is not None:
+                reports = launched.logprobs.read()
+        return [update for outcome in outcomes if (update := self._publish(outcome, reports))]
 
     def _launch_next(self) -> LaunchedStep | None:
         batch = self._scheduler.schedule()
@@ -201,24 +243,45 @@ class Engine:
         usage = self._kv.usage
         self._max_used_blocks = max(self._max_used_blocks, usage.num_used_blocks)
         self._max_shared_blocks = max(self._max_shared_blocks, usage.num_shared_blocks)
-        return self._runner.launch(batch, self._sampling_row, self._in_flight)
+        return self._runner.launch(batch, self._sampling_row, self._in_flight, self._prompt_targets)
 
-    def _sampling_row(self, sequence: ScheduledSequence) -> SamplingRow:
-        generation = self._generations.get(sequence.request_id)
-        if generation is None:  # aborted while in flight: its token is discarded
+    def _sampling_row(self, row: ScheduledSequence) -> SamplingRow:
+        generation = self._generations.get(row.request_id)
+        sequence = self._scheduler.sequence(row.seq_id)
+        if generation is None or sequence is None:  # ended in flight: its token is discarded
             return SamplingRow(0, 0, 0)
-        index = next(s.index for s in generation.request.sequences if s.seq_id == sequence.seq_id)
-        return SamplingRow(
-            generation.params.temperature, generation.seed + index, sequence.context_len
-        )
+        return generation.sampler.row(sequence.index, sequence.tokens, row.context_len)
 
-    def _publish(self, outcome: SequenceOutcome) -> SequenceUpdate | None:
+    def _prompt_targets(self, row: ScheduledSequence) -> PromptTargets | None:
+        generation = self._generations.get(row.request_id)
+        if generation is None or generation.prompt_report is None:
+            return None
+        return generation.prompt_report.targets(row.start, row.context_len)
+
+    def _record_prompts(self, launched: LaunchedStep) -> None:
+        if launched.prompt_logprobs is None:
+            return
+        found = launched.prompt_logprobs.read()
+        for row in launched.batch.sequences:
+            generation = self._generations.get(row.request_id)
+            # (Its id may have been aborted, and taken by another request, since the launch.)
+            if row.seq_id in found and generation is not None and generation.owns(row.seq_id):
+                assert generation.prompt_report is not None
+                generation.prompt_report.record(row.start, found[row.seq_id])
+
+    def _publish(
+        self, outcome: SequenceOutcome, reports: dict[int, list[PositionLogprobs]]
+    ) -> SequenceUpdate | None:
         """Turns a token into text, and ends its sequence at a stop string."""
         generation = self._generations.get(outcome.request_id)
         if generation is None:
             return None
         stream = generation.streams[outcome.index]
         update = self._to_text(outcome, stream, generation.params)
+        if outcome.seq_id in reports and outcome.token_id is not None:
+            [position] = reports[outcome.seq_id]
+            count = generation.params.logprobs or 0
+            update = replace(update, logprobs=self._report(position, count))
         if update.finish_reason is not None and outcome.finish_reason is None:
             self._scheduler.finish(outcome.request_id, update.finish_reason, index=outcome.index)
         self._record(update, generation)
@@ -230,8 +293,11 @@ class Engine:
     ) -> SequenceUpdate:
         token, reason = outcome.token_id, outcome.finish_reason
         update = SequenceUpdate(outcome.request_id, outcome.index, token, "", reason)
-        ends_text = reason is FinishReason.STOP  # the token that ended it is not part of the text
-        text = "" if token is None or ends_text else stream.add(token)
+        ends_text = reason is FinishReason.STOP
+        stop_token = token if ends_text and token in (params.stop_token_ids or ()) else None
+        # A stop token is part of the text if asked for; the model's own end token never is.
+        is_text = not ends_text or (params.include_stop_str_in_output and stop_token is not None)
+        text = stream.add(token) if token is not None and is_text else ""
         if reason is not None:
             text += stream.finish()
         if stream.matched_stop is not None:
@@ -241,7 +307,6 @@ class Engine:
                 finish_reason=FinishReason.STOP,
                 stop_reason=stream.matched_stop,
             )
-        stop_token = token if ends_text and token in (params.stop_token_ids or ()) else None
         return replace(update, text=text, stop_reason=stop_token)
 
     def _record(self, update: SequenceUpdate, generation: _Generation) -> None:
@@ -250,6 +315,10 @@ class Engine:
         completion.text += update.text
         if update.token_id is not None:
             completion.token_ids.append(update.token_id)
+            if completion.logprobs is not None and update.logprobs is not None:
+                assert completion.cumulative_logprob is not None
+                completion.logprobs.append(update.logprobs)
+                completion.cumulative_logprob += update.logprobs[update.token_id].logprob
             output.metrics.first_token_time = output.metrics.first_token_time or now
             output.num_cached_tokens = generation.request.sequences[0].num_cached_tokens or 0
         completion.finish_reason = update.finish_reason

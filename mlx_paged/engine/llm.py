@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +107,7 @@ class LLM:
         outputs = self._add(_as_prompts(prompts), params)
         place = {output.request_id: str(i) for i, output in enumerate(outputs)}
         for update in self._run(outputs):
-            yield SequenceUpdate(
-                place[update.request_id],
-                update.index,
-                update.token_id,
-                update.text,
-                update.finish_reason,
-                update.stop_reason,
-            )
+            yield replace(update, request_id=place[update.request_id])
 
     def render_chats(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]]
