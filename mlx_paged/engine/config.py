@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.scheduling import SchedulerConfig
+from mlx_paged.scheduling import SchedulerConfig, SchedulingPolicy
 
 _GIB = 1 << 30
 _DEFAULT_KV_CACHE_MEMORY = 4 * _GIB
@@ -27,6 +27,9 @@ class EngineConfig:
         max_model_len: Most tokens of prompt and answer together; None: what the model was made for.
         max_num_seqs: Most sequences that run at once.
         max_num_batched_tokens: Most tokens of one step; longer prompts are prefilled in chunks.
+        max_num_waiting: Most sequences that may wait; more are refused with
+            `EngineOverloadedError`. None refuses nobody.
+        policy: "fcfs", or "priority" (lower `priority` first).
         enable_prefix_caching: Share equal prefixes between requests, and keep them for later ones.
         async_scheduling: Plan and launch a step while the one before it still runs. The tokens are
             the same.
@@ -38,6 +41,8 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_num_waiting: int | None = None
+    policy: str = "fcfs"
     enable_prefix_caching: bool = True
     async_scheduling: bool = True
 
@@ -48,10 +53,15 @@ class EngineConfig:
             ("num_gpu_blocks_override", 2),
             ("kv_cache_memory", 1),
             ("max_model_len", 1),
+            ("max_num_waiting", 1),
         ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InvalidParameterError(name, f"None or at least {least}", value)
+
+        policies = [policy.value for policy in SchedulingPolicy]
+        if self.policy not in policies:
+            raise InvalidParameterError("policy", " or ".join(map(repr, policies)), self.policy)
 
     def model_len(self, model_limit: int | None) -> int | None:
         """The context limit in force, given what the model was made for.
@@ -75,6 +85,8 @@ class EngineConfig:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=max(self.max_num_batched_tokens, self.max_num_seqs),
             max_model_len=self.model_len(model_limit),
+            max_num_waiting=self.max_num_waiting,
+            policy=SchedulingPolicy(self.policy),
         )
 
     def num_blocks(self, bytes_per_token: Sequence[int], model_limit: int | None) -> int:

@@ -8,17 +8,19 @@ from dataclasses import dataclass, replace
 
 from mlx_paged import ops
 from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.executor import PendingStep, StepExecutor, StepResult
+from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.outputs import (
     CompletionOutput,
     RequestMetrics,
     RequestOutput,
     SequenceUpdate,
 )
-from mlx_paged.engine.runner import LaunchedStep, ModelRunner
+from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampler import SamplingRow
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.text_stream import TextStream
-from mlx_paged.errors import InvalidParameterError
+from mlx_paged.errors import InvalidParameterError, StepError
 from mlx_paged.kv import KVCounters, KVManager, KVUsage
 from mlx_paged.models.families import layer_specs
 from mlx_paged.models.load import LoadedModel
@@ -44,6 +46,7 @@ class EngineStats:
         num_steps: Steps launched.
         max_used_blocks: Most blocks that sequences held at once.
         max_shared_blocks: Most blocks that more than one sequence held at once.
+        num_faults: Steps that failed and were run again in parts.
         pool_copies: Whole-pool copies in this process; anything but 0 is a fault.
     """
 
@@ -55,6 +58,7 @@ class EngineStats:
     num_steps: int
     max_used_blocks: int
     max_shared_blocks: int
+    num_faults: int
     pool_copies: int
 
 
@@ -93,12 +97,13 @@ class Engine:
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
         self._scheduler = Scheduler(self.config.scheduler_config(model.max_model_len), self._kv)
-        self._runner = ModelRunner(
+        runner = ModelRunner(
             model.model, specs, num_blocks=num_blocks, block_size=self.config.block_size
         )
+        self._executor = StepExecutor(runner, self._sampling_row)
         self._eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
         self._generations: dict[str, _Generation] = {}
-        self._in_flight: LaunchedStep | None = None
+        self._in_flight: PendingStep | None = None
         self._num_steps = 0
         self._max_used_blocks = 0
         self._max_shared_blocks = 0
@@ -112,13 +117,26 @@ class Engine:
         params: SamplingParams,
         *,
         prompt: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
     ) -> RequestOutput:
         """Takes a request. Its output object is filled as the engine steps.
+
+        Args:
+            request_id: unique among unfinished requests.
+            prompt_token_ids: at least one token.
+            params: how to choose tokens, and when to stop.
+            prompt: the text of the tokens, for the output.
+            priority: lower is served first under the priority policy.
+            timeout: seconds until the request ends with "timeout".
+            cache_salt: requests of different salts share no cached blocks.
 
         Raises:
             InvalidParameterError: an empty prompt, or a token that the model does not have.
             RequestTooLargeError: prompt and answer could never fit.
             DuplicateRequestError: an unfinished request has this id.
+            EngineOverloadedError: too many sequences wait.
         """
         vocab_size = len(self.tokenizer.vocab)
         if prompt_token_ids and max(prompt_token_ids) >= vocab_size:
@@ -130,6 +148,9 @@ class Engine:
             prompt_token_ids,
             params.stop_policy(self._eos_token_ids),
             n=params.n,
+            priority=priority,
+            timeout=timeout,
+            cache_salt=cache_salt,
         )
         self._scheduler.add(request)
         output = RequestOutput(
@@ -178,12 +199,14 @@ class Engine:
         if self.config.async_scheduling:
             launched, self._in_flight = self._in_flight, launched
         if launched is None:
-            outcomes = self._scheduler.take_outcomes()
-        else:
-            outcomes = self._scheduler.commit(launched.batch, self._runner.read(launched))
-        return [update for outcome in outcomes if (update := self._publish(outcome))]
+            return self._publish(self._scheduler.take_outcomes())
+        result = self._executor.read(launched, self._in_flight)
+        failed = self._end_failed(result)
+        return failed + self._publish(self._scheduler.commit(launched.batch, result.tokens))
 
-    def _launch_next(self) -> LaunchedStep | None:
+    def _launch_next(self) -> PendingStep | None:
+        if self._in_flight is not None and self._in_flight.launched is None:
+            return None  # it runs when it is read: there is nothing to overlap with
         batch = self._scheduler.schedule()
         if batch is None:
             return None
@@ -191,7 +214,33 @@ class Engine:
         usage = self._kv.usage
         self._max_used_blocks = max(self._max_used_blocks, usage.num_used_blocks)
         self._max_shared_blocks = max(self._max_shared_blocks, usage.num_shared_blocks)
-        return self._runner.launch(batch, self._sampling_row, self._in_flight)
+        return self._executor.launch(batch, self._in_flight)
+
+    def _end_failed(self, result: StepResult) -> list[SequenceUpdate]:
+        """Ends the sequences that a step failed for."""
+        updates = []
+        for seq_id, reason in result.failures.items():
+            sequence = self._scheduler.sequence(seq_id)
+            if sequence is not None:
+                updates += self._fail(sequence.request.request_id, sequence.index, reason)
+        if result.poisoned:
+            # NaNs spread through shared keys and values, and a cached block cannot be looked into.
+            self._scheduler.reset_prefix_cache()
+        return updates
+
+    def _fail(self, request_id: str, index: int, reason: str) -> list[SequenceUpdate]:
+        self._scheduler.finish(request_id, FinishReason.ERROR, index=index)
+        generation = self._generations.get(request_id)
+        if generation is None:
+            return []
+        error = StepError(request_id, reason)
+        try:
+            text = generation.streams[index].finish()
+        except Exception:  # the text may be what failed
+            text = ""
+        update = SequenceUpdate(request_id, index, None, text, FinishReason.ERROR, error=error)
+        self._record(update, generation)
+        return [update]
 
     def _sampling_row(self, sequence: ScheduledSequence) -> SamplingRow:
         generation = self._generations.get(sequence.request_id)
@@ -202,17 +251,27 @@ class Engine:
             generation.params.temperature, generation.seed + index, sequence.context_len
         )
 
-    def _publish(self, outcome: SequenceOutcome) -> SequenceUpdate | None:
-        """Turns a token into text, and ends its sequence at a stop string."""
-        generation = self._generations.get(outcome.request_id)
-        if generation is None:
-            return None
-        stream = generation.streams[outcome.index]
-        update = self._to_text(outcome, stream, generation.params)
-        if update.finish_reason is not None and outcome.finish_reason is None:
-            self._scheduler.finish(outcome.request_id, update.finish_reason, index=outcome.index)
-        self._record(update, generation)
-        return update
+    def _publish(self, outcomes: list[SequenceOutcome]) -> list[SequenceUpdate]:
+        """Turns tokens into text, and ends sequences at a stop string."""
+        updates: list[SequenceUpdate] = []
+        for outcome in outcomes:
+            generation = self._generations.get(outcome.request_id)
+            if generation is None:
+                continue  # aborted
+            try:
+                update = self._to_text(
+                    outcome, generation.streams[outcome.index], generation.params
+                )
+            except Exception as error:  # a tokenizer that cannot decode what the model said
+                updates += self._fail(outcome.request_id, outcome.index, reason_of(error))
+                continue
+            if update.finish_reason is not None and outcome.finish_reason is None:
+                self._scheduler.finish(
+                    outcome.request_id, update.finish_reason, index=outcome.index
+                )
+            self._record(update, generation)
+            updates.append(update)
+        return updates
 
     @staticmethod
     def _to_text(
@@ -244,6 +303,7 @@ class Engine:
             output.num_cached_tokens = generation.request.sequences[0].num_cached_tokens or 0
         completion.finish_reason = update.finish_reason
         completion.stop_reason = update.stop_reason
+        completion.error = update.error
         if output.finished:
             output.metrics.finished_time = now
             del self._generations[update.request_id]
@@ -261,6 +321,7 @@ class Engine:
             num_steps=self._num_steps,
             max_used_blocks=self._max_used_blocks,
             max_shared_blocks=self._max_shared_blocks,
+            num_faults=self._executor.num_faults,
             pool_copies=ops.pool_copies(),
         )
 

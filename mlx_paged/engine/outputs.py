@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mlx_paged.errors import StepError
 from mlx_paged.scheduling import FinishReason
 
 
@@ -19,6 +20,7 @@ class SequenceUpdate:
         finish_reason: Why it ended; None while it goes on.
         stop_reason: The stop string or stop token that ended it; None for the model's own end
             token.
+        error: What happened, where `finish_reason` is "error".
     """
 
     request_id: str
@@ -27,6 +29,7 @@ class SequenceUpdate:
     text: str
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    error: StepError | None = None
 
 
 @dataclass
@@ -40,6 +43,7 @@ class CompletionOutput:
         finish_reason: Why it ended; None while it goes on.
         stop_reason: The stop string or stop token that ended it; None for the model's own end
             token.
+        error: What happened, where `finish_reason` is "error".
     """
 
     index: int
@@ -47,6 +51,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    error: StepError | None = None
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,9 +13,13 @@ import numpy as np
 from mlx_paged.attention import seam
 from mlx_paged.attention.cache import LayerSpec, PagedLayerCache, Step, StepContext, copy_blocks
 from mlx_paged.attention.plan import build_plan
+from mlx_paged.attention.tables import BlockTableCache
+from mlx_paged.engine.faults import nan_rows
 from mlx_paged.engine.sampler import SamplingRow, sample
 from mlx_paged.models.output_rows import select_output_rows
 from mlx_paged.scheduling import Batch, ScheduledSequence
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class LaunchedStep:
         mx.array
     )  # the last pool it writes: a step without samples has nothing else to wait for
     sample_index: dict[int, int]  # seq_id -> entry of `tokens`
+    bad_rows: mx.array  # [num_samples] bool: the logits hold a NaN
+    pools_before: list[tuple[mx.array, mx.array]]  # handles of each layer's pools, before it
 
 
 class ModelRunner:
@@ -43,13 +50,21 @@ class ModelRunner:
     ) -> None:
         seam.install()
         self._model = model
-        self._block_size = block_size
+        self._specs = specs
+        self.block_size = block_size
         self._context = StepContext()
-        self._caches = [
-            PagedLayerCache(self._context, spec, num_blocks=num_blocks, block_size=block_size)
-            for spec in specs
-        ]
+        self._tables = BlockTableCache()
+        self._caches: list[PagedLayerCache] = []
+        self.allocate(num_blocks)
         select_output_rows(model, self._context)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Makes new pools; what the old ones held is lost."""
+        self._caches = []  # the old ones are released first
+        self._caches = [
+            PagedLayerCache(self._context, s, num_blocks=num_blocks, block_size=self.block_size)
+            for s in self._specs
+        ]
 
     def launch(
         self,
@@ -59,39 +74,78 @@ class ModelRunner:
     ) -> LaunchedStep:
         """Builds a step and sets the device to work on it; returns at once.
 
+        A step that raises leaves no trace: the pools' handles are those of before.
+
         Args:
             sampling_row: how to choose the token of a sequence that is sampled in this step.
             previous: the step before, if its tokens have not been read yet.
         """
+        before = [(cache.key_pool, cache.value_pool) for cache in self._caches]
+        try:
+            return self._launch(batch, sampling_row, previous, before)
+        except Exception:
+            self._restore(before)
+            raise
+
+    @staticmethod
+    def read(launched: LaunchedStep) -> dict[int, int]:
+        """Waits for a step and returns the token of each sequence that was sampled, by seq_id.
+
+        A row whose logits hold a NaN has no token.
+        """
+        mx.eval(launched.tokens, launched.bad_rows, launched.written)
+        tokens = np.array(launched.tokens).tolist()
+        bad = np.array(launched.bad_rows)
+        if not bad.any():
+            return {seq_id: tokens[i] for seq_id, i in launched.sample_index.items()}
+        return {seq_id: tokens[i] for seq_id, i in launched.sample_index.items() if not bad[i]}
+
+    def abandon(self, launched: LaunchedStep) -> None:
+        """Gives up a step that failed, and all launched after it; waits for the device to rest."""
+        try:
+            mx.synchronize()
+        except Exception:
+            logger.debug("the device came to rest with an error", exc_info=True)
+        self._restore(launched.pools_before)
+
+    def _restore(self, pools: list[tuple[mx.array, mx.array]]) -> None:
+        # Writing is in place, so an old handle stands for the same memory. What a step wrote that
+        # did not succeed is written again before anybody reads it.
+        for cache, (key_pool, value_pool) in zip(self._caches, pools):
+            cache.key_pool, cache.value_pool = key_pool, value_pool
+
+    def _launch(
+        self,
+        batch: Batch,
+        sampling_row: Callable[[ScheduledSequence], SamplingRow],
+        previous: LaunchedStep | None,
+        pools_before: list[tuple[mx.array, mx.array]],
+    ) -> LaunchedStep:
         if batch.block_copies:
             copy_blocks(self._caches, mx.array(np.array(batch.block_copies, dtype=np.int32)))
         sampled = [s for s in batch.sequences if s.samples]
         logits = self._forward(batch, previous)
         if sampled:
             tokens = sample(logits, [sampling_row(s) for s in sampled])
+            bad_rows = nan_rows(logits)
         else:
             # Nothing to choose: the step's work is what it wrote to the pools.
             tokens = mx.zeros((0,), dtype=mx.int32)
+            bad_rows = mx.zeros((0,), dtype=mx.bool_)
         pools = [pool for c in self._caches for pool in (c.key_pool, c.value_pool)]
-        mx.async_eval(tokens, *pools)  # type: ignore[no-untyped-call]
-        return LaunchedStep(batch, tokens, pools[-1], {s.seq_id: i for i, s in enumerate(sampled)})
-
-    @staticmethod
-    def read(launched: LaunchedStep) -> dict[int, int]:
-        """Waits for a step and returns the token of each sequence that was sampled, by seq_id."""
-        mx.eval(launched.tokens, launched.written)
-        tokens = np.array(launched.tokens)
-        return {seq_id: int(tokens[i]) for seq_id, i in launched.sample_index.items()}
+        mx.async_eval(tokens, bad_rows, *pools)  # type: ignore[no-untyped-call]
+        sample_index = {s.seq_id: i for i, s in enumerate(sampled)}
+        return LaunchedStep(batch, tokens, pools[-1], sample_index, bad_rows, pools_before)
 
     def _forward(self, batch: Batch, previous: LaunchedStep | None) -> mx.array:
         """``[num_samples, vocab_size]`` logits of the rows that are sampled from."""
         sequences = batch.sequences
-        num_rows = [s.num_tokens for s in sequences]
+        num_rows = np.array([len(s.token_ids) for s in sequences])
         plan = build_plan(
-            [s.block_table for s in sequences],
-            [s.context_len for s in sequences],
+            self._tables.update([(s.seq_id, s.block_table, s.dirty_from) for s in sequences]),
+            np.array([s.start for s in sequences]) + num_rows,
             num_rows,
-            block_size=self._block_size,
+            block_size=self.block_size,
         )
         last_rows = np.cumsum(num_rows) - 1
         wanted = last_rows[[s.samples for s in sequences]]
