@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.scheduling import SchedulerConfig, SchedulingPolicy
@@ -21,9 +22,11 @@ class EngineConfig:
         block_size: Tokens of a KV block: 8, 16, 32 or 64.
         num_gpu_blocks_override: Blocks of the pool, whatever the memory (vLLM's name; it holds for
             every backend).
-        kv_cache_memory: Bytes for the pool; None: 4 GiB, or half of this machine's memory if that
-            is less. The pool is allocated but not touched, so blocks that were never used cost no
-            memory.
+        kv_cache_memory: Bytes for the pool. It is allocated but not touched,
+            so blocks that were never used cost no memory.
+        gpu_memory_utilization: Share of the device's memory for weights, activations and pool; the
+            largest step is run once to measure the activations. None: 0.9 on a GPU; on the CPU the
+            pool gets 4 GiB, or half of the machine's memory if that is less, unmeasured.
         max_model_len: Most tokens of prompt and answer together; None: what the model was made for.
         max_num_seqs: Most sequences that run at once.
         max_num_batched_tokens: Most tokens of one step; longer prompts are prefilled in chunks.
@@ -38,6 +41,7 @@ class EngineConfig:
     block_size: int = 32
     num_gpu_blocks_override: int | None = None
     kv_cache_memory: int | None = None
+    gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -59,6 +63,9 @@ class EngineConfig:
             if value is not None and value < least:
                 raise InvalidParameterError(name, f"None or at least {least}", value)
 
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise InvalidParameterError("gpu_memory_utilization", "None or in (0, 1]", share)
         policies = [policy.value for policy in SchedulingPolicy]
         if self.policy not in policies:
             raise InvalidParameterError("policy", " or ".join(map(repr, policies)), self.policy)
@@ -89,11 +96,14 @@ class EngineConfig:
             policy=SchedulingPolicy(self.policy),
         )
 
-    def num_blocks(self, bytes_per_token: Sequence[int], model_limit: int | None) -> int:
+    def num_blocks(
+        self, bytes_per_token: Sequence[int], model_limit: int | None, left_over: int | None = None
+    ) -> int:
         """Blocks of the pool, block 0 (never handed out) included.
 
         Args:
             bytes_per_token: K and V of one token, for each layer.
+            left_over: bytes that `gpu_memory_utilization` leaves to the pool, where that decides.
 
         Raises:
             InvalidParameterError: the memory is too small for even one block.
@@ -101,12 +111,18 @@ class EngineConfig:
         if self.num_gpu_blocks_override is not None:
             return self.num_gpu_blocks_override
         block_bytes = self.block_size * sum(bytes_per_token)
-        memory = self.kv_cache_memory or min(_DEFAULT_KV_CACHE_MEMORY, _physical_memory() // 2)
+        memory = self.kv_cache_memory or left_over
+        if memory is None:
+            memory = min(_DEFAULT_KV_CACHE_MEMORY, _physical_memory() // 2)
         fitting = memory // block_bytes
         if fitting < 2:
-            raise InvalidParameterError(
-                "kv_cache_memory", f"at least two blocks of {block_bytes} bytes", memory
-            )
+            expected = f"at least two blocks of {block_bytes} bytes"
+            if self.kv_cache_memory is None and left_over is not None:
+                given = f"{self.gpu_memory_utilization}, which leaves {left_over} bytes"
+                raise InvalidParameterError(
+                    "gpu_memory_utilization", f"enough for {expected}", given
+                )
+            raise InvalidParameterError("kv_cache_memory", expected, memory)
         limit = self.model_len(model_limit)
         if limit is None:
             return fitting
@@ -115,4 +131,11 @@ class EngineConfig:
 
 
 def _physical_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of main memory, or of this process's control group where that is less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(path).read_text()))
+        except (OSError, ValueError):  # none, or "max"
+            continue
+    return total

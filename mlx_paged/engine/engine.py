@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, replace
 
 from mlx_paged import ops
+from mlx_paged.engine import memory
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.executor import PendingStep, StepExecutor, StepResult
 from mlx_paged.engine.faults import reason_of
@@ -16,6 +17,7 @@ from mlx_paged.engine.outputs import (
     RequestOutput,
     SequenceUpdate,
 )
+from mlx_paged.engine.profile import measure_activations
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampler import SamplingRow
 from mlx_paged.engine.sampling_params import SamplingParams
@@ -46,6 +48,7 @@ class EngineStats:
         num_steps: Steps launched.
         max_used_blocks: Most blocks that sequences held at once.
         max_shared_blocks: Most blocks that more than one sequence held at once.
+        memory: MLX's memory.
         num_faults: Steps that failed and were run again in parts.
         pool_copies: Whole-pool copies in this process; anything but 0 is a fault.
     """
@@ -58,6 +61,7 @@ class EngineStats:
     num_steps: int
     max_used_blocks: int
     max_shared_blocks: int
+    memory: memory.MemoryUsage
     num_faults: int
     pool_copies: int
 
@@ -88,18 +92,24 @@ class Engine:
         self.tokenizer = model.tokenizer
         self.max_model_len = self.config.model_len(model.max_model_len)
         specs = layer_specs(model.model, model.model_type)
-        num_blocks = self.config.num_blocks(
-            [spec.bytes_per_token for spec in specs], model.max_model_len
+        runner = ModelRunner(model.model, specs, block_size=self.config.block_size)
+        left_over, activations = memory.left_for_pool(
+            self.config, lambda: measure_activations(runner, self.config)
         )
+        num_blocks = memory.allocate_fitting(
+            runner.allocate,
+            self.config.num_blocks(
+                [spec.bytes_per_token for spec in specs], model.max_model_len, left_over
+            ),
+            exactly=self.config.num_gpu_blocks_override is not None,
+        )
+        self._cache_limit = memory.limit_buffer_cache(activations)
         self._kv = KVManager(
             num_blocks,
             self.config.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
         self._scheduler = Scheduler(self.config.scheduler_config(model.max_model_len), self._kv)
-        runner = ModelRunner(
-            model.model, specs, num_blocks=num_blocks, block_size=self.config.block_size
-        )
         self._executor = StepExecutor(runner, self._sampling_row)
         self._eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
         self._generations: dict[str, _Generation] = {}
@@ -321,6 +331,7 @@ class Engine:
             num_steps=self._num_steps,
             max_used_blocks=self._max_used_blocks,
             max_shared_blocks=self._max_shared_blocks,
+            memory=memory.usage(self._cache_limit),
             num_faults=self._executor.num_faults,
             pool_copies=ops.pool_copies(),
         )

@@ -43,10 +43,16 @@ class ModelRunner:
         model: an mlx-lm model of a proven family. Its output projection is changed in place, so a
             model belongs to one runner.
         specs: one for each layer (`models.families.layer_specs`).
+        num_blocks: blocks of the pools; None: `allocate` makes them later.
     """
 
     def __init__(
-        self, model: nn.Module, specs: list[LayerSpec], *, num_blocks: int, block_size: int
+        self,
+        model: nn.Module,
+        specs: list[LayerSpec],
+        *,
+        num_blocks: int | None = None,
+        block_size: int,
     ) -> None:
         seam.install()
         self._model = model
@@ -55,7 +61,8 @@ class ModelRunner:
         self._context = StepContext()
         self._tables = BlockTableCache()
         self._caches: list[PagedLayerCache] = []
-        self.allocate(num_blocks)
+        if num_blocks is not None:
+            self.allocate(num_blocks)
         select_output_rows(model, self._context)
 
     def allocate(self, num_blocks: int) -> None:
