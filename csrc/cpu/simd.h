@@ -113,8 +113,24 @@ inline void store_as(Half* p, float x) {
 #if defined(__AVX2__)
   p->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
 #else
-  _Float16 h = (_Float16)x;
-  __builtin_memcpy(p, &h, 2);
+  // Round to nearest even. Not every compiler has _Float16 on its baseline target.
+  uint32_t u;
+  __builtin_memcpy(&u, &x, 4);
+  uint32_t sign = (u >> 16) & 0x8000;
+  uint32_t magnitude = u & 0x7fffffff;
+  uint32_t bits;
+  if (magnitude >= 0x47800000) {  // 2^16 and more, infinity, NaN
+    bits = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+  } else if (magnitude < 0x38800000) {  // below 2^-14: adding 0.5 rounds at a subnormal's last bit
+    float shifted;
+    __builtin_memcpy(&shifted, &magnitude, 4);
+    shifted += 0.5f;
+    __builtin_memcpy(&bits, &shifted, 4);
+    bits -= 0x3f000000;
+  } else {
+    bits = (magnitude + 0xfff + ((magnitude >> 13) & 1) - 0x38000000) >> 13;
+  }
+  p->bits = uint16_t(sign | bits);
 #endif
 }
 

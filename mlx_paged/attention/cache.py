@@ -82,6 +82,13 @@ class KVHandle(mx.array):
         super().__init__([])
         self.cache = cache
 
+    def _refuse(self, other: object) -> KVHandle:
+        raise TypeError("a KV handle stands for a layer's keys or values and cannot be changed")
+
+    # Anything else gives an empty array; in place, broadcasting would leave the handle as it was.
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = _refuse
+    __iand__ = __ior__ = __ixor__ = __ilshift__ = __irshift__ = __imatmul__ = _refuse
+
 
 class PagedLayerCache:
     """The cache of one attention layer: its two pools, read and written through the step's plan."""
@@ -95,7 +102,7 @@ class PagedLayerCache:
         self.key_pool = ops.allocate_pool(*heads, spec.key_dim, spec.dtype)
         self.value_pool = ops.allocate_pool(*heads, spec.value_dim, spec.dtype)
         # The same two handles every step: what they stand for is in this cache.
-        self._handles = KVHandle(self), KVHandle(self)
+        self.keys, self.values = KVHandle(self), KVHandle(self)
 
     @property
     def offset(self) -> mx.array:
@@ -115,7 +122,7 @@ class PagedLayerCache:
             values.squeeze(2),
             self._context.step.plan.slot_mapping,
         )
-        return self._handles
+        return self.keys, self.values
 
     def attend(self, queries: mx.array, *, scale: float, sinks: mx.array | None) -> mx.array:
         """``[T, num_q_heads, 1, key_dim]`` queries -> ``[T, num_q_heads, 1, value_dim]``."""

@@ -33,8 +33,10 @@ def scaled_dot_product_attention(
         )
     if kwargs:
         raise TypeError(f"[paged_attention] unexpected arguments {sorted(kwargs)}")
-    if not isinstance(v, KVHandle) or v.cache is not k.cache:
-        raise TypeError("[paged_attention] values must be the handle that came with the keys")
+    if k is not k.cache.keys or v is not k.cache.values:
+        raise TypeError(
+            "[paged_attention] keys and values must be the two handles of one layer, in that order"
+        )
     return k.cache.attend(q, scale=scale, sinks=sinks)
 
 

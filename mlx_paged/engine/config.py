@@ -22,13 +22,13 @@ class EngineConfig:
         block_size: Tokens of a KV block: 8, 16, 32 or 64.
         num_gpu_blocks_override: Blocks of the pool, whatever the memory (vLLM's name; it holds for
             every backend).
-        kv_cache_memory: Bytes for the pool. It is allocated but not touched,
-            so blocks that were never used cost no memory.
+        kv_cache_memory: Bytes for the pool. It is allocated but not touched, so blocks that were
+            never used cost no memory.
         gpu_memory_utilization: Share of the device's memory for weights, activations and pool; the
             largest step is run once to measure the activations. None: 0.9 on a GPU; on the CPU the
             pool gets 4 GiB, or half of the machine's memory if that is less, unmeasured.
         max_model_len: Most tokens of prompt and answer together; None: what the model was made for.
-        max_num_seqs: Most sequences that run at once.
+        max_num_seqs: Most sequences that run at once; never more than max_num_batched_tokens.
         max_num_batched_tokens: Most tokens of one step; longer prompts are prefilled in chunks.
         max_num_waiting: Most sequences that may wait; more are refused with
             `EngineOverloadedError`. None refuses nobody.
@@ -51,17 +51,27 @@ class EngineConfig:
     async_scheduling: bool = True
 
     def __post_init__(self) -> None:
-        if self.block_size not in (8, 16, 32, 64):
-            raise InvalidParameterError("block_size", "8, 16, 32 or 64", self.block_size)
         for name, least in (
             ("num_gpu_blocks_override", 2),
             ("kv_cache_memory", 1),
             ("max_model_len", 1),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
             ("max_num_waiting", 1),
         ):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise InvalidParameterError(name, f"None or at least {least}", value)
+            optional = "None or " if type(self).__dataclass_fields__[name].default is None else ""
+            if value is None and optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InvalidParameterError(
+                    name, f"{optional}an integer of at least {least}", value
+                )
+        if type(self.block_size) is not int or self.block_size not in (8, 16, 32, 64):
+            raise InvalidParameterError("block_size", "8, 16, 32 or 64", self.block_size)
+        for name in ("enable_prefix_caching", "async_scheduling"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameterError(name, "True or False", getattr(self, name))
 
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
@@ -89,8 +99,9 @@ class EngineConfig:
     def scheduler_config(self, model_limit: int | None) -> SchedulerConfig:
         """The scheduler's part."""
         return SchedulerConfig(
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=max(self.max_num_batched_tokens, self.max_num_seqs),
+            # A sequence that runs takes at least one token of every step.
+            max_num_seqs=min(self.max_num_seqs, self.max_num_batched_tokens),
+            max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.model_len(model_limit),
             max_num_waiting=self.max_num_waiting,
             policy=SchedulingPolicy(self.policy),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mlx_paged import ops
 from mlx_paged.engine import memory
@@ -110,7 +110,9 @@ class Engine:
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
         self._scheduler = Scheduler(self.config.scheduler_config(model.max_model_len), self._kv)
+        self._runner = runner
         self._executor = StepExecutor(runner, self._sampling_row)
+        self._vocab_size = model.vocab_size
         self._eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
         self._generations: dict[str, _Generation] = {}
         self._in_flight: PendingStep | None = None
@@ -148,11 +150,11 @@ class Engine:
             DuplicateRequestError: an unfinished request has this id.
             EngineOverloadedError: too many sequences wait.
         """
-        vocab_size = len(self.tokenizer.vocab)
-        if prompt_token_ids and max(prompt_token_ids) >= vocab_size:
-            raise InvalidParameterError(
-                "prompt_token_ids", f"token ids below {vocab_size}", max(prompt_token_ids)
-            )
+        for token in prompt_token_ids:
+            if type(token) is not int or not 0 <= token < self._vocab_size:
+                raise InvalidParameterError(
+                    "prompt_token_ids", f"integers in [0, {self._vocab_size})", token
+                )
         request = Request(
             request_id,
             prompt_token_ids,
@@ -185,11 +187,9 @@ class Engine:
             output.finish_reason = output.finish_reason or FinishReason.ABORT
         return True
 
-    def abort_all(self) -> None:
-        """Ends every request and waits for the step in flight."""
-        for request_id in list(self._generations):
-            self.abort(request_id)
-        while self._in_flight is not None:
+    def settle(self) -> None:
+        """Waits for a step in flight that no request needs any more, so that it holds no blocks."""
+        while self._in_flight is not None and not self._scheduler.has_unfinished:
             self.step()
 
     @property
@@ -204,6 +204,8 @@ class Engine:
 
         With overlap, the next step is planned and launched before the tokens of the one in flight
         are read, so the device does not wait for the host.
+
+        A fault of the model or the device ends the sequences that it belongs to (`StepExecutor`).
         """
         launched = self._launch_next()
         if self.config.async_scheduling:
@@ -288,34 +290,33 @@ class Engine:
         outcome: SequenceOutcome, stream: TextStream, params: SamplingParams
     ) -> SequenceUpdate:
         token, reason = outcome.token_id, outcome.finish_reason
-        update = SequenceUpdate(outcome.request_id, outcome.index, token, "", reason)
         ends_text = reason is FinishReason.STOP  # the token that ended it is not part of the text
         text = "" if token is None or ends_text else stream.add(token)
         if reason is not None:
             text += stream.finish()
+        stop_reason: str | int | None = None
         if stream.matched_stop is not None:
-            return replace(
-                update,
-                text=text,
-                finish_reason=FinishReason.STOP,
-                stop_reason=stream.matched_stop,
-            )
-        stop_token = token if ends_text and token in params.stop_token_ids else None
-        return replace(update, text=text, stop_reason=stop_token)
+            reason, stop_reason = FinishReason.STOP, stream.matched_stop
+        elif ends_text and token in (params.stop_token_ids or ()):
+            stop_reason = token
+        return SequenceUpdate(outcome.request_id, outcome.index, token, text, reason, stop_reason)
 
     def _record(self, update: SequenceUpdate, generation: _Generation) -> None:
-        output, now = generation.output, time.monotonic()
+        output = generation.output
         completion = output.outputs[update.index]
         completion.text += update.text
         if update.token_id is not None:
             completion.token_ids.append(update.token_id)
-            output.metrics.first_token_time = output.metrics.first_token_time or now
-            output.num_cached_tokens = generation.request.sequences[0].num_cached_tokens or 0
+            if output.metrics.first_token_time is None:
+                output.metrics.first_token_time = time.monotonic()
+                output.num_cached_tokens = generation.request.sequences[0].num_cached_tokens or 0
+        if update.finish_reason is None:
+            return
         completion.finish_reason = update.finish_reason
         completion.stop_reason = update.stop_reason
         completion.error = update.error
         if output.finished:
-            output.metrics.finished_time = now
+            output.metrics.finished_time = time.monotonic()
             del self._generations[update.request_id]
 
     # Numbers.

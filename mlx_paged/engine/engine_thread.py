@@ -120,7 +120,7 @@ class EngineThread:
                     self._hand_out(self.engine.step())
             for request_id in list(self._requests):
                 self.abort_now(request_id)
-            self.engine.abort_all()
+            self.engine.settle()
         except BaseException as error:
             reason = reason_of(error)
             logger.critical("the engine has stopped", exc_info=error)

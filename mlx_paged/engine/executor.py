@@ -41,15 +41,16 @@ class StepResult:
     Attributes:
         tokens: Sampled token by seq_id.
         failures: Why there is none, by seq_id. These sequences cannot go on.
-        poisoned: Whether NaNs were met, so that blocks of this sequence, which others may find in
-            the prefix cache, are not to be trusted.
+        parts: The step, or its parts in the order in which they ran.
     """
 
     tokens: dict[int, int] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
+    parts: list[LaunchedStep] = field(default_factory=list)
 
     @property
     def poisoned(self) -> bool:
+        """Whether NaNs were met, so that what is in the prefix cache is not to be trusted."""
         return NOT_A_NUMBER in self.failures.values()
 
 
@@ -102,7 +103,7 @@ class StepExecutor:
         if step.launched is None:
             return None
         try:
-            return _judge(step.batch.sequences, self._runner.read(step.launched))
+            return _judge(step.launched, self._runner.read(step.launched))
         except Exception as error:
             self._note(error, step.batch.num_tokens)
             self._runner.abandon(step.launched)
@@ -135,6 +136,7 @@ class StepExecutor:
             else:
                 result.tokens.update(part.tokens)
                 result.failures.update(part.failures)
+                result.parts.extend(part.parts)
 
     def _with_known_tokens(self, batch: Batch) -> Rows:
         """The rows, with the tokens that were in flight when they were planned."""
@@ -157,7 +159,7 @@ class StepExecutor:
         copies = tuple(copy for copy in batch.block_copies if copy.dst in targets)
         launched = self._runner.launch(Batch(batch.step, rows, copies), self._sampling_row, None)
         try:
-            return _judge(rows, self._runner.read(launched))
+            return _judge(launched, self._runner.read(launched))
         except Exception:
             self._runner.abandon(launched)
             raise
@@ -182,11 +184,9 @@ class StepExecutor:
             self.max_rows *= 2
 
 
-def _judge(rows: Rows, tokens: dict[int, int]) -> StepResult:
-    if len(tokens) == sum(row.samples for row in rows):
-        return StepResult(tokens)
-    missing = [row.seq_id for row in rows if row.samples and row.seq_id not in tokens]
-    return StepResult(tokens, dict.fromkeys(missing, NOT_A_NUMBER))
+def _judge(launched: LaunchedStep, tokens: dict[int, int]) -> StepResult:
+    missing = [seq_id for seq_id in launched.sample_index if seq_id not in tokens]
+    return StepResult(tokens, dict.fromkeys(missing, NOT_A_NUMBER), [launched])
 
 
 def _halves(rows: Rows) -> list[Rows]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ class LLM:
         loaded = model if isinstance(model, LoadedModel) else load(model, dtype=dtype)
         self.engine = Engine(loaded, config)
         self._ids = itertools.count()
+        self._inboxes: dict[str, deque[SequenceUpdate]] = {}  # by request_id
 
     @property
     def tokenizer(self) -> Any:
@@ -74,7 +77,7 @@ class LLM:
             One output for each prompt, in their order.
         """
         outputs = self._add(_as_prompts(prompts), params)
-        for _ in self._run():
+        for _ in self._run(outputs):
             pass
         return outputs
 
@@ -103,15 +106,8 @@ class LLM:
         """
         outputs = self._add(_as_prompts(prompts), params)
         place = {output.request_id: str(i) for i, output in enumerate(outputs)}
-        for update in self._run():
-            yield SequenceUpdate(
-                place[update.request_id],
-                update.index,
-                update.token_id,
-                update.text,
-                update.finish_reason,
-                update.stop_reason,
-            )
+        for update in self._run(outputs):
+            yield replace(update, request_id=place[update.request_id])
 
     def render_chats(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]]
@@ -138,7 +134,7 @@ class LLM:
             raise InvalidParameterError(
                 "params", f"one for all or one for each of {len(prompts)} prompts", len(params)
             )
-        outputs = []
+        outputs: list[RequestOutput] = []
         try:
             for prompt, p in zip(prompts, params):
                 text = prompt if isinstance(prompt, str) else None
@@ -147,17 +143,34 @@ class LLM:
                     self.engine.add_request(str(next(self._ids)), tokens, p, prompt=text)
                 )
         except Exception:
-            # One prompt of many is refused: run none, rather than some.
-            self.engine.abort_all()
+            # One prompt of many is refused: run none of them, rather than some.
+            self._end(outputs)
             raise
         return outputs
 
-    def _run(self) -> Iterator[SequenceUpdate]:
+    def _run(self, outputs: list[RequestOutput]) -> Iterator[SequenceUpdate]:
+        """Steps the engine until these are finished; yields their updates.
+
+        Calls may be open side by side (a `generate` inside a `stream`): whoever steps the engine
+        keeps the others' updates for them.
+        """
+        mine: deque[SequenceUpdate] = deque()
+        self._inboxes.update({output.request_id: mine for output in outputs})
         try:
-            while self.engine.has_unfinished:
-                yield from self.engine.step()
+            while mine or not all(output.finished for output in outputs):
+                while mine:
+                    yield mine.popleft()
+                for update in self.engine.step():
+                    self._inboxes[update.request_id].append(update)
         finally:
-            self.engine.abort_all()
+            self._end(outputs)
+
+    def _end(self, outputs: list[RequestOutput]) -> None:
+        """Ends what is unfinished of these and lets go of them."""
+        for output in outputs:
+            self.engine.abort(output.request_id)
+            self._inboxes.pop(output.request_id, None)
+        self.engine.settle()
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

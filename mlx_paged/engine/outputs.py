@@ -8,7 +8,7 @@ from mlx_paged.errors import StepError
 from mlx_paged.scheduling import FinishReason
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # (frozen ones take three times as long to make: one a token)
 class SequenceUpdate:
     """What one sequence gained in one step.
 

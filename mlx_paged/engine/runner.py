@@ -144,6 +144,11 @@ class ModelRunner:
         sample_index = {s.seq_id: i for i, s in enumerate(sampled)}
         return LaunchedStep(batch, tokens, pools[-1], sample_index, bad_rows, pools_before)
 
+    @staticmethod
+    def rest() -> None:
+        """Waits until the device has nothing left to do."""
+        mx.synchronize()
+
     def _forward(self, batch: Batch, previous: LaunchedStep | None) -> mx.array:
         """``[num_samples, vocab_size]`` logits of the rows that are sampled from."""
         sequences = batch.sequences

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+# A temperature this low is greedy: dividing by it may overflow, and changes nothing otherwise.
+_GREEDY_BELOW = 1e-5
+
 
 @dataclass(frozen=True)
 class SamplingRow:
@@ -32,17 +35,16 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     Returns:
         ``[num_rows]`` int32 token ids.
     """
-    greedy = mx.argmax(logits, axis=-1).astype(mx.int32)
-    if all(row.temperature == 0 for row in rows):
-        return greedy
+    choice = mx.argmax(logits, axis=-1).astype(mx.int32)
     temperature = np.array([row.temperature for row in rows], dtype=np.float32)
+    greedy = temperature < _GREEDY_BELOW
+    if greedy.all():
+        return choice
     keys = np.array([(row.seed & 0xFFFFFFFF, row.position) for row in rows], dtype=np.uint32)
     # Greedy rows take part with temperature 1 and are put back afterwards.
-    scaled = (
-        logits.astype(mx.float32) / mx.array(np.where(temperature == 0, 1, temperature))[:, None]
-    )
+    scaled = logits.astype(mx.float32) / mx.array(np.where(greedy, 1, temperature))[:, None]
     sampled = mx.vmap(_categorical)(scaled, mx.array(keys)).astype(mx.int32)
-    return mx.where(mx.array(temperature == 0), greedy, sampled)
+    return mx.where(mx.array(greedy), choice, sampled)
 
 
 def _categorical(logits: mx.array, key: mx.array) -> mx.array:

@@ -5,7 +5,28 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tokenizer_utils import (
+    BPEStreamingDetokenizer,
+    StreamingDetokenizer,
+    TokenizerWrapper,
+    _byte_decoder,
+)
+
+
+class _ExactBPEDetokenizer(BPEStreamingDetokenizer):  # type: ignore[misc]
+    """mlx-lm's detokenizer for byte-level BPE, without what it does to the bytes.
+
+    It drops a space at the beginning of a text, which is the indentation of a completed line of
+    code, and takes byte 0 for a missing one.
+    """
+
+    def _maybe_trim_space(self, current_text: str) -> str:
+        return current_text
+
+    def _decode_bytes(self, seq: str) -> str:
+        decoder = _byte_decoder()
+        decoded = (bytes([decoder[c]]) if c in decoder else c.encode() for c in seq)
+        return b"".join(decoded).decode("utf-8", "replace")
 
 
 class TextStream:
@@ -22,6 +43,8 @@ class TextStream:
     def __init__(self, tokenizer: TokenizerWrapper, stop: Sequence[str] = ()) -> None:
         # The token map is built once per tokenizer; a shallow copy shares it and nothing else.
         self._detokenizer: StreamingDetokenizer = copy.copy(tokenizer.detokenizer)
+        if type(self._detokenizer) is BPEStreamingDetokenizer:
+            self._detokenizer.__class__ = _ExactBPEDetokenizer
         self._detokenizer.reset()
         self._stop = tuple(stop)
         self._held = ""

@@ -38,6 +38,11 @@ class LoadedModel:
         return str(self.config["model_type"])
 
     @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding: token ids are below this."""
+        return int(self.config["vocab_size"])
+
+    @property
     def max_model_len(self) -> int | None:
         """Most tokens of context the model was made for; None where its config does not say."""
         length = self.config.get("max_position_embeddings")
@@ -71,8 +76,13 @@ def load(path_or_hub_id: str | Path | None = None, *, dtype: str = "auto") -> Lo
         model, tokenizer, config = load_mlx_lm(name, return_config=True)  # type: ignore[misc]
     except (OSError, RepositoryNotFoundError, HFValidationError) as error:
         raise ModelLoadError(name, _reason(name, error)) from error
-    except (KeyError, ValueError) as error:
-        raise ModelLoadError(name, f"{type(error).__name__}: {error}") from error
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        # mlx-lm has no errors of its own: this is what a damaged file or config looks like.
+        raise ModelLoadError(
+            name,
+            f"mlx-lm could not make a model of its config.json and safetensors files "
+            f"({type(error).__name__}: {error})",
+        ) from error
     require_proven(config["model_type"])
     _convert(model, dtype)
     return LoadedModel(model, tokenizer, config, name)
@@ -81,20 +91,22 @@ def load(path_or_hub_id: str | Path | None = None, *, dtype: str = "auto") -> Lo
 def _check_directory(name: str) -> None:
     """Tells what a local directory lacks before mlx-lm stumbles over it."""
     path = Path(name)
-    if not path.exists():
-        if name.startswith(("/", "./", "../", "~")) or name.count("/") != 1:
+    if not name or not path.exists():
+        if not name or name.startswith(("/", "./", "../", "~")) or name.count("/") != 1:
             raise ModelLoadError(
                 name, "there is no such directory, and it is no hub id ('owner/model') either"
             )
         return
     if not path.is_dir():
         raise ModelLoadError(name, "it is a file; give the directory that holds config.json")
-    if not (path / "config.json").exists():
+    if not (path / "config.json").is_file():
         raise ModelLoadError(name, "the directory has no config.json")
     try:
         config = json.loads((path / "config.json").read_text())
     except ValueError as error:
         raise ModelLoadError(name, f"its config.json is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelLoadError(name, f"its config.json must be an object but is {config!r}")
     if "model_type" not in config:
         raise ModelLoadError(name, "its config.json names no model_type")
     require_proven(config["model_type"])

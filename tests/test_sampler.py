@@ -1,0 +1,153 @@
+"""Sampling: the right distribution, and every row's token its own business."""
+
+from __future__ import annotations
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_paged.engine.sampler import SamplingRow, sample
+
+VOCAB_SIZE = 50
+GREEDY = SamplingRow(0.0, 0, 0)
+
+
+def logits_of(num_rows: int, seed: int = 0, scale: float = 2.0) -> mx.array:
+    return mx.random.normal((num_rows, VOCAB_SIZE), key=mx.random.key(seed)) * scale
+
+
+def tokens_of(logits: mx.array, rows: list[SamplingRow]) -> list[int]:
+    tokens = sample(logits, rows)
+    assert tokens.shape == (len(rows),) and tokens.dtype == mx.int32
+    return tokens.tolist()  # type: ignore[return-value]
+
+
+def test_temperature_zero_is_argmax() -> None:
+    logits = logits_of(20)
+    expected = np.array(logits).argmax(axis=1).tolist()
+    assert tokens_of(logits, [SamplingRow(0.0, seed, 3) for seed in range(20)]) == expected
+
+
+def test_the_first_of_equal_logits_is_greedy() -> None:
+    assert tokens_of(mx.zeros((2, VOCAB_SIZE)), [GREEDY] * 2) == [0, 0]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-30, 1e-38, 1e-40, 1e-60])
+def test_temperature_near_zero_is_nearly_greedy(temperature: float) -> None:
+    # Far enough apart for the smallest temperature here that is not rounded to 0.
+    logits = mx.array(np.random.default_rng(0).permuted([range(VOCAB_SIZE)] * 8, axis=1))
+    logits = logits.astype(mx.float32)
+    rows = [SamplingRow(temperature, seed, 1) for seed in range(8)]
+    assert tokens_of(logits, rows) == np.array(logits).argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("counter", ["seed", "position"])
+def test_tokens_follow_the_distribution(temperature: float, counter: str) -> None:
+    """Chi-square over rows that differ in one counter alone; the seeds are fixed."""
+    num_draws, num_tokens = 20_000, 8
+    logits = np.random.default_rng(1).normal(size=num_tokens).astype(np.float32)
+    rows = [
+        SamplingRow(temperature, i, 5) if counter == "seed" else SamplingRow(temperature, 5, i)
+        for i in range(num_draws)
+    ]
+    batch = mx.broadcast_to(mx.array(logits), (num_draws, num_tokens))
+    counts = np.bincount(np.array(sample(batch, rows)), minlength=num_tokens)
+    weights = np.exp(logits.astype(np.float64) / temperature)
+    expected = num_draws * weights / weights.sum()
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert chi_square < 24.3, "the 0.1% point of chi-square with 7 degrees of freedom"
+    # The draws of neighbouring counters are independent, too: as many repeats as chance has.
+    tokens = np.array(sample(batch, rows))
+    repeats = (tokens[1:] == tokens[:-1]).mean()
+    assert abs(repeats - (expected**2).sum() / num_draws**2) < 0.02
+
+
+@given(st.permutations(range(64)), st.integers(1, 64))
+def test_a_row_does_not_depend_on_who_shares_its_batch(order: list[int], size: int) -> None:
+    logits = logits_of(64)
+    rows = [SamplingRow(0.5 + i % 4 / 4, 100 + i // 3, 7 * i) for i in range(64)]
+    alone = _alone_tokens()
+    chosen = order[:size]
+    assert tokens_of(logits[mx.array(chosen)], [rows[i] for i in chosen]) == [
+        alone[i] for i in chosen
+    ]
+
+
+_ALONE: list[int] = []
+
+
+def _alone_tokens() -> list[int]:
+    """The token of each of the 64 rows above, sampled in a batch of one."""
+    if not _ALONE:
+        logits = logits_of(64)
+        for i in range(64):
+            row = SamplingRow(0.5 + i % 4 / 4, 100 + i // 3, 7 * i)
+            _ALONE.extend(tokens_of(logits[i : i + 1], [row]))
+    return _ALONE
+
+
+def test_greedy_and_sampled_rows_mix() -> None:
+    logits = logits_of(30)
+    rows = [GREEDY if i % 2 else SamplingRow(1.0, i, i) for i in range(30)]
+    tokens = tokens_of(logits, rows)
+    greedy = np.array(logits).argmax(axis=1).tolist()
+    assert tokens[1::2] == greedy[1::2]
+    assert tokens[::2] != greedy[::2]
+    assert tokens[::2] == tokens_of(logits[::2], rows[::2])
+
+
+def test_temperatures_of_one_batch_are_each_rows_own() -> None:
+    logits = logits_of(3)
+    temperatures = (0.2, 1.0, 5.0)
+    together = tokens_of(logits, [SamplingRow(t, 3, 3) for t in temperatures])
+    apart = [
+        tokens_of(logits[i : i + 1], [SamplingRow(t, 3, 3)])[0] for i, t in enumerate(temperatures)
+    ]
+    assert together == apart
+
+
+@pytest.mark.parametrize("field", ["seed", "position"])
+def test_another_seed_or_position_draws_anew(field: str) -> None:
+    flat = mx.zeros((200, VOCAB_SIZE))
+    rows = [SamplingRow(1.0, *((i, 9) if field == "seed" else (9, i))) for i in range(200)]
+    tokens = tokens_of(flat, rows)
+    assert len(set(tokens)) > 30, "all but all of 50 equally likely tokens"
+    assert tokens == tokens_of(flat, rows), "and repeats itself"
+
+
+def test_seed_and_position_are_two_counters() -> None:
+    """(seed, position) and (position, seed), or neighbours on the diagonal, share nothing."""
+    flat = mx.zeros((100, VOCAB_SIZE))
+    ahead = tokens_of(flat, [SamplingRow(1.0, i, i + 1) for i in range(100)])
+    swapped = tokens_of(flat, [SamplingRow(1.0, i + 1, i) for i in range(100)])
+    same = sum(a == b for a, b in zip(ahead, swapped))
+    assert same < 12, "2 are expected by chance"
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**31, 2**32, 2**63, -(2**40)])
+def test_any_integer_is_a_seed(seed: int) -> None:
+    rows = [SamplingRow(1.0, seed, 2)]
+    assert tokens_of(logits_of(1), rows) == tokens_of(
+        logits_of(1), [SamplingRow(1.0, seed & 0xFFFFFFFF, 2)]
+    )
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_half_precision_logits_are_sampled_in_single(dtype: mx.Dtype) -> None:
+    logits = logits_of(16).astype(dtype)
+    rows = [SamplingRow(0.7, i, i) for i in range(16)]
+    assert tokens_of(logits, rows) == tokens_of(logits.astype(mx.float32), rows)
+    assert tokens_of(logits, [GREEDY] * 16) == tokens_of(logits.astype(mx.float32), [GREEDY] * 16)
+
+
+def test_minus_infinity_is_never_sampled() -> None:
+    logits = mx.where(mx.arange(VOCAB_SIZE) % 2 == 0, -mx.inf, 0.0)
+    batch = mx.broadcast_to(logits, (500, VOCAB_SIZE))
+    tokens = tokens_of(batch, [SamplingRow(3.0, i, 0) for i in range(500)])
+    assert all(token % 2 for token in tokens)
