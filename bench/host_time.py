@@ -62,7 +62,9 @@ class NullModel(nn.Module):
 def null_engine(**options: Any) -> Engine:
     """An engine whose steps cost the device next to nothing."""
     tokenizer = load_tokenizer(model_path())
-    model = LoadedModel(NullModel(), tokenizer, {"model_type": "null", "vocab_size": VOCAB_SIZE}, "null")
+    model = LoadedModel(
+        NullModel(), tokenizer, {"model_type": "null", "vocab_size": VOCAB_SIZE}, "null"
+    )
     return Engine(model, EngineConfig(kv_cache_memory=64 << 20, **options))
 
 

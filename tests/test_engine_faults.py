@@ -245,11 +245,20 @@ def test_a_request_that_does_not_fit_even_alone_is_refused(expected) -> None:
     assert 1 in runner._model.num_rows
 
 
-def test_the_limit_grows_again() -> None:
+def test_the_limit_grows_again(monkeypatch) -> None:
     engine = make_engine()
-    engine._executor.max_rows = 4
-    run(engine, [[1, 2]], SamplingParams(temperature=0, max_tokens=70, ignore_eos=True))
-    assert engine._executor.max_rows == 8
+    launch, sizes = runner_of(engine).launch, []
+
+    def short_once(batch: Any, sampling_row: Any, previous: Any) -> LaunchedStep:
+        sizes.append(batch.num_tokens)
+        if len(sizes) == 1:
+            raise MemoryError
+        return launch(batch, sampling_row, previous)
+
+    monkeypatch.setattr(runner_of(engine), "launch", short_once)
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    run(engine, [[1, 2, 3, 4]] * 2, params)
+    assert sizes[0] > 2 and engine._executor.max_rows is None
 
 
 def test_a_text_that_cannot_be_decoded_ends_its_request_only(expected, monkeypatch) -> None:

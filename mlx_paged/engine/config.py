@@ -12,6 +12,10 @@ from mlx_paged.scheduling import SchedulerConfig, SchedulingPolicy
 
 _GIB = 1 << 30
 _DEFAULT_KV_CACHE_MEMORY = 4 * _GIB
+_CGROUP_LIMITS = (
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ class EngineConfig:
 def _physical_memory() -> int:
     """Bytes of main memory, or of this process's control group where that is less."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for path in _CGROUP_LIMITS:
         try:
             total = min(total, int(Path(path).read_text()))
         except (OSError, ValueError):  # none, or "max"

@@ -64,6 +64,7 @@ class StepExecutor:
         self._sampling_row = sampling_row
         self._last_tokens: dict[int, int] = {}  # of the step read last
         self._num_good_steps = 0
+        self._rows_too_many = 0
         self.max_rows: int | None = None  # of one launch, since memory ran out
         self.num_faults = 0
 
@@ -90,11 +91,12 @@ class StepExecutor:
             following: the step launched after it. If this one fails, so did that one: it will run
                 when it is read.
         """
+        num_faults = self.num_faults
         result = self._read_launched(step, following)
         if result is None:
             result = StepResult()
             self._run_in_parts(step.batch, result)
-        else:
+        if self.num_faults == num_faults:
             self._count_good_step()
         self._last_tokens = result.tokens
         return result
@@ -114,8 +116,9 @@ class StepExecutor:
     # Steps that failed, or that are too large for the memory there is.
 
     def _run_in_parts(self, batch: Batch, result: StepResult) -> None:
-        """Runs a step at once, cut in two wherever it fails, until what fails is one row."""
+        """Runs a step at once, cut in two wherever it fails, until what fails is one row, twice."""
         parts = [self._with_known_tokens(batch)]
+        tried_alone: set[int] = set()
         while parts:
             rows = parts.pop()
             if not rows:
@@ -130,6 +133,9 @@ class StepExecutor:
                 self._note(error, num_rows)
                 if len(rows) > 1 or (num_rows > 1 and is_out_of_memory(error)):
                     parts += reversed(_halves(rows))
+                elif rows[0].seq_id not in tried_alone:
+                    tried_alone.add(rows[0].seq_id)
+                    parts.append(rows)
                 else:
                     result.failures[rows[0].seq_id] = reason_of(error)
                     parts = [p for p in parts if p[0].seq_id != rows[0].seq_id]
@@ -173,7 +179,8 @@ class StepExecutor:
         logger.debug("where it failed", exc_info=error)
         if is_out_of_memory(error):
             mx.clear_cache()
-            self.max_rows = max(1, min(num_rows, self.max_rows or num_rows) // 2)
+            self._rows_too_many = num_rows
+            self.max_rows = max(1, num_rows // 2)
 
     def _count_good_step(self) -> None:
         if self.max_rows is None:
@@ -182,6 +189,8 @@ class StepExecutor:
         if self._num_good_steps >= _STEPS_UNTIL_LARGER:
             self._num_good_steps = 0
             self.max_rows *= 2
+            if self.max_rows >= self._rows_too_many:
+                self.max_rows = None  # what was short then may be there now
 
 
 def _judge(launched: LaunchedStep, tokens: dict[int, int]) -> StepResult:

@@ -54,7 +54,9 @@ class TextStream:
     def add(self, token: int) -> str:
         """Takes one token; returns the text that became certain. Nothing after a stop string."""
         self._detokenizer.add_token(token)
-        return self._take(self._detokenizer.last_segment)
+        segment = self._detokenizer.last_segment
+        # Most requests have no stop strings, and this runs once a token.
+        return self._take(segment) if self._stop else self._emit(segment)
 
     def finish(self) -> str:
         """Ends the stream; returns the text that was held back."""
