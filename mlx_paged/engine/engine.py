@@ -258,10 +258,9 @@ class Engine:
         generation = self._generations.get(sequence.request_id)
         if generation is None:  # aborted while in flight: its token is discarded
             return SamplingRow(0, 0, 0)
-        index = next(s.index for s in generation.request.sequences if s.seq_id == sequence.seq_id)
-        return SamplingRow(
-            generation.params.temperature, generation.seed + index, sequence.context_len
-        )
+        first = generation.request.sequences[0].seq_id  # they are numbered one after the other
+        seed = generation.seed + sequence.seq_id - first
+        return SamplingRow(generation.params.temperature, seed, sequence.context_len)
 
     def _publish(self, outcomes: list[SequenceOutcome]) -> list[SequenceUpdate]:
         """Turns tokens into text, and ends sequences at a stop string."""

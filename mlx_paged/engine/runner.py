@@ -17,7 +17,7 @@ from mlx_paged.attention.tables import BlockTableCache
 from mlx_paged.engine.faults import nan_rows
 from mlx_paged.engine.sampler import SamplingRow, sample
 from mlx_paged.models.output_rows import select_output_rows
-from mlx_paged.scheduling import Batch, ScheduledSequence
+from mlx_paged.scheduling import IN_FLIGHT_TOKEN, Batch, ScheduledSequence
 
 logger = logging.getLogger(__name__)
 
@@ -172,14 +172,12 @@ class ModelRunner:
 def _input_tokens(batch: Batch, previous: LaunchedStep | None) -> mx.array:
     """``[num_rows]`` int32. Tokens that the step before is still sampling never visit the host."""
     known = np.array([t for s in batch.sequences for t in s.token_ids], dtype=np.int32)
-    if not any(s.awaits_token for s in batch.sequences):
+    in_flight = known == IN_FLIGHT_TOKEN
+    if not in_flight.any():
         return mx.array(known)
     assert previous is not None, "a row awaits a token but no step is in flight"
     source = np.full(len(known), -1, dtype=np.int32)
-    row = 0
-    for s in batch.sequences:
-        if s.awaits_token:
-            source[row] = previous.sample_index[s.seq_id]
-        row += s.num_tokens
+    at = previous.sample_index
+    source[in_flight] = [at[s.seq_id] for s in batch.sequences if s.awaits_token]
     index = mx.array(source)
     return mx.where(index < 0, mx.array(known), previous.tokens[mx.maximum(index, 0)])
