@@ -245,8 +245,10 @@ def test_abort(engine) -> None:
         assert await engine.abort("mine") and not await engine.abort("mine")
         output = await stream.result()
         assert [o.finish_reason for o in output.outputs] == ["abort", "abort"]
-        again = await engine.add_request(PROMPT, params(2), request_id="mine")
-        stream.close()  # an old stream does not end a new request of its name
+        unread = await engine.add_request(PROMPT, params(300), request_id="mine")
+        assert await engine.abort("mine")
+        again = await engine.add_request(PROMPT, params(20), request_id="mine")
+        unread.close()  # an old stream does not end a new request of its name
         assert (await again.result()).outputs[0].finish_reason == "length"
 
     run(test())

@@ -13,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from mlx_paged import ops
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.faults import is_out_of_memory, nan_rows
@@ -148,27 +149,63 @@ def test_a_fault_in_the_middle_of_an_answer(expected, overlap) -> None:
 
 
 class FailsWhenRead:
-    """Wraps `ModelRunner.read`: the device finds the fault, with a step launched behind it."""
+    """The device finds the fault, and a step launched behind it, on its tokens, is worthless."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.read = runner.read
+        self._launch, self._read = runner.launch, runner.read
+        self._newest: LaunchedStep | None = None
+        self._worthless: list[LaunchedStep | None] = []
         self.num_failures = 0
 
-    def __call__(self, launched: LaunchedStep) -> dict[int, int]:
-        tokens = self.read(launched)
+    def launch(self, *args: Any) -> LaunchedStep:
+        self._newest = self._launch(*args)
+        return self._newest
+
+    def read(self, launched: LaunchedStep) -> dict[int, int]:
+        tokens = self._read(launched)
         if any(POISON in s.token_ids for s in launched.batch.sequences):
             self.num_failures += 1
+            self._worthless.append(self._newest)
             raise RuntimeError("injected on the device")
-        return tokens
+        worthless = any(launched is step for step in self._worthless)
+        return dict.fromkeys(tokens, 7) if worthless else tokens
 
 
 @OVERLAP
 def test_a_fault_that_shows_when_the_tokens_are_read(expected, overlap, monkeypatch) -> None:
     engine = make_engine(async_scheduling=overlap)
-    read = FailsWhenRead(runner_of(engine))
-    monkeypatch.setattr(runner_of(engine), "read", read)
+    device = FailsWhenRead(runner_of(engine))
+    monkeypatch.setattr(runner_of(engine), "launch", device.launch)
+    monkeypatch.setattr(runner_of(engine), "read", device.read)
     check(run(engine, poisoned(2)), expected, {2}, "injected on the device")
-    assert read.num_failures > 1
+    assert device.num_failures > 1
+
+
+class WritesOutside:
+    """A model whose last layer writes outside of the pool when it is given the poisonous token."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.model, self.cache = runner._model, runner._caches[-1]
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        logits = self.model(tokens, cache=cache)
+        if POISON in tokens[:, 0].tolist():
+            pools = self.cache.key_pool, self.cache.value_pool
+            row = mx.zeros((1, *pools[0].shape[2:]))
+            self.cache.key_pool, self.cache.value_pool = ops.write_kv(
+                *pools, row, row, mx.array([1 << 30])
+            )
+        return logits
+
+
+@OVERLAP
+def test_a_graph_that_cannot_be_evaluated_is_dropped(expected, overlap, monkeypatch) -> None:
+    """What a failed step did to the pools' handles would fail every step after it."""
+    monkeypatch.setenv("MLX_PAGED_CHECK", "1")
+    engine = make_engine(async_scheduling=overlap)
+    runner = runner_of(engine)
+    runner._model = WritesOutside(runner)
+    check(run(engine, poisoned(2)), expected, {2}, "IndexError")
 
 
 @OVERLAP

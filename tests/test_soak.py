@@ -28,7 +28,7 @@ from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import EngineOverloadedError
 from mlx_paged.models.load import load
 
-NUM_TOKENS = int(os.environ.get("MLX_PAGED_SOAK_TOKENS", "60000"))
+NUM_TOKENS = int(os.environ.get("MLX_PAGED_SOAK_TOKENS", "40000"))
 
 
 @dataclass
