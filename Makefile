@@ -23,7 +23,7 @@ demo: $(BIN)/.installed
 test: $(BIN)/.installed
 	$(BIN)/python -m pytest
 
-# A million tokens with random arrivals, aborts, slow readers and faults. Takes a quarter of an hour.
+# A million tokens with random arrivals, aborts, slow readers and faults. Takes some minutes.
 soak: $(BIN)/.installed
 	MLX_PAGED_SOAK_TOKENS=1000000 $(BIN)/python -m pytest -s tests/test_soak.py
 

@@ -28,7 +28,7 @@ from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import EngineOverloadedError
 from mlx_paged.models.load import load
 
-NUM_TOKENS = int(os.environ.get("MLX_PAGED_SOAK_TOKENS", "40000"))
+NUM_TOKENS = int(os.environ.get("MLX_PAGED_SOAK_TOKENS", "100000"))
 
 
 @dataclass
@@ -127,13 +127,13 @@ async def leftovers(engine: AsyncEngine) -> dict[str, int]:
 
 
 def with_faults(engine: Engine) -> Engine:
-    """Every 97th launch fails, whoever is in it; every 1997th lacks memory."""
+    """Every 97th launch fails, whoever is in it; every 499th lacks memory if it is large."""
     launch, count = engine._runner.launch, 0
 
     def faulty(*args: Any) -> LaunchedStep:
         nonlocal count
         count += 1
-        if count % 1997 == 0:
+        if count % 499 == 0 and args[0].num_tokens > 32:
             raise MemoryError("injected")
         if count % 97 == 0:
             raise RuntimeError("injected")
