@@ -37,6 +37,7 @@ lint: $(BIN)/.installed
 bench: $(BIN)/.installed
 	$(BIN)/python bench/kernels.py
 	$(BIN)/python bench/blas.py
+	$(BIN)/python bench/sampling.py
 	$(BIN)/python bench/generate.py
 	$(BIN)/python bench/host_time.py
 

@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--workload", nargs="+", default=["shared-prefix", "plain"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--as-installed", nargs="*", default=["plain:8"])
+    parser.add_argument("--as-installed", nargs="*", default=["plain:8", "shared-prefix:8"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -12,6 +12,7 @@ from typing import Any
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
 # isort: split
+import numpy as np
 import pytest
 
 from mlx_paged.engine.async_engine import AsyncEngine, RequestStream
@@ -100,6 +101,41 @@ def test_many_at_once_with_several_answers_each(engine, expected) -> None:
         for i, output in enumerate(outputs):
             assert len(output.outputs) == 1 + i % 3
             assert all(o.token_ids == expected[: 6 + i] for o in output.outputs)
+
+    run(test())
+
+
+def test_deltas_carry_logprobs_where_asked_for(engine, expected) -> None:
+    async def test() -> None:
+        stream = await engine.add_request(PROMPT, params(8, logprobs=1, prompt_logprobs=0))
+        deltas = [delta async for delta in stream]
+        [answer] = stream.output.outputs
+        assert [r for d in deltas for r in d.logprobs] == answer.logprobs
+        assert [next(iter(report)) for report in answer.logprobs] == expected[:8]
+        assert len(stream.output.prompt_logprobs) == len(PROMPT)
+        stream = await engine.add_request(PROMPT, params(2))
+        assert {d.logprobs async for d in stream} == {None}
+
+    run(test())
+
+
+def test_a_token_mask_and_one_that_fails(engine, expected) -> None:
+    async def test() -> None:
+        def only_even(index: int, answer: Any) -> Any:
+            return np.arange(4096) % 2 == 0
+
+        def fails(index: int, answer: Any) -> Any:
+            raise ValueError("injected")
+
+        even, failed, free = await asyncio.gather(
+            engine.generate(PROMPT, params(), token_mask=only_even),
+            engine.generate(PROMPT, params(), token_mask=fails),
+            engine.generate(PROMPT, params()),
+        )
+        assert all(token % 2 == 0 for token in even.outputs[0].token_ids)
+        assert failed.outputs[0].finish_reason is FinishReason.ERROR
+        assert "injected" in failed.outputs[0].error.reason
+        assert free.outputs[0].token_ids == expected[:8]
 
     run(test())
 

@@ -19,6 +19,7 @@ from hash_model import VOCAB_SIZE, follows, hash_model
 import mlx.core as mx
 import pytest
 
+from mlx_paged import ops
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
@@ -158,6 +159,7 @@ def test_the_embedded_model() -> None:
 
 
 async def soak(make_engine: Any, num_tokens: int) -> None:
+    copies = ops.pool_copies()  # other tests make some on purpose
     async with AsyncEngine(make_engine) as engine:
         day = Day()
         await spend(engine, day, num_tokens // 4, seed=0)  # whatever is made once is there now
@@ -165,7 +167,7 @@ async def soak(make_engine: Any, num_tokens: int) -> None:
         await spend(engine, day, num_tokens, seed=1)
         end = await leftovers(engine)
         assert start["free"] == end["free"] == engine._thread.engine.stats().usage.num_usable_blocks
-        assert end["generations"] == end["readers"] == end["copies"] == 0
+        assert end["generations"] == end["readers"] == end["copies"] - copies == 0
         assert abs(end["arrays"] - start["arrays"]) <= 2
         assert abs(end["active"] - start["active"]) <= 16384
         stats = await engine.stats()

@@ -35,16 +35,16 @@ Function resolve(const char* name) {
   return reinterpret_cast<Function>(address);
 }
 
-// In how many pieces a product is worth cutting: each some 100 microseconds, by arithmetic or by the
-// weights that it streams, and a few for each thread so that none waits long for another.
+// In how many pieces a product is worth cutting: each some 100 microseconds, by arithmetic or by
+// the weights that it streams, and a few for each thread so that none waits long for another.
 int num_pieces(int64_t m, int64_t n, int64_t k, int64_t element) {
   constexpr int64_t kFlopsPerPiece = 4'000'000;
   constexpr int64_t kBytesPerPiece = 1 << 19;
   constexpr int kPiecesPerThread = 4;
   int64_t pieces =
       std::max(2 * m * n * k / kFlopsPerPiece, std::max(m, n) * k * element / kBytesPerPiece);
-  return int(std::clamp<int64_t>(
-      pieces, 1, int64_t(kPiecesPerThread) * mlx_paged::cpu::num_threads()));
+  return int(
+      std::clamp<int64_t>(pieces, 1, int64_t(kPiecesPerThread) * mlx_paged::cpu::num_threads()));
 }
 
 const char* advance(const void* p, int64_t elements, int64_t element) {
@@ -87,21 +87,21 @@ void split(
 
 }  // namespace
 
-#define MLX_PAGED_FORWARD(NAME, ELEMENT_SIZE, SCALAR, CONST_MATRIX, MATRIX)                  \
-  extern "C" __attribute__((visibility("default"))) void NAME(                               \
-      int layout, int transpose_a, int transpose_b, int m, int n, int k, SCALAR alpha,       \
-      CONST_MATRIX a, int lda, CONST_MATRIX b, int ldb, SCALAR beta, MATRIX c, int ldc) {    \
-    static const auto openblas = resolve<decltype(&NAME)>("scipy_" #NAME);                   \
-    auto gemm = [&](int rows, int columns, const void* a_, const void* b_, void* c_) {       \
-      openblas(                                                                              \
-          layout, transpose_a, transpose_b, rows, columns, k, alpha,                         \
-          static_cast<CONST_MATRIX>(a_), lda, static_cast<CONST_MATRIX>(b_), ldb, beta,      \
-          static_cast<MATRIX>(c_), ldc);                                                     \
-    };                                                                                       \
-    if (layout != kRowMajor || m <= 0 || n <= 0) {                                           \
-      return gemm(m, n, a, b, c);                                                            \
-    }                                                                                        \
-    split(transpose_a, transpose_b, m, n, k, ELEMENT_SIZE, a, lda, b, ldb, c, ldc, gemm);    \
+#define MLX_PAGED_FORWARD(NAME, ELEMENT_SIZE, SCALAR, CONST_MATRIX, MATRIX)               \
+  extern "C" __attribute__((visibility("default"))) void NAME(                            \
+      int layout, int transpose_a, int transpose_b, int m, int n, int k, SCALAR alpha,    \
+      CONST_MATRIX a, int lda, CONST_MATRIX b, int ldb, SCALAR beta, MATRIX c, int ldc) { \
+    static const auto openblas = resolve<decltype(&NAME)>("scipy_" #NAME);                \
+    auto gemm = [&](int rows, int columns, const void* a_, const void* b_, void* c_) {    \
+      openblas(                                                                           \
+          layout, transpose_a, transpose_b, rows, columns, k, alpha,                      \
+          static_cast<CONST_MATRIX>(a_), lda, static_cast<CONST_MATRIX>(b_), ldb, beta,   \
+          static_cast<MATRIX>(c_), ldc);                                                  \
+    };                                                                                    \
+    if (layout != kRowMajor || m <= 0 || n <= 0) {                                        \
+      return gemm(m, n, a, b, c);                                                         \
+    }                                                                                     \
+    split(transpose_a, transpose_b, m, n, k, ELEMENT_SIZE, a, lda, b, ldb, c, ldc, gemm); \
   }
 
 MLX_PAGED_FORWARD(cblas_sgemm, 4, float, const float*, float*)

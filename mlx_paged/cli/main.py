@@ -42,6 +42,13 @@ def generate(
     system_prompt: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among the k likeliest; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest that sum to this.")] = 1,
+    min_p: Annotated[float, typer.Option(help="Least share of the likeliest one's chance.")] = 0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repeats.")] = 1,
+    presence_penalty: Annotated[float, typer.Option(help="Off the logits of tokens used.")] = 0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same for each use.")] = 0,
+    min_tokens: Annotated[int, typer.Option(help="Least tokens of an answer.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Makes sampled answers repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Ends an answer. Repeatable.")] = None,
     n: Annotated[int, typer.Option("-n", min=1, help="Answers for each prompt.")] = 1,
@@ -57,7 +64,18 @@ def generate(
     from mlx_paged.engine.sampling_params import SamplingParams
 
     params = SamplingParams(
-        n=n, temperature=temperature, max_tokens=max_tokens, stop=stop or (), seed=seed
+        n=n,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        min_tokens=min_tokens,
+        max_tokens=max_tokens,
+        stop=stop,
+        seed=seed,
     )
     verb.run(prompt, params, model, system_prompt, chat=not ignore_chat_template)
 

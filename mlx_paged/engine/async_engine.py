@@ -18,6 +18,7 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine, EngineStats
 from mlx_paged.engine.engine_thread import EngineThread
 from mlx_paged.engine.outputs import RequestOutput
+from mlx_paged.engine.sampling.request_sampler import TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import EngineDeadError, EngineOverloadedError
 from mlx_paged.models.load import load
@@ -146,6 +147,7 @@ class AsyncEngine:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str | None = None,
+        token_mask: TokenMask | None = None,
     ) -> RequestStream:
         """Takes a request; returns the stream of its deltas once the engine has accepted it.
 
@@ -159,9 +161,12 @@ class AsyncEngine:
             priority: lower is served first under the priority policy.
             timeout: seconds until the request ends with "timeout".
             cache_salt: requests of different salts share no cached blocks.
+            token_mask: says before each token which ones may follow (grammars); called on the
+                engine's thread, which waits for it.
 
         Raises:
-            InvalidParameterError: an empty prompt, or a token that the model does not have.
+            InvalidParameterError: an empty prompt, or a token that the model does not have, be it
+                in the prompt or in `params`.
             RequestTooLargeError: prompt and answer could never fit.
             DuplicateRequestError: an unfinished request has this id.
             EngineOverloadedError: too many requests wait.
@@ -193,6 +198,7 @@ class AsyncEngine:
                 priority=priority,
                 timeout=timeout,
                 cache_salt=cache_salt,
+                token_mask=token_mask,
             )
             thread.open(stream.output, channel)
 

@@ -10,7 +10,7 @@ import asyncio
 import threading
 from dataclasses import dataclass
 
-from mlx_paged.engine.outputs import SequenceUpdate
+from mlx_paged.engine.outputs import PositionReport, SequenceUpdate
 from mlx_paged.errors import StepError
 from mlx_paged.scheduling import FinishReason
 
@@ -39,6 +39,12 @@ class SequenceDelta:
     def token_ids(self) -> list[int]:
         """The tokens it gained."""
         return [update.token_id for update in self.updates if update.token_id is not None]
+
+    @property
+    def logprobs(self) -> list[PositionReport] | None:
+        """Of each of `token_ids`, as in `CompletionOutput`; None where they were not asked for."""
+        found = [update.logprobs for update in self.updates if update.logprobs is not None]
+        return found or None
 
     @property
     def text(self) -> str:

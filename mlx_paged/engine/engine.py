@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from mlx_paged import ops
 from mlx_paged.engine import memory
 from mlx_paged.engine.config import EngineConfig
-from mlx_paged.engine.executor import PendingStep, StepExecutor, StepResult
-from mlx_paged.engine.faults import reason_of
+from mlx_paged.engine.executor import PendingStep, StepExecutor
 from mlx_paged.engine.outputs import (
     CompletionOutput,
     RequestMetrics,
@@ -18,11 +17,15 @@ from mlx_paged.engine.outputs import (
     SequenceUpdate,
 )
 from mlx_paged.engine.profile import measure_activations
+from mlx_paged.engine.publisher import Generation, Publisher
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampler import SamplingRow
+from mlx_paged.engine.sampling.logprobs import LogprobReport
+from mlx_paged.engine.sampling.prompt_report import PromptReport, PromptTargets
+from mlx_paged.engine.sampling.request_sampler import RequestSampler, TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.text_stream import TextStream
-from mlx_paged.errors import InvalidParameterError, StepError
+from mlx_paged.errors import InvalidParameterError
 from mlx_paged.kv import KVCounters, KVManager, KVUsage
 from mlx_paged.models.families import layer_specs
 from mlx_paged.models.load import LoadedModel
@@ -31,7 +34,6 @@ from mlx_paged.scheduling import (
     Request,
     ScheduledSequence,
     Scheduler,
-    SequenceOutcome,
 )
 
 
@@ -64,17 +66,6 @@ class EngineStats:
     memory: memory.MemoryUsage
     num_faults: int
     pool_copies: int
-
-
-@dataclass
-class _Generation:
-    """A request on its way."""
-
-    params: SamplingParams
-    seed: int
-    request: Request
-    output: RequestOutput
-    streams: list[TextStream]
 
 
 class Engine:
@@ -111,10 +102,12 @@ class Engine:
         )
         self._scheduler = Scheduler(self.config.scheduler_config(model.max_model_len), self._kv)
         self._runner = runner
-        self._executor = StepExecutor(runner, self._sampling_row)
+        self._executor = StepExecutor(runner, self._sampling_row, self._prompt_targets)
         self._vocab_size = model.vocab_size
         self._eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
-        self._generations: dict[str, _Generation] = {}
+        self._report = LogprobReport(self.tokenizer)
+        self._generations: dict[str, Generation] = {}
+        self._publisher = Publisher(self._generations, self._scheduler, self._report)
         self._in_flight: PendingStep | None = None
         self._num_steps = 0
         self._max_used_blocks = 0
@@ -132,6 +125,7 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str | None = None,
+        token_mask: TokenMask | None = None,
     ) -> RequestOutput:
         """Takes a request. Its output object is filled as the engine steps.
 
@@ -143,9 +137,11 @@ class Engine:
             priority: lower is served first under the priority policy.
             timeout: seconds until the request ends with "timeout".
             cache_salt: requests of different salts share no cached blocks.
+            token_mask: says before each token which ones may follow (grammars).
 
         Raises:
-            InvalidParameterError: an empty prompt, or a token that the model does not have.
+            InvalidParameterError: an empty prompt, or a token that the model does not have, be it
+                in the prompt or in `params`.
             RequestTooLargeError: prompt and answer could never fit.
             DuplicateRequestError: an unfinished request has this id.
             EngineOverloadedError: too many sequences wait.
@@ -155,6 +151,14 @@ class Engine:
                 raise InvalidParameterError(
                     "prompt_token_ids", f"integers in [0, {self._vocab_size})", token
                 )
+        sampler = RequestSampler(
+            params,
+            prompt_token_ids,
+            seed=secrets.randbits(32) if params.seed is None else params.seed,
+            tokenizer=self.tokenizer,
+            vocab_size=self._vocab_size,
+            token_mask=token_mask,
+        )
         request = Request(
             request_id,
             prompt_token_ids,
@@ -163,6 +167,7 @@ class Engine:
             priority=priority,
             timeout=timeout,
             cache_salt=cache_salt,
+            read_prefix_cache=params.prompt_logprobs is None,
         )
         self._scheduler.add(request)
         output = RequestOutput(
@@ -172,9 +177,25 @@ class Engine:
             [CompletionOutput(i) for i in range(params.n)],
             RequestMetrics(arrival_time=time.monotonic()),
         )
-        seed = secrets.randbits(32) if params.seed is None else params.seed
-        streams = [TextStream(self.tokenizer, params.stop_strings) for _ in range(params.n)]
-        self._generations[request_id] = _Generation(params, seed, request, output, streams)
+        if params.logprobs is not None:
+            for completion in output.outputs:
+                completion.logprobs, completion.cumulative_logprob = [], 0.0
+        prompt_report = None
+        if params.prompt_logprobs is not None:
+            prompt_report = PromptReport(prompt_token_ids, params.prompt_logprobs, self._report)
+            output.prompt_logprobs = prompt_report.positions
+        streams = [
+            TextStream(
+                self.tokenizer,
+                params.stop_strings,
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+            for _ in range(params.n)
+        ]
+        self._generations[request_id] = Generation(
+            params, sampler, request, output, streams, prompt_report
+        )
         return output
 
     def abort(self, request_id: str) -> bool:
@@ -211,10 +232,15 @@ class Engine:
         if self.config.async_scheduling:
             launched, self._in_flight = self._in_flight, launched
         if launched is None:
-            return self._publish(self._scheduler.take_outcomes())
+            return self._publisher.publish(self._scheduler.take_outcomes())
         result = self._executor.read(launched, self._in_flight)
-        failed = self._end_failed(result)
-        return failed + self._publish(self._scheduler.commit(launched.batch, result.tokens))
+        updates = self._publisher.end_failed(result)
+        if result.poisoned:
+            # NaNs spread through shared keys and values, and a cached block cannot be looked into.
+            self._scheduler.reset_prefix_cache()
+        updates += self._publisher.record_prompts(result)
+        outcomes = self._scheduler.commit(launched.batch, result.tokens)
+        return updates + self._publisher.publish(outcomes, result.parts)
 
     def _launch_next(self) -> PendingStep | None:
         if self._in_flight is not None and self._in_flight.launched is None:
@@ -228,95 +254,20 @@ class Engine:
         self._max_shared_blocks = max(self._max_shared_blocks, usage.num_shared_blocks)
         return self._executor.launch(batch, self._in_flight)
 
-    def _end_failed(self, result: StepResult) -> list[SequenceUpdate]:
-        """Ends the sequences that a step failed for."""
-        updates = []
-        for seq_id, reason in result.failures.items():
-            sequence = self._scheduler.sequence(seq_id)
-            if sequence is not None:
-                updates += self._fail(sequence.request.request_id, sequence.index, reason)
-        if result.poisoned:
-            # NaNs spread through shared keys and values, and a cached block cannot be looked into.
-            self._scheduler.reset_prefix_cache()
-        return updates
-
-    def _fail(self, request_id: str, index: int, reason: str) -> list[SequenceUpdate]:
-        self._scheduler.finish(request_id, FinishReason.ERROR, index=index)
-        generation = self._generations.get(request_id)
-        if generation is None:
-            return []
-        error = StepError(request_id, reason)
-        try:
-            text = generation.streams[index].finish()
-        except Exception:  # the text may be what failed
-            text = ""
-        update = SequenceUpdate(request_id, index, None, text, FinishReason.ERROR, error=error)
-        self._record(update, generation)
-        return [update]
-
-    def _sampling_row(self, sequence: ScheduledSequence) -> SamplingRow:
-        generation = self._generations.get(sequence.request_id)
-        if generation is None:  # aborted while in flight: its token is discarded
+    def _sampling_row(self, row: ScheduledSequence) -> SamplingRow:
+        generation = self._generations.get(row.request_id)
+        sequence = self._scheduler.sequence(row.seq_id)
+        if generation is None or sequence is None:  # ended in flight: its token is discarded
             return SamplingRow(0, 0, 0)
-        first = generation.request.sequences[0].seq_id  # they are numbered one after the other
-        seed = generation.seed + sequence.seq_id - first
-        return SamplingRow(generation.params.temperature, seed, sequence.context_len)
+        return generation.sampler.row(sequence.index, sequence.tokens, row.context_len)
 
-    def _publish(self, outcomes: list[SequenceOutcome]) -> list[SequenceUpdate]:
-        """Turns tokens into text, and ends sequences at a stop string."""
-        updates: list[SequenceUpdate] = []
-        for outcome in outcomes:
-            generation = self._generations.get(outcome.request_id)
-            if generation is None:
-                continue  # aborted
-            try:
-                update = self._to_text(
-                    outcome, generation.streams[outcome.index], generation.params
-                )
-            except Exception as error:  # a tokenizer that cannot decode what the model said
-                updates += self._fail(outcome.request_id, outcome.index, reason_of(error))
-                continue
-            if update.finish_reason is not None and outcome.finish_reason is None:
-                self._scheduler.finish(
-                    outcome.request_id, update.finish_reason, index=outcome.index
-                )
-            self._record(update, generation)
-            updates.append(update)
-        return updates
-
-    @staticmethod
-    def _to_text(
-        outcome: SequenceOutcome, stream: TextStream, params: SamplingParams
-    ) -> SequenceUpdate:
-        token, reason = outcome.token_id, outcome.finish_reason
-        ends_text = reason is FinishReason.STOP  # the token that ended it is not part of the text
-        text = "" if token is None or ends_text else stream.add(token)
-        if reason is not None:
-            text += stream.finish()
-        stop_reason: str | int | None = None
-        if stream.matched_stop is not None:
-            reason, stop_reason = FinishReason.STOP, stream.matched_stop
-        elif ends_text and token in (params.stop_token_ids or ()):
-            stop_reason = token
-        return SequenceUpdate(outcome.request_id, outcome.index, token, text, reason, stop_reason)
-
-    def _record(self, update: SequenceUpdate, generation: _Generation) -> None:
-        output = generation.output
-        completion = output.outputs[update.index]
-        completion.text += update.text
-        if update.token_id is not None:
-            completion.token_ids.append(update.token_id)
-            if output.metrics.first_token_time is None:
-                output.metrics.first_token_time = time.monotonic()
-                output.num_cached_tokens = generation.request.sequences[0].num_cached_tokens or 0
-        if update.finish_reason is None:
-            return
-        completion.finish_reason = update.finish_reason
-        completion.stop_reason = update.stop_reason
-        completion.error = update.error
-        if output.finished:
-            output.metrics.finished_time = time.monotonic()
-            del self._generations[update.request_id]
+    def _prompt_targets(self, row: ScheduledSequence) -> PromptTargets | None:
+        generation = self._generations.get(row.request_id)
+        if generation is None or generation.prompt_report is None:
+            return None
+        if not generation.owns(row.seq_id):
+            return None  # the id of a request that was aborted in flight
+        return generation.prompt_report.targets(row.start, row.context_len)
 
     # Numbers.
 

@@ -113,6 +113,7 @@ class EngineThread:
 
     def _run(self) -> None:
         reason = "it was shut down"
+        failure: BaseException | None = None
         try:
             self.engine = self._make_engine()
             # The model, its tokenizer and all modules stay until the end: the collector need not
@@ -127,12 +128,13 @@ class EngineThread:
                 self.abort_now(request_id)
             self.engine.settle()
         except BaseException as error:
-            reason = reason_of(error)
+            reason, failure = reason_of(error), error
             logger.critical("the engine has stopped", exc_info=error)
-            if not self.ready.done():
-                self.ready.set_exception(error)
         finally:
             self._die(reason)
+            # Last: who waited for it must find the engine dead.
+            if failure is not None and not self.ready.done():
+                self.ready.set_exception(failure)
 
     def _take_calls(self) -> bool:
         """Runs what was asked for, and waits while there is nothing to do; false: stop."""

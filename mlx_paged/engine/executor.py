@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_paged.engine.faults import NOT_A_NUMBER, is_out_of_memory, reason_of
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampler import SamplingRow
+from mlx_paged.engine.sampling.prompt_report import PromptTargets
 from mlx_paged.scheduling import Batch, ScheduledSequence
 
 logger = logging.getLogger(__name__)
@@ -55,13 +56,22 @@ class StepResult:
 
 
 class StepExecutor:
-    """Launches and reads steps; neither raises for a fault of the device or the model."""
+    """Launches and reads steps; neither raises for a fault of the device or the model.
+
+    Args:
+        sampling_row, prompt_targets: see `ModelRunner.launch`. What they raise, or a token mask
+            does, is a fault of the step like any other.
+    """
 
     def __init__(
-        self, runner: ModelRunner, sampling_row: Callable[[ScheduledSequence], SamplingRow]
+        self,
+        runner: ModelRunner,
+        sampling_row: Callable[[ScheduledSequence], SamplingRow],
+        prompt_targets: Callable[[ScheduledSequence], PromptTargets | None] | None = None,
     ) -> None:
         self._runner = runner
         self._sampling_row = sampling_row
+        self._prompt_targets = prompt_targets
         self._last_tokens: dict[int, int] = {}  # of the step read last
         self._num_good_steps = 0
         self._rows_too_many = 0
@@ -79,10 +89,13 @@ class StepExecutor:
             return PendingStep(batch, None)
         before = None if previous is None else previous.launched
         try:
-            return PendingStep(batch, self._runner.launch(batch, self._sampling_row, before))
+            return PendingStep(batch, self._launch(batch, before))
         except Exception as error:
             self._note(error, batch.num_tokens)
             return PendingStep(batch, None)
+
+    def _launch(self, batch: Batch, previous: LaunchedStep | None) -> LaunchedStep:
+        return self._runner.launch(batch, self._sampling_row, previous, self._prompt_targets)
 
     def read(self, step: PendingStep, following: PendingStep | None) -> StepResult:
         """Waits for a step and returns what it brought.
@@ -163,7 +176,7 @@ class StepExecutor:
         begun = [row for row in rows if row.start == starts[row.seq_id]]
         targets = {row.block_table[row.start // size] for row in begun}
         copies = tuple(copy for copy in batch.block_copies if copy.dst in targets)
-        launched = self._runner.launch(Batch(batch.step, rows, copies), self._sampling_row, None)
+        launched = self._launch(Batch(batch.step, rows, copies), None)
         try:
             return _judge(launched, self._runner.read(launched))
         except Exception:

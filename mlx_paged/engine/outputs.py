@@ -8,6 +8,25 @@ from mlx_paged.errors import StepError
 from mlx_paged.scheduling import FinishReason
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely the model found a token, before penalties, temperature and filters.
+
+    Attributes:
+        logprob: Natural logarithm of its probability.
+        rank: 1 for the likeliest token; tokens equally likely may share one.
+        decoded_token: Its text, decoded alone.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+#: What is reported of one position, by token id: the token that is there, then the likeliest.
+PositionReport = dict[int, Logprob]
+
+
 @dataclass(slots=True)  # (frozen ones take three times as long to make: one a token)
 class SequenceUpdate:
     """What one sequence gained in one step.
@@ -21,6 +40,7 @@ class SequenceUpdate:
         stop_reason: The stop string or stop token that ended it; None for the model's own end
             token.
         error: What happened, where `finish_reason` is "error".
+        logprobs: Of the token and the likeliest others, where they were asked for.
     """
 
     request_id: str
@@ -30,6 +50,7 @@ class SequenceUpdate:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: StepError | None = None
+    logprobs: PositionReport | None = None
 
 
 @dataclass
@@ -38,12 +59,16 @@ class CompletionOutput:
 
     Attributes:
         index: Which of the request's `n` answers.
-        text: The answer, without its stop string or end token.
+        text: The answer, without its stop string or end token (but see
+            `include_stop_str_in_output`).
         token_ids: Every generated token, the end token included.
         finish_reason: Why it ended; None while it goes on.
         stop_reason: The stop string or stop token that ended it; None for the model's own end
             token.
         error: What happened, where `finish_reason` is "error".
+        logprobs: For each of `token_ids`: its log-probability and those of the likeliest others;
+            None where they were not asked for.
+        cumulative_logprob: Sum of the log-probabilities of `token_ids`; None like `logprobs`.
     """
 
     index: int
@@ -52,6 +77,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: StepError | None = None
+    logprobs: list[PositionReport] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass
@@ -80,6 +107,8 @@ class RequestOutput:
         num_cached_tokens: Prompt tokens that came from the prefix cache and were not computed
             again.
         metrics: When it arrived, when its first token came, when it ended.
+        prompt_logprobs: For each of `prompt_token_ids` what `CompletionOutput.logprobs` has for an
+            answer's, None for the first, which follows nothing; None where not asked for.
     """
 
     request_id: str
@@ -88,6 +117,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     num_cached_tokens: int = 0
+    prompt_logprobs: list[PositionReport | None] | None = None
 
     @property
     def finished(self) -> bool:

@@ -16,6 +16,10 @@ from mlx_paged.attention.plan import build_plan
 from mlx_paged.attention.tables import BlockTableCache
 from mlx_paged.engine.faults import nan_rows
 from mlx_paged.engine.sampler import SamplingRow, sample
+from mlx_paged.engine.sampling.edits import apply_edits
+from mlx_paged.engine.sampling.logprobs import LogprobArrays, PositionLogprobs, logprobs_of
+from mlx_paged.engine.sampling.prompt_report import PromptTargets
+from mlx_paged.engine.sampling.rows import InFlight
 from mlx_paged.models.output_rows import select_output_rows
 from mlx_paged.scheduling import IN_FLIGHT_TOKEN, Batch, ScheduledSequence
 
@@ -28,12 +32,35 @@ class LaunchedStep:
 
     batch: Batch
     tokens: mx.array  # [num_samples] int32
-    written: (
-        mx.array
-    )  # the last pool it writes: a step without samples has nothing else to wait for
+    # The last pool it writes: a step without samples has nothing else to wait for.
+    written: mx.array
     sample_index: dict[int, int]  # seq_id -> entry of `tokens`
     bad_rows: mx.array  # [num_samples] bool: the logits hold a NaN
     pools_before: list[tuple[mx.array, mx.array]]  # handles of each layer's pools, before it
+    logprobs: Reported | None = None  # of sampled tokens, where some were asked for
+    prompt_logprobs: Reported | None = None  # of prompt tokens, likewise
+
+    @property
+    def results(self) -> list[mx.array]:
+        """All that the host reads of it."""
+        reports = [r for r in (self.logprobs, self.prompt_logprobs) if r is not None]
+        return [self.tokens, self.bad_rows, *(a for r in reports for a in r.arrays.arrays)]
+
+
+@dataclass(frozen=True)
+class Reported:
+    """Log-probabilities of some sequences of a step."""
+
+    arrays: LogprobArrays
+    num_positions: dict[int, int]  # seq_id -> how many of the positions, in order, are its
+
+    def read(self) -> dict[int, list[PositionLogprobs]]:
+        """The positions of each sequence, by seq_id."""
+        positions = iter(self.arrays.read())
+        return {
+            seq_id: [next(positions) for _ in range(count)]
+            for seq_id, count in self.num_positions.items()
+        }
 
 
 class ModelRunner:
@@ -78,18 +105,21 @@ class ModelRunner:
         batch: Batch,
         sampling_row: Callable[[ScheduledSequence], SamplingRow],
         previous: LaunchedStep | None,
+        prompt_targets: Callable[[ScheduledSequence], PromptTargets | None] | None = None,
     ) -> LaunchedStep:
         """Builds a step and sets the device to work on it; returns at once.
 
+        (Unless a row has a token mask and its newest token is in flight: then it waits for that.)
         A step that raises leaves no trace: the pools' handles are those of before.
 
         Args:
             sampling_row: how to choose the token of a sequence that is sampled in this step.
             previous: the step before, if its tokens have not been read yet.
+            prompt_targets: which of a sequence's prompt tokens are to be reported; None: none are.
         """
         before = [(cache.key_pool, cache.value_pool) for cache in self._caches]
         try:
-            return self._launch(batch, sampling_row, previous, before)
+            return self._launch(batch, sampling_row, previous, prompt_targets, before)
         except Exception:
             self._restore(before)
             raise
@@ -100,7 +130,7 @@ class ModelRunner:
 
         A row whose logits hold a NaN has no token.
         """
-        mx.eval(launched.tokens, launched.bad_rows, launched.written)
+        mx.eval(*launched.results, launched.written)
         tokens = np.array(launched.tokens).tolist()
         bad = np.array(launched.bad_rows)
         if not bad.any():
@@ -126,31 +156,46 @@ class ModelRunner:
         batch: Batch,
         sampling_row: Callable[[ScheduledSequence], SamplingRow],
         previous: LaunchedStep | None,
+        prompt_targets: Callable[[ScheduledSequence], PromptTargets | None] | None,
         pools_before: list[tuple[mx.array, mx.array]],
     ) -> LaunchedStep:
         if batch.block_copies:
             copy_blocks(self._caches, mx.array(np.array(batch.block_copies, dtype=np.int32)))
         sampled = [s for s in batch.sequences if s.samples]
-        logits = self._forward(batch, previous)
+        targets: dict[int, PromptTargets] = {}
+        if prompt_targets is not None:
+            targets = {s.seq_id: t for s in batch.sequences if (t := prompt_targets(s))}
+        logits = self._forward(batch, previous, targets)
+        rows = [sampling_row(s) for s in sampled]
         if sampled:
-            tokens = sample(logits, [sampling_row(s) for s in sampled])
-            bad_rows = nan_rows(logits)
+            raw = logits[: len(sampled)] if targets else logits
+            tokens = sample(apply_edits(raw, rows, _newest(sampled, rows, previous)), rows)
+            bad_rows = nan_rows(raw)
+            logprobs = _report_samples(raw, tokens, sampled, rows)
         else:
             # Nothing to choose: the step's work is what it wrote to the pools.
-            tokens = mx.zeros((0,), dtype=mx.int32)
+            tokens, logprobs = mx.zeros((0,), dtype=mx.int32), None
             bad_rows = mx.zeros((0,), dtype=mx.bool_)
+        prompt_logprobs = _report_prompts(logits[len(sampled) :], targets) if targets else None
         pools = [pool for c in self._caches for pool in (c.key_pool, c.value_pool)]
-        mx.async_eval(tokens, bad_rows, *pools)  # type: ignore[no-untyped-call]
-        sample_index = {s.seq_id: i for i, s in enumerate(sampled)}
-        return LaunchedStep(batch, tokens, pools[-1], sample_index, bad_rows, pools_before)
+        launched = LaunchedStep(
+            batch,
+            tokens,
+            pools[-1],
+            {s.seq_id: i for i, s in enumerate(sampled)},
+            bad_rows,
+            pools_before,
+            logprobs,
+            prompt_logprobs,
+        )
+        mx.async_eval(*launched.results, *pools)  # type: ignore[no-untyped-call]
+        return launched
 
-    @staticmethod
-    def rest() -> None:
-        """Waits until the device has nothing left to do."""
-        mx.synchronize()
-
-    def _forward(self, batch: Batch, previous: LaunchedStep | None) -> mx.array:
-        """``[num_samples, vocab_size]`` logits of the rows that are sampled from."""
+    def _forward(
+        self, batch: Batch, previous: LaunchedStep | None, targets: dict[int, PromptTargets]
+    ) -> mx.array:
+        """``[num_samples + num_targets, vocab_size]`` logits: of the rows that are sampled from,
+        then of those that prompt tokens follow."""
         sequences = batch.sequences
         num_rows = np.array([len(s.token_ids) for s in sequences])
         plan = build_plan(
@@ -159,14 +204,53 @@ class ModelRunner:
             num_rows,
             block_size=self.block_size,
         )
-        last_rows = np.cumsum(num_rows) - 1
-        wanted = last_rows[[s.samples for s in sequences]]
+        ends = np.cumsum(num_rows)
+        wanted = (ends - 1)[[s.samples for s in sequences]]
+        if targets:
+            first_row = {s.seq_id: end - s.num_tokens for s, end in zip(sequences, ends)}
+            before = [first_row[i] + np.arange(len(t.token_ids)) for i, t in targets.items()]
+            wanted = np.concatenate([wanted, *before])
         self._context.enter(Step(plan, mx.array(wanted.astype(np.int32))))
         try:
             logits = self._model(_input_tokens(batch, previous)[:, None], cache=self._caches)
         finally:
             self._context.leave()
         return logits.squeeze(1)
+
+
+def _newest(
+    sampled: list[ScheduledSequence], rows: list[SamplingRow], previous: LaunchedStep | None
+) -> InFlight | None:
+    """Where the newest tokens are, if an edit asks and any of them is in flight."""
+    if previous is None or not any(
+        row.edits is not None and s.awaits_token for s, row in zip(sampled, rows)
+    ):
+        return None
+    source = [previous.sample_index[s.seq_id] if s.awaits_token else -1 for s in sampled]
+    return InFlight(previous.tokens, np.array(source, dtype=np.int32))
+
+
+def _report_samples(
+    logits: mx.array,
+    tokens: mx.array,
+    sampled: list[ScheduledSequence],
+    rows: list[SamplingRow],
+) -> Reported | None:
+    asking = [i for i, row in enumerate(rows) if row.logprobs is not None]
+    if not asking:
+        return None
+    if len(asking) < len(rows):
+        at = mx.array(np.array(asking, dtype=np.int32))
+        logits, tokens = logits[at], tokens[at]
+    arrays = logprobs_of(logits, tokens, likeliest=any(rows[i].logprobs for i in asking))
+    return Reported(arrays, {sampled[i].seq_id: 1 for i in asking})
+
+
+def _report_prompts(logits: mx.array, targets: dict[int, PromptTargets]) -> Reported:
+    tokens = np.concatenate([np.array(t.token_ids, dtype=np.int32) for t in targets.values()])
+    likeliest = any(t.likeliest for t in targets.values())
+    arrays = logprobs_of(logits, mx.array(tokens), likeliest=likeliest)
+    return Reported(arrays, {seq_id: len(t.token_ids) for seq_id, t in targets.items()})
 
 
 def _input_tokens(batch: Batch, previous: LaunchedStep | None) -> mx.array:

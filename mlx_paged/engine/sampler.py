@@ -3,48 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
-# A temperature this low is greedy: dividing by it may overflow, and changes nothing otherwise.
+from mlx_paged.engine.sampling.filters import apply_filters
+from mlx_paged.engine.sampling.rows import SamplingRow
+
+# A temperature this low is greedy, as in vLLM: dividing by it may overflow, and changes nothing
+# otherwise.
 _GREEDY_BELOW = 1e-5
 
-
-@dataclass(frozen=True)
-class SamplingRow:
-    """What the sampler needs to know of one row.
-
-    Randomness is counter-based: it depends on `seed` and `position` alone, so a row's tokens do not
-    depend on who shares its batch, nor on how its prompt was cut into chunks.
-    """
-
-    temperature: float
-    seed: int  # any integer; its low 32 bits count
-    position: int  # of the token to be chosen
+__all__ = ["SamplingRow", "sample"]
 
 
 def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
-    """Chooses a token for each row.
+    """Chooses a token for each row: temperature, then min-p, top-k and top-p, then the draw.
+
+    Greedy rows cost an argmax; only the others are scaled, filtered and drawn.
 
     Args:
-        logits: ``[num_rows, vocab_size]``.
+        logits: ``[num_rows, vocab_size]``, edited (`sampling.edits`).
         rows: one for each row of `logits`.
 
     Returns:
         ``[num_rows]`` int32 token ids.
     """
-    choice = mx.argmax(logits, axis=-1).astype(mx.int32)
     temperature = np.array([row.temperature for row in rows], dtype=np.float32)
-    greedy = temperature < _GREEDY_BELOW
-    if greedy.all():
-        return choice
+    drawn = [i for i, t in enumerate(temperature.tolist()) if t >= _GREEDY_BELOW]
+    if len(drawn) == len(rows):
+        return _draw(logits, rows, temperature)
+    tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+    if len(drawn):
+        at = mx.array(drawn)
+        tokens[at] = _draw(logits[at], [rows[i] for i in drawn], temperature[drawn])
+    return tokens
+
+
+def _draw(logits: mx.array, rows: Sequence[SamplingRow], temperature: np.ndarray) -> mx.array:
+    logits = logits.astype(mx.float32)
+    # The largest becomes 0: the filters then need no other reduction to know probabilities.
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    logits = apply_filters(logits / mx.array(temperature)[:, None], rows)
     keys = np.array([(row.seed & 0xFFFFFFFF, row.position) for row in rows], dtype=np.uint32)
-    # Greedy rows take part with temperature 1 and are put back afterwards.
-    scaled = logits.astype(mx.float32) / mx.array(np.where(greedy, 1, temperature))[:, None]
-    sampled = mx.vmap(_categorical)(scaled, mx.array(keys)).astype(mx.int32)
-    return mx.where(mx.array(greedy), choice, sampled)
+    return mx.vmap(_categorical)(logits, mx.array(keys)).astype(mx.int32)
 
 
 def _categorical(logits: mx.array, key: mx.array) -> mx.array:

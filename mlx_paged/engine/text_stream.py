@@ -38,15 +38,26 @@ class TextStream:
     Args:
         tokenizer: mlx-lm's wrapper; its streaming detokenizer never splits a character.
         stop: strings that end the text.
+        include_stop: make the stop string that ended it part of the text.
+        min_tokens: stop strings that are complete before a later token do not count.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenizerWrapper,
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
         # The token map is built once per tokenizer; a shallow copy shares it and nothing else.
         self._detokenizer: StreamingDetokenizer = copy.copy(tokenizer.detokenizer)
         if type(self._detokenizer) is BPEStreamingDetokenizer:
             self._detokenizer.__class__ = _ExactBPEDetokenizer
         self._detokenizer.reset()
         self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._num_tokens_to_stop = min_tokens  # tokens to come that complete no stop string
         self._held = ""
         self.text = ""
         self.matched_stop: str | None = None
@@ -55,34 +66,40 @@ class TextStream:
         """Takes one token; returns the text that became certain. Nothing after a stop string."""
         self._detokenizer.add_token(token)
         segment = self._detokenizer.last_segment
-        # Most requests have no stop strings, and this runs once a token.
-        return self._take(segment) if self._stop else self._emit(segment)
+        if not self._stop:  # most requests have none, and this runs once a token
+            return self._emit(segment)
+        may_stop = self._num_tokens_to_stop <= 0
+        self._num_tokens_to_stop -= 1
+        return self._take(segment, may_stop)
 
     def finish(self) -> str:
         """Ends the stream; returns the text that was held back."""
         if self.matched_stop is not None:
             return ""
         self._detokenizer.finalize()
-        delta = self._take(self._detokenizer.last_segment)
+        delta = self._take(self._detokenizer.last_segment, self._num_tokens_to_stop < 0)
         if self.matched_stop is None:
             delta += self._emit(self._held)
             self._held = ""
         return delta
 
-    def _take(self, segment: str) -> str:
+    def _take(self, segment: str, may_stop: bool) -> str:
         if self.matched_stop is not None:
             return ""
+        num_seen = len(self._held)
         self._held += segment
-        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        found = []
+        if may_stop:
+            # Only what the segment completes: the rest was not complete, or did not count.
+            matches = ((self._held.find(s, max(0, num_seen - len(s) + 1)), s) for s in self._stop)
+            found = [(at, stop) for at, stop in matches if at >= 0]
         if found:
             at, self.matched_stop = min(found)
-            certain, self._held = self._held[:at], ""
+            end = at + len(self.matched_stop) if self._include_stop else at
+            certain, self._held = self._held[:end], ""
         else:
-            keep = self._undecided()
-            certain, self._held = (
-                self._held[: len(self._held) - keep],
-                self._held[len(self._held) - keep :],
-            )
+            num_certain = len(self._held) - self._undecided()
+            certain, self._held = self._held[:num_certain], self._held[num_certain:]
         return self._emit(certain)
 
     def _undecided(self) -> int:

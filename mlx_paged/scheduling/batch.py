@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 from mlx_paged.kv.block_table import BlockCopy
@@ -14,7 +14,7 @@ from mlx_paged.kv.block_table import BlockCopy
 IN_FLIGHT_TOKEN = -1
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a sequence ended; the values are those of the OpenAI API where it has one."""
 
     STOP = "stop"  # end-of-text token, stop token or stop string

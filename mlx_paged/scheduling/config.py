@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from mlx_paged.errors import InvalidParameterError
 
 
-class SchedulingPolicy(str, Enum):
+class SchedulingPolicy(StrEnum):
     """Who is served first."""
 
     FCFS = "fcfs"  # in order of arrival

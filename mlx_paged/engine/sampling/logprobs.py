@@ -1,0 +1,100 @@
+"""Log-probabilities of tokens, and of the likeliest ones beside them.
+
+They are the model's own: the log-softmax of its logits, before any edit, temperature or filter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_paged.engine.outputs import Logprob
+from mlx_paged.engine.sampling_params import MAX_LOGPROBS
+
+
+class PositionLogprobs(NamedTuple):
+    """One position, read."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: no token is likelier
+    likeliest: list[tuple[int, float]]  # up to MAX_LOGPROBS (id, logprob), likeliest first
+
+
+@dataclass(frozen=True)
+class LogprobArrays:
+    """Of a step's positions, while the device works on them."""
+
+    tokens: mx.array  # [n] int32
+    logprobs: mx.array  # [n] float32
+    ranks: mx.array  # [n] int32
+    top_tokens: mx.array | None  # [n, MAX_LOGPROBS] int32, in no order
+    top_logprobs: mx.array | None  # [n, MAX_LOGPROBS] float32
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All of them, to be evaluated with the step."""
+        every = (self.tokens, self.logprobs, self.ranks, self.top_tokens, self.top_logprobs)
+        return [array for array in every if array is not None]
+
+    def read(self) -> list[PositionLogprobs]:
+        """The positions, in order."""
+        tokens, logprobs, ranks = (
+            np.array(array).tolist() for array in (self.tokens, self.logprobs, self.ranks)
+        )
+        tops: Sequence[list[tuple[int, float]]] = [[]] * len(tokens)
+        if self.top_tokens is not None and self.top_logprobs is not None:
+            ids, values = np.array(self.top_tokens), np.array(self.top_logprobs)
+            order = np.lexsort((ids, -values), axis=-1)  # equal ones by id
+            ids, values = (np.take_along_axis(a, order, axis=-1) for a in (ids, values))
+            tops = [list(zip(*pair)) for pair in zip(ids.tolist(), values.tolist())]
+        return [PositionLogprobs(*position) for position in zip(tokens, logprobs, ranks, tops)]
+
+
+def logprobs_of(logits: mx.array, tokens: mx.array, *, likeliest: bool) -> LogprobArrays:
+    """Log-probabilities of one token in each row.
+
+    Args:
+        logits: ``[n, vocab_size]`` as the model gave them.
+        tokens: ``[n]`` int32.
+        likeliest: find the `MAX_LOGPROBS` likeliest of each row, too. (Always as many: how ties are
+            broken then does not depend on what other rows ask for.)
+    """
+    logits = logits.astype(mx.float32)
+    total = mx.logsumexp(logits, axis=-1)
+    chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)
+    ranks = (logits > chosen).sum(axis=-1).astype(mx.int32) + 1
+    top_tokens = top_logprobs = None
+    if likeliest:
+        vocab_size = logits.shape[1]
+        count = min(MAX_LOGPROBS, vocab_size)
+        top_tokens = mx.argpartition(logits, vocab_size - count, axis=-1)[:, -count:]
+        top_logprobs = mx.take_along_axis(logits, top_tokens, axis=-1) - total[:, None]
+        top_tokens = top_tokens.astype(mx.int32)
+    return LogprobArrays(tokens, chosen.squeeze(1) - total, ranks, top_tokens, top_logprobs)
+
+
+class LogprobReport:
+    """Turns positions into what a caller gets: the tokens' texts come in.
+
+    Args:
+        tokenizer: of the model.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        self._text = lru_cache(maxsize=1 << 16)(lambda token: str(tokenizer.decode([token])))
+
+    def __call__(self, position: PositionLogprobs, num_likeliest: int) -> dict[int, Logprob]:
+        """The token of a position, and after it the likeliest that are not the same."""
+        token = position.token_id
+        report = {token: Logprob(position.logprob, position.rank, self._text(token))}
+        for rank, (other, logprob) in enumerate(position.likeliest[:num_likeliest], 1):
+            if other != token:
+                report[other] = Logprob(logprob, rank, self._text(other))
+        return report

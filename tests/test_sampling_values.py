@@ -1,0 +1,94 @@
+"""The values that `SamplingParams` takes: vLLM's names and defaults; the rest is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.errors import InvalidParameterError
+
+NAN, INF = float("nan"), float("inf")
+INVALID: dict[str, list[Any]] = {
+    "top_k": [-2, 1.0, "5", None, True],
+    "top_p": [0, 0.0, -0.1, 1.01, NAN, "0.9", None, True],
+    "min_p": [-0.01, 1.5, NAN, INF, "0", None],
+    "repetition_penalty": [0, -1, NAN, INF, "1.1", None],
+    "presence_penalty": [-2.1, 2.1, NAN, "0", None],
+    "frequency_penalty": [-2.1, 2.1, INF, [0.5], None],
+    "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: 101}, {5: -INF}, {5: NAN}, {5: None}, [5], "5", 5],
+    "allowed_token_ids": [[], [-1], ["a"], [1.0], 5, "5"],
+    "bad_words": ["word", [""], [3], 3],
+    "min_tokens": [-1, 1.0, None, True, 17],
+    "include_stop_str_in_output": [1, None, "yes"],
+    "logprobs": [-1, 21, 1.0, True, "5"],
+    "prompt_logprobs": [-1, 21, 1.0, True, "5"],
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, values in INVALID.items() for value in values]
+)
+def test_an_invalid_value_is_refused_with_its_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidParameterError, match=rf"^{field} must be ") as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": -1},
+        {"top_k": 10**9},
+        {"top_p": 1},
+        {"min_p": 1},
+        {"repetition_penalty": 0.01},
+        {"presence_penalty": -2, "frequency_penalty": 2},
+        {"logit_bias": {0: 100, 9: -100.0}},
+        {"logit_bias": {}},
+        {"allowed_token_ids": (3,)},
+        {"bad_words": ("a", " b")},
+        {"min_tokens": 16},
+        {"min_tokens": 999, "max_tokens": None},
+        {"logprobs": 0, "prompt_logprobs": 20},
+        {"n": 2, "prompt_logprobs": 1},
+    ],
+    ids=str,
+)
+def test_valid_values_are_kept(fields: dict[str, Any]) -> None:
+    params = SamplingParams(**fields)
+    assert {name: getattr(params, name) for name in fields} == fields
+
+
+def test_defaults_change_nothing() -> None:
+    params = SamplingParams()
+    off = {
+        **{"top_k": 0, "top_p": 1, "min_p": 0, "min_tokens": 0, "repetition_penalty": 1},
+        **{"presence_penalty": 0, "frequency_penalty": 0, "include_stop_str_in_output": False},
+        **{"logit_bias": None, "allowed_token_ids": None},
+        **{"logprobs": None, "prompt_logprobs": None},
+    }
+    assert {name: getattr(params, name) for name in off} == off
+    assert not params.bad_words and not params.penalizes
+
+
+def test_min_tokens_beyond_max_tokens_names_both() -> None:
+    message = r"min_tokens must be at most max_tokens \(5\) but got 6"
+    with pytest.raises(InvalidParameterError, match=message):
+        SamplingParams(max_tokens=5, min_tokens=6)
+
+
+@pytest.mark.parametrize("name", ["best_of", "use_beam_search", "topk"])
+def test_a_field_that_does_not_exist_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=name):
+        SamplingParams(**{name: 1})
+
+
+def test_a_callers_bias_is_copied_and_params_hash() -> None:
+    bias = {3: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[4] = 2.0
+    assert params.logit_bias == {3: 1.0}
+    assert hash(params) == hash(SamplingParams(logit_bias={3: 1.0}))
+    assert params == SamplingParams(logit_bias={3: 1.0}) != SamplingParams(logit_bias={3: 2.0})
