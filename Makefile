@@ -15,13 +15,17 @@ EXTRAS := dev$(if $(BACKEND),$(comma)$(BACKEND))
 
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.*)
 
-.PHONY: demo test lint bench wheel clean
+.PHONY: demo test soak lint bench wheel clean
 
 demo: $(BIN)/.installed
 	$(BIN)/mlx-paged demo
 
 test: $(BIN)/.installed
 	$(BIN)/python -m pytest
+
+# A million tokens with random arrivals, aborts, slow readers and faults. Takes some minutes.
+soak: $(BIN)/.installed
+	MLX_PAGED_SOAK_TOKENS=1000000 $(BIN)/python -m pytest -s tests/test_soak.py
 
 lint: $(BIN)/.installed
 	$(BIN)/ruff format --check .
@@ -35,6 +39,7 @@ bench: $(BIN)/.installed
 	$(BIN)/python bench/blas.py
 	$(BIN)/python bench/sampling.py
 	$(BIN)/python bench/generate.py
+	$(BIN)/python bench/host_time.py
 
 wheel: $(BIN)/.installed
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

@@ -13,6 +13,7 @@ from typing import NoReturn
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged.attention.tables import PaddedTables
 from mlx_paged.ops import AttentionPlan
 
 # Query rows that share one pass over K and V. A prefill chunk is cut into items of this many rows.
@@ -22,9 +23,9 @@ SPLIT_TOKENS = 4096
 
 
 def build_plan(
-    block_tables: Sequence[Sequence[int]],
-    context_lens: Sequence[int],
-    query_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]] | PaddedTables,
+    context_lens: Sequence[int] | np.ndarray,
+    query_lens: Sequence[int] | np.ndarray,
     *,
     block_size: int,
     rows_per_item: int = ROWS_PER_ITEM,
@@ -47,12 +48,14 @@ def build_plan(
     """
     lens = np.asarray(context_lens, dtype=np.int64)
     rows = np.asarray(query_lens, dtype=np.int64)
-    _validate(block_tables, lens, rows, block_size)
+    if not isinstance(block_tables, PaddedTables):
+        block_tables = PaddedTables.of(block_tables)
+    _validate(block_tables.lengths, lens, rows, block_size)
     for name, limit in (("rows_per_item", rows_per_item), ("split_tokens", split_tokens)):
         if limit < 1:
             _refuse(name, "at least 1", limit)
 
-    tables = _pad(block_tables)
+    tables = block_tables.blocks
     starts = np.concatenate([[0], np.cumsum(rows)])
     sequence = np.repeat(np.arange(len(rows)), rows)
     positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - (lens - rows), rows)
@@ -73,14 +76,12 @@ def _refuse(what: str, expected: str, actual: object) -> NoReturn:
     raise ValueError(f"[paged_attention] {what} must be {expected} but got {actual}")
 
 
-def _validate(
-    block_tables: Sequence[Sequence[int]], lens: np.ndarray, rows: np.ndarray, block_size: int
-) -> None:
+def _validate(num_blocks: np.ndarray, lens: np.ndarray, rows: np.ndarray, block_size: int) -> None:
     if block_size not in (8, 16, 32, 64):
         _refuse("block_size", "8, 16, 32 or 64", block_size)
     for name, values in (("context_lens", lens), ("query_lens", rows)):
-        if values.shape != (len(block_tables),):
-            _refuse(name, f"of shape ({len(block_tables)},) like block_tables", values.shape)
+        if values.shape != num_blocks.shape:
+            _refuse(name, f"of shape ({len(num_blocks)},) like block_tables", values.shape)
         if (values < 0).any():
             i = int((values < 0).argmax())
             _refuse(f"{name}[{i}]", "at least 0", values[i])
@@ -88,23 +89,13 @@ def _validate(
         i = int((rows > lens).argmax())
         _refuse(f"query_lens[{i}]", f"at most its context length {lens[i]}", rows[i])
     needed = -(-lens // block_size)
-    for i, table in enumerate(block_tables):
-        if len(table) < needed[i]:
-            _refuse(
-                f"block_tables[{i}]",
-                f"at least {needed[i]} blocks for context length {lens[i]} at block size "
-                f"{block_size}",
-                len(table),
-            )
-
-
-def _pad(block_tables: Sequence[Sequence[int]]) -> np.ndarray:
-    """``[num_seqs, max_blocks]``; block 0 is never handed out, so the padding points at it."""
-    width = max((len(table) for table in block_tables), default=0)
-    padded = np.zeros((len(block_tables), max(width, 1)), dtype=np.int32)
-    for row, table in zip(padded, block_tables):
-        row[: len(table)] = table
-    return padded
+    if (num_blocks < needed).any():
+        i = int((num_blocks < needed).argmax())
+        _refuse(
+            f"block_tables[{i}]",
+            f"at least {needed[i]} blocks for context length {lens[i]} at block size {block_size}",
+            num_blocks[i],
+        )
 
 
 def _work_items(

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.scheduling import SchedulerConfig
+from mlx_paged.scheduling import SchedulerConfig, SchedulingPolicy
 
 _GIB = 1 << 30
 _DEFAULT_KV_CACHE_MEMORY = 4 * _GIB
+_CGROUP_LIMITS = (
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -21,12 +26,17 @@ class EngineConfig:
         block_size: Tokens of a KV block: 8, 16, 32 or 64.
         num_gpu_blocks_override: Blocks of the pool, whatever the memory (vLLM's name; it holds for
             every backend).
-        kv_cache_memory: Bytes for the pool; None: 4 GiB, or half of this machine's memory if that
-            is less. The pool is allocated but not touched, so blocks that were never used cost no
-            memory.
+        kv_cache_memory: Bytes for the pool. It is allocated but not touched, so blocks that were
+            never used cost no memory.
+        gpu_memory_utilization: Share of the device's memory for weights, activations and pool; the
+            largest step is run once to measure the activations. None: 0.9 on a GPU; on the CPU the
+            pool gets 4 GiB, or half of the machine's memory if that is less, unmeasured.
         max_model_len: Most tokens of prompt and answer together; None: what the model was made for.
         max_num_seqs: Most sequences that run at once; never more than max_num_batched_tokens.
         max_num_batched_tokens: Most tokens of one step; longer prompts are prefilled in chunks.
+        max_num_waiting: Most sequences that may wait; more are refused with
+            `EngineOverloadedError`. None refuses nobody.
+        policy: "fcfs", or "priority" (lower `priority` first).
         enable_prefix_caching: Share equal prefixes between requests, and keep them for later ones.
         async_scheduling: Plan and launch a step while the one before it still runs. The tokens are
             the same.
@@ -35,9 +45,12 @@ class EngineConfig:
     block_size: int = 32
     num_gpu_blocks_override: int | None = None
     kv_cache_memory: int | None = None
+    gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_num_waiting: int | None = None
+    policy: str = "fcfs"
     enable_prefix_caching: bool = True
     async_scheduling: bool = True
 
@@ -48,6 +61,7 @@ class EngineConfig:
             ("max_model_len", 1),
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
+            ("max_num_waiting", 1),
         ):
             value = getattr(self, name)
             optional = "None or " if type(self).__dataclass_fields__[name].default is None else ""
@@ -62,6 +76,13 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "async_scheduling"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameterError(name, "True or False", getattr(self, name))
+
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise InvalidParameterError("gpu_memory_utilization", "None or in (0, 1]", share)
+        policies = [policy.value for policy in SchedulingPolicy]
+        if self.policy not in policies:
+            raise InvalidParameterError("policy", " or ".join(map(repr, policies)), self.policy)
 
     def model_len(self, model_limit: int | None) -> int | None:
         """The context limit in force, given what the model was made for.
@@ -86,13 +107,18 @@ class EngineConfig:
             max_num_seqs=min(self.max_num_seqs, self.max_num_batched_tokens),
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.model_len(model_limit),
+            max_num_waiting=self.max_num_waiting,
+            policy=SchedulingPolicy(self.policy),
         )
 
-    def num_blocks(self, bytes_per_token: Sequence[int], model_limit: int | None) -> int:
+    def num_blocks(
+        self, bytes_per_token: Sequence[int], model_limit: int | None, left_over: int | None = None
+    ) -> int:
         """Blocks of the pool, block 0 (never handed out) included.
 
         Args:
             bytes_per_token: K and V of one token, for each layer.
+            left_over: bytes that `gpu_memory_utilization` leaves to the pool, where that decides.
 
         Raises:
             InvalidParameterError: the memory is too small for even one block.
@@ -100,12 +126,18 @@ class EngineConfig:
         if self.num_gpu_blocks_override is not None:
             return self.num_gpu_blocks_override
         block_bytes = self.block_size * sum(bytes_per_token)
-        memory = self.kv_cache_memory or min(_DEFAULT_KV_CACHE_MEMORY, _physical_memory() // 2)
+        memory = self.kv_cache_memory or left_over
+        if memory is None:
+            memory = min(_DEFAULT_KV_CACHE_MEMORY, _physical_memory() // 2)
         fitting = memory // block_bytes
         if fitting < 2:
-            raise InvalidParameterError(
-                "kv_cache_memory", f"at least two blocks of {block_bytes} bytes", memory
-            )
+            expected = f"at least two blocks of {block_bytes} bytes"
+            if self.kv_cache_memory is None and left_over is not None:
+                given = f"{self.gpu_memory_utilization}, which leaves {left_over} bytes"
+                raise InvalidParameterError(
+                    "gpu_memory_utilization", f"enough for {expected}", given
+                )
+            raise InvalidParameterError("kv_cache_memory", expected, memory)
         limit = self.model_len(model_limit)
         if limit is None:
             return fitting
@@ -114,4 +146,11 @@ class EngineConfig:
 
 
 def _physical_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of main memory, or of this process's control group where that is less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in _CGROUP_LIMITS:
+        try:
+            total = min(total, int(Path(path).read_text()))
+        except (OSError, ValueError):  # none, or "max"
+            continue
+    return total

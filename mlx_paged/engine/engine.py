@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mlx_paged import ops
+from mlx_paged.engine import memory
 from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.executor import PendingStep, StepExecutor
 from mlx_paged.engine.outputs import (
     CompletionOutput,
     RequestMetrics,
     RequestOutput,
     SequenceUpdate,
 )
-from mlx_paged.engine.runner import LaunchedStep, ModelRunner
+from mlx_paged.engine.profile import measure_activations
+from mlx_paged.engine.publisher import Generation, Publisher
+from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampler import SamplingRow
-from mlx_paged.engine.sampling.logprobs import LogprobReport, PositionLogprobs
+from mlx_paged.engine.sampling.logprobs import LogprobReport
 from mlx_paged.engine.sampling.prompt_report import PromptReport, PromptTargets
 from mlx_paged.engine.sampling.request_sampler import RequestSampler, TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
@@ -30,7 +34,6 @@ from mlx_paged.scheduling import (
     Request,
     ScheduledSequence,
     Scheduler,
-    SequenceOutcome,
 )
 
 
@@ -47,6 +50,8 @@ class EngineStats:
         num_steps: Steps launched.
         max_used_blocks: Most blocks that sequences held at once.
         max_shared_blocks: Most blocks that more than one sequence held at once.
+        memory: MLX's memory.
+        num_faults: Steps that failed and were run again in parts.
         pool_copies: Whole-pool copies in this process; anything but 0 is a fault.
     """
 
@@ -58,22 +63,9 @@ class EngineStats:
     num_steps: int
     max_used_blocks: int
     max_shared_blocks: int
+    memory: memory.MemoryUsage
+    num_faults: int
     pool_copies: int
-
-
-@dataclass
-class _Generation:
-    """A request on its way."""
-
-    params: SamplingParams
-    sampler: RequestSampler
-    request: Request
-    output: RequestOutput
-    streams: list[TextStream]
-    prompt_report: PromptReport | None
-
-    def owns(self, seq_id: int) -> bool:
-        return any(sequence.seq_id == seq_id for sequence in self.request.sequences)
 
 
 class Engine:
@@ -91,23 +83,32 @@ class Engine:
         self.tokenizer = model.tokenizer
         self.max_model_len = self.config.model_len(model.max_model_len)
         specs = layer_specs(model.model, model.model_type)
-        num_blocks = self.config.num_blocks(
-            [spec.bytes_per_token for spec in specs], model.max_model_len
+        runner = ModelRunner(model.model, specs, block_size=self.config.block_size)
+        left_over, activations = memory.left_for_pool(
+            self.config, lambda: measure_activations(runner, self.config)
         )
+        num_blocks = memory.allocate_fitting(
+            runner.allocate,
+            self.config.num_blocks(
+                [spec.bytes_per_token for spec in specs], model.max_model_len, left_over
+            ),
+            exactly=self.config.num_gpu_blocks_override is not None,
+        )
+        self._cache_limit = memory.limit_buffer_cache(activations)
         self._kv = KVManager(
             num_blocks,
             self.config.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
         self._scheduler = Scheduler(self.config.scheduler_config(model.max_model_len), self._kv)
-        self._runner = ModelRunner(
-            model.model, specs, num_blocks=num_blocks, block_size=self.config.block_size
-        )
+        self._runner = runner
+        self._executor = StepExecutor(runner, self._sampling_row, self._prompt_targets)
         self._vocab_size = model.vocab_size
         self._eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
         self._report = LogprobReport(self.tokenizer)
-        self._generations: dict[str, _Generation] = {}
-        self._in_flight: LaunchedStep | None = None
+        self._generations: dict[str, Generation] = {}
+        self._publisher = Publisher(self._generations, self._scheduler, self._report)
+        self._in_flight: PendingStep | None = None
         self._num_steps = 0
         self._max_used_blocks = 0
         self._max_shared_blocks = 0
@@ -121,11 +122,21 @@ class Engine:
         params: SamplingParams,
         *,
         prompt: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
         token_mask: TokenMask | None = None,
     ) -> RequestOutput:
         """Takes a request. Its output object is filled as the engine steps.
 
         Args:
+            request_id: unique among unfinished requests.
+            prompt_token_ids: at least one token.
+            params: how to choose tokens, and when to stop.
+            prompt: the text of the tokens, for the output.
+            priority: lower is served first under the priority policy.
+            timeout: seconds until the request ends with "timeout".
+            cache_salt: requests of different salts share no cached blocks.
             token_mask: says before each token which ones may follow (grammars).
 
         Raises:
@@ -133,6 +144,7 @@ class Engine:
                 in the prompt or in `params`.
             RequestTooLargeError: prompt and answer could never fit.
             DuplicateRequestError: an unfinished request has this id.
+            EngineOverloadedError: too many sequences wait.
         """
         for token in prompt_token_ids:
             if type(token) is not int or not 0 <= token < self._vocab_size:
@@ -152,6 +164,9 @@ class Engine:
             prompt_token_ids,
             params.stop_policy(self._eos_token_ids),
             n=params.n,
+            priority=priority,
+            timeout=timeout,
+            cache_salt=cache_salt,
             read_prefix_cache=params.prompt_logprobs is None,
         )
         self._scheduler.add(request)
@@ -178,7 +193,7 @@ class Engine:
             )
             for _ in range(params.n)
         ]
-        self._generations[request_id] = _Generation(
+        self._generations[request_id] = Generation(
             params, sampler, request, output, streams, prompt_report
         )
         return output
@@ -211,31 +226,25 @@ class Engine:
         With overlap, the next step is planned and launched before the tokens of the one in flight
         are read, so the device does not wait for the host.
 
-        An exception leaves the engine as it was before the step: its sequences compute it again.
+        A fault of the model or the device ends the sequences that it belongs to (`StepExecutor`).
         """
-        try:
-            return self._step()
-        except Exception:
-            self._runner.rest()
-            self._in_flight = None
-            self._scheduler.requeue_in_flight()
-            raise
-
-    def _step(self) -> list[SequenceUpdate]:
         launched = self._launch_next()
         if self.config.async_scheduling:
             launched, self._in_flight = self._in_flight, launched
-        reports: dict[int, list[PositionLogprobs]] = {}
         if launched is None:
-            outcomes = self._scheduler.take_outcomes()
-        else:
-            outcomes = self._scheduler.commit(launched.batch, self._runner.read(launched))
-            self._record_prompts(launched)
-            if launched.logprobs is not None:
-                reports = launched.logprobs.read()
-        return [update for outcome in outcomes if (update := self._publish(outcome, reports))]
+            return self._publisher.publish(self._scheduler.take_outcomes())
+        result = self._executor.read(launched, self._in_flight)
+        updates = self._publisher.end_failed(result)
+        if result.poisoned:
+            # NaNs spread through shared keys and values, and a cached block cannot be looked into.
+            self._scheduler.reset_prefix_cache()
+        updates += self._publisher.record_prompts(result)
+        outcomes = self._scheduler.commit(launched.batch, result.tokens)
+        return updates + self._publisher.publish(outcomes, result.parts)
 
-    def _launch_next(self) -> LaunchedStep | None:
+    def _launch_next(self) -> PendingStep | None:
+        if self._in_flight is not None and self._in_flight.launched is None:
+            return None  # it runs when it is read: there is nothing to overlap with
         batch = self._scheduler.schedule()
         if batch is None:
             return None
@@ -243,7 +252,7 @@ class Engine:
         usage = self._kv.usage
         self._max_used_blocks = max(self._max_used_blocks, usage.num_used_blocks)
         self._max_shared_blocks = max(self._max_shared_blocks, usage.num_shared_blocks)
-        return self._runner.launch(batch, self._sampling_row, self._in_flight, self._prompt_targets)
+        return self._executor.launch(batch, self._in_flight)
 
     def _sampling_row(self, row: ScheduledSequence) -> SamplingRow:
         generation = self._generations.get(row.request_id)
@@ -256,76 +265,9 @@ class Engine:
         generation = self._generations.get(row.request_id)
         if generation is None or generation.prompt_report is None:
             return None
+        if not generation.owns(row.seq_id):
+            return None  # the id of a request that was aborted in flight
         return generation.prompt_report.targets(row.start, row.context_len)
-
-    def _record_prompts(self, launched: LaunchedStep) -> None:
-        if launched.prompt_logprobs is None:
-            return
-        found = launched.prompt_logprobs.read()
-        for row in launched.batch.sequences:
-            generation = self._generations.get(row.request_id)
-            # (Its id may have been aborted, and taken by another request, since the launch.)
-            if row.seq_id in found and generation is not None and generation.owns(row.seq_id):
-                assert generation.prompt_report is not None
-                generation.prompt_report.record(row.start, found[row.seq_id])
-
-    def _publish(
-        self, outcome: SequenceOutcome, reports: dict[int, list[PositionLogprobs]]
-    ) -> SequenceUpdate | None:
-        """Turns a token into text, and ends its sequence at a stop string."""
-        generation = self._generations.get(outcome.request_id)
-        if generation is None:
-            return None
-        stream = generation.streams[outcome.index]
-        update = self._to_text(outcome, stream, generation.params)
-        if outcome.seq_id in reports and outcome.token_id is not None:
-            [position] = reports[outcome.seq_id]
-            count = generation.params.logprobs or 0
-            update = replace(update, logprobs=self._report(position, count))
-        if update.finish_reason is not None and outcome.finish_reason is None:
-            self._scheduler.finish(outcome.request_id, update.finish_reason, index=outcome.index)
-        self._record(update, generation)
-        return update
-
-    @staticmethod
-    def _to_text(
-        outcome: SequenceOutcome, stream: TextStream, params: SamplingParams
-    ) -> SequenceUpdate:
-        token, reason = outcome.token_id, outcome.finish_reason
-        update = SequenceUpdate(outcome.request_id, outcome.index, token, "", reason)
-        ends_text = reason is FinishReason.STOP
-        stop_token = token if ends_text and token in (params.stop_token_ids or ()) else None
-        # A stop token is part of the text if asked for; the model's own end token never is.
-        is_text = not ends_text or (params.include_stop_str_in_output and stop_token is not None)
-        text = stream.add(token) if token is not None and is_text else ""
-        if reason is not None:
-            text += stream.finish()
-        if stream.matched_stop is not None:
-            return replace(
-                update,
-                text=text,
-                finish_reason=FinishReason.STOP,
-                stop_reason=stream.matched_stop,
-            )
-        return replace(update, text=text, stop_reason=stop_token)
-
-    def _record(self, update: SequenceUpdate, generation: _Generation) -> None:
-        output, now = generation.output, time.monotonic()
-        completion = output.outputs[update.index]
-        completion.text += update.text
-        if update.token_id is not None:
-            completion.token_ids.append(update.token_id)
-            if completion.logprobs is not None and update.logprobs is not None:
-                assert completion.cumulative_logprob is not None
-                completion.logprobs.append(update.logprobs)
-                completion.cumulative_logprob += update.logprobs[update.token_id].logprob
-            output.metrics.first_token_time = output.metrics.first_token_time or now
-            output.num_cached_tokens = generation.request.sequences[0].num_cached_tokens or 0
-        completion.finish_reason = update.finish_reason
-        completion.stop_reason = update.stop_reason
-        if output.finished:
-            output.metrics.finished_time = now
-            del self._generations[update.request_id]
 
     # Numbers.
 
@@ -340,6 +282,8 @@ class Engine:
             num_steps=self._num_steps,
             max_used_blocks=self._max_used_blocks,
             max_shared_blocks=self._max_shared_blocks,
+            memory=memory.usage(self._cache_limit),
+            num_faults=self._executor.num_faults,
             pool_copies=ops.pool_copies(),
         )
 

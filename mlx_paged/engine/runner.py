@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,13 +13,17 @@ import numpy as np
 from mlx_paged.attention import seam
 from mlx_paged.attention.cache import LayerSpec, PagedLayerCache, Step, StepContext, copy_blocks
 from mlx_paged.attention.plan import build_plan
+from mlx_paged.attention.tables import BlockTableCache
+from mlx_paged.engine.faults import nan_rows
 from mlx_paged.engine.sampler import SamplingRow, sample
 from mlx_paged.engine.sampling.edits import apply_edits
 from mlx_paged.engine.sampling.logprobs import LogprobArrays, PositionLogprobs, logprobs_of
 from mlx_paged.engine.sampling.prompt_report import PromptTargets
 from mlx_paged.engine.sampling.rows import InFlight
 from mlx_paged.models.output_rows import select_output_rows
-from mlx_paged.scheduling import Batch, ScheduledSequence
+from mlx_paged.scheduling import IN_FLIGHT_TOKEN, Batch, ScheduledSequence
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,16 @@ class LaunchedStep:
     # The last pool it writes: a step without samples has nothing else to wait for.
     written: mx.array
     sample_index: dict[int, int]  # seq_id -> entry of `tokens`
+    bad_rows: mx.array  # [num_samples] bool: the logits hold a NaN
+    pools_before: list[tuple[mx.array, mx.array]]  # handles of each layer's pools, before it
     logprobs: Reported | None = None  # of sampled tokens, where some were asked for
     prompt_logprobs: Reported | None = None  # of prompt tokens, likewise
+
+    @property
+    def results(self) -> list[mx.array]:
+        """All that the host reads of it."""
+        reports = [r for r in (self.logprobs, self.prompt_logprobs) if r is not None]
+        return [self.tokens, self.bad_rows, *(a for r in reports for a in r.arrays.arrays)]
 
 
 @dataclass(frozen=True)
@@ -57,20 +70,35 @@ class ModelRunner:
         model: an mlx-lm model of a proven family. Its output projection is changed in place, so a
             model belongs to one runner.
         specs: one for each layer (`models.families.layer_specs`).
+        num_blocks: blocks of the pools; None: `allocate` makes them later.
     """
 
     def __init__(
-        self, model: nn.Module, specs: list[LayerSpec], *, num_blocks: int, block_size: int
+        self,
+        model: nn.Module,
+        specs: list[LayerSpec],
+        *,
+        num_blocks: int | None = None,
+        block_size: int,
     ) -> None:
         seam.install()
         self._model = model
-        self._block_size = block_size
+        self._specs = specs
+        self.block_size = block_size
         self._context = StepContext()
-        self._caches = [
-            PagedLayerCache(self._context, spec, num_blocks=num_blocks, block_size=block_size)
-            for spec in specs
-        ]
+        self._tables = BlockTableCache()
+        self._caches: list[PagedLayerCache] = []
+        if num_blocks is not None:
+            self.allocate(num_blocks)
         select_output_rows(model, self._context)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Makes new pools; what the old ones held is lost."""
+        self._caches = []  # the old ones are released first
+        self._caches = [
+            PagedLayerCache(self._context, s, num_blocks=num_blocks, block_size=self.block_size)
+            for s in self._specs
+        ]
 
     def launch(
         self,
@@ -82,12 +110,55 @@ class ModelRunner:
         """Builds a step and sets the device to work on it; returns at once.
 
         (Unless a row has a token mask and its newest token is in flight: then it waits for that.)
+        A step that raises leaves no trace: the pools' handles are those of before.
 
         Args:
             sampling_row: how to choose the token of a sequence that is sampled in this step.
             previous: the step before, if its tokens have not been read yet.
             prompt_targets: which of a sequence's prompt tokens are to be reported; None: none are.
         """
+        before = [(cache.key_pool, cache.value_pool) for cache in self._caches]
+        try:
+            return self._launch(batch, sampling_row, previous, prompt_targets, before)
+        except Exception:
+            self._restore(before)
+            raise
+
+    @staticmethod
+    def read(launched: LaunchedStep) -> dict[int, int]:
+        """Waits for a step and returns the token of each sequence that was sampled, by seq_id.
+
+        A row whose logits hold a NaN has no token.
+        """
+        mx.eval(*launched.results, launched.written)
+        tokens = np.array(launched.tokens).tolist()
+        bad = np.array(launched.bad_rows)
+        if not bad.any():
+            return {seq_id: tokens[i] for seq_id, i in launched.sample_index.items()}
+        return {seq_id: tokens[i] for seq_id, i in launched.sample_index.items() if not bad[i]}
+
+    def abandon(self, launched: LaunchedStep) -> None:
+        """Gives up a step that failed, and all launched after it; waits for the device to rest."""
+        try:
+            mx.synchronize()
+        except Exception:
+            logger.debug("the device came to rest with an error", exc_info=True)
+        self._restore(launched.pools_before)
+
+    def _restore(self, pools: list[tuple[mx.array, mx.array]]) -> None:
+        # Writing is in place, so an old handle stands for the same memory. What a step wrote that
+        # did not succeed is written again before anybody reads it.
+        for cache, (key_pool, value_pool) in zip(self._caches, pools):
+            cache.key_pool, cache.value_pool = key_pool, value_pool
+
+    def _launch(
+        self,
+        batch: Batch,
+        sampling_row: Callable[[ScheduledSequence], SamplingRow],
+        previous: LaunchedStep | None,
+        prompt_targets: Callable[[ScheduledSequence], PromptTargets | None] | None,
+        pools_before: list[tuple[mx.array, mx.array]],
+    ) -> LaunchedStep:
         if batch.block_copies:
             copy_blocks(self._caches, mx.array(np.array(batch.block_copies, dtype=np.int32)))
         sampled = [s for s in batch.sequences if s.samples]
@@ -99,29 +170,26 @@ class ModelRunner:
         if sampled:
             raw = logits[: len(sampled)] if targets else logits
             tokens = sample(apply_edits(raw, rows, _newest(sampled, rows, previous)), rows)
+            bad_rows = nan_rows(raw)
             logprobs = _report_samples(raw, tokens, sampled, rows)
         else:
             # Nothing to choose: the step's work is what it wrote to the pools.
             tokens, logprobs = mx.zeros((0,), dtype=mx.int32), None
+            bad_rows = mx.zeros((0,), dtype=mx.bool_)
         prompt_logprobs = _report_prompts(logits[len(sampled) :], targets) if targets else None
-        reports = [r for r in (logprobs, prompt_logprobs) if r is not None]
-        wanted = [array for report in reports for array in report.arrays.arrays]
         pools = [pool for c in self._caches for pool in (c.key_pool, c.value_pool)]
-        mx.async_eval(tokens, *wanted, *pools)  # type: ignore[no-untyped-call]
-        sample_index = {s.seq_id: i for i, s in enumerate(sampled)}
-        return LaunchedStep(batch, tokens, pools[-1], sample_index, logprobs, prompt_logprobs)
-
-    @staticmethod
-    def read(launched: LaunchedStep) -> dict[int, int]:
-        """Waits for a step and returns the token of each sequence that was sampled, by seq_id."""
-        mx.eval(launched.tokens, launched.written)
-        tokens = np.array(launched.tokens)
-        return {seq_id: int(tokens[i]) for seq_id, i in launched.sample_index.items()}
-
-    @staticmethod
-    def rest() -> None:
-        """Waits until the device has nothing left to do."""
-        mx.synchronize()
+        launched = LaunchedStep(
+            batch,
+            tokens,
+            pools[-1],
+            {s.seq_id: i for i, s in enumerate(sampled)},
+            bad_rows,
+            pools_before,
+            logprobs,
+            prompt_logprobs,
+        )
+        mx.async_eval(*launched.results, *pools)  # type: ignore[no-untyped-call]
+        return launched
 
     def _forward(
         self, batch: Batch, previous: LaunchedStep | None, targets: dict[int, PromptTargets]
@@ -129,12 +197,12 @@ class ModelRunner:
         """``[num_samples + num_targets, vocab_size]`` logits: of the rows that are sampled from,
         then of those that prompt tokens follow."""
         sequences = batch.sequences
-        num_rows = [s.num_tokens for s in sequences]
+        num_rows = np.array([len(s.token_ids) for s in sequences])
         plan = build_plan(
-            [s.block_table for s in sequences],
-            [s.context_len for s in sequences],
+            self._tables.update([(s.seq_id, s.block_table, s.dirty_from) for s in sequences]),
+            np.array([s.start for s in sequences]) + num_rows,
             num_rows,
-            block_size=self._block_size,
+            block_size=self.block_size,
         )
         ends = np.cumsum(num_rows)
         wanted = (ends - 1)[[s.samples for s in sequences]]
@@ -188,14 +256,12 @@ def _report_prompts(logits: mx.array, targets: dict[int, PromptTargets]) -> Repo
 def _input_tokens(batch: Batch, previous: LaunchedStep | None) -> mx.array:
     """``[num_rows]`` int32. Tokens that the step before is still sampling never visit the host."""
     known = np.array([t for s in batch.sequences for t in s.token_ids], dtype=np.int32)
-    if not any(s.awaits_token for s in batch.sequences):
+    in_flight = known == IN_FLIGHT_TOKEN
+    if not in_flight.any():
         return mx.array(known)
     assert previous is not None, "a row awaits a token but no step is in flight"
     source = np.full(len(known), -1, dtype=np.int32)
-    row = 0
-    for s in batch.sequences:
-        if s.awaits_token:
-            source[row] = previous.sample_index[s.seq_id]
-        row += s.num_tokens
+    at = previous.sample_index
+    source[in_flight] = [at[s.seq_id] for s in batch.sequences if s.awaits_token]
     index = mx.array(source)
     return mx.where(index < 0, mx.array(known), previous.tokens[mx.maximum(index, 0)])

@@ -65,9 +65,12 @@ class TextStream:
     def add(self, token: int) -> str:
         """Takes one token; returns the text that became certain. Nothing after a stop string."""
         self._detokenizer.add_token(token)
+        segment = self._detokenizer.last_segment
+        if not self._stop:  # most requests have none, and this runs once a token
+            return self._emit(segment)
         may_stop = self._num_tokens_to_stop <= 0
         self._num_tokens_to_stop -= 1
-        return self._take(self._detokenizer.last_segment, may_stop)
+        return self._take(segment, may_stop)
 
     def finish(self) -> str:
         """Ends the stream; returns the text that was held back."""

@@ -1,0 +1,276 @@
+"""AsyncEngine: one thread that owns MLX, and asyncio in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from mlx_paged.engine.channel import Channel, SequenceDelta
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.engine import Engine, EngineStats
+from mlx_paged.engine.engine_thread import EngineThread
+from mlx_paged.engine.outputs import RequestOutput
+from mlx_paged.engine.sampling.request_sampler import TokenMask
+from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.errors import EngineDeadError, EngineOverloadedError
+from mlx_paged.models.load import load
+
+T = TypeVar("T")
+
+__all__ = ["AsyncEngine", "RequestStream", "SequenceDelta"]
+
+
+class RequestStream:
+    """The deltas of one request, for ``async for`` on the event loop that asked for it.
+
+    Leaving it early ends the request: by cancelling the task that reads, by `aclose` (or ``async
+    with``), or by dropping the last reference to it.
+
+    Attributes:
+        request_id: The request.
+        output: The request and its answers so far; the engine's thread fills it, so look at it when
+            the stream has ended.
+    """
+
+    def __init__(self, request_id: str, channel: Channel, abort: Callable[[], None]) -> None:
+        self.request_id = request_id
+        self.output: RequestOutput
+        self._channel = channel
+        self._abort = abort
+        self._open = True
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> SequenceDelta:
+        """The next delta.
+
+        Raises:
+            EngineDeadError: the engine stopped before the request was finished.
+        """
+        if not self._open:
+            raise StopAsyncIteration
+        try:
+            delta = await self._channel.get()
+        except BaseException:
+            self.close()
+            raise
+        if delta is None:
+            self._open = False
+            raise StopAsyncIteration
+        return delta
+
+    async def result(self) -> RequestOutput:
+        """Reads to the end; returns the whole answer."""
+        async for _ in self:
+            pass
+        return self.output
+
+    def close(self) -> None:
+        """Ends the request if it is not finished. Never waits."""
+        if self._open:
+            self._open = False
+            self._abort()
+
+    async def aclose(self) -> None:
+        """`close`, under the name that asyncio's tools look for."""
+        self.close()
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+
+class AsyncEngine:
+    """Serves many callers from one engine.
+
+    Every method may be called from any event loop of any thread; a `RequestStream` belongs to the
+    loop that asked for it.
+
+    Args:
+        make_engine: called on the engine's thread, which is the only one to touch an array: MLX's
+            streams belong to threads, so the model must be loaded there too. See `from_model`.
+    """
+
+    def __init__(self, make_engine: Callable[[], Engine]) -> None:
+        self._thread = EngineThread(make_engine)
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self._num_adding = 0
+        self._thread.start()
+        atexit.register(self._at_exit)
+
+    @classmethod
+    def from_model(
+        cls, model: str | Path | None = None, *, dtype: str = "auto", **options: Any
+    ) -> AsyncEngine:
+        """Loads a model (None: the embedded one) and makes its engine, in the background.
+
+        Args:
+            model: a directory in mlx-lm's format, or a Hugging Face id.
+            dtype: see `mlx_paged.load`.
+            options: fields of `EngineConfig`.
+        """
+        config = EngineConfig(**options)
+        return cls(lambda: Engine(load(model, dtype=dtype), config))
+
+    async def ready(self) -> None:
+        """Waits until the engine stands; raises what went wrong if it does not."""
+        # Shielded: one caller that is cancelled must not cancel what all wait for.
+        await asyncio.shield(asyncio.wrap_future(self._thread.ready))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine takes requests."""
+        return self._thread.dead is None
+
+    async def add_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+        token_mask: TokenMask | None = None,
+    ) -> RequestStream:
+        """Takes a request; returns the stream of its deltas once the engine has accepted it.
+
+        Cancelling the task, here or while it reads, ends the request within a step; what was
+        computed stays in the prefix cache.
+
+        Args:
+            prompt: a text, or token ids.
+            params: how to choose tokens, and when to stop.
+            request_id: unique among unfinished requests; None makes one up.
+            priority: lower is served first under the priority policy.
+            timeout: seconds until the request ends with "timeout".
+            cache_salt: requests of different salts share no cached blocks.
+            token_mask: says before each token which ones may follow (grammars); called on the
+                engine's thread, which waits for it.
+
+        Raises:
+            InvalidParameterError: an empty prompt, or a token that the model does not have, be it
+                in the prompt or in `params`.
+            RequestTooLargeError: prompt and answer could never fit.
+            DuplicateRequestError: an unfinished request has this id.
+            EngineOverloadedError: too many requests wait.
+            EngineDeadError: the engine stopped.
+        """
+        params = params or SamplingParams()
+        request_id = f"request-{next(self._ids)}" if request_id is None else request_id
+        if self._thread.dead is not None:
+            raise EngineDeadError(self._thread.dead)
+        await self.ready()
+        text = prompt if isinstance(prompt, str) else None
+        loop = asyncio.get_running_loop()
+        if isinstance(prompt, str):
+            encode = self._thread.engine.tokenizer.encode
+            tokens = await loop.run_in_executor(None, encode, prompt)
+        else:
+            tokens = list(prompt)
+
+        channel = Channel(loop, params.n)
+        thread = self._thread
+        stream = RequestStream(request_id, channel, lambda: thread.abort(request_id, channel))
+
+        def add(engine: Engine) -> None:
+            stream.output = engine.add_request(
+                request_id,
+                tokens,
+                params,
+                prompt=text,
+                priority=priority,
+                timeout=timeout,
+                cache_salt=cache_salt,
+                token_mask=token_mask,
+            )
+            thread.open(stream.output, channel)
+
+        with self._counted_as_adding():
+            try:
+                await self._call(add)
+            except BaseException:
+                stream.close()  # it may have been added a moment before the caller was cancelled
+                raise
+        return stream
+
+    async def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Any
+    ) -> RequestOutput:
+        """The whole answer of a request; see `add_request`."""
+        stream = await self.add_request(prompt, params, **options)
+        return await stream.result()
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request; its stream ends with "abort". Returns whether it was there."""
+        return await self._call(lambda _: self._thread.abort_now(request_id))
+
+    async def reset_prefix_cache(self) -> int:
+        """Forgets every cached prefix; returns how many blocks that were."""
+        return await self._call(lambda engine: engine.reset_prefix_cache())
+
+    async def stats(self) -> EngineStats:
+        """Where the engine stands, between two steps."""
+        return await self._call(lambda engine: engine.stats())
+
+    async def shutdown(self, drain_timeout: float = 0.0) -> None:
+        """Takes no more requests, and ends when all are finished; after the timeout, aborts them.
+
+        Args:
+            drain_timeout: seconds.
+        """
+        self._thread.stop(drain_timeout)
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+        atexit.unregister(self._at_exit)
+
+    async def __aenter__(self) -> AsyncEngine:
+        await self.ready()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        await self.shutdown()
+
+    # Parts.
+
+    async def _call(self, function: Callable[[Engine], T]) -> T:
+        """Runs a function on the engine's thread, between two steps."""
+        future: Future[T] = self._thread.submit(function)
+        return await asyncio.wrap_future(future)
+
+    @contextlib.contextmanager
+    def _counted_as_adding(self) -> Iterator[None]:
+        """Limits what the engine's thread has not looked at yet: a step may be long."""
+        limit = self._thread.engine.config.max_num_waiting
+        with self._lock:
+            if limit is not None and self._num_adding >= limit:
+                raise EngineOverloadedError(self._num_adding, limit)
+            self._num_adding += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_adding -= 1
+
+    def _at_exit(self) -> None:
+        # A thread inside MLX while the interpreter is taken down would crash.
+        with contextlib.suppress(EngineDeadError):
+            self._thread.stop(0.0)
+        self._thread.join(timeout=10.0)

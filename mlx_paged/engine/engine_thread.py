@@ -1,0 +1,203 @@
+"""The one thread that owns an engine, and with it MLX's streams and every array."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from mlx_paged.engine.channel import Channel
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.faults import reason_of
+from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
+from mlx_paged.errors import EngineDeadError
+from mlx_paged.scheduling import FinishReason
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class EngineThread:
+    """Runs calls from other threads between an engine's steps, and hands out what steps bring.
+
+    Args:
+        make_engine: called on the thread.
+
+    Attributes:
+        ready: Done when the engine stands, or could not be made.
+        dead: Why the engine takes nothing any more; None while it does.
+    """
+
+    def __init__(self, make_engine: Callable[[], Engine]) -> None:
+        self.ready: Future[None] = Future()
+        self.dead: str | None = None
+        self.engine: Engine  # once `ready` is done; other threads only read its config
+        self._make_engine = make_engine
+        self._calls: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
+        # Reentrant: a stream that is garbage-collected while this thread holds it aborts itself.
+        self._changed = threading.Condition(threading.RLock())
+        self._stop_at: float | None = None
+        self._requests: dict[str, tuple[Channel, RequestOutput]] = {}  # the engine's thread only
+        self._thread = threading.Thread(target=self._run, name="mlx-paged-engine", daemon=True)
+
+    # From any thread.
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def submit(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Has a function called before the next step.
+
+        Raises:
+            EngineDeadError: the engine stopped, or stops.
+        """
+        future: Future[T] = Future()
+        with self._changed:
+            if self.dead is not None:
+                raise EngineDeadError(self.dead)
+            if self._stop_at is not None:
+                raise EngineDeadError("it is being shut down")
+            self._calls.append((function, future))
+            self._changed.notify()
+        return future
+
+    def abort(self, request_id: str, channel: Channel) -> None:
+        """Ends a request whose reader has gone; never waits."""
+
+        def leave(_: Engine) -> None:
+            if self._requests.get(request_id, (None,))[0] is channel:  # the id may be used again
+                self.abort_now(request_id)
+
+        with self._changed:
+            if self.dead is None:
+                self._calls.append((leave, Future()))
+                self._changed.notify()
+
+    def stop(self, drain_timeout: float) -> None:
+        """Takes no more calls; ends when all requests have, or aborts them after the timeout."""
+        with self._changed:
+            stop_at = time.monotonic() + drain_timeout
+            self._stop_at = stop_at if self._stop_at is None else min(stop_at, self._stop_at)
+            self._changed.notify()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits for the thread's end."""
+        self._thread.join(timeout)
+
+    # On the engine's thread.
+
+    def open(self, output: RequestOutput, channel: Channel) -> None:
+        """Connects a request that the engine has taken with its reader."""
+        self._requests[output.request_id] = channel, output
+
+    def abort_now(self, request_id: str) -> bool:
+        """Ends a request; returns whether it was there."""
+        channel, output = self._requests.pop(request_id, (None, None))
+        if channel is None or output is None:
+            return False
+        unfinished = [o.index for o in output.outputs if o.finish_reason is None]
+        self.engine.abort(request_id)
+        for index in unfinished:
+            reason = FinishReason.ABORT
+            if channel.put(SequenceUpdate(request_id, index, None, "", reason)):
+                _wake_all({channel.loop: [channel]})
+        return True
+
+    def _run(self) -> None:
+        reason = "it was shut down"
+        failure: BaseException | None = None
+        try:
+            self.engine = self._make_engine()
+            # The model, its tokenizer and all modules stay until the end: the collector need not
+            # walk them again and again. It cost steps of 256 sequences 40 ms now and then.
+            gc.collect()
+            gc.freeze()
+            self.ready.set_result(None)
+            while self._take_calls():
+                if self.engine.has_unfinished:
+                    self._hand_out(self.engine.step())
+            for request_id in list(self._requests):
+                self.abort_now(request_id)
+            self.engine.settle()
+        except BaseException as error:
+            reason, failure = reason_of(error), error
+            logger.critical("the engine has stopped", exc_info=error)
+        finally:
+            self._die(reason)
+            # Last: who waited for it must find the engine dead.
+            if failure is not None and not self.ready.done():
+                self.ready.set_exception(failure)
+
+    def _take_calls(self) -> bool:
+        """Runs what was asked for, and waits while there is nothing to do; false: stop."""
+        with self._changed:
+            while not (self._calls or self.engine.has_unfinished or self._stop_at is not None):
+                self._changed.wait()
+            calls = list(self._calls)
+            self._calls.clear()
+        for function, future in calls:
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function(self.engine))
+            except Exception as error:
+                future.set_exception(error)
+        if self._stop_at is None:
+            return True
+        return self.engine.has_unfinished and time.monotonic() < self._stop_at
+
+    def _hand_out(self, updates: list[SequenceUpdate]) -> None:
+        sleeping: dict[asyncio.AbstractEventLoop, list[Channel]] = {}
+        for update in updates:
+            channel, _ = self._requests.get(update.request_id, (None, None))
+            if channel is not None and channel.put(update):
+                sleeping.setdefault(channel.loop, []).append(channel)
+        for update in updates:
+            if update.finish_reason is not None:
+                _, output = self._requests.get(update.request_id, (None, None))
+                if output is not None and output.finished:
+                    del self._requests[update.request_id]
+        for loop in _wake_all(sleeping):
+            # Nobody will ever read these.
+            for request_id in [i for i, (c, _) in self._requests.items() if c.loop is loop]:
+                self._requests.pop(request_id)
+                self.engine.abort(request_id)
+
+    def _die(self, reason: str) -> None:
+        with self._changed:
+            self.dead = reason
+            calls = list(self._calls)
+            self._calls.clear()
+        for _, future in calls:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineDeadError(reason))
+        for channel, _ in self._requests.values():
+            if channel.fail(EngineDeadError(reason)):
+                _wake_all({channel.loop: [channel]})
+        self._requests.clear()
+
+
+def _wake_all(
+    channels: dict[asyncio.AbstractEventLoop, list[Channel]],
+) -> list[asyncio.AbstractEventLoop]:
+    """One call into each loop, however many readers it has; returns the loops that are closed."""
+
+    def wake(sleepers: list[Channel]) -> None:
+        for channel in sleepers:
+            channel.wake()
+
+    closed = []
+    for loop, sleepers in channels.items():
+        try:
+            loop.call_soon_threadsafe(wake, sleepers)
+        except RuntimeError:
+            closed.append(loop)
+    return closed

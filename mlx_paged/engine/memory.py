@@ -1,0 +1,137 @@
+"""How much memory there is, what a step needs of it, and how many blocks are left for the pool."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_paged.engine.config import EngineConfig, _physical_memory
+from mlx_paged.engine.faults import is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+_GIB = 1 << 30
+_DEFAULT_GPU_UTILIZATION = 0.9
+# MLX keeps freed buffers for the next step. Without a measured activation peak, this many bytes.
+_DEFAULT_CACHE_LIMIT = 1 * _GIB
+_LEAST_CACHE_LIMIT = 64 << 20
+
+
+@dataclass(frozen=True)
+class MemoryUsage:
+    """MLX's memory, in bytes.
+
+    Attributes:
+        active: In arrays that live (an untouched pool counts in full).
+        cached: In freed buffers kept for reuse.
+        peak: Most that was active.
+        cache_limit: Most that is kept for reuse; None where this package set no limit.
+    """
+
+    active: int
+    cached: int
+    peak: int
+    cache_limit: int | None
+
+
+def live_arrays() -> int:
+    """Number of `mx.array` objects that live in this process.
+
+    It walks all objects of the interpreter (some ten milliseconds): for tests and for hunting a
+    leak. Objects frozen by `gc.freeze` are not seen.
+    """
+    return sum(isinstance(o, mx.array) for o in gc.get_objects())
+
+
+def available_memory() -> int:
+    """Bytes of main memory that can be had without swapping; all of it where nobody knows."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return _physical_memory()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return min(_physical_memory(), int(fields["MemAvailable"].split()[0]) * 1024)
+
+
+def device_memory() -> int:
+    """Bytes that the default device may use."""
+    if mx.default_device() == mx.cpu:
+        return _physical_memory()
+    info = mx.device_info()
+    for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
+        if key in info:
+            return int(info[key])
+    return _physical_memory()
+
+
+def left_for_pool(
+    config: EngineConfig, measure_activations: Callable[[], int]
+) -> tuple[int | None, int | None]:
+    """Bytes that `gpu_memory_utilization` leaves to the pool, and those the largest step needs.
+
+    (None, None) where something else decides; the largest step is run only if this does.
+
+    Args:
+        measure_activations: runs the largest step and returns the bytes it needed.
+    """
+    if config.num_gpu_blocks_override is not None or config.kv_cache_memory is not None:
+        return None, None
+    on_cpu = mx.default_device() == mx.cpu
+    utilization = config.gpu_memory_utilization
+    if utilization is None:
+        if on_cpu:
+            return None, None
+        utilization = _DEFAULT_GPU_UTILIZATION
+    weights = mx.get_active_memory()
+    activations = measure_activations()
+    left = int(device_memory() * utilization) - weights - activations
+    if on_cpu:
+        # Main memory is shared with all other programs; the weights are already taken from it.
+        left = min(left, int(available_memory() * utilization) - activations)
+    return max(0, left), activations
+
+
+def allocate_fitting(allocate: Callable[[int], None], num_blocks: int, *, exactly: bool) -> int:
+    """Allocates the pool; where memory is short, a smaller one. Returns its number of blocks.
+
+    Args:
+        exactly: raise instead, because the caller named this very number.
+    """
+    while True:
+        try:
+            allocate(num_blocks)
+            return num_blocks
+        except Exception as error:
+            if exactly or num_blocks <= 2 or not is_out_of_memory(error):
+                raise
+            logger.warning("no memory for a pool of %d blocks: %s", num_blocks, error)
+            mx.clear_cache()
+            num_blocks = max(2, num_blocks * 3 // 4)
+
+
+def limit_buffer_cache(activation_bytes: int | None) -> int:
+    """Caps what MLX keeps of freed buffers at what a step can use again; returns the limit.
+
+    The limit holds for the whole process: MLX has one cache.
+    """
+    if activation_bytes is None:
+        limit = min(_DEFAULT_CACHE_LIMIT, _physical_memory() // 8)
+    else:
+        limit = max(_LEAST_CACHE_LIMIT, activation_bytes)
+    mx.set_cache_limit(limit)
+    return limit
+
+
+def usage(cache_limit: int | None) -> MemoryUsage:
+    """MLX's memory now."""
+    return MemoryUsage(
+        active=mx.get_active_memory(),
+        cached=mx.get_cache_memory(),
+        peak=mx.get_peak_memory(),
+        cache_limit=cache_limit,
+    )

@@ -1,0 +1,38 @@
+"""Measures what the largest step needs besides weights and pool."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.runner import ModelRunner
+from mlx_paged.engine.sampler import SamplingRow
+from mlx_paged.scheduling import Batch, ScheduledSequence
+
+
+def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:
+    """Bytes that the largest step needs: all its rows, and as many of them sampled as may be.
+
+    It runs on small pools of its own, which the runner loses again.
+    """
+    batch = largest_step(config)
+    num_blocks = 1 + max(max(row.block_table) for row in batch.sequences)
+    runner.allocate(num_blocks)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    runner.read(runner.launch(batch, lambda row: SamplingRow(1.0, 0, row.context_len), None))
+    return max(0, mx.get_peak_memory() - before)
+
+
+def largest_step(config: EngineConfig) -> Batch:
+    """`max_num_batched_tokens` rows of `max_num_seqs` new sequences."""
+    num_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+    rows, first_block = [], 1
+    for i in range(config.max_num_seqs):
+        begin, end = (num_tokens * k // config.max_num_seqs for k in (i, i + 1))
+        num_blocks = -(-(end - begin) // config.block_size)
+        table = tuple(range(first_block, first_block + num_blocks))
+        first_block += num_blocks
+        rows.append(ScheduledSequence(-1 - i, "profile", (0,) * (end - begin), 0, table, 0, True))
+    return Batch(0, tuple(rows), ())
