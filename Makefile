@@ -39,6 +39,7 @@ bench: $(BIN)/.installed
 	$(BIN)/python bench/blas.py
 	$(BIN)/python bench/sampling.py
 	$(BIN)/python bench/generate.py
+	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/host_time.py
 
 wheel: $(BIN)/.installed
