@@ -26,8 +26,8 @@ def environment() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python", *sys.argv]),
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain")),
+        "commit": _COMMIT,
+        "dirty": _DIRTY,
         "machine": {
             "processor": _processor(),
             "cores": os.cpu_count(),
@@ -101,3 +101,8 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+# Of the code that is measured: the checkout may move on while it runs.
+_COMMIT = _git("rev-parse", "HEAD")
+_DIRTY = bool(_git("status", "--porcelain"))
