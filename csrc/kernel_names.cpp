@@ -29,6 +29,11 @@ namespace {
   PAGED_FOR_EACH_NARROW_DIM(MATRIX_NARROW, __VA_ARGS__) \
   PAGED_FOR_EACH_WIDE_DIM(MATRIX_WIDE, __VA_ARGS__)
 
+#define PREFILL(dtype, type, k_dim, v_dim, rows)                              \
+  {"paged_prefill_" #dtype "_" #k_dim "_" #v_dim "_m" #rows, "paged_prefill", \
+   "paged_prefill<" #type ", " #k_dim ", " #v_dim ", " #rows ">"},
+#define PREFILL_DIMS(...) PAGED_FOR_EACH_PREFILL(PREFILL, __VA_ARGS__)
+
 #define MERGE(dtype, type, v_dim) \
   {"paged_merge_" #dtype "_" #v_dim, "merge", "paged_merge<" #type ", " #v_dim ">"},
 #define MERGE_DIMS(...) PAGED_FOR_EACH_V_DIM(MERGE, __VA_ARGS__)
@@ -44,6 +49,7 @@ const std::vector<KernelName> kKernels = {
     PAGED_FOR_EACH_WORD(STRIDED)
     PAGED_FOR_EACH_DTYPE(DECODE_DIMS)
     PAGED_FOR_EACH_DTYPE(MATRIX_DIMS)
+    PAGED_FOR_EACH_DTYPE(PREFILL_DIMS)
     PAGED_FOR_EACH_DTYPE(MERGE_DIMS)
     // clang-format on
 };
@@ -112,6 +118,12 @@ KernelName decode_matrix_kernel(mx::Dtype dtype, int key_dim, int value_dim, int
   require_dims(key_dim, value_dim);
   return kernel_named(
       join("paged_decode_matrix_", dtype_name(dtype), "_", key_dim, "_", value_dim, "_m", rows));
+}
+
+KernelName prefill_kernel(mx::Dtype dtype, int key_dim, int value_dim, int rows) {
+  require_dims(key_dim, value_dim);
+  return kernel_named(
+      join("paged_prefill_", dtype_name(dtype), "_", key_dim, "_", value_dim, "_m", rows));
 }
 
 KernelName merge_kernel(mx::Dtype dtype, int value_dim) {

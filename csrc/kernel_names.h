@@ -24,6 +24,7 @@ struct KernelName {
 // Each names what metal/kernel_table.h has, or throws std::invalid_argument with what it does have.
 KernelName decode_kernel(mx::Dtype dtype, int key_dim, int value_dim, int queries);
 KernelName decode_matrix_kernel(mx::Dtype dtype, int key_dim, int value_dim, int rows);
+KernelName prefill_kernel(mx::Dtype dtype, int key_dim, int value_dim, int rows);
 KernelName merge_kernel(mx::Dtype dtype, int value_dim);
 KernelName kernel_named(const std::string& name);
 

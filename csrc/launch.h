@@ -71,15 +71,20 @@ LaunchList paged_attention_launches(
     const std::vector<mx::array>& in, const std::vector<mx::array>& out,
     const AttentionConstants& constants);
 
-// Which attention kernel serves an item, by the rows of its score matrix: query rows x query heads
-// of a group. Up to 3, vector units keep up with memory; from 4 on, the matrix units do.
+// Which attention kernel serves an item. The rule, in terms of the rows of its score matrix (query
+// rows x query heads of a group):
+//   - up to 3: paged_decode. The vector units keep up with memory, and nothing is padded to 8;
+//   - from 4 on: paged_decode_matrix, for decodes of larger groups and for drafts to verify. It
+//     reads every key once, for up to 64 rows (32 for head dims over 256);
+//   - prefill, more than 8 query rows: paged_prefill, in tiles of 32 or 64 rows. Head dims over 256
+//     would not fit its registers and stay with paged_decode_matrix.
+enum class AttentionKernel { decode, decode_matrix, prefill };
 struct AttentionVariant {
-  bool matrix;
-  int queries;  // template argument: queries of paged_decode, or rows of the matrix
+  AttentionKernel kernel;
+  int queries;  // its last template argument
 
-  bool operator==(const AttentionVariant&) const = default;
   auto operator<=>(const AttentionVariant&) const = default;
 };
-AttentionVariant attention_variant(int num_queries, int key_dim);
+AttentionVariant attention_variant(int query_rows, int group, int key_dim);
 
 }  // namespace mlx_paged

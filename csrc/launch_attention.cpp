@@ -24,8 +24,10 @@ static_assert(sizeof(paged::MergeItem) == sizeof(MergeItem));
 static_assert(offsetof(paged::MergeItem, num_splits) == offsetof(MergeItem, num_splits));
 
 constexpr float kLog2e = 1.44269504088896340736f;
-constexpr int kVectorQueries = 3;
-constexpr int kWidestOf64Rows = 256;  // head dim; wider heads take at most 32 rows
+constexpr int kMostVectorQueries = 3;
+constexpr int kMostDraftRows = 8;
+constexpr int kWideHead = 257;         // from this key dim on, a matrix has at most 32 rows
+constexpr int kWidePrefillHead = 129;  // likewise in paged_prefill
 
 // Operands of PagedAttention.
 enum { kQueries, kKeyPool, kValuePool, kPositions, kTables, kWork, kMerge, kSinks };
@@ -51,7 +53,7 @@ PlanSummary summarize(const std::vector<mx::array>& in) {
     if (rows <= 0) {
       continue;
     }
-    auto& range = plan.variants[attention_variant(rows * heads, in[kKeyPool].shape(3))];
+    auto& range = plan.variants[attention_variant(rows, heads, in[kKeyPool].shape(3))];
     range.fewest = std::min(range.fewest, rows);
     range.most = std::max(range.most, rows);
     if (work[i].partial_begin < 0) {
@@ -77,16 +79,19 @@ void set_constants(Launch& launch, const Params& params) {
 
 }  // namespace
 
-AttentionVariant attention_variant(int num_queries, int key_dim) {
-  if (num_queries <= kVectorQueries) {
-    return {false, num_queries};
+AttentionVariant attention_variant(int query_rows, int group, int key_dim) {
+  int queries = query_rows * group;
+  if (queries <= kMostVectorQueries) {
+    return {AttentionKernel::decode, queries};
   }
-  int most = key_dim <= kWidestOf64Rows ? 64 : 32;
+  if (query_rows > kMostDraftRows && key_dim < kWideHead) {
+    return {AttentionKernel::prefill, queries <= 32 || key_dim >= kWidePrefillHead ? 32 : 64};
+  }
   int rows = 8;
-  while (rows < std::min(num_queries, most)) {
+  while (rows < std::min(queries, key_dim < kWideHead ? 64 : 32)) {
     rows *= 2;
   }
-  return {true, rows};
+  return {AttentionKernel::decode_matrix, rows};
 }
 
 LaunchList paged_attention_launches(
@@ -150,19 +155,28 @@ LaunchList paged_attention_launches(
     launch.buffers.push_back({output, Access::write, out[0].nbytes()});
     launch.buffers.push_back({workspace, Access::write, list.workspaces[0]});
     set_constants(launch, params);
-    launch.grid = {uint32_t(num_items), uint32_t(num_kv_heads), 1};
-    if (variant.matrix) {
-      int most = rows.most * (num_q_heads / num_kv_heads);
-      launch.kernel = decode_matrix_kernel(dtype, key_dim, value_dim, variant.queries);
-      launch.grid[2] = paged::ceil_div(most, variant.queries);
-      launch.threadgroup = {32 * uint32_t(paged::matrix_simd_groups(key_dim)), 1, 1};
-      launch.threadgroup_memory =
-          paged::matrix_scratch(key_dim, value_dim, item_size, variant.queries).size;
-    } else {
-      launch.kernel = decode_kernel(dtype, key_dim, value_dim, variant.queries);
-      launch.threadgroup = {32 * paged::DECODE_SIMD_GROUPS, 1, 1};
-      launch.threadgroup_memory = paged::decode_scratch(value_dim);
+    int tiles = paged::ceil_div(rows.most * (num_q_heads / num_kv_heads), variant.queries);
+    launch.grid = {uint32_t(num_items), uint32_t(num_kv_heads), uint32_t(tiles)};
+    int simd_groups = 0;
+    switch (variant.kernel) {
+      case AttentionKernel::decode:
+        launch.kernel = decode_kernel(dtype, key_dim, value_dim, variant.queries);
+        launch.threadgroup_memory = paged::decode_scratch(value_dim);
+        simd_groups = paged::DECODE_SIMD_GROUPS;
+        break;
+      case AttentionKernel::decode_matrix:
+        launch.kernel = decode_matrix_kernel(dtype, key_dim, value_dim, variant.queries);
+        launch.threadgroup_memory =
+            paged::matrix_scratch(key_dim, value_dim, item_size, variant.queries).size;
+        simd_groups = paged::matrix_simd_groups(key_dim);
+        break;
+      case AttentionKernel::prefill:
+        launch.kernel = prefill_kernel(dtype, key_dim, value_dim, variant.queries);
+        launch.threadgroup_memory = paged::prefill_scratch(key_dim, value_dim, item_size);
+        simd_groups = paged::PREFILL_SIMD_GROUPS;
+        break;
     }
+    launch.threadgroup = {32 * uint32_t(simd_groups), 1, 1};
     list.launches.push_back(launch);
   }
 

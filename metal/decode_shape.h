@@ -103,4 +103,31 @@ constexpr MatrixScratch matrix_scratch(int k_dim, int v_dim, int item_size, int 
       k_dim, v_dim, item_size, rows, matrix_tokens(k_dim, v_dim, item_size, rows));
 }
 
+// --- paged_prefill: a SIMD-group's rows of the score matrix
+// ---------------------------------------
+
+enum { PREFILL_SIMD_GROUPS = 4 };
+
+// Elements from one token to the next in a tile.
+constexpr int prefill_pitch(int dim, int item_size) {
+  return dim + 16 / item_size;
+}
+
+// Bytes: a tile of keys and one of values.
+constexpr int prefill_scratch_of(int k_dim, int v_dim, int item_size, int tokens) {
+  return tokens * (prefill_pitch(k_dim, item_size) + prefill_pitch(v_dim, item_size)) * item_size;
+}
+
+constexpr int prefill_tokens(int k_dim, int v_dim, int item_size) {
+  int tokens = 32;
+  while (tokens > 8 && prefill_scratch_of(k_dim, v_dim, item_size, tokens) > 16 * 1024) {
+    tokens /= 2;
+  }
+  return tokens;
+}
+
+constexpr int prefill_scratch(int k_dim, int v_dim, int item_size) {
+  return prefill_scratch_of(k_dim, v_dim, item_size, prefill_tokens(k_dim, v_dim, item_size));
+}
+
 }  // namespace paged

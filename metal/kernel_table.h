@@ -65,3 +65,21 @@
   X(__VA_ARGS__, 8)                        \
   X(__VA_ARGS__, 16)                       \
   X(__VA_ARGS__, 32)
+
+// Rows of the matrix of paged_prefill, likewise; the widest heads have none.
+#define PAGED_FOR_EACH_PREFILL(X, ...) \
+  X(__VA_ARGS__, 32, 32, 32)           \
+  X(__VA_ARGS__, 32, 32, 64)           \
+  X(__VA_ARGS__, 64, 64, 32)           \
+  X(__VA_ARGS__, 64, 64, 64)           \
+  X(__VA_ARGS__, 80, 80, 32)           \
+  X(__VA_ARGS__, 80, 80, 64)           \
+  X(__VA_ARGS__, 96, 96, 32)           \
+  X(__VA_ARGS__, 96, 96, 64)           \
+  X(__VA_ARGS__, 112, 112, 32)         \
+  X(__VA_ARGS__, 112, 112, 64)         \
+  X(__VA_ARGS__, 128, 128, 32)         \
+  X(__VA_ARGS__, 128, 128, 64)         \
+  X(__VA_ARGS__, 192, 128, 32)         \
+  X(__VA_ARGS__, 192, 192, 32)         \
+  X(__VA_ARGS__, 256, 256, 32)

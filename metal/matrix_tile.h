@@ -39,23 +39,23 @@ METAL_FUNC Slice slice_of(int dim, int columns, uint simd_id) {
   return slice;
 }
 
-// TOKENS rows of WIDTH elements, loaded by one SIMD-group, 16 bytes a lane. First all loads, which
-// are then in flight together, later the stores.
-template <typename T, int TOKENS, int WIDTH>
+// TOKENS rows of WIDTH elements, loaded by THREADS threads (a SIMD-group, or a threadgroup), 16
+// bytes each. First all loads, which are then in flight together, later the stores.
+template <typename T, int TOKENS, int WIDTH, int THREADS>
 struct TileLoader {
   static constexpr constant int CHUNK = chunk_size<T>();
   static constexpr constant int ROW_CHUNKS = WIDTH / CHUNK;
-  static constexpr constant int LOADS = ceil_div(TOKENS * ROW_CHUNKS, 32);
+  static constexpr constant int LOADS = ceil_div(TOKENS * ROW_CHUNKS, THREADS);
 
   uint4 chunks[LOADS];
 
   // Tokens [first, first + TOKENS) of a sequence; those at `end` and after become zeros.
   METAL_FUNC void load(
       device const T* pool, int dim, int num_heads, int head, BlockTable table, int first, int end,
-      Slice slice, uint lane) thread {
+      Slice slice, uint thread_id) thread {
     PAGED_UNROLL
     for (int i = 0; i < LOADS; i++) {
-      int chunk = i * 32 + int(lane);
+      int chunk = i * THREADS + int(thread_id);
       int token = first + chunk / ROW_CHUNKS;
       int element = slice.begin + chunk % ROW_CHUNKS * CHUNK;
       chunks[i] = uint4(0);
@@ -66,10 +66,10 @@ struct TileLoader {
     }
   }
 
-  METAL_FUNC void store(threadgroup T* tile, int pitch, uint lane) const thread {
+  METAL_FUNC void store(threadgroup T* tile, int pitch, uint thread_id) const thread {
     PAGED_UNROLL
     for (int i = 0; i < LOADS; i++) {
-      int chunk = i * 32 + int(lane);
+      int chunk = i * THREADS + int(thread_id);
       if (chunk < TOKENS * ROW_CHUNKS) {
         threadgroup T* to = tile + chunk / ROW_CHUNKS * pitch + chunk % ROW_CHUNKS * CHUNK;
         *(threadgroup uint4*)to = chunks[i];

@@ -184,8 +184,8 @@ kernel void paged_decode_matrix(
   }
 
   for (int first = seen.begin; first < seen.end; first += TOKENS) {
-    TileLoader<T, TOKENS, 8 * K_COLUMNS> keys;
-    TileLoader<T, TOKENS, 8 * V_COLUMNS> values;
+    TileLoader<T, TOKENS, 8 * K_COLUMNS, 32> keys;
+    TileLoader<T, TOKENS, 8 * V_COLUMNS, 32> values;
     keys.load(key_pool, K_DIM, params.num_kv_heads, kv_head, table, first, seen.end, k_slice, lane);
     values.load(
         value_pool, V_DIM, params.num_kv_heads, kv_head, table, first, seen.end, v_slice, lane);
