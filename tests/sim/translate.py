@@ -391,12 +391,16 @@ def _entry(out: Translation, at: Token, host: str, function: str, kernel: Kernel
         f"using _P{i} = metal::__parameter_t<decltype({function}), {i}>; "
         for i in range(len(kernel.parameters))
     ]
-    text = f'extern "C" void __sim_entry() {{ {"".join(types)}{function}({", ".join(bound)}); }}'
+    # decltype of a function needs this where the function is no template.
+    pragma = '_Pragma("OPENCL EXTENSION __cl_clang_function_pointers : {}")'
+    text = (
+        f'{pragma.format("enable")} extern "C" void __sim_entry() {{ {"".join(types)}'
+        f'{function}({", ".join(bound)}); }} {pragma.format("disable")}'
+    )
     slot = Token("space", "", at.file, at.line)
     # A kernel that is no template is entered after its body: forward declarations do not exist yet.
     where = next(i for i, t in enumerate(out._tokens) if t is at)
     if kernel.name == function:
-        text = f"{text} "
         out._tokens.append(slot)
     else:
         out._tokens.insert(where, slot)
