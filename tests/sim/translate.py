@@ -322,7 +322,7 @@ def _kernel(out: Translation, head: list[Token], name: str) -> None:
     for token in keyword:
         token.drop()
     at = next(i for i, t in enumerate(head) if t.text == name and head[i + 1].text == "(")
-    parameters = [_parameter(p) for p in split(head[at + 2 : closing(head, at + 1)])]
+    parameters = _number([_parameter(p) for p in split(head[at + 2 : closing(head, at + 1)])])
     host = [a.arguments.strip('"') for a in attributes if a.name == "host_name"]
     kernel = Kernel(name, parameters, head[at].place, attributes)
     known = out.kernels.setdefault(name, kernel)
@@ -347,8 +347,23 @@ def _parameter(part: list[Token]) -> Parameter:
             else:
                 raise MetalError(f"{token.place}: unknown parameter attribute {attribute.name}")
     if not kind:
-        raise MetalError(f"{part[0].place}: kernel parameter `{spelled(part)}` has no attribute")
+        outside = {t.text for t in _outside_templates([t for t in part if t.is_code])}
+        if not outside & {"*", "&"}:
+            raise MetalError(f"{part[0].place}: kernel parameter `{spelled(part)}` has no attribute")
+        kind, index = "threadgroup" if "threadgroup" in outside else "buffer", -1
     return Parameter(kind, index, condition)
+
+
+def _number(parameters: list[Parameter]) -> list[Parameter]:
+    """Buffers without an index get the first ones that are free, in order."""
+    for kind in ("buffer", "threadgroup"):
+        mine = [p for p in parameters if p.kind == kind]
+        taken = {p.index for p in mine}
+        free = iter([i for i in range(64) if i not in taken])
+        for parameter in mine:
+            if parameter.index < 0:
+                parameter.index = next(free)
+    return parameters
 
 
 def _instantiation(out: Translation, decl: list[Token]) -> None:
