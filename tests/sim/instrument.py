@@ -8,6 +8,7 @@ still has its address space. Address spaces are taken out afterwards: memory is 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 SITE = "1366515437"  # __MSL_SITE
@@ -24,6 +25,7 @@ _CALL = re.compile(rf"\b(?:call|invoke)\b[^@]*@([\w.$]+|\"[^\"]*\")\(")
 _DEFINE = re.compile(r"^define .*?@([\w.$]+|\"[^\"]*\")\(")
 _LABEL = re.compile(r'^(?:[\w.$-]+|"[^"]*"):')
 _MEMORY_CALL = re.compile(r"@llvm\.(memcpy|memmove|memset)\.")
+_OBJECT = re.compile(r"^_ZNU9CLgeneric")  # a method's own object
 _POINTER_SUFFIX = re.compile(r"(@llvm\.[\w.]*)")
 
 
@@ -76,6 +78,10 @@ class DebugInfo:
                 function = name[1] if name else "?"
             node = _reference(text, "scope")
         return file, function
+
+    def subprogram(self, text: str) -> tuple[str, str]:
+        name = re.search(r'name: "([^"]*)"', text)
+        return self._file(_reference(text, "file")), name[1] if name else "?"
 
     def _file(self, node: str) -> str:
         found = re.search(r'filename: "([^"]*)"', self.nodes.get(node, ""))
@@ -178,6 +184,7 @@ class Instrumenter:
             "", self.sites, self.blocks, frozenset(self.lines), initialisers=initialisers
         )
         text = self._globals(text, result)
+        result.refused = list(self._without_address_space())
         size = max(1, len(self.blocks))
         declarations = (
             f"@sim_blocks = global [{size} x i8] zeroinitializer\n"
@@ -296,6 +303,20 @@ class Instrumenter:
             self.site_numbers[key] = len(self.sites)
             self.sites.append(site)
         return self.site_numbers[key]
+
+    def _without_address_space(self) -> Iterator[str]:
+        """Functions of the kernels that take a pointer or reference to the generic address space: in
+        Metal it has none, so the type lacks its address space."""
+        for text in self.debug.nodes.values():
+            name = re.search(r'linkageName: "([^"]*)"', text)
+            if not name or not text.startswith("!DISubprogram") or "Artificial" in text:
+                continue
+            if "U9CLgeneric" not in _OBJECT.sub("", name[1]):
+                continue
+            file, function = self.debug.subprogram(text)
+            if file in self.user_files:
+                line = _number(text, "line")
+                yield f"{file}:{line}: error: {function} takes a pointer or reference without an address space"
 
     # --- Where generic pointers come from ---------------------------------------------------------
 

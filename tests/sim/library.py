@@ -241,7 +241,7 @@ def _tables(result: Any, names: list[str], shown: Callable[[str], str]) -> str:
     global_list = ", ".join(f"{{{v}, {n}}}" for _, v, n in program)
     declared = "".join(f'extern char {v}[] asm("{s}");\n' for s, v, _ in [*symbols, *program])
     starts = "".join(f'extern "C" void {n}();\n' for n in result.initialisers)
-    return f"""#include "state.h"
+    return f"""#include "tables.h"
 {entries}{declared}{starts}
 extern const SimSite sim_sites[] = {{ {sites or '{}'} }};
 extern const SimKernel sim_kernels[] = {{ {kernels} }};

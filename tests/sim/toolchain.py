@@ -23,7 +23,7 @@ NO_CLANG = (
 FRONT_FLAGS = [
     *("-x", "clcpp", "-cl-std=clc++", "-cl-no-stdinc", "-cl-single-precision-constant", "-w"),
     *("-Xclang", "-ffake-address-space-map", "-fdeclspec", "-fPIC", "-fno-strict-aliasing"),
-    *("-gline-tables-only", "-O0", "-Xclang", "-disable-O0-optnone", "-ferror-limit=8"),
+    *("-gline-tables-only", "-fdebug-info-for-profiling", "-O0", "-Xclang", "-disable-O0-optnone", "-ferror-limit=8"),
     # Locals begin as NaN; indices into them and divisors are checked.
     "-ftrivial-auto-var-init=pattern",
     *("-fsanitize=array-bounds,integer-divide-by-zero", "-fno-sanitize-recover=all"),
@@ -125,7 +125,9 @@ def _cxx_flags() -> list[str]:
 @functools.cache
 def _runtime() -> list[str]:
     """Object files of the simulator, compiled when its sources changed."""
-    folder = CACHE / f"runtime-{sources_hash()[:16]}"
+    sources = sorted((HERE / "runtime").iterdir())
+    digest = hashlib.sha256(repr(_cxx_flags()).encode() + b"".join(p.read_bytes() for p in sources))
+    folder = CACHE / f"runtime-{digest.hexdigest()[:16]}"
     objects = []
     for source in sorted((HERE / "runtime").glob("*.cpp")):
         target = folder / f"{source.stem}.o"

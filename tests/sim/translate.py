@@ -322,7 +322,7 @@ def _kernel(out: Translation, head: list[Token], name: str) -> None:
     for token in keyword:
         token.drop()
     at = next(i for i, t in enumerate(head) if t.text == name and head[i + 1].text == "(")
-    parameters = [_parameter(p) for p in split(head[at + 2 : closing(head, at + 1)])]
+    parameters = _number([_parameter(p) for p in split(head[at + 2 : closing(head, at + 1)])])
     host = [a.arguments.strip('"') for a in attributes if a.name == "host_name"]
     kernel = Kernel(name, parameters, head[at].place, attributes)
     known = out.kernels.setdefault(name, kernel)
@@ -347,8 +347,23 @@ def _parameter(part: list[Token]) -> Parameter:
             else:
                 raise MetalError(f"{token.place}: unknown parameter attribute {attribute.name}")
     if not kind:
-        raise MetalError(f"{part[0].place}: kernel parameter `{spelled(part)}` has no attribute")
+        outside = {t.text for t in _outside_templates([t for t in part if t.is_code])}
+        if not outside & {"*", "&"}:
+            raise MetalError(f"{part[0].place}: kernel parameter `{spelled(part)}` has no attribute")
+        kind, index = "threadgroup" if "threadgroup" in outside else "buffer", -1
     return Parameter(kind, index, condition)
+
+
+def _number(parameters: list[Parameter]) -> list[Parameter]:
+    """Buffers without an index get the first ones that are free, in order."""
+    for kind in ("buffer", "threadgroup"):
+        mine = [p for p in parameters if p.kind == kind]
+        taken = {p.index for p in mine}
+        free = iter([i for i in range(64) if i not in taken])
+        for parameter in mine:
+            if parameter.index < 0:
+                parameter.index = next(free)
+    return parameters
 
 
 def _instantiation(out: Translation, decl: list[Token]) -> None:
@@ -391,12 +406,16 @@ def _entry(out: Translation, at: Token, host: str, function: str, kernel: Kernel
         f"using _P{i} = metal::__parameter_t<decltype({function}), {i}>; "
         for i in range(len(kernel.parameters))
     ]
-    text = f'extern "C" void __sim_entry() {{ {"".join(types)}{function}({", ".join(bound)}); }}'
+    # decltype of a function needs this where the function is no template.
+    pragma = '_Pragma("OPENCL EXTENSION __cl_clang_function_pointers : {}")'
+    text = (
+        f'{pragma.format("enable")} extern "C" void __sim_entry() {{ {"".join(types)}'
+        f'{function}({", ".join(bound)}); }} {pragma.format("disable")}'
+    )
     slot = Token("space", "", at.file, at.line)
     # A kernel that is no template is entered after its body: forward declarations do not exist yet.
     where = next(i for i, t in enumerate(out._tokens) if t is at)
     if kernel.name == function:
-        text = f"{text} "
         out._tokens.append(slot)
     else:
         out._tokens.insert(where, slot)

@@ -167,7 +167,7 @@ void check(uint64_t address, uint64_t bytes, bool reads, bool writes, bool atomi
     return;
   }
   if (address % sim_sites[site].align) {
-    fault("misaligned", site, 0,
+    fatal("misaligned", site,
           std::string(writes ? "write" : "read") + " of " + std::to_string(bytes) +
               " bytes at an address that is " + std::to_string(address % sim_sites[site].align) +
               " bytes past a multiple of " + std::to_string(sim_sites[site].align) + ", at " + place(site) +
