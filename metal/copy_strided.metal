@@ -4,5 +4,5 @@
 #include "instantiate.h"
 #include "kernel_table.h"
 
-#define INSTANTIATE(bits, type) PAGED_INSTANTIATE("copy_strided_" #bits, copy_strided<type>)
-PAGED_FOR_EACH_WORD(INSTANTIATE)
+#define STRIDED(bits, type) PAGED_INSTANTIATE("copy_strided_" #bits, copy_strided<type>)
+PAGED_FOR_EACH_WORD(STRIDED)

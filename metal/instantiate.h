@@ -4,4 +4,4 @@
 
 // One instantiation of a kernel template under its host name.
 #define PAGED_INSTANTIATE(name, ...) \
-  template [[host_name(name)]] kernel decltype(__VA_ARGS__) __VA_ARGS__;
+  template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;

@@ -4,7 +4,7 @@
 #include "kernel_table.h"
 #include "merge.h"
 
-#define INSTANTIATE(dtype, type, v_dim) \
+#define MERGE(dtype, type, v_dim) \
   PAGED_INSTANTIATE("paged_merge_" #dtype "_" #v_dim, paged_merge<type, v_dim>)
-#define FOR_DIMS(...) PAGED_FOR_EACH_V_DIM(INSTANTIATE, __VA_ARGS__)
-PAGED_FOR_EACH_DTYPE(FOR_DIMS)
+#define MERGE_DIMS(...) PAGED_FOR_EACH_V_DIM(MERGE, __VA_ARGS__)
+PAGED_FOR_EACH_DTYPE(MERGE_DIMS)

@@ -4,13 +4,13 @@
 #include "kernel_table.h"
 #include "paged_decode_matrix.h"
 
-#define INSTANTIATE(dtype, type, k_dim, v_dim, rows)                  \
+#define MATRIX(dtype, type, k_dim, v_dim, rows)                       \
   PAGED_INSTANTIATE(                                                  \
       "paged_decode_matrix_" #dtype "_" #k_dim "_" #v_dim "_m" #rows, \
       paged_decode_matrix<type, k_dim, v_dim, rows>)
-#define FOR_NARROW(...) PAGED_FOR_EACH_NARROW_MATRIX(INSTANTIATE, __VA_ARGS__)
-#define FOR_WIDE(...) PAGED_FOR_EACH_WIDE_MATRIX(INSTANTIATE, __VA_ARGS__)
-#define FOR_DIMS(...)                                \
-  PAGED_FOR_EACH_NARROW_DIM(FOR_NARROW, __VA_ARGS__) \
-  PAGED_FOR_EACH_WIDE_DIM(FOR_WIDE, __VA_ARGS__)
-PAGED_FOR_EACH_DTYPE(FOR_DIMS)
+#define MATRIX_NARROW(...) PAGED_FOR_EACH_NARROW_MATRIX(MATRIX, __VA_ARGS__)
+#define MATRIX_WIDE(...) PAGED_FOR_EACH_WIDE_MATRIX(MATRIX, __VA_ARGS__)
+#define MATRIX_DIMS(...)                                \
+  PAGED_FOR_EACH_NARROW_DIM(MATRIX_NARROW, __VA_ARGS__) \
+  PAGED_FOR_EACH_WIDE_DIM(MATRIX_WIDE, __VA_ARGS__)
+PAGED_FOR_EACH_DTYPE(MATRIX_DIMS)

@@ -4,9 +4,9 @@
 #include "kernel_table.h"
 #include "paged_prefill.h"
 
-#define INSTANTIATE(dtype, type, k_dim, v_dim, rows)            \
+#define PREFILL(dtype, type, k_dim, v_dim, rows)                \
   PAGED_INSTANTIATE(                                            \
       "paged_prefill_" #dtype "_" #k_dim "_" #v_dim "_m" #rows, \
       paged_prefill<type, k_dim, v_dim, rows>)
-#define FOR_DIMS(...) PAGED_FOR_EACH_PREFILL(INSTANTIATE, __VA_ARGS__)
-PAGED_FOR_EACH_DTYPE(FOR_DIMS)
+#define PREFILL_DIMS(...) PAGED_FOR_EACH_PREFILL(PREFILL, __VA_ARGS__)
+PAGED_FOR_EACH_DTYPE(PREFILL_DIMS)

@@ -69,7 +69,9 @@ void CopyBlocks::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::arra
   for (size_t i = 0; i < out.size(); i++) {
     alias_or_copy_pool(in[i], out[i], stream());
   }
-  metal::encode(copy_blocks_launches(in, out), in, out, stream());
+  auto inputs = in;
+  inputs.back() = readable(in.back(), stream());
+  metal::encode(copy_blocks_launches(inputs, out), inputs, out, stream());
 }
 
 void GatherKV::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {

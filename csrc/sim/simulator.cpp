@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -28,9 +29,33 @@ Simulator simulator() {
   return found;
 }
 
-struct Memory {
-  void* data;
-  uint64_t bytes;
+// An operand where a GPU would have it: at a multiple of 16 bytes. MLX's CPU arrays begin 8 bytes
+// past one.
+class Operand {
+ public:
+  Operand(void* data, uint64_t bytes) : data_(data), bytes_(bytes) {
+    if (reinterpret_cast<uintptr_t>(data) % sizeof(Chunk)) {
+      copy_.resize((bytes + sizeof(Chunk) - 1) / sizeof(Chunk));
+      std::memcpy(copy_.data(), data, bytes);
+    }
+  }
+
+  void* data() { return copy_.empty() ? data_ : copy_.data(); }
+
+  // After the launches, for what they wrote.
+  void write_back() {
+    if (!copy_.empty()) {
+      std::memcpy(data_, copy_.data(), bytes_);
+    }
+  }
+
+ private:
+  struct alignas(16) Chunk {
+    char bytes[16];
+  };
+  void* data_;
+  uint64_t bytes_;
+  std::vector<Chunk> copy_;
 };
 
 // A buffer that an earlier launch of the list wrote is not poisoned again.
@@ -46,13 +71,12 @@ uint32_t access_of(const Binding& binding, bool written_before) {
   throw std::logic_error("[simulator] unknown access");
 }
 
-void run_launch(const Launch& launch, const std::vector<Memory>& operands, std::set<int>& written) {
+void run_launch(const Launch& launch, std::vector<Operand>& operands, std::set<int>& written) {
   std::vector<MetalSimBuffer> buffers;
   for (const auto& binding : launch.buffers) {
-    const auto& memory = operands[binding.operand];
     buffers.push_back(
-        {uint32_t(buffers.size()), access_of(binding, written.count(binding.operand)), memory.data,
-         binding.bytes, nullptr});
+        {uint32_t(buffers.size()), access_of(binding, written.count(binding.operand)),
+         operands[binding.operand].data(), binding.bytes, nullptr});
   }
   for (const auto& binding : launch.buffers) {
     if (binding.access != Access::read) {
@@ -100,9 +124,9 @@ void run(
     mx::Stream stream) {
   mx::synchronize(stream);
   LaunchList list = build(in, out);
-  std::vector<Memory> operands;
+  std::vector<Operand> operands;
   auto add = [&](const mx::array& a) {
-    operands.push_back({const_cast<char*>(a.data<char>()), a.nbytes()});
+    operands.emplace_back(const_cast<char*>(a.data<char>()), a.nbytes());
   };
   for (const auto& a : in) {
     add(a);
@@ -113,11 +137,14 @@ void run(
   std::vector<std::vector<float>> workspaces;
   for (uint64_t bytes : list.workspaces) {
     workspaces.emplace_back((bytes + 3) / 4);
-    operands.push_back({workspaces.back().data(), bytes});
+    operands.emplace_back(workspaces.back().data(), bytes);
   }
   std::set<int> written;
   for (const auto& launch : list.launches) {
     run_launch(launch, operands, written);
+  }
+  for (int operand : written) {
+    operands[operand].write_back();
   }
 }
 
