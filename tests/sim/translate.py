@@ -410,7 +410,7 @@ def _instantiation(out: Translation, decl: list[Token]) -> None:
     for token in decl[1:]:
         token.drop()
     decl[0].text = ""
-    _entry(out, decl[0], host[0].strip('"'), expression, out.kernels[name])
+    _entry(out, decl[0], re.sub(r'"\s*"', '', host[0]).strip('"'), expression, out.kernels[name])
 
 
 def _entry(out: Translation, at: Token, host: str, function: str, kernel: Kernel) -> None:
