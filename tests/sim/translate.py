@@ -453,13 +453,14 @@ def _threadgroup_variables(body: list[Token]) -> None:
     code = [t for t in body if t.is_code]
     i = 1
     while i < len(code):
-        begins = code[i - 1].text in (";", "{", "}")
-        end = next((j for j in range(i, len(code)) if code[j].text in (";", "{")), len(code) - 1)
-        words = [t.text for t in code[i:end]]
-        if begins and "threadgroup" in words[: 8 if "alignas" in words else 3]:
+        at = i
+        while code[at].text in ("static", "const", "volatile", "alignas"):
+            at = closing(code, at + 1) + 1 if code[at].text == "alignas" else at + 1
+        if code[i - 1].text in (";", "{", "}") and code[at].text == "threadgroup":
+            end = next(j for j in range(at, len(code)) if code[j].text == ";")
             _threadgroup_variable(code[i:end])
-            i = end
-        i += 1
+            at = end
+        i = max(i + 1, at)
 
 
 def _threadgroup_variable(decl: list[Token]) -> None:
