@@ -17,6 +17,7 @@ PRIVATE, PROGRAM, GENERIC = 0, 1, 4
 _SPACE_NAMES = {1: "constant", 2: "constant", 3: "threadgroup", 5: "device", 6: "constant"}
 
 _SPACE = re.compile(r" ?addrspace\((\d+)\)")
+_OUTER_SPACE = re.compile(r"addrspace\((\d+)\)\*?$")  # of `float addrspace(1)*`, `ptr addrspace(1)`
 _NAME = r'[%@](?:[\w.$-]+|"[^"]*")'
 _LAST_NAME = re.compile(rf"({_NAME})$")
 _DBG = re.compile(r", !dbg !(\d+)")
@@ -337,8 +338,8 @@ class Instrumenter:
     def _space(self, pointer: str, depth: int = 0) -> int:
         """Address space of `TYPE %name`, looked up where the type says generic."""
         head = pointer.split("(", 1)[0] if pointer.startswith("getelementptr") else pointer
-        spaces = _SPACE.findall(_pointer_type(pointer))
-        space = int(spaces[-1]) if spaces else PRIVATE
+        outer = _OUTER_SPACE.search(_pointer_type(pointer))
+        space = int(outer[1]) if outer else PRIVATE
         name = _LAST_NAME.search(head)
         if space != GENERIC or not name or depth > 40:
             return space

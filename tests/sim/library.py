@@ -215,7 +215,9 @@ class SimLibrary:
             ("__attribute__((opencl_global_host))", "constant"), ("__bfloat", "bfloat"),
         ):  # fmt: skip
             text = text.replace(ours, metals)
-        return text.replace(f"{self.root.parent}{os.sep}", "")
+        lines = text.replace(f"{self.root.parent}{os.sep}", "").split("\n")
+        ours = {i + k for i, line in enumerate(lines) if " void __sim_entry" in line for k in (0, 1)}
+        return "\n".join(line for i, line in enumerate(lines) if i not in ours)
 
 
 def _dims(given: Dims) -> Any:

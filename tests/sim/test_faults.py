@@ -253,6 +253,8 @@ def test_launches_that_no_gpu_takes() -> None:
         ("half4 h = float4(1);", "no viable conversion"),
         ("data[0] = float4(1).xyq;", "xyq"),
         ("threadgroup float x = 1;", "initial value"),
+        ("bfloat b = 1.5f;", "no viable conversion"),
+        ("bfloat b = bfloat(1.5f); b = max(b, b);", "no viable"),
     ],
 )  # fmt: skip
 def test_refused(statement, says) -> None:
@@ -268,7 +270,7 @@ def test_refused(statement, says) -> None:
         ("#include <vector>\n", "vector"),
         ("void f(float* p) {}", "must name an address space"),
         ("struct S { int n; };\ninline int f(const S& s) { return s.n; }\nkernel void k(device int* d [[buffer(0)]]) { S s = {1}; d[0] = f(s); }", "without an address space"),
-        ("struct S { int n; };\nint f(S* s) { return s->n; }", "without an address space"),
+        ("struct S { int n; };\nint f(S* s) { return s->n; }\nkernel void k(device int* d [[buffer(0)]]) { S s = {1}; d[0] = f(&s); }", "without an address space"),
         ("struct S { int n; int get() { return n; } };\nkernel void k(constant S& s [[buffer(0)]], device int* d [[buffer(1)]]) { d[0] = s.get(); }", "get"),
         ("kernel void k(float p) {}", "has no attribute"),
         ("kernel void k(uint i [[thread_in_the_grid]]) {}", "unknown parameter attribute"),

@@ -95,6 +95,8 @@ class Translation:
     constants: dict[str, int] = field(default_factory=dict)  # function constant -> index
     functions: list[Function] = field(default_factory=list)
     swizzles: set[str] = field(default_factory=set)
+    classes: int = 0  # seen so far
+    methods: set[str] = field(default_factory=set)  # with an address space, by class
     _tokens: list[Token] = field(default_factory=list)
 
     @property
@@ -202,6 +204,7 @@ def _declaration(out: Translation, code: list[Token], start: int, class_name: st
                 _scope(out, inside, "")
                 return end + 1
             if "enum" not in words and words & {"struct", "class", "union"} and "(" not in words:
+                out.classes += 1
                 _scope(out, inside, _class_name(head))
             elif "(" in words and ("=" not in words or "operator" in words):
                 _function(out, head, code[i : end + 1], class_name)
@@ -246,7 +249,7 @@ def _function(out: Translation, head: list[Token], body: list[Token], class_name
     name = _function_name(head)
     out.functions.append(Function(name, body[0].file, body[0].line, body[-1].line))
     if class_name:
-        _qualify_method(head, name, class_name)
+        _qualify_method(out, head, body, name, class_name)
     _kernel(out, head, name)
     _threadgroup_variables(body)
 
@@ -260,18 +263,38 @@ def _function_name(head: list[Token]) -> str:
     return code[at - 1].text
 
 
-def _qualify_method(head: list[Token], name: str, class_name: str) -> None:
-    """Metal's methods are for `thread` objects unless they say otherwise."""
+def _qualify_method(
+    out: Translation, head: list[Token], body: list[Token], name: str, class_name: str
+) -> None:
+    """Metal's methods are for `thread` objects unless they say otherwise. The dialect has one word for
+    `device` and `constant` objects, so of two overloads for these one stays."""
     words = {t.text for t in _outside_templates(head)}
-    if name in (class_name, "~") or words & {"static", "friend", "~"}:
+    if words & {"static", "friend", "~"}:
         return
-    end = max(i for i, t in enumerate(head) if t.text == ")")
-    if any(t.text in SPACES for t in head[end:]):
-        return
-    at = end
-    while at + 1 < len(head) and head[at + 1].text in ("const", "volatile"):
+    opening = [i for i, t in enumerate(head) if t.text == "(" and _at_top(head, i)]
+    first = opening[1 if name.endswith("( )") or head[opening[0] - 1].text == "operator" else 0]
+    end = at = closing(head, first)
+    while at + 1 < len(head) and head[at + 1].text in ("const", "volatile", *SPACES):
         at += 1
-    head[at].text += " __private"
+    space = next((t for t in head[end:at + 1] if t.text in SPACES), None)
+    if name == class_name:  # constructors are for every address space
+        if space:
+            space.drop()
+    elif space is None:
+        head[at].text += " __private"
+    elif space.text in ("device", "constant"):
+        space.text = "__global"
+    if space:
+        key = f"{out.classes} {class_name} {spelled(head[:at + 1])}"
+        if key in out.methods:
+            for token in [*head, *body]:
+                token.drop()
+        out.methods.add(key)
+
+
+def _at_top(head: list[Token], at: int) -> bool:
+    """Whether the bracket is outside all others, of templates too."""
+    return any(t is head[at] for t in _outside_templates(head[: at + 1]))
 
 
 def _statement(out: Translation, decl: list[Token], class_name: str) -> None:
@@ -287,7 +310,7 @@ def _statement(out: Translation, decl: list[Token], class_name: str) -> None:
     elif "(" in words and ("=" not in words or "operator" in words):
         name = _function_name(code)
         if class_name:
-            _qualify_method(decl, name, class_name)
+            _qualify_method(out, decl, [], name, class_name)
         _kernel(out, decl, name)
     elif "constant" in words:
         _program_scope_constant(out, decl)
@@ -430,13 +453,14 @@ def _threadgroup_variables(body: list[Token]) -> None:
     code = [t for t in body if t.is_code]
     i = 1
     while i < len(code):
-        begins = code[i - 1].text in (";", "{", "}")
-        end = next((j for j in range(i, len(code)) if code[j].text in (";", "{")), len(code) - 1)
-        words = [t.text for t in code[i:end]]
-        if begins and "threadgroup" in words[: 8 if "alignas" in words else 3]:
+        at = i
+        while code[at].text in ("static", "const", "volatile", "alignas"):
+            at = closing(code, at + 1) + 1 if code[at].text == "alignas" else at + 1
+        if code[i - 1].text in (";", "{", "}") and code[at].text == "threadgroup":
+            end = next(j for j in range(at, len(code)) if code[j].text == ";")
             _threadgroup_variable(code[i:end])
-            i = end
-        i += 1
+            at = end
+        i = max(i + 1, at)
 
 
 def _threadgroup_variable(decl: list[Token]) -> None:

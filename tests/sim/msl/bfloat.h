@@ -1,4 +1,6 @@
-// bfloat: 16 bits of a float, rounded to nearest even after every operation.
+// bfloat: 16 bits of a float, rounded to nearest even after every operation. It becomes a float by
+// itself, but nothing of floating point becomes a bfloat without being asked to. The library has no
+// functions of bfloat: they take it as a float and return a float.
 #pragma once
 #include "types.h"
 
@@ -6,13 +8,17 @@ namespace metal {
 
 template <class A>
 struct __is_builtin : bool_constant<__is_integral(A) || __is_floating_point(A)> {};
+template <class A>
+struct __is_float : bool_constant<__is_floating_point(A)> {};
 
 struct __bfloat {
   ushort __bits;
 
   __bfloat() = default;
-  template <class A, class = enable_if_t<__is_builtin<A>::value>>
+  template <class A, enable_if_t<is_integral<A>::value, int> = 0>
   __MSL_INLINE constexpr __bfloat(A value) : __bits(__round(float(value))) {}
+  template <class A, enable_if_t<__is_float<A>::value, int> = 0>
+  __MSL_INLINE constexpr explicit __bfloat(A value) : __bits(__round(float(value))) {}
   __MSL_INLINE constexpr operator float() const { return __widen(__bits); }
 
   __MSL_INLINE static constexpr float __widen(ushort bits) {
@@ -30,22 +36,21 @@ template <class A>
 using __with_bfloat = enable_if_t<__is_builtin<A>::value,
                                   conditional_t<is_integral<A>::value, __bfloat, float>>;
 
-#define __MSL_BFLOAT_OP(op)                                                              \
-  __MSL_INLINE constexpr __bfloat operator op(__bfloat a, __bfloat b) {                  \
-    return float(a) op float(b);                                                         \
-  }                                                                                      \
-  template <class A>                                                                     \
-  __MSL_INLINE constexpr __with_bfloat<A> operator op(__bfloat a, A b) {                 \
-    return float(a) op float(b);                                                         \
-  }                                                                                      \
-  template <class A>                                                                     \
-  __MSL_INLINE constexpr __with_bfloat<A> operator op(A a, __bfloat b) {                 \
-    return float(a) op float(b);                                                         \
-  }                                                                                      \
-  template <class A>                                                                     \
-  __MSL_INLINE __bfloat& operator op##=(__bfloat & a, A b) {                             \
-    a = __bfloat(float(a) op float(b));                                                  \
-    return a;                                                                            \
+#define __MSL_BFLOAT_OP(op)                                                         \
+  __MSL_INLINE constexpr __bfloat operator op(__bfloat a, __bfloat b) {             \
+    return __bfloat(float(a) op float(b));                                          \
+  }                                                                                 \
+  template <class A>                                                                \
+  __MSL_INLINE constexpr __with_bfloat<A> operator op(__bfloat a, A b) {            \
+    return __with_bfloat<A>(float(a) op float(b));                                  \
+  }                                                                                 \
+  template <class A>                                                                \
+  __MSL_INLINE constexpr __with_bfloat<A> operator op(A a, __bfloat b) {            \
+    return __with_bfloat<A>(float(a) op float(b));                                  \
+  }                                                                                 \
+  __MSL_INLINE __bfloat& operator op##=(__bfloat& a, __bfloat b) {                  \
+    a = a op b;                                                                     \
+    return a;                                                                       \
   }
 __MSL_BFLOAT_OP(+)
 __MSL_BFLOAT_OP(-)
@@ -71,7 +76,7 @@ __MSL_BFLOAT_COMPARE(<=)
 __MSL_BFLOAT_COMPARE(>=)
 #undef __MSL_BFLOAT_COMPARE
 
-__MSL_INLINE constexpr __bfloat operator-(__bfloat a) { return -float(a); }
+__MSL_INLINE constexpr __bfloat operator-(__bfloat a) { return __bfloat(-float(a)); }
 
 }  // namespace metal
 

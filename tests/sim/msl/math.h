@@ -96,7 +96,7 @@ __MSL_INLINE float sincos(float x, __private float& c) {
 #define __MSL_SIGNED_TYPES(F) F(char) F(short) F(int) F(long)
 #define __MSL_UNSIGNED_TYPES(F) F(uchar) F(ushort) F(uint) F(ulong)
 #define __MSL_ALL_TYPES(F) \
-  __MSL_SIGNED_TYPES(F) __MSL_UNSIGNED_TYPES(F) F(half) F(float) F(bfloat)
+  __MSL_SIGNED_TYPES(F) __MSL_UNSIGNED_TYPES(F) F(half) F(float)
 // min and max return the number where one is NaN, as fmin and fmax do.
 #define __MSL_MINMAX(T)                                                                  \
   __MSL_INLINE constexpr T max(T a, T b) { return a != a ? b : a < b ? b : a; }          \
@@ -111,12 +111,11 @@ __MSL_SIGNED_TYPES(__MSL_ABS)
 __MSL_UNSIGNED_TYPES(__MSL_ABS_UNSIGNED)
 __MSL_INLINE float abs(float x) { return fabs(x); }
 __MSL_INLINE half abs(half x) { return fabs(x); }
-__MSL_INLINE bfloat abs(bfloat x) { return fabs(float(x)); }
 
 #define __MSL_VEC_PAIR(name)                                                 \
   template <class T, int N>                                                  \
   __MSL_INLINE vec<T, N> name(vec<T, N> a, __identity_t<vec<T, N>> b) {      \
-    for (int i = 0; i < N; i++) a[i] = name(a[i], b[i]);                     \
+    for (int i = 0; i < N; i++) a[i] = T(name(a[i], b[i]));                     \
     return a;                                                                \
   }
 __MSL_VEC_PAIR(max)
@@ -127,7 +126,7 @@ __MSL_INLINE vec<T, N> clamp(vec<T, N> v, __identity_t<vec<T, N>> low, __identit
 }
 template <class T, int N>
 __MSL_INLINE vec<T, N> abs(vec<T, N> v) {
-  for (int i = 0; i < N; i++) v[i] = abs(v[i]);
+  for (int i = 0; i < N; i++) v[i] = T(abs(v[i]));
   return v;
 }
 template <class T>
@@ -235,12 +234,12 @@ struct numeric_limits;
   template <>                                                                   \
   struct numeric_limits<T> {                                                    \
     static constexpr const bool is_specialized = true, is_integer = integer;    \
-    __MSL_INLINE static constexpr T lowest() { return low; }                    \
-    __MSL_INLINE static constexpr T min() { return smallest; }                  \
-    __MSL_INLINE static constexpr T max() { return high; }                      \
-    __MSL_INLINE static constexpr T epsilon() { return eps; }                   \
-    __MSL_INLINE static constexpr T infinity() { return inf; }                  \
-    __MSL_INLINE static constexpr T quiet_NaN() { return nan; }                 \
+    __MSL_INLINE static constexpr T lowest() { return T(low); }                    \
+    __MSL_INLINE static constexpr T min() { return T(smallest); }                  \
+    __MSL_INLINE static constexpr T max() { return T(high); }                      \
+    __MSL_INLINE static constexpr T epsilon() { return T(eps); }                   \
+    __MSL_INLINE static constexpr T infinity() { return T(inf); }                  \
+    __MSL_INLINE static constexpr T quiet_NaN() { return T(nan); }                 \
   };
 __MSL_LIMITS(float, -3.402823466e+38f, 1.175494351e-38f, 3.402823466e+38f, 1.192092896e-07f,
              __builtin_inff(), __builtin_nanf(""), false)

@@ -30,9 +30,13 @@ struct __lanes {
         lane(__sim_lane() % width) {}
   __MSL_INLINE T operator[](uint i) const { return *(const __private T*)(slots + 64 * i); }
 };
+// The library has no functions of bfloat: it arrives, and comes back, as float.
+template <class A>
+using __simd_value = conditional_t<__is_same(A, bfloat), float, A>;
+#define __MSL_SIMD_FUNCTION template <class A, class T = __simd_value<A>> __MSL_INLINE T
 #define __MSL_GATHER(T, width, value) \
   static_assert(sizeof(T) <= 64, "a SIMD-group value of at most 64 bytes"); \
-  T __mine = value; \
+  T __mine = T(value); \
   __lanes<T, width> lanes(__sim_gather((const __private void*)&__mine, sizeof(T), width, 0, __MSL_SITE));
 
 template <class T, uint width, class Op>
@@ -47,11 +51,11 @@ __MSL_INLINE T __reduce(__lanes<T, width> lanes, Op op) {
   struct __##Op {                                                                \
     template <class T> __MSL_INLINE T operator()(T a, T b) const { return T(expression); } \
   };                                                                             \
-  template <class T> __MSL_INLINE T simd_##name(T value) {                       \
+  __MSL_SIMD_FUNCTION simd_##name(A value) {                       \
     __MSL_GATHER(T, 32, value)                                                   \
     return __reduce(lanes, __##Op());                                            \
   }                                                                              \
-  template <class T> __MSL_INLINE T quad_##name(T value) {                       \
+  __MSL_SIMD_FUNCTION quad_##name(A value) {                       \
     __MSL_GATHER(T, 4, value)                                                    \
     return __reduce(lanes, __##Op());                                            \
   }
@@ -64,13 +68,13 @@ __MSL_REDUCTION(or, bit_or, a | b)
 __MSL_REDUCTION(xor, bit_xor, a ^ b)
 
 #define __MSL_PREFIX(name, Op, identity)                                         \
-  template <class T> __MSL_INLINE T simd_prefix_inclusive_##name(T value) {      \
+  __MSL_SIMD_FUNCTION simd_prefix_inclusive_##name(A value) {      \
     __MSL_GATHER(T, 32, value)                                                   \
     T r = lanes[0];                                                              \
     for (uint i = 1; i <= lanes.lane; i++) r = __##Op()(r, lanes[i]);            \
     return r;                                                                    \
   }                                                                              \
-  template <class T> __MSL_INLINE T simd_prefix_exclusive_##name(T value) {      \
+  __MSL_SIMD_FUNCTION simd_prefix_exclusive_##name(A value) {      \
     __MSL_GATHER(T, 32, value)                                                   \
     T r = T(identity);                                                           \
     for (uint i = 0; i < lanes.lane; i++) r = __##Op()(r, lanes[i]);             \
@@ -89,52 +93,50 @@ __MSL_PREFIX(product, multiply, 1)
   int __from = int(index);                                                       \
   return __from < 0 || __from >= int(lanes.active) ? __mine : lanes[__from];
 #define __MSL_SHUFFLES(group, width)                                             \
-  template <class T> __MSL_INLINE T group##_shuffle(T value, ushort lane) {      \
+  __MSL_SIMD_FUNCTION group##_shuffle(A value, ushort lane) {      \
     __MSL_GATHER(T, width, value)                                                \
     __MSL_LANE(lane)                                                             \
   }                                                                              \
-  template <class T> __MSL_INLINE T group##_broadcast(T value, ushort lane) {    \
+  __MSL_SIMD_FUNCTION group##_broadcast(A value, ushort lane) {    \
     __MSL_GATHER(T, width, value)                                                \
     __MSL_LANE(lane)                                                             \
   }                                                                              \
-  template <class T> __MSL_INLINE T group##_broadcast_first(T value) {           \
+  __MSL_SIMD_FUNCTION group##_broadcast_first(A value) {           \
     __MSL_GATHER(T, width, value)                                                \
     return lanes[0];                                                             \
   }                                                                              \
-  template <class T> __MSL_INLINE T group##_shuffle_xor(T value, ushort mask) {  \
+  __MSL_SIMD_FUNCTION group##_shuffle_xor(A value, ushort mask) {  \
     __MSL_GATHER(T, width, value)                                                \
     __MSL_LANE(lanes.lane ^ mask)                                                \
   }                                                                              \
-  template <class T> __MSL_INLINE T group##_shuffle_down(T value, ushort delta) { \
+  __MSL_SIMD_FUNCTION group##_shuffle_down(A value, ushort delta) { \
     __MSL_GATHER(T, width, value)                                                \
     __MSL_LANE_OR_MINE(lanes.lane + delta)                                       \
   }                                                                              \
-  template <class T> __MSL_INLINE T group##_shuffle_up(T value, ushort delta) {  \
+  __MSL_SIMD_FUNCTION group##_shuffle_up(A value, ushort delta) {  \
     __MSL_GATHER(T, width, value)                                                \
     __MSL_LANE_OR_MINE(int(lanes.lane) - int(delta))                             \
   }                                                                              \
-  template <class T> __MSL_INLINE T group##_shuffle_rotate_down(T value, ushort delta) { \
+  __MSL_SIMD_FUNCTION group##_shuffle_rotate_down(A value, ushort delta) { \
     __MSL_GATHER(T, width, value)                                                \
     __MSL_LANE((lanes.lane + delta) % width)                                     \
   }                                                                              \
-  template <class T> __MSL_INLINE T group##_shuffle_rotate_up(T value, ushort delta) { \
+  __MSL_SIMD_FUNCTION group##_shuffle_rotate_up(A value, ushort delta) { \
     __MSL_GATHER(T, width, value)                                                \
     __MSL_LANE((lanes.lane + width - delta % width) % width)                     \
   }
 __MSL_SHUFFLES(simd, 32)
 __MSL_SHUFFLES(quad, 4)
-template <class T>
-__MSL_INLINE T simd_shuffle_and_fill_down(T value, T fill, ushort delta) {
+__MSL_SIMD_FUNCTION simd_shuffle_and_fill_down(A value, A fill, ushort delta) {
   __MSL_GATHER(T, 32, value)
   uint from = lanes.lane + delta;
   T filled = simd_shuffle(fill, ushort(from % 32));
   return from < 32 ? lanes[from] : filled;
 }
-template <class T>
-__MSL_INLINE T simd_shuffle_and_fill_up(T value, T fill, ushort delta) {
+__MSL_SIMD_FUNCTION simd_shuffle_and_fill_up(A value, A fill, ushort delta) {
   __MSL_GATHER(T, 32, value)
   int from = int(lanes.lane) - int(delta);
-  T kept = from < 0 ? value : lanes[from];
+  T kept = from < 0 ? T(value) : lanes[from];
   T filled = simd_shuffle(fill, ushort((from + 32) % 32));
   return from < 0 ? filled : kept;
 }
@@ -151,16 +153,19 @@ class simd_vote {
   vote_t bits_;
 };
 __MSL_INLINE simd_vote simd_ballot(bool value) {
+  using T = bool;
   __MSL_GATHER(bool, 32, value)
   ulong bits = 0;
   for (uint i = 0; i < lanes.active; i++) bits |= ulong(lanes[i]) << i;
   return simd_vote(bits);
 }
 __MSL_INLINE bool simd_any(bool value) {
+  using T = bool;
   __MSL_GATHER(bool, 32, value)
   return __reduce(lanes, __bit_or());
 }
 __MSL_INLINE bool simd_all(bool value) {
+  using T = bool;
   __MSL_GATHER(bool, 32, value)
   return __reduce(lanes, __bit_and());
 }

@@ -113,10 +113,12 @@ std::string prepare_launch(const MetalSimLaunch& args) {
   return bind(args);
 }
 
-// Dynamic initialisers of program-scope constants read function constants: they run as a thread would.
+// Program-scope constants that are made of function constants.
 void run_initialisers() {
   group.current = &group.threads[0];
+  launch.initialising = true;
   for (uint32_t i = 0; i < sim_num_initialisers; i++) sim_initialisers[i]();
+  launch.initialising = false;
 }
 
 }  // namespace

@@ -136,12 +136,13 @@ void check_program_scope(uint64_t address, uint64_t bytes, bool writes, uint32_t
     if (address - reinterpret_cast<uint64_t>(c.address) >= c.bytes) continue;
     if (writes) break;
     if (!launch.constants_defined[i]) {
-      fatal("function constant", site,
+      fault("function constant", site, 0,
             "function constant " + std::to_string(c.index) + " is read at " + place(site) +
                 " but has no value in this launch");
     }
     return;
   }
+  if (launch.initialising) return;
   for (uint32_t i = 0; i < sim_num_globals && !writes; i++) {
     uint64_t offset = address - reinterpret_cast<uint64_t>(sim_globals[i].address);
     if (offset < sim_globals[i].bytes && offset + bytes <= sim_globals[i].bytes) return;

@@ -48,6 +48,7 @@ struct Launch {
   std::vector<uint32_t> order;  // of the threadgroups
   uint32_t run = 0;             // place in that order, from 1
   std::vector<bool> constants_defined;
+  bool initialising = false;  // program-scope constants
 };
 extern Launch launch;
 
