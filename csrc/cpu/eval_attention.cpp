@@ -10,6 +10,7 @@
 
 #include "../check.h"
 #include "../primitives.h"
+#include "../sim/simulator.h"
 #include "attention.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
@@ -132,6 +133,15 @@ void PagedAttention::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::
   const auto& items = in[5];
   const auto& merges = in[6];
   out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+  if (sim::enabled()) {
+    auto inputs = in;
+    inputs[1] = key_pool;
+    inputs[2] = value_pool;
+    auto build = [this](const auto& in, const auto& out) {
+      return paged_attention_launches(in, out, {scale_, window_, softcap_});
+    };
+    return sim::run(build, inputs, out, stream());
+  }
 
   cpu::AttentionArgs args{};
   args.dtype = data_type(queries.dtype());
