@@ -24,6 +24,7 @@ FRONT_FLAGS = [
     *("-x", "clcpp", "-cl-std=clc++", "-cl-no-stdinc", "-cl-single-precision-constant", "-w"),
     *("-Xclang", "-ffake-address-space-map", "-fdeclspec", "-fPIC", "-fno-strict-aliasing"),
     *("-gline-tables-only", "-fdebug-info-for-profiling", "-O0", "-Xclang", "-disable-O0-optnone", "-ferror-limit=8"),
+    "-fdebug-compilation-dir=/nowhere",  # so that paths stay whole
     # Locals begin as NaN; indices into them and divisors are checked.
     "-ftrivial-auto-var-init=pattern",
     *("-fsanitize=array-bounds,integer-divide-by-zero", "-fno-sanitize-recover=all"),

@@ -124,6 +124,14 @@ std::string variable_name(const Variable& v) {
                 : "[[threadgroup(" + std::to_string(v.argument) + ")]]";
 }
 
+std::string byte_of_variable(const void* variable, uint64_t offset) {
+  return "byte " + std::to_string(offset) + " of " + variable_name(*static_cast<const Variable*>(variable));
+}
+
+std::string byte_of_region(const void* region, uint64_t offset) {
+  return "byte " + std::to_string(offset) + " of " + static_cast<const Region*>(region)->name;
+}
+
 bool on_own_stack(uint64_t address) {
   uint64_t stack = reinterpret_cast<uint64_t>(group.current->stack);
   return address - stack < kStackBytes;
@@ -186,8 +194,8 @@ void check(uint64_t address, uint64_t bytes, bool reads, bool writes, bool atomi
       out_of_bounds(before ? inside - (1u << kVariableBits) : inside, bytes, variable.bytes, writes, site,
                     variable_name(variable));
     }
-    auto name = [&] { return "byte " + std::to_string(inside) + " of " + variable_name(variables[v]); };
-    r.shadow.access(offset, bytes, reads, writes, atomic, kThreadgroup, true, site, name);
+    r.shadow.access(offset, bytes, reads, writes, atomic, kThreadgroup, true, site,
+                    {byte_of_variable, &variables[v], inside});
     return;
   }
   if (offset > r.bytes || offset + bytes > r.bytes) out_of_bounds(offset, bytes, r.bytes, writes, site, r.name);
@@ -205,8 +213,8 @@ void check(uint64_t address, uint64_t bytes, bool reads, bool writes, bool atomi
     r.written.mark(offset, bytes);
   }
   if (r.shadow.is_open()) {
-    auto name = [&] { return "byte " + std::to_string(offset) + " of " + r.name; };
-    r.shadow.access(offset, bytes, reads, writes, atomic, kDevice, !(r.access & METAL_SIM_READ), site, name);
+    r.shadow.access(offset, bytes, reads, writes, atomic, kDevice, !(r.access & METAL_SIM_READ), site,
+                    {byte_of_region, &r, offset});
   }
 }
 

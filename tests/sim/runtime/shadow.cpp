@@ -55,7 +55,7 @@ bool unordered(Stamp before, Stamp now, Memory memory) {
 }
 
 void race(const char* earlier, Stamp before, uint32_t before_site, const char* later, uint32_t site,
-          const std::function<std::string()>& name) {
+          const Name& name) {
   fault("race", std::min(before_site, site), std::max(before_site, site),
         name() + " is " + earlier + " by " + thread_name(thread_of(before), run_of(before)) + " at " +
             place(before_site) + "\n    and " + later + " by " +
@@ -82,7 +82,7 @@ void remember_read(Cell& cell, Stamp now, uint32_t site) {
 }  // namespace
 
 void Shadow::access(uint64_t offset, uint64_t bytes, bool reads, bool writes, bool atomic, Memory memory,
-                    bool begins_unwritten, uint32_t site, const std::function<std::string()>& name) {
+                    bool begins_unwritten, uint32_t site, const Name& name) {
   uint32_t thread = group.current->index;
   uint32_t epoch = group.epoch[memory], simd_epoch = group.simdgroups[thread / kLanes].epoch[memory];
   if (epoch > kMaxEpoch || simd_epoch > kMaxSimdEpoch) {
