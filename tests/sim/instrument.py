@@ -24,6 +24,7 @@ _DBG = re.compile(r", !dbg !(\d+)")
 _ASSIGN = re.compile(rf"^  ({_NAME}) = (.*)$")
 _CALL = re.compile(rf"\b(?:call|invoke)\b[^@]*@([\w.$]+|\"[^\"]*\")\(")
 _DEFINE = re.compile(r"^define .*?@([\w.$]+|\"[^\"]*\")\(")
+_UNROLL = re.compile(r'!"llvm\.loop\.unroll\.(?:full|enable)"\}|!"llvm\.loop\.unroll\.count", i32 \d+\}')
 _LABEL = re.compile(r'^(?:[\w.$-]+|"[^"]*"):')
 _MEMORY_CALL = re.compile(r"@llvm\.(memcpy|memmove|memset)\.")
 _OBJECT = re.compile(r"^_ZNU9CLgeneric")  # a method's own object
@@ -406,7 +407,8 @@ def strip_address_spaces(text: str) -> str:
     out, declared = [], set()
     for line in text.split("\n"):
         if line.startswith(("!", "target ")):
-            out.append(line)
+            # Unrolling is for registers; here it would only cost compile time.
+            out.append(_UNROLL.sub('!"llvm.loop.unroll.disable"}', line))
             continue
         if "addrspace" in line:
             line = _SPACE.sub("", line).replace("addrspacecast", "bitcast")
