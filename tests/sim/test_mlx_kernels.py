@@ -38,8 +38,23 @@ def _wheel() -> Path | str:
     if not target.exists():
         make_cache()
         wheels = CACHE / "wheels"
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
-        command += ["--platform", "macosx_15_0_arm64", "--only-binary", ":all:", f"mlx-metal=={version}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            str(wheels),
+        ]
+        command += [
+            "--platform",
+            "macosx_15_0_arm64",
+            "--only-binary",
+            ":all:",
+            f"mlx-metal=={version}",
+        ]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         found = list(wheels.glob(f"mlx_metal-{version}-*.whl"))
         if not found:
@@ -71,7 +86,12 @@ def test_sdpa_vector(rng, dtype) -> None:
     q = rng.standard_normal((heads, dim)).astype(dtype)
     k, v = rng.standard_normal((2, kv_heads, tokens, dim)).astype(dtype)
     out = np.empty((heads, dim), dtype)
-    strides = {6: np.uint64(tokens * dim), 7: np.uint64(dim), 8: np.uint64(tokens * dim), 9: np.uint64(dim)}
+    strides = {
+        6: np.uint64(tokens * dim),
+        7: np.uint64(dim),
+        8: np.uint64(tokens * dim),
+        9: np.uint64(dim),
+    }
     report = library.launch(
         "sdpa",
         {0: q, 1: Buffer(k, label="keys"), 2: v, 3: Buffer(out, "write", "out")},

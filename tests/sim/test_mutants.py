@@ -19,7 +19,9 @@ KERNEL, HEADER = "row_sum.metal", "row_sum.h"
 
 FAULTS = [
     Mutant(KERNEL, "threadgroup_barrier(mem_flags::mem_threadgroup);", "", "no barrier"),
-    Mutant(KERNEL, "mem_flags::mem_threadgroup", "mem_flags::mem_device", "barrier for other memory"),
+    Mutant(
+        KERNEL, "mem_flags::mem_threadgroup", "mem_flags::mem_device", "barrier for other memory"
+    ),
     Mutant(KERNEL, "distance = 16", "distance = 8", "half of the lanes"),
     Mutant(KERNEL, "i < params.columns", "i <= params.columns", "one column more"),
     Mutant(KERNEL, "if (lane == 0)", "if (lane == 1 && group == 0)", "a partial never written"),
@@ -73,7 +75,9 @@ def test_line_coverage(tmp_path) -> None:
     branch = "out[row] = sum_of_groups(partial, THREADS / 32) * params.scale;"
     for name in (KERNEL, HEADER):
         text = (SAMPLES / name).read_text()
-        text = text.replace(branch, f"{branch}\n    if (params.scale > 7) {{\n      out[row] = 0;\n    }}")
+        text = text.replace(
+            branch, f"{branch}\n    if (params.scale > 7) {{\n      out[row] = 0;\n    }}"
+        )
         (tmp_path / name).write_text(text + (more if name == HEADER else ""))
 
     def covered(root: Path) -> Coverage:
@@ -87,8 +91,9 @@ def test_line_coverage(tmp_path) -> None:
     assert len(complete.lines) >= 18
     partial = covered(tmp_path)
     line = (tmp_path / KERNEL).read_text().split("\n").index("      out[row] = 0;") + 1
-    assert [(Path(f).name, n) for f, n in partial.missed] == [(KERNEL, line), (KERNEL, line + 1)] or [
-        (Path(f).name, n) for f, n in partial.missed
-    ] == [(KERNEL, line)]
+    assert [(Path(f).name, n) for f, n in partial.missed] == [
+        (KERNEL, line),
+        (KERNEL, line + 1),
+    ] or [(Path(f).name, n) for f, n in partial.missed] == [(KERNEL, line)]
     assert [f.name for f in partial.dead_functions] == ["unused"]
     assert "missed" in partial.report() and "unused is in no kernel" in partial.report()

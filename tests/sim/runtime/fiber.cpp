@@ -74,8 +74,9 @@ void reserve_stacks(Fiber* fibers, unsigned count) {
   constexpr size_t guard = 16 << 10;
   for (unsigned i = 0; i < count; i++) {
     if (fibers[i].stack) continue;
-    void* memory = mmap(nullptr, guard + kStackBytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* memory = mmap(
+        nullptr, guard + kStackBytes, PROT_READ | PROT_WRITE,
+        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
       perror("metal simulator: mmap of a stack");
       abort();

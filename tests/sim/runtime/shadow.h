@@ -1,4 +1,5 @@
-// Who touched memory last, two bytes at a time: what finds races and reads of what was never written.
+// Who touched memory last, two bytes at a time: what finds races and reads of what was never
+// written.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -45,8 +46,9 @@ class Shadow {
   bool is_open() const { return cells_.get() != nullptr; }
   // Reports conflicts with earlier accesses, and reads of what nobody wrote if `begins_unwritten`.
   // Threadgroup memory begins anew with every threadgroup; device memory keeps what others did.
-  void access(uint64_t offset, uint64_t bytes, bool reads, bool writes, bool atomic, Memory memory,
-              bool begins_unwritten, uint32_t site, const Name& name);
+  void access(
+      uint64_t offset, uint64_t bytes, bool reads, bool writes, bool atomic, Memory memory,
+      bool begins_unwritten, uint32_t site, const Name& name);
 
  private:
   LazyMemory cells_;
