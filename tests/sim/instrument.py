@@ -24,6 +24,9 @@ _DBG = re.compile(r", !dbg !(\d+)")
 _ASSIGN = re.compile(rf"^  ({_NAME}) = (.*)$")
 _CALL = re.compile(rf"\b(?:call|invoke)\b[^@]*@([\w.$]+|\"[^\"]*\")\(")
 _DEFINE = re.compile(r"^define .*?@([\w.$]+|\"[^\"]*\")\(")
+_UNROLL = re.compile(
+    r'!"llvm\.loop\.unroll\.(?:full|enable)"\}|!"llvm\.loop\.unroll\.count", i32 \d+\}'
+)
 _LABEL = re.compile(r'^(?:[\w.$-]+|"[^"]*"):')
 _MEMORY_CALL = re.compile(r"@llvm\.(memcpy|memmove|memset)\.")
 _OBJECT = re.compile(r"^_ZNU9CLgeneric")  # a method's own object
@@ -49,7 +52,9 @@ class Instrumented:
     blocks: list[frozenset[tuple[str, int]]]  # lines of each counted block
     lines: frozenset[tuple[str, int]]  # every line that has code
     refused: list[str] = field(default_factory=list)  # what Metal would not compile
-    constants: list[tuple[str, int]] = field(default_factory=list)  # (symbol, bytes): function constants
+    constants: list[tuple[str, int]] = field(
+        default_factory=list
+    )  # (symbol, bytes): function constants
     globals: list[tuple[str, int]] = field(default_factory=list)  # program-scope variables
     initialisers: list[str] = field(default_factory=list)
 
@@ -120,7 +125,9 @@ class Types:
     """Sizes, by the rules of the 64-bit targets that this runs on."""
 
     def __init__(self, text: str) -> None:
-        self.structs = dict(re.findall(r'^(%(?:[\w.$-]+|"[^"]*")) = type (.*)$', text, re.MULTILINE))
+        self.structs = dict(
+            re.findall(r'^(%(?:[\w.$-]+|"[^"]*")) = type (.*)$', text, re.MULTILINE)
+        )
 
     def size(self, name: str) -> int:
         return self._layout(name.strip())[0]
@@ -277,7 +284,9 @@ class Instrumenter:
         out = []
         for kind, argument in pointers:
             align = re.search(r" align (\d+)", argument)
-            bare = re.sub(r" (noundef|nonnull|noalias|nocapture|readonly|writeonly)\b", "", argument)
+            bare = re.sub(
+                r" (noundef|nonnull|noalias|nocapture|readonly|writeonly)\b", "", argument
+            )
             bare = re.sub(r" (align|dereferenceable)[ (]\d+\)?", "", bare)
             out += self._access(kind, bare, size, [f"align {align[1] if align else 1}"], user)
         return out
@@ -348,7 +357,9 @@ class Instrumenter:
         if operation in ("addrspacecast", "bitcast"):
             return self._space(rest.rsplit(" to ", 1)[0], depth + 1)
         if operation == "getelementptr":
-            return self._space(split_commas(rest.removeprefix("inbounds ").removeprefix("nuw "))[1], depth + 1)
+            return self._space(
+                split_commas(rest.removeprefix("inbounds ").removeprefix("nuw "))[1], depth + 1
+            )
         if operation == "load":
             slot = _LAST_NAME.search(split_commas(rest.removeprefix("volatile "))[1])
             value = self.stored.get(slot[1]) if slot else None
@@ -384,7 +395,13 @@ def _pointer_type(pointer: str) -> str:
     depth = 0
     for i, c in enumerate(pointer):
         depth += (c in "([{<") - (c in ")]}>")
-        if depth == 0 and c == " " and re.match(r'[%@](?!.*\*)|getelementptr|bitcast|addrspacecast|inttoptr', pointer[i + 1 :]):
+        if (
+            depth == 0
+            and c == " "
+            and re.match(
+                r"[%@](?!.*\*)|getelementptr|bitcast|addrspacecast|inttoptr", pointer[i + 1 :]
+            )
+        ):
             return pointer[:i]
     return pointer
 
@@ -398,7 +415,9 @@ def _without_constructors(text: str) -> tuple[str, list[str]]:
     text = text.replace(found[0], "")
     for name in names:
         text = re.sub(rf"^define internal (.*@{re.escape(name)}\()", r"define \1", text, flags=re.M)
-        text = re.sub(rf"^(define .*@{re.escape(name)}\(.*?) section \"[^\"]*\"", r"\1", text, flags=re.M)
+        text = re.sub(
+            rf"^(define .*@{re.escape(name)}\(.*?) section \"[^\"]*\"", r"\1", text, flags=re.M
+        )
     return text, names
 
 
@@ -406,7 +425,8 @@ def strip_address_spaces(text: str) -> str:
     out, declared = [], set()
     for line in text.split("\n"):
         if line.startswith(("!", "target ")):
-            out.append(line)
+            # Unrolling is for registers; here it would only cost compile time.
+            out.append(_UNROLL.sub('!"llvm.loop.unroll.disable"}', line))
             continue
         if "addrspace" in line:
             line = _SPACE.sub("", line).replace("addrspacecast", "bitcast")

@@ -69,7 +69,12 @@ class SimLibrary:
         if source is None:
             source = "".join(f'#line 1 "{p}"\n{p.read_text()}\n' for p in paths)
             name = str(paths[0])
-        include = [*{p.parent: None for p in paths}, *map(Path, include_dirs), self.root, self.root.parent]
+        include = [
+            *{p.parent: None for p in paths},
+            *map(Path, include_dirs),
+            self.root,
+            self.root.parent,
+        ]
         try:
             text = toolchain.preprocess(source, name, include, defines or {})
             self.translation: Translation = translate(text)
@@ -173,7 +178,9 @@ class SimLibrary:
 
     def _unit(self, names: list[str]) -> _Unit:
         text = self.translation.text(names)
-        key = hashlib.sha256((toolchain.sources_hash() + text + repr(names)).encode()).hexdigest()[:32]
+        key = hashlib.sha256((toolchain.sources_hash() + text + repr(names)).encode()).hexdigest()[
+            :32
+        ]
         library, tables = toolchain.CACHE / f"{key}.so", toolchain.CACHE / f"{key}.json"
         if not (library.exists() and tables.exists()):
             toolchain.make_cache()
@@ -195,7 +202,9 @@ class SimLibrary:
                 {
                     "blocks": [sorted(lines) for lines in result.blocks],
                     "lines": sorted(result.lines),
-                    "constants": {c[0].removeprefix("__sim_constant_"): c[1] for c in result.constants},
+                    "constants": {
+                        c[0].removeprefix("__sim_constant_"): c[1] for c in result.constants
+                    },
                 }
             )
         )
@@ -204,7 +213,11 @@ class SimLibrary:
     def _shown(self, file: str) -> str:
         """Path as messages show it."""
         path = Path(file)
-        return str(path.relative_to(self.root.parent)) if path.is_relative_to(self.root.parent) else file
+        return (
+            str(path.relative_to(self.root.parent))
+            if path.is_relative_to(self.root.parent)
+            else file
+        )
 
     def _readable(self, text: str) -> str:
         """Compiler output in Metal's words."""
@@ -216,7 +229,9 @@ class SimLibrary:
         ):  # fmt: skip
             text = text.replace(ours, metals)
         lines = text.replace(f"{self.root.parent}{os.sep}", "").split("\n")
-        ours = {i + k for i, line in enumerate(lines) if " void __sim_entry" in line for k in (0, 1)}
+        ours = {
+            i + k for i, line in enumerate(lines) if " void __sim_entry" in line for k in (0, 1)
+        }
         return "\n".join(line for i, line in enumerate(lines) if i not in ours)
 
 
@@ -245,14 +260,14 @@ def _tables(result: Any, names: list[str], shown: Callable[[str], str]) -> str:
     starts = "".join(f'extern "C" void {n}();\n' for n in result.initialisers)
     return f"""#include "tables.h"
 {entries}{declared}{starts}
-extern const SimSite sim_sites[] = {{ {sites or '{}'} }};
+extern const SimSite sim_sites[] = {{ {sites or "{}"} }};
 extern const SimKernel sim_kernels[] = {{ {kernels} }};
 extern const uint32_t sim_num_kernels = {len(names)};
-extern const SimConstant sim_constants[] = {{ {constants or '{}'} }};
+extern const SimConstant sim_constants[] = {{ {constants or "{}"} }};
 extern const uint32_t sim_num_constants = {len(symbols)};
-extern const SimGlobal sim_globals[] = {{ {global_list or '{}'} }};
+extern const SimGlobal sim_globals[] = {{ {global_list or "{}"} }};
 extern const uint32_t sim_num_globals = {len(program)};
-extern void (*const sim_initialisers[])() = {{ {', '.join(result.initialisers) or 'nullptr'} }};
+extern void (*const sim_initialisers[])() = {{ {", ".join(result.initialisers) or "nullptr"} }};
 extern const uint32_t sim_num_initialisers = {len(result.initialisers)};
 """
 

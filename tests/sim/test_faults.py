@@ -183,7 +183,9 @@ def test_a_write_to_a_buffer_that_is_only_read() -> None:
 
 
 def test_a_misaligned_vector() -> None:
-    text = faults("device float4* v = (device float4*)(data + 1);\nv[tid / 4] = v[tid / 4];", threads=1)
+    text = faults(
+        "device float4* v = (device float4*)(data + 1);\nv[tid / 4] = v[tid / 4];", threads=1
+    )
     assert "misaligned" in text and "multiple of 16" in text and "source.metal:8:" in text
     launch("device packed_float4* v = (device packed_float4*)(data + 1);\nv[0] = v[1];", threads=1)
 

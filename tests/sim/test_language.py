@@ -12,7 +12,9 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 HEAD = "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing namespace metal;\n"
 
 
-def run(body: str, before: str = "", dtype=np.float32, count: int = 64, threads=64, grid=1, **options):
+def run(
+    body: str, before: str = "", dtype=np.float32, count: int = 64, threads=64, grid=1, **options
+):
     """`out` after `body` ran in every thread; `x` holds 0, 1, 2, ... as float."""
     name = {np.float32: "float", np.uint32: "uint", np.int32: "int", np.float16: "half"}[dtype]
     source = f"""{HEAD}{before}
@@ -66,7 +68,10 @@ def one(expression: str, dtype=np.float32, before: str = ""):
         ("numeric_limits<float>::lowest()", np.finfo(np.float32).min),
         ("float(numeric_limits<half>::max())", 65504),
         ("-numeric_limits<float>::infinity()", -np.inf),
-        ("sizeof(float3) + sizeof(packed_float3) + alignof(half4) + sizeof(bfloat4)", 16 + 12 + 8 + 8),
+        (
+            "sizeof(float3) + sizeof(packed_float3) + alignof(half4) + sizeof(bfloat4)",
+            16 + 12 + 8 + 8,
+        ),
         ("is_same_v<vec<float, 4>, float4> ? 1 : 0", 1),
         ("float4(1, 2, 3, 4)[2]", 3),
         ("fma(2.0f, 3.0f, 4.0f)", 10),
@@ -304,7 +309,11 @@ def test_traffic_is_counted() -> None:
     )
     read, written = report.buffers[0], report.buffers[1]
     assert (read.label, read.bytes_read, read.unique_bytes_read) == ("pool", 128 * 16, 256)
-    assert (written.bytes_written, written.unique_bytes_written, written.bytes_read) == (256, 256, 0)
+    assert (written.bytes_written, written.unique_bytes_written, written.bytes_read) == (
+        256,
+        256,
+        0,
+    )
     assert (report.threadgroups, report.threads) == (2, 128)
 
 

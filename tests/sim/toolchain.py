@@ -23,7 +23,15 @@ NO_CLANG = (
 FRONT_FLAGS = [
     *("-x", "clcpp", "-cl-std=clc++", "-cl-no-stdinc", "-cl-single-precision-constant", "-w"),
     *("-Xclang", "-ffake-address-space-map", "-fdeclspec", "-fPIC", "-fno-strict-aliasing"),
-    *("-gline-tables-only", "-fdebug-info-for-profiling", "-O0", "-Xclang", "-disable-O0-optnone", "-ferror-limit=8"),
+    *(
+        "-gline-tables-only",
+        "-fdebug-info-for-profiling",
+        "-O0",
+        "-Xclang",
+        "-disable-O0-optnone",
+        "-ferror-limit=8",
+    ),
+    "-fdebug-compilation-dir=/nowhere",  # so that paths stay whole
     # Locals begin as NaN; indices into them and divisors are checked.
     "-ftrivial-auto-var-init=pattern",
     *("-fsanitize=array-bounds,integer-divide-by-zero", "-fno-sanitize-recover=all"),
@@ -47,7 +55,9 @@ def clang() -> tuple[str, ...] | None:
             candidates.append((sys.executable, "-m", "ziglang", "clang"))
         names = ["clang", *(f"clang-{version}" for version in range(24, 13, -1))]
         candidates += [(found,) for name in names if (found := shutil.which(name))]
-    probe = "template <class T> void f(__private T* p) { *p = T(0); }\nvoid g() { float x; f(&x); }\n"
+    probe = (
+        "template <class T> void f(__private T* p) { *p = T(0); }\nvoid g() { float x; f(&x); }\n"
+    )
     for command in candidates:
         run = _execute([*command, *FRONT_FLAGS, "-fsyntax-only", "-"], probe)
         if run.returncode == 0:
@@ -101,7 +111,10 @@ def preprocess(source: str, name: str, include: list[Path], defines: dict[str, s
 def front_end(translated: str) -> str:
     """Unoptimised LLVM IR with address spaces, line tables, and library functions inlined."""
     include = f"-I{HERE / 'msl'}"
-    return run([*_clang(), *FRONT_FLAGS, *cpu_flags(), include, "-S", "-emit-llvm", "-o", "-", "-"], translated)
+    return run(
+        [*_clang(), *FRONT_FLAGS, *cpu_flags(), include, "-S", "-emit-llvm", "-o", "-", "-"],
+        translated,
+    )
 
 
 def link(module: str, tables: str, target: Path) -> None:
@@ -114,7 +127,19 @@ def link(module: str, tables: str, target: Path) -> None:
         table_file.write_text(tables)
         optimise = ["-O2", "-fPIC", "-w", *cpu_flags(), "-c", str(ir), "-o", str(object_file)]
         run([*_clang(), *optimise])
-        run([str(cxx()), *_cxx_flags(), "-shared", str(table_file), str(object_file), *_runtime(), "-lm", "-o", str(library)])
+        run(
+            [
+                str(cxx()),
+                *_cxx_flags(),
+                "-shared",
+                str(table_file),
+                str(object_file),
+                *_runtime(),
+                "-lm",
+                "-o",
+                str(library),
+            ]
+        )
         os.replace(library, target)
 
 
@@ -135,7 +160,18 @@ def _runtime() -> list[str]:
             make_cache()
             folder.mkdir(parents=True, exist_ok=True)
             partial = target.with_suffix(f".{os.getpid()}")
-            run([str(cxx()), *_cxx_flags(), "-Wall", "-Wextra", "-c", str(source), "-o", str(partial)])
+            run(
+                [
+                    str(cxx()),
+                    *_cxx_flags(),
+                    "-Wall",
+                    "-Wextra",
+                    "-c",
+                    str(source),
+                    "-o",
+                    str(partial),
+                ]
+            )
             os.replace(partial, target)
         objects.append(str(target))
     return objects

@@ -276,7 +276,7 @@ def _qualify_method(
     end = at = closing(head, first)
     while at + 1 < len(head) and head[at + 1].text in ("const", "volatile", *SPACES):
         at += 1
-    space = next((t for t in head[end:at + 1] if t.text in SPACES), None)
+    space = next((t for t in head[end : at + 1] if t.text in SPACES), None)
     if name == class_name:  # constructors are for every address space
         if space:
             space.drop()
@@ -285,7 +285,7 @@ def _qualify_method(
     elif space.text in ("device", "constant"):
         space.text = "__global"
     if space:
-        key = f"{out.classes} {class_name} {spelled(head[:at + 1])}"
+        key = f"{out.classes} {class_name} {spelled(head[: at + 1])}"
         if key in out.methods:
             for token in [*head, *body]:
                 token.drop()
@@ -372,7 +372,9 @@ def _parameter(part: list[Token]) -> Parameter:
     if not kind:
         outside = {t.text for t in _outside_templates([t for t in part if t.is_code])}
         if not outside & {"*", "&"}:
-            raise MetalError(f"{part[0].place}: kernel parameter `{spelled(part)}` has no attribute")
+            raise MetalError(
+                f"{part[0].place}: kernel parameter `{spelled(part)}` has no attribute"
+            )
         kind, index = "threadgroup" if "threadgroup" in outside else "buffer", -1
     return Parameter(kind, index, condition)
 
@@ -410,7 +412,7 @@ def _instantiation(out: Translation, decl: list[Token]) -> None:
     for token in decl[1:]:
         token.drop()
     decl[0].text = ""
-    _entry(out, decl[0], re.sub(r'"\s*"', '', host[0]).strip('"'), expression, out.kernels[name])
+    _entry(out, decl[0], re.sub(r'"\s*"', "", host[0]).strip('"'), expression, out.kernels[name])
 
 
 def _entry(out: Translation, at: Token, host: str, function: str, kernel: Kernel) -> None:
@@ -433,7 +435,7 @@ def _entry(out: Translation, at: Token, host: str, function: str, kernel: Kernel
     pragma = '_Pragma("OPENCL EXTENSION __cl_clang_function_pointers : {}")'
     text = (
         f'{pragma.format("enable")} extern "C" void __sim_entry() {{ {"".join(types)}'
-        f'{function}({", ".join(bound)}); }} {pragma.format("disable")}'
+        f"{function}({', '.join(bound)}); }} {pragma.format('disable')}"
     )
     slot = Token("space", "", at.file, at.line)
     # A kernel that is no template is entered after its body: forward declarations do not exist yet.

@@ -33,24 +33,24 @@ struct __bfloat {
 
 // With a whole number the result is bfloat, with another floating-point type it is float.
 template <class A>
-using __with_bfloat = enable_if_t<__is_builtin<A>::value,
-                                  conditional_t<is_integral<A>::value, __bfloat, float>>;
+using __with_bfloat =
+    enable_if_t<__is_builtin<A>::value, conditional_t<is_integral<A>::value, __bfloat, float>>;
 
-#define __MSL_BFLOAT_OP(op)                                                         \
-  __MSL_INLINE constexpr __bfloat operator op(__bfloat a, __bfloat b) {             \
-    return __bfloat(float(a) op float(b));                                          \
-  }                                                                                 \
-  template <class A>                                                                \
-  __MSL_INLINE constexpr __with_bfloat<A> operator op(__bfloat a, A b) {            \
-    return __with_bfloat<A>(float(a) op float(b));                                  \
-  }                                                                                 \
-  template <class A>                                                                \
-  __MSL_INLINE constexpr __with_bfloat<A> operator op(A a, __bfloat b) {            \
-    return __with_bfloat<A>(float(a) op float(b));                                  \
-  }                                                                                 \
-  __MSL_INLINE __bfloat& operator op##=(__bfloat& a, __bfloat b) {                  \
-    a = a op b;                                                                     \
-    return a;                                                                       \
+#define __MSL_BFLOAT_OP(op)                                              \
+  __MSL_INLINE constexpr __bfloat operator op(__bfloat a, __bfloat b) {  \
+    return __bfloat(float(a) op float(b));                               \
+  }                                                                      \
+  template <class A>                                                     \
+  __MSL_INLINE constexpr __with_bfloat<A> operator op(__bfloat a, A b) { \
+    return __with_bfloat<A>(float(a) op float(b));                       \
+  }                                                                      \
+  template <class A>                                                     \
+  __MSL_INLINE constexpr __with_bfloat<A> operator op(A a, __bfloat b) { \
+    return __with_bfloat<A>(float(a) op float(b));                       \
+  }                                                                      \
+  __MSL_INLINE __bfloat& operator op## = (__bfloat & a, __bfloat b) {    \
+    a = a op b;                                                          \
+    return a;                                                            \
   }
 __MSL_BFLOAT_OP(+)
 __MSL_BFLOAT_OP(-)
@@ -59,7 +59,9 @@ __MSL_BFLOAT_OP(/)
 #undef __MSL_BFLOAT_OP
 
 #define __MSL_BFLOAT_COMPARE(op)                                                                  \
-  __MSL_INLINE constexpr bool operator op(__bfloat a, __bfloat b) { return float(a) op float(b); } \
+  __MSL_INLINE constexpr bool operator op(__bfloat a, __bfloat b) {                               \
+    return float(a) op float(b);                                                                  \
+  }                                                                                               \
   template <class A>                                                                              \
   __MSL_INLINE constexpr enable_if_t<__is_builtin<A>::value, bool> operator op(__bfloat a, A b) { \
     return float(a) op float(b);                                                                  \
@@ -76,7 +78,9 @@ __MSL_BFLOAT_COMPARE(<=)
 __MSL_BFLOAT_COMPARE(>=)
 #undef __MSL_BFLOAT_COMPARE
 
-__MSL_INLINE constexpr __bfloat operator-(__bfloat a) { return __bfloat(-float(a)); }
+__MSL_INLINE constexpr __bfloat operator-(__bfloat a) {
+  return __bfloat(-float(a));
+}
 
 }  // namespace metal
 

@@ -1,16 +1,16 @@
-// What the compiled kernels call in the simulator. `site` stands for the line of the kernel that the
-// call came from: instrumentation replaces __MSL_SITE by a number of its own for every call.
+// What the compiled kernels call in the simulator. `site` stands for the line of the kernel that
+// the call came from: instrumentation replaces __MSL_SITE by a number of its own for every call.
 #pragma once
 #include "vec.h"
 
 #define __MSL_SITE 1366515437u
 
 extern "C" {
-// Waits for the SIMD-group's lanes (width 32) or the quad's (4). Every lane gives `bytes` of value and
-// gets all values, 64 bytes apart, first lane first.
-const __private void* __sim_gather(const __private void* value, uint bytes, uint width, uint matrix,
-                                   uint site);
-uint __sim_lane();          // in its SIMD-group
+// Waits for the SIMD-group's lanes (width 32) or the quad's (4). Every lane gives `bytes` of value
+// and gets all values, 64 bytes apart, first lane first.
+const __private void* __sim_gather(
+    const __private void* value, uint bytes, uint width, uint matrix, uint site);
+uint __sim_lane();              // in its SIMD-group
 uint __sim_active(uint width);  // lanes of its SIMD-group or quad that exist, from lane 0 on
 void __sim_bad_lane(int lane, uint site);
 void __sim_barrier(uint flags, uint site);
@@ -38,7 +38,9 @@ struct __parameter;
 template <class R, class First, class... Rest, uint i>
 struct __parameter<R(First, Rest...), i> : __parameter<R(Rest...), i - 1> {};
 template <class R, class First, class... Rest>
-struct __parameter<R(First, Rest...), 0> { using type = First; };
+struct __parameter<R(First, Rest...), 0> {
+  using type = First;
+};
 template <class F, uint i>
 using __parameter_t = typename __parameter<F, i>::type;
 
@@ -66,8 +68,8 @@ struct __bind_attribute<vec<T, 2>> {
 template <class T>
 struct __bind_attribute<vec<T, 3>> {
   __MSL_INLINE static vec<T, 3> from(uint kind) {
-    return vec<T, 3>(T(__sim_attribute(kind, 0)), T(__sim_attribute(kind, 1)),
-                     T(__sim_attribute(kind, 2)));
+    return vec<T, 3>(
+        T(__sim_attribute(kind, 0)), T(__sim_attribute(kind, 1)), T(__sim_attribute(kind, 2)));
   }
 };
 

@@ -1,5 +1,5 @@
-// <metal_simdgroup_matrix>: an 8 x 8 matrix held by a SIMD-group, two elements of a row a lane, in the
-// layout of Apple's hardware.
+// <metal_simdgroup_matrix>: an 8 x 8 matrix held by a SIMD-group, two elements of a row a lane, in
+// the layout of Apple's hardware.
 #pragma once
 #include "simd.h"
 
@@ -31,8 +31,9 @@ __MSL_INLINE constexpr uint __matrix_lane(uint row, uint column) {
 
 template <class T, int C, int R>
 __MSL_INLINE simdgroup_matrix<T, C, R>::simdgroup_matrix(T diagonal)
-    : __elements(T(__matrix_row() == __matrix_column() ? float(diagonal) : 0.0f),
-                 T(__matrix_row() == __matrix_column() + 1 ? float(diagonal) : 0.0f)) {}
+    : __elements(
+          T(__matrix_row() == __matrix_column() ? float(diagonal) : 0.0f),
+          T(__matrix_row() == __matrix_column() + 1 ? float(diagonal) : 0.0f)) {}
 
 template <class T, int C, int R>
 __MSL_INLINE simdgroup_matrix<T, C, R> make_filled_simdgroup_matrix(T value) {
@@ -55,25 +56,27 @@ __MSL_INLINE void __matrix_wait() {
   char nothing = 0;
   __sim_gather((const __private void*)&nothing, 1, 32, 1, __MSL_SITE);
 }
-#define __MSL_MATRIX_LOAD(space)                                                            \
-  template <class T, int C, int R>                                                          \
-  __MSL_INLINE void simdgroup_load(__private simdgroup_matrix<T, C, R>& d, const space T* source, \
-                                   ulong elements_per_row = C,                              \
-                                   vec<ulong, 2> matrix_origin = vec<ulong, 2>(0),          \
-                                   bool transpose_matrix = false) {                         \
-    __matrix_wait();                                                                        \
-    d.__elements.x = source[__matrix_offset(0, elements_per_row, matrix_origin, transpose_matrix)]; \
-    d.__elements.y = source[__matrix_offset(1, elements_per_row, matrix_origin, transpose_matrix)]; \
+#define __MSL_MATRIX_LOAD(space)                                                                 \
+  template <class T, int C, int R>                                                               \
+  __MSL_INLINE void simdgroup_load(                                                              \
+      __private simdgroup_matrix<T, C, R>& d, const space T* source, ulong elements_per_row = C, \
+      vec<ulong, 2> matrix_origin = vec<ulong, 2>(0), bool transpose_matrix = false) {           \
+    __matrix_wait();                                                                             \
+    d.__elements.x =                                                                             \
+        source[__matrix_offset(0, elements_per_row, matrix_origin, transpose_matrix)];           \
+    d.__elements.y =                                                                             \
+        source[__matrix_offset(1, elements_per_row, matrix_origin, transpose_matrix)];           \
   }
-#define __MSL_MATRIX_STORE(space)                                                           \
-  template <class T, int C, int R>                                                          \
-  __MSL_INLINE void simdgroup_store(simdgroup_matrix<T, C, R> a, space T* destination,      \
-                                    ulong elements_per_row = C,                             \
-                                    vec<ulong, 2> matrix_origin = vec<ulong, 2>(0),         \
-                                    bool transpose_matrix = false) {                        \
-    __matrix_wait();                                                                        \
-    destination[__matrix_offset(0, elements_per_row, matrix_origin, transpose_matrix)] = a.__elements.x; \
-    destination[__matrix_offset(1, elements_per_row, matrix_origin, transpose_matrix)] = a.__elements.y; \
+#define __MSL_MATRIX_STORE(space)                                                        \
+  template <class T, int C, int R>                                                       \
+  __MSL_INLINE void simdgroup_store(                                                     \
+      simdgroup_matrix<T, C, R> a, space T* destination, ulong elements_per_row = C,     \
+      vec<ulong, 2> matrix_origin = vec<ulong, 2>(0), bool transpose_matrix = false) {   \
+    __matrix_wait();                                                                     \
+    destination[__matrix_offset(0, elements_per_row, matrix_origin, transpose_matrix)] = \
+        a.__elements.x;                                                                  \
+    destination[__matrix_offset(1, elements_per_row, matrix_origin, transpose_matrix)] = \
+        a.__elements.y;                                                                  \
   }
 __MSL_MATRIX_LOAD(__MSL_DEVICE)
 __MSL_MATRIX_LOAD(__attribute__((opencl_global_host)))
@@ -83,12 +86,11 @@ __MSL_MATRIX_STORE(__local)
 
 // d = a b + c, accumulated in float and rounded once to d's type.
 template <class D, class A, class B, class E>
-__MSL_INLINE void simdgroup_multiply_accumulate(__private simdgroup_matrix<D, 8, 8>& d,
-                                                simdgroup_matrix<A, 8, 8> a,
-                                                simdgroup_matrix<B, 8, 8> b,
-                                                simdgroup_matrix<E, 8, 8> c) {
-  float mine[4] = {float(a.__elements.x), float(a.__elements.y), float(b.__elements.x),
-                   float(b.__elements.y)};
+__MSL_INLINE void simdgroup_multiply_accumulate(
+    __private simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
+    simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<E, 8, 8> c) {
+  float mine[4] = {
+      float(a.__elements.x), float(a.__elements.y), float(b.__elements.x), float(b.__elements.y)};
   const __private float* slots = (const __private float*)__sim_gather(
       (const __private void*)mine, sizeof(mine), 32, 1, __MSL_SITE);
   uint row = __matrix_row(), column = __matrix_column();
@@ -102,8 +104,9 @@ __MSL_INLINE void simdgroup_multiply_accumulate(__private simdgroup_matrix<D, 8,
   d.__elements = vec<D, 2>(D(x), D(y));
 }
 template <class D, class A, class B>
-__MSL_INLINE void simdgroup_multiply(__private simdgroup_matrix<D, 8, 8>& d,
-                                     simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b) {
+__MSL_INLINE void simdgroup_multiply(
+    __private simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
+    simdgroup_matrix<B, 8, 8> b) {
   simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<D, 8, 8>(D(0.0f)));
 }
 

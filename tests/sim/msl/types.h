@@ -1,6 +1,6 @@
 // Scalar types, address spaces and type traits, in the dialect that the translated kernels are
-// compiled in: C++ for OpenCL, whose address spaces are types of their own and whose generic address
-// space (unnameable in a kernel) lets one library function serve them all.
+// compiled in: C++ for OpenCL, whose address spaces are types of their own and whose generic
+// address space (unnameable in a kernel) lets one library function serve them all.
 #pragma once
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 
@@ -41,58 +41,120 @@ using bool_constant = integral_constant<bool, b>;
 using true_type = bool_constant<true>;
 using false_type = bool_constant<false>;
 
-template <class T, class U> struct is_same : false_type {};
-template <class T> struct is_same<T, T> : true_type {};
-template <class T, class U> constexpr const bool is_same_v = __is_same(T, U);
+template <class T, class U>
+struct is_same : false_type {};
+template <class T>
+struct is_same<T, T> : true_type {};
+template <class T, class U>
+constexpr const bool is_same_v = __is_same(T, U);
 
-template <bool b, class T = void> struct enable_if {};
-template <class T> struct enable_if<true, T> { using type = T; };
-template <bool b, class T = void> using enable_if_t = typename enable_if<b, T>::type;
+template <bool b, class T = void>
+struct enable_if {};
+template <class T>
+struct enable_if<true, T> {
+  using type = T;
+};
+template <bool b, class T = void>
+using enable_if_t = typename enable_if<b, T>::type;
 
-template <bool b, class T, class F> struct conditional { using type = T; };
-template <class T, class F> struct conditional<false, T, F> { using type = F; };
-template <bool b, class T, class F> using conditional_t = typename conditional<b, T, F>::type;
+template <bool b, class T, class F>
+struct conditional {
+  using type = T;
+};
+template <class T, class F>
+struct conditional<false, T, F> {
+  using type = F;
+};
+template <bool b, class T, class F>
+using conditional_t = typename conditional<b, T, F>::type;
 
-template <class T> struct remove_reference { using type = T; };
-template <class T> struct remove_reference<T&> { using type = T; };
-template <class T> struct remove_reference<T&&> { using type = T; };
-template <class T> using remove_reference_t = typename remove_reference<T>::type;
+template <class T>
+struct remove_reference {
+  using type = T;
+};
+template <class T>
+struct remove_reference<T&> {
+  using type = T;
+};
+template <class T>
+struct remove_reference<T&&> {
+  using type = T;
+};
+template <class T>
+using remove_reference_t = typename remove_reference<T>::type;
 
 // Also takes the address space off, as Metal's does off a loaded value.
-template <class T> struct remove_cv { using type = T; };
-template <class T> struct remove_cv<const T> : remove_cv<T> {};
-template <class T> struct remove_cv<volatile T> : remove_cv<T> {};
-template <class T> struct remove_cv<__attribute__((opencl_global_device)) T> : remove_cv<T> {};
-template <class T> struct remove_cv<__attribute__((opencl_global_host)) T> : remove_cv<T> {};
-template <class T> struct remove_cv<__local T> : remove_cv<T> {};
-template <class T> struct remove_cv<__private T> : remove_cv<T> {};
-template <class T> struct remove_cv<__generic T> : remove_cv<T> {};
-template <class T> using remove_cv_t = typename remove_cv<T>::type;
-template <class T> using decay_t = remove_cv_t<remove_reference_t<T>>;
+template <class T>
+struct remove_cv {
+  using type = T;
+};
+template <class T>
+struct remove_cv<const T> : remove_cv<T> {};
+template <class T>
+struct remove_cv<volatile T> : remove_cv<T> {};
+template <class T>
+struct remove_cv<__attribute__((opencl_global_device)) T> : remove_cv<T> {};
+template <class T>
+struct remove_cv<__attribute__((opencl_global_host)) T> : remove_cv<T> {};
+template <class T>
+struct remove_cv<__local T> : remove_cv<T> {};
+template <class T>
+struct remove_cv<__private T> : remove_cv<T> {};
+template <class T>
+struct remove_cv<__generic T> : remove_cv<T> {};
+template <class T>
+using remove_cv_t = typename remove_cv<T>::type;
+template <class T>
+using decay_t = remove_cv_t<remove_reference_t<T>>;
 
-template <class T> struct remove_pointer { using type = T; };
-template <class T> struct remove_pointer<T*> { using type = T; };
-template <class T> using remove_pointer_t = typename remove_pointer<T>::type;
+template <class T>
+struct remove_pointer {
+  using type = T;
+};
+template <class T>
+struct remove_pointer<T*> {
+  using type = T;
+};
+template <class T>
+using remove_pointer_t = typename remove_pointer<T>::type;
 
 struct __bfloat;
 template <class T>
 constexpr const bool is_floating_point_v = __is_floating_point(T) || __is_same(T, __bfloat);
-template <class T> constexpr const bool is_integral_v = __is_integral(T);
-template <class T> constexpr const bool is_arithmetic_v = is_integral_v<T> || is_floating_point_v<T>;
-template <class T> constexpr const bool is_signed_v = __is_signed(T);
-template <class T> constexpr const bool is_unsigned_v = __is_unsigned(T);
-template <class T> struct is_floating_point : bool_constant<is_floating_point_v<T>> {};
-template <class T> struct is_integral : bool_constant<is_integral_v<T>> {};
-template <class T> struct is_arithmetic : bool_constant<is_arithmetic_v<T>> {};
-template <class T> struct is_signed : bool_constant<is_signed_v<T>> {};
-template <class T> struct is_unsigned : bool_constant<is_unsigned_v<T>> {};
-template <class T> struct is_void : is_same<T, void> {};
-template <class T> struct is_pointer : false_type {};
-template <class T> struct is_pointer<T*> : true_type {};
-template <class T> struct is_empty : bool_constant<__is_empty(T)> {};
-template <class T, class U> struct is_convertible : bool_constant<__is_convertible_to(T, U)> {};
-template <class T> struct __identity { using type = T; };
-template <class T> using __identity_t = typename __identity<T>::type;
+template <class T>
+constexpr const bool is_integral_v = __is_integral(T);
+template <class T>
+constexpr const bool is_arithmetic_v = is_integral_v<T> || is_floating_point_v<T>;
+template <class T>
+constexpr const bool is_signed_v = __is_signed(T);
+template <class T>
+constexpr const bool is_unsigned_v = __is_unsigned(T);
+template <class T>
+struct is_floating_point : bool_constant<is_floating_point_v<T>> {};
+template <class T>
+struct is_integral : bool_constant<is_integral_v<T>> {};
+template <class T>
+struct is_arithmetic : bool_constant<is_arithmetic_v<T>> {};
+template <class T>
+struct is_signed : bool_constant<is_signed_v<T>> {};
+template <class T>
+struct is_unsigned : bool_constant<is_unsigned_v<T>> {};
+template <class T>
+struct is_void : is_same<T, void> {};
+template <class T>
+struct is_pointer : false_type {};
+template <class T>
+struct is_pointer<T*> : true_type {};
+template <class T>
+struct is_empty : bool_constant<__is_empty(T)> {};
+template <class T, class U>
+struct is_convertible : bool_constant<__is_convertible_to(T, U)> {};
+template <class T>
+struct __identity {
+  using type = T;
+};
+template <class T>
+using __identity_t = typename __identity<T>::type;
 
 }  // namespace metal
 

@@ -9,6 +9,7 @@ constexpr size_t kStackBytes = 256 << 10;  // reserved; pages come when touched
 struct Fiber {
   void* stack_pointer = nullptr;
   char* stack = nullptr;  // lowest address; the page below it is not accessible
+  char* top = nullptr;    // where it begins
 };
 
 // Stacks for `count` fibers, kept for the life of the process.

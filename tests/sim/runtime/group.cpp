@@ -55,10 +55,14 @@ void wake(uint32_t first, uint32_t count) {
 
 const char* waiting_for(Wait wait) {
   switch (wait) {
-    case Wait::kLanes: return "a SIMD-group operation";
-    case Wait::kSimdBarrier: return "simdgroup_barrier";
-    case Wait::kBarrier: return "threadgroup_barrier";
-    default: return "nothing";
+    case Wait::kLanes:
+      return "a SIMD-group operation";
+    case Wait::kSimdBarrier:
+      return "simdgroup_barrier";
+    case Wait::kBarrier:
+      return "threadgroup_barrier";
+    default:
+      return "nothing";
   }
 }
 
@@ -75,23 +79,29 @@ void report_divergence() {
     Wait wait = Wait(key.first);
     text += "\n    " + std::to_string(threads.size()) + " threads (" + std::to_string(threads[0]);
     if (threads.size() > 1) text += ".." + std::to_string(threads.back());
-    text += wait == Wait::kDone ? ") have returned"
-                                : std::string(") wait in ") + waiting_for(wait) + " at " + place(key.second);
+    text += wait == Wait::kDone
+                ? ") have returned"
+                : std::string(") wait in ") + waiting_for(wait) + " at " + place(key.second);
     if (wait != Wait::kDone && !first_site) first_site = key.second;
   }
-  fault("divergence", first_site, 0,
-        "threads that have to meet do not, in threadgroup " + thread_name(~0u, launch.run) + ":" + text);
+  fault(
+      "divergence", first_site, 0,
+      "threads that have to meet do not, in threadgroup " + thread_name(~0u, launch.run) + ":" +
+          text);
 }
 
 [[noreturn]] void diverge(const char* what, uint32_t site, uint32_t other) {
-  fatal("divergence", site,
-        thread_name(group.current->index, launch.run) + " is at " + place(site) +
-            " while others of its " + what + " wait at " + place(other));
+  fatal(
+      "divergence", site,
+      thread_name(group.current->index, launch.run) + " is at " + place(site) +
+          " while others of its " + what + " wait at " + place(other));
 }
 
 }  // namespace
 
-void seed_random(uint64_t seed) { random_state = seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03; }
+void seed_random(uint64_t seed) {
+  random_state = seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03;
+}
 
 uint64_t random_below(uint64_t bound) {
   random_state ^= random_state << 13;
@@ -142,8 +152,9 @@ void fatal(const char* kind, uint32_t site, const std::string& text) {
 }
 
 // Takes part in a collective. Returns the values of all, which stay until the next but one.
-static const void* meet(Collective& c, Wait wait, const char* what, const void* value, uint32_t bytes,
-                        uint32_t site, bool* last) {
+static const void* meet(
+    Collective& c, Wait wait, const char* what, const void* value, uint32_t bytes, uint32_t site,
+    bool* last) {
   Thread& self = *group.current;
   if (c.arrived && c.site != site) diverge(what, site, c.site);
   c.site = self.site = site;
@@ -165,13 +176,14 @@ using namespace sim;
 
 extern "C" {
 
-const void* __sim_gather(const void* value, uint32_t bytes, uint32_t width, uint32_t matrix,
-                         uint32_t site) {
+const void* __sim_gather(
+    const void* value, uint32_t bytes, uint32_t width, uint32_t matrix, uint32_t site) {
   uint32_t index = group.current->index;
   SimdGroup& simdgroup = group.simdgroups[index / kLanes];
   Collective& c = width == 4 ? simdgroup.quads[index % kLanes / 4] : simdgroup.whole;
   bool last;
-  const void* all = meet(c, Wait::kLanes, width == 4 ? "quad" : "SIMD-group", value, bytes, site, &last);
+  const void* all =
+      meet(c, Wait::kLanes, width == 4 ? "quad" : "SIMD-group", value, bytes, site, &last);
   if (last) ++(matrix ? launch.report->matrix_ops : launch.report->simd_ops);
   block();
   return all;
@@ -209,7 +221,9 @@ void __sim_barrier(uint32_t flags, uint32_t site) {
   block();
 }
 
-uint32_t __sim_lane() { return group.current->index % kLanes; }
+uint32_t __sim_lane() {
+  return group.current->index % kLanes;
+}
 
 uint32_t __sim_active(uint32_t width) {
   uint32_t index = group.current->index;
@@ -218,9 +232,10 @@ uint32_t __sim_active(uint32_t width) {
 }
 
 void __sim_bad_lane(int32_t lane, uint32_t site) {
-  fatal("shuffle", site,
-        thread_name(group.current->index, launch.run) + " reads lane " + std::to_string(lane) +
-            ", which does not exist, at " + place(site));
+  fatal(
+      "shuffle", site,
+      thread_name(group.current->index, launch.run) + " reads lane " + std::to_string(lane) +
+          ", which does not exist, at " + place(site));
 }
 
 }  // extern "C"

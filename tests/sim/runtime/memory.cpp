@@ -35,9 +35,9 @@ struct Region {
 };
 struct Variable {
   uint64_t bytes = 0;
-  uint32_t site = 0;       // of its declaration, + 1; 0: a host-sized argument
+  uint32_t site = 0;  // of its declaration, + 1; 0: a host-sized argument
   uint32_t argument = ~0u;
-  uint32_t run = 0;        // threadgroup that it was last made for
+  uint32_t run = 0;  // threadgroup that it was last made for
 };
 
 uint64_t arena;
@@ -49,8 +49,9 @@ uint32_t num_variables;
 
 void reserve_arena() {
   if (arena) return;
-  void* memory = mmap(nullptr, kRegionBytes * (kMaxRegions + 1), PROT_NONE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* memory = mmap(
+      nullptr, kRegionBytes * (kMaxRegions + 1), PROT_NONE,
+      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) {
     perror("metal simulator: mmap of the arena");
     abort();
@@ -58,7 +59,9 @@ void reserve_arena() {
   arena = (reinterpret_cast<uint64_t>(memory) + kRegionBytes - 1) & ~(kRegionBytes - 1);
 }
 
-uint64_t region_start(uint32_t region) { return arena + region * kRegionBytes + kRegionBytes / 4; }
+uint64_t region_start(uint32_t region) {
+  return arena + region * kRegionBytes + kRegionBytes / 4;
+}
 
 void open_memory(uint64_t start, uint64_t bytes) {
   uint64_t first = start & ~uint64_t(16383), last = (start + bytes + 16383) & ~uint64_t(16383);
@@ -85,8 +88,10 @@ uint32_t new_region(const void* host, uint64_t bytes, uint32_t access, const std
   r.name = name;
   open_memory(r.base, std::max<uint64_t>(bytes, 1));
   r.mapped = bytes;
-  if (access & METAL_SIM_READ) memcpy(reinterpret_cast<void*>(r.base), host, bytes);
-  else memset(reinterpret_cast<void*>(r.base), kPoison, bytes);
+  if (access & METAL_SIM_READ)
+    memcpy(reinterpret_cast<void*>(r.base), host, bytes);
+  else
+    memset(reinterpret_cast<void*>(r.base), kPoison, bytes);
   if (access & METAL_SIM_WRITE) r.shadow.open(bytes);
   r.read.open(bytes);
   if (access & METAL_SIM_WRITE) r.written.open(bytes);
@@ -124,6 +129,15 @@ std::string variable_name(const Variable& v) {
                 : "[[threadgroup(" + std::to_string(v.argument) + ")]]";
 }
 
+std::string byte_of_variable(const void* variable, uint64_t offset) {
+  return "byte " + std::to_string(offset) + " of " +
+         variable_name(*static_cast<const Variable*>(variable));
+}
+
+std::string byte_of_region(const void* region, uint64_t offset) {
+  return "byte " + std::to_string(offset) + " of " + static_cast<const Region*>(region)->name;
+}
+
 bool on_own_stack(uint64_t address) {
   uint64_t stack = reinterpret_cast<uint64_t>(group.current->stack);
   return address - stack < kStackBytes;
@@ -136,9 +150,10 @@ void check_program_scope(uint64_t address, uint64_t bytes, bool writes, uint32_t
     if (address - reinterpret_cast<uint64_t>(c.address) >= c.bytes) continue;
     if (writes) break;
     if (!launch.constants_defined[i]) {
-      fault("function constant", site, 0,
-            "function constant " + std::to_string(c.index) + " is read at " + place(site) +
-                " but has no value in this launch");
+      fault(
+          "function constant", site, 0,
+          "function constant " + std::to_string(c.index) + " is read at " + place(site) +
+              " but has no value in this launch");
     }
     return;
   }
@@ -148,17 +163,23 @@ void check_program_scope(uint64_t address, uint64_t bytes, bool writes, uint32_t
     if (offset < sim_globals[i].bytes && offset + bytes <= sim_globals[i].bytes) return;
   }
   char text[160];
-  snprintf(text, sizeof text, "%s of %llu bytes at %#llx, which is in no buffer, variable or constant, at ",
-           writes ? "write" : "read", (unsigned long long)bytes, (unsigned long long)address);
-  fatal("out of bounds", site, text + place(site) + " by " + thread_name(group.current->index, launch.run));
+  snprintf(
+      text, sizeof text,
+      "%s of %llu bytes at %#llx, which is in no buffer, variable or constant, at ",
+      writes ? "write" : "read", (unsigned long long)bytes, (unsigned long long)address);
+  fatal(
+      "out of bounds", site,
+      text + place(site) + " by " + thread_name(group.current->index, launch.run));
 }
 
-[[noreturn]] void out_of_bounds(uint64_t offset, uint64_t bytes, uint64_t size, bool writes, uint32_t site,
-                                const std::string& name) {
-  fatal("out of bounds", site,
-        std::string(writes ? "write" : "read") + " of " + std::to_string(bytes) + " bytes at byte " +
-            std::to_string(int64_t(offset)) + " of " + name + ", which has " + std::to_string(size) +
-            ", at " + place(site) + " by " + thread_name(group.current->index, launch.run));
+[[noreturn]] void out_of_bounds(
+    uint64_t offset, uint64_t bytes, uint64_t size, bool writes, uint32_t site,
+    const std::string& name) {
+  fatal(
+      "out of bounds", site,
+      std::string(writes ? "write" : "read") + " of " + std::to_string(bytes) + " bytes at byte " +
+          std::to_string(int64_t(offset)) + " of " + name + ", which has " + std::to_string(size) +
+          ", at " + place(site) + " by " + thread_name(group.current->index, launch.run));
 }
 
 void check(uint64_t address, uint64_t bytes, bool reads, bool writes, bool atomic, uint32_t site) {
@@ -168,11 +189,12 @@ void check(uint64_t address, uint64_t bytes, bool reads, bool writes, bool atomi
     return;
   }
   if (address % sim_sites[site].align) {
-    fatal("misaligned", site,
-          std::string(writes ? "write" : "read") + " of " + std::to_string(bytes) +
-              " bytes at an address that is " + std::to_string(address % sim_sites[site].align) +
-              " bytes past a multiple of " + std::to_string(sim_sites[site].align) + ", at " + place(site) +
-              " by " + thread_name(group.current->index, launch.run));
+    fatal(
+        "misaligned", site,
+        std::string(writes ? "write" : "read") + " of " + std::to_string(bytes) +
+            " bytes at an address that is " + std::to_string(address % sim_sites[site].align) +
+            " bytes past a multiple of " + std::to_string(sim_sites[site].align) + ", at " +
+            place(site) + " by " + thread_name(group.current->index, launch.run));
   }
   Region& r = regions[number];
   uint64_t offset = address - r.base;
@@ -183,18 +205,22 @@ void check(uint64_t address, uint64_t bytes, bool reads, bool writes, bool atomi
       // Past the middle between two variables it is the next one's negative index.
       bool before = inside > (1u << kVariableBits) / 2 && v + 1 < num_variables;
       const Variable& variable = variables[before ? v + 1 : v];
-      out_of_bounds(before ? inside - (1u << kVariableBits) : inside, bytes, variable.bytes, writes, site,
-                    variable_name(variable));
+      out_of_bounds(
+          before ? inside - (1u << kVariableBits) : inside, bytes, variable.bytes, writes, site,
+          variable_name(variable));
     }
-    auto name = [&] { return "byte " + std::to_string(inside) + " of " + variable_name(variables[v]); };
-    r.shadow.access(offset, bytes, reads, writes, atomic, kThreadgroup, true, site, name);
+    r.shadow.access(
+        offset, bytes, reads, writes, atomic, kThreadgroup, true, site,
+        {byte_of_variable, &variables[v], inside});
     return;
   }
-  if (offset > r.bytes || offset + bytes > r.bytes) out_of_bounds(offset, bytes, r.bytes, writes, site, r.name);
+  if (offset > r.bytes || offset + bytes > r.bytes)
+    out_of_bounds(offset, bytes, r.bytes, writes, site, r.name);
   if (writes && !(r.access & METAL_SIM_WRITE)) {
-    fatal("read-only", site,
-          "write to byte " + std::to_string(offset) + " of " + r.name + ", which is only read, at " +
-              place(site) + " by " + thread_name(group.current->index, launch.run));
+    fatal(
+        "read-only", site,
+        "write to byte " + std::to_string(offset) + " of " + r.name + ", which is only read, at " +
+            place(site) + " by " + thread_name(group.current->index, launch.run));
   }
   if (reads) {
     r.bytes_read += bytes;
@@ -205,8 +231,9 @@ void check(uint64_t address, uint64_t bytes, bool reads, bool writes, bool atomi
     r.written.mark(offset, bytes);
   }
   if (r.shadow.is_open()) {
-    auto name = [&] { return "byte " + std::to_string(offset) + " of " + r.name; };
-    r.shadow.access(offset, bytes, reads, writes, atomic, kDevice, !(r.access & METAL_SIM_READ), site, name);
+    r.shadow.access(
+        offset, bytes, reads, writes, atomic, kDevice, !(r.access & METAL_SIM_READ), site,
+        {byte_of_region, &r, offset});
   }
 }
 
@@ -260,16 +287,19 @@ void end_launch(const MetalSimLaunch& args, MetalSimReport& report) {
   for (uint32_t index = 0; index < METAL_SIM_MAX_BUFFERS; index++) {
     if (!region_of_index[index]) continue;
     const Region& r = regions[region_of_index[index]];
-    report.traffic[report.num_traffic++] = {index, r.bytes_read, r.bytes_written, r.read.count(),
-                                            r.written.count()};
+    report.traffic[report.num_traffic++] = {
+        index, r.bytes_read, r.bytes_written, r.read.count(), r.written.count()};
   }
   for (uint32_t i = kFirstBuffer; i < num_regions; i++) {
     Region& r = regions[i];
-    if (r.access & METAL_SIM_WRITE && r.host) memcpy(r.host, reinterpret_cast<void*>(r.base), r.bytes);
+    if (r.access & METAL_SIM_WRITE && r.host)
+      memcpy(r.host, reinterpret_cast<void*>(r.base), r.bytes);
     r.shadow.close(), r.read.close(), r.written.close();
-    uint64_t first = r.base & ~uint64_t(16383), last = (r.base + r.bytes + 16384) & ~uint64_t(16383);
-    mmap(reinterpret_cast<void*>(first), last - first, PROT_NONE,
-         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    uint64_t first = r.base & ~uint64_t(16383),
+             last = (r.base + r.bytes + 16384) & ~uint64_t(16383);
+    mmap(
+        reinterpret_cast<void*>(first), last - first, PROT_NONE,
+        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   }
   regions[kThreadgroupRegion].shadow.close();
   num_regions = kFirstBuffer;
@@ -294,7 +324,9 @@ void __sim_write(uint64_t address, uint64_t bytes, uint32_t site) {
 void __sim_atomic(uint64_t address, uint32_t bytes, uint32_t writes, uint32_t site) {
   check(address, bytes, writes != 2, writes != 0, true, site);
 }
-uint64_t __sim_buffer(uint32_t index) { return buffer_address(index); }
+uint64_t __sim_buffer(uint32_t index) {
+  return buffer_address(index);
+}
 
 uint64_t __sim_threadgroup_argument(uint32_t index) {
   for (uint32_t i = 0; i < launch.args->num_threadgroup; i++) {
@@ -310,10 +342,12 @@ uint64_t __sim_threadgroup_variable(uint64_t bytes, uint32_t align, uint32_t sit
     if (variables[v].site == site + 1) return variable_address(v);
   }
   uint32_t v = new_variable(bytes, site + 1, ~0u);
-  if (v == ~0u || bytes > kMaxThreadgroupBytes || launch.report->threadgroup_bytes > kMaxThreadgroupBytes) {
-    fatal("threadgroup memory", site,
-          "threadgroup memory grows to " + std::to_string(launch.report->threadgroup_bytes) +
-              " bytes, more than 32768, at " + place(site));
+  if (v == ~0u || bytes > kMaxThreadgroupBytes ||
+      launch.report->threadgroup_bytes > kMaxThreadgroupBytes) {
+    fatal(
+        "threadgroup memory", site,
+        "threadgroup memory grows to " + std::to_string(launch.report->threadgroup_bytes) +
+            " bytes, more than 32768, at " + place(site));
   }
   return variable_address(v);
 }

@@ -1,5 +1,5 @@
-// Memory as kernels see it: buffers far apart from each other, threadgroup variables, and for memory
-// that is written a record of who touched it last.
+// Memory as kernels see it: buffers far apart from each other, threadgroup variables, and for
+// memory that is written a record of who touched it last.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -8,7 +8,8 @@
 
 namespace sim {
 
-// Copies a buffer in (or poisons it); returns the address that kernels see. Equal `data` is one region.
+// Copies a buffer in (or poisons it); returns the address that kernels see. Equal `data` is one
+// region.
 uint64_t bind_buffer(const MetalSimBuffer& buffer);
 uint64_t bind_bytes(const MetalSimBytes& bytes);
 uint64_t threadgroup_argument(uint32_t index, uint64_t bytes);

@@ -13,8 +13,8 @@ extern "C" {
 enum { METAL_SIM_READ = 1, METAL_SIM_WRITE = 2, METAL_SIM_READ_WRITE = 3 };
 enum { METAL_SIM_OK = 0, METAL_SIM_FAULTS = 1, METAL_SIM_NOT_LAUNCHED = 2 };
 
-/* setBuffer: `bytes` counts from `data` to the end of the allocation. Buffers with the same data are
- * one buffer to the kernel. A buffer that is only written is poisoned first. */
+/* setBuffer: `bytes` counts from `data` to the end of the allocation. Buffers with the same data
+ * are one buffer to the kernel. A buffer that is only written is poisoned first. */
 typedef struct {
   uint32_t index, access;
   void* data;

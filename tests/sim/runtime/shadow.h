@@ -1,7 +1,7 @@
-// Who touched memory last, two bytes at a time: what finds races and reads of what was never written.
+// Who touched memory last, two bytes at a time: what finds races and reads of what was never
+// written.
 #pragma once
 #include <cstdint>
-#include <functional>
 #include <string>
 
 #include "state.h"
@@ -31,6 +31,14 @@ struct Cell {
   uint32_t written;  // run << 2 | bytes written so far
 };
 
+// What a message calls the memory that was accessed; made when there is a message.
+struct Name {
+  std::string (*make)(const void* memory, uint64_t offset);
+  const void* memory;
+  uint64_t offset;
+  std::string operator()() const { return make(memory, offset); }
+};
+
 class Shadow {
  public:
   void open(uint64_t bytes) { cells_.open(bytes / 2 * sizeof(Cell) + sizeof(Cell)); }
@@ -38,8 +46,9 @@ class Shadow {
   bool is_open() const { return cells_.get() != nullptr; }
   // Reports conflicts with earlier accesses, and reads of what nobody wrote if `begins_unwritten`.
   // Threadgroup memory begins anew with every threadgroup; device memory keeps what others did.
-  void access(uint64_t offset, uint64_t bytes, bool reads, bool writes, bool atomic, Memory memory,
-              bool begins_unwritten, uint32_t site, const std::function<std::string()>& name);
+  void access(
+      uint64_t offset, uint64_t bytes, bool reads, bool writes, bool atomic, Memory memory,
+      bool begins_unwritten, uint32_t site, const Name& name);
 
  private:
   LazyMemory cells_;

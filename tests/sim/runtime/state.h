@@ -70,7 +70,8 @@ bool run_threadgroup();
 uint64_t random_below(uint64_t bound);
 void seed_random(uint64_t seed);
 
-// --- Faults -----------------------------------------------------------------------------------------
+// --- Faults
+// -----------------------------------------------------------------------------------------
 std::string place(uint32_t site);
 std::string thread_name(uint32_t thread, uint32_t run);
 // Reported once for a kind at a pair of lines.
