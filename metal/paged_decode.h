@@ -16,6 +16,7 @@
 #include "block_table.h"
 #include "decode_shape.h"
 #include "params.h"
+#include "scratch.h"
 #include "softmax_state.h"
 #include "unroll.h"
 #include "vector_load.h"
@@ -187,10 +188,9 @@ kernel void paged_decode(
     device const int* block_tables [[buffer(4)]],
     device const paged::WorkItem* work_items [[buffer(5)]], device const float* sinks [[buffer(6)]],
     device T* out [[buffer(7)]], device float* workspace [[buffer(8)]],
-    constant paged::AttentionParams& params [[buffer(9)]],
-    threadgroup float* scratch [[threadgroup(0)]], uint3 group_id [[threadgroup_position_in_grid]],
-    uint thread_id [[thread_index_in_threadgroup]], uint simd_id [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    constant paged::AttentionParams& params [[buffer(9)]], threadgroup float* scratch PAGED_SCRATCH,
+    uint3 group_id [[threadgroup_position_in_grid]], uint thread_id [[thread_index_in_threadgroup]],
+    uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   using namespace paged;
   typedef DecodeLane<T, K_DIM, V_DIM, QUERIES> Lane;
   constexpr int STEP = Lane::TOKENS * Lane::UNROLL;

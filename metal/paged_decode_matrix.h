@@ -18,6 +18,7 @@
 #include "decode_shape.h"
 #include "matrix_tile.h"
 #include "params.h"
+#include "scratch.h"
 #include "softmax_state.h"
 #include "unroll.h"
 
@@ -95,8 +96,8 @@ kernel void paged_decode_matrix(
     device const int* block_tables [[buffer(4)]],
     device const paged::WorkItem* work_items [[buffer(5)]], device const float* sinks [[buffer(6)]],
     device T* out [[buffer(7)]], device float* workspace [[buffer(8)]],
-    constant paged::AttentionParams& params [[buffer(9)]],
-    threadgroup uchar* scratch [[threadgroup(0)]], uint3 group_id [[threadgroup_position_in_grid]],
+    constant paged::AttentionParams& params [[buffer(9)]], threadgroup uchar* scratch PAGED_SCRATCH,
+    uint3 group_id [[threadgroup_position_in_grid]],
     uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   using namespace paged;
   constexpr int SIMD_GROUPS = matrix_simd_groups(K_DIM);

@@ -15,6 +15,7 @@
 #include "decode_shape.h"
 #include "matrix_tile.h"
 #include "params.h"
+#include "scratch.h"
 #include "softmax_state.h"
 #include "unroll.h"
 
@@ -80,10 +81,9 @@ kernel void paged_prefill(
     device const int* block_tables [[buffer(4)]],
     device const paged::WorkItem* work_items [[buffer(5)]], device const float* sinks [[buffer(6)]],
     device T* out [[buffer(7)]], device float* workspace [[buffer(8)]],
-    constant paged::AttentionParams& params [[buffer(9)]],
-    threadgroup uchar* scratch [[threadgroup(0)]], uint3 group_id [[threadgroup_position_in_grid]],
-    uint thread_id [[thread_index_in_threadgroup]], uint simd_id [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+    constant paged::AttentionParams& params [[buffer(9)]], threadgroup uchar* scratch PAGED_SCRATCH,
+    uint3 group_id [[threadgroup_position_in_grid]], uint thread_id [[thread_index_in_threadgroup]],
+    uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   using namespace paged;
   constexpr int THREADS = 32 * PREFILL_SIMD_GROUPS;
   constexpr int BANDS = ROWS / 8 / PREFILL_SIMD_GROUPS;  // of 8 rows, of a SIMD-group
