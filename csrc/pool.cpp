@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "mlx/allocator.h"
+#include "mlx/ops.h"
 #include "primitives.h"
 #include "validate.h"
 
@@ -38,6 +39,14 @@ mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype) {
   for (int extent : shape) {
     bytes *= extent;
   }
+#ifdef MLX_PAGED_CUDA
+  // What MLX's allocator hands out is shared with the CPU; the GPU's own comes from its operations.
+  if (mx::default_device() == mx::Device::gpu) {
+    auto pool = mx::zeros(mx::Shape(shape.begin(), shape.end()), dtype);
+    pool.eval();
+    return pool;
+  }
+#endif
   auto data = mx::allocator::malloc(bytes);
   if (mx::default_device() == mx::Device::cpu) {
     advise_huge_pages(data.buffer().raw_ptr(), bytes);
@@ -49,12 +58,20 @@ int64_t pool_copies() {
   return num_pool_copies.load();
 }
 
+void count_pool_copy() {
+  num_pool_copies++;
+}
+
+bool can_alias_pool(const mx::array& pool) {
+  return pool.flags().row_contiguous && pool.data_size() == pool.size();
+}
+
 bool alias_pool(const mx::array& pool, mx::array& out) {
-  if (pool.flags().row_contiguous && pool.data_size() == pool.size()) {
+  if (can_alias_pool(pool)) {
     out.copy_shared_buffer(pool);
     return false;
   }
-  num_pool_copies++;
+  count_pool_copy();
   out.set_data(mx::allocator::malloc(out.nbytes()));
   return true;
 }

@@ -65,4 +65,8 @@ class PagedAttention : public mx::Primitive {
 // which is counted. Returns whether a copy is due.
 bool alias_pool(const mx::array& pool, mx::array& out);
 
+// Its two halves, for a backend that allocates the copy itself.
+bool can_alias_pool(const mx::array& pool);
+void count_pool_copy();
+
 }  // namespace mlx_paged

@@ -1,4 +1,7 @@
-"""What all tests share: MLX on the CPU, reproducible randomness, reproducible hypothesis."""
+"""What all tests share: MLX's device, reproducible randomness, reproducible hypothesis.
+
+The device is the CPU, or the GPU with MLX_PAGED_TEST_DEVICE=gpu.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+from reference import ON_GPU
 
 # Deadlines fail slow machines, not slow code. `quick` is for runs that repeat a file many times.
 _common = {
@@ -22,8 +26,8 @@ settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cpu_device() -> None:
-    mx.set_default_device(mx.cpu)
+def device() -> None:
+    mx.set_default_device(mx.gpu if ON_GPU else mx.cpu)
 
 
 @pytest.fixture

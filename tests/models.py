@@ -91,7 +91,7 @@ def save_tiny(path: Path, config: Mapping[str, Any], model: nn.Module | None = N
 @lru_cache(maxsize=1)
 def embedded() -> LoadedModel:
     """The embedded model, loaded once and never given to an engine."""
-    return load()
+    return load(dtype="float32")
 
 
 def embedded_twin() -> LoadedModel:

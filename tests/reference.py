@@ -9,6 +9,7 @@ Below the oracle: paged data to ask it about, in which every slot that nothing m
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,13 @@ from mlx_paged.ops import AttentionPlan
 # Largest error of a row, relative to the row's norm.
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 DTYPES = tuple(TOLERANCE)
+
+ON_GPU = os.environ.get("MLX_PAGED_TEST_DEVICE") == "gpu"
+# Key and value head dims that the GPU kernels are made for, the smaller first.
+GPU_HEAD_DIMS = (
+    *((d, d) for d in (32, 64, 80, 96, 112, 128)),
+    *((192, 128), (192, 192), (256, 256), (512, 512), (576, 512)),
+)
 
 
 def write_kv(pool: np.ndarray, rows: np.ndarray, slots: Sequence[int]) -> np.ndarray:
@@ -176,7 +184,14 @@ def make_batch(
     dtype: mx.Dtype = mx.float32,
     window: int | None = None,
 ) -> PagedBatch:
-    """Random sequences; slots outside every context, or before every window, hold NaN."""
+    """Random sequences; slots outside every context, or before every window, hold NaN.
+
+    On a GPU, head dims that it has no kernel for become the next larger ones that it has.
+    """
+    value_dim = value_dim or key_dim
+    if ON_GPU:
+        fitting = ((k, v) for k, v in GPU_HEAD_DIMS if k >= key_dim and v >= value_dim)
+        key_dim, value_dim = next(fitting)
     num_blocks = [-(-n // block_size) for n in context_lens]
     ids = 1 + rng.permutation(sum(num_blocks) + 2)  # block 0 belongs to nobody, two are spare
     tables = [part.tolist() for part in np.split(ids[:-2], np.cumsum(num_blocks)[:-1])]
@@ -195,7 +210,7 @@ def make_batch(
     return PagedBatch(
         mx.array(queries).astype(dtype),
         pool(key_dim),
-        pool(value_dim or key_dim),
+        pool(value_dim),
         tables,
         list(context_lens),
         list(query_lens),

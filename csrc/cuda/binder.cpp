@@ -1,0 +1,99 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include "binder.h"
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "kernel_grid.h"
+#include "kernel_table.h"
+#include "memory.h"
+#include "mlx/backend/cuda/device.h"
+#include "mlx/backend/cuda/utils.h"
+
+namespace mlx_paged::cuda {
+
+namespace {
+
+constexpr uint32_t kFreeSharedMemory = 48 * 1024;  // more has to be asked for
+
+void check(cudaError_t status, const std::string& what) {
+  if (status != cudaSuccess) {
+    throw std::runtime_error("[cuda] " + what + ": " + cudaGetErrorString(status));
+  }
+}
+
+// MLX links a CUDA runtime of its own, to which our symbols mean nothing; a CUfunction does.
+CUfunction function_of(const Launch& launch) {
+  static std::mutex mutex;
+  static std::unordered_map<std::string, CUfunction> functions;
+  const auto& name = launch.kernel.host_name;
+  std::lock_guard lock(mutex);
+  auto found = functions.find(name);
+  if (found == functions.end()) {
+    const void* symbol = find_kernel(name);
+    cudaFunction_t function;
+    check(cudaGetFuncBySymbol(&function, symbol), "kernel " + name);
+    if (launch.threadgroup_memory > kFreeSharedMemory) {
+      check(
+          cudaFuncSetAttribute(
+              symbol, cudaFuncAttributeMaxDynamicSharedMemorySize, int(launch.threadgroup_memory)),
+          "shared memory of " + name);
+    }
+    found = functions.emplace(name, reinterpret_cast<CUfunction>(function)).first;
+  }
+  return found->second;
+}
+
+mx::array workspace(uint64_t bytes, mx::Stream stream) {
+  mx::array a({int((bytes + 3) / 4)}, mx::float32, nullptr, {});
+  allocate(a, stream);
+  return a;
+}
+
+}  // namespace
+
+void encode(
+    const LaunchList& list, const std::vector<mx::array>& in, std::vector<mx::array>& out,
+    const std::vector<int>& pools, mx::Stream stream) {
+  auto& encoder = mx::cu::get_command_encoder(stream);
+  std::vector<mx::array> operands(in);
+  operands.insert(operands.end(), out.begin(), out.end());
+  for (uint64_t bytes : list.workspaces) {
+    operands.push_back(workspace(bytes, stream));
+    encoder.add_temporary(operands.back());
+  }
+  for (const auto& launch : list.launches) {
+    std::vector<void*> pointers;
+    std::vector<void*> arguments;
+    pointers.reserve(launch.buffers.size());
+    for (const auto& binding : launch.buffers) {
+      auto& operand = operands[binding.operand];
+      bool pool = std::find(pools.begin(), pools.end(), binding.operand) != pools.end();
+      if (binding.access == Access::read && !pool) {
+        encoder.set_input_array(operand);
+      } else {
+        encoder.set_output_array(operand);
+      }
+      pointers.push_back(mx::gpu_ptr<char>(operand));
+      arguments.push_back(&pointers.back());
+    }
+    std::vector<std::byte> constants = launch.constants;
+    arguments.push_back(constants.data());
+    Extent grid = kernel_grid(launch);
+    const Extent& threads = launch.threadgroup;
+    encoder.add_kernel_node_raw(
+        function_of(launch), dim3(grid[0], grid[1], grid[2]),
+        dim3(threads[0], threads[1], threads[2]), dim3(0, 0, 0), launch.threadgroup_memory,
+        arguments.data());
+  }
+}
+
+}  // namespace mlx_paged::cuda

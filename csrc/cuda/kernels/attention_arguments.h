@@ -1,0 +1,26 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// The buffers and constants that all attention kernels share.
+
+#pragma once
+
+// Which of the dtypes of metal/kernel_table.h a file is compiled for: name and type.
+#if defined(PAGED_DTYPE_float32)
+#define PAGED_DTYPE float32, float
+#elif defined(PAGED_DTYPE_float16)
+#define PAGED_DTYPE float16, half
+#elif defined(PAGED_DTYPE_bfloat16)
+#define PAGED_DTYPE bfloat16, bfloat
+#else
+#error "define PAGED_DTYPE_<name> for one of the dtypes of metal/kernel_table.h"
+#endif
+
+#define ATTENTION_PARAMETERS                                                                       \
+  const T* __restrict__ queries, const T* __restrict__ key_pool, const T* __restrict__ value_pool, \
+      const int* __restrict__ positions, const int* __restrict__ block_tables,                     \
+      const paged::WorkItem* __restrict__ work_items, const float* __restrict__ sinks,             \
+      T* __restrict__ out, float* __restrict__ workspace,                                          \
+      const __grid_constant__ paged::AttentionParams params
+
+#define ATTENTION_ARGUMENTS \
+  queries, key_pool, value_pool, positions, block_tables, work_items, sinks, out, workspace, params

@@ -1,0 +1,84 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// The kernels that move bytes, and the merge of partials. CUDA's grids are large along x only, and
+// tokens, pairs of blocks and blocks are many: those dims of Metal's grid lie along x here
+// (kernel_grid.h has the host's side).
+
+#include "../../../metal/kernel_table.h"
+#include "../kernel_table.h"
+#include "../msl/metal_stdlib"
+#include "copy_blocks.h"
+#include "copy_strided.h"
+#include "fill_zero.h"
+#include "gather_kv.h"
+#include "merge.h"
+#include "write_kv.h"
+
+namespace {
+
+// Metal's (x, y, z) of a grid that the host turned.
+__device__ __forceinline__ uint3 swap_xy(uint3 at) {
+  return make_uint3(at.y, at.x, at.z);
+}
+
+__device__ __forceinline__ uint3 swap_xz(uint3 at) {
+  return make_uint3(at.z, at.y, at.x);
+}
+
+}  // namespace
+
+__global__ void write_kv_entry(
+    const uint4* __restrict__ keys, const uint4* __restrict__ values,
+    const int* __restrict__ slot_mapping, uint4* __restrict__ key_pool,
+    uint4* __restrict__ value_pool, const __grid_constant__ paged::WriteParams params) {
+  write_kv(keys, values, slot_mapping, key_pool, value_pool, params, swap_xy(blockIdx));
+}
+
+__global__ void copy_blocks_entry(
+    const int2* __restrict__ block_pairs, uint4* pool,
+    const __grid_constant__ paged::CopyParams params) {
+  copy_blocks(block_pairs, pool, params, swap_xy(blockIdx));
+}
+
+__global__ void gather_kv_entry(
+    const uint4* __restrict__ pool, const int* __restrict__ block_tables,
+    const int* __restrict__ context_lens, uint4* __restrict__ dense,
+    const __grid_constant__ paged::GatherParams params) {
+  gather_kv(pool, block_tables, context_lens, dense, params);
+}
+
+__global__ void fill_zero_entry(
+    uint4* __restrict__ out, const __grid_constant__ paged::FillParams params) {
+  fill_zero(out, params);
+}
+
+template <typename T>
+__global__ void copy_strided_entry(
+    const T* __restrict__ in, T* __restrict__ out,
+    const __grid_constant__ paged::StridedParams params) {
+  copy_strided<T>(in, out, params, swap_xz(blockIdx), blockDim, swap_xz(gridDim));
+}
+
+template <typename T, int V_DIM>
+__global__ void merge_entry(
+    const paged::MergeItem* __restrict__ merge_items, const float* __restrict__ workspace,
+    const float* __restrict__ sinks, T* __restrict__ out,
+    const __grid_constant__ paged::MergeParams params) {
+  paged_merge<T, V_DIM>(merge_items, workspace, sinks, out, params);
+}
+
+#define STRIDED(bits, type) {"copy_strided_" #bits, (const void*)copy_strided_entry<type>},
+#define MERGE(dtype, type, v_dim) \
+  {"paged_merge_" #dtype "_" #v_dim, (const void*)merge_entry<type, v_dim>},
+#define MERGE_DIMS(...) PAGED_FOR_EACH_V_DIM(MERGE, __VA_ARGS__)
+
+static const bool added = mlx_paged::cuda::add_kernels({
+    {"write_kv", (const void*)write_kv_entry},
+    {"copy_blocks", (const void*)copy_blocks_entry},
+    {"gather_kv", (const void*)gather_kv_entry},
+    {"fill_zero", (const void*)fill_zero_entry},
+    // clang-format off
+    PAGED_FOR_EACH_WORD(STRIDED)
+    PAGED_FOR_EACH_DTYPE(MERGE_DIMS)
+    // clang-format on
+});

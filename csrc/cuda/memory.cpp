@@ -1,0 +1,56 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include "memory.h"
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+
+#include "mlx/ops.h"
+#include "mlx/primitives.h"
+
+namespace mlx_paged::cuda {
+
+namespace {
+
+// MLX's library does not export its allocator of device memory, so a primitive of MLX's does it: a
+// masked scatter whose mask is empty allocates its output and launches nothing.
+class Allocation {
+ public:
+  explicit Allocation(mx::Stream stream) {
+    mx::array empty({0}, mx::float32, nullptr, {});
+    mx::array mask({0}, mx::bool_, nullptr, {});
+    auto result = mx::masked_scatter(empty, mask, empty, stream);
+    for (auto a = result; a.has_primitive(); a = a.inputs()[0]) {
+      if (std::string(a.primitive().name()) == "MaskedScatter") {
+        primitive_ = a.primitive_ptr();
+        inputs_ = {empty, mask, empty};
+        return;
+      }
+    }
+    throw std::runtime_error("[cuda] mx.masked_scatter must be a primitive but is made of others");
+  }
+
+  void run(mx::array& a) const {
+    std::vector<mx::array> outputs{a};
+    primitive_->eval_gpu(inputs_, outputs);
+  }
+
+ private:
+  std::shared_ptr<mx::Primitive> primitive_;
+  std::vector<mx::array> inputs_;
+};
+
+}  // namespace
+
+void allocate(mx::array& a, mx::Stream stream) {
+  thread_local std::unordered_map<int, Allocation> allocations;
+  auto found = allocations.find(stream.index);
+  if (found == allocations.end()) {
+    found = allocations.emplace(stream.index, Allocation(stream)).first;
+  }
+  found->second.run(a);
+}
+
+}  // namespace mlx_paged::cuda

@@ -1,0 +1,56 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// A SIMD-group is a warp, of which every lane takes part.
+
+#pragma once
+
+#include "language.h"
+
+namespace metal {
+
+enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+
+METAL_FUNC void threadgroup_barrier(mem_flags) {
+  __syncthreads();
+}
+
+METAL_FUNC void simdgroup_barrier(mem_flags) {
+  __syncwarp();
+}
+
+template <typename T>
+METAL_FUNC T simd_shuffle_xor(T value, ushort mask) {
+  return __shfl_xor_sync(0xffffffffu, value, hardware_lane(mask));
+}
+
+METAL_FUNC float simd_max(float value) {
+  PAGED_UNROLL
+  for (int mask = 16; mask > 0; mask /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, mask));
+  }
+  return value;
+}
+
+METAL_FUNC float simd_sum(float value) {
+  PAGED_UNROLL
+  for (int mask = 16; mask > 0; mask /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, mask);
+  }
+  return value;
+}
+
+namespace fast {
+METAL_FUNC float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+}  // namespace fast
+
+namespace precise {
+METAL_FUNC float tanh(float x) {
+  return ::tanhf(x);
+}
+}  // namespace precise
+
+}  // namespace metal

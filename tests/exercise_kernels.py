@@ -1,0 +1,59 @@
+"""Launches every kind of kernel once or more, for tools that watch a process: compute-sanitizer.
+
+python tests/exercise_kernels.py [--dtype bfloat16]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+from reference import GPU_HEAD_DIMS, assert_close, make_batch
+
+from mlx_paged import ops
+
+
+def attention(rng: np.random.Generator, dtype: mx.Dtype) -> None:
+    for key_dim, value_dim in GPU_HEAD_DIMS:
+        for group in (1, 3, 4, 12):
+            batch = make_batch(
+                rng, [70, 33, 41, 40], [1, 4, 20, 40], num_q_heads=2 * group, num_kv_heads=2,
+                key_dim=key_dim, value_dim=value_dim, dtype=dtype,
+            )  # fmt: skip
+            plan = batch.plan(split_tokens=32, rows_per_item=32)
+            pools = (batch.key_pool, batch.value_pool)
+            sinks = mx.zeros(2 * group)
+            out = ops.paged_attention(batch.queries, *pools, plan, scale=0.125, sinks=sinks)
+            assert_close(out, batch.expected(scale=0.125, sinks=sinks))
+
+
+def movement(rng: np.random.Generator, dtype: mx.Dtype) -> None:
+    batch = make_batch(rng, [70, 20], [3, 2], key_dim=64, value_dim=80, dtype=dtype)
+    plan = batch.plan()
+    pools = [batch.key_pool, batch.value_pool]
+    mx.eval(ops.gather_kv(*pools, plan.block_tables, plan.context_lens, 70))
+    rows = [mx.ones((5, 2, dim), dtype) for dim in (64, 80)]
+    pools = list(ops.write_kv(*pools, *rows, plan.slot_mapping))
+    mx.eval(ops.copy_blocks(pools, mx.array([[1, 2], [3, 4]], mx.int32)))
+    strided = mx.repeat(rows[0], 2, axis=-1)[..., ::2]
+    mx.eval(strided)
+    mx.eval(ops.write_kv(*pools, strided, rows[1], plan.slot_mapping))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", nargs="+", default=["float32", "float16", "bfloat16"])
+    mx.set_default_device(mx.gpu)
+    rng = np.random.default_rng(0)
+    for name in parser.parse_args().dtype:
+        attention(rng, getattr(mx, name))
+        movement(rng, getattr(mx, name))
+    print("exercised")
+
+
+if __name__ == "__main__":
+    main()
