@@ -5,9 +5,12 @@
 // of another kind returns at once.
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <limits>
 #include <map>
+#include <memory>
+#include <mutex>
 
 #include "../metal/decode_shape.h"
 #include "../metal/params.h"
@@ -44,7 +47,7 @@ struct PlanSummary {
   int covered_rows = 0;  // that some item or merge writes
 };
 
-PlanSummary summarize(const std::vector<mx::array>& in) {
+PlanSummary read_plan(const std::vector<mx::array>& in) {
   PlanSummary plan;
   int heads = in[kQueries].shape(1) / in[kKeyPool].shape(2);
   const auto* work = reinterpret_cast<const WorkItem*>(in[kWork].data<int32_t>());
@@ -69,6 +72,50 @@ PlanSummary summarize(const std::vector<mx::array>& in) {
     plan.most_merge_rows = std::max(plan.most_merge_rows, rows);
   }
   return plan;
+}
+
+// All layers of a step share a plan, and reading it where a GPU has its memory at the time is slow,
+// so what was read is kept for as long as the plan lives.
+class PlanCache {
+ public:
+  PlanSummary get(const std::vector<mx::array>& in) {
+    const auto &work = in[kWork], &merge = in[kMerge];
+    auto same = [](const std::weak_ptr<mx::array::Data>& kept, const mx::array& a) {
+      return kept.lock() == a.data_shared_ptr();
+    };
+    std::array<int64_t, 6> key{
+        in[kQueries].shape(1) / in[kKeyPool].shape(2),
+        in[kKeyPool].shape(3),
+        work.shape(0),
+        work.offset(),
+        merge.shape(0),
+        merge.offset()};
+    std::lock_guard lock(mutex_);
+    for (const auto& entry : entries_) {
+      if (entry.key == key && same(entry.work, work) && same(entry.merge, merge)) {
+        return entry.plan;
+      }
+    }
+    auto& entry = entries_[next_++ % entries_.size()];
+    entry = {key, work.data_shared_ptr(), merge.data_shared_ptr(), read_plan(in)};
+    return entry.plan;
+  }
+
+ private:
+  struct Entry {
+    std::array<int64_t, 6> key;
+    std::weak_ptr<mx::array::Data> work;
+    std::weak_ptr<mx::array::Data> merge;
+    PlanSummary plan;
+  };
+  std::mutex mutex_;
+  std::array<Entry, 8> entries_;  // kinds of layers of a model, and steps under way
+  size_t next_ = 0;
+};
+
+PlanSummary summarize(const std::vector<mx::array>& in) {
+  static PlanCache cache;
+  return cache.get(in);
 }
 
 template <typename Params>

@@ -19,16 +19,19 @@ OPS = ["plan", "write_kv", "copy_blocks", "gather_kv", "paged_attention", "pool_
        "validation"]  # fmt: skip
 
 
+PLANTED = "memcheck of a planted fault"
+
+
 def pytest(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider",
             *arguments]  # fmt: skip
 
 
-def sanitizer(tool: str, dtype: str) -> list[str]:
+def sanitizer(tool: str, *arguments: str) -> list[str]:
     return [
         *("compute-sanitizer", "--tool", tool, "--kernel-name", "kernel_substring=_entry"),
         *("--error-exitcode", "1", "--print-limit", "20"),
-        *(sys.executable, "tests/exercise_kernels.py", "--dtype", dtype),
+        *(sys.executable, "tests/exercise_kernels.py", *arguments),
     ]
 
 
@@ -43,8 +46,10 @@ def stages(architectures: str) -> dict[str, list[str]]:
         "ops": pytest(*(f"tests/test_{name}.py" for name in OPS), "-k", "not this_file"),
         "interleaving": pytest("tests/test_interleaving.py"),
         "parity": pytest("tests/test_parity.py"),
+        # That the tool sees these kernels at all: here it has to report errors.
+        PLANTED: sanitizer("memcheck", "--fault"),
         **{
-            f"{tool} {dtype}": sanitizer(tool, dtype)
+            f"{tool} {dtype}": sanitizer(tool, "--dtype", dtype)
             for tool in ("memcheck", "racecheck", "synccheck")
             for dtype in ("bfloat16", "float16", "float32")
         },
@@ -82,12 +87,17 @@ def main() -> int:
                 ).returncode  # fmt: skip
             except (subprocess.TimeoutExpired, FileNotFoundError) as error:
                 status = f"{type(error).__name__}"
+        told = summary(log.read_text())
+        if name == PLANTED:
+            found = log.read_text().count("Invalid __global__ read")
+            status = 0 if found else f"nothing found, {status}"
+            told = f"{found} invalid reads, as it must be"
         outcome = "ok" if status == 0 else f"FAILED ({status})"
-        rows.append((name, outcome, time.perf_counter() - start, summary(log.read_text())))
+        rows.append((name, outcome, time.perf_counter() - start, told))
         print(*rows[-1], flush=True)
     print()
     for name, outcome, seconds, told in rows:
-        print(f"{name:20} {outcome:12} {seconds:6.0f} s  {told}")
+        print(f"{name:28} {outcome:12} {seconds:6.0f} s  {told}")
     return int(any(outcome != "ok" for _, outcome, _, _ in rows))
 
 

@@ -1,11 +1,14 @@
 """Launches every kind of kernel once or more, for tools that watch a process: compute-sanitizer.
 
 python tests/exercise_kernels.py [--dtype bfloat16]
+
+With --fault it reads far outside a pool instead, which such a tool must report.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
@@ -36,7 +39,7 @@ def movement(rng: np.random.Generator, dtype: mx.Dtype) -> None:
     plan = batch.plan()
     pools = [batch.key_pool, batch.value_pool]
     mx.eval(ops.gather_kv(*pools, plan.block_tables, plan.context_lens, 70))
-    rows = [mx.ones((5, 2, dim), dtype) for dim in (64, 80)]
+    rows = [mx.ones((5, *pool.shape[2:]), dtype) for pool in pools]
     pools = list(ops.write_kv(*pools, *rows, plan.slot_mapping))
     mx.eval(ops.copy_blocks(pools, mx.array([[1, 2], [3, 4]], mx.int32)))
     strided = mx.repeat(rows[0], 2, axis=-1)[..., ::2]
@@ -44,12 +47,25 @@ def movement(rng: np.random.Generator, dtype: mx.Dtype) -> None:
     mx.eval(ops.write_kv(*pools, strided, rows[1], plan.slot_mapping))
 
 
+def fault() -> None:
+    pools = [mx.zeros((4, 16, 2, 64)) for _ in range(2)]
+    tables = mx.array([[1 << 22]], dtype=mx.int32)
+    try:
+        mx.eval(ops.gather_kv(*pools, tables, mx.array([16], dtype=mx.int32), 16))
+    finally:
+        os._exit(3)  # MLX does not come to an end after a fault of the device
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fault", action="store_true")
     parser.add_argument("--dtype", nargs="+", default=["float32", "float16", "bfloat16"])
+    options = parser.parse_args()
     mx.set_default_device(mx.gpu)
+    if options.fault:
+        return fault()
     rng = np.random.default_rng(0)
-    for name in parser.parse_args().dtype:
+    for name in options.dtype:
         attention(rng, getattr(mx, name))
         movement(rng, getattr(mx, name))
     print("exercised")

@@ -186,12 +186,13 @@ def make_batch(
 ) -> PagedBatch:
     """Random sequences; slots outside every context, or before every window, hold NaN.
 
-    On a GPU, head dims that it has no kernel for become the next larger ones that it has.
+    On a GPU, head dims that it has no kernel for become the next larger ones that it has, or
+    its largest.
     """
     value_dim = value_dim or key_dim
     if ON_GPU:
         fitting = ((k, v) for k, v in GPU_HEAD_DIMS if k >= key_dim and v >= value_dim)
-        key_dim, value_dim = next(fitting)
+        key_dim, value_dim = next(fitting, GPU_HEAD_DIMS[-1])
     num_blocks = [-(-n // block_size) for n in context_lens]
     ids = 1 + rng.permutation(sum(num_blocks) + 2)  # block 0 belongs to nobody, two are spare
     tables = [part.tolist() for part in np.split(ids[:-2], np.cumsum(num_blocks)[:-1])]

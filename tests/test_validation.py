@@ -185,7 +185,8 @@ def test_pools_that_do_not_belong_together(op) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_pool_with_work_pending_on_another_stream(op) -> None:
-    here, there = mx.default_stream(mx.cpu), mx.new_stream(mx.cpu)
+    device = mx.default_device()
+    here, there = mx.default_stream(device), mx.new_stream(device)
     rows = f32(1, NUM_KV_HEADS, KEY_DIM)
     pending, _ = ops.write_kv(
         f32(*KEY_POOL),
@@ -193,7 +194,7 @@ def test_pool_with_work_pending_on_another_stream(op) -> None:
         rows,
         rows,
         i32(1),
-        stream=mx.default_stream(mx.cpu),
+        stream=here,
     )
     changed = {"pools": [pending]} if op == "copy_blocks" else {"key_pool": pending}
     what = "pools[0]" if op == "copy_blocks" else "key_pool"
