@@ -2,8 +2,8 @@
 
 python bench/cuda_kernels.py
 
-Needs PyTorch: its profiler reads the GPU's own clock for every kernel of the process, MLX's too, and
-its SDPA is one of the peers. Pools are turned over, so that no case is served from the cache.
+Needs PyTorch: its profiler reads the GPU's own clock for every kernel of the process, MLX's too,
+and its SDPA is one of the peers. Pools are turned over, so that no case is served from the cache.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def dense_peers(
         yield "difference", difference
     yield "MLX dense", kernel_seconds(mlx_dense)
     yield "gather + MLX dense", kernel_seconds(gathered)
-    del dense, turn
+    dense.clear()
     shape = (len(case.lens), case.kv_heads, length, case.dim)
     tensors = [
         [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)] for _ in pools

@@ -19,8 +19,8 @@ from mlx_paged.ops import AttentionPlan
 # Query rows that share one pass over K and V. A prefill chunk is cut into items of this many rows.
 ROWS_PER_ITEM = 32
 # Context from which an item is split in pieces that run in parallel and are merged afterwards.
-# A GPU needs many items to be busy: on an H200 256 is within a tenth of the best from 1 to 32
-# sequences. It does not follow from the batch, so that a row's bits do not depend on its company.
+# A GPU needs many items to be busy: on an H200 256 was near the best for most batches of 1 to
+# 32 sequences. It does not follow from the batch, so that a row's bits do not depend on its company.
 SPLIT_TOKENS = 4096
 GPU_SPLIT_TOKENS = 256
 
@@ -43,8 +43,7 @@ def build_plan(
         block_size: tokens in a block.
         rows_per_item: most query rows that one work item holds.
         split_tokens: most tokens of context that one work item covers, about (None: what
-            suits the default device); a longer context is
-            split evenly.
+            suits the default device); a longer context is split evenly.
 
     Raises:
         ValueError: for lists of different lengths, negative lengths, more query rows than context,
