@@ -20,7 +20,7 @@ from mlx_paged.ops import AttentionPlan
 ROWS_PER_ITEM = 32
 # Context from which an item is split in pieces that run in parallel and are merged afterwards.
 # A GPU needs many items to be busy: on an H200 256 was near the best for most batches of 1 to
-# 32 sequences. It does not follow from the batch, so that a row's bits do not depend on its company.
+# 32 sequences. It does not follow from the batch, so a row's bits do not depend on its company.
 SPLIT_TOKENS = 4096
 GPU_SPLIT_TOKENS = 256
 
