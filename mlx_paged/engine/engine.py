@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlx_paged import ops
@@ -76,6 +77,12 @@ class Engine:
     Args:
         model: as `mlx_paged.load` returns it; it belongs to this engine from now on.
         config: options.
+
+    Attributes:
+        max_model_len: Most tokens of prompt and answer together; None where only the pool limits.
+        vocab_size: Token ids are below this.
+        on_launch: Called with the number of tokens of each step that is launched, on the engine's
+            thread (for metrics; it must be quick).
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
@@ -103,12 +110,13 @@ class Engine:
         self._scheduler = Scheduler(self.config.scheduler_config(model.max_model_len), self._kv)
         self._runner = runner
         self._executor = StepExecutor(runner, self._sampling_row, self._prompt_targets)
-        self._vocab_size = model.vocab_size
+        self.vocab_size = model.vocab_size
         self._eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
         self._report = LogprobReport(self.tokenizer)
         self._generations: dict[str, Generation] = {}
         self._publisher = Publisher(self._generations, self._scheduler, self._report)
         self._in_flight: PendingStep | None = None
+        self.on_launch: Callable[[int], None] | None = None
         self._num_steps = 0
         self._max_used_blocks = 0
         self._max_shared_blocks = 0
@@ -147,16 +155,16 @@ class Engine:
             EngineOverloadedError: too many sequences wait.
         """
         for token in prompt_token_ids:
-            if type(token) is not int or not 0 <= token < self._vocab_size:
+            if type(token) is not int or not 0 <= token < self.vocab_size:
                 raise InvalidParameterError(
-                    "prompt_token_ids", f"integers in [0, {self._vocab_size})", token
+                    "prompt_token_ids", f"integers in [0, {self.vocab_size})", token
                 )
         sampler = RequestSampler(
             params,
             prompt_token_ids,
             seed=secrets.randbits(32) if params.seed is None else params.seed,
             tokenizer=self.tokenizer,
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             token_mask=token_mask,
         )
         request = Request(
@@ -249,6 +257,8 @@ class Engine:
         if batch is None:
             return None
         self._num_steps += 1
+        if self.on_launch is not None:
+            self.on_launch(batch.num_tokens)
         usage = self._kv.usage
         self._max_used_blocks = max(self._max_used_blocks, usage.num_used_blocks)
         self._max_shared_blocks = max(self._max_shared_blocks, usage.num_shared_blocks)

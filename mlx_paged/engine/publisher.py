@@ -151,7 +151,9 @@ class Publisher:
                 completion.cumulative_logprob += update.logprobs[update.token_id].logprob
             if output.metrics.first_token_time is None:
                 output.metrics.first_token_time = time.monotonic()
-                output.num_cached_tokens = generation.request.sequences[0].num_cached_tokens or 0
+                first = generation.request.sequences[0]
+                output.num_cached_tokens = first.num_cached_tokens or 0
+                output.metrics.scheduled_time = first.first_admission
         if update.finish_reason is None:
             return
         completion.finish_reason = update.finish_reason

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from mlx_paged.kv import KVManager
 from mlx_paged.scheduling.batch import IN_FLIGHT_TOKEN, Batch, ScheduledSequence
 from mlx_paged.scheduling.config import SchedulerConfig, SchedulingPolicy
@@ -158,6 +160,7 @@ class Planner:
         seq.num_computed_tokens = seq.num_scheduled_tokens = num_cached
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = num_cached
+            seq.first_admission = time.monotonic()
         self._add_row(seq, self._chunk_for(len(seq.tokens) - num_cached))
         return True
 

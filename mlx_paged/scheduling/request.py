@@ -149,12 +149,14 @@ class Sequence:
         num_computed_tokens: Committed positions in its blocks.
         num_scheduled_tokens: Positions that launched steps have written or will write.
         num_cached_tokens: Tokens its first admission found in the cache.
+        first_admission: When that was, in seconds of a monotonic clock.
         num_preemptions: Times it lost its blocks.
         last_step: Last step it was part of (0: none).
     """
 
     __slots__ = (
         "finish_reason",
+        "first_admission",
         "index",
         "last_step",
         "num_cached_tokens",
@@ -180,6 +182,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
         self.num_cached_tokens: int | None = None
+        self.first_admission: float | None = None
         self.num_preemptions = 0
         self.last_step = 0
         # (running sequence, its num_computed_tokens when last looked at): see Planner._must_wait.
