@@ -35,8 +35,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "scheduling": ("kv",),
     "engine": ("scheduling", "kv", "models", "attention", "ops", "core"),
     "demo": (),
-    "cli": ("__init__", "engine", "models", "attention", "ops", "core", "blas", "demo"),
-    "server": ("__init__", "engine", "models", "core"),
+    "cli": ("__init__", "engine", "models", "attention", "ops", "core", "blas", "demo", "server"),
+    "server": ("__init__", "engine", "scheduling", "models", "core"),
     "__init__": ("blas", "core", "models", "engine"),
 }
 # Parts that import nothing outside Python's standard library: neither mlx, mlx_lm nor numpy.
