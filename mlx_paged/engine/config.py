@@ -38,6 +38,8 @@ class EngineConfig:
             `EngineOverloadedError`. None refuses nobody.
         policy: "fcfs", or "priority" (lower `priority` first).
         enable_prefix_caching: Share equal prefixes between requests, and keep them for later ones.
+        enable_chunked_prefill: Cut prompts that do not fit into a step; otherwise
+            max_num_batched_tokens must be at least the context length.
         async_scheduling: Plan and launch a step while the one before it still runs. The tokens are
             the same.
     """
@@ -52,6 +54,7 @@ class EngineConfig:
     max_num_waiting: int | None = None
     policy: str = "fcfs"
     enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
     async_scheduling: bool = True
 
     def __post_init__(self) -> None:
@@ -73,7 +76,7 @@ class EngineConfig:
                 )
         if type(self.block_size) is not int or self.block_size not in (8, 16, 32, 64):
             raise InvalidParameterError("block_size", "8, 16, 32 or 64", self.block_size)
-        for name in ("enable_prefix_caching", "async_scheduling"):
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameterError(name, "True or False", getattr(self, name))
 
@@ -108,6 +111,7 @@ class EngineConfig:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.model_len(model_limit),
             max_num_waiting=self.max_num_waiting,
+            enable_chunked_prefill=self.enable_chunked_prefill,
             policy=SchedulingPolicy(self.policy),
         )
 

@@ -136,6 +136,8 @@ class Planner:
                 continue
             if self._is_long(len(seq.tokens)) and self._long_budget == 0:
                 continue
+            if len(seq.tokens) > self._budget and not self.config.enable_chunked_prefill:
+                return  # it is not cut, so it waits for a step with room, and nobody overtakes it
             if not self._admit(seq):
                 return  # nobody overtakes who waits for memory
 
