@@ -401,22 +401,15 @@ def test_the_model_of_these_tests_depends_on_every_token():
 
 
 def test_without_chunked_prefill_a_prompt_is_never_cut() -> None:
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64,
-            enable_chunked_prefill=False,
-        ),
-        KVManager(200, 4, enable_prefix_caching=False),
-    )  # fmt: skip
-    engine = FakeEngine(scheduler)
+    engine = make(200, caching=False, max_model_len=64, enable_chunked_prefill=False)
     prompts = [list(range(length)) for length in (40, 60, 3, 50, 30)]
     for i, prompt in enumerate(prompts):
-        scheduler.add(request(str(i), prompt))
+        engine.scheduler.add(request(str(i), prompt))
     engine.run()
-    first_rows = {}
+    first_rows: dict[str, int] = {}
     for batch in engine.batches:
         for row in batch.sequences:
-            first_rows.setdefault(row.request_id, row.num_tokens)
+            first_rows.setdefault(row.request_id, len(row.token_ids))
     assert [first_rows[str(i)] for i in range(5)] == [len(p) for p in prompts]
 
 

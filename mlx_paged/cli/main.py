@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mlx_paged import __version__
+from mlx_paged.cli.serve import serve
 from mlx_paged.errors import MlxPagedError
 
 app = typer.Typer(
@@ -78,6 +79,9 @@ def generate(
         seed=seed,
     )
     verb.run(prompt, params, model, system_prompt, chat=not ignore_chat_template)
+
+
+app.command()(serve)
 
 
 @app.command()
