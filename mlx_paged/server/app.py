@@ -17,12 +17,13 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.errors import MlxPagedError
 from mlx_paged.server import info, openapi, tokens
 from mlx_paged.server.chat import chat_completions
 from mlx_paged.server.completions import completions
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import Context
-from mlx_paged.server.errors import ApiError
+from mlx_paged.server.errors import ApiError, from_engine
 from mlx_paged.server.metrics import Metrics
 from mlx_paged.server.middleware import KeyMiddleware, RequestMiddleware
 
@@ -95,7 +96,11 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error},
+        exception_handlers={
+            ApiError: _on_api_error,
+            MlxPagedError: _on_engine_error,
+            HTTPException: _on_http_error,
+        },
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
@@ -120,6 +125,12 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     request.scope["state"]["trace"].fields["error"] = error.message
     return error.response()
+
+
+async def _on_engine_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, MlxPagedError)
+    request_id = request.scope["state"]["trace"].request_id
+    return await _on_api_error(request, from_engine(error, request_id))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

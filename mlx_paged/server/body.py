@@ -82,7 +82,9 @@ def _too_large(config: ServerConfig) -> ApiError:
 
 def _from_validation(error: ValidationError) -> ApiError:
     found = error.errors(include_url=False, include_context=False)
-    first = found[0]
+    # Of the branches of a union, the one that came furthest is what the client meant.
+    top = [e for e in found if e["loc"][:1] == found[0]["loc"][:1]]
+    first = max(top, key=lambda e: len(_param(e["loc"]).split(".")))
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['msg']}", code="invalid_json")
     param = _param(first["loc"]) or None

@@ -27,6 +27,7 @@ async def chat_completions(request: Request) -> Response:
     context.check_model(body.model)
     trace.note_body(body)
     params = chat_params(body, context.config)
+    context.text.check_tokens("stop_token_ids", params.stop_token_ids or ())
     prompt = await context.text.render_chat(body)
     prompt = context.text.truncate(prompt, body.truncate_prompt_tokens)
     job = Job(

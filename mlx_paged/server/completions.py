@@ -30,6 +30,7 @@ async def completions(request: Request) -> Response:
     trace.note_body(body)
     prompts = _prompts(body)
     params = completion_params(body, context.config, len(prompts))
+    context.text.check_tokens("stop_token_ids", params.stop_token_ids or ())
     special = body.add_special_tokens is not False
     tokens = []
     for prompt in prompts:
