@@ -240,8 +240,8 @@ def test_an_answer_is_continued(client) -> None:
     echoed = chat(client, messages=begun, echo=True, **options)
     text = body["choices"][0]["message"]["content"]
     assert echoed["choices"][0]["message"]["content"] == "def fib" + text
-    raised = client.post("/v1/chat/completions", json={"messages": begun,
-                         "continue_final_message": True, "add_generation_prompt": True})  # fmt: skip
+    both = {"messages": begun, "continue_final_message": True, "add_generation_prompt": True}
+    raised = client.post("/v1/chat/completions", json=both)
     assert error(raised, 400)["param"] == "continue_final_message"
 
 
@@ -368,14 +368,14 @@ BAD = [
     ({"use_beam_search": True}, "use_beam_search"),
     ({"model": 7}, "model"),
 ]
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 CHAT_BAD = [
     ({"messages": []}, "messages"),
     ({"messages": "hello"}, "messages"),
     ({"messages": [{"content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-     "messages.0.content.0"),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
     ({"top_logprobs": 3}, "top_logprobs"),
@@ -438,8 +438,11 @@ def test_a_prompt_that_can_never_fit_the_pool() -> None:
         assert complete(client, prompt=[5] * 40, max_tokens=20)["usage"]["total_tokens"] <= 60
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"{'a': 1}",
-                                  b"[" * 100_000, b'{"prompt": "\\ud800"}', b'{"prompt": NaN}'])  # fmt: skip
+NO_BODY = [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"{'a': 1}", b"[" * 100_000,
+           b'{"prompt": "\\ud800"}', b'{"prompt": NaN}']  # fmt: skip
+
+
+@pytest.mark.parametrize("body", NO_BODY)
 def test_what_is_no_body(client, body) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         found = client.post(path, content=body, headers={"content-type": "application/json"})

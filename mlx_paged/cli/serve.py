@@ -288,7 +288,10 @@ def serve(
         "enable_chunked_prefill": enable_chunked_prefill,
         "async_scheduling": async_scheduling,
     }
-    EngineConfig(**engine_options)  # what is wrong is told before the model is loaded
+    # What is wrong is told before the model is loaded.
+    checked = EngineConfig(**engine_options)
+    if max_model_len is not None:
+        checked.scheduler_config(max_model_len)
     if (ssl_keyfile is None) != (ssl_certfile is None):
         raise InvalidParameterError("ssl_keyfile", "given together with ssl_certfile", ssl_keyfile)
     server_config = ServerConfig(

@@ -78,7 +78,7 @@ def bind(host: str, port: int, silence_limit: float) -> socket.socket:
     # Accepted sockets inherit these.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
-        ("TCP_KEEPIDLE", int(silence_limit)),
+        ("TCP_KEEPIDLE", max(1, int(silence_limit))),
         ("TCP_KEEPINTVL", max(1, int(silence_limit) // 4)),
         ("TCP_USER_TIMEOUT", int(silence_limit * 1000)),
     ):
