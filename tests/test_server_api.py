@@ -225,6 +225,15 @@ def test_best_of_returns_the_likeliest(client, llm) -> None:
     )
 
 
+def test_special_tokens_are_skipped_or_shown(client, llm) -> None:
+    [special] = llm.tokenizer.encode("<|im_start|>")
+    asked = {"allowed_token_ids": [special], "max_tokens": 2}
+    for skip, text in ((None, ""), (True, ""), (False, "<|im_start|>" * 2)):
+        body = complete(client, skip_special_tokens=skip, **asked)
+        assert body["choices"][0]["text"] == text
+        assert body["usage"]["completion_tokens"] == 2
+
+
 def test_templates(client) -> None:
     plain = "{% for m in messages %}{{ m.content }}{{ mark }}{% endfor %}"
     asked = {"chat_template": plain, "chat_template_kwargs": {"mark": "\n"}, "max_tokens": 8}

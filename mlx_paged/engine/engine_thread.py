@@ -135,6 +135,7 @@ class EngineThread:
             logger.critical("the engine has stopped: %s", reason, exc_info=told)
         finally:
             self._die(reason)
+            gc.unfreeze()  # or a dropped engine, which is full of cycles, would keep its memory
             # Last: who waited for it must find the engine dead.
             if failure is not None and not self.ready.done():
                 self.ready.set_exception(failure)

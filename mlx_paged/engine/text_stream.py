@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import Any
 
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
@@ -24,9 +26,21 @@ class _ExactBPEDetokenizer(BPEStreamingDetokenizer):  # type: ignore[misc]
         return current_text
 
     def _decode_bytes(self, seq: str) -> str:
-        decoder = _byte_decoder()
-        decoded = (bytes([decoder[c]]) if c in decoder else c.encode() for c in seq)
-        return b"".join(decoded).decode("utf-8", "replace")
+        return _decode(seq)
+
+
+@lru_cache(maxsize=1 << 16)  # nearly always one token's bytes
+def _decode(seq: str) -> str:
+    decoder = _byte_decoder()
+    decoded = (bytes([decoder[c]]) if c in decoder else c.encode() for c in seq)
+    return b"".join(decoded).decode("utf-8", "replace")
+
+
+def special_token_ids(tokenizer: Any) -> frozenset[int]:
+    """Tokens that `skip_special_tokens` leaves out: those that the tokenizer declares special."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token for token, entry in added.items() if getattr(entry, "special", False)}
+    return frozenset(special | set(getattr(tokenizer, "all_special_ids", ())))
 
 
 class TextStream:
@@ -40,6 +54,7 @@ class TextStream:
         stop: strings that end the text.
         include_stop: make the stop string that ended it part of the text.
         min_tokens: stop strings that are complete before a later token do not count.
+        skip: tokens that are no text.
     """
 
     def __init__(
@@ -49,6 +64,7 @@ class TextStream:
         *,
         include_stop: bool = False,
         min_tokens: int = 0,
+        skip: Collection[int] = (),
     ) -> None:
         # The token map is built once per tokenizer; a shallow copy shares it and nothing else.
         self._detokenizer: StreamingDetokenizer = copy.copy(tokenizer.detokenizer)
@@ -56,7 +72,9 @@ class TextStream:
             self._detokenizer.__class__ = _ExactBPEDetokenizer
         self._detokenizer.reset()
         self._stop = tuple(stop)
+        self._first_characters = frozenset(s[0] for s in stop)
         self._include_stop = include_stop
+        self._skip = skip
         self._num_tokens_to_stop = min_tokens  # tokens to come that complete no stop string
         self._held = ""
         self.text = ""
@@ -64,8 +82,11 @@ class TextStream:
 
     def add(self, token: int) -> str:
         """Takes one token; returns the text that became certain. Nothing after a stop string."""
-        self._detokenizer.add_token(token)
-        segment = self._detokenizer.last_segment
+        if token in self._skip:
+            segment = ""
+        else:
+            self._detokenizer.add_token(token)
+            segment = self._detokenizer.last_segment
         if not self._stop:  # most requests have none, and this runs once a token
             return self._emit(segment)
         may_stop = self._num_tokens_to_stop <= 0
@@ -86,6 +107,8 @@ class TextStream:
     def _take(self, segment: str, may_stop: bool) -> str:
         if self.matched_stop is not None:
             return ""
+        if not self._held and self._first_characters.isdisjoint(segment):
+            return self._emit(segment)  # no stop string begins in it, nor ends
         num_seen = len(self._held)
         self._held += segment
         found = []
