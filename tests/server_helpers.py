@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -62,7 +63,7 @@ class RunningServer:
 
     def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Runs something of the engine's from this thread."""
-        return asyncio.run(asyncio.wait_for(coroutine, TIMEOUT))
+        return run_elsewhere(asyncio.wait_for(coroutine, TIMEOUT))
 
     def stats(self) -> EngineStats:
         return self.call(self.engine.stats())
@@ -80,7 +81,13 @@ class RunningServer:
     def close(self) -> None:
         self._server.should_exit = True
         self._thread.join(TIMEOUT)
-        asyncio.run(self.engine.shutdown())
+        run_elsewhere(self.engine.shutdown())
+
+
+def run_elsewhere(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """`asyncio.run` on another thread: the caller's may have a loop of its own (Playwright's)."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
 
 
 @contextlib.contextmanager
