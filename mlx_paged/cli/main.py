@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mlx_paged import __version__
+from mlx_paged.cli.bench_serve import bench
 from mlx_paged.cli.serve import serve
 from mlx_paged.errors import MlxPagedError
 
@@ -98,6 +99,7 @@ def generate(
 
 
 app.command()(serve)
+app.add_typer(bench, name="bench")
 
 
 @app.command()
