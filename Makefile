@@ -15,7 +15,7 @@ EXTRAS := dev$(if $(BACKEND),$(comma)$(BACKEND))
 
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.*)
 
-.PHONY: demo test soak lint bench wheel clean
+.PHONY: demo test soak hostile load lint bench wheel clean
 
 demo: $(BIN)/.installed
 	$(BIN)/mlx-paged demo
@@ -26,6 +26,16 @@ test: $(BIN)/.installed
 # A million tokens with random arrivals, aborts, slow readers and faults. Takes some minutes.
 soak: $(BIN)/.installed
 	MLX_PAGED_SOAK_TOKENS=1000000 $(BIN)/python -m pytest -s tests/test_soak.py
+
+# 10,000 mutated bodies, and 100 generated requests for each path of the API.
+hostile: $(BIN)/.installed
+	MLX_PAGED_HOSTILE_BODIES=10000 MLX_PAGED_HOSTILE_EXAMPLES=100 \
+		$(BIN)/python -m pytest -s tests/test_server_hostile.py
+
+# 256 clients at once for half a minute: aborts, slow readers, half-open sockets.
+load: $(BIN)/.installed
+	MLX_PAGED_LOAD_CLIENTS=256 MLX_PAGED_LOAD_SECONDS=30 \
+		$(BIN)/python -m pytest -s tests/test_server_load.py
 
 lint: $(BIN)/.installed
 	$(BIN)/ruff format --check .

@@ -36,7 +36,12 @@ class RunningServer:
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         settings = uvicorn.Config(
-            app, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=2
+            app,
+            log_config=None,
+            access_log=False,
+            ws="none",
+            timeout_graceful_shutdown=2,
+            root_path=config.root_path,
         )
         self._server = uvicorn.Server(settings)
         self._thread = threading.Thread(

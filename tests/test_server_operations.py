@@ -203,6 +203,17 @@ def test_keys(server) -> None:
         assert told.json()["config"]["api_keys"] == 2 and "zwei" not in told.text
 
 
+def test_behind_a_proxy_that_shows_another_path() -> None:
+    config = ServerConfig(root_path="/llm", api_keys=("k",))
+    with running(config) as server, server.client() as client:
+        for path in ("/health", "/", "/web/page.js", "/openapi.json"):
+            assert client.get(path).status_code == 200, path
+        assert client.get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
+        assert client.get("/v1/models").status_code == 401
+        allowed = client.get("/v1/models", headers={"Authorization": "Bearer k"})
+        assert allowed.status_code == 200
+
+
 def test_cors(server) -> None:
     asks = {"Origin": "http://a", "Access-Control-Request-Method": "POST",
             "Access-Control-Request-Headers": "authorization"}  # fmt: skip

@@ -45,7 +45,7 @@ class RequestMiddleware:
         trace = Trace(
             given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
             scope["method"],
-            scope["path"],
+            _path(scope),
             (scope.get("client") or ("",))[0],
         )
         scope.setdefault("state", {})["trace"] = trace
@@ -104,7 +104,7 @@ class KeyMiddleware:
         await error.response()(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
-        path = scope["path"]
+        path = _path(scope)
         if not self._keys or scope["method"] == "OPTIONS":
             return True
         return path in self._open or path.startswith(self._open_below or ("\0",))
@@ -115,6 +115,12 @@ class KeyMiddleware:
         # All are compared, each in constant time: how long it takes tells nothing.
         matches = [hmac.compare_digest(given, known) for known in self._keys]
         return kind.lower() == "bearer" and any(matches)
+
+
+def _path(scope: Scope) -> str:
+    """The path as routes know it, without what a proxy shows before it."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "")) or "/"
 
 
 def _digest(key: str) -> bytes:
