@@ -3,9 +3,9 @@
     python bench/serve.py --vllm-mlx /path/to/an/environment/bin/vllm-mlx
 
 All three serve one directory with the embedded model's weights in float32, and find the same
-OpenBLAS by LD_PRELOAD (Debian: libopenblas0). In each round each is started, warmed up, measured
-and stopped; figures are medians over the rounds. Answers have a fixed number of tokens where the
-server can be told so (a bias against the end tokens), which vllm-mlx cannot.
+OpenBLAS by LD_PRELOAD (Debian: libopenblas0). All run at once and each waits while another is
+measured, workload by workload, round by round; figures are medians over the rounds. A bias against
+the end tokens gives answers their full length.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Workload:
 
 
 WORKLOADS = [
-    Workload("random 128 + 64", 1, num_prompts=6),
-    Workload("random 128 + 64", 16),
+    Workload("random 128 + 64", 1, num_prompts=4),
+    Workload("random 128 + 64", 16, num_prompts=32),
     Workload("random 128 + 64", 32, num_prompts=64),
-    Workload("shared 256 of 288 + 64", 16, input_len=32, prefix_len=256),
+    Workload("shared 256 of 288 + 64", 16, input_len=32, prefix_len=256, num_prompts=32),
     Workload("random 128 + 64 at 2/s", None, rate=2.0, num_prompts=24),
 ]
 
@@ -121,7 +121,9 @@ def started(server: Server, model: Path, blas: str) -> Iterator[str]:
                 process.wait()
 
 
-def measure(url: str, server: Server, model: Path, tokenizer: Any, workload: Workload) -> Any:
+def measure(
+    url: str, server: Server, model: Path, tokenizer: Any, workload: Workload, seed: int
+) -> Any:
     target = bench_client.Target(
         f"{url}/v1/completions",
         server.served_name or str(model),
@@ -130,7 +132,7 @@ def measure(url: str, server: Server, model: Path, tokenizer: Any, workload: Wor
     )
     prompts = bench_client.random_prompts(
         tokenizer, workload.num_prompts, workload.input_len, workload.output_len,
-        prefix_len=workload.prefix_len, seed=hash((workload.name, workload.concurrency)) & 0xFFFF,
+        prefix_len=workload.prefix_len, seed=seed + 1,
     )  # fmt: skip
     results, duration = asyncio.run(
         bench_client.run(
@@ -155,7 +157,7 @@ def servers(vllm_mlx: str | None, no_end: dict[str, float]) -> list[Server]:
     ]
     if vllm_mlx is not None:
         command = [vllm_mlx, "serve", "{model}", "--continuous-batching", "--port", "{port}"]
-        found.append(Server("vllm-mlx", command, {}))
+        found.append(Server("vllm-mlx", command, {"logit_bias": no_end}))
     return found
 
 
@@ -176,13 +178,19 @@ def main() -> None:
         tokenizer = load_tokenizer(model)
         no_end = {str(token): -100.0 for token in tokenizer.eos_token_ids}
         runs: dict[tuple[int, str], list[Any]] = {}
-        for _ in range(options.rounds):
-            for server in servers(options.vllm_mlx, no_end):
-                with started(server, model, options.blas) as url:
-                    warm = Workload("warm", 4, num_prompts=4, output_len=8)
-                    measure(url, server, model, tokenizer, warm)
-                    for i, workload in enumerate(WORKLOADS):
-                        made = measure(url, server, model, tokenizer, workload)
+        with contextlib.ExitStack() as stack:
+            running = [
+                (server, stack.enter_context(started(server, model, options.blas)))
+                for server in servers(options.vllm_mlx, no_end)
+            ]
+            warm = Workload("warm", 4, num_prompts=4, output_len=8)
+            for server, url in running:
+                measure(url, server, model, tokenizer, warm, seed=0)
+            for number in range(options.rounds):
+                for i, workload in enumerate(WORKLOADS):
+                    for server, url in running:
+                        # (Another seed each time: nothing is in a prefix cache.)
+                        made = measure(url, server, model, tokenizer, workload, 100 * number + i)
                         runs.setdefault((i, server.name), []).append(made)
                         print(server.name, workload.name, workload.concurrency,
                               f"{made['output_throughput']:.0f} tok/s,",
@@ -217,7 +225,8 @@ def report(runs: dict[tuple[int, str], list[Any]], options: argparse.Namespace) 
               "ITL p99", "done+failed"]  # fmt: skip
     print_table(header, rows)
     if options.save:
-        print(save("serve-cpu", {"rounds": options.rounds, "results": results}))
+        load = os.getloadavg()
+        print(save("serve-cpu", {"rounds": options.rounds, "load": load, "results": results}))
 
 
 if __name__ == "__main__":

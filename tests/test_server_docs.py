@@ -84,7 +84,8 @@ def test_bench_serve(tmp_path, backend) -> None:
         done = CliRunner().invoke(
             app,
             ["bench", "serve", "--base-url", server.url, "--num-prompts", "12",
-             "--backend", backend, "--max-concurrency", "4", "--random-input-len", "20", "--random-output-len", "9",
+             "--backend", backend, "--max-concurrency", "4", "--random-input-len", "20",
+             "--random-output-len", "9",
              "--random-prefix-len", "16", "--save-result", "--result-filename", str(file),
              "--request-rate", "200"],
         )  # fmt: skip
