@@ -365,6 +365,8 @@ BAD = [
     ({"stream_options": {"include_usage": 1}, "stream": True}, "stream_options.include_usage"),
     ({"priority": 3}, "priority"),
     ({"cache_salt": ""}, "cache_salt"),
+    ({"metadata": {"k": "v" * 600}}, "metadata.k"),
+    ({"user": 5}, "user"),
     ({"request_id": "a b"}, "request_id"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": -5}, "truncate_prompt_tokens"),
@@ -488,6 +490,12 @@ def test_templates_of_requests_need_trust() -> None:
         body = {"messages": FIBONACCI, "chat_template": "x"}
         found = error(client.post("/v1/chat/completions", json=body), 400)
         assert found["param"] == "chat_template"
+
+
+def test_priority_where_it_is_heeded() -> None:
+    config = ServerConfig(priority_scheduling=True)
+    with running(config, policy="priority") as server, server.client() as client:
+        assert complete(client, priority=-3)["usage"]["completion_tokens"] == 12
 
 
 # The rest of the API.

@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from mlx_paged.engine.engine import Engine, EngineStats
+from mlx_paged.engine.memory import live_arrays
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.scheduling import FinishReason
 
@@ -219,6 +220,7 @@ class _EngineCollector(Collector):
             ("mlx_paged:blocks_cached", "Blocks kept for prefixes.", usage.num_cached_blocks),
             ("mlx_paged:blocks_free", "Empty blocks.", usage.num_free_blocks),
             ("mlx_paged:blocks_shared", "Blocks held more than once.", usage.num_shared_blocks),
+            ("mlx_paged:live_arrays", "mx.array objects of this process.", live_arrays()),
             ("mlx_paged:memory_active_bytes", "MLX's live memory.", stats.memory.active),
             ("mlx_paged:memory_cached_bytes", "MLX's freed buffers.", stats.memory.cached),
             ("mlx_paged:memory_peak_bytes", "Most that was live.", stats.memory.peak),

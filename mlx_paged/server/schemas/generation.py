@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -11,6 +11,7 @@ from mlx_paged.server.schemas.base import StreamOptions, TokenId, Unsupported
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Label = Annotated[str, Field(max_length=512)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -70,10 +71,12 @@ class GenerationBody(Unsupported):
     stream_options: StreamOptions | None = None
 
     # The request as such.
-    user: str | None = Field(None, description="Logged.")
-    safety_identifier: str | None = Field(None, description="Logged.")
-    metadata: dict[str, Any] | None = Field(None, description="Logged.")
-    prompt_cache_key: str | None = Field(
+    user: Label | None = Field(None, description="Logged.")
+    safety_identifier: Label | None = Field(None, description="Logged.")
+    metadata: Annotated[dict[Label, Label], Field(max_length=16)] | None = Field(
+        None, description="Logged."
+    )
+    prompt_cache_key: Label | None = Field(
         None, description="A hint for the placement of requests; there is one cache here."
     )
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = Field(
