@@ -4,14 +4,15 @@
 // MLX_PAGED_KERNELS (the table's name) and MLX_PAGED_SIMD_NAME, and sets the flags.
 
 #include "attention_kernel.h"
+#include "kernels.h"
+#include "layer_kernel.h"
 
 namespace mlx_paged::cpu {
 
-const AttentionKernels MLX_PAGED_KERNELS = {
+const Kernels MLX_PAGED_KERNELS = {
     MLX_PAGED_SIMD_NAME,
-    MLX_PAGED_ISA::scratch_size,
-    MLX_PAGED_ISA::attend,
-    MLX_PAGED_ISA::merge,
+    {MLX_PAGED_ISA::scratch_size, MLX_PAGED_ISA::attend, MLX_PAGED_ISA::merge},
+    {MLX_PAGED_ISA::rope, MLX_PAGED_ISA::rms_norm, MLX_PAGED_ISA::silu_mul},
 };
 
 }  // namespace mlx_paged::cpu
