@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "layer.h"
+#include "product.h"
 
 namespace mlx_paged::cpu {
 
@@ -13,6 +14,7 @@ struct Kernels {
   const char* simd;  // "avx512", "avx2", "baseline", "neon"
   AttentionKernels attention;
   LayerKernels layer;
+  ProductKernels product;
 };
 
 extern const Kernels kBaselineKernels;

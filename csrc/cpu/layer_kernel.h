@@ -126,10 +126,9 @@ inline void rms_norm(const RmsNormArgs& args, int64_t begin, int64_t end) {
 }
 
 inline VecF silu_mul(VecF gate, VecF x) {
-  VecF power = gate * -1.44269504088896340736f;
-  // exp2 holds up to 126; beyond that the result is nothing. NaN stays NaN.
-  power = select(power > 126.0f, splat(126.0f), power);
-  return gate / (1.0f + exp2(power)) * x;
+  // By e^-|gate|, which cannot overflow.
+  VecF e = exp2(max(gate, -gate) * -1.44269504088896340736f);
+  return gate * (select(gate < 0.0f, e, splat(1.0f)) / (1.0f + e)) * x;
 }
 
 inline void silu_mul(const SiluMulArgs& args, int64_t begin, int64_t end) {

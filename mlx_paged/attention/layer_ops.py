@@ -92,7 +92,7 @@ def rope(
     scale: float,
     offset: int | mx.array,
     freqs: mx.array | None = None,
-    stream: mx.Stream | mx.Device | None = None,
+    stream: Any = None,
 ) -> mx.array:
     """``mx.fast.rope``; native for a step's rows at their own positions."""
     rotations = _building.rotations
@@ -127,7 +127,7 @@ def rms_norm(
     weight: mx.array | None,
     eps: float,
     *,
-    stream: mx.Stream | mx.Device | None = None,
+    stream: Any = None,
 ) -> mx.array:
     """``mx.fast.rms_norm``."""
     if (

@@ -1,0 +1,370 @@
+"""RoPE, RMSNorm and SwiGLU of a paged step: right, used within it, and not seen outside of it."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import activations, llama, qwen3
+from models import StepDriver, tiny_config, tiny_model
+
+from mlx_paged import ops
+from mlx_paged.attention import layer_ops, seam
+from mlx_paged.attention.layer_ops import native_ops
+
+# Largest error of a row, relative to the row's norm.
+TOLERANCE = {mx.float32: 1e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}
+DTYPES = tuple(TOLERANCE)
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu_with_the_seam() -> Any:
+    device = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    seam.install()
+    yield
+    mx.set_default_device(device)
+
+
+def values_of(rng: np.random.Generator, *shape: int, dtype: mx.Dtype) -> tuple[mx.array, Any]:
+    """An array and, in float64, exactly what it holds."""
+    array = mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+    return array, np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def assert_close(got: mx.array, expected: np.ndarray, tolerance: float) -> None:
+    assert got.shape == expected.shape
+    error = np.array(got.astype(mx.float32)).astype(np.float64) - expected
+    norm = np.linalg.norm(expected, axis=-1) + 1e-30
+    assert (np.linalg.norm(error, axis=-1) <= tolerance * norm).all()
+
+
+def rotated(x: np.ndarray, angles: np.ndarray, traditional: bool) -> np.ndarray:
+    """The oracle: pairs as complex numbers, turned.
+
+    Args:
+        x: ``[rows, heads, 1, dim]``.
+        angles: ``[rows, half]``.
+    """
+    half = angles.shape[1]
+    first = slice(0, 2 * half, 2) if traditional else slice(0, half)
+    second = slice(1, 2 * half, 2) if traditional else slice(half, 2 * half)
+    turned = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)[:, None, None]
+    out = x.copy()
+    out[..., first], out[..., second] = turned.real, turned.imag
+    return out
+
+
+# --- Against float64 ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("traditional", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "heads", "head_dim", "dims"),
+    [(1, 1, 8, 8), (5, 6, 64, 64), (3, 2, 80, 80), (4, 3, 96, 24), (2, 2, 7, 2), (300, 4, 128, 64)],
+)
+def test_rope(
+    rng, dtype, traditional: bool, rows: int, heads: int, head_dim: int, dims: int
+) -> None:
+    x, exact = values_of(rng, rows, heads, 1, head_dim, dtype=dtype)
+    positions = rng.integers(0, 5000, rows).astype(np.int32)
+    inv_freqs = (10000.0 ** (-np.arange(dims // 2) / (dims // 2))).astype(np.float32)
+    rotations = ops.rope_rotations(mx.array(positions), mx.array(inv_freqs), scale=0.5)
+    # Angles are products in float32, as in MLX.
+    angles = (positions.astype(np.float32) * np.float32(0.5))[:, None] * inv_freqs
+    angles = angles.astype(np.float64)
+    assert np.allclose(rotations[:, 0], np.cos(angles), rtol=0, atol=1e-7)
+    assert np.allclose(rotations[:, 1], np.sin(angles), rtol=0, atol=1e-7)
+    got = ops.rope(x, rotations, traditional=traditional)
+    assert got.dtype == dtype
+    assert_close(got, rotated(exact, angles, traditional), TOLERANCE[dtype])
+
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "some dims": lambda x: x[..., 8:40],
+    "heads first": lambda x: x.swapaxes(0, 1)[:6],
+    "every other head": lambda x: x[:, ::2],
+    "every other dim": lambda x: x[..., ::2],
+    "dims backwards": lambda x: x[..., ::-1],
+    "dims far apart": lambda x: x.swapaxes(1, 3)[..., :16],
+    "one head for all": lambda x: x[:, :1],
+}
+
+
+@pytest.mark.parametrize("traditional", [False, True])
+@pytest.mark.parametrize("name", VIEWS)
+def test_rope_takes_any_strides(rng, name: str, traditional: bool) -> None:
+    x, exact = values_of(rng, 6, 48, 1, 48, dtype=mx.float32)
+    rotations = ops.rope_rotations(mx.arange(6), mx.arange(1, 9) / 10)
+    angles = np.arange(6)[:, None] * (np.arange(1, 9) / 10).astype(np.float32)
+    got = ops.rope(VIEWS[name](x), rotations, traditional=traditional)
+    assert_close(got, rotated(VIEWS[name](exact), angles, traditional), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 8), (3, 1, 384), (2, 3, 5, 64), (700, 100), (2, 1), (37,)])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_rms_norm(rng, dtype, shape, weighted: bool) -> None:
+    x, exact = values_of(rng, *shape, dtype=dtype)
+    weight, exact_weight = values_of(rng, shape[-1], dtype=dtype)
+    expected = exact / np.sqrt((exact**2).mean(axis=-1, keepdims=True) + 1e-5)
+    got = ops.rms_norm(x, weight if weighted else None, 1e-5)
+    assert got.dtype == dtype
+    assert_close(got, expected * exact_weight if weighted else expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1,), (3, 1, 960), (2, 17), (300, 1000)])
+def test_silu_mul(rng, dtype, shape) -> None:
+    gate, exact_gate = values_of(rng, *shape, dtype=dtype)
+    x, exact = values_of(rng, *shape, dtype=dtype)
+    expected = exact_gate / (1 + np.exp(-exact_gate)) * exact
+    assert_close(ops.silu_mul(gate, x), expected, TOLERANCE[dtype])
+
+
+def test_silu_mul_far_from_zero() -> None:
+    gate = mx.array([-1e30, -200.0, -87.0, 0.0, 50.0, 1e30, float("nan")])
+    got = np.array(ops.silu_mul(gate, mx.ones(7)))
+    assert np.allclose(got[:6], [0, 0, 0, 0, 50, 1e30], atol=1e-30)
+    assert np.isnan(got[6])
+
+
+def test_nan_and_infinity_come_through() -> None:
+    x = mx.ones((2, 32))
+    x[0, 5] = float("nan")
+    norm = np.array(ops.rms_norm(x, None, 1e-5))
+    assert np.isnan(norm[0]).all() and np.isfinite(norm[1]).all()
+
+
+def test_empty_inputs() -> None:
+    rotations = ops.rope_rotations(mx.zeros((0,), mx.int32), mx.ones((4,)))
+    assert ops.rope(mx.zeros((0, 2, 1, 8)), rotations).shape == (0, 2, 1, 8)
+    assert ops.rms_norm(mx.zeros((0, 8)), None, 1e-5).shape == (0, 8)
+    assert ops.silu_mul(mx.zeros((0, 8)), mx.zeros((0, 8))).shape == (0, 8)
+
+
+def test_an_input_that_is_still_needed_is_left_alone(rng) -> None:
+    """Buffers are reused where nobody holds the input."""
+    x, exact = values_of(rng, 4, 2, 1, 16, dtype=mx.float32)
+    rotations = ops.rope_rotations(mx.arange(4), mx.ones((8,)))
+    held = x + 0
+    outputs = [ops.rope(held, rotations), ops.rms_norm(held, None, 0.0), ops.silu_mul(held, held)]
+    mx.eval(held, *outputs)
+    assert np.array_equal(np.array(held), exact.astype(np.float32))
+    again = [ops.rope(x, rotations), ops.rms_norm(x, None, 0.0), ops.silu_mul(x, x)]
+    for a, b in zip(outputs, again):
+        assert np.array_equal(np.array(a), np.array(b))
+
+
+# --- Refusals -------------------------------------------------------------------------------------
+
+ROTATIONS = ops.rope_rotations(mx.arange(3), mx.ones((8,)), stream=mx.cpu)
+REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
+    "positions' dtype": (
+        lambda: ops.rope_rotations(mx.zeros((3,)), mx.ones((8,))),
+        "[rope_rotations] positions must be int32 but got float32",
+    ),
+    "positions' shape": (
+        lambda: ops.rope_rotations(mx.array(3), mx.ones((8,))),
+        "[rope_rotations] positions must be of shape (*) but got ()",
+    ),
+    "inv_freqs' dtype": (
+        lambda: ops.rope_rotations(mx.arange(3), mx.ones((8,), mx.float16)),
+        "[rope_rotations] inv_freqs must be float32 but got float16",
+    ),
+    "scale": (
+        lambda: ops.rope_rotations(mx.arange(3), mx.ones((8,)), scale=float("inf")),
+        "[rope_rotations] scale must be finite but got inf",
+    ),
+    "x's shape": (
+        lambda: ops.rope(mx.zeros((3, 2, 2, 16)), ROTATIONS),
+        "[rope] x must be of shape (*,*,1,*) but got (3,2,2,16)",
+    ),
+    "x's dtype": (
+        lambda: ops.rope(mx.zeros((3, 2, 1, 16), mx.int32), ROTATIONS),
+        "[rope] x must be float32, float16 or bfloat16 but got int32",
+    ),
+    "rows": (
+        lambda: ops.rope(mx.zeros((4, 2, 1, 16)), ROTATIONS),
+        "[rope] rotations must be of shape (4,2,*) but got (3,2,8)",
+    ),
+    "head_dim": (
+        lambda: ops.rope(mx.zeros((3, 2, 1, 14)), ROTATIONS),
+        "[rope] head_dim must be at least the 16 dims that are rotated but got 14",
+    ),
+    "a scalar": (
+        lambda: ops.rms_norm(mx.array(1.0), None, 1e-5),
+        "[rms_norm] x must be of at least one axis but got a scalar",
+    ),
+    "weight's shape": (
+        lambda: ops.rms_norm(mx.zeros((3, 8)), mx.ones((4,)), 1e-5),
+        "[rms_norm] weight must be of shape (8) but got (4)",
+    ),
+    "weight's dtype": (
+        lambda: ops.rms_norm(mx.zeros((3, 8)), mx.ones((8,), mx.float16), 1e-5),
+        "[rms_norm] weight must be float32 like x but got float16",
+    ),
+    "eps": (
+        lambda: ops.rms_norm(mx.zeros((3, 8)), None, -1.0),
+        "[rms_norm] eps must be finite and at least 0 but got -1",
+    ),
+    "gate's shape": (
+        lambda: ops.silu_mul(mx.zeros((3, 8)), mx.zeros((3, 1))),
+        "[silu_mul] x must be of shape (3,8) like gate but got (3,1)",
+    ),
+    "gate's dtype": (
+        lambda: ops.silu_mul(mx.zeros((3,), mx.int32), mx.zeros((3,), mx.int32)),
+        "[silu_mul] gate must be float32, float16 or bfloat16 but got int32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name: str) -> None:
+    call, message = REFUSALS[name]
+    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+        call()
+
+
+# --- In a step ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls(monkeypatch) -> dict[str, int]:
+    """How often each native operation is built."""
+    counts: dict[str, int] = {}
+
+    def count(name: str) -> None:
+        native = getattr(ops, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return native(*args, **kwargs)
+
+        monkeypatch.setattr(ops, name, counting)
+
+    for name in ("rope_rotations", "rope", "rms_norm", "silu_mul"):
+        count(name)
+    return counts
+
+
+def test_a_step_of_a_model_uses_them_and_its_rotations_once(calls) -> None:
+    config = tiny_config("llama")
+    model = tiny_model(config)
+    layers = len(model.model.layers)
+    driver = StepDriver(model, "llama", block_size=8)
+    calls.clear()
+    driver.step({"a": [1, 2, 3]})
+    assert calls == {
+        "rope_rotations": 1,
+        "rope": 2 * layers,
+        "rms_norm": 2 * layers + 1,
+        "silu_mul": layers,
+    }
+
+
+def test_dense_calls_and_training_do_not_see_them(calls) -> None:
+    config = tiny_config("llama")
+    model = tiny_model(config)
+    driver = StepDriver(model, "llama", block_size=8)
+    driver.step({"a": [1, 2, 3]})
+    calls.clear()
+    tokens = mx.array([[3, 1, 4, 1, 5]])
+    model(tokens)
+    loss, gradients = nn.value_and_grad(model, lambda m: m(tokens).square().mean())(model)
+    mx.eval(loss, gradients)
+    assert not calls
+
+
+def test_another_thread_does_not_see_them(calls) -> None:
+    x = mx.ones((2, 8))
+    mx.eval(x)
+    with native_ops(mx.arange(2)):
+        thread = threading.Thread(target=lambda: mx.fast.rms_norm(x, None, 1e-5))
+        thread.start()
+        thread.join()
+        assert not calls
+        mx.fast.rms_norm(x, None, 1e-5)
+    assert calls == {"rms_norm": 1}
+
+
+def test_a_step_that_raises_leaves_nothing_behind(calls) -> None:
+    with pytest.raises(RuntimeError, match="mine"), native_ops(mx.arange(2)):
+        raise RuntimeError("mine")
+    mx.fast.rms_norm(mx.ones((2, 8)), None, 1e-5)
+    assert not calls
+
+
+X = mx.random.normal((3, 2, 1, 16), key=mx.random.key(0))
+ROPE_CALLS: dict[str, dict[str, Any]] = {
+    "base": {"base": 10000.0},
+    "another base": {"base": 500.0},
+    "scale": {"base": 10000.0, "scale": 0.25},
+    "traditional": {"base": 10000.0, "traditional": True},
+    "part of the dims": {"base": 10000.0, "dims": 8},
+    "freqs": {"base": None, "freqs": mx.arange(1.0, 9.0) ** 2},
+}
+
+
+@pytest.mark.parametrize("name", ROPE_CALLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_equals_mlx(calls, name: str, dtype) -> None:
+    options = {"dims": 16, "traditional": False, "scale": 1.0, **ROPE_CALLS[name]}
+    positions = mx.array([4001, 0, 17], dtype=mx.int32)
+    x = X.astype(dtype)
+    expected = layer_ops._mlx_rope(x, offset=positions, **options)
+    with native_ops(positions):
+        got = [mx.fast.rope(x, offset=positions, **options) for _ in range(2)]
+    assert calls == {"rope_rotations": 1, "rope": 2}
+    for array in got:
+        assert_close(
+            array, np.array(expected.astype(mx.float32)).astype(np.float64), TOLERANCE[dtype]
+        )
+
+
+OTHER_ROPE_CALLS: dict[str, Callable[[mx.array], dict[str, Any]]] = {
+    "a number": lambda positions: {"offset": 7},
+    "other positions": lambda positions: {"offset": positions + 1},
+    "a sequence": lambda positions: {"a": X.reshape(1, 2, 3, 16), "offset": 0},
+    "three axes": lambda positions: {"a": X.squeeze(2), "offset": 0},
+    "an explicit stream": lambda positions: {"offset": positions, "stream": mx.cpu},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ROPE_CALLS)
+def test_any_other_rope_is_mlxs(calls, name: str) -> None:
+    positions = mx.array([5, 0, 17], dtype=mx.int32)
+    given = {"a": X, "dims": 16, "traditional": False, "base": 10000.0, "scale": 1.0}
+    given = {**given, **OTHER_ROPE_CALLS[name](positions)}
+    expected = np.array(layer_ops._mlx_rope(**given))
+    with native_ops(positions):
+        assert np.array_equal(np.array(mx.fast.rope(**given)), expected)
+    assert not calls
+
+
+def test_mixed_dtypes_are_mlxs(calls) -> None:
+    x, weight = mx.ones((3, 8), mx.float16), mx.ones((8,))
+    with native_ops(mx.arange(3)):
+        assert mx.fast.rms_norm(x, weight, 1e-5).dtype == mx.float32
+        assert activations.swiglu(x, mx.ones((3, 8))).dtype == mx.float32
+        assert activations.swiglu(x, mx.ones((3, 1), mx.float16)).shape == (3, 8)
+    assert not calls
+
+
+def test_uninstalling_restores_every_name() -> None:
+    names = [(mx.fast, "rope"), (mx.fast, "rms_norm")]
+    names += [(module, "swiglu") for module in (activations, llama, qwen3)]
+    ours = [layer_ops.rope, layer_ops.rms_norm, *[layer_ops.swiglu] * 3]
+    assert [getattr(*name) for name in names] == ours
+    seam.install()
+    seam.uninstall()
+    assert not any(getattr(*name) is own for name, own in zip(names, ours))
+    seam.install()
+    assert [getattr(*name) for name in names] == ours
