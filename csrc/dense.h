@@ -6,10 +6,11 @@
 
 namespace mlx_paged {
 
-// Kernels read dense rows. Arrays known to be dense cost nothing here, others a graph node, and a
-// copy only if they turn out not to be.
+// Kernels read dense rows. On the CPU eval_cpu sees to that (cpu/dense.h). On a GPU arrays known to
+// be dense cost nothing here, others a graph node, and a copy only if they turn out not to be.
 inline mlx::core::array dense(const mlx::core::array& a, mlx::core::Stream s) {
-  if (a.status() != mlx::core::array::Status::unscheduled && a.flags().row_contiguous) {
+  bool known = a.status() != mlx::core::array::Status::unscheduled && a.flags().row_contiguous;
+  if (known || s.device == mlx::core::Device::cpu) {
     return a;
   }
   return mlx::core::contiguous(a, /* allow_col_major = */ false, s);

@@ -10,6 +10,7 @@
 
 #include "../check.h"
 #include "../primitives.h"
+#include "dense.h"
 #include "eval.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
@@ -20,9 +21,10 @@ namespace mlx_paged {
 using cpu::for_ranges;
 using cpu::Pool;
 
-void WriteKV::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  check_write_kv(in, stream());
+void WriteKV::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 2, encoder);
+  check_write_kv(in, stream());
   for (int i = 0; i < 2; i++) {
     cpu::alias_or_copy_pool(in[i], out[i], encoder);
   }
@@ -44,9 +46,10 @@ void WriteKV::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>&
   });
 }
 
-void CopyBlocks::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  check_copy_blocks(in, stream());
+void CopyBlocks::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, inputs.size() - 1, encoder);
+  check_copy_blocks(in, stream());
   std::vector<Pool> pools;
   int64_t bytes = 0;
   for (size_t i = 0; i < out.size(); i++) {
@@ -66,9 +69,10 @@ void CopyBlocks::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::arra
   });
 }
 
-void GatherKV::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  check_gather_kv(in, max_context_len_, stream());
+void GatherKV::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 2, encoder);
+  check_gather_kv(in, max_context_len_, stream());
   auto key_pool = cpu::dense_pool(in[0], encoder);
   auto value_pool = cpu::dense_pool(in[1], encoder);
   for (auto& o : out) {

@@ -10,6 +10,7 @@
 
 #include "../check.h"
 #include "../primitives.h"
+#include "dense.h"
 #include "eval.h"
 #include "kernels.h"
 #include "mlx/allocator.h"
@@ -114,10 +115,11 @@ void run(cpu::AttentionArgs args, Counts counts) {
 
 }  // namespace
 
-void PagedAttention::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  check_paged_attention(in, stream());
+void PagedAttention::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
-  const auto& queries = in[0];
+  auto in = cpu::dense_inputs(inputs, 3, encoder);
+  check_paged_attention(in, stream());
+  auto queries = cpu::dense(in[0], encoder);
   auto key_pool = cpu::dense_pool(in[1], encoder);
   auto value_pool = cpu::dense_pool(in[2], encoder);
   const auto& positions = in[3];

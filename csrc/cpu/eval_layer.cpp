@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../primitives.h"
+#include "dense.h"
 #include "eval.h"
 #include "kernels.h"
 #include "mlx/allocator.h"
@@ -28,9 +29,10 @@ void allocate_or_reuse(const mx::array& in, mx::array& out) {
 
 }  // namespace
 
-void RopeRotations::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+void RopeRotations::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
+  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
   encoder.dispatch([positions = in[0].data<int32_t>(), inv_freqs = in[1].data<float>(),
                     rotations = out[0].data<float>(), num_rows = in[0].shape(0),
                     half_dims = in[1].shape(0), scale = scale_] {
@@ -49,8 +51,10 @@ void RopeRotations::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::a
   });
 }
 
-void Rope::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate_or_reuse(in[0], out[0]);
+void Rope::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+  allocate_or_reuse(inputs[0], out[0]);
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 1, encoder);
   cpu::RopeArgs args{};
   args.dtype = cpu::data_type(in[0].dtype());
   args.x = in[0].data<void>();
@@ -65,15 +69,17 @@ void Rope::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& ou
   args.traditional = traditional_;
   int64_t num_rows = in[0].shape(0);
   int64_t row_bytes = num_rows ? out[0].nbytes() / num_rows : 0;
-  mx::cpu::get_command_encoder(stream()).dispatch([args, num_rows, row_bytes] {
+  encoder.dispatch([args, num_rows, row_bytes] {
     cpu::for_ranges(num_rows, row_bytes, [&](int64_t begin, int64_t end) {
       cpu::kernels().layer.rope(args, begin, end);
     });
   });
 }
 
-void RmsNorm::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate_or_reuse(in[0], out[0]);
+void RmsNorm::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+  allocate_or_reuse(inputs[0], out[0]);
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
   cpu::RmsNormArgs args{};
   args.dtype = cpu::data_type(in[0].dtype());
   args.x = in[0].data<void>();
@@ -83,15 +89,17 @@ void RmsNorm::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>&
   args.eps = eps_;
   int64_t num_rows = args.size ? int64_t(in[0].size()) / args.size : 0;
   int64_t row_bytes = args.size * int64_t(in[0].itemsize());
-  mx::cpu::get_command_encoder(stream()).dispatch([args, num_rows, row_bytes] {
+  encoder.dispatch([args, num_rows, row_bytes] {
     cpu::for_ranges(num_rows, row_bytes, [&](int64_t begin, int64_t end) {
       cpu::kernels().layer.rms_norm(args, begin, end);
     });
   });
 }
 
-void SiluMul::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  allocate_or_reuse(in[0], out[0]);
+void SiluMul::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+  allocate_or_reuse(inputs[0], out[0]);
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
   cpu::SiluMulArgs args{};
   args.dtype = cpu::data_type(in[0].dtype());
   args.gate = in[0].data<void>();
@@ -99,7 +107,7 @@ void SiluMul::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>&
   args.out = out[0].data<void>();
   int64_t size = int64_t(in[0].size());
   int64_t bytes = 2 * int64_t(in[0].itemsize());
-  mx::cpu::get_command_encoder(stream()).dispatch([args, size, bytes] {
+  encoder.dispatch([args, size, bytes] {
     cpu::for_ranges(size, bytes, [&](int64_t begin, int64_t end) {
       cpu::kernels().layer.silu_mul(args, begin, end);
     });
