@@ -61,6 +61,10 @@ NB_MODULE(_ext, m) {
 
   m.def("silu_mul", &mlx_paged::silu_mul, "gate"_a, "x"_a, nb::kw_only(), "stream"_a = nb::none());
 
+  m.def(
+      "linear", &mlx_paged::linear, "x"_a, "weight"_a, "bias"_a.none(), nb::kw_only(),
+      "stream"_a = nb::none());
+
   m.def("allocate_pool", &mlx_paged::allocate_pool, "shape"_a, "dtype"_a);
 
   m.def(

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cpu/blas.h"
 #include "dense.h"
 #include "ops.h"
 #include "primitives.h"
@@ -71,6 +72,41 @@ mx::array silu_mul(const mx::array& gate, const mx::array& x, mx::StreamOrDevice
 }
 
 namespace {
+bool served(const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias) {
+  auto is_float = [](const mx::array& a) { return a.dtype() == mx::float32; };
+  // Weights that would have to be made dense in every step are better left to MLX.
+  return cpu::find_sgemm() && is_float(x) && is_float(weight) && (!bias || is_float(*bias)) &&
+         weight.status() != mx::array::Status::unscheduled && weight.flags().row_contiguous &&
+         weight.size() > 0;
+}
+}  // namespace
+
+mx::array linear(
+    const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias,
+    mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("linear");
+  v.shape(weight, "weight", {-1, -1});
+  v.require(
+      x.ndim() > 0 && x.shape(-1) == weight.shape(1), "the last axis of x",
+      std::to_string(weight.shape(1)) + " like weight's", x.ndim() ? x.shape(-1) : 0);
+  if (bias) {
+    v.shape(*bias, "bias", {weight.shape(0)});
+  }
+  if (s.device != mx::Device::cpu || !served(x, weight, bias)) {
+    auto transposed = mx::transpose(weight, s);
+    return bias ? mx::addmm(*bias, x, transposed, 1.0f, 1.0f, s) : mx::matmul(x, transposed, s);
+  }
+  auto shape = x.shape();
+  shape.back() = weight.shape(0);
+  std::vector<mx::array> inputs{x, weight};
+  if (bias) {
+    inputs.push_back(*bias);
+  }
+  return mx::array(std::move(shape), x.dtype(), std::make_shared<Linear>(s), std::move(inputs));
+}
+
+namespace {
 [[noreturn]] void throw_cpu_only(const char* name) {
   throw std::runtime_error(
       std::string("[") + name + "] must run on the CPU. Pass stream=mx.cpu, or use MLX's own.");
@@ -85,6 +121,9 @@ void Rope::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
 }
 void RmsNorm::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
   throw_cpu_only("rms_norm");
+}
+void Linear::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
+  throw_cpu_only("linear");
 }
 void SiluMul::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
   throw_cpu_only("silu_mul");

@@ -119,6 +119,13 @@ mx::array rms_norm(
 // gate * sigmoid(gate) * x, of one shape and dtype.
 mx::array silu_mul(const mx::array& gate, const mx::array& x, mx::StreamOrDevice s = {});
 
+// x @ weight.T + bias, of float32, as one node of the graph where MLX has five. What it does not
+// serve (another dtype, weights that are not plain rows, no BLAS to call) is MLX's composition.
+mx::array linear(
+    const mx::array& x,       // [..., k]
+    const mx::array& weight,  // [n, k]
+    const std::optional<mx::array>& bias, mx::StreamOrDevice s = {});
+
 // A pool that is allocated but not touched: memory is used from the first write on, so a large pool
 // costs nothing until it is needed. Its contents are undefined. On Linux it asks for huge pages, as
 // decode visits memory in an order that small pages make slow.

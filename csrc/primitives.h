@@ -97,6 +97,13 @@ class SiluMul : public mx::Primitive {
   MLX_PAGED_PRIMITIVE("SiluMul")
 };
 
+// inputs: x, weight[, bias].
+class Linear : public mx::Primitive {
+ public:
+  explicit Linear(mx::Stream stream) : Primitive(stream) {}
+  MLX_PAGED_PRIMITIVE("PagedLinear")
+};
+
 #undef MLX_PAGED_PRIMITIVE
 
 // Makes `out` share the pool's buffer, or (a pool that is not row-contiguous) hold a copy of it,

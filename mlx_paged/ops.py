@@ -229,6 +229,26 @@ def silu_mul(
     return ext.silu_mul(gate, x, stream=stream)
 
 
+def linear(
+    x: mx.array,
+    weight: mx.array,
+    bias: mx.array | None = None,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """``x @ weight.T + bias``: one operation for float32 on the CPU, else MLX's composition.
+
+    Args:
+        x: ``[..., k]``.
+        weight: ``[n, k]``.
+        bias: ``[n]``.
+
+    Returns:
+        ``[..., n]``.
+    """
+    return ext.linear(x, weight, bias, stream=stream)
+
+
 def pool_copies() -> int:
     """Whole-pool copies since the process started; zero while pools are used as they should."""
     return ext.pool_copies()

@@ -1,35 +1,20 @@
-"""RoPE, RMSNorm and SwiGLU of a paged step: right, used within it, and not seen outside of it."""
+"""Linear layers, RoPE, RMSNorm and SwiGLU against float64, and what they refuse."""
 
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models import activations, llama, qwen3
-from models import StepDriver, tiny_config, tiny_model
 
 from mlx_paged import ops
-from mlx_paged.attention import layer_ops, seam
-from mlx_paged.attention.layer_ops import native_ops
 
 # Largest error of a row, relative to the row's norm.
 TOLERANCE = {mx.float32: 1e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}
 DTYPES = tuple(TOLERANCE)
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu_with_the_seam() -> Any:
-    device = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    seam.install()
-    yield
-    mx.set_default_device(device)
 
 
 def values_of(rng: np.random.Generator, *shape: int, dtype: mx.Dtype) -> tuple[mx.array, Any]:
@@ -129,6 +114,44 @@ def test_silu_mul(rng, dtype, shape) -> None:
     assert_close(ops.silu_mul(gate, x), expected, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("shape", [(1, 8), (5, 1, 384), (2, 3, 70), (300, 16), (0, 8), (33,)])
+@pytest.mark.parametrize("n", [1, 48, 500])
+@pytest.mark.parametrize("biased", [True, False])
+def test_linear(rng, shape, n: int, biased: bool) -> None:
+    x, exact = values_of(rng, *shape, dtype=mx.float32)
+    weight, exact_weight = values_of(rng, n, shape[-1], dtype=mx.float32)
+    bias, exact_bias = values_of(rng, n, dtype=mx.float32)
+    mx.eval(weight, bias)
+    got = ops.linear(x, weight, bias if biased else None)
+    # Of a single output the error relative to its norm has no bound: all of them together.
+    expected = exact @ exact_weight.T + (exact_bias if biased else 0)
+    assert got.dtype == mx.float32
+    assert_close(got.reshape(1, -1), expected.reshape(1, -1), 1e-6)
+
+
+LINEAR_OPERANDS: dict[str, Callable[[mx.array, mx.array, mx.array], Any]] = {
+    "half precision": lambda x, w, b: (x.astype(mx.float16), w.astype(mx.float16), None),
+    "mixed": lambda x, w, b: (x, w.astype(mx.float16), b),
+    "transposed weights": lambda x, w, b: (x, mx.array(np.array(w.T)).T, b),
+    "weights not evaluated": lambda x, w, b: (x, w * 1, b),
+    "strided x": lambda x, w, b: (mx.repeat(x, 2, axis=0)[::2], w, b),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR_OPERANDS)
+def test_linear_of_other_operands_equals_mlx(rng, name: str) -> None:
+    x, weight, bias = (
+        values_of(rng, *s, dtype=mx.float32)[0] for s in ((6, 1, 32), (24, 32), (24,))
+    )
+    mx.eval(x, weight, bias)
+    x, weight, bias = LINEAR_OPERANDS[name](x, weight, bias)
+    expected = x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
+    got = ops.linear(x, weight, bias)
+    assert got.dtype == expected.dtype
+    expected = np.array(expected.astype(mx.float32)).astype(np.float64)
+    assert_close(got, expected, TOLERANCE[got.dtype])
+
+
 def test_silu_mul_far_from_zero() -> None:
     gate = mx.array([-1e30, -200.0, -87.0, 0.0, 50.0, 1e30, float("nan")])
     got = np.array(ops.silu_mul(gate, mx.ones(7)))
@@ -215,6 +238,18 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ops.rms_norm(mx.zeros((3, 8)), None, -1.0),
         "[rms_norm] eps must be finite and at least 0 but got -1",
     ),
+    "k": (
+        lambda: ops.linear(mx.zeros((3, 7)), mx.zeros((4, 8))),
+        "[linear] the last axis of x must be 8 like weight's but got 7",
+    ),
+    "a matrix": (
+        lambda: ops.linear(mx.zeros((3, 8)), mx.zeros((8,))),
+        "[linear] weight must be of shape (*,*) but got (8)",
+    ),
+    "bias": (
+        lambda: ops.linear(mx.zeros((3, 8)), mx.zeros((4, 8)), mx.zeros((8,))),
+        "[linear] bias must be of shape (4) but got (8)",
+    ),
     "gate's shape": (
         lambda: ops.silu_mul(mx.zeros((3, 8)), mx.zeros((3, 1))),
         "[silu_mul] x must be of shape (3,8) like gate but got (3,1)",
@@ -231,140 +266,3 @@ def test_refusals(name: str) -> None:
     call, message = REFUSALS[name]
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
         call()
-
-
-# --- In a step ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def calls(monkeypatch) -> dict[str, int]:
-    """How often each native operation is built."""
-    counts: dict[str, int] = {}
-
-    def count(name: str) -> None:
-        native = getattr(ops, name)
-
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            counts[name] = counts.get(name, 0) + 1
-            return native(*args, **kwargs)
-
-        monkeypatch.setattr(ops, name, counting)
-
-    for name in ("rope_rotations", "rope", "rms_norm", "silu_mul"):
-        count(name)
-    return counts
-
-
-def test_a_step_of_a_model_uses_them_and_its_rotations_once(calls) -> None:
-    config = tiny_config("llama")
-    model = tiny_model(config)
-    layers = len(model.model.layers)
-    driver = StepDriver(model, "llama", block_size=8)
-    calls.clear()
-    driver.step({"a": [1, 2, 3]})
-    assert calls == {
-        "rope_rotations": 1,
-        "rope": 2 * layers,
-        "rms_norm": 2 * layers + 1,
-        "silu_mul": layers,
-    }
-
-
-def test_dense_calls_and_training_do_not_see_them(calls) -> None:
-    config = tiny_config("llama")
-    model = tiny_model(config)
-    driver = StepDriver(model, "llama", block_size=8)
-    driver.step({"a": [1, 2, 3]})
-    calls.clear()
-    tokens = mx.array([[3, 1, 4, 1, 5]])
-    model(tokens)
-    loss, gradients = nn.value_and_grad(model, lambda m: m(tokens).square().mean())(model)
-    mx.eval(loss, gradients)
-    assert not calls
-
-
-def test_another_thread_does_not_see_them(calls) -> None:
-    x = mx.ones((2, 8))
-    mx.eval(x)
-    with native_ops(mx.arange(2)):
-        thread = threading.Thread(target=lambda: mx.fast.rms_norm(x, None, 1e-5))
-        thread.start()
-        thread.join()
-        assert not calls
-        mx.fast.rms_norm(x, None, 1e-5)
-    assert calls == {"rms_norm": 1}
-
-
-def test_a_step_that_raises_leaves_nothing_behind(calls) -> None:
-    with pytest.raises(RuntimeError, match="mine"), native_ops(mx.arange(2)):
-        raise RuntimeError("mine")
-    mx.fast.rms_norm(mx.ones((2, 8)), None, 1e-5)
-    assert not calls
-
-
-X = mx.random.normal((3, 2, 1, 16), key=mx.random.key(0))
-ROPE_CALLS: dict[str, dict[str, Any]] = {
-    "base": {"base": 10000.0},
-    "another base": {"base": 500.0},
-    "scale": {"base": 10000.0, "scale": 0.25},
-    "traditional": {"base": 10000.0, "traditional": True},
-    "part of the dims": {"base": 10000.0, "dims": 8},
-    "freqs": {"base": None, "freqs": mx.arange(1.0, 9.0) ** 2},
-}
-
-
-@pytest.mark.parametrize("name", ROPE_CALLS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rope_equals_mlx(calls, name: str, dtype) -> None:
-    options = {"dims": 16, "traditional": False, "scale": 1.0, **ROPE_CALLS[name]}
-    positions = mx.array([4001, 0, 17], dtype=mx.int32)
-    x = X.astype(dtype)
-    expected = layer_ops._mlx_rope(x, offset=positions, **options)
-    with native_ops(positions):
-        got = [mx.fast.rope(x, offset=positions, **options) for _ in range(2)]
-    assert calls == {"rope_rotations": 1, "rope": 2}
-    for array in got:
-        assert_close(
-            array, np.array(expected.astype(mx.float32)).astype(np.float64), TOLERANCE[dtype]
-        )
-
-
-OTHER_ROPE_CALLS: dict[str, Callable[[mx.array], dict[str, Any]]] = {
-    "a number": lambda positions: {"offset": 7},
-    "other positions": lambda positions: {"offset": positions + 1},
-    "a sequence": lambda positions: {"a": X.reshape(1, 2, 3, 16), "offset": 0},
-    "three axes": lambda positions: {"a": X.squeeze(2), "offset": 0},
-    "an explicit stream": lambda positions: {"offset": positions, "stream": mx.cpu},
-}
-
-
-@pytest.mark.parametrize("name", OTHER_ROPE_CALLS)
-def test_any_other_rope_is_mlxs(calls, name: str) -> None:
-    positions = mx.array([5, 0, 17], dtype=mx.int32)
-    given = {"a": X, "dims": 16, "traditional": False, "base": 10000.0, "scale": 1.0}
-    given = {**given, **OTHER_ROPE_CALLS[name](positions)}
-    expected = np.array(layer_ops._mlx_rope(**given))
-    with native_ops(positions):
-        assert np.array_equal(np.array(mx.fast.rope(**given)), expected)
-    assert not calls
-
-
-def test_mixed_dtypes_are_mlxs(calls) -> None:
-    x, weight = mx.ones((3, 8), mx.float16), mx.ones((8,))
-    with native_ops(mx.arange(3)):
-        assert mx.fast.rms_norm(x, weight, 1e-5).dtype == mx.float32
-        assert activations.swiglu(x, mx.ones((3, 8))).dtype == mx.float32
-        assert activations.swiglu(x, mx.ones((3, 1), mx.float16)).shape == (3, 8)
-    assert not calls
-
-
-def test_uninstalling_restores_every_name() -> None:
-    names = [(mx.fast, "rope"), (mx.fast, "rms_norm")]
-    names += [(module, "swiglu") for module in (activations, llama, qwen3)]
-    ours = [layer_ops.rope, layer_ops.rms_norm, *[layer_ops.swiglu] * 3]
-    assert [getattr(*name) for name in names] == ours
-    seam.install()
-    seam.uninstall()
-    assert not any(getattr(*name) is own for name, own in zip(names, ours))
-    seam.install()
-    assert [getattr(*name) for name in names] == ours

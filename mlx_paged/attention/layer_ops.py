@@ -1,9 +1,10 @@
 """Native forms of what MLX composes of many operations on the CPU, while a paged step is built.
 
 On a GPU each of these is one kernel of MLX's own. On the CPU RoPE is ten operations, RMSNorm six,
-and SwiGLU is compiled to scalar code. The native forms have no gradient and know no batch of
-sequences, so they serve the thread that is building a paged step, on the CPU, and nobody else: any
-other call, and any argument that they do not take, goes where it always went.
+a linear layer four or five, and SwiGLU is compiled to scalar code. The native forms have no
+gradient and know no batch of sequences, so they serve the thread that is building a paged step, on
+the CPU, and nobody else: any other call, and any argument that they do not take, goes where it
+always went.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models import activations
 
 from mlx_paged import ops
@@ -25,6 +27,7 @@ _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 _mlx_rope = mx.fast.rope
 _mlx_rms_norm = mx.fast.rms_norm
+_mlx_linear = nn.Linear.__call__
 _mlx_lm_swiglu = activations.swiglu
 
 
@@ -153,10 +156,18 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return _mlx_lm_swiglu(gate, x)
 
 
+def linear(self: nn.Linear, x: mx.array) -> mx.array:
+    """``nn.Linear.__call__``."""
+    if _building.rotations is not None and x.dtype == mx.float32:
+        return ops.linear(x, self["weight"], self.get("bias"))
+    return _mlx_linear(self, x)
+
+
 def install() -> None:
     """Rebinds MLX's names, and mlx-lm's in every model module there is. Twice changes nothing."""
     mx.fast.rope = rope
     mx.fast.rms_norm = rms_norm
+    nn.Linear.__call__ = linear
     _rebind_swiglu(_mlx_lm_swiglu, swiglu)
 
 
@@ -164,6 +175,7 @@ def uninstall() -> None:
     """Puts back what was there."""
     mx.fast.rope = _mlx_rope
     mx.fast.rms_norm = _mlx_rms_norm
+    nn.Linear.__call__ = _mlx_linear
     _rebind_swiglu(swiglu, _mlx_lm_swiglu)
 
 
