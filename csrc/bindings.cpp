@@ -62,6 +62,10 @@ NB_MODULE(_ext, m) {
   m.def("silu_mul", &mlx_paged::silu_mul, "gate"_a, "x"_a, nb::kw_only(), "stream"_a = nb::none());
 
   m.def(
+      "greedy_tokens", &mlx_paged::greedy_tokens, "logits"_a, nb::kw_only(),
+      "stream"_a = nb::none());
+
+  m.def(
       "linear", &mlx_paged::linear, "x"_a, "weight"_a, "bias"_a.none(), nb::kw_only(),
       "stream"_a = nb::none());
 

@@ -1,6 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The operations between a layer's matrix products. CPU only: a GPU has MLX's own in one kernel.
+// What a layer does around its matrix products, and greedy sampling. CPU only: a GPU has MLX's own
+// in one kernel.
 
 #include <cmath>
 #include <memory>
@@ -81,6 +82,18 @@ bool served(const mx::array& x, const mx::array& weight, const std::optional<mx:
 }
 }  // namespace
 
+std::pair<mx::array, mx::array> greedy_tokens(const mx::array& logits, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("greedy_tokens");
+  v.shape(logits, "logits", {-1, -1});
+  v.floating(logits, "logits");
+  v.require(logits.shape(1) > 0, "vocab_size", "at least 1", logits.shape(1));
+  mx::Shape rows{logits.shape(0)};
+  auto out = mx::array::make_arrays(
+      {rows, rows}, {mx::int32, mx::bool_}, std::make_shared<GreedyTokens>(s), {logits});
+  return {out[0], out[1]};
+}
+
 mx::array linear(
     const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias,
     mx::StreamOrDevice s_) {
@@ -121,6 +134,9 @@ void Rope::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
 }
 void RmsNorm::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
   throw_cpu_only("rms_norm");
+}
+void GreedyTokens::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
+  throw_cpu_only("greedy_tokens");
 }
 void Linear::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
   throw_cpu_only("linear");

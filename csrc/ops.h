@@ -119,6 +119,10 @@ mx::array rms_norm(
 // gate * sigmoid(gate) * x, of one shape and dtype.
 mx::array silu_mul(const mx::array& gate, const mx::array& x, mx::StreamOrDevice s = {});
 
+// The first largest of each row of `[num_rows, vocab_size]` logits, int32, and whether the row
+// holds a NaN, bool (its token is then any).
+std::pair<mx::array, mx::array> greedy_tokens(const mx::array& logits, mx::StreamOrDevice s = {});
+
 // x @ weight.T + bias, of float32, as one node of the graph where MLX has five. What it does not
 // serve (another dtype, weights that are not plain rows, no BLAS to call) is MLX's composition.
 mx::array linear(

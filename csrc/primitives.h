@@ -97,6 +97,13 @@ class SiluMul : public mx::Primitive {
   MLX_PAGED_PRIMITIVE("SiluMul")
 };
 
+// inputs: logits. outputs: tokens, whether a row holds a NaN.
+class GreedyTokens : public mx::Primitive {
+ public:
+  explicit GreedyTokens(mx::Stream stream) : Primitive(stream) {}
+  MLX_PAGED_PRIMITIVE("GreedyTokens")
+};
+
 // inputs: x, weight[, bias].
 class Linear : public mx::Primitive {
  public:

@@ -152,6 +152,31 @@ def test_linear_of_other_operands_equals_mlx(rng, name: str) -> None:
     assert_close(got, expected, TOLERANCE[got.dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 16), (5, 100), (40, 4097), (0, 9)])
+def test_greedy_tokens(rng, dtype, shape) -> None:
+    logits, exact = values_of(rng, *shape, dtype=dtype)
+    tokens, bad = ops.greedy_tokens(logits)
+    assert tokens.dtype == mx.int32 and bad.dtype == mx.bool_
+    assert np.array_equal(np.array(tokens), exact.argmax(axis=-1))
+    assert not np.array(bad).any() and bad.shape == tokens.shape
+
+
+@pytest.mark.parametrize("size", [5, 16, 37, 500])
+def test_greedy_tokens_takes_the_first_of_equals_and_finds_every_nan(rng, size: int) -> None:
+    values = rng.integers(0, 3, (200, size)).astype(np.float32)
+    values[0] = -np.inf
+    values[1, size // 2] = np.inf
+    values[2, :] = -np.inf
+    values[2, -1] = -1e30
+    assert np.array_equal(np.array(ops.greedy_tokens(mx.array(values))[0]), values.argmax(axis=-1))
+    for column in range(size):
+        values[column % 200, column] = np.nan
+    values[3, 1] = -np.nan
+    bad = ops.greedy_tokens(mx.array(values))[1]
+    assert np.array_equal(np.array(bad), np.isnan(values).any(axis=-1))
+
+
 def test_silu_mul_far_from_zero() -> None:
     gate = mx.array([-1e30, -200.0, -87.0, 0.0, 50.0, 1e30, float("nan")])
     got = np.array(ops.silu_mul(gate, mx.ones(7)))
@@ -237,6 +262,18 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "eps": (
         lambda: ops.rms_norm(mx.zeros((3, 8)), None, -1.0),
         "[rms_norm] eps must be finite and at least 0 but got -1",
+    ),
+    "logits' shape": (
+        lambda: ops.greedy_tokens(mx.zeros((8,))),
+        "[greedy_tokens] logits must be of shape (*,*) but got (8)",
+    ),
+    "vocab_size": (
+        lambda: ops.greedy_tokens(mx.zeros((3, 0))),
+        "[greedy_tokens] vocab_size must be at least 1 but got 0",
+    ),
+    "logits' dtype": (
+        lambda: ops.greedy_tokens(mx.zeros((3, 8), mx.int32)),
+        "[greedy_tokens] logits must be float32, float16 or bfloat16 but got int32",
     ),
     "k": (
         lambda: ops.linear(mx.zeros((3, 7)), mx.zeros((4, 8))),

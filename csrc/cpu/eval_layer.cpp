@@ -114,4 +114,25 @@ void SiluMul::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::arr
   });
 }
 
+void GreedyTokens::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
+  for (auto& o : out) {
+    o.set_data(mx::allocator::malloc(o.nbytes()));
+  }
+  cpu::GreedyArgs args{};
+  args.dtype = cpu::data_type(in[0].dtype());
+  args.logits = in[0].data<void>();
+  args.tokens = out[0].data<int32_t>();
+  args.holds_nan = out[1].data<bool>();
+  args.size = in[0].shape(1);
+  int64_t num_rows = in[0].shape(0);
+  int64_t row_bytes = args.size * int64_t(in[0].itemsize());
+  encoder.dispatch([args, num_rows, row_bytes] {
+    cpu::for_ranges(num_rows, row_bytes, [&](int64_t begin, int64_t end) {
+      cpu::kernels().layer.greedy(args, begin, end);
+    });
+  });
+}
+
 }  // namespace mlx_paged

@@ -42,11 +42,20 @@ struct SiluMulArgs {
   void* out;         // [size]; may be gate or x
 };
 
+struct GreedyArgs {
+  DataType dtype;
+  const void* logits;  // [num_rows, size]
+  int32_t* tokens;     // [num_rows]
+  bool* holds_nan;     // [num_rows]
+  int64_t size;
+};
+
 // Each does the rows, or elements, [begin, end).
 struct LayerKernels {
   void (*rope)(const RopeArgs& args, int64_t begin, int64_t end);
   void (*rms_norm)(const RmsNormArgs& args, int64_t begin, int64_t end);
   void (*silu_mul)(const SiluMulArgs& args, int64_t begin, int64_t end);
+  void (*greedy)(const GreedyArgs& args, int64_t begin, int64_t end);
 };
 
 }  // namespace mlx_paged::cpu

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What a layer does between its matrix products: one pass over memory each, in fp32. Compiled once
-// for each instruction set, see simd.h.
+// What a layer does between its matrix products, one pass over memory each, in fp32; and greedy
+// sampling. Compiled once for each instruction set, see simd.h.
 
 #pragma once
 
@@ -144,6 +144,59 @@ inline void silu_mul(const SiluMulArgs& args, int64_t begin, int64_t end) {
     for (; i < end; i++) {
       VecF result = silu_mul(splat(load_one(gate + i)), splat(load_one(x + i)));
       store_as(out + i, result[0]);
+    }
+  });
+}
+
+template <typename T>
+inline void greedy_row(const GreedyArgs& args, const T* logits, int32_t* token, bool* holds_nan) {
+  // Each lane keeps the first largest of its own column.
+  VecF best = splat(-kInf);
+  VecI at = {};
+  VecI best_at;
+  VecI nans = {};
+  for (int lane = 0; lane < kWidth; lane++) {
+    at[lane] = lane;
+  }
+  best_at = at;
+  int64_t i = 0;
+  for (; i + kWidth <= args.size; i += kWidth) {
+    VecF v = load(logits + i);
+    VecI larger = v > best;
+    nans |= v != v;
+    best = larger ? v : best;
+    best_at = larger ? at : best_at;
+    at += kWidth;
+  }
+  float largest = -kInf;
+  int32_t first = 0;
+  bool found_nan = false;
+  for (int lane = 0; lane < kWidth; lane++) {
+    found_nan |= nans[lane] != 0;
+    if (best[lane] > largest || (best[lane] == largest && best_at[lane] < first)) {
+      largest = best[lane];
+      first = best_at[lane];
+    }
+  }
+  for (; i < args.size; i++) {
+    float v = load_one(logits + i);
+    found_nan |= v != v;
+    if (v > largest) {
+      largest = v;
+      first = int32_t(i);
+    }
+  }
+  *token = first;
+  *holds_nan = found_nan;
+}
+
+inline void greedy(const GreedyArgs& args, int64_t begin, int64_t end) {
+  with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    for (int64_t row = begin; row < end; row++) {
+      greedy_row(
+          args, static_cast<const T*>(args.logits) + row * args.size, args.tokens + row,
+          args.holds_nan + row);
     }
   });
 }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged import ops
 from mlx_paged.engine.sampling.filters import apply_filters
 from mlx_paged.engine.sampling.rows import SamplingRow
 
@@ -33,11 +34,17 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
     drawn = [i for i, t in enumerate(temperature.tolist()) if t >= _GREEDY_BELOW]
     if len(drawn) == len(rows):
         return _draw(logits, rows, temperature)
-    tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+    tokens = _argmax(logits)
     if len(drawn):
         at = mx.array(drawn)
         tokens[at] = _draw(logits[at], [rows[i] for i in drawn], temperature[drawn])
     return tokens
+
+
+def _argmax(logits: mx.array) -> mx.array:
+    if mx.default_device() == mx.cpu:  # where MLX's own is a scalar loop
+        return ops.greedy_tokens(logits)[0]
+    return mx.argmax(logits, axis=-1).astype(mx.int32)
 
 
 def _draw(logits: mx.array, rows: Sequence[SamplingRow], temperature: np.ndarray) -> mx.array:
