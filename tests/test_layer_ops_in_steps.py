@@ -86,6 +86,17 @@ def test_another_thread_does_not_see_them(calls) -> None:
     assert calls == {"rms_norm": 1}
 
 
+def test_a_function_compiled_within_a_step_still_has_a_gradient(calls) -> None:
+    """MLX keeps its trace, with the native operations in it, and traces anew for a gradient."""
+    x = mx.random.normal((2, 8), key=mx.random.key(1))
+    compiled = mx.compile(lambda x: mx.fast.rms_norm(x, None, 1e-5)[:, :4].sum())
+    with native_ops(mx.arange(2)):
+        mx.eval(compiled(x))
+    assert calls == {"rms_norm": 1}
+    expected = mx.grad(lambda x: layer_ops._mlx_rms_norm(x, None, 1e-5)[:, :4].sum())(x)
+    assert mx.allclose(mx.grad(compiled)(x), expected)
+
+
 def test_a_step_that_raises_leaves_nothing_behind(calls) -> None:
     with pytest.raises(RuntimeError, match="mine"), native_ops(mx.arange(2)):
         raise RuntimeError("mine")
