@@ -7,7 +7,8 @@ same every time; a larger number explores at random).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from fake_model import FakeEngine, generate
@@ -22,7 +23,7 @@ from hypothesis.stateful import (
 )
 from naive_store import NaiveStore
 
-from mlx_paged.kv import KVManager
+from mlx_paged.kv import KVManager, StateSpec, WindowSpec
 from mlx_paged.scheduling import FinishReason, Request, Scheduler, SchedulerConfig, StopPolicy
 
 NUM_OPS = int(os.environ.get("MLX_PAGED_STATE_OPS", "20000"))
@@ -46,6 +47,32 @@ prompts = st.tuples(
     st.lists(st.integers(0, 2), min_size=1, max_size=4),
 ).map(lambda parts: [*parts[0][: parts[1]], *parts[2]])
 salts = st.sampled_from([None, None, None, "a"])
+
+
+def sliding(window: int) -> Callable[[int], int]:
+    return lambda position: max(0, position - window + 1)
+
+
+def chunked(chunk: int) -> Callable[[int], int]:
+    return lambda position: position - position % chunk
+
+
+REACHES = {"w1": (1, sliding(1)), "w3": (3, sliding(3)), "w8": (8, sliding(8))}
+REACHES |= {"c2": (2, chunked(2)), "c6": (6, chunked(6))}
+GROUPS = ["w3", "w8", "c2", "c6", "states", "w1 w8", "w3 states", "c6 w3 states", "states"]
+
+
+def group_options(groups: str | None, block_size: int, room: int) -> dict[str, Any]:
+    """Window groups and states, with little more room than one sequence needs at least."""
+    names = groups.split() if groups else []
+    windows = []
+    for name in names:
+        if name != "states":
+            span, first_visible = REACHES[name]
+            num_needed = (span + block_size - 2) // block_size + 1
+            windows.append(WindowSpec(1 + num_needed + room, span, first_visible))
+    states = StateSpec(3 + room, snapshot_interval=2) if "states" in names else None
+    return {"windows": windows, "states": states}
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -194,6 +221,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, False]),
         waiting=st.booleans(),
         overlap=st.booleans(),
+        groups=st.sampled_from([None, None, *GROUPS]),
+        room=st.integers(0, 12),
     )
     def begin(
         self,
@@ -206,6 +235,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         waiting: bool,
         overlap: bool,
+        groups: str | None,
+        room: int,
     ) -> None:
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -215,7 +246,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             watermark=0.1,
             wait_for_shared_blocks=waiting,
         )
-        kv = KVManager(num_usable + 1, block_size, enable_prefix_caching=caching)
+        kv = KVManager(
+            num_usable + 1,
+            block_size,
+            enable_prefix_caching=caching,
+            **group_options(groups, block_size, room),
+        )
         self.now = 0.0
         self.scheduler = Scheduler(config, kv, clock=lambda: self.now)
         self.engine = FakeEngine(self.scheduler, overlap=overlap)
@@ -303,6 +339,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert got == expected
         usage = self.scheduler.kv.usage
         assert usage.num_used_blocks == usage.num_quarantined_blocks == 0
+        for group in self.scheduler.kv.groups:
+            assert group.pool.num_used == group.pool.num_quarantined == 0
 
 
 @pytest.mark.parametrize("machine", [StoreMachine, SchedulerMachine])

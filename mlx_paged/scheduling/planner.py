@@ -54,7 +54,8 @@ class Planner:
         if not self._rows:
             return None
         copies = self.kv.launch_step(step)
-        return LaunchedStep(Batch(step, tuple(self._rows), copies), self._owners)
+        batch = Batch(step, tuple(self._rows), copies, self.kv.window_copies)
+        return LaunchedStep(batch, self._owners)
 
     def preempt(self, seq: Sequence) -> None:
         """Takes a running sequence's blocks and lets it wait; what it committed stays indexed."""
@@ -79,7 +80,7 @@ class Planner:
         """Finds room for one more token, if need be by preempting the last in service order."""
         num_tokens = seq.num_scheduled_tokens + 1
         while not self.kv.grow(seq.seq_id, num_tokens):
-            if self.kv.can_grow_later(seq.seq_id, num_tokens):
+            if self.kv.can_grow_later(seq.seq_id, num_tokens, seq.num_scheduled_tokens):
                 return False  # the step in flight holds enough: sit this one out, preempt nobody
             victim = self.running.last
             self.preempt(victim)
@@ -92,8 +93,32 @@ class Planner:
 
     def _add_running_prefills(self) -> None:
         for seq in self.running:
-            if seq.is_prefilling:
-                self._add_row(seq, self._chunk_for(len(seq.tokens) - seq.num_scheduled_tokens))
+            if seq.is_running and seq.is_prefilling:  # (not preempted for one before it)
+                num_tokens = self._chunk_for(len(seq.tokens) - seq.num_scheduled_tokens)
+                self._add_row(seq, self._secure_chunk(seq, num_tokens))
+
+    def _secure_chunk(self, seq: Sequence, num_tokens: int) -> int:
+        """Tokens of a chunk that there is room for; all of them where attention is full.
+
+        Windows and states are not reserved at admission: most of a long prompt's would never be
+        needed at the same time. Where there is no room at all, the last in service order is
+        preempted, unless it has a row in this step already; then this sequence sits it out, and
+        newcomers do too.
+        """
+        start = seq.num_scheduled_tokens
+        if num_tokens == 0 or not self.kv.groups:
+            return num_tokens
+        while (end := self.kv.reach(seq.seq_id, start + num_tokens)) <= start:
+            self._preempted = True
+            if self.kv.can_grow_later(seq.seq_id, start + 1, start):
+                return 0
+            victim = self.running.last
+            if victim.last_step == self._step:
+                return 0
+            self.preempt(victim)
+            if victim is seq:
+                return 0
+        return end - start
 
     def _is_long(self, num_tokens: int) -> bool:
         return num_tokens > self.config.long_prefill_threshold
@@ -158,7 +183,8 @@ class Planner:
         seq.num_computed_tokens = seq.num_scheduled_tokens = num_cached
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = num_cached
-        self._add_row(seq, self._chunk_for(len(seq.tokens) - num_cached))
+        num_tokens = self._chunk_for(len(seq.tokens) - num_cached)
+        self._add_row(seq, self.kv.reach(seq.seq_id, num_cached + num_tokens) - num_cached)
         return True
 
     def _fork_source(self, seq: Sequence) -> Sequence | None:
@@ -217,7 +243,7 @@ class Planner:
     # Rows.
 
     def _add_row(self, seq: Sequence, num_tokens: int) -> None:
-        if num_tokens == 0:
+        if num_tokens <= 0:
             return
         start = seq.num_scheduled_tokens
         token_ids = tuple(seq.tokens[start : start + num_tokens]) or (IN_FLIGHT_TOKEN,)
@@ -234,6 +260,7 @@ class Planner:
                 table,
                 dirty_from,
                 samples,
+                self.kv.group_rows(seq.seq_id, seq.num_scheduled_tokens),
             )
         )
         self._owners.append(seq)
