@@ -14,23 +14,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_paged import ops
+from mlx_paged.attention.specs import LayerSpec
 from mlx_paged.ops import AttentionPlan
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """What the KV pool of one attention layer must hold."""
-
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: mx.Dtype
-    window: int | None = None  # keys at positions in (p - window, p]; None: all up to p
-
-    @property
-    def bytes_per_token(self) -> int:
-        """K and V of one token, in bytes."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.size
 
 
 @dataclass(frozen=True)
