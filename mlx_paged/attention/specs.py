@@ -41,7 +41,11 @@ FULL = Reach()
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What the KV pool of one attention cache must hold."""
+    """What the two pools of one attention cache hold.
+
+    Latent attention (DeepSeek's MLA) has one head, whose keys are latent and rotary key side by
+    side, and whose values are the latents.
+    """
 
     num_kv_heads: int
     key_dim: int
@@ -49,6 +53,7 @@ class LayerSpec:
     dtype: mx.Dtype
     window: int | None = None  # keys at positions in (p - window, p]; None: all up to p
     chunk: int | None = None  # keys at positions in [p - p % chunk, p]; None: all up to p
+    latent: bool = False
 
     @property
     def reach(self) -> Reach:
@@ -65,13 +70,14 @@ class LayerSpec:
 class StateSpec:
     """What one recurrent cache keeps of a sequence, whatever its length: its state arrays."""
 
-    shapes: tuple[tuple[int, ...], ...]  # of each array, without the batch axis
+    # Of each array, without the batch axis; None: an entry that the layer never uses.
+    shapes: tuple[tuple[int, ...] | None, ...]
     dtypes: tuple[mx.Dtype, ...]
 
     @property
     def bytes_per_slot(self) -> int:
         """The states of one sequence, in bytes: what a snapshot costs."""
-        return sum(math.prod(s) * d.size for s, d in zip(self.shapes, self.dtypes))
+        return sum(math.prod(s) * d.size for s, d in zip(self.shapes, self.dtypes) if s is not None)
 
 
 CacheSpec = LayerSpec | StateSpec
