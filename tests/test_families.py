@@ -20,7 +20,7 @@ from models import (
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, RotatingKVCache
 
-from mlx_paged.attention.cache import StepContext
+from mlx_paged.attention.step import StepContext
 from mlx_paged.errors import ModelLoadError, UnsupportedModelError
 from mlx_paged.models.families import PROVEN, layer_specs, require_proven
 from mlx_paged.models.load import load

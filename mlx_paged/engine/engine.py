@@ -25,10 +25,10 @@ from mlx_paged.engine.sampling.prompt_report import PromptReport, PromptTargets
 from mlx_paged.engine.sampling.request_sampler import RequestSampler, TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.text_stream import TextStream
-from mlx_paged.errors import InvalidParameterError
+from mlx_paged.errors import InvalidParameterError, UnsupportedModelError
 from mlx_paged.kv import KVCounters, KVManager, KVUsage
-from mlx_paged.models.families import layer_specs
 from mlx_paged.models.load import LoadedModel
+from mlx_paged.models.probe import page
 from mlx_paged.scheduling import (
     FinishReason,
     Request,
@@ -82,15 +82,19 @@ class Engine:
         self.config = config or EngineConfig()
         self.tokenizer = model.tokenizer
         self.max_model_len = self.config.model_len(model.max_model_len)
-        specs = layer_specs(model.model, model.model_type)
-        runner = ModelRunner(model.model, specs, block_size=self.config.block_size)
+        paged = page(model.model, model.model_type, block_size=self.config.block_size)
+        if paged.layout.has_states:
+            raise UnsupportedModelError(
+                model.model_type, "its layers keep recurrent state, which the engine does not yet"
+            )
+        runner = ModelRunner(paged)
         left_over, activations = memory.left_for_pool(
             self.config, lambda: measure_activations(runner, self.config)
         )
         num_blocks = memory.allocate_fitting(
             runner.allocate,
             self.config.num_blocks(
-                [spec.bytes_per_token for spec in specs], model.max_model_len, left_over
+                [spec.bytes_per_token for spec in paged.layout.attention], model.max_model_len, left_over
             ),
             exactly=self.config.num_gpu_blocks_override is not None,
         )

@@ -1,0 +1,119 @@
+"""Chooses how a model's forward is run, by trying it on a graph that is never evaluated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_paged.attention import seam
+from mlx_paged.attention.cache import LatentScores
+from mlx_paged.attention.recurrent import StateSlots
+from mlx_paged.attention.regroup import regrouped
+from mlx_paged.attention.specs import CacheSpec, LayerSpec
+from mlx_paged.attention.step import StepContext
+from mlx_paged.errors import UnsupportedModelError
+from mlx_paged.models.adaptations import adapt
+from mlx_paged.models.layout import CacheLayout, Mode
+from mlx_paged.models.observe import Observed, observe
+from mlx_paged.models.output_rows import OutputRows
+from mlx_paged.models.overrides import Overrides
+from mlx_paged.models.paged_model import PagedModel, StepInputs
+
+# What model code raises where it is given handles instead of arrays, positions instead of a number.
+_MISFITS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, NotImplementedError)
+
+
+def page(model: nn.Module, model_type: str, *, mode: Mode | None = None, block_size: int) -> PagedModel:
+    """Makes a model run on paged caches, in the best way that it can be.
+
+    Args:
+        model: its modules are changed in place.
+        mode: the way to run it; None: the first that works.
+
+    Raises:
+        UnsupportedModelError: if none works; it says why not.
+    """
+    seam.install()
+    observed = observe(model, model_type)
+    context = StepContext()
+    output_rows = OutputRows(observed.projection, context)
+    reasons = []
+    for candidate in (mode,) if mode is not None else tuple(Mode):
+        overrides = Overrides()
+        try:
+            layout = _layout(model, observed, candidate, context, output_rows, overrides)
+        except _MISFITS as error:
+            overrides.undo()
+            reasons.append(f"{candidate}: {error or type(error).__name__}")
+            continue
+        return PagedModel(
+            model, layout, context=context, output_rows=output_rows, block_size=block_size
+        )
+    raise UnsupportedModelError(model_type, "; ".join(reasons))
+
+
+def _layout(
+    model: nn.Module,
+    observed: Observed,
+    mode: Mode,
+    context: StepContext,
+    output_rows: OutputRows,
+    overrides: Overrides,
+) -> CacheLayout:
+    """The layout of a model that runs in this mode; raises whatever goes wrong if it does not."""
+    if mode.is_gathered:
+        layout = CacheLayout(mode, tuple(observed.specs), observed.tree)
+        _try(model, layout, context, output_rows)
+        return layout
+    if bool(observed.recurrent) != (mode is Mode.REGROUPED):
+        raise TypeError("it has recurrent state" if observed.recurrent else "it has no state")
+    for i, (spec, window) in enumerate(zip(observed.specs, observed.mask_windows)):
+        if isinstance(spec, LayerSpec) and window not in (None, spec.window):
+            raise TypeError(f"layer {i} masks a window of {window} over a cache of another")
+    for module, attends in observed.recurrent:
+        if attends:
+            raise TypeError(f"its {type(module).__name__} holds state and attends at once")
+        overrides.replace(module, "__call__", regrouped(module, context))
+    adapt(model, context, overrides)
+    layout = CacheLayout(mode, tuple(observed.specs), observed.tree)
+    try:
+        _try(model, layout, context, output_rows)
+    except LatentScores as found:
+        layout = replace(layout, specs=tuple(_as_latent(s, found.spec) for s in layout.specs))
+        _try(model, layout, context, output_rows)
+    return layout
+
+
+def _as_latent(spec: CacheSpec, found: LayerSpec) -> CacheSpec:
+    if spec != found:
+        return spec
+    return replace(
+        found, key_dim=found.key_dim + found.value_dim, value_dim=found.key_dim, latent=True
+    )
+
+
+def _try(
+    model: nn.Module, layout: CacheLayout, context: StepContext, output_rows: OutputRows
+) -> None:
+    """Builds a step of two sequences of one and two rows, on pools of no size to speak of."""
+    chunks = [reach.chunk for reach in layout.reaches if reach.chunk is not None]
+    block_size = next((b for b in (8, 16, 32, 64) if all(c % b == 0 for c in chunks)), None)
+    if block_size is None:
+        raise ValueError(f"its attention chunks of {chunks} tokens are no multiple of 8")
+    paged = PagedModel(
+        model, layout, context=context, output_rows=output_rows, block_size=block_size
+    )
+    paged.allocate(3, 3)
+    inputs = StepInputs(
+        context_lens=np.array([1, 2]),
+        query_lens=np.array([1, 2]),
+        tables=[[1], [2]],
+        logit_rows=np.array([0, 2]),
+        state_slots=StateSlots([0, 0], [1, 2]) if layout.has_states else None,
+    )
+    logits = paged.forward(mx.zeros((3,), dtype=mx.int32), inputs)
+    if logits.ndim != 2 or logits.shape[0] != 2:
+        raise ValueError(f"its logits are of shape {logits.shape}, not one row for each of 2")
