@@ -54,7 +54,7 @@ class WindowRow(NamedTuple):
 class WindowTable:
     """Blocks of one sequence: entries before `first` are block 0."""
 
-    __slots__ = ("blocks", "copy_source", "dirty_from", "first", "num_shared")
+    __slots__ = ("blocks", "copy_source", "dirty_from", "first", "num_shared", "unchanged")
 
     def __init__(self, blocks: list[int], first: int, num_shared: int, source: int | None) -> None:
         self.blocks = blocks
@@ -62,6 +62,7 @@ class WindowTable:
         self.num_shared = num_shared  # leading entries that came from the cache or a fork
         self.copy_source = source  # of a copy that is not yet certain
         self.dirty_from = 0
+        self.unchanged: WindowRow | None = None  # the next export, if so
 
     @property
     def live(self) -> list[int]:
@@ -187,6 +188,7 @@ class WindowGroup:
         table = self._tables[seq_id]
         while len(table.blocks) < self._blocks_for(num_tokens):
             table.blocks.append(self.pool.allocate())
+            table.unchanged = None
 
     def can_cover_later(self, seq_id: int, num_tokens: int, num_scheduled: int) -> bool:
         """Whether there will be room once the steps in flight are committed."""
@@ -213,6 +215,7 @@ class WindowGroup:
             self.blocks.release(own)
             table.blocks[index] = present
             table.dirty_from = min(table.dirty_from, index)
+            table.unchanged = None
 
     def on_computed(self, seq_id: int, num_tokens: int, tip: RadixNode | None) -> None:
         """Lets go of what rows after `num_tokens` tokens do not see."""
@@ -222,6 +225,7 @@ class WindowGroup:
             # What came from the cache may well be wanted again.
             self.blocks.release(table.blocks[index], passed=index >= table.num_shared)
             table.blocks[index] = NULL_BLOCK
+            table.unchanged = None
         table.first = max(table.first, first)
 
     def end(self, seq_id: int) -> None:
@@ -233,8 +237,12 @@ class WindowGroup:
     def export(self, seq_id: int) -> WindowRow:
         """The table, and its first entry that may differ from the last export."""
         table = self._tables[seq_id]
-        dirty_from, table.dirty_from = table.dirty_from, len(table.blocks)
-        return WindowRow(tuple(table.blocks), dirty_from)
+        if table.unchanged is not None:
+            return table.unchanged
+        row = WindowRow(tuple(table.blocks), table.dirty_from)
+        table.dirty_from = len(table.blocks)
+        table.unchanged = WindowRow(row.block_table, table.dirty_from)
+        return row
 
     def launch_step(self, step: int) -> tuple[BlockCopy, ...]:
         """Ends the building of a step: returns its copies, and dates later releases."""
