@@ -26,9 +26,7 @@ from mlx_paged.models.paged_model import PagedModel, StepInputs
 _MISFITS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, NotImplementedError)
 
 
-def page(
-    model: nn.Module, model_type: str, *, mode: Mode | None = None, block_size: int
-) -> PagedModel:
+def page(model: nn.Module, model_type: str, *, mode: Mode | None = None, block_size: int) -> PagedModel:
     """Makes a model run on paged caches, in the best way that it can be.
 
     Args:
