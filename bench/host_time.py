@@ -158,7 +158,7 @@ def measure(
     profiler = cProfile.Profile()
     clock = Clock()
     gc.collect()
-    gc.freeze()  # as the engine's thread and `LLM` do
+    gc.freeze()  # as the engine's thread does
     with clock.watching(engine):
         for _ in range(steps):
             clock.reset()

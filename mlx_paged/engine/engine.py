@@ -24,6 +24,7 @@ from mlx_paged.engine.sampler import SamplingRow
 from mlx_paged.engine.sampling.logprobs import LogprobReport
 from mlx_paged.engine.sampling.prompt_report import PromptReport, PromptTargets
 from mlx_paged.engine.sampling.request_sampler import RequestSampler, TokenMask
+from mlx_paged.engine.sampling.row_cache import RowCache
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.errors import InvalidParameterError, UnsupportedModelError
@@ -110,7 +111,7 @@ class Engine:
         )
         self._scheduler = Scheduler(self.config.scheduler_config(model.max_model_len), self._kv)
         self._runner = runner
-        self._executor = StepExecutor(runner, self._sampling_row, self._prompt_targets)
+        self._executor = StepExecutor(runner, RowCache(self._sampling_row), self._prompt_targets)
         self._vocab_size = model.vocab_size
         self._eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
         self._report = LogprobReport(self.tokenizer)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.attention.tables import BlockTableCache
+from mlx_paged.attention.recurrent import StateSlots
+from mlx_paged.attention.specs import Reach
+from mlx_paged.attention.tables import BlockTableCache, PaddedTables
 from mlx_paged.engine.faults import nan_rows
-from mlx_paged.engine.sampler import SamplingRow, sample
+from mlx_paged.engine.sampler import SamplingRows, sample
 from mlx_paged.engine.sampling.edits import apply_edits
 from mlx_paged.engine.sampling.logprobs import LogprobArrays, PositionLogprobs, logprobs_of
 from mlx_paged.engine.sampling.prompt_report import PromptTargets
 from mlx_paged.engine.sampling.rows import InFlight
+from mlx_paged.kv import GroupRows
 from mlx_paged.models.paged_model import PagedModel, StepInputs
 from mlx_paged.scheduling import IN_FLIGHT_TOKEN, Batch, ScheduledSequence
 
@@ -64,12 +68,17 @@ class ModelRunner:
 
     Args:
         model: as `models.probe.page` makes it; it belongs to this runner.
+        windows: reaches whose layers have block tables of their own, in the order in which a
+            batch names them; all others share one.
         num_blocks: blocks of the pools; None: `allocate` makes them later.
     """
 
-    def __init__(self, model: PagedModel, *, num_blocks: int | None = None) -> None:
+    def __init__(
+        self, model: PagedModel, *, windows: Sequence[Reach] = (), num_blocks: int | None = None
+    ) -> None:
         self.model = model
         self._tables = BlockTableCache()
+        self._windows = {reach: BlockTableCache() for reach in windows}
         if num_blocks is not None:
             self.allocate(num_blocks)
 
@@ -78,14 +87,14 @@ class ModelRunner:
         """Tokens of a block."""
         return self.model.block_size
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int | Mapping[Reach, int], num_state_slots: int = 0) -> None:
         """Makes new pools; what the old ones held is lost."""
-        self.model.allocate(num_blocks)
+        self.model.allocate(num_blocks, num_state_slots)
 
     def launch(
         self,
         batch: Batch,
-        sampling_row: Callable[[ScheduledSequence], SamplingRow],
+        sampling_rows: Callable[[list[ScheduledSequence]], SamplingRows],
         previous: LaunchedStep | None,
         prompt_targets: Callable[[ScheduledSequence], PromptTargets | None] | None = None,
     ) -> LaunchedStep:
@@ -95,13 +104,13 @@ class ModelRunner:
         A step that raises leaves no trace: the pools' handles are those of before.
 
         Args:
-            sampling_row: how to choose the token of a sequence that is sampled in this step.
+            sampling_rows: how to choose the tokens of the sequences that are sampled in this step.
             previous: the step before, if its tokens have not been read yet.
             prompt_targets: which of a sequence's prompt tokens are to be reported; None: none are.
         """
         before = self.model.pools()
         try:
-            return self._launch(batch, sampling_row, previous, prompt_targets, before)
+            return self._launch(batch, sampling_rows, previous, prompt_targets, before)
         except Exception:
             self.model.restore(before)
             raise
@@ -131,20 +140,24 @@ class ModelRunner:
     def _launch(
         self,
         batch: Batch,
-        sampling_row: Callable[[ScheduledSequence], SamplingRow],
+        sampling_rows: Callable[[list[ScheduledSequence]], SamplingRows],
         previous: LaunchedStep | None,
         prompt_targets: Callable[[ScheduledSequence], PromptTargets | None] | None,
         pools_before: list[mx.array],
     ) -> LaunchedStep:
-        if batch.block_copies:
-            self.model.copy_blocks(mx.array(np.array(batch.block_copies, dtype=np.int32)))
+        self._copy_blocks(batch)
         sampled = [s for s in batch.sequences if s.samples]
         targets: dict[int, PromptTargets] = {}
         if prompt_targets is not None:
-            targets = {s.seq_id: t for s in batch.sequences if (t := prompt_targets(s))}
+            # (A single token that is sampled from is the prompt's last, or follows it.)
+            targets = {
+                s.seq_id: t
+                for s in batch.sequences
+                if (len(s.token_ids) > 1 or not s.samples) and (t := prompt_targets(s))
+            }
         logits = self._forward(batch, previous, targets)
-        rows = [sampling_row(s) for s in sampled]
         if sampled:
+            rows = sampling_rows(sampled)
             raw = logits[: len(sampled)] if targets else logits
             tokens = sample(apply_edits(raw, rows, _newest(sampled, rows, previous)), rows)
             bad_rows = nan_rows(raw)
@@ -159,7 +172,7 @@ class ModelRunner:
             batch,
             tokens,
             pools[-1],
-            {s.seq_id: i for i, s in enumerate(sampled)},
+            dict(zip([s.seq_id for s in sampled], range(len(sampled)))),
             bad_rows,
             pools_before,
             logprobs,
@@ -174,31 +187,61 @@ class ModelRunner:
         """``[num_samples + num_targets, vocab_size]`` logits: of the rows that are sampled from,
         then of those that prompt tokens follow."""
         sequences = batch.sequences
-        num_rows = np.array([len(s.token_ids) for s in sequences])
+        seq_ids, _, token_ids, starts, _, _, samples, groups = zip(*sequences)
+        num_rows = np.array([len(tokens) for tokens in token_ids])
         ends = np.cumsum(num_rows)
-        wanted = (ends - 1)[[s.samples for s in sequences]]
+        wanted = (ends - 1)[np.array(samples)]
         if targets:
             first_row = {s.seq_id: end - s.num_tokens for s, end in zip(sequences, ends)}
             before = [first_row[i] + np.arange(len(t.token_ids)) for i, t in targets.items()]
             wanted = np.concatenate([wanted, *before])
         inputs = StepInputs(
-            context_lens=np.array([s.start for s in sequences]) + num_rows,
+            context_lens=np.array(starts) + num_rows,
             query_lens=num_rows,
-            tables=self._tables.update(
-                [(s.seq_id, s.block_table, s.dirty_from) for s in sequences]
-            ),
+            tables=self._tables_of(sequences),
             logit_rows=wanted,
+            state_slots=None if groups[0].state is None else _slots_of(groups),
         )
-        return self.model.forward(_input_tokens(batch, previous), inputs)
+        return self.model.forward(_input_tokens(seq_ids, token_ids, previous), inputs)
+
+    def _tables_of(
+        self, sequences: tuple[ScheduledSequence, ...]
+    ) -> PaddedTables | Mapping[Reach, PaddedTables]:
+        """The block tables of a step: one for all layers, or one for each reach."""
+        seq_ids, _, _, _, tables, dirty_from, _, groups = zip(*sequences)
+        full = self._tables.update(seq_ids, tables, dirty_from)
+        if not self._windows:
+            return full
+        by_reach = dict.fromkeys(self.model.layout.reaches, full)
+        for i, (reach, cache) in enumerate(self._windows.items()):
+            rows = [group.windows[i] for group in groups]
+            by_reach[reach] = cache.update(
+                seq_ids, [row.block_table for row in rows], [row.dirty_from for row in rows]
+            )
+        return by_reach
+
+    def _copy_blocks(self, batch: Batch) -> None:
+        """Copy-on-write, in the layers of each group."""
+        if batch.block_copies:
+            pairs = mx.array(np.array(batch.block_copies, dtype=np.int32))
+            for reach in self.model.layout.reaches:
+                if reach not in self._windows:
+                    self.model.copy_blocks(pairs, reach)
+        for reach, copies in zip(self._windows, batch.window_copies):
+            if copies:
+                self.model.copy_blocks(mx.array(np.array(copies, dtype=np.int32)), reach)
+
+
+def _slots_of(groups: tuple[GroupRows, ...]) -> StateSlots:
+    moves = [group.state for group in groups if group.state is not None]
+    return StateSlots([move.read for move in moves], [move.write for move in moves])
 
 
 def _newest(
-    sampled: list[ScheduledSequence], rows: list[SamplingRow], previous: LaunchedStep | None
+    sampled: list[ScheduledSequence], rows: SamplingRows, previous: LaunchedStep | None
 ) -> InFlight | None:
     """Where the newest tokens are, if an edit asks and any of them is in flight."""
-    if previous is None or not any(
-        row.edits is not None and s.awaits_token for s, row in zip(sampled, rows)
-    ):
+    if previous is None or not any(sampled[i].awaits_token for i, _ in rows.edits):
         return None
     source = [previous.sample_index[s.seq_id] if s.awaits_token else -1 for s in sampled]
     return InFlight(previous.tokens, np.array(source, dtype=np.int32))
@@ -208,15 +251,15 @@ def _report_samples(
     logits: mx.array,
     tokens: mx.array,
     sampled: list[ScheduledSequence],
-    rows: list[SamplingRow],
+    rows: SamplingRows,
 ) -> Reported | None:
-    asking = [i for i, row in enumerate(rows) if row.logprobs is not None]
+    asking = [i for i, _ in rows.logprobs]
     if not asking:
         return None
     if len(asking) < len(rows):
         at = mx.array(np.array(asking, dtype=np.int32))
         logits, tokens = logits[at], tokens[at]
-    arrays = logprobs_of(logits, tokens, likeliest=any(rows[i].logprobs for i in asking))
+    arrays = logprobs_of(logits, tokens, likeliest=any(count for _, count in rows.logprobs))
     return Reported(arrays, {sampled[i].seq_id: 1 for i in asking})
 
 
@@ -227,15 +270,24 @@ def _report_prompts(logits: mx.array, targets: dict[int, PromptTargets]) -> Repo
     return Reported(arrays, {seq_id: len(t.token_ids) for seq_id, t in targets.items()})
 
 
-def _input_tokens(batch: Batch, previous: LaunchedStep | None) -> mx.array:
+def _input_tokens(
+    seq_ids: tuple[int, ...],
+    token_ids: tuple[tuple[int, ...], ...],
+    previous: LaunchedStep | None,
+) -> mx.array:
     """``[num_rows]`` int32. Tokens that the step before is still sampling never visit the host."""
-    known = np.array([t for s in batch.sequences for t in s.token_ids], dtype=np.int32)
-    in_flight = known == IN_FLIGHT_TOKEN
-    if not in_flight.any():
-        return mx.array(known)
+    num_in_flight = token_ids.count((IN_FLIGHT_TOKEN,))
+    if num_in_flight == 0:
+        return mx.array(np.fromiter(chain.from_iterable(token_ids), dtype=np.int32))
     assert previous is not None, "a row awaits a token but no step is in flight"
-    source = np.full(len(known), -1, dtype=np.int32)
     at = previous.sample_index
-    source[in_flight] = [at[s.seq_id] for s in batch.sequences if s.awaits_token]
-    index = mx.array(source)
-    return mx.where(index < 0, mx.array(known), previous.tokens[mx.maximum(index, 0)])
+    if num_in_flight == len(seq_ids):
+        if seq_ids == tuple(at):
+            return previous.tokens  # the same sequences in the same order
+        return previous.tokens[mx.array(np.array([at[i] for i in seq_ids], dtype=np.int32))]
+    known = np.fromiter(chain.from_iterable(token_ids), dtype=np.int32)
+    source = np.full(len(known), -1, dtype=np.int32)
+    waiting = [i for i, tokens in zip(seq_ids, token_ids) if tokens[0] == IN_FLIGHT_TOKEN]
+    source[known == IN_FLIGHT_TOKEN] = [at[i] for i in waiting]
+    places = mx.array(source)
+    return mx.where(places < 0, mx.array(known), previous.tokens[mx.maximum(places, 0)])
