@@ -11,6 +11,7 @@ from mlx_paged.engine import memory
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.deferred_text import DeferredText
 from mlx_paged.engine.executor import PendingStep, StepExecutor
+from mlx_paged.engine.kv_groups import KVGroups
 from mlx_paged.engine.outputs import (
     CompletionOutput,
     RequestMetrics,
@@ -27,7 +28,7 @@ from mlx_paged.engine.sampling.request_sampler import RequestSampler, TokenMask
 from mlx_paged.engine.sampling.row_cache import RowCache
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.text_stream import TextStream
-from mlx_paged.errors import InvalidParameterError, UnsupportedModelError
+from mlx_paged.errors import InvalidParameterError
 from mlx_paged.kv import KVCounters, KVManager, KVUsage
 from mlx_paged.models.load import LoadedModel
 from mlx_paged.models.probe import page
@@ -86,28 +87,34 @@ class Engine:
         self.tokenizer = model.tokenizer
         self.max_model_len = self.config.model_len(model.max_model_len)
         paged = page(model.model, model.model_type, block_size=self.config.block_size)
-        if paged.layout.has_states:
-            raise UnsupportedModelError(
-                model.model_type, "its layers keep recurrent state, which the engine does not yet"
-            )
-        runner = ModelRunner(paged)
+        groups = KVGroups(paged.layout, self.config, self.max_model_len)
+        runner = ModelRunner(paged, windows=groups.windows)
+
+        def allocate(num_blocks: int) -> None:
+            sizes = groups.sizes(num_blocks)
+            runner.allocate(groups.blocks_by_reach(sizes), sizes.num_state_slots)
+
         left_over, activations = memory.left_for_pool(
             self.config, lambda: measure_activations(runner, self.config)
         )
         num_blocks = memory.allocate_fitting(
-            runner.allocate,
+            allocate,
             self.config.num_blocks(
                 [spec.bytes_per_token for spec in paged.layout.attention],
                 model.max_model_len,
                 left_over,
+                most_blocks=groups.most_blocks,
             ),
             exactly=self.config.num_gpu_blocks_override is not None,
         )
         self._cache_limit = memory.limit_buffer_cache(activations)
+        sizes = groups.sizes(num_blocks)
         self._kv = KVManager(
             num_blocks,
             self.config.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
+            windows=groups.window_specs(sizes),
+            states=groups.state_spec(sizes),
         )
         self._scheduler = Scheduler(self.config.scheduler_config(model.max_model_len), self._kv)
         self._runner = runner

@@ -83,6 +83,11 @@ class ModelRunner:
             self.allocate(num_blocks)
 
     @property
+    def windows(self) -> tuple[Reach, ...]:
+        """Reaches whose layers have block tables of their own."""
+        return tuple(self._windows)
+
+    @property
     def block_size(self) -> int:
         """Tokens of a block."""
         return self.model.block_size
