@@ -47,6 +47,7 @@ class EngineStats:
 
     Attributes:
         usage: Where the blocks are now.
+        group_usage: The same for the blocks of each window group, then for the state slots.
         counters: What happened to the KV store since the engine was made.
         num_running: Sequences that run.
         num_waiting: Sequences that wait.
@@ -60,6 +61,7 @@ class EngineStats:
     """
 
     usage: KVUsage
+    group_usage: tuple[KVUsage, ...]
     counters: KVCounters
     num_running: int
     num_waiting: int
@@ -298,6 +300,7 @@ class Engine:
         """Where the engine stands."""
         return EngineStats(
             usage=self._kv.usage,
+            group_usage=self._kv.group_usage,
             counters=self._kv.counters,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,

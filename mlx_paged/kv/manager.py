@@ -313,6 +313,11 @@ class KVManager:
         """Where the blocks are now."""
         return KVUsage.of(self.pool, len(self.index))
 
+    @property
+    def group_usage(self) -> tuple[KVUsage, ...]:
+        """Where the blocks of each window group are now, then the state slots."""
+        return tuple(KVUsage.of(group.pool, len(group.blocks)) for group in self.groups)
+
     def check_integrity(self) -> None:
         """Recounts pool, index and tables against each other; raises `IntegrityError`."""
         check_books(self.pool, self.index, self._tables, self._copies, self._frontier, self.groups)
