@@ -164,5 +164,16 @@ def relative_difference(
     differences = {}
     for name, got in logits.items():
         expected = dense_logits(model, driver.sequences[name].chunks)
-        differences[name] = rms(got - expected) / rms(expected)
+        differences[name] = relative_rms(got, expected)
     return differences
+
+
+def relative_rms(got: np.ndarray, expected: np.ndarray) -> float:
+    """RMS of the difference over the RMS of what is expected; NaN if there is one anywhere.
+
+    Tokens that a model rules out are minus infinity in both, or the difference is infinite.
+    """
+    ruled_out = np.isneginf(expected)
+    if not np.array_equal(np.isneginf(got), ruled_out):
+        return float("inf")
+    return rms(got[~ruled_out] - expected[~ruled_out]) / rms(expected[~ruled_out])

@@ -9,7 +9,7 @@ is padded and nothing is masked. ``update_and_fetch`` writes K and V to the pool
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import mlx.core as mx
 
@@ -161,6 +161,18 @@ class LatentLayerCache(PagedLayerCache):
             raise TypeError("[paged_attention] latent attention came without its rotary scores")
         whole = mx.concatenate([queries * scale, scores.queries], axis=-1).squeeze(2)
         return self._attend(whole, scale=1.0, sinks=sinks, softcap=softcap)
+
+
+class UnusedCache:
+    """The cache of a layer that did not write to it when it was looked at, and must not now."""
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> None:
+        """No mask."""
+        return None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> NoReturn:
+        """An error: there is no pool to write to."""
+        raise RuntimeError("a layer wrote to a cache that it had not used when it was looked at")
 
 
 def copy_blocks(caches: Iterable[PooledCache], block_pairs: mx.array) -> None:

@@ -80,7 +80,8 @@ class GatheredLayerCache(KVPools):
         group, reach = self.group, self.spec.reach
 
         def rows(x: mx.array) -> mx.array:
-            return x.transpose(0, 2, 1, 3).reshape(-1, x.shape[1], x.shape[3])
+            num_seqs, heads, length, dim = x.shape
+            return x.transpose(0, 2, 1, 3).reshape(num_seqs * length, heads, dim)
 
         self._write(rows(keys), rows(values), group.slots[reach])
         dense_keys, dense_values = ops.gather_kv(

@@ -18,8 +18,19 @@ class Attended(Protocol):
     keys: KVHandle
     values: KVHandle
 
+    @property
+    def offset(self) -> mx.array:
+        """``[num_rows]`` int32 positions."""
+        ...
+
     def attend(
-        self, queries: mx.array, *, scale: float, sinks: mx.array | None, scores: Scores | None
+        self,
+        queries: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None,
+        scores: Scores | None = None,
+        softcap: float | None = None,
     ) -> mx.array:
         """Attention of the step's queries over what the cache holds."""
         ...
@@ -46,6 +57,10 @@ class KVHandle(_Handle):
     def __init__(self, cache: Attended) -> None:
         super().__init__()
         self.cache = cache
+
+    def astype(self, *args: Any, **kwargs: Any) -> KVHandle:
+        """Itself: the pool keeps its dtype, and the kernels accumulate in float32."""
+        return self
 
     def swapaxes(self, first: int, second: int) -> Any:
         """``keys.swapaxes(-1, -2)``: the right operand of a product with queries."""

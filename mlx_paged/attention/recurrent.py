@@ -36,6 +36,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import ArraysCache
 
 from mlx_paged.attention.specs import StateSpec
 from mlx_paged.attention.state_pool import StatePool
@@ -127,18 +128,15 @@ def _int32(values: np.ndarray) -> mx.array:
     return mx.array(values.astype(np.int32))
 
 
-class RecurrentCache:
-    """Stands in for mlx-lm's ``ArraysCache``: the states of one recurrent layer, in slots.
+class RecurrentCache(ArraysCache):
+    """mlx-lm's ``ArraysCache`` (model code asks for that type) over slots: the states of one recurrent layer, in slots.
 
     Model code sees one group of sequences at a time (`grouped`): then this is a list of
     ``[num_seqs, ...]`` arrays, which it reads and replaces.
     """
 
-    # Of mlx-lm's padded batches. Groups are of equal length and have no padding.
-    lengths = None
-    left_padding = None
-
     def __init__(self, spec: StateSpec, *, num_slots: int) -> None:
+        super().__init__(len(spec.shapes))
         self.spec = spec
         self.pools = [
             None if shape is None else StatePool(shape, dtype, num_slots)

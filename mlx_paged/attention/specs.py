@@ -80,4 +80,9 @@ class StateSpec:
         return sum(math.prod(s) * d.size for s, d in zip(self.shapes, self.dtypes) if s is not None)
 
 
-CacheSpec = LayerSpec | StateSpec
+@dataclass(frozen=True)
+class UnusedSpec:
+    """A cache that the model makes and never writes to: a layer without attention."""
+
+
+CacheSpec = LayerSpec | StateSpec | UnusedSpec

@@ -31,7 +31,7 @@ from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.kv import KVCounters, KVManager, KVUsage
 from mlx_paged.models.load import LoadedModel
-from mlx_paged.models.probe import page
+from mlx_paged.models.serve import serve
 from mlx_paged.scheduling import (
     FinishReason,
     Request,
@@ -88,7 +88,7 @@ class Engine:
         self.config = config or EngineConfig()
         self.tokenizer = model.tokenizer
         self.max_model_len = self.config.model_len(model.max_model_len)
-        paged = page(model.model, model.model_type, block_size=self.config.block_size)
+        paged = serve(model.model, model.config, block_size=self.config.block_size)
         groups = KVGroups(paged.layout, self.config, self.max_model_len)
         runner = ModelRunner(paged, windows=groups.windows)
 

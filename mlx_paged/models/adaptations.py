@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged.attention.cache import PagedLayerCache
+from mlx_paged.attention.handles import KVHandle
 from mlx_paged.attention.step import StepContext
 from mlx_paged.models.overrides import Overrides
 
@@ -94,11 +95,17 @@ def gpt_bigcode_model(self: Any, inputs: mx.array, cache: Any = None) -> mx.arra
     return self.ln_f(h)
 
 
-def gear_attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-    raise NotImplementedError
+def afm7_reusing_attention(
+    self: Any, x: mx.array, keys: KVHandle, values: KVHandle, mask: Any = None
+) -> mx.array:
+    """AFM 7: layers without keys of their own find their positions at those they attend to."""
+    cache = keys.cache
+    queries = self.q_norm(self.rope(_heads(self.q_proj(x), self.n_heads), offset=cache.offset))
+    return self.out_proj(_joined(cache.attend(queries, scale=self.scale, sinks=None)))
 
 
 _ADAPTED: dict[str, Callable[..., Any]] = {
+    "afm7.KVReuseAttention": afm7_reusing_attention,
     "gemma2.Attention": gemma2_attention,
     "gpt_bigcode.GPTBigCodeModel": gpt_bigcode_model,
     "llama4.Attention": llama4_attention,

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from mlx_paged.attention.specs import CacheSpec, LayerSpec, StateSpec
+from mlx_paged.attention.specs import CacheSpec, LayerSpec, StateSpec, UnusedSpec
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.models.layout import Shape, flatten, leaves_of
 from mlx_paged.models.output_rows import OutputProjection
@@ -56,8 +56,7 @@ def observe(model: nn.Module, model_type: str) -> Observed:
     """Runs a model lazily with mlx-lm's own caches.
 
     Raises:
-        UnsupportedModelError: for a cache of a kind that is not served, or that the model does not
-            write to.
+        UnsupportedModelError: for a cache of a kind that is not served.
     """
     leaves, tree = flatten(make_prompt_cache(model))
     for leaf in leaves:
@@ -70,7 +69,7 @@ def observe(model: nn.Module, model_type: str) -> Observed:
         logits = model(
             mx.zeros((_SEQUENCES, _TOKENS), dtype=mx.int32), cache=_assemble(leaves, tree)
         )
-    specs = [_spec(leaf, i, model_type) for i, leaf in enumerate(leaves)]
+    specs = [_spec(leaf) for leaf in leaves]
     return Observed(specs, tree, windows, calls.recurrent(), calls.projection(logits))
 
 
@@ -100,17 +99,17 @@ def _record_masks(leaf: Any, windows: list[int | None], i: int) -> None:
     leaf.make_mask = record
 
 
-def _spec(cache: Any, i: int, model_type: str) -> CacheSpec:
+def _spec(cache: Any) -> CacheSpec:
     if isinstance(cache, ArraysCache):
         states = cache.cache
         if all(state is None for state in states):
-            raise UnsupportedModelError(model_type, f"cache {i} is not written to")
+            return UnusedSpec()
         return StateSpec(
             tuple(None if s is None else s.shape[1:] for s in states),
             tuple(mx.float32 if s is None else s.dtype for s in states),
         )
     if cache.keys is None:
-        raise UnsupportedModelError(model_type, f"cache {i} is not written to")
+        return UnusedSpec()
     return LayerSpec(
         num_kv_heads=cache.keys.shape[1],
         key_dim=cache.keys.shape[3],

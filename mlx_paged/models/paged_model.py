@@ -10,7 +10,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_paged.attention.cache import KVPools, LatentLayerCache, PagedLayerCache, copy_blocks
+from mlx_paged.attention.cache import (
+    KVPools,
+    LatentLayerCache,
+    PagedLayerCache,
+    UnusedCache,
+    copy_blocks,
+)
 from mlx_paged.attention.chunk_plan import build_chunk_plan
 from mlx_paged.attention.gathered import GatheredGroup, GatheredLayerCache
 from mlx_paged.attention.plan import build_plan
@@ -21,7 +27,7 @@ from mlx_paged.attention.recurrent import (
     build_state_plan,
     copy_states,
 )
-from mlx_paged.attention.specs import FULL, LayerSpec, Reach
+from mlx_paged.attention.specs import FULL, LayerSpec, Reach, UnusedSpec
 from mlx_paged.attention.step import Step, StepContext
 from mlx_paged.attention.tables import PaddedTables
 from mlx_paged.models.layout import CacheLayout, Mode
@@ -90,7 +96,7 @@ class PagedModel:
         """
         # The old ones are released first.
         self.caches, self._attention, self._states = [], [], []
-        leaves: list[PagedLayerCache | GatheredLayerCache | RecurrentCache] = []
+        leaves: list[object] = []
         for spec in self.layout.specs:
             if isinstance(spec, LayerSpec):
                 count = num_blocks if isinstance(num_blocks, int) else num_blocks[spec.reach]
@@ -99,6 +105,8 @@ class PagedModel:
                 )
                 self._attention.append(cache)
                 leaves.append(cache)
+            elif isinstance(spec, UnusedSpec):
+                leaves.append(UnusedCache())
             else:
                 if num_state_slots < 2:
                     raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import mlx.core as mx
@@ -26,12 +27,14 @@ from mlx_paged.models.paged_model import PagedModel, StepInputs
 _MISFITS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, NotImplementedError)
 
 
-def page(model: nn.Module, model_type: str, *, mode: Mode | None = None, block_size: int) -> PagedModel:
-    """Makes a model run on paged caches, in the best way that it can be.
+def page(
+    model: nn.Module, model_type: str, *, modes: Sequence[Mode] = tuple(Mode), block_size: int
+) -> PagedModel:
+    """Makes a model run on paged caches, in the first of these modes in which it can be.
 
     Args:
         model: its modules are changed in place.
-        mode: the way to run it; None: the first that works.
+        model_type: names it in errors.
 
     Raises:
         UnsupportedModelError: if none works; it says why not.
@@ -41,13 +44,13 @@ def page(model: nn.Module, model_type: str, *, mode: Mode | None = None, block_s
     context = StepContext()
     output_rows = OutputRows(observed.projection, context)
     reasons = []
-    for candidate in (mode,) if mode is not None else tuple(Mode):
+    for mode in modes:
         overrides = Overrides()
         try:
-            layout = _layout(model, observed, candidate, context, output_rows, overrides)
+            layout = _layout(model, observed, mode, context, output_rows, overrides)
         except _MISFITS as error:
             overrides.undo()
-            reasons.append(f"{candidate}: {error or type(error).__name__}")
+            reasons.append(f"{mode}: {str(error) or type(error).__name__}")
             continue
         return PagedModel(
             model, layout, context=context, output_rows=output_rows, block_size=block_size
@@ -98,7 +101,11 @@ def _as_latent(spec: CacheSpec, found: LayerSpec) -> CacheSpec:
 def _try(
     model: nn.Module, layout: CacheLayout, context: StepContext, output_rows: OutputRows
 ) -> None:
-    """Builds a step of two sequences of one and two rows, on pools of no size to speak of."""
+    """Builds a step of four sequences of one and two rows, on pools of no size to speak of.
+
+    Two of each length, as code that takes an array of positions for a number fails on two and not
+    on one.
+    """
     chunks = [reach.chunk for reach in layout.reaches if reach.chunk is not None]
     block_size = next((b for b in (8, 16, 32, 64) if all(c % b == 0 for c in chunks)), None)
     if block_size is None:
@@ -106,14 +113,15 @@ def _try(
     paged = PagedModel(
         model, layout, context=context, output_rows=output_rows, block_size=block_size
     )
-    paged.allocate(3, 3)
+    paged.allocate(5, 5)
+    lens = np.array([1, 2, 1, 2])
     inputs = StepInputs(
-        context_lens=np.array([1, 2]),
-        query_lens=np.array([1, 2]),
-        tables=[[1], [2]],
-        logit_rows=np.array([0, 2]),
-        state_slots=StateSlots([0, 0], [1, 2]) if layout.has_states else None,
+        context_lens=lens + 1,
+        query_lens=lens,
+        tables=[[1], [2], [3], [4]],
+        logit_rows=np.array([0, 2, 5]),
+        state_slots=StateSlots([0, 0, 0, 0], [1, 2, 3, 4]) if layout.has_states else None,
     )
-    logits = paged.forward(mx.zeros((3,), dtype=mx.int32), inputs)
-    if logits.ndim != 2 or logits.shape[0] != 2:
-        raise ValueError(f"its logits are of shape {logits.shape}, not one row for each of 2")
+    logits = paged.forward(mx.zeros((6,), dtype=mx.int32), inputs)
+    if logits.ndim != 2 or logits.shape[0] != 3:
+        raise ValueError(f"its logits are of shape {logits.shape}, not one row for each of 3")
