@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -452,3 +453,22 @@ def test_shutdown_aborts_after_the_timeout() -> None:
         await engine.shutdown()  # twice does no harm
 
     run(test())
+
+
+def test_an_engine_that_was_shut_down_gives_its_memory_back() -> None:
+    """Its thread froze it for the collector; it is full of cycles."""
+
+    async def test() -> weakref.ref[Engine]:
+        engine = started()
+        await engine.generate(PROMPT, params(4))
+        await engine.shutdown()
+        return weakref.ref(engine._thread.engine)
+
+    dropped: list[weakref.ref[Engine]] = []
+    run(keep(test(), dropped))
+    gc.collect()
+    assert dropped[0]() is None
+
+
+async def keep(coroutine: Any, results: list[Any]) -> None:
+    results.append(await coroutine)

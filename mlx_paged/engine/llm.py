@@ -48,6 +48,8 @@ class LLM:
     ) -> None:
         config = EngineConfig(**options)
         loaded = model if isinstance(model, LoadedModel) else load(model, dtype=dtype)
+        # (No `gc.freeze` here, as the engine's thread has: it would be for the whole process, and
+        # keep an `LLM` that is dropped.)
         self.engine = Engine(loaded, config)
         self._ids = itertools.count()
         self._inboxes: dict[str, deque[SequenceUpdate]] = {}  # by request_id

@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from mlx_paged.engine.deferred_text import DeferredText
 from mlx_paged.engine.executor import StepResult
@@ -20,7 +21,7 @@ from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.errors import StepError
 from mlx_paged.scheduling import FinishReason, Request, Scheduler, SequenceOutcome
 
-_update = SequenceUpdate._make
+_update = partial(tuple.__new__, SequenceUpdate)  # a third of a call's time
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from mlx_paged.kv import KVManager
 from mlx_paged.kv.side_groups import NO_ROWS
 from mlx_paged.scheduling.batch import IN_FLIGHT_TOKEN, Batch, ScheduledSequence
@@ -11,7 +13,7 @@ from mlx_paged.scheduling.queue import SequenceQueue
 from mlx_paged.scheduling.request import Sequence, SequenceStatus
 
 _ONE_IN_FLIGHT = (IN_FLIGHT_TOKEN,)
-_row = ScheduledSequence._make  # half the time of a call with keywords checked
+_row = partial(tuple.__new__, ScheduledSequence)  # a third of a call's time
 
 
 class Planner:
@@ -96,13 +98,13 @@ class Planner:
                 continue
             seq.num_scheduled_tokens = start + 1
             seq.last_step = step
+            seq_id, request_id = seq.seq_id, seq.request.request_id
             token_ids = (seq.tokens[start],) if num_left else _ONE_IN_FLIGHT
-            request_id = seq.request.request_id
-            table, dirty_from = export(seq.seq_id)
+            table, dirty_from = export(seq_id)
             if has_groups:
-                groups = self.kv.group_rows(seq.seq_id, start + 1)
+                groups = self.kv.group_rows(seq_id, start + 1)
             rows.append(
-                _row((seq.seq_id, request_id, token_ids, start, table, dirty_from, True, groups))
+                _row((seq_id, request_id, token_ids, start, table, dirty_from, True, groups))
             )
             owners.append(seq)
         self._budget -= len(rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from mlx_paged.errors import (
     DuplicateRequestError,
@@ -26,7 +27,7 @@ from mlx_paged.scheduling.request import Request, Sequence, SequenceStatus
 #: that runs meanwhile.
 MAX_STEPS_IN_FLIGHT = 2
 
-_outcome = SequenceOutcome._make
+_outcome = partial(tuple.__new__, SequenceOutcome)  # a third of a call's time
 
 
 class Scheduler:
@@ -171,8 +172,8 @@ class Scheduler:
             # Who was preempted meanwhile (and does not run again before this commit) has lost its
             # blocks, but the token is as good as ever.
             if samples:
-                token = sampled[seq_id]
-                seq.tokens.append(token)
+                token, tokens = sampled[seq_id], seq.tokens
+                tokens.append(token)
             if status is running:
                 seq.num_computed_tokens = now = start + len(token_ids)
                 if now % block_size < len(token_ids):  # the end of a block is among them
@@ -180,7 +181,7 @@ class Scheduler:
             if not samples:
                 continue
             # (`max_num_tokens` is never exceeded, so that the token that reaches it is the last.)
-            if token in seq.end_token_ids or len(seq.tokens) == seq.max_num_tokens:
+            if token in seq.end_token_ids or len(tokens) == seq.max_num_tokens:
                 outcomes.append(self._judge(seq))
             else:
                 outcomes.append(_outcome((request_id, seq_id, seq.index, token, None)))
