@@ -180,7 +180,8 @@ class PagedModel:
         # Positions are those of the whole sequence, whatever part of it a layer sees.
         some = inputs.tables_of(reaches[0]) if reaches else self._no_blocks(inputs)
         tables = inputs.tables_of(FULL) if FULL in reaches else some
-        plan = self._plan(inputs, tables, FULL)
+        alone = len(reaches) == 1 and reaches[0].chunk is None
+        plan = self._plan(inputs, tables, reaches[0] if alone else FULL)
         plans = {
             reach: self._plan(inputs, inputs.tables_of(reach), reach)
             for reach in reaches
@@ -192,7 +193,7 @@ class PagedModel:
         rows = (inputs.context_lens, inputs.query_lens)
         if reach.chunk is not None:
             return build_chunk_plan(tables, *rows, chunk=reach.chunk, block_size=self.block_size)
-        return build_plan(tables, *rows, block_size=self.block_size)
+        return build_plan(tables, *rows, block_size=self.block_size, window=reach.window)
 
     def _no_blocks(self, inputs: StepInputs) -> Tables:
         """Tables for models without attention, whose plan only tells positions."""
