@@ -121,7 +121,9 @@ def _validate(lens: np.ndarray, reads: np.ndarray, writes: np.ndarray) -> None:
     crossed = np.isin(reads, written) & (reads != writes)
     if crossed.any():
         slot = reads[crossed][0]
-        raise ValueError(f"[state slots] slot {slot} is written by one sequence and read by another")
+        raise ValueError(
+            f"[state slots] slot {slot} is written by one sequence and read by another"
+        )
 
 
 def _int32(values: np.ndarray) -> mx.array:

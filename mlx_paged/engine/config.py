@@ -41,6 +41,8 @@ class EngineConfig:
             `EngineOverloadedError`. None refuses nobody.
         policy: "fcfs", or "priority" (lower `priority` first).
         enable_prefix_caching: Share equal prefixes between requests, and keep them for later ones.
+        disable_hybrid_kv_cache_manager: Keep the blocks of all attention layers as long as their
+            sequence, even where a layer's window has moved on (vLLM's name). For comparisons.
         async_scheduling: Plan and launch a step while the one before it still runs. The tokens are
             the same.
     """
@@ -56,6 +58,7 @@ class EngineConfig:
     max_num_waiting: int | None = None
     policy: str = "fcfs"
     enable_prefix_caching: bool = True
+    disable_hybrid_kv_cache_manager: bool = False
     async_scheduling: bool = True
 
     def __post_init__(self) -> None:
@@ -78,7 +81,11 @@ class EngineConfig:
                 )
         if type(self.block_size) is not int or self.block_size not in (8, 16, 32, 64):
             raise InvalidParameterError("block_size", "8, 16, 32 or 64", self.block_size)
-        for name in ("enable_prefix_caching", "async_scheduling"):
+        for name in (
+            "enable_prefix_caching",
+            "disable_hybrid_kv_cache_manager",
+            "async_scheduling",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameterError(name, "True or False", getattr(self, name))
 

@@ -42,7 +42,8 @@ class KVGroups:
         self._config = config
         self._block_size = config.block_size
         # (Dense copies are made of whole tables.)
-        reaches = () if layout.mode.is_gathered else layout.reaches
+        is_one = layout.mode.is_gathered or config.disable_hybrid_kv_cache_manager
+        reaches = () if is_one else layout.reaches
         self.windows = tuple(
             reach
             for reach in reaches

@@ -37,9 +37,7 @@ def gemma2_attention(
     queries = self.rope(_heads(self.q_proj(x), self.n_heads), offset=cache.offset)
     keys = self.rope(_heads(self.k_proj(x), self.n_kv_heads), offset=cache.offset)
     cache.update_and_fetch(keys, _heads(self.v_proj(x), self.n_kv_heads))
-    out = cache.attend(
-        queries, scale=self.scale, sinks=None, softcap=self.attn_logit_softcapping
-    )
+    out = cache.attend(queries, scale=self.scale, sinks=None, softcap=self.attn_logit_softcapping)
     return self.o_proj(_joined(out))
 
 
@@ -47,14 +45,20 @@ def plamo_attention(
     self: Any, hidden_states: mx.array, attention_mask: Any = None, cache: Any = None
 ) -> mx.array:
     """PLaMo: query head h reads KV head h modulo their number, so the heads change places."""
-    queries = self.rotary_emb(_heads(self.q_proj(hidden_states), self.q_num_heads), offset=cache.offset)
-    keys = self.rotary_emb(_heads(self.k_proj(hidden_states), self.k_num_heads), offset=cache.offset)
+    queries = self.rotary_emb(
+        _heads(self.q_proj(hidden_states), self.q_num_heads), offset=cache.offset
+    )
+    keys = self.rotary_emb(
+        _heads(self.k_proj(hidden_states), self.k_num_heads), offset=cache.offset
+    )
     cache.update_and_fetch(keys, _heads(self.v_proj(hidden_states), self.v_num_heads))
     num_rows, shared = queries.shape[0], self.config.n_shared_head
 
     def regrouped(x: mx.array, outer: int) -> mx.array:
-        return x.reshape(num_rows, outer, -1, 1, x.shape[-1]).swapaxes(1, 2).reshape(
-            num_rows, -1, 1, x.shape[-1]
+        return (
+            x.reshape(num_rows, outer, -1, 1, x.shape[-1])
+            .swapaxes(1, 2)
+            .reshape(num_rows, -1, 1, x.shape[-1])
         )
 
     out = cache.attend(regrouped(queries, shared), scale=self.scale, sinks=None)
