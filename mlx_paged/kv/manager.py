@@ -22,8 +22,9 @@ from mlx_paged.kv.block_pool import BlockPool
 from mlx_paged.kv.block_table import BlockCopy, BlockTable
 from mlx_paged.kv.frontier import Frontier
 from mlx_paged.kv.integrity import check_books
+from mlx_paged.kv.prefix_finder import PrefixFinder
 from mlx_paged.kv.prefix_source import PrefixSource
-from mlx_paged.kv.radix_index import NO_MATCH, PrefixMatch, RadixIndex
+from mlx_paged.kv.radix_index import PrefixMatch, RadixIndex
 from mlx_paged.kv.radix_node import RadixNode
 from mlx_paged.kv.side_groups import GroupRows, SideGroups
 from mlx_paged.kv.state_group import StateSpec
@@ -53,13 +54,15 @@ class KVManager:
         if block_size < 1:
             raise InvalidParameterError("block_size", "at least 1", block_size)
         self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
         self.index = RadixIndex(block_size)
         self.groups = SideGroups(windows, states, block_size)
         self._counters = KVCounters()
         self._tables: dict[int, BlockTable] = {}
         self._frontier = Frontier()
+        self._finder = PrefixFinder(
+            self.index, self.groups, self._frontier, enabled=enable_prefix_caching
+        )
         # Copies of the step being built. Their sources are held until the step is launched.
         self._copies: list[tuple[BlockCopy, PrefixSource]] = []
         #: Of the step launched last, for each window group.
@@ -86,14 +89,7 @@ class KVManager:
 
     def match(self, tokens: Sequence[int], salt: str | None = None) -> PrefixMatch:
         """The longest cached prefix of a new sequence, at most `len(tokens) - 1` tokens."""
-        match = self._indexed(tokens, salt)
-        return self.groups.limit(match) if self.groups else match
-
-    def _indexed(self, tokens: Sequence[int], salt: str | None) -> PrefixMatch:
-        """The longest indexed prefix, whether or not every group can continue from there."""
-        if not self.enable_prefix_caching:
-            return NO_MATCH
-        return self.index.match(tokens, len(tokens) - 1, salt)
+        return self._finder.match(tokens, salt)
 
     def computing_next_block(self, tokens: Sequence[int], salt: str | None = None) -> int | None:
         """The running sequence about to fill the first block that `tokens` lacks, if any.
@@ -101,18 +97,7 @@ class KVManager:
         Whoever waits for it need not compute that block. Where `tokens` ends inside the block, it
         must use at least half of it for the wait to be worth its while.
         """
-        states = self.groups.states
-        match = self.match(tokens, salt) if states is None else self._indexed(tokens, salt)
-        if match.node is None:
-            return None
-        size, first = self.block_size, match.node.depth
-        wanted = tuple(tokens[first * size : min((first + 1) * size, len(tokens) - 1)])
-        if len(wanted) <= match.num_partial_tokens or 2 * len(wanted) < size:
-            return None
-        seq_id = self._frontier.filling(match.node, wanted, size)
-        if states is None or seq_id is None or states.wait_for(seq_id, tokens):
-            return seq_id
-        return None
+        return self._finder.computing_next_block(tokens, salt)
 
     # The life of a block table.
 
@@ -143,7 +128,14 @@ class KVManager:
             How many leading tokens need not be computed: less than `len(tokens)`.
         """
         assert seq_id not in self._tables and tokens
-        source = self._find_source(tokens, salt, read_cache, fork_of, num_fork_tokens)
+        source = self._finder.source(
+            tokens,
+            salt,
+            read_cache=read_cache,
+            fork_of=fork_of,
+            fork_table=None if fork_of is None else self._tables[fork_of],
+            num_fork_tokens=num_fork_tokens,
+        )
         self._hold(source)
         self.groups.begin(seq_id, tokens, source)
         num_fresh = self.blocks_for(len(tokens)) - len(source.blocks)
@@ -321,32 +313,6 @@ class KVManager:
     def check_integrity(self) -> None:
         """Recounts pool, index and tables against each other; raises `IntegrityError`."""
         check_books(self.pool, self.index, self._tables, self._copies, self._frontier, self.groups)
-
-    # Admission.
-
-    def _find_source(
-        self,
-        tokens: Sequence[int],
-        salt: str | None,
-        read_cache: bool,
-        fork_of: int | None,
-        num_fork_tokens: int,
-    ) -> PrefixSource:
-        indexed = match = self._indexed(tokens, salt) if read_cache else NO_MATCH
-        if self.groups:
-            match = self.groups.limit(indexed)
-        num_matched = match.num_tokens(self.block_size)
-        if (
-            fork_of is not None
-            and num_fork_tokens > num_matched
-            and self.groups.can_fork(fork_of, num_fork_tokens)
-        ):
-            table = self._tables[fork_of]
-            return PrefixSource.from_fork(fork_of, table, num_fork_tokens, self.block_size)
-        if not self.enable_prefix_caching:
-            return PrefixSource([], None)
-        root = self.index.root(salt)
-        return PrefixSource.from_match(root, match, indexed.num_full_blocks)
 
     # References and room.
 
