@@ -3,9 +3,9 @@
     python bench/kv_groups.py
 
 Two models with the layers and windows of Gemma 3 and gpt-oss, narrow enough for a CPU, take a
-prompt of 32k tokens and generate some. Blocks in use are read after every step, and the pools' pages
-in main memory tell whether the books are right. How many blocks there are does not depend on
-widths, so the same counts are then taken with the bytes of a token in the real models.
+prompt of 32k tokens and generate some. Blocks in use are read after every step, and the pages of
+the pools in main memory tell whether the books are right. How many blocks there are does not depend
+on widths, so the same counts are then taken with the bytes of a token in the real models.
 """
 
 from __future__ import annotations

@@ -606,7 +606,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "nemotron-nas": {
         "block_configs": [
             {
-                "attention": {"n_heads_in_group": 2, "no_op": i == 1, "replace_with_linear": i == 2},
+                "attention": {
+                    "n_heads_in_group": 2,
+                    "no_op": i == 1,
+                    "replace_with_linear": i == 2,
+                },
                 "ffn": {"ffn_mult": 1.0, "no_op": False, "replace_with_linear": False},
             }
             for i in range(4)
@@ -635,7 +639,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "olmo2": {},
     "olmo3": {"sliding_window": WINDOW, "layer_types": SLIDING_FIRST},
-    "olmo_hybrid": {**LINEAR, "linear_allow_neg_eigval": False, "attention_bias": False, "layer_types": LINEAR_FIRST},
+    "olmo_hybrid": {
+        **LINEAR,
+        "linear_allow_neg_eigval": False,
+        "attention_bias": False,
+        "layer_types": LINEAR_FIRST,
+    },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "openelm": {
         "num_transformer_layers": 4,

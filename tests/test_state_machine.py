@@ -22,6 +22,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from naive_groups import NaiveWindow
 from naive_store import NaiveStore
 from plain_scheduler import PlainScheduler
 
@@ -61,6 +62,7 @@ def chunked(chunk: int) -> Callable[[int], int]:
 
 REACHES = {"w1": (1, sliding(1)), "w3": (3, sliding(3)), "w8": (8, sliding(8))}
 REACHES |= {"c2": (2, chunked(2)), "c6": (6, chunked(6))}
+WINDOWS = [("w1",), ("w3",), ("w8",), ("c2",), ("c6",), ("w3", "c6")]
 GROUPS = ["w3", "w8", "c2", "c6", "states", "w1 w8", "w3 states", "c6 w3 states", "states"]
 
 
@@ -78,14 +80,25 @@ def group_options(groups: str | None, block_size: int, room: int) -> dict[str, A
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """KVManager against `NaiveStore`, which knows prefixes as tuples and blocks as counts."""
+    """KVManager against `NaiveStore`, which knows prefixes as tuples and blocks as counts.
+
+    Window groups go along; `NaiveWindow` predicts each of their blocks.
+    """
 
     @initialize(
-        num_usable=st.sampled_from([2, 3, 6, 12, 24]), block_size=st.sampled_from([1, 2, 4])
+        num_usable=st.sampled_from([2, 3, 6, 12, 24]),
+        block_size=st.sampled_from([1, 2, 4]),
+        reaches=st.sampled_from([(), (), *WINDOWS]),
+        room=st.integers(0, 8),
     )
-    def begin(self, num_usable: int, block_size: int) -> None:
-        self.kv = KVManager(num_usable + 1, block_size)
-        self.naive = NaiveStore(num_usable, block_size)
+    def begin(self, num_usable: int, block_size: int, reaches: tuple[str, ...], room: int) -> None:
+        options = group_options(" ".join(reaches), block_size, room)
+        self.kv = KVManager(num_usable + 1, block_size, **options)
+        windows = [
+            NaiveWindow(spec.num_blocks - 1, spec.span, spec.first_visible, block_size)
+            for spec in options["windows"]
+        ]
+        self.naive = NaiveStore(num_usable, block_size, windows)
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.next_id = 0
@@ -139,6 +152,9 @@ class StoreMachine(RuleBasedStateMachine):
             self.launch()
         seq_id = self.pick(choice)
         computed = min(len(self.tokens[seq_id]), self.computed[seq_id] + count)
+        reached = self.kv.reach(seq_id, computed)
+        assert reached == self.naive.reach(seq_id, computed)
+        computed = max(reached, self.computed[seq_id])
         self.computed[seq_id] = computed
         self.kv.commit(seq_id, computed)
         self.naive.commit(seq_id, computed)
@@ -174,7 +190,10 @@ class StoreMachine(RuleBasedStateMachine):
             self.evaluate()
         self.step += 1
         copies = self.kv.launch_step(self.step)
-        assert len(copies) == self.naive.launch(self.step)
+        num_copies = self.naive.launch(self.step)
+        assert [len(copies), *map(len, self.kv.window_copies)] == [num_copies] * (
+            1 + len(self.naive.windows)
+        )
         self.check()
 
     @precondition(lambda self: self.step > self.evaluated)
@@ -206,6 +225,11 @@ class StoreMachine(RuleBasedStateMachine):
         assert usage.num_cached_blocks == naive.num_cached
         assert usage.num_indexed_blocks == len(naive.nodes)
         assert usage.num_quarantined_blocks == naive.num_quarantined
+        for counted, window in zip(self.kv.group_usage, naive.windows, strict=True):
+            assert counted.num_free_blocks == window.num_free
+            assert counted.num_cached_blocks == window.num_cached
+            assert counted.num_indexed_blocks == len(window.held)
+            assert counted.num_quarantined_blocks == len(window.quarantine)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
