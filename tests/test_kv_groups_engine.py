@@ -51,8 +51,18 @@ def check(llm: LLM, name: str) -> None:
         assert usage.num_used_blocks == usage.num_quarantined_blocks == 0
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("name", GROUPED)
+SOME = ["gemma3", "llama4", "qwen3_next", "recurrent_gemma"]  # of every kind of group
+
+
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [
+        (name, run)
+        for name in GROUPED
+        for run in RUNS
+        if name in SOME or run in ("plenty of room", "preempted")
+    ],
+)
 def test_tokens_are_those_of_the_dense_path(name: str, run: str) -> None:
     llm = engine_of(name, **RUNS[run])
     check(llm, name)
