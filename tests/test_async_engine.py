@@ -216,12 +216,14 @@ def test_cancelling_the_reader_ends_the_request_and_keeps_its_prefix(engine) -> 
         await engine.reset_prefix_cache()
         stream = await engine.add_request(PROMPT, params(300))
 
+        begun = asyncio.Event()
+
         async def read() -> None:
             async for _ in stream:
-                pass
+                begun.set()
 
         reader = asyncio.create_task(read())
-        await asyncio.sleep(0.1)
+        await begun.wait()  # the prompt is computed
         reader.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reader
