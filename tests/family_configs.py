@@ -98,7 +98,7 @@ GEMMA4 = {
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "hidden_size_per_layer_input": 16,
     "sliding_window": WINDOW,
-    "layer_types": ALTERNATING + ["sliding_attention", "full_attention"],
+    "layer_types": [*ALTERNATING, "sliding_attention", "full_attention"],
     "final_logit_softcapping": 30.0,
     "rope_parameters": {
         "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -606,7 +606,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "nemotron-nas": {
         "block_configs": [
             {
-                "attention": {"n_heads_in_group": 2, "no_op": i == 1, "replace_with_linear": i == 2},
+                "attention": {
+                    "n_heads_in_group": 2,
+                    "no_op": i == 1,
+                    "replace_with_linear": i == 2,
+                },
                 "ffn": {"ffn_mult": 1.0, "no_op": False, "replace_with_linear": False},
             }
             for i in range(4)
@@ -635,7 +639,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "olmo2": {},
     "olmo3": {"sliding_window": WINDOW, "layer_types": SLIDING_FIRST},
-    "olmo_hybrid": {**LINEAR, "linear_allow_neg_eigval": False, "attention_bias": False, "layer_types": LINEAR_FIRST},
+    "olmo_hybrid": {
+        **LINEAR,
+        "linear_allow_neg_eigval": False,
+        "attention_bias": False,
+        "layer_types": LINEAR_FIRST,
+    },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "openelm": {
         "num_transformer_layers": 4,

@@ -128,9 +128,7 @@ class Driver:
         return dict(zip(work, np.array(logits.astype(mx.float32))))
 
 
-def mixed_step(
-    driver: Driver, new: Callable[[int], list[int]]
-) -> dict[str, np.ndarray]:
+def mixed_step(driver: Driver, new: Callable[[int], list[int]]) -> dict[str, np.ndarray]:
     """Brings sequences to one mixed step and returns its logits.
 
     That step computes a prefill, two decodes, the second chunk of a chunked prompt, the rest of a

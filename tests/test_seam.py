@@ -16,9 +16,9 @@ from mlx_lm.models import base
 from mlx_paged.attention import seam
 from mlx_paged.attention.cache import LatentLayerCache, PagedLayerCache
 from mlx_paged.attention.handles import KVHandle
+from mlx_paged.attention.plan import build_plan
 from mlx_paged.attention.specs import LayerSpec
 from mlx_paged.attention.step import Step, StepContext
-from mlx_paged.attention.plan import build_plan
 
 MLX_ATTENTION = seam._dense_attention
 SCALE = 0.25

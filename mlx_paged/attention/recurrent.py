@@ -121,14 +121,16 @@ def _validate(lens: np.ndarray, reads: np.ndarray, writes: np.ndarray) -> None:
     crossed = np.isin(reads, written) & (reads != writes)
     if crossed.any():
         slot = reads[crossed][0]
-        raise ValueError(f"[state slots] slot {slot} is written by one sequence and read by another")
+        raise ValueError(
+            f"[state slots] slot {slot} is written by one sequence and read by another"
+        )
 
 
 def _int32(values: np.ndarray) -> mx.array:
     return mx.array(values.astype(np.int32))
 
 
-class RecurrentCache(ArraysCache):
+class RecurrentCache(ArraysCache):  # type: ignore[misc]
     """mlx-lm's ``ArraysCache`` (model code asks for that type) over slots: the states of one recurrent layer, in slots.
 
     Model code sees one group of sequences at a time (`grouped`): then this is a list of

@@ -36,7 +36,11 @@ def scaled_dot_product_attention(
     cache = k.cache
     # Latent attention takes its values from the keys; what came as values went into the scores.
     values = cache.values if mask is None else k
-    if k is not cache.keys or v is not values or (mask is not None and mask.handle.cache is not cache):
+    if (
+        k is not cache.keys
+        or v is not values
+        or (mask is not None and mask.handle.cache is not cache)
+    ):
         raise TypeError(
             "[paged_attention] keys and values must be the two handles of one layer, in that order"
         )

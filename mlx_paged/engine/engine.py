@@ -81,12 +81,14 @@ class Engine:
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig()
         self.tokenizer = model.tokenizer
-        self.max_model_len = self.config.model_len(model.max_model_len)
         paged = serve(model.model, model.config, block_size=self.config.block_size)
         if paged.layout.has_states:
             raise UnsupportedModelError(
                 model.model_type, "its layers keep recurrent state, which the engine does not yet"
             )
+        limits = [model.max_model_len, paged.layout.max_context_len]
+        model_limit = min((n for n in limits if n is not None), default=None)
+        self.max_model_len = self.config.model_len(model_limit)
         runner = ModelRunner(paged)
         left_over, activations = memory.left_for_pool(
             self.config, lambda: measure_activations(runner, self.config)
@@ -94,7 +96,7 @@ class Engine:
         num_blocks = memory.allocate_fitting(
             runner.allocate,
             self.config.num_blocks(
-                [spec.bytes_per_token for spec in paged.layout.attention], model.max_model_len, left_over
+                [spec.bytes_per_token for spec in paged.layout.attention], model_limit, left_over
             ),
             exactly=self.config.num_gpu_blocks_override is not None,
         )
@@ -104,7 +106,7 @@ class Engine:
             self.config.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
-        self._scheduler = Scheduler(self.config.scheduler_config(model.max_model_len), self._kv)
+        self._scheduler = Scheduler(self.config.scheduler_config(model_limit), self._kv)
         self._runner = runner
         self._executor = StepExecutor(runner, self._sampling_row, self._prompt_targets)
         self._vocab_size = model.vocab_size

@@ -184,7 +184,9 @@ class ModelRunner:
         inputs = StepInputs(
             context_lens=np.array([s.start for s in sequences]) + num_rows,
             query_lens=num_rows,
-            tables=self._tables.update([(s.seq_id, s.block_table, s.dirty_from) for s in sequences]),
+            tables=self._tables.update(
+                [(s.seq_id, s.block_table, s.dirty_from) for s in sequences]
+            ),
             logit_rows=wanted,
         )
         return self.model.forward(_input_tokens(batch, previous), inputs)

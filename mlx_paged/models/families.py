@@ -88,7 +88,9 @@ class Family:
 _registered: dict[str, Family] = {}
 
 
-def register_family(model_type: str, *, mode: Mode | str | None = None, verify: bool = True) -> None:
+def register_family(
+    model_type: str, *, mode: Mode | str | None = None, verify: bool = True
+) -> None:
     """Lets a family be served that this package does not know.
 
     Args:

@@ -165,7 +165,8 @@ class _Calls:
             calls._stack.pop()
             if states:
                 attends = any(
-                    True for _ in leaves_of(given, lambda c: isinstance(c, (KVCache, RotatingKVCache)))
+                    True
+                    for _ in leaves_of(given, lambda c: isinstance(c, (KVCache, RotatingKVCache)))
                 )
                 calls._holders[id(module)] = (module, attends)
             if _is_projection(given, result):

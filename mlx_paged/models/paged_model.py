@@ -162,7 +162,17 @@ class PagedModel:
     # Steps.
 
     def forward(self, tokens: mx.array, inputs: StepInputs) -> mx.array:
-        """``[num_rows]`` int32 tokens -> ``[len(logit_rows), vocab_size]`` logits, lazily."""
+        """``[num_rows]`` int32 tokens -> ``[len(logit_rows), vocab_size]`` logits, lazily.
+
+        Raises:
+            ValueError: for a context beyond `CacheLayout.max_context_len`.
+        """
+        limit = self.layout.max_context_len
+        if limit is not None and inputs.context_lens.max(initial=0) > limit:
+            raise ValueError(
+                f"context_lens must be at most {limit}, where this model's RoPE begins to depend on "
+                f"the context, but got {inputs.context_lens.max()}"
+            )
         if self.layout.mode.is_gathered:
             return self._forward_in_groups(tokens, inputs)
         self._context.enter(self._step(inputs))

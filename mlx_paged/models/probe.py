@@ -16,7 +16,7 @@ from mlx_paged.attention.regroup import regrouped
 from mlx_paged.attention.specs import CacheSpec, LayerSpec
 from mlx_paged.attention.step import StepContext
 from mlx_paged.errors import UnsupportedModelError
-from mlx_paged.models.adaptations import adapt
+from mlx_paged.models.adaptations import adapt, context_limit
 from mlx_paged.models.layout import CacheLayout, Mode
 from mlx_paged.models.observe import Observed, observe
 from mlx_paged.models.output_rows import OutputRows
@@ -80,8 +80,9 @@ def _layout(
         if attends:
             raise TypeError(f"its {type(module).__name__} holds state and attends at once")
         overrides.replace(module, "__call__", regrouped(module, context))
+    limit = context_limit(model)
     adapt(model, context, overrides)
-    layout = CacheLayout(mode, tuple(observed.specs), observed.tree)
+    layout = CacheLayout(mode, tuple(observed.specs), observed.tree, limit)
     try:
         _try(model, layout, context, output_rows)
     except LatentScores as found:
