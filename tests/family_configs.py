@@ -1,4 +1,4 @@
-"""A small configuration of every model module of mlx-lm: what makes it that family, a few layers wide.
+"""A small configuration of every model module of mlx-lm: what makes it that family, small.
 
 Windows, chunks and sparse selections are far shorter than the contexts of the tests, and layers of
 every kind that a family has are there. `BASE` fills in whatever a configuration leaves out.

@@ -170,14 +170,11 @@ class UnusedCache:
         """No mask."""
         return None
 
-    @property
-    def offset(self) -> NoReturn:
-        """An error: only a layer that is about to write asks for its position."""
-        raise RuntimeError("a layer uses a cache that it had not used when it was looked at")
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> NoReturn:
-        """An error: there is no pool to write to."""
-        self.offset  # noqa: B018
+    def __getattr__(self, name: str) -> NoReturn:
+        """An error for whatever else an attention layer asks of its cache."""
+        raise RuntimeError(
+            f"a layer asks {name!r} of a cache that it had not used when it was looked at"
+        )
 
 
 def copy_blocks(caches: Iterable[PooledCache], block_pairs: mx.array) -> None:

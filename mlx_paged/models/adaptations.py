@@ -157,7 +157,7 @@ def context_limit(model: nn.Module) -> int | None:
     for module in model.modules():
         if _kind(module) == "rope_utils.DynamicNTKScalingRoPE":
             limits.append(module.max_position_embeddings)
-        elif _kind(module) == "internlm3.Attention":
+        elif _kind(module) == "internlm3.Attention" and _kind(module.rope):
             # It takes the number of heads for the number of tokens.
             limits.append(module.rope.max_position_embeddings - module.n_heads)
     return min(limits, default=None)
