@@ -11,7 +11,7 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from family_configs import config_of, text
+from family_configs import config_of
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load as load_dense
 from mlx_lm.utils import quantize_model, save_config, save_model
@@ -161,10 +161,8 @@ def test_a_quantised_directory_loads(tmp_path: Path, name: str) -> None:
 
 
 def test_what_a_wrapper_says_of_its_text_model_is_found(tmp_path: Path) -> None:
-    config = {"model_type": "gemma3", "vocab_size": 96} | text(
-        model_type="gemma3_text", sliding_window=12, sliding_window_pattern=2, num_key_value_heads=1,
-        query_pre_attn_scalar=16, max_position_embeddings=300,
-    )  # fmt: skip
+    inner = config_of("gemma3")["text_config"] | {"max_position_embeddings": 300}
+    config = {"model_type": "gemma3", "vocab_size": 96, "text_config": inner}
     save(tmp_path / "model", config, family_model(config))
     loaded = load(tmp_path / "model")
     assert (loaded.vocab_size, loaded.max_model_len) == (96, 300)
