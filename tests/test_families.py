@@ -351,3 +351,17 @@ def test_a_model_without_an_output_module_makes_all_logits() -> None:
     model.__class__ = type("Headless", (type(model),), call)
     driver = Driver(page(model, "qwen2", block_size=8))
     assert max(relative_difference(expected, driver, 96).values()) < TOLERANCE
+
+
+def test_latents_are_stored_once() -> None:
+    spec = LayerSpec(num_kv_heads=1, key_dim=576, value_dim=512, dtype=mx.bfloat16, latent=True)
+    assert spec.pool_dims == (576, 8)
+    assert spec.bytes_per_token == (576 + 8) * 2
+    assert LayerSpec(2, 100, 4, mx.float32).pool_dims == (104, 8)
+
+
+@pytest.mark.parametrize("head_dim", [10, 20, 100])
+def test_head_dims_that_the_kernels_do_not_take_are_padded(head_dim: int) -> None:
+    model = family_model(tiny_config("llama", head_dim=head_dim))
+    driver = Driver(page(model, "llama", block_size=8))
+    assert max(relative_difference(model, driver, 96).values()) < TOLERANCE
