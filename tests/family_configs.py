@@ -1,4 +1,4 @@
-"""A small configuration of every model module of mlx-lm: what makes it that family, a few layers wide.
+"""A small configuration of every model module of mlx-lm: what makes it that family, small.
 
 Windows, chunks and sparse selections are far shorter than the contexts of the tests, and layers of
 every kind that a family has are there. `BASE` fills in whatever a configuration leaves out.
@@ -98,7 +98,7 @@ GEMMA4 = {
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "hidden_size_per_layer_input": 16,
     "sliding_window": WINDOW,
-    "layer_types": ALTERNATING + ["sliding_attention", "full_attention"],
+    "layer_types": [*ALTERNATING, "sliding_attention", "full_attention"],
     "final_logit_softcapping": 30.0,
     "rope_parameters": {
         "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6},

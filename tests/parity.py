@@ -7,6 +7,7 @@ and so it tells what the device half alone does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,9 +33,10 @@ def family_model(config: Mapping[str, Any], *, seed: int = 0) -> nn.Module:
     What mlx-lm initialises to zeros or ones (biases, sinks, decays, norms) gets random values too:
     a sink of zero logits or a decay of one hides a wrong cache.
     """
-    model_class, args_class = _get_classes(config=dict(config))
+    config = deepcopy(dict(config))  # some families change it
+    model_class, args_class = _get_classes(config=config)
     mx.random.seed(seed)
-    model = model_class(args_class.from_dict(dict(config)))
+    model = model_class(args_class.from_dict(config))
 
     def vary(path: str, weight: mx.array) -> mx.array:
         if not mx.issubdtype(weight.dtype, mx.floating):

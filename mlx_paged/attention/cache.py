@@ -50,9 +50,11 @@ class KVPools:
     ) -> None:
         self.spec = spec
         self._context = context
-        heads = (num_blocks, block_size, spec.num_kv_heads)
-        self.key_pool = ops.allocate_pool(*heads, _padded(spec.key_dim), spec.dtype)
-        self.value_pool = ops.allocate_pool(*heads, _padded(spec.value_dim), spec.dtype)
+        self._reach = spec.reach
+        self.key_pool, self.value_pool = (
+            ops.allocate_pool(num_blocks, block_size, spec.num_kv_heads, dim, spec.dtype)
+            for dim in spec.pool_dims
+        )
 
     def maybe_trim_front(self) -> None:
         """mlx-lm's chunked cache drops tokens here; the reach of the layer does."""
@@ -62,8 +64,8 @@ class KVPools:
         self.key_pool, self.value_pool = ops.write_kv(
             self.key_pool,
             self.value_pool,
-            _pad(keys.astype(self.spec.dtype)),
-            _pad(values.astype(self.spec.dtype)),
+            _pad(keys.astype(self.spec.dtype), self.key_pool.shape[-1]),
+            _pad(values.astype(self.spec.dtype), self.value_pool.shape[-1]),
             slot_mapping,
         )
 
@@ -98,7 +100,7 @@ class PagedLayerCache(KVPools):
 
     @property
     def _slots(self) -> mx.array:
-        return self._context.step.plan_for(self.spec.reach).slot_mapping
+        return self._context.step.plan_for(self._reach).slot_mapping
 
     def attend(
         self,
@@ -112,17 +114,24 @@ class PagedLayerCache(KVPools):
         """``[T, num_q_heads, 1, key_dim]`` queries -> ``[T, num_q_heads, 1, value_dim]``."""
         if scores is not None:
             raise LatentScores(self.spec)
-        return self._attend(queries.squeeze(2), scale=scale, sinks=sinks, softcap=softcap)
+        queries = queries.squeeze(2)
+        return self._attend(queries, self.value_pool, scale=scale, sinks=sinks, softcap=softcap)
 
     def _attend(
-        self, queries: mx.array, *, scale: float, sinks: mx.array | None, softcap: float | None
+        self,
+        queries: mx.array,
+        value_pool: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None,
+        softcap: float | None,
     ) -> mx.array:
         out = ops.paged_attention(
             # Some models upcast queries; the kernels accumulate in float32 whatever comes.
-            _pad(queries.astype(self.spec.dtype)),
+            _pad(queries.astype(self.spec.dtype), self.key_pool.shape[-1]),
             self.key_pool,
-            self.value_pool,
-            self._context.step.plan_for(self.spec.reach),
+            value_pool,
+            self._context.step.plan_for(self._reach),
             scale=scale,
             window=self.spec.window,
             softcap=softcap,
@@ -136,15 +145,15 @@ class PagedLayerCache(KVPools):
 class LatentLayerCache(PagedLayerCache):
     """The cache of multi-head latent attention (DeepSeek): one latent and one rotary key a token.
 
-    The pool's keys are both, side by side; its values are the latents. Model code passes the latent
-    as keys *and* values, and the scores of the rotary half as a mask (`handles.Scores`), so queries
-    are put together here in the same way.
+    The pool's keys are both, side by side, and serve as values too, of which the first part counts.
+    Model code passes the latent as keys *and* values, and the scores of the rotary half as a mask
+    (`handles.Scores`), so queries are put together here in the same way.
     """
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
         """Writes ``[T, 1, 1, latent_dim]`` latents and ``[T, 1, 1, rope_dim]`` rotary keys."""
-        latent = keys.squeeze(2)
-        self._write(mx.concatenate([latent, values.squeeze(2)], axis=-1), latent, self._slots)
+        both = mx.concatenate([keys, values], axis=-1).squeeze(2)
+        self._write(both, mx.zeros((both.shape[0], 1, 0), both.dtype), self._slots)
         return self.keys, self.values
 
     def attend(
@@ -160,7 +169,7 @@ class LatentLayerCache(PagedLayerCache):
         if scores is None:
             raise TypeError("[paged_attention] latent attention came without its rotary scores")
         whole = mx.concatenate([queries * scale, scores.queries], axis=-1).squeeze(2)
-        return self._attend(whole, scale=1.0, sinks=sinks, softcap=softcap)
+        return self._attend(whole, self.key_pool, scale=1.0, sinks=sinks, softcap=softcap)
 
 
 class UnusedCache:
@@ -170,9 +179,11 @@ class UnusedCache:
         """No mask."""
         return None
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> NoReturn:
-        """An error: there is no pool to write to."""
-        raise RuntimeError("a layer wrote to a cache that it had not used when it was looked at")
+    def __getattr__(self, name: str) -> NoReturn:
+        """An error for whatever else an attention layer asks of its cache."""
+        raise RuntimeError(
+            f"a layer asks {name!r} of a cache that it had not used when it was looked at"
+        )
 
 
 def copy_blocks(caches: Iterable[PooledCache], block_pairs: mx.array) -> None:
@@ -189,10 +200,6 @@ def copy_blocks(caches: Iterable[PooledCache], block_pairs: mx.array) -> None:
         cache.key_pool, cache.value_pool = pools[2 * i : 2 * i + 2]
 
 
-def _padded(dim: int) -> int:
-    return max(8, -(-dim // 8) * 8)
-
-
-def _pad(x: mx.array) -> mx.array:
-    missing = _padded(x.shape[-1]) - x.shape[-1]
+def _pad(x: mx.array, dim: int) -> mx.array:
+    missing = dim - x.shape[-1]
     return mx.pad(x, [(0, 0), (0, 0), (0, missing)]) if missing else x

@@ -41,7 +41,7 @@ def build_chunk_plan(
     if not isinstance(block_tables, PaddedTables):
         block_tables = PaddedTables.of(block_tables)
     blocks_per_chunk = chunk // block_size
-    tables: list[np.ndarray] = []
+    tables: list[list[int]] = []
     lens: list[int] = []
     rows: list[int] = []
     for i, (context, num_rows) in enumerate(zip(context_lens, query_lens)):
@@ -50,7 +50,9 @@ def build_chunk_plan(
         while first < context:
             number = first // chunk
             end = min(int(context), (number + 1) * chunk)
-            tables.append(table[number * blocks_per_chunk : (number + 1) * blocks_per_chunk])
+            tables.append(
+                table[number * blocks_per_chunk : (number + 1) * blocks_per_chunk].tolist()
+            )
             lens.append(end - number * chunk)
             rows.append(end - first)
             first = end

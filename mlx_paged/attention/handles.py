@@ -62,11 +62,11 @@ class KVHandle(_Handle):
         """Itself: the pool keeps its dtype, and the kernels accumulate in float32."""
         return self
 
-    def swapaxes(self, first: int, second: int) -> Any:
+    def swapaxes(self, axis1: int, axis2: int, **kwargs: Any) -> Any:
         """``keys.swapaxes(-1, -2)``: the right operand of a product with queries."""
-        if {first, second} == {-1, -2} and self is self.cache.values:
+        if {axis1, axis2} == {-1, -2} and self is self.cache.values:
             return TransposedHandle(self)
-        return super().swapaxes(first, second)
+        return super().swapaxes(axis1, axis2, **kwargs)
 
 
 class TransposedHandle(_Handle):

@@ -130,8 +130,8 @@ def _int32(values: np.ndarray) -> mx.array:
     return mx.array(values.astype(np.int32))
 
 
-class RecurrentCache(ArraysCache):
-    """mlx-lm's ``ArraysCache`` (model code asks for that type) over slots: the states of one recurrent layer, in slots.
+class RecurrentCache(ArraysCache):  # type: ignore[misc]
+    """The states of one recurrent layer, in slots; an ``ArraysCache``, as model code asks for one.
 
     Model code sees one group of sequences at a time (`grouped`): then this is a list of
     ``[num_seqs, ...]`` arrays, which it reads and replaces.

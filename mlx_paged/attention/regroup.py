@@ -40,13 +40,16 @@ def regrouped(module: nn.Module, context: StepContext) -> Callable[..., Any]:
                     *(_cut(a, group, num_rows) for a in args),
                     **{name: _cut(a, group, num_rows) for name, a in kwargs.items()},
                 )
-            rows = group.num_seqs * group.length
-            results.append(tree_map(lambda a: a.reshape(rows, 1, *a.shape[2:]), result))
+            results.append(tree_map(_as_rows, result))
         if len(results) == 1:
             return results[0]
         return tree_map(lambda *parts: mx.concatenate(parts)[step.states.order], *results)
 
     return call
+
+
+def _as_rows(grouped: mx.array) -> mx.array:
+    return grouped.reshape(grouped.shape[0] * grouped.shape[1], 1, *grouped.shape[2:])
 
 
 def _cut(value: Any, group: SequenceGroup, num_rows: int) -> Any:

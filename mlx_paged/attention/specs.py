@@ -41,10 +41,11 @@ FULL = Reach()
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What the two pools of one attention cache hold.
+    """What one attention cache holds.
 
     Latent attention (DeepSeek's MLA) has one head, whose keys are latent and rotary key side by
-    side, and whose values are the latents.
+    side, and whose values are the latents: the first `value_dim` numbers of the keys. They are
+    stored once.
     """
 
     num_kv_heads: int
@@ -61,9 +62,19 @@ class LayerSpec:
         return Reach(self.window, self.chunk)
 
     @property
+    def pool_dims(self) -> tuple[int, int]:
+        """Head dims of the key pool and of the value pool: multiples of 8, as the ops take them."""
+        # The value pool of latents holds nothing; the ops write both, and 8 is the least.
+        return _padded(self.key_dim), _padded(0 if self.latent else self.value_dim)
+
+    @property
     def bytes_per_token(self) -> int:
-        """K and V of one token, in bytes."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.size
+        """One token in both pools, in bytes."""
+        return self.num_kv_heads * sum(self.pool_dims) * self.dtype.size
+
+
+def _padded(dim: int) -> int:
+    return max(8, -(-dim // 8) * 8)
 
 
 @dataclass(frozen=True)

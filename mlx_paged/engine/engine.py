@@ -18,7 +18,7 @@ from mlx_paged.engine.outputs import (
     RequestOutput,
     SequenceUpdate,
 )
-from mlx_paged.engine.profile import measure_activations
+from mlx_paged.engine.pools import allocate_pools
 from mlx_paged.engine.publisher import Generation, Publisher
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampler import SamplingRow
@@ -87,38 +87,22 @@ class Engine:
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig()
         self.tokenizer = model.tokenizer
-        self.max_model_len = self.config.model_len(model.max_model_len)
         paged = serve(model.model, model.config, block_size=self.config.block_size)
+        limits = [model.max_model_len, paged.layout.max_context_len]
+        model_limit = min((n for n in limits if n is not None), default=None)
+        self.max_model_len = self.config.model_len(model_limit)
         groups = KVGroups(paged.layout, self.config, self.max_model_len)
         runner = ModelRunner(paged, windows=groups.windows)
-
-        def allocate(num_blocks: int) -> None:
-            sizes = groups.sizes(num_blocks)
-            runner.allocate(groups.blocks_by_reach(sizes), sizes.num_state_slots)
-
-        left_over, activations = memory.left_for_pool(
-            self.config, lambda: measure_activations(runner, self.config)
-        )
-        num_blocks = memory.allocate_fitting(
-            allocate,
-            self.config.num_blocks(
-                [spec.bytes_per_token for spec in paged.layout.attention],
-                model.max_model_len,
-                left_over,
-                most_blocks=groups.most_blocks,
-            ),
-            exactly=self.config.num_gpu_blocks_override is not None,
-        )
+        sizes, activations = allocate_pools(runner, groups, self.config, model_limit)
         self._cache_limit = memory.limit_buffer_cache(activations)
-        sizes = groups.sizes(num_blocks)
         self._kv = KVManager(
-            num_blocks,
+            sizes.num_blocks,
             self.config.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
             windows=groups.window_specs(sizes),
             states=groups.state_spec(sizes),
         )
-        self._scheduler = Scheduler(self.config.scheduler_config(model.max_model_len), self._kv)
+        self._scheduler = Scheduler(self.config.scheduler_config(model_limit), self._kv)
         self._runner = runner
         self._executor = StepExecutor(runner, RowCache(self._sampling_row), self._prompt_targets)
         self._vocab_size = model.vocab_size

@@ -108,9 +108,30 @@ def afm7_reusing_attention(
     return self.out_proj(_joined(cache.attend(queries, scale=self.scale, sinks=None)))
 
 
+def dynamic_rope(self: Any, x: mx.array, offset: mx.array) -> mx.array:
+    """RoPE whose base grows with contexts beyond `context_limit`; up to there it is what it is."""
+    return mx.fast.rope(
+        x, self.dims, traditional=self.traditional, base=self.base, scale=1.0, offset=offset
+    )
+
+
+def internlm3_rope(self: Any, x: mx.array, offset: mx.array) -> mx.array:
+    """Likewise, of InternLM 3."""
+    return mx.fast.rope(
+        x,
+        self.dims,
+        traditional=self.traditional,
+        base=self.original_base,
+        scale=self.scale,
+        offset=offset,
+    )
+
+
 _ADAPTED: dict[str, Callable[..., Any]] = {
     "afm7.KVReuseAttention": afm7_reusing_attention,
     "gemma2.Attention": gemma2_attention,
+    "rope_utils.DynamicNTKScalingRoPE": dynamic_rope,
+    "internlm3.DynamicNTKScalingRoPE": internlm3_rope,
     "gpt_bigcode.GPTBigCodeModel": gpt_bigcode_model,
     "llama4.Attention": llama4_attention,
     "llama4.LlamaModel": llama4_model,
@@ -121,11 +142,31 @@ _ADAPTED: dict[str, Callable[..., Any]] = {
 def adapt(model: nn.Module, context: StepContext, overrides: Overrides) -> None:
     """Replaces the forward of those modules that need it, while a step is built."""
     for module in model.modules():
-        kind = type(module)
-        package, _, name = kind.__module__.rpartition(".")
-        adapted = _ADAPTED.get(f"{name}.{kind.__qualname__}")
-        if adapted is not None and package == "mlx_lm.models":
-            overrides.replace(module, "__call__", _during_steps(kind, adapted, context))
+        adapted = _ADAPTED.get(_kind(module))
+        if adapted is not None:
+            overrides.replace(module, "__call__", _during_steps(type(module), adapted, context))
+
+
+def context_limit(model: nn.Module) -> int | None:
+    """Tokens up to which RoPE is the same for every context; None: however long it is.
+
+    Dynamic scaling turns keys by the length that the context had when they were written, so past
+    this limit mlx-lm's answers depend on how a prompt was cut.
+    """
+    limits = []
+    for module in model.modules():
+        if _kind(module) == "rope_utils.DynamicNTKScalingRoPE":
+            limits.append(module.max_position_embeddings)
+        elif _kind(module) == "internlm3.Attention" and _kind(module.rope):
+            # It takes the number of heads for the number of tokens.
+            limits.append(module.rope.max_position_embeddings - module.n_heads)
+    return min(limits, default=None)
+
+
+def _kind(module: nn.Module) -> str:
+    """Module and class of mlx-lm, without the package; empty for other people's modules."""
+    package, _, name = type(module).__module__.rpartition(".")
+    return f"{name}.{type(module).__qualname__}" if package == "mlx_lm.models" else ""
 
 
 def _during_steps(

@@ -1,9 +1,9 @@
 """Which model families are proven, and in which mode they run.
 
-A family is a model module of mlx-lm. It is listed here when a mixed step (prefill, decodes, a second
-chunk, a resumed prefix and a preempted prompt at once) matches mlx-lm's dense cache;
-`tests/test_parity_families.py` holds every module of mlx-lm to this table. Whatever is not listed is
-refused by name: a family that merely seems to work would be wrong in ways that nobody sees.
+A family is a model module of mlx-lm. It is listed here when a mixed step (prefill, decodes, a
+second chunk, a resumed prefix and a preempted prompt at once) matches mlx-lm's dense cache;
+`tests/test_parity_families.py` holds every module of mlx-lm to this table. Whatever is not listed
+is refused by name: a family that merely seems to work would be wrong in ways that nobody sees.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from mlx_paged.models.layout import Mode
 MLX_LM_VERSION = "0.32.2"
 
 _NATIVE = """
-    Klear afm7 afmoe apertus bailing_moe bitnet cohere cohere2 dbrx deepseek deepseek_v2 deepseek_v3
-    dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe gemma gemma2 gemma3 gemma3_text gemma3n
-    gemma4 gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite
-    granitemoe helium hunyuan hunyuan_v1_dense internlm2 internlm3 iquestloopcoder kimi_k25 kimi_vl
-    laguna lille-130m llama llama4 llama4_text longcat_flash mellum mimo mimo_v2_flash minicpm
-    minicpm3 minimax ministral3 mistral3 mistral4 mixtral muse_glimmer nanbeige nanochat nemotron
-    nemotron-nas olmo2 olmo3 olmoe openelm phi phi3 phimoe phixtral pixtral plamo qwen qwen2
-    qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe seed_oss smollm3 solar_open spark2_5
-    stablelm starcoder2 step3p5 talkie telechat3 youtu_llm
+    Klear afm7 afmoe apertus bailing_moe bitnet cohere cohere2 dbrx deepseek deepseek_v2
+    deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe gemma gemma2 gemma3
+    gemma3_text gemma3n gemma4 gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode
+    gpt_neox gpt_oss gptj granite granitemoe helium hunyuan hunyuan_v1_dense internlm2 internlm3
+    iquestloopcoder kimi_k25 kimi_vl laguna lille-130m llama llama4 llama4_text longcat_flash
+    mellum mimo mimo_v2_flash minicpm minicpm3 minimax ministral3 mistral3 mistral4 mixtral
+    muse_glimmer nanbeige nanochat nemotron nemotron-nas olmo2 olmo3 olmoe openelm phi phi3 phimoe
+    phixtral pixtral plamo qwen qwen2 qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe
+    seed_oss smollm3 solar_open spark2_5 stablelm starcoder2 step3p5 talkie telechat3 youtu_llm
 """
 _REGROUPED = """
     bailing_hybrid bailing_moe_linear bailing_moe_v3 falcon_h1 gear granitemoehybrid jamba kimi_k3
@@ -64,8 +64,8 @@ REFUSED: dict[str, str] = {
         "'causal', to scores"
     ),
     "phi3small": (
-        "mlx-lm's block-sparse mask for it depends on where a prompt is cut into chunks, so answers "
-        "would depend on who else is served"
+        "mlx-lm's block-sparse mask for it depends on where a prompt is cut into chunks, so "
+        "answers would depend on who else is served"
     ),
 }
 

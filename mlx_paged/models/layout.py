@@ -36,6 +36,7 @@ class CacheLayout:
     mode: Mode
     specs: tuple[CacheSpec, ...]
     tree: tuple[Shape, ...]
+    max_context_len: int | None = None  # tokens up to which the forward is right; None: any number
 
     @property
     def attention(self) -> tuple[LayerSpec, ...]:

@@ -94,8 +94,7 @@ class PagedModel:
             num_blocks: of the pools, for all layers or for those of each reach; block 0 included.
             num_state_slots: slot 0, the initial state, included.
         """
-        # The old ones are released first.
-        self.caches, self._attention, self._states = [], [], []
+        self.release()
         leaves: list[object] = []
         for spec in self.layout.specs:
             if isinstance(spec, LayerSpec):
@@ -116,6 +115,10 @@ class PagedModel:
                 self._states.append(RecurrentCache(spec, num_slots=num_state_slots))
                 leaves.append(self._states[-1])
         self.caches = self.layout.assemble(leaves)
+
+    def release(self) -> None:
+        """Gives up the pools."""
+        self.caches, self._attention, self._states = [], [], []
 
     def _cache_type(self, spec: LayerSpec) -> type[PagedLayerCache | GatheredLayerCache]:
         if self.layout.mode.is_gathered:
@@ -140,7 +143,7 @@ class PagedModel:
         return pools + [p.pool for c in self._states for p in c.pools if p is not None]
 
     def restore(self, pools: Sequence[mx.array]) -> None:
-        """Puts back what `pools` returned: writing is in place, so it stands for the same memory."""
+        """Puts back what `pools` returned: the same memory, as writing is in place."""
         kept = iter(pools)
         for cache in self._attention:
             cache.key_pool, cache.value_pool = next(kept), next(kept)
@@ -162,7 +165,17 @@ class PagedModel:
     # Steps.
 
     def forward(self, tokens: mx.array, inputs: StepInputs) -> mx.array:
-        """``[num_rows]`` int32 tokens -> ``[len(logit_rows), vocab_size]`` logits, lazily."""
+        """``[num_rows]`` int32 tokens -> ``[len(logit_rows), vocab_size]`` logits, lazily.
+
+        Raises:
+            ValueError: for a context beyond `CacheLayout.max_context_len`.
+        """
+        limit = self.layout.max_context_len
+        if limit is not None and inputs.context_lens.max(initial=0) > limit:
+            raise ValueError(
+                f"context_lens must be at most {limit}, beyond which this model's RoPE changes "
+                f"with the context, but got {inputs.context_lens.max()}"
+            )
         if self.layout.mode.is_gathered:
             return self._forward_in_groups(tokens, inputs)
         self._context.enter(self._step(inputs))
@@ -173,6 +186,11 @@ class PagedModel:
             self._context.leave()
 
     def _step(self, inputs: StepInputs) -> Step:
+        if self.layout.mode.is_gathered:
+            # Its caches have groups of their own; the plan is of no sequence.
+            return Step(
+                build_plan([], [], [], block_size=self.block_size), _int32(inputs.logit_rows)
+            )
         states = None
         if self.layout.has_states:
             states = build_state_plan(inputs.query_lens, _slots(inputs))

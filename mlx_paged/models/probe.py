@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,7 +17,7 @@ from mlx_paged.attention.regroup import regrouped
 from mlx_paged.attention.specs import CacheSpec, LayerSpec
 from mlx_paged.attention.step import StepContext
 from mlx_paged.errors import UnsupportedModelError
-from mlx_paged.models.adaptations import adapt
+from mlx_paged.models.adaptations import adapt, context_limit
 from mlx_paged.models.layout import CacheLayout, Mode
 from mlx_paged.models.observe import Observed, observe
 from mlx_paged.models.output_rows import OutputRows
@@ -42,35 +43,35 @@ def page(
     seam.install()
     observed = observe(model, model_type)
     context = StepContext()
-    output_rows = OutputRows(observed.projection, context)
+    make = partial(
+        PagedModel,
+        model,
+        context=context,
+        output_rows=OutputRows(observed.projection, context),
+        block_size=block_size,
+    )
     reasons = []
     for mode in modes:
         overrides = Overrides()
         try:
-            layout = _layout(model, observed, mode, context, output_rows, overrides)
+            if mode.is_gathered:
+                return _tried(make(CacheLayout(mode, tuple(observed.specs), observed.tree)))
+            return _page_flat(model, observed, mode, make, context, overrides)
         except _MISFITS as error:
             overrides.undo()
             reasons.append(f"{mode}: {str(error) or type(error).__name__}")
-            continue
-        return PagedModel(
-            model, layout, context=context, output_rows=output_rows, block_size=block_size
-        )
     raise UnsupportedModelError(model_type, "; ".join(reasons))
 
 
-def _layout(
+def _page_flat(
     model: nn.Module,
     observed: Observed,
     mode: Mode,
+    make: Callable[[CacheLayout], PagedModel],
     context: StepContext,
-    output_rows: OutputRows,
     overrides: Overrides,
-) -> CacheLayout:
-    """The layout of a model that runs in this mode; raises whatever goes wrong if it does not."""
-    if mode.is_gathered:
-        layout = CacheLayout(mode, tuple(observed.specs), observed.tree)
-        _try(model, layout, context, output_rows)
-        return layout
+) -> PagedModel:
+    """A model that takes every token as a row; raises whatever goes wrong if it does not."""
     if bool(observed.recurrent) != (mode is Mode.REGROUPED):
         raise TypeError("it has recurrent state" if observed.recurrent else "it has no state")
     for i, (spec, window) in enumerate(zip(observed.specs, observed.mask_windows)):
@@ -80,14 +81,13 @@ def _layout(
         if attends:
             raise TypeError(f"its {type(module).__name__} holds state and attends at once")
         overrides.replace(module, "__call__", regrouped(module, context))
+    layout = CacheLayout(mode, tuple(observed.specs), observed.tree, context_limit(model))
     adapt(model, context, overrides)
-    layout = CacheLayout(mode, tuple(observed.specs), observed.tree)
-    try:
-        _try(model, layout, context, output_rows)
-    except LatentScores as found:
-        layout = replace(layout, specs=tuple(_as_latent(s, found.spec) for s in layout.specs))
-        _try(model, layout, context, output_rows)
-    return layout
+    while True:
+        try:
+            return _tried(make(layout))
+        except LatentScores as found:
+            layout = replace(layout, specs=tuple(_as_latent(s, found.spec) for s in layout.specs))
 
 
 def _as_latent(spec: CacheSpec, found: LayerSpec) -> CacheSpec:
@@ -98,21 +98,12 @@ def _as_latent(spec: CacheSpec, found: LayerSpec) -> CacheSpec:
     )
 
 
-def _try(
-    model: nn.Module, layout: CacheLayout, context: StepContext, output_rows: OutputRows
-) -> None:
+def _tried(paged: PagedModel) -> PagedModel:
     """Builds a step of four sequences of one and two rows, on pools of no size to speak of.
 
     Two of each length, as code that takes an array of positions for a number fails on two and not
     on one.
     """
-    chunks = [reach.chunk for reach in layout.reaches if reach.chunk is not None]
-    block_size = next((b for b in (8, 16, 32, 64) if all(c % b == 0 for c in chunks)), None)
-    if block_size is None:
-        raise ValueError(f"its attention chunks of {chunks} tokens are no multiple of 8")
-    paged = PagedModel(
-        model, layout, context=context, output_rows=output_rows, block_size=block_size
-    )
     paged.allocate(5, 5)
     lens = np.array([1, 2, 1, 2])
     inputs = StepInputs(
@@ -120,8 +111,10 @@ def _try(
         query_lens=lens,
         tables=[[1], [2], [3], [4]],
         logit_rows=np.array([0, 2, 5]),
-        state_slots=StateSlots([0, 0, 0, 0], [1, 2, 3, 4]) if layout.has_states else None,
+        state_slots=StateSlots([0, 0, 0, 0], [1, 2, 3, 4]) if paged.layout.has_states else None,
     )
     logits = paged.forward(mx.zeros((6,), dtype=mx.int32), inputs)
     if logits.ndim != 2 or logits.shape[0] != 3:
         raise ValueError(f"its logits are of shape {logits.shape}, not one row for each of 3")
+    paged.release()
+    return paged

@@ -93,8 +93,8 @@ class _Run:
             if self._paged.layout.has_states
             else None,
         )
-        tokens = mx.array([token for row in work.values() for token in row], dtype=mx.int32)
-        logits = self._paged.forward(tokens, inputs)
+        flat = mx.array([token for row in work.values() for token in row], dtype=mx.int32)
+        logits = self._paged.forward(flat, inputs)
         mx.eval(logits, *self._paged.pools())
         return dict(zip(work, np.array(logits.astype(mx.float32), dtype=np.float64)))
 
