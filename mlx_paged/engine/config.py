@@ -150,6 +150,8 @@ class EngineConfig:
         fitting = memory // block_bytes if most_blocks is None else most_blocks(memory)
         if fitting < 2:
             expected = f"at least two blocks of {block_bytes} bytes"
+            if most_blocks is not None:
+                expected += " and what goes with them in windows and states"
             if self.kv_cache_memory is None and left_over is not None:
                 given = f"{self.gpu_memory_utilization}, which leaves {left_over} bytes"
                 raise InvalidParameterError(

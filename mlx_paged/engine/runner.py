@@ -192,7 +192,8 @@ class ModelRunner:
         """``[num_samples + num_targets, vocab_size]`` logits: of the rows that are sampled from,
         then of those that prompt tokens follow."""
         sequences = batch.sequences
-        seq_ids, _, token_ids, starts, _, _, samples, groups = zip(*sequences)
+        seq_ids, _, token_ids, starts, tables, dirty_from, samples, groups = zip(*sequences)
+        full = self._tables.update(seq_ids, tables, dirty_from)
         num_rows = np.array([len(tokens) for tokens in token_ids])
         ends = np.cumsum(num_rows)
         wanted = (ends - 1)[np.array(samples)]
@@ -203,27 +204,23 @@ class ModelRunner:
         inputs = StepInputs(
             context_lens=np.array(starts) + num_rows,
             query_lens=num_rows,
-            tables=self._tables_of(sequences),
+            tables=self._by_reach(full, seq_ids, groups) if self._windows else full,
             logit_rows=wanted,
             state_slots=None if groups[0].state is None else _slots_of(groups),
         )
         return self.model.forward(_input_tokens(seq_ids, token_ids, previous), inputs)
 
-    def _tables_of(
-        self, sequences: tuple[ScheduledSequence, ...]
-    ) -> PaddedTables | Mapping[Reach, PaddedTables]:
-        """The block tables of a step: one for all layers, or one for each reach."""
-        seq_ids, _, _, _, tables, dirty_from, _, groups = zip(*sequences)
-        full = self._tables.update(seq_ids, tables, dirty_from)
-        if not self._windows:
-            return full
-        by_reach = dict.fromkeys(self.model.layout.reaches, full)
+    def _by_reach(
+        self, full: PaddedTables, seq_ids: tuple[int, ...], groups: tuple[GroupRows, ...]
+    ) -> Mapping[Reach, PaddedTables]:
+        """The block tables of a step: those of each window group, and `full` for the rest."""
+        tables = dict.fromkeys(self.model.layout.reaches, full)
         for i, (reach, cache) in enumerate(self._windows.items()):
             rows = [group.windows[i] for group in groups]
-            by_reach[reach] = cache.update(
+            tables[reach] = cache.update(
                 seq_ids, [row.block_table for row in rows], [row.dirty_from for row in rows]
             )
-        return by_reach
+        return tables
 
     def _copy_blocks(self, batch: Batch) -> None:
         """Copy-on-write, in the layers of each group."""
