@@ -19,6 +19,7 @@ from mlx_paged.attention.cache import (
 )
 from mlx_paged.attention.chunk_plan import build_chunk_plan
 from mlx_paged.attention.gathered import GatheredGroup, GatheredLayerCache
+from mlx_paged.attention.layer_ops import native_ops
 from mlx_paged.attention.plan import build_plan
 from mlx_paged.attention.recurrent import (
     RecurrentCache,
@@ -178,10 +179,12 @@ class PagedModel:
             )
         if self.layout.mode.is_gathered:
             return self._forward_in_groups(tokens, inputs)
-        self._context.enter(self._step(inputs))
+        step = self._step(inputs)
+        self._context.enter(step)
         try:
-            logits = self.model(tokens[:, None], cache=self.caches)
-            return self._output_rows.finish(logits)
+            with native_ops(step.plan.positions):
+                logits = self.model(tokens[:, None], cache=self.caches)
+                return self._output_rows.finish(logits)
         finally:
             self._context.leave()
 
