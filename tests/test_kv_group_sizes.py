@@ -78,6 +78,17 @@ def test_states_alone_decide_where_nothing_else_takes_memory() -> None:
     assert config.num_blocks([], 4096, most_blocks=recurrent.most_blocks) == 4 * 128 + 1
 
 
+def test_a_full_group_without_layers_is_bounded() -> None:
+    recurrent = groups(STATE_LAYER, mode=Mode.REGROUPED, max_num_seqs=4)
+    assert recurrent.most_blocks(1 << 40) == 1 + (1 << 14)
+    assert groups(WINDOW_LAYER, model_len=1 << 20).most_blocks(1 << 50) == 1 + (1 << 15)
+
+
+def test_a_window_has_room_for_a_view_wherever_the_full_group_has() -> None:
+    some = groups(FULL_LAYER, WINDOW_LAYER, max_num_batched_tokens=8, max_num_seqs=1)
+    assert some.sizes(40).window_blocks == (1 + 33,)
+
+
 def test_memory_for_too_few_blocks_is_refused() -> None:
     hybrid = groups(FULL_LAYER, STATE_LAYER, mode=Mode.REGROUPED)
     config = EngineConfig(kv_cache_memory=5 * MIB)

@@ -15,8 +15,10 @@ from mlx_paged.models.layout import CacheLayout
 _TYPICAL_CONTEXT_LEN = 4096
 _TYPICAL_WINDOWS = 4
 _LEAST_SNAPSHOTS = 4
-# Longest pool that is looked for where no model length says what could be used at most.
+# Most blocks that are looked for; and where no layer sees everything, so that they cost no memory,
+# but every cached prefix has nodes of the index for them.
 _MOST_BLOCKS = 1 << 20
+_MOST_BLOCKS_WITHOUT_LAYERS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,10 @@ class KVGroups:
             typical = max(_TYPICAL_CONTEXT_LEN, _TYPICAL_WINDOWS * longest)
             typical = typical if model_len is None else min(typical, model_len)
         self._typical_blocks = self._blocks_for(typical)
+        self._most_blocks = _MOST_BLOCKS
+        if set(layout.reaches) <= set(self.windows):
+            whole = 0 if model_len is None else self._blocks_for(model_len)
+            self._most_blocks = 1 + max(_MOST_BLOCKS_WITHOUT_LAYERS, whole)
 
     def sizes(self, num_blocks: int) -> PoolSizes:
         """What goes with a full group of `num_blocks` blocks."""
@@ -62,9 +68,10 @@ class KVGroups:
             return PoolSizes(num_blocks)
         num_sequences = -(-num_blocks // self._typical_blocks)
         step = self._blocks_for(self._config.max_num_batched_tokens)  # one prompt's, at least
+        views = [self._view_blocks(reach) for reach in self.windows]
         windows = tuple(
-            min(num_blocks, 1 + step + self._typical_share(num_blocks, self._view_blocks(reach)))
-            for reach in self.windows
+            min(num_blocks, 1 + max(view, step + self._typical_share(num_blocks, view)))
+            for view in views
         )
         num_slots = 0
         if self._layout.has_states:
@@ -82,7 +89,7 @@ class KVGroups:
 
     def most_blocks(self, num_bytes: int) -> int:
         """Blocks of the full group such that all pools together take at most `num_bytes` bytes."""
-        return bisect_right(range(_MOST_BLOCKS), num_bytes, key=self.num_bytes) - 1
+        return bisect_right(range(1 + self._most_blocks), num_bytes, key=self.num_bytes) - 1
 
     def blocks_by_reach(self, sizes: PoolSizes) -> dict[Reach, int]:
         """Blocks of the pools of the layers of each reach."""
