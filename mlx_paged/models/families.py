@@ -29,9 +29,10 @@ _NATIVE = """
     gpt_neox gpt_oss gptj granite granitemoe helium hunyuan hunyuan_v1_dense internlm2 internlm3
     iquestloopcoder kimi_k25 kimi_vl laguna lille-130m llama llama4 llama4_text longcat_flash
     mellum mimo mimo_v2_flash minicpm minicpm3 minimax ministral3 mistral3 mistral4 mixtral
-    muse_glimmer nanbeige nanochat nemotron nemotron-nas olmo2 olmo3 olmoe openelm phi phi3 phimoe
-    phixtral pixtral plamo qwen qwen2 qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe
-    seed_oss smollm3 solar_open spark2_5 stablelm starcoder2 step3p5 talkie telechat3 youtu_llm
+    muse_glimmer muse_spark nanbeige nanochat nemotron nemotron-nas olmo2 olmo3 olmoe openelm phi
+    phi3 phimoe phixtral pixtral plamo qwen qwen2 qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl
+    qwen3_vl_moe seed_oss smollm3 solar_open spark2_5 stablelm starcoder2 step3p5 talkie telechat3
+    youtu_llm
 """
 _REGROUPED = """
     bailing_hybrid bailing_moe_linear bailing_moe_v3 falcon_h1 gear granitemoehybrid jamba kimi_k3
@@ -55,9 +56,6 @@ REFUSED: dict[str, str] = {
     "deepseek_v41": (
         "its layers keep windows, compressed groups and open groups in a cache of their own, whose "
         "contents depend on where a step began"
-    ),
-    "muse_spark": (
-        "its kernels exist for Metal only, so it has not been compared with the dense cache yet"
     ),
     "olmo": (
         "mlx-lm's own forward of it fails on prompts: it adds its mask, which is the word "
