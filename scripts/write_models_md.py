@@ -100,7 +100,11 @@ def refused_table() -> str:
 
 def aliases_table() -> str:
     """Families that mlx-lm runs with another's code."""
-    names = [f"{alias} (as {module})" for alias, module in sorted(MODEL_REMAPPING.items())]
+    names = [
+        f"{alias} (as {module})"
+        for alias, module in sorted(MODEL_REMAPPING.items())
+        if module in PROVEN
+    ]
     return ", ".join(names) + "."
 
 

@@ -75,12 +75,18 @@ class Family:
     Attributes:
         name: Module of mlx-lm, or what `register_family` was given.
         modes: In this order; the first that the model runs in is taken.
-        verify: Compare with the dense cache before the first use.
+        verify: Compare every model with the dense cache before its first use.
+        proven: The mode that needs no comparison; None: there is none, or none is wanted.
     """
 
     name: str
     modes: tuple[Mode, ...]
     verify: bool = False
+    proven: Mode | None = None
+
+    def must_compare(self, mode: Mode) -> bool:
+        """Whether a model that turned out to run in this mode is to be compared."""
+        return self.verify or (self.proven is not None and mode is not self.proven)
 
 
 _registered: dict[str, Family] = {}
@@ -135,7 +141,10 @@ def require_family(config: Mapping[str, Any]) -> Family:
         modes = tuple(Mode)
         # Another mlx-lm may have changed the module: then every model is compared before its use.
         return Family(
-            module, modes[modes.index(PROVEN[module]) :], verify=VERSION != MLX_LM_VERSION
+            module,
+            modes[modes.index(PROVEN[module]) :],
+            verify=VERSION != MLX_LM_VERSION,
+            proven=PROVEN[module],
         )
     reason = REFUSED.get(module)
     if reason is None:
