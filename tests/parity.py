@@ -56,7 +56,7 @@ def family_model(config: Mapping[str, Any], *, seed: int = 0) -> nn.Module:
 
 
 @dataclass
-class Sequence_:
+class Tracked:
     """A sequence: the tokens in its blocks, its blocks, and the slot of its state."""
 
     chunks: list[list[int]] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Driver:
             cache.key_pool = mx.full(cache.key_pool.shape, mx.nan, cache.key_pool.dtype)
             cache.value_pool = mx.full(cache.value_pool.shape, mx.nan, cache.value_pool.dtype)
         rng = np.random.default_rng(seed)
-        self.sequences: dict[str, Sequence_] = {}
+        self.sequences: dict[str, Tracked] = {}
         self._free = rng.permutation(np.arange(1, num_blocks)).tolist()
         self._free_slots = rng.permutation(np.arange(1, NUM_STATE_SLOTS)).tolist()
         self._copies: list[tuple[int, int]] = []
@@ -91,7 +91,7 @@ class Driver:
         size, old = self.paged.block_size, self.sequences[source]
         num_full, num_partial = divmod(num_tokens, size)
         assert not self.paged.layout.has_states or num_tokens == len(old.tokens)
-        new = Sequence_([old.tokens[:num_tokens]], old.blocks[:num_full], old.slot)
+        new = Tracked([old.tokens[:num_tokens]], old.blocks[:num_full], old.slot)
         if num_partial and self.paged.layout.attention:
             new.blocks.append(self._free.pop())
             self._copies.append((old.blocks[num_full], new.blocks[-1]))
@@ -104,7 +104,7 @@ class Driver:
     def step(self, work: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
         """Runs one step; returns the ``[vocab_size]`` logits after each sequence's last token."""
         size = self.paged.block_size
-        sequences = [self.sequences.setdefault(name, Sequence_()) for name in work]
+        sequences = [self.sequences.setdefault(name, Tracked()) for name in work]
         reads = [seq.slot for seq in sequences]
         for seq, tokens in zip(sequences, work.values()):
             seq.chunks.append(list(tokens))

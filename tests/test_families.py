@@ -365,3 +365,16 @@ def test_head_dims_that_the_kernels_do_not_take_are_padded(head_dim: int) -> Non
     model = family_model(tiny_config("llama", head_dim=head_dim))
     driver = Driver(page(model, "llama", block_size=8))
     assert max(relative_difference(model, driver, 96).values()) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "llama4", "qwen3_next", "deepseek_v3"])
+def test_a_model_may_be_paged_again(family: str) -> None:
+    """The last to page it has it: what was changed for those before is out of use."""
+    model = family_model(config_of(family))
+    tokens = mx.array([[1, 2, 3, 4]])
+    dense = np.array(model(tokens))
+    first = page(model, family, block_size=8)
+    again = page(model, family, block_size=16)
+    assert again.layout == first.layout
+    assert max(relative_difference(model, Driver(again), 96).values()) < TOLERANCE
+    assert np.array_equal(np.array(model(tokens)), dense)

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged.attention.step import StepContext
+from mlx_paged.models.overrides import overridden
 
 
 @dataclass(frozen=True)
@@ -54,4 +55,4 @@ class OutputRows:
                 x = x.reshape(-1, 1, x.shape[-1])[context.step.logit_rows]
             return project(self, x)
 
-        module.__class__ = type(base.__name__, (base,), {method: project_selected})
+        module.__class__ = overridden(base, method, project_selected)
