@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from mlx_paged.errors import IntegrityError, InvalidParameterError
-from mlx_paged.kv import BlockCopy, KVManager, StateMove, StateSpec, WindowSpec
+from mlx_paged.kv import BlockCopy, KVManager, StateGroupSpec, StateMove, WindowGroupSpec
 
 
-def window(num_blocks: int, span: int) -> WindowSpec:
-    return WindowSpec(num_blocks, span, lambda position: max(0, position - span + 1))
+def window(num_blocks: int, span: int) -> WindowGroupSpec:
+    return WindowGroupSpec(num_blocks, span, lambda position: max(0, position - span + 1))
 
 
 class Store(KVManager):
@@ -143,7 +143,7 @@ def test_spans_are_checked() -> None:
 
 
 def test_a_state_moves_from_slot_to_slot() -> None:
-    kv = Store(32, 4, states=StateSpec(8, snapshot_interval=100))
+    kv = Store(32, 4, states=StateGroupSpec(8, snapshot_interval=100))
     _, moves = kv.compute(1, list(range(6)))
     assert [m.read for m in moves if m] == [0, moves[0].write]  # type: ignore[union-attr]
     # It was cut at the last full block, whose state stays.
@@ -153,7 +153,7 @@ def test_a_state_moves_from_slot_to_slot() -> None:
 
 
 def test_there_is_no_hit_between_snapshots() -> None:
-    kv = Store(32, 4, states=StateSpec(16, snapshot_interval=100))
+    kv = Store(32, 4, states=StateGroupSpec(16, snapshot_interval=100))
     kv.compute(1, list(range(17)))
     kv.free(1)
     assert kv.match(list(range(17))).num_tokens(4) == 16
@@ -164,7 +164,7 @@ def test_there_is_no_hit_between_snapshots() -> None:
 
 
 def test_snapshots_while_tokens_are_generated() -> None:
-    kv = Store(32, 4, states=StateSpec(16, snapshot_interval=2))
+    kv = Store(32, 4, states=StateGroupSpec(16, snapshot_interval=2))
     tokens = list(range(5))
     kv.compute(1, tokens)
     for token in range(50, 65):
@@ -176,7 +176,7 @@ def test_snapshots_while_tokens_are_generated() -> None:
 
 
 def test_no_snapshot_takes_what_running_sequences_need() -> None:
-    kv = Store(32, 4, states=StateSpec(4))
+    kv = Store(32, 4, states=StateGroupSpec(4))
     kv.compute(1, list(range(9)))
     assert kv.group_usage[0].num_indexed_blocks == 0
     assert kv.admit(2, list(range(9))) is None  # three slots are one sequence's
@@ -184,7 +184,7 @@ def test_no_snapshot_takes_what_running_sequences_need() -> None:
 
 
 def test_a_state_cannot_be_forked_but_its_snapshot_can_be_read_twice() -> None:
-    kv = Store(32, 4, states=StateSpec(20))
+    kv = Store(32, 4, states=StateGroupSpec(20))
     tokens = list(range(10))
     kv.compute(1, tokens)
     assert kv.admitted(2, list(tokens), fork_of=1, num_fork_tokens=9) == 8
@@ -195,7 +195,7 @@ def test_a_state_cannot_be_forked_but_its_snapshot_can_be_read_twice() -> None:
 
 
 def test_who_waits_for_a_prompt_gets_a_snapshot_where_they_part() -> None:
-    kv = Store(32, 4, states=StateSpec(20))
+    kv = Store(32, 4, states=StateGroupSpec(20))
     kv.admitted(1, [*range(20)])
     kv.advance(1, 0, 4)
     waiting = [*range(13), 99]
@@ -207,7 +207,7 @@ def test_who_waits_for_a_prompt_gets_a_snapshot_where_they_part() -> None:
 
 
 def test_reset_lets_snapshots_go() -> None:
-    kv = Store(32, 4, states=StateSpec(20), windows=[window(9, 5)])
+    kv = Store(32, 4, states=StateGroupSpec(20), windows=[window(9, 5)])
     kv.compute(1, list(range(10)))
     kv.reset_prefix_cache()
     kv.check_integrity()
@@ -218,9 +218,9 @@ def test_reset_lets_snapshots_go() -> None:
 
 def test_specs_are_checked() -> None:
     with pytest.raises(InvalidParameterError, match="num_slots must be at least 3"):
-        StateSpec(2)
+        StateGroupSpec(2)
     with pytest.raises(InvalidParameterError, match="snapshot_interval must be at least 1"):
-        StateSpec(9, snapshot_interval=0)
+        StateGroupSpec(9, snapshot_interval=0)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_specs_are_checked() -> None:
     ],
 )
 def test_the_integrity_check_finds_damage(damage: Callable[..., object]) -> None:
-    kv = Store(32, 4, windows=[window(9, 5)], states=StateSpec(20))
+    kv = Store(32, 4, windows=[window(9, 5)], states=StateGroupSpec(20))
     kv.compute(1, list(range(14)))
     kv.check_integrity()
     [group] = kv.groups.windows

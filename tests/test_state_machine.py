@@ -26,7 +26,7 @@ from naive_groups import NaiveWindow
 from naive_store import NaiveStore
 from plain_scheduler import PlainScheduler
 
-from mlx_paged.kv import KVManager, StateSpec, WindowSpec
+from mlx_paged.kv import KVManager, StateGroupSpec, WindowGroupSpec
 from mlx_paged.scheduling import FinishReason, Request, Scheduler, SchedulerConfig, StopPolicy
 
 NUM_OPS = int(os.environ.get("MLX_PAGED_STATE_OPS", "20000"))
@@ -74,8 +74,8 @@ def group_options(groups: str | None, block_size: int, room: int) -> dict[str, A
         if name != "states":
             span, first_visible = REACHES[name]
             num_needed = (span + block_size - 2) // block_size + 1
-            windows.append(WindowSpec(1 + num_needed + room, span, first_visible))
-    states = StateSpec(3 + room, snapshot_interval=2) if "states" in names else None
+            windows.append(WindowGroupSpec(1 + num_needed + room, span, first_visible))
+    states = StateGroupSpec(3 + room, snapshot_interval=2) if "states" in names else None
     return {"windows": windows, "states": states}
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mlx_paged.attention.specs import Reach
 from mlx_paged.engine.config import EngineConfig
-from mlx_paged.kv import StateSpec, WindowSpec
+from mlx_paged.kv import StateGroupSpec, WindowGroupSpec
 from mlx_paged.kv.state_group import SLOTS_PER_SEQUENCE
 from mlx_paged.models.layout import CacheLayout
 
@@ -97,16 +97,16 @@ class KVGroups:
         blocks.update(zip(self.windows, sizes.window_blocks, strict=True))
         return blocks
 
-    def window_specs(self, sizes: PoolSizes) -> list[WindowSpec]:
+    def window_specs(self, sizes: PoolSizes) -> list[WindowGroupSpec]:
         """The window groups, as the KV manager takes them."""
         return [
-            WindowSpec(num_blocks, _span(reach) or 0, reach.first_visible)
+            WindowGroupSpec(num_blocks, _span(reach) or 0, reach.first_visible)
             for reach, num_blocks in zip(self.windows, sizes.window_blocks, strict=True)
         ]
 
-    def state_spec(self, sizes: PoolSizes) -> StateSpec | None:
+    def state_spec(self, sizes: PoolSizes) -> StateGroupSpec | None:
         """The state slots, as the KV manager takes them."""
-        return StateSpec(sizes.num_state_slots) if sizes.num_state_slots else None
+        return StateGroupSpec(sizes.num_state_slots) if sizes.num_state_slots else None
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

@@ -6,9 +6,9 @@ from mlx_paged.kv.manager import KVManager
 from mlx_paged.kv.radix_index import PrefixMatch, RadixIndex
 from mlx_paged.kv.radix_node import RadixNode
 from mlx_paged.kv.side_groups import GroupRows
-from mlx_paged.kv.state_group import StateMove, StateSpec
+from mlx_paged.kv.state_group import StateGroupSpec, StateMove
 from mlx_paged.kv.stats import KVCounters, KVUsage
-from mlx_paged.kv.window_group import WindowRow, WindowSpec
+from mlx_paged.kv.window_group import WindowGroupSpec, WindowRow
 
 __all__ = [
     "NULL_BLOCK",
@@ -23,7 +23,7 @@ __all__ = [
     "RadixIndex",
     "RadixNode",
     "StateMove",
-    "StateSpec",
+    "StateGroupSpec",
     "WindowRow",
-    "WindowSpec",
+    "WindowGroupSpec",
 ]

@@ -27,9 +27,9 @@ from mlx_paged.kv.prefix_source import PrefixSource
 from mlx_paged.kv.radix_index import PrefixMatch, RadixIndex
 from mlx_paged.kv.radix_node import RadixNode
 from mlx_paged.kv.side_groups import GroupRows, SideGroups
-from mlx_paged.kv.state_group import StateSpec
+from mlx_paged.kv.state_group import StateGroupSpec
 from mlx_paged.kv.stats import KVCounters, KVUsage
-from mlx_paged.kv.window_group import WindowSpec
+from mlx_paged.kv.window_group import WindowGroupSpec
 
 
 class KVManager:
@@ -48,8 +48,8 @@ class KVManager:
         block_size: int = 32,
         *,
         enable_prefix_caching: bool = True,
-        windows: Sequence[WindowSpec] = (),
-        states: StateSpec | None = None,
+        windows: Sequence[WindowGroupSpec] = (),
+        states: StateGroupSpec | None = None,
     ) -> None:
         if block_size < 1:
             raise InvalidParameterError("block_size", "at least 1", block_size)

@@ -12,8 +12,8 @@ from mlx_paged.kv.block_table import BlockCopy, BlockTable
 from mlx_paged.kv.prefix_source import PrefixSource
 from mlx_paged.kv.radix_index import PrefixMatch
 from mlx_paged.kv.radix_node import RadixNode
-from mlx_paged.kv.state_group import StateGroup, StateMove, StateSpec
-from mlx_paged.kv.window_group import WindowGroup, WindowRow, WindowSpec
+from mlx_paged.kv.state_group import StateGroup, StateGroupSpec, StateMove
+from mlx_paged.kv.window_group import WindowGroup, WindowGroupSpec, WindowRow
 
 
 class GroupRows(NamedTuple):
@@ -35,7 +35,7 @@ class SideGroups:
     """Does to every side group what is done to the full group."""
 
     def __init__(
-        self, windows: Sequence[WindowSpec], states: StateSpec | None, block_size: int
+        self, windows: Sequence[WindowGroupSpec], states: StateGroupSpec | None, block_size: int
     ) -> None:
         self.windows = tuple(WindowGroup(spec, block_size) for spec in windows)
         self.states = None if states is None else StateGroup(states, block_size)

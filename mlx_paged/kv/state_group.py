@@ -33,7 +33,7 @@ SLOTS_PER_SEQUENCE = 3
 
 
 @dataclass(frozen=True)
-class StateSpec:
+class StateGroupSpec:
     """What the recurrent layers need.
 
     Attributes:
@@ -89,7 +89,7 @@ class SequenceState:
 class StateGroup:
     """State slots of all sequences; the recurrent layers of a model move in step."""
 
-    def __init__(self, spec: StateSpec, block_size: int) -> None:
+    def __init__(self, spec: StateGroupSpec, block_size: int) -> None:
         self.block_size = block_size
         self.blocks = IndexedBlocks(spec.num_slots)
         self.pool = self.blocks.pool

@@ -24,7 +24,7 @@ from mlx_paged.kv.radix_node import RadixNode
 
 
 @dataclass(frozen=True)
-class WindowSpec:
+class WindowGroupSpec:
     """What a group of windowed layers needs.
 
     Attributes:
@@ -72,7 +72,7 @@ class WindowTable:
 class WindowGroup:
     """Tables and blocks of all layers that see equally far."""
 
-    def __init__(self, spec: WindowSpec, block_size: int) -> None:
+    def __init__(self, spec: WindowGroupSpec, block_size: int) -> None:
         if spec.span < 1:
             raise InvalidParameterError("span", "at least 1", spec.span)
         self.block_size = block_size
