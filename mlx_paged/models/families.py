@@ -7,6 +7,7 @@ name: a family that merely seems to work would be wrong in ways that nobody sees
 
 from __future__ import annotations
 
+from inspect import unwrap
 from typing import Any
 
 import mlx.core as mx
@@ -62,7 +63,8 @@ def layer_specs(model: nn.Module, model_type: str) -> list[LayerSpec]:
             not use its cache the way an attention layer does, and for a model that computes on the
             host with positions, as dynamic RoPE scaling does.
     """
-    windows = [_window(cache, model_type) for cache in make_prompt_cache(model)]
+    # Unwrapped: the drop-in puts paged caches in the place of those that are asked about here.
+    windows = [_window(cache, model_type) for cache in unwrap(make_prompt_cache)(model)]
     recorders = [_RecordingCache() for _ in windows]
     try:
         model(mx.zeros((_PROBE_ROWS, 1), dtype=mx.int32), cache=recorders)

@@ -1,0 +1,131 @@
+"""Which store belongs to which model, and whether the model can have one."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import RotatingKVCache
+
+from mlx_paged.drop_in.store import PagedStore
+from mlx_paged.errors import MlxPagedError
+
+#: Memory for prefixes that nobody uses at the moment, in bytes, for each model.
+CACHE_BYTES_VARIABLE = "MLX_PAGED_CACHE_BYTES"
+
+_stores: dict[int, _Entry] = {}  # by id(model): modules cannot be hashed
+_warned: set[str] = set()
+
+
+class _Entry:
+    """The stores of one model with its present weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
+        self.weights = _weights(model)
+        # One for each set of caches that the model may ask for (they can be changed at run time).
+        self.stores: dict[tuple[Any, ...], PagedStore | None] = {}
+
+    def is_current(self, model: nn.Module) -> bool:
+        """Whether the very arrays that the stored keys and values were computed with are there."""
+        weights = _weights(model)
+        return len(weights) == len(self.weights) and all(
+            path == old_path and old() is array()
+            for (path, array), (old_path, old) in zip(weights, self.weights)
+        )
+
+
+def _weights(model: nn.Module) -> list[tuple[str, Any]]:
+    return [(path, weakref.ref(a)) for path, a in tree_flatten(model.parameters())]
+
+
+def store_for(model: Any, caches: Sequence[Any]) -> PagedStore | None:
+    """The store of a model; None (and one warning that names the family) where it has none.
+
+    Args:
+        caches: mlx-lm's own caches for the model.
+    """
+    if not isinstance(model, nn.Module):
+        return None
+    if any(isinstance(c, RotatingKVCache) and c.keep for c in caches):
+        return None  # asked for with `max_kv_size`: a cache that forgets the middle of its text
+    entry = _stores.get(id(model))
+    if entry is not None and not entry.is_current(model):
+        _drop(id(model))
+        entry = None
+    if entry is None:
+        entry = _stores[id(model)] = _Entry(model)
+        weakref.finalize(model, _drop, id(model))
+    kinds = tuple((type(c), getattr(c, "max_size", None)) for c in caches)
+    if kinds not in entry.stores:
+        entry.stores[kinds] = _make(model)
+    return entry.stores[kinds]
+
+
+def stores_of(model: Any) -> list[PagedStore]:
+    """Every store of a model."""
+    entry = _stores.get(id(model))
+    return [] if entry is None else [s for s in entry.stores.values() if s is not None]
+
+
+def forget_all() -> None:
+    """Lets go of every store. Prompt caches that live keep theirs."""
+    for key in list(_stores):
+        _drop(key)
+
+
+def _drop(key: int) -> None:
+    entry = _stores.pop(key, None)
+    for store in entry.stores.values() if entry is not None else ():
+        if store is not None:
+            store.retire()
+
+
+def _make(model: nn.Module) -> PagedStore | None:
+    # Here, not above: this very import of mlx-lm may have come from there.
+    from mlx_paged.models.families import layer_specs, require_proven
+
+    model_type = str(getattr(model, "model_type", type(model).__name__))
+    reason = _unusable_device()
+    if reason is None:
+        try:
+            require_proven(model_type)
+            return PagedStore(layer_specs(model, model_type), cache_bytes=_cache_bytes())
+        except MlxPagedError as error:
+            reason = str(error)
+        except Exception as error:
+            # Whatever a model does with caches that it was not made for, it is not proven.
+            reason = f"model_type {model_type!r} is not supported: {type(error).__name__}: {error}"
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(
+            f"mlx_paged leaves this model to mlx-lm's own dense caches: {reason}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return None
+
+
+def _unusable_device() -> str | None:
+    from mlx_paged.core import build_info
+
+    if mx.default_device() == mx.cpu or {"metal", "cuda"} & set(build_info()["backends"].split()):
+        return None
+    return "this build of mlx_paged has no kernels for the default device, a GPU"
+
+
+def _cache_bytes() -> int:
+    from mlx_paged.engine.memory import device_memory
+
+    value = os.environ.get(CACHE_BYTES_VARIABLE)
+    if value is None:
+        return device_memory() // 8
+    if not value.isdecimal():
+        raise ValueError(f"{CACHE_BYTES_VARIABLE} must be a number of bytes but is {value!r}")
+    return int(value)
