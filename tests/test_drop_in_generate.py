@@ -333,7 +333,9 @@ def test_half_precision_differs_from_mlx_lm_by_rounding_only(dtype) -> None:
     model = embedded_twin().model
     model.set_dtype(dtype)
     prompt = mx.array(chat(CHATS[0]))
-    [(_, expected)] = dense(lambda: list(mlx_lm_generate.generate_step(prompt, model, max_tokens=1)))
+    [(_, expected)] = dense(
+        lambda: list(mlx_lm_generate.generate_step(prompt, model, max_tokens=1))
+    )
     [(_, actual)] = list(mlx_lm_generate.generate_step(prompt, model, max_tokens=1))
     assert actual.dtype == expected.dtype
     expected, actual = (np.array(x.astype(mx.float32)) for x in (expected, actual))

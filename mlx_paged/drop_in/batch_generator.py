@@ -29,15 +29,19 @@ def batch_generator(original: Any) -> Any:
             super().__init__(model, **options)
             own_caches = inspect.unwrap(mlx_lm_cache.make_prompt_cache)(model, self.max_kv_size)
             store = store_for(model, own_caches)
-            self._paged = None if store is None else PagedBatch(
-                model,
-                store,
-                prompt_response=PromptProcessingBatch.Response,
-                token_response=GenerationBatch.Response,
-                counters=self._counters,
-                max_rows=self.completion_batch_size,
-                max_prompts=self.prefill_batch_size,
-                chunk_size=self.prefill_step_size,
+            self._paged = (
+                None
+                if store is None
+                else PagedBatch(
+                    model,
+                    store,
+                    prompt_response=PromptProcessingBatch.Response,
+                    token_response=GenerationBatch.Response,
+                    counters=self._counters,
+                    max_rows=self.completion_batch_size,
+                    max_prompts=self.prefill_batch_size,
+                    chunk_size=self.prefill_step_size,
+                )
             )
 
         def insert_segments(
@@ -132,4 +136,3 @@ def _with_last_tokens(
         elif texts[i]:  # what cannot be trimmed is computed again
             segments[i], caches[i], texts[i] = [texts[i]], None, []
     return segments, caches, texts
-

@@ -92,9 +92,7 @@ def speculative_generate_step(original: Function) -> Function:
         prompt = _prompt_or_last_token(arguments["prompt"], sequences)
         texts = [s.trail.tokens() + prompt for s in sequences]
         # mlx-lm gives both models the same rest of the prompt.
-        num_cached = min(
-            s.cached_tokens(text) - s.offset for s, text in zip(sequences, texts)
-        )
+        num_cached = min(s.cached_tokens(text) - s.offset for s, text in zip(sequences, texts))
         for sequence, text in zip(sequences, texts):
             sequence.adopt(text, sequence.offset + num_cached)
             _count(sequence, len(prompt), num_cached)

@@ -106,7 +106,9 @@ class Ledger:
         first, last = start // size, -(-end // size)
         self._lower_tip(table, first)
         shared = [
-            i for i in range(first, min(last, len(table.blocks))) if self._is_shared(table.blocks[i])
+            i
+            for i in range(first, min(last, len(table.blocks)))
+            if self._is_shared(table.blocks[i])
         ]
         num_fresh = max(0, last - len(table.blocks))
         self._make_room(len(shared) + num_fresh)

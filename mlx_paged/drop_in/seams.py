@@ -82,6 +82,13 @@ SEAMS = (
         "batch_generator:batch_generator",
     ),
     Seam(
+        "mlx_lm.server",
+        "ResponseGenerator._tokenize",
+        "self, tokenizer, request, args",
+        "an empty prompt begins with the model's first token; mlx-lm's server dies of it",
+        "server:tokenize",
+    ),
+    Seam(
         "mlx_lm.generate",
         "BatchGenerator.insert_segments",
         "self, segments, max_tokens=, caches=, all_tokens=, samplers=, logits_processors=, "

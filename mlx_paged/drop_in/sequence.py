@@ -155,6 +155,7 @@ class PagedSequence:
 
     def dense(self, layer: int) -> tuple[Any, Any]:
         """``[batch, num_kv_heads, offset, head_dim]`` keys and values of a layer, copied."""
+        self.store.follow_stream()
         tables = [lease.blocks for lease in self.leases]
         return self.store.ports[layer].gather(tables, self.offsets[layer])
 

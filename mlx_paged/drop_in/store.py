@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlx_paged.attention.cache import LayerSpec, PagedLayerCache, StepContext, copy_blocks
 from mlx_paged.attention.plan import build_plan
-from mlx_paged.drop_in.ledger import Ledger, Lease
+from mlx_paged.drop_in.ledger import Lease, Ledger
 from mlx_paged.drop_in.port import Port
 from mlx_paged.ops import AttentionPlan
 
@@ -78,7 +78,7 @@ class PagedStore:
 
         Copies on write are made here; block tables are the sequences' own afterwards.
         """
-        self._follow_stream()
+        self.follow_stream()
         copies = []
         for lease, start, length in zip(leases, starts, lengths):
             copies += self.ledger.reserve(lease, start, start + length)
@@ -127,7 +127,7 @@ class PagedStore:
         for port in self.ports:
             port.grow(num_blocks)
 
-    def _follow_stream(self) -> None:
+    def follow_stream(self) -> None:
         """All reads and writes of a pool go through one stream, or wait for each other."""
         stream = mx.default_stream(mx.default_device())
         if self._stream is not None and stream != self._stream:
