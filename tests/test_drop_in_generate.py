@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -355,3 +356,36 @@ def test_the_engine_works_beside_it(paged) -> None:
     mlx_paged.unpatch()
     assert llm.generate([prompt], params)[0].outputs[0].token_ids == expected
     mlx_paged.patch()
+
+
+# --- Threads --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("paged")
+def test_threads_take_turns(model) -> None:
+    """Each thread has streams of its own; the store goes from one to the next."""
+    prompt = chat(CHATS[0], SYSTEM_PROMPT)
+    expected = dense(tokens_of, model, prompt)
+
+    def in_a_thread(work: Callable[[], Any]) -> Any:
+        def run() -> Any:
+            mx.set_default_stream(mx.new_stream(mx.default_device()))
+            return work()
+
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            return pool.submit(run).result(timeout=60)
+
+    def left_unasked() -> None:
+        """Logits that nobody evaluates, in a thread that is gone."""
+        model(mx.array([prompt[:40]]), cache=mlx_lm_cache.make_prompt_cache(model))
+
+    def left_early() -> None:
+        next(mlx_lm_generate.generate_step(mx.array(prompt[:90]), model))
+
+    for disturb in (left_unasked, left_early, lambda: in_a_thread(left_unasked), left_early):
+        assert in_a_thread(lambda: tokens_of(model, prompt)) == expected
+        disturb()
+        in_a_thread(disturb)
+        assert tokens_of(model, prompt) == expected
+    assert drop_in.stats(model).num_cached_tokens > 7 * (len(prompt) // 32 * 32)
+    integrity(model)

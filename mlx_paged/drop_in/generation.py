@@ -107,6 +107,7 @@ def speculative_generate_step(original: Function) -> Function:
             steps.close()  # forgets the drafts that were not accepted
             for sequence, text in zip(sequences, texts):
                 sequence.learn(text + answer)
+                sequence.store.rest()
 
     return speculative_generate_step
 
@@ -203,3 +204,4 @@ def _learning(
     finally:
         steps.close()  # type: ignore[attr-defined]
         sequence.learn(tokens)
+        sequence.store.rest()

@@ -231,14 +231,15 @@ class Ledger:
         if pool.num_free < num_blocks and pool.num_quarantined:
             self.settle()
         if pool.num_free < num_blocks and pool.num_blocks < self.max_cached_blocks:
-            wanted = max(2 * pool.num_blocks, pool.num_blocks + num_blocks)
-            self._enlarge(min(wanted, max(self.max_cached_blocks, pool.num_blocks + num_blocks)))
+            enough = pool.num_blocks + num_blocks - pool.num_free
+            self._enlarge(min(max(2 * pool.num_blocks, enough), self.max_cached_blocks))
         if pool.num_free < num_blocks:
             self.settle()  # so that what is evicted is free at once
         while pool.num_free < num_blocks:
             node = self.index.least_recently_used()
-            if node is None:
-                self._enlarge(pool.num_blocks + max(num_blocks, pool.num_blocks // 4))
+            if node is None:  # all that is there is in use
+                missing = num_blocks - pool.num_free
+                self._enlarge(pool.num_blocks + max(missing, pool.num_blocks // 4))
                 return
             pool.uncache(self.index.evict(node))
             self.num_evictions += 1

@@ -91,12 +91,13 @@ def _make(model: nn.Module) -> PagedStore | None:
     # Here, not above: this very import of mlx-lm may have come from there.
     from mlx_paged.models.families import layer_specs, require_proven
 
+    cache_bytes = _cache_bytes()
     model_type = str(getattr(model, "model_type", type(model).__name__))
     reason = _unusable_device()
     if reason is None:
         try:
             require_proven(model_type)
-            return PagedStore(layer_specs(model, model_type), cache_bytes=_cache_bytes())
+            return PagedStore(layer_specs(model, model_type), cache_bytes=cache_bytes)
         except MlxPagedError as error:
             reason = str(error)
         except Exception as error:

@@ -70,6 +70,8 @@ class PagedStore:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self._stream: Any = None
+        # Handles of the pools that are known to have been evaluated.
+        self._evaluated = self.pools()
 
     def begin_step(
         self, leases: Sequence[Lease], starts: Sequence[int], lengths: Sequence[int]
@@ -119,17 +121,30 @@ class PagedStore:
             nbytes=pool.num_blocks * self.block_bytes,
         )
 
+    def rest(self) -> None:
+        """Starts on all that was built, so that another thread may go on."""
+        mx.async_eval(self.pools())
+
     def _settle(self) -> None:
         mx.eval(self.pools())
         mx.synchronize()
+        self._evaluated = self.pools()
 
     def _grow(self, num_blocks: int) -> None:
         for port in self.ports:
             port.grow(num_blocks)
+        self._evaluated = self.pools()
 
     def follow_stream(self) -> None:
         """All reads and writes of a pool go through one stream, or wait for each other."""
         stream = mx.default_stream(mx.default_device())
         if self._stream is not None and stream != self._stream:
-            mx.eval(self.pools())
+            try:
+                mx.eval(self.pools())
+            except RuntimeError:
+                # Built in another thread and never asked for: only that thread could still run it.
+                # An older handle is the same memory, without what was never written there.
+                for i, layer in enumerate(self.layers):
+                    layer.key_pool, layer.value_pool = self._evaluated[2 * i : 2 * i + 2]
+            self._evaluated = self.pools()
         self._stream = stream
