@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -233,9 +234,14 @@ def test_an_empty_prompt_is_refused_and_one_whose_cache_has_all_is_answered(mode
     caches = mlx_lm_cache.make_prompt_cache(model)
     list(mlx_lm_generate.generate_step(mx.array(prompt), model, max_tokens=0, prompt_cache=caches))
     assert caches[0].offset == len(prompt)
-    empty = mx.array([], dtype=mx.uint32)
-    steps = mlx_lm_generate.generate_step(empty, model, max_tokens=24, prompt_cache=caches)
-    assert [t for t, _ in steps] == expected
+    copied = copy.deepcopy(caches)
+    assert tokens_of(model, [], prompt_cache=caches) == expected
+    draft_caches = mlx_lm_cache.make_prompt_cache(model)
+    tokens_of(model, prompt, max_tokens=0, prompt_cache=draft_caches)
+    steps = mlx_lm_generate.speculative_generate_step(
+        mx.array([]), model, model, max_tokens=24, prompt_cache=copied + draft_caches
+    )
+    assert [int(t) for t, *_ in steps] == expected
 
 
 # --- Speculative decoding -------------------------------------------------------------------------

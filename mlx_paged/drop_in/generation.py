@@ -67,7 +67,9 @@ def generate_step(original: Function) -> Function:
         tokens = sequence.trail.tokens() + prompt
         num_cached = sequence.adopt(tokens) - (len(tokens) - len(prompt))
         _count(sequence, len(prompt), num_cached)
-        arguments["prompt"] = mx.array(prompt[num_cached:], dtype=arguments["prompt"].dtype)
+        # (An empty array, of an empty prompt, may well be of a type that is no token's.)
+        dtype = arguments["prompt"].dtype if arguments["prompt"].size else mx.uint32
+        arguments["prompt"] = mx.array(prompt[num_cached:], dtype=dtype)
         if num_cached:
             _hide_the_cut(arguments, prompt[:num_cached], len(prompt))
         yield from _learning(original(*call.args, **call.kwargs), sequence, tokens)
