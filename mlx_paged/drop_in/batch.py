@@ -57,7 +57,7 @@ class PagedBatch:
         self._waiting: deque[Row] = deque()
         self._prompts: list[Row] = []
         self._launched: LaunchedStep | None = None
-        if not getattr(store, "selects_rows", False):
+        if not store.selects_rows:
             select_output_rows(model, store.context)
             store.selects_rows = True
 
@@ -212,7 +212,8 @@ class PagedBatch:
         """
         mx.eval(step.tokens, step.logprobs)
         responses = []
-        for row, token, logprobs in zip(step.rows, step.tokens.tolist(), step.logprobs):
+        tokens: list[int] = step.tokens.tolist()  # type: ignore[assignment]
+        for row, token, logprobs in zip(step.rows, tokens, step.logprobs):
             row.tokens.append(token)
             row.num_generated += 1
             reason = "length" if row.num_generated >= row.choice.max_tokens else None
@@ -220,11 +221,11 @@ class PagedBatch:
                 reason = "stop"
             if reason is not None or row.sequence.offset % self.store.block_size == 0:
                 row.learn()
-            caches = tokens = None
+            ended: tuple[Any, Any] = None, None
             if reason is not None:
                 row.is_alive = False
-                caches, tokens = prompt_cache(row.sequence), row.tokens
-            responses.append(self._token_response(row.uid, token, logprobs, reason, caches, tokens))
+                ended = prompt_cache(row.sequence), row.tokens
+            responses.append(self._token_response(row.uid, token, logprobs, reason, *ended))
         self._drop_ended()
         return responses
 

@@ -24,7 +24,7 @@ def batch_generator(original: Any) -> Any:
     """
     from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 
-    class BatchGenerator(original):
+    class BatchGenerator(original):  # type: ignore[misc]
         def __init__(self, model: Any, **options: Any) -> None:
             super().__init__(model, **options)
             own_caches = inspect.unwrap(mlx_lm_cache.make_prompt_cache)(model, self.max_kv_size)
@@ -88,11 +88,13 @@ def batch_generator(original: Any) -> Any:
             return {**super().extract_cache(set(uids) - set(found)), **found}
 
         def remove(self, uids: Iterable[int], return_prompt_caches: bool = False) -> Any:
+            uids = set(uids)
             caches = self.extract_cache(uids) if return_prompt_caches else {}
-            ours = {row.uid for row in self._paged.rows(uids)} if self._paged is not None else set()
-            if ours:
+            if self._paged is not None:
+                ours = self._paged.find(uids)
                 self._paged.remove(ours)
-            super().remove(set(uids) - ours)
+                uids -= ours.keys()
+            super().remove(uids)
             return caches
 
         @property

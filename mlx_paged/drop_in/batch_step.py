@@ -70,10 +70,10 @@ def launch(
     for row, start, length in zip(rows, starts, lengths):
         row.sequence.move_to(start + length)
     if not answering:
-        mx.async_eval(store.pools())
+        mx.async_eval(store.pools())  # type: ignore[no-untyped-call]
         return None
     tokens, logprobs = _choose(answering, inputs, logits)
-    mx.async_eval(tokens, logprobs, store.pools())
+    mx.async_eval(tokens, logprobs, store.pools())  # type: ignore[no-untyped-call]
     return LaunchedStep(answering, tokens, logprobs)
 
 

@@ -95,7 +95,7 @@ class _PromptCache(LayerCache):
         raise NotImplementedError
 
 
-class PagedKVCache(_PromptCache, KVCache):
+class PagedKVCache(_PromptCache, KVCache):  # type: ignore[misc]
     """Stands where mlx-lm has a `KVCache`."""
 
     @property
@@ -111,7 +111,7 @@ class PagedKVCache(_PromptCache, KVCache):
         return KVCache.from_state(self.state)
 
 
-class PagedRotatingKVCache(_PromptCache, RotatingKVCache):
+class PagedRotatingKVCache(_PromptCache, RotatingKVCache):  # type: ignore[misc]
     """Stands where mlx-lm has a `RotatingKVCache`: a layer with a sliding window.
 
     The dense view has what the window holds. The store has the tokens before it too, so this one
@@ -208,7 +208,8 @@ def import_dense(caches: Sequence[Any], store: PagedStore) -> PagedSequence:
         if isinstance(source, RotatingKVCache):
             _restore(target, *_window_of(source), source.offset)
         elif not source.empty():
-            _restore(target, *source.keys_and_values(), source.offset)
+            keys, values = source.keys_and_values()
+            _restore(target, keys, values, source.offset)
     return sequence
 
 

@@ -159,7 +159,7 @@ def _prompt_or_last_token(prompt: mx.array, sequences: list[PagedSequence]) -> l
     """The prompt's tokens. Where it is empty, the cache has all of them: the last is computed anew,
     because only computing it says what follows.
     """
-    tokens: list[int] = prompt.tolist()
+    tokens: list[int] = prompt.tolist()  # type: ignore[assignment]
     if tokens or not all(len(s.trail) for s in sequences):
         return tokens
     tokens = [sequences[0].trail.last()]

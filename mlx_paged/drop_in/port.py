@@ -96,7 +96,8 @@ class Port:
         """Makes room for more blocks; what is there stays."""
         for name in ("key_pool", "value_pool"):
             old = getattr(self.layer, name)
-            more = ops.allocate_pool(num_blocks - old.shape[0], *old.shape[1:], old.dtype)
+            _, block_size, heads, dim = old.shape
+            more = ops.allocate_pool(num_blocks - len(old), block_size, heads, dim, old.dtype)
             pool = mx.concatenate([old, more])
             mx.eval(pool)  # pool by pool, so that only one of them is there twice
             setattr(self.layer, name, pool)

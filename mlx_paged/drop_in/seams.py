@@ -152,7 +152,7 @@ def signature_of(function: Any) -> str:
         elif p.kind is p.KEYWORD_ONLY and not only_by_name:
             parts.append("*")
             only_by_name = True
-        prefix = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        prefix = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
         parts.append(f"{prefix}{p.name}{'' if p.default is p.empty else '='}")
     return ", ".join(parts)
 

@@ -67,6 +67,7 @@ class PagedStore:
             grow=self._grow,
             max_cached_blocks=max(2, cache_bytes // self.block_bytes),
         )
+        self.selects_rows = False  # whether the model's head was told to look at `context`
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self._stream: Any = None
@@ -123,7 +124,7 @@ class PagedStore:
 
     def rest(self) -> None:
         """Starts on all that was built, so that another thread may go on."""
-        mx.async_eval(self.pools())
+        mx.async_eval(self.pools())  # type: ignore[no-untyped-call]
 
     def _settle(self) -> None:
         mx.eval(self.pools())

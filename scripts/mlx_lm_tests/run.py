@@ -97,9 +97,11 @@ def run(
         **os.environ,
         "MLX_PAGED_DISABLE": disabled,
         "MLX_LM_TESTS_MODEL": str(model),
+        "HF_HUB_CACHE": str(FOLDER / "hub"),
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
     }
     results.unlink(missing_ok=True)
+    (FOLDER / "hub").mkdir(exist_ok=True)
     subprocess.run(command, cwd=tests, env=env, check=False)
     if not results.is_file():
         sys.exit(f"pytest gave no results {name} the import")
