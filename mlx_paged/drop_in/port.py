@@ -116,9 +116,13 @@ class Port:
 def _to_rows(x: mx.array) -> mx.array:
     """``[batch, heads, length, dim]`` -> ``[batch * length, heads, 1, dim]``."""
     batch, heads, length, dim = x.shape
+    if length == 1:
+        return x
     return x.transpose(0, 2, 1, 3).reshape(batch * length, heads, 1, dim)
 
 
 def _from_rows(x: mx.array, batch: int) -> mx.array:
     rows, heads, _, dim = x.shape
+    if rows == batch:
+        return x
     return x.reshape(batch, rows // batch, heads, dim).transpose(0, 2, 1, 3)
