@@ -28,6 +28,12 @@ from mlx_paged.drop_in.registry import CACHE_BYTES_VARIABLE, stores_of
 pytestmark = pytest.mark.usefixtures("paged")
 
 
+WINDOWS: dict[str, Any] = {
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "sliding_window": 24,
+}
+
+
 @pytest.fixture
 def model() -> nn.Module:
     return embedded_twin().model
@@ -88,15 +94,35 @@ def test_batches_of_equal_length_work_as_with_mlx_lm(model) -> None:
 
 def test_a_cache_of_another_model_is_refused(model) -> None:
     other = tiny_model(tiny_config("llama", num_hidden_layers=6))
-    with pytest.raises(ValueError, match="heads of 64 but got 2 of 16: this cache belongs"):
-        other(mx.array([[1, 2]]), cache=new_cache(model))
+    for call in (other, other.model):
+        with pytest.raises(ValueError, match="this cache belongs to another model"):
+            call(mx.array([[1, 2]]), cache=new_cache(model))
 
 
-def test_a_mask_of_the_callers_own_is_refused_loudly(model) -> None:
-    attention = model.layers[0].self_attn
-    x = mx.zeros((1, 4, 384))
-    with pytest.raises(TypeError, match="mask must be None"):
-        attention(x, mask=mx.ones((4, 4), dtype=mx.bool_), cache=new_cache(model)[0])
+def test_a_mask_of_the_callers_own_is_refused(model) -> None:
+    class Masked(type(model)):
+        def __call__(self, inputs: mx.array, cache: Any = None, mask: Any = None) -> mx.array:
+            return super().__call__(inputs, cache=cache)
+
+    model.__class__ = Masked
+    with pytest.raises(TypeError, match=r"\['mask'\] must be None"):
+        model(mx.array([[1, 2]]), cache=new_cache(model), mask=mx.ones((2, 2)))
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_parts_of_a_model_find_dense_caches(windows) -> None:
+    """Code that goes past the model, to its layers, is served as by mlx-lm's caches."""
+    model = tiny_model(tiny_config("llama", **(WINDOWS if windows else {})))
+    text = [(7 * i) % 90 for i in range(80)]
+    ours, theirs = new_cache(model), own_cache(model)
+    for part in (text[:10], text[10:50], text[50:51], text[51:79], text[79:]):
+        tokens = mx.array([part])
+        assert close(model.model(tokens, cache=ours), model.model(tokens, cache=theirs))
+    # And a step of the whole model goes on from there.
+    assert close(last_logits(model, [5, 6], ours), last_logits(model, [5, 6], theirs))
+    ours[0].trim(1)
+    with pytest.raises(ValueError, match=r"layers must have one offset but are at \[81, 82"):
+        last_logits(model, [5], ours)
 
 
 # --- Trimming -------------------------------------------------------------------------------------
@@ -249,8 +275,7 @@ def test_quantised_and_merged(model) -> None:
 
 @pytest.fixture
 def windowed() -> nn.Module:
-    layer_types = ["full_attention", "sliding_attention"] * 2
-    return tiny_model(tiny_config("llama", layer_types=layer_types, sliding_window=24))
+    return tiny_model(tiny_config("llama", **WINDOWS))
 
 
 def test_windowed_layers(windowed, tmp_path) -> None:

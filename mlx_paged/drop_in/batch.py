@@ -18,14 +18,12 @@ from mlx_paged.drop_in.batch_step import LaunchedStep, launch
 from mlx_paged.drop_in.caches import import_dense, is_importable, prompt_cache, sequence_of
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.drop_in.store import PagedStore
-from mlx_paged.models.output_rows import select_output_rows
 
 
 class PagedBatch:
     """The sequences of a `BatchGenerator` that are in a store.
 
     Args:
-        model: of the store.
         prompt_response: makes mlx-lm's response for a piece of a prompt.
         token_response: makes mlx-lm's response for a token.
         counters: mlx-lm's counters of the generator.
@@ -36,7 +34,6 @@ class PagedBatch:
 
     def __init__(
         self,
-        model: Any,
         store: PagedStore,
         *,
         prompt_response: Any,
@@ -46,7 +43,6 @@ class PagedBatch:
         max_prompts: int,
         chunk_size: int,
     ) -> None:
-        self._model = model
         self.store = store
         self._prompt_response = prompt_response
         self._token_response = token_response
@@ -57,9 +53,6 @@ class PagedBatch:
         self._waiting: deque[Row] = deque()
         self._prompts: list[Row] = []
         self._launched: LaunchedStep | None = None
-        if not store.selects_rows:
-            select_output_rows(model, store.context)
-            store.selects_rows = True
 
     # Sequences.
 
@@ -94,7 +87,7 @@ class PagedBatch:
     @property
     def nbytes(self) -> int:
         """Memory of the sequences' blocks; blocks that they share count for each."""
-        layers = range(len(self.store.layers))
+        layers = range(len(self.store.specs))
         rows = [row for rows in self._stages() for row in rows]
         return sum(row.sequence.nbytes(layer) for row in rows for layer in layers)
 
@@ -128,7 +121,7 @@ class PagedBatch:
         num_decoding = len(self._generating)
         num_prompt_rows = len(starting) + sum(len(tokens) for _, tokens in chunks)
         if num_decoding + num_prompt_rows:
-            self._launched = launch(self._model, self.store, before, starting, chunks)
+            self._launched = launch(self.store, before, starting, chunks)
         for row, token in starting:
             row.tokens.append(token)
         for row, _ in [*starting, *chunks]:

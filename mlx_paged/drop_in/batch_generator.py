@@ -33,7 +33,6 @@ def batch_generator(original: Any) -> Any:
                 None
                 if store is None
                 else PagedBatch(
-                    model,
                     store,
                     prompt_response=PromptProcessingBatch.Response,
                     token_response=GenerationBatch.Response,

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.attention import seam
-from mlx_paged.attention.cache import Step
 from mlx_paged.drop_in.batch_rows import Row
 from mlx_paged.drop_in.store import PagedStore
 
@@ -38,7 +35,6 @@ class LaunchedStep:
 
 
 def launch(
-    model: Any,
     store: PagedStore,
     decoding: LaunchedStep | None,
     starting: list[tuple[Row, int]],
@@ -60,13 +56,12 @@ def launch(
     starts = [row.sequence.offset for row in rows]
     for row, start, length in zip(rows, starts, lengths):
         row.sequence.before_write(start, start + length)
-    plan = store.begin_step([row.sequence.leases[0] for row in rows], starts, lengths)
-
     known = [token for _, token in starting] + [t for _, tokens in chunks for t in tokens]
     inputs = mx.array(np.array(known, dtype=np.int32))
     if decoding is not None:
         inputs = mx.concatenate([decoding.tokens.astype(mx.int32), inputs])
-    logits = _forward(model, store, plan, inputs, len(answering))
+    leases = [row.sequence.leases[0] for row in rows]
+    logits = store.forward(leases, starts, lengths, inputs, np.arange(len(answering)))
     for row, start, length in zip(rows, starts, lengths):
         row.sequence.move_to(start + length)
     if not answering:
@@ -75,21 +70,6 @@ def launch(
     tokens, logprobs = _choose(answering, inputs, logits)
     mx.async_eval(tokens, logprobs, store.pools())  # type: ignore[no-untyped-call]
     return LaunchedStep(answering, tokens, logprobs)
-
-
-def _forward(
-    model: Any, store: PagedStore, plan: Any, inputs: mx.array, num_answering: int
-) -> mx.array:
-    """``[num_answering, vocab_size]`` logits: the first rows are those that get a token."""
-    seam.install()
-    wanted = mx.arange(num_answering, dtype=mx.int32)
-    store.context.enter(Step(plan, wanted))
-    try:
-        logits = model(inputs[:, None], cache=store.layers)
-    finally:
-        store.context.leave()
-    # A head that was replaced since (by quantising, say) gives all rows.
-    return logits[:num_answering, -1, :]
 
 
 def _choose(rows: list[Row], inputs: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:

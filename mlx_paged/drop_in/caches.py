@@ -9,16 +9,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from mlx_paged.attention.cache import KVHandle
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.drop_in.store import PagedStore
 
 
-class LayerCache:
-    """One layer of a sequence, as model code sees it, and as cheap as that can be.
+class _PromptCache:
+    """One layer of a sequence, in mlx-lm's cache protocol.
 
-    `state` is the store's pools, so that ``mx.eval([c.state for c in cache])``, which mlx-lm does
-    after every chunk of a prompt, finishes the chunk and copies nothing.
+    A model that is called with these runs paged and never looks into them (`reroute`). Whoever does
+    gets dense keys and values, which are copies.
     """
 
     def __init__(self, sequence: PagedSequence, layer: int) -> None:
@@ -30,19 +29,10 @@ class LayerCache:
         """Tokens in the cache: the position of the next one."""
         return self.sequence.offsets[self.layer]
 
-    @property
-    def state(self) -> Any:
-        port = self.sequence.store.ports[self.layer]
-        return port.layer.key_pool, port.layer.value_pool
-
-    def make_mask(self, *args: Any, **kwargs: Any) -> None:
-        """No mask: the step's plan says what each row may see, and the layer how far back."""
-        return None
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
-        """Stores ``[batch, num_kv_heads, length, head_dim]``; returns handles for attention."""
-        plan = self.sequence.advance(self.layer, keys.shape[0], keys.shape[2])
-        return self.sequence.store.ports[self.layer].write(plan, keys, values)
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Stores ``[batch, num_kv_heads, length, head_dim]``; returns all that is there."""
+        self.sequence.write(self.layer, keys, values)
+        return self.keys_and_values()
 
     def is_trimmable(self) -> bool:
         return True
@@ -60,13 +50,6 @@ class LayerCache:
     @property
     def nbytes(self) -> int:
         return self.sequence.nbytes(self.layer)
-
-
-class _PromptCache(LayerCache):
-    """What the two kinds of prompt caches have in common: copies, and dense views of the content.
-
-    Dense keys and values are copies, made when asked for.
-    """
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """``[batch, num_kv_heads, offset, head_dim]`` keys and values."""
@@ -154,17 +137,33 @@ class PagedRotatingKVCache(_PromptCache, RotatingKVCache):  # type: ignore[misc]
             )
         _restore(self, *_window_of(source), source.offset)
 
-    def is_trimmable(self) -> bool:
-        return True
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """As mlx-lm's: rows of a longer piece see each its own window, so it returns them all."""
+        before = self.size() if keys.shape[2] == 1 else min(self.offset, self.max_size - 1)
+        self.sequence.write(self.layer, keys, values)
+        num_tokens = min(self.offset, before + keys.shape[2])
+        if keys.shape[2] == 1:
+            num_tokens = self.size()
+        dense = self.sequence.dense(self.layer)
+        return tuple(x[:, :, self.offset - num_tokens :] for x in dense)  # type: ignore[return-value]
 
-    def trim(self, n: int) -> int:
-        return LayerCache.trim(self, n)
-
-    def make_mask(self, *args: Any, **kwargs: Any) -> None:
-        return None
+    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
+        return self.dense().make_mask(*args, **kwargs)
 
     def dense(self) -> RotatingKVCache:
         return RotatingKVCache.from_state(self.state)
+
+
+class _WorkingCache(_PromptCache):
+    """What mlx-lm's own loops are given.
+
+    After every chunk of a prompt they evaluate the state of the caches: here that is the store's
+    pools, which finishes the chunk and copies nothing.
+    """
+
+    @property
+    def state(self) -> Any:
+        return self.sequence.store.pools() if self.layer == 0 else []
 
 
 def prompt_cache(sequence: PagedSequence) -> list[Any]:
@@ -175,9 +174,9 @@ def prompt_cache(sequence: PagedSequence) -> list[Any]:
     ]
 
 
-def layer_caches(sequence: PagedSequence) -> list[LayerCache]:
-    """The same for model code alone."""
-    return [LayerCache(sequence, layer) for layer in range(len(sequence.offsets))]
+def working_caches(sequence: PagedSequence) -> list[Any]:
+    """The same for a loop of mlx-lm's."""
+    return [_WorkingCache(sequence, layer) for layer in range(len(sequence.offsets))]
 
 
 def sequence_of(caches: Sequence[Any]) -> PagedSequence | None:
@@ -221,7 +220,7 @@ def _window_of(cache: RotatingKVCache) -> tuple[Any, Any]:
     return tuple(cache._temporal_order(x)[:, :, -num_tokens:] for x in (cache.keys, cache.values))
 
 
-def _restore(cache: LayerCache, keys: mx.array | None, values: mx.array, offset: int) -> None:
+def _restore(cache: _PromptCache, keys: mx.array | None, values: mx.array, offset: int) -> None:
     """Makes one layer hold `offset` tokens, of which the last are given."""
     cache.trim(cache.offset)
     if keys is None or offset == 0:
@@ -230,4 +229,4 @@ def _restore(cache: LayerCache, keys: mx.array | None, values: mx.array, offset:
     sequence, length = cache.sequence, keys.shape[2]
     # What a window has lost is never read again: it gets its place in the blocks, and no content.
     sequence.offsets[cache.layer] = offset - length
-    cache.update_and_fetch(keys, values)
+    sequence.write(cache.layer, keys, values)

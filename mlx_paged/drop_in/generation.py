@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_paged.drop_in.caches import layer_caches, prompt_cache, sequence_of
+from mlx_paged.drop_in.caches import prompt_cache, sequence_of, working_caches
 from mlx_paged.drop_in.registry import store_for
 from mlx_paged.drop_in.sequence import PagedSequence
 
@@ -58,7 +58,7 @@ def generate_step(original: Function) -> Function:
         if sequence is None:
             yield from original(*args, **kwargs)
             return
-        arguments["prompt_cache"] = layer_caches(sequence)
+        arguments["prompt_cache"] = working_caches(sequence)
         if arguments["input_embeddings"] is not None or not sequence.is_known:
             # Nobody knows which tokens these keys belong to: they are nobody else's.
             yield from original(*call.args, **call.kwargs)
@@ -90,7 +90,7 @@ def speculative_generate_step(original: Function) -> Function:
         if sequences is None or not all(s.is_known for s in sequences):
             yield from original(*args, **kwargs)
             return
-        arguments["prompt_cache"] = [c for s in sequences for c in layer_caches(s)]
+        arguments["prompt_cache"] = [c for s in sequences for c in working_caches(s)]
         prompt = _prompt_or_last_token(arguments["prompt"], sequences)
         texts = [s.trail.tokens() + prompt for s in sequences]
         # mlx-lm gives both models the same rest of the prompt.

@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache
 
+from mlx_paged.drop_in.reroute import reroute
 from mlx_paged.drop_in.store import PagedStore
 from mlx_paged.errors import MlxPagedError
 
@@ -88,20 +89,18 @@ def _drop(key: int) -> None:
 
 
 def _make(model: nn.Module) -> PagedStore | None:
-    # Here, not above: this very import of mlx-lm may have come from there.
-    from mlx_paged.models.families import layer_specs, require_proven
-
     cache_bytes = _cache_bytes()
-    model_type = str(getattr(model, "model_type", type(model).__name__))
     reason = _unusable_device()
     if reason is None:
         try:
-            require_proven(model_type)
-            return PagedStore(layer_specs(model, model_type), cache_bytes=cache_bytes)
+            store = PagedStore(model, cache_bytes=cache_bytes)
+            reroute(model)
+            return store
         except MlxPagedError as error:
             reason = str(error)
         except Exception as error:
             # Whatever a model does with caches that it was not made for, it is not proven.
+            model_type = str(getattr(model, "model_type", type(model).__name__))
             reason = f"model_type {model_type!r} is not supported: {type(error).__name__}: {error}"
     if reason not in _warned:
         _warned.add(reason)

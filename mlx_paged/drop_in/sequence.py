@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
+
 from mlx_paged.drop_in.store import PagedStore
 from mlx_paged.drop_in.trail import Trail
 from mlx_paged.ops import AttentionPlan
@@ -13,8 +16,8 @@ from mlx_paged.ops import AttentionPlan
 class PagedSequence:
     """A sequence (or several of equal length, side by side) in a store.
 
-    Each layer has an offset of its own, because mlx-lm's caches move on one by one during a
-    forward; the first of them to write plans the step for all.
+    A forward moves all layers on at once. Each has an offset of its own all the same, because
+    mlx-lm trims, sets and sometimes writes caches one by one.
 
     ::
 
@@ -26,7 +29,7 @@ class PagedSequence:
         self.store = store
         self.trail = Trail()
         self.leases = [store.ledger.lease()]
-        self.offsets = [0] * len(store.layers)
+        self.offsets = [0] * len(store.specs)
         self._num_written = 0  # positions from here on were never written by this sequence
         self._plan: tuple[tuple[int, int], AttentionPlan] | None = None
 
@@ -57,20 +60,48 @@ class PagedSequence:
 
     # Writing.
 
-    def advance(self, layer: int, batch: int, length: int) -> AttentionPlan:
-        """Moves one layer on by `length` tokens; returns the plan of the step.
+    def forward(self, tokens: mx.array, input_embeddings: mx.array | None = None) -> mx.array:
+        """``[batch, length]`` tokens -> ``[batch, length, vocab_size]`` logits, lazily.
 
         Raises:
-            ValueError: for another number of sequences than the cache holds.
+            ValueError: for another number of sequences than the cache holds, or for layers that
+                were trimmed by different numbers of tokens.
         """
-        start = self.offsets[layer]
+        batch, length = (tokens if input_embeddings is None else input_embeddings).shape[:2]
+        start = self.offset
+        if min(self.offsets) != start:
+            raise ValueError(
+                f"[paged prompt cache] layers must have one offset but are at {self.offsets}"
+            )
+        self._become(batch)
+        self.before_write(start, start + length)
+        if input_embeddings is not None:
+            tokens = mx.zeros((batch, length), dtype=mx.int32)  # the embeddings stand for them
+            input_embeddings = input_embeddings.reshape(batch * length, -1)
+        logits = self.store.forward(
+            self.leases,
+            [start] * batch,
+            [length] * batch,
+            tokens.reshape(-1),
+            np.arange(batch * length),
+            input_embeddings,
+        )
+        self.move_to(start + length)
+        return logits.reshape(batch, length, -1)
+
+    def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        """Moves one layer on by ``[batch, num_kv_heads, length, head_dim]`` keys and values.
+
+        Raises:
+            ValueError: for another number of sequences than the cache holds, or other heads.
+        """
+        start, batch, length = self.offsets[layer], keys.shape[0], keys.shape[2]
         if self._plan is None or self._plan[0] != (start, length):
             self._become(batch)
             self.before_write(start, start + length)
-            plan = self.store.begin_step(self.leases, [start] * batch, [length] * batch)
-            self._plan = (start, length), plan
+            self._plan = (start, length), self.store.plan_write(self.leases, start, length)
+        self.store.flat.write(layer, self._plan[1], keys, values)
         self.offsets[layer] = start + length
-        return self._plan[1]
 
     def before_write(self, start: int, end: int) -> None:
         """What is known of ``[start, end)`` is no longer so."""
@@ -157,7 +188,7 @@ class PagedSequence:
         """``[batch, num_kv_heads, offset, head_dim]`` keys and values of a layer, copied."""
         self.store.follow_stream()
         tables = [lease.blocks for lease in self.leases]
-        return self.store.ports[layer].gather(tables, self.offsets[layer])
+        return self.store.flat.read(layer, tables, self.offsets[layer])
 
     def nbytes(self, layer: int) -> int:
         """Memory of a layer's blocks, those it shares included."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 
-from mlx_paged.attention.cache import LayerSpec, PagedLayerCache, StepContext, copy_blocks
-from mlx_paged.attention.plan import build_plan
+from mlx_paged.drop_in.flat_model import FlatModel
 from mlx_paged.drop_in.ledger import Lease, Ledger
-from mlx_paged.drop_in.port import Port
 from mlx_paged.ops import AttentionPlan
 
 BLOCK_SIZE = 32
@@ -42,24 +42,21 @@ class StoreStats:
 
 
 class PagedStore:
-    """Pools for every layer, and the ledger of their blocks.
+    """Pools for every layer of a model, and the ledger of their blocks.
 
     Args:
-        specs: one for each of the model's caches.
+        model: see `FlatModel`; the store does not keep it alive.
         cache_bytes: memory up to which prefixes that nobody uses at the moment are kept.
+
+    Raises:
+        UnsupportedModelError: the model cannot have one.
     """
 
-    def __init__(self, specs: Sequence[LayerSpec], *, cache_bytes: int) -> None:
-        self.block_size = BLOCK_SIZE
-        self.specs = list(specs)
-        self.block_bytes = BLOCK_SIZE * sum(spec.bytes_per_token for spec in specs)
+    def __init__(self, model: nn.Module, *, cache_bytes: int) -> None:
         num_blocks = 1 + _INITIAL_TOKENS // BLOCK_SIZE
-        self.context = StepContext()
-        self.layers = [
-            PagedLayerCache(self.context, spec, num_blocks=num_blocks, block_size=BLOCK_SIZE)
-            for spec in specs
-        ]
-        self.ports = [Port(layer, self.context) for layer in self.layers]
+        self.block_size = BLOCK_SIZE
+        self.flat = FlatModel(model, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+        self.block_bytes = BLOCK_SIZE * self.flat.bytes_per_token
         self.ledger = Ledger(
             num_blocks,
             BLOCK_SIZE,
@@ -67,33 +64,60 @@ class PagedStore:
             grow=self._grow,
             max_cached_blocks=max(2, cache_bytes // self.block_bytes),
         )
-        self.selects_rows = False  # whether the model's head was told to look at `context`
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self._stream: Any = None
         # Handles of the pools that are known to have been evaluated.
         self._evaluated = self.pools()
 
-    def begin_step(
-        self, leases: Sequence[Lease], starts: Sequence[int], lengths: Sequence[int]
-    ) -> AttentionPlan:
-        """Makes ready to write ``[start, start + length)`` of each sequence; returns the plan.
+    @property
+    def specs(self) -> Sequence[Any]:
+        """What each of the model's caches holds."""
+        return self.flat.specs
 
-        Copies on write are made here; block tables are the sequences' own afterwards.
+    def forward(
+        self,
+        leases: Sequence[Lease],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        tokens: mx.array,
+        logit_rows: np.ndarray,
+        input_embeddings: mx.array | None = None,
+    ) -> mx.array:
+        """Builds a step that computes ``[start, start + length)`` of each sequence.
+
+        Args:
+            tokens: ``[num_rows]``: those of the first sequence, then those of the next.
+            logit_rows: rows whose logits are wanted.
+            input_embeddings: ``[num_rows, hidden_size]`` in the place of the tokens'.
+
+        Returns:
+            ``[len(logit_rows), vocab_size]``.
         """
+        self._reserve(leases, starts, lengths)
+        ends = [start + length for start, length in zip(starts, lengths)]
+        tables = [lease.blocks for lease in leases]
+        return self.flat.forward(
+            tokens.astype(mx.int32), tables, ends, lengths, logit_rows, input_embeddings
+        )
+
+    def plan_write(self, leases: Sequence[Lease], start: int, length: int) -> AttentionPlan:
+        """Makes ready to write ``[start, start + length)`` of sequences, layer by layer."""
+        self._reserve(leases, [start] * len(leases), [length] * len(leases))
+        tables = [lease.blocks for lease in leases]
+        return self.flat.plan(tables, [start + length] * len(leases), [length] * len(leases))
+
+    def _reserve(
+        self, leases: Sequence[Lease], starts: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        """Copies on write what is shared; block tables are the sequences' own afterwards."""
         self.follow_stream()
         copies = []
         for lease, start, length in zip(leases, starts, lengths):
             copies += self.ledger.reserve(lease, start, start + length)
         if copies:
-            copy_blocks(self.layers, mx.array(copies, dtype=mx.int32))
+            self.flat.copy_blocks(copies)
         self.ledger.begin_step()
-        return build_plan(
-            [lease.blocks for lease in leases],
-            [start + length for start, length in zip(starts, lengths)],
-            list(lengths),
-            block_size=self.block_size,
-        )
 
     def settle(self) -> None:
         """Waits until all that was read or written has been."""
@@ -101,7 +125,7 @@ class PagedStore:
 
     def pools(self) -> list[mx.array]:
         """Every pool as it is now."""
-        return [pool for layer in self.layers for pool in (layer.key_pool, layer.value_pool)]
+        return self.flat.pools()
 
     def retire(self) -> None:
         """The weights have changed: what is stored stays with those who hold it, for nobody new."""
@@ -132,8 +156,7 @@ class PagedStore:
         self._evaluated = self.pools()
 
     def _grow(self, num_blocks: int) -> None:
-        for port in self.ports:
-            port.grow(num_blocks)
+        self.flat.grow(num_blocks)
         self._evaluated = self.pools()
 
     def follow_stream(self) -> None:
@@ -145,7 +168,6 @@ class PagedStore:
             except RuntimeError:
                 # Built in another thread and never asked for: only that thread could still run it.
                 # An older handle is the same memory, without what was never written there.
-                for i, layer in enumerate(self.layers):
-                    layer.key_pool, layer.value_pool = self._evaluated[2 * i : 2 * i + 2]
+                self.flat.restore(self._evaluated)
             self._evaluated = self.pools()
         self._stream = stream
