@@ -17,25 +17,30 @@ if TYPE_CHECKING:
     from mlx_paged.core import build_info
     from mlx_paged.engine.llm import LLM, RequestOutput
     from mlx_paged.engine.sampling_params import SamplingParams
-    from mlx_paged.models.load import load
+    from mlx_paged.models.families import register_family
+    from mlx_paged.models.load import LoadedModel, load
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "LoadedModel",
     "RequestOutput",
     "SamplingParams",
     "build_info",
     "load",
     "patch",
     "unpatch",
+    "register_family",
 ]
 
 _HOMES = {
     "LLM": "mlx_paged.engine.llm",
+    "LoadedModel": "mlx_paged.models.load",
     "RequestOutput": "mlx_paged.engine.llm",
     "SamplingParams": "mlx_paged.engine.sampling_params",
     "build_info": "mlx_paged.core",
     "load": "mlx_paged.models.load",
+    "register_family": "mlx_paged.models.families",
 }
 
 # Now, not when MLX is first needed: a program that imports mlx_paged and then mlx.core means both.

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_paged.attention.cache import KVHandle
+from mlx_paged.attention.handles import KVHandle, Scores
 
 _dense_attention = mx.fast.scaled_dot_product_attention
 
@@ -25,7 +25,7 @@ def scaled_dot_product_attention(
         return _dense_attention(q, k, v, scale=scale, **kwargs)
     mask = kwargs.pop("mask", None)
     sinks = kwargs.pop("sinks", None)
-    if mask is not None:
+    if mask is not None and not isinstance(mask, Scores):
         raise TypeError(
             "[paged_attention] mask must be None but got "
             f"{mask if isinstance(mask, str) else type(mask).__name__}: "
@@ -33,11 +33,18 @@ def scaled_dot_product_attention(
         )
     if kwargs:
         raise TypeError(f"[paged_attention] unexpected arguments {sorted(kwargs)}")
-    if k is not k.cache.keys or v is not k.cache.values:
+    cache = k.cache
+    # Latent attention takes its values from the keys; what came as values went into the scores.
+    values = cache.values if mask is None else k
+    if (
+        k is not cache.keys
+        or v is not values
+        or (mask is not None and mask.handle.cache is not cache)
+    ):
         raise TypeError(
             "[paged_attention] keys and values must be the two handles of one layer, in that order"
         )
-    return k.cache.attend(q, scale=scale, sinks=sinks)
+    return cache.attend(q, scale=scale, sinks=sinks, scores=mask)
 
 
 def install() -> None:

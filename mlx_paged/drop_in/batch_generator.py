@@ -122,9 +122,10 @@ def _with_last_tokens(
     segments, caches = list(segments), list(caches)
     texts = [[] for _ in segments] if all_tokens is None else list(all_tokens)
     for i, (segment, cache) in enumerate(zip(segments, caches)):
-        if any(segment) or not cache or cache[0].empty():
+        sequence = sequence_of(cache) if cache else None
+        is_empty = all(c.empty() for c in cache or ()) if sequence is None else not sequence.offset
+        if any(segment) or is_empty:
             continue
-        sequence = sequence_of(cache)
         if sequence is not None and len(sequence.trail):
             shorter = sequence.fork()
             segments[i] = [[shorter.trail.last()]]

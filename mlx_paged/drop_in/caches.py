@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
+from mlx_paged.attention.specs import CacheSpec, LayerSpec
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.drop_in.store import PagedStore
 
@@ -106,8 +107,7 @@ class PagedRotatingKVCache(_PromptCache, RotatingKVCache):  # type: ignore[misc]
     @property
     def max_size(self) -> int:
         """The window."""
-        window = self.sequence.store.specs[self.layer].window
-        assert window is not None
+        window: int = self.sequence.store.specs[self.layer].window
         return window
 
     @property
@@ -135,7 +135,7 @@ class PagedRotatingKVCache(_PromptCache, RotatingKVCache):  # type: ignore[misc]
                 f"[paged prompt cache] state must be of keep 0 and max_size {self.max_size} but "
                 f"got {source.keep} and {source.max_size}"
             )
-        _restore(self, *_window_of(source), source.offset)
+        _restore(self, *_newest(source), source.offset)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """As mlx-lm's: rows of a longer piece see each its own window, so it returns them all."""
@@ -154,68 +154,156 @@ class PagedRotatingKVCache(_PromptCache, RotatingKVCache):  # type: ignore[misc]
         return RotatingKVCache.from_state(self.state)
 
 
+class PagedChunkedKVCache(_PromptCache, ChunkedKVCache):  # type: ignore[misc]
+    """Stands where mlx-lm has a `ChunkedKVCache`: a layer that sees its own chunk of the text."""
+
+    start_position = 0
+
+    @property
+    def chunk_size(self) -> int:
+        chunk: int = self.sequence.store.specs[self.layer].chunk
+        return chunk
+
+    @property
+    def state(self) -> Any:
+        return self.keys, self.values, self.offset, self.chunk_size, self.start_position
+
+    @state.setter
+    def state(self, v: Any) -> None:
+        source = ChunkedKVCache.from_state(v)
+        _restore(self, *_newest(source), source.offset)
+
+    def maybe_trim_front(self) -> None:
+        """Nothing is dropped here."""
+
+    def dense(self) -> ChunkedKVCache:
+        return ChunkedKVCache.from_state(self.state)
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> Any:
+        """For mlx-lm's server, which asks for it: sequences with these run in the store."""
+        raise ValueError("chunked caches cannot be merged into a dense batch")
+
+
+class _UnusedCache(PagedKVCache):
+    """Stands for a cache that the model makes and does not use."""
+
+    def empty(self) -> bool:
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def dense(self) -> KVCache:
+        return KVCache()
+
+
 class _WorkingCache(_PromptCache):
-    """What mlx-lm's own loops are given.
+    """What mlx-lm's own loops are given: one in the place of each of a model's caches.
 
     After every chunk of a prompt they evaluate the state of the caches: here that is the store's
     pools, which finishes the chunk and copies nothing.
     """
 
     @property
+    def offset(self) -> int:
+        return self.sequence.offset
+
+    @property
     def state(self) -> Any:
         return self.sequence.store.pools() if self.layer == 0 else []
 
+    def trim(self, n: int) -> int:
+        n = min(n, self.offset)
+        if self.layer == 0:
+            self.sequence.trim_all(n)
+        return n
+
 
 def prompt_cache(sequence: PagedSequence) -> list[Any]:
-    """The caches of a sequence, one for each layer."""
-    return [
-        (PagedKVCache if spec.window is None else PagedRotatingKVCache)(sequence, layer)
-        for layer, spec in enumerate(sequence.store.specs)
-    ]
+    """The caches of a sequence, put together as mlx-lm does for the model."""
+    return sequence.store.flat.layout.assemble(
+        [_kind_of(spec)(sequence, i) for i, spec in enumerate(sequence.store.specs)]
+    )
+
+
+def _kind_of(spec: CacheSpec) -> type[_PromptCache]:
+    if not isinstance(spec, LayerSpec):
+        return _UnusedCache
+    if spec.chunk is not None:
+        return PagedChunkedKVCache
+    return PagedKVCache if spec.window is None else PagedRotatingKVCache
 
 
 def working_caches(sequence: PagedSequence) -> list[Any]:
     """The same for a loop of mlx-lm's."""
-    return [_WorkingCache(sequence, layer) for layer in range(len(sequence.offsets))]
+    return [_WorkingCache(sequence, i) for i in range(len(sequence.store.flat.layout.tree))]
 
 
 def sequence_of(caches: Sequence[Any]) -> PagedSequence | None:
     """The sequence behind a whole prompt cache; None where that is not one of ours."""
-    if not caches or not isinstance(caches[0], _PromptCache):
+    leaves = leaves_of(caches)
+    if not leaves or not isinstance(leaves[0], _PromptCache):
         return None
-    sequence = caches[0].sequence
-    whole = len(caches) == len(sequence.offsets) and all(
+    sequence = leaves[0].sequence
+    if all(isinstance(c, _WorkingCache) for c in leaves):
+        return sequence
+    whole = len(leaves) == len(sequence.offsets) and all(
         isinstance(c, _PromptCache) and c.sequence is sequence and c.layer == i
-        for i, c in enumerate(caches)
+        for i, c in enumerate(leaves)
     )
     return sequence if whole else None
 
 
+def leaves_of(caches: Sequence[Any]) -> list[Any]:
+    """A model's caches, taken out of the lists that some models have them in."""
+    leaves: list[Any] = []
+    for cache in caches:
+        leaves += leaves_of(cache.caches) if isinstance(cache, CacheList) else [cache]
+    return leaves
+
+
+def dense_copy(cache: Any) -> Any:
+    """mlx-lm's own cache with the same content; a cache that is not ours as it is."""
+    if isinstance(cache, CacheList):
+        return CacheList(*(dense_copy(c) for c in cache.caches))
+    return cache.dense() if isinstance(cache, _PromptCache) else cache
+
+
 def is_importable(caches: Sequence[Any], store: PagedStore) -> bool:
     """Whether `import_dense` can take mlx-lm's own caches of a model."""
-    return len(caches) == len(store.specs) and all(
-        (type(c) is KVCache and spec.window is None)
-        or (type(c) is RotatingKVCache and c.keep == 0 and c.max_size == spec.window)
-        for c, spec in zip(caches, store.specs)
-    )
+    leaves = leaves_of(caches)
+    return len(leaves) == len(store.specs) and all(map(_fits, leaves, store.specs))
+
+
+def _fits(cache: Any, spec: CacheSpec) -> bool:
+    if type(cache) is RotatingKVCache:
+        return cache.keep == 0 and cache.max_size == getattr(spec, "window", None)
+    if type(cache) is ChunkedKVCache:
+        return cache.chunk_size == getattr(spec, "chunk", None)
+    if not isinstance(spec, LayerSpec):
+        return type(cache) is KVCache and cache.empty()
+    return type(cache) is KVCache and spec.window is None and spec.chunk is None
 
 
 def import_dense(caches: Sequence[Any], store: PagedStore) -> PagedSequence:
     """Copies mlx-lm's own caches of one sequence into a store."""
     sequence = PagedSequence(store)
-    for source, target in zip(caches, prompt_cache(sequence)):
-        if isinstance(source, RotatingKVCache):
-            _restore(target, *_window_of(source), source.offset)
-        elif not source.empty():
-            keys, values = source.keys_and_values()
-            _restore(target, keys, values, source.offset)
+    leaves = leaves_of(caches)
+    for source, target in zip(leaves, leaves_of(prompt_cache(sequence))):
+        if not source.empty():
+            _restore(target, *_newest(source), source.offset)
+    sequence.move_to(max(source.offset for source in leaves))  # unused ones move along
     return sequence
 
 
-def _window_of(cache: RotatingKVCache) -> tuple[Any, Any]:
-    """The tokens that a rotating cache still has, oldest first."""
+def _newest(cache: Any) -> tuple[Any, Any]:
+    """Keys and values of the tokens that one of mlx-lm's caches still has, oldest first."""
     if cache.keys is None:
         return None, None
+    if not isinstance(cache, RotatingKVCache):
+        return tuple(cache.keys_and_values())
     num_tokens = cache.size()
     return tuple(cache._temporal_order(x)[:, :, -num_tokens:] for x in (cache.keys, cache.values))
 

@@ -7,7 +7,8 @@ code calls the model in.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -15,9 +16,9 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.attention import seam
-from mlx_paged.attention.cache import PagedLayerCache, Step, StepContext, copy_blocks
 from mlx_paged.attention.plan import build_plan
+from mlx_paged.attention.specs import CacheSpec, LayerSpec
+from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.ops import AttentionPlan
 
 
@@ -25,7 +26,7 @@ class FlatModel:
     """Runs steps of ragged sequences. Does not keep its model alive.
 
     Args:
-        model: its output projection is changed in place, so that it projects wanted rows only.
+        model: its modules are changed in place, in ways that show only while a step is built.
 
     Raises:
         UnsupportedModelError: the family is not proven, or this model of it is not served.
@@ -33,27 +34,42 @@ class FlatModel:
 
     def __init__(self, model: nn.Module, *, num_blocks: int, block_size: int) -> None:
         # Here, not above: this very import of mlx_lm may have come from there.
-        from mlx_paged.models.families import layer_specs, require_proven
-        from mlx_paged.models.output_rows import select_output_rows
+        from mlx_paged.models.serve import serve
 
-        model_type = str(getattr(model, "model_type", type(model).__name__))
-        require_proven(model_type)
-        self.specs = layer_specs(model, model_type)
+        config = _config_of(model)
+        paged = serve(model, config, block_size=block_size)
+        if paged.layout.has_states:
+            raise UnsupportedModelError(
+                config["model_type"],
+                "its layers keep recurrent state, which paged prompt caches do not yet",
+            )
+        if paged.layout.max_context_len is not None:
+            raise UnsupportedModelError(
+                config["model_type"],
+                f"its RoPE changes with contexts beyond {paged.layout.max_context_len} tokens",
+            )
+        self.layout = paged.layout
         self.block_size = block_size
         self._model = weakref.ref(model)
-        self._context = StepContext()
-        select_output_rows(model, self._context)
-        self._caches = [
-            PagedLayerCache(self._context, spec, num_blocks=num_blocks, block_size=block_size)
-            for spec in self.specs
+        self._paged = paged
+        paged.allocate(num_blocks)
+        paged.model = None  # type: ignore[assignment]
+        caches = iter(paged.attention_caches)
+        self._caches: list[Any] = [
+            next(caches) if isinstance(spec, LayerSpec) else None for spec in self.specs
         ]
-        for cache in self._caches:
+        for cache in paged.attention_caches:
             _order_reads(cache)
+
+    @property
+    def specs(self) -> Sequence[CacheSpec]:
+        """What each cache holds, as mlx-lm's caches lie when they are taken out of their lists."""
+        return self.layout.specs
 
     @property
     def bytes_per_token(self) -> int:
         """Keys and values of a token in all layers."""
-        return sum(spec.bytes_per_token for spec in self.specs)
+        return self.layout.bytes_per_token()
 
     def is_of(self, model: object) -> bool:
         """Whether this runs that very model."""
@@ -78,18 +94,27 @@ class FlatModel:
             query_lens: how many of them are this step's rows.
             input_embeddings: ``[num_rows, hidden_size]``, in the place of the tokens'.
         """
-        seam.install()  # unpatching takes it out; who still holds a paged cache needs it
-        plan = build_plan(tables, context_lens, query_lens, block_size=self.block_size)
+        from mlx_paged.models.paged_model import StepInputs
+
+        inputs = StepInputs(
+            np.array(context_lens, dtype=np.int64),
+            np.array(query_lens, dtype=np.int64),
+            tables,
+            logit_rows,
+        )
         model: Any = self._model()
-        options = {}
         if input_embeddings is not None:
-            options["input_embeddings"] = input_embeddings[:, None]
-        self._context.enter(Step(plan, mx.array(logit_rows.astype(np.int32))))
+            if self.layout.mode.is_gathered:
+                raise TypeError(
+                    "[paged prompt cache] input_embeddings must be None for a model that runs in "
+                    "groups. Set MLX_PAGED_DISABLE=1 to run it with mlx-lm's own caches"
+                )
+            model = partial(model, input_embeddings=input_embeddings[:, None])
+        self._paged.model = model
         try:
-            logits = model(tokens[:, None], cache=self._caches, **options)
+            logits = self._paged.forward(tokens, inputs)
         finally:
-            self._context.leave()
-        logits = logits.reshape(-1, logits.shape[-1])
+            self._paged.model = None  # type: ignore[assignment]
         # (A head that was replaced since, by quantising it, say, gives all rows.)
         return logits if len(logits) == len(logit_rows) else logits[mx.array(logit_rows)]
 
@@ -101,20 +126,25 @@ class FlatModel:
         Raises:
             ValueError: for other heads or head dims than the layer has.
         """
-        spec = self.specs[layer]
-        for name, array, dim in (("keys", keys, spec.key_dim), ("values", values, spec.value_dim)):
+        spec = self._spec(layer)
+        dims = (spec.key_dim, spec.value_dim)
+        if spec.latent:
+            dims = (spec.value_dim, spec.key_dim - spec.value_dim)
+        for name, array, dim in zip(("keys", "values"), (keys, values), dims):
             if (array.shape[1], array.shape[3]) != (spec.num_kv_heads, dim):
                 raise ValueError(
                     f"[paged prompt cache] {name} must be of {spec.num_kv_heads} heads of {dim} "
                     f"but got {array.shape[1]} of {array.shape[3]}: this cache belongs to another "
                     "model"
                 )
+        if spec.latent:  # mlx-lm keeps the two halves apart, the pool side by side
+            keys, values = mx.concatenate([keys, values], axis=-1), values[..., :0]
         cache = self._caches[layer]
         cache.key_pool, cache.value_pool = ops.write_kv(
             cache.key_pool,
             cache.value_pool,
-            _to_rows(keys).astype(spec.dtype),
-            _to_rows(values).astype(spec.dtype),
+            _to_rows(keys, cache.key_pool),
+            _to_rows(values, cache.value_pool),
             plan.slot_mapping,
         )
 
@@ -128,7 +158,7 @@ class FlatModel:
         self, layer: int, tables: Sequence[Sequence[int]], num_tokens: int
     ) -> tuple[mx.array, mx.array]:
         """Dense ``[batch, num_kv_heads, num_tokens, head_dim]`` keys and values of one layer."""
-        cache = self._caches[layer]
+        spec, cache = self._spec(layer), self._caches[layer]
         width = max(map(len, tables))
         padded = [[*table, *[0] * (width - len(table))] for table in tables]
         keys, values = ops.gather_kv(
@@ -139,26 +169,32 @@ class FlatModel:
             num_tokens,
         )
         _write_after(cache, [keys, values])
-        return keys, values
+        if spec.latent:
+            return keys[..., : spec.value_dim], keys[..., spec.value_dim : spec.key_dim]
+        return keys[..., : spec.key_dim], values[..., : spec.value_dim]
+
+    def _spec(self, layer: int) -> LayerSpec:
+        spec = self.specs[layer]
+        assert isinstance(spec, LayerSpec), f"cache {layer} of the model is not used"
+        return spec
 
     # Pools.
 
     def pools(self) -> list[mx.array]:
         """Every pool as it is now."""
-        return [pool for cache in self._caches for pool in (cache.key_pool, cache.value_pool)]
+        return self._paged.pools()
 
     def restore(self, pools: list[mx.array]) -> None:
         """Puts back what `pools` returned: the same memory, as writing is in place."""
-        for i, cache in enumerate(self._caches):
-            cache.key_pool, cache.value_pool = pools[2 * i : 2 * i + 2]
+        self._paged.restore(pools)
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copies blocks, as (src, dst), in every layer."""
-        copy_blocks(self._caches, mx.array(list(pairs), dtype=mx.int32))
+        self._paged.copy_blocks(mx.array(list(pairs), dtype=mx.int32))
 
     def grow(self, num_blocks: int) -> None:
         """Makes room for more blocks; what is there stays."""
-        for cache in self._caches:
+        for cache in self._paged.attention_caches:
             for name in ("key_pool", "value_pool"):
                 old: mx.array = getattr(cache, name)
                 more, block_size, heads, dim = num_blocks - len(old), *old.shape[1:]
@@ -168,28 +204,43 @@ class FlatModel:
                 setattr(cache, name, pool)
 
 
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    """What a model's ``config.json`` says of its family, as far as the model itself can tell."""
+    model_type = str(getattr(model, "model_type", type(model).__name__))
+    for base in type(model).__mro__:
+        package, _, module = base.__module__.rpartition(".")
+        if package == "mlx_lm.models":  # one module may run several model types
+            model_type = module
+            break
+    return {**vars(getattr(model, "args", object)), "model_type": model_type}
+
+
 def _order_reads(cache: Any) -> None:
-    """Makes whatever is written after an attention come after it, in whatever order results are
-    asked for.
+    """Makes whatever is written after a read come after it, in whatever order results are asked
+    for.
 
     Writing is in place, and mlx-lm's callers may well trim a cache and go on before they evaluate
     logits. (The engine evaluates every step, and needs nothing of this.)
     """
-    attend = type(cache).attend
+    method = "attend" if hasattr(cache, "attend") else "update_and_fetch"
+    read = getattr(type(cache), method)
 
-    def attend_in_order(*args: Any, **kwargs: Any) -> mx.array:
-        out: mx.array = attend(cache, *args, **kwargs)
+    def read_in_order(*args: Any, **kwargs: Any) -> Any:
+        out = read(cache, *args, **kwargs)
         _write_after(cache, out)
         return out
 
-    cache.attend = attend_in_order
+    setattr(cache, method, read_in_order)
 
 
-def _write_after(cache: Any, reads: mx.array | list[mx.array]) -> None:
+def _write_after(cache: Any, reads: Any) -> None:
+    reads = list(reads) if isinstance(reads, tuple) else reads
     cache.key_pool, cache.value_pool = mx.depends([cache.key_pool, cache.value_pool], reads)
 
 
-def _to_rows(x: mx.array) -> mx.array:
-    """``[batch, heads, length, dim]`` -> ``[batch * length, heads, dim]``."""
+def _to_rows(x: mx.array, pool: mx.array) -> mx.array:
+    """``[batch, heads, length, dim]`` -> ``[batch * length, heads, pool_dim]``."""
     batch, heads, length, dim = x.shape
-    return x.transpose(0, 2, 1, 3).reshape(batch * length, heads, dim)
+    rows = x.transpose(0, 2, 1, 3).reshape(batch * length, heads, dim).astype(pool.dtype)
+    missing = pool.shape[-1] - dim
+    return mx.pad(rows, [(0, 0), (0, 0), (0, missing)]) if missing else rows

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_paged.drop_in.caches import prompt_cache, sequence_of, working_caches
+from mlx_paged.drop_in.caches import dense_copy, prompt_cache, sequence_of, working_caches
 from mlx_paged.drop_in.registry import store_for
 from mlx_paged.drop_in.sequence import PagedSequence
 
@@ -39,8 +39,7 @@ def save_prompt_cache(original: Function) -> Function:
     def save_prompt_cache(
         file_name: str, cache: list[Any], metadata: dict[str, str] | None = None
     ) -> None:
-        dense = [c.dense() if hasattr(c, "dense") else c for c in cache]
-        original(file_name, dense, metadata)
+        original(file_name, [dense_copy(c) for c in cache], metadata)
 
     return save_prompt_cache
 

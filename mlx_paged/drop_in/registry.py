@@ -13,12 +13,15 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache
 
+from mlx_paged.drop_in.caches import leaves_of
 from mlx_paged.drop_in.reroute import reroute
 from mlx_paged.drop_in.store import PagedStore
 from mlx_paged.errors import MlxPagedError
 
 #: Memory for prefixes that nobody uses at the moment, in bytes, for each model.
 CACHE_BYTES_VARIABLE = "MLX_PAGED_CACHE_BYTES"
+
+_SMALL = 1 << 16  # bytes
 
 _stores: dict[int, _Entry] = {}  # by id(model): modules cannot be hashed
 _warned: set[str] = set()
@@ -28,22 +31,43 @@ class _Entry:
     """The stores of one model with its present weights."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = weakref.ref(model)
-        self.weights = _weights(model)
+        self.weights = {path: _Weight(array) for path, array in _weights(model)}
         # One for each set of caches that the model may ask for (they can be changed at run time).
         self.stores: dict[tuple[Any, ...], PagedStore | None] = {}
 
     def is_current(self, model: nn.Module) -> bool:
-        """Whether the very arrays that the stored keys and values were computed with are there."""
+        """Whether the weights are there that the stored keys and values were computed with."""
         weights = _weights(model)
         return len(weights) == len(self.weights) and all(
-            path == old_path and old() is array()
-            for (path, array), (old_path, old) in zip(weights, self.weights)
+            path in self.weights and self.weights[path].is_still(array) for path, array in weights
         )
 
 
-def _weights(model: nn.Module) -> list[tuple[str, Any]]:
-    return [(path, weakref.ref(a)) for path, a in tree_flatten(model.parameters())]
+class _Weight:
+    """An array, remembered without keeping it alive; a small one is kept."""
+
+    def __init__(self, array: mx.array) -> None:
+        self._identity = weakref.ref(array)
+        self._value = array if array.nbytes <= _SMALL else None
+
+    def is_still(self, array: mx.array) -> bool:
+        """Whether this is the same array, or a small one of the same values.
+
+        (Gemma 3n replaces small weights of its own, by what they are already, in every forward.)
+        """
+        if self._identity() is array:
+            return True
+        old = self._value
+        if old is None or (old.shape, old.dtype) != (array.shape, array.dtype):
+            return False
+        if not mx.array_equal(old, array).item():
+            return False
+        self._identity = weakref.ref(array)
+        return True
+
+
+def _weights(model: nn.Module) -> list[tuple[str, mx.array]]:
+    return tree_flatten(model.parameters())  # type: ignore[return-value]
 
 
 def store_for(model: Any, caches: Sequence[Any]) -> PagedStore | None:
@@ -63,7 +87,7 @@ def store_for(model: Any, caches: Sequence[Any]) -> PagedStore | None:
     if entry is None:
         entry = _stores[id(model)] = _Entry(model)
         weakref.finalize(model, _drop, id(model))
-    kinds = tuple((type(c), getattr(c, "max_size", None)) for c in caches)
+    kinds = tuple((type(c), getattr(c, "max_size", None)) for c in leaves_of(caches))
     if kinds not in entry.stores:
         entry.stores[kinds] = _make(model)
     return entry.stores[kinds]

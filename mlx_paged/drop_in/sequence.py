@@ -193,4 +193,5 @@ class PagedSequence:
     def nbytes(self, layer: int) -> int:
         """Memory of a layer's blocks, those it shares included."""
         num_blocks = sum(len(lease.blocks) for lease in self.leases)
-        return num_blocks * self.store.block_size * self.store.specs[layer].bytes_per_token
+        spec = self.store.specs[layer]
+        return num_blocks * self.store.block_size * getattr(spec, "bytes_per_token", 0)

@@ -27,10 +27,10 @@ from mlx_paged.engine.sampling.request_sampler import RequestSampler, TokenMask
 from mlx_paged.engine.sampling.row_cache import RowCache
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.text_stream import TextStream
-from mlx_paged.errors import InvalidParameterError
+from mlx_paged.errors import InvalidParameterError, UnsupportedModelError
 from mlx_paged.kv import KVCounters, KVManager, KVUsage
-from mlx_paged.models.families import layer_specs
 from mlx_paged.models.load import LoadedModel
+from mlx_paged.models.serve import serve
 from mlx_paged.scheduling import (
     FinishReason,
     Request,
@@ -84,16 +84,22 @@ class Engine:
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig()
         self.tokenizer = model.tokenizer
-        self.max_model_len = self.config.model_len(model.max_model_len)
-        specs = layer_specs(model.model, model.model_type)
-        runner = ModelRunner(model.model, specs, block_size=self.config.block_size)
+        paged = serve(model.model, model.config, block_size=self.config.block_size)
+        if paged.layout.has_states:
+            raise UnsupportedModelError(
+                model.model_type, "its layers keep recurrent state, which the engine does not yet"
+            )
+        limits = [model.max_model_len, paged.layout.max_context_len]
+        model_limit = min((n for n in limits if n is not None), default=None)
+        self.max_model_len = self.config.model_len(model_limit)
+        runner = ModelRunner(paged)
         left_over, activations = memory.left_for_pool(
             self.config, lambda: measure_activations(runner, self.config)
         )
         num_blocks = memory.allocate_fitting(
             runner.allocate,
             self.config.num_blocks(
-                [spec.bytes_per_token for spec in specs], model.max_model_len, left_over
+                [spec.bytes_per_token for spec in paged.layout.attention], model_limit, left_over
             ),
             exactly=self.config.num_gpu_blocks_override is not None,
         )
@@ -103,7 +109,7 @@ class Engine:
             self.config.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
-        self._scheduler = Scheduler(self.config.scheduler_config(model.max_model_len), self._kv)
+        self._scheduler = Scheduler(self.config.scheduler_config(model_limit), self._kv)
         self._runner = runner
         self._executor = StepExecutor(runner, RowCache(self._sampling_row), self._prompt_targets)
         self._vocab_size = model.vocab_size
