@@ -223,9 +223,16 @@ class _WorkingCache(_PromptCache):
 
 def prompt_cache(sequence: PagedSequence) -> list[Any]:
     """The caches of a sequence, put together as mlx-lm does for the model."""
-    return sequence.store.flat.layout.assemble(
-        [_kind_of(spec)(sequence, i) for i, spec in enumerate(sequence.store.specs)]
-    )
+    leaves = [_kind_of(spec)(sequence, i) for i, spec in enumerate(sequence.store.specs)]
+    return [_assembled(shape, leaves) for shape in sequence.store.flat.layout.tree]
+
+
+def _assembled(shape: Any, leaves: list[Any]) -> Any:
+    # (`CacheLayout.assemble` does the same and keeps the leaves until cycles are collected; the
+    # blocks of a prompt cache are to be free the moment it goes.)
+    if isinstance(shape, int):
+        return leaves[shape]
+    return CacheList(*(_assembled(part, leaves) for part in shape))
 
 
 def _kind_of(spec: CacheSpec) -> type[_PromptCache]:
