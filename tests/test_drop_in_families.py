@@ -95,6 +95,18 @@ def test_a_batch_and_its_prefixes(module, monkeypatch) -> None:
     assert drop_in.stats(model).num_cached_tokens >= 32 + 2 * 32
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("module", PAGED)
+def test_logits_have_the_dtype_that_they_have_in_mlx_lm(module, dtype, monkeypatch) -> None:
+    model = small_model(module, monkeypatch)
+    model.set_dtype(dtype)
+    tokens = mx.array([TEXT[:3]])  # (nothing of this is evaluated)
+    expected = model(tokens, cache=own_caches(model)).dtype
+    caches = mlx_lm_cache.make_prompt_cache(model)
+    assert sequence_of(caches) is not None
+    assert model(tokens, cache=caches).dtype == expected
+
+
 @pytest.mark.parametrize("module", DENSE)
 def test_families_with_recurrent_state_are_left_to_mlx_lm(module, monkeypatch) -> None:
     model = small_model(module, monkeypatch)
