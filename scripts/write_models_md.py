@@ -16,7 +16,6 @@ from unittest import mock
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
 # isort: split
-import mlx.nn as nn
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_paged import ops
@@ -34,14 +33,9 @@ def run(module: str) -> dict[str, Any]:
     """One family: its layout, how its attention was called, and the difference."""
     sys.path.insert(0, str(ROOT / "tests"))
     from family_configs import VOCAB_SIZE, config_of
+    from metal_stand_ins import standing_in
     from parity import Driver, family_model, relative_difference
 
-    if module == "bitnet":  # its layers run on Metal only
-        from mlx_lm.models import bitnet
-
-        bitnet.BitLinear = nn.Linear
-    model = family_model(config_of(module))
-    paged = serve(model, config_of(module), block_size=8)
     extras: set[str] = set()
     attend = ops.paged_attention
 
@@ -50,7 +44,9 @@ def run(module: str) -> dict[str, Any]:
         extras.update(["sinks"] if sinks is not None else [])
         return attend(*args, softcap=softcap, sinks=sinks, **kwargs)
 
-    with mock.patch.object(ops, "paged_attention", noted):
+    with standing_in(module), mock.patch.object(ops, "paged_attention", noted):
+        model = family_model(config_of(module))
+        paged = serve(model, config_of(module), block_size=8)
         differences = relative_difference(model, Driver(paged), VOCAB_SIZE)
     return {
         "layout": paged.layout,
@@ -104,7 +100,11 @@ def refused_table() -> str:
 
 def aliases_table() -> str:
     """Families that mlx-lm runs with another's code."""
-    names = [f"{alias} (as {module})" for alias, module in sorted(MODEL_REMAPPING.items())]
+    names = [
+        f"{alias} (as {module})"
+        for alias, module in sorted(MODEL_REMAPPING.items())
+        if module in PROVEN
+    ]
     return ", ".join(names) + "."
 
 

@@ -189,3 +189,20 @@ def test_another_mlx_lm_makes_every_family_unproven(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("mlx_paged.models.families.VERSION", "0.99.0")
     assert require_family({"model_type": "llama"}).verify
     assert mlx_paged.register_family is register_family
+
+
+def test_a_proven_family_that_runs_in_another_mode_is_compared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = config_of("smollm3") | {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 12,
+    }
+    with caplog.at_level(logging.WARNING):
+        paged = serve(family_model(config), config, block_size=8)
+    assert paged.layout.mode is Mode.GATHERED
+    [warning] = [r.getMessage() for r in caplog.records if "proven" in r.getMessage()]
+    assert "'smollm3'" in warning and "gathered" in warning
+    caplog.clear()
+    serve(family_model(config_of("smollm3")), config_of("smollm3"), block_size=8)
+    assert not caplog.records

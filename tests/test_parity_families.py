@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from family_configs import CONFIGS, VOCAB_SIZE, config_of
+from metal_stand_ins import standing_in
 from parity import Driver, family_model, relative_difference
 
 # isort: split
-import mlx.nn as nn
 import mlx_lm.models
 
 from mlx_paged.errors import UnsupportedModelError
@@ -52,26 +52,16 @@ def test_every_module_of_mlx_lm_is_proven_or_refused() -> None:
 
 
 @pytest.mark.parametrize("module", sorted(PROVEN))
-def test_a_mixed_step_matches_the_dense_cache(
-    module: str, monkeypatch: pytest.MonkeyPatch, record_property: Any
-) -> None:
-    model = small_model(module, monkeypatch)
-    paged = serve(model, config_of(module), block_size=8)
-    assert paged.layout.mode is PROVEN[module]
-    differences = relative_difference(model, Driver(paged), VOCAB_SIZE)
+def test_a_mixed_step_matches_the_dense_cache(module: str, record_property: Any) -> None:
+    with standing_in(module):
+        model = family_model(config_of(module))
+        paged = serve(model, config_of(module), block_size=8)
+        assert paged.layout.mode is PROVEN[module]
+        differences = relative_difference(model, Driver(paged), VOCAB_SIZE)
     record_property("difference", max(differences.values()))
     tolerance = LOOSER.get(module, TOLERANCE)
     # Each by itself: `max` may step over a NaN.
     assert all(d < tolerance for d in differences.values()), differences
-
-
-def small_model(module: str, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """The model of `family_configs`; where its layers run on Metal only, with other layers."""
-    if module == "bitnet":
-        from mlx_lm.models import bitnet
-
-        monkeypatch.setattr(bitnet, "BitLinear", nn.Linear)
-    return family_model(config_of(module))
 
 
 @pytest.mark.parametrize("module", sorted(REFUSED))

@@ -166,3 +166,21 @@ def test_what_a_wrapper_says_of_its_text_model_is_found(tmp_path: Path) -> None:
     save(tmp_path / "model", config, family_model(config))
     loaded = load(tmp_path / "model")
     assert (loaded.vocab_size, loaded.max_model_len) == (96, 300)
+
+
+# --- Half precision -------------------------------------------------------------------------------
+
+
+# Without experts: MLX's CPU backend multiplies those in float32 only.
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "stablelm", "gemma3_text", "nemotron_h", "lfm2", "rwkv7"]
+)
+def test_half_precision_matches(family: str) -> None:
+    config = config_of(family)
+    if family == "deepseek_v3":
+        config["n_routed_experts"] = None
+    model = family_model(config)
+    model.set_dtype(mx.bfloat16)
+    paged = page(model, family, block_size=8)
+    assert {spec.dtype for spec in paged.layout.attention} <= {mx.bfloat16}
+    assert max(relative_difference(model, Driver(paged), 96).values()) < 0.1

@@ -50,6 +50,7 @@ class KVPools:
     ) -> None:
         self.spec = spec
         self._context = context
+        self._reach = spec.reach
         self.key_pool, self.value_pool = (
             ops.allocate_pool(num_blocks, block_size, spec.num_kv_heads, dim, spec.dtype)
             for dim in spec.pool_dims
@@ -99,7 +100,7 @@ class PagedLayerCache(KVPools):
 
     @property
     def _slots(self) -> mx.array:
-        return self._context.step.plan_for(self.spec.reach).slot_mapping
+        return self._context.step.plan_for(self._reach).slot_mapping
 
     def attend(
         self,
@@ -130,7 +131,7 @@ class PagedLayerCache(KVPools):
             _pad(queries.astype(self.spec.dtype), self.key_pool.shape[-1]),
             self.key_pool,
             value_pool,
-            self._context.step.plan_for(self.spec.reach),
+            self._context.step.plan_for(self._reach),
             scale=scale,
             window=self.spec.window,
             softcap=softcap,

@@ -77,7 +77,7 @@ class GatheredLayerCache(KVPools):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Writes ``[num_seqs, num_kv_heads, length, head_dim]``; returns all that can be seen."""
-        group, reach = self.group, self.spec.reach
+        group, reach = self.group, self._reach
 
         def rows(x: mx.array) -> mx.array:
             num_seqs, heads, length, dim = x.shape

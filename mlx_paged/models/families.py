@@ -29,9 +29,10 @@ _NATIVE = """
     gpt_neox gpt_oss gptj granite granitemoe helium hunyuan hunyuan_v1_dense internlm2 internlm3
     iquestloopcoder kimi_k25 kimi_vl laguna lille-130m llama llama4 llama4_text longcat_flash
     mellum mimo mimo_v2_flash minicpm minicpm3 minimax ministral3 mistral3 mistral4 mixtral
-    muse_glimmer nanbeige nanochat nemotron nemotron-nas olmo2 olmo3 olmoe openelm phi phi3 phimoe
-    phixtral pixtral plamo qwen qwen2 qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe
-    seed_oss smollm3 solar_open spark2_5 stablelm starcoder2 step3p5 talkie telechat3 youtu_llm
+    muse_glimmer muse_spark nanbeige nanochat nemotron nemotron-nas olmo2 olmo3 olmoe openelm phi
+    phi3 phimoe phixtral pixtral plamo qwen qwen2 qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl
+    qwen3_vl_moe seed_oss smollm3 solar_open spark2_5 stablelm starcoder2 step3p5 talkie telechat3
+    youtu_llm
 """
 _REGROUPED = """
     bailing_hybrid bailing_moe_linear bailing_moe_v3 falcon_h1 gear granitemoehybrid jamba kimi_k3
@@ -56,9 +57,6 @@ REFUSED: dict[str, str] = {
         "its layers keep windows, compressed groups and open groups in a cache of their own, whose "
         "contents depend on where a step began"
     ),
-    "muse_spark": (
-        "its kernels exist for Metal only, so it has not been compared with the dense cache yet"
-    ),
     "olmo": (
         "mlx-lm's own forward of it fails on prompts: it adds its mask, which is the word "
         "'causal', to scores"
@@ -77,12 +75,18 @@ class Family:
     Attributes:
         name: Module of mlx-lm, or what `register_family` was given.
         modes: In this order; the first that the model runs in is taken.
-        verify: Compare with the dense cache before the first use.
+        verify: Compare every model with the dense cache before its first use.
+        proven: The mode that needs no comparison; None: there is none, or none is wanted.
     """
 
     name: str
     modes: tuple[Mode, ...]
     verify: bool = False
+    proven: Mode | None = None
+
+    def must_compare(self, mode: Mode) -> bool:
+        """Whether a model that turned out to run in this mode is to be compared."""
+        return self.verify or (self.proven is not None and mode is not self.proven)
 
 
 _registered: dict[str, Family] = {}
@@ -137,7 +141,10 @@ def require_family(config: Mapping[str, Any]) -> Family:
         modes = tuple(Mode)
         # Another mlx-lm may have changed the module: then every model is compared before its use.
         return Family(
-            module, modes[modes.index(PROVEN[module]) :], verify=VERSION != MLX_LM_VERSION
+            module,
+            modes[modes.index(PROVEN[module]) :],
+            verify=VERSION != MLX_LM_VERSION,
+            proven=PROVEN[module],
         )
     reason = REFUSED.get(module)
     if reason is None:

@@ -33,7 +33,7 @@ def serve(model: nn.Module, config: Mapping[str, Any], *, block_size: int) -> Pa
     family = require_family(config)
     model_type = str(config.get("model_type", family.name))
     paged = page(model, model_type, modes=family.modes, block_size=block_size)
-    if family.verify:
+    if family.must_compare(paged.layout.mode):
         difference = difference_from_dense(paged, vocab_size(config))
         if not difference < tolerance_of(paged):
             raise UnsupportedModelError(
@@ -42,10 +42,10 @@ def serve(model: nn.Module, config: Mapping[str, Any], *, block_size: int) -> Pa
                 f"{difference:.1e} of their size",
             )
         logger.warning(
-            "model_type %r is not a proven family; this model was compared with mlx-lm's dense "
-            "cache and differs by %.1e (%s)",
+            "model_type %r is not proven as this model runs (%s); it was compared with mlx-lm's "
+            "dense cache and differs by %.1e",
             model_type,
-            difference,
             paged.layout.mode,
+            difference,
         )
     return paged
