@@ -1,5 +1,6 @@
 """Paged attention, prefix sharing and continuous batching for MLX.
 
+Importing it makes mlx-lm paged (`mlx_paged.drop_in`); ``unpatch`` undoes that.
 ``LLM`` generates, ``load`` loads, ``ops`` holds the native primitives. Everything is imported when
 first used, so that the state half (``mlx_paged.kv``, ``mlx_paged.scheduling``) never needs MLX.
 """
@@ -10,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mlx_paged import blas
+from mlx_paged.drop_in import arrange, patch, unpatch
 
 if TYPE_CHECKING:
     from mlx_paged.core import build_info
@@ -26,6 +28,8 @@ __all__ = [
     "SamplingParams",
     "build_info",
     "load",
+    "patch",
+    "unpatch",
     "register_family",
 ]
 
@@ -41,6 +45,7 @@ _HOMES = {
 
 # Now, not when MLX is first needed: a program that imports mlx_paged and then mlx.core means both.
 blas.preload()
+arrange()
 
 
 def __getattr__(name: str) -> Any:

@@ -11,10 +11,13 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from mlx_paged.attention.specs import LayerSpec
+
 
 class Attended(Protocol):
     """A cache that handles stand for."""
 
+    spec: LayerSpec
     keys: KVHandle
     values: KVHandle
 
@@ -40,8 +43,8 @@ class _Handle(mx.array):
     def __new__(cls, *args: Any) -> Any:
         return super().__new__(cls)  # type: ignore[call-arg]
 
-    def __init__(self) -> None:
-        super().__init__([])
+    def __init__(self, dtype: mx.Dtype = mx.float32) -> None:
+        super().__init__([], dtype)
 
     def _refuse(self, other: object) -> Any:
         raise TypeError("a KV handle stands for a layer's keys or values and cannot be changed")
@@ -55,7 +58,8 @@ class KVHandle(_Handle):
     """Stands for a layer's keys or values."""
 
     def __init__(self, cache: Attended) -> None:
-        super().__init__()
+        # Some models cast the output of attention to the dtype of the values.
+        super().__init__(cache.spec.dtype)
         self.cache = cache
 
     def astype(self, *args: Any, **kwargs: Any) -> KVHandle:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import unwrap
 from typing import Any
 
 import mlx.core as mx
@@ -58,7 +59,8 @@ def observe(model: nn.Module, model_type: str) -> Observed:
     Raises:
         UnsupportedModelError: for a cache of a kind that is not served.
     """
-    leaves, tree = flatten(make_prompt_cache(model))
+    # Unwrapped: the drop-in puts paged caches in the place of those that are asked about here.
+    leaves, tree = flatten(unwrap(make_prompt_cache)(model))
     for leaf in leaves:
         _require_known(leaf, model_type)
     windows: list[int | None] = [None] * len(leaves)

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_paged.attention import seam
 from mlx_paged.attention.cache import (
     KVPools,
     LatentLayerCache,
@@ -171,6 +172,7 @@ class PagedModel:
         Raises:
             ValueError: for a context beyond `CacheLayout.max_context_len`.
         """
+        seam.install()  # (unpatching mlx-lm takes it out)
         limit = self.layout.max_context_len
         if limit is not None and inputs.context_lens.max(initial=0) > limit:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from inspect import unwrap
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -100,7 +101,7 @@ class _Run:
 
 
 def _dense(model: nn.Module, chunks: list[list[int]]) -> np.ndarray:
-    cache = make_prompt_cache(model)
+    cache = unwrap(make_prompt_cache)(model)  # not those of the drop-in
     for chunk in chunks:
         logits = model(mx.array([chunk]), cache=cache)
         mx.eval(logits)
