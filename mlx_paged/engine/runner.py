@@ -13,6 +13,7 @@ import numpy as np
 
 from mlx_paged.attention import seam
 from mlx_paged.attention.cache import LayerSpec, PagedLayerCache, Step, StepContext, copy_blocks
+from mlx_paged.attention.layer_ops import native_ops
 from mlx_paged.attention.plan import build_plan
 from mlx_paged.attention.tables import BlockTableCache
 from mlx_paged.engine.faults import nan_rows
@@ -221,7 +222,8 @@ class ModelRunner:
         self._context.enter(Step(plan, mx.array(wanted.astype(np.int32))))
         try:
             tokens = _input_tokens(seq_ids, token_ids, previous)
-            logits = self._model(tokens[:, None], cache=self._caches)
+            with native_ops(plan.positions):
+                logits = self._model(tokens[:, None], cache=self._caches)
         finally:
             self._context.leave()
         return logits.squeeze(1)
