@@ -9,7 +9,7 @@ import runpy
 import sys
 from importlib import import_module
 
-import mlx_paged
+from mlx_paged.drop_in import patch
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
         sys.exit(0 if len(sys.argv) > 1 else 2)
     del sys.argv[0]
     name = sys.argv[0]
-    mlx_paged.patch()
+    patch()
     if name.startswith("mlx_lm."):
         # Run as a script it would be a second copy of itself, with nothing in it replaced.
         import_module(name).main()

@@ -17,6 +17,7 @@ import numpy as np
 from mlx_paged import ops
 from mlx_paged.attention import seam
 from mlx_paged.attention.cache import PagedLayerCache, Step, StepContext, copy_blocks
+from mlx_paged.attention.layer_ops import native_ops
 from mlx_paged.attention.plan import build_plan
 from mlx_paged.ops import AttentionPlan
 
@@ -41,6 +42,7 @@ class FlatModel:
         self.specs = layer_specs(model, model_type)
         self.block_size = block_size
         self._model = weakref.ref(model)
+        seam.install()
         self._context = StepContext()
         select_output_rows(model, self._context)
         self._caches = [
@@ -78,7 +80,7 @@ class FlatModel:
             query_lens: how many of them are this step's rows.
             input_embeddings: ``[num_rows, hidden_size]``, in the place of the tokens'.
         """
-        seam.install()  # unpatching takes it out; who still holds a paged cache needs it
+        seam.ensure_installed()
         plan = build_plan(tables, context_lens, query_lens, block_size=self.block_size)
         model: Any = self._model()
         options = {}
@@ -86,7 +88,8 @@ class FlatModel:
             options["input_embeddings"] = input_embeddings[:, None]
         self._context.enter(Step(plan, mx.array(logit_rows.astype(np.int32))))
         try:
-            logits = model(tokens[:, None], cache=self._caches, **options)
+            with native_ops(plan.positions):
+                logits = model(tokens[:, None], cache=self._caches, **options)
         finally:
             self._context.leave()
         logits = logits.reshape(-1, logits.shape[-1])

@@ -218,7 +218,7 @@ class ModelRunner:
             first_row = {s.seq_id: end - s.num_tokens for s, end in zip(sequences, ends)}
             before = [first_row[i] + np.arange(len(t.token_ids)) for i, t in targets.items()]
             wanted = np.concatenate([wanted, *before])
-        seam.install()  # (it may have been taken out since the last step)
+        seam.ensure_installed()
         self._context.enter(Step(plan, mx.array(wanted.astype(np.int32))))
         try:
             tokens = _input_tokens(seq_ids, token_ids, previous)
