@@ -54,6 +54,12 @@ def install() -> None:
     layer_ops.install()
 
 
+def ensure_installed() -> None:
+    """For every step: another part of the program may have taken it out since the last one."""
+    if mx.fast.scaled_dot_product_attention is not scaled_dot_product_attention:
+        install()
+
+
 def uninstall() -> None:
     """Puts back what was there."""
     mx.fast.scaled_dot_product_attention = _dense_attention

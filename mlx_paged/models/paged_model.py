@@ -172,7 +172,7 @@ class PagedModel:
         Raises:
             ValueError: for a context beyond `CacheLayout.max_context_len`.
         """
-        seam.install()  # (unpatching mlx-lm takes it out)
+        seam.ensure_installed()  # (unpatching mlx-lm takes it out)
         limit = self.layout.max_context_len
         if limit is not None and inputs.context_lens.max(initial=0) > limit:
             raise ValueError(
