@@ -156,6 +156,14 @@ def serve(
         _option(_CACHE, "--enable-prefix-caching/--no-enable-prefix-caching",
                 help="Share equal beginnings of prompts."),
     ] = True,
+    disable_hybrid_kv_cache_manager: Annotated[
+        bool,
+        _option(
+            _CACHE,
+            "--disable-hybrid-kv-cache-manager",
+            help="Keep blocks that a layer's window has left behind; for comparisons.",
+        ),
+    ] = False,
     max_num_seqs: Annotated[
         int, _option(_SCHED, "--max-num-seqs", help="Most sequences that run at once.", min=1)
     ] = 256,
@@ -285,6 +293,7 @@ def serve(
         "max_num_waiting": max_queue,
         "policy": scheduling_policy.value,
         "enable_prefix_caching": enable_prefix_caching,
+        "disable_hybrid_kv_cache_manager": disable_hybrid_kv_cache_manager,
         "enable_chunked_prefill": enable_chunked_prefill,
         "async_scheduling": async_scheduling,
     }
