@@ -151,6 +151,17 @@ def serve(
         _option(_CACHE, "--num-gpu-blocks-override", help="Blocks of the KV cache, instead.",
                 min=2, show_default="from memory"),
     ] = None,
+    typical_context_len: Annotated[
+        int | None,
+        _option(
+            _CACHE,
+            "--typical-context-len",
+            help="Tokens of a typical sequence: splits the memory between full attention and "
+            "windows or recurrent layers.",
+            min=1,
+            show_default="4096, or four windows",
+        ),
+    ] = None,
     enable_prefix_caching: Annotated[
         bool,
         _option(_CACHE, "--enable-prefix-caching/--no-enable-prefix-caching",
@@ -287,6 +298,7 @@ def serve(
         "num_gpu_blocks_override": num_gpu_blocks_override,
         "kv_cache_memory": kv_cache_memory,
         "gpu_memory_utilization": gpu_memory_utilization,
+        "typical_context_len": typical_context_len,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
