@@ -101,7 +101,7 @@ def test_a_batch_and_its_prefixes(module, model) -> None:
     assert drop_in.stats(model).num_cached_tokens >= 32 + 2 * 32
 
 
-# Llama 4's chunks are no whole blocks here, so it is compared when it is first used, which evaluates
+# Llama 4's chunks are no whole blocks here, so it is compared at its first use, which evaluates
 # its experts, and MLX's CPU backend multiplies those in float32 only.
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("module", [m for m in PAGED if m != "llama4"])
