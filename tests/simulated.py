@@ -6,23 +6,35 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from sim import METAL, SimLibrary, launcher
+import pytest
+from sim import METAL, SimLibrary, launcher, missing
 
 from mlx_paged.core import ext
+
+needs_simulator = pytest.mark.skipif(missing() is not None, reason=missing() or "")
+
+
+def library(folder: Path = METAL) -> SimLibrary:
+    """All kernels of a folder. Loops are not unrolled: that changes how long they take to compile,
+    and nothing else."""
+    return SimLibrary(
+        files=sorted(folder.glob("*.metal")), defines={"PAGED_UNROLL": ""}, root=folder
+    )
 
 
 @cache
 def kernels() -> SimLibrary:
-    """All of metal/; a kernel is compiled when it is first launched."""
-    return SimLibrary(files=sorted(METAL.glob("*.metal")), defines={"METAL_FUNC": "inline"})
+    """Those of metal/; a kernel is compiled when it is first launched."""
+    return library()
 
 
 @contextmanager
-def simulated(library: SimLibrary | None = None) -> Iterator[None]:
-    """Within it, the primitives run the kernels of `library` (by default those of metal/)."""
-    ext.set_simulator(launcher(library or kernels()))
+def simulated(kernels_: SimLibrary | None = None) -> Iterator[None]:
+    """Within it, the primitives run on the simulated GPU."""
+    ext.set_simulator(launcher(kernels_ or kernels()))
     ext.simulated_launches()
     os.environ["MLX_PAGED_SIM"] = "1"
     try:
