@@ -6,6 +6,7 @@ inside blocks and tiles; slots that nothing may read are NaN.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
@@ -15,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 import reference
 from reference import PagedBatch, assert_close, make_batch, to_numpy
-from sim import SimLibrary
+from sim import Buffer, SimLibrary
 from sim.checks import check
 from simulated import launches, simulated
 
@@ -154,6 +155,21 @@ def many_splits(library: SimLibrary) -> None:
 
 
 @check
+def a_mixed_step(library: SimLibrary) -> None:
+    """Items of three kernels, and tiles that some of them do not need."""
+    rng = np.random.default_rng(0)
+    batch = make_batch(rng, [40, 90, 40, 40], [1, 32, 5, 12], num_q_heads=6, key_dim=80)
+    compare(library, batch, {"rows_per_item": 32})
+    batch = make_batch(rng, [40, 40], [8, 4], num_q_heads=40, key_dim=80)
+    compare(library, batch)
+
+
+@check
+def bfloat(library: SimLibrary) -> None:
+    compare(library, batch_of([1, 1, 1], 6, dtype=mx.bfloat16))
+
+
+@check
 def no_key_seen(library: SimLibrary) -> None:
     """A query whose logits are all NaN stays NaN; rows without an item are zero."""
     batch = batch_of([1, 1, 1], 6)
@@ -225,3 +241,21 @@ def gather(library: SimLibrary) -> None:
         mx.eval(dense)
     for out, want in zip(dense, expected):
         np.testing.assert_array_equal(to_numpy(out), want)
+
+
+@check
+def strided(library: SimLibrary) -> None:
+    """Launched as it is: the CPU has its own way to make an array dense."""
+    rng = np.random.default_rng(0)
+    base = rng.integers(0, 2**16, (3, 8, 5, 16)).astype(np.uint16)
+    view = base.transpose(2, 1, 0, 3)[..., ::2]
+    out = np.empty(view.shape, np.uint16)
+    params = struct.pack("ii4q", *view.shape[2:], *(s // 2 for s in view.strides))
+    library.launch(
+        "copy_strided_16",
+        {0: Buffer(base), 1: Buffer(out, "write")},
+        grid=(1, view.shape[1], view.shape[0]),
+        threads=256,
+        constants={2: params},
+    )
+    np.testing.assert_array_equal(out, view)

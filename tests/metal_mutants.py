@@ -86,5 +86,6 @@ MUTANTS = [
     _mutant("copy_blocks.h", "constexpr int LOADS = 4;", "constexpr int LOADS = 3;", "a fourth of a block is left out", "copy"),
     _mutant("gather_kv.h", "token < context_lens[sequence]", "token <= context_lens[sequence]", "a token past the context", "gather"),
     _mutant("gather_kv.h", "if (token >= params.max_context_len) {", "if (token > params.max_context_len) {", "a row past the result", "gather"),
+    _mutant("copy_strided.h", "element % params.shape_3 * params.stride_3", "element % params.shape_3", "the last stride is left out", "strided"),
     _mutant("fill_zero.h", "out[chunk] = uint4(0);", "out[chunk] = uint4(1);", "rows without work are not zero", "no_key_seen"),
 ]  # fmt: skip
