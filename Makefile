@@ -13,9 +13,9 @@ endif
 comma := ,
 EXTRAS := dev$(if $(BACKEND),$(comma)$(BACKEND))
 
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.*)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.* metal/*)
 
-.PHONY: demo test soak lint bench wheel clean
+.PHONY: mac-report demo test soak lint bench wheel clean
 
 demo: $(BIN)/.installed
 	$(BIN)/mlx-paged demo
@@ -41,6 +41,11 @@ bench: $(BIN)/.installed
 	$(BIN)/python bench/generate.py
 	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/host_time.py
+
+# On a Mac: build, tests on its GPU, kernels against its copy bandwidth. JSON and Markdown are written
+# to bench/results, to be sent in.
+mac-report: $(BIN)/.installed
+	$(BIN)/python bench/mac_report.py
 
 wheel: $(BIN)/.installed
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

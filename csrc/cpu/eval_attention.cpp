@@ -129,13 +129,13 @@ void PagedAttention::eval_cpu(const std::vector<mx::array>& inputs, std::vector<
   const auto& merges = in[6];
   out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
   if (sim::enabled()) {
-    auto inputs = in;
-    inputs[1] = key_pool;
-    inputs[2] = value_pool;
+    in[0] = queries;
+    in[1] = key_pool;
+    in[2] = value_pool;
     auto build = [this](const auto& in, const auto& out) {
       return paged_attention_launches(in, out, {scale_, window_, softcap_});
     };
-    return sim::run(build, inputs, out, stream());
+    return sim::run(build, in, out, stream());
   }
 
   cpu::AttentionArgs args{};
