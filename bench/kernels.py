@@ -11,8 +11,7 @@ import itertools
 from typing import Any
 
 from mlx_paged import ops
-from mlx_paged.attention.plan import SPLIT_TOKENS, build_plan
-from mlx_paged.attention.split import split_tokens
+from mlx_paged.attention.plan import build_plan
 
 # isort: split
 import mlx.core as mx
@@ -73,13 +72,7 @@ class Case:
         scale = self.dim**-0.5
         lens = [self.context] * self.batch
         gpu = mx.default_device() == mx.gpu
-        plan = build_plan(
-            self.tables,
-            lens,
-            [1] * self.batch,
-            block_size=self.block_size,
-            split_tokens=split_tokens(lens, self.heads) if gpu else SPLIT_TOKENS,
-        )
+        plan = build_plan(self.tables, lens, [1] * self.batch, block_size=self.block_size)
         keys, values = ops.gather_kv(
             *self.pools, plan.block_tables, plan.context_lens, self.context
         )
