@@ -5,6 +5,7 @@ Small on purpose: they run on every mutant. tests/test_metal_*.py hold the kerne
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from simulated import launches, simulated
 
 from mlx_paged import ops
 
+from .abi import Buffer
 from .checks import check
 from .library import SimLibrary
 
@@ -75,6 +77,7 @@ def decode(library: SimLibrary) -> None:
 @check
 def decode_of_drafts(library: SimLibrary) -> None:
     _attend(library, "paged_decode", [40, 33], [3, 2], 2, dtype=mx.bfloat16)
+    _attend(library, "paged_decode", [40, 33], [3, 2], 2, dtype=mx.bfloat16, window=9)
 
 
 @check
@@ -89,13 +92,19 @@ def decode_matrix(library: SimLibrary) -> None:
 
 
 @check
+def decode_matrix_of_two_tiles(library: SimLibrary) -> None:
+    """Eight rows of 16 heads are two tiles of queries, one row is one."""
+    _attend(library, "paged_decode_matrix", [40, 33], [8, 1], 32)
+
+
+@check
 def decode_matrix_of_odd_heads(library: SimLibrary) -> None:
     _attend(library, "paged_decode_matrix", [40, 17], [1, 1], 10, key_dim=80, dtype=mx.bfloat16)
 
 
 @check
 def prefill(library: SimLibrary) -> None:
-    _all_options(library, "paged_prefill", [9, 20], 6)
+    _all_options(library, "paged_prefill", [9, 30], 6)
 
 
 @check
@@ -106,8 +115,6 @@ def merge_of_many_splits(library: SimLibrary) -> None:
 @check
 def rows_without_work(library: SimLibrary) -> None:
     """Rows that no item serves are zero, which fill_zero sees to."""
-    from dataclasses import replace
-
     batch = make_batch(np.random.default_rng(0), [40, 20], [1, 1], key_dim=64, dtype=mx.float16)
     plan = batch.plan()
     _, begin, end, *_ = plan.work_items[0].tolist()
@@ -168,13 +175,20 @@ def gather(library: SimLibrary) -> None:
 
 
 @check
-def strided_queries(library: SimLibrary) -> None:
-    for dtype in (mx.float16, mx.float32):
-        batch = make_batch(np.random.default_rng(0), [40, 20], [1, 1], key_dim=64, dtype=dtype)
-        for queries in reference.noncontiguous(batch.queries).values():
-            with simulated(library):
-                out = ops.paged_attention(
-                    queries, batch.key_pool, batch.value_pool, batch.plan(), scale=0.125
-                )
-                mx.eval(out)
-            assert_close(out, batch.expected(scale=0.125))
+def strided(library: SimLibrary) -> None:
+    """copy_strided, which only a GPU's arrays need."""
+    params = [(f"shape_{i}", np.int32) for i in (2, 3)] + [(f"stride_{i}", np.int64) for i in range(4)]
+    for dtype in (np.uint16, np.uint32):
+        base = np.arange(3 * 2 * 9 * 40).astype(dtype).reshape(3, 2, 9, 40)
+        view = base[:, :, 1:8, ::2].swapaxes(1, 2)
+        out = np.zeros(view.shape, dtype)
+        strides = [s // view.itemsize for s in view.strides]
+        offset = 40 * view.itemsize
+        library.launch(
+            f"copy_strided_{8 * view.itemsize}",
+            {0: Buffer(base, offset=offset), 1: Buffer(out, "write")},
+            grid=(-(-view.shape[2] * view.shape[3] // 32), view.shape[1], view.shape[0]),
+            threads=32,
+            constants={2: np.array([(*view.shape[2:], *strides)], params)},
+        )
+        np.testing.assert_array_equal(out, view)

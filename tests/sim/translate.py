@@ -86,6 +86,7 @@ class Function:
     file: str
     first: int
     last: int
+    constant: bool  # constexpr: the compiler runs it
 
 
 @dataclass
@@ -247,7 +248,8 @@ def _class_name(head: list[Token]) -> str:
 
 def _function(out: Translation, head: list[Token], body: list[Token], class_name: str) -> None:
     name = _function_name(head)
-    out.functions.append(Function(name, body[0].file, body[0].line, body[-1].line))
+    constant = any(t.text == "constexpr" for t in head)
+    out.functions.append(Function(name, body[0].file, body[0].line, body[-1].line, constant))
     if class_name:
         _qualify_method(out, head, body, name, class_name)
     _kernel(out, head, name)
