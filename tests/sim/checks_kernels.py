@@ -35,8 +35,9 @@ def _attend(
     window: int | None = None,
     sinks: bool = False,
     **options: Any,
-) -> None:
-    """One step over two KV heads whose rows go to `kernel`, compared with the oracle."""
+) -> list[dict[str, Any]]:
+    """One step over two KV heads some of whose rows go to `kernel`, compared with the oracle.
+    Returns the launches."""
     rng = np.random.default_rng(seed)
     batch = make_batch(
         *(rng, context_lens, query_lens),
@@ -55,9 +56,11 @@ def _attend(
         plan = batch.plan(**(limits or {}))
         out = ops.paged_attention(batch.queries, batch.key_pool, batch.value_pool, plan, **options)
         mx.eval(out)
-    ran = {launch["kernel"] for launch in launches()}
+    launched = launches()
+    ran = {launch["kernel"] for launch in launched}
     assert any(name.startswith(f"{kernel}_{str(dtype).split('.')[-1]}") for name in ran), ran
     assert_close(out, batch.expected(**options))
+    return launched
 
 
 def _all_options(library: SimLibrary, kernel: str, rows: list[int], heads: int, **more: Any) -> None:
@@ -93,8 +96,8 @@ def decode_matrix(library: SimLibrary) -> None:
 
 @check
 def decode_matrix_of_two_tiles(library: SimLibrary) -> None:
-    """Eight rows of 16 heads are two tiles of queries, one row is one."""
-    _attend(library, "paged_decode_matrix", [40, 33], [8, 1], 32)
+    """Eight rows of 16 heads are two tiles of queries, four are one."""
+    _attend(library, "paged_decode_matrix", [40, 33], [8, 4], 32)
 
 
 @check
@@ -104,7 +107,19 @@ def decode_matrix_of_odd_heads(library: SimLibrary) -> None:
 
 @check
 def prefill(library: SimLibrary) -> None:
-    _all_options(library, "paged_prefill", [9, 30], 6)
+    _all_options(library, "paged_prefill", [30, 12], 6)  # two tiles of queries, and one
+
+
+@check
+def a_mixed_step(library: SimLibrary) -> None:
+    """Each kernel reads the keys of its own rows and of no others."""
+    tokens = {"paged_decode": 50, "paged_decode_matrix": 30, "paged_prefill": 2 * 40}  # two tiles
+    launched = _attend(library, "paged_prefill", [50, 40, 30], [1, 32, 5], 6)
+    for launch in launched:
+        own = tokens[launch["kernel"].split("_float16")[0]]
+        read, _ = launch["traffic"][1]
+        assert read <= own * 2 * 64 * 2, f"{launch['kernel']} reads {read} bytes of keys"
+    assert len(launched) == len(tokens)
 
 
 @check

@@ -116,6 +116,10 @@ MUTANTS = [
         "      keys[band].end = min(keys[band].end, seen.end);\n", "", "the tail of a split not masked"
     ),
     _prefill("} else if (matrix_column(lane) == 0) {", "} else {", "four lanes write one partial"),
+    _prefill("  if (num_queries <= 0) {\n    return;\n  }\n", "", "tiles without queries"),
+    _prefill("num_rows < params.min_rows || ", "", "another kernel's rows", "a_mixed_step"),
+    _decode("num_rows > params.max_rows) {", "false) {", "another kernel's rows", "a_mixed_step"),
+    _matrix("num_rows > params.max_rows) {", "false) {", "another kernel's rows", "a_mixed_step"),
     # --- Merge ---
     _merge("split += 32", "split += 64", "splits past the 32nd left out"),
     _merge("float factor = rescale(maxima[partial], maximum);", "float factor = 1.0f;", "no rescaling"),
