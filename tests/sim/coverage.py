@@ -53,8 +53,7 @@ class Coverage:
         found = {
             (f.file, f.first): f
             for f in self.functions
-            if not f.constant
-            and not any(f.first <= line <= f.last for line in by_file[f.file])
+            if not f.constant and not any(f.first <= line <= f.last for line in by_file[f.file])
         }
         return list(found.values())
 

@@ -51,7 +51,8 @@ def plant(mutant: Mutant, source: Path, target: Path) -> None:
     text = path.read_text()
     if text.count(mutant.old) != 1:
         raise ValueError(
-            f"{mutant.file} has {text.count(mutant.old)} times {mutant.old!r}, and must have it once"
+            f"{mutant.file} has {text.count(mutant.old)} times {mutant.old!r}, "
+            "and must have it once"
         )
     path.write_text(text.replace(mutant.old, mutant.new))
 
