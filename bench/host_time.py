@@ -1,7 +1,8 @@
 """Host time of a step: what Python spends on 256 running sequences, with no forward to hide it.
 
 The model computes nothing, so a step is the scheduler, the plan, the sampler's rows, the commit and
-the text. Time inside `mx.eval` and `mx.async_eval` is taken out and shown apart.
+the updates. Time inside `mx.eval` and `mx.async_eval` is taken out and shown apart. So is the text
+of requests without stop strings: its readers make it, after the step.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import cProfile
 import gc
 import pstats
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
@@ -32,12 +33,31 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.models.load import LoadedModel
 
-VOCAB_SIZE = 64
+VOCAB_SIZE = 320
+TOKEN = 312  # " the" of the embedded tokenizer: what greedy requests get
+# Of a step, in its order; then what is no part of its host time.
+PHASES = ("schedule", "launch", "read", "commit", "publish", "evaluation", "reading text")
+
+
+class Case(NamedTuple):
+    """What all sequences ask for."""
+
+    name: str
+    temperature: float = 0.0
+    stop: str | None = None
+
+
+CASES = (
+    Case("greedy"),
+    Case("sampled", temperature=1.0),
+    Case("greedy, stop strings", stop="never said"),
+)
 
 
 class _Head(nn.Module):
     def __call__(self, rows: mx.array) -> mx.array:
-        return mx.zeros((rows.shape[0], 1, VOCAB_SIZE))
+        logits = mx.arange(VOCAB_SIZE) == TOKEN
+        return mx.broadcast_to(logits.astype(mx.float32), (rows.shape[0], 1, VOCAB_SIZE))
 
 
 class NullModel(nn.Module):
@@ -68,32 +88,58 @@ def null_engine(**options: Any) -> Engine:
     return Engine(model, EngineConfig(kv_cache_memory=64 << 20, **options))
 
 
-@contextmanager
-def time_in_mlx(spent: list[float]) -> Iterator[None]:
-    """Adds the time inside evaluations to `spent[0]`."""
-    originals = {name: getattr(mx, name) for name in ("eval", "async_eval")}
+class Clock:
+    """Seconds by phase since the last `reset`; time inside MLX's evaluations is its own phase."""
 
-    def timed(function: Any) -> Any:
-        def call(*args: Any) -> None:
-            start = time.perf_counter()
-            function(*args)
-            spent[0] += time.perf_counter() - start
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def reset(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, with its time but for evaluations added to a phase."""
+
+        def call(*args: Any) -> Any:
+            start, in_mlx = time.perf_counter(), self.seconds["evaluation"]
+            result = function(*args)
+            spent = time.perf_counter() - start
+            if phase != "evaluation":
+                spent -= self.seconds["evaluation"] - in_mlx
+            self.seconds[phase] += spent
+            return result
 
         return call
 
-    for name, function in originals.items():
-        setattr(mx, name, timed(function))
-    try:
-        yield
-    finally:
-        for name, function in originals.items():
-            setattr(mx, name, function)
+    @contextmanager
+    def watching(self, engine: Engine) -> Iterator[None]:
+        """Times an engine's parts."""
+        parts: list[tuple[object, str, str]] = [
+            (mx, "eval", "evaluation"),
+            (mx, "async_eval", "evaluation"),
+            (engine._scheduler, "schedule", "schedule"),
+            (engine._scheduler, "commit", "commit"),
+            (engine._executor, "launch", "launch"),
+            (engine._executor, "read", "read"),
+            (engine._publisher, "publish", "publish"),
+        ]
+        self.reset()
+        originals = [getattr(part, name) for part, name, _ in parts]
+        for (part, name, phase), function in zip(parts, originals):
+            setattr(part, name, self.timed(phase, function))
+        try:
+            yield
+        finally:
+            for (part, name, _), function in zip(parts, originals):
+                setattr(part, name, function)
 
 
-def fill(engine: Engine, num_seqs: int, prompt_len: int, temperature: float) -> None:
+def fill(engine: Engine, case: Case, num_seqs: int, prompt_len: int) -> None:
     """Adds the requests and steps until all of them decode."""
     rng = np.random.default_rng(0)
-    params = SamplingParams(temperature=temperature, max_tokens=None, ignore_eos=True, seed=0)
+    params = SamplingParams(
+        temperature=case.temperature, stop=case.stop, max_tokens=None, ignore_eos=True, seed=0
+    )
     for i in range(num_seqs):
         engine.add_request(str(i), rng.integers(0, VOCAB_SIZE, prompt_len).tolist(), params)
     while engine.stats().num_waiting:
@@ -103,39 +149,49 @@ def fill(engine: Engine, num_seqs: int, prompt_len: int, temperature: float) -> 
 
 
 def measure(
-    num_seqs: int, *, prompt_len: int, steps: int, temperature: float, profile: bool
+    case: Case, num_seqs: int, *, prompt_len: int, steps: int, profile: bool
 ) -> dict[str, Any]:
     """Times `steps` decode steps of `num_seqs` sequences."""
     engine = null_engine(max_num_seqs=num_seqs, max_model_len=4096)
-    fill(engine, num_seqs, prompt_len, temperature)
-    host, device = [], []
+    fill(engine, case, num_seqs, prompt_len)
+    samples: list[dict[str, float]] = []
     profiler = cProfile.Profile()
-    spent = [0.0]
+    clock = Clock()
     gc.collect()
     gc.freeze()  # as the engine's thread does
-    with time_in_mlx(spent):
-        if profile:
-            profiler.enable()
+    with clock.watching(engine):
         for _ in range(steps):
-            spent[0] = 0.0
+            clock.reset()
             start = time.perf_counter()
-            engine.step()
-            host.append(time.perf_counter() - start - spent[0])
-            device.append(spent[0])
-        profiler.disable()
+            if profile:
+                profiler.enable()
+            updates = engine.step()
+            profiler.disable()
+            clock.seconds["step"] = time.perf_counter() - start - clock.seconds["evaluation"]
+            start = time.perf_counter()
+            for update in updates:
+                _ = update.text
+            clock.seconds["reading text"] = time.perf_counter() - start
+            samples.append(clock.seconds)
+    gc.unfreeze()
     if profile:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
     assert engine.stats().num_running == num_seqs
+    steps_ms = np.array([sample["step"] for sample in samples]) * 1e3
     result = {
+        "case": case.name,
         "num_seqs": num_seqs,
         "prompt_len": prompt_len,
-        "temperature": temperature,
-        "host_ms_median": round(float(np.median(host)) * 1e3, 3),
-        "host_ms_p99": round(float(np.percentile(host, 99)) * 1e3, 3),
-        "host_ms_max": round(max(host) * 1e3, 3),
-        "evaluation_ms_median": round(float(np.median(device)) * 1e3, 3),
+        "host_ms_median": round(float(np.median(steps_ms)), 3),
+        "host_ms_p99": round(float(np.percentile(steps_ms, 99)), 3),
+        "host_ms_max": round(float(steps_ms.max()), 3),
+        "median_ms": {
+            phase: round(float(np.median([sample[phase] for sample in samples])) * 1e3, 3)
+            for phase in PHASES
+        },
     }
-    print(result)
+    print(f"{case.name}, {num_seqs} sequences: {result['host_ms_median']} ms a step")
+    print("   ", ", ".join(f"{phase} {ms}" for phase, ms in result["median_ms"].items()))
     return result
 
 
@@ -149,11 +205,9 @@ def main() -> None:
     args = parser.parse_args()
     mx.set_default_device(mx.cpu)
     results = [
-        measure(
-            n, prompt_len=args.prompt_len, steps=args.steps, temperature=t, profile=args.profile
-        )
+        measure(case, n, prompt_len=args.prompt_len, steps=args.steps, profile=args.profile)
         for n in args.num_seqs
-        for t in (0.0, 1.0)
+        for case in CASES
     ]
     if not args.no_save:
         print(save("host_time", {"steps": results}))

@@ -25,7 +25,7 @@ from mlx_lm.utils import _get_classes
 
 from mlx_paged.engine import runner as runner_module
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
-from mlx_paged.engine.sampler import SamplingRow
+from mlx_paged.engine.sampler import SamplingRow, SamplingRows
 from mlx_paged.kv.block_table import BlockCopy
 from mlx_paged.models.families import layer_specs
 from mlx_paged.models.load import LoadedModel, load
@@ -34,6 +34,10 @@ from mlx_paged.scheduling.batch import IN_FLIGHT_TOKEN
 
 VOCAB_SIZE = 96
 GREEDY = SamplingRow(temperature=0, seed=0, position=0)
+
+
+def all_greedy(sampled: Sequence[ScheduledSequence]) -> SamplingRows:
+    return SamplingRows.of([GREEDY] * len(sampled))
 
 
 def tiny_config(model_type: str, *, tied: bool = True, **fields: Any) -> dict[str, Any]:
@@ -209,12 +213,12 @@ class StepDriver:
         captured: list[mx.array] = []
         real_sample = runner_module.sample
 
-        def capture(logits: mx.array, sampling_rows: Sequence[SamplingRow]) -> mx.array:
+        def capture(logits: mx.array, sampling_rows: SamplingRows) -> mx.array:
             captured.append(logits)
             return real_sample(logits, sampling_rows)
 
         with mock.patch.object(runner_module, "sample", capture):
-            launched = self.runner.launch(batch, lambda _: GREEDY, previous)
+            launched = self.runner.launch(batch, all_greedy, previous)
         names = [row.request_id for row in rows if row.samples]
         if not names:
             assert not captured, "a step that samples nothing has no use for logits"
@@ -250,6 +254,7 @@ __all__ = [
     "VOCAB_SIZE",
     "Rows",
     "StepDriver",
+    "all_greedy",
     "dense_greedy",
     "dense_logits",
     "embedded",

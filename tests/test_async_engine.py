@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -215,12 +216,14 @@ def test_cancelling_the_reader_ends_the_request_and_keeps_its_prefix(engine) -> 
         await engine.reset_prefix_cache()
         stream = await engine.add_request(PROMPT, params(300))
 
+        begun = asyncio.Event()
+
         async def read() -> None:
             async for _ in stream:
-                pass
+                begun.set()
 
         reader = asyncio.create_task(read())
-        await asyncio.sleep(0.1)
+        await begun.wait()  # the prompt is computed
         reader.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reader
@@ -452,3 +455,22 @@ def test_shutdown_aborts_after_the_timeout() -> None:
         await engine.shutdown()  # twice does no harm
 
     run(test())
+
+
+def test_an_engine_that_was_shut_down_gives_its_memory_back() -> None:
+    """Its thread froze it for the collector; it is full of cycles."""
+
+    async def test() -> weakref.ref[Engine]:
+        engine = started()
+        await engine.generate(PROMPT, params(4))
+        await engine.shutdown()
+        return weakref.ref(engine._thread.engine)
+
+    dropped: list[weakref.ref[Engine]] = []
+    run(keep(test(), dropped))
+    gc.collect()
+    assert dropped[0]() is None
+
+
+async def keep(coroutine: Any, results: list[Any]) -> None:
+    results.append(await coroutine)

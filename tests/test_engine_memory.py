@@ -180,7 +180,9 @@ def test_tables_are_those_of_a_fresh_copy_whatever_happens() -> None:
             next_id += 1
         present = [seq_id for seq_id in tables if rng.random() < 0.8]
         rng.shuffle(present)
-        found = cache.update([(i, tuple(tables[i]), dirty[i]) for i in present])
+        found = cache.update(
+            present, [tuple(tables[i]) for i in present], [dirty[i] for i in present]
+        )
         expected = PaddedTables.of([tables[i] for i in present])
         np.testing.assert_array_equal(found.blocks, expected.blocks)
         np.testing.assert_array_equal(found.lengths, expected.lengths)

@@ -48,7 +48,7 @@ EXCEPTIONS = {("blas", "scipy_openblas32")}
 METAL_INCLUDE = re.compile(r"metal/[\w/]+\.h|metal_\w+|\w+\.h")
 PYTHON_INCLUDE = re.compile(r"Python\.h|nanobind/.*|pybind11/.*")
 # Compiled once for each instruction set, so a shared inline function could carry AVX-512 to all.
-PER_INSTRUCTION_SET = ROOT / "csrc/cpu/attention_simd.cpp"
+PER_INSTRUCTION_SET = ROOT / "csrc/cpu/kernels_simd.cpp"
 PLAIN_INCLUDE = re.compile(r"(stddef|stdint|immintrin)\.h|cstddef|cstdint")
 
 

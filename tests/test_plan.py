@@ -27,10 +27,9 @@ def plan_of(lengths: list[tuple[int, int]], **limits: int) -> AttentionPlan:
     )
 
 
-lengths_strategy = st.lists(
-    st.tuples(st.integers(0, 300), st.integers(0, 80)).map(lambda s: (s[0], min(s))),
-    max_size=6,
-)
+mixed = st.tuples(st.integers(0, 300), st.integers(0, 80)).map(lambda s: (s[0], min(s)))
+decodes = st.tuples(st.integers(1, 300), st.just(1))  # (a step of nothing else is built apart)
+lengths_strategy = st.lists(mixed, max_size=6) | st.lists(decodes, min_size=1, max_size=9)
 
 
 @given(
@@ -134,3 +133,23 @@ def test_block_tables_are_not_changed_and_may_be_any_sequence() -> None:
     plan = build_plan(tables, [20, 40], [1, 1], block_size=16)
     assert plan.block_tables.tolist() == [[1, 2, 0], [3, 4, 5]]
     assert tables == [(1, 2), range(3, 6)]
+
+
+@given(
+    st.lists(decodes, min_size=1, max_size=9),
+    st.sampled_from((16, 64, 4096)),
+)
+def test_a_step_of_decodes_is_planned_like_any_other(lengths, split_tokens) -> None:
+    """A prompt at the end makes the step a mixed one; the decodes' part must not change."""
+    alone = plan_of(lengths, split_tokens=split_tokens)
+    mixed = plan_of([*lengths, (2, 2)], split_tokens=split_tokens)
+    count = len(lengths)
+    for name in ("positions", "slot_mapping", "context_lens", "query_starts"):
+        expected = getattr(mixed, name).tolist()
+        got = getattr(alone, name)
+        assert got.tolist() == expected[: got.size], name
+    width = alone.block_tables.shape[1]
+    assert alone.block_tables.tolist() == mixed.block_tables[:count, :width].tolist()
+    items = [item for item in mixed.work_items.tolist() if item[0] < count]
+    assert alone.work_items.tolist() == items
+    assert alone.merge_items.tolist() == mixed.merge_items.tolist()

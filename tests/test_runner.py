@@ -11,6 +11,7 @@ from models import (
     GREEDY,
     IN_FLIGHT_TOKEN,
     StepDriver,
+    all_greedy,
     dense_logits,
     embedded,
     embedded_twin,
@@ -26,8 +27,8 @@ import mlx.nn as nn
 
 from mlx_paged import ops
 from mlx_paged.engine import runner as runner_module
-from mlx_paged.engine.sampler import SamplingRow
-from mlx_paged.scheduling import Batch
+from mlx_paged.engine.sampler import SamplingRow, SamplingRows
+from mlx_paged.scheduling import Batch, ScheduledSequence
 
 CONFIG = tiny_config("llama")
 
@@ -131,18 +132,20 @@ def test_every_sequence_is_sampled_with_its_own_row(
 ) -> None:
     asked: list[str] = []
 
-    def sampling_row(row: object) -> SamplingRow:
-        asked.append(row.request_id)  # type: ignore[attr-defined]
-        return GREEDY if row.request_id == "a" else SamplingRow(50.0, 4, 9)  # type: ignore[attr-defined]
+    def sampling_rows(sampled: list[ScheduledSequence]) -> SamplingRows:
+        asked.extend(row.request_id for row in sampled)
+        hot = SamplingRow(50.0, 4, 9)
+        return SamplingRows.of([GREEDY if row.request_id == "a" else hot for row in sampled])
 
     rows = [driver.schedule(name, random_tokens(rng, 3)) for name in "ab"]
     skipped = driver.schedule("c", random_tokens(rng, 3), samples=False)
     with mock.patch.object(runner_module, "sample", wraps=runner_module.sample) as sample:
-        driver.runner.launch(Batch(1, (*rows, skipped), ()), sampling_row, None)
+        driver.runner.launch(Batch(1, (*rows, skipped), ()), sampling_rows, None)
     assert asked == ["a", "b"]
-    logits, sampling_rows = sample.call_args.args
+    logits, columns = sample.call_args.args
     assert logits.shape == (2, CONFIG["vocab_size"])
-    assert sampling_rows == [GREEDY, SamplingRow(50.0, 4, 9)]
+    assert columns.temperature.tolist() == [0, 50]
+    assert columns.seed.tolist() == [0, 4] and columns.position.tolist() == [0, 9]
 
 
 # --- Overlap --------------------------------------------------------------------------------------
@@ -187,7 +190,7 @@ def test_launching_does_not_wait(driver: StepDriver, rng: np.random.Generator) -
     chain = [launched]
     for _ in range(20):
         row = driver.schedule("a", [IN_FLIGHT_TOKEN])
-        chain.append(driver.runner.launch(Batch(9, (row,), ()), lambda _: GREEDY, chain[-1]))
+        chain.append(driver.runner.launch(Batch(9, (row,), ()), all_greedy, chain[-1]))
     tokens = [driver.runner.read(step)[0] for step in chain]
     # The prompt was known; what followed it is now.
     model = tiny_model(CONFIG)

@@ -6,6 +6,7 @@ same every time; a larger number explores at random).
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from naive_store import NaiveStore
+from plain_scheduler import PlainScheduler
 
 from mlx_paged.kv import KVManager
 from mlx_paged.scheduling import FinishReason, Request, Scheduler, SchedulerConfig, StopPolicy
@@ -180,7 +182,10 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Scheduler and fake device against the oracle: every request gets its tokens."""
+    """Scheduler and fake device against the oracle: every request gets its tokens.
+
+    A second scheduler, whose hot loops are the plain ones, must build the same batches all along.
+    """
 
     EOS = frozenset({3, 4})
 
@@ -215,10 +220,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             watermark=0.1,
             wait_for_shared_blocks=waiting,
         )
-        kv = KVManager(num_usable + 1, block_size, enable_prefix_caching=caching)
         self.now = 0.0
-        self.scheduler = Scheduler(config, kv, clock=lambda: self.now)
+        self.scheduler, self.plain = (
+            make(
+                config,
+                KVManager(num_usable + 1, block_size, enable_prefix_caching=caching),
+                clock=lambda: self.now,
+            )
+            for make in (Scheduler, PlainScheduler)
+        )
         self.engine = FakeEngine(self.scheduler, overlap=overlap)
+        self.plain_engine = FakeEngine(self.plain, overlap=overlap)
+        self.num_compared = 0
         self.requests: list[Request] = []
 
     @rule(
@@ -253,6 +266,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             cache_salt=salt,
             read_prefix_cache=reads_cache,
         )
+        self.plain.add(copy.deepcopy(request))
         self.scheduler.add(request)
         self.requests.append(request)
         self.scheduler.check_integrity()
@@ -261,7 +275,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         for _ in range(count):
             self.engine.step()
+            self.plain_engine.step()
+            self.compare()
             self.scheduler.check_integrity()
+
+    def compare(self) -> None:
+        """Both schedulers have built the same batches, and reported the same."""
+        ours, plain = self.engine, self.plain_engine
+        assert ours.batches[self.num_compared :] == plain.batches[self.num_compared :]
+        self.num_compared = len(ours.batches)
+        assert ours.outputs == plain.outputs and ours.reasons == plain.reasons
 
     @precondition(lambda self: self.requests)
     @rule(choice=st.integers(0, 50), which=st.sampled_from([None, 0, 1]))
@@ -269,6 +292,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = self.requests[choice % len(self.requests)]
         index = None if which is None else which % request.n
         self.scheduler.finish(request.request_id, FinishReason.ABORT, index=index)
+        self.plain.finish(request.request_id, FinishReason.ABORT, index=index)
         self.scheduler.check_integrity()
 
     @rule()
@@ -279,18 +303,22 @@ class SchedulerMachine(RuleBasedStateMachine):
     def reset_cache(self, sure: int) -> None:
         if sure == 0:
             self.scheduler.reset_prefix_cache()
+            self.plain.reset_prefix_cache()
             self.scheduler.check_integrity()
 
     @rule(sure=st.integers(0, 5))
     def step_fails(self, sure: int) -> None:
         if sure == 0:
             self.engine.fail()
+            self.plain_engine.fail()
             self.scheduler.check_integrity()
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
         self.engine.run(max_steps=10_000)
+        self.plain_engine.run(max_steps=10_000)
+        self.compare()
         self.scheduler.check_integrity()
         for request in self.requests:
             for seq in request.sequences:

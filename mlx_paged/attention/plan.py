@@ -56,10 +56,15 @@ def build_plan(
             _refuse(name, "at least 1", limit)
 
     tables = block_tables.blocks
-    starts = np.concatenate([[0], np.cumsum(rows)])
-    sequence = np.repeat(np.arange(len(rows)), rows)
-    positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - (lens - rows), rows)
-    slots = tables[sequence, positions // block_size] * block_size + positions % block_size
+    if (rows == 1).all():  # only decodes: what follows comes to this
+        starts = np.arange(len(rows) + 1)
+        sequence, positions = starts[:-1], lens - 1
+    else:
+        starts = np.concatenate([[0], np.cumsum(rows)])
+        sequence = np.repeat(np.arange(len(rows)), rows)
+        positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - (lens - rows), rows)
+    block, offset = positions // block_size, positions % block_size
+    slots = tables[sequence, block] * block_size + offset
     items, merges = _work_items(lens, rows, starts, block_size, rows_per_item, split_tokens)
     return AttentionPlan(
         positions=_int32(positions),
@@ -107,13 +112,16 @@ def _work_items(
     split_tokens: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """``[num_items, 6]`` work items, longest context first, and ``[num_merges, 4]`` merges."""
-    num_tiles = -(-rows // rows_per_item)
-    sequence = np.repeat(np.arange(len(rows)), num_tiles)
-    tile = np.arange(len(sequence)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
-    row_begin = starts[sequence] + tile * rows_per_item
-    row_end = np.minimum(row_begin + rows_per_item, starts[sequence + 1])
-    # The last row of a tile sees the most: everything up to its own position.
-    num_tokens = lens[sequence] - (starts[sequence + 1] - row_end)
+    if (rows == 1).all():  # one tile each
+        sequence, row_begin, row_end, num_tokens = starts[:-1], starts[:-1], starts[1:], lens
+    else:
+        num_tiles = -(-rows // rows_per_item)
+        sequence = np.repeat(np.arange(len(rows)), num_tiles)
+        tile = np.arange(len(sequence)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+        row_begin = starts[sequence] + tile * rows_per_item
+        row_end = np.minimum(row_begin + rows_per_item, starts[sequence + 1])
+        # The last row of a tile sees the most: everything up to its own position.
+        num_tokens = lens[sequence] - (starts[sequence + 1] - row_end)
     num_blocks = -(-num_tokens // block_size)
     zeros = np.zeros_like(sequence)
     items = np.stack([sequence, row_begin, row_end, zeros, num_blocks, zeros - 1], axis=1)

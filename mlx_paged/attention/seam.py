@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_paged.attention import layer_ops
 from mlx_paged.attention.cache import KVHandle
 
 _dense_attention = mx.fast.scaled_dot_product_attention
@@ -41,10 +42,12 @@ def scaled_dot_product_attention(
 
 
 def install() -> None:
-    """Rebinds MLX's attention. Doing it twice changes nothing."""
+    """Rebinds MLX's attention, and what `layer_ops` serves. Doing it twice changes nothing."""
     mx.fast.scaled_dot_product_attention = scaled_dot_product_attention
+    layer_ops.install()
 
 
 def uninstall() -> None:
-    """Puts MLX's own attention back."""
+    """Puts back what was there."""
     mx.fast.scaled_dot_product_attention = _dense_attention
+    layer_ops.uninstall()

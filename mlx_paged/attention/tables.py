@@ -6,7 +6,7 @@ every step would cost more than the rest of the plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,8 @@ class BlockTableCache:
 
     def __init__(self) -> None:
         self._rows: dict[int, int] = {}  # seq_id -> row
+        self._seq_ids: tuple[int, ...] = ()  # of the step before,
+        self._places = np.zeros(0, dtype=np.intp)  # and their rows
         self._free: list[int] = []
         self._blocks = np.zeros((0, 0), dtype=np.int32)
         self._lengths = np.zeros(0, dtype=np.int64)
@@ -41,20 +43,33 @@ class BlockTableCache:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def update(self, tables: Iterable[tuple[int, Sequence[int], int]]) -> PaddedTables:
+    def update(
+        self,
+        seq_ids: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        dirty_from: Sequence[int],
+    ) -> PaddedTables:
         """Takes in the tables of a step.
 
         Args:
-            tables: for each sequence its id, its blocks, and the first of them that may differ from
-                what it had the last time.
+            seq_ids: the sequences.
+            tables: for each its blocks.
+            dirty_from: for each the first of its blocks that may differ from what it had the last
+                time.
         """
-        tables = list(tables)
-        rows = self._rows_of([seq_id for seq_id, _, _ in tables])
-        for row, (_, table, dirty_from) in zip(rows, tables):
-            if dirty_from < len(table) or self._lengths[row] == 0:
-                self._write(row, table, dirty_from)
-        lengths = self._lengths[rows]
-        return PaddedTables(self._blocks[rows, : lengths.max(initial=1)], lengths)
+        fresh: list[int] = []
+        seq_ids = tuple(seq_ids)  # (a copy, where it is a list that may change)
+        if seq_ids != self._seq_ids:
+            rows, fresh = self._rows_of(seq_ids)
+            self._seq_ids, self._places = seq_ids, np.array(rows, dtype=np.intp)
+        places = self._places
+        for i, (table, first) in enumerate(zip(tables, dirty_from)):
+            if first < len(table):
+                self._write(places[i], table, first)
+        for i in fresh:
+            self._write(places[i], tables[i], 0)
+        lengths = self._lengths[places]
+        return PaddedTables(self._blocks[:, : lengths.max(initial=1)].take(places, axis=0), lengths)
 
     def _write(self, row: int, table: Sequence[int], dirty_from: int) -> None:
         known, length = int(self._lengths[row]), len(table)
@@ -67,17 +82,18 @@ class BlockTableCache:
         self._blocks[row, length:known] = 0
         self._lengths[row] = length
 
-    def _rows_of(self, seq_ids: list[int]) -> list[int]:
-        missing = [seq_id for seq_id in seq_ids if seq_id not in self._rows]
-        if len(missing) > len(self._free):
+    def _rows_of(self, seq_ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The row of each sequence, and which of them are new here."""
+        fresh = [i for i, seq_id in enumerate(seq_ids) if seq_id not in self._rows]
+        if len(fresh) > len(self._free):
             self._collect(set(seq_ids))
-        if len(missing) > len(self._free):
-            self._enlarge(len(self._rows) + len(missing))
-        for seq_id in missing:
+        if len(fresh) > len(self._free):
+            self._enlarge(len(self._rows) + len(fresh))
+        for i in fresh:
             row = self._free.pop()
-            self._rows[seq_id] = row
+            self._rows[seq_ids[i]] = row
             self._lengths[row] = 0
-        return [self._rows[seq_id] for seq_id in seq_ids]
+        return [self._rows[seq_id] for seq_id in seq_ids], fresh
 
     def _collect(self, seen: set[int]) -> None:
         """Frees the rows of all who are not in this step: they ended, or are written anew."""

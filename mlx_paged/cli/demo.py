@@ -20,12 +20,14 @@ from mlx_paged.models.load import LoadedModel, load
 NUM_CHATS = 8
 
 
-def run(model_name: str | None, max_tokens: int, compare: bool) -> None:
+def run(
+    model_name: str | None, max_tokens: int, compare: bool, *, async_scheduling: bool = True
+) -> None:
     """Answers the demo's chats, prints answers and figures, and exits 1 if a token disagrees."""
     console = Console(highlight=False)
     info = core.build_info()
     model = load(model_name)
-    llm = LLM(model)
+    llm = LLM(model, async_scheduling=async_scheduling)
     chats = CHATS[:NUM_CHATS]
     prompts = llm.render_chats(
         [

@@ -16,9 +16,10 @@ def run(
     system_prompt: str | None,
     *,
     chat: bool,
+    async_scheduling: bool = True,
 ) -> None:
     """Answers prompts: one as it comes, several when they are done, in order."""
-    llm = LLM(model)
+    llm = LLM(model, async_scheduling=async_scheduling)
     inputs: list[str] | list[list[int]] = prompts
     if chat and llm.tokenizer.has_chat_template:
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []

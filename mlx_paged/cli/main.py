@@ -23,6 +23,14 @@ Model = Annotated[
     typer.Option(help="Model directory or Hugging Face id.", show_default="the embedded model"),
 ]
 
+AsyncScheduling = Annotated[
+    bool,
+    typer.Option(
+        "--async-scheduling/--no-async-scheduling",
+        help="Plan and launch a step while the one before it still runs; the tokens are the same.",
+    ),
+]
+
 
 @app.callback(invoke_without_command=True)
 def _options(
@@ -52,6 +60,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes sampled answers repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Ends an answer. Repeatable.")] = None,
     n: Annotated[int, typer.Option("-n", min=1, help="Answers for each prompt.")] = 1,
+    async_scheduling: AsyncScheduling = True,
     ignore_chat_template: Annotated[
         bool, typer.Option(help="Complete the prompt as it is, without the chat template.")
     ] = False,
@@ -77,7 +86,14 @@ def generate(
         stop=stop,
         seed=seed,
     )
-    verb.run(prompt, params, model, system_prompt, chat=not ignore_chat_template)
+    verb.run(
+        prompt,
+        params,
+        model,
+        system_prompt,
+        chat=not ignore_chat_template,
+        async_scheduling=async_scheduling,
+    )
 
 
 @app.command()
@@ -87,11 +103,12 @@ def demo(
     compare: Annotated[
         bool, typer.Option(help="Do the same work with mlx-lm, and compare tokens and time.")
     ] = True,
+    async_scheduling: AsyncScheduling = True,
 ) -> None:
     """Answer eight chats at once that share a long system prompt, and show what that saved."""
     from mlx_paged.cli import demo as verb
 
-    verb.run(model, max_tokens, compare)
+    verb.run(model, max_tokens, compare, async_scheduling=async_scheduling)
 
 
 def main() -> None:

@@ -65,6 +65,7 @@ class RequestStream:
             raise
         if delta is None:
             self._open = False
+            self.output.settle()
             raise StopAsyncIteration
         return delta
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mlx_paged import ops
 from mlx_paged.engine import memory
 from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.deferred_text import DeferredText
 from mlx_paged.engine.executor import PendingStep, StepExecutor
 from mlx_paged.engine.outputs import (
     CompletionOutput,
@@ -23,6 +24,7 @@ from mlx_paged.engine.sampler import SamplingRow
 from mlx_paged.engine.sampling.logprobs import LogprobReport
 from mlx_paged.engine.sampling.prompt_report import PromptReport, PromptTargets
 from mlx_paged.engine.sampling.request_sampler import RequestSampler, TokenMask
+from mlx_paged.engine.sampling.row_cache import RowCache
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.errors import InvalidParameterError
@@ -34,6 +36,7 @@ from mlx_paged.scheduling import (
     Request,
     ScheduledSequence,
     Scheduler,
+    Sequence,
 )
 
 
@@ -102,7 +105,7 @@ class Engine:
         )
         self._scheduler = Scheduler(self.config.scheduler_config(model.max_model_len), self._kv)
         self._runner = runner
-        self._executor = StepExecutor(runner, self._sampling_row, self._prompt_targets)
+        self._executor = StepExecutor(runner, RowCache(self._sampling_row), self._prompt_targets)
         self._vocab_size = model.vocab_size
         self._eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
         self._report = LogprobReport(self.tokenizer)
@@ -184,19 +187,25 @@ class Engine:
         if params.prompt_logprobs is not None:
             prompt_report = PromptReport(prompt_token_ids, params.prompt_logprobs, self._report)
             output.prompt_logprobs = prompt_report.positions
-        streams = [
-            TextStream(
-                self.tokenizer,
-                params.stop_strings,
-                include_stop=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-            )
-            for _ in range(params.n)
-        ]
+        streams = [self._text_of(sequence, params) for sequence in request.sequences]
         self._generations[request_id] = Generation(
             params, sampler, request, output, streams, prompt_report
         )
         return output
+
+    def _text_of(self, sequence: Sequence, params: SamplingParams) -> TextStream | DeferredText:
+        """The text of an answer to come: by the step where stop strings may end it."""
+        stream = TextStream(
+            self.tokenizer,
+            params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+        if params.stop_strings:
+            return stream
+        request = sequence.request
+        start = request.num_prompt_tokens
+        return DeferredText(request.request_id, stream, sequence.tokens, start)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now; what it computed stays cached. Returns whether it was there."""
@@ -204,6 +213,7 @@ class Engine:
         if generation is None:
             return False
         self._scheduler.abort(request_id)
+        self._publisher.forget(generation)
         for output in generation.output.outputs:
             output.finish_reason = output.finish_reason or FinishReason.ABORT
         return True

@@ -132,6 +132,7 @@ class EngineThread:
             logger.critical("the engine has stopped", exc_info=error)
         finally:
             self._die(reason)
+            gc.unfreeze()  # or a dropped engine, which is full of cycles, would keep its memory
             # Last: who waited for it must find the engine dead.
             if failure is not None and not self.ready.done():
                 self.ready.set_exception(failure)

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_paged.engine.faults import NOT_A_NUMBER, is_out_of_memory, reason_of
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
-from mlx_paged.engine.sampler import SamplingRow
+from mlx_paged.engine.sampler import SamplingRows
 from mlx_paged.engine.sampling.prompt_report import PromptTargets
 from mlx_paged.scheduling import Batch, ScheduledSequence
 
@@ -59,18 +59,18 @@ class StepExecutor:
     """Launches and reads steps; neither raises for a fault of the device or the model.
 
     Args:
-        sampling_row, prompt_targets: see `ModelRunner.launch`. What they raise, or a token mask
+        sampling_rows, prompt_targets: see `ModelRunner.launch`. What they raise, or a token mask
             does, is a fault of the step like any other.
     """
 
     def __init__(
         self,
         runner: ModelRunner,
-        sampling_row: Callable[[ScheduledSequence], SamplingRow],
+        sampling_rows: Callable[[list[ScheduledSequence]], SamplingRows],
         prompt_targets: Callable[[ScheduledSequence], PromptTargets | None] | None = None,
     ) -> None:
         self._runner = runner
-        self._sampling_row = sampling_row
+        self._sampling_rows = sampling_rows
         self._prompt_targets = prompt_targets
         self._last_tokens: dict[int, int] = {}  # of the step read last
         self._num_good_steps = 0
@@ -95,7 +95,7 @@ class StepExecutor:
             return PendingStep(batch, None)
 
     def _launch(self, batch: Batch, previous: LaunchedStep | None) -> LaunchedStep:
-        return self._runner.launch(batch, self._sampling_row, previous, self._prompt_targets)
+        return self._runner.launch(batch, self._sampling_rows, previous, self._prompt_targets)
 
     def read(self, step: PendingStep, following: PendingStep | None) -> StepResult:
         """Waits for a step and returns what it brought.

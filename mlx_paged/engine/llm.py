@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +48,8 @@ class LLM:
     ) -> None:
         config = EngineConfig(**options)
         loaded = model if isinstance(model, LoadedModel) else load(model, dtype=dtype)
+        # (No `gc.freeze` here, as the engine's thread has: it would be for the whole process, and
+        # keep an `LLM` that is dropped.)
         self.engine = Engine(loaded, config)
         self._ids = itertools.count()
         self._inboxes: dict[str, deque[SequenceUpdate]] = {}  # by request_id
@@ -107,7 +108,7 @@ class LLM:
         outputs = self._add(_as_prompts(prompts), params)
         place = {output.request_id: str(i) for i, output in enumerate(outputs)}
         for update in self._run(outputs):
-            yield replace(update, request_id=place[update.request_id])
+            yield update._replace(request_id=place[update.request_id])
 
     def render_chats(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]]
@@ -169,6 +170,7 @@ class LLM:
         """Ends what is unfinished of these and lets go of them."""
         for output in outputs:
             self.engine.abort(output.request_id)
+            output.settle()
             self._inboxes.pop(output.request_id, None)
         self.engine.settle()
 

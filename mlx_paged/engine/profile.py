@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.runner import ModelRunner
-from mlx_paged.engine.sampler import SamplingRow
+from mlx_paged.engine.sampler import SamplingRow, SamplingRows
 from mlx_paged.scheduling import Batch, ScheduledSequence
 
 
@@ -21,7 +21,8 @@ def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:
     mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    runner.read(runner.launch(batch, lambda row: SamplingRow(1.0, 0, row.context_len), None))
+    sampling = SamplingRows.of([SamplingRow(1.0, 0, row.context_len) for row in batch.sequences])
+    runner.read(runner.launch(batch, lambda _: sampling, None))
     return max(0, mx.get_peak_memory() - before)
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
+from mlx_paged.engine.deferred_text import DeferredText
 from mlx_paged.engine.executor import StepResult
 from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
@@ -18,6 +21,8 @@ from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.errors import StepError
 from mlx_paged.scheduling import FinishReason, Request, Scheduler, SequenceOutcome
 
+_update = partial(tuple.__new__, SequenceUpdate)  # a third of a call's time
+
 
 @dataclass
 class Generation:
@@ -27,7 +32,7 @@ class Generation:
     sampler: RequestSampler
     request: Request
     output: RequestOutput
-    streams: list[TextStream]
+    streams: list[TextStream | DeferredText]  # deferred where there are no stop strings
     prompt_report: PromptReport | None
 
     def owns(self, seq_id: int) -> bool:
@@ -50,6 +55,14 @@ class Publisher:
         self._generations = generations
         self._scheduler = scheduler
         self._report = report
+        # By seq_id: answers that have begun, and whose further tokens need no look at their text
+        # and no report. Their tokens and text.
+        self._plain: dict[int, tuple[list[int], DeferredText]] = {}
+
+    def forget(self, generation: Generation) -> None:
+        """A request was aborted."""
+        for sequence in generation.request.sequences:
+            self._plain.pop(sequence.seq_id, None)
 
     def end_failed(self, result: StepResult) -> list[SequenceUpdate]:
         """Ends the sequences that a step failed for."""
@@ -70,7 +83,7 @@ class Publisher:
     def publish(
         self, outcomes: Sequence[SequenceOutcome], parts: Sequence[LaunchedStep] = ()
     ) -> list[SequenceUpdate]:
-        """Turns tokens into text, and ends sequences at a stop string.
+        """Records what the sequences gained, and ends those that come to a stop string.
 
         Args:
             parts: the step that brought them; log-probabilities are in it.
@@ -81,21 +94,32 @@ class Publisher:
                 reports.update(part.logprobs.read())
         updates: list[SequenceUpdate] = []
         for outcome in outcomes:
-            generation = self._generations.get(outcome.request_id)
+            request_id, seq_id, index, token, reason = outcome
+            answer = self._plain.get(seq_id)
+            if answer is not None and reason is None:
+                # What the rest comes to, for nearly every row of nearly every step.
+                assert token is not None
+                token_ids, text = answer
+                num_before = len(token_ids)
+                updates.append(
+                    _update((request_id, index, token, text, None, None, None, None, num_before))
+                )
+                token_ids.append(token)
+                continue
+            generation = self._generations.get(request_id)
             if generation is None:
                 continue  # aborted
             try:
-                update = _to_text(outcome, generation.streams[outcome.index], generation.params)
-                if outcome.token_id is not None and outcome.seq_id in reports:
-                    [position] = reports[outcome.seq_id]
-                    update.logprobs = self._report(position, generation.params.logprobs or 0)
+                update = _to_update(outcome, generation)
+                if token is not None and seq_id in reports:
+                    [position] = reports[seq_id]
+                    report = self._report(position, generation.params.logprobs or 0)
+                    update = update._replace(logprobs=report)
             except Exception as error:  # a tokenizer that cannot decode what the model said
-                updates += self._fail(outcome.request_id, outcome.index, reason_of(error))
+                updates += self._fail(request_id, index, reason_of(error))
                 continue
-            if update.finish_reason is not None and outcome.finish_reason is None:
-                self._scheduler.finish(
-                    outcome.request_id, update.finish_reason, index=outcome.index
-                )
+            if update.finish_reason is not None and reason is None:
+                self._scheduler.finish(request_id, update.finish_reason, index=index)
             self._record(update, generation)
             updates.append(update)
         return updates
@@ -107,12 +131,26 @@ class Publisher:
         generation = self._generations.get(request_id)
         if generation is None:
             return []
-        error = StepError(request_id, reason)
-        try:
-            text = generation.streams[index].finish()
-        except Exception:  # the text may be what failed
-            text = ""
-        update = SequenceUpdate(request_id, index, None, text, FinishReason.ERROR, error=error)
+        stream, num_tokens = (
+            generation.streams[index],
+            len(generation.output.outputs[index].token_ids),
+        )
+        piece: str | DeferredText = ""
+        if isinstance(stream, DeferredText):
+            stream.end(num_tokens)
+            piece = stream
+        else:
+            with suppress(Exception):  # the text may be what failed
+                piece = stream.finish()
+        update = SequenceUpdate(
+            request_id,
+            index,
+            None,
+            piece,
+            FinishReason.ERROR,
+            error=StepError(request_id, reason),
+            num_tokens_before=num_tokens,
+        )
         self._record(update, generation)
         return [update]
 
@@ -142,7 +180,8 @@ class Publisher:
     def _record(self, update: SequenceUpdate, generation: Generation) -> None:
         output = generation.output
         completion = output.outputs[update.index]
-        completion.text += update.text
+        stream = generation.streams[update.index]
+        completion.text = stream if isinstance(stream, DeferredText) else stream.text
         if update.token_id is not None:
             completion.token_ids.append(update.token_id)
             if completion.logprobs is not None and update.logprobs is not None:
@@ -152,8 +191,12 @@ class Publisher:
             if output.metrics.first_token_time is None:
                 output.metrics.first_token_time = time.monotonic()
                 output.num_cached_tokens = generation.request.sequences[0].num_cached_tokens or 0
+        seq_id = generation.request.sequences[update.index].seq_id
         if update.finish_reason is None:
+            if isinstance(stream, DeferredText) and generation.params.logprobs is None:
+                self._plain[seq_id] = completion.token_ids, stream
             return
+        self._plain.pop(seq_id, None)
         completion.finish_reason = update.finish_reason
         completion.stop_reason = update.stop_reason
         completion.error = update.error
@@ -162,19 +205,27 @@ class Publisher:
             del self._generations[update.request_id]
 
 
-def _to_text(
-    outcome: SequenceOutcome, stream: TextStream, params: SamplingParams
-) -> SequenceUpdate:
-    token, reason = outcome.token_id, outcome.finish_reason
+def _to_update(outcome: SequenceOutcome, generation: Generation) -> SequenceUpdate:
+    request_id, _, index, token, reason = outcome
+    params, stream = generation.params, generation.streams[index]
     ends_text = reason is FinishReason.STOP
     stop_reason: str | int | None = None
     if ends_text and token in (params.stop_token_ids or ()):
         stop_reason = token
     # A stop token is part of the text if asked for; the model's own end token never is.
-    is_text = not ends_text or (params.include_stop_str_in_output and stop_reason is not None)
-    text = stream.add(token) if token is not None and is_text else ""
+    is_text = token is not None and (
+        not ends_text or (params.include_stop_str_in_output and stop_reason is not None)
+    )
+    if isinstance(stream, DeferredText):
+        num_before = len(generation.output.outputs[index].token_ids)
+        if reason is not None:
+            stream.end(num_before + is_text)
+        return SequenceUpdate(
+            request_id, index, token, stream, reason, stop_reason, num_tokens_before=num_before
+        )
+    text = stream.add(token) if is_text and token is not None else ""
     if reason is not None:
         text += stream.finish()
     if stream.matched_stop is not None:
         reason, stop_reason = FinishReason.STOP, stream.matched_stop
-    return SequenceUpdate(outcome.request_id, outcome.index, token, text, reason, stop_reason)
+    return SequenceUpdate(request_id, index, token, text, reason, stop_reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,10 +13,11 @@ import numpy as np
 
 from mlx_paged.attention import seam
 from mlx_paged.attention.cache import LayerSpec, PagedLayerCache, Step, StepContext, copy_blocks
+from mlx_paged.attention.layer_ops import native_ops
 from mlx_paged.attention.plan import build_plan
 from mlx_paged.attention.tables import BlockTableCache
 from mlx_paged.engine.faults import nan_rows
-from mlx_paged.engine.sampler import SamplingRow, sample
+from mlx_paged.engine.sampler import SamplingRows, sample
 from mlx_paged.engine.sampling.edits import apply_edits
 from mlx_paged.engine.sampling.logprobs import LogprobArrays, PositionLogprobs, logprobs_of
 from mlx_paged.engine.sampling.prompt_report import PromptTargets
@@ -103,7 +105,7 @@ class ModelRunner:
     def launch(
         self,
         batch: Batch,
-        sampling_row: Callable[[ScheduledSequence], SamplingRow],
+        sampling_rows: Callable[[list[ScheduledSequence]], SamplingRows],
         previous: LaunchedStep | None,
         prompt_targets: Callable[[ScheduledSequence], PromptTargets | None] | None = None,
     ) -> LaunchedStep:
@@ -113,13 +115,13 @@ class ModelRunner:
         A step that raises leaves no trace: the pools' handles are those of before.
 
         Args:
-            sampling_row: how to choose the token of a sequence that is sampled in this step.
+            sampling_rows: how to choose the tokens of the sequences that are sampled in this step.
             previous: the step before, if its tokens have not been read yet.
             prompt_targets: which of a sequence's prompt tokens are to be reported; None: none are.
         """
         before = [(cache.key_pool, cache.value_pool) for cache in self._caches]
         try:
-            return self._launch(batch, sampling_row, previous, prompt_targets, before)
+            return self._launch(batch, sampling_rows, previous, prompt_targets, before)
         except Exception:
             self._restore(before)
             raise
@@ -154,7 +156,7 @@ class ModelRunner:
     def _launch(
         self,
         batch: Batch,
-        sampling_row: Callable[[ScheduledSequence], SamplingRow],
+        sampling_rows: Callable[[list[ScheduledSequence]], SamplingRows],
         previous: LaunchedStep | None,
         prompt_targets: Callable[[ScheduledSequence], PromptTargets | None] | None,
         pools_before: list[tuple[mx.array, mx.array]],
@@ -164,10 +166,15 @@ class ModelRunner:
         sampled = [s for s in batch.sequences if s.samples]
         targets: dict[int, PromptTargets] = {}
         if prompt_targets is not None:
-            targets = {s.seq_id: t for s in batch.sequences if (t := prompt_targets(s))}
+            # (A single token that is sampled from is the prompt's last, or follows it.)
+            targets = {
+                s.seq_id: t
+                for s in batch.sequences
+                if (len(s.token_ids) > 1 or not s.samples) and (t := prompt_targets(s))
+            }
         logits = self._forward(batch, previous, targets)
-        rows = [sampling_row(s) for s in sampled]
         if sampled:
+            rows = sampling_rows(sampled)
             raw = logits[: len(sampled)] if targets else logits
             tokens = sample(apply_edits(raw, rows, _newest(sampled, rows, previous)), rows)
             bad_rows = nan_rows(raw)
@@ -182,7 +189,7 @@ class ModelRunner:
             batch,
             tokens,
             pools[-1],
-            {s.seq_id: i for i, s in enumerate(sampled)},
+            dict(zip([s.seq_id for s in sampled], range(len(sampled)))),
             bad_rows,
             pools_before,
             logprobs,
@@ -197,34 +204,35 @@ class ModelRunner:
         """``[num_samples + num_targets, vocab_size]`` logits: of the rows that are sampled from,
         then of those that prompt tokens follow."""
         sequences = batch.sequences
-        num_rows = np.array([len(s.token_ids) for s in sequences])
+        seq_ids, _, token_ids, starts, tables, dirty_from, samples = zip(*sequences)
+        num_rows = np.array([len(tokens) for tokens in token_ids])
         plan = build_plan(
-            self._tables.update([(s.seq_id, s.block_table, s.dirty_from) for s in sequences]),
-            np.array([s.start for s in sequences]) + num_rows,
+            self._tables.update(seq_ids, tables, dirty_from),
+            np.array(starts) + num_rows,
             num_rows,
             block_size=self.block_size,
         )
         ends = np.cumsum(num_rows)
-        wanted = (ends - 1)[[s.samples for s in sequences]]
+        wanted = (ends - 1)[np.array(samples)]
         if targets:
             first_row = {s.seq_id: end - s.num_tokens for s, end in zip(sequences, ends)}
             before = [first_row[i] + np.arange(len(t.token_ids)) for i, t in targets.items()]
             wanted = np.concatenate([wanted, *before])
         self._context.enter(Step(plan, mx.array(wanted.astype(np.int32))))
         try:
-            logits = self._model(_input_tokens(batch, previous)[:, None], cache=self._caches)
+            tokens = _input_tokens(seq_ids, token_ids, previous)
+            with native_ops(plan.positions):
+                logits = self._model(tokens[:, None], cache=self._caches)
         finally:
             self._context.leave()
         return logits.squeeze(1)
 
 
 def _newest(
-    sampled: list[ScheduledSequence], rows: list[SamplingRow], previous: LaunchedStep | None
+    sampled: list[ScheduledSequence], rows: SamplingRows, previous: LaunchedStep | None
 ) -> InFlight | None:
     """Where the newest tokens are, if an edit asks and any of them is in flight."""
-    if previous is None or not any(
-        row.edits is not None and s.awaits_token for s, row in zip(sampled, rows)
-    ):
+    if previous is None or not any(sampled[i].awaits_token for i, _ in rows.edits):
         return None
     source = [previous.sample_index[s.seq_id] if s.awaits_token else -1 for s in sampled]
     return InFlight(previous.tokens, np.array(source, dtype=np.int32))
@@ -234,15 +242,15 @@ def _report_samples(
     logits: mx.array,
     tokens: mx.array,
     sampled: list[ScheduledSequence],
-    rows: list[SamplingRow],
+    rows: SamplingRows,
 ) -> Reported | None:
-    asking = [i for i, row in enumerate(rows) if row.logprobs is not None]
+    asking = [i for i, _ in rows.logprobs]
     if not asking:
         return None
     if len(asking) < len(rows):
         at = mx.array(np.array(asking, dtype=np.int32))
         logits, tokens = logits[at], tokens[at]
-    arrays = logprobs_of(logits, tokens, likeliest=any(rows[i].logprobs for i in asking))
+    arrays = logprobs_of(logits, tokens, likeliest=any(count for _, count in rows.logprobs))
     return Reported(arrays, {sampled[i].seq_id: 1 for i in asking})
 
 
@@ -253,15 +261,24 @@ def _report_prompts(logits: mx.array, targets: dict[int, PromptTargets]) -> Repo
     return Reported(arrays, {seq_id: len(t.token_ids) for seq_id, t in targets.items()})
 
 
-def _input_tokens(batch: Batch, previous: LaunchedStep | None) -> mx.array:
+def _input_tokens(
+    seq_ids: tuple[int, ...],
+    token_ids: tuple[tuple[int, ...], ...],
+    previous: LaunchedStep | None,
+) -> mx.array:
     """``[num_rows]`` int32. Tokens that the step before is still sampling never visit the host."""
-    known = np.array([t for s in batch.sequences for t in s.token_ids], dtype=np.int32)
-    in_flight = known == IN_FLIGHT_TOKEN
-    if not in_flight.any():
-        return mx.array(known)
+    num_in_flight = token_ids.count((IN_FLIGHT_TOKEN,))
+    if num_in_flight == 0:
+        return mx.array(np.fromiter(chain.from_iterable(token_ids), dtype=np.int32))
     assert previous is not None, "a row awaits a token but no step is in flight"
-    source = np.full(len(known), -1, dtype=np.int32)
     at = previous.sample_index
-    source[in_flight] = [at[s.seq_id] for s in batch.sequences if s.awaits_token]
-    index = mx.array(source)
-    return mx.where(index < 0, mx.array(known), previous.tokens[mx.maximum(index, 0)])
+    if num_in_flight == len(seq_ids):
+        if seq_ids == tuple(at):
+            return previous.tokens  # the same sequences in the same order
+        return previous.tokens[mx.array(np.array([at[i] for i in seq_ids], dtype=np.int32))]
+    known = np.fromiter(chain.from_iterable(token_ids), dtype=np.int32)
+    source = np.full(len(known), -1, dtype=np.int32)
+    waiting = [i for i, tokens in zip(seq_ids, token_ids) if tokens[0] == IN_FLIGHT_TOKEN]
+    source[known == IN_FLIGHT_TOKEN] = [at[i] for i in waiting]
+    places = mx.array(source)
+    return mx.where(places < 0, mx.array(known), previous.tokens[mx.maximum(places, 0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import lru_cache
 
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
@@ -24,9 +25,14 @@ class _ExactBPEDetokenizer(BPEStreamingDetokenizer):  # type: ignore[misc]
         return current_text
 
     def _decode_bytes(self, seq: str) -> str:
-        decoder = _byte_decoder()
-        decoded = (bytes([decoder[c]]) if c in decoder else c.encode() for c in seq)
-        return b"".join(decoded).decode("utf-8", "replace")
+        return _decode(seq)
+
+
+@lru_cache(maxsize=1 << 16)  # nearly always one token's bytes
+def _decode(seq: str) -> str:
+    decoder = _byte_decoder()
+    decoded = (bytes([decoder[c]]) if c in decoder else c.encode() for c in seq)
+    return b"".join(decoded).decode("utf-8", "replace")
 
 
 class TextStream:
@@ -56,6 +62,7 @@ class TextStream:
             self._detokenizer.__class__ = _ExactBPEDetokenizer
         self._detokenizer.reset()
         self._stop = tuple(stop)
+        self._first_characters = frozenset(s[0] for s in stop)
         self._include_stop = include_stop
         self._num_tokens_to_stop = min_tokens  # tokens to come that complete no stop string
         self._held = ""
@@ -86,6 +93,8 @@ class TextStream:
     def _take(self, segment: str, may_stop: bool) -> str:
         if self.matched_stop is not None:
             return ""
+        if not self._held and self._first_characters.isdisjoint(segment):
+            return self._emit(segment)  # no stop string begins in it, nor ends
         num_seen = len(self._held)
         self._held += segment
         found = []

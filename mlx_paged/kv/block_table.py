@@ -30,32 +30,33 @@ class BlockTable:
             all.
     """
 
-    __slots__ = ("_dirty_from", "_snapshot", "blocks", "tip", "tokens")
+    __slots__ = ("_dirty_from", "_unchanged", "blocks", "tip", "tokens")
 
     def __init__(self, tokens: Sequence[int], blocks: list[int], tip: RadixNode | None) -> None:
         self.tokens = tokens
         self.blocks = blocks
         self.tip = tip
-        self._snapshot: tuple[int, ...] | None = None
         self._dirty_from = 0
+        self._unchanged: tuple[tuple[int, ...], int] | None = None  # the next export, if so
 
     def append(self, block: int) -> None:
         self._dirty_from = min(self._dirty_from, len(self.blocks))
         self.blocks.append(block)
-        self._snapshot = None
+        self._unchanged = None
 
     def replace(self, index: int, block: int) -> None:
         self._dirty_from = min(self._dirty_from, index)
         self.blocks[index] = block
-        self._snapshot = None
+        self._unchanged = None
 
     def export(self) -> tuple[tuple[int, ...], int]:
         """The table as a tuple, and its first entry that may differ from the last export."""
-        if self._snapshot is None:
-            self._snapshot = tuple(self.blocks)
-        dirty_from = self._dirty_from
-        self._dirty_from = len(self.blocks)
-        return self._snapshot, dirty_from
+        if self._unchanged is not None:
+            return self._unchanged
+        table, dirty_from = tuple(self.blocks), self._dirty_from
+        self._dirty_from = len(table)
+        self._unchanged = table, len(table)
+        return table, dirty_from
 
     def key_of(self, index: int, block_size: int) -> BlockKey:
         """Tokens of block `index`; fewer than `block_size` where they are not all known."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -91,8 +90,7 @@ class Batch(NamedTuple):
         return sum(len(s.token_ids) for s in self.sequences)
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutcome:
+class SequenceOutcome(NamedTuple):
     """What became of a sequence in a step.
 
     Attributes:
@@ -105,6 +103,6 @@ class SequenceOutcome:
 
     request_id: str
     seq_id: int
-    index: int
+    index: int  # type: ignore[assignment]  # (a tuple's method has the name)
     token_id: int | None
     finish_reason: FinishReason | None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import NamedTuple
 
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.scheduling.batch import Batch, ScheduledSequence
 from mlx_paged.scheduling.request import Sequence
+
+_seq_id = attrgetter("seq_id")
 
 
 class LaunchedStep(NamedTuple):
@@ -21,10 +24,12 @@ class LaunchedStep(NamedTuple):
 
     def check_sampled(self, sampled: Mapping[int, int]) -> None:
         """Raises `InvalidParameterError` where a live row that samples has no token."""
+        if all(map(sampled.__contains__, map(_seq_id, self.batch.sequences))):
+            return
         missing = [
             row.seq_id
             for row, seq in self.rows()
-            if row.samples and row.seq_id not in sampled and not seq.is_finished
+            if row.seq_id not in sampled and row.samples and not seq.is_finished
         ]
         if missing:
             expected = f"a token for each sequence that samples (none for {missing})"

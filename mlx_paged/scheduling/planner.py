@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from mlx_paged.kv import KVManager
 from mlx_paged.scheduling.batch import IN_FLIGHT_TOKEN, Batch, ScheduledSequence
 from mlx_paged.scheduling.config import SchedulerConfig, SchedulingPolicy
 from mlx_paged.scheduling.in_flight import LaunchedStep
 from mlx_paged.scheduling.queue import SequenceQueue
 from mlx_paged.scheduling.request import Sequence, SequenceStatus
+
+_ONE_IN_FLIGHT = (IN_FLIGHT_TOKEN,)
+_row = partial(tuple.__new__, ScheduledSequence)  # a third of a call's time
 
 
 class Planner:
@@ -34,6 +39,7 @@ class Planner:
         self._step = 0
         self._rows: list[ScheduledSequence] = []
         self._owners: list[Sequence] = []
+        self._prefilling: list[Sequence] = []  # who ran before it, with more than one token to go
         self._budget = 0
         self._long_budget = 0
         self._preempted = False
@@ -41,7 +47,7 @@ class Planner:
     def plan(self, step: int) -> LaunchedStep | None:
         """Builds step number `step`, marks its tokens as scheduled; None when no row can run."""
         self._step = step
-        self._rows, self._owners = [], []
+        self._rows, self._owners, self._prefilling = [], [], []
         self._budget = self.config.max_num_batched_tokens
         self._preempted = False
         if self.config.policy is SchedulingPolicy.PRIORITY:
@@ -69,11 +75,30 @@ class Planner:
     # Decodes.
 
     def _add_decodes(self) -> None:
+        # This loop and the one of `Scheduler.commit` see every running sequence in every step; all
+        # else is for those with which something happens. Hence no properties and no calls here.
+        step, block_size, export = self._step, self.kv.block_size, self.kv.block_table
+        rows, owners, running = self._rows, self._owners, SequenceStatus.RUNNING
         for seq in self.running:
-            if not seq.is_running or seq.is_prefilling:  # (preempted for one before it)
+            start = seq.num_scheduled_tokens
+            num_left = len(seq.tokens) - start
+            if num_left > 1:
+                self._prefilling.append(seq)
                 continue
-            if seq.num_schedulable_tokens and self._secure(seq):
-                self._add_row(seq, 1)
+            # What is scheduled or in flight now may be all that it will ever have.
+            if start + 1 >= seq.max_num_tokens or seq.status is not running:
+                continue  # (not running: preempted for one before it)
+            # The blocks hold all that is scheduled: only where they are full is another one needed.
+            if start % block_size == 0 and not self._secure(seq):
+                continue
+            seq.num_scheduled_tokens = start + 1
+            seq.last_step = step
+            seq_id, request_id = seq.seq_id, seq.request.request_id
+            token_ids = (seq.tokens[start],) if num_left else _ONE_IN_FLIGHT
+            table, dirty_from = export(seq_id)
+            rows.append(_row((seq_id, request_id, token_ids, start, table, dirty_from, True)))
+            owners.append(seq)
+        self._budget -= len(rows)
 
     def _secure(self, seq: Sequence) -> bool:
         """Finds room for one more token, if need be by preempting the last in service order."""
@@ -91,8 +116,8 @@ class Planner:
     # Prompts.
 
     def _add_running_prefills(self) -> None:
-        for seq in self.running:
-            if seq.is_prefilling:
+        for seq in self._prefilling:
+            if seq.is_running:  # (not preempted for a decode)
                 self._add_row(seq, self._chunk_for(len(seq.tokens) - seq.num_scheduled_tokens))
 
     def _is_long(self, num_tokens: int) -> bool:
@@ -109,9 +134,9 @@ class Planner:
         """Tokens that short prompts could use in this step, counted up to half of the budget."""
         enough = self._budget // 2
         demand = 0
-        for seq in self.running:
+        for seq in self._prefilling:
             left = len(seq.tokens) - seq.num_scheduled_tokens
-            if left > 1 and not self._is_long(left):
+            if seq.is_running and not self._is_long(left):
                 demand += left
         num_free_places = self.config.max_num_seqs - len(self.running)
         for seq in self.waiting:

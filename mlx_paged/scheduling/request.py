@@ -65,6 +65,12 @@ class StopPolicy:
                 "min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens
             )
 
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence once it has `min_tokens`."""
+        ignored = frozenset() if self.ignore_eos else self.eos_token_ids
+        return self.stop_token_ids | ignored
+
     def reason_to_stop(self, token: int, num_output_tokens: int, limit: int) -> FinishReason | None:
         """Judges the newest token.
 
@@ -73,11 +79,8 @@ class StopPolicy:
             num_output_tokens: Tokens generated so far, this one included.
             limit: Most tokens this sequence may generate (`max_tokens` where it is set).
         """
-        if num_output_tokens >= self.min_tokens:
-            if token in self.stop_token_ids:
-                return FinishReason.STOP
-            if not self.ignore_eos and token in self.eos_token_ids:
-                return FinishReason.STOP
+        if num_output_tokens >= self.min_tokens and token in self.end_token_ids:
+            return FinishReason.STOP
         return FinishReason.LENGTH if num_output_tokens >= limit else None
 
 
@@ -148,15 +151,19 @@ class Sequence:
         tokens: Prompt and generated tokens; only ever appended to.
         num_computed_tokens: Committed positions in its blocks.
         num_scheduled_tokens: Positions that launched steps have written or will write.
+        max_num_tokens: Most tokens that prompt and answer will have.
+        end_token_ids: Tokens that may end it (`StopPolicy.reason_to_stop` has the last word).
         num_cached_tokens: Tokens its first admission found in the cache.
         num_preemptions: Times it lost its blocks.
         last_step: Last step it was part of (0: none).
     """
 
     __slots__ = (
+        "end_token_ids",
         "finish_reason",
         "index",
         "last_step",
+        "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
@@ -175,6 +182,8 @@ class Sequence:
         self.index = index
         self.order = order  # (class, arrival, index): smaller is served first, preempted last
         self.tokens: list[int] = list(request.prompt_token_ids)
+        self.max_num_tokens = request.num_prompt_tokens + request.max_output_tokens
+        self.end_token_ids = request.stop.end_token_ids
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.num_computed_tokens = 0
@@ -207,22 +216,6 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.request.num_prompt_tokens
-
-    @property
-    def num_pending_tokens(self) -> int:
-        """Tokens being sampled by steps in flight (0 or 1 between calls of the scheduler)."""
-        return max(0, self.num_scheduled_tokens - len(self.tokens) + 1)
-
-    @property
-    def num_schedulable_tokens(self) -> int:
-        """Tokens the next step could compute: the rest of what is known, or the one in flight."""
-        remaining = len(self.tokens) - self.num_scheduled_tokens
-        if remaining > 0:
-            return remaining
-        # All that is known is in flight. One more token may follow, unless the one in flight is the
-        # last anyway.
-        will_have = self.num_output_tokens + self.num_pending_tokens
-        return 1 if will_have < self.request.max_output_tokens else 0
 
     @property
     def is_prefilling(self) -> bool:

@@ -21,12 +21,13 @@ from mlx_paged.engine.sampling.rows import (
     Mask,
     Penalties,
     SamplingRow,
+    SamplingRows,
 )
 from mlx_paged.errors import InvalidParameterError
 
 
 def apply_edits(
-    logits: mx.array, rows: Sequence[SamplingRow], in_flight: InFlight | None
+    logits: mx.array, rows: Sequence[SamplingRow] | SamplingRows, in_flight: InFlight | None
 ) -> mx.array:
     """Applies the rows' edits, in vLLM's order: mask, biases and bans, penalties.
 
@@ -38,7 +39,7 @@ def apply_edits(
     Returns:
         ``[num_rows, vocab_size]`` float32, or `logits` itself where no row asks for an edit.
     """
-    edited = [(i, row.edits) for i, row in enumerate(rows) if row.edits is not None]
+    edited = SamplingRows.of(rows).edits
     if not edited:
         return logits
     edits = logits.astype(mx.float32)

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.engine.sampling.rows import SamplingRow
+from mlx_paged.engine.sampling.rows import SamplingRow, SamplingRows
 
 # Up to this share of the vocabulary, finding the k largest and sorting those beats sorting all.
 _PARTITION_SHARE = 8
 
 
-def apply_filters(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
+def apply_filters(logits: mx.array, rows: Sequence[SamplingRow] | SamplingRows) -> mx.array:
     """Sets the logits of tokens that must not be sampled to -inf.
 
     min_p comes first, then top_k, then top_p on what is left, renormalised, as in vLLM.
@@ -27,50 +27,49 @@ def apply_filters(logits: mx.array, rows: Sequence[SamplingRow]) -> mx.array:
         logits: ``[num_rows, vocab_size]`` float32 after temperature, the largest of each row 0.
         rows: one for each row of `logits`.
     """
-    vocab_size = logits.shape[1]
+    rows, vocab_size = SamplingRows.of(rows), logits.shape[1]
     with np.errstate(divide="ignore"):
-        floor = np.log(np.array([row.min_p for row in rows], dtype=np.float32))
+        floor = np.log(rows.min_p.astype(np.float32))
     # A row's way depends on its own settings alone, or its batch would change its rounding.
-    few, many = [], []
-    for i, row in enumerate(rows):
-        if 0 < row.top_k <= vocab_size // _PARTITION_SHARE:
-            few.append(i)
-        elif row.top_p < 1 or 0 < row.top_k < vocab_size:
-            many.append(i)
+    limited = (rows.top_k > 0) & (rows.top_k < vocab_size)
+    is_few = (rows.top_k > 0) & (rows.top_k <= vocab_size // _PARTITION_SHARE)
+    few = np.flatnonzero(is_few)
+    many = np.flatnonzero(~is_few & ((rows.top_p < 1) | limited))
+    if not len(few) and not len(many) and np.isneginf(floor).all():
+        return logits
     thresholds = mx.array(floor)
     for group in (few, many):
-        if group:
-            largest = max(rows[i].top_k for i in group) if group is few else vocab_size
-            found = _thresholds(logits, group, [rows[i] for i in group], floor, largest)
+        if len(group):
+            chosen = rows.only(group)
+            largest = int(chosen.top_k.max()) if group is few else vocab_size
+            found = _thresholds(logits, group, chosen, floor, largest)
             if len(group) == len(rows):
                 thresholds = found
             else:
-                thresholds[mx.array(group)] = found
-    if not few and not many and np.isneginf(floor).all():
-        return logits
+                thresholds[mx.array(group.astype(np.int32))] = found
     return mx.where(logits < thresholds[:, None], -mx.inf, logits)
 
 
 def _thresholds(
     logits: mx.array,
-    group: list[int],
-    rows: list[SamplingRow],
+    group: np.ndarray,
+    rows: SamplingRows,
     all_floors: np.ndarray,
     largest: int,
 ) -> mx.array:
     """``[len(group)]`` least logits to keep, from the `largest` likeliest tokens of each row."""
     vocab_size = logits.shape[1]
-    x = logits if len(group) == logits.shape[0] else logits[mx.array(group)]
+    x = logits if len(group) == logits.shape[0] else logits[mx.array(group.astype(np.int32))]
     ordered = -mx.sort(-(mx.topk(x, largest) if largest < vocab_size else x), axis=-1)
     floor = mx.array(all_floors[group])
     kth = mx.full((len(group),), -mx.inf)
-    if any(0 < row.top_k < vocab_size for row in rows):
-        limits = [row.top_k if 0 < row.top_k < vocab_size else 0 for row in rows]
-        last = mx.array(np.maximum(np.array(limits, dtype=np.int32) - 1, 0))
+    limited = (rows.top_k > 0) & (rows.top_k < vocab_size)
+    if limited.any():
+        last = mx.array(np.where(limited, rows.top_k - 1, 0).astype(np.int32))
         kth = mx.take_along_axis(ordered, last[:, None], axis=-1).squeeze(1)
-        kth = mx.where(mx.array(np.array(limits) > 0), kth, -mx.inf)
+        kth = mx.where(mx.array(limited), kth, -mx.inf)
     kept = mx.maximum(floor, kth)
-    if all(row.top_p == 1 for row in rows):
+    if (rows.top_p == 1).all():
         return kept
     # The mass above each token. Those that tie with the k-th are counted in the whole row: how
     # many of them are among the `largest` depends on the other rows.
@@ -79,7 +78,7 @@ def _thresholds(
     mass_above = mx.concatenate([mx.zeros((len(group), 1)), mass[:, :-1]], axis=-1)
     num_ties = (x == kth[:, None]).sum(axis=-1)
     ties = mx.where(kth >= floor, num_ties * mx.exp(kth), 0.0)
-    top_p = mx.array(np.array([row.top_p for row in rows], dtype=np.float32))
+    top_p = mx.array(rows.top_p.astype(np.float32))
     wanted = top_p * (mass[:, -1] + ties)
     inside = (mass_above < wanted[:, None]) & (ordered >= kept[:, None])
     least = mx.maximum(inside.sum(axis=-1) - 1, 0)

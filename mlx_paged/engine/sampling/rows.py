@@ -1,8 +1,9 @@
-"""What the sampler is told of a row. Plain numbers and NumPy arrays; made anew for each step."""
+"""What the sampler is told of the rows of a step. Plain numbers and NumPy arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -65,6 +66,54 @@ class SamplingRow(NamedTuple):
     min_p: float = 0.0
     edits: Edits | None = None
     logprobs: int | None = None  # likeliest tokens to report besides the chosen one
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """The rows of a step, a column for each number; n is `num_rows`."""
+
+    temperature: FloatArray  # [n] float32
+    seed: npt.NDArray[np.uint32]  # [n]: their low 32 bits
+    position: npt.NDArray[np.uint32]  # [n]
+    top_k: npt.NDArray[np.int64]  # [n]
+    top_p: npt.NDArray[np.float64]  # [n]
+    min_p: npt.NDArray[np.float64]  # [n]
+    edits: list[tuple[int, Edits]]  # of those rows that have any
+    logprobs: list[tuple[int, int]]  # of those rows that ask for them: how many
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplingRow] | SamplingRows) -> SamplingRows:
+        """Columns from rows."""
+        if isinstance(rows, SamplingRows):
+            return rows
+        columns = list(zip(*rows)) or [()] * len(SamplingRow._fields)
+        temperature, seeds, positions, top_k, top_p, min_p, edits, logprobs = columns
+        return cls(
+            np.array(temperature, dtype=np.float32),
+            np.array([seed & 0xFFFFFFFF for seed in seeds], dtype=np.uint32),
+            np.array(positions, dtype=np.uint32),
+            np.array(top_k, dtype=np.int64),
+            np.array(top_p, dtype=np.float64),
+            np.array(min_p, dtype=np.float64),
+            [(i, edit) for i, edit in enumerate(edits) if edit is not None],
+            [(i, count) for i, count in enumerate(logprobs) if count is not None],
+        )
+
+    def __len__(self) -> int:
+        return len(self.temperature)
+
+    def only(self, at: npt.NDArray[np.intp]) -> SamplingRows:
+        """Some of the rows, as far as drawing from them goes: without edits and reports."""
+        return SamplingRows(
+            self.temperature[at],
+            self.seed[at],
+            self.position[at],
+            self.top_k[at],
+            self.top_p[at],
+            self.min_p[at],
+            [],
+            [],
+        )
 
 
 class InFlight(NamedTuple):
