@@ -36,6 +36,11 @@ MUTANTS = [
     _mutant(DECODE, "result = ulong(item.partial_begin + row) *", "result = ulong(item.row_begin + row) *", "partials land in the rows of the output", *VECTOR),
     _mutant(DECODE, "num_rows < params.min_rows || num_rows > params.max_rows", "num_rows > params.max_rows", "smaller items are served too", "decode_of_a_chunk_beside_others"),
     _mutant(DECODE, "float other_sum = simd_shuffle_xor(state[q].sum, offset);", "float other_sum = state[q].sum;", "a lane adds its own sum twice", *VECTOR),
+    _mutant(DECODE, "if (thread_id == 0) {\n        partials.maxima", "{\n        partials.maxima", "all threads write one partial", "decode_splits"),
+    _mutant(DECODE, "item.partial_begin < 0;", "item.partial_begin <= 0;", "the first partial is left out", "decode_splits"),
+    _mutant(DECODE, "ulong(item.sequence) * params.max_blocks", "ulong(0)", "another sequence's blocks", *VECTOR),
+    _mutant(DECODE, "offset < 32; offset *= 2", "offset < 16; offset *= 2", "half of the lanes are joined", "decode_options"),
+    _mutant(DECODE, "if (exists && element(c, index) < V_DIM) {", "if (element(c, index) < V_DIM) {", "values of tokens that do not exist", *VECTOR),
     # Softmax and tables
     _mutant(SOFTMAX, "return to == -INFINITY ? 0.0f : fast::exp2(from - to);", "return fast::exp2(from - to);", "(-inf) - (-inf) where no key was seen", *VECTOR, *MATRICES),
     _mutant(SOFTMAX, "fast::exp2(logit - (maximum == -INFINITY ? 0.0f : maximum))", "fast::exp2(logit - maximum)", "a NaN from a row that sees nothing", *VECTOR, *MATRICES),
@@ -48,6 +53,10 @@ MUTANTS = [
     _mutant(TABLE, "seen.begin = max(seen.begin, item.first_block << shift);", "", "a split begins at the window's start", *VECTOR),
     _mutant(TABLE, "seen.end = min(seen.end, item.last_block << shift);", "", "a split ends with the context", *VECTOR),
     _mutant(TABLE, "seen.begin = min(seen.begin, keys.begin);", "seen.begin = max(seen.begin, keys.begin);", "early rows lose their oldest keys", "decode_drafts", "matrix_drafts"),
+    _mutant(SOFTMAX, "total = sum * factor + weight", "total = sum + weight", "the sum is not relative to the sink", "decode_options", "a_sink_alone"),
+    _mutant(SOFTMAX, "softcap > 0.0f", "softcap > 5.0f", "small soft-caps are left out", "decode_options"),
+    _mutant(TABLE, "((1 << shift) - 1)", "(1 << shift)", "another slot of the block", *VECTOR),
+    _mutant(TABLE, "row < row_end; row++", "row < row_end - 1; row++", "the last draft's keys are left out", "decode_drafts"),
     # Matrix units
     _mutant(MATRIX, f"    values.store(tile, PITCH, lane);\n    {BARRIER}", "    values.store(tile, PITCH, lane);", "weights are made of unfinished dot products", *MATRICES),
     _mutant(MATRIX, f"first, params, simd_id, lane);\n    {BARRIER}", "first, params, simd_id, lane);", "no barrier before weights are used", *MATRICES),
@@ -65,6 +74,10 @@ MUTANTS = [
     _mutant(TILE, "token < end && element < slice.end", "element < slice.end", "tokens past the end are loaded", *MATRICES),
     _mutant(TILE, "token < end && element < slice.end", "token < end", "a SIMD-group loads beyond its slice", *MATRICES),
     _mutant(TILE, "return int(((lane / 4) & 2) * 2 + (lane % 2) * 2);", "return int(((lane / 4) & 2) * 2 + (lane % 2));", "results are written a column off", *MATRICES),
+    _mutant(MATRIX, f"first, params, simd_id, lane);\n    {BARRIER}", "first, params, simd_id, lane);\n    threadgroup_barrier(mem_flags::mem_device);", "a barrier for other memory", *MATRICES),
+    _mutant(MATRIX, "  if (num_queries <= 0) {\n    return;\n  }\n", "", "tiles without queries are served", "a_mixed_step"),
+    _mutant(MATRIX, "offset = TOKENS / 2; offset > 0; offset /= 2) {\n        maximum", "offset = TOKENS / 4; offset > 0; offset /= 2) {\n        maximum", "the maximum of half a row", *MATRICES),
+    _mutant(TILE, "(lane / 2) % 4);", "(lane / 2) % 2);", "another lane's row of a matrix", *MATRICES),
     # Prefill
     _mutant(PREFILL, f"{BARRIER}  // the tiles before have been read", "", "tiles are overwritten while in use", *CHUNKS),
     _mutant(PREFILL, f"value_loader.store(value_tile, V_PITCH, thread_id);\n    {BARRIER}", "value_loader.store(value_tile, V_PITCH, thread_id);", "tiles are used unfinished", *CHUNKS),
@@ -74,11 +87,15 @@ MUTANTS = [
     _mutant(PREFILL, "keys[band].end = min(keys[band].end, seen.end);", "", "zeros past a split are weighed", *CHUNKS),
     _mutant(PREFILL, "result[band][c].thread_elements()[1] *= factor;", "", "every second column keeps its scale", *CHUNKS),
     _mutant(PREFILL, "share[band][n], value", "share[0][n], value", "all bands use the first one's weights", *CHUNKS),
+    _mutant(PREFILL, "} else if (matrix_column(lane) == 0) {", "} else {", "four lanes write one partial", *CHUNKS),
+    _mutant(PREFILL, "  if (num_queries <= 0) {\n    return;\n  }\n", "", "tiles without queries are served", "a_mixed_step"),
     # Merge
     _mutant("merge.h", "split < item.num_splits; split += 32", "split < min(item.num_splits, 32); split += 32", "splits past the 32nd are left out of the sum", "many_splits"),
     _mutant("merge.h", "float factor = rescale(maxima[partial], maximum);", "float factor = 1.0f;", "partials are added unscaled", "decode_splits"),
     _mutant("merge.h", "item.partial_begin + split * num_rows + row) * params.num_q_heads + head;\n    float factor", "item.partial_begin + split + row) * params.num_q_heads + head;\n    float factor", "partials of several rows are mixed", "matrix_splits", "prefill_splits"),
     _mutant("merge.h", "joined.sum = simd_sum(joined.sum * rescale(joined.maximum, maximum));", "joined.sum = simd_sum(joined.sum);", "sums are added unscaled", "decode_splits"),
+    _mutant("merge.h", "float maximum = simd_max(joined.maximum);", "float maximum = joined.maximum;", "lanes keep maxima of their own", "many_splits"),
+    _mutant("merge.h", "head >= params.num_q_heads", "head > params.num_q_heads", "a head too many", "decode_splits"),
     # Movement
     _mutant("write_kv.h", "if (slot < 0 ||", "if (slot < -1 ||", "a slot of -1 is written", "write"),
     _mutant("write_kv.h", "chunk -= params.key_chunks;", "", "values are shifted by the keys", "write"),
@@ -88,4 +105,8 @@ MUTANTS = [
     _mutant("gather_kv.h", "if (token >= params.max_context_len) {", "if (token > params.max_context_len) {", "a row past the result", "gather"),
     _mutant("copy_strided.h", "element % params.shape_3 * params.stride_3", "element % params.shape_3", "the last stride is left out", "strided"),
     _mutant("fill_zero.h", "out[chunk] = uint4(0);", "out[chunk] = uint4(1);", "rows without work are not zero", "no_key_seen"),
+    _mutant("fill_zero.h", "chunk < params", "chunk <= params", "a chunk too many", "no_key_seen"),
+    _mutant("copy_strided.h", "element >= row_size", "element > row_size", "an element too many", "strided"),
+    _mutant("vector_load.h", "out + 6, type", "out + 4, type", "elements are swapped", "bfloat"),
+    _mutant("attention_output.h", "workspace + rows * value_dim", "workspace + rows", "partials overlap", "decode_splits"),
 ]  # fmt: skip

@@ -1,5 +1,5 @@
-"""Evidence that it is Metal what the simulator executes: MLX's own kernels, as MLX ships them for Apple
-GPUs, run and give the right numbers. Their source is in the macOS wheel `mlx-metal`."""
+"""Evidence that it is Metal what the simulator executes: MLX's own kernels, as MLX ships them for
+Apple GPUs, run and give the right numbers. Their source is in the macOS wheel `mlx-metal`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ FLAGS = {"query_transposed": 21, "do_causal": 22, "bool_mask": 23, "float_mask":
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_sdpa_vector(rng, dtype) -> None:
-    """Decode attention with grouped heads; 1024 threads, SIMD sums, threadgroup memory, barriers."""
+    """Decode with grouped heads: 1024 threads, SIMD sums, threadgroup memory, barriers."""
     name = {np.float32: "float", np.float16: "half"}[dtype]
     library = mlx_library("sdpa_vector.h", f'instantiate_kernel("sdpa", sdpa_vector, {name}, 64)')
     heads, kv_heads, tokens, dim = 4, 2, 133, 64
