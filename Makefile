@@ -31,7 +31,8 @@ lint: $(BIN)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp \
+		metal/*.h metal/*.metal tests/metal_host/*.h tests/metal_host/*.cpp)
 
 # Figures of this machine, written to bench/results.
 bench: $(BIN)/.installed
