@@ -15,13 +15,18 @@ EXTRAS := dev$(if $(BACKEND),$(comma)$(BACKEND))
 
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.* metal/*)
 
-.PHONY: mac-report demo test soak lint bench wheel clean
+.PHONY: demo test test-mlx-lm soak lint bench mac-report wheel clean
 
 demo: $(BIN)/.installed
 	$(BIN)/mlx-paged demo
 
 test: $(BIN)/.installed
 	$(BIN)/python -m pytest
+
+# mlx-lm's own tests, fetched from PyPI, without and with `import mlx_paged`. Takes some minutes.
+test-mlx-lm: $(BIN)/.installed
+	$(BIN)/python -m pip install --quiet requests
+	$(BIN)/python scripts/mlx_lm_tests/run.py
 
 # A million tokens with random arrivals, aborts, slow readers and faults. Takes some minutes.
 soak: $(BIN)/.installed
@@ -31,7 +36,8 @@ lint: $(BIN)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp \
+		metal/*.h metal/*.metal tests/metal_host/*.h tests/metal_host/*.cpp)
 
 # Figures of this machine, written to bench/results.
 bench: $(BIN)/.installed

@@ -15,13 +15,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import mlx_paged.core  # noqa: F401  (loads BLAS before mlx.core)
+import mlx_paged.core  # loads BLAS before mlx.core
 
 # isort: split
 import mlx.core as mx
 import numpy as np
 from harness import print_table, save
-from mlx_lm.generate import BatchGenerator
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.models.load import LoadedModel, load
@@ -68,6 +67,8 @@ def run_engine(model: LoadedModel, prompts: list[list[int]]) -> dict[str, Any]:
 
 
 def run_batch_generator(model: LoadedModel, prompts: list[list[int]]) -> dict[str, Any]:
+    from mlx_lm.generate import BatchGenerator  # here: mlx-lm's own, once it is unpatched
+
     generator = BatchGenerator(model.model, completion_batch_size=len(prompts))
     start = time.perf_counter()
     ids = generator.insert(prompts, [OUTPUT_TOKENS] * len(prompts))
@@ -83,6 +84,7 @@ def run_batch_generator(model: LoadedModel, prompts: list[list[int]]) -> dict[st
 
 
 def main() -> None:
+    mlx_paged.unpatch()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument(

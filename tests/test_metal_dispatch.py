@@ -77,7 +77,7 @@ def test_the_table_is_that_of_the_metal_files() -> None:
     "name", sorted({file: host for host, file, _ in ext.kernel_names()}.values())
 )
 def test_the_text_that_mlx_compiles_is_whole(name) -> None:
-    """One kernel of each file, as a Mac's run-time compiler gets it: without a folder to look in."""
+    """One kernel of each file, as a Mac's run-time compiler gets it: with no folder to look in."""
     source = ext.kernel_source(name)
     assert '#include "' not in source
     library = SimLibrary(source=source, root=Path(__file__).parent / "sim")

@@ -27,6 +27,7 @@ def build_plan(
     query_lens: Sequence[int] | np.ndarray,
     *,
     block_size: int,
+    window: int | None = None,
     rows_per_item: int = ROWS_PER_ITEM,
     split_tokens: int | None = None,
 ) -> AttentionPlan:
@@ -37,6 +38,8 @@ def build_plan(
         context_lens: for each sequence its tokens in the pool once this step's are written.
         query_lens: for each sequence how many of them, the last ones, are this step's query rows.
         block_size: tokens in a block.
+        window: a row at position p sees positions in ``(p - window, p]`` only, so that the work
+            begins there; None: it sees all. Blocks before may be any.
         rows_per_item: most query rows that one work item holds.
         split_tokens: most tokens of context that one work item covers, about; a longer context is
             split evenly, in pieces that run in parallel and are merged afterwards. None: as the
@@ -51,7 +54,8 @@ def build_plan(
     if not isinstance(block_tables, PaddedTables):
         block_tables = PaddedTables.of(block_tables)
     _validate(block_tables.lengths, lens, rows, block_size)
-    for name, limit in (("rows_per_item", rows_per_item), ("split_tokens", split_tokens)):
+    limits = {"rows_per_item": rows_per_item, "split_tokens": split_tokens, "window": window}
+    for name, limit in limits.items():
         if limit is not None and limit < 1:
             _refuse(name, "at least 1", limit)
 
@@ -65,7 +69,7 @@ def build_plan(
         positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - (lens - rows), rows)
     block, offset = positions // block_size, positions % block_size
     slots = tables[sequence, block] * block_size + offset
-    items, merges = _work_items(lens, rows, starts, block_size, rows_per_item, split_tokens)
+    items, merges = _work_items(lens, rows, starts, block_size, window, rows_per_item, split_tokens)
     return AttentionPlan(
         positions=_int32(positions),
         slot_mapping=_int32(slots),
@@ -108,6 +112,7 @@ def _work_items(
     rows: np.ndarray,
     starts: np.ndarray,
     block_size: int,
+    window: int | None,
     rows_per_item: int,
     split_tokens: int | None,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -123,9 +128,17 @@ def _work_items(
         # The last row of a tile sees the most: everything up to its own position.
         num_tokens = lens[sequence] - (starts[sequence + 1] - row_end)
     num_blocks = -(-num_tokens // block_size)
-    zeros = np.zeros_like(sequence)
-    items = np.stack([sequence, row_begin, row_end, zeros, num_blocks, zeros - 1], axis=1)
+    first_block = no_partial = np.zeros_like(sequence)
+    if window is not None:
+        # The first row of a tile looks furthest back.
+        first_seen = num_tokens - (row_end - row_begin) - (window - 1)
+        first_block = np.maximum(first_seen, 0) // block_size
+        num_tokens = num_tokens - first_block * block_size
+    items = np.stack(
+        [sequence, row_begin, row_end, first_block, num_blocks, no_partial - 1], axis=1
+    )
 
+    num_blocks = num_blocks - first_block
     if split_tokens is None:
         split_tokens = split.split_tokens(num_tokens)
     num_splits = np.minimum(-(-num_tokens // split_tokens), num_blocks)
@@ -142,7 +155,7 @@ def _work_items(
             continue
         height = int(row_end[i] - row_begin[i])
         merges.append((int(row_begin[i]), int(row_end[i]), partial, int(num_splits[i])))
-        bounds = np.arange(num_splits[i] + 1) * num_blocks[i] // num_splits[i]
+        bounds = np.arange(num_splits[i] + 1) * num_blocks[i] // num_splits[i] + first_block[i]
         for first, last in pairwise(bounds):
             pieces.append(np.array([*items[i, :3], first, last, partial]))
             partial += height

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mlx_paged import __version__
+from mlx_paged import __version__, unpatch
 from mlx_paged.errors import MlxPagedError
 
 app = typer.Typer(
@@ -113,6 +113,7 @@ def demo(
 
 def main() -> None:
     """Runs the command line; errors of ours are one line on stderr and exit status 1."""
+    unpatch()  # the engine needs no paged mlx-lm, and comparisons are with mlx-lm as it is
     try:
         app()
     except MlxPagedError as error:

@@ -11,13 +11,14 @@ from mlx_paged.engine import memory
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.deferred_text import DeferredText
 from mlx_paged.engine.executor import PendingStep, StepExecutor
+from mlx_paged.engine.kv_groups import KVGroups
 from mlx_paged.engine.outputs import (
     CompletionOutput,
     RequestMetrics,
     RequestOutput,
     SequenceUpdate,
 )
-from mlx_paged.engine.profile import measure_activations
+from mlx_paged.engine.pools import allocate_pools
 from mlx_paged.engine.publisher import Generation, Publisher
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampler import SamplingRow
@@ -29,8 +30,8 @@ from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.kv import KVCounters, KVManager, KVUsage
-from mlx_paged.models.families import layer_specs
 from mlx_paged.models.load import LoadedModel
+from mlx_paged.models.serve import serve
 from mlx_paged.scheduling import (
     FinishReason,
     Request,
@@ -46,6 +47,7 @@ class EngineStats:
 
     Attributes:
         usage: Where the blocks are now.
+        group_usage: The same for the blocks of each window group, then for the state slots.
         counters: What happened to the KV store since the engine was made.
         num_running: Sequences that run.
         num_waiting: Sequences that wait.
@@ -59,6 +61,7 @@ class EngineStats:
     """
 
     usage: KVUsage
+    group_usage: tuple[KVUsage, ...]
     counters: KVCounters
     num_running: int
     num_waiting: int
@@ -84,26 +87,22 @@ class Engine:
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig()
         self.tokenizer = model.tokenizer
-        self.max_model_len = self.config.model_len(model.max_model_len)
-        specs = layer_specs(model.model, model.model_type)
-        runner = ModelRunner(model.model, specs, block_size=self.config.block_size)
-        left_over, activations = memory.left_for_pool(
-            self.config, lambda: measure_activations(runner, self.config)
-        )
-        num_blocks = memory.allocate_fitting(
-            runner.allocate,
-            self.config.num_blocks(
-                [spec.bytes_per_token for spec in specs], model.max_model_len, left_over
-            ),
-            exactly=self.config.num_gpu_blocks_override is not None,
-        )
+        paged = serve(model.model, model.config, block_size=self.config.block_size)
+        limits = [model.max_model_len, paged.layout.max_context_len]
+        model_limit = min((n for n in limits if n is not None), default=None)
+        self.max_model_len = self.config.model_len(model_limit)
+        groups = KVGroups(paged.layout, self.config, self.max_model_len)
+        runner = ModelRunner(paged, windows=groups.windows)
+        sizes, activations = allocate_pools(runner, groups, self.config, model_limit)
         self._cache_limit = memory.limit_buffer_cache(activations)
         self._kv = KVManager(
-            num_blocks,
+            sizes.num_blocks,
             self.config.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
+            windows=groups.window_specs(sizes),
+            states=groups.state_spec(sizes),
         )
-        self._scheduler = Scheduler(self.config.scheduler_config(model.max_model_len), self._kv)
+        self._scheduler = Scheduler(self.config.scheduler_config(model_limit), self._kv)
         self._runner = runner
         self._executor = StepExecutor(runner, RowCache(self._sampling_row), self._prompt_targets)
         self._vocab_size = model.vocab_size
@@ -285,6 +284,7 @@ class Engine:
         """Where the engine stands."""
         return EngineStats(
             usage=self._kv.usage,
+            group_usage=self._kv.group_usage,
             counters=self._kv.counters,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
