@@ -13,9 +13,9 @@ endif
 comma := ,
 EXTRAS := dev$(if $(BACKEND),$(comma)$(BACKEND))
 
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.*)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.* metal/*)
 
-.PHONY: demo test test-mlx-lm soak hostile load lint bench wheel clean
+.PHONY: demo test test-mlx-lm soak hostile load lint bench mac-report wheel clean
 
 demo: $(BIN)/.installed
 	$(BIN)/mlx-paged demo
@@ -46,7 +46,8 @@ lint: $(BIN)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp \
+		metal/*.h metal/*.metal tests/metal_host/*.h tests/metal_host/*.cpp)
 
 # Figures of this machine, written to bench/results.
 bench: $(BIN)/.installed
@@ -56,6 +57,11 @@ bench: $(BIN)/.installed
 	$(BIN)/python bench/generate.py
 	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/host_time.py
+
+# On a Mac: build, tests on its GPU, kernels against its copy bandwidth. JSON and Markdown are written
+# to bench/results, to be sent in.
+mac-report: $(BIN)/.installed
+	$(BIN)/python bench/mac_report.py
 
 wheel: $(BIN)/.installed
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

@@ -10,11 +10,37 @@
 #include <nanobind/stl/vector.h>
 
 #include "build_info.h"
+#include "kernel_source.h"
+#include "launch.h"
+#include "mlx/transforms.h"
 #include "ops.h"
+#include "sim/simulator.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 namespace mx = mlx::core;
+
+namespace {
+
+nb::dict describe(const mlx_paged::Launch& launch) {
+  nb::list buffers;
+  for (const auto& [operand, access, bytes] : launch.buffers) {
+    const char* names[] = {"read", "write", "read_write"};
+    buffers.append(nb::make_tuple(operand, names[int(access)], bytes));
+  }
+  auto extent = [](const mlx_paged::Extent& e) { return nb::make_tuple(e[0], e[1], e[2]); };
+  nb::dict d;
+  d["kernel"] = launch.kernel.host_name;
+  d["buffers"] = buffers;
+  d["constants"] =
+      nb::bytes(reinterpret_cast<const char*>(launch.constants.data()), launch.constants.size());
+  d["grid"] = extent(launch.grid);
+  d["threadgroup"] = extent(launch.threadgroup);
+  d["threadgroup_memory"] = launch.threadgroup_memory;
+  return d;
+}
+
+}  // namespace
 
 NB_MODULE(_ext, m) {
   // MLX's types must be known before ours name them: in calls, and in the generated stubs.
@@ -78,6 +104,77 @@ NB_MODULE(_ext, m) {
       "accepts", [](const mx::array& a) { return a.ndim(); }, "array"_a,
       "The array's rank. Fails with TypeError where this extension's nanobind and MLX's do not "
       "share their types.");
+
+  m.def(
+      "kernel_names",
+      [] {
+        nb::list names;
+        for (const auto& kernel : mlx_paged::kernel_names()) {
+          names.append(nb::make_tuple(kernel.host_name, kernel.file, kernel.instantiation));
+        }
+        return names;
+      },
+      "Every GPU kernel: host name, file of metal/, template-id.");
+
+  m.def(
+      "kernel_source",
+      [](const std::string& host_name) {
+        return mlx_paged::kernel_source(
+            mlx_paged::kernel_named(host_name), mlx_paged::kernel_folder());
+      },
+      "host_name"_a, "What a GPU's run-time compiler gets for a kernel.");
+
+  m.def(
+      "paged_attention_launches",
+      [](const mx::array& queries, const mx::array& key_pool, const mx::array& value_pool,
+         const mx::array& positions, const mx::array& block_tables, const mx::array& work_items,
+         const mx::array& merge_items, float scale, int window, float softcap,
+         std::optional<mx::array> sinks) {
+        std::vector<mx::array> in{queries,      key_pool,   value_pool, positions,
+                                  block_tables, work_items, merge_items};
+        if (sinks) {
+          in.push_back(*sinks);
+        }
+        mx::eval(in);
+        mx::array out(
+            {queries.shape(0), queries.shape(1), value_pool.shape(3)}, queries.dtype(), nullptr,
+            {});
+        auto list = mlx_paged::paged_attention_launches(in, {out}, {scale, window, softcap});
+        nb::list launches;
+        for (const auto& launch : list.launches) {
+          launches.append(describe(launch));
+        }
+        return launches;
+      },
+      "queries"_a, "key_pool"_a, "value_pool"_a, "positions"_a, "block_tables"_a, "work_items"_a,
+      "merge_items"_a, nb::kw_only(), "scale"_a, "window"_a = 0, "softcap"_a = 0.0f,
+      "sinks"_a = nb::none(), "What a GPU would run for a call of paged_attention.");
+
+  m.def(
+      "set_simulator",
+      [](uintptr_t address) {
+        mlx_paged::sim::set_simulator(reinterpret_cast<mlx_paged::sim::Simulator>(address));
+      },
+      "address"_a, "The C function that runs GPU kernels where MLX_PAGED_SIM is 1.");
+
+  m.def(
+      "simulated_launches",
+      [] {
+        nb::list launches;
+        for (const auto& record : mlx_paged::sim::take_records()) {
+          nb::dict d = describe(record.launch);
+          d["threadgroups"] = record.threadgroups;
+          nb::dict traffic;
+          for (const auto& t : record.traffic) {
+            traffic[nb::int_(t.index)] = nb::make_tuple(t.bytes_read, t.bytes_written);
+          }
+          d["traffic"] = traffic;
+          launches.append(d);
+        }
+        return launches;
+      },
+      "The launches simulated since the last call, with the bytes that buffers saw read and "
+      "written.");
 
   m.def(
       "build_info",

@@ -10,6 +10,7 @@
 
 #include "../check.h"
 #include "../primitives.h"
+#include "../sim/simulator.h"
 #include "dense.h"
 #include "eval.h"
 #include "mlx/allocator.h"
@@ -27,6 +28,9 @@ void WriteKV::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::arr
   check_write_kv(in, stream());
   for (int i = 0; i < 2; i++) {
     cpu::alias_or_copy_pool(in[i], out[i], encoder);
+  }
+  if (sim::enabled()) {
+    return sim::run(write_kv_launches, in, out, stream());
   }
   encoder.dispatch([key_pool = Pool(out[0]), value_pool = Pool(out[1]), keys = in[2].data<char>(),
                     values = in[3].data<char>(), slots = in[4].data<int32_t>(),
@@ -57,6 +61,9 @@ void CopyBlocks::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::
     pools.emplace_back(out[i]);
     bytes += pools.back().block_bytes();
   }
+  if (sim::enabled()) {
+    return sim::run(copy_blocks_launches, in, out, stream());
+  }
   encoder.dispatch([pools = std::move(pools), bytes, pairs = in.back().data<int32_t>(),
                     count = in.back().shape(0)] {
     for_ranges(count, bytes, [&](int64_t begin, int64_t end) {
@@ -77,6 +84,9 @@ void GatherKV::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::ar
   auto value_pool = cpu::dense_pool(in[1], encoder);
   for (auto& o : out) {
     o.set_data(mx::allocator::malloc(o.nbytes()));
+  }
+  if (sim::enabled()) {
+    return sim::run(gather_kv_launches, {key_pool, value_pool, in[2], in[3]}, out, stream());
   }
   encoder.dispatch([pools = std::array{Pool(key_pool), Pool(value_pool)},
                     dst = std::array{out[0].data<char>(), out[1].data<char>()},

@@ -10,6 +10,7 @@
 
 #include "../check.h"
 #include "../primitives.h"
+#include "../sim/simulator.h"
 #include "dense.h"
 #include "eval.h"
 #include "kernels.h"
@@ -127,6 +128,15 @@ void PagedAttention::eval_cpu(const std::vector<mx::array>& inputs, std::vector<
   const auto& items = in[5];
   const auto& merges = in[6];
   out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+  if (sim::enabled()) {
+    in[0] = queries;
+    in[1] = key_pool;
+    in[2] = value_pool;
+    auto build = [this](const auto& in, const auto& out) {
+      return paged_attention_launches(in, out, {scale_, window_, softcap_});
+    };
+    return sim::run(build, in, out, stream());
+  }
 
   cpu::AttentionArgs args{};
   args.dtype = cpu::data_type(queries.dtype());

@@ -13,13 +13,12 @@ from typing import NoReturn
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged.attention import split
 from mlx_paged.attention.tables import PaddedTables
 from mlx_paged.ops import AttentionPlan
 
 # Query rows that share one pass over K and V. A prefill chunk is cut into items of this many rows.
 ROWS_PER_ITEM = 32
-# Context from which an item is split in pieces that run in parallel and are merged afterwards.
-SPLIT_TOKENS = 4096
 
 
 def build_plan(
@@ -30,7 +29,7 @@ def build_plan(
     block_size: int,
     window: int | None = None,
     rows_per_item: int = ROWS_PER_ITEM,
-    split_tokens: int = SPLIT_TOKENS,
+    split_tokens: int | None = None,
 ) -> AttentionPlan:
     """Plans one step over ragged sequences.
 
@@ -43,7 +42,8 @@ def build_plan(
             begins there; None: it sees all. Blocks before may be any.
         rows_per_item: most query rows that one work item holds.
         split_tokens: most tokens of context that one work item covers, about; a longer context is
-            split evenly.
+            split evenly, in pieces that run in parallel and are merged afterwards. None: as the
+            device needs (`split.split_tokens`).
 
     Raises:
         ValueError: for lists of different lengths, negative lengths, more query rows than context,
@@ -114,7 +114,7 @@ def _work_items(
     block_size: int,
     window: int | None,
     rows_per_item: int,
-    split_tokens: int,
+    split_tokens: int | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """``[num_items, 6]`` work items, longest context first, and ``[num_merges, 4]`` merges."""
     if (rows == 1).all():  # one tile each
@@ -139,6 +139,8 @@ def _work_items(
     )
 
     num_blocks = num_blocks - first_block
+    if split_tokens is None:
+        split_tokens = split.split_tokens(num_tokens)
     num_splits = np.minimum(-(-num_tokens // split_tokens), num_blocks)
     order = np.argsort(-num_tokens, kind="stable")
     if not (num_splits > 1).any():

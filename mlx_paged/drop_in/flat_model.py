@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -212,7 +213,10 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
         if package == "mlx_lm.models":  # one module may run several model types
             model_type = module
             break
-    return {**vars(getattr(model, "args", object)), "model_type": model_type}
+    args = getattr(model, "args", None)
+    # (All the way down: a multimodal model's text model has arguments of its own.)
+    fields = asdict(args) if is_dataclass(args) and not isinstance(args, type) else {}
+    return {**fields, "model_type": model_type}
 
 
 def _order_reads(cache: Any) -> None:

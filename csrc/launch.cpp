@@ -1,0 +1,132 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include "launch.h"
+
+#include <bit>
+#include <string>
+
+#include "../metal/params.h"
+#include "ops.h"
+
+namespace mlx_paged {
+
+namespace {
+
+constexpr uint32_t kThreads = 256;
+constexpr int64_t kChunk = 16;  // bytes that a thread moves at once
+
+uint32_t ceil_div(int64_t n, int64_t m) {
+  return uint32_t((n + m - 1) / m);
+}
+
+Binding bind(const std::vector<mx::array>& in, const std::vector<mx::array>& out, int operand) {
+  int num_inputs = int(in.size());
+  bool input = operand < num_inputs;
+  const auto& array = input ? in[operand] : out[operand - num_inputs];
+  return {operand, input ? Access::read : Access::write, array.nbytes()};
+}
+
+int chunks(const mx::array& a, int64_t elements) {
+  return int(elements * a.itemsize() / kChunk);
+}
+
+}  // namespace
+
+LaunchList write_kv_launches(const std::vector<mx::array>& in, const std::vector<mx::array>& out) {
+  int num_tokens = in[4].shape(0);
+  if (num_tokens == 0) {
+    return {};
+  }
+  auto token_chunks = [](const mx::array& pool) {
+    return chunks(pool, int64_t(pool.shape(2)) * pool.shape(3));
+  };
+  paged::WriteParams params{num_tokens, token_chunks(out[0]), token_chunks(out[1])};
+  Launch launch;
+  launch.kernel = kernel_named("write_kv");
+  for (int operand : {2, 3, 4, 5, 6}) {
+    launch.buffers.push_back(bind(in, out, operand));
+  }
+  launch.buffers[3].access = launch.buffers[4].access = Access::read_write;
+  launch.constants = bytes_of(params);
+  launch.grid = {
+      ceil_div(params.key_chunks + params.value_chunks, kThreads), uint32_t(num_tokens), 1};
+  launch.threadgroup = {kThreads, 1, 1};
+  return {{launch}, {}};
+}
+
+LaunchList copy_blocks_launches(
+    const std::vector<mx::array>& in, const std::vector<mx::array>& out) {
+  constexpr int kLoads = 4;  // of a thread
+  int num_pairs = in.back().shape(0);
+  LaunchList list;
+  for (size_t i = 0; i < out.size() && num_pairs > 0; i++) {
+    const auto& pool = out[i];
+    int64_t block = int64_t(pool.shape(1)) * pool.shape(2) * pool.shape(3);
+    paged::CopyParams params{num_pairs, chunks(pool, block)};
+    Launch launch;
+    launch.kernel = kernel_named("copy_blocks");
+    launch.buffers = {bind(in, out, int(out.size())), bind(in, out, int(in.size() + i))};
+    launch.buffers[1].access = Access::read_write;
+    launch.constants = bytes_of(params);
+    launch.grid = {ceil_div(params.block_chunks, kThreads * kLoads), uint32_t(num_pairs), 1};
+    launch.threadgroup = {kThreads, 1, 1};
+    list.launches.push_back(launch);
+  }
+  return list;
+}
+
+LaunchList gather_kv_launches(const std::vector<mx::array>& in, const std::vector<mx::array>& out) {
+  LaunchList list;
+  for (int i = 0; i < 2; i++) {
+    const auto& pool = in[i];
+    const auto& dense = out[i];
+    if (dense.size() == 0) {
+      continue;
+    }
+    paged::GatherParams params{};
+    params.num_kv_heads = pool.shape(2);
+    params.head_chunks = chunks(pool, pool.shape(3));
+    params.max_context_len = dense.shape(2);
+    params.block_shift = std::countr_zero(unsigned(pool.shape(1)));
+    params.max_blocks = in[2].shape(1);
+    Launch launch;
+    launch.kernel = kernel_named("gather_kv");
+    launch.buffers = {bind(in, out, i), bind(in, out, 2), bind(in, out, 3), bind(in, out, 4 + i)};
+    launch.constants = bytes_of(params);
+    int64_t head = int64_t(params.max_context_len) * params.head_chunks;
+    launch.grid = {ceil_div(head, kThreads), uint32_t(pool.shape(2)), uint32_t(dense.shape(0))};
+    launch.threadgroup = {kThreads, 1, 1};
+    list.launches.push_back(launch);
+  }
+  return list;
+}
+
+LaunchList copy_strided_launches(
+    const std::vector<mx::array>& in, const std::vector<mx::array>& out) {
+  const auto& a = in[0];
+  paged::StridedParams params{};
+  Extent rows = {1, 1, 1};
+  if (a.flags().row_contiguous) {
+    params.shape_2 = 1;
+    params.shape_3 = int(a.size());
+    params.stride_3 = 1;
+  } else {
+    params.shape_2 = a.shape(2);
+    params.shape_3 = a.shape(3);
+    params.stride_0 = a.strides(0);
+    params.stride_1 = a.strides(1);
+    params.stride_2 = a.strides(2);
+    params.stride_3 = a.strides(3);
+    rows = {1, uint32_t(a.shape(1)), uint32_t(a.shape(0))};
+  }
+  Launch launch;
+  launch.kernel = kernel_named("copy_strided_" + std::to_string(8 * a.itemsize()));
+  // The input's bytes from its first element on; how far it reaches depends on its strides.
+  launch.buffers = {{0, Access::read, a.buffer_size() - a.offset()}, bind(in, out, 1)};
+  launch.constants = bytes_of(params);
+  launch.grid = {ceil_div(int64_t(params.shape_2) * params.shape_3, kThreads), rows[1], rows[2]};
+  launch.threadgroup = {kThreads, 1, 1};
+  return {{launch}, {}};
+}
+
+}  // namespace mlx_paged

@@ -1,0 +1,96 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// What a GPU has to run for each operation: which kernels of metal/, over which grid, with which
+// buffers and constants. Decided here, once and without knowing any GPU framework; a binder
+// (metal/, or the simulator's) hands it to its encoder as it is.
+
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kernel_names.h"
+#include "mlx/array.h"
+
+namespace mlx_paged {
+
+namespace mx = mlx::core;
+
+enum class Access { read, write, read_write };
+
+// A buffer that a kernel sees. `operand` counts the arrays of the operation: the inputs and then
+// the outputs of the primitive (primitives.h), then its workspaces.
+struct Binding {
+  int operand;
+  Access access;
+  uint64_t bytes;
+
+  bool operator==(const Binding&) const = default;
+};
+
+using Extent = std::array<uint32_t, 3>;
+
+struct Launch {
+  KernelName kernel;
+  std::vector<Binding> buffers;      // buffers[i] is [[buffer(i)]]
+  std::vector<std::byte> constants;  // the params struct, at [[buffer(buffers.size())]]
+  Extent grid;                       // threadgroups
+  Extent threadgroup;                // threads
+  uint32_t threadgroup_memory = 0;   // bytes at [[threadgroup(0)]]; 0: the kernel has none
+
+  bool operator==(const Launch&) const = default;
+};
+
+template <typename Params>
+std::vector<std::byte> bytes_of(const Params& params) {
+  auto* bytes = reinterpret_cast<const std::byte*>(&params);
+  return {bytes, bytes + sizeof(Params)};
+}
+
+// The launches of one operation, to be run in this order.
+struct LaunchList {
+  std::vector<Launch> launches;
+  std::vector<uint64_t> workspaces;  // bytes of each
+};
+
+// `in` and `out` are those of the primitive; only their shapes and dtypes matter, except where the
+// contents of an array are asked for by name.
+LaunchList write_kv_launches(const std::vector<mx::array>& in, const std::vector<mx::array>& out);
+LaunchList copy_blocks_launches(
+    const std::vector<mx::array>& in, const std::vector<mx::array>& out);
+LaunchList gather_kv_launches(const std::vector<mx::array>& in, const std::vector<mx::array>& out);
+
+// A dense copy of in[0]; of rank 4, or row-contiguous.
+LaunchList copy_strided_launches(
+    const std::vector<mx::array>& in, const std::vector<mx::array>& out);
+
+struct AttentionConstants {
+  float scale;
+  int window;     // 0: all
+  float softcap;  // 0: off
+};
+
+// Reads the contents of work_items and merge_items, which the host must be able to see.
+LaunchList paged_attention_launches(
+    const std::vector<mx::array>& in, const std::vector<mx::array>& out,
+    const AttentionConstants& constants);
+
+// Which attention kernel serves an item. The rule, in terms of the rows of its score matrix (query
+// rows x query heads of a group):
+//   - up to 3: paged_decode. The vector units keep up with memory, and nothing is padded to 8;
+//   - from 4 on: paged_decode_matrix, for decodes of larger groups and for drafts to verify. It
+//     reads every key once, for up to 64 rows (32 for head dims over 256);
+//   - prefill, more than 8 query rows: paged_prefill, in tiles of 32 or 64 rows. Head dims over 256
+//     would not fit its registers and stay with paged_decode_matrix.
+enum class AttentionKernel { decode, decode_matrix, prefill };
+struct AttentionVariant {
+  AttentionKernel kernel;
+  int queries;  // its last template argument
+
+  auto operator<=>(const AttentionVariant&) const = default;
+};
+AttentionVariant attention_variant(int query_rows, int group, int key_dim);
+
+}  // namespace mlx_paged

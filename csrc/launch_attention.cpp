@@ -1,0 +1,197 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Which attention kernels a plan needs. A step may mix decodes, drafts to verify and prefill
+// chunks: every kind of item present gets a launch over all items, and a threadgroup whose item is
+// of another kind returns at once.
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <limits>
+#include <map>
+
+#include "../metal/decode_shape.h"
+#include "../metal/params.h"
+#include "launch.h"
+#include "ops.h"
+
+namespace mlx_paged {
+
+namespace {
+
+static_assert(sizeof(paged::WorkItem) == sizeof(WorkItem));
+static_assert(offsetof(paged::WorkItem, partial_begin) == offsetof(WorkItem, partial_begin));
+static_assert(sizeof(paged::MergeItem) == sizeof(MergeItem));
+static_assert(offsetof(paged::MergeItem, num_splits) == offsetof(MergeItem, num_splits));
+
+constexpr float kLog2e = 1.44269504088896340736f;
+constexpr int kMostVectorQueries = 3;
+constexpr int kMostDraftRows = 8;
+constexpr int kWideHead = 257;         // from this key dim on, a matrix has at most 32 rows
+constexpr int kWidePrefillHead = 129;  // likewise in paged_prefill
+
+// Operands of PagedAttention.
+enum { kQueries, kKeyPool, kValuePool, kPositions, kTables, kWork, kMerge, kSinks };
+
+struct Rows {
+  int fewest = std::numeric_limits<int>::max();
+  int most = 0;
+};
+
+struct PlanSummary {
+  std::map<AttentionVariant, Rows> variants;
+  int num_partials = 0;
+  int most_merge_rows = 0;
+  int covered_rows = 0;  // that some item or merge writes
+};
+
+PlanSummary summarize(const std::vector<mx::array>& in) {
+  PlanSummary plan;
+  int heads = in[kQueries].shape(1) / in[kKeyPool].shape(2);
+  const auto* work = reinterpret_cast<const WorkItem*>(in[kWork].data<int32_t>());
+  for (int i = 0; i < in[kWork].shape(0); i++) {
+    int rows = work[i].row_end - work[i].row_begin;
+    if (rows <= 0) {
+      continue;
+    }
+    auto& range = plan.variants[attention_variant(rows, heads, in[kKeyPool].shape(3))];
+    range.fewest = std::min(range.fewest, rows);
+    range.most = std::max(range.most, rows);
+    if (work[i].partial_begin < 0) {
+      plan.covered_rows += rows;
+    } else {
+      plan.num_partials = std::max(plan.num_partials, work[i].partial_begin + rows);
+    }
+  }
+  const auto* merge = reinterpret_cast<const MergeItem*>(in[kMerge].data<int32_t>());
+  for (int i = 0; i < in[kMerge].shape(0); i++) {
+    int rows = merge[i].row_end - merge[i].row_begin;
+    plan.covered_rows += std::max(rows, 0);
+    plan.most_merge_rows = std::max(plan.most_merge_rows, rows);
+  }
+  return plan;
+}
+
+}  // namespace
+
+AttentionVariant attention_variant(int query_rows, int group, int key_dim) {
+  int queries = query_rows * group;
+  if (queries <= kMostVectorQueries) {
+    return {AttentionKernel::decode, queries};
+  }
+  if (query_rows > kMostDraftRows && key_dim < kWideHead) {
+    return {AttentionKernel::prefill, queries <= 32 || key_dim >= kWidePrefillHead ? 32 : 64};
+  }
+  int rows = 8;
+  while (rows < std::min(queries, key_dim < kWideHead ? 64 : 32)) {
+    rows *= 2;
+  }
+  return {AttentionKernel::decode_matrix, rows};
+}
+
+LaunchList paged_attention_launches(
+    const std::vector<mx::array>& in, const std::vector<mx::array>& out,
+    const AttentionConstants& constants) {
+  const auto& queries = in[kQueries];
+  const auto& keys = in[kKeyPool];
+  auto dtype = queries.dtype();
+  int key_dim = keys.shape(3);
+  int value_dim = in[kValuePool].shape(3);
+  int item_size = int(queries.itemsize());
+  int num_q_heads = queries.shape(1);
+  int num_kv_heads = keys.shape(2);
+  int num_items = in[kWork].shape(0);
+  int num_merges = in[kMerge].shape(0);
+  bool has_sinks = in.size() > kSinks;
+  int output = int(in.size());
+  int workspace = output + 1;
+  LaunchList list;
+  if (out[0].size() == 0) {
+    return list;
+  }
+  PlanSummary plan = summarize(in);
+
+  if (plan.covered_rows < queries.shape(0)) {
+    paged::FillParams params{int(out[0].nbytes() / 16)};
+    Launch launch;
+    launch.kernel = kernel_named("fill_zero");
+    launch.buffers = {{output, Access::write, out[0].nbytes()}};
+    launch.constants = bytes_of(params);
+    launch.grid = {uint32_t(params.num_chunks + 255) / 256, 1, 1};
+    launch.threadgroup = {256, 1, 1};
+    list.launches.push_back(launch);
+  }
+
+  uint64_t partial_bytes = uint64_t(plan.num_partials) * num_q_heads * (value_dim + 2) * 4;
+  list.workspaces = {std::max<uint64_t>(partial_bytes, 16)};
+  auto read = [&](int operand) { return Binding{operand, Access::read, in[operand].nbytes()}; };
+  // A kernel that has no sinks reads none; its argument must be some buffer all the same.
+  Binding sinks = read(has_sinks ? int(kSinks) : int(kPositions));
+
+  for (const auto& [variant, rows] : plan.variants) {
+    paged::AttentionParams params{};
+    params.num_q_heads = num_q_heads;
+    params.num_kv_heads = num_kv_heads;
+    params.block_shift = std::countr_zero(unsigned(keys.shape(1)));
+    params.max_blocks = in[kTables].shape(1);
+    params.num_partials = plan.num_partials;
+    params.min_rows = rows.fewest;
+    params.max_rows = rows.most;
+    params.window = constants.window ? constants.window : std::numeric_limits<int>::max();
+    params.has_sinks = has_sinks;
+    params.softcap = constants.softcap;
+    params.scale = constants.softcap ? constants.scale : constants.scale * kLog2e;
+
+    Launch launch;
+    for (int operand : {kQueries, kKeyPool, kValuePool, kPositions, kTables, kWork}) {
+      launch.buffers.push_back(read(operand));
+    }
+    launch.buffers.push_back(sinks);
+    launch.buffers.push_back({output, Access::write, out[0].nbytes()});
+    launch.buffers.push_back({workspace, Access::write, list.workspaces[0]});
+    launch.constants = bytes_of(params);
+    int tiles = paged::ceil_div(rows.most * (num_q_heads / num_kv_heads), variant.queries);
+    launch.grid = {uint32_t(num_items), uint32_t(num_kv_heads), uint32_t(tiles)};
+    int simd_groups = 0;
+    switch (variant.kernel) {
+      case AttentionKernel::decode:
+        launch.kernel = decode_kernel(dtype, key_dim, value_dim, variant.queries);
+        launch.threadgroup_memory = paged::decode_scratch(value_dim);
+        simd_groups = paged::DECODE_SIMD_GROUPS;
+        break;
+      case AttentionKernel::decode_matrix:
+        launch.kernel = decode_matrix_kernel(dtype, key_dim, value_dim, variant.queries);
+        launch.threadgroup_memory =
+            paged::matrix_scratch(key_dim, value_dim, item_size, variant.queries).size;
+        simd_groups = paged::matrix_simd_groups(key_dim);
+        break;
+      case AttentionKernel::prefill:
+        launch.kernel = prefill_kernel(dtype, key_dim, value_dim, variant.queries);
+        launch.threadgroup_memory = paged::prefill_scratch(key_dim, value_dim, item_size);
+        simd_groups = paged::PREFILL_SIMD_GROUPS;
+        break;
+    }
+    launch.threadgroup = {32 * uint32_t(simd_groups), 1, 1};
+    list.launches.push_back(launch);
+  }
+
+  if (plan.most_merge_rows > 0) {
+    paged::MergeParams params{num_q_heads, plan.num_partials, has_sinks};
+    Launch launch;
+    launch.kernel = merge_kernel(dtype, value_dim);
+    launch.buffers = {
+        read(kMerge),
+        {workspace, Access::read, list.workspaces[0]},
+        sinks,
+        {output, Access::write, out[0].nbytes()}};
+    launch.constants = bytes_of(params);
+    launch.grid = {
+        uint32_t(num_merges), uint32_t(paged::ceil_div(num_q_heads, paged::MERGE_SIMD_GROUPS)),
+        uint32_t(plan.most_merge_rows)};
+    launch.threadgroup = {32 * paged::MERGE_SIMD_GROUPS, 1, 1};
+    list.launches.push_back(launch);
+  }
+  return list;
+}
+
+}  // namespace mlx_paged

@@ -1,0 +1,72 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include "binder.h"
+
+#include "../kernel_source.h"
+#include "mlx/allocator.h"
+#include "mlx/backend/metal/device.h"
+#include "mlx/backend/metal/utils.h"
+
+namespace mlx_paged::metal {
+
+namespace {
+
+MTL::ComputePipelineState* pipeline(mx::metal::Device& device, const KernelName& kernel) {
+#ifdef MLX_PAGED_METALLIB
+  static const std::filesystem::path path = kernel_folder() / "mlx_paged.metallib";
+  auto* library = device.get_library("mlx_paged", path.string());
+#else
+  auto* library = device.get_library("mlx_paged_" + kernel.host_name, [&kernel] {
+    return kernel_source(kernel, kernel_folder());
+  });
+#endif
+  return device.get_kernel(kernel.host_name, library);
+}
+
+mx::array workspace(uint64_t bytes) {
+  mx::array a({int((bytes + 3) / 4)}, mx::float32, nullptr, {});
+  a.set_data(mx::allocator::malloc(a.nbytes()));
+  return a;
+}
+
+MTL::Size size(const Extent& extent) {
+  return MTL::Size(extent[0], extent[1], extent[2]);
+}
+
+}  // namespace
+
+void encode(
+    const LaunchList& list, const std::vector<mx::array>& in, std::vector<mx::array>& out,
+    mx::Stream stream) {
+  auto& device = mx::metal::device(stream.device);
+  auto& encoder = mx::metal::get_command_encoder(stream);
+  std::vector<mx::array> operands(in);
+  operands.insert(operands.end(), out.begin(), out.end());
+  for (uint64_t bytes : list.workspaces) {
+    operands.push_back(workspace(bytes));
+    encoder.add_temporary(operands.back());
+  }
+  for (const auto& launch : list.launches) {
+    auto* kernel = pipeline(device, launch.kernel);
+    encoder.set_compute_pipeline_state(kernel);
+    int index = 0;
+    for (const auto& binding : launch.buffers) {
+      auto& operand = operands[binding.operand];
+      if (binding.access == Access::read) {
+        encoder.set_input_array(operand, index);
+      } else {
+        encoder.set_output_array(operand, index);  // (registers it as an input too)
+      }
+      index++;
+    }
+    encoder.set_bytes(launch.constants.data(), int(launch.constants.size()), index);
+    if (launch.threadgroup_memory > 0) {
+      encoder.set_threadgroup_memory_length(launch.threadgroup_memory, 0);
+    }
+    auto threads = size(launch.threadgroup);
+    mx::check_kernel_threadgroup_size(kernel, threads, launch.kernel.host_name);
+    encoder.dispatch_threadgroups(size(launch.grid), threads);
+  }
+}
+
+}  // namespace mlx_paged::metal

@@ -1,0 +1,156 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include "simulator.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <utility>
+
+namespace mlx_paged::sim {
+
+namespace {
+
+std::atomic<Simulator> installed{nullptr};
+std::mutex records_mutex;
+std::vector<Record> records;
+
+Simulator simulator() {
+  auto found = installed.load();
+  if (!found) {
+    throw std::runtime_error(
+        "[simulator] MLX_PAGED_SIM=1 needs a simulator: call mlx_paged._ext.set_simulator with the "
+        "address of one, as tests/sim does");
+  }
+  return found;
+}
+
+// An operand where a GPU would have it: at a multiple of 16 bytes. MLX's CPU arrays begin 8 bytes
+// past one.
+class Operand {
+ public:
+  Operand(void* data, uint64_t bytes) : data_(data), bytes_(bytes) {
+    if (reinterpret_cast<uintptr_t>(data) % sizeof(Chunk)) {
+      copy_.resize((bytes + sizeof(Chunk) - 1) / sizeof(Chunk));
+      std::memcpy(copy_.data(), data, bytes);
+    }
+  }
+
+  void* data() { return copy_.empty() ? data_ : copy_.data(); }
+
+  // After the launches, for what they wrote.
+  void write_back() {
+    if (!copy_.empty()) {
+      std::memcpy(data_, copy_.data(), bytes_);
+    }
+  }
+
+ private:
+  struct alignas(16) Chunk {
+    char bytes[16];
+  };
+  void* data_;
+  uint64_t bytes_;
+  std::vector<Chunk> copy_;
+};
+
+// A buffer that an earlier launch of the list wrote is not poisoned again.
+uint32_t access_of(const Binding& binding, bool written_before) {
+  switch (binding.access) {
+    case Access::read:
+      return METAL_SIM_READ;
+    case Access::write:
+      return written_before ? METAL_SIM_READ_WRITE : METAL_SIM_WRITE;
+    case Access::read_write:
+      return METAL_SIM_READ_WRITE;
+  }
+  throw std::logic_error("[simulator] unknown access");
+}
+
+void run_launch(const Launch& launch, std::vector<Operand>& operands, std::set<int>& written) {
+  std::vector<MetalSimBuffer> buffers;
+  for (const auto& binding : launch.buffers) {
+    buffers.push_back(
+        {uint32_t(buffers.size()), access_of(binding, written.count(binding.operand)),
+         operands[binding.operand].data(), binding.bytes, nullptr});
+  }
+  for (const auto& binding : launch.buffers) {
+    if (binding.access != Access::read) {
+      written.insert(binding.operand);
+    }
+  }
+  MetalSimBytes constants{
+      uint32_t(buffers.size()), uint32_t(launch.constants.size()), launch.constants.data()};
+  MetalSimThreadgroup threadgroup{0, launch.threadgroup_memory};
+  MetalSimLaunch call{};
+  call.abi = METAL_SIM_ABI;
+  call.kernel = launch.kernel.host_name.c_str();
+  call.buffers = buffers.data();
+  call.num_buffers = uint32_t(buffers.size());
+  call.bytes = &constants;
+  call.num_bytes = 1;
+  call.threadgroup = &threadgroup;
+  call.num_threadgroup = launch.threadgroup_memory > 0;
+  for (int i = 0; i < 3; i++) {
+    call.grid[i] = launch.grid[i];
+    call.threads[i] = launch.threadgroup[i];
+  }
+  auto report = std::make_unique<MetalSimReport>();
+  if (simulator()(&call, report.get()) != METAL_SIM_OK) {
+    throw std::runtime_error("[simulator] " + launch.kernel.host_name + ": " + report->faults);
+  }
+  std::lock_guard lock(records_mutex);
+  records.push_back(
+      {launch, {report->traffic, report->traffic + report->num_traffic}, report->threadgroups});
+}
+
+}  // namespace
+
+bool enabled() {
+  const char* value = std::getenv("MLX_PAGED_SIM");
+  return value && std::string(value) == "1";
+}
+
+void set_simulator(Simulator simulator) {
+  installed = simulator;
+}
+
+void run(
+    const Builder& build, const std::vector<mx::array>& in, std::vector<mx::array>& out,
+    mx::Stream stream) {
+  mx::synchronize(stream);
+  LaunchList list = build(in, out);
+  std::vector<Operand> operands;
+  auto add = [&](const mx::array& a) {
+    operands.emplace_back(const_cast<char*>(a.data<char>()), a.nbytes());
+  };
+  for (const auto& a : in) {
+    add(a);
+  }
+  for (const auto& a : out) {
+    add(a);
+  }
+  std::vector<std::vector<float>> workspaces;
+  for (uint64_t bytes : list.workspaces) {
+    workspaces.emplace_back((bytes + 3) / 4);
+    operands.emplace_back(workspaces.back().data(), bytes);
+  }
+  std::set<int> written;
+  for (const auto& launch : list.launches) {
+    run_launch(launch, operands, written);
+  }
+  for (int operand : written) {
+    operands[operand].write_back();
+  }
+}
+
+std::vector<Record> take_records() {
+  std::lock_guard lock(records_mutex);
+  return std::exchange(records, {});
+}
+
+}  // namespace mlx_paged::sim

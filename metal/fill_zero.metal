@@ -1,0 +1,3 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include "fill_zero.h"

@@ -1,0 +1,81 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Rows of a pool on their way from device memory to the 8 x 8 matrices of a SIMD-group.
+
+#pragma once
+
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
+
+#include "block_table.h"
+#include "decode_shape.h"
+#include "unroll.h"
+#include "vector_load.h"
+
+using namespace metal;
+
+namespace paged {
+
+// Which elements of an 8 x 8 matrix a lane holds: (row, column) and (row, column + 1). All Apple
+// GPUs share this layout, and MLX's kernels rely on it too.
+METAL_FUNC int matrix_row(uint lane) {
+  return int(((lane / 4) & 4) + (lane / 2) % 4);
+}
+
+METAL_FUNC int matrix_column(uint lane) {
+  return int(((lane / 4) & 2) * 2 + (lane % 2) * 2);
+}
+
+// Columns [begin, end) of a head, in elements: those that one SIMD-group works on.
+struct Slice {
+  int begin;
+  int end;
+};
+
+METAL_FUNC Slice slice_of(int dim, int columns, uint simd_id) {
+  Slice slice;
+  slice.begin = min(dim, int(simd_id) * columns);
+  slice.end = min(dim, slice.begin + columns);
+  return slice;
+}
+
+// TOKENS rows of WIDTH elements, loaded by THREADS threads (a SIMD-group, or a threadgroup), 16
+// bytes each. First all loads, which are then in flight together, later the stores.
+template <typename T, int TOKENS, int WIDTH, int THREADS>
+struct TileLoader {
+  static constexpr constant int CHUNK = chunk_size<T>();
+  static constexpr constant int ROW_CHUNKS = WIDTH / CHUNK;
+  static constexpr constant int LOADS = ceil_div(TOKENS * ROW_CHUNKS, THREADS);
+
+  uint4 chunks[LOADS];
+
+  // Tokens [first, first + TOKENS) of a sequence; those at `end` and after become zeros.
+  METAL_FUNC void load(
+      device const T* pool, int dim, int num_heads, int head, BlockTable table, int first, int end,
+      Slice slice, uint thread_id) thread {
+    PAGED_UNROLL
+    for (int i = 0; i < LOADS; i++) {
+      int chunk = i * THREADS + int(thread_id);
+      int token = first + chunk / ROW_CHUNKS;
+      int element = slice.begin + chunk % ROW_CHUNKS * CHUNK;
+      chunks[i] = uint4(0);
+      if (chunk < TOKENS * ROW_CHUNKS && token < end && element < slice.end) {
+        ulong row = table.slot(token) * num_heads + head;
+        chunks[i] = *(device const uint4*)(pool + row * dim + element);
+      }
+    }
+  }
+
+  METAL_FUNC void store(threadgroup T* tile, int pitch, uint thread_id) const thread {
+    PAGED_UNROLL
+    for (int i = 0; i < LOADS; i++) {
+      int chunk = i * THREADS + int(thread_id);
+      if (chunk < TOKENS * ROW_CHUNKS) {
+        threadgroup T* to = tile + chunk / ROW_CHUNKS * pitch + chunk % ROW_CHUNKS * CHUNK;
+        *(threadgroup uint4*)to = chunks[i];
+      }
+    }
+  }
+};
+
+}  // namespace paged

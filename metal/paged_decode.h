@@ -1,0 +1,292 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Decode attention for few query heads a KV head, on the vector units. A threadgroup serves one
+// work item and one KV head: every key and value is read once, for all QUERIES (= query rows x
+// heads of the group) of the item.
+//
+// TOKEN_LANES lanes share a token, 16 bytes each, so a SIMD-group looks at several tokens at once,
+// and it takes UNROLL such steps together to have their loads in flight at the same time. Each set
+// of TOKEN_LANES lanes keeps a softmax of its own; they meet at the very end.
+
+#pragma once
+
+#include <metal_stdlib>
+
+#include "attention_output.h"
+#include "block_table.h"
+#include "decode_shape.h"
+#include "params.h"
+#include "softmax_state.h"
+#include "unroll.h"
+#include "vector_load.h"
+
+using namespace metal;
+
+namespace paged {
+
+// One lane's share of the queries and of their results.
+template <typename T, int K_DIM, int V_DIM, int QUERIES>
+struct DecodeLane {
+  static constexpr constant int CHUNK = chunk_size<T>();
+  static constexpr constant int TOKEN_LANES = decode_token_lanes(K_DIM, V_DIM, CHUNK);
+  static constexpr constant int TOKENS = 32 / TOKEN_LANES;  // of a SIMD-group at once
+  static constexpr constant int K_CHUNKS = decode_lane_chunks(K_DIM, CHUNK, TOKEN_LANES);
+  static constexpr constant int V_CHUNKS = decode_lane_chunks(V_DIM, CHUNK, TOKEN_LANES);
+  static constexpr constant int UNROLL = decode_unroll(K_CHUNKS);
+
+  float query[QUERIES][K_CHUNKS * CHUNK];
+  float value[QUERIES][V_CHUNKS * CHUNK];
+  SoftmaxState state[QUERIES];
+  KeyRange keys[QUERIES];
+
+  // Chunk c of lane `index` among TOKEN_LANES lies at element (c * TOKEN_LANES + index) * CHUNK.
+  METAL_FUNC static int element(int c, int index) { return (c * TOKEN_LANES + index) * CHUNK; }
+
+  METAL_FUNC void load_query(device const T* row, int q, int index, KeyRange visible) thread {
+    PAGED_UNROLL
+    for (int c = 0; c < K_CHUNKS; c++) {
+      uint4 chunk = uint4(0);
+      if (element(c, index) < K_DIM) {
+        chunk = *(device const uint4*)(row + element(c, index));
+      }
+      unpack(chunk, query[q] + c * CHUNK, T(0));
+    }
+    PAGED_UNROLL
+    for (int d = 0; d < V_CHUNKS * CHUNK; d++) {
+      value[q][d] = 0.0f;
+    }
+    state[q].clear();
+    keys[q] = visible;
+  }
+
+  // Takes in UNROLL steps of TOKENS tokens from `first` on; those at `end` and after do not exist.
+  METAL_FUNC void attend(
+      device const T* key_pool, device const T* value_pool, BlockTable table, int first, int end,
+      int kv_head, constant AttentionParams& params, uint lane) thread {
+    int index = lane % TOKEN_LANES;
+    uint4 k[UNROLL][K_CHUNKS];
+    uint4 v[UNROLL][V_CHUNKS];
+    int tokens[UNROLL];
+    PAGED_UNROLL
+    for (int u = 0; u < UNROLL; u++) {
+      int token = first + u * TOKENS + int(lane) / TOKEN_LANES;
+      bool exists = token < end;
+      tokens[u] = token;
+      ulong head = 0;
+      if (exists) {
+        head = table.slot(token) * params.num_kv_heads + kv_head;
+      }
+      PAGED_UNROLL
+      for (int c = 0; c < K_CHUNKS; c++) {
+        k[u][c] = uint4(0);
+        if (exists && element(c, index) < K_DIM) {
+          k[u][c] = *(device const uint4*)(key_pool + head * K_DIM + element(c, index));
+        }
+      }
+      PAGED_UNROLL
+      for (int c = 0; c < V_CHUNKS; c++) {
+        v[u][c] = uint4(0);
+        if (exists && element(c, index) < V_DIM) {
+          v[u][c] = *(device const uint4*)(value_pool + head * V_DIM + element(c, index));
+        }
+      }
+    }
+
+    float weights[UNROLL][QUERIES];
+    PAGED_UNROLL
+    for (int u = 0; u < UNROLL; u++) {
+      float dots[QUERIES] = {};
+      PAGED_UNROLL
+      for (int c = 0; c < K_CHUNKS; c++) {
+        float key[CHUNK];
+        unpack(k[u][c], key, T(0));
+        PAGED_UNROLL
+        for (int q = 0; q < QUERIES; q++) {
+          PAGED_UNROLL
+          for (int d = 0; d < CHUNK; d++) {
+            dots[q] = fma(query[q][c * CHUNK + d], key[d], dots[q]);
+          }
+        }
+      }
+      PAGED_UNROLL
+      for (int q = 0; q < QUERIES; q++) {
+        PAGED_UNROLL
+        for (ushort offset = TOKEN_LANES / 2; offset > 0; offset /= 2) {
+          dots[q] += simd_shuffle_xor(dots[q], offset);
+        }
+        bool visible = tokens[u] >= keys[q].begin && tokens[u] < keys[q].end && tokens[u] < end;
+        weights[u][q] = visible ? logit(dots[q], params.scale, params.softcap) : -INFINITY;
+      }
+    }
+
+    PAGED_UNROLL
+    for (int q = 0; q < QUERIES; q++) {
+      float maximum = state[q].maximum;
+      PAGED_UNROLL
+      for (int u = 0; u < UNROLL; u++) {
+        maximum = max(maximum, weights[u][q]);
+      }
+      float factor = rescale(state[q].maximum, maximum);
+      state[q].maximum = maximum;
+      state[q].sum *= factor;
+      PAGED_UNROLL
+      for (int d = 0; d < V_CHUNKS * CHUNK; d++) {
+        value[q][d] *= factor;
+      }
+      PAGED_UNROLL
+      for (int u = 0; u < UNROLL; u++) {
+        weights[u][q] = weight(weights[u][q], maximum);
+        state[q].sum += weights[u][q];
+      }
+    }
+
+    PAGED_UNROLL
+    for (int u = 0; u < UNROLL; u++) {
+      PAGED_UNROLL
+      for (int c = 0; c < V_CHUNKS; c++) {
+        float values[CHUNK];
+        unpack(v[u][c], values, T(0));
+        PAGED_UNROLL
+        for (int q = 0; q < QUERIES; q++) {
+          PAGED_UNROLL
+          for (int d = 0; d < CHUNK; d++) {
+            value[q][c * CHUNK + d] = fma(weights[u][q], values[d], value[q][c * CHUNK + d]);
+          }
+        }
+      }
+    }
+  }
+
+  // Joins the softmaxes of query q of all lanes that hold the same elements.
+  METAL_FUNC void join_lanes(int q) thread {
+    PAGED_UNROLL
+    for (ushort offset = TOKEN_LANES; offset < 32; offset *= 2) {
+      float other = simd_shuffle_xor(state[q].maximum, offset);
+      float maximum = max(state[q].maximum, other);
+      float factor = rescale(state[q].maximum, maximum);
+      float other_factor = rescale(other, maximum);
+      float other_sum = simd_shuffle_xor(state[q].sum, offset);
+      state[q].sum = state[q].sum * factor + other_sum * other_factor;
+      state[q].maximum = maximum;
+      PAGED_UNROLL
+      for (int d = 0; d < V_CHUNKS * CHUNK; d++) {
+        float other_value = simd_shuffle_xor(value[q][d], offset);
+        value[q][d] = value[q][d] * factor + other_value * other_factor;
+      }
+    }
+  }
+};
+
+}  // namespace paged
+
+// grid: (work items, KV heads), DECODE_SIMD_GROUPS SIMD-groups each.
+template <typename T, int K_DIM, int V_DIM, int QUERIES>
+kernel void paged_decode(
+    device const T* queries [[buffer(0)]], device const T* key_pool [[buffer(1)]],
+    device const T* value_pool [[buffer(2)]], device const int* positions [[buffer(3)]],
+    device const int* block_tables [[buffer(4)]],
+    device const paged::WorkItem* work_items [[buffer(5)]], device const float* sinks [[buffer(6)]],
+    device T* out [[buffer(7)]], device float* workspace [[buffer(8)]],
+    constant paged::AttentionParams& params [[buffer(9)]],
+    threadgroup float* scratch [[threadgroup(0)]], uint3 group_id [[threadgroup_position_in_grid]],
+    uint thread_id [[thread_index_in_threadgroup]], uint simd_id [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  using namespace paged;
+  typedef DecodeLane<T, K_DIM, V_DIM, QUERIES> Lane;
+  constexpr int STEP = Lane::TOKENS * Lane::UNROLL;
+  constexpr int NUM_THREADS = 32 * DECODE_SIMD_GROUPS;
+
+  WorkItem item = work_items[group_id.x];
+  int num_rows = item.row_end - item.row_begin;
+  if (num_rows < params.min_rows || num_rows > params.max_rows) {
+    return;
+  }
+  int kv_head = group_id.y;
+  int heads = params.num_q_heads / params.num_kv_heads;  // of a group
+  BlockTable table = {block_tables + ulong(item.sequence) * params.max_blocks, params.block_shift};
+  KeyRange seen = keys_of_rows(
+      item, positions, item.row_begin, item.row_end, params.window, params.block_shift);
+
+  Lane state;
+  PAGED_UNROLL
+  for (int q = 0; q < QUERIES; q++) {
+    int row = item.row_begin + q / heads;
+    ulong query = ulong(row) * params.num_q_heads + kv_head * heads + q % heads;
+    state.load_query(
+        queries + query * K_DIM, q, lane % Lane::TOKEN_LANES,
+        keys_of_row(positions[row], params.window));
+  }
+  for (int token = seen.begin + int(simd_id) * STEP; token < seen.end;
+       token += DECODE_SIMD_GROUPS * STEP) {
+    state.attend(key_pool, value_pool, table, token, seen.end, kv_head, params, lane);
+  }
+
+  // The SIMD-groups join through threadgroup memory, a query at a time, so that it stays small.
+  threadgroup float* values = scratch;                              // [SIMD-group][V_DIM]
+  threadgroup float* maxima = values + DECODE_SIMD_GROUPS * V_DIM;  // [SIMD-group]
+  threadgroup float* sums = maxima + DECODE_SIMD_GROUPS;            // [SIMD-group]
+  Partials partials = partials_at(workspace, params.num_partials, params.num_q_heads, V_DIM);
+  PAGED_UNROLL
+  for (int q = 0; q < QUERIES; q++) {
+    state.join_lanes(q);
+    if (q > 0) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // the query before has been read
+    }
+    if (int(lane) < Lane::TOKEN_LANES) {
+      PAGED_UNROLL
+      for (int c = 0; c < Lane::V_CHUNKS; c++) {
+        PAGED_UNROLL
+        for (int d = 0; d < Lane::CHUNK; d++) {
+          int element = Lane::element(c, lane) + d;
+          if (element < V_DIM) {
+            values[simd_id * V_DIM + element] = state.value[q][c * Lane::CHUNK + d];
+          }
+        }
+      }
+    }
+    if (lane == 0) {
+      maxima[simd_id] = state.state[q].maximum;
+      sums[simd_id] = state.state[q].sum;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+
+    SoftmaxState joined;
+    joined.clear();
+    PAGED_UNROLL
+    for (int s = 0; s < DECODE_SIMD_GROUPS; s++) {
+      joined.maximum = max(joined.maximum, maxima[s]);
+    }
+    float factors[DECODE_SIMD_GROUPS];
+    PAGED_UNROLL
+    for (int s = 0; s < DECODE_SIMD_GROUPS; s++) {
+      factors[s] = rescale(maxima[s], joined.maximum);
+      joined.sum += sums[s] * factors[s];
+    }
+    int row = q / heads;
+    int head = kv_head * heads + q % heads;
+    bool whole = item.partial_begin < 0;
+    float normaliser = 1.0f;
+    ulong result = ulong(item.row_begin + row) * params.num_q_heads + head;
+    if (whole) {
+      normaliser = joined.normaliser(params.has_sinks, params.has_sinks ? sinks[head] : 0.0f);
+    } else {
+      result = ulong(item.partial_begin + row) * params.num_q_heads + head;
+      if (thread_id == 0) {
+        partials.maxima[result] = joined.maximum;
+        partials.sums[result] = joined.sum;
+      }
+    }
+    for (int d = thread_id; d < V_DIM; d += NUM_THREADS) {
+      float sum = 0.0f;
+      PAGED_UNROLL
+      for (int s = 0; s < DECODE_SIMD_GROUPS; s++) {
+        sum = fma(values[s * V_DIM + d], factors[s], sum);
+      }
+      if (whole) {
+        out[result * V_DIM + d] = T(sum * normaliser);
+      } else {
+        partials.values[result * V_DIM + d] = sum;
+      }
+    }
+  }
+}

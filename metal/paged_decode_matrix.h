@@ -1,0 +1,301 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Decode attention for many query heads a KV head, or several query rows, on the matrix units. The
+// queries of an item (its rows x the heads of a group) are the rows of a matrix.
+//
+// The SIMD-groups share out the head dims, not the tokens: each has the slice [begin, end) of every
+// query, key, value and result. So a key goes from device memory to one SIMD-group's part of
+// threadgroup memory and on to its matrix units, once, and no result has to be moved at the end.
+// What they exchange is small: the partial dot products of a tile of tokens, and its weights.
+
+#pragma once
+
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
+
+#include "attention_output.h"
+#include "block_table.h"
+#include "decode_shape.h"
+#include "matrix_tile.h"
+#include "params.h"
+#include "softmax_state.h"
+#include "unroll.h"
+
+using namespace metal;
+
+namespace paged {
+
+// The softmax of a tile of ROWS x TOKENS logits. TOKENS lanes share a row, and each row stays with
+// the same lanes from tile to tile.
+template <int ROWS, int TOKENS, int SIMD_GROUPS>
+struct TileSoftmax {
+  static constexpr constant int ROWS_AT_ONCE = SIMD_GROUPS * 32 / TOKENS;
+  static constexpr constant int STEPS = ceil_div(ROWS, ROWS_AT_ONCE);
+
+  SoftmaxState state[STEPS];
+  KeyRange keys[STEPS];
+
+  METAL_FUNC static int row_of(int step, uint simd_id, uint lane) {
+    return step * ROWS_AT_ONCE + int(simd_id) * (32 / TOKENS) + int(lane) / TOKENS;
+  }
+
+  // Turns the partial dot products of each SIMD-group into weights, and says by which factor the
+  // results of each row shrink.
+  template <typename T>
+  METAL_FUNC void step(
+      threadgroup const float* dots, threadgroup T* weights, threadgroup float* factors, int first,
+      constant AttentionParams& params, uint simd_id, uint lane) thread {
+    int column = lane % TOKENS;
+    int token = first + column;
+    PAGED_UNROLL
+    for (int i = 0; i < STEPS; i++) {
+      int row = row_of(i, simd_id, lane);
+      float value = -INFINITY;
+      if (row < ROWS && token >= keys[i].begin && token < keys[i].end) {
+        float dot = 0.0f;
+        for (int s = 0; s < SIMD_GROUPS; s++) {
+          dot += dots[(s * ROWS + row) * TOKENS + column];
+        }
+        value = logit(dot, params.scale, params.softcap);
+      }
+      float maximum = max(state[i].maximum, value);
+      for (ushort offset = TOKENS / 2; offset > 0; offset /= 2) {
+        maximum = max(maximum, simd_shuffle_xor(maximum, offset));
+      }
+      float share = weight(value, maximum);
+      float factor = rescale(state[i].maximum, maximum);
+      state[i].maximum = maximum;
+      state[i].sum = state[i].sum * factor + share;  // this lane's tokens only, until `join`
+      if (row < ROWS) {
+        weights[row * TOKENS + column] = T(share);
+        if (column == 0) {
+          factors[row] = factor;
+        }
+      }
+    }
+  }
+
+  METAL_FUNC void join() thread {
+    PAGED_UNROLL
+    for (int i = 0; i < STEPS; i++) {
+      for (ushort offset = TOKENS / 2; offset > 0; offset /= 2) {
+        state[i].sum += simd_shuffle_xor(state[i].sum, offset);
+      }
+    }
+  }
+};
+
+}  // namespace paged
+
+// grid: (work items, KV heads, tiles of ROWS queries).
+template <typename T, int K_DIM, int V_DIM, int ROWS>
+kernel void paged_decode_matrix(
+    device const T* queries [[buffer(0)]], device const T* key_pool [[buffer(1)]],
+    device const T* value_pool [[buffer(2)]], device const int* positions [[buffer(3)]],
+    device const int* block_tables [[buffer(4)]],
+    device const paged::WorkItem* work_items [[buffer(5)]], device const float* sinks [[buffer(6)]],
+    device T* out [[buffer(7)]], device float* workspace [[buffer(8)]],
+    constant paged::AttentionParams& params [[buffer(9)]],
+    threadgroup uchar* scratch [[threadgroup(0)]], uint3 group_id [[threadgroup_position_in_grid]],
+    uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+  using namespace paged;
+  constexpr int SIMD_GROUPS = matrix_simd_groups(K_DIM);
+  constexpr int TOKENS = matrix_tokens(K_DIM, V_DIM, sizeof(T), ROWS);
+  constexpr int PITCH = matrix_pitch(K_DIM, V_DIM, sizeof(T));
+  constexpr int K_COLUMNS = matrix_slice(K_DIM, SIMD_GROUPS);  // of 8
+  constexpr int V_COLUMNS = matrix_slice(V_DIM, SIMD_GROUPS);
+  constexpr int BANDS = ROWS / 8;  // of 8 rows
+  constexpr MatrixScratch AT = matrix_scratch(K_DIM, V_DIM, sizeof(T), ROWS);
+  typedef TileSoftmax<ROWS, TOKENS, SIMD_GROUPS> Softmax;
+
+  WorkItem item = work_items[group_id.x];
+  int num_rows = item.row_end - item.row_begin;
+  if (num_rows < params.min_rows || num_rows > params.max_rows) {
+    return;
+  }
+  int kv_head = group_id.y;
+  int heads = params.num_q_heads / params.num_kv_heads;  // of a group
+  int first_query = int(group_id.z) * ROWS;
+  int num_queries = min(ROWS, num_rows * heads - first_query);
+  if (num_queries <= 0) {
+    return;
+  }
+  BlockTable table = {block_tables + ulong(item.sequence) * params.max_blocks, params.block_shift};
+  KeyRange seen = keys_of_rows(
+      item, positions, item.row_begin + first_query / heads,
+      item.row_begin + (first_query + num_queries - 1) / heads + 1, params.window,
+      params.block_shift);
+
+  threadgroup T* tile = (threadgroup T*)scratch + int(simd_id) * TOKENS * PITCH;
+  threadgroup float* dots = (threadgroup float*)(scratch + AT.scores);
+  threadgroup T* weights = (threadgroup T*)(scratch + AT.weights);
+  threadgroup float* factors = (threadgroup float*)(scratch + AT.factors);
+  Slice k_slice = slice_of(K_DIM, 8 * K_COLUMNS, simd_id);
+  Slice v_slice = slice_of(V_DIM, 8 * V_COLUMNS, simd_id);
+
+  // Queries pass through the tile, eight at a time; rows past the last are zeros.
+  simdgroup_matrix<T, 8, 8> query[BANDS][K_COLUMNS];
+  constexpr int CHUNK = chunk_size<T>();
+  constexpr int ROW_CHUNKS = 8 * K_COLUMNS / CHUNK;
+  PAGED_UNROLL
+  for (int band = 0; band < BANDS; band++) {
+    for (int chunk = lane; chunk < 8 * ROW_CHUNKS; chunk += 32) {
+      int q = band * 8 + chunk / ROW_CHUNKS;
+      int element = k_slice.begin + chunk % ROW_CHUNKS * CHUNK;
+      uint4 values = uint4(0);
+      if (q < num_queries && element < k_slice.end) {
+        int row = item.row_begin + (first_query + q) / heads;
+        int head = kv_head * heads + (first_query + q) % heads;
+        ulong at = (ulong(row) * params.num_q_heads + head) * K_DIM + element;
+        values = *(device const uint4*)(queries + at);
+      }
+      threadgroup T* to = tile + chunk / ROW_CHUNKS * PITCH + chunk % ROW_CHUNKS * CHUNK;
+      *(threadgroup uint4*)to = values;
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    PAGED_UNROLL
+    for (int c = 0; c < K_COLUMNS; c++) {
+      simdgroup_load(query[band][c], tile + 8 * c, PITCH);
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+
+  Softmax softmax;
+  PAGED_UNROLL
+  for (int i = 0; i < Softmax::STEPS; i++) {
+    int q = Softmax::row_of(i, simd_id, lane);
+    softmax.state[i].clear();
+    softmax.keys[i].begin = 0;
+    softmax.keys[i].end = 0;
+    if (q < num_queries) {
+      int row = item.row_begin + (first_query + q) / heads;
+      KeyRange keys = keys_of_row(positions[row], params.window);
+      softmax.keys[i].begin = keys.begin;
+      softmax.keys[i].end = min(keys.end, seen.end);
+    }
+  }
+  simdgroup_matrix<float, 8, 8> result[BANDS][V_COLUMNS];
+  PAGED_UNROLL
+  for (int band = 0; band < BANDS; band++) {
+    PAGED_UNROLL
+    for (int c = 0; c < V_COLUMNS; c++) {
+      result[band][c] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
+  }
+
+  for (int first = seen.begin; first < seen.end; first += TOKENS) {
+    TileLoader<T, TOKENS, 8 * K_COLUMNS, 32> keys;
+    TileLoader<T, TOKENS, 8 * V_COLUMNS, 32> values;
+    keys.load(key_pool, K_DIM, params.num_kv_heads, kv_head, table, first, seen.end, k_slice, lane);
+    values.load(
+        value_pool, V_DIM, params.num_kv_heads, kv_head, table, first, seen.end, v_slice, lane);
+    keys.store(tile, PITCH, lane);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+
+    PAGED_UNROLL
+    for (int n = 0; n < TOKENS / 8; n++) {
+      simdgroup_matrix<float, 8, 8> dot[BANDS];
+      PAGED_UNROLL
+      for (int band = 0; band < BANDS; band++) {
+        dot[band] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+      }
+      PAGED_UNROLL
+      for (int c = 0; c < K_COLUMNS; c++) {
+        simdgroup_matrix<T, 8, 8> key;  // transposed: dims x tokens
+        simdgroup_load(key, tile + 8 * n * PITCH + 8 * c, PITCH, ulong2(0), true);
+        PAGED_UNROLL
+        for (int band = 0; band < BANDS; band++) {
+          simdgroup_multiply_accumulate(dot[band], query[band][c], key, dot[band]);
+        }
+      }
+      PAGED_UNROLL
+      for (int band = 0; band < BANDS; band++) {
+        simdgroup_store(
+            dot[band], dots + (int(simd_id) * ROWS + 8 * band) * TOKENS + 8 * n, TOKENS);
+      }
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);  // the keys have been read
+    values.store(tile, PITCH, lane);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+
+    softmax.step(dots, weights, factors, first, params, simd_id, lane);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+
+    PAGED_UNROLL
+    for (int band = 0; band < BANDS; band++) {
+      float factor = factors[8 * band + matrix_row(lane)];
+      PAGED_UNROLL
+      for (int c = 0; c < V_COLUMNS; c++) {
+        result[band][c].thread_elements()[0] *= factor;
+        result[band][c].thread_elements()[1] *= factor;
+      }
+    }
+    PAGED_UNROLL
+    for (int n = 0; n < TOKENS / 8; n++) {
+      simdgroup_matrix<T, 8, 8> share[BANDS];
+      PAGED_UNROLL
+      for (int band = 0; band < BANDS; band++) {
+        simdgroup_load(share[band], weights + 8 * band * TOKENS + 8 * n, TOKENS);
+      }
+      PAGED_UNROLL
+      for (int c = 0; c < V_COLUMNS; c++) {
+        simdgroup_matrix<T, 8, 8> value;
+        simdgroup_load(value, tile + 8 * n * PITCH + 8 * c, PITCH);
+        PAGED_UNROLL
+        for (int band = 0; band < BANDS; band++) {
+          simdgroup_multiply_accumulate(result[band][c], share[band], value, result[band][c]);
+        }
+      }
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);  // the values have been read
+  }
+
+  softmax.join();
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // the factors of the last tile have been read
+  bool whole = item.partial_begin < 0;
+  Partials partials = partials_at(workspace, params.num_partials, params.num_q_heads, V_DIM);
+  PAGED_UNROLL
+  for (int i = 0; i < Softmax::STEPS; i++) {
+    int q = Softmax::row_of(i, simd_id, lane);
+    if (q < num_queries && lane % TOKENS == 0) {
+      int head = kv_head * heads + (first_query + q) % heads;
+      if (whole) {
+        float sink = params.has_sinks ? sinks[head] : 0.0f;
+        factors[q] = softmax.state[i].normaliser(params.has_sinks, sink);
+      } else {
+        int row = item.partial_begin + (first_query + q) / heads;
+        ulong at = ulong(row) * params.num_q_heads + head;
+        partials.maxima[at] = softmax.state[i].maximum;
+        partials.sums[at] = softmax.state[i].sum;
+        factors[q] = 1.0f;
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  PAGED_UNROLL
+  for (int band = 0; band < BANDS; band++) {
+    int q = 8 * band + matrix_row(lane);
+    if (q < num_queries) {
+      float factor = factors[q];
+      int row = (first_query + q) / heads + (whole ? item.row_begin : item.partial_begin);
+      int head = kv_head * heads + (first_query + q) % heads;
+      ulong at = (ulong(row) * params.num_q_heads + head) * V_DIM;
+      PAGED_UNROLL
+      for (int c = 0; c < V_COLUMNS; c++) {
+        int element = v_slice.begin + 8 * c + matrix_column(lane);
+        if (element < v_slice.end) {
+          float first = result[band][c].thread_elements()[0] * factor;
+          float second = result[band][c].thread_elements()[1] * factor;
+          if (whole) {
+            out[at + element] = T(first);
+            out[at + element + 1] = T(second);
+          } else {
+            partials.values[at + element] = first;
+            partials.values[at + element + 1] = second;
+          }
+        }
+      }
+    }
+  }
+}

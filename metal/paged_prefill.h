@@ -1,0 +1,256 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Attention of a prefill chunk over the pool itself, tiled like FlashAttention-2 (Dao 2023). The
+// rows of the score matrix are the query rows x the heads of a group, so that a key serves the
+// whole group; each SIMD-group has rows of its own and keeps their queries, scores and results in
+// registers. Keys and values pass through threadgroup memory, shared by all.
+
+#pragma once
+
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
+
+#include "attention_output.h"
+#include "block_table.h"
+#include "decode_shape.h"
+#include "matrix_tile.h"
+#include "params.h"
+#include "softmax_state.h"
+#include "unroll.h"
+
+using namespace metal;
+
+namespace paged {
+
+// Reduction over the four lanes that share a row of an 8 x 8 matrix.
+METAL_FUNC float row_max(float value) {
+  value = max(value, simd_shuffle_xor(value, ushort(1)));
+  return max(value, simd_shuffle_xor(value, ushort(8)));
+}
+
+METAL_FUNC float row_sum(float value) {
+  value += simd_shuffle_xor(value, ushort(1));
+  return value + simd_shuffle_xor(value, ushort(8));
+}
+
+// One row's softmax over a tile of scores, of which this lane holds two in every matrix. Leaves
+// the weights in `share` and returns by which factor the row's results shrink.
+template <typename T, int COLUMNS>
+METAL_FUNC float softmax_row(
+    thread simdgroup_matrix<float, 8, 8>* dot, thread simdgroup_matrix<T, 8, 8>* share,
+    thread SoftmaxState& state, KeyRange keys, int first, constant AttentionParams& params,
+    uint lane) {
+  float values[COLUMNS][2];
+  float maximum = state.maximum;
+  PAGED_UNROLL
+  for (int n = 0; n < COLUMNS; n++) {
+    PAGED_UNROLL
+    for (int e = 0; e < 2; e++) {
+      int token = first + 8 * n + matrix_column(lane) + e;
+      bool visible = token >= keys.begin && token < keys.end;
+      float value = logit(dot[n].thread_elements()[e], params.scale, params.softcap);
+      values[n][e] = visible ? value : -INFINITY;
+      maximum = max(maximum, values[n][e]);
+    }
+  }
+  maximum = row_max(maximum);
+  float factor = rescale(state.maximum, maximum);
+  float sum = 0.0f;
+  PAGED_UNROLL
+  for (int n = 0; n < COLUMNS; n++) {
+    PAGED_UNROLL
+    for (int e = 0; e < 2; e++) {
+      float value = weight(values[n][e], maximum);
+      sum += value;
+      share[n].thread_elements()[e] = T(value);
+    }
+  }
+  state.maximum = maximum;
+  state.sum = state.sum * factor + sum;  // this lane's columns only, until the end
+  return factor;
+}
+
+}  // namespace paged
+
+// grid: (work items, KV heads, tiles of ROWS queries).
+template <typename T, int K_DIM, int V_DIM, int ROWS>
+kernel void paged_prefill(
+    device const T* queries [[buffer(0)]], device const T* key_pool [[buffer(1)]],
+    device const T* value_pool [[buffer(2)]], device const int* positions [[buffer(3)]],
+    device const int* block_tables [[buffer(4)]],
+    device const paged::WorkItem* work_items [[buffer(5)]], device const float* sinks [[buffer(6)]],
+    device T* out [[buffer(7)]], device float* workspace [[buffer(8)]],
+    constant paged::AttentionParams& params [[buffer(9)]],
+    threadgroup uchar* scratch [[threadgroup(0)]], uint3 group_id [[threadgroup_position_in_grid]],
+    uint thread_id [[thread_index_in_threadgroup]], uint simd_id [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  using namespace paged;
+  constexpr int THREADS = 32 * PREFILL_SIMD_GROUPS;
+  constexpr int BANDS = ROWS / 8 / PREFILL_SIMD_GROUPS;  // of 8 rows, of a SIMD-group
+  constexpr int TOKENS = prefill_tokens(K_DIM, V_DIM, sizeof(T));
+  constexpr int K_PITCH = prefill_pitch(K_DIM, sizeof(T));
+  constexpr int V_PITCH = prefill_pitch(V_DIM, sizeof(T));
+
+  WorkItem item = work_items[group_id.x];
+  int num_rows = item.row_end - item.row_begin;
+  if (num_rows < params.min_rows || num_rows > params.max_rows) {
+    return;
+  }
+  int kv_head = group_id.y;
+  int heads = params.num_q_heads / params.num_kv_heads;  // of a group
+  int first_query = int(group_id.z) * ROWS;
+  int num_queries = min(ROWS, num_rows * heads - first_query);
+  if (num_queries <= 0) {
+    return;
+  }
+  BlockTable table = {block_tables + ulong(item.sequence) * params.max_blocks, params.block_shift};
+  KeyRange seen = keys_of_rows(
+      item, positions, item.row_begin + first_query / heads,
+      item.row_begin + (first_query + num_queries - 1) / heads + 1, params.window,
+      params.block_shift);
+  threadgroup T* key_tile = (threadgroup T*)scratch;
+  threadgroup T* value_tile = key_tile + TOKENS * K_PITCH;
+
+  // Queries pass through the tile of keys, eight rows at a time; rows past the last are zeros.
+  constexpr int CHUNK = chunk_size<T>();
+  constexpr int ROW_CHUNKS = K_DIM / CHUNK;
+  simdgroup_matrix<T, 8, 8> query[BANDS][K_DIM / 8];
+  PAGED_UNROLL
+  for (int band = 0; band < BANDS; band++) {
+    for (int s = 0; s < PREFILL_SIMD_GROUPS; s++) {
+      for (int chunk = thread_id; chunk < 8 * ROW_CHUNKS; chunk += THREADS) {
+        int q = (s * BANDS + band) * 8 + chunk / ROW_CHUNKS;
+        int element = chunk % ROW_CHUNKS * CHUNK;
+        uint4 values = uint4(0);
+        if (q < num_queries) {
+          int row = item.row_begin + (first_query + q) / heads;
+          int head = kv_head * heads + (first_query + q) % heads;
+          ulong at = (ulong(row) * params.num_q_heads + head) * K_DIM + element;
+          values = *(device const uint4*)(queries + at);
+        }
+        *(threadgroup uint4*)(key_tile + chunk / ROW_CHUNKS * K_PITCH + element) = values;
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      if (int(simd_id) == s) {
+        PAGED_UNROLL
+        for (int c = 0; c < K_DIM / 8; c++) {
+          simdgroup_load(query[band][c], key_tile + 8 * c, K_PITCH);
+        }
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+  }
+
+  // This lane's row of each band.
+  SoftmaxState state[BANDS];
+  KeyRange keys[BANDS];
+  int query_of_lane[BANDS];
+  simdgroup_matrix<float, 8, 8> result[BANDS][V_DIM / 8];
+  PAGED_UNROLL
+  for (int band = 0; band < BANDS; band++) {
+    int q = (int(simd_id) * BANDS + band) * 8 + matrix_row(lane);
+    query_of_lane[band] = q;
+    state[band].clear();
+    keys[band].begin = 0;
+    keys[band].end = 0;
+    if (q < num_queries) {
+      int row = item.row_begin + (first_query + q) / heads;
+      keys[band] = keys_of_row(positions[row], params.window);
+      keys[band].end = min(keys[band].end, seen.end);
+    }
+    PAGED_UNROLL
+    for (int c = 0; c < V_DIM / 8; c++) {
+      result[band][c] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
+  }
+
+  for (int first = seen.begin; first < seen.end; first += TOKENS) {
+    TileLoader<T, TOKENS, K_DIM, THREADS> key_loader;
+    TileLoader<T, TOKENS, V_DIM, THREADS> value_loader;
+    key_loader.load(
+        key_pool, K_DIM, params.num_kv_heads, kv_head, table, first, seen.end, {0, K_DIM},
+        thread_id);
+    value_loader.load(
+        value_pool, V_DIM, params.num_kv_heads, kv_head, table, first, seen.end, {0, V_DIM},
+        thread_id);
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // the tiles before have been read
+    key_loader.store(key_tile, K_PITCH, thread_id);
+    value_loader.store(value_tile, V_PITCH, thread_id);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+
+    simdgroup_matrix<float, 8, 8> dot[BANDS][TOKENS / 8];
+    PAGED_UNROLL
+    for (int n = 0; n < TOKENS / 8; n++) {
+      PAGED_UNROLL
+      for (int band = 0; band < BANDS; band++) {
+        dot[band][n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+      }
+      PAGED_UNROLL
+      for (int c = 0; c < K_DIM / 8; c++) {
+        simdgroup_matrix<T, 8, 8> key;  // transposed: dims x tokens
+        simdgroup_load(key, key_tile + 8 * n * K_PITCH + 8 * c, K_PITCH, ulong2(0), true);
+        PAGED_UNROLL
+        for (int band = 0; band < BANDS; band++) {
+          simdgroup_multiply_accumulate(dot[band][n], query[band][c], key, dot[band][n]);
+        }
+      }
+    }
+
+    simdgroup_matrix<T, 8, 8> share[BANDS][TOKENS / 8];
+    PAGED_UNROLL
+    for (int band = 0; band < BANDS; band++) {
+      float factor = softmax_row<T, TOKENS / 8>(
+          dot[band], share[band], state[band], keys[band], first, params, lane);
+      PAGED_UNROLL
+      for (int c = 0; c < V_DIM / 8; c++) {
+        result[band][c].thread_elements()[0] *= factor;
+        result[band][c].thread_elements()[1] *= factor;
+      }
+    }
+    PAGED_UNROLL
+    for (int n = 0; n < TOKENS / 8; n++) {
+      PAGED_UNROLL
+      for (int c = 0; c < V_DIM / 8; c++) {
+        simdgroup_matrix<T, 8, 8> value;
+        simdgroup_load(value, value_tile + 8 * n * V_PITCH + 8 * c, V_PITCH);
+        PAGED_UNROLL
+        for (int band = 0; band < BANDS; band++) {
+          simdgroup_multiply_accumulate(result[band][c], share[band][n], value, result[band][c]);
+        }
+      }
+    }
+  }
+
+  bool whole = item.partial_begin < 0;
+  Partials partials = partials_at(workspace, params.num_partials, params.num_q_heads, V_DIM);
+  PAGED_UNROLL
+  for (int band = 0; band < BANDS; band++) {
+    state[band].sum = row_sum(state[band].sum);
+    int q = query_of_lane[band];
+    if (q < num_queries) {
+      int row = (first_query + q) / heads + (whole ? item.row_begin : item.partial_begin);
+      int head = kv_head * heads + (first_query + q) % heads;
+      ulong at = ulong(row) * params.num_q_heads + head;
+      float factor = 1.0f;
+      if (whole) {
+        factor = state[band].normaliser(params.has_sinks, params.has_sinks ? sinks[head] : 0.0f);
+      } else if (matrix_column(lane) == 0) {
+        partials.maxima[at] = state[band].maximum;
+        partials.sums[at] = state[band].sum;
+      }
+      PAGED_UNROLL
+      for (int c = 0; c < V_DIM / 8; c++) {
+        ulong element = at * V_DIM + 8 * c + matrix_column(lane);
+        float first = result[band][c].thread_elements()[0] * factor;
+        float second = result[band][c].thread_elements()[1] * factor;
+        if (whole) {
+          out[element] = T(first);
+          out[element + 1] = T(second);
+        } else {
+          partials.values[element] = first;
+          partials.values[element + 1] = second;
+        }
+      }
+    }
+  }
+}

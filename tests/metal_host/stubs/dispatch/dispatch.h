@@ -1,0 +1,6 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+// What metal-cpp names of Apple's SDK, no more.
+#pragma once
+
+using dispatch_queue_t = struct dispatch_queue_s*;
+using dispatch_data_t = struct dispatch_data_s*;

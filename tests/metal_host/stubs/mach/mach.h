@@ -1,0 +1,7 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+// What metal-cpp names of Apple's SDK, no more.
+#pragma once
+
+using kern_return_t = unsigned;
+using mach_port_t = unsigned;
+using task_id_token_t = unsigned;

@@ -1,0 +1,11 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+// What metal-cpp names of Apple's SDK, no more.
+#pragma once
+
+#include <objc/runtime.h>
+
+extern "C" {
+void objc_msgSend(void);
+void objc_msgSend_stret(void);
+void objc_msgSend_fpret(void);
+}

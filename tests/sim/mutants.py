@@ -1,0 +1,101 @@
+"""Planted faults: a mutant is one change of the kernels' text, and some check must notice it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from .checks import CAUGHT, INVALID
+from .library import METAL
+from .toolchain import CACHE, make_cache
+
+TESTS = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` of a file of the kernels, which is there exactly once, replaced by `new`."""
+
+    file: str
+    old: str
+    new: str
+    what: str  # the fault planted
+    checks: tuple[str, ...] = ()  # to try, in this order; none: all of the module
+
+
+@dataclass(frozen=True)
+class Verdict:
+    mutant: Mutant
+    caught: bool
+    valid: bool
+    said: str
+
+    def __str__(self) -> str:
+        state = "caught" if self.caught else "SURVIVED" if self.valid else "INVALID"
+        return f"{state:9}{self.mutant.file}: {self.mutant.what}  [{self.said}]"
+
+
+def plant(mutant: Mutant, source: Path, target: Path) -> None:
+    """Copies the kernels of `source` to `target` with the fault in them."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    path = target / mutant.file
+    text = path.read_text()
+    if text.count(mutant.old) != 1:
+        raise ValueError(
+            f"{mutant.file} has {text.count(mutant.old)} times {mutant.old!r}, "
+            "and must have it once"
+        )
+    path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def judge(mutant: Mutant, module: str, source: Path = METAL) -> Verdict:
+    """In a process of its own: a mutant may crash or never end, and both give it away."""
+    root = _folder(mutant, source)
+    plant(mutant, source, root)
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "sim.checks", str(root), module, *mutant.checks]
+    env = {**os.environ, "PYTHONPATH": path}
+    try:
+        run = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Verdict(mutant, True, True, f"did not end in {TIMEOUT_S} s")
+    if run.returncode < 0:
+        return Verdict(mutant, True, True, f"crashed with signal {-run.returncode}")
+    if run.returncode != 0:
+        return Verdict(mutant, False, False, run.stderr[-600:])
+    result = json.loads(run.stdout.strip().split("\n")[-1])
+    verdict = result["verdict"]
+    return Verdict(mutant, verdict == CAUGHT, verdict != INVALID, result["said"])
+
+
+def _folder(mutant: Mutant, source: Path) -> Path:
+    """The same for the same text, so that its compiled kernels are found again."""
+    digest = hashlib.sha256(repr((mutant.file, mutant.old, mutant.new)).encode())
+    for path in sorted(p for p in source.iterdir() if p.is_file()):
+        digest.update(path.name.encode() + path.read_bytes())
+    make_cache()
+    return CACHE / "mutants" / digest.hexdigest()[:24] / "metal"
+
+
+def run_mutants(
+    mutants: Sequence[Mutant], module: str, source: Path = METAL, workers: int = 2
+) -> list[Verdict]:
+    """Verdicts in the order given."""
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda m: judge(m, module, source), mutants))
+
+
+def score(verdicts: Sequence[Verdict]) -> str:
+    caught = sum(v.caught for v in verdicts)
+    return "\n".join([f"{caught} of {len(verdicts)} mutants caught", *map(str, verdicts)])
