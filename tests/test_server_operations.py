@@ -122,7 +122,7 @@ def test_metrics_have_vllms_names_and_right_values(client) -> None:
     assert gained("vllm:iteration_tokens_total_sum") >= usage["prompt_tokens"] + 16
     assert gained("vllm:prefix_cache_queries_total") >= usage["prompt_tokens"]
     assert gained("mlx_paged:http_responses_total", path="/v1/completions", status="200") == 1
-    assert value(after, "mlx_paged:pool_copies_total") == 0
+    assert gained("mlx_paged:pool_copies_total") == 0
     assert value(after, "mlx_paged:blocks_free") > 0
     assert "mlx_paged:live_arrays" in after
     assert value(after, "vllm:cache_config_info", block_size="8") == 1
