@@ -209,13 +209,13 @@ def test_a_copy_costs_the_same_however_long_the_cache_is(model) -> None:
         return count
 
     assert calls(3000) == calls(40)
-    active = mx.get_active_memory()
     caches = new_cache(model)
     last_logits(model, [5] * 1000, caches)
     mx.eval([c.keys for c in caches])
+    gc.collect()
     active = mx.get_active_memory()
     held = [copy.deepcopy(caches) for _ in range(50)]
-    assert mx.get_active_memory() == active
+    assert mx.get_active_memory() <= active  # (less, if a collection came between)
     assert held[-1][0].offset == 1000
 
 
