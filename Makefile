@@ -13,9 +13,9 @@ endif
 comma := ,
 EXTRAS := dev$(if $(BACKEND),$(comma)$(BACKEND))
 
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.*)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.* metal/*)
 
-.PHONY: demo test soak lint bench wheel clean
+.PHONY: demo test test-mlx-lm soak hostile load lint bench mac-report wheel clean
 
 demo: $(BIN)/.installed
 	$(BIN)/mlx-paged demo
@@ -23,15 +23,31 @@ demo: $(BIN)/.installed
 test: $(BIN)/.installed
 	$(BIN)/python -m pytest
 
+# mlx-lm's own tests, fetched from PyPI, without and with `import mlx_paged`. Takes some minutes.
+test-mlx-lm: $(BIN)/.installed
+	$(BIN)/python -m pip install --quiet requests
+	$(BIN)/python scripts/mlx_lm_tests/run.py
+
 # A million tokens with random arrivals, aborts, slow readers and faults. Takes some minutes.
 soak: $(BIN)/.installed
 	MLX_PAGED_SOAK_TOKENS=1000000 $(BIN)/python -m pytest -s tests/test_soak.py
+
+# 10,000 mutated bodies, and 100 generated requests for each path of the API.
+hostile: $(BIN)/.installed
+	MLX_PAGED_HOSTILE_BODIES=10000 MLX_PAGED_HOSTILE_EXAMPLES=100 \
+		$(BIN)/python -m pytest -s tests/test_server_hostile.py
+
+# 256 clients at once for half a minute: aborts, slow readers, half-open sockets.
+load: $(BIN)/.installed
+	MLX_PAGED_LOAD_CLIENTS=256 MLX_PAGED_LOAD_SECONDS=30 \
+		$(BIN)/python -m pytest -s tests/test_server_load.py
 
 lint: $(BIN)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp \
+		metal/*.h metal/*.metal tests/metal_host/*.h tests/metal_host/*.cpp)
 
 # Figures of this machine, written to bench/results.
 bench: $(BIN)/.installed
@@ -41,6 +57,11 @@ bench: $(BIN)/.installed
 	$(BIN)/python bench/generate.py
 	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/host_time.py
+
+# On a Mac: build, tests on its GPU, kernels against its copy bandwidth. JSON and Markdown are written
+# to bench/results, to be sent in.
+mac-report: $(BIN)/.installed
+	$(BIN)/python bench/mac_report.py
 
 wheel: $(BIN)/.installed
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

@@ -9,18 +9,18 @@ the same random prompts.
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import time
 from dataclasses import dataclass
 from typing import Any
 
-import mlx_paged.core  # noqa: F401  (loads BLAS before mlx.core)
+import mlx_paged.core  # loads BLAS before mlx.core
 
 # isort: split
 import mlx.core as mx
 import numpy as np
 from harness import print_table, save
-from mlx_lm.generate import BatchGenerator
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.models.load import LoadedModel, load
@@ -67,6 +67,8 @@ def run_engine(model: LoadedModel, prompts: list[list[int]]) -> dict[str, Any]:
 
 
 def run_batch_generator(model: LoadedModel, prompts: list[list[int]]) -> dict[str, Any]:
+    from mlx_lm.generate import BatchGenerator  # here: mlx-lm's own, once it is unpatched
+
     generator = BatchGenerator(model.model, completion_batch_size=len(prompts))
     start = time.perf_counter()
     ids = generator.insert(prompts, [OUTPUT_TOKENS] * len(prompts))
@@ -82,14 +84,22 @@ def run_batch_generator(model: LoadedModel, prompts: list[list[int]]) -> dict[st
 
 
 def main() -> None:
+    mlx_paged.unpatch()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument(
+        "--only", default="", help="a regular expression over 'PROMPTS, COUNT requests'"
+    )
+    parser.add_argument("--name", default="engine-cpu", help="of the file of results")
     parser.add_argument("--no-save", dest="save", action="store_false")
     options = parser.parse_args()
     mx.set_default_device(mx.cpu)
     model = load()
     results, rows = [], []
-    for workload in WORKLOADS:
+    chosen = [w for w in WORKLOADS if re.search(options.only, f"{w.name}, {w.count} requests")]
+    if not chosen:
+        parser.error(f"--only {options.only!r} matches no workload")
+    for workload in chosen:
         prompts = workload.prompts(model.vocab_size)
         ours, theirs = [], []
         for _ in range(options.rounds):
@@ -125,7 +135,10 @@ def main() -> None:
     header = ["prompts", "requests", "tokens/s", "mlx-lm", "ratio", "median TTFT s", "same answers"]
     print_table(header, rows)
     if options.save:
-        results_file = save("engine-cpu", {"output_tokens": OUTPUT_TOKENS, "results": results})
+        results_file = save(
+            options.name,
+            {"output_tokens": OUTPUT_TOKENS, "rounds": options.rounds, "results": results},
+        )
         print(results_file)
 
 

@@ -40,7 +40,9 @@ def prompts_of(workload: str, count: int) -> list[list[dict[str, str]]]:
 
 def work(name: str, workload: str, count: int, max_tokens: int) -> dict[str, Any]:
     """Does the work in this process; seconds do not include loading or a small warm-up."""
-    import mlx_paged.core  # noqa: F401
+    import mlx_paged.core
+
+    mlx_paged.unpatch()  # mlx-lm as it is, to compare with
 
     # isort: split
     import mlx.core as mx

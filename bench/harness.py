@@ -31,6 +31,7 @@ def environment() -> dict[str, Any]:
         "machine": {
             "processor": _processor(),
             "cores": os.cpu_count(),
+            "load_average": _LOAD_AVERAGE,  # of the last minute: what else ran here
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
             "python": platform.python_version(),
         },
@@ -105,4 +106,5 @@ def _processor() -> str:
 
 # Of the code that is measured: the checkout may move on while it runs.
 _COMMIT = _git("rev-parse", "HEAD")
+_LOAD_AVERAGE = os.getloadavg()[0]
 _DIRTY = bool(_git("status", "--porcelain"))

@@ -19,6 +19,13 @@ import numpy as np
 from harness import copy_bandwidth, median_seconds, print_table, save
 
 
+def gpu_copy_bandwidth(megabytes: int = 512) -> float:
+    """Bytes per second of a large elementwise operation, read and written bytes both counted."""
+    a = mx.ones((megabytes << 20) // 4)
+    mx.eval(a)
+    return 2 * a.nbytes / median_seconds(lambda: mx.eval(a + 1))
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, nargs="+", default=[16])
@@ -29,6 +36,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, nargs="+", default=[32])
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--window", type=int, default=None)
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--name", default="kernels-cpu", help="bench/results/<name>.json")
     parser.add_argument("--no-save", dest="save", action="store_false")
     return parser.parse_args()
@@ -63,6 +71,7 @@ class Case:
         queries = mx.random.normal((self.batch, self.heads * group, self.dim)).astype(self.dtype)
         scale = self.dim**-0.5
         lens = [self.context] * self.batch
+        gpu = mx.default_device() == mx.gpu
         plan = build_plan(self.tables, lens, [1] * self.batch, block_size=self.block_size)
         keys, values = ops.gather_kv(
             *self.pools, plan.block_tables, plan.context_lens, self.context
@@ -85,9 +94,20 @@ class Case:
             mx.eval(out)
             return out
 
+        def gathered() -> mx.array:
+            dense_kv = ops.gather_kv(
+                *self.pools, plan.block_tables, plan.context_lens, self.context
+            )
+            out = mx.fast.scaled_dot_product_attention(
+                dense_queries, *dense_kv, scale=scale, mask=mask
+            )
+            mx.eval(out)
+            return out
+
         error = mx.abs(paged() - dense().squeeze(2)).max().item()
         assert error < 0.05, f"paged and dense attention differ by {error}"
         seconds, dense_seconds = median_seconds(paged), median_seconds(dense, repeat=3, warmup=1)
+        gather = {"gather_over_paged": median_seconds(gathered) / seconds} if gpu else {}
         used = self.kv_bytes * min(window or self.context, self.context) // self.context
         return {
             "op": "paged_attention",
@@ -97,6 +117,7 @@ class Case:
             "seconds": seconds,
             "dense_sdpa_seconds": dense_seconds,
             "dense_over_paged": dense_seconds / seconds,
+            **gather,
             "max_abs_difference": error,
         }
 
@@ -125,8 +146,9 @@ class Case:
 
 def main() -> None:
     options = parse()
-    mx.set_default_device(mx.cpu)
-    copy = copy_bandwidth()
+    mx.set_default_device(getattr(mx, options.device))
+    measure_copy = gpu_copy_bandwidth if options.device == "gpu" else copy_bandwidth
+    copy = measure_copy()
     results = []
     shapes = itertools.product(
         options.batch, options.context, options.head_dim, options.block_size, options.dtype
@@ -144,7 +166,7 @@ def main() -> None:
         found = [case.attention(g, options.window) for g in options.group]
         results += [{**shape, **r} for r in found + case.movement()]
     # The machine's speed drifts: the copy is measured before and after.
-    copy = max(copy, copy_bandwidth())
+    copy = max(copy, measure_copy())
     rows = []
     for r in results:
         r["bytes_per_second"] = r["bytes"] / r["seconds"]

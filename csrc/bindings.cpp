@@ -73,6 +73,28 @@ NB_MODULE(_ext, m) {
       "merge_items"_a, nb::kw_only(), "scale"_a, "window"_a = 0, "softcap"_a = 0.0f,
       "sinks"_a = nb::none(), "stream"_a = nb::none());
 
+  m.def(
+      "rope_rotations", &mlx_paged::rope_rotations, "positions"_a, "inv_freqs"_a, nb::kw_only(),
+      "scale"_a, "stream"_a = nb::none());
+
+  m.def(
+      "rope", &mlx_paged::rope, "x"_a, "rotations"_a, nb::kw_only(), "traditional"_a,
+      "stream"_a = nb::none());
+
+  m.def(
+      "rms_norm", &mlx_paged::rms_norm, "x"_a, "weight"_a.none(), "eps"_a, nb::kw_only(),
+      "stream"_a = nb::none());
+
+  m.def("silu_mul", &mlx_paged::silu_mul, "gate"_a, "x"_a, nb::kw_only(), "stream"_a = nb::none());
+
+  m.def(
+      "greedy_tokens", &mlx_paged::greedy_tokens, "logits"_a, nb::kw_only(),
+      "stream"_a = nb::none());
+
+  m.def(
+      "linear", &mlx_paged::linear, "x"_a, "weight"_a, "bias"_a.none(), nb::kw_only(),
+      "stream"_a = nb::none());
+
   m.def("allocate_pool", &mlx_paged::allocate_pool, "shape"_a, "dtype"_a);
 
   m.def(

@@ -2,7 +2,7 @@
 
 #include "build_info.h"
 
-#include "cpu/attention.h"
+#include "cpu/kernels.h"
 #include "cpu/parallel_for.h"
 #include "mlx/version.h"
 
@@ -23,7 +23,7 @@ std::vector<std::pair<std::string, std::string>> build_info() {
       {"nanobind_version", MLX_PAGED_NANOBIND_VERSION},
       {"backends", MLX_PAGED_BACKENDS},
       {"compiler", compiler},
-      {"simd", cpu::attention_kernels().simd},
+      {"simd", cpu::kernels().simd},
       {"num_threads", std::to_string(cpu::num_threads())},
   };
 }

@@ -2,8 +2,8 @@
 
 #include "launch.h"
 
-#include <algorithm>
-#include <cstring>
+#include <bit>
+#include <string>
 
 #include "../metal/params.h"
 #include "ops.h"
@@ -26,23 +26,8 @@ Binding bind(const std::vector<mx::array>& in, const std::vector<mx::array>& out
   return {operand, input ? Access::read : Access::write, array.nbytes()};
 }
 
-template <typename Params>
-std::vector<std::byte> bytes_of(const Params& params) {
-  std::vector<std::byte> bytes(sizeof(Params));
-  std::memcpy(bytes.data(), &params, sizeof(Params));
-  return bytes;
-}
-
 int chunks(const mx::array& a, int64_t elements) {
   return int(elements * a.itemsize() / kChunk);
-}
-
-int log2(int power) {
-  int shift = 0;
-  while ((1 << shift) < power) {
-    shift++;
-  }
-  return shift;
 }
 
 }  // namespace
@@ -102,7 +87,7 @@ LaunchList gather_kv_launches(const std::vector<mx::array>& in, const std::vecto
     params.num_kv_heads = pool.shape(2);
     params.head_chunks = chunks(pool, pool.shape(3));
     params.max_context_len = dense.shape(2);
-    params.block_shift = log2(pool.shape(1));
+    params.block_shift = std::countr_zero(unsigned(pool.shape(1)));
     params.max_blocks = in[2].shape(1);
     Launch launch;
     launch.kernel = kernel_named("gather_kv");

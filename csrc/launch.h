@@ -43,6 +43,12 @@ struct Launch {
   bool operator==(const Launch&) const = default;
 };
 
+template <typename Params>
+std::vector<std::byte> bytes_of(const Params& params) {
+  auto* bytes = reinterpret_cast<const std::byte*>(&params);
+  return {bytes, bytes + sizeof(Params)};
+}
+
 // The launches of one operation, to be run in this order.
 struct LaunchList {
   std::vector<Launch> launches;

@@ -6,7 +6,8 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
+#include <bit>
+#include <cstddef>
 #include <limits>
 #include <map>
 #include <memory>
@@ -118,12 +119,6 @@ PlanSummary summarize(const std::vector<mx::array>& in) {
   return cache.get(in);
 }
 
-template <typename Params>
-void set_constants(Launch& launch, const Params& params) {
-  launch.constants.resize(sizeof(Params));
-  std::memcpy(launch.constants.data(), &params, sizeof(Params));
-}
-
 }  // namespace
 
 AttentionVariant attention_variant(int query_rows, int group, int key_dim) {
@@ -168,7 +163,7 @@ LaunchList paged_attention_launches(
     Launch launch;
     launch.kernel = kernel_named("fill_zero");
     launch.buffers = {{output, Access::write, out[0].nbytes()}};
-    set_constants(launch, params);
+    launch.constants = bytes_of(params);
     launch.grid = {uint32_t(params.num_chunks + 255) / 256, 1, 1};
     launch.threadgroup = {256, 1, 1};
     list.launches.push_back(launch);
@@ -184,7 +179,7 @@ LaunchList paged_attention_launches(
     paged::AttentionParams params{};
     params.num_q_heads = num_q_heads;
     params.num_kv_heads = num_kv_heads;
-    params.block_shift = __builtin_ctz(unsigned(keys.shape(1)));
+    params.block_shift = std::countr_zero(unsigned(keys.shape(1)));
     params.max_blocks = in[kTables].shape(1);
     params.num_partials = plan.num_partials;
     params.min_rows = rows.fewest;
@@ -201,7 +196,7 @@ LaunchList paged_attention_launches(
     launch.buffers.push_back(sinks);
     launch.buffers.push_back({output, Access::write, out[0].nbytes()});
     launch.buffers.push_back({workspace, Access::write, list.workspaces[0]});
-    set_constants(launch, params);
+    launch.constants = bytes_of(params);
     int tiles = paged::ceil_div(rows.most * (num_q_heads / num_kv_heads), variant.queries);
     launch.grid = {uint32_t(num_items), uint32_t(num_kv_heads), uint32_t(tiles)};
     int simd_groups = 0;
@@ -236,7 +231,7 @@ LaunchList paged_attention_launches(
         {workspace, Access::read, list.workspaces[0]},
         sinks,
         {output, Access::write, out[0].nbytes()}};
-    set_constants(launch, params);
+    launch.constants = bytes_of(params);
     launch.grid = {
         uint32_t(num_merges), uint32_t(paged::ceil_div(num_q_heads, paged::MERGE_SIMD_GROUPS)),
         uint32_t(plan.most_merge_rows)};

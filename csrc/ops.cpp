@@ -6,22 +6,11 @@
 #include <memory>
 #include <string>
 
-#include "mlx/ops.h"
+#include "dense.h"
 #include "primitives.h"
 #include "validate.h"
 
 namespace mlx_paged {
-
-namespace {
-// Kernels read dense rows. Arrays known to be dense cost nothing here, others a graph node, and a
-// copy only if they turn out not to be.
-mx::array dense(const mx::array& a, mx::Stream s) {
-  if (a.status() != mx::array::Status::unscheduled && a.flags().row_contiguous) {
-    return a;
-  }
-  return mx::contiguous(a, /* allow_col_major = */ false, s);
-}
-}  // namespace
 
 std::pair<mx::array, mx::array> write_kv(
     const mx::array& key_pool, const mx::array& value_pool, const mx::array& keys,

@@ -1,6 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The contract of the four operations on a paged KV pool.
+// The contract of the four operations on a paged KV pool, and of what a layer does between its
+// matrix products.
 //
 // A pool is `[num_blocks, block_size, num_kv_heads, head_dim]`, token-major inside a block. Keys
 // and values have a pool each, whose head dims may differ. A slot is `block * block_size + offset`.
@@ -94,6 +95,40 @@ std::pair<mx::array, mx::array> gather_kv(
 mx::array paged_attention(
     const mx::array& queries, const mx::array& key_pool, const mx::array& value_pool,
     const AttentionPlan& plan, const AttentionOptions& options, mx::StreamOrDevice s = {});
+
+// The operations below have no gradient and run on the CPU only, where MLX composes each of many.
+// All compute in fp32 and round once. Inputs are float32, float16 or bfloat16.
+
+// Cosines and sines of the angle position * scale * inv_freq, [num_rows, 2, half_dims] float32,
+// once for all layers of a step. Angles are products in float32, as MLX's own are.
+mx::array rope_rotations(
+    const mx::array& positions,  // [num_rows] int32
+    const mx::array& inv_freqs,  // [half_dims] float32
+    float scale, mx::StreamOrDevice s = {});
+
+// Rotates the first 2 * half_dims dims of every head of `[num_rows, num_heads, 1, head_dim]`: dim i
+// with dim i + half_dims, or (`traditional`) dim 2i with dim 2i + 1.
+mx::array rope(
+    const mx::array& x, const mx::array& rotations, bool traditional, mx::StreamOrDevice s = {});
+
+// x / sqrt(mean(x^2) + eps) * weight over the last axis.
+mx::array rms_norm(
+    const mx::array& x, const std::optional<mx::array>& weight, float eps,
+    mx::StreamOrDevice s = {});
+
+// gate * sigmoid(gate) * x, of one shape and dtype.
+mx::array silu_mul(const mx::array& gate, const mx::array& x, mx::StreamOrDevice s = {});
+
+// The first largest of each row of `[num_rows, vocab_size]` logits, int32, and whether the row
+// holds a NaN, bool (its token is then any).
+std::pair<mx::array, mx::array> greedy_tokens(const mx::array& logits, mx::StreamOrDevice s = {});
+
+// x @ weight.T + bias, of float32, as one node of the graph where MLX has five. What it does not
+// serve (another dtype, weights that are not plain rows, no BLAS to call) is MLX's composition.
+mx::array linear(
+    const mx::array& x,       // [..., k]
+    const mx::array& weight,  // [n, k]
+    const std::optional<mx::array>& bias, mx::StreamOrDevice s = {});
 
 // A pool that is allocated but not touched: memory is used from the first write on, so a large pool
 // costs nothing until it is needed. Its contents are undefined. On Linux it asks for huge pages, as

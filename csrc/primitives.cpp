@@ -44,4 +44,54 @@ bool PagedAttention::is_equivalent(const mx::Primitive& other) const {
   return scale_ == o.scale_ && window_ == o.window_ && softcap_ == o.softcap_;
 }
 
+std::vector<mx::Shape> RopeRotations::output_shapes(const std::vector<mx::array>& inputs) {
+  return {{inputs[0].shape(0), 2, inputs[1].shape(0)}};
+}
+
+bool RopeRotations::is_equivalent(const mx::Primitive& other) const {
+  return scale_ == static_cast<const RopeRotations&>(other).scale_;
+}
+
+std::vector<mx::Shape> Rope::output_shapes(const std::vector<mx::array>& inputs) {
+  return {inputs[0].shape()};
+}
+
+bool Rope::is_equivalent(const mx::Primitive& other) const {
+  return traditional_ == static_cast<const Rope&>(other).traditional_;
+}
+
+std::vector<mx::Shape> RmsNorm::output_shapes(const std::vector<mx::array>& inputs) {
+  return {inputs[0].shape()};
+}
+
+bool RmsNorm::is_equivalent(const mx::Primitive& other) const {
+  return eps_ == static_cast<const RmsNorm&>(other).eps_;
+}
+
+std::vector<mx::Shape> SiluMul::output_shapes(const std::vector<mx::array>& inputs) {
+  return {inputs[0].shape()};
+}
+
+bool SiluMul::is_equivalent(const mx::Primitive&) const {
+  return true;
+}
+
+std::vector<mx::Shape> Linear::output_shapes(const std::vector<mx::array>& inputs) {
+  auto shape = inputs[0].shape();
+  shape.back() = inputs[1].shape(0);
+  return {shape};
+}
+
+bool Linear::is_equivalent(const mx::Primitive&) const {
+  return true;
+}
+
+std::vector<mx::Shape> GreedyTokens::output_shapes(const std::vector<mx::array>& inputs) {
+  return {{inputs[0].shape(0)}, {inputs[0].shape(0)}};
+}
+
+bool GreedyTokens::is_equivalent(const mx::Primitive&) const {
+  return true;
+}
+
 }  // namespace mlx_paged

@@ -1,7 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // The graph nodes behind ops.h. `eval_cpu` lives in cpu/; `eval_gpu` in the one GPU backend that
-// the build chose, or in no_gpu.cpp, which throws by name.
+// the build chose, or in no_gpu.cpp, which throws by name. Operations between a layer's matrix
+// products are the CPU's alone (layer_ops.cpp).
 
 #pragma once
 
@@ -57,6 +58,57 @@ class PagedAttention : public mx::Primitive {
   float scale_;
   int window_;
   float softcap_;
+};
+
+// inputs: positions, inv_freqs. output: rotations.
+class RopeRotations : public mx::Primitive {
+ public:
+  RopeRotations(mx::Stream stream, float scale) : Primitive(stream), scale_(scale) {}
+  MLX_PAGED_PRIMITIVE("RopeRotations")
+
+ private:
+  float scale_;
+};
+
+// inputs: x, rotations.
+class Rope : public mx::Primitive {
+ public:
+  Rope(mx::Stream stream, bool traditional) : Primitive(stream), traditional_(traditional) {}
+  MLX_PAGED_PRIMITIVE("PagedRope")
+
+ private:
+  bool traditional_;
+};
+
+// inputs: x[, weight].
+class RmsNorm : public mx::Primitive {
+ public:
+  RmsNorm(mx::Stream stream, float eps) : Primitive(stream), eps_(eps) {}
+  MLX_PAGED_PRIMITIVE("PagedRmsNorm")
+
+ private:
+  float eps_;
+};
+
+// inputs: gate, x.
+class SiluMul : public mx::Primitive {
+ public:
+  explicit SiluMul(mx::Stream stream) : Primitive(stream) {}
+  MLX_PAGED_PRIMITIVE("SiluMul")
+};
+
+// inputs: logits. outputs: tokens, whether a row holds a NaN.
+class GreedyTokens : public mx::Primitive {
+ public:
+  explicit GreedyTokens(mx::Stream stream) : Primitive(stream) {}
+  MLX_PAGED_PRIMITIVE("GreedyTokens")
+};
+
+// inputs: x, weight[, bias].
+class Linear : public mx::Primitive {
+ public:
+  explicit Linear(mx::Stream stream) : Primitive(stream) {}
+  MLX_PAGED_PRIMITIVE("PagedLinear")
 };
 
 #undef MLX_PAGED_PRIMITIVE

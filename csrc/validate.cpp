@@ -43,6 +43,20 @@ void Validator::int32(const mx::array& a, const char* what) const {
   require(a.dtype() == mx::int32, what, "int32", a.dtype());
 }
 
+void Validator::floating(const mx::array& a, const char* what) const {
+  auto dtype = a.dtype();
+  require(
+      dtype == mx::float32 || dtype == mx::float16 || dtype == mx::bfloat16, what,
+      "float32, float16 or bfloat16", dtype);
+}
+
+void Validator::same_shape(
+    const mx::array& a, const char* what, const mx::array& b, const char* other) const {
+  require(
+      a.shape() == b.shape(), what, "of shape " + shape_string(dims_of(b)) + " like " + other,
+      shape_string(dims_of(a)));
+}
+
 void Validator::same_dtype(
     const mx::array& a, const char* what, const mx::array& b, const char* other) const {
   std::ostringstream expected;

@@ -32,6 +32,9 @@ class Validator {
   // -1 in `dims` stands for any extent.
   void shape(const mx::array& a, const char* what, std::initializer_list<int> dims) const;
   void int32(const mx::array& a, const char* what) const;
+  void floating(const mx::array& a, const char* what) const;  // one of the pools' dtypes
+  void same_shape(
+      const mx::array& a, const char* what, const mx::array& b, const char* other) const;
   void same_dtype(
       const mx::array& a, const char* what, const mx::array& b, const char* other) const;
   // The layout alone, of a pool that does not exist yet.

@@ -1,5 +1,6 @@
 """Paged attention, prefix sharing and continuous batching for MLX.
 
+Importing it makes mlx-lm paged (`mlx_paged.drop_in`); ``unpatch`` undoes that.
 ``LLM`` generates, ``load`` loads, ``ops`` holds the native primitives. Everything is imported when
 first used, so that the state half (``mlx_paged.kv``, ``mlx_paged.scheduling``) never needs MLX.
 """
@@ -10,26 +11,41 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mlx_paged import blas
+from mlx_paged.drop_in import arrange, patch, unpatch
 
 if TYPE_CHECKING:
     from mlx_paged.core import build_info
     from mlx_paged.engine.llm import LLM, RequestOutput
     from mlx_paged.engine.sampling_params import SamplingParams
-    from mlx_paged.models.load import load
+    from mlx_paged.models.families import register_family
+    from mlx_paged.models.load import LoadedModel, load
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "build_info", "load"]
+__all__ = [
+    "LLM",
+    "LoadedModel",
+    "RequestOutput",
+    "SamplingParams",
+    "build_info",
+    "load",
+    "patch",
+    "unpatch",
+    "register_family",
+]
 
 _HOMES = {
     "LLM": "mlx_paged.engine.llm",
+    "LoadedModel": "mlx_paged.models.load",
     "RequestOutput": "mlx_paged.engine.llm",
     "SamplingParams": "mlx_paged.engine.sampling_params",
     "build_info": "mlx_paged.core",
     "load": "mlx_paged.models.load",
+    "register_family": "mlx_paged.models.families",
 }
 
 # Now, not when MLX is first needed: a program that imports mlx_paged and then mlx.core means both.
 blas.preload()
+arrange()
 
 
 def __getattr__(name: str) -> Any:

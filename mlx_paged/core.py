@@ -31,7 +31,7 @@ def _load() -> ModuleType:
             f"has no stable ABI. Run: pip install 'mlx=={MLX_VERSION}', or rebuild mlx_paged with "
             "`pip install --force-reinstall --no-deps .` in its checkout."
         )
-    from mlx_paged import _ext
+    import mlx_paged._ext as _ext
 
     try:
         _ext.accepts(mx.array(0))

@@ -168,6 +168,102 @@ def paged_attention(
     )
 
 
+def rope_rotations(
+    positions: mx.array,
+    inv_freqs: mx.array,
+    *,
+    scale: float = 1.0,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """Cosines and sines for `rope`, once for all layers of a step. CPU only.
+
+    Args:
+        positions: ``[num_rows]`` int32.
+        inv_freqs: ``[dims / 2]`` float32: radians that a pair turns from one position to the next.
+        scale: factor on the positions.
+
+    Returns:
+        ``[num_rows, 2, dims / 2]`` float32: cosines, then sines.
+    """
+    return ext.rope_rotations(positions, inv_freqs, scale=scale, stream=stream)
+
+
+def rope(
+    x: mx.array,
+    rotations: mx.array,
+    *,
+    traditional: bool = False,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """Rotary position embedding of each row's heads; computed in float32. CPU only, no gradient.
+
+    Args:
+        x: ``[num_rows, num_heads, 1, head_dim]`` float32, float16 or bfloat16, of any strides.
+        rotations: ``[num_rows, 2, dims / 2]`` float32 from `rope_rotations`. Dims from ``dims`` on
+            are copied.
+        traditional: pair dim 2i with 2i + 1, and not i with i + dims / 2.
+    """
+    return ext.rope(x, rotations, traditional=traditional, stream=stream)
+
+
+def rms_norm(
+    x: mx.array,
+    weight: mx.array | None,
+    eps: float,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, in float32. CPU only, no gradient.
+
+    Args:
+        x: ``[..., size]`` float32, float16 or bfloat16.
+        weight: ``[size]`` in the dtype of `x`; None: ones.
+    """
+    return ext.rms_norm(x, weight, eps, stream=stream)
+
+
+def silu_mul(
+    gate: mx.array, x: mx.array, *, stream: mx.Stream | mx.Device | None = None
+) -> mx.array:
+    """``gate * sigmoid(gate) * x``, of one shape and dtype. CPU only, no gradient."""
+    return ext.silu_mul(gate, x, stream=stream)
+
+
+def greedy_tokens(
+    logits: mx.array, *, stream: mx.Stream | mx.Device | None = None
+) -> tuple[mx.array, mx.array]:
+    """Greedy sampling and the search for NaNs, in one pass. CPU only.
+
+    Args:
+        logits: ``[num_rows, vocab_size]`` float32, float16 or bfloat16.
+
+    Returns:
+        ``[num_rows]`` int32, the first of each row's largest, and ``[num_rows]`` bool, whether the
+        row holds a NaN (its token is then any).
+    """
+    return ext.greedy_tokens(logits, stream=stream)
+
+
+def linear(
+    x: mx.array,
+    weight: mx.array,
+    bias: mx.array | None = None,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """``x @ weight.T + bias``: one operation for float32 on the CPU, else MLX's composition.
+
+    Args:
+        x: ``[..., k]``.
+        weight: ``[n, k]``.
+        bias: ``[n]``.
+
+    Returns:
+        ``[..., n]``.
+    """
+    return ext.linear(x, weight, bias, stream=stream)
+
+
 def pool_copies() -> int:
     """Whole-pool copies since the process started; zero while pools are used as they should."""
     return ext.pool_copies()

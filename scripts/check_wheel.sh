@@ -12,7 +12,7 @@ $python -m venv "$work/build"
 wheel=$(ls "$work"/dist/*.whl)
 echo "built $(basename "$wheel"): $(du -h "$wheel" | cut -f1)"
 contents=$("$work/build/bin/python" -m zipfile --list "$wheel")
-for file in _ext.pyi py.typed demo/model/model.safetensors demo/model/README.md metal/README.md; do
+for file in _ext.pyi py.typed demo/model/model.safetensors demo/model/README.md metal/README.md server/web/index.html; do
   grep -q "mlx_paged/$file" <<<"$contents" ||
     { echo "the wheel lacks mlx_paged/$file"; exit 1; }
 done

@@ -5,9 +5,16 @@ The device is the CPU, or the GPU with MLX_PAGED_TEST_DEVICE=gpu.
 
 from __future__ import annotations
 
-import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+import os
+
+# mlx-lm as it is, the oracle of most tests; those of the drop-in patch it themselves (`paged`).
+os.environ["MLX_PAGED_DISABLE"] = "1"
+
+import mlx_paged  # before mlx.core, so that its BLAS takes effect
 
 # isort: split
+from collections.abc import Iterator
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -33,3 +40,12 @@ def device() -> None:
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
+
+
+@pytest.fixture
+def paged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """mlx-lm with the drop-in, for one test."""
+    monkeypatch.delenv("MLX_PAGED_DISABLE")
+    assert mlx_paged.patch()
+    yield
+    mlx_paged.unpatch()

@@ -3,12 +3,17 @@
 Every slot of the simulated pool holds the (position, token) that was last written there. The next
 token of a sequence is a hash of all tokens read back through its block table, so a wrong block, a
 missed copy, a stale or foreign slot either breaks a check here or changes every token that follows.
+
+Window groups have pools of their own, in which every visible position must hold what the full one
+holds; a state slot holds all tokens that went into it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+from mlx_paged.kv import KVManager
 from mlx_paged.scheduling import Batch, FinishReason, Scheduler, SequenceOutcome
 from mlx_paged.scheduling.batch import ScheduledSequence
 
@@ -36,32 +41,65 @@ def generate(
     return tokens[len(prompt) :]
 
 
+STATES = -1  # stands for the state slots where groups are numbered
+
+
+class Place(NamedTuple):
+    """A block of a group (0: the full one, 1...: the window groups), or a state slot."""
+
+    group: int
+    block: int
+
+
+def tables_of(row: ScheduledSequence) -> list[tuple[int, tuple[int, ...], int]]:
+    """(group, block table, dirty_from) in every group."""
+    windows = [(i, w.block_table, w.dirty_from) for i, w in enumerate(row.groups.windows, 1)]
+    return [(0, row.block_table, row.dirty_from), *windows]
+
+
+def copies_of(batch: Batch) -> Iterator[tuple[Place, Place]]:
+    """(source, destination) of all block copies."""
+    for group, copies in enumerate([batch.block_copies, *batch.window_copies]):
+        for src, dst in copies:
+            yield Place(group, src), Place(group, dst)
+
+
 class Launched:
     """A step on the device: executed, in the order of launch, when it is evaluated."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.tokens: dict[int, int] | None = None  # by seq_id, once evaluated
-        # Block -> sequences that read or write it in this step (0: a copy).
-        self.touched: dict[int, set[int]] = {}
+        # Sequences that read or write a place in this step (0: a copy).
+        self.touched: dict[Place, set[int]] = {}
         for row in batch.sequences:
-            for block in row.block_table:
-                self.touched.setdefault(block, set()).add(row.seq_id)
-        for copy in batch.block_copies:
-            self.touched.setdefault(copy.src, set()).add(0)
+            for group, table, _ in tables_of(row):
+                for block in table:
+                    self.touched.setdefault(Place(group, block), set()).add(row.seq_id)
+            if row.groups.state is not None:
+                # (0: not even the same sequence may write it: the step may have to run again)
+                for slot in row.groups.state:
+                    self.touched.setdefault(Place(STATES, slot), set()).add(0)
+        for source, _ in copies_of(batch):
+            self.touched.setdefault(source, set()).add(0)
 
 
 class FakeDevice:
-    """Runs batches over a simulated pool and checks what the scheduler promises about them."""
+    """Runs batches over simulated pools and checks what the scheduler promises about them."""
 
-    def __init__(
-        self, num_blocks: int, block_size: int, seeds: dict[int, int] | None = None
-    ) -> None:
-        self.block_size = block_size
-        self.slots: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
+    def __init__(self, kv: KVManager, seeds: dict[int, int] | None = None) -> None:
+        self.kv = kv
+        self.block_size = kv.block_size
+        pools = [kv.pool, *(group.pool for group in kv.groups.windows)]
+        self.slots: list[list[tuple[int, int] | None]] = [
+            [None] * (pool.num_blocks * kv.block_size) for pool in pools
+        ]
+        states = kv.groups.states
+        num_slots = 1 if states is None else states.pool.num_blocks
+        self.states: list[tuple[int, ...] | None] = [(), *[None] * (num_slots - 1)]
         self.seeds = {} if seeds is None else seeds  # by seq_id
         self.in_flight: list[Launched] = []
-        self.tables: dict[int, list[int]] = {}  # kept up to date through dirty_from
+        self.tables: dict[tuple[int, int], list[int]] = {}  # kept up to date through dirty_from
         self.last: dict[int, int] = {}  # newest sampled tokens
         self.num_tokens_computed = 0
 
@@ -70,19 +108,26 @@ class FakeDevice:
         self._check_batch(batch)
         self._check_nothing_in_flight_is_overwritten(launched)
         for row in batch.sequences:
-            self._update_table(row)
+            self._update_tables(row)
         self.in_flight.append(launched)
         return launched
 
     def evaluate(self, launched: Launched) -> dict[int, int]:
         assert self.in_flight.pop(0) is launched
         size = self.block_size
-        for src, dst in launched.batch.block_copies:
-            self.slots[dst * size : (dst + 1) * size] = self.slots[src * size : (src + 1) * size]
+        for (group, src), (_, dst) in copies_of(launched.batch):
+            pool = self.slots[group]
+            pool[dst * size : (dst + 1) * size] = pool[src * size : (src + 1) * size]
         for row in launched.batch.sequences:
             tokens = (self.last[row.seq_id],) if row.awaits_token else row.token_ids
             for position, token in enumerate(tokens, row.start):
-                self.slots[self._slot(row, position)] = (position, token)
+                for group, table, _ in tables_of(row):
+                    self.slots[group][self._slot(table, position)] = (position, token)
+            if row.groups.state is not None:
+                before = self.states[row.groups.state.read]
+                self.states[row.groups.state.write] = (*(before or ()), *tokens)
+        for row in launched.batch.sequences:
+            self._check_context(row)
         self.num_tokens_computed += launched.batch.num_tokens
         self.last = {r.seq_id: self._sample(r) for r in launched.batch.sequences if r.samples}
         launched.tokens = self.last
@@ -93,67 +138,111 @@ class FakeDevice:
         for launched in self.in_flight:
             for row in launched.batch.sequences:
                 for position in range(row.start, row.context_len):
-                    self.slots[self._slot(row, position)] = None
+                    for group, table, _ in tables_of(row):
+                        self.slots[group][self._slot(table, position)] = None
+                if row.groups.state is not None:
+                    self.states[row.groups.state.write] = None
         self.in_flight.clear()
 
+    def _context(self, row: ScheduledSequence) -> list[int]:
+        return [self._read(row, 0, row.block_table, i) for i in range(row.context_len)]
+
+    def _read(
+        self, row: ScheduledSequence, group: int, table: tuple[int, ...], position: int
+    ) -> int:
+        held = self.slots[group][self._slot(table, position)]
+        assert held is not None, f"{row} reads position {position}, never written in {group}"
+        assert held[0] == position, f"{row} reads position {position} of {group}, finds {held}"
+        return held[1]
+
+    def _check_context(self, row: ScheduledSequence) -> None:
+        """Windows and states hold what the full group says."""
+        if not self.kv.groups:
+            return
+        context = self._context(row)
+        for group, table, _ in tables_of(row)[1:]:
+            begin = self.kv.groups.windows[group - 1]._first_visible(row.start)
+            for position in range(begin, row.context_len):
+                assert self._read(row, group, table, position) == context[position]
+        if row.groups.state is not None:
+            assert self.states[row.groups.state.write] == tuple(context)
+
     def _sample(self, row: ScheduledSequence) -> int:
-        context = []
-        for position in range(row.context_len):
-            held = self.slots[self._slot(row, position)]
-            assert held is not None, f"{row} reads position {position}, which was never written"
-            assert held[0] == position, f"{row} reads position {position} and finds {held}"
-            context.append(held[1])
-        return next_token(context, self.seeds.get(row.seq_id, 0))
+        return next_token(self._context(row), self.seeds.get(row.seq_id, 0))
 
-    def _slot(self, row: ScheduledSequence, position: int) -> int:
-        return (
-            row.block_table[position // self.block_size] * self.block_size
-            + position % self.block_size
-        )
+    def _slot(self, table: tuple[int, ...], position: int) -> int:
+        block = table[position // self.block_size]
+        assert block != 0, f"position {position} is used, but its block slid out of {table}"
+        return block * self.block_size + position % self.block_size
 
-    def _blocks_written(self, row: ScheduledSequence) -> set[int]:
+    def _blocks_written(self, row: ScheduledSequence) -> set[Place]:
         first = row.start // self.block_size
         last = (row.context_len - 1) // self.block_size
-        return set(row.block_table[first : last + 1])
+        return {
+            Place(group, block)
+            for group, table, _ in tables_of(row)
+            for block in table[first : last + 1]
+        }
 
     def _check_batch(self, batch: Batch) -> None:
         assert batch.sequences, "a step without rows"
-        sources = {copy.src for copy in batch.block_copies}
-        targets = [copy.dst for copy in batch.block_copies]
+        copies = list(copies_of(batch))
+        sources, targets = {src for src, _ in copies}, [dst for _, dst in copies]
         assert len(targets) == len(set(targets)) and not sources & set(targets)
-        writers: dict[int, int] = {}
+        writers: dict[Place, int] = {}
         for row in batch.sequences:
             assert row.num_tokens >= 1
-            assert 0 not in row.block_table and len(set(row.block_table)) == len(row.block_table)
-            assert len(row.block_table) * self.block_size >= row.context_len
-            for block in self._blocks_written(row):
+            assert len(row.groups.windows) == len(self.kv.groups.windows)
+            for group, table, _ in tables_of(row):
+                used = [block for block in table if block or group == 0]
+                assert 0 not in used and len(set(used)) == len(used)
+                assert len(table) * self.block_size >= row.context_len
+            for place in self._blocks_written(row):
                 # (a fork copies the block that its sibling goes on filling)
-                assert block not in sources or block in self.tables[row.seq_id]
-                assert block not in writers, f"two rows of a step write to block {block}"
-                writers[block] = row.seq_id
+                assert place not in sources or place.block in self.tables[row.seq_id, place.group]
+                assert place not in writers, f"two rows of a step write to {place}"
+                writers[place] = row.seq_id
         assert len({row.seq_id for row in batch.sequences}) == len(batch.sequences)
         for row in batch.sequences:
-            for block in row.block_table:
-                assert writers.get(block, row.seq_id) == row.seq_id, f"block {block} is foreign"
+            for group, table, _ in tables_of(row):
+                for block in table:
+                    writer = writers.get(Place(group, block), row.seq_id)
+                    assert writer == row.seq_id, f"block {block} of {group} is foreign"
+        self._check_states(batch)
 
-    def _update_table(self, row: ScheduledSequence) -> None:
-        table = self.tables.get(row.seq_id, [])
-        assert row.dirty_from <= len(table)
-        table = table[: row.dirty_from] + list(row.block_table[row.dirty_from :])
-        assert table == list(row.block_table), "dirty_from hides a change"
-        self.tables[row.seq_id] = table
+    def _check_states(self, batch: Batch) -> None:
+        moves = [row.groups.state for row in batch.sequences]
+        if self.kv.groups.states is None:
+            assert moves == [None] * len(moves)
+            return
+        writes = [move.write for move in moves if move is not None]
+        assert len(writes) == len(set(writes)) == len(moves) and 0 not in writes
+        assert not set(writes) & {move.read for move in moves if move is not None}
+
+    def _update_tables(self, row: ScheduledSequence) -> None:
+        for group, given, dirty_from in tables_of(row):
+            table = self.tables.get((row.seq_id, group), [])
+            assert dirty_from <= len(table)
+            table = table[:dirty_from] + list(given[dirty_from:])
+            assert len(table) == len(given) and all(
+                known == block or (block == 0 and group > 0)
+                for known, block in zip(table, given, strict=True)
+            ), "dirty_from hides a change"
+            self.tables[row.seq_id, group] = table
 
     def _check_nothing_in_flight_is_overwritten(self, launched: Launched) -> None:
-        writes = {copy.dst: 0 for copy in launched.batch.block_copies}
+        writes = {target: 0 for _, target in copies_of(launched.batch)}
         for row in launched.batch.sequences:
             writes.update(dict.fromkeys(self._blocks_written(row), row.seq_id))
+            if row.groups.state is not None:
+                writes[Place(STATES, row.groups.state.write)] = row.seq_id
         for earlier in self.in_flight:
-            for block, writer in writes.items():
-                users = earlier.touched.get(block, set()) - {writer}
-                if 0 in users and block in self.tables.get(writer, ()):
+            for place, writer in writes.items():
+                users = earlier.touched.get(place, set()) - {writer}
+                if 0 in users and place.block in self.tables.get((writer, place.group), ()):
                     users.remove(0)  # a fork copied the block that its sibling goes on filling
                 assert not users, (
-                    f"step {launched.batch.step} writes to block {block}, which step "
+                    f"step {launched.batch.step} writes to {place}, which step "
                     f"{earlier.batch.step} in flight reads for sequences {users}"
                 )
 
@@ -163,7 +252,7 @@ class FakeEngine:
 
     def __init__(self, scheduler: Scheduler, *, overlap: bool = False) -> None:
         self.scheduler = scheduler
-        self.device = FakeDevice(scheduler.kv.pool.num_blocks, scheduler.kv.block_size)
+        self.device = FakeDevice(scheduler.kv)
         self.overlap = overlap
         self.running: Launched | None = None
         self.outputs: dict[int, list[int]] = {}  # by seq_id

@@ -27,8 +27,8 @@ from mlx_paged.engine import runner as runner_module
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampler import SamplingRow, SamplingRows
 from mlx_paged.kv.block_table import BlockCopy
-from mlx_paged.models.families import layer_specs
 from mlx_paged.models.load import LoadedModel, load
+from mlx_paged.models.probe import page
 from mlx_paged.scheduling import Batch, ScheduledSequence
 from mlx_paged.scheduling.batch import IN_FLIGHT_TOKEN
 
@@ -163,9 +163,9 @@ class StepDriver:
         seed: int = 0,
     ) -> None:
         self.block_size = block_size
-        specs = layer_specs(model, model_type)
-        self.runner = ModelRunner(model, specs, num_blocks=num_blocks, block_size=block_size)
-        self.caches = self.runner._caches
+        paged = page(model, model_type, block_size=block_size)
+        self.runner = ModelRunner(paged, num_blocks=num_blocks)
+        self.caches = paged.attention_caches
         for cache in self.caches:
             cache.key_pool = mx.full(cache.key_pool.shape, mx.nan, cache.key_pool.dtype)
             cache.value_pool = mx.full(cache.value_pool.shape, mx.nan, cache.value_pool.dtype)

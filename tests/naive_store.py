@@ -6,12 +6,11 @@ exactly, down to which prefix is evicted next.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-Prefix = tuple[
-    str | None, tuple[int, ...]
-]  # (salt, the tokens of all blocks up to and including one)
+from naive_groups import NaiveWindow, Prefix  # (salt, tokens of all blocks up to and including one)
 
 
 class NaiveMatch(NamedTuple):
@@ -44,7 +43,10 @@ class Table:
 
 
 class NaiveStore:
-    def __init__(self, num_usable: int, block_size: int) -> None:
+    def __init__(
+        self, num_usable: int, block_size: int, windows: Sequence[NaiveWindow] = ()
+    ) -> None:
+        self.windows = windows
         self.size = block_size
         self.num_usable = num_usable
         self.nodes: dict[Prefix, Node] = {}
@@ -108,6 +110,13 @@ class NaiveStore:
                     and tuple(tokens[len(full) : limit]) > p[len(full) :]
                 ):
                     partial = (s, p)  # its neighbour on the left is looked at first
+        depth = len(full) // self.size
+        while not all(window.fits(salt, full, depth) for window in self.windows):
+            depth -= 1
+        if depth * self.size < len(full):
+            return NaiveMatch(full[: depth * self.size], None, 0)
+        if partial is not None and not all(partial in w.held for w in self.windows):
+            return NaiveMatch(full, None, 0)
         return NaiveMatch(full, partial, num_partial)
 
     # Operations.
@@ -127,7 +136,12 @@ class NaiveStore:
         num_partial = found.num_partial
         if found.partial is not None:
             source = (found.partial, None)
-        if fork_of is not None and shared > found.num_tokens:
+        is_fork = (
+            fork_of is not None
+            and shared > found.num_tokens
+            and all(window.can_fork(fork_of, shared) for window in self.windows)
+        )
+        if is_fork:
             parent = self.tables[fork_of]
             full, num_partial = divmod(shared, self.size)
             table = Table(salt, tokens, full, [], parent.is_indexed)
@@ -140,31 +154,67 @@ class NaiveStore:
                 else:
                     source = (None, parent.own[full - parent.indexed])
         num_shared = table.indexed + len(table.own)
+        for window in self.windows:
+            if is_fork:
+                window.fork(seq_id, fork_of, shared)
+            else:
+                window.begin(seq_id, salt, tokens, num_shared)
+            if source is not None:
+                parent = fork_of if is_fork else None
+                window.copies.append(window.source_of_copy(source[0], parent, num_shared))
         num_fresh = -(-len(tokens) // self.size) - num_shared
         self.tables[seq_id] = table
         if source is not None:
             self.copies.append(source)
-        if not self.make_room(num_fresh, headroom):
+        if not self.has_room(seq_id, num_fresh, headroom):
             if source is not None:
                 self.copies.pop()
                 self.leave(source[0])
                 source, num_partial = None, 0
-            if not self.make_room(num_fresh, headroom):
+                for window in self.windows:
+                    window.left(window.copies.pop(), kept=True)
+            if (is_fork and self.windows) or not self.has_room(seq_id, num_fresh, headroom):
+                for window in self.windows:
+                    window.end(seq_id)
                 del self.tables[seq_id]
                 if table.is_indexed:
                     self.leave((salt, tuple(tokens[: table.indexed * self.size])))
                 return None
         table.own += self.fresh(num_fresh)
+        for window in self.windows:
+            if source is not None:
+                window.append(seq_id)
         return num_shared * self.size + num_partial
+
+    def has_room(self, seq_id: int, num_fresh: int, headroom: int) -> bool:
+        share = headroom / self.num_usable
+        num_tokens = len(self.tables[seq_id].tokens)
+        return self.make_room(num_fresh, headroom) and all(
+            window.has_room(seq_id, num_tokens, int(share * window.num_usable))
+            for window in self.windows
+        )
+
+    def reach(self, seq_id: int, num_tokens: int) -> int:
+        for window in self.windows:
+            num_tokens = window.coverable(seq_id, num_tokens)
+        for window in self.windows:
+            window.cover(seq_id, num_tokens)
+        return num_tokens
 
     def grow(self, seq_id: int, num_tokens: int) -> bool:
         table = self.tables[seq_id]
-        num_fresh = -(-num_tokens // self.size) - table.indexed - len(table.own)
-        if num_fresh <= 0:
-            return True
-        if not self.make_room(num_fresh, 0):
+        coverable = num_tokens
+        for window in self.windows:
+            coverable = window.coverable(seq_id, coverable)
+        if coverable < num_tokens:
             return False
-        table.own += self.fresh(num_fresh)
+        num_fresh = -(-num_tokens // self.size) - table.indexed - len(table.own)
+        if num_fresh > 0:
+            if not self.make_room(num_fresh, 0):
+                return False
+            table.own += self.fresh(num_fresh)
+        for window in self.windows:
+            window.cover(seq_id, num_tokens)
         return True
 
     def commit(self, seq_id: int, num_computed: int) -> None:
@@ -177,12 +227,18 @@ class NaiveStore:
                 self.release([own])
             else:
                 self.nodes[prefix] = Node()
+            for window in self.windows:
+                window.index(seq_id, table.indexed - 1, prefix)
+        for window in self.windows:
+            window.slide(seq_id, num_computed)
 
     def free(self, seq_id: int) -> None:
         table = self.tables.pop(seq_id)
         if table.is_indexed:
             self.leave((table.salt, tuple(table.tokens[: table.indexed * self.size])))
         self.release(table.own)
+        for window in self.windows:
+            window.end(seq_id)
 
     def launch(self, step: int) -> int:
         self.launched = step
@@ -193,13 +249,19 @@ class NaiveStore:
                 self.leave(prefix)
             if own is not None:
                 self.release([own])
+        for window in self.windows:
+            window.launch(step)
         return len(copies)
 
     def evaluate(self, step: int) -> None:
         self.evaluated = step
         self.quarantine = [s for s in self.quarantine if s > step]
+        for window in self.windows:
+            window.evaluate(step)
 
     def reset(self) -> None:
+        for window in self.windows:
+            window.reset()
         for prefix, node in self.nodes.items():
             if not self.is_used(prefix):
                 self.retire(node.released_in)
@@ -263,4 +325,6 @@ class NaiveStore:
             if self.nodes[oldest].released_in > self.evaluated:
                 return False
             del self.nodes[oldest]
+            for window in self.windows:
+                window.forget(oldest)
         return True

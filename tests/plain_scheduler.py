@@ -56,7 +56,9 @@ class PlainScheduler(Scheduler):
                 seq.tokens.append(sampled[seq.seq_id])
             if seq.is_running:
                 seq.num_computed_tokens = row.context_len
-                self.kv.commit(seq.seq_id, seq.num_computed_tokens)
+                size = self.kv.block_size
+                if row.context_len // size > row.start // size:
+                    self.kv.commit(seq.seq_id, seq.num_computed_tokens)
             if row.samples:
                 outcomes.append(self._judge(seq))
         return outcomes

@@ -6,29 +6,21 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 from sim import METAL, SimLibrary, launcher, missing
+from sim.checks import library
 
 from mlx_paged.core import ext
 
 needs_simulator = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
 
-def library(folder: Path = METAL) -> SimLibrary:
-    """All kernels of a folder. Loops are not unrolled: that changes how long they take to compile,
-    and nothing else."""
-    return SimLibrary(
-        files=sorted(folder.glob("*.metal")), defines={"PAGED_UNROLL": ""}, root=folder
-    )
-
-
 @cache
 def kernels() -> SimLibrary:
     """Those of metal/; a kernel is compiled when it is first launched."""
-    return library()
+    return library(METAL)
 
 
 @contextmanager

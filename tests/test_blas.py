@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged import blas
+from mlx_paged import blas, build_info
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="macOS has Accelerate")
 
@@ -64,6 +64,22 @@ def test_products_equal_numpys(rng, dtype, m, n, k, transposed) -> None:
     expected = a.astype(np.complex128) @ b.astype(np.complex128)
     tolerance = 1e-13 if dtype == np.float64 else 1e-5
     assert np.linalg.norm(product - expected) <= tolerance * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("k", [1, 15, 16, 70, 384])
+@pytest.mark.parametrize("n", [3, 17, 960])
+def test_a_row_of_a_product_of_few_rows_does_not_depend_on_the_others(rng, n: int, k: int) -> None:
+    """As decode has them: x @ weights.T. The engine's tokens do not depend on the batch, then."""
+    if "OpenBLAS" not in blas.status() or build_info()["simd"] not in ("avx2", "avx512"):
+        pytest.skip("products of few rows are OpenBLAS's, or MLX's, own here")
+    x, weights = (rng.standard_normal((rows, k)).astype(np.float32) for rows in (16, n))
+    with mx.stream(mx.cpu):
+        x_mlx, weights_mlx = mx.array(x), mx.array(weights)
+        whole = np.array(x_mlx @ weights_mlx.T)
+        for rows in range(1, 16):
+            assert np.array_equal(np.array(x_mlx[:rows] @ weights_mlx.T), whole[:rows]), rows
+    expected = x.astype(np.float64) @ weights.T.astype(np.float64)
+    assert np.linalg.norm(whole - expected) <= 1e-6 * np.linalg.norm(expected)
 
 
 def test_batched_and_accumulating_products(rng) -> None:

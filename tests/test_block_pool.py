@@ -130,3 +130,15 @@ def test_the_integrity_check_finds_damage(damage, message):
     damage(pool)
     with pytest.raises(IntegrityError, match=message):
         pool.check_integrity()
+
+
+def test_a_pool_grows_while_its_blocks_are_in_use() -> None:
+    pool = BlockPool(4)
+    held = [pool.allocate() for _ in range(3)]
+    pool.cache(held[0])
+    pool.release(held[0])
+    pool.grow(6)
+    pool.check_integrity()
+    assert (pool.num_blocks, pool.num_free, pool.num_used, pool.num_cached) == (6, 2, 2, 1)
+    assert {pool.allocate(), pool.allocate()} == {4, 5}
+    pool.check_integrity()

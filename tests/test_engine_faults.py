@@ -50,7 +50,7 @@ class ReturnsNaN:
     """A model whose logits are NaN after the poisonous token."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.model, self.context = runner._model, runner._context
+        self.model, self.context = runner.model.model, runner.model._context
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         logits = self.model(tokens, cache=cache)
@@ -119,7 +119,7 @@ def test_an_exception_ends_the_one_request_that_causes_it(expected, overlap, at)
     copies = ops.pool_copies()
     engine = make_engine(async_scheduling=overlap)
     runner = runner_of(engine)
-    runner._model = Raises(runner._model, lambda _: ValueError("injected"))
+    runner.model.model = Raises(runner.model.model, lambda _: ValueError("injected"))
     outputs = run(engine, poisoned(at))
     check(outputs, expected, {at}, "ValueError: injected")
     usage = engine.stats().usage
@@ -135,7 +135,7 @@ def test_a_fault_in_the_middle_of_an_answer(expected, overlap) -> None:
     chosen = expected[2][5]
     requests = [p for i, p in enumerate(prompts()) if i == 2 or chosen not in expected[i] + p]
     healthy = [e for i, e in enumerate(expected) if i != 2 and chosen not in e + prompts()[i]]
-    real = runner._model
+    real = runner.model.model
 
     def fails(tokens: mx.array, cache: list[Any]) -> mx.array:
         logits = real(tokens, cache=cache)
@@ -143,7 +143,7 @@ def test_a_fault_in_the_middle_of_an_answer(expected, overlap) -> None:
             raise ValueError("injected")
         return logits
 
-    runner._model = fails
+    runner.model.model = fails
     outputs = run(engine, requests)
     bad = requests.index(prompts()[2])
     assert outputs[bad].outputs[0].token_ids == expected[2][: expected[2].index(chosen) + 1]
@@ -187,7 +187,7 @@ class WritesOutside:
     """A model whose last layer writes outside of the pool when it is given the poisonous token."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.model, self.cache = runner._model, runner._caches[-1]
+        self.model, self.cache = runner.model.model, runner.model.attention_caches[-1]
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         logits = self.model(tokens, cache=cache)
@@ -206,7 +206,7 @@ def test_a_graph_that_cannot_be_evaluated_is_dropped(expected, overlap, monkeypa
     monkeypatch.setenv("MLX_PAGED_CHECK", "1")
     engine = make_engine(async_scheduling=overlap)
     runner = runner_of(engine)
-    runner._model = WritesOutside(runner)
+    runner.model.model = WritesOutside(runner)
     check(run(engine, poisoned(2)), expected, {2}, "IndexError")
 
 
@@ -244,7 +244,7 @@ def test_an_engine_that_failed_everybody_serves_the_next(expected, overlap, monk
 def test_logits_that_are_not_numbers_end_their_row(expected, overlap) -> None:
     engine = make_engine(async_scheduling=overlap)
     runner = runner_of(engine)
-    runner._model = ReturnsNaN(runner)
+    runner.model.model = ReturnsNaN(runner)
     check(run(engine, poisoned(1)), expected, {1}, "NaN")
     assert engine.stats().counters.num_resets == 1, "blocks that may hold NaNs stay cached"
 
@@ -292,10 +292,10 @@ def test_a_lack_of_memory_makes_steps_smaller(expected, overlap) -> None:
 def test_a_request_that_does_not_fit_even_alone_is_refused(expected) -> None:
     engine = make_engine()
     runner = runner_of(engine)
-    runner._model = Raises(runner._model, lambda _: MemoryError("out of memory"))
+    runner.model.model = Raises(runner.model.model, lambda _: MemoryError("out of memory"))
     check(run(engine, poisoned(2)), expected, {2}, "out of memory")
     # Its first three tokens could be computed, so only the poisonous one was tried alone.
-    assert 1 in runner._model.num_rows
+    assert 1 in runner.model.model.num_rows
 
 
 def test_the_limit_grows_again(monkeypatch) -> None:

@@ -1,6 +1,7 @@
 """Who may import whom. Imports go down only; the state half and the device half never meet.
 
 cli, server
+    drop_in
     engine
 scheduling      models
     kv              attention
@@ -34,10 +35,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "kv": (),
     "scheduling": ("kv",),
     "engine": ("scheduling", "kv", "models", "attention", "ops", "core"),
+    "drop_in": ("engine", "models", "attention", "kv", "ops", "core"),
     "demo": (),
-    "cli": ("__init__", "engine", "models", "attention", "ops", "core", "blas", "demo"),
-    "server": ("__init__", "engine", "models", "core"),
-    "__init__": ("blas", "core", "models", "engine"),
+    "cli": ("__init__", "engine", "models", "attention", "ops", "core", "blas", "demo", "server"),
+    "server": ("__init__", "engine", "scheduling", "models", "core"),
+    "__init__": ("blas", "core", "models", "engine", "drop_in"),
 }
 # Parts that import nothing outside Python's standard library: neither mlx, mlx_lm nor numpy.
 STANDARD_LIBRARY_ONLY = ("errors", "blas", "kv", "scheduling")
@@ -48,7 +50,7 @@ EXCEPTIONS = {("blas", "scipy_openblas32")}
 METAL_INCLUDE = re.compile(r"metal/[\w/]+\.h|metal_\w+|\w+\.h")
 PYTHON_INCLUDE = re.compile(r"Python\.h|nanobind/.*|pybind11/.*")
 # Compiled once for each instruction set, so a shared inline function could carry AVX-512 to all.
-PER_INSTRUCTION_SET = ROOT / "csrc/cpu/attention_simd.cpp"
+PER_INSTRUCTION_SET = ROOT / "csrc/cpu/kernels_simd.cpp"
 PLAIN_INCLUDE = re.compile(r"(stddef|stdint|immintrin)\.h|cstddef|cstdint")
 
 

@@ -122,7 +122,7 @@ def test_a_config_without_a_model_type(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["gemma2", "no-such-family", "Llama", "", None, 5, ["llama"]]
+    "model_type", ["deepseek_v41", "no-such-family", "Llama", "", None, 5, ["llama"]]
 )
 def test_an_unknown_family(directory: Path, model_type: object) -> None:
     rewrite_config(directory, lambda config: config.update(model_type=model_type))
@@ -131,9 +131,9 @@ def test_an_unknown_family(directory: Path, model_type: object) -> None:
 
 
 def test_a_family_is_refused_before_its_weights_are_missed(directory: Path) -> None:
-    rewrite_config(directory, lambda config: config.update(model_type="gemma2"))
+    rewrite_config(directory, lambda config: config.update(model_type="olmo"))
     (directory / "model.safetensors").unlink()
-    with pytest.raises(UnsupportedModelError, match="gemma2"):
+    with pytest.raises(UnsupportedModelError, match="olmo"):
         load(directory)
 
 

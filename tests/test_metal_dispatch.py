@@ -4,11 +4,13 @@ keys and values that go by. Bytes are the proxy for speed that a Mac would confi
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from reference import PagedBatch, make_batch
+from sim import SimLibrary
 from simulated import kernels, launches, needs_simulator, simulated
 
 from mlx_paged import ops
@@ -70,6 +72,19 @@ def test_the_table_is_that_of_the_metal_files() -> None:
     assert sorted(name for name, _, _ in ext.kernel_names()) == sorted(kernels().kernels)
 
 
+@needs_simulator
+@pytest.mark.parametrize(
+    "name", sorted({file: host for host, file, _ in ext.kernel_names()}.values())
+)
+def test_the_text_that_mlx_compiles_is_whole(name) -> None:
+    """One kernel of each file, as a Mac's run-time compiler gets it: with no folder to look in."""
+    source = ext.kernel_source(name)
+    assert '#include "' not in source
+    library = SimLibrary(source=source, root=Path(__file__).parent / "sim")
+    assert library.kernels == [name]
+    library.compile()
+
+
 def test_threads_and_threadgroup_memory_of_every_attention_kernel(rng) -> None:
     seen = {}
     dims = [(d, d) for d in (32, 64, 80, 96, 112, 128, 192, 256, 512)] + [(192, 128), (576, 512)]
@@ -93,9 +108,11 @@ def test_threads_and_threadgroup_memory_of_every_attention_kernel(rng) -> None:
     assert wanted / len(seen) > 0.9  # the others: fp32 of the widest heads
 
 
+@needs_simulator
 def test_one_long_sequence_fills_a_large_gpu() -> None:
     tables, lens = [list(range(1, 257))], [8192]
-    plan = build_plan(tables, lens, [1], block_size=32, split_tokens=split_tokens(lens, 8))
+    with simulated():
+        plan = build_plan(tables, lens, [1], block_size=32)
     queries = mx.zeros((1, 32, 128), mx.bfloat16)
     pool = mx.zeros((257, 32, 8, 128), mx.bfloat16)
     attend, merge = described(PagedBatch(queries, pool, pool, tables, lens, [1]), plan)
@@ -103,12 +120,23 @@ def test_one_long_sequence_fills_a_large_gpu() -> None:
     assert merge["kernel"] == "paged_merge_bfloat16_128"
 
 
+@needs_simulator
 @pytest.mark.parametrize(
-    ("lens", "heads", "expected"),
-    [([100], 8, 256), ([8192], 8, 384), ([4096] * 32, 8, 4096), ([32768], 1, 256), ([], 8, 256)],
+    ("num_tokens", "heads", "expected"),
+    [
+        ([100], 4, 256),
+        ([8192], 4, 256),
+        ([8192], 8, 384),
+        ([4096] * 32, 8, 4096),
+        ([32768], 1, 256),
+        ([8192] * 64, 4, 4096),  # a prefill chunk has items enough
+        ([], 8, 256),
+    ],
 )
-def test_the_length_of_a_split(lens, heads, expected) -> None:
-    assert split_tokens(lens, heads) == expected
+def test_the_length_of_a_split(num_tokens, heads, expected) -> None:
+    with simulated():
+        assert split_tokens(np.array(num_tokens, np.int64), heads) == expected
+    assert split_tokens(np.array(num_tokens, np.int64), heads) == 4096  # on the CPU
 
 
 # --- Bytes ----------------------------------------------------------------------------------------

@@ -7,16 +7,25 @@ declaration (the compiler says which), or a symbol that libmlx.dylib does not ex
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
+from reference import make_batch
+from simulated import launches, needs_simulator, simulated
 
+from mlx_paged import ops
+
+pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="the real headers are used here")
 ROOT = Path(__file__).resolve().parent.parent
 STUBS = ROOT / "tests/metal_host/stubs"
 SOURCES = sorted((ROOT / "csrc/metal").glob("*.cpp"))
@@ -52,7 +61,7 @@ def wheel(tmp_path_factory) -> Path:
 def compile_command(wheel: Path) -> list[str]:
     includes = (STUBS, wheel / "include", wheel / "include/metal_cpp")
     return [
-        tool("clang++", "clang++-14", "clang++-18", "clang++-19"),
+        tool("clang++", *(f"clang++-{version}" for version in range(14, 22))),
         *("-std=c++20", "-fblocks", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
         *(f"-isystem{path}" for path in includes),
     ]
@@ -79,7 +88,8 @@ def test_a_call_that_mlx_does_not_have_is_found(wheel, tmp_path) -> None:
 
 def symbols(path: Path, *options: str) -> set[str]:
     """Demangled names, spelled as if the standard library and 64-bit integers had one name."""
-    nm = tool("llvm-nm", "llvm-nm-14", "/usr/lib/llvm-14/bin/llvm-nm", "llvm-nm-18", "llvm-nm-19")
+    versions = range(14, 22)
+    nm = tool("llvm-nm", *(f"/usr/lib/llvm-{version}/bin/llvm-nm" for version in versions))
     command = [nm, "--demangle", *options, str(path)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     names = {match[1] for match in re.finditer(r"^[0-9a-f ]*\b[A-Za-z] (.*)$", text, re.M)}
@@ -95,3 +105,63 @@ def test_libmlx_exports_what_the_binder_links_to(wheel, tmp_path, source) -> Non
     assert len(needed) > 2
     missing = needed - symbols(wheel / "lib/libmlx.dylib", "--extern-only", "--defined-only")
     assert not missing
+
+
+# --- The binder, run ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def record(wheel, tmp_path_factory) -> Path:
+    """The binder linked to a recorder in place of MLX's encoder, and to this machine's libmlx."""
+    folder = tmp_path_factory.mktemp("record")
+    (folder / "metal").symlink_to(ROOT / "metal")
+    names = ("metal/binder", "launch", "launch_attention", "kernel_names", "kernel_source")
+    sources = [*(ROOT / f"csrc/{name}.cpp" for name in names)]
+    sources += [ROOT / f"tests/metal_host/{name}.cpp" for name in ("recorder", "record")]
+    library = Path(mx.__file__).parent / "lib"
+    command = [*compile_command(wheel), *map(str, sources), "-o", str(folder / "record")]
+    command += [f"-L{library}", "-lmlx", f"-Wl,-rpath,{library}", "-ldl"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[:4000]
+    return folder / "record"
+
+
+def line_of(launch: dict[str, Any]) -> str:
+    """As record.cpp prints it."""
+    extents = [",".join(map(str, launch[name])) for name in ("grid", "threadgroup")]
+    constants = [len(launch["buffers"]), launch["constants"].hex()]
+    buffers = [f"{n}{'r' if access == 'read' else 'w'}" for _, access, n in launch["buffers"]]
+    memory = launch["threadgroup_memory"]
+    return " ".join(map(str, [launch["kernel"], *extents, memory, *constants, *buffers]))
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the recorder's entry is x86-64 assembly"
+)
+@needs_simulator
+def test_mlx_is_told_what_the_simulator_is_told(record, rng) -> None:
+    batch = make_batch(
+        rng, [50, 30, 33], [1, 5, 14], num_q_heads=6, key_dim=64, dtype=mx.float16, window=30
+    )
+    plan = batch.plan(split_tokens=32)
+    keys, values = mx.zeros((2, 9, 16, 2, 64), mx.float16)
+    rows = mx.zeros((7, 2, 64), mx.float16)
+    attention = replace(plan, block_tables=mx.zeros((3, 4), mx.int32))
+    with simulated():
+        slots = mx.arange(7, dtype=mx.int32)
+        mx.eval(ops.write_kv(keys, values, rows, rows, slots))
+        mx.eval(ops.copy_blocks([keys, values], mx.array([[1, 2], [1, 3], [1, 4]])))
+        mx.eval(ops.gather_kv(keys, values, mx.zeros((2, 4), mx.int32), mx.array([9, 3]), 50))
+        sinks = mx.zeros(6)
+        out = ops.paged_attention(
+            *(batch.queries, keys, values, attention), scale=0.125, window=30, sinks=sinks
+        )
+        mx.eval(out)
+        simulator_told = [line_of(launch) + " source" for launch in launches()]
+    plans = [",".join(map(str, a.flatten().tolist())) for a in (plan.work_items, plan.merge_items)]
+    run = subprocess.run([str(record), *plans], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == simulator_told
+    kernels = [line.split("_float16")[0].split()[0] for line in simulator_told]
+    assert {"write_kv", "copy_blocks", "gather_kv", "paged_decode"} <= set(kernels)
+    assert {"paged_decode_matrix", "paged_prefill", "paged_merge"} <= set(kernels)

@@ -398,3 +398,21 @@ def test_steps_are_committed_in_order_and_complete():
 def test_the_model_of_these_tests_depends_on_every_token():
     assert len({next_token([1, 2, i]) for i in range(50)}) > 25
     assert len({next_token([i, 2, 3]) for i in range(50)}) > 25
+
+
+def test_without_chunked_prefill_a_prompt_is_never_cut() -> None:
+    engine = make(200, caching=False, max_model_len=64, enable_chunked_prefill=False)
+    prompts = [list(range(length)) for length in (40, 60, 3, 50, 30)]
+    for i, prompt in enumerate(prompts):
+        engine.scheduler.add(request(str(i), prompt))
+    engine.run()
+    first_rows: dict[str, int] = {}
+    for batch in engine.batches:
+        for row in batch.sequences:
+            first_rows.setdefault(row.request_id, len(row.token_ids))
+    assert [first_rows[str(i)] for i in range(5)] == [len(p) for p in prompts]
+
+
+def test_without_chunked_prefill_a_step_must_hold_the_longest_prompt() -> None:
+    with pytest.raises(InvalidParameterError, match="at least the context length"):
+        SchedulerConfig(max_model_len=4096, enable_chunked_prefill=False)

@@ -14,8 +14,11 @@ import numpy as np
 from mlx_lm.models import base
 
 from mlx_paged.attention import seam
-from mlx_paged.attention.cache import KVHandle, LayerSpec, PagedLayerCache, Step, StepContext
+from mlx_paged.attention.cache import LatentLayerCache, PagedLayerCache
+from mlx_paged.attention.handles import KVHandle
 from mlx_paged.attention.plan import build_plan
+from mlx_paged.attention.specs import LayerSpec
+from mlx_paged.attention.step import Step, StepContext
 
 MLX_ATTENTION = seam._dense_attention
 SCALE = 0.25
@@ -69,7 +72,7 @@ def test_installing_twice_changes_nothing_and_uninstalling_restores() -> None:
 
 def test_what_it_wraps_is_mlx_itself() -> None:
     assert MLX_ATTENTION is not seam.scaled_dot_product_attention
-    assert type(MLX_ATTENTION) is type(mx.fast.rope)
+    assert type(MLX_ATTENTION) is type(mx.fast.layer_norm)
 
 
 def test_mlx_lm_reaches_it_through_its_base_module() -> None:
@@ -189,7 +192,10 @@ def test_keys_and_values_are_not_interchangeable(cache: PagedLayerCache) -> None
 DENSE_USES: dict[str, Callable[[KVHandle], Any]] = {
     "matmul": lambda h: random_heads(4) @ h,
     "matmul from the left": lambda h: h @ random_heads(4),
-    "matmul with a transpose": lambda h: random_heads(4) @ h.swapaxes(-1, -2),
+    "matmul with other axes swapped": lambda h: random_heads(4) @ h.swapaxes(1, 2),
+    "softmax of scores": lambda h: (
+        mx.softmax(random_heads(4) @ h.swapaxes(-1, -2), axis=-1) @ random_heads(4)
+    ),
     "add": lambda h: h + random_heads(2),
     "add from the right": lambda h: random_heads(2) + h,
     "reshape": lambda h: h.reshape(3, 2, 16),
@@ -219,10 +225,9 @@ def test_a_handle_used_as_dense_data_is_loud(cache: PagedLayerCache, use: str) -
     [
         lambda h: h * 2.0,
         lambda h: mx.softmax(h, axis=-1),
-        lambda h: h.astype(mx.float16),
         lambda h: mx.fast.rms_norm(h, None, 1e-5),
     ],
-    ids=["multiply", "softmax", "cast", "norm"],
+    ids=["multiply", "softmax", "norm"],
 )
 def test_a_handle_changed_elementwise_is_empty_and_cannot_be_attended(
     cache: PagedLayerCache, use: Callable[[KVHandle], mx.array]
@@ -235,6 +240,16 @@ def test_a_handle_changed_elementwise_is_empty_and_cannot_be_attended(
         mx.eval(random_heads(4) @ k)
 
 
+def test_a_cast_leaves_the_handle_as_it_is(cache: PagedLayerCache) -> None:
+    """Model code upcasts keys before attention; the kernels accumulate in float32 anyway."""
+    k, v = handles(cache)
+    assert k.astype(mx.float32) is k and v.astype(mx.float16) is v
+    queries = random_heads(4).astype(mx.float16)
+    got = attention(queries, k.astype(mx.float16), v, scale=SCALE)
+    assert got.dtype == mx.float16
+    assert np.allclose(got, attention(random_heads(4), k, v, scale=SCALE), atol=5e-3)
+
+
 def test_a_handle_cannot_be_changed_in_place(cache: PagedLayerCache) -> None:
     """Broadcasting over its empty shape would leave it a valid handle, and the change undone."""
     for handle in handles(cache):
@@ -242,6 +257,57 @@ def test_a_handle_cannot_be_changed_in_place(cache: PagedLayerCache) -> None:
             handle += 1.0
         with pytest.raises(TypeError, match="cannot be changed"):
             handle *= 2.0
+
+
+# --- Latent attention -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def latents(context: StepContext) -> LatentLayerCache:
+    """A latent layer in a step of three rows: two of one sequence, one of another."""
+    plan = build_plan([[2], [1]], [2, 1], [2, 1], block_size=8)
+    context.enter(Step(plan, mx.array([1, 2], dtype=mx.int32)))
+    spec = LayerSpec(num_kv_heads=1, key_dim=24, value_dim=16, dtype=mx.float32, latent=True)
+    return LatentLayerCache(context, spec, num_blocks=4, block_size=8)
+
+
+def test_latent_attention_is_that_of_latents_and_rotary_keys(latents: LatentLayerCache) -> None:
+    latent, rotary = random_heads(1, seed=1), random_heads(1, seed=2)[..., :8]
+    q_latent, q_rotary = random_heads(4, seed=3), random_heads(4, seed=4)[..., :8]
+    k, v = latents.update_and_fetch(latent, rotary)
+    scores = (q_rotary * SCALE) @ v.swapaxes(-1, -2)
+    got = attention(q_latent, k, k, scale=SCALE, mask=scores)
+
+    def dense(rows: slice) -> mx.array:
+        keys, values, rope = (x[rows].transpose(2, 1, 0, 3) for x in (latent, latent, rotary))
+        q, q_rope = (x[rows].transpose(2, 1, 0, 3) for x in (q_latent, q_rotary))
+        length = q.shape[2]
+        causal = mx.where(mx.tri(length), 0.0, -mx.inf)
+        mask = SCALE * (q_rope @ rope.swapaxes(-1, -2)) + causal
+        return MLX_ATTENTION(q, keys, values, scale=SCALE, mask=mask).transpose(2, 1, 0, 3)
+
+    expected = mx.concatenate([dense(slice(0, 2)), dense(slice(2, 3))])
+    assert np.allclose(got, expected, atol=1e-6)
+
+
+def test_latent_attention_without_its_scores_is_loud(latents: LatentLayerCache) -> None:
+    k, v = latents.update_and_fetch(random_heads(1), random_heads(1)[..., :8])
+    with pytest.raises(TypeError, match="rotary scores"):
+        attention(random_heads(4), k, v, scale=SCALE)
+    other = v.swapaxes(-1, -2).__rmatmul__(random_heads(4)[..., :8])
+    with pytest.raises(TypeError, match="two handles of one layer"):
+        attention(random_heads(4), k, v, scale=SCALE, mask=other)
+
+
+def test_scores_are_taken_by_latent_layers_only(
+    cache: PagedLayerCache, latents: LatentLayerCache
+) -> None:
+    k, v = handles(cache)
+    scores = random_heads(4) @ v.swapaxes(-1, -2)
+    with pytest.raises(TypeError, match="not latents"):
+        attention(random_heads(4), k, k, scale=SCALE, mask=scores)
+    with pytest.raises(TypeError, match="two handles of one layer"):
+        attention(random_heads(4), latents.keys, latents.keys, scale=SCALE, mask=scores)
 
 
 # --- Steps ----------------------------------------------------------------------------------------
@@ -267,13 +333,13 @@ def test_a_paged_cache_in_a_dense_call_of_the_model_is_loud() -> None:
     model = tiny_model(tiny_config("llama"))
     driver = StepDriver(model, "llama", block_size=8)
     with pytest.raises(RuntimeError, match="outside of a step"):
-        mx.eval(model(mx.array([[1, 2, 3]]), cache=driver.caches))
+        mx.eval(model(mx.array([[1, 2, 3]]), cache=driver.runner.model.caches))
 
 
 def test_a_failing_forward_leaves_no_step_behind() -> None:
     model = tiny_model(tiny_config("llama"))
     driver = StepDriver(model, "llama", block_size=8)
-    context = driver.runner._context
+    context = driver.runner.model._context
     attend = type(model.layers[1].self_attn)
     broken = type("Broken", (attend,), {"__call__": lambda *args, **kwargs: 1 / 0})
     model.layers[1].self_attn.__class__ = broken

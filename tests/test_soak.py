@@ -80,7 +80,7 @@ async def one_request(engine: AsyncEngine, rng: random.Random, day: Day, shared:
 
 
 def prompt_is_hash(engine: AsyncEngine) -> bool:
-    return engine._thread.engine._vocab_size == VOCAB_SIZE
+    return engine._thread.engine.vocab_size == VOCAB_SIZE
 
 
 async def spend(engine: AsyncEngine, day: Day, until: int, seed: int) -> None:

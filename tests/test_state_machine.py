@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from fake_model import FakeEngine, generate
@@ -21,10 +22,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from naive_groups import NaiveWindow
 from naive_store import NaiveStore
 from plain_scheduler import PlainScheduler
 
-from mlx_paged.kv import KVManager
+from mlx_paged.kv import KVManager, StateGroupSpec, WindowGroupSpec
 from mlx_paged.scheduling import FinishReason, Request, Scheduler, SchedulerConfig, StopPolicy
 
 NUM_OPS = int(os.environ.get("MLX_PAGED_STATE_OPS", "20000"))
@@ -50,15 +52,53 @@ prompts = st.tuples(
 salts = st.sampled_from([None, None, None, "a"])
 
 
+def sliding(window: int) -> Callable[[int], int]:
+    return lambda position: max(0, position - window + 1)
+
+
+def chunked(chunk: int) -> Callable[[int], int]:
+    return lambda position: position - position % chunk
+
+
+REACHES = {"w1": (1, sliding(1)), "w3": (3, sliding(3)), "w8": (8, sliding(8))}
+REACHES |= {"c2": (2, chunked(2)), "c6": (6, chunked(6))}
+WINDOWS = [("w1",), ("w3",), ("w8",), ("c2",), ("c6",), ("w3", "c6")]
+GROUPS = ["w3", "w8", "c2", "c6", "states", "w1 w8", "w3 states", "c6 w3 states", "states"]
+
+
+def group_options(groups: str | None, block_size: int, room: int) -> dict[str, Any]:
+    """Window groups and states, with little more room than one sequence needs at least."""
+    names = groups.split() if groups else []
+    windows = []
+    for name in names:
+        if name != "states":
+            span, first_visible = REACHES[name]
+            num_needed = (span + block_size - 2) // block_size + 1
+            windows.append(WindowGroupSpec(1 + num_needed + room, span, first_visible))
+    states = StateGroupSpec(3 + room, snapshot_interval=2) if "states" in names else None
+    return {"windows": windows, "states": states}
+
+
 class StoreMachine(RuleBasedStateMachine):
-    """KVManager against `NaiveStore`, which knows prefixes as tuples and blocks as counts."""
+    """KVManager against `NaiveStore`, which knows prefixes as tuples and blocks as counts.
+
+    Window groups go along; `NaiveWindow` predicts each of their blocks.
+    """
 
     @initialize(
-        num_usable=st.sampled_from([2, 3, 6, 12, 24]), block_size=st.sampled_from([1, 2, 4])
+        num_usable=st.sampled_from([2, 3, 6, 12, 24]),
+        block_size=st.sampled_from([1, 2, 4]),
+        reaches=st.sampled_from([(), (), *WINDOWS]),
+        room=st.integers(0, 8),
     )
-    def begin(self, num_usable: int, block_size: int) -> None:
-        self.kv = KVManager(num_usable + 1, block_size)
-        self.naive = NaiveStore(num_usable, block_size)
+    def begin(self, num_usable: int, block_size: int, reaches: tuple[str, ...], room: int) -> None:
+        options = group_options(" ".join(reaches), block_size, room)
+        self.kv = KVManager(num_usable + 1, block_size, **options)
+        windows = [
+            NaiveWindow(spec.num_blocks - 1, spec.span, spec.first_visible, block_size)
+            for spec in options["windows"]
+        ]
+        self.naive = NaiveStore(num_usable, block_size, windows)
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.next_id = 0
@@ -112,6 +152,9 @@ class StoreMachine(RuleBasedStateMachine):
             self.launch()
         seq_id = self.pick(choice)
         computed = min(len(self.tokens[seq_id]), self.computed[seq_id] + count)
+        reached = self.kv.reach(seq_id, computed)
+        assert reached == self.naive.reach(seq_id, computed)
+        computed = max(reached, self.computed[seq_id])
         self.computed[seq_id] = computed
         self.kv.commit(seq_id, computed)
         self.naive.commit(seq_id, computed)
@@ -147,7 +190,10 @@ class StoreMachine(RuleBasedStateMachine):
             self.evaluate()
         self.step += 1
         copies = self.kv.launch_step(self.step)
-        assert len(copies) == self.naive.launch(self.step)
+        num_copies = self.naive.launch(self.step)
+        assert [len(copies), *map(len, self.kv.window_copies)] == [num_copies] * (
+            1 + len(self.naive.windows)
+        )
         self.check()
 
     @precondition(lambda self: self.step > self.evaluated)
@@ -179,6 +225,11 @@ class StoreMachine(RuleBasedStateMachine):
         assert usage.num_cached_blocks == naive.num_cached
         assert usage.num_indexed_blocks == len(naive.nodes)
         assert usage.num_quarantined_blocks == naive.num_quarantined
+        for counted, window in zip(self.kv.group_usage, naive.windows, strict=True):
+            assert counted.num_free_blocks == window.num_free
+            assert counted.num_cached_blocks == window.num_cached
+            assert counted.num_indexed_blocks == len(window.held)
+            assert counted.num_quarantined_blocks == len(window.quarantine)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -199,6 +250,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, False]),
         waiting=st.booleans(),
         overlap=st.booleans(),
+        groups=st.sampled_from([None, None, *GROUPS]),
+        room=st.integers(0, 12),
     )
     def begin(
         self,
@@ -211,6 +264,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         waiting: bool,
         overlap: bool,
+        groups: str | None,
+        room: int,
     ) -> None:
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -224,7 +279,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler, self.plain = (
             make(
                 config,
-                KVManager(num_usable + 1, block_size, enable_prefix_caching=caching),
+                KVManager(
+                    num_usable + 1,
+                    block_size,
+                    enable_prefix_caching=caching,
+                    **group_options(groups, block_size, room),
+                ),
                 clock=lambda: self.now,
             )
             for make in (Scheduler, PlainScheduler)
@@ -331,6 +391,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert got == expected
         usage = self.scheduler.kv.usage
         assert usage.num_used_blocks == usage.num_quarantined_blocks == 0
+        for group in self.scheduler.kv.groups:
+            assert group.pool.num_used == group.pool.num_quarantined == 0
 
 
 @pytest.mark.parametrize("machine", [StoreMachine, SchedulerMachine])

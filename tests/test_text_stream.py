@@ -9,7 +9,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from models import embedded
 
-from mlx_paged.engine.text_stream import TextStream
+from mlx_paged.engine.text_stream import TextStream, special_token_ids
 
 REPLACEMENT = "\ufffd"  # what an incomplete character decodes to
 
@@ -246,3 +246,14 @@ def test_nothing_comes_after_a_stop_string() -> None:
     assert decoder.finish() == ""
     assert decoder.finish() == ""
     assert decoder.text == "xa"
+
+
+def test_special_tokens_are_text_only_if_asked_for() -> None:
+    tokenizer = embedded().tokenizer
+    special = special_token_ids(tokenizer)
+    [start] = tokenizer.encode("<|im_start|>")
+    assert {start, *tokenizer.eos_token_ids} <= special
+    tokens = [*tokenizer.encode("a ="), start, *tokenizer.encode(" b")]
+    for skip, text in ((special, "a = b"), ((), "a =<|im_start|> b")):
+        stream = TextStream(tokenizer, skip=skip)
+        assert "".join(map(stream.add, tokens)) + stream.finish() == text

@@ -10,6 +10,9 @@
 // OpenBLAS's threads wait for each other at every product: on a small machine where the host builds
 // the next step meanwhile, one of them is off its core for a scheduler's slice (8 ms) and all wait.
 // Pieces are claimed instead: a thread that is not running holds up nobody.
+//
+// A product of few rows with transposed weights, as decode has them, is our own: OpenBLAS packs the
+// weights first.
 
 #include <dlfcn.h>
 
@@ -17,7 +20,9 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
 
+#include "../cpu/kernels.h"
 #include "../cpu/parallel_for.h"
 
 namespace {
@@ -79,6 +84,40 @@ void split(
   });
 }
 
+// Rows up to which our own product beats one that packs the weights first.
+constexpr int kFewRows = 16;
+
+auto few_rows_kernel() {
+  // Null if MLX_PAGED_SIMD names no build: the extension says so, where it can raise.
+  static const auto kernel = [] {
+    try {
+      return mlx_paged::cpu::kernels().product.few_rows;
+    } catch (const std::exception&) {
+      return decltype(mlx_paged::cpu::kernels().product.few_rows)(nullptr);
+    }
+  }();
+  return kernel;
+}
+
+// A piece of a product of `m` rows, if that is one of few rows with a transposed matrix. Returns
+// whether it was.
+bool multiply_few_rows(
+    int transpose_a, int transpose_b, int m, int rows, int columns, int k, float alpha,
+    const float* a, int lda, const float* b, int ldb, float beta, float* c, int ldc) {
+  if (m > kFewRows || transpose_a != kNoTranspose || transpose_b == kNoTranspose || alpha != 1 ||
+      beta != 0 || !few_rows_kernel()) {
+    return false;
+  }
+  few_rows_kernel()({a, b, c, rows, k, lda, ldb, ldc}, 0, columns);
+  return true;
+}
+
+// Only float32 has such a product.
+template <typename... Arguments>
+bool multiply_few_rows(Arguments...) {
+  return false;
+}
+
 // dlopen runs this: OpenBLAS is loaded before us.
 [[maybe_unused]] const bool single_threaded = [] {
   resolve<void (*)(int)>("scipy_openblas_set_num_threads")(1);
@@ -87,21 +126,28 @@ void split(
 
 }  // namespace
 
-#define MLX_PAGED_FORWARD(NAME, ELEMENT_SIZE, SCALAR, CONST_MATRIX, MATRIX)               \
-  extern "C" __attribute__((visibility("default"))) void NAME(                            \
-      int layout, int transpose_a, int transpose_b, int m, int n, int k, SCALAR alpha,    \
-      CONST_MATRIX a, int lda, CONST_MATRIX b, int ldb, SCALAR beta, MATRIX c, int ldc) { \
-    static const auto openblas = resolve<decltype(&NAME)>("scipy_" #NAME);                \
-    auto gemm = [&](int rows, int columns, const void* a_, const void* b_, void* c_) {    \
-      openblas(                                                                           \
-          layout, transpose_a, transpose_b, rows, columns, k, alpha,                      \
-          static_cast<CONST_MATRIX>(a_), lda, static_cast<CONST_MATRIX>(b_), ldb, beta,   \
-          static_cast<MATRIX>(c_), ldc);                                                  \
-    };                                                                                    \
-    if (layout != kRowMajor || m <= 0 || n <= 0) {                                        \
-      return gemm(m, n, a, b, c);                                                         \
-    }                                                                                     \
-    split(transpose_a, transpose_b, m, n, k, ELEMENT_SIZE, a, lda, b, ldb, c, ldc, gemm); \
+#define MLX_PAGED_FORWARD(NAME, ELEMENT_SIZE, SCALAR, CONST_MATRIX, MATRIX)                      \
+  extern "C" __attribute__((visibility("default"))) void NAME(                                   \
+      int layout, int transpose_a, int transpose_b, int m, int n, int k, SCALAR alpha,           \
+      CONST_MATRIX a, int lda, CONST_MATRIX b, int ldb, SCALAR beta, MATRIX c, int ldc) {        \
+    static const auto openblas = resolve<decltype(&NAME)>("scipy_" #NAME);                       \
+    if (layout != kRowMajor || m <= 0 || n <= 0) {                                               \
+      return openblas(                                                                           \
+          layout, transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);       \
+    }                                                                                            \
+    auto gemm = [&](int rows, int columns, const void* a_, const void* b_, void* c_) {           \
+      auto a_part = static_cast<CONST_MATRIX>(a_);                                               \
+      auto b_part = static_cast<CONST_MATRIX>(b_);                                               \
+      auto c_part = static_cast<MATRIX>(c_);                                                     \
+      if (!multiply_few_rows(                                                                    \
+              transpose_a, transpose_b, m, rows, columns, k, alpha, a_part, lda, b_part, ldb,    \
+              beta, c_part, ldc)) {                                                              \
+        openblas(                                                                                \
+            layout, transpose_a, transpose_b, rows, columns, k, alpha, a_part, lda, b_part, ldb, \
+            beta, c_part, ldc);                                                                  \
+      }                                                                                          \
+    };                                                                                           \
+    split(transpose_a, transpose_b, m, n, k, ELEMENT_SIZE, a, lda, b, ldb, c, ldc, gemm);        \
   }
 
 MLX_PAGED_FORWARD(cblas_sgemm, 4, float, const float*, float*)

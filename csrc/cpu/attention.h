@@ -1,16 +1,15 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Paged attention on the CPU: what the vectorised kernel is given, and the table through which one
-// of its builds (baseline, AVX2, AVX-512) is chosen at run time.
+// Paged attention on the CPU: what the vectorised kernel is given.
 
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-namespace mlx_paged::cpu {
+#include "data_type.h"
 
-enum class DataType { float32, float16, bfloat16 };
+namespace mlx_paged::cpu {
 
 struct PoolView {
   const void* data;  // [num_blocks, block_size, num_kv_heads, head_dim], row-contiguous
@@ -41,7 +40,6 @@ struct AttentionArgs {
 };
 
 struct AttentionKernels {
-  const char* simd;  // "avx512", "avx2", "baseline", "neon"
   // Floats of scratch that one task needs for an item of `rows` query rows and so many KV heads.
   size_t (*scratch_size)(const AttentionArgs& args, int rows, int num_heads);
   // One work item for the KV heads [head_begin, head_end).
@@ -49,14 +47,5 @@ struct AttentionKernels {
   // One output row, all heads, from its partials.
   void (*merge)(const AttentionArgs& args, int merge_item, int row);
 };
-
-extern const AttentionKernels kBaselineKernels;
-#ifdef __x86_64__
-extern const AttentionKernels kAvx2Kernels;
-extern const AttentionKernels kAvx512Kernels;
-#endif
-
-// The best build that this processor runs, or the one MLX_PAGED_SIMD names.
-const AttentionKernels& attention_kernels();
 
 }  // namespace mlx_paged::cpu

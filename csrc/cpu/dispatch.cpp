@@ -5,15 +5,15 @@
 #include <string>
 #include <vector>
 
-#include "attention.h"
+#include "kernels.h"
 
 namespace mlx_paged::cpu {
 
 namespace {
 
 // Best first.
-std::vector<const AttentionKernels*> supported_kernels() {
-  std::vector<const AttentionKernels*> found;
+std::vector<const Kernels*> supported_kernels() {
+  std::vector<const Kernels*> found;
 #ifdef __x86_64__
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
@@ -29,18 +29,18 @@ std::vector<const AttentionKernels*> supported_kernels() {
   return found;
 }
 
-const AttentionKernels& choose() {
+const Kernels& choose() {
   auto supported = supported_kernels();
   const char* wanted = std::getenv("MLX_PAGED_SIMD");
   if (!wanted) {
     return *supported.front();
   }
   std::string names;
-  for (auto* kernels : supported) {
-    if (std::string(kernels->simd) == wanted) {
-      return *kernels;
+  for (auto* build : supported) {
+    if (std::string(build->simd) == wanted) {
+      return *build;
     }
-    names += (names.empty() ? "" : ", ") + std::string(kernels->simd);
+    names += (names.empty() ? "" : ", ") + std::string(build->simd);
   }
   throw std::invalid_argument(
       "MLX_PAGED_SIMD must be one of " + names + " on this processor but got " + wanted);
@@ -48,8 +48,8 @@ const AttentionKernels& choose() {
 
 }  // namespace
 
-const AttentionKernels& attention_kernels() {
-  static const AttentionKernels& chosen = choose();
+const Kernels& kernels() {
+  static const Kernels& chosen = choose();
   return chosen;
 }
 

@@ -1,6 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// eval_cpu of every primitive: allocate or alias the outputs, then queue the work on the stream.
+// eval_cpu of what moves keys and values: allocate or alias the outputs, then queue the work on the
+// stream.
 
 #include <algorithm>
 #include <array>
@@ -10,35 +11,21 @@
 #include "../check.h"
 #include "../primitives.h"
 #include "../sim/simulator.h"
+#include "dense.h"
+#include "eval.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
-#include "parallel_for.h"
 #include "pool.h"
 
 namespace mlx_paged {
 
+using cpu::for_ranges;
 using cpu::Pool;
 
-namespace {
-
-// Below this many bytes one thread is done before another has woken up.
-constexpr int64_t kBytesPerTask = 1 << 16;
-
-// Runs body(begin, end) over [0, count), in pieces of about kBytesPerTask.
-template <typename Body>
-void for_ranges(int count, int64_t bytes_each, const Body& body) {
-  int64_t piece = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(bytes_each, 1));
-  int num_tasks = int((count + piece - 1) / piece);
-  cpu::parallel_for(num_tasks, [&](int task, int) {
-    body(task * piece, std::min<int64_t>(count, (task + 1) * piece));
-  });
-}
-
-}  // namespace
-
-void WriteKV::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  check_write_kv(in, stream());
+void WriteKV::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 2, encoder);
+  check_write_kv(in, stream());
   for (int i = 0; i < 2; i++) {
     cpu::alias_or_copy_pool(in[i], out[i], encoder);
   }
@@ -63,9 +50,10 @@ void WriteKV::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>&
   });
 }
 
-void CopyBlocks::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  check_copy_blocks(in, stream());
+void CopyBlocks::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, inputs.size() - 1, encoder);
+  check_copy_blocks(in, stream());
   std::vector<Pool> pools;
   int64_t bytes = 0;
   for (size_t i = 0; i < out.size(); i++) {
@@ -88,9 +76,10 @@ void CopyBlocks::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::arra
   });
 }
 
-void GatherKV::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  check_gather_kv(in, max_context_len_, stream());
+void GatherKV::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 2, encoder);
+  check_gather_kv(in, max_context_len_, stream());
   auto key_pool = cpu::dense_pool(in[0], encoder);
   auto value_pool = cpu::dense_pool(in[1], encoder);
   for (auto& o : out) {

@@ -11,22 +11,16 @@
 #include "../check.h"
 #include "../primitives.h"
 #include "../sim/simulator.h"
-#include "attention.h"
+#include "dense.h"
+#include "eval.h"
+#include "kernels.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
-#include "parallel_for.h"
 #include "pool.h"
 
 namespace mlx_paged {
 
 namespace {
-
-cpu::DataType data_type(mx::Dtype dtype) {
-  if (dtype == mx::float32) {
-    return cpu::DataType::float32;
-  }
-  return dtype == mx::float16 ? cpu::DataType::float16 : cpu::DataType::bfloat16;
-}
 
 // Grows to the largest task a thread has met and stays: a step's layers ask for the same again.
 float* thread_scratch(size_t num_floats) {
@@ -67,7 +61,7 @@ int head_pieces(const cpu::AttentionArgs& args, int num_items, int max_rows) {
 }
 
 void run(cpu::AttentionArgs args, Counts counts) {
-  const auto& kernels = cpu::attention_kernels();
+  const auto& kernels = cpu::kernels().attention;
   auto item = [&](int i) { return reinterpret_cast<const WorkItem*>(args.work_items)[i]; };
   auto merge = [&](int i) { return reinterpret_cast<const MergeItem*>(args.merge_items)[i]; };
 
@@ -122,10 +116,11 @@ void run(cpu::AttentionArgs args, Counts counts) {
 
 }  // namespace
 
-void PagedAttention::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
-  check_paged_attention(in, stream());
+void PagedAttention::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
-  const auto& queries = in[0];
+  auto in = cpu::dense_inputs(inputs, 3, encoder);
+  check_paged_attention(in, stream());
+  auto queries = cpu::dense(in[0], encoder);
   auto key_pool = cpu::dense_pool(in[1], encoder);
   auto value_pool = cpu::dense_pool(in[2], encoder);
   const auto& positions = in[3];
@@ -134,17 +129,17 @@ void PagedAttention::eval_cpu(const std::vector<mx::array>& in, std::vector<mx::
   const auto& merges = in[6];
   out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
   if (sim::enabled()) {
-    auto inputs = in;
-    inputs[1] = key_pool;
-    inputs[2] = value_pool;
+    in[0] = queries;
+    in[1] = key_pool;
+    in[2] = value_pool;
     auto build = [this](const auto& in, const auto& out) {
       return paged_attention_launches(in, out, {scale_, window_, softcap_});
     };
-    return sim::run(build, inputs, out, stream());
+    return sim::run(build, in, out, stream());
   }
 
   cpu::AttentionArgs args{};
-  args.dtype = data_type(queries.dtype());
+  args.dtype = cpu::data_type(queries.dtype());
   args.queries = queries.data<void>();
   args.keys = {key_pool.data<void>(), key_pool.shape(3)};
   args.values = {value_pool.data<void>(), value_pool.shape(3)};

@@ -11,15 +11,6 @@ namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
 constexpr int kTile = 64;  // tokens
 
-// `count` < kWidth elements, zeros behind them. Head dims are multiples of 8, so only AVX-512 meets
-// one, and only with an odd multiple.
-template <typename T>
-inline VecF load_tail(const T* p, int count) {
-  T padded[kWidth] = {};
-  __builtin_memcpy(padded, p, count * sizeof(T));
-  return load(padded);
-}
-
 // scores[r * kTile] = q_r . k for R lanes. Queries are padded with zeros to whole vectors.
 template <int R, typename T>
 inline void dot(const float* q, int q_stride, const T* k, int dim, float* scores) {

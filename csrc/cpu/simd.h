@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Vectors of floats in the compiler's own vector types. This file and attention_kernel.h are
+// Vectors of floats in the compiler's own vector types. This file and the kernels on it are
 // compiled once for each instruction set, in a namespace of its own (MLX_PAGED_ISA), and include no
 // standard header with inline functions: a std:: template built with AVX-512 flags here could be
 // the copy that the linker keeps for everybody.
@@ -96,6 +96,14 @@ inline VecF load(const Half* p) {
   VecU special = (VecU)(magnitude >= 0x7c00) & 0x7f800000u;
   return as_float(as_uint(scaled) | special | ((h & 0x8000) << 16));
 #endif
+}
+
+// `count` < kWidth elements, zeros behind them.
+template <typename T>
+inline VecF load_tail(const T* p, int count) {
+  T padded[kWidth] = {};
+  __builtin_memcpy(padded, p, count * sizeof(T));
+  return load(padded);
 }
 
 inline void store_as(float* p, float x) {

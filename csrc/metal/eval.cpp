@@ -53,6 +53,11 @@ void alias_or_copy_pool(const mx::array& in, mx::array& out, mx::Stream stream) 
   }
 }
 
+// array::is_available is also true of what this very evaluation computes: it has no event yet.
+bool is_on_host(const mx::array& a) {
+  return a.status() == mx::array::Status::available || (a.event().valid() && a.is_available());
+}
+
 }  // namespace
 
 void WriteKV::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
@@ -88,7 +93,7 @@ void PagedAttention::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::
   check_paged_attention(in, stream());
   // The launches follow from the contents of the plan. A plan comes from the host, so it is there;
   // one that was computed on the GPU is waited for.
-  if (!in[5].is_available() || !in[6].is_available()) {
+  if (!is_on_host(in[5]) || !is_on_host(in[6])) {
     mx::synchronize(stream());
   }
   allocate(out[0]);

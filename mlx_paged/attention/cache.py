@@ -1,4 +1,4 @@
-"""Paged caches in the shape that mlx-lm's model code expects, one per layer.
+"""Paged caches in the shape that mlx-lm's model code expects, one for each of its attention caches.
 
 A forward takes its tokens as ``[T, 1]``: every token of every sequence is a batch row of length 1.
 ``cache.offset`` is then an int32 array of positions, one a row, which RoPE takes as it is; nothing
@@ -8,99 +8,75 @@ is padded and nothing is masked. ``update_and_fetch`` writes K and V to the pool
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn, Protocol
 
 import mlx.core as mx
 
 from mlx_paged import ops
-from mlx_paged.ops import AttentionPlan
+from mlx_paged.attention.handles import KVHandle, Scores
+from mlx_paged.attention.specs import LayerSpec
+from mlx_paged.attention.step import StepContext
 
 
-@dataclass(frozen=True)
-class LayerSpec:
-    """What the KV pool of one attention layer must hold."""
+class LatentScores(TypeError):
+    """A layer turned out to be latent attention; its pools were made for another kind."""
 
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: mx.Dtype
-    window: int | None = None  # keys at positions in (p - window, p]; None: all up to p
-
-    @property
-    def bytes_per_token(self) -> int:
-        """K and V of one token, in bytes."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.size
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__("[paged_attention] mask must be None for keys that are not latents")
+        self.spec = spec
 
 
-@dataclass(frozen=True)
-class Step:
-    """What the layers of one forward share."""
+class PooledCache(Protocol):
+    """What every attention cache has, however model code reads it."""
 
-    plan: AttentionPlan
-    logit_rows: mx.array  # [num_samples] int32: rows whose logits are wanted
-
-
-class StepContext:
-    """Holds the step that is being built. One per model; its caches and output head look here."""
-
-    def __init__(self) -> None:
-        self._step: Step | None = None
-
-    @property
-    def step(self) -> Step:
-        """The current step; an error outside of one, where a paged cache has no meaning."""
-        if self._step is None:
-            raise RuntimeError("a paged cache was used outside of a step of the model runner")
-        return self._step
-
-    @property
-    def active(self) -> bool:
-        """Whether a step is being built."""
-        return self._step is not None
-
-    def enter(self, step: Step) -> None:
-        """Starts building `step`."""
-        self._step = step
-
-    def leave(self) -> None:
-        """Ends it: the arrays of a finished step must not be kept alive here."""
-        self._step = None
+    spec: LayerSpec
+    key_pool: mx.array
+    value_pool: mx.array
 
 
-class KVHandle(mx.array):
-    """Stands for a layer's keys or values where model code passes them on to attention.
+class KVPools:
+    """The two pools of one attention cache, and how its rows lie in them.
 
-    A subclass of ``mx.array`` of shape (0,): anything that would treat it as dense data fails
-    loudly instead of computing with something else.
+    Head dims that the kernels do not take are padded with zeros to a multiple of 8: scores do not
+    change, and the values' padding is cut off again.
     """
 
-    def __new__(cls, cache: PagedLayerCache) -> KVHandle:
-        return super().__new__(cls)  # type: ignore[call-arg]
-
-    def __init__(self, cache: PagedLayerCache) -> None:
-        super().__init__([])
-        self.cache = cache
-
-    def _refuse(self, other: object) -> KVHandle:
-        raise TypeError("a KV handle stands for a layer's keys or values and cannot be changed")
-
-    # Anything else gives an empty array; in place, broadcasting would leave the handle as it was.
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = _refuse
-    __iand__ = __ior__ = __ixor__ = __ilshift__ = __irshift__ = __imatmul__ = _refuse
-
-
-class PagedLayerCache:
-    """The cache of one attention layer: its two pools, read and written through the step's plan."""
+    # mlx-lm's chunked cache counts the tokens that it dropped; nothing is dropped here.
+    start_position = 0
 
     def __init__(
         self, context: StepContext, spec: LayerSpec, *, num_blocks: int, block_size: int
     ) -> None:
         self.spec = spec
         self._context = context
-        heads = (num_blocks, block_size, spec.num_kv_heads)
-        self.key_pool = ops.allocate_pool(*heads, spec.key_dim, spec.dtype)
-        self.value_pool = ops.allocate_pool(*heads, spec.value_dim, spec.dtype)
+        self._reach = spec.reach
+        self.key_pool, self.value_pool = (
+            ops.allocate_pool(num_blocks, block_size, spec.num_kv_heads, dim, spec.dtype)
+            for dim in spec.pool_dims
+        )
+
+    def maybe_trim_front(self) -> None:
+        """mlx-lm's chunked cache drops tokens here; the reach of the layer does."""
+
+    def _write(self, keys: mx.array, values: mx.array, slot_mapping: mx.array) -> None:
+        """Writes ``[num_tokens, num_kv_heads, dim]`` keys and values."""
+        self.key_pool, self.value_pool = ops.write_kv(
+            self.key_pool,
+            self.value_pool,
+            _pad(keys.astype(self.spec.dtype), self.key_pool.shape[-1]),
+            _pad(values.astype(self.spec.dtype), self.value_pool.shape[-1]),
+            slot_mapping,
+        )
+
+
+class PagedLayerCache(KVPools):
+    """The cache of one attention layer: its two pools, read and written through the step's plan."""
+
+    def __init__(
+        self, context: StepContext, spec: LayerSpec, *, num_blocks: int, block_size: int
+    ) -> None:
+        super().__init__(context, spec, num_blocks=num_blocks, block_size=block_size)
         # The same two handles every step: what they stand for is in this cache.
         self.keys, self.values = KVHandle(self), KVHandle(self)
 
@@ -115,36 +91,115 @@ class PagedLayerCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
         """Writes ``[T, num_kv_heads, 1, head_dim]`` keys and values to the pool."""
-        self.key_pool, self.value_pool = ops.write_kv(
-            self.key_pool,
-            self.value_pool,
-            keys.squeeze(2),
-            values.squeeze(2),
-            self._context.step.plan.slot_mapping,
-        )
+        self._write(keys.squeeze(2), values.squeeze(2), self._slots)
         return self.keys, self.values
 
-    def attend(self, queries: mx.array, *, scale: float, sinks: mx.array | None) -> mx.array:
+    def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
+        """Handles for layers that attend to what this one has written."""
+        return self.keys, self.values
+
+    @property
+    def _slots(self) -> mx.array:
+        return self._context.step.plan_for(self._reach).slot_mapping
+
+    def attend(
+        self,
+        queries: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None,
+        scores: Scores | None = None,
+        softcap: float | None = None,
+    ) -> mx.array:
         """``[T, num_q_heads, 1, key_dim]`` queries -> ``[T, num_q_heads, 1, value_dim]``."""
+        if scores is not None:
+            raise LatentScores(self.spec)
+        queries = queries.squeeze(2)
+        return self._attend(queries, self.value_pool, scale=scale, sinks=sinks, softcap=softcap)
+
+    def _attend(
+        self,
+        queries: mx.array,
+        value_pool: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None,
+        softcap: float | None,
+    ) -> mx.array:
         out = ops.paged_attention(
-            queries.squeeze(2),
+            # Some models upcast queries; the kernels accumulate in float32 whatever comes.
+            _pad(queries.astype(self.spec.dtype), self.key_pool.shape[-1]),
             self.key_pool,
-            self.value_pool,
-            self._context.step.plan,
+            value_pool,
+            self._context.step.plan_for(self._reach),
             scale=scale,
             window=self.spec.window,
+            softcap=softcap,
             sinks=sinks,
         )
-        return mx.expand_dims(out, 2)
+        if out.shape[-1] != self.spec.value_dim:
+            out = out[..., : self.spec.value_dim]
+        return mx.expand_dims(out, 2).astype(queries.dtype)
 
 
-def copy_blocks(caches: list[PagedLayerCache], block_pairs: mx.array) -> None:
-    """Copies blocks in every pool of every layer, before anything else of the step.
+class LatentLayerCache(PagedLayerCache):
+    """The cache of multi-head latent attention (DeepSeek): one latent and one rotary key a token.
+
+    The pool's keys are both, side by side, and serve as values too, of which the first part counts.
+    Model code passes the latent as keys *and* values, and the scores of the rotary half as a mask
+    (`handles.Scores`), so queries are put together here in the same way.
+    """
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
+        """Writes ``[T, 1, 1, latent_dim]`` latents and ``[T, 1, 1, rope_dim]`` rotary keys."""
+        both = mx.concatenate([keys, values], axis=-1).squeeze(2)
+        self._write(both, mx.zeros((both.shape[0], 1, 0), both.dtype), self._slots)
+        return self.keys, self.values
+
+    def attend(
+        self,
+        queries: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None,
+        scores: Scores | None = None,
+        softcap: float | None = None,
+    ) -> mx.array:
+        """``[T, num_q_heads, 1, latent_dim]`` queries -> the same shape."""
+        if scores is None:
+            raise TypeError("[paged_attention] latent attention came without its rotary scores")
+        whole = mx.concatenate([queries * scale, scores.queries], axis=-1).squeeze(2)
+        return self._attend(whole, self.key_pool, scale=1.0, sinks=sinks, softcap=softcap)
+
+
+class UnusedCache:
+    """The cache of a layer that did not write to it when it was looked at, and must not now."""
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> None:
+        """No mask."""
+        return None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """An error for whatever else an attention layer asks of its cache."""
+        raise RuntimeError(
+            f"a layer asks {name!r} of a cache that it had not used when it was looked at"
+        )
+
+
+def copy_blocks(caches: Iterable[PooledCache], block_pairs: mx.array) -> None:
+    """Copies blocks in every pool of these caches, before anything else of the step.
 
     Args:
+        caches: of one reach, as block ids mean nothing in another.
         block_pairs: ``[num_pairs, 2]`` int32 of (src, dst).
     """
+    caches = list(caches)
     pools = [pool for cache in caches for pool in (cache.key_pool, cache.value_pool)]
     pools = ops.copy_blocks(pools, block_pairs)
     for i, cache in enumerate(caches):
         cache.key_pool, cache.value_pool = pools[2 * i : 2 * i + 2]
+
+
+def _pad(x: mx.array, dim: int) -> mx.array:
+    missing = dim - x.shape[-1]
+    return mx.pad(x, [(0, 0), (0, 0), (0, missing)]) if missing else x

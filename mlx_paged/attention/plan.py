@@ -13,16 +13,12 @@ from typing import NoReturn
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged.attention import split
 from mlx_paged.attention.tables import PaddedTables
 from mlx_paged.ops import AttentionPlan
 
 # Query rows that share one pass over K and V. A prefill chunk is cut into items of this many rows.
 ROWS_PER_ITEM = 32
-# Context from which an item is split in pieces that run in parallel and are merged afterwards.
-# A GPU needs many items to be busy: on an H200 256 was near the best for most batches of 1 to
-# 32 sequences. It does not follow from the batch, so a row's bits do not depend on its company.
-SPLIT_TOKENS = 4096
-GPU_SPLIT_TOKENS = 256
 
 
 def build_plan(
@@ -31,6 +27,7 @@ def build_plan(
     query_lens: Sequence[int] | np.ndarray,
     *,
     block_size: int,
+    window: int | None = None,
     rows_per_item: int = ROWS_PER_ITEM,
     split_tokens: int | None = None,
 ) -> AttentionPlan:
@@ -41,9 +38,12 @@ def build_plan(
         context_lens: for each sequence its tokens in the pool once this step's are written.
         query_lens: for each sequence how many of them, the last ones, are this step's query rows.
         block_size: tokens in a block.
+        window: a row at position p sees positions in ``(p - window, p]`` only, so that the work
+            begins there; None: it sees all. Blocks before may be any.
         rows_per_item: most query rows that one work item holds.
-        split_tokens: most tokens of context that one work item covers, about (None: what
-            suits the default device); a longer context is split evenly.
+        split_tokens: most tokens of context that one work item covers, about; a longer context is
+            split evenly, in pieces that run in parallel and are merged afterwards. None: as the
+            device needs (`split.split_tokens`).
 
     Raises:
         ValueError: for lists of different lengths, negative lengths, more query rows than context,
@@ -54,11 +54,9 @@ def build_plan(
     if not isinstance(block_tables, PaddedTables):
         block_tables = PaddedTables.of(block_tables)
     _validate(block_tables.lengths, lens, rows, block_size)
-    if split_tokens is None:
-        on_cpu = mx.default_device() == mx.cpu
-        split_tokens = SPLIT_TOKENS if on_cpu else GPU_SPLIT_TOKENS
-    for name, limit in (("rows_per_item", rows_per_item), ("split_tokens", split_tokens)):
-        if limit < 1:
+    limits = {"rows_per_item": rows_per_item, "split_tokens": split_tokens, "window": window}
+    for name, limit in limits.items():
+        if limit is not None and limit < 1:
             _refuse(name, "at least 1", limit)
 
     tables = block_tables.blocks
@@ -71,7 +69,7 @@ def build_plan(
         positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - (lens - rows), rows)
     block, offset = positions // block_size, positions % block_size
     slots = tables[sequence, block] * block_size + offset
-    items, merges = _work_items(lens, rows, starts, block_size, rows_per_item, split_tokens)
+    items, merges = _work_items(lens, rows, starts, block_size, window, rows_per_item, split_tokens)
     return AttentionPlan(
         positions=_int32(positions),
         slot_mapping=_int32(slots),
@@ -114,8 +112,9 @@ def _work_items(
     rows: np.ndarray,
     starts: np.ndarray,
     block_size: int,
+    window: int | None,
     rows_per_item: int,
-    split_tokens: int,
+    split_tokens: int | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """``[num_items, 6]`` work items, longest context first, and ``[num_merges, 4]`` merges."""
     if (rows == 1).all():  # one tile each
@@ -129,9 +128,19 @@ def _work_items(
         # The last row of a tile sees the most: everything up to its own position.
         num_tokens = lens[sequence] - (starts[sequence + 1] - row_end)
     num_blocks = -(-num_tokens // block_size)
-    zeros = np.zeros_like(sequence)
-    items = np.stack([sequence, row_begin, row_end, zeros, num_blocks, zeros - 1], axis=1)
+    first_block = no_partial = np.zeros_like(sequence)
+    if window is not None:
+        # The first row of a tile looks furthest back.
+        first_seen = num_tokens - (row_end - row_begin) - (window - 1)
+        first_block = np.maximum(first_seen, 0) // block_size
+        num_tokens = num_tokens - first_block * block_size
+    items = np.stack(
+        [sequence, row_begin, row_end, first_block, num_blocks, no_partial - 1], axis=1
+    )
 
+    num_blocks = num_blocks - first_block
+    if split_tokens is None:
+        split_tokens = split.split_tokens(num_tokens)
     num_splits = np.minimum(-(-num_tokens // split_tokens), num_blocks)
     order = np.argsort(-num_tokens, kind="stable")
     if not (num_splits > 1).any():
@@ -146,7 +155,7 @@ def _work_items(
             continue
         height = int(row_end[i] - row_begin[i])
         merges.append((int(row_begin[i]), int(row_end[i]), partial, int(num_splits[i])))
-        bounds = np.arange(num_splits[i] + 1) * num_blocks[i] // num_splits[i]
+        bounds = np.arange(num_splits[i] + 1) * num_blocks[i] // num_splits[i] + first_block[i]
         for first, last in pairwise(bounds):
             pieces.append(np.array([*items[i, :3], first, last, partial]))
             partial += height

@@ -12,7 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_paged.attention.cache import KVHandle
+from mlx_paged.attention import layer_ops
+from mlx_paged.attention.handles import KVHandle, Scores
 
 _dense_attention = mx.fast.scaled_dot_product_attention
 
@@ -25,7 +26,7 @@ def scaled_dot_product_attention(
         return _dense_attention(q, k, v, scale=scale, **kwargs)
     mask = kwargs.pop("mask", None)
     sinks = kwargs.pop("sinks", None)
-    if mask is not None:
+    if mask is not None and not isinstance(mask, Scores):
         raise TypeError(
             "[paged_attention] mask must be None but got "
             f"{mask if isinstance(mask, str) else type(mask).__name__}: "
@@ -33,18 +34,33 @@ def scaled_dot_product_attention(
         )
     if kwargs:
         raise TypeError(f"[paged_attention] unexpected arguments {sorted(kwargs)}")
-    if k is not k.cache.keys or v is not k.cache.values:
+    cache = k.cache
+    # Latent attention takes its values from the keys; what came as values went into the scores.
+    values = cache.values if mask is None else k
+    if (
+        k is not cache.keys
+        or v is not values
+        or (mask is not None and mask.handle.cache is not cache)
+    ):
         raise TypeError(
             "[paged_attention] keys and values must be the two handles of one layer, in that order"
         )
-    return k.cache.attend(q, scale=scale, sinks=sinks)
+    return cache.attend(q, scale=scale, sinks=sinks, scores=mask)
 
 
 def install() -> None:
-    """Rebinds MLX's attention. Doing it twice changes nothing."""
+    """Rebinds MLX's attention, and what `layer_ops` serves. Doing it twice changes nothing."""
     mx.fast.scaled_dot_product_attention = scaled_dot_product_attention
+    layer_ops.install()
+
+
+def ensure_installed() -> None:
+    """For every step: another part of the program may have taken it out since the last one."""
+    if mx.fast.scaled_dot_product_attention is not scaled_dot_product_attention:
+        install()
 
 
 def uninstall() -> None:
-    """Puts MLX's own attention back."""
+    """Puts back what was there."""
     mx.fast.scaled_dot_product_attention = _dense_attention
+    layer_ops.uninstall()

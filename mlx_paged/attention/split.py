@@ -1,29 +1,37 @@
-"""How long a piece of context one work item should cover."""
+"""How many tokens of context one work item should cover at most."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
 
+import mlx.core as mx
 import numpy as np
 
-# Threadgroups that keep a large GPU busy: four for each of 40 cores. A single sequence of 8k tokens
-# and 8 KV heads reaches it in pieces of about 400 tokens.
+# A CPU core is busy with one item; a longer piece would be waited for when all others are done.
+LONGEST = 4096
+# Threadgroups that keep a large GPU busy: four for each of 40 cores.
 THREADGROUPS = 160
 # A shorter piece would cost more in partials and merging than it gains: at 256 tokens and a head
-# dim of 128 in 16 bits, a query head's partial is half a percent of the keys and values read.
+# dim of 128 in 16 bits, a query head's partial is one percent of the keys and values read.
 SHORTEST = 256
-# A longer one would be waited for when all others are done.
-LONGEST = 4096
 STEP = 64  # the largest block size
+# A work item is a threadgroup for every KV head. Layers share a plan, which knows no heads; most
+# models have at least these.
+KV_HEADS = 4
 
 
-def split_tokens(context_lens: Sequence[int] | np.ndarray, num_kv_heads: int) -> int:
-    """The `split_tokens` of `build_plan` with which a GPU is busy.
+def split_tokens(num_tokens: np.ndarray, num_kv_heads: int = KV_HEADS) -> int:
+    """Most tokens of an item with which the device is busy.
 
     Args:
-        context_lens: of the sequences that have query rows in this step.
-        num_kv_heads: each work item is a threadgroup for every KV head.
+        num_tokens: of each item, were none split.
     """
-    tokens = int(np.asarray(context_lens, dtype=np.int64).sum())
-    even = tokens * num_kv_heads // THREADGROUPS // STEP * STEP
+    if not _on_gpu():
+        return LONGEST
+    even = int(num_tokens.sum()) * num_kv_heads // THREADGROUPS // STEP * STEP
     return min(max(even, SHORTEST), LONGEST)
+
+
+def _on_gpu() -> bool:
+    simulated = os.environ.get("MLX_PAGED_SIM") == "1"
+    return simulated or mx.default_device() == mx.Device(mx.gpu)

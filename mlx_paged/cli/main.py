@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from mlx_paged import __version__
+from mlx_paged import __version__, unpatch
+from mlx_paged.cli.bench_serve import bench
+from mlx_paged.cli.serve import serve
 from mlx_paged.errors import MlxPagedError
 
 app = typer.Typer(
@@ -96,6 +98,10 @@ def generate(
     )
 
 
+app.command()(serve)
+app.add_typer(bench, name="bench")
+
+
 @app.command()
 def demo(
     model: Model = None,
@@ -113,6 +119,7 @@ def demo(
 
 def main() -> None:
     """Runs the command line; errors of ours are one line on stderr and exit status 1."""
+    unpatch()  # the engine needs no paged mlx-lm, and comparisons are with mlx-lm as it is
     try:
         app()
     except MlxPagedError as error:

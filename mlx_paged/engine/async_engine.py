@@ -139,6 +139,13 @@ class AsyncEngine:
         """Whether the engine takes requests."""
         return self._thread.dead is None
 
+    @property
+    def engine(self) -> Engine:
+        """The engine, once `ready`. Only its configuration and its tokenizer may be read from here:
+        everything else belongs to the engine's thread.
+        """
+        return self._thread.engine
+
     async def add_request(
         self,
         prompt: str | Sequence[int],

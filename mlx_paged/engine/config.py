@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,9 @@ class EngineConfig:
         gpu_memory_utilization: Share of the device's memory for weights, activations and pool; the
             largest step is run once to measure the activations. None: 0.9 on a GPU; on the CPU the
             pool gets 4 GiB, or half of the machine's memory if that is less, unmeasured.
+        typical_context_len: Tokens of a typical sequence. It decides how the memory is split where
+            a model has sliding windows or recurrent layers beside full attention: the shorter, the
+            more of it they get. None: 4096, or four windows if that is more.
         max_model_len: Most tokens of prompt and answer together; None: what the model was made for.
         max_num_seqs: Most sequences that run at once; never more than max_num_batched_tokens.
         max_num_batched_tokens: Most tokens of one step; longer prompts are prefilled in chunks.
@@ -38,6 +41,10 @@ class EngineConfig:
             `EngineOverloadedError`. None refuses nobody.
         policy: "fcfs", or "priority" (lower `priority` first).
         enable_prefix_caching: Share equal prefixes between requests, and keep them for later ones.
+        disable_hybrid_kv_cache_manager: Keep the blocks of all attention layers as long as their
+            sequence, even where a layer's window has moved on (vLLM's name). For comparisons.
+        enable_chunked_prefill: Cut prompts that do not fit into a step; otherwise
+            max_num_batched_tokens must be at least the context length.
         async_scheduling: Plan and launch a step while the one before it still runs. The tokens are
             the same.
     """
@@ -46,18 +53,22 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float | None = None
+    typical_context_len: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_num_waiting: int | None = None
     policy: str = "fcfs"
     enable_prefix_caching: bool = True
+    disable_hybrid_kv_cache_manager: bool = False
+    enable_chunked_prefill: bool = True
     async_scheduling: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (
             ("num_gpu_blocks_override", 2),
             ("kv_cache_memory", 1),
+            ("typical_context_len", 1),
             ("max_model_len", 1),
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
@@ -73,7 +84,12 @@ class EngineConfig:
                 )
         if type(self.block_size) is not int or self.block_size not in (8, 16, 32, 64):
             raise InvalidParameterError("block_size", "8, 16, 32 or 64", self.block_size)
-        for name in ("enable_prefix_caching", "async_scheduling"):
+        for name in (
+            "enable_prefix_caching",
+            "disable_hybrid_kv_cache_manager",
+            "enable_chunked_prefill",
+            "async_scheduling",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameterError(name, "True or False", getattr(self, name))
 
@@ -108,17 +124,24 @@ class EngineConfig:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.model_len(model_limit),
             max_num_waiting=self.max_num_waiting,
+            enable_chunked_prefill=self.enable_chunked_prefill,
             policy=SchedulingPolicy(self.policy),
         )
 
     def num_blocks(
-        self, bytes_per_token: Sequence[int], model_limit: int | None, left_over: int | None = None
+        self,
+        bytes_per_token: Sequence[int],
+        model_limit: int | None,
+        left_over: int | None = None,
+        *,
+        most_blocks: Callable[[int], int] | None = None,
     ) -> int:
         """Blocks of the pool, block 0 (never handed out) included.
 
         Args:
             bytes_per_token: K and V of one token, for each layer.
             left_over: bytes that `gpu_memory_utilization` leaves to the pool, where that decides.
+            most_blocks: how many of them fit in some bytes, where not all layers have as many.
 
         Raises:
             InvalidParameterError: the memory is too small for even one block.
@@ -129,9 +152,11 @@ class EngineConfig:
         memory = self.kv_cache_memory or left_over
         if memory is None:
             memory = min(_DEFAULT_KV_CACHE_MEMORY, _physical_memory() // 2)
-        fitting = memory // block_bytes
+        fitting = memory // block_bytes if most_blocks is None else most_blocks(memory)
         if fitting < 2:
             expected = f"at least two blocks of {block_bytes} bytes"
+            if most_blocks is not None:
+                expected += " and what goes with them in windows and states"
             if self.kv_cache_memory is None and left_over is not None:
                 given = f"{self.gpu_memory_utilization}, which leaves {left_over} bytes"
                 raise InvalidParameterError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlx_paged import ops
@@ -11,13 +12,14 @@ from mlx_paged.engine import memory
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.deferred_text import DeferredText
 from mlx_paged.engine.executor import PendingStep, StepExecutor
+from mlx_paged.engine.kv_groups import KVGroups
 from mlx_paged.engine.outputs import (
     CompletionOutput,
     RequestMetrics,
     RequestOutput,
     SequenceUpdate,
 )
-from mlx_paged.engine.profile import measure_activations
+from mlx_paged.engine.pools import allocate_pools
 from mlx_paged.engine.publisher import Generation, Publisher
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampler import SamplingRow
@@ -26,11 +28,11 @@ from mlx_paged.engine.sampling.prompt_report import PromptReport, PromptTargets
 from mlx_paged.engine.sampling.request_sampler import RequestSampler, TokenMask
 from mlx_paged.engine.sampling.row_cache import RowCache
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.engine.text_stream import TextStream
+from mlx_paged.engine.text_stream import TextStream, special_token_ids
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.kv import KVCounters, KVManager, KVUsage
-from mlx_paged.models.families import layer_specs
 from mlx_paged.models.load import LoadedModel
+from mlx_paged.models.serve import serve
 from mlx_paged.scheduling import (
     FinishReason,
     Request,
@@ -46,6 +48,7 @@ class EngineStats:
 
     Attributes:
         usage: Where the blocks are now.
+        group_usage: The same for the blocks of each window group, then for the state slots.
         counters: What happened to the KV store since the engine was made.
         num_running: Sequences that run.
         num_waiting: Sequences that wait.
@@ -59,6 +62,7 @@ class EngineStats:
     """
 
     usage: KVUsage
+    group_usage: tuple[KVUsage, ...]
     counters: KVCounters
     num_running: int
     num_waiting: int
@@ -79,39 +83,43 @@ class Engine:
     Args:
         model: as `mlx_paged.load` returns it; it belongs to this engine from now on.
         config: options.
+
+    Attributes:
+        max_model_len: Most tokens of prompt and answer together; None where only the pool limits.
+        vocab_size: Token ids are below this.
+        on_launch: Called with the number of tokens of each step that is launched, on the engine's
+            thread (for metrics; it must be quick).
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig()
         self.tokenizer = model.tokenizer
-        self.max_model_len = self.config.model_len(model.max_model_len)
-        specs = layer_specs(model.model, model.model_type)
-        runner = ModelRunner(model.model, specs, block_size=self.config.block_size)
-        left_over, activations = memory.left_for_pool(
-            self.config, lambda: measure_activations(runner, self.config)
-        )
-        num_blocks = memory.allocate_fitting(
-            runner.allocate,
-            self.config.num_blocks(
-                [spec.bytes_per_token for spec in specs], model.max_model_len, left_over
-            ),
-            exactly=self.config.num_gpu_blocks_override is not None,
-        )
+        paged = serve(model.model, model.config, block_size=self.config.block_size)
+        limits = [model.max_model_len, paged.layout.max_context_len]
+        model_limit = min((n for n in limits if n is not None), default=None)
+        self.max_model_len = self.config.model_len(model_limit)
+        groups = KVGroups(paged.layout, self.config, self.max_model_len)
+        runner = ModelRunner(paged, windows=groups.windows)
+        sizes, activations = allocate_pools(runner, groups, self.config, model_limit)
         self._cache_limit = memory.limit_buffer_cache(activations)
         self._kv = KVManager(
-            num_blocks,
+            sizes.num_blocks,
             self.config.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
+            windows=groups.window_specs(sizes),
+            states=groups.state_spec(sizes),
         )
-        self._scheduler = Scheduler(self.config.scheduler_config(model.max_model_len), self._kv)
+        self._scheduler = Scheduler(self.config.scheduler_config(model_limit), self._kv)
         self._runner = runner
         self._executor = StepExecutor(runner, RowCache(self._sampling_row), self._prompt_targets)
-        self._vocab_size = model.vocab_size
+        self.vocab_size = model.vocab_size
         self._eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
+        self._special_token_ids = special_token_ids(self.tokenizer)
         self._report = LogprobReport(self.tokenizer)
         self._generations: dict[str, Generation] = {}
         self._publisher = Publisher(self._generations, self._scheduler, self._report)
         self._in_flight: PendingStep | None = None
+        self.on_launch: Callable[[int], None] | None = None
         self._num_steps = 0
         self._max_used_blocks = 0
         self._max_shared_blocks = 0
@@ -150,16 +158,16 @@ class Engine:
             EngineOverloadedError: too many sequences wait.
         """
         for token in prompt_token_ids:
-            if type(token) is not int or not 0 <= token < self._vocab_size:
+            if type(token) is not int or not 0 <= token < self.vocab_size:
                 raise InvalidParameterError(
-                    "prompt_token_ids", f"integers in [0, {self._vocab_size})", token
+                    "prompt_token_ids", f"integers in [0, {self.vocab_size})", token
                 )
         sampler = RequestSampler(
             params,
             prompt_token_ids,
             seed=secrets.randbits(32) if params.seed is None else params.seed,
             tokenizer=self.tokenizer,
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             token_mask=token_mask,
         )
         request = Request(
@@ -200,6 +208,7 @@ class Engine:
             params.stop_strings,
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
+            skip=self._special_token_ids if params.skip_special_tokens else (),
         )
         if params.stop_strings:
             return stream
@@ -259,6 +268,8 @@ class Engine:
         if batch is None:
             return None
         self._num_steps += 1
+        if self.on_launch is not None:
+            self.on_launch(batch.num_tokens)
         usage = self._kv.usage
         self._max_used_blocks = max(self._max_used_blocks, usage.num_used_blocks)
         self._max_shared_blocks = max(self._max_shared_blocks, usage.num_shared_blocks)
@@ -285,6 +296,7 @@ class Engine:
         """Where the engine stands."""
         return EngineStats(
             usage=self._kv.usage,
+            group_usage=self._kv.group_usage,
             counters=self._kv.counters,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,

@@ -16,7 +16,7 @@ from mlx_paged.engine.channel import Channel
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
-from mlx_paged.errors import EngineDeadError
+from mlx_paged.errors import EngineDeadError, MlxPagedError
 from mlx_paged.scheduling import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,10 @@ class EngineThread:
             self.engine.settle()
         except BaseException as error:
             reason, failure = reason_of(error), error
-            logger.critical("the engine has stopped", exc_info=error)
+            told = (
+                error if not isinstance(error, MlxPagedError) else None
+            )  # those speak for themselves
+            logger.critical("the engine has stopped: %s", reason, exc_info=told)
         finally:
             self._die(reason)
             gc.unfreeze()  # or a dropped engine, which is full of cycles, would keep its memory

@@ -8,7 +8,7 @@ scheduler never hears of it: it planned one step and gets that step's tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -17,6 +17,7 @@ from mlx_paged.engine.faults import NOT_A_NUMBER, is_out_of_memory, reason_of
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampler import SamplingRows
 from mlx_paged.engine.sampling.prompt_report import PromptTargets
+from mlx_paged.kv import BlockCopy, StateMove
 from mlx_paged.scheduling import Batch, ScheduledSequence
 
 logger = logging.getLogger(__name__)
@@ -144,7 +145,10 @@ class StepExecutor:
                 part = self._run_now(batch, rows)
             except Exception as error:
                 self._note(error, num_rows)
-                if len(rows) > 1 or (num_rows > 1 and is_out_of_memory(error)):
+                if _is_state_spent(rows):
+                    result.failures[rows[0].seq_id] = reason_of(error)
+                    parts = [p for p in parts if p[0].seq_id != rows[0].seq_id]
+                elif len(rows) > 1 or (num_rows > 1 and is_out_of_memory(error)):
                     parts += reversed(_halves(rows))
                 elif rows[0].seq_id not in tried_alone:
                     tried_alone.add(rows[0].seq_id)
@@ -165,7 +169,8 @@ class StepExecutor:
                 if row.seq_id not in self._last_tokens:
                     continue  # it ended in the step before, for lack of a token
                 row = row._replace(token_ids=(self._last_tokens[row.seq_id],))
-            rows.append(row._replace(dirty_from=0))
+            windows = tuple(window._replace(dirty_from=0) for window in row.groups.windows)
+            rows.append(row._replace(dirty_from=0, groups=row.groups._replace(windows=windows)))
         return tuple(rows)
 
     def _run_now(self, batch: Batch, rows: Rows) -> StepResult:
@@ -174,9 +179,16 @@ class StepExecutor:
         size = self._runner.block_size
         starts = {row.seq_id: row.start for row in batch.sequences}
         begun = [row for row in rows if row.start == starts[row.seq_id]]
-        targets = {row.block_table[row.start // size] for row in begun}
-        copies = tuple(copy for copy in batch.block_copies if copy.dst in targets)
-        launched = self._launch(Batch(batch.step, rows, copies), None)
+        copies = _made_for(
+            batch.block_copies, [row.block_table[row.start // size] for row in begun]
+        )
+        window_copies = tuple(
+            _made_for(
+                copies, [row.groups.windows[i].block_table[row.start // size] for row in begun]
+            )
+            for i, copies in enumerate(batch.window_copies)
+        )
+        launched = self._launch(Batch(batch.step, rows, copies, window_copies), None)
         try:
             return _judge(launched, self._runner.read(launched))
         except Exception:
@@ -211,6 +223,16 @@ def _judge(launched: LaunchedStep, tokens: dict[int, int]) -> StepResult:
     return StepResult(tokens, dict.fromkeys(missing, NOT_A_NUMBER), [launched])
 
 
+def _made_for(copies: tuple[BlockCopy, ...], targets: Collection[int]) -> tuple[BlockCopy, ...]:
+    return tuple(copy for copy in copies if copy.dst in targets)
+
+
+def _is_state_spent(rows: Rows) -> bool:
+    """Whether the state that these rows begin with may be overwritten: a second part's."""
+    state = rows[0].groups.state
+    return state is not None and state.read == state.write
+
+
 def _halves(rows: Rows) -> list[Rows]:
     """Two parts of a step, to be run in this order: by sequences, or one sequence by its tokens."""
     if len(rows) > 1:
@@ -220,4 +242,7 @@ def _halves(rows: Rows) -> list[Rows]:
     middle = row.num_tokens // 2
     head = row._replace(token_ids=row.token_ids[:middle], samples=False)
     tail = row._replace(token_ids=row.token_ids[middle:], start=row.start + middle)
+    if (state := row.groups.state) is not None:
+        # What the first part leaves is where the second one begins.
+        tail = tail._replace(groups=tail.groups._replace(state=StateMove(state.write, state.write)))
     return [(head,), (tail,)]

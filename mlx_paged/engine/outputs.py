@@ -130,6 +130,7 @@ class RequestMetrics:
     """Moments of a request, in seconds of a monotonic clock."""
 
     arrival_time: float
+    scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
 

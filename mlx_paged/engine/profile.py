@@ -7,6 +7,7 @@ import mlx.core as mx
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampler import SamplingRow, SamplingRows
+from mlx_paged.kv import GroupRows, StateMove, WindowRow
 from mlx_paged.scheduling import Batch, ScheduledSequence
 
 
@@ -15,9 +16,10 @@ def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:
 
     It runs on small pools of its own, which the runner loses again.
     """
-    batch = largest_step(config)
+    batch = largest_step(config, len(runner.windows), has_states=runner.model.layout.has_states)
     num_blocks = 1 + max(max(row.block_table) for row in batch.sequences)
-    runner.allocate(num_blocks)
+    blocks = dict.fromkeys(runner.model.layout.reaches, num_blocks)
+    runner.allocate(blocks, 1 + len(batch.sequences))
     mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -26,7 +28,7 @@ def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:
     return max(0, mx.get_peak_memory() - before)
 
 
-def largest_step(config: EngineConfig) -> Batch:
+def largest_step(config: EngineConfig, num_windows: int = 0, *, has_states: bool = False) -> Batch:
     """`max_num_batched_tokens` rows of `max_num_seqs` new sequences."""
     num_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
     rows, first_block = [], 1
@@ -35,5 +37,8 @@ def largest_step(config: EngineConfig) -> Batch:
         num_blocks = -(-(end - begin) // config.block_size)
         table = tuple(range(first_block, first_block + num_blocks))
         first_block += num_blocks
-        rows.append(ScheduledSequence(-1 - i, "profile", (0,) * (end - begin), 0, table, 0, True))
+        state = StateMove(0, 1 + i) if has_states else None
+        groups = GroupRows((WindowRow(table, 0),) * num_windows, state)
+        token_ids = (0,) * (end - begin)
+        rows.append(ScheduledSequence(-1 - i, "profile", token_ids, 0, table, 0, True, groups))
     return Batch(0, tuple(rows), ())

@@ -190,7 +190,9 @@ class Publisher:
                 completion.cumulative_logprob += update.logprobs[update.token_id].logprob
             if output.metrics.first_token_time is None:
                 output.metrics.first_token_time = time.monotonic()
-                output.num_cached_tokens = generation.request.sequences[0].num_cached_tokens or 0
+                first = generation.request.sequences[0]
+                output.num_cached_tokens = first.num_cached_tokens or 0
+                output.metrics.scheduled_time = first.first_admission
         seq_id = generation.request.sequences[update.index].seq_id
         if update.finish_reason is None:
             if isinstance(stream, DeferredText) and generation.params.logprobs is None:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
-from mlx_paged.attention import seam
-from mlx_paged.attention.cache import LayerSpec, PagedLayerCache, Step, StepContext, copy_blocks
-from mlx_paged.attention.plan import build_plan
-from mlx_paged.attention.tables import BlockTableCache
+from mlx_paged.attention.recurrent import StateSlots
+from mlx_paged.attention.specs import Reach
+from mlx_paged.attention.tables import BlockTableCache, PaddedTables
 from mlx_paged.engine.faults import nan_rows
 from mlx_paged.engine.sampler import SamplingRows, sample
 from mlx_paged.engine.sampling.edits import apply_edits
 from mlx_paged.engine.sampling.logprobs import LogprobArrays, PositionLogprobs, logprobs_of
 from mlx_paged.engine.sampling.prompt_report import PromptTargets
 from mlx_paged.engine.sampling.rows import InFlight
-from mlx_paged.models.output_rows import select_output_rows
+from mlx_paged.kv import GroupRows
+from mlx_paged.models.paged_model import PagedModel, StepInputs
 from mlx_paged.scheduling import IN_FLIGHT_TOKEN, Batch, ScheduledSequence
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ class LaunchedStep:
     written: mx.array
     sample_index: dict[int, int]  # seq_id -> entry of `tokens`
     bad_rows: mx.array  # [num_samples] bool: the logits hold a NaN
-    pools_before: list[tuple[mx.array, mx.array]]  # handles of each layer's pools, before it
+    pools_before: list[mx.array]  # handles of the pools, before it
     logprobs: Reported | None = None  # of sampled tokens, where some were asked for
     prompt_logprobs: Reported | None = None  # of prompt tokens, likewise
 
@@ -65,41 +64,37 @@ class Reported:
 
 
 class ModelRunner:
-    """A model, its KV pools, and the one way to run a step.
+    """A model on its pools, and the one way to run a step.
 
     Args:
-        model: an mlx-lm model of a proven family. Its output projection is changed in place, so a
-            model belongs to one runner.
-        specs: one for each layer (`models.families.layer_specs`).
+        model: as `models.probe.page` makes it; it belongs to this runner.
+        windows: reaches whose layers have block tables of their own, in the order in which a
+            batch names them; all others share one.
         num_blocks: blocks of the pools; None: `allocate` makes them later.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        specs: list[LayerSpec],
-        *,
-        num_blocks: int | None = None,
-        block_size: int,
+        self, model: PagedModel, *, windows: Sequence[Reach] = (), num_blocks: int | None = None
     ) -> None:
-        seam.install()
-        self._model = model
-        self._specs = specs
-        self.block_size = block_size
-        self._context = StepContext()
+        self.model = model
         self._tables = BlockTableCache()
-        self._caches: list[PagedLayerCache] = []
+        self._windows = {reach: BlockTableCache() for reach in windows}
         if num_blocks is not None:
             self.allocate(num_blocks)
-        select_output_rows(model, self._context)
 
-    def allocate(self, num_blocks: int) -> None:
+    @property
+    def windows(self) -> tuple[Reach, ...]:
+        """Reaches whose layers have block tables of their own."""
+        return tuple(self._windows)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.model.block_size
+
+    def allocate(self, num_blocks: int | Mapping[Reach, int], num_state_slots: int = 0) -> None:
         """Makes new pools; what the old ones held is lost."""
-        self._caches = []  # the old ones are released first
-        self._caches = [
-            PagedLayerCache(self._context, s, num_blocks=num_blocks, block_size=self.block_size)
-            for s in self._specs
-        ]
+        self.model.allocate(num_blocks, num_state_slots)
 
     def launch(
         self,
@@ -118,11 +113,11 @@ class ModelRunner:
             previous: the step before, if its tokens have not been read yet.
             prompt_targets: which of a sequence's prompt tokens are to be reported; None: none are.
         """
-        before = [(cache.key_pool, cache.value_pool) for cache in self._caches]
+        before = self.model.pools()
         try:
             return self._launch(batch, sampling_rows, previous, prompt_targets, before)
         except Exception:
-            self._restore(before)
+            self.model.restore(before)
             raise
 
     @staticmethod
@@ -144,13 +139,8 @@ class ModelRunner:
             mx.synchronize()
         except Exception:
             logger.debug("the device came to rest with an error", exc_info=True)
-        self._restore(launched.pools_before)
-
-    def _restore(self, pools: list[tuple[mx.array, mx.array]]) -> None:
-        # Writing is in place, so an old handle stands for the same memory. What a step wrote that
-        # did not succeed is written again before anybody reads it.
-        for cache, (key_pool, value_pool) in zip(self._caches, pools):
-            cache.key_pool, cache.value_pool = key_pool, value_pool
+        # What a step wrote that did not succeed is written again before anybody reads it.
+        self.model.restore(launched.pools_before)
 
     def _launch(
         self,
@@ -158,10 +148,9 @@ class ModelRunner:
         sampling_rows: Callable[[list[ScheduledSequence]], SamplingRows],
         previous: LaunchedStep | None,
         prompt_targets: Callable[[ScheduledSequence], PromptTargets | None] | None,
-        pools_before: list[tuple[mx.array, mx.array]],
+        pools_before: list[mx.array],
     ) -> LaunchedStep:
-        if batch.block_copies:
-            copy_blocks(self._caches, mx.array(np.array(batch.block_copies, dtype=np.int32)))
+        self._copy_blocks(batch)
         sampled = [s for s in batch.sequences if s.samples]
         targets: dict[int, PromptTargets] = {}
         if prompt_targets is not None:
@@ -183,7 +172,7 @@ class ModelRunner:
             tokens, logprobs = mx.zeros((0,), dtype=mx.int32), None
             bad_rows = mx.zeros((0,), dtype=mx.bool_)
         prompt_logprobs = _report_prompts(logits[len(sampled) :], targets) if targets else None
-        pools = [pool for c in self._caches for pool in (c.key_pool, c.value_pool)]
+        pools = self.model.pools()
         launched = LaunchedStep(
             batch,
             tokens,
@@ -203,27 +192,51 @@ class ModelRunner:
         """``[num_samples + num_targets, vocab_size]`` logits: of the rows that are sampled from,
         then of those that prompt tokens follow."""
         sequences = batch.sequences
-        seq_ids, _, token_ids, starts, tables, dirty_from, samples = zip(*sequences)
+        seq_ids, _, token_ids, starts, tables, dirty_from, samples, groups = zip(*sequences)
+        full = self._tables.update(seq_ids, tables, dirty_from)
         num_rows = np.array([len(tokens) for tokens in token_ids])
-        plan = build_plan(
-            self._tables.update(seq_ids, tables, dirty_from),
-            np.array(starts) + num_rows,
-            num_rows,
-            block_size=self.block_size,
-        )
         ends = np.cumsum(num_rows)
         wanted = (ends - 1)[np.array(samples)]
         if targets:
             first_row = {s.seq_id: end - s.num_tokens for s, end in zip(sequences, ends)}
             before = [first_row[i] + np.arange(len(t.token_ids)) for i, t in targets.items()]
             wanted = np.concatenate([wanted, *before])
-        self._context.enter(Step(plan, mx.array(wanted.astype(np.int32))))
-        try:
-            tokens = _input_tokens(seq_ids, token_ids, previous)
-            logits = self._model(tokens[:, None], cache=self._caches)
-        finally:
-            self._context.leave()
-        return logits.squeeze(1)
+        inputs = StepInputs(
+            context_lens=np.array(starts) + num_rows,
+            query_lens=num_rows,
+            tables=self._by_reach(full, seq_ids, groups) if self._windows else full,
+            logit_rows=wanted,
+            state_slots=None if groups[0].state is None else _slots_of(groups),
+        )
+        return self.model.forward(_input_tokens(seq_ids, token_ids, previous), inputs)
+
+    def _by_reach(
+        self, full: PaddedTables, seq_ids: tuple[int, ...], groups: tuple[GroupRows, ...]
+    ) -> Mapping[Reach, PaddedTables]:
+        """The block tables of a step: those of each window group, and `full` for the rest."""
+        tables = dict.fromkeys(self.model.layout.reaches, full)
+        for i, (reach, cache) in enumerate(self._windows.items()):
+            rows = [group.windows[i] for group in groups]
+            tables[reach] = cache.update(
+                seq_ids, [row.block_table for row in rows], [row.dirty_from for row in rows]
+            )
+        return tables
+
+    def _copy_blocks(self, batch: Batch) -> None:
+        """Copy-on-write, in the layers of each group."""
+        if batch.block_copies:
+            pairs = mx.array(np.array(batch.block_copies, dtype=np.int32))
+            for reach in self.model.layout.reaches:
+                if reach not in self._windows:
+                    self.model.copy_blocks(pairs, reach)
+        for reach, copies in zip(self._windows, batch.window_copies):
+            if copies:
+                self.model.copy_blocks(mx.array(np.array(copies, dtype=np.int32)), reach)
+
+
+def _slots_of(groups: tuple[GroupRows, ...]) -> StateSlots:
+    moves = [group.state for group in groups if group.state is not None]
+    return StateSlots([move.read for move in moves], [move.write for move in moves])
 
 
 def _newest(

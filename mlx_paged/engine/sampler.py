@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged import ops
 from mlx_paged.engine.sampling.filters import apply_filters
 from mlx_paged.engine.sampling.rows import SamplingRow, SamplingRows
 
@@ -33,11 +34,17 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow] | SamplingRows) -> mx.a
     drawn = np.flatnonzero(rows.temperature.astype(np.float64) >= _GREEDY_BELOW)
     if len(drawn) == len(rows):
         return _draw(logits, rows)
-    tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+    tokens = _argmax(logits)
     if len(drawn):
         at = mx.array(drawn.astype(np.int32))
         tokens[at] = _draw(logits[at], rows.only(drawn))
     return tokens
+
+
+def _argmax(logits: mx.array) -> mx.array:
+    if mx.default_device() == mx.cpu:  # where MLX's own is a scalar loop
+        return ops.greedy_tokens(logits)[0]
+    return mx.argmax(logits, axis=-1).astype(mx.int32)
 
 
 def _draw(logits: mx.array, rows: SamplingRows) -> mx.array:

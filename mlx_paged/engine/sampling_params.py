@@ -37,6 +37,7 @@ class SamplingParams:
         stop: strings that end the answer; they are not part of it.
         include_stop_str_in_output: make what ended the answer (a stop string or the text of a stop
             token) part of it.
+        skip_special_tokens: leave the tokenizer's special tokens out of the text.
         stop_token_ids: tokens that end the answer, besides the model's end tokens.
         ignore_eos: generate past the model's end tokens.
         seed: makes a sampled answer repeatable, whoever shares its batch; None: different every
@@ -66,6 +67,7 @@ class SamplingParams:
     min_tokens: int = 0
     stop: str | Sequence[str] | None = None
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     seed: int | None = None
@@ -94,7 +96,7 @@ class SamplingParams:
         if self.max_tokens is not None:
             check("min_tokens", self.min_tokens <= self.max_tokens,
                   f"at most max_tokens ({self.max_tokens})")  # fmt: skip
-        for name in ("include_stop_str_in_output", "ignore_eos"):
+        for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos"):
             check(name, isinstance(getattr(self, name), bool), "a boolean")
         check("seed", self.seed is None or _is_int(self.seed), "None or an integer")
         for name in ("logprobs", "prompt_logprobs"):

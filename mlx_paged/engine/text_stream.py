@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
+from typing import Any
 
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
@@ -35,6 +36,13 @@ def _decode(seq: str) -> str:
     return b"".join(decoded).decode("utf-8", "replace")
 
 
+def special_token_ids(tokenizer: Any) -> frozenset[int]:
+    """Tokens that `skip_special_tokens` leaves out: those that the tokenizer declares special."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token for token, entry in added.items() if getattr(entry, "special", False)}
+    return frozenset(special | set(getattr(tokenizer, "all_special_ids", ())))
+
+
 class TextStream:
     """The text of one sequence as it grows.
 
@@ -46,6 +54,7 @@ class TextStream:
         stop: strings that end the text.
         include_stop: make the stop string that ended it part of the text.
         min_tokens: stop strings that are complete before a later token do not count.
+        skip: tokens that are no text.
     """
 
     def __init__(
@@ -55,6 +64,7 @@ class TextStream:
         *,
         include_stop: bool = False,
         min_tokens: int = 0,
+        skip: Collection[int] = (),
     ) -> None:
         # The token map is built once per tokenizer; a shallow copy shares it and nothing else.
         self._detokenizer: StreamingDetokenizer = copy.copy(tokenizer.detokenizer)
@@ -64,6 +74,7 @@ class TextStream:
         self._stop = tuple(stop)
         self._first_characters = frozenset(s[0] for s in stop)
         self._include_stop = include_stop
+        self._skip = skip
         self._num_tokens_to_stop = min_tokens  # tokens to come that complete no stop string
         self._held = ""
         self.text = ""
@@ -71,8 +82,11 @@ class TextStream:
 
     def add(self, token: int) -> str:
         """Takes one token; returns the text that became certain. Nothing after a stop string."""
-        self._detokenizer.add_token(token)
-        segment = self._detokenizer.last_segment
+        if token in self._skip:
+            segment = ""
+        else:
+            self._detokenizer.add_token(token)
+            segment = self._detokenizer.last_segment
         if not self._stop:  # most requests have none, and this runs once a token
             return self._emit(segment)
         may_stop = self._num_tokens_to_stop <= 0

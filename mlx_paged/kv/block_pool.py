@@ -93,6 +93,16 @@ class BlockPool:
         """Whether no step in flight can touch a block that no sequence references."""
         return self._last_step[block] <= self.evaluated_step
 
+    def grow(self, num_blocks: int) -> None:
+        """Adds blocks, all of them free; the store they index must have grown before."""
+        more = num_blocks - self.num_blocks
+        assert more >= 0, f"a pool of {self.num_blocks} blocks cannot become one of {num_blocks}"
+        self._free[:0] = range(num_blocks - 1, self.num_blocks - 1, -1)  # handed out last
+        self._ref_counts += [0] * more
+        self._is_cached += bytes(more)
+        self._last_step += [0] * more
+        self.num_blocks = num_blocks
+
     # Ownership by sequences.
 
     def allocate(self) -> int:

@@ -12,6 +12,7 @@ from mlx_paged.kv.frontier import Frontier
 from mlx_paged.kv.prefix_source import PrefixSource
 from mlx_paged.kv.radix_index import RadixIndex
 from mlx_paged.kv.radix_node import RadixNode
+from mlx_paged.kv.side_groups import SideGroups
 
 
 def check_books(
@@ -20,6 +21,7 @@ def check_books(
     tables: Mapping[int, BlockTable],
     copies: Collection[tuple[BlockCopy, PrefixSource]],
     frontier: Frontier,
+    groups: SideGroups,
 ) -> None:
     """Checks pool and index on their own, then against the tables and the copies being built.
 
@@ -41,6 +43,7 @@ def check_books(
     tips = {(table.tip, seq_id) for seq_id, table in tables.items() if table.tip is not None}
     if tips != set(frontier):
         raise IntegrityError("the sequences filed by the node they extend are not where they say")
+    groups.check_integrity(tables, set(index.nodes()))
 
 
 def _check_index(
@@ -82,9 +85,5 @@ def _check_index(
 
 
 def _path(node: RadixNode | None) -> list[RadixNode]:
-    """The nodes that hold a block, from `node` up."""
-    path = []
-    while node is not None and node.parent is not None:
-        path.append(node)
-        node = node.parent
-    return path
+    """The nodes that hold a block, down to `node`."""
+    return [] if node is None else node.path()

@@ -22,36 +22,58 @@ from mlx_paged.kv.block_pool import BlockPool
 from mlx_paged.kv.block_table import BlockCopy, BlockTable
 from mlx_paged.kv.frontier import Frontier
 from mlx_paged.kv.integrity import check_books
+from mlx_paged.kv.prefix_finder import PrefixFinder
 from mlx_paged.kv.prefix_source import PrefixSource
-from mlx_paged.kv.radix_index import NO_MATCH, PrefixMatch, RadixIndex
+from mlx_paged.kv.radix_index import PrefixMatch, RadixIndex
 from mlx_paged.kv.radix_node import RadixNode
+from mlx_paged.kv.side_groups import GroupRows, SideGroups
+from mlx_paged.kv.state_group import StateGroupSpec
 from mlx_paged.kv.stats import KVCounters, KVUsage
+from mlx_paged.kv.window_group import WindowGroupSpec
 
 
 class KVManager:
-    """The KV store of an engine: `num_blocks - 1` usable blocks of `block_size` tokens."""
+    """The KV store of an engine: `num_blocks - 1` usable blocks of `block_size` tokens.
+
+    Args:
+        num_blocks: Of the layers that see everything. Where a model has none, no memory stands
+            behind them, and they only keep the books.
+        windows: The groups of layers that see the newest tokens only.
+        states: What recurrent layers need; None where there are none.
+    """
 
     def __init__(
-        self, num_blocks: int, block_size: int = 32, *, enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int = 32,
+        *,
+        enable_prefix_caching: bool = True,
+        windows: Sequence[WindowGroupSpec] = (),
+        states: StateGroupSpec | None = None,
     ) -> None:
         if block_size < 1:
             raise InvalidParameterError("block_size", "at least 1", block_size)
         self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
         self.index = RadixIndex(block_size)
+        self.groups = SideGroups(windows, states, block_size)
         self._counters = KVCounters()
         self._tables: dict[int, BlockTable] = {}
         self._frontier = Frontier()
+        self._finder = PrefixFinder(
+            self.index, self.groups, self._frontier, enabled=enable_prefix_caching
+        )
         # Copies of the step being built. Their sources are held until the step is launched.
         self._copies: list[tuple[BlockCopy, PrefixSource]] = []
+        #: Of the step launched last, for each window group.
+        self.window_copies: tuple[tuple[BlockCopy, ...], ...] = ()
 
     # Questions.
 
     @property
     def capacity(self) -> int:
-        """Tokens the whole pool can hold."""
-        return self.pool.num_usable * self.block_size
+        """Tokens of the longest sequence that the pools can hold."""
+        return self.groups.capacity(self.pool.num_usable * self.block_size)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -67,9 +89,7 @@ class KVManager:
 
     def match(self, tokens: Sequence[int], salt: str | None = None) -> PrefixMatch:
         """The longest cached prefix of a new sequence, at most `len(tokens) - 1` tokens."""
-        if not self.enable_prefix_caching:
-            return NO_MATCH
-        return self.index.match(tokens, len(tokens) - 1, salt)
+        return self._finder.match(tokens, salt)
 
     def computing_next_block(self, tokens: Sequence[int], salt: str | None = None) -> int | None:
         """The running sequence about to fill the first block that `tokens` lacks, if any.
@@ -77,14 +97,7 @@ class KVManager:
         Whoever waits for it need not compute that block. Where `tokens` ends inside the block, it
         must use at least half of it for the wait to be worth its while.
         """
-        match = self.match(tokens, salt)
-        if match.node is None:
-            return None
-        size, first = self.block_size, match.node.depth
-        wanted = tuple(tokens[first * size : min((first + 1) * size, len(tokens) - 1)])
-        if len(wanted) <= match.num_partial_tokens or 2 * len(wanted) < size:
-            return None
-        return self._frontier.filling(match.node, wanted, size)
+        return self._finder.computing_next_block(tokens, salt)
 
     # The life of a block table.
 
@@ -115,17 +128,29 @@ class KVManager:
             How many leading tokens need not be computed: less than `len(tokens)`.
         """
         assert seq_id not in self._tables and tokens
-        source = self._find_source(tokens, salt, read_cache, fork_of, num_fork_tokens)
+        source = self._finder.source(
+            tokens,
+            salt,
+            read_cache=read_cache,
+            fork_of=fork_of,
+            fork_table=None if fork_of is None else self._tables[fork_of],
+            num_fork_tokens=num_fork_tokens,
+        )
         self._hold(source)
+        self.groups.begin(seq_id, tokens, source)
         num_fresh = self.blocks_for(len(tokens)) - len(source.blocks)
-        if not self._make_room(num_fresh, headroom):
+        if not self._has_room(seq_id, num_fresh, tokens, headroom):
             # In a pool filled to the brim the source of a copy may be the very block that is
-            # missing.
+            # missing. (A fork's windows may not reach back to where its copy begins.)
+            is_fork = source.fork_of is not None
             self._let_go(source.held_for_copy, source.partial_node)
-            source = PrefixSource(source.blocks, source.tip)
-            if not self._make_room(num_fresh, headroom):
+            self.groups.drop_copy(seq_id)
+            source = source.without_copy()
+            if (is_fork and self.groups) or not self._has_room(seq_id, num_fresh, tokens, headroom):
                 self._let_go(source.blocks, source.tip)
+                self.groups.end(seq_id)
                 return None
+        self.groups.settle(seq_id)
         table = BlockTable(tokens, list(source.blocks), source.tip)
         for _ in range(num_fresh):
             table.append(self.pool.allocate())
@@ -140,18 +165,39 @@ class KVManager:
 
     def grow(self, seq_id: int, num_tokens: int) -> bool:
         """Makes a table cover `num_tokens` tokens; false, and no change, when there is no room."""
+        if self.groups and self.groups.coverable(seq_id, num_tokens) < num_tokens:
+            return False
         table = self._tables[seq_id]
         num_fresh = self.blocks_for(num_tokens) - len(table.blocks)
         if num_fresh > 0 and not self._make_room(num_fresh):
             return False
         for _ in range(num_fresh):
             table.append(self.pool.allocate())
+        self.groups.cover(seq_id, num_tokens)
         return True
 
-    def can_grow_later(self, seq_id: int, num_tokens: int) -> bool:
-        """Whether `grow` will find room once the steps in flight are evaluated."""
+    def reach(self, seq_id: int, num_tokens: int) -> int:
+        """Makes the side groups cover as many tokens as there is room for, `num_tokens` at most.
+
+        (The full group covers all known tokens from admission on.) A step must not go further than
+        the answer; it may be less where a state is to be kept, too.
+        """
+        if not self.groups:
+            return num_tokens
+        num_tokens = self.groups.coverable(seq_id, num_tokens)
+        self.groups.cover(seq_id, num_tokens)
+        return num_tokens
+
+    def can_grow_later(self, seq_id: int, num_tokens: int, num_scheduled: int = 0) -> bool:
+        """Whether there will be room once the steps in flight are committed.
+
+        Args:
+            num_scheduled: tokens of the sequence that are scheduled or computed.
+        """
         num_fresh = self.blocks_for(num_tokens) - len(self._tables[seq_id].blocks)
-        return num_fresh <= self._num_available_later
+        return num_fresh <= self._num_available_later and self.groups.can_cover_later(
+            seq_id, num_tokens, num_scheduled
+        )
 
     def will_have_room(
         self, tokens: Sequence[int], *, salt: str | None = None, headroom: int = 0
@@ -164,7 +210,9 @@ class KVManager:
             # from them.
             num_needed -= node.locks > 0
             node = node.parent
-        return num_needed <= self._num_available_later
+        return num_needed <= self._num_available_later and self.groups.will_have_room(
+            len(tokens), headroom / self.pool.num_usable
+        )
 
     def commit(self, seq_id: int, num_computed_tokens: int) -> None:
         """Indexes the blocks of a sequence that are filled by now.
@@ -187,17 +235,22 @@ class KVManager:
                 self._counters.num_deduplicated_blocks += 1
             elif not self.pool.is_cached(own):
                 self.pool.cache(own)
+            if self.groups:
+                self.groups.on_indexed(seq_id, index, child)
             tip = child
         if tip is not table.tip:
             self._frontier.leave(seq_id, table)
             table.tip = tip
             self._frontier.enter(seq_id, table)
+        if self.groups:
+            self.groups.on_computed(seq_id, num_computed_tokens, tip)
 
     def free(self, seq_id: int) -> None:
         """Takes a sequence's blocks back; those that are indexed stay cached."""
         table = self._tables.pop(seq_id)
         self._frontier.leave(seq_id, table)
         self._let_go(table.blocks, table.tip)
+        self.groups.end(seq_id)
 
     def reset_prefix_cache(self) -> int:
         """Empties the index; returns how many blocks it held.
@@ -209,6 +262,7 @@ class KVManager:
         blocks = self.index.clear()
         for block in blocks:
             self.pool.uncache(block)
+        self.groups.clear()
         for table in self._tables.values():
             table.tip = None
         self._frontier.clear()
@@ -224,11 +278,20 @@ class KVManager:
         for _, source in self._copies:
             self._let_go(source.held_for_copy, source.partial_node)
         self._copies.clear()
+        self.window_copies = self.groups.launch_step(step)
         return copies
+
+    def group_rows(self, seq_id: int, end: int) -> GroupRows:
+        """What the side groups tell a step that brings a sequence to `end` tokens.
+
+        Called once for each row; a state moves with it.
+        """
+        return self.groups.rows(seq_id, end, is_indexed=self._tables[seq_id].tip is not None)
 
     def on_step_evaluated(self, step: int) -> None:
         """A step ran to its end: blocks that waited for it are free."""
         self.pool.on_step_evaluated(step)
+        self.groups.on_step_evaluated(step)
 
     # Numbers.
 
@@ -242,29 +305,21 @@ class KVManager:
         """Where the blocks are now."""
         return KVUsage.of(self.pool, len(self.index))
 
+    @property
+    def group_usage(self) -> tuple[KVUsage, ...]:
+        """Where the blocks of each window group are now, then the state slots."""
+        return tuple(KVUsage.of(group.pool, len(group.blocks)) for group in self.groups)
+
     def check_integrity(self) -> None:
         """Recounts pool, index and tables against each other; raises `IntegrityError`."""
-        check_books(self.pool, self.index, self._tables, self._copies, self._frontier)
-
-    # Admission.
-
-    def _find_source(
-        self,
-        tokens: Sequence[int],
-        salt: str | None,
-        read_cache: bool,
-        fork_of: int | None,
-        num_fork_tokens: int,
-    ) -> PrefixSource:
-        match = self.match(tokens, salt) if read_cache else NO_MATCH
-        if fork_of is not None and num_fork_tokens > match.num_tokens(self.block_size):
-            table = self._tables[fork_of]
-            return PrefixSource.from_fork(table, num_fork_tokens, self.block_size)
-        if not self.enable_prefix_caching:
-            return PrefixSource([], None)
-        return PrefixSource.from_match(self.index.root(salt), match)
+        check_books(self.pool, self.index, self._tables, self._copies, self._frontier, self.groups)
 
     # References and room.
+
+    def _has_room(self, seq_id: int, num_fresh: int, tokens: Sequence[int], headroom: int) -> bool:
+        return self._make_room(num_fresh, headroom) and self.groups.make_room(
+            seq_id, len(tokens), headroom / self.pool.num_usable
+        )
 
     def _hold(self, source: PrefixSource) -> None:
         for block in source.blocks:
@@ -297,5 +352,6 @@ class KVManager:
             if node is None or not self.pool.is_settled(node.block):
                 return False
             self.pool.uncache(self.index.evict(node))
+            self.groups.forget(node)
             self._counters.num_evictions += 1
         return True

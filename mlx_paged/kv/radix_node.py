@@ -45,15 +45,19 @@ class RadixNode:
             node = node.parent
         return node
 
-    def path_blocks(self) -> list[int]:
-        """Blocks from below the root down to this node."""
-        blocks = []
+    def path(self) -> list[RadixNode]:
+        """The nodes that hold a block, from below the root down to this one."""
+        nodes = []
         node = self
         while node.parent is not None:
-            blocks.append(node.block)
+            nodes.append(node)
             node = node.parent
-        blocks.reverse()
-        return blocks
+        nodes.reverse()
+        return nodes
+
+    def path_blocks(self) -> list[int]:
+        """Blocks from below the root down to this node."""
+        return [node.block for node in self.path()]
 
     def closest_child(self, tokens: BlockKey) -> tuple[RadixNode | None, int]:
         """The child that shares most leading tokens with `tokens`, and how many."""

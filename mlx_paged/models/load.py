@@ -18,7 +18,8 @@ from mlx_lm.utils import dequantize_model
 from mlx_lm.utils import load as load_mlx_lm
 
 from mlx_paged.errors import ModelLoadError
-from mlx_paged.models.families import require_proven
+from mlx_paged.models.config_fields import model_len, vocab_size
+from mlx_paged.models.families import require_family
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -40,13 +41,12 @@ class LoadedModel:
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding: token ids are below this."""
-        return int(self.config["vocab_size"])
+        return vocab_size(self.config)
 
     @property
     def max_model_len(self) -> int | None:
         """Most tokens of context the model was made for; None where its config does not say."""
-        length = self.config.get("max_position_embeddings")
-        return int(length) if length else None
+        return model_len(self.config)
 
 
 def load(path_or_hub_id: str | Path | None = None, *, dtype: str = "auto") -> LoadedModel:
@@ -83,7 +83,7 @@ def load(path_or_hub_id: str | Path | None = None, *, dtype: str = "auto") -> Lo
             f"mlx-lm could not make a model of its config.json and safetensors files "
             f"({type(error).__name__}: {error})",
         ) from error
-    require_proven(config["model_type"])
+    require_family(config)
     _convert(model, dtype)
     return LoadedModel(model, tokenizer, config, name)
 
@@ -109,7 +109,7 @@ def _check_directory(name: str) -> None:
         raise ModelLoadError(name, f"its config.json must be an object but is {config!r}")
     if "model_type" not in config:
         raise ModelLoadError(name, "its config.json names no model_type")
-    require_proven(config["model_type"])
+    require_family(config)
     if not any(path.glob("model*.safetensors")):
         raise ModelLoadError(name, "the directory has no weights (model*.safetensors)")
 

@@ -7,43 +7,52 @@ whichever module it is: `lm_head`, or the embedding's `as_linear` where the two 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_paged.attention.cache import StepContext
-from mlx_paged.errors import UnsupportedModelError
+from mlx_paged.attention.step import StepContext
+from mlx_paged.models.overrides import overridden
 
 
-def select_output_rows(model: nn.Module, context: StepContext) -> None:
-    """Makes the model's output projection see `step.logit_rows` only, while a step is built.
+@dataclass(frozen=True)
+class OutputProjection:
+    """The module that makes logits of hidden states, and its method that does."""
+
+    module: nn.Module
+    method: str  # "__call__" or "as_linear"
+
+
+class OutputRows:
+    """Makes a model's logits be those of `step.logit_rows` only, while a step is built.
 
     The module keeps its place and its parameters; only its class changes, to a subclass of itself.
 
-    Raises:
-        UnsupportedModelError: if the model has no output projection where mlx-lm's models keep it.
+    Args:
+        projection: None for a model that makes its logits without a module: then all rows are
+            projected, and selected afterwards.
     """
-    head = getattr(model, "lm_head", None)
-    if isinstance(head, nn.Module):
-        _override(head, "__call__", context)
-        return
-    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
-    if not hasattr(embedding, "as_linear"):
-        raise UnsupportedModelError(
-            str(getattr(model, "model_type", type(model).__name__)),
-            "it has neither lm_head nor a tied model.embed_tokens",
-        )
-    _override(embedding, "as_linear", context)
 
+    def __init__(self, projection: OutputProjection | None, context: StepContext) -> None:
+        self._context = context
+        self._selected_before = projection is not None
+        if projection is not None:
+            self._override(projection.module, projection.method)
 
-def _override(module: Any, method: str, context: StepContext) -> None:
-    base = type(module)
-    project = getattr(base, method)
+    def finish(self, logits: mx.array) -> mx.array:
+        """``[num_samples, vocab_size]`` of what the model returned."""
+        logits = logits.reshape(-1, logits.shape[-1])
+        return logits if self._selected_before else logits[self._context.step.logit_rows]
 
-    def project_selected(self: Any, x: mx.array) -> mx.array:
-        if context.active:
-            x = x[context.step.logit_rows]
-        return project(self, x)
+    def _override(self, module: Any, method: str) -> None:
+        base, context = type(module), self._context
+        project = getattr(base, method)
 
-    module.__class__ = type(base.__name__, (base,), {method: project_selected})
+        def project_selected(self: Any, x: mx.array) -> mx.array:
+            if context.active:
+                x = x.reshape(-1, 1, x.shape[-1])[context.step.logit_rows]
+            return project(self, x)
+
+        module.__class__ = overridden(base, method, project_selected)

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from mlx_paged.kv.block_table import BlockCopy
+from mlx_paged.kv.side_groups import GroupRows
 
 #: Stands in `ScheduledSequence.token_ids` for a token that is not known on the host yet: the one
 #: that the step before this one, still in flight, samples for the same sequence. It is only ever
@@ -44,6 +45,8 @@ class ScheduledSequence(NamedTuple):
             runners that keep tables on the device.
         samples: Whether the step samples a token after the last row: true when no known token is
             left to compute.
+        groups: Its tables in the window groups and its state slots, where the model has such
+            layers.
     """
 
     seq_id: int
@@ -53,6 +56,7 @@ class ScheduledSequence(NamedTuple):
     block_table: tuple[int, ...]
     dirty_from: int
     samples: bool
+    groups: GroupRows = GroupRows()
 
     @property
     def num_tokens(self) -> int:
@@ -78,11 +82,13 @@ class Batch(NamedTuple):
         sequences: Decodes first, then prefill chunks. Never empty.
         block_copies: Executed in order before anything else of the step. No block is both a source
             and a destination.
+        window_copies: The same for each window group.
     """
 
     step: int
     sequences: tuple[ScheduledSequence, ...]
     block_copies: tuple[BlockCopy, ...]
+    window_copies: tuple[tuple[BlockCopy, ...], ...] = ()
 
     @property
     def num_tokens(self) -> int:

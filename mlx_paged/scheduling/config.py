@@ -29,6 +29,8 @@ class SchedulerConfig:
             most this many a step, and all long ones together leave to short ones what those need,
             up to half the step. None stands for half of `max_num_batched_tokens`; 0 treats all
             prompts alike.
+        enable_chunked_prefill: Cut prompts that do not fit into a step. Otherwise a prompt waits
+            until all of it fits, and `max_num_batched_tokens` must be at least `max_model_len`.
         policy: "fcfs" or "priority".
         watermark: Share of the blocks that admission leaves free for the growth of what runs.
         max_num_waiting: `add` refuses a request when this many sequences wait; None never refuses.
@@ -40,6 +42,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
     long_prefill_token_threshold: int | None = None
+    enable_chunked_prefill: bool = True
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     watermark: float = 0.01
     max_num_waiting: int | None = None
@@ -61,6 +64,16 @@ class SchedulerConfig:
             )
         if self.max_model_len is not None and self.max_model_len < 1:
             raise InvalidParameterError("max_model_len", "at least 1", self.max_model_len)
+        longest = self.max_model_len
+        if not self.enable_chunked_prefill and (
+            longest is None or self.max_num_batched_tokens < longest
+        ):
+            raise InvalidParameterError(
+                "max_num_batched_tokens",
+                f"at least the context length ({longest or 'which max_model_len must give'}) where "
+                "chunked prefill is off",
+                self.max_num_batched_tokens,
+            )
         threshold = self.long_prefill_token_threshold
         if threshold is not None and threshold < 0:
             raise InvalidParameterError("long_prefill_token_threshold", "at least 0", threshold)
@@ -72,6 +85,8 @@ class SchedulerConfig:
     @property
     def long_prefill_threshold(self) -> int:
         """Tokens above which a prompt is long, and most that a step spends on one."""
+        if not self.enable_chunked_prefill:
+            return sys.maxsize
         if self.long_prefill_token_threshold is None:
             return max(1, self.max_num_batched_tokens // 2)
         # A threshold of 0 switches the distinction off: no prompt is longer than this.

@@ -45,3 +45,7 @@ def _check_running(planner: Planner, seq: Sequence) -> None:
     for block in blocks[seq.num_scheduled_tokens // size :]:
         if planner.kv.pool.ref_count(block) != 1 or planner.kv.pool.is_cached(block):
             raise IntegrityError(f"{seq!r} will write to block {block}, which is not its own")
+    for group in planner.kv.groups.windows:
+        for block in group.blocks_of(seq.seq_id)[seq.num_scheduled_tokens // size :]:
+            if group.pool.ref_count(block) != 1 or group.pool.is_cached(block):
+                raise IntegrityError(f"{seq!r} will write to a window's block {block}, not its own")

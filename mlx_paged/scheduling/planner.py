@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 from mlx_paged.kv import KVManager
+from mlx_paged.kv.side_groups import NO_ROWS
 from mlx_paged.scheduling.batch import IN_FLIGHT_TOKEN, Batch, ScheduledSequence
 from mlx_paged.scheduling.config import SchedulerConfig, SchedulingPolicy
 from mlx_paged.scheduling.in_flight import LaunchedStep
@@ -60,7 +62,8 @@ class Planner:
         if not self._rows:
             return None
         copies = self.kv.launch_step(step)
-        return LaunchedStep(Batch(step, tuple(self._rows), copies), self._owners)
+        batch = Batch(step, tuple(self._rows), copies, self.kv.window_copies)
+        return LaunchedStep(batch, self._owners)
 
     def preempt(self, seq: Sequence) -> None:
         """Takes a running sequence's blocks and lets it wait; what it committed stays indexed."""
@@ -79,6 +82,8 @@ class Planner:
         # else is for those with which something happens. Hence no properties and no calls here.
         step, block_size, export = self._step, self.kv.block_size, self.kv.block_table
         rows, owners, running = self._rows, self._owners, SequenceStatus.RUNNING
+        groups, has_groups = NO_ROWS, bool(self.kv.groups)
+        has_states = self.kv.groups.states is not None
         for seq in self.running:
             start = seq.num_scheduled_tokens
             num_left = len(seq.tokens) - start
@@ -89,14 +94,19 @@ class Planner:
             if start + 1 >= seq.max_num_tokens or seq.status is not running:
                 continue  # (not running: preempted for one before it)
             # The blocks hold all that is scheduled: only where they are full is another one needed.
-            if start % block_size == 0 and not self._secure(seq):
+            # (A state takes another slot in every step.)
+            if (start % block_size == 0 or has_states) and not self._secure(seq):
                 continue
             seq.num_scheduled_tokens = start + 1
             seq.last_step = step
             seq_id, request_id = seq.seq_id, seq.request.request_id
             token_ids = (seq.tokens[start],) if num_left else _ONE_IN_FLIGHT
             table, dirty_from = export(seq_id)
-            rows.append(_row((seq_id, request_id, token_ids, start, table, dirty_from, True)))
+            if has_groups:
+                groups = self.kv.group_rows(seq_id, start + 1)
+            rows.append(
+                _row((seq_id, request_id, token_ids, start, table, dirty_from, True, groups))
+            )
             owners.append(seq)
         self._budget -= len(rows)
 
@@ -104,7 +114,7 @@ class Planner:
         """Finds room for one more token, if need be by preempting the last in service order."""
         num_tokens = seq.num_scheduled_tokens + 1
         while not self.kv.grow(seq.seq_id, num_tokens):
-            if self.kv.can_grow_later(seq.seq_id, num_tokens):
+            if self.kv.can_grow_later(seq.seq_id, num_tokens, seq.num_scheduled_tokens):
                 return False  # the step in flight holds enough: sit this one out, preempt nobody
             victim = self.running.last
             self.preempt(victim)
@@ -117,8 +127,32 @@ class Planner:
 
     def _add_running_prefills(self) -> None:
         for seq in self._prefilling:
-            if seq.is_running:  # (not preempted for a decode)
-                self._add_row(seq, self._chunk_for(len(seq.tokens) - seq.num_scheduled_tokens))
+            if seq.is_running:  # (not preempted for one before it)
+                num_tokens = self._chunk_for(len(seq.tokens) - seq.num_scheduled_tokens)
+                self._add_row(seq, self._secure_chunk(seq, num_tokens))
+
+    def _secure_chunk(self, seq: Sequence, num_tokens: int) -> int:
+        """Tokens of a chunk that there is room for; all of them where attention is full.
+
+        Windows and states are not reserved at admission: most of a long prompt's would never be
+        needed at the same time. Where there is no room at all, the last in service order is
+        preempted, unless it has a row in this step already; then this sequence sits it out, and
+        newcomers do too.
+        """
+        start = seq.num_scheduled_tokens
+        if num_tokens == 0 or not self.kv.groups:
+            return num_tokens
+        while (end := self.kv.reach(seq.seq_id, start + num_tokens)) <= start:
+            self._preempted = True
+            if self.kv.can_grow_later(seq.seq_id, start + 1, start):
+                return 0
+            victim = self.running.last
+            if victim.last_step == self._step:
+                return 0
+            self.preempt(victim)
+            if victim is seq:
+                return 0
+        return end - start
 
     def _is_long(self, num_tokens: int) -> bool:
         return num_tokens > self.config.long_prefill_threshold
@@ -159,6 +193,8 @@ class Planner:
                 continue
             if self._is_long(len(seq.tokens)) and self._long_budget == 0:
                 continue
+            if len(seq.tokens) > self._budget and not self.config.enable_chunked_prefill:
+                return  # it is not cut, so it waits for a step with room, and nobody overtakes it
             if not self._admit(seq):
                 return  # nobody overtakes who waits for memory
 
@@ -183,7 +219,9 @@ class Planner:
         seq.num_computed_tokens = seq.num_scheduled_tokens = num_cached
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = num_cached
-        self._add_row(seq, self._chunk_for(len(seq.tokens) - num_cached))
+            seq.first_admission = time.monotonic()
+        num_tokens = self._chunk_for(len(seq.tokens) - num_cached)
+        self._add_row(seq, self.kv.reach(seq.seq_id, num_cached + num_tokens) - num_cached)
         return True
 
     def _fork_source(self, seq: Sequence) -> Sequence | None:
@@ -242,7 +280,7 @@ class Planner:
     # Rows.
 
     def _add_row(self, seq: Sequence, num_tokens: int) -> None:
-        if num_tokens == 0:
+        if num_tokens <= 0:
             return
         start = seq.num_scheduled_tokens
         token_ids = tuple(seq.tokens[start : start + num_tokens]) or (IN_FLIGHT_TOKEN,)
@@ -259,6 +297,7 @@ class Planner:
                 table,
                 dirty_from,
                 samples,
+                self.kv.group_rows(seq.seq_id, seq.num_scheduled_tokens),
             )
         )
         self._owners.append(seq)

@@ -154,6 +154,7 @@ class Sequence:
         max_num_tokens: Most tokens that prompt and answer will have.
         end_token_ids: Tokens that may end it (`StopPolicy.reason_to_stop` has the last word).
         num_cached_tokens: Tokens its first admission found in the cache.
+        first_admission: When that was, in seconds of a monotonic clock.
         num_preemptions: Times it lost its blocks.
         last_step: Last step it was part of (0: none).
     """
@@ -161,6 +162,7 @@ class Sequence:
     __slots__ = (
         "end_token_ids",
         "finish_reason",
+        "first_admission",
         "index",
         "last_step",
         "max_num_tokens",
@@ -189,6 +191,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
         self.num_cached_tokens: int | None = None
+        self.first_admission: float | None = None
         self.num_preemptions = 0
         self.last_step = 0
         # (running sequence, its num_computed_tokens when last looked at): see Planner._must_wait.

@@ -165,7 +165,7 @@ class Scheduler:
         block_size = self.kv.block_size
         running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED
         for row, seq in launched.rows():  # as lean as `Planner._add_decodes`, for the same reason
-            seq_id, request_id, token_ids, start, _, _, samples = row
+            seq_id, request_id, token_ids, start, _, _, samples, _ = row
             status = seq.status
             if status is finished:
                 continue

@@ -137,7 +137,8 @@ def buffers_of(buffers: dict[int, Buffer | np.ndarray]) -> Any:
             raise SimLaunchError(f"buffer {index} must be a C-contiguous numpy array")
         if buffer.access not in ACCESS:
             raise SimLaunchError(
-                f"the access of buffer {index} must be one of {', '.join(ACCESS)} but is {buffer.access!r}"
+                f"the access of buffer {index} must be one of {', '.join(ACCESS)} "
+                f"but is {buffer.access!r}"
             )
         if buffer.access != "read" and not array.flags.writeable:
             raise SimLaunchError(f"buffer {index} is written but its array is read-only")
@@ -149,7 +150,7 @@ def buffers_of(buffers: dict[int, Buffer | np.ndarray]) -> Any:
 
 
 def raw(value: Any) -> bytes:
-    """Of inline constants: bytes, ctypes structures, numpy scalars and arrays, int32 and float32."""
+    """Of inline constants: bytes, ctypes structures, numpy values, int (32 bits) and float (32)."""
     if isinstance(value, bool):
         return bytes([value])
     if isinstance(value, int):

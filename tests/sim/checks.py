@@ -1,8 +1,8 @@
-"""Checks of kernels: plain functions of a SimLibrary, so that the same ones run on metal/, on mutants of
-it, and before the line coverage is read.
+"""Checks of kernels: plain functions of a SimLibrary, so that the same ones run on metal/, on
+mutants of it, and before the line coverage is read.
 
-`python -m sim.checks ROOT MODULE [NAME ...]` runs them on the kernels under ROOT and prints the first
-that fails, as JSON.
+`python -m sim.checks ROOT MODULE [NAME ...]` runs them on the kernels under ROOT and prints the
+first that fails, as JSON.
 """
 
 from __future__ import annotations

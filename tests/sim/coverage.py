@@ -45,14 +45,15 @@ class Coverage:
 
     @property
     def dead_functions(self) -> list[Function]:
-        """Functions that no kernel compiled has any code of: templates that nobody instantiates."""
+        """Functions that no kernel compiled has any code of: templates that nobody instantiates.
+        Those that the compiler itself runs have none."""
         by_file = defaultdict(set)
         for file, line in self.lines:
             by_file[file].add(line)
         found = {
             (f.file, f.first): f
             for f in self.functions
-            if not any(f.first <= line <= f.last for line in by_file[f.file])
+            if not f.constant and not any(f.first <= line <= f.last for line in by_file[f.file])
         }
         return list(found.values())
 

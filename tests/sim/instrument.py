@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from .ir import DebugInfo, Site, Types, number_of, split_commas
+
 SITE = "1366515437"  # __MSL_SITE
 # Address spaces as clang's -ffake-address-space-map numbers them.
-PRIVATE, PROGRAM, GENERIC = 0, 1, 4
-_SPACE_NAMES = {1: "constant", 2: "constant", 3: "threadgroup", 5: "device", 6: "constant"}
+PRIVATE, PROGRAM, LITERAL, GENERIC = 0, 1, 2, 4
 
 _SPACE = re.compile(r" ?addrspace\((\d+)\)")
 _OUTER_SPACE = re.compile(r"addrspace\((\d+)\)\*?$")  # of `float addrspace(1)*`, `ptr addrspace(1)`
@@ -22,7 +23,7 @@ _NAME = r'[%@](?:[\w.$-]+|"[^"]*")'
 _LAST_NAME = re.compile(rf"({_NAME})$")
 _DBG = re.compile(r", !dbg !(\d+)")
 _ASSIGN = re.compile(rf"^  ({_NAME}) = (.*)$")
-_CALL = re.compile(rf"\b(?:call|invoke)\b[^@]*@([\w.$]+|\"[^\"]*\")\(")
+_CALL = re.compile(r"\b(?:call|invoke)\b[^@]*@([\w.$]+|\"[^\"]*\")\(")
 _DEFINE = re.compile(r"^define .*?@([\w.$]+|\"[^\"]*\")\(")
 _UNROLL = re.compile(
     r'!"llvm\.loop\.unroll\.(?:full|enable)"\}|!"llvm\.loop\.unroll\.count", i32 \d+\}'
@@ -33,18 +34,6 @@ _OBJECT = re.compile(r"^_ZNU9CLgeneric")  # a method's own object
 _POINTER_SUFFIX = re.compile(r"(@llvm\.[\w.]*)")
 
 
-@dataclass(frozen=True)
-class Site:
-    """Where in the kernels an access or call is."""
-
-    file: str
-    line: int
-    column: int
-    function: str
-    align: int = 1
-    operation: str = ""  # the library function called there
-
-
 @dataclass
 class Instrumented:
     text: str
@@ -52,122 +41,18 @@ class Instrumented:
     blocks: list[frozenset[tuple[str, int]]]  # lines of each counted block
     lines: frozenset[tuple[str, int]]  # every line that has code
     refused: list[str] = field(default_factory=list)  # what Metal would not compile
-    constants: list[tuple[str, int]] = field(
-        default_factory=list
-    )  # (symbol, bytes): function constants
-    globals: list[tuple[str, int]] = field(default_factory=list)  # program-scope variables
-    initialisers: list[str] = field(default_factory=list)
-
-
-class DebugInfo:
-    def __init__(self, text: str) -> None:
-        self.nodes = dict(re.findall(r"^!(\d+) = (?:distinct )?(!DI.*)$", text, re.MULTILINE))
-        self._chains: dict[str, tuple[Site, ...]] = {}
-
-    def chain(self, location: str) -> tuple[Site, ...]:
-        """Places of an instruction, innermost first: where it is, and where that was inlined."""
-        if location not in self._chains:
-            text = self.nodes[location]
-            file, function = self._scope(_reference(text, "scope"))
-            site = Site(file, _number(text, "line"), _number(text, "column"), function)
-            outer = _reference(text, "inlinedAt")
-            self._chains[location] = (site, *(self.chain(outer) if outer else ()))
-        return self._chains[location]
-
-    def _scope(self, node: str) -> tuple[str, str]:
-        file, function = "", ""
-        while node and not (file and function):
-            text = self.nodes.get(node, "")
-            file = file or self._file(_reference(text, "file"))
-            if text.startswith("!DISubprogram"):
-                name = re.search(r'name: "([^"]*)"', text)
-                function = name[1] if name else "?"
-            node = _reference(text, "scope")
-        return file, function
-
-    def subprogram(self, text: str) -> tuple[str, str]:
-        name = re.search(r'name: "([^"]*)"', text)
-        return self._file(_reference(text, "file")), name[1] if name else "?"
-
-    def _file(self, node: str) -> str:
-        found = re.search(r'filename: "([^"]*)"', self.nodes.get(node, ""))
-        return found[1] if found else ""
-
-
-def _reference(text: str, key: str) -> str:
-    found = re.search(rf"\b{key}: !(\d+)", text)
-    return found[1] if found else ""
-
-
-def _number(text: str, key: str) -> int:
-    found = re.search(rf"\b{key}: (\d+)", text)
-    return int(found[1]) if found else 0
-
-
-def split_commas(text: str) -> list[str]:
-    parts, depth, start, quoted = [], 0, 0, False
-    for i, c in enumerate(text):
-        if c == '"':
-            quoted = not quoted
-        elif quoted:
-            continue
-        elif c in "([{<":
-            depth += 1
-        elif c in ")]}>":
-            depth -= 1
-        elif c == "," and depth == 0:
-            parts.append(text[start:i].strip())
-            start = i + 1
-    return [*parts, text[start:].strip()]
-
-
-class Types:
-    """Sizes, by the rules of the 64-bit targets that this runs on."""
-
-    def __init__(self, text: str) -> None:
-        self.structs = dict(
-            re.findall(r'^(%(?:[\w.$-]+|"[^"]*")) = type (.*)$', text, re.MULTILINE)
-        )
-
-    def size(self, name: str) -> int:
-        return self._layout(name.strip())[0]
-
-    def _layout(self, name: str) -> tuple[int, int]:
-        if name.endswith("*") or name.startswith("ptr"):
-            return 8, 8
-        if name in ("half", "bfloat"):
-            return 2, 2
-        if name in ("float", "double"):
-            return (4, 4) if name == "float" else (8, 8)
-        if integer := re.fullmatch(r"i(\d+)", name):
-            size = max(1, int(integer[1]) // 8)
-            return size, size
-        if vector := re.fullmatch(r"<(\d+) x (.*)>", name):
-            size = int(vector[1]) * self.size(vector[2])
-            return size, size
-        if array := re.fullmatch(r"\[(\d+) x (.*)\]", name):
-            size, align = self._layout(array[2])
-            return int(array[1]) * size, align
-        if name in self.structs:
-            return self._layout(self.structs[name])
-        packed = name.startswith("<{")
-        inside = name.strip("<>").strip()
-        if not inside.startswith("{"):
-            raise ValueError(f"unknown IR type {name}")
-        offset, largest = 0, 1
-        for part in split_commas(inside[1:-1].strip()):
-            size, align = self._layout(part)
-            align = 1 if packed else align
-            offset = -(-offset // align) * align + size
-            largest = max(largest, align)
-        return -(-offset // largest) * largest, largest
+    # Symbols and their bytes: function constants, other program-scope variables.
+    constants: list[tuple[str, int]] = field(default_factory=list)
+    globals: list[tuple[str, int]] = field(default_factory=list)
+    initialisers: list[str] = field(default_factory=list)  # functions that set the latter
 
 
 class Instrumenter:
     def __init__(self, text: str, user_files: set[str]) -> None:
         self.text, self.user_files = text, user_files
         self.debug, self.types = DebugInfo(text), Types(text)
-        self.opaque = "* " not in text and "ptr" in text or bool(re.search(r"\bptr\b", text))
+        # Since LLVM 15 a pointer does not say what it points to.
+        self.opaque = re.search(r"[(,] ?ptr (?:addrspace\(\d+\) |noundef )?[%@]", text) is not None
         self.sites: list[Site] = []
         self.site_numbers: dict[object, int] = {}
         self.blocks: list[frozenset[tuple[str, int]]] = []
@@ -229,14 +114,11 @@ class Instrumenter:
         if not lines:
             return block
         self.lines |= lines
-        number = len(self.blocks)
+        array = "[SIM_BLOCKS x i8]"  # how many there are is known at the end
+        pointers = ("ptr", "ptr") if self.opaque else ("i8*", f"{array}*")
+        element = f"({array}, {pointers[1]} @sim_blocks, i64 0, i64 {len(self.blocks)})"
+        count = f"  store i8 1, {pointers[0]} getelementptr inbounds {element}"
         self.blocks.append(frozenset(lines))
-        array, byte = f"[{{}} x i8], {'ptr' if self.opaque else '[{} x i8]*'} @sim_blocks", "i8"
-        pointer = "ptr" if self.opaque else "i8*"
-        count = (
-            f"  store i8 1, {pointer} getelementptr inbounds ({array}, i64 0, i64 {number})"
-        ).replace("{}", "SIM_BLOCKS")
-        assert byte
         at = 0
         while at < len(block) and (_LABEL.match(block[at]) or " = phi " in block[at]):
             at += 1
@@ -295,7 +177,7 @@ class Instrumenter:
         self, kind: str, pointer: str, size: int | str, parts: list[str], user: Site | None
     ) -> list[str]:
         space = self._space(pointer)
-        if space in (PRIVATE, 2):  # 2: literals that clang made itself
+        if space in (PRIVATE, LITERAL):
             return []
         align = next((int(p.split()[1]) for p in parts if p.startswith("align ")), 1)
         place = user or Site("<library>", 0, 0, "?")
@@ -315,8 +197,8 @@ class Instrumenter:
         return self.site_numbers[key]
 
     def _without_address_space(self) -> Iterator[str]:
-        """Functions of the kernels that take a pointer or reference to the generic address space: in
-        Metal it has none, so the type lacks its address space."""
+        """Functions of the kernels that take a pointer or reference to the generic address space:
+        Metal has none, so the type lacks its address space."""
         for text in self.debug.nodes.values():
             name = re.search(r'linkageName: "([^"]*)"', text)
             if not name or not text.startswith("!DISubprogram") or "Artificial" in text:
@@ -325,8 +207,9 @@ class Instrumenter:
                 continue
             file, function = self.debug.subprogram(text)
             if file in self.user_files:
-                line = _number(text, "line")
-                yield f"{file}:{line}: error: {function} takes a pointer or reference without an address space"
+                line = number_of(text, "line")
+                what = "takes a pointer or reference without an address space"
+                yield f"{file}:{line}: error: {function} {what}"
 
     # --- Where generic pointers come from ---------------------------------------------------------
 

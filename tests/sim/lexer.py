@@ -120,3 +120,24 @@ def split(found: list[Token], separator: str = ",") -> list[list[Token]]:
         else:
             parts[-1].append(token)
     return [p for p in parts if any(t.is_code for t in p)]
+
+
+def outside_templates(head: list[Token]) -> list[Token]:
+    """Without what is between brackets, angle ones of templates included; ( and [ are kept.
+    alignas(..) and __attribute__((..)) are left out whole."""
+    kept: list[Token] = []
+    open_brackets: list[str] = []
+    for i, token in enumerate(head):
+        text, before = token.text, head[i - 1] if i else token
+        if not open_brackets and text not in (")", "]", "}"):
+            kept.append(token)
+        opens_template = text == "<" and before.kind == "name" and before.text != "operator"
+        if text in ("(", "[", "{") or opens_template:
+            if text == "(" and before.text in ("alignas", "__attribute__") and not open_brackets:
+                del kept[-2:]
+            elif opens_template and not open_brackets:
+                kept.pop()
+            open_brackets.append(text)
+        elif open_brackets and text == {"(": ")", "[": "]", "{": "}", "<": ">"}[open_brackets[-1]]:
+            open_brackets.pop()
+    return kept

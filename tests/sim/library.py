@@ -24,6 +24,19 @@ METAL = Path(__file__).resolve().parents[2] / "metal"
 Dims = tuple[int, int, int] | tuple[int, int] | tuple[int] | int
 
 
+_METALS_WORDS = {
+    "__global_device": "device",
+    "__global_host": "constant",
+    "__local": "threadgroup",
+    "__private": "thread",
+    "__generic ": "",
+    "__generic": "thread",
+    "__attribute__((opencl_global_device))": "device",
+    "__attribute__((opencl_global_host))": "constant",
+    "__bfloat": "bfloat",
+}
+
+
 class SimCompileError(Exception):
     """The source is refused, as Metal's compiler would; the text names file and line."""
 
@@ -45,9 +58,9 @@ class _Unit:
 class SimLibrary:
     """Kernels of Metal source, executed on the CPU.
 
-    Takes either `files` (.metal files, compiled as one text each in the order given) or `source`, a text
-    as MLX's just-in-time compiler gets it. Includes are looked up beside the file, in `include_dirs` and
-    in metal/.
+    Takes either `files` (.metal files, compiled as one text) or `source`, a text as MLX's
+    just-in-time compiler gets it. Includes are looked up beside the files, in `include_dirs` and in
+    `root`.
 
     Raises:
         SimCompileError: the source is not Metal (some of it shows when a kernel is compiled).
@@ -116,7 +129,7 @@ class SimLibrary:
             kernel: host name.
             buffers: index -> array and access. Arrays are written in place.
             grid: in threadgroups; threads: in one threadgroup.
-            constants: index -> bytes, ctypes structure, numpy value, int (32 bits) or float (32 bits).
+            constants: index -> bytes, ctypes structure, numpy value, int or float (32 bits).
             function_constants: index or name -> value.
             threadgroup_memory: [[threadgroup(i)]] -> bytes.
             seed: of the order in which lanes and threadgroups run.
@@ -221,12 +234,7 @@ class SimLibrary:
 
     def _readable(self, text: str) -> str:
         """Compiler output in Metal's words."""
-        for ours, metals in (
-            ("__global_device", "device"), ("__global_host", "constant"), ("__local", "threadgroup"),
-            ("__private", "thread"), ("__generic ", ""), ("__generic", "thread"),
-            ("__attribute__((opencl_global_device))", "device"),
-            ("__attribute__((opencl_global_host))", "constant"), ("__bfloat", "bfloat"),
-        ):  # fmt: skip
+        for ours, metals in _METALS_WORDS.items():
             text = text.replace(ours, metals)
         lines = text.replace(f"{self.root.parent}{os.sep}", "").split("\n")
         ours = {
@@ -247,7 +255,8 @@ def _tables(result: Any, names: list[str], shown: Callable[[str], str]) -> str:
         return json.dumps(text)
 
     sites = ",\n".join(
-        f"{{{quoted(shown(s.file))}, {s.line}, {s.column}, {s.align}, {quoted(s.function)}, {quoted(s.operation)}}}"
+        f"{{{quoted(shown(s.file))}, {s.line}, {s.column}, {s.align}, "
+        f"{quoted(s.function)}, {quoted(s.operation)}}}"
         for s in result.sites
     )
     entries = "".join(f'extern "C" void __sim_entry_{i}();\n' for i in range(len(names)))
@@ -277,8 +286,8 @@ _launchers: list[Any] = []
 
 
 def launcher(library: SimLibrary) -> int:
-    """Address of an `int (*)(const MetalSimLaunch*, MetalSimReport*)` that finds kernels in `library`
-    and compiles them when first needed. It stays valid for the life of the process."""
+    """Address of an `int (*)(const MetalSimLaunch*, MetalSimReport*)` that finds kernels in
+    `library` and compiles them when first needed. It stays valid for the life of the process."""
 
     def run(launch: Any, report: Any) -> int:
         name = launch.contents.kernel.decode()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from .checks import CAUGHT, INVALID
 from .library import METAL
+from .toolchain import CACHE, make_cache
 
 TESTS = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 120
@@ -50,33 +51,41 @@ def plant(mutant: Mutant, source: Path, target: Path) -> None:
     text = path.read_text()
     if text.count(mutant.old) != 1:
         raise ValueError(
-            f"{mutant.file} has {text.count(mutant.old)} times {mutant.old!r}, and must have it once"
+            f"{mutant.file} has {text.count(mutant.old)} times {mutant.old!r}, "
+            "and must have it once"
         )
     path.write_text(text.replace(mutant.old, mutant.new))
 
 
 def judge(mutant: Mutant, module: str, source: Path = METAL) -> Verdict:
     """In a process of its own: a mutant may crash or never end, and both give it away."""
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder, "metal")
-        plant(mutant, source, root)
-        # Kernels that the mutant does not change keep their compiled form; its own are not kept.
-        path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, "-m", "sim.checks", str(root), module, *mutant.checks]
-        env = {**os.environ, "PYTHONPATH": path, "MLX_PAGED_SIM_CACHE": str(Path(folder, "cache"))}
-        try:
-            run = subprocess.run(
-                command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return Verdict(mutant, True, True, f"did not end in {TIMEOUT_S} s")
-        if run.returncode < 0:
-            return Verdict(mutant, True, True, f"crashed with signal {-run.returncode}")
-        if run.returncode != 0:
-            return Verdict(mutant, False, False, run.stderr[-600:])
-        result = json.loads(run.stdout.strip().split("\n")[-1])
-        verdict = result["verdict"]
-        return Verdict(mutant, verdict == CAUGHT, verdict != INVALID, result["said"])
+    root = _folder(mutant, source)
+    plant(mutant, source, root)
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "sim.checks", str(root), module, *mutant.checks]
+    env = {**os.environ, "PYTHONPATH": path}
+    try:
+        run = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Verdict(mutant, True, True, f"did not end in {TIMEOUT_S} s")
+    if run.returncode < 0:
+        return Verdict(mutant, True, True, f"crashed with signal {-run.returncode}")
+    if run.returncode != 0:
+        return Verdict(mutant, False, False, run.stderr[-600:])
+    result = json.loads(run.stdout.strip().split("\n")[-1])
+    verdict = result["verdict"]
+    return Verdict(mutant, verdict == CAUGHT, verdict != INVALID, result["said"])
+
+
+def _folder(mutant: Mutant, source: Path) -> Path:
+    """The same for the same text, so that its compiled kernels are found again."""
+    digest = hashlib.sha256(repr((mutant.file, mutant.old, mutant.new)).encode())
+    for path in sorted(p for p in source.iterdir() if p.is_file()):
+        digest.update(path.name.encode() + path.read_bytes())
+    make_cache()
+    return CACHE / "mutants" / digest.hexdigest()[:24] / "metal"
 
 
 def run_mutants(

@@ -1,5 +1,7 @@
 """Every kind of fault that the simulator knows is found, with the lines that made it."""
 
+# ruff: noqa: E501  (a small kernel and what is said of it a line)
+
 from __future__ import annotations
 
 import numpy as np

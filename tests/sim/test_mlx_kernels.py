@@ -1,10 +1,11 @@
-"""Evidence that it is Metal what the simulator executes: MLX's own kernels, as MLX ships them for Apple
-GPUs, run and give the right numbers. Their source is in the macOS wheel `mlx-metal`."""
+"""Evidence that it is Metal what the simulator executes: MLX's own kernels, as MLX ships them for
+Apple GPUs, run and give the right numbers. Their source is in the macOS wheel `mlx-metal`."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
+import struct
 import subprocess
 import sys
 import zipfile
@@ -66,11 +67,13 @@ def _wheel() -> Path | str:
     return target / "mlx/include"
 
 
-def mlx_library(header: str, *instances: str) -> SimLibrary:
+def mlx_library(header: str, *instances: str, before: str = "") -> SimLibrary:
     include = _wheel()
     if isinstance(include, str):
         pytest.skip(include)
-    source = f'{PRELUDE}#include "mlx/backend/metal/kernels/{header}"\n' + "\n".join(instances)
+    source = f'{PRELUDE}{before}#include "mlx/backend/metal/kernels/{header}"\n' + "\n".join(
+        instances
+    )
     return SimLibrary(source=source, include_dirs=[include])
 
 
@@ -79,7 +82,7 @@ FLAGS = {"query_transposed": 21, "do_causal": 22, "bool_mask": 23, "float_mask":
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_sdpa_vector(rng, dtype) -> None:
-    """Decode attention with grouped heads; 1024 threads, SIMD sums, threadgroup memory, barriers."""
+    """Decode with grouped heads: 1024 threads, SIMD sums, threadgroup memory, barriers."""
     name = {np.float32: "float", np.float16: "half"}[dtype]
     library = mlx_library("sdpa_vector.h", f'instantiate_kernel("sdpa", sdpa_vector, {name}, 64)')
     heads, kv_heads, tokens, dim = 4, 2, 133, 64
@@ -131,3 +134,43 @@ def test_softmax_that_was_told_more_columns_than_there_are(rng) -> None:
     x = np.zeros(100, np.float16)
     with pytest.raises(SimFault, match=r"out of bounds: read .*softmax\.h"):
         library.launch("softmax", {0: x, 1: Buffer(np.empty_like(x), "write")}, 1, 32, {2: 101})
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_steel_attention(rng, causal) -> None:
+    """Tiled prefill on simdgroup_matrix, some 2,000 lines of templates, with ragged tiles."""
+    name = "attention<half, 32, 32, 64, 64, 4, 1, half, float>"
+    library = mlx_library(
+        "steel/attn/kernels/steel_attention.h",
+        f'template [[host_name("attn")]] [[kernel]] decltype({name}) {name};',
+        before='#include "mlx/backend/metal/kernels/steel/attn/attn.h"\n',
+    )
+    heads, kv_heads, rows, tokens, dim = 4, 2, 45, 70, 64
+    q = rng.standard_normal((heads, rows, dim)).astype(np.float16)
+    k, v = rng.standard_normal((2, kv_heads, tokens, dim)).astype(np.float16)
+    out = np.empty_like(q)
+    ints = [1, heads, dim, rows, tokens, heads // kv_heads]
+    tiles = [-(-rows // 32), -(-tokens // 32), rows // 32, tokens // 32, rows % 32, tokens % 32]
+    strides = [
+        (n * heads_ * dim, n * dim, dim) for heads_, n in ((heads, rows), (kv_heads, tokens))
+    ]
+    params = struct.pack("6if7i12q", *ints, dim**-0.5, *tiles, tokens - rows,
+                         *strides[0], *strides[1], *strides[1], *strides[0])  # fmt: skip
+    flags = {"align_Q": False, "align_K": False, "has_mask": False, "do_causal": causal}
+    report = library.launch(
+        "attn",
+        {0: q, 1: k, 2: v, 3: Buffer(out, "write")},
+        grid=(tiles[0], heads, 1),
+        threads=(32, 4, 1),
+        constants={4: params},
+        function_constants={**flags, "has_sinks": False, "save_lse": False},
+    )
+    k, v = (np.repeat(a.astype(np.float64), heads // kv_heads, axis=0) for a in (k, v))
+    scores = np.einsum("hrd,hnd->hrn", q.astype(np.float64), k) * dim**-0.5
+    if causal:
+        future = np.arange(tokens) > np.arange(rows)[:, None] + tokens - rows
+        scores = np.where(future, -np.inf, scores)
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    expected = np.einsum("hrn,hnd->hrd", weights / weights.sum(axis=2, keepdims=True), v)
+    assert np.abs(out - expected).max() < 2e-3
+    assert report.matrix_ops > 1000

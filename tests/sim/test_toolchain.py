@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ HEADER = HERE / "runtime/metal_sim.h"
 
 
 def test_ci_has_the_compilers() -> None:
-    if not os.environ.get("CI"):
-        pytest.skip("not in CI: the simulator's tests skip themselves where a compiler is missing")
+    if not os.environ.get("CI") or sys.platform != "linux":
+        pytest.skip("for CI on Linux; elsewhere the simulator's tests skip themselves and say why")
     assert missing() is None
 
 

@@ -73,6 +73,8 @@ def cxx() -> str | None:
 
 def missing() -> str | None:
     """Why the simulator cannot run here, or None."""
+    if sys.platform != "linux":
+        return "the Metal simulator runs on Linux; a Mac has the real thing"
     if clang() is None:
         return NO_CLANG
     if cxx() is None:

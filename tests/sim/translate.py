@@ -1,9 +1,10 @@
-"""From Metal to the dialect that the simulator compiles: C++ for OpenCL, the one dialect of clang
-whose address spaces are types of their own. Lines keep their numbers.
+"""From Metal to the dialect that the simulator compiles: C++ for OpenCL, the one dialect of
+clang whose address spaces are types of their own. Lines keep their numbers.
 
-What differs between the two languages, and only that, is rewritten: attributes are read and dropped,
-address spaces get the dialect's names, `threadgroup` variables come from the simulator, methods get
-the `thread` address space that Metal gives them, explicit instantiations become entry points.
+What differs between the two languages, and only that, is rewritten: attributes are read and
+dropped, address spaces get the dialect's names, `threadgroup` variables come from the simulator,
+methods get the `thread` address space that Metal gives them, explicit instantiations become entry
+points.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from .lexer import Attribute, MetalError, Token, closing, spelled, split, text_of, tokens
+from .kernels import Kernel, entry_point, parameters_of
+from .lexer import MetalError, Token, closing, outside_templates, spelled, text_of, tokens
+from .threadgroup import threadgroup_variables
 
 SPACES = {
     "device": "__attribute__((opencl_global_device))",
@@ -38,44 +41,10 @@ _NOT_METAL = {
     "dynamic_cast": "dynamic_cast is not in Metal",
     "thread_local": "thread_local is not in Metal",
 }
-_SCALARS = "bool char uchar short ushort int uint long ulong half bfloat float size_t".split()
+_SCALARS = ["bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "size_t"]
+_SCALARS += ["half", "bfloat", "float"]
 _PLAIN_TYPES = {*_SCALARS, *(f"{t}{n}" for t in _SCALARS for n in (2, 3, 4)), "void", "unsigned"}
 _SWIZZLE = re.compile(r"[xyzw]{2,4}$|[rgba]{2,4}$")
-GRID_ATTRIBUTES = (
-    "thread_position_in_grid",
-    "thread_position_in_threadgroup",
-    "thread_index_in_threadgroup",
-    "threadgroup_position_in_grid",
-    "threads_per_threadgroup",
-    "threadgroups_per_grid",
-    "threads_per_grid",
-    "thread_index_in_simdgroup",
-    "simdgroup_index_in_threadgroup",
-    "threads_per_simdgroup",
-    "simdgroups_per_threadgroup",
-    "thread_execution_width",
-    "dispatch_threads_per_threadgroup",
-    "dispatch_simdgroups_per_threadgroup",
-    "thread_index_in_quadgroup",
-    "quadgroup_index_in_threadgroup",
-    "grid_size",
-    "grid_origin",
-)  # fmt: skip  the runtime's order
-
-
-@dataclass
-class Parameter:
-    kind: str  # buffer, threadgroup or a grid attribute
-    index: int
-    condition: str  # function constant without which the parameter does not exist
-
-
-@dataclass
-class Kernel:
-    name: str
-    parameters: list[Parameter]
-    place: str
-    attributes: list[Attribute]
 
 
 @dataclass
@@ -86,6 +55,7 @@ class Function:
     file: str
     first: int
     last: int
+    constant: bool  # constexpr: the compiler runs it
 
 
 @dataclass
@@ -199,7 +169,7 @@ def _declaration(out: Translation, code: list[Token], start: int, class_name: st
         elif code[i].text == "{":
             end = closing(code, i)
             head, inside = code[start:i], code[i + 1 : end]
-            words = {t.text for t in _outside_templates(head)}
+            words = {t.text for t in outside_templates(head)}
             if "namespace" in words or (head[0].text == "extern" and head[-1].kind == "string"):
                 _scope(out, inside, "")
                 return end + 1
@@ -217,29 +187,8 @@ def _declaration(out: Translation, code: list[Token], start: int, class_name: st
     return i
 
 
-def _outside_templates(head: list[Token]) -> list[Token]:
-    """Without what is between brackets, angle ones of templates included; ( and [ are kept. Without
-    alignas(..) and __attribute__((..)) too."""
-    kept: list[Token] = []
-    open_brackets: list[str] = []
-    for i, token in enumerate(head):
-        text, before = token.text, head[i - 1] if i else token
-        if not open_brackets and text not in (")", "]", "}"):
-            kept.append(token)
-        opens_template = text == "<" and before.kind == "name" and before.text != "operator"
-        if text in ("(", "[", "{") or opens_template:
-            if text == "(" and before.text in ("alignas", "__attribute__") and not open_brackets:
-                del kept[-2:]
-            elif opens_template and not open_brackets:
-                kept.pop()
-            open_brackets.append(text)
-        elif open_brackets and text == {"(": ")", "[": "]", "{": "}", "<": ">"}[open_brackets[-1]]:
-            open_brackets.pop()
-    return kept
-
-
 def _class_name(head: list[Token]) -> str:
-    words = [t for t in _outside_templates(head) if t.is_code]
+    words = [t for t in outside_templates(head) if t.is_code]
     at = next(i for i, t in enumerate(words) if t.text in ("struct", "class", "union"))
     names = [t.text for t in words[at + 1 :] if t.kind == "name" and t.text not in ("alignas",)]
     return names[0] if names else "<anonymous>"
@@ -247,15 +196,16 @@ def _class_name(head: list[Token]) -> str:
 
 def _function(out: Translation, head: list[Token], body: list[Token], class_name: str) -> None:
     name = _function_name(head)
-    out.functions.append(Function(name, body[0].file, body[0].line, body[-1].line))
+    constant = any(t.text == "constexpr" for t in head)
+    out.functions.append(Function(name, body[0].file, body[0].line, body[-1].line, constant))
     if class_name:
         _qualify_method(out, head, body, name, class_name)
     _kernel(out, head, name)
-    _threadgroup_variables(body)
+    threadgroup_variables(body)
 
 
 def _function_name(head: list[Token]) -> str:
-    code = _outside_templates([t for t in head if t.is_code])
+    code = outside_templates([t for t in head if t.is_code])
     at = next(i for i, t in enumerate(code) if t.text == "(")
     if any(t.text == "operator" for t in code[:at]):
         first = next(i for i, t in enumerate(code) if t.text == "operator")
@@ -266,9 +216,9 @@ def _function_name(head: list[Token]) -> str:
 def _qualify_method(
     out: Translation, head: list[Token], body: list[Token], name: str, class_name: str
 ) -> None:
-    """Metal's methods are for `thread` objects unless they say otherwise. The dialect has one word for
-    `device` and `constant` objects, so of two overloads for these one stays."""
-    words = {t.text for t in _outside_templates(head)}
+    """Metal's methods are for `thread` objects unless they say otherwise. The dialect has one word
+    for `device` and `constant` objects, so of two overloads for these one stays."""
+    words = {t.text for t in outside_templates(head)}
     if words & {"static", "friend", "~"}:
         return
     opening = [i for i, t in enumerate(head) if t.text == "(" and _at_top(head, i)]
@@ -294,7 +244,7 @@ def _qualify_method(
 
 def _at_top(head: list[Token], at: int) -> bool:
     """Whether the bracket is outside all others, of templates too."""
-    return any(t is head[at] for t in _outside_templates(head[: at + 1]))
+    return any(t is head[at] for t in outside_templates(head[: at + 1]))
 
 
 def _statement(out: Translation, decl: list[Token], class_name: str) -> None:
@@ -302,7 +252,7 @@ def _statement(out: Translation, decl: list[Token], class_name: str) -> None:
     code = [t for t in decl if t.is_code]
     if not code:
         return
-    words = {t.text for t in _outside_templates(code)}
+    words = {t.text for t in outside_templates(code)}
     if code[0].text == "template" and len(code) > 1 and code[1].text != "<":
         _instantiation(out, decl)
     elif words & {"using", "typedef", "static_assert", "friend"}:
@@ -330,7 +280,7 @@ def _program_scope_constant(out: Translation, decl: list[Token]) -> None:
         space.text, at.text = "__global", f' __asm__("__sim_constant_{index[0]}")'
     elif "constexpr" in words:
         space.text = "const"
-    elif not any(t.text in ("*", "&") for t in _outside_templates(code)):
+    elif not any(t.text in ("*", "&") for t in outside_templates(code)):
         space.text = "__global const"
 
 
@@ -345,7 +295,7 @@ def _kernel(out: Translation, head: list[Token], name: str) -> None:
     for token in keyword:
         token.drop()
     at = next(i for i, t in enumerate(head) if t.text == name and head[i + 1].text == "(")
-    parameters = _number([_parameter(p) for p in split(head[at + 2 : closing(head, at + 1)])])
+    parameters = parameters_of(head[at + 2 : closing(head, at + 1)])
     host = [a.arguments.strip('"') for a in attributes if a.name == "host_name"]
     kernel = Kernel(name, parameters, head[at].place, attributes)
     known = out.kernels.setdefault(name, kernel)
@@ -353,42 +303,6 @@ def _kernel(out: Translation, head: list[Token], name: str) -> None:
         out.kernels[name] = kernel
     if not any(t.text == "template" for t in head):
         _entry(out, head[0], host[0] if host else name, name, kernel)
-
-
-def _parameter(part: list[Token]) -> Parameter:
-    kind, index, condition = "", 0, ""
-    for token in part:
-        for attribute in token.attributes:
-            if attribute.name in ("buffer", "threadgroup"):
-                if not attribute.arguments.isdigit():
-                    raise MetalError(f"{token.place}: {attribute.name} needs a number")
-                kind, index = attribute.name, int(attribute.arguments)
-            elif attribute.name == "function_constant":
-                condition = attribute.arguments
-            elif attribute.name in GRID_ATTRIBUTES:
-                kind, index = "attribute", GRID_ATTRIBUTES.index(attribute.name)
-            else:
-                raise MetalError(f"{token.place}: unknown parameter attribute {attribute.name}")
-    if not kind:
-        outside = {t.text for t in _outside_templates([t for t in part if t.is_code])}
-        if not outside & {"*", "&"}:
-            raise MetalError(
-                f"{part[0].place}: kernel parameter `{spelled(part)}` has no attribute"
-            )
-        kind, index = "threadgroup" if "threadgroup" in outside else "buffer", -1
-    return Parameter(kind, index, condition)
-
-
-def _number(parameters: list[Parameter]) -> list[Parameter]:
-    """Buffers without an index get the first ones that are free, in order."""
-    for kind in ("buffer", "threadgroup"):
-        mine = [p for p in parameters if p.kind == kind]
-        taken = {p.index for p in mine}
-        free = iter([i for i in range(64) if i not in taken])
-        for parameter in mine:
-            if parameter.index < 0:
-                parameter.index = next(free)
-    return parameters
 
 
 def _instantiation(out: Translation, decl: list[Token]) -> None:
@@ -403,7 +317,7 @@ def _instantiation(out: Translation, decl: list[Token]) -> None:
             )
         return
     function = code[closing(code, 2) + 1 :]
-    name = next(t for t in reversed(_outside_templates(function)) if t.kind == "name").text
+    name = next(t for t in reversed(outside_templates(function)) if t.kind == "name").text
     if name not in out.kernels:
         raise MetalError(f"{code[0].place}: {name} is not a kernel")
     if not host:
@@ -418,25 +332,7 @@ def _instantiation(out: Translation, decl: list[Token]) -> None:
 def _entry(out: Translation, at: Token, host: str, function: str, kernel: Kernel) -> None:
     if host in out.entries:
         raise MetalError(f"{at.place}: two kernels have the host name {host}")
-    bound = []
-    for i, p in enumerate(kernel.parameters):
-        address = f"__sim_{'buffer' if p.kind == 'buffer' else 'threadgroup_argument'}({p.index})"
-        if p.condition:
-            address = f"({p.condition} ? {address} : 0)"
-        how = f"attribute<_P{i}>::from({p.index})"
-        if p.kind != "attribute":
-            how = f"address<_P{i}>::from({address})"
-        bound.append(f"metal::__bind_{how}")
-    types = [
-        f"using _P{i} = metal::__parameter_t<decltype({function}), {i}>; "
-        for i in range(len(kernel.parameters))
-    ]
-    # decltype of a function needs this where the function is no template.
-    pragma = '_Pragma("OPENCL EXTENSION __cl_clang_function_pointers : {}")'
-    text = (
-        f'{pragma.format("enable")} extern "C" void __sim_entry() {{ {"".join(types)}'
-        f"{function}({', '.join(bound)}); }} {pragma.format('disable')}"
-    )
+    text = entry_point(function, kernel)
     slot = Token("space", "", at.file, at.line)
     # A kernel that is no template is entered after its body: forward declarations do not exist yet.
     where = next(i for i, t in enumerate(out._tokens) if t is at)
@@ -445,65 +341,3 @@ def _entry(out: Translation, at: Token, host: str, function: str, kernel: Kernel
     else:
         out._tokens.insert(where, slot)
     out.entries[host] = ([slot], text)
-
-
-# --- Threadgroup variables ------------------------------------------------------------------------
-
-
-def _threadgroup_variables(body: list[Token]) -> None:
-    """threadgroup float tile[N];  becomes  auto& tile = ...<float[N]>();"""
-    code = [t for t in body if t.is_code]
-    i = 1
-    while i < len(code):
-        at = i
-        while code[at].text in ("static", "const", "volatile", "alignas"):
-            at = closing(code, at + 1) + 1 if code[at].text == "alignas" else at + 1
-        if code[i - 1].text in (";", "{", "}") and code[at].text == "threadgroup":
-            end = next(j for j in range(at, len(code)) if code[j].text == ";")
-            _threadgroup_variable(code[i:end])
-            at = end
-        i = max(i + 1, at)
-
-
-def _threadgroup_variable(decl: list[Token]) -> None:
-    outside = _outside_templates(decl)
-    if any(t.text in ("*", "&", "(") for t in outside if t.kind == "punctuation") and not any(
-        t.text == "alignas" for t in outside
-    ):
-        return  # a pointer into threadgroup memory
-    if any(t.text == "=" for t in outside):
-        raise MetalError(f"{decl[0].place}: a threadgroup variable cannot have an initial value")
-    decl = list(decl)
-    align = ""
-    if decl[0].text == "alignas":
-        end = closing(decl, 1)
-        align = f", {spelled(decl[2:end])}"
-        dropped, decl = decl[: end + 1], decl[end + 1 :]
-        for token in dropped:
-            token.drop()
-    parts = split(decl)
-    first = parts[0]
-    at = _declared_name(first)
-    type_name = spelled([t for t in first[:at] if t.text not in ("threadgroup", "static")])
-    variables = [(first[at].text, first[at + 1 :])]
-    variables += [(p[0].text, p[1:]) for p in parts[1:]]
-    text = "; ".join(
-        f"auto& {name} = metal::__threadgroup_variable<{type_name}{spelled(array)}{align}>()"
-        for name, array in variables
-    )
-    head, *rest = [t for part in parts for t in part]
-    for token in decl:
-        token.drop()
-    head.kind, head.text = "name", text
-
-
-def _declared_name(part: list[Token]) -> int:
-    depth = 0
-    for i, token in enumerate(part):
-        if token.text == "<":
-            depth += 1
-        elif token.text == ">":
-            depth -= 1
-        elif token.text == "[" and depth == 0:
-            return i - 1
-    return len(part) - 1

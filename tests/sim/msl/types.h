@@ -83,6 +83,33 @@ struct remove_reference<T&&> {
 template <class T>
 using remove_reference_t = typename remove_reference<T>::type;
 
+template <class T>
+struct remove_addrspace {
+  using type = T;
+};
+template <class T>
+struct remove_addrspace<__attribute__((opencl_global_device)) T> {
+  using type = T;
+};
+template <class T>
+struct remove_addrspace<__attribute__((opencl_global_host)) T> {
+  using type = T;
+};
+template <class T>
+struct remove_addrspace<__local T> {
+  using type = T;
+};
+template <class T>
+struct remove_addrspace<__private T> {
+  using type = T;
+};
+template <class T>
+struct remove_addrspace<__generic T> {
+  using type = T;
+};
+template <class T>
+using remove_addrspace_t = typename remove_addrspace<T>::type;
+
 // Also takes the address space off, as Metal's does off a loaded value.
 template <class T>
 struct remove_cv {
@@ -140,13 +167,13 @@ struct is_signed : bool_constant<is_signed_v<T>> {};
 template <class T>
 struct is_unsigned : bool_constant<is_unsigned_v<T>> {};
 template <class T>
+struct __is_object : bool_constant<__is_class(T)>{};
+template <class T>
 struct is_void : is_same<T, void> {};
 template <class T>
 struct is_pointer : false_type {};
 template <class T>
 struct is_pointer<T*> : true_type {};
-template <class T>
-struct is_empty : bool_constant<__is_empty(T)> {};
 template <class T, class U>
 struct is_convertible : bool_constant<__is_convertible_to(T, U)> {};
 template <class T>
@@ -162,4 +189,13 @@ template <class To, class From>
 __MSL_INLINE constexpr To as_type(From from) {
   static_assert(sizeof(To) == sizeof(From), "as_type needs types of one size");
   return __builtin_bit_cast(To, from);
+}
+
+// clang finds no built-in `pointer += object` for an object that converts to a whole number when
+// the pointer lies in an address space; Metal does.
+template <class T, class Count>
+__MSL_INLINE metal::enable_if_t<metal::__is_object<Count>::value, T * __private&> operator+=(
+    T * __private & pointer, Count count) {
+  pointer = pointer + long(count);
+  return pointer;
 }

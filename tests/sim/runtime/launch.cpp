@@ -175,7 +175,7 @@ uint32_t __sim_constant_defined(uint64_t address) {
   return 0;
 }
 
-// In the order of GRID_ATTRIBUTES in translate.py.
+// In the order of GRID_ATTRIBUTES in kernels.py.
 uint32_t __sim_attribute(uint32_t kind, uint32_t axis) {
   uint32_t index = group.current->index;
   Dim in_grid = launch.grid.at(launch.order[launch.run - 1]), in_group = launch.threads.at(index);

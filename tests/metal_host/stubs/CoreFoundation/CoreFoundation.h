@@ -2,6 +2,8 @@
 // What metal-cpp names of Apple's SDK, no more.
 #pragma once
 
+#include <math.h>
+
 #include <cstddef>
 #include <cstdint>
 

@@ -1,0 +1,94 @@
+"""What an Apple GPU makes of the kernels: its tests, then every primitive against copy
+bandwidth, MLX's dense attention, and gathering first. Writes bench/results/mac-<chip>.json, .md.
+
+python bench/mac_report.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from mlx_paged.core import build_info
+
+# isort: split
+import mlx.core as mx
+from harness import RESULTS
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPES = [
+    ["--batch", "1", "--context", "8192", "32768"],
+    ["--batch", "16", "--context", "4096"],
+]
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    print("+", " ".join(command), flush=True)
+    return subprocess.run([sys.executable, *command], cwd=ROOT, text=True, check=False,
+                          capture_output=True)  # fmt: skip
+
+
+def markdown(chip: str, tests: str, results: list[dict[str, Any]], copy: float) -> str:
+    lines = [
+        f"# {chip}\n",
+        f"Tests on the GPU: {tests}. Copy bandwidth: {copy / 1e9:.0f} GB/s.\n",
+        "| op | group | dtype | batch x context | KV heads x dim | ms | GB/s | of copy "
+        "| dense SDPA takes | gather first takes |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        times = [
+            f"{r[k]:.2f}x" if k in r else "" for k in ("dense_over_paged", "gather_over_paged")
+        ]
+        cells = [
+            *(r["op"], r.get("group", ""), r["dtype"], f"{r['batch']} x {r['context']}"),
+            *(f"{r['kv_heads']} x {r['head_dim']}", f"{r['seconds'] * 1e3:.3f}"),
+            *(f"{r['bytes_per_second'] / 1e9:.0f}", f"{r['share_of_copy']:.0%}", *times),
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    if "metal" not in build_info()["backends"].split() or not mx.is_available(mx.gpu):
+        print(f"mac-report needs an Apple GPU and a build with Metal kernels; this one has "
+              f"{build_info()['backends']}")  # fmt: skip
+        return 1
+    chip = str(mx.device_info().get("device_name", "apple-gpu"))  # type: ignore[attr-defined]
+    slug = "mac-" + re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-")
+    tests = run("-m", "pytest", "-q", "tests/test_gpu.py")
+    summary = tests.stdout.strip().rsplit("\n", 1)[-1]
+    print(tests.stdout[-4000:])
+
+    parts = []
+    for i, shape in enumerate(SHAPES):
+        name = f"{slug}-part{i}"
+        command = ["--device", "gpu", "--dtype", "bfloat16", "--head-dim", "128", *shape]
+        done = run("bench/kernels.py", *command, "--name", name)
+        print(done.stdout, done.stderr, sep="\n")
+        if done.returncode:
+            return done.returncode
+        part = RESULTS / f"{name}.json"
+        parts.append(json.loads(part.read_text()))
+        part.unlink()
+    results = [r for part in parts for r in part["results"]]
+    copy = max(part["copy_bytes_per_second"] for part in parts)
+    report = {
+        "environment": parts[0]["environment"],
+        "chip": chip,
+        "tests": {"summary": summary, "passed": tests.returncode == 0},
+        "copy_bytes_per_second": copy,
+        "results": results,
+    }
+    (RESULTS / f"{slug}.json").write_text(json.dumps(report, indent=2) + "\n")
+    (RESULTS / f"{slug}.md").write_text(markdown(chip, summary, results, copy))
+    print(f"wrote {RESULTS / slug}.json and .md")
+    return tests.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// eval_cpu of what a layer does between its matrix products.
+
+#include <cmath>
+#include <vector>
+
+#include "../primitives.h"
+#include "dense.h"
+#include "eval.h"
+#include "kernels.h"
+#include "mlx/allocator.h"
+#include "mlx/backend/cpu/encoder.h"
+
+namespace mlx_paged {
+
+namespace {
+
+// Gives `out` the buffer of `in` if nobody needs that any more, else one of its own. A small array
+// must not keep a large buffer alive.
+void allocate_or_reuse(const mx::array& in, mx::array& out) {
+  constexpr size_t kSlack = 1 << 14;
+  if (in.is_donatable() && in.flags().row_contiguous && in.buffer_size() <= out.nbytes() + kSlack) {
+    out.copy_shared_buffer(in);
+  } else {
+    out.set_data(mx::allocator::malloc(out.nbytes()));
+  }
+}
+
+}  // namespace
+
+void RopeRotations::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
+  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+  encoder.dispatch([positions = in[0].data<int32_t>(), inv_freqs = in[1].data<float>(),
+                    rotations = out[0].data<float>(), num_rows = in[0].shape(0),
+                    half_dims = in[1].shape(0), scale = scale_] {
+    constexpr int64_t kBytesLikeOneAngle = 256;  // the time of a sine and a cosine, as memory
+    cpu::for_ranges(num_rows, half_dims * kBytesLikeOneAngle, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++) {
+        float position = float(positions[row]) * scale;
+        float* cosines = rotations + row * 2 * half_dims;
+        for (int i = 0; i < half_dims; i++) {
+          float angle = position * inv_freqs[i];
+          cosines[i] = float(std::cos(double(angle)));
+          cosines[half_dims + i] = float(std::sin(double(angle)));
+        }
+      }
+    });
+  });
+}
+
+void Rope::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+  allocate_or_reuse(inputs[0], out[0]);
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 1, encoder);
+  cpu::RopeArgs args{};
+  args.dtype = cpu::data_type(in[0].dtype());
+  args.x = in[0].data<void>();
+  args.row_stride = in[0].strides(0);
+  args.head_stride = in[0].strides(1);
+  args.dim_stride = in[0].strides(3);
+  args.rotations = in[1].data<float>();
+  args.out = out[0].data<void>();
+  args.num_heads = in[0].shape(1);
+  args.head_dim = in[0].shape(3);
+  args.half_dims = in[1].shape(2);
+  args.traditional = traditional_;
+  int64_t num_rows = in[0].shape(0);
+  int64_t row_bytes = num_rows ? out[0].nbytes() / num_rows : 0;
+  encoder.dispatch([args, num_rows, row_bytes] {
+    cpu::for_ranges(num_rows, row_bytes, [&](int64_t begin, int64_t end) {
+      cpu::kernels().layer.rope(args, begin, end);
+    });
+  });
+}
+
+void RmsNorm::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+  allocate_or_reuse(inputs[0], out[0]);
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
+  cpu::RmsNormArgs args{};
+  args.dtype = cpu::data_type(in[0].dtype());
+  args.x = in[0].data<void>();
+  args.weight = in.size() > 1 ? in[1].data<void>() : nullptr;
+  args.out = out[0].data<void>();
+  args.size = in[0].shape(-1);
+  args.eps = eps_;
+  int64_t num_rows = args.size ? int64_t(in[0].size()) / args.size : 0;
+  int64_t row_bytes = args.size * int64_t(in[0].itemsize());
+  encoder.dispatch([args, num_rows, row_bytes] {
+    cpu::for_ranges(num_rows, row_bytes, [&](int64_t begin, int64_t end) {
+      cpu::kernels().layer.rms_norm(args, begin, end);
+    });
+  });
+}
+
+void SiluMul::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+  allocate_or_reuse(inputs[0], out[0]);
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
+  cpu::SiluMulArgs args{};
+  args.dtype = cpu::data_type(in[0].dtype());
+  args.gate = in[0].data<void>();
+  args.x = in[1].data<void>();
+  args.out = out[0].data<void>();
+  int64_t size = int64_t(in[0].size());
+  int64_t bytes = 2 * int64_t(in[0].itemsize());
+  encoder.dispatch([args, size, bytes] {
+    cpu::for_ranges(size, bytes, [&](int64_t begin, int64_t end) {
+      cpu::kernels().layer.silu_mul(args, begin, end);
+    });
+  });
+}
+
+void GreedyTokens::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
+  for (auto& o : out) {
+    o.set_data(mx::allocator::malloc(o.nbytes()));
+  }
+  cpu::GreedyArgs args{};
+  args.dtype = cpu::data_type(in[0].dtype());
+  args.logits = in[0].data<void>();
+  args.tokens = out[0].data<int32_t>();
+  args.holds_nan = out[1].data<bool>();
+  args.size = in[0].shape(1);
+  int64_t num_rows = in[0].shape(0);
+  int64_t row_bytes = args.size * int64_t(in[0].itemsize());
+  encoder.dispatch([args, num_rows, row_bytes] {
+    cpu::for_ranges(num_rows, row_bytes, [&](int64_t begin, int64_t end) {
+      cpu::kernels().layer.greedy(args, begin, end);
+    });
+  });
+}
+
+}  // namespace mlx_paged

@@ -1,0 +1,29 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// The vectorised kernels, built once for each instruction set and chosen at run time.
+
+#pragma once
+
+#include "attention.h"
+#include "layer.h"
+#include "product.h"
+
+namespace mlx_paged::cpu {
+
+struct Kernels {
+  const char* simd;  // "avx512", "avx2", "baseline", "neon"
+  AttentionKernels attention;
+  LayerKernels layer;
+  ProductKernels product;
+};
+
+extern const Kernels kBaselineKernels;
+#ifdef __x86_64__
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
+
+// The best build that this processor runs, or the one MLX_PAGED_SIMD names.
+const Kernels& kernels();
+
+}  // namespace mlx_paged::cpu

@@ -1,0 +1,20 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Compiled once for each instruction set: CMake defines MLX_PAGED_ISA (the namespace),
+// MLX_PAGED_KERNELS (the table's name) and MLX_PAGED_SIMD_NAME, and sets the flags.
+
+#include "attention_kernel.h"
+#include "kernels.h"
+#include "layer_kernel.h"
+#include "product_kernel.h"
+
+namespace mlx_paged::cpu {
+
+const Kernels MLX_PAGED_KERNELS = {
+    MLX_PAGED_SIMD_NAME,
+    {MLX_PAGED_ISA::scratch_size, MLX_PAGED_ISA::attend, MLX_PAGED_ISA::merge},
+    {MLX_PAGED_ISA::rope, MLX_PAGED_ISA::rms_norm, MLX_PAGED_ISA::silu_mul, MLX_PAGED_ISA::greedy},
+    {MLX_PAGED_ISA::kWidth >= 8 ? MLX_PAGED_ISA::few_rows : nullptr},
+};
+
+}  // namespace mlx_paged::cpu

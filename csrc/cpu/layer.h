@@ -1,0 +1,61 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// What a layer does between its matrix products, a row at a time: what the vectorised kernels are
+// given. All compute in fp32 and round once.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "data_type.h"
+
+namespace mlx_paged::cpu {
+
+struct RopeArgs {
+  DataType dtype;
+  const void* x;       // [num_rows, num_heads, head_dim], strided
+  int64_t row_stride;  // in elements
+  int64_t head_stride;
+  int64_t dim_stride;
+  const float* rotations;  // [num_rows, 2, half_dims]: cosines, sines
+  void* out;               // [num_rows, num_heads, head_dim]
+  int num_heads;
+  int head_dim;
+  int half_dims;  // pairs that are rotated; the other dims are copied
+  bool traditional;
+};
+
+struct RmsNormArgs {
+  DataType dtype;
+  const void* x;       // [num_rows, size]
+  const void* weight;  // [size] or null
+  void* out;           // [num_rows, size]; may be x
+  int64_t size;
+  float eps;
+};
+
+struct SiluMulArgs {
+  DataType dtype;
+  const void* gate;  // [size]
+  const void* x;     // [size]
+  void* out;         // [size]; may be gate or x
+};
+
+struct GreedyArgs {
+  DataType dtype;
+  const void* logits;  // [num_rows, size]
+  int32_t* tokens;     // [num_rows]
+  bool* holds_nan;     // [num_rows]
+  int64_t size;
+};
+
+// Each does the rows, or elements, [begin, end).
+struct LayerKernels {
+  void (*rope)(const RopeArgs& args, int64_t begin, int64_t end);
+  void (*rms_norm)(const RmsNormArgs& args, int64_t begin, int64_t end);
+  void (*silu_mul)(const SiluMulArgs& args, int64_t begin, int64_t end);
+  void (*greedy)(const GreedyArgs& args, int64_t begin, int64_t end);
+};
+
+}  // namespace mlx_paged::cpu

@@ -1,0 +1,19 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#pragma once
+
+#include "mlx/ops.h"
+
+namespace mlx_paged {
+
+// Kernels read dense rows. On the CPU eval_cpu sees to that (cpu/dense.h). On a GPU arrays known to
+// be dense cost nothing here, others a graph node, and a copy only if they turn out not to be.
+inline mlx::core::array dense(const mlx::core::array& a, mlx::core::Stream s) {
+  bool known = a.status() != mlx::core::array::Status::unscheduled && a.flags().row_contiguous;
+  if (known || s.device == mlx::core::Device::cpu) {
+    return a;
+  }
+  return mlx::core::contiguous(a, /* allow_col_major = */ false, s);
+}
+
+}  // namespace mlx_paged

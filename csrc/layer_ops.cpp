@@ -1,0 +1,148 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// What a layer does around its matrix products, and greedy sampling. CPU only: a GPU has MLX's own
+// in one kernel.
+
+#include <cmath>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "cpu/blas.h"
+#include "dense.h"
+#include "ops.h"
+#include "primitives.h"
+#include "validate.h"
+
+namespace mlx_paged {
+
+mx::array rope_rotations(
+    const mx::array& positions, const mx::array& inv_freqs, float scale, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("rope_rotations");
+  v.shape(positions, "positions", {-1});
+  v.int32(positions, "positions");
+  v.shape(inv_freqs, "inv_freqs", {-1});
+  v.require(inv_freqs.dtype() == mx::float32, "inv_freqs", "float32", inv_freqs.dtype());
+  v.require(std::isfinite(scale), "scale", "finite", scale);
+  return mx::array(
+      {positions.shape(0), 2, inv_freqs.shape(0)}, mx::float32,
+      std::make_shared<RopeRotations>(s, scale), {dense(positions, s), dense(inv_freqs, s)});
+}
+
+mx::array rope(
+    const mx::array& x, const mx::array& rotations, bool traditional, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("rope");
+  v.shape(x, "x", {-1, -1, 1, -1});
+  v.floating(x, "x");
+  v.shape(rotations, "rotations", {x.shape(0), 2, -1});
+  v.require(rotations.dtype() == mx::float32, "rotations", "float32", rotations.dtype());
+  int dims = 2 * rotations.shape(2);
+  v.require(
+      x.shape(3) >= dims, "head_dim",
+      "at least the " + std::to_string(dims) + " dims that are rotated", x.shape(3));
+  return mx::array(
+      x.shape(), x.dtype(), std::make_shared<Rope>(s, traditional), {x, dense(rotations, s)});
+}
+
+mx::array rms_norm(
+    const mx::array& x, const std::optional<mx::array>& weight, float eps, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("rms_norm");
+  v.require(x.ndim() > 0, "x", "of at least one axis", "a scalar");
+  v.floating(x, "x");
+  v.require(std::isfinite(eps) && eps >= 0, "eps", "finite and at least 0", eps);
+  std::vector<mx::array> inputs{dense(x, s)};
+  if (weight) {
+    v.shape(*weight, "weight", {x.shape(-1)});
+    v.same_dtype(*weight, "weight", x, "x");
+    inputs.push_back(dense(*weight, s));
+  }
+  return mx::array(x.shape(), x.dtype(), std::make_shared<RmsNorm>(s, eps), std::move(inputs));
+}
+
+mx::array silu_mul(const mx::array& gate, const mx::array& x, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("silu_mul");
+  v.floating(gate, "gate");
+  v.same_dtype(x, "x", gate, "gate");
+  v.same_shape(x, "x", gate, "gate");
+  return mx::array(
+      gate.shape(), gate.dtype(), std::make_shared<SiluMul>(s), {dense(gate, s), dense(x, s)});
+}
+
+namespace {
+bool served(const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias) {
+  auto is_float = [](const mx::array& a) { return a.dtype() == mx::float32; };
+  // Weights that would have to be made dense in every step are better left to MLX.
+  return cpu::find_sgemm() && is_float(x) && is_float(weight) && (!bias || is_float(*bias)) &&
+         weight.status() != mx::array::Status::unscheduled && weight.flags().row_contiguous &&
+         weight.size() > 0;
+}
+}  // namespace
+
+std::pair<mx::array, mx::array> greedy_tokens(const mx::array& logits, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("greedy_tokens");
+  v.shape(logits, "logits", {-1, -1});
+  v.floating(logits, "logits");
+  v.require(logits.shape(1) > 0, "vocab_size", "at least 1", logits.shape(1));
+  mx::Shape rows{logits.shape(0)};
+  auto out = mx::array::make_arrays(
+      {rows, rows}, {mx::int32, mx::bool_}, std::make_shared<GreedyTokens>(s), {logits});
+  return {out[0], out[1]};
+}
+
+mx::array linear(
+    const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias,
+    mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("linear");
+  v.shape(weight, "weight", {-1, -1});
+  v.require(
+      x.ndim() > 0 && x.shape(-1) == weight.shape(1), "the last axis of x",
+      std::to_string(weight.shape(1)) + " like weight's", x.ndim() ? x.shape(-1) : 0);
+  if (bias) {
+    v.shape(*bias, "bias", {weight.shape(0)});
+  }
+  if (s.device != mx::Device::cpu || !served(x, weight, bias)) {
+    auto transposed = mx::transpose(weight, s);
+    return bias ? mx::addmm(*bias, x, transposed, 1.0f, 1.0f, s) : mx::matmul(x, transposed, s);
+  }
+  auto shape = x.shape();
+  shape.back() = weight.shape(0);
+  std::vector<mx::array> inputs{x, weight};
+  if (bias) {
+    inputs.push_back(*bias);
+  }
+  return mx::array(std::move(shape), x.dtype(), std::make_shared<Linear>(s), std::move(inputs));
+}
+
+namespace {
+[[noreturn]] void throw_cpu_only(const char* name) {
+  throw std::runtime_error(
+      std::string("[") + name + "] must run on the CPU. Pass stream=mx.cpu, or use MLX's own.");
+}
+}  // namespace
+
+void RopeRotations::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
+  throw_cpu_only("rope_rotations");
+}
+void Rope::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
+  throw_cpu_only("rope");
+}
+void RmsNorm::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
+  throw_cpu_only("rms_norm");
+}
+void GreedyTokens::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
+  throw_cpu_only("greedy_tokens");
+}
+void Linear::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
+  throw_cpu_only("linear");
+}
+void SiluMul::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
+  throw_cpu_only("silu_mul");
+}
+
+}  // namespace mlx_paged

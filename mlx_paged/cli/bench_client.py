@@ -1,0 +1,217 @@
+"""Load for any OpenAI endpoint: workloads, arrivals, and what each request saw."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+# Reading is part of what is measured: lines of a stream may be long (log-probabilities).
+_READ_BUFFER = 1 << 20
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request of a workload.
+
+    Attributes:
+        text: what is sent.
+        num_tokens: of the text.
+        max_tokens: of the answer.
+    """
+
+    text: str
+    num_tokens: int
+    max_tokens: int
+
+
+@dataclass
+class Result:
+    """What one request saw; times in seconds."""
+
+    prompt: Prompt
+    success: bool = False
+    started: float = 0.0
+    latency: float = 0.0
+    ttft: float = 0.0
+    itl: list[float] = field(default_factory=list)
+    num_output_tokens: int = 0
+    num_prompt_tokens: int | None = None  # as the server counts
+    num_cached_tokens: int = 0
+    text: str = ""
+    error: str = ""
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time of the tokens after the first; None where there are none."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.latency - self.ttft) / (self.num_output_tokens - 1)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where requests go, and what they carry besides prompt and limit."""
+
+    url: str
+    model: str
+    chat: bool
+    extra: dict[str, Any]
+    key: str | None = None
+
+
+def random_prompts(
+    tokenizer: Any,
+    count: int,
+    input_len: int,
+    output_len: int,
+    *,
+    prefix_len: int = 0,
+    seed: int = 0,
+) -> list[Prompt]:
+    """Random tokens as text; the first `prefix_len` are the same in all.
+
+    Texts are decoded from ordinary tokens of the vocabulary; encoding them again may give a few
+    tokens more or less, and that number is what is told.
+    """
+    rng = random.Random(seed)
+    special = set(getattr(tokenizer, "all_special_ids", ()))
+    vocabulary = tokenizer.get_vocab()
+    # Words that begin with a space make texts that encode to as many tokens again.
+    words = sorted(i for t, i in vocabulary.items() if t[:1] in "Ġ▁" and t[1:].isalpha())
+    if len(words) < 100:
+        words = sorted(set(vocabulary.values()) - special)
+
+    def tokens(length: int) -> list[int]:
+        return [rng.choice(words) for _ in range(length)]
+
+    shared = tokens(prefix_len)
+    prompts = []
+    for _ in range(count):
+        text = tokenizer.decode(shared + tokens(input_len))
+        prompts.append(Prompt(text, len(tokenizer.encode(text)), output_len))
+    return prompts
+
+
+async def arrivals(
+    prompts: Sequence[Prompt], rate: float, burstiness: float, seed: int
+) -> AsyncIterator[Prompt]:
+    """Prompts at a mean rate (requests a second; inf: all at once), gaps gamma-distributed."""
+    rng = random.Random(seed)
+    due = time.perf_counter()
+    for prompt in prompts:
+        yield prompt
+        if rate != float("inf"):
+            due += rng.gammavariate(burstiness, 1 / (rate * burstiness))
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+
+
+async def one_request(session: aiohttp.ClientSession, target: Target, prompt: Prompt) -> Result:
+    """Sends a prompt and reads its stream."""
+    body: dict[str, Any] = {
+        "model": target.model,
+        "max_tokens": prompt.max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **target.extra,
+    }
+    if target.chat:
+        body["messages"] = [{"role": "user", "content": prompt.text}]
+    else:
+        body["prompt"] = prompt.text
+    headers = {"Authorization": f"Bearer {target.key}"} if target.key else {}
+    result = Result(prompt, started=time.perf_counter())
+    try:
+        async with session.post(target.url, json=body, headers=headers) as response:
+            if response.status != 200:
+                result.error = f"{response.status}: {(await response.text())[:500]}"
+                return result
+            await _read(response, result)
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        result.error = f"{type(error).__name__}: {error}"
+    return result
+
+
+async def _read(response: aiohttp.ClientResponse, result: Result) -> None:
+    last = result.started
+    num_chunks = 0
+    async for line in response.content:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            break
+        chunk = json.loads(data)
+        if "error" in chunk:
+            result.error = str(chunk["error"])
+            return
+        if usage := chunk.get("usage"):
+            result.num_output_tokens = usage["completion_tokens"]
+            result.num_prompt_tokens = usage["prompt_tokens"]
+            details = usage.get("prompt_tokens_details") or {}
+            result.num_cached_tokens = details.get("cached_tokens") or 0
+        for choice in chunk.get("choices") or ():
+            text = choice.get("text") or (choice.get("delta") or {}).get("content")
+            if not text:
+                continue
+            now = time.perf_counter()
+            if num_chunks == 0:
+                result.ttft = now - result.started
+            else:
+                result.itl.append(now - last)
+            last = now
+            num_chunks += 1
+            result.text += text
+    result.latency = last - result.started
+    result.num_output_tokens = result.num_output_tokens or num_chunks
+    result.success = num_chunks > 0
+    if not result.success:
+        result.error = "the stream had no text"
+
+
+async def run(
+    target: Target,
+    prompts: Sequence[Prompt],
+    *,
+    rate: float = float("inf"),
+    burstiness: float = 1.0,
+    concurrency: int | None = None,
+    seed: int = 0,
+    on_done: Callable[[Result], None] = lambda _: None,
+) -> tuple[list[Result], float]:
+    """Runs a workload.
+
+    Args:
+        rate: mean requests a second.
+        burstiness: 1 is a Poisson process; less is burstier.
+        concurrency: most requests at once; None: no limit.
+
+    Returns:
+        Results in the order of the prompts, and the seconds that all took.
+    """
+    gate = asyncio.Semaphore(concurrency or len(prompts) or 1)
+    timeout = aiohttp.ClientTimeout(total=6 * 3600)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(
+        timeout=timeout, connector=connector, read_bufsize=_READ_BUFFER
+    ) as session:
+
+        async def limited(prompt: Prompt) -> Result:
+            async with gate:
+                result = await one_request(session, target, prompt)
+            on_done(result)
+            return result
+
+        start = time.perf_counter()
+        tasks = [
+            asyncio.create_task(limited(prompt))
+            async for prompt in arrivals(prompts, rate, burstiness, seed)
+        ]
+        results = list(await asyncio.gather(*tasks))
+        return results, time.perf_counter() - start

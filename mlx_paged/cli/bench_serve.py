@@ -1,0 +1,191 @@
+"""`mlx-paged bench serve`: the figures of an endpoint under load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mlx_paged.errors import InvalidParameterError, MlxPagedError
+
+bench = typer.Typer(help="Measure.", no_args_is_help=True)
+
+
+@bench.callback()
+def _group() -> None:
+    """Measure."""
+
+
+class Backend(StrEnum):
+    """Which endpoint is asked."""
+
+    OPENAI = "openai"
+    OPENAI_CHAT = "openai-chat"
+
+
+class Dataset(StrEnum):
+    """What is asked."""
+
+    RANDOM = "random"
+    PREFIX_REPETITION = "prefix_repetition"
+
+
+@bench.command()
+def serve(
+    base_url: Annotated[
+        str, typer.Option(help="Of the server, without /v1.")
+    ] = "http://127.0.0.1:8000",
+    backend: Annotated[
+        Backend, typer.Option(help="openai: /v1/completions; openai-chat: /v1/chat/completions.")
+    ] = Backend.OPENAI,
+    model: Annotated[
+        str | None, typer.Option(help="Name in the API.", show_default="the server's first")
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Directory or id, to make prompts.", show_default="the embedded model's"),
+    ] = None,
+    dataset_name: Annotated[Dataset, typer.Option(help="Workload.")] = Dataset.RANDOM,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = 64,
+    random_input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
+    random_output_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
+    random_prefix_len: Annotated[
+        int, typer.Option(min=0, help="Further tokens, the same in all prompts.")
+    ] = 0,
+    request_rate: Annotated[
+        float, typer.Option(min=0.001, help="Requests a second.", show_default="inf: all at once")
+    ] = float("inf"),
+    burstiness: Annotated[float, typer.Option(min=0.01, help="1: Poisson; less: bursts.")] = 1.0,
+    max_concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Most requests at once.")
+    ] = None,
+    num_warmups: Annotated[int, typer.Option(min=0, help="Requests before the clock runs.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    ignore_eos: Annotated[bool, typer.Option(help="Answers of full length.")] = True,
+    extra_body: Annotated[str, typer.Option(help="JSON object: more fields.")] = "{}",
+    api_key: Annotated[
+        str | None, typer.Option(help="Key.", envvar="MLX_PAGED_API_KEY")
+    ] = None,
+    metric_percentiles: Annotated[str, typer.Option(help="By commas.")] = "50,90,99",
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    save_result: Annotated[bool, typer.Option("--save-result", help="Write JSON.")] = False,
+    result_filename: Annotated[
+        Path | None, typer.Option(help="Where to.", show_default="by time and model")
+    ] = None,
+) -> None:  # fmt: skip
+    """Send a workload to any OpenAI endpoint, and tell latency and throughput.
+
+    Output and JSON keys are those of `vllm bench serve`.
+    """
+    try:
+        from mlx_paged.cli import bench_client as client
+    except ImportError as error:
+        raise MlxPagedError(
+            f"this needs a package that is not installed ({error.name}): "
+            "pip install 'mlx-paged[bench]'"
+        ) from error
+    from mlx_paged.cli import bench_report as report
+
+    shares = _percentiles(metric_percentiles)
+    extra = _extra(extra_body)
+    name = model or asyncio.run(_first_model(base_url, api_key))
+    if dataset_name is Dataset.PREFIX_REPETITION and not random_prefix_len:
+        random_prefix_len = random_input_len // 2
+        random_input_len -= random_prefix_len
+    prompts = client.random_prompts(
+        _tokenizer(tokenizer),
+        num_warmups + num_prompts,
+        random_input_len,
+        random_output_len,
+        prefix_len=random_prefix_len,
+        seed=seed,
+    )
+    chat = backend is Backend.OPENAI_CHAT
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    target = client.Target(
+        base_url.rstrip("/") + path,
+        name,
+        chat,
+        {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **extra},
+        api_key,
+    )
+    if num_warmups:
+        warm, _ = asyncio.run(client.run(target, prompts[:num_warmups]))
+        if not any(r.success for r in warm):
+            raise MlxPagedError(f"{target.url} does not answer: {warm[0].error}")
+    results, duration = asyncio.run(
+        client.run(
+            target,
+            prompts[num_warmups:],
+            rate=request_rate,
+            burstiness=burstiness,
+            concurrency=max_concurrency,
+            seed=seed,
+        )
+    )
+    made = report.figures(results, duration, shares)
+    typer.echo(report.text(made, request_rate, max_concurrency, shares))
+    if save_result:
+        now = datetime.now().strftime("%Y%m%d-%H%M%S")
+        file = result_filename or Path(f"{backend.value}-{request_rate:g}qps-{now}.json")
+        saved = {
+            "date": now,
+            "endpoint_type": backend.value,
+            "backend": backend.value,
+            "model_id": name,
+            "tokenizer_id": tokenizer or name,
+            "num_prompts": num_prompts,
+            "request_rate": "inf" if request_rate == float("inf") else request_rate,
+            "burstiness": burstiness,
+            "max_concurrency": max_concurrency,
+            **made,
+        }
+        file.write_text(json.dumps(saved) + "\n")
+    if made["completed"] == 0:
+        raise MlxPagedError(f"no request succeeded: {results[0].error}")
+
+
+def _percentiles(given: str) -> list[float]:
+    try:
+        shares = [float(part) for part in given.split(",")]
+    except ValueError:
+        shares = [-1.0]
+    if not all(0 <= share <= 100 for share in shares):
+        raise InvalidParameterError("metric_percentiles", "numbers in [0, 100] by commas", given)
+    return shares
+
+
+def _extra(given: str) -> dict[str, Any]:
+    try:
+        extra = json.loads(given)
+    except ValueError:
+        extra = None
+    if not isinstance(extra, dict):
+        raise InvalidParameterError("extra_body", "a JSON object", given)
+    return extra
+
+
+def _tokenizer(name: str | None) -> Any:
+    from mlx_lm.utils import load_tokenizer
+
+    from mlx_paged.demo import model_path
+
+    return load_tokenizer(model_path() if name is None else Path(name))
+
+
+async def _first_model(base_url: str, key: str | None) -> str:
+    import aiohttp
+
+    url = base_url.rstrip("/") + "/v1/models"
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as answer:
+            answer.raise_for_status()
+            return str((await answer.json())["data"][0]["id"])
+    except (aiohttp.ClientError, OSError, KeyError, IndexError) as error:
+        raise MlxPagedError(f"{url} does not name a model: {error}") from error

@@ -1,0 +1,42 @@
+"""Makes mlx-lm paged: ``import mlx_paged`` is the only change that a program needs.
+
+Prompt caches of mlx-lm then live in a paged store, one for each model; prompts that begin like one
+seen before are computed from where they differ; batches share what their prompts share. Interfaces
+and results stay mlx-lm's. ``mlx_paged.unpatch()`` undoes it, ``MLX_PAGED_DISABLE=1`` prevents it.
+
+`seams` lists every symbol that is replaced.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mlx_paged.drop_in.patching import (
+    MlxLmMismatchError,
+    arrange,
+    is_disabled,
+    is_patched,
+    patch,
+    unpatch,
+)
+
+if TYPE_CHECKING:
+    from mlx_paged.drop_in.store import StoreStats
+
+__all__ = [
+    "MlxLmMismatchError",
+    "arrange",
+    "is_disabled",
+    "is_patched",
+    "patch",
+    "stats",
+    "unpatch",
+]
+
+
+def stats(model: Any) -> StoreStats | None:
+    """Where the store of a model stands; None where it has none (yet)."""
+    from mlx_paged.drop_in.registry import stores_of
+
+    stores = stores_of(model)
+    return stores[-1].stats() if stores else None

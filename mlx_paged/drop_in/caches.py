@@ -1,0 +1,327 @@
+"""Paged prompt caches that are mlx-lm's own to whoever looks at them, and how they are made."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+
+from mlx_paged.attention.specs import CacheSpec, LayerSpec
+from mlx_paged.drop_in.sequence import PagedSequence
+from mlx_paged.drop_in.store import PagedStore
+
+
+class _PromptCache:
+    """One layer of a sequence, in mlx-lm's cache protocol.
+
+    A model that is called with these runs paged and never looks into them (`reroute`). Whoever does
+    gets dense keys and values, which are copies.
+    """
+
+    def __init__(self, sequence: PagedSequence, layer: int) -> None:
+        self.sequence = sequence
+        self.layer = layer
+
+    @property
+    def offset(self) -> int:
+        """Tokens in the cache: the position of the next one."""
+        return self.sequence.offsets[self.layer]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Stores ``[batch, num_kv_heads, length, head_dim]``; returns all that is there."""
+        self.sequence.write(self.layer, keys, values)
+        return self.keys_and_values()
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, n: int) -> int:
+        """Forgets the last `n` tokens, or all there are; returns how many that were."""
+        return self.sequence.trim(self.layer, n)
+
+    def size(self) -> int:
+        return self.offset
+
+    def empty(self) -> bool:
+        return self.offset == 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.sequence.nbytes(self.layer)
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """``[batch, num_kv_heads, offset, head_dim]`` keys and values."""
+        return self.sequence.dense(self.layer)
+
+    @property
+    def keys(self) -> mx.array | None:
+        return None if self.empty() else self.keys_and_values()[0]
+
+    @property
+    def values(self) -> mx.array | None:
+        return None if self.empty() else self.keys_and_values()[1]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # All layers of a prompt cache find the same fork in `memo`.
+        return type(self)(copy.deepcopy(self.sequence, memo), self.layer)
+
+    def __copy__(self) -> Any:
+        return copy.deepcopy(self)
+
+    def __reduce__(self) -> Any:
+        return type(self.dense()).from_state, (self.dense().state,)
+
+    def dense(self) -> Any:
+        """mlx-lm's own cache with the same content."""
+        raise NotImplementedError
+
+
+class PagedKVCache(_PromptCache, KVCache):  # type: ignore[misc]
+    """Stands where mlx-lm has a `KVCache`."""
+
+    @property
+    def state(self) -> Any:
+        return self.keys, self.values, self.offset
+
+    @state.setter
+    def state(self, v: Any) -> None:
+        keys, values, offset = v
+        _restore(self, keys, values, offset)
+
+    def dense(self) -> KVCache:
+        return KVCache.from_state(self.state)
+
+
+class PagedRotatingKVCache(_PromptCache, RotatingKVCache):  # type: ignore[misc]
+    """Stands where mlx-lm has a `RotatingKVCache`: a layer with a sliding window.
+
+    The dense view has what the window holds. The store has the tokens before it too, so this one
+    can be trimmed at any length.
+    """
+
+    keep = 0
+
+    @property
+    def max_size(self) -> int:
+        """The window."""
+        window: int = self.sequence.store.specs[self.layer].window
+        return window
+
+    @property
+    def _idx(self) -> int:
+        return self.size()
+
+    def size(self) -> int:
+        return min(self.offset, self.max_size)
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """``[batch, num_kv_heads, size, head_dim]`` keys and values, oldest first."""
+        keys, values = self.sequence.dense(self.layer)
+        start = self.offset - self.size()
+        return keys[:, :, start:], values[:, :, start:]
+
+    @property
+    def state(self) -> Any:
+        return self.keys, self.values, self.offset, self.keep, self.max_size, self._idx
+
+    @state.setter
+    def state(self, v: Any) -> None:
+        source = RotatingKVCache.from_state(v)
+        if source.keep != 0 or source.max_size != self.max_size:
+            raise ValueError(
+                f"[paged prompt cache] state must be of keep 0 and max_size {self.max_size} but "
+                f"got {source.keep} and {source.max_size}"
+            )
+        _restore(self, *_newest(source), source.offset)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """As mlx-lm's: rows of a longer piece see each its own window, so it returns them all."""
+        before = self.size() if keys.shape[2] == 1 else min(self.offset, self.max_size - 1)
+        self.sequence.write(self.layer, keys, values)
+        num_tokens = min(self.offset, before + keys.shape[2])
+        if keys.shape[2] == 1:
+            num_tokens = self.size()
+        dense = self.sequence.dense(self.layer)
+        return tuple(x[:, :, self.offset - num_tokens :] for x in dense)  # type: ignore[return-value]
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
+        return self.dense().make_mask(*args, **kwargs)
+
+    def dense(self) -> RotatingKVCache:
+        return RotatingKVCache.from_state(self.state)
+
+
+class PagedChunkedKVCache(_PromptCache, ChunkedKVCache):  # type: ignore[misc]
+    """Stands where mlx-lm has a `ChunkedKVCache`: a layer that sees its own chunk of the text."""
+
+    start_position = 0
+
+    @property
+    def chunk_size(self) -> int:
+        chunk: int = self.sequence.store.specs[self.layer].chunk
+        return chunk
+
+    @property
+    def state(self) -> Any:
+        return self.keys, self.values, self.offset, self.chunk_size, self.start_position
+
+    @state.setter
+    def state(self, v: Any) -> None:
+        source = ChunkedKVCache.from_state(v)
+        _restore(self, *_newest(source), source.offset)
+
+    def maybe_trim_front(self) -> None:
+        """Nothing is dropped here."""
+
+    def dense(self) -> ChunkedKVCache:
+        return ChunkedKVCache.from_state(self.state)
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> Any:
+        """For mlx-lm's server, which asks for it: sequences with these run in the store."""
+        raise ValueError("chunked caches cannot be merged into a dense batch")
+
+
+class _UnusedCache(PagedKVCache):
+    """Stands for a cache that the model makes and does not use."""
+
+    def empty(self) -> bool:
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def dense(self) -> KVCache:
+        return KVCache()
+
+
+class _WorkingCache(_PromptCache):
+    """What mlx-lm's own loops are given: one in the place of each of a model's caches.
+
+    After every chunk of a prompt they evaluate the state of the caches: here that is the store's
+    pools, which finishes the chunk and copies nothing.
+    """
+
+    @property
+    def offset(self) -> int:
+        return self.sequence.offset
+
+    @property
+    def state(self) -> Any:
+        return self.sequence.store.pools() if self.layer == 0 else []
+
+    def trim(self, n: int) -> int:
+        n = min(n, self.offset)
+        if self.layer == 0:
+            self.sequence.trim_all(n)
+        return n
+
+
+def prompt_cache(sequence: PagedSequence) -> list[Any]:
+    """The caches of a sequence, put together as mlx-lm does for the model."""
+    leaves = [_kind_of(spec)(sequence, i) for i, spec in enumerate(sequence.store.specs)]
+    return [_assembled(shape, leaves) for shape in sequence.store.flat.layout.tree]
+
+
+def _assembled(shape: Any, leaves: list[Any]) -> Any:
+    # (`CacheLayout.assemble` does the same and keeps the leaves until cycles are collected; the
+    # blocks of a prompt cache are to be free the moment it goes.)
+    if isinstance(shape, int):
+        return leaves[shape]
+    return CacheList(*(_assembled(part, leaves) for part in shape))
+
+
+def _kind_of(spec: CacheSpec) -> type[_PromptCache]:
+    if not isinstance(spec, LayerSpec):
+        return _UnusedCache
+    if spec.chunk is not None:
+        return PagedChunkedKVCache
+    return PagedKVCache if spec.window is None else PagedRotatingKVCache
+
+
+def working_caches(sequence: PagedSequence) -> list[Any]:
+    """The same for a loop of mlx-lm's."""
+    return [_WorkingCache(sequence, i) for i in range(len(sequence.store.flat.layout.tree))]
+
+
+def sequence_of(caches: Sequence[Any]) -> PagedSequence | None:
+    """The sequence behind a whole prompt cache; None where that is not one of ours."""
+    leaves = leaves_of(caches)
+    if not leaves or not isinstance(leaves[0], _PromptCache):
+        return None
+    sequence = leaves[0].sequence
+    if all(isinstance(c, _WorkingCache) for c in leaves):
+        return sequence
+    whole = len(leaves) == len(sequence.offsets) and all(
+        isinstance(c, _PromptCache) and c.sequence is sequence and c.layer == i
+        for i, c in enumerate(leaves)
+    )
+    return sequence if whole else None
+
+
+def leaves_of(caches: Sequence[Any]) -> list[Any]:
+    """A model's caches, taken out of the lists that some models have them in."""
+    leaves: list[Any] = []
+    for cache in caches:
+        leaves += leaves_of(cache.caches) if isinstance(cache, CacheList) else [cache]
+    return leaves
+
+
+def dense_copy(cache: Any) -> Any:
+    """mlx-lm's own cache with the same content; a cache that is not ours as it is."""
+    if isinstance(cache, CacheList):
+        return CacheList(*(dense_copy(c) for c in cache.caches))
+    return cache.dense() if isinstance(cache, _PromptCache) else cache
+
+
+def is_importable(caches: Sequence[Any], store: PagedStore) -> bool:
+    """Whether `import_dense` can take mlx-lm's own caches of a model."""
+    leaves = leaves_of(caches)
+    return len(leaves) == len(store.specs) and all(map(_fits, leaves, store.specs))
+
+
+def _fits(cache: Any, spec: CacheSpec) -> bool:
+    if type(cache) is RotatingKVCache:
+        return cache.keep == 0 and cache.max_size == getattr(spec, "window", None)
+    if type(cache) is ChunkedKVCache:
+        return cache.chunk_size == getattr(spec, "chunk", None)
+    if not isinstance(spec, LayerSpec):
+        return type(cache) is KVCache and cache.empty()
+    return type(cache) is KVCache and spec.window is None and spec.chunk is None
+
+
+def import_dense(caches: Sequence[Any], store: PagedStore) -> PagedSequence:
+    """Copies mlx-lm's own caches of one sequence into a store."""
+    sequence = PagedSequence(store)
+    leaves = leaves_of(caches)
+    for source, target in zip(leaves, leaves_of(prompt_cache(sequence))):
+        if not source.empty():
+            _restore(target, *_newest(source), source.offset)
+    sequence.move_to(max(source.offset for source in leaves))  # unused ones move along
+    return sequence
+
+
+def _newest(cache: Any) -> tuple[Any, Any]:
+    """Keys and values of the tokens that one of mlx-lm's caches still has, oldest first."""
+    if cache.keys is None:
+        return None, None
+    if not isinstance(cache, RotatingKVCache):
+        return tuple(cache.keys_and_values())
+    num_tokens = cache.size()
+    return tuple(cache._temporal_order(x)[:, :, -num_tokens:] for x in (cache.keys, cache.values))
+
+
+def _restore(cache: _PromptCache, keys: mx.array | None, values: mx.array, offset: int) -> None:
+    """Makes one layer hold `offset` tokens, of which the last are given."""
+    cache.trim(cache.offset)
+    if keys is None or offset == 0:
+        return
+    keys, values = keys[:, :, :offset], values[:, :, :offset]  # mlx-lm's buffers may be longer
+    sequence, length = cache.sequence, keys.shape[2]
+    # What a window has lost is never read again: it gets its place in the blocks, and no content.
+    sequence.offsets[cache.layer] = offset - length
+    sequence.write(cache.layer, keys, values)

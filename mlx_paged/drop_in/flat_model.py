@@ -1,0 +1,250 @@
+"""FlatModel: a model and its pools, run the one way in which its family was proven.
+
+The engine runs ``[rows, 1]`` tokens, every token a row, and so does this, whatever shape mlx-lm's
+code calls the model in.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, is_dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_paged import ops
+from mlx_paged.attention.plan import build_plan
+from mlx_paged.attention.specs import CacheSpec, LayerSpec
+from mlx_paged.errors import UnsupportedModelError
+from mlx_paged.ops import AttentionPlan
+
+
+class FlatModel:
+    """Runs steps of ragged sequences. Does not keep its model alive.
+
+    Args:
+        model: its modules are changed in place, in ways that show only while a step is built.
+
+    Raises:
+        UnsupportedModelError: the family is not proven, or this model of it is not served.
+    """
+
+    def __init__(self, model: nn.Module, *, num_blocks: int, block_size: int) -> None:
+        # Here, not above: this very import of mlx_lm may have come from there.
+        from mlx_paged.models.serve import serve
+
+        config = _config_of(model)
+        paged = serve(model, config, block_size=block_size)
+        if paged.layout.has_states:
+            raise UnsupportedModelError(
+                config["model_type"],
+                "its layers keep recurrent state, which paged prompt caches do not yet",
+            )
+        if paged.layout.max_context_len is not None:
+            raise UnsupportedModelError(
+                config["model_type"],
+                f"its RoPE changes with contexts beyond {paged.layout.max_context_len} tokens",
+            )
+        self.layout = paged.layout
+        self.block_size = block_size
+        self._model = weakref.ref(model)
+        self._paged = paged
+        paged.allocate(num_blocks)
+        paged.model = None  # type: ignore[assignment]
+        caches = iter(paged.attention_caches)
+        self._caches: list[Any] = [
+            next(caches) if isinstance(spec, LayerSpec) else None for spec in self.specs
+        ]
+        for cache in paged.attention_caches:
+            _order_reads(cache)
+
+    @property
+    def specs(self) -> Sequence[CacheSpec]:
+        """What each cache holds, as mlx-lm's caches lie when they are taken out of their lists."""
+        return self.layout.specs
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of a token in all layers."""
+        return self.layout.bytes_per_token()
+
+    def is_of(self, model: object) -> bool:
+        """Whether this runs that very model."""
+        return self._model() is model
+
+    # Steps.
+
+    def forward(
+        self,
+        tokens: mx.array,
+        tables: Sequence[Sequence[int]],
+        context_lens: Sequence[int],
+        query_lens: Sequence[int],
+        logit_rows: np.ndarray,
+        input_embeddings: mx.array | None = None,
+    ) -> mx.array:
+        """``[num_rows]`` int32 tokens -> ``[len(logit_rows), vocab_size]`` logits, lazily.
+
+        Args:
+            tables: blocks of each sequence.
+            context_lens: tokens of each sequence once this step's are written.
+            query_lens: how many of them are this step's rows.
+            input_embeddings: ``[num_rows, hidden_size]``, in the place of the tokens'.
+        """
+        from mlx_paged.models.paged_model import StepInputs
+
+        inputs = StepInputs(
+            np.array(context_lens, dtype=np.int64),
+            np.array(query_lens, dtype=np.int64),
+            tables,
+            logit_rows,
+        )
+        model: Any = self._model()
+        if input_embeddings is not None:
+            if self.layout.mode.is_gathered:
+                raise TypeError(
+                    "[paged prompt cache] input_embeddings must be None for a model that runs in "
+                    "groups. Set MLX_PAGED_DISABLE=1 to run it with mlx-lm's own caches"
+                )
+            model = partial(model, input_embeddings=input_embeddings[:, None])
+        self._paged.model = model
+        try:
+            logits = self._paged.forward(tokens, inputs)
+        finally:
+            self._paged.model = None  # type: ignore[assignment]
+        # (A head that was replaced since, by quantising it, say, gives all rows.)
+        return logits if len(logits) == len(logit_rows) else logits[mx.array(logit_rows)]
+
+    # Layers by themselves, for what is put in and taken out.
+
+    def write(self, layer: int, plan: AttentionPlan, keys: mx.array, values: mx.array) -> None:
+        """Writes ``[batch, num_kv_heads, length, head_dim]`` keys and values of one layer.
+
+        Raises:
+            ValueError: for other heads or head dims than the layer has.
+        """
+        spec = self._spec(layer)
+        dims = (spec.key_dim, spec.value_dim)
+        if spec.latent:
+            dims = (spec.value_dim, spec.key_dim - spec.value_dim)
+        for name, array, dim in zip(("keys", "values"), (keys, values), dims):
+            if (array.shape[1], array.shape[3]) != (spec.num_kv_heads, dim):
+                raise ValueError(
+                    f"[paged prompt cache] {name} must be of {spec.num_kv_heads} heads of {dim} "
+                    f"but got {array.shape[1]} of {array.shape[3]}: this cache belongs to another "
+                    "model"
+                )
+        if spec.latent:  # mlx-lm keeps the two halves apart, the pool side by side
+            keys, values = mx.concatenate([keys, values], axis=-1), values[..., :0]
+        cache = self._caches[layer]
+        cache.key_pool, cache.value_pool = ops.write_kv(
+            cache.key_pool,
+            cache.value_pool,
+            _to_rows(keys, cache.key_pool),
+            _to_rows(values, cache.value_pool),
+            plan.slot_mapping,
+        )
+
+    def plan(
+        self, tables: Sequence[Sequence[int]], context_lens: Sequence[int], query_lens: list[int]
+    ) -> AttentionPlan:
+        """Of a step in which layers are written one by one."""
+        return build_plan(tables, context_lens, query_lens, block_size=self.block_size)
+
+    def read(
+        self, layer: int, tables: Sequence[Sequence[int]], num_tokens: int
+    ) -> tuple[mx.array, mx.array]:
+        """Dense ``[batch, num_kv_heads, num_tokens, head_dim]`` keys and values of one layer."""
+        spec, cache = self._spec(layer), self._caches[layer]
+        width = max(map(len, tables))
+        padded = [[*table, *[0] * (width - len(table))] for table in tables]
+        keys, values = ops.gather_kv(
+            cache.key_pool,
+            cache.value_pool,
+            mx.array(padded, dtype=mx.int32),
+            mx.array([num_tokens] * len(tables), dtype=mx.int32),
+            num_tokens,
+        )
+        _write_after(cache, [keys, values])
+        if spec.latent:
+            return keys[..., : spec.value_dim], keys[..., spec.value_dim : spec.key_dim]
+        return keys[..., : spec.key_dim], values[..., : spec.value_dim]
+
+    def _spec(self, layer: int) -> LayerSpec:
+        spec = self.specs[layer]
+        assert isinstance(spec, LayerSpec), f"cache {layer} of the model is not used"
+        return spec
+
+    # Pools.
+
+    def pools(self) -> list[mx.array]:
+        """Every pool as it is now."""
+        return self._paged.pools()
+
+    def restore(self, pools: list[mx.array]) -> None:
+        """Puts back what `pools` returned: the same memory, as writing is in place."""
+        self._paged.restore(pools)
+
+    def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copies blocks, as (src, dst), in every layer."""
+        self._paged.copy_blocks(mx.array(list(pairs), dtype=mx.int32))
+
+    def grow(self, num_blocks: int) -> None:
+        """Makes room for more blocks; what is there stays."""
+        for cache in self._paged.attention_caches:
+            for name in ("key_pool", "value_pool"):
+                old: mx.array = getattr(cache, name)
+                more, block_size, heads, dim = num_blocks - len(old), *old.shape[1:]
+                added = ops.allocate_pool(more, block_size, heads, dim, old.dtype)
+                pool = mx.concatenate([old, added])
+                mx.eval(pool)  # pool by pool, so that only one of them is there twice
+                setattr(cache, name, pool)
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    """What a model's ``config.json`` says of its family, as far as the model itself can tell."""
+    model_type = str(getattr(model, "model_type", type(model).__name__))
+    for base in type(model).__mro__:
+        package, _, module = base.__module__.rpartition(".")
+        if package == "mlx_lm.models":  # one module may run several model types
+            model_type = module
+            break
+    args = getattr(model, "args", None)
+    # (All the way down: a multimodal model's text model has arguments of its own.)
+    fields = asdict(args) if is_dataclass(args) and not isinstance(args, type) else {}
+    return {**fields, "model_type": model_type}
+
+
+def _order_reads(cache: Any) -> None:
+    """Makes whatever is written after a read come after it, in whatever order results are asked
+    for.
+
+    Writing is in place, and mlx-lm's callers may well trim a cache and go on before they evaluate
+    logits. (The engine evaluates every step, and needs nothing of this.)
+    """
+    method = "attend" if hasattr(cache, "attend") else "update_and_fetch"
+    read = getattr(type(cache), method)
+
+    def read_in_order(*args: Any, **kwargs: Any) -> Any:
+        out = read(cache, *args, **kwargs)
+        _write_after(cache, out)
+        return out
+
+    setattr(cache, method, read_in_order)
+
+
+def _write_after(cache: Any, reads: Any) -> None:
+    reads = list(reads) if isinstance(reads, tuple) else reads
+    cache.key_pool, cache.value_pool = mx.depends([cache.key_pool, cache.value_pool], reads)
+
+
+def _to_rows(x: mx.array, pool: mx.array) -> mx.array:
+    """``[batch, heads, length, dim]`` -> ``[batch * length, heads, pool_dim]``."""
+    batch, heads, length, dim = x.shape
+    rows = x.transpose(0, 2, 1, 3).reshape(batch * length, heads, dim).astype(pool.dtype)
+    missing = pool.shape[-1] - dim
+    return mx.pad(rows, [(0, 0), (0, 0), (0, missing)]) if missing else rows

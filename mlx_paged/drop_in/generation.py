@@ -1,0 +1,208 @@
+"""What stands in for mlx-lm's functions: prompt caches, and generation for one sequence.
+
+mlx-lm's own loops do the work. They are given what is not in the store yet, and caches that put it
+there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_paged.drop_in.caches import dense_copy, prompt_cache, sequence_of, working_caches
+from mlx_paged.drop_in.registry import store_for
+from mlx_paged.drop_in.sequence import PagedSequence
+
+Function = Callable[..., Any]
+
+
+def make_prompt_cache(original: Function) -> Function:
+    """For `mlx_lm.models.cache.make_prompt_cache`."""
+
+    @wraps(original)
+    def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:
+        dense: list[Any] = original(model, max_kv_size)
+        store = store_for(model, dense)
+        return dense if store is None else prompt_cache(PagedSequence(store))
+
+    return make_prompt_cache
+
+
+def save_prompt_cache(original: Function) -> Function:
+    """For `mlx_lm.models.cache.save_prompt_cache`: files are those that plain mlx-lm writes."""
+
+    @wraps(original)
+    def save_prompt_cache(
+        file_name: str, cache: list[Any], metadata: dict[str, str] | None = None
+    ) -> None:
+        original(file_name, [dense_copy(c) for c in cache], metadata)
+
+    return save_prompt_cache
+
+
+def generate_step(original: Function) -> Function:
+    """For `mlx_lm.generate.generate_step`."""
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def generate_step(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        arguments = call.arguments
+        sequence = _sequence_for(arguments)
+        if sequence is None:
+            yield from original(*args, **kwargs)
+            return
+        arguments["prompt_cache"] = working_caches(sequence)
+        if arguments["input_embeddings"] is not None or not sequence.is_known:
+            # Nobody knows which tokens these keys belong to: they are nobody else's.
+            yield from original(*call.args, **call.kwargs)
+            return
+        prompt = _prompt_or_last_token(arguments["prompt"], [sequence])
+        tokens = sequence.trail.tokens() + prompt
+        num_cached = sequence.adopt(tokens) - (len(tokens) - len(prompt))
+        _count(sequence, len(prompt), num_cached)
+        # (An empty array, of an empty prompt, may well be of a type that is no token's.)
+        dtype = arguments["prompt"].dtype if arguments["prompt"].size else mx.uint32
+        arguments["prompt"] = mx.array(prompt[num_cached:], dtype=dtype)
+        if num_cached:
+            _hide_the_cut(arguments, prompt[:num_cached], len(prompt))
+        yield from _learning(original(*call.args, **call.kwargs), sequence, tokens)
+
+    return generate_step
+
+
+def speculative_generate_step(original: Function) -> Function:
+    """For `mlx_lm.generate.speculative_generate_step`."""
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def speculative_generate_step(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        arguments = call.arguments
+        sequences = _target_and_draft(arguments)
+        if sequences is None or not all(s.is_known for s in sequences):
+            yield from original(*args, **kwargs)
+            return
+        arguments["prompt_cache"] = [c for s in sequences for c in working_caches(s)]
+        prompt = _prompt_or_last_token(arguments["prompt"], sequences)
+        texts = [s.trail.tokens() + prompt for s in sequences]
+        # mlx-lm gives both models the same rest of the prompt.
+        num_cached = min(s.cached_tokens(text) - s.offset for s, text in zip(sequences, texts))
+        for sequence, text in zip(sequences, texts):
+            sequence.adopt(text, sequence.offset + num_cached)
+            _count(sequence, len(prompt), num_cached)
+        arguments["prompt"] = mx.array(prompt[num_cached:], dtype=mx.uint32)
+        answer: list[int] = []
+        steps = original(*call.args, **call.kwargs)
+        try:
+            for token, logprobs, from_draft in steps:
+                answer.append(int(token))
+                yield token, logprobs, from_draft
+        finally:
+            steps.close()  # forgets the drafts that were not accepted
+            for sequence, text in zip(sequences, texts):
+                sequence.learn(text + answer)
+                sequence.store.rest()
+
+    return speculative_generate_step
+
+
+def _sequence_for(arguments: dict[str, Any]) -> PagedSequence | None:
+    """The sequence that a call of `generate_step` is about; None: it is mlx-lm's business alone."""
+    if arguments["kv_bits"] is not None:
+        return None  # mlx-lm replaces the caches of the list by quantised ones as it goes
+    model, caches = arguments["model"], arguments["prompt_cache"]
+    if caches is None:
+        return sequence_of(_new_caches(model, arguments["max_kv_size"]))
+    return _given(caches, model)
+
+
+def _target_and_draft(arguments: dict[str, Any]) -> list[PagedSequence] | None:
+    if arguments["kv_bits"] is not None:
+        return None
+    models = [arguments["model"], arguments["draft_model"]]
+    caches = arguments["prompt_cache"]
+    if caches is None:
+        sequences = [sequence_of(_new_caches(model)) for model in models]
+    else:
+        num_layers = len(models[0].layers)
+        both = [caches[:num_layers], caches[num_layers:]]
+        sequences = [_given(c, model) for c, model in zip(both, models)]
+    found = [s for s in sequences if s is not None]
+    return found if len(found) == 2 else None
+
+
+def _new_caches(model: Any, max_kv_size: int | None = None) -> list[Any]:
+    from mlx_lm.models import cache
+
+    return cache.make_prompt_cache(model, max_kv_size)
+
+
+def _given(caches: list[Any], model: Any) -> PagedSequence | None:
+    """The sequence of caches that were made earlier; notices that weights have changed since."""
+    from mlx_lm.models import cache
+
+    sequence = sequence_of(caches)
+    if sequence is not None:
+        store_for(model, inspect.unwrap(cache.make_prompt_cache)(model))
+    return sequence
+
+
+def _prompt_or_last_token(prompt: mx.array, sequences: list[PagedSequence]) -> list[int]:
+    """The prompt's tokens. Where it is empty, the cache has all of them: the last is computed anew,
+    because only computing it says what follows.
+    """
+    tokens: list[int] = prompt.tolist()  # type: ignore[assignment]
+    if tokens or not all(len(s.trail) for s in sequences):
+        return tokens
+    tokens = [sequences[0].trail.last()]
+    for sequence in sequences:
+        sequence.trim_all(1)
+    return tokens
+
+
+def _count(sequence: PagedSequence, num_tokens: int, num_cached: int) -> None:
+    sequence.store.num_prompt_tokens += num_tokens
+    sequence.store.num_cached_tokens += num_cached
+
+
+def _hide_the_cut(arguments: dict[str, Any], cached: list[int], num_tokens: int) -> None:
+    """Callbacks and logits processors see the whole prompt, whatever of it need not be computed."""
+    report = arguments["prompt_progress_callback"]
+    if report is not None:
+        arguments["prompt_progress_callback"] = lambda done, _: report(
+            done + len(cached), num_tokens
+        )
+    processors = arguments["logits_processors"]
+    if processors:
+        head = mx.array(cached, dtype=arguments["prompt"].dtype)
+        arguments["logits_processors"] = [
+            lambda tokens, logits, p=p: p(mx.concatenate([head, tokens]), logits)
+            for p in processors
+        ]
+
+
+def _learning(
+    steps: Iterator[Any], sequence: PagedSequence, tokens: list[int]
+) -> Iterator[tuple[int, mx.array]]:
+    """Passes on what `generate_step` yields, and tells the sequence which tokens these are."""
+    block_size = sequence.store.block_size
+    prompt_is_learnt = False
+    try:
+        for token, logprobs in steps:
+            # mlx-lm has built the step that computes this token's keys before it yields it.
+            tokens.append(int(token))
+            if not prompt_is_learnt or len(tokens) % block_size == 0:
+                sequence.learn(tokens)
+                prompt_is_learnt = True
+            yield token, logprobs
+    finally:
+        steps.close()  # type: ignore[attr-defined]
+        sequence.learn(tokens)
+        sequence.store.rest()

@@ -1,0 +1,211 @@
+"""Puts the seams in place and takes them out again, as a whole.
+
+A program may import mlx_lm before mlx_paged, after it, or never: `arrange` patches at once in the
+first case and leaves a finder on ``sys.meta_path`` for the others.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from mlx_paged.drop_in.seams import CHECKED_ON, SEAMS, Seam, mismatch, resolve
+from mlx_paged.errors import MlxPagedError
+
+DISABLE_VARIABLE = "MLX_PAGED_DISABLE"
+# `import mlx_lm` loads these, the last one last; the others come when a program asks for them.
+_CORE_MODULES = ("mlx_lm.models.cache", "mlx_lm.generate")
+_LAST_MODULE = _CORE_MODULES[-1]
+_LATER_MODULES = tuple({seam.module for seam in SEAMS} - set(_CORE_MODULES))
+
+
+class MlxLmMismatchError(MlxPagedError, RuntimeError):
+    """mlx-lm is not what the seams were made for: nothing of it was replaced.
+
+    Attributes:
+        reasons: One for each symbol that differs.
+    """
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        from importlib.metadata import version
+
+        super().__init__(
+            f"mlx_paged does not fit mlx-lm {version('mlx-lm')} and leaves it as it is (checked on "
+            f"{', '.join(CHECKED_ON)}): {'; '.join(reasons)}. Install one of the versions it was "
+            f"checked on, or set {DISABLE_VARIABLE}=1 to use mlx-lm without it"
+        )
+        self.reasons = tuple(reasons)
+
+
+class _Replaced:
+    """What stands where, now."""
+
+    def __init__(self, seam: Seam, original: Any, replacement: Any) -> None:
+        self.seam = seam
+        self.original = original
+        self.replacement = replacement
+
+
+_replaced: list[_Replaced] = []
+
+
+def is_disabled() -> bool:
+    """Whether the environment says to leave mlx-lm alone."""
+    return os.environ.get(DISABLE_VARIABLE, "") not in ("", "0")
+
+
+def is_patched() -> bool:
+    """Whether mlx-lm is paged at the moment."""
+    return bool(_replaced)
+
+
+def arrange() -> None:
+    """Patches mlx-lm now if it is loaded, and when it is otherwise. Never raises."""
+    if is_disabled():
+        return
+    _watch_imports()
+    if _is_loaded(_LAST_MODULE):
+        _patch_or_warn()
+
+
+def patch() -> bool:
+    """Makes mlx-lm paged; twice is as good as once.
+
+    Returns:
+        Whether it is: false where ``MLX_PAGED_DISABLE`` says that it is not to be.
+
+    Raises:
+        MlxLmMismatchError: a symbol of mlx-lm is missing or takes other parameters; nothing was
+            replaced.
+    """
+    if is_disabled():
+        return False
+    _watch_imports()
+    import_module(_LAST_MODULE)
+    if not is_patched():
+        later = [name for name in _LATER_MODULES if _is_loaded(name)]
+        _apply([seam for seam in SEAMS if seam.module in (*_CORE_MODULES, *later)])
+    return True
+
+
+def unpatch() -> None:
+    """Puts back everything that was replaced, and does not patch what is loaded later.
+
+    Prompt caches that live go on working.
+    """
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+    for entry in reversed(_replaced):
+        _rebind(entry.seam, entry.replacement, entry.original)
+    _replaced.clear()
+    if "mlx_paged.drop_in.registry" in sys.modules:
+        import_module("mlx_paged.drop_in.registry").forget_all()
+        import_module("mlx_paged.attention.seam").uninstall()  # who needs it installs it again
+
+
+def _apply(seams: Sequence[Seam]) -> None:
+    """Replaces the symbols of some seams, all or none."""
+    modules = {seam.module: sys.modules[seam.module] for seam in seams}
+    reasons = [r for seam in seams if (r := mismatch(modules[seam.module], seam)) is not None]
+    if reasons:
+        raise MlxLmMismatchError(reasons)
+    # Everything is made before anything is replaced: what fails here leaves mlx-lm as it is.
+    made = []
+    for seam in seams:
+        if seam.maker is not None:
+            module, function = seam.maker.split(":")
+            maker: Callable[[Any], Any] = getattr(
+                import_module(f"mlx_paged.drop_in.{module}"), function
+            )
+            _, _, original = resolve(modules[seam.module], seam.symbol)
+            made.append(_Replaced(seam, original, maker(original)))
+    for entry in made:
+        _rebind(entry.seam, entry.original, entry.replacement)
+    _replaced.extend(made)
+
+
+def _rebind(seam: Seam, old: Any, new: Any) -> None:
+    """Puts `new` wherever mlx-lm's modules have `old`: many import it by name."""
+    owner, name, _ = resolve(sys.modules[seam.module], seam.symbol)
+    setattr(owner, name, new)
+    if isinstance(owner, type):
+        return
+    for module_name, module in list(sys.modules.items()):
+        if module is None or module_name.partition(".")[0] != "mlx_lm":
+            continue
+        for attribute, value in list(vars(module).items()):
+            if value is old:
+                setattr(module, attribute, new)
+
+
+def _patch_or_warn() -> None:
+    try:
+        patch()
+    except Exception as error:
+        # An import of mlx_lm is no place to fail in: the program works without us.
+        reason = error if isinstance(error, MlxPagedError) else f"{type(error).__name__}: {error}"
+        warnings.warn(f"mlx-lm is not paged: {reason}", RuntimeWarning, stacklevel=2)
+
+
+def _patch_later_module(name: str) -> None:
+    if not is_patched():
+        return
+    try:
+        _apply([seam for seam in SEAMS if seam.module == name])
+    except Exception as error:
+        unpatch()
+        warnings.warn(f"mlx-lm is not paged any more: {error}", RuntimeWarning, stacklevel=2)
+
+
+def _watch_imports() -> None:
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _is_loaded(name: str) -> bool:
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    return module is not None and not getattr(spec, "_initializing", False)
+
+
+class _Finder(MetaPathFinder):
+    """Finds nothing itself; has a word with mlx-lm's modules once they are loaded."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in (*_LATER_MODULES, _LAST_MODULE):
+            return None
+        others = (f for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(Loader):
+    """A module's own loader, and what comes after."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__.loader = module.__loader__ = self._loader  # type: ignore[union-attr]
+        self._loader.exec_module(module)
+        if module.__name__ == _LAST_MODULE:
+            _patch_or_warn()
+        else:
+            _patch_later_module(module.__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

@@ -1,0 +1,155 @@
+"""Which store belongs to which model, and whether the model can have one."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import RotatingKVCache
+
+from mlx_paged.drop_in.caches import leaves_of
+from mlx_paged.drop_in.reroute import reroute
+from mlx_paged.drop_in.store import PagedStore
+from mlx_paged.errors import MlxPagedError
+
+#: Memory for prefixes that nobody uses at the moment, in bytes, for each model.
+CACHE_BYTES_VARIABLE = "MLX_PAGED_CACHE_BYTES"
+
+_SMALL = 1 << 16  # bytes
+
+_stores: dict[int, _Entry] = {}  # by id(model): modules cannot be hashed
+_warned: set[str] = set()
+
+
+class _Entry:
+    """The stores of one model with its present weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights = {path: _Weight(array) for path, array in _weights(model)}
+        # One for each set of caches that the model may ask for (they can be changed at run time).
+        self.stores: dict[tuple[Any, ...], PagedStore | None] = {}
+
+    def is_current(self, model: nn.Module) -> bool:
+        """Whether the weights are there that the stored keys and values were computed with."""
+        weights = _weights(model)
+        return len(weights) == len(self.weights) and all(
+            path in self.weights and self.weights[path].is_still(array) for path, array in weights
+        )
+
+
+class _Weight:
+    """An array, remembered without keeping it alive; a small one is kept."""
+
+    def __init__(self, array: mx.array) -> None:
+        self._identity = weakref.ref(array)
+        self._value = array if array.nbytes <= _SMALL else None
+
+    def is_still(self, array: mx.array) -> bool:
+        """Whether this is the same array, or a small one of the same values.
+
+        (Gemma 3n replaces small weights of its own, by what they are already, in every forward.)
+        """
+        if self._identity() is array:
+            return True
+        old = self._value
+        if old is None or (old.shape, old.dtype) != (array.shape, array.dtype):
+            return False
+        if not mx.array_equal(old, array).item():
+            return False
+        self._identity = weakref.ref(array)
+        return True
+
+
+def _weights(model: nn.Module) -> list[tuple[str, mx.array]]:
+    return tree_flatten(model.parameters())  # type: ignore[return-value]
+
+
+def store_for(model: Any, caches: Sequence[Any]) -> PagedStore | None:
+    """The store of a model; None (and one warning that names the family) where it has none.
+
+    Args:
+        caches: mlx-lm's own caches for the model.
+    """
+    if not isinstance(model, nn.Module):
+        return None
+    if any(isinstance(c, RotatingKVCache) and c.keep for c in caches):
+        return None  # asked for with `max_kv_size`: a cache that forgets the middle of its text
+    entry = _stores.get(id(model))
+    if entry is not None and not entry.is_current(model):
+        _drop(id(model))
+        entry = None
+    if entry is None:
+        entry = _stores[id(model)] = _Entry(model)
+        weakref.finalize(model, _drop, id(model))
+    kinds = tuple((type(c), getattr(c, "max_size", None)) for c in leaves_of(caches))
+    if kinds not in entry.stores:
+        entry.stores[kinds] = _make(model)
+    return entry.stores[kinds]
+
+
+def stores_of(model: Any) -> list[PagedStore]:
+    """Every store of a model."""
+    entry = _stores.get(id(model))
+    return [] if entry is None else [s for s in entry.stores.values() if s is not None]
+
+
+def forget_all() -> None:
+    """Lets go of every store. Prompt caches that live keep theirs."""
+    for key in list(_stores):
+        _drop(key)
+
+
+def _drop(key: int) -> None:
+    entry = _stores.pop(key, None)
+    for store in entry.stores.values() if entry is not None else ():
+        if store is not None:
+            store.retire()
+
+
+def _make(model: nn.Module) -> PagedStore | None:
+    cache_bytes = _cache_bytes()
+    reason = _unusable_device()
+    if reason is None:
+        try:
+            store = PagedStore(model, cache_bytes=cache_bytes)
+            reroute(model)
+            return store
+        except MlxPagedError as error:
+            reason = str(error)
+        except Exception as error:
+            # Whatever a model does with caches that it was not made for, it is not proven.
+            model_type = str(getattr(model, "model_type", type(model).__name__))
+            reason = f"model_type {model_type!r} is not supported: {type(error).__name__}: {error}"
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(
+            f"mlx_paged leaves this model to mlx-lm's own dense caches: {reason}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return None
+
+
+def _unusable_device() -> str | None:
+    from mlx_paged.core import build_info
+
+    if mx.default_device() == mx.cpu or {"metal", "cuda"} & set(build_info()["backends"].split()):
+        return None
+    return "this build of mlx_paged has no kernels for the default device, a GPU"
+
+
+def _cache_bytes() -> int:
+    from mlx_paged.engine.memory import device_memory
+
+    value = os.environ.get(CACHE_BYTES_VARIABLE)
+    if value is None:
+        return device_memory() // 8
+    if not value.isdecimal():
+        raise ValueError(f"{CACHE_BYTES_VARIABLE} must be a number of bytes but is {value!r}")
+    return int(value)

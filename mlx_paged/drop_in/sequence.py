@@ -1,0 +1,197 @@
+"""PagedSequence: what the caches of all layers of one prompt cache have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.drop_in.store import PagedStore
+from mlx_paged.drop_in.trail import Trail
+from mlx_paged.ops import AttentionPlan
+
+
+class PagedSequence:
+    """A sequence (or several of equal length, side by side) in a store.
+
+    A forward moves all layers on at once. Each has an offset of its own all the same, because
+    mlx-lm trims, sets and sometimes writes caches one by one.
+
+    ::
+
+        [0, len(trail))        tokens known: these can be found by others with the same prefix
+        [len(trail), offset)   computed from whatever the model was given
+    """
+
+    def __init__(self, store: PagedStore) -> None:
+        self.store = store
+        self.trail = Trail()
+        self.leases = [store.ledger.lease()]
+        self.offsets = [0] * len(store.specs)
+        self._num_written = 0  # positions from here on were never written by this sequence
+        self._plan: tuple[tuple[int, int], AttentionPlan] | None = None
+
+    @property
+    def offset(self) -> int:
+        """Tokens in the cache."""
+        return max(self.offsets)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether every token in the cache is known."""
+        return len(self.trail) == self.offset and len(self.leases) == 1
+
+    def fork(self) -> PagedSequence:
+        """A copy that shares every block until one of the two is written. O(1)."""
+        other = PagedSequence.__new__(PagedSequence)
+        other.store = self.store
+        other.trail = self.trail.fork()
+        other.leases = [self.store.ledger.fork(lease) for lease in self.leases]
+        other.offsets = list(self.offsets)
+        # What is written after the fork is written to blocks of its own.
+        other._num_written = 0
+        other._plan = None
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedSequence:
+        return self.fork()
+
+    # Writing.
+
+    def forward(self, tokens: mx.array, input_embeddings: mx.array | None = None) -> mx.array:
+        """``[batch, length]`` tokens -> ``[batch, length, vocab_size]`` logits, lazily.
+
+        Raises:
+            ValueError: for another number of sequences than the cache holds, or for layers that
+                were trimmed by different numbers of tokens.
+        """
+        batch, length = (tokens if input_embeddings is None else input_embeddings).shape[:2]
+        start = self.offset
+        if min(self.offsets) != start:
+            raise ValueError(
+                f"[paged prompt cache] layers must have one offset but are at {self.offsets}"
+            )
+        self._become(batch)
+        self.before_write(start, start + length)
+        if input_embeddings is not None:
+            tokens = mx.zeros((batch, length), dtype=mx.int32)  # the embeddings stand for them
+            input_embeddings = input_embeddings.reshape(batch * length, -1)
+        logits = self.store.forward(
+            self.leases,
+            [start] * batch,
+            [length] * batch,
+            tokens.reshape(-1),
+            np.arange(batch * length),
+            input_embeddings,
+        )
+        self.move_to(start + length)
+        return logits.reshape(batch, length, -1)
+
+    def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        """Moves one layer on by ``[batch, num_kv_heads, length, head_dim]`` keys and values.
+
+        Raises:
+            ValueError: for another number of sequences than the cache holds, or other heads.
+        """
+        start, batch, length = self.offsets[layer], keys.shape[0], keys.shape[2]
+        if self._plan is None or self._plan[0] != (start, length):
+            self._become(batch)
+            self.before_write(start, start + length)
+            self._plan = (start, length), self.store.plan_write(self.leases, start, length)
+        self.store.flat.write(layer, self._plan[1], keys, values)
+        self.offsets[layer] = start + length
+
+    def before_write(self, start: int, end: int) -> None:
+        """What is known of ``[start, end)`` is no longer so."""
+        self._plan = None
+        self.trail.truncate(start)
+        if start < self._num_written:
+            # Backends order a write after the reads of a buffer in different ways; finishing them
+            # first is right on all.
+            self.store.settle()
+        self._num_written = end
+
+    def move_to(self, offset: int) -> None:
+        """Sets the offset of every layer: a step of all layers at once has been built."""
+        self.offsets = [offset] * len(self.offsets)
+
+    def trim(self, layer: int, num_tokens: int) -> int:
+        """Forgets the last tokens of one layer; returns how many that were."""
+        num_tokens = max(0, min(self.offsets[layer], num_tokens))
+        self.offsets[layer] -= num_tokens
+        self._plan = None
+        if num_tokens:
+            self._shrink()
+        return num_tokens
+
+    def trim_all(self, num_tokens: int) -> None:
+        """Forgets the last tokens of every layer."""
+        self.move_to(self.offset - num_tokens)
+        self._plan = None
+        self._shrink()
+
+    def _shrink(self) -> None:
+        self.trail.truncate(self.offset)
+        for lease in self.leases:
+            self.store.ledger.truncate(lease, self.offset)
+
+    def _become(self, batch: int) -> None:
+        if batch == len(self.leases):
+            return
+        if self.offset:
+            raise ValueError(
+                f"[paged prompt cache] batch must be {len(self.leases)} as before but got {batch}"
+            )
+        self.leases = [self.store.ledger.lease() for _ in range(batch)]
+
+    # Prefixes. Token lists count from the start of the sequence, not from its offset.
+
+    def cached_tokens(self, tokens: Sequence[int]) -> int:
+        """How many leading tokens of `tokens` the store has; at most all but the last."""
+        if not self.is_known or not self.store.ledger.indexing:
+            return self.offset
+        match = self.store.ledger.match(tokens, len(tokens) - 1)
+        return max(self.offset, match.num_tokens(self.store.block_size))
+
+    def adopt(self, tokens: Sequence[int], limit: int | None = None) -> int:
+        """Takes what the store has of `tokens` by reference; returns the new offset.
+
+        Args:
+            limit: most tokens to have afterwards; None: all but the last.
+        """
+        limit = len(tokens) - 1 if limit is None else limit
+        if not self.is_known or not self.store.ledger.indexing or limit <= self.offset:
+            return self.offset
+        match = self.store.ledger.match(tokens, limit)
+        num_tokens = match.num_tokens(self.store.block_size)
+        if num_tokens > self.offset:
+            self.store.ledger.adopt(self.leases[0], match)
+            self.trail.extend(tokens[len(self.trail) : num_tokens])
+            self.move_to(num_tokens)
+            self._num_written = num_tokens
+            self._plan = None
+        return self.offset
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Says what the sequence's tokens are; from now on their blocks can be shared."""
+        known = min(self.offset, len(tokens))
+        if len(self.leases) != 1 or known <= len(self.trail):
+            return
+        self.trail.extend(tokens[len(self.trail) : known])
+        self.store.ledger.publish(self.leases[0], tokens, known)
+
+    # Dense.
+
+    def dense(self, layer: int) -> tuple[Any, Any]:
+        """``[batch, num_kv_heads, offset, head_dim]`` keys and values of a layer, copied."""
+        self.store.follow_stream()
+        tables = [lease.blocks for lease in self.leases]
+        return self.store.flat.read(layer, tables, self.offsets[layer])
+
+    def nbytes(self, layer: int) -> int:
+        """Memory of a layer's blocks, those it shares included."""
+        num_blocks = sum(len(lease.blocks) for lease in self.leases)
+        spec = self.store.specs[layer]
+        return num_blocks * self.store.block_size * getattr(spec, "bytes_per_token", 0)

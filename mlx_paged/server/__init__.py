@@ -1,0 +1,1 @@
+"""The OpenAI endpoint: Starlette in front of `AsyncEngine`."""

@@ -1,0 +1,136 @@
+"""Errors as OpenAI's clients expect them: a status, and a body that names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from mlx_paged.errors import (
+    DuplicateRequestError,
+    EngineDeadError,
+    EngineOverloadedError,
+    InvalidParameterError,
+    MlxPagedError,
+    RequestTooLargeError,
+    StepError,
+)
+
+#: Seconds that a client which is told to come back later should wait.
+RETRY_AFTER = 1
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    499: "cancelled_error",
+    500: "server_error",
+    503: "overloaded_error",
+}
+# What the engine calls otherwise than the API does.
+_PARAMS = {"prompt_token_ids": "prompt"}
+
+
+class ApiError(Exception):
+    """A request that ends with an error status.
+
+    Args:
+        status: HTTP status.
+        message: for the client: nothing internal.
+        param: the field of the body it is about.
+        code: a word for programs.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        kind = _TYPES.get(self.status, "server_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def bad_request(param: str, message: str, code: str | None = "invalid_value") -> ApiError:
+    """400 for a field."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """503: not now."""
+    return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER)})
+
+
+def timed_out(seconds: float | None) -> ApiError:
+    """408: the request took longer than this server allows."""
+    limit = "" if seconds is None else f" within {seconds:g} s"
+    return ApiError(408, f"the request was not finished{limit}", code="request_timeout")
+
+
+def failed(request_id: str) -> ApiError:
+    """500: what happened is in the log, under the request's id."""
+    message = f"the server failed on this request; its log has more under id {request_id}"
+    return ApiError(500, message, code="internal_error")
+
+
+def from_engine(error: MlxPagedError, request_id: str) -> ApiError:
+    """What an error of the engine means to a client."""
+    if isinstance(error, InvalidParameterError):
+        param = _PARAMS.get(error.field, error.field)
+        # (A prompt may be long; its content helps nobody.)
+        shown = "an empty one" if error.actual in ((), [], "") else shorten(repr(error.actual))
+        return bad_request(param, f"{param} must be {error.expected} but got {shown}")
+    if isinstance(error, RequestTooLargeError):
+        limit = {
+            "max_model_len": f"this model's context length is {error.limit} tokens",
+            "kv_cache": f"the KV cache of this server holds {error.limit} tokens",
+        }[error.limited_by]
+        wanted = error.num_prompt_tokens + error.max_tokens
+        message = (
+            f"{limit}, but the request needs {wanted} ({error.num_prompt_tokens} in the prompt, "
+            f"{error.max_tokens} for the answer)"
+        )
+        too_long = error.num_prompt_tokens >= error.limit
+        return bad_request(
+            "prompt" if too_long else "max_tokens", message, "context_length_exceeded"
+        )
+    if isinstance(error, DuplicateRequestError):
+        return bad_request("request_id", "request_id is in use by an unfinished request")
+    if isinstance(error, EngineOverloadedError):
+        message = f"{error}"
+        headers = {"Retry-After": str(RETRY_AFTER)}
+        return ApiError(429, message, code="queue_full", headers=headers)
+    if isinstance(error, EngineDeadError):
+        return unavailable("the engine takes no requests", "engine_unavailable")
+    assert isinstance(error, (StepError, MlxPagedError))
+    return failed(request_id)
+
+
+def shorten(text: str, length: int = 200) -> str:
+    """At most `length` characters of what a client sent."""
+    return text if len(text) <= length else text[:length] + "..."

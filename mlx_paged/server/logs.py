@@ -1,0 +1,92 @@
+"""Logging: one line an event, as text or as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.config
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mlx_paged.errors import InvalidParameterError
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+FORMATS = ("text", "json")
+
+# What every record has; the rest came by `extra`.
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
+
+
+def _extra(record: logging.LogRecord) -> dict[str, Any]:
+    return {k: v for k, v in vars(record).items() if k not in _STANDARD and v is not None}
+
+
+def _time(record: logging.LogRecord) -> datetime:
+    return datetime.fromtimestamp(record.created, UTC)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        line = {
+            "time": _time(record).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_extra(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, message, then what there is to tell as key=value."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line; what clients sent cannot break it, or look like another."""
+        told = " ".join(f"{k}={_value(v)}" for k, v in _extra(record).items())
+        stamp = _time(record).strftime("%Y-%m-%d %H:%M:%S")
+        line = f"{stamp} {record.levelname} {record.getMessage()} {told}".rstrip()
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+def _value(value: object) -> str:
+    text = str(value)
+    return text if text.isprintable() and " " not in text and text else json.dumps(text)
+
+
+def configure(level: str = "info", style: str = "text", file: Path | None = None) -> None:
+    """Sets up logging for the process.
+
+    Args:
+        level: one of `LEVELS`.
+        style: one of `FORMATS`.
+        file: YAML or JSON in the form of `logging.config.dictConfig`; it decides everything.
+
+    Raises:
+        InvalidParameterError: the file cannot be read, or is not such a configuration.
+    """
+    if file is not None:
+        try:
+            logging.config.dictConfig(yaml.safe_load(file.read_text()))
+        except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
+            raise InvalidParameterError(
+                "log_config", f"a logging configuration in YAML or JSON ({error})", str(file)
+            ) from error
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(level.upper())
+    for name in ("httpx", "httpcore", "asyncio", "sse_starlette"):
+        logging.getLogger(name).setLevel(max(logging.INFO, root.level))
+    logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))

@@ -1,0 +1,252 @@
+"""Prometheus metrics: vLLM's families by name, label and bucket, and ours beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from mlx_paged.engine.engine import Engine, EngineStats
+from mlx_paged.engine.memory import live_arrays
+from mlx_paged.engine.outputs import RequestOutput
+from mlx_paged.scheduling import FinishReason
+
+_FIRST_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+    80, 160, 640, 2560,
+)  # fmt: skip
+_NEXT_TOKEN = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+_REQUEST = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_NUM_ANSWERS = (1, 2, 5, 10, 20)
+
+_LABELS = ("model_name", "engine")
+
+
+def _lengths(most: int) -> list[int]:
+    """1, 2, 5, 10, 20, ... up to the longest context."""
+    steps = (mantissa * 10**exponent for exponent in range(12) for mantissa in (1, 2, 5))
+    return [step for step in steps if step <= most] or [1]
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own.
+
+    Before `attach` there is nothing to tell but rejections and HTTP statuses.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._rejected = Counter(
+            "mlx_paged:requests_rejected", "Requests refused, by reason.", ["reason"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._responses = Counter(
+            "mlx_paged:http_responses", "HTTP responses, by path and status.", ["path", "status"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._collector: _EngineCollector | None = None
+
+    def attach(self, engine: Engine, model_name: str, max_len: int, stats: EngineStats) -> None:
+        """Makes what needs an engine.
+
+        Args:
+            max_len: tokens of the longest request, for the buckets of lengths.
+        """
+        values = (model_name, "0")
+
+        def histogram(name: str, text: str, buckets: Any) -> Histogram:
+            made = Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self.registry)
+            return made.labels(*values)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"vllm:{name}", text, _LABELS, registry=self.registry).labels(*values)
+
+        lengths = _lengths(max_len)
+        self._ttft = histogram(
+            "time_to_first_token_seconds", "Histogram of time to first token in seconds.",
+            _FIRST_TOKEN,
+        )  # fmt: skip
+        self._itl = histogram(
+            "inter_token_latency_seconds", "Histogram of inter-token latency in seconds.",
+            _NEXT_TOKEN,
+        )  # fmt: skip
+        self._tpot = histogram(
+            "request_time_per_output_token_seconds",
+            "Histogram of mean time per output token of a request in seconds.", _NEXT_TOKEN,
+        )  # fmt: skip
+        self._tpot_old = histogram(
+            "time_per_output_token_seconds",
+            "Inter-token latency under its older name.", _NEXT_TOKEN,
+        )  # fmt: skip
+        self._phases = {
+            phase: histogram(f"request_{phase}_time_seconds", text, _REQUEST)
+            for phase, text in (
+                ("queue", "Histogram of time a request waited, in seconds."),
+                ("prefill", "Histogram of time from admission to first token, in seconds."),
+                ("decode", "Histogram of time from first to last token, in seconds."),
+                ("inference", "Histogram of time from admission to last token, in seconds."),
+            )
+        }
+        self._e2e = histogram(
+            "e2e_request_latency_seconds", "Histogram of whole requests in seconds.", _REQUEST
+        )
+        self._step_tokens = histogram(
+            "iteration_tokens_total", "Histogram of tokens per engine step.", _STEP_TOKENS
+        )
+        self._request_prompt = histogram(
+            "request_prompt_tokens", "Histogram of prompt tokens of a request.", lengths
+        )
+        self._request_generation = histogram(
+            "request_generation_tokens", "Histogram of generated tokens of a request.", lengths
+        )
+        self._max_generation = histogram(
+            "request_max_num_generation_tokens",
+            "Histogram of the longest answer of a request.", lengths,
+        )  # fmt: skip
+        self._n = histogram("request_params_n", "Histogram of the parameter n.", _NUM_ANSWERS)
+        self._max_tokens = histogram(
+            "request_params_max_tokens", "Histogram of the parameter max_tokens.", lengths
+        )
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests.")
+        self._generation_tokens = counter("generation_tokens", "Tokens generated.")
+        success = Counter(
+            "vllm:request_success", "Requests that ended, by reason.",
+            [*_LABELS, "finished_reason"], registry=self.registry,
+        )  # fmt: skip
+        self._success = {r: success.labels(*values, r.value) for r in FinishReason}
+        config = engine.config
+        info = {
+            "block_size": config.block_size,
+            "num_gpu_blocks": stats.usage.num_usable_blocks,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "num_gpu_blocks_override": config.num_gpu_blocks_override,
+            "cache_dtype": "auto",
+            "engine": "0",
+        }
+        Gauge(
+            "vllm:cache_config_info", "Options of the KV cache.", list(info), registry=self.registry
+        ).labels(*map(str, info.values())).set(1)
+        engine.on_launch = self._step_tokens.observe
+        self._collector = _EngineCollector(values, stats)
+        self.registry.register(self._collector)
+
+    def render(self, stats: EngineStats | None) -> bytes:
+        """Everything, in Prometheus's text format.
+
+        Args:
+            stats: of now; None where the engine did not answer: the last ones are told.
+        """
+        if self._collector is not None and stats is not None:
+            self._collector.stats = stats
+        return generate_latest(self.registry)
+
+    def reject(self, reason: str) -> None:
+        """A request was refused."""
+        self._rejected.labels(reason).inc()
+
+    def respond(self, path: str, status: int) -> None:
+        """A response was sent."""
+        self._responses.labels(path, str(status)).inc()
+
+    def tokens(self, seconds: float, count: int) -> None:
+        """A sequence gained tokens.
+
+        Args:
+            seconds: since it gained the ones before.
+        """
+        each = seconds / count
+        for _ in range(count):
+            self._itl.observe(each)
+            self._tpot_old.observe(each)
+
+    def first_token(self, seconds: float) -> None:
+        """The first token of a request reached the server."""
+        self._ttft.observe(seconds)
+
+    def finish(self, output: RequestOutput, reason: FinishReason, max_tokens: int | None) -> None:
+        """A request of the engine has ended."""
+        times = output.metrics
+        counts = [len(answer.token_ids) for answer in output.outputs]
+        self._success[reason].inc()
+        self._n.observe(len(counts))
+        if max_tokens is not None:
+            self._max_tokens.observe(max_tokens)
+        self._prompt_tokens.inc(len(output.prompt_token_ids))
+        self._request_prompt.observe(len(output.prompt_token_ids))
+        self._generation_tokens.inc(sum(counts))
+        self._request_generation.observe(sum(counts))
+        self._max_generation.observe(max(counts))
+        first, end = times.first_token_time, times.finished_time
+        scheduled = times.scheduled_time
+        if first is None or end is None or scheduled is None:
+            return  # left before it had begun
+        self._e2e.observe(end - times.arrival_time)
+        self._phases["queue"].observe(scheduled - times.arrival_time)
+        self._phases["prefill"].observe(first - scheduled)
+        self._phases["decode"].observe(end - first)
+        self._phases["inference"].observe(end - scheduled)
+        if max(counts) > 1:
+            self._tpot.observe((end - first) / (max(counts) - 1))
+
+
+class _EngineCollector(Collector):
+    """What the engine counts itself."""
+
+    def __init__(self, values: tuple[str, str], stats: EngineStats) -> None:
+        self.stats = stats
+        self._values = values
+
+    def collect(self) -> list[Metric]:
+        stats, usage, counters = self.stats, self.stats.usage, self.stats.counters
+        used = usage.num_usable_blocks - usage.num_free_blocks - usage.num_cached_blocks
+        gauges = (
+            ("vllm:num_requests_running", "Sequences that run.", stats.num_running),
+            ("vllm:num_requests_waiting", "Sequences that wait.", stats.num_waiting),
+            (
+                "vllm:kv_cache_usage_perc",
+                "Share of the KV cache in use; 1 is all of it.",
+                used / max(1, usage.num_usable_blocks),
+            ),
+            ("mlx_paged:blocks_used", "Blocks that sequences hold.", usage.num_used_blocks),
+            ("mlx_paged:blocks_cached", "Blocks kept for prefixes.", usage.num_cached_blocks),
+            ("mlx_paged:blocks_free", "Empty blocks.", usage.num_free_blocks),
+            ("mlx_paged:blocks_shared", "Blocks held more than once.", usage.num_shared_blocks),
+            ("mlx_paged:live_arrays", "mx.array objects of this process.", live_arrays()),
+            ("mlx_paged:memory_active_bytes", "MLX's live memory.", stats.memory.active),
+            ("mlx_paged:memory_cached_bytes", "MLX's freed buffers.", stats.memory.cached),
+            ("mlx_paged:memory_peak_bytes", "Most that was live.", stats.memory.peak),
+        )
+        counts = (
+            ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.",
+             counters.num_queried_tokens),
+            ("vllm:prefix_cache_hits", "Tokens found there.", counters.num_cached_tokens),
+            ("vllm:num_preemptions", "Sequences that lost their blocks.", stats.num_preemptions),
+            ("mlx_paged:steps", "Engine steps.", stats.num_steps),
+            ("mlx_paged:step_faults", "Steps that failed and were run again.", stats.num_faults),
+            ("mlx_paged:pool_copies", "Whole-pool copies; more than 0 is a bug.",
+             stats.pool_copies),
+            ("mlx_paged:block_copies", "Blocks copied on write.", counters.num_block_copies),
+            ("mlx_paged:evictions", "Cached blocks dropped.", counters.num_evictions),
+        )  # fmt: skip
+        families: list[Metric] = []
+        for name, text, value in gauges:
+            gauge = GaugeMetricFamily(name, text, labels=_LABELS)
+            gauge.add_metric(self._values, value)
+            families.append(gauge)
+        for name, text, value in counts:
+            count = CounterMetricFamily(name, text, labels=_LABELS)
+            count.add_metric(self._values, value)
+            families.append(count)
+        return families
+
+    def describe(self) -> list[Metric]:
+        return []

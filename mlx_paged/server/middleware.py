@@ -1,0 +1,127 @@
+"""What happens to every request: its id, its key, its log line, and errors nobody expected."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_paged.server.errors import ApiError, failed
+from mlx_paged.server.metrics import Metrics
+from mlx_paged.server.trace import Trace
+
+logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("mlx_paged.access")
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+# Asked every few seconds by machines: told only where debugging is on.
+_QUIET_PATHS = frozenset({"/health", "/live", "/ready", "/metrics", "/server_info"})
+
+
+class RequestMiddleware:
+    """Outermost: a trace for each request, and a 500 with nothing internal for what escapes.
+
+    Args:
+        log: whether to write a line for each request.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, *, log: bool, paths: Sequence[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._log = log
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        trace = Trace(
+            given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
+            scope["method"],
+            _path(scope),
+            (scope.get("client") or ("",))[0],
+        )
+        scope.setdefault("state", {})["trace"] = trace
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                trace.status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = trace.request_id
+                headers["X-Content-Type-Options"] = "nosniff"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            logger.exception("a request failed", extra={"request_id": trace.request_id})
+            if not trace.status:
+                response = failed(trace.request_id).response()
+                await response(scope, receive, send_with_id)
+            # (Otherwise the connection is closed: the head of the response is out.)
+        finally:
+            self._tell(trace)
+
+    def _tell(self, trace: Trace) -> None:
+        path = trace.path if trace.path in self._paths else "other"
+        self._metrics.respond(path, trace.status)
+        if self._log:
+            level = logging.DEBUG if trace.path in _QUIET_PATHS else logging.INFO
+            access_logger.log(level, "request", extra=trace.log_fields())
+
+
+class KeyMiddleware:
+    """Lets pass who has a key; see `open_paths` for what needs none.
+
+    Args:
+        keys: any of them opens; none: all is open.
+        open_paths: exact paths, and beginnings that end with "/".
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [_digest(key) for key in keys]
+        self._open = frozenset(open_paths)
+        self._open_below = tuple(p for p in open_paths if p.endswith("/") and p != "/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._is_open(scope) or self._has_key(scope):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            401,
+            "a valid API key is needed: Authorization: Bearer <key>",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await error.response()(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        path = _path(scope)
+        if not self._keys or scope["method"] == "OPTIONS":
+            return True
+        return path in self._open or path.startswith(self._open_below or ("\0",))
+
+    def _has_key(self, scope: Scope) -> bool:
+        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = _digest(key.strip())
+        # All are compared, each in constant time: how long it takes tells nothing.
+        matches = [hmac.compare_digest(given, known) for known in self._keys]
+        return kind.lower() == "bearer" and any(matches)
+
+
+def _path(scope: Scope) -> str:
+    """The path as routes know it, without what a proxy shows before it."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "")) or "/"
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,224 @@
+"""Runs the server: sockets, signals, the end, and an engine that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.errors import InvalidParameterError, MlxPagedError
+from mlx_paged.server.app import create_app
+from mlx_paged.server.config import ServerConfig
+from mlx_paged.server.context import Context
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Seconds between looks at the engine's thread.
+_WATCH_INTERVAL = 0.25
+# Seconds that responses have to end once the engine has ended their requests.
+_FAREWELL = 5.0
+_KEEP_ALIVE = 75  # longer than the 60 s of most proxies, which would else meet closed connections
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, whose signals are ours.
+
+    uvicorn raises a signal again when it is through, which would end the process by that signal
+    instead of with status 0.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_signal: Callable[[int], None]) -> None:
+        super().__init__(config)
+        self._on_signal = on_signal
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        original = {sig: signal.signal(sig, self.handle_exit) for sig in _SIGNALS}
+        try:
+            yield
+        finally:
+            for sig, handler in original.items():
+                signal.signal(sig, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._on_signal(sig)
+
+
+def bind(host: str, port: int, silence_limit: float) -> socket.socket:
+    """A listening socket.
+
+    Args:
+        silence_limit: seconds until a connection is given up whose other end is gone, or takes
+            nothing; without it such a one may live for a quarter of an hour, or for ever.
+
+    Raises:
+        InvalidParameterError: the address cannot be had; it says why.
+    """
+    try:
+        kind, protocol, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0][0:5]
+        sock = socket.socket(kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise InvalidParameterError(
+            "host and port", f"an address to listen on ({error.strerror})", f"{host}:{port}"
+        ) from error
+    # Accepted sockets inherit these.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", max(1, int(silence_limit))),
+        ("TCP_KEEPINTVL", max(1, int(silence_limit) // 4)),
+        ("TCP_USER_TIMEOUT", int(silence_limit * 1000)),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    sock.listen(2048)
+    sock.setblocking(False)
+    return sock
+
+
+def serve(
+    make_engine: Callable[[], AsyncEngine],
+    config: ServerConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    ssl_keyfile: Path | None = None,
+    ssl_certfile: Path | None = None,
+) -> int:
+    """Serves until a signal comes or the engine dies.
+
+    Args:
+        make_engine: called once the address is had.
+
+    Returns:
+        The process's exit status: 0 after SIGINT or SIGTERM, 1 if the engine failed.
+
+    Raises:
+        InvalidParameterError: the address or the certificates cannot be used.
+    """
+    sock = bind(host, port, config.read_timeout)
+    with contextlib.closing(sock):
+        runner = asyncio.Runner(loop_factory=_loop_factory())
+        with runner:
+            return runner.run(
+                _Service(make_engine(), config, sock, ssl_keyfile, ssl_certfile).run()
+            )
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
+
+
+class _Service:
+    """One life of the server."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        config: ServerConfig,
+        sock: socket.socket,
+        ssl_keyfile: Path | None,
+        ssl_certfile: Path | None,
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._socket = sock
+        app = create_app(engine, config)
+        self._context: Context = app.state.context
+        settings = uvicorn.Config(
+            app,
+            lifespan="on",
+            ws="none",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            root_path=config.root_path,
+            timeout_keep_alive=_KEEP_ALIVE,
+            timeout_graceful_shutdown=int(config.shutdown_timeout + _FAREWELL),
+            ssl_keyfile=None if ssl_keyfile is None else str(ssl_keyfile),
+            ssl_certfile=None if ssl_certfile is None else str(ssl_certfile),
+        )
+        self._scheme = "https" if ssl_certfile is not None else "http"
+        try:
+            settings.load()  # certificates are read here
+        except OSError as error:
+            raise InvalidParameterError(
+                "ssl_certfile and ssl_keyfile", f"readable PEM files ({error})", str(ssl_certfile)
+            ) from error
+        self._server = _Server(settings, self._on_signal)
+        self._draining: asyncio.Future[None] | None = None
+        self._status = 0
+
+    async def run(self) -> int:
+        self._loop = asyncio.get_running_loop()
+        watching = asyncio.create_task(self._watch())
+        try:
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            self._context.draining = True
+            await self._drain(0.0)
+        return self._status
+
+    def _on_signal(self, sig: int) -> None:
+        """On the main thread, between two instructions: the loop does the rest."""
+        self._loop.call_soon_threadsafe(self._stop, signal.Signals(sig).name)
+
+    def _stop(self, cause: str) -> None:
+        if self._context.draining:
+            logger.warning("%s again: ending at once", cause)
+            self._server.force_exit = True
+            self._draining = asyncio.ensure_future(self._drain(0.0))
+            return
+        seconds = self._config.shutdown_timeout
+        logger.info("%s: finishing running requests, for at most %g s", cause, seconds)
+        self._context.draining = True
+        self._server.should_exit = True
+        self._draining = asyncio.ensure_future(self._drain(seconds))
+
+    async def _drain(self, seconds: float) -> None:
+        if self._context.has_text:
+            await self._engine.shutdown(seconds)
+        # (Otherwise the model is being loaded, on a thread that ends with the process.)
+
+    async def _watch(self) -> None:
+        """Says when the engine stands; ends the process when it does not."""
+        await self._context.started_or_failed()
+        if self._context.failure is None:
+            host, port = self._socket.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            logger.info(
+                "ready: model %s at %s://%s:%d", self._config.model_name, self._scheme, shown, port
+            )
+            while self._engine.is_alive:
+                await asyncio.sleep(_WATCH_INTERVAL)
+            if self._context.draining:
+                return
+        failure = self._context.failure
+        expected = isinstance(failure, MlxPagedError)
+        reason = str(failure) if failure is not None else "see the log above"
+        self._status = 1
+        if expected:
+            print(f"mlx-paged: {reason}", file=sys.stderr)
+        else:
+            logger.critical("the engine has stopped (%s): this process ends", reason)
+        await asyncio.sleep(2 * _WATCH_INTERVAL)  # streams tell their clients
+        self._server.should_exit = True

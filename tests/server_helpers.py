@@ -1,0 +1,122 @@
+"""A server on a free port of loopback, in this process, for the tests of the API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import uvicorn
+
+from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.engine.engine import EngineStats
+from mlx_paged.server.app import create_app
+from mlx_paged.server.config import ServerConfig
+from mlx_paged.server.context import Context
+from mlx_paged.server.run import bind
+
+TIMEOUT = 60.0
+ENGINE: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 1000, "max_num_seqs": 64}
+
+
+class RunningServer:
+    """uvicorn on a thread of its own, an engine behind it."""
+
+    def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
+        self.engine = engine
+        app = create_app(engine, config)
+        self.context: Context = app.state.context
+        self._socket = bind("127.0.0.1", 0, config.read_timeout)
+        self.port: int = self._socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        settings = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            ws="none",
+            timeout_graceful_shutdown=2,
+            root_path=config.root_path,
+        )
+        self._server = uvicorn.Server(settings)
+        self._thread = threading.Thread(
+            target=lambda: self._server.run(sockets=[self._socket]), daemon=True
+        )
+        self._thread.start()
+        self.until(lambda: httpx.get(f"{self.url}/live").status_code)
+
+    def until(self, condition: Callable[[], Any], timeout: float = TIMEOUT) -> None:
+        """Waits for a condition; a connection error counts as false."""
+        deadline = time.monotonic() + timeout
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if condition():
+                    return
+            assert time.monotonic() < deadline, "it did not happen in time"
+            time.sleep(0.02)
+
+    def wait_ready(self) -> None:
+        self.until(lambda: httpx.get(f"{self.url}/ready").status_code == 200)
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=TIMEOUT, **options)
+
+    def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Runs something of the engine's from this thread."""
+        return run_elsewhere(asyncio.wait_for(coroutine, TIMEOUT))
+
+    def stats(self) -> EngineStats:
+        return self.call(self.engine.stats())
+
+    def wait_idle(self) -> EngineStats:
+        """Waits until no sequence runs or waits, and no block is held."""
+
+        def idle() -> bool:
+            stats = self.stats()
+            return not (stats.num_running or stats.num_waiting or stats.usage.num_used_blocks)
+
+        self.until(idle)
+        return self.stats()
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(TIMEOUT)
+        run_elsewhere(self.engine.shutdown())
+
+
+def run_elsewhere(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """`asyncio.run` on another thread: the caller's may have a loop of its own (Playwright's)."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
+
+
+@contextlib.contextmanager
+def running(
+    config: ServerConfig | None = None,
+    make_engine: Callable[[], AsyncEngine] | None = None,
+    *,
+    wait: bool = True,
+    **engine: Any,
+) -> Iterator[RunningServer]:
+    """A server, ready; engine options by name."""
+    made = make_engine() if make_engine else AsyncEngine.from_model(**{**ENGINE, **engine})
+    server = RunningServer(made, config or ServerConfig())
+    try:
+        if wait:
+            server.wait_ready()
+        yield server
+    finally:
+        server.close()
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a whole stream; it must end with [DONE]."""
+    blocks = [b for b in response.text.replace("\r\n", "\n").split("\n\n") if b]
+    data = [b.removeprefix("data: ") for b in blocks if not b.startswith(":")]
+    assert data[-1] == "[DONE]", data[-1]
+    return [json.loads(d) for d in data[:-1]]
