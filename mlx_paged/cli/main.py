@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mlx_paged import __version__, unpatch
-from mlx_paged.cli.bench_serve import bench
+from mlx_paged.cli.bench import bench
 from mlx_paged.cli.serve import serve
 from mlx_paged.errors import MlxPagedError
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_paged.cli.bench_client import Result
+from mlx_paged.cli.bench.client import Result
 
 _WIDTH = 50
 

@@ -13,13 +13,6 @@ import typer
 
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
-bench = typer.Typer(help="Measure.", no_args_is_help=True)
-
-
-@bench.callback()
-def _group() -> None:
-    """Measure."""
-
 
 class Backend(StrEnum):
     """Which endpoint is asked."""
@@ -35,7 +28,6 @@ class Dataset(StrEnum):
     PREFIX_REPETITION = "prefix_repetition"
 
 
-@bench.command()
 def serve(
     base_url: Annotated[
         str, typer.Option(help="Of the server, without /v1.")
@@ -83,13 +75,13 @@ def serve(
     Output and JSON keys are those of `vllm bench serve`.
     """
     try:
-        from mlx_paged.cli import bench_client as client
+        from mlx_paged.cli.bench import client
     except ImportError as error:
         raise MlxPagedError(
             f"this needs a package that is not installed ({error.name}): "
             "pip install 'mlx-paged[bench]'"
         ) from error
-    from mlx_paged.cli import bench_report as report
+    from mlx_paged.cli.bench import report
 
     shares = _percentiles(metric_percentiles)
     extra = _extra(extra_body)

@@ -1,0 +1,17 @@
+"""`mlx-paged bench`: a module for each thing that is measured."""
+
+from __future__ import annotations
+
+import typer
+
+from mlx_paged.cli.bench.serve import serve
+
+bench = typer.Typer(help="Measure.", no_args_is_help=True)
+
+
+@bench.callback()
+def _group() -> None:
+    """Measure."""
+
+
+bench.command()(serve)
