@@ -10,6 +10,7 @@
 #include "binder.h"
 #include "memory.h"
 #include "mlx/backend/cuda/device.h"
+#include "variants.h"
 
 namespace mlx_paged {
 
@@ -102,7 +103,8 @@ void PagedAttention::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::
   inputs[0] = readable(in[0], stream());
   inputs[1] = readable_pool(in[1], stream());
   inputs[2] = readable_pool(in[2], stream());
-  auto list = paged_attention_launches(inputs, out, {scale_, window_, softcap_});
+  auto list = cuda::with_variants(
+      paged_attention_launches(inputs, out, {scale_, window_, softcap_}), inputs);
   cuda::encode(list, inputs, out, {1, 2}, stream());
 }
 
