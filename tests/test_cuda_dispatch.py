@@ -69,9 +69,7 @@ def test_buffers_and_constants_stay_as_they_were(rng) -> None:
     batch = make_batch(rng, [700], [1], key_dim=64, dtype=mx.bfloat16)
     plan = batch.plan(split_tokens=64)
     arrays = (batch.queries, batch.key_pool, batch.value_pool, plan.positions, plan.block_tables)
-    portable = ext.paged_attention_launches(
-        *arrays, plan.work_items, plan.merge_items, scale=0.125
-    )
+    portable = ext.paged_attention_launches(*arrays, plan.work_items, plan.merge_items, scale=0.125)
     for theirs, ours in zip(portable, described(batch, plan), strict=True):
         assert ours["kernel"] != theirs["kernel"]
         assert ours["buffers"] == theirs["buffers"]

@@ -1,7 +1,8 @@
 """How many tokens of context one work item should cover at most.
 
 A row's result is summed in the order of its pieces, so they follow from the row alone: from its
-context and from how many rows share its pass over it. What else is in the batch changes no bit of it.
+context and from how many rows share its pass over it. Whatever else is in the batch, its bits are
+the same.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import mlx.core as mx
 import numpy as np
 
 # On a CPU, a core is busy with one item, and a longer one would be waited for when all others are
-# done. On a GPU this bounds the pieces of a prefill chunk, whose many rows fill it by themselves and
-# would leave as many partials.
+# done. On a GPU this bounds the pieces of a prefill chunk, whose many rows fill it by themselves
+# and would leave as many partials.
 LONGEST = 4096
-# Decodes and drafts on a GPU. 8192 tokens are 22 pieces: 176 threadgroups at 8 KV heads, and four for
-# each of 40 cores are 160. At a head dim of 128 in 16 bits, a query head's partial is 0.6 percent of
-# the keys and values that it saves another threadgroup.
+# Decodes and drafts on a GPU. 8192 tokens are 22 pieces: 176 threadgroups at 8 KV heads, where
+# four for each of 40 cores are 160. A query head's partial, written once and read once, is half a
+# percent of its piece's keys and values at a head dim of 128 in 16 bits.
 SHORTEST = 384
 # More pieces of a long context fill no GPU better, and merging them takes time.
 MOST_PIECES = 48
