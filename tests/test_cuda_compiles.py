@@ -1,10 +1,11 @@
-"""The CUDA kernels are compiled where there is a compiler for them, GPU or not; elsewhere the skip
-says what is missing. One architecture and one dtype of each file, up to PTX and unoptimised: that is
-all the front end checks, in a minute or two. The host's side needs MLX's and fmt's headers too."""
+"""The CUDA sources are compiled where there is a compiler for them, GPU or not; elsewhere the skip
+says what is missing. The kernels: one dtype, one architecture, unoptimised and up to PTX, which is
+what the front end checks. The host's side also needs the headers of MLX's CUDA backend and fmt."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,13 @@ needs_nvcc = pytest.mark.skipif(not NVCC, reason="no nvcc: CUDA sources are not 
 def run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     return "" if done.returncode == 0 else f"{' '.join(command)}\n{done.stderr}"
+
+
+def toolkit_headers() -> str:
+    """From nvcc's own account of what it would do; the nvcc on the path may be a script."""
+    command = [NVCC, "--dryrun", "-c", "-x", "cu", "/dev/null"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return f"{re.search(r'TOP=(.+)', told).group(1)}/include"
 
 
 @needs_nvcc
@@ -49,8 +57,7 @@ def test_the_host_side_compiles(source) -> None:
     folders = ("/usr/include", "/usr/local/include")
     if not any(Path(folder, "fmt/format.h").is_file() for folder in folders):
         pytest.skip("no headers of fmt (apt install libfmt-dev)")
-    # By way of nvcc, which knows where its toolkit is.
     assert not run([
-        NVCC, "-x", "c++", "-std=c++20", "-DFMT_HEADER_ONLY", f"-I{mlx}",
-        "-Xcompiler", "-fsyntax-only", "-c", str(source),
+        *(shutil.which("c++") or "g++", "-std=c++20", "-DFMT_HEADER_ONLY", f"-I{mlx}"),
+        *("-isystem", toolkit_headers(), "-fsyntax-only", str(source)),
     ])  # fmt: skip
