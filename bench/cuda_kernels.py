@@ -4,9 +4,10 @@ python bench/cuda_kernels.py
 
 PyTorch's SDPA is one of the peers. Pools are turned over, so that no case is served from the cache.
 
-A call takes the result of the one before as its queries, as the layers of a model follow each other.
-What is timed is the GPU's work on many of them, with the gaps between kernels: the host prepares them
-while the GPU is busy with something else, and twice as many calls less as many leave the calls alone.
+A call takes the result of the one before as its queries, as the layers of a model follow each
+other. What is timed is the GPU's work on many of them, with the gaps between kernels: the host
+prepares them while the GPU is busy with something else, and twice as many calls less as many leave
+the calls alone.
 """
 
 from __future__ import annotations
