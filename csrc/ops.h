@@ -132,7 +132,7 @@ mx::array linear(
 
 // A pool that is allocated but not touched: memory is used from the first write on, so a large pool
 // costs nothing until it is needed. Its contents are undefined. On Linux it asks for huge pages, as
-// decode visits memory in an order that small pages make slow.
+// decode visits memory in an order that small pages make slow. Throws std::bad_alloc.
 mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype);
 
 // Whole-pool copies made since the process started.

@@ -52,6 +52,9 @@ def allocate_pool(
 
     Returns:
         ``[num_blocks, block_size, num_kv_heads, head_dim]`` of undefined contents.
+
+    Raises:
+        MemoryError: there is not as much memory; the message names the bytes.
     """
     return ext.allocate_pool([num_blocks, block_size, num_kv_heads, head_dim], dtype)
 
