@@ -1,0 +1,3 @@
+"""`mlx-paged chat`: a conversation in the terminal."""
+
+def chat() -> None: ...
