@@ -113,14 +113,9 @@ def generate(
         "async_scheduling": async_scheduling,
         **options.given(max_model_len=max_model_len, kv_cache_memory=kv_cache_memory),
     }
-    given = [
-        name
-        for name in context.params
-        if str(getattr(context.get_parameter_source(name), "name", "")) == "COMMANDLINE"
-    ]
     if input is not None:
-        _refuse(context, [name for name in given if name not in _OF_BATCH], "has no use with",
-                "the lines say it")  # fmt: skip
+        others = context.params.keys() - _OF_BATCH
+        options.refuse(context, others, "it has no use with --input: the lines say it")
         with needs_extra("server", "a batch"):
             from mlx_paged.cli.batch import run as batch
         batch.run(
@@ -135,7 +130,7 @@ def generate(
             )
         )
         return
-    _refuse(context, [name for name in given if name in _ONLY_BATCH], "needs", "it is for a batch")
+    options.refuse(context, _ONLY_BATCH, "it needs --input: it is for a batch")
     prompts = _prompts(context, prompt or [], file or [], keep_breaks=ignore_chat_template)
     params = SamplingParams(
         n=n,
@@ -157,12 +152,6 @@ def generate(
 
     llm = LLM(model, **engine_options)
     _answer(llm, prompts, params, system_prompt, chat=not ignore_chat_template, progress=progress)
-
-
-def _refuse(context: typer.Context, names: list[str], verb: str, reason: str) -> None:
-    for name in names:
-        [flag] = [p.opts[0] for p in context.command.params if p.name == name]
-        raise typer.BadParameter(f"it {verb} --input: {reason}", param_hint=flag)
 
 
 def _prompts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -58,9 +59,7 @@ TopK = Annotated[
 ]
 TopP = Annotated[
     float | None,
-    typer.Option(
-        help="Sample among the likeliest that sum to this.", rich_help_panel=_SAMPLING
-    ),
+    typer.Option(help="Sample among the likeliest that sum to this.", rich_help_panel=_SAMPLING),
 ]
 MinP = Annotated[
     float | None,
@@ -91,3 +90,16 @@ Stop = Annotated[
 def given(**values: Any) -> dict[str, Any]:
     """The options that have a value."""
     return {name: value for name, value in values.items() if value not in (None, [])}
+
+
+def on_command_line(context: typer.Context) -> list[str]:
+    """The parameters that were written, not left at their defaults."""
+    sources = ((name, context.get_parameter_source(name)) for name in context.params)
+    return [name for name, source in sources if getattr(source, "name", "") == "COMMANDLINE"]
+
+
+def refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
+    """Refuses options that mean nothing beside others, rather than ignoring them."""
+    for name in set(on_command_line(context)).intersection(names):
+        [flag] = [p.opts[0] for p in context.command.params if p.name == name]
+        raise typer.BadParameter(reason, param_hint=flag)

@@ -38,9 +38,7 @@ class LocalEndpoint:
     """
 
     def __init__(self, engine: AsyncEngine, model_names: tuple[str, ...]) -> None:
-        config = ServerConfig(
-            served_model_names=model_names, log_requests=False, serve_page=False
-        )
+        config = ServerConfig(served_model_names=model_names, log_requests=False, serve_page=False)
         self._app = create_app(engine, config)
         self._context: Context = self._app.state.context
 

@@ -116,7 +116,7 @@ def _open(path: Path | None) -> BinaryIO:
         if path is not None and path.is_file():
             return path.open("rb")
         source = sys.stdin.buffer if path is None else path.open("rb")
-        copy = tempfile.TemporaryFile()
+        copy = tempfile.TemporaryFile()  # noqa: SIM115  (the caller closes it)
         shutil.copyfileobj(source, copy)
         return copy
     except OSError as error:

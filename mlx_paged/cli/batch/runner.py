@@ -108,9 +108,7 @@ class BatchRunner:
     def _claim(self, custom_id: str) -> None:
         key = hash(custom_id)
         if key in self._custom_ids:
-            raise LineError(
-                "duplicate_custom_id", "an earlier line has this custom_id", custom_id
-            )
+            raise LineError("duplicate_custom_id", "an earlier line has this custom_id", custom_id)
         self._custom_ids.add(key)
 
     def _flush(self) -> None:

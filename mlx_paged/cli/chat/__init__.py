@@ -1,3 +1,5 @@
 """`mlx-paged chat`: a conversation in the terminal."""
 
-def chat() -> None: ...
+from mlx_paged.cli.chat.verb import chat
+
+__all__ = ["chat"]
