@@ -72,6 +72,10 @@ def serve(
 ) -> None:  # fmt: skip
     """Send a workload to any OpenAI endpoint, and tell latency and throughput.
 
+    Examples:
+      mlx-paged bench serve --base-url http://127.0.0.1:8000 --num-prompts 200
+      mlx-paged bench serve --request-rate 10 --save-result
+
     Output and JSON keys are those of `vllm bench serve`.
     """
     try:
