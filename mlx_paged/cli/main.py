@@ -9,6 +9,7 @@ import typer
 
 from mlx_paged import __version__, unpatch
 from mlx_paged.cli.bench import bench
+from mlx_paged.cli.doctor import doctor
 from mlx_paged.cli.serve import serve
 from mlx_paged.errors import MlxPagedError
 
@@ -99,6 +100,7 @@ def generate(
 
 
 app.command()(serve)
+app.command()(doctor)
 app.add_typer(bench, name="bench")
 
 

@@ -31,13 +31,23 @@ def _mlx() -> dict[str, Any]:
     """MLX alone: does it import, and which device is its default?"""
     import mlx.core as mx
 
-    has_gpu = bool(mx.is_available(mx.gpu))
+    # (MLX may be another version than ours, and older ones lack this question.)
+    has_gpu = mx.default_device() == mx.Device(mx.gpu) or bool(
+        getattr(mx, "is_available", lambda _: False)(mx.gpu)
+    )
     return {
         "version": mx.__version__,  # type: ignore[attr-defined]
         "default_device": "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu",
         "gpu_available": has_gpu,
-        "gpu_info": _plain(mx.device_info(mx.gpu)) if has_gpu else {},  # type: ignore[attr-defined]
+        "gpu_info": _plain(_device_info(mx.gpu)) if has_gpu else {},
     }
+
+
+def _device_info(device: Any) -> dict[str, Any]:
+    import mlx.core as mx
+
+    ask = getattr(mx, "device_info", None)
+    return ask(device) if ask else {}
 
 
 def _plain(info: dict[str, Any]) -> dict[str, str | int]:
@@ -46,10 +56,11 @@ def _plain(info: dict[str, Any]) -> dict[str, str | int]:
 
 def _extension() -> dict[str, Any]:
     """The extension: does it load beside this MLX?"""
-    from mlx_paged import core
+    from mlx_paged import blas, core
 
     return {
-        "build_info": core.build_info(),
+        # (Not `core.build_info`: it asks for mlx-lm's version too, which may be what is missing.)
+        "build_info": {**core.ext.build_info(), "blas": blas.status()},
         "loaded_from": core.ext.__file__,
         "has_forwarder": _is_mapped("libmlx_paged_blas"),
     }

@@ -66,14 +66,16 @@ class Shape:
     def activation_bytes(self, rows: int, sampled_rows: int, precision: str) -> int:
         """An estimate of what the largest step needs. (The engine measures it, with the model.)
 
+        The factors are fitted to what the engine measured on the CPU for Llamas of eight shapes:
+        it was between the estimate and two thirds of it.
+
         Args:
             rows: tokens of the step.
-            sampled_rows: sequences of which a token is drawn, from float32 logits that are sorted.
+            sampled_rows: sequences of which a token is drawn, from float32 logits.
         """
-        size = value_bytes(precision)
-        mlp = 3 * self.intermediate * self.active_experts
-        row = 4 * self.hidden + 2 * (self.heads + 2 * self.kv_heads) * self.head_dim + mlp
-        return rows * row * size + sampled_rows * self.vocab * (size + 4 * 4)
+        mlp = 7 * self.intermediate * self.active_experts
+        row = mlp + 8 * self.heads * self.head_dim + 12 * self.hidden
+        return rows * row * value_bytes(precision) + sampled_rows * self.vocab * 3 * 4
 
     @property
     def _layer_weights(self) -> int:
