@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from itertools import pairwise
 
 import numpy as np
 
@@ -24,7 +25,7 @@ def cpu_copy() -> float:
     def copy() -> None:
         workers = [
             threading.Thread(target=np.copyto, args=(target[a:b], source[a:b]))
-            for a, b in zip(bounds, bounds[1:])
+            for a, b in pairwise(bounds)
         ]
         for worker in workers:
             worker.start()

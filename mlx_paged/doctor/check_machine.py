@@ -76,9 +76,7 @@ def _nvidia(machine: Machine, software: Software) -> list[Finding]:
     backend = next((name for name in _LEAST_DRIVER if name in software.packages), None)
     if backend and not cards and not machine.is_mac:
         remedy = "nvidia-smi must work: install the driver, or run the container with --gpus all"
-        return [
-            Finding("NVIDIA driver", Status.WARNING, f"a GPU for {backend}", "no GPU", remedy)
-        ]
+        return [Finding("NVIDIA driver", Status.WARNING, f"a GPU for {backend}", "no GPU", remedy)]
     findings = []
     for gpu in cards:
         if backend:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from mlx_paged.doctor.finding import Finding, Status
 from mlx_paged.doctor.software import Requirement, Software
 
@@ -15,12 +17,21 @@ _USES = {
 def check(software: Software) -> list[Finding]:
     """Everything that can be told without importing any of it."""
     return [
+        _itself(software),
         *(_requirement(r) for r in software.requirements),
         _built(software),
         *_built_for_this_mlx(software),
         *_abi(software),
         *_extras(software),
     ]
+
+
+def _itself(software: Software) -> Finding:
+    name, expected = "package mlx-paged", "installed, so that its requirements are known"
+    if found := software.packages.get("mlx-paged"):
+        return Finding(name, Status.OK, expected, f"mlx-paged {found}")
+    remedy = "pip install . (in mlx_paged's checkout), with the Python that you run"
+    return Finding(name, Status.BROKEN, expected, "not installed", remedy)
 
 
 def _requirement(requirement: Requirement) -> Finding:
@@ -42,7 +53,7 @@ def _built(software: Software) -> Finding:
     if software.extension is None or software.built_mlx is None:
         remedy = "pip install . (in mlx_paged's checkout)"
         return Finding(name, Status.BROKEN, expected, "no extension", remedy)
-    return Finding(name, Status.OK, expected, software.extension)
+    return Finding(name, Status.OK, expected, Path(software.extension).name)
 
 
 def _built_for_this_mlx(software: Software) -> list[Finding]:
@@ -68,7 +79,8 @@ def _abi(software: Software) -> list[Finding]:
         where = "MLX" if mlxs is None else "the extension"
         return [Finding(name, Status.SKIPPED, expected, f"{where} names none ({built})")]
     if mine == mlxs:
-        return [Finding(name, Status.OK, expected, f"{mine} ({built})")]
+        number = mine.rpartition("_")[2]
+        return [Finding(name, Status.OK, f"{number} as in MLX", f"{number} ({built})")]
     return [Finding(name, Status.BROKEN, expected, f"{mine} ({built})", _REBUILD)]
 
 

@@ -106,7 +106,7 @@ def examine(sources: Sources | None = None) -> Examination:
 
 
 def _devices(outcomes: Mapping[str, Outcome]) -> list[str]:
-    """"cpu", and "gpu" where MLX has one by default and this build has kernels for it."""
+    """ "cpu", and "gpu" where MLX has one by default and this build has kernels for it."""
     backends = outcomes[jobs.EXTENSION].value["build_info"]["backends"].split()
     has_gpu = outcomes[jobs.MLX].value["default_device"] == "gpu"
     return ["cpu", *(["gpu"] if has_gpu and {"metal", "cuda"} & set(backends) else [])]
@@ -130,5 +130,8 @@ def _memory_finding(outcomes: Mapping[str, Outcome], fitting: tuple[Fit, ...]) -
         return [Finding(name, Status.BROKEN, expected, smallest.reason, remedy)]
     models = len({fit.model for fit in fitting if fit.num_blocks})
     of = len({fit.model for fit in fitting})
-    found = f"{models} of {of} models of the table fit in some precision"
+    found = (
+        f"{smallest.num_blocks:,} blocks of {smallest.block_size} tokens for the embedded model; "
+        f"{models} of {of} models of the table fit in some precision"
+    )
     return [Finding(name, Status.OK, expected, found)]

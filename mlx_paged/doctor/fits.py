@@ -2,7 +2,8 @@
 
 The rule (`EngineConfig`): on a GPU, 0.9 of the device's memory less weights and the largest step's
 activations; on the CPU 4 GiB, or half of the memory if that is less. Either way no more than
-every sequence could use at full length. The engine measures the activations; here they are estimated.
+every sequence could use at full length. The engine measures the activations; here they are
+estimated.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Fit:
     """Whether a model fits in a precision.
 
     Attributes:
+        block_size: Tokens of a block.
         num_blocks: Blocks of the pool that the engine would have; 0: it does not fit.
         num_tokens: Tokens of keys and values in them.
         reason: Why it does not fit; empty where it does.
@@ -48,6 +50,7 @@ class Fit:
     weight_bytes: int
     kv_bytes_per_token: int
     activation_bytes: int
+    block_size: int
     num_blocks: int
     num_tokens: int
     reason: str = ""
@@ -97,6 +100,7 @@ def fit(shape: Shape, precision: str, memory: Memory, config: EngineConfig) -> F
         weight_bytes=weights,
         kv_bytes_per_token=per_token,
         activation_bytes=activations,
+        block_size=config.block_size,
         num_blocks=num_blocks,
         num_tokens=max(0, num_blocks - 1) * config.block_size,  # block 0 is never handed out
         reason=reason,

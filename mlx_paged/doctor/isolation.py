@@ -1,7 +1,7 @@
 """Runs jobs in a child process, so that a crash or a hang is an outcome with a name.
 
-The child reads a JSON list of jobs and writes a line before and after each. When it dies, the job it
-was at gets the blame and a new child takes the rest.
+The child reads a JSON list of jobs and writes a line before and after each. When it dies, the job
+it was at gets the blame and a new child takes the rest.
 """
 
 from __future__ import annotations

@@ -36,13 +36,13 @@ def machine(captures: Captures) -> Machine:
     files = captures.files
     processors = _blocks(files.get("/proc/cpuinfo", ""))
     memory = _meminfo(files.get("/proc/meminfo", ""))
-    release = dict(
-        (name, value.strip('"'))
+    release = {
+        name: value.strip('"')
         for name, equals, value in (
             line.partition("=") for line in files.get("/etc/os-release", "").splitlines()
         )
         if equals
-    )
+    }
     return Machine(
         system=release.get("PRETTY_NAME", "Linux"),
         system_version=release.get("VERSION_ID"),

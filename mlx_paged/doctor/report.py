@@ -20,7 +20,7 @@ SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
 
 
 def data(examination: Examination) -> dict[str, Any]:
-    """Everything, in JSON's types; sizes in bytes, bandwidth in bytes a second, times in seconds."""
+    """Everything, in JSON's types: bytes, bytes a second, seconds."""
     e = examination
     return {
         "schema_version": SCHEMA_VERSION,
@@ -40,9 +40,7 @@ def data(examination: Examination) -> dict[str, Any]:
         "self_test": [_case(n, o) for n, o in e.outcomes.items() if n.startswith("test/")],
         "memory": None if e.memory is None else asdict(e.memory),
         "fits": [asdict(fit) for fit in e.fits],
-        "findings": [
-            {**asdict(finding), "status": finding.status.value} for finding in e.findings
-        ],
+        "findings": [{**asdict(finding), "status": finding.status.value} for finding in e.findings],
     }
 
 

@@ -21,19 +21,25 @@ def _allocate_pool(data: Data) -> None:
         raise WrongResult(f"expected {expected} of {data.dtype} but got {pool.shape}, {pool.dtype}")
 
 
+def _pools(data: Data) -> tuple[mx.array, mx.array]:
+    keys, values = (data.pool(_TABLES, _LENS, _BLOCKS) for _ in range(2))
+    return keys, values
+
+
 def _write_kv(data: Data) -> None:
-    pools = [data.pool(_TABLES, _LENS, _BLOCKS) for _ in range(2)]
-    rows = [data.normal(3, KV_HEADS, HEAD_DIM) for _ in range(2)]
-    before, slots = [exact(pool) for pool in pools], [130, -1, 17]
-    written = ops.write_kv(*pools, *rows, mx.array(slots, mx.int32))
-    for name, out, expected, row in zip(("keys", "values"), written, before, rows):
+    key_pool, value_pool = _pools(data)
+    before = exact(key_pool), exact(value_pool)
+    keys, values = (data.normal(3, KV_HEADS, HEAD_DIM) for _ in range(2))
+    slots = mx.array([130, -1, 17], mx.int32)
+    written = ops.write_kv(key_pool, value_pool, keys, values, slots)
+    for name, out, expected, rows in zip(("keys", "values"), written, before, (keys, values)):
         flat = expected.reshape(-1, KV_HEADS, HEAD_DIM)
-        flat[130], flat[17] = exact(row)[0], exact(row)[2]
+        flat[130], flat[17] = exact(rows)[0], exact(rows)[2]
         data.same(out, expected, name)
 
 
 def _copy_blocks(data: Data) -> None:
-    pools = [data.pool(_TABLES, _LENS, _BLOCKS) for _ in range(2)]
+    pools = _pools(data)
     expected = [exact(pool) for pool in pools]
     copied = ops.copy_blocks(pools, mx.array([[3, 8], [2, 5]], mx.int32))
     for name, out, pool in zip(("first pool", "second pool"), copied, expected):
@@ -42,10 +48,10 @@ def _copy_blocks(data: Data) -> None:
 
 
 def _gather_kv(data: Data) -> None:
-    pools = [data.pool(_TABLES, _LENS, _BLOCKS) for _ in range(2)]
+    key_pool, value_pool = _pools(data)
     plan = build_plan(_TABLES, _LENS, [1, 1], block_size=BLOCK_SIZE)
-    dense = ops.gather_kv(*pools, plan.block_tables, plan.context_lens, 60)
-    for name, out, pool in zip(("keys", "values"), dense, pools):
+    dense = ops.gather_kv(key_pool, value_pool, plan.block_tables, plan.context_lens, 60)
+    for name, out, pool in zip(("keys", "values"), dense, (key_pool, value_pool)):
         expected = np.zeros((2, KV_HEADS, 60, HEAD_DIM))
         for i, length in enumerate(_LENS):
             expected[i, :, :length] = _tokens(pool, i).swapaxes(0, 1)
@@ -68,19 +74,27 @@ def _attention(
     with_sinks: bool = False,
     split_tokens: int = 4096,
 ) -> None:
-    pools = [data.pool(_TABLES, _LENS, _BLOCKS) for _ in range(2)]
+    key_pool, value_pool = _pools(data)
     queries = data.normal(sum(query_lens), group * KV_HEADS, HEAD_DIM)
     sinks = data.normal(group * KV_HEADS) if with_sinks else None
     plan = build_plan(
         _TABLES, _LENS, query_lens, block_size=BLOCK_SIZE, window=window, split_tokens=split_tokens
     )
     out = ops.paged_attention(
-        queries, *pools, plan, scale=_SCALE, window=window, softcap=softcap, sinks=sinks
+        queries,
+        key_pool,
+        value_pool,
+        plan,
+        scale=_SCALE,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
     )
-    rows, all_queries = [], exact(queries)
+    rows: list[np.ndarray] = []
+    all_queries = exact(queries)
     logits = None if sinks is None else exact(sinks).reshape(KV_HEADS, group, 1)
     for i, (length, count) in enumerate(zip(_LENS, query_lens)):
-        keys, values = (_tokens(pool, i) for pool in pools)
+        keys, values = (_tokens(pool, i) for pool in (key_pool, value_pool))
         for p in range(length - count, length):
             seen = slice(0 if window is None else max(0, p - window + 1), p + 1)
             query = all_queries[len(rows)].reshape(KV_HEADS, group, HEAD_DIM)

@@ -48,8 +48,8 @@ class Data:
         worst = int(np.argmax(relative))
         if relative[worst] > TOLERANCE[self.name]:
             raise WrongResult(
-                f"{what}: row {worst} is off by {relative[worst]:.1e} of its norm, expected at most "
-                f"{TOLERANCE[self.name]:.0e}"
+                f"{what}: row {worst} is off by {relative[worst]:.1e} of its norm, expected "
+                f"at most {TOLERANCE[self.name]:.0e}"
             )
 
     def same(self, actual: mx.array, expected: np.ndarray, what: str) -> None:

@@ -60,7 +60,7 @@ class Shape:
         return int((matrices * bits + self._vectors * max(16, min(bits, 32))) / 8)
 
     def kv_bytes_per_token(self, precision: str) -> int:
-        """Bytes of a token's keys and values in all layers: 16 bits each, or 32 where weights are."""
+        """Bytes of a token's keys and values in all layers, in 16 bits, or 32 for float32."""
         return 2 * self.layers * self.kv_heads * self.head_dim * value_bytes(precision)
 
     def activation_bytes(self, rows: int, sampled_rows: int, precision: str) -> int:

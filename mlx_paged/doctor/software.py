@@ -65,7 +65,7 @@ class Software:
 def installed() -> Software:
     """Of this interpreter."""
     packages = {name: v for name in _PACKAGES if (v := _version(name)) is not None}
-    always, extras = _requirements(metadata.requires("mlx-paged") or [], _version)
+    always, extras = _requirements(_required_lines(), _version)
     try:
         from mlx_paged import _build
     except ImportError:
@@ -132,6 +132,13 @@ def _requirements(
                     is_met = found is not None and parsed.specifier.contains(found)
                     members += [Requirement(backend, str(parsed.specifier), found, is_met)]
     return tuple(always.values()), {name: tuple(members) for name, members in extras.items()}
+
+
+def _required_lines() -> list[str]:
+    try:
+        return metadata.requires("mlx-paged") or []
+    except metadata.PackageNotFoundError:  # a checkout that was never installed
+        return []
 
 
 def _version(distribution: str) -> str | None:

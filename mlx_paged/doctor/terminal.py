@@ -88,7 +88,10 @@ def _gpu(gpu: Gpu) -> str:
 def _software_facts(e: Examination) -> list[tuple[str, str]]:
     software = e.software
     versions = [f"{name} {version}" for name, version in software.packages.items()]
-    rows = [("Python", f"{software.python}, {software.executable}"), ("packages", ", ".join(versions))]
+    rows = [
+        ("Python", f"{software.python}, {software.executable}"),
+        ("packages", ", ".join(versions)),
+    ]
     if extension := e.value(EXTENSION):
         build = extension["build_info"]
         rows.append(
@@ -134,8 +137,11 @@ def _fits(console: Console, e: Examination) -> None:
     assert e.memory is not None
     where = "GPU" if e.memory.on_gpu else "CPU"
     console.print(
-        f"[bold]What fits[/bold] in {e.memory.device_bytes / _GIB:.1f} GiB on the {where}: tokens "
-        "of keys and values (activations are estimated; the engine measures them)"
+        f"[bold]What fits[/bold] in {e.memory.device_bytes / _GIB:.1f} GiB on the {where}"
+    )
+    console.print(
+        "  [dim]Weights, and tokens of keys and values beside them, by the engine's own rule.\n"
+        "  Activations are estimated here; the engine measures them.[/dim]"
     )
     by_model: dict[str, list[Fit]] = {}
     for fit in e.fits:
