@@ -18,10 +18,8 @@ def doctor(
     some seconds. The exit status is 1 where something is broken, 0 otherwise.
 
     Examples:
-
-        mlx-paged doctor
-
-        mlx-paged doctor --json > doctor.json
+      mlx-paged doctor
+      mlx-paged doctor --json > doctor.json
     """
     from mlx_paged.doctor import report
     from mlx_paged.doctor.examine import Sources, examine
