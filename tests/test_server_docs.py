@@ -14,7 +14,7 @@ from server_helpers import running
 from typer.testing import CliRunner
 
 from mlx_paged.cli import options_table
-from mlx_paged.cli.bench.report import percentile
+from mlx_paged.cli.bench.percentiles import percentile
 from mlx_paged.cli.main import app
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.server.app import API
