@@ -312,7 +312,7 @@ class Engine:
     @property
     def pool_bytes(self) -> int:
         """Bytes of all pools; what was never written may take no real memory."""
-        return sum(pool.nbytes for pool in self._runner.model.pools)
+        return sum(pool.nbytes for pool in self._runner.model.pools())
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached prefix; returns how many blocks that were."""

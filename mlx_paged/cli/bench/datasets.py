@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlx_paged.errors import InvalidParameterError
+from mlx_paged.errors import InvalidParameterError, ModelLoadError
 
 _T = TypeVar("_T")
 
@@ -250,6 +250,26 @@ _SAMPLERS = {
     Dataset.SHAREGPT: _sharegpt,
     Dataset.EMBEDDED: _embedded,
 }
+
+
+def tokenizer_of(model: str | None) -> Any:
+    """mlx-lm's tokenizer of a model directory or hub id; None: of the embedded model.
+
+    Raises:
+        ModelLoadError: there is none.
+    """
+    from huggingface_hub.errors import RepositoryNotFoundError
+    from mlx_lm.utils import load_tokenizer
+
+    from mlx_paged.demo import model_path
+
+    if model is None:
+        return load_tokenizer(model_path())
+    try:
+        return load_tokenizer(model)
+    except (OSError, ValueError, RepositoryNotFoundError) as error:
+        reason = f"no tokenizer ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
+        raise ModelLoadError(model, reason) from error
 
 
 def ordinary_tokens(tokenizer: Any) -> list[int]:

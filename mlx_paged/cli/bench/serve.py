@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from mlx_paged.cli.bench import options, percentiles
-from mlx_paged.cli.bench.datasets import Dataset, Workload
+from mlx_paged.cli.bench.datasets import Dataset, Workload, tokenizer_of
+from mlx_paged.cli.bench.extra import bench_packages
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
 
@@ -73,13 +74,8 @@ def serve(
 
     Output and JSON keys are those of `vllm bench serve`.
     """
-    try:
+    with bench_packages():
         from mlx_paged.cli.bench import client
-    except ImportError as error:
-        raise MlxPagedError(
-            f"this needs a package that is not installed ({error.name}): "
-            "pip install 'mlx-paged[bench]'"
-        ) from error
     from mlx_paged.cli.bench import report
 
     shares = percentiles.parse(metric_percentiles)
@@ -98,7 +94,7 @@ def serve(
         prefix_repetition_num_prefixes,
         system_prompt,
     )
-    of_prompts = _tokenizer(tokenizer)
+    of_prompts = tokenizer_of(tokenizer)
     prompts = [prompt.as_text(of_prompts) for prompt in workload.sample(of_prompts, seed)]
     chat = backend is Backend.OPENAI_CHAT
     path = "/v1/chat/completions" if chat else "/v1/completions"
@@ -153,14 +149,6 @@ def _extra(given: str) -> dict[str, Any]:
     if not isinstance(extra, dict):
         raise InvalidParameterError("extra_body", "a JSON object", given)
     return extra
-
-
-def _tokenizer(name: str | None) -> Any:
-    from mlx_lm.utils import load_tokenizer
-
-    from mlx_paged.demo import model_path
-
-    return load_tokenizer(model_path() if name is None else Path(name))
 
 
 async def _first_model(base_url: str, key: str | None) -> str:
