@@ -93,13 +93,14 @@ class RemoteRunner:
             self._process.join()
 
     def _ask(self, method: str, *args: Any, **options: Any) -> Any:
-        self._ours.send((method, args, options))
+        with contextlib.suppress(BrokenPipeError):  # it died; receiving tells how
+            self._ours.send((method, args, options))
         return self._receive()
 
     def _receive(self) -> Any:
         try:
             error, value = self._ours.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self._process.join()
             status = self._process.exitcode
             raise MlxPagedError(
