@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_paged.cli.bench.client import Result
-from mlx_paged.cli.bench.percentiles import WIDTH, latency_figures, latency_lines, line
+from mlx_paged.cli.bench.percentiles import (
+    WIDTH,
+    latency_figures,
+    latency_lines,
+    line,
+    percentile,
+)
+
+__all__ = ["figures", "percentile", "text"]
 
 
 def figures(
