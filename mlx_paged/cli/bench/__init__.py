@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from mlx_paged.cli.bench.latency import EPILOG as LATENCY_EXAMPLES
 from mlx_paged.cli.bench.latency import latency
 from mlx_paged.cli.bench.serve import serve
-from mlx_paged.cli.bench.throughput import EPILOG as THROUGHPUT_EXAMPLES
 from mlx_paged.cli.bench.throughput import throughput
 
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
@@ -19,5 +17,5 @@ def _group() -> None:
 
 
 bench.command()(serve)
-bench.command(epilog=LATENCY_EXAMPLES)(latency)
-bench.command(epilog=THROUGHPUT_EXAMPLES)(throughput)
+bench.command()(latency)
+bench.command()(throughput)

@@ -11,7 +11,7 @@ import typer
 
 from mlx_paged.cli.bench import options, percentiles
 from mlx_paged.cli.bench.datasets import random_prompts, tokenizer_of
-from mlx_paged.cli.bench.extra import bench_packages
+from mlx_paged.cli.entry import needs_extra
 
 if TYPE_CHECKING:
     from mlx_paged.cli.bench.runs import Run
@@ -19,12 +19,6 @@ if TYPE_CHECKING:
 # The ones that vLLM tells.
 _SHARES = (10, 25, 50, 75, 90, 99)
 _BATCH = "Batch"
-
-EPILOG = """Examples:
-
-mlx-paged bench latency --input-len 512 --output-len 64 --batch-size 1
-
-mlx-paged bench latency --engine mlx-paged --engine mlx-lm --num-iters 10 --output-json a.json"""
 
 
 def latency(
@@ -64,10 +58,15 @@ def latency(
 ) -> None:
     """Generate for one batch of random prompts, again and again, and tell how long it takes.
 
+    Examples:
+      mlx-paged bench latency --input-len 512 --output-len 64 --batch-size 1
+      mlx-paged bench latency --num-iters 10 --output-json latency.json
+      mlx-paged bench latency --engine mlx-paged --engine mlx-lm --num-iters 10
+
     Options, output and JSON keys are those of `vllm bench latency`. Prefix caching is off, as every
     time has the same prompts.
     """
-    with bench_packages():
+    with needs_extra("bench", "mlx-paged bench latency"):
         from mlx_paged.cli.bench import offline
     from mlx_paged.cli.bench.runners import Settings
 

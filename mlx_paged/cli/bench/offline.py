@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mlx_paged.cli.bench import footprint, turns
 from mlx_paged.cli.bench.datasets import Prompt
@@ -19,6 +17,7 @@ from mlx_paged.cli.bench.percentiles import WIDTH, latency_lines
 from mlx_paged.cli.bench.results import check_writable, table, write_json
 from mlx_paged.cli.bench.runners import Settings
 from mlx_paged.cli.bench.runs import Run, compare, token_latencies
+from mlx_paged.cli.progress import progress_bar
 from mlx_paged.errors import InvalidParameterError
 
 
@@ -61,22 +60,17 @@ def measure(
         raise InvalidParameterError("engine", "each engine once", [e.value for e in engines])
     check_writable("output_json", output_json)
     checkout()
-    progress = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-        console=Console(stderr=True), transient=True,
-    )  # fmt: skip
-    with turns.opened(engines, settings) as runners, progress:
+    with turns.opened(engines, settings) as runners:
 
         def rounds(what: str, count: int) -> dict[str, list[Run]]:
-            bar = progress.add_task(what, total=count * len(runners))
-            return turns.take_turns(
-                runners, prompts, count, cold=cold, on_done=lambda: progress.advance(bar)
-            )
+            with progress_bar(what, count * len(runners)) as advance:
+                return turns.take_turns(runners, prompts, count, cold=cold, on_done=advance)
 
-        rounds("Warming up", num_iters_warmup)
+        if num_iters_warmup:
+            rounds("warming up", num_iters_warmup)
         for runner in runners.values():
             runner.reset_peak()
-        runs = rounds("Measuring", num_iters)
+        runs = rounds("measuring", num_iters)
         return Measurement(runs, {name: r.footprint() for name, r in runners.items()})
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mlx_paged.cli import options as common
 from mlx_paged.cli.bench.datasets import Dataset
 
 
@@ -89,7 +90,7 @@ OutputJson = Annotated[
 
 # Who does it, and how.
 
-_ENGINE = "Engine"
+_ENGINE = "Model and engine"
 
 
 class EngineName(StrEnum):
@@ -117,11 +118,7 @@ Engines = Annotated[
         "they take turns.",
     ),
 ]
-Model = Annotated[
-    str | None,
-    _option(_ENGINE, "--model", help="Model directory or Hugging Face id.",
-            show_default="the embedded model"),
-]  # fmt: skip
+Model = common.Model
 ModelDType = Annotated[
     DType, _option(_ENGINE, "--dtype", help="auto: as the weights are, float32 on the CPU.")
 ]
@@ -150,11 +147,7 @@ MaxModelLen = Annotated[
 BlockSize = Annotated[
     int, _option(_ENGINE, "--block-size", help="mlx-paged: tokens of a KV block.")
 ]
-KVCacheMemory = Annotated[
-    int | None,
-    _option(_ENGINE, "--kv-cache-memory", min=1, show_default="as the engine decides",
-            help="mlx-paged: most bytes of the KV pool."),
-]  # fmt: skip
+KVCacheMemory = common.KVCacheMemory
 GPUMemoryUtilization = Annotated[
     float | None,
     _option(_ENGINE, "--gpu-memory-utilization", show_default="0.9 on a GPU",
@@ -165,8 +158,4 @@ PrefixCaching = Annotated[
     _option(_ENGINE, "--enable-prefix-caching/--no-enable-prefix-caching",
             help="mlx-paged: share equal beginnings of prompts."),
 ]  # fmt: skip
-AsyncScheduling = Annotated[
-    bool,
-    _option(_ENGINE, "--async-scheduling/--no-async-scheduling",
-            help="mlx-paged: plan a step while the one before it runs."),
-]  # fmt: skip
+AsyncScheduling = common.AsyncScheduling

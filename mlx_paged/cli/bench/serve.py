@@ -13,7 +13,7 @@ import typer
 
 from mlx_paged.cli.bench import options, percentiles
 from mlx_paged.cli.bench.datasets import Dataset, Workload, tokenizer_of
-from mlx_paged.cli.bench.extra import bench_packages
+from mlx_paged.cli.entry import needs_extra
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
 
@@ -72,9 +72,13 @@ def serve(
 ) -> None:  # fmt: skip
     """Send a workload to any OpenAI endpoint, and tell latency and throughput.
 
+    Examples:
+      mlx-paged bench serve --base-url http://127.0.0.1:8000 --num-prompts 200
+      mlx-paged bench serve --request-rate 10 --save-result
+
     Output and JSON keys are those of `vllm bench serve`.
     """
-    with bench_packages():
+    with needs_extra("bench", "mlx-paged bench serve"):
         from mlx_paged.cli.bench import client
     from mlx_paged.cli.bench import report
 

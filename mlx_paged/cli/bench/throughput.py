@@ -10,20 +10,12 @@ import typer
 
 from mlx_paged.cli.bench import options, percentiles
 from mlx_paged.cli.bench.datasets import Dataset, Workload, tokenizer_of
-from mlx_paged.cli.bench.extra import bench_packages
+from mlx_paged.cli.entry import needs_extra
 
 if TYPE_CHECKING:
     from mlx_paged.cli.bench.runs import Run
 
 _ROUNDS = "Rounds"
-
-EPILOG = """Examples:
-
-mlx-paged bench throughput --num-prompts 128 --input-len 256 --output-len 64
-
-mlx-paged bench throughput --dataset-name embedded --engine mlx-paged --engine mlx-lm --num-iters 3
-
-mlx-paged bench throughput --dataset-name sharegpt --dataset-path conversations.json --model DIR"""
 
 
 def throughput(
@@ -70,10 +62,16 @@ def throughput(
 ) -> None:
     """Generate for many requests that come at once, and tell requests and tokens a second.
 
+    Examples:
+      mlx-paged bench throughput --num-prompts 128 --input-len 256 --output-len 64
+      mlx-paged bench throughput --dataset-name prefix_repetition --num-prompts 40
+      mlx-paged bench throughput --dataset-name sharegpt --dataset-path chats.json --model DIR
+      mlx-paged bench throughput --engine mlx-paged --engine mlx-lm --num-iters 3
+
     Options, output and JSON keys are those of `vllm bench throughput`. Every round begins without
     cached prefixes: what is shared is shared within the round.
     """
-    with bench_packages():
+    with needs_extra("bench", "mlx-paged bench throughput"):
         from mlx_paged.cli.bench import offline
     from mlx_paged.cli.bench.runners import Settings
 
