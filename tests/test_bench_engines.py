@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -326,6 +328,16 @@ def test_throughput(engine, tmp_path) -> None:
     assert shared >= 4 * 32 if engine == "mlx-paged" else shared == 0
     assert saved["options"]["num_prefixes"] == 2 and not saved["options"]["detokenize"]
     assert "Throughput: " in output and "Total num output tokens:  18" in output
+
+
+def test_a_missing_package_is_named(monkeypatch) -> None:
+    for name in ("offline", "turns", "runners", "footprint"):
+        monkeypatch.delitem(sys.modules, f"mlx_paged.cli.bench.{name}")
+        monkeypatch.delattr(f"mlx_paged.cli.bench.{name}")
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    done = CliRunner().invoke(app, ["bench", "latency"])
+    assert isinstance(done.exception, MlxPagedError)
+    assert re.search(r"\(psutil\): pip install 'mlx-paged\[bench\]'", str(done.exception))
 
 
 def test_a_file_of_conversations(tmp_path) -> None:

@@ -69,6 +69,7 @@ def test_percentiles() -> None:
 
 
 VLLM_KEYS = {
+    "environment",
     "date", "endpoint_type", "backend", "model_id", "tokenizer_id", "num_prompts", "request_rate",
     "burstiness", "max_concurrency", "duration", "completed", "failed", "total_input_tokens",
     "total_output_tokens", "request_throughput", "output_throughput", "total_token_throughput",

@@ -13,6 +13,7 @@ import typer
 
 from mlx_paged.cli.bench import options, percentiles
 from mlx_paged.cli.bench.datasets import Dataset, Workload, tokenizer_of
+from mlx_paged.cli.bench.environment import checkout, environment
 from mlx_paged.cli.entry import needs_extra
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
@@ -82,6 +83,7 @@ def serve(
         from mlx_paged.cli.bench import client
     from mlx_paged.cli.bench import report
 
+    checkout()
     shares = percentiles.parse(metric_percentiles)
     extra = _extra(extra_body)
     name = model or asyncio.run(_first_model(base_url, api_key))
@@ -129,6 +131,7 @@ def serve(
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
         file = result_filename or Path(f"{backend.value}-{request_rate:g}qps-{now}.json")
         saved = {
+            "environment": environment(),  # of the client
             "date": now,
             "endpoint_type": backend.value,
             "backend": backend.value,
