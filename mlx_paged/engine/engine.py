@@ -309,6 +309,11 @@ class Engine:
             pool_copies=ops.pool_copies(),
         )
 
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all pools; what was never written may take no real memory."""
+        return sum(pool.nbytes for pool in self._runner.model.pools())
+
     def reset_prefix_cache(self) -> int:
         """Forgets every cached prefix; returns how many blocks that were."""
         return self._scheduler.reset_prefix_cache()
