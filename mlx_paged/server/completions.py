@@ -29,7 +29,7 @@ async def completions(request: Request) -> Response:
     context.check_model(body.model)
     trace.note_body(body)
     prompts = _prompts(body)
-    params = completion_params(body, context.config, len(prompts))
+    params = completion_params(body, context.config, context.defaults, len(prompts))
     context.text.check_tokens("stop_token_ids", params.stop_token_ids or ())
     special = body.add_special_tokens is not False
     tokens = []

@@ -19,6 +19,7 @@ from mlx_paged.errors import InvalidParameterError, MlxPagedError
 from mlx_paged.server.app import create_app
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import Context
+from mlx_paged.server.defaults import GenerationDefaults
 
 logger = logging.getLogger(__name__)
 
@@ -208,6 +209,13 @@ class _Service:
             logger.info(
                 "ready: model %s at %s://%s:%d", self._config.model_name, self._scheme, shown, port
             )
+            defaults = self._context.defaults
+            if defaults != GenerationDefaults():
+                limit = defaults.max_new_tokens
+                logger.info(
+                    "where requests are silent: %s",
+                    {**defaults.sampling, **({} if limit is None else {"max_new_tokens": limit})},
+                )
             while self._engine.is_alive:
                 await asyncio.sleep(_WATCH_INTERVAL)
             if self._context.draining:
