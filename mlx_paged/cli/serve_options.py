@@ -225,7 +225,12 @@ RequestTimeout = Annotated[
 ]
 ReadTimeout = Annotated[
     float,
-    option(_LIMITS, "--read-timeout", help="Seconds to send a body, or to take a chunk.", min=0.1),
+    option(
+        _LIMITS,
+        "--read-timeout",
+        help="Seconds to send a head, then a body, or to take a chunk.",
+        min=0.1,
+    ),
 ]
 MaxBodySize = Annotated[
     int, option(_LIMITS, "--max-body-size", help="Most bytes of a body; more get 413.", min=1)
