@@ -95,6 +95,13 @@ def _params(
         raise bad_request(
             "priority", "priority needs a server started with --scheduling-policy priority"
         )
+    if body.spaces_between_special_tokens and body.skip_special_tokens is False:
+        raise bad_request(
+            "spaces_between_special_tokens",
+            "spaces_between_special_tokens must be false where special tokens are shown: this "
+            "server shows them as they are",
+            "unsupported_parameter",
+        )
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options", "stream_options needs stream to be true")
     values = {name: getattr(body, name) for name in _SAME}
