@@ -1,6 +1,6 @@
 """Long prefill chunks by dense attention compute what the paged kernels compute.
 
-It runs with CUDA only; what it computes does not depend on that, so here it is made to run anywhere.
+It runs with CUDA only. What it computes does not depend on that, so here it runs anywhere.
 """
 
 from __future__ import annotations

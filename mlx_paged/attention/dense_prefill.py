@@ -1,8 +1,8 @@
 """Long prefill chunks by MLX's fused attention over gathered keys and values. (With CUDA.)
 
 There MLX's is cuDNN's, two to eight times as fast as `ops.paged_attention` on such chunks (see
-docs/cuda.md), and gathering costs little beside it. Rows of other sequences, decodes above all, take
-the paged kernels as ever.
+docs/cuda.md), and gathering costs little beside it. Rows of other sequences, decodes above all,
+take the paged kernels as ever.
 
 cuDNN prepares itself for every shape that it has not met, for some 35 ms. So a chunk is widened to
 positions that are multiples of `ALIGNMENT`: by rows before it, which are computed and dropped, and
