@@ -105,6 +105,7 @@ def _processor() -> str:
 
 
 # Of the code that is measured: the checkout may move on while it runs.
-_COMMIT = _git("rev-parse", "HEAD")
+# (A copy without its repository is told by whoever made it.)
+_COMMIT = os.environ.get("MLX_PAGED_COMMIT") or _git("rev-parse", "HEAD")
 _LOAD_AVERAGE = os.getloadavg()[0]
 _DIRTY = bool(_git("status", "--porcelain"))
