@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
+os.environ["MLX_PAGED_DISABLE"] = "1"  # mlx-lm's BatchGenerator as it is
 import mlx_paged.core  # noqa: F401  (before mlx.core)
 
 # isort: split
@@ -37,23 +39,23 @@ PREFILL = {"1 x 8192": (8192,), "16 x 1024": (1024,) * 16}
 OUTPUT_TOKENS = {"32 x 4096": 160, "256 x 1024": 320}
 
 
-def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def attempt(run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     """What a run gives, or why it gave nothing: the other side still counts."""
     try:
-        return run()
+        return run(*args)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
 
 
 def decode_part(model: LoadedModel, workloads: dict[str, tuple[int, ...]]) -> list[dict[str, Any]]:
     for who in WHO:
-        attempt(lambda who=who: decode(who, model, prompts_of((64, 64)), 16))
+        attempt(decode, who, model, prompts_of((64, 64)), 16)
     results = []
     for name, lengths in workloads.items():
         found: dict[str, Any] = {"workload": name}
         for who in WHO:
             tokens = OUTPUT_TOKENS.get(name, 96)
-            found[who] = attempt(lambda: decode(who, model, prompts_of(lengths), tokens))
+            found[who] = attempt(decode, who, model, prompts_of(lengths), tokens)
             print(name, who, found[who], flush=True)
         results.append(found)
     cells = [
@@ -69,14 +71,14 @@ def prefill_part(model: LoadedModel) -> list[dict[str, Any]]:
     for name, lengths in PREFILL.items():
         found: dict[str, Any] = {"workload": name}
         for who in WHO:
-            found[who] = attempt(lambda: prefill(who, model, lengths, repeat=3))
+            found[who] = attempt(prefill, who, model, lengths, 3)
             print("prefill", name, who, found[who], flush=True)
         results.append(found)
     return results
 
 
 def prefix_part(model: LoadedModel) -> list[dict[str, Any]]:
-    found = attempt(lambda: shared_prefix(model, 4096, 64, repeat=5))
+    found = attempt(shared_prefix, model, 4096, 64, 5)
     print("shared prefix", found, flush=True)
     return [{"workload": "4096 shared + 64", "mlx_paged": found}]
 

@@ -167,14 +167,15 @@ def shared_prefix(
     model: LoadedModel, prefix_len: int, tail_len: int, repeat: int
 ) -> dict[str, Any]:
     """Time to the first token of a prompt that is new, and of one whose prefix is cached."""
+    rest()
     engine = Engine(model, EngineConfig(num_gpu_blocks_override=1024, max_model_len=16384))
     cold, warm = [], []
     for i in range(1 + repeat):
         [prefix] = prompts_of((prefix_len,), seed=100 + i)
         for tail, seconds in zip(prompts_of((tail_len,) * 2, seed=200 + i), (cold, warm)):
-            rest()
             add_all(engine, [prefix + tail], 1)
             seconds.append(_timed(lambda: _drain(engine)))
+            gc.collect()  # between the figures, not within
     ms = [round(statistics.median(s[1:]) * 1e3, 2) for s in (cold, warm)]
     return {"cold_ms": ms[0], "warm_ms": ms[1], "share": round(ms[1] / ms[0], 4)}
 
