@@ -14,6 +14,7 @@
 #include "linear_params.h"
 #include "memory.h"
 #include "mlx/backend/cuda/device.h"
+#include "variants.h"
 
 namespace mlx_paged {
 
@@ -124,7 +125,8 @@ void PagedAttention::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::
     }
   }
   cuda::allocate(out[0], stream());
-  auto list = paged_attention_launches(inputs, out, {scale_, window_, softcap_});
+  auto list = cuda::with_variants(
+      paged_attention_launches(inputs, out, {scale_, window_, softcap_}), inputs);
   cuda::encode(list, inputs, out, {1, 2}, stream());
 }
 

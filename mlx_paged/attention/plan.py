@@ -43,7 +43,7 @@ def build_plan(
         rows_per_item: most query rows that one work item holds.
         split_tokens: most tokens of context that one work item covers, about; a longer context is
             split evenly, in pieces that run in parallel and are merged afterwards. None: as the
-            device needs (`split.split_tokens`).
+            device needs (`split.split_tokens`), from a row's own context alone.
 
     Raises:
         ValueError: for lists of different lengths, negative lengths, more query rows than context,
@@ -159,9 +159,8 @@ def _work_items(
     )
 
     num_blocks = num_blocks - first_block
-    if split_tokens is None:
-        split_tokens = split.split_tokens(num_tokens)
-    num_splits = np.minimum(-(-num_tokens // split_tokens), num_blocks)
+    longest = split_tokens or split.split_tokens(num_tokens, row_end - row_begin)
+    num_splits = np.minimum(-(-num_tokens // longest), num_blocks)
     order = np.argsort(-num_tokens, kind="stable")
     if not (num_splits > 1).any():
         return items[order], np.zeros((0, 4), dtype=np.int64)
