@@ -4,15 +4,20 @@ python bench/cuda_kernels.py
 
 Needs PyTorch: its profiler reads the GPU's own clock for every kernel of the process, MLX's too,
 and its SDPA is one of the peers. Pools are turned over, so that no case is served from the cache.
+
+Every contender is called many times in one evaluation, each call taking the result of the one
+before as its queries, as the layers of a model follow each other. Two times are read off the GPU's
+clock: `kernels` is spent in kernels, `in a row` is from one call to the next, gaps included.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import cycle
+from functools import partial
+from itertools import cycle, pairwise
 from typing import Any
 
 import torch
@@ -29,8 +34,9 @@ from harness import print_table, save
 from mlx_paged import ops
 from mlx_paged.attention.plan import build_plan
 
-REPEAT = 30
-PAST_CACHE = 400 << 20  # bytes of pools to turn over
+REPEAT = 24  # calls of one evaluation
+ROUNDS = 5  # over all contenders; medians are reported
+PAST_CACHE = 400 << 20  # bytes of pools to turn over, at least three sets
 TORCH = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -49,37 +55,80 @@ class Case:
 
 
 SKEWED = (256,) * 28 + (8192,) * 4
+GROUPS = (1, 2, 4, 8)
 CASES = [
-    *(Case("32 x 4096", (4096,) * 32, group=g) for g in (1, 2, 4, 8)),
-    *(Case("32 x 4096", (4096,) * 32, dim=d) for d in (64, 256)),
-    Case("32 x 4096", (4096,) * 32, block_size=16),
-    *(Case("8 x 4096", (4096,) * 8, group=g) for g in (1, 4)),
-    Case("1 x 4096", (4096,)),
-    Case("1 x 65536", (65536,)),
+    *(Case("32 x 4096", (4096,) * 32, group=g) for g in GROUPS),
+    *(Case("32 x 4096", (4096,) * 32, group=g, block_size=16) for g in GROUPS),
+    *(Case("32 x 4096", (4096,) * 32, group=g, dim=d) for d in (64, 256) for g in GROUPS),
+    *(Case("32 x 4096", (4096,) * 32, dim=d, block_size=16) for d in (64, 256)),
+    *(Case("8 x 4096", (4096,) * 8, group=g) for g in GROUPS),
+    *(Case("1 x 4096", (4096,), group=g) for g in (1, 4)),
+    *(Case("1 x 65536", (65536,), group=g) for g in (1, 4)),
     Case("28 x 256 + 4 x 8192", SKEWED),
     Case("the same bytes, balanced", (sum(SKEWED) // 32,) * 32),
 ]
+MOVED = Case("64 x 4096", (4096,) * 64)
 
 
-def kernel_seconds(run: Callable[[], object]) -> float:
-    """Median over repetitions of the GPU's time in the kernels of one `run`."""
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
+@dataclass(frozen=True)
+class Seconds:
+    """Of one call."""
+
+    kernels: float
+    in_a_row: float
+
+
+def time_calls(repeat: Callable[[], None]) -> Seconds:
+    """Medians over the REPEAT calls that `repeat` makes."""
+    repeat()
     mx.synchronize()
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(REPEAT):
-            run()
+        repeat()
         mx.synchronize()
         torch.cuda.synchronize()
+    events = [
+        event for event in found.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and "Mem" not in event.name
+    ]  # fmt: skip
     spans: dict[str, list[float]] = {}
-    for event in found.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and "Mem" not in event.name:
-            spans.setdefault(event.name, []).append(event.time_range.elapsed_us())
-    if not spans:
-        raise RuntimeError("the profiler saw no kernel")
-    per_run = [statistics.median(times) * round(len(times) / REPEAT) for times in spans.values()]
-    return sum(per_run) / 1e6
+    for event in events:
+        spans.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    # What runs once an evaluation and not once a call is dropped.
+    counts = {name: round(len(times) / REPEAT) for name, times in spans.items()}
+    kernels = sum(statistics.median(times) * counts[name] for name, times in spans.items())
+    starts = sorted(e.time_range.start for e in events if counts[e.name])[:: sum(counts.values())]
+    if len(starts) < REPEAT // 2:
+        raise RuntimeError(f"the profiler saw too few kernels: {counts}")
+    between = statistics.median(b - a for a, b in pairwise(starts))
+    return Seconds(kernels / 1e6, between / 1e6)
+
+
+def compete(contenders: dict[str, Callable[[], None]]) -> dict[str, Any]:
+    """Seconds of each, in turns; one that refuses says why."""
+    found: dict[str, list[Seconds]] = {name: [] for name in contenders}
+    refused: dict[str, str] = {}
+    for _ in range(ROUNDS):
+        for name, repeat in contenders.items():
+            try:
+                found[name].append(time_calls(repeat))
+            except RuntimeError as error:
+                refused[name] = str(error).splitlines()[0]
+    return {
+        name: {field: statistics.median(asdict(t)[field] for t in times) for field in
+               ("kernels", "in_a_row")} if times else refused[name]
+        for name, times in found.items()
+    }  # fmt: skip
+
+
+def chain(attend: Callable[[mx.array], mx.array], queries: mx.array) -> Callable[[], None]:
+    def repeat() -> None:
+        out = queries
+        for _ in range(REPEAT):
+            out = attend(out)
+        mx.eval(out)
+
+    return repeat
 
 
 def copy_bandwidth() -> float:
@@ -113,7 +162,7 @@ def random_pools(case: Case, num_blocks: int) -> list[mx.array]:
 
 def attention(case: Case) -> dict[str, Any]:
     tables, num_blocks = tables_of(case)
-    copies = max(1, -(-PAST_CACHE // case.kv_bytes))
+    copies = max(3, -(-PAST_CACHE // case.kv_bytes))
     pools = [random_pools(case, num_blocks) for _ in range(copies)]
     shape = (len(case.lens), case.kv_heads * case.group, case.dim)
     queries = mx.random.normal(shape, dtype=mx.bfloat16)
@@ -122,66 +171,59 @@ def attention(case: Case) -> dict[str, Any]:
     mx.eval(queries, *vars(plan).values())
     turn = cycle(pools)
 
-    def paged() -> mx.array:
-        out = ops.paged_attention(queries, *next(turn), plan, scale=scale)
-        mx.eval(out)
-        return out
+    def paged(queries: mx.array) -> mx.array:
+        return ops.paged_attention(queries, *next(turn), plan, scale=scale)
 
-    result: dict[str, Any] = {"paged": kernel_seconds(paged)}
+    contenders = {"paged": chain(paged, queries)}
     if len(set(case.lens)) == 1:
-        for name, seconds in dense_peers(case, pools, plan, queries, paged):
-            result[name] = seconds
-    return result
+        contenders |= dense_peers(case, pools, plan, queries)
+        contenders |= torch_peers(case, copies)
+    return compete(contenders)
 
 
 def dense_peers(
-    case: Case, pools: list, plan: ops.AttentionPlan, queries: mx.array, paged: Callable
-) -> Iterator[tuple[str, Any]]:
-    """The same attention over dense keys and values; a peer that refuses says why."""
+    case: Case, pools: list, plan: ops.AttentionPlan, queries: mx.array
+) -> dict[str, Callable[[], None]]:
+    """MLX's own attention over dense keys and values, and over gathered ones."""
     length, scale = case.lens[0], case.dim**-0.5
     dense = [ops.gather_kv(*p, plan.block_tables, plan.context_lens, length) for p in pools]
     mx.eval(dense)
-    dense_queries = queries[:, :, None]
     turn, pool_turn = cycle(dense), cycle(pools)
 
-    def mlx_dense() -> mx.array:
-        out = mx.fast.scaled_dot_product_attention(dense_queries, *next(turn), scale=scale)
-        mx.eval(out)
-        return out
+    def attend(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        queries = queries[:, :, None]
+        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)
+        return out.squeeze(2)
 
-    def gathered() -> None:
-        keys, values = ops.gather_kv(*next(pool_turn), plan.block_tables, plan.context_lens, length)
-        mx.eval(mx.fast.scaled_dot_product_attention(dense_queries, keys, values, scale=scale))
+    def gathered(queries: mx.array) -> mx.array:
+        pool = next(pool_turn)
+        gathered = ops.gather_kv(*pool, plan.block_tables, plan.context_lens, length)
+        return attend(queries, *gathered)
 
-    # Compared where one set of pools serves every call.
-    if len(pools) == 1:
-        difference = mx.abs(paged() - mlx_dense().squeeze(2)).max().item()
-        assert difference < 0.05, f"paged and dense attention differ by {difference}"
-        yield "difference", difference
-    yield "MLX dense", kernel_seconds(mlx_dense)
-    yield "gather + MLX dense", kernel_seconds(gathered)
-    dense.clear()
-    shape = (len(case.lens), case.kv_heads, length, case.dim)
-    tensors = [
-        [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)] for _ in pools
-    ]
-    torch_queries = torch.randn(
-        (len(case.lens), case.kv_heads * case.group, 1, case.dim),
-        dtype=torch.bfloat16, device="cuda",
-    )  # fmt: skip
-    torch_turn = cycle(tensors)
-    for name, backend in TORCH.items():
+    paged = ops.paged_attention(queries, *pools[0], plan, scale=scale)
+    difference = mx.abs(paged - attend(queries, *dense[0])).max().item()
+    assert difference < 0.05, f"paged and dense attention differ by {difference}"
+    return {
+        "MLX dense": chain(lambda queries: attend(queries, *next(turn)), queries),
+        "gather + MLX dense": chain(gathered, queries),
+    }
 
-        def torch_dense(backend: SDPBackend = backend) -> None:
-            with sdpa_kernel(backend):
-                torch.nn.functional.scaled_dot_product_attention(
-                    torch_queries, *next(torch_turn), enable_gqa=case.group > 1
+
+def torch_peers(case: Case, copies: int) -> dict[str, Callable[[], None]]:
+    shape = (len(case.lens), case.kv_heads, case.lens[0], case.dim)
+    random = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+    turn = cycle([[random(shape) for _ in range(2)] for _ in range(copies)])
+    queries = random((len(case.lens), case.kv_heads * case.group, 1, case.dim))
+
+    def repeat(backend: SDPBackend) -> None:
+        out = queries
+        with sdpa_kernel(backend):
+            for _ in range(REPEAT):
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    out, *next(turn), enable_gqa=case.group > 1
                 )
 
-        try:
-            yield f"torch {name}", kernel_seconds(torch_dense)
-        except RuntimeError as error:
-            yield f"torch {name}", str(error).splitlines()[0]
+    return {f"torch {name}": partial(repeat, backend) for name, backend in TORCH.items()}
 
 
 def movement(case: Case) -> list[dict[str, Any]]:
@@ -197,18 +239,40 @@ def movement(case: Case) -> list[dict[str, Any]]:
     plan = build_plan(tables, list(case.lens), [1] * len(case.lens), block_size=case.block_size)
     mx.eval(rows, slots, pairs, *vars(plan).values())
     length = case.lens[0]
-    runs: dict[str, tuple[Callable[[], Any], int]] = {
-        "write_kv": (lambda: ops.write_kv(*pools, rows, rows, slots), 2 * case.kv_bytes),
-        "copy_blocks": (lambda: ops.copy_blocks(pools, pairs), case.kv_bytes),
-        "gather_kv": (
-            lambda: ops.gather_kv(*pools, plan.block_tables, plan.context_lens, length),
-            2 * case.kv_bytes,
-        ),
-    }
+    results: list[mx.array] = []
+
+    def write() -> None:
+        results[:] = pools
+        for _ in range(REPEAT):
+            results[:] = ops.write_kv(*results, rows, rows, slots)
+        mx.eval(results)
+
+    def copy() -> None:
+        results[:] = pools
+        for _ in range(REPEAT):
+            results[:] = ops.copy_blocks(results, pairs)
+        mx.eval(results)
+
+    def gather() -> None:
+        tables, lens = plan.block_tables, plan.context_lens
+        mx.eval([ops.gather_kv(*pools, tables, lens, length) for _ in range(REPEAT)])
+
+    found = compete({"write_kv": write, "copy_blocks": copy, "gather_kv": gather})
+    moved = {"write_kv": 2, "copy_blocks": 1, "gather_kv": 2}
     return [
-        {"op": op, "bytes": moved, "seconds": kernel_seconds(lambda run=run: mx.eval(run()))}
-        for op, (run, moved) in runs.items()
+        {"op": op, "bytes": moved[op] * case.kv_bytes, "seconds": seconds}
+        for op, seconds in found.items()
     ]
+
+
+def share_of(seconds: dict[str, float] | str, num_bytes: int, copy: float) -> dict[str, float]:
+    if isinstance(seconds, str):
+        return {}
+    return {name: num_bytes / value / copy for name, value in seconds.items()}
+
+
+def percent(share: dict[str, float], name: str) -> str:
+    return f"{share[name]:.0%}" if name in share else "-"
 
 
 def main() -> None:
@@ -224,27 +288,24 @@ def main() -> None:
         found = attention(case)
         mx.clear_cache()
         torch.cuda.empty_cache()
-        share = {
-            name: case.kv_bytes / seconds / copy
-            for name, seconds in found.items()
-            if isinstance(seconds, float) and name != "difference"
-        }
+        share = {name: share_of(seconds, case.kv_bytes, copy) for name, seconds in found.items()}
         fields = {**asdict(case), "lens": case.name}
         results.append({"op": "paged_attention", **fields, "bytes": case.kv_bytes,
                         "seconds": found, "share_of_copy": share})  # fmt: skip
         rows.append([
             f"attention {case.name}", f"{case.group}", f"{case.dim}", f"{case.block_size}",
-            f"{found['paged'] * 1e6:.1f}",
-            *(f"{share[name]:.0%}" if name in share else "-" for name in ("paged", *peers)),
+            f"{found['paged']['kernels'] * 1e6:.1f}", percent(share["paged"], "kernels"),
+            *(percent(share.get(name, {}), "in_a_row") for name in ("paged", *peers)),
         ])  # fmt: skip
         print(*rows[-1], flush=True)
-    for found in movement(CASES[0]):
-        found["share_of_copy"] = found["bytes"] / found["seconds"] / copy
-        results.append(found)
-        rows.append([found["op"], "", "", "", f"{found['seconds'] * 1e6:.1f}",
-                     f"{found['share_of_copy']:.0%}", *[""] * len(peers)])  # fmt: skip
+    for found in movement(MOVED):
+        share = share_of(found["seconds"], found["bytes"], copy)
+        results.append({**found, "share_of_copy": share})
+        rows.append([found["op"], "", "", "", f"{found['seconds']['kernels'] * 1e6:.1f}",
+                     percent(share, "kernels"), percent(share, "in_a_row"),
+                     *[""] * len(peers)])  # fmt: skip
     print(f"\ncopy bandwidth {copy / 1e12:.2f} TB/s, read + written; bfloat16; share of it:\n")
-    print_table(["case", "G", "D", "block", "us", "ours", *peers], rows)
+    print_table(["case", "G", "D", "block", "us", "kernels", "in a row", *peers], rows)
     if options.save:
         print(save(options.name, {"copy_bytes_per_second": copy, "results": results}))
 
