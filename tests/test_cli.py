@@ -230,11 +230,18 @@ def test_a_module_of_ours_that_is_missing_is_no_missing_extra() -> None:
 # --- Completion -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_offered_for_every_shell(shell) -> None:
-    done = run("--show-completion", shell)
+@pytest.mark.parametrize(
+    ("shell", "line"),
+    [
+        ("bash", "complete -o default -F _mlx_paged_completion"),
+        ("zsh", "#compdef"),
+        ("fish", "complete --command"),
+    ],
+)
+def test_completion_is_offered_for_every_shell(shell, line) -> None:
+    done = run(env={**os.environ, "_MLX_PAGED_COMPLETE": f"source_{shell}"})
     assert done.returncode == 0, done.stderr
-    assert "_MLX_PAGED_COMPLETE=complete_" in done.stdout
+    assert line in done.stdout and f"complete_{shell}" in done.stdout
 
 
 @pytest.mark.parametrize(
