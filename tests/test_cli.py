@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
 from mlx_paged.cli import entry
+from mlx_paged.cli.chat.commands import COMMANDS
 from mlx_paged.cli.entry import ExitCode, needs_extra, status_of
 from mlx_paged.cli.main import app
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
@@ -225,6 +227,25 @@ def test_a_missing_extra_is_told_with_its_remedy(capsys, monkeypatch) -> None:
 def test_a_module_of_ours_that_is_missing_is_no_missing_extra() -> None:
     with pytest.raises(ModuleNotFoundError), needs_extra("server", "it"):
         import mlx_paged.nowhere  # noqa: F401
+
+
+# --- Documentation --------------------------------------------------------------------------------
+
+
+def test_the_documentation_names_every_verb_and_command_of_the_chat() -> None:
+    root = Path(__file__).resolve().parent.parent
+    text, readme = (root / "docs/cli.md").read_text(), (root / "README.md").read_text()
+    for verb in VERBS:
+        assert f"[`mlx-paged {' '.join(verb)}`]" in text
+        pattern = r"\b.*\b".join(verb)
+        assert re.search(rf"^mlx-paged {pattern}\b", readme, re.MULTILINE), verb
+    documented = re.findall(r"^\| `/(\w+)", text, re.MULTILINE)
+    assert documented == list(COMMANDS)
+    for code in ExitCode:
+        assert re.search(rf"\b{code.value}\b", text.partition("**Exit status**")[2][:200])
+    # Links lead somewhere.
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        assert (root / "docs" / target).exists(), target
 
 
 # --- Completion -----------------------------------------------------------------------------------

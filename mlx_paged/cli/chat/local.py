@@ -15,6 +15,7 @@ from mlx_paged.engine.llm import LLM
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
+from mlx_paged.server.defaults import GenerationDefaults
 
 _ID = "chat"
 
@@ -37,8 +38,13 @@ class LocalBackend:
             )
         self.model = name
         self.turn = Turn()
-        # As many tokens as the context allows.
-        self.defaults: dict[str, Any] = {"temperature": 0.7, "max_tokens": None}
+        # Those of the model go before ours; without a limit it is as many tokens as fit.
+        own = GenerationDefaults.of(self._llm.engine.generation_config)
+        self.defaults: dict[str, Any] = {
+            "temperature": 0.7,
+            **own.sampling,
+            "max_tokens": own.max_new_tokens,
+        }
 
     def answer(self, messages: list[Message], params: dict[str, Any]) -> Generator[str, None, None]:
         """See `Backend`."""
