@@ -155,6 +155,20 @@ def test_ctrl_c_is_status_130(capsys) -> None:
     assert capsys.readouterr().err == "mlx-paged: interrupted\n"
 
 
+def test_what_fails_because_of_ctrl_c_is_no_internal_error(capsys) -> None:
+    made = typer.Typer()
+
+    @made.command()
+    def verb() -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise AssertionError("half done")
+
+    assert status_of(made, []) == ExitCode.INTERRUPTED
+    assert capsys.readouterr().err == "mlx-paged: interrupted\n"
+
+
 def test_ctrl_c_ends_a_process_with_status_130() -> None:
     code = (
         "import time, typer\n"
