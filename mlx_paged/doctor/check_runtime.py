@@ -10,7 +10,7 @@ from mlx_paged.doctor.jobs import EXTENSION, MATMUL, MLX
 from mlx_paged.doctor.machine import Machine
 
 _REPORT = "report it with the output of `mlx-paged doctor --json`"
-_REINSTALL = "pip install --force-reinstall mlx, with the extra of your machine (docs/doctor.md)"
+_REINSTALL = "pip install --force-reinstall 'mlx-paged[cpu]' (another extra for a GPU; none on a Mac)"
 # MLX's reference BLAS reaches about a sixtieth of OpenBLAS, which NumPy brings too.
 _LEAST_OF_NUMPY = 0.2
 # Large GPU copies reach 80 to 95 percent of what is published; half of it means that something else
