@@ -62,6 +62,7 @@ def answers(
         "extension": {
             "build_info": {**BUILD, **(build or {})},
             "loaded_from": "/home/ada/_ext.so",
+            "missing": [],
             "has_forwarder": True,
         },
         "memory": {

@@ -155,13 +155,13 @@ CONTAINER_V2 = container(
 # Version 1, where the path is the host's and does not exist here.
 CONTAINER_V1 = container(
     {
-        "/proc/self/cgroup": "12:memory:/docker/9f8e\n5:cpu,cpuacct:/docker/9f8e\n1:name=systemd:/\n",
+        "/proc/self/cgroup": "12:memory:/docker/9f8e\n5:cpu,cpuacct:/docker/9f8e\n1:name=x:/\n",
         "/sys/fs/cgroup/memory/memory.limit_in_bytes": f"{4 * GIB}\n",
         "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "400000\n",
         "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
     }
 )
-# A service with MemoryMax= on the host: its limit lies below the root, where the engine does not look.
+# A service with MemoryMax= on the host: its limit lies below the root, where nobody looks.
 SERVICE = container(
     {
         "/proc/self/cgroup": "0::/system.slice/mlx.service\n",

@@ -191,6 +191,20 @@ def test_an_extension_that_crashes_when_it_loads() -> None:
     assert found.status is BROKEN and "SIGSEGV" in found.found
 
 
+def test_a_build_that_is_older_than_its_sources_names_what_it_lacks() -> None:
+    extension = {**answers()["extension"], "missing": ["new_primitive"]}
+    examination = examined(extension=extension)
+    assert bad(examination) == {"extension is up to date": BROKEN}
+    assert "new_primitive" in finding(examination, "extension is up to date").found
+
+
+def test_failures_that_are_alike_are_told_once() -> None:
+    cases = [f"test/cpu/rope/{dtype}" for dtype in ("float32", "float16", "bfloat16")]
+    failed = dict.fromkeys(cases, Outcome(error="RuntimeError: no such kernel"))
+    examination = examined(**{"cases/cpu": cases}, **failed)
+    assert bad(examination) == {"self-test on the CPU: rope in float32 and 2 more": BROKEN}
+
+
 def test_a_wrong_kernel_is_named_with_device_and_dtype() -> None:
     wrong = Outcome(error="WrongResult: row 3 is off by 5.0e-01 of its norm")
     examination = examined(**{f"test/cpu/{CASE}": wrong})

@@ -1,4 +1,4 @@
-"""Which models fit: published parameter counts, the engine's own rule, and its measured activations."""
+"""Which models fit: published parameter counts, the engine's own rule, measured activations."""
 
 from __future__ import annotations
 

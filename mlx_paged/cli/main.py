@@ -11,8 +11,8 @@ from mlx_paged.cli import entry
 from mlx_paged.cli.bench import bench
 from mlx_paged.cli.chat import chat
 from mlx_paged.cli.demo import demo
-from mlx_paged.cli.generate import generate
 from mlx_paged.cli.doctor import doctor
+from mlx_paged.cli.generate import generate
 from mlx_paged.cli.serve import serve
 
 app = typer.Typer(name=entry.PROGRAM, no_args_is_help=True, pretty_exceptions_enable=False)

@@ -10,7 +10,8 @@ from mlx_paged.doctor.software import Requirement, Software
 _REBUILD = "pip install --force-reinstall --no-deps . (in mlx_paged's checkout)"
 _USES = {
     "server": "`mlx-paged serve`",
-    "bench": "`mlx-paged bench serve`",
+    "bench": "`mlx-paged bench`",
+    "chat": "`mlx-paged chat`",
 }
 
 
@@ -69,7 +70,9 @@ def _backend(software: Software, on_mac: bool) -> list[Finding]:
     if version != software.packages["mlx"]:
         wrong = f"{found[0]} {version} beside mlx {software.packages['mlx']}"
         remedy = f"pip install '{found[0]}=={software.packages['mlx']}'"
-        return [Finding("MLX's backend", Status.BROKEN, f"{expected} of MLX's version", wrong, remedy)]
+        return [
+            Finding("MLX's backend", Status.BROKEN, f"{expected} of MLX's version", wrong, remedy)
+        ]
     return [Finding("MLX's backend", Status.OK, expected, f"{found[0]} {version}")]
 
 
