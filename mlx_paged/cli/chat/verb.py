@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mlx_paged.cli import options
+from mlx_paged.cli.chat.keys import typed_ahead
 from mlx_paged.cli.chat.markup import Markup
 from mlx_paged.cli.entry import needs_extra
 from mlx_paged.errors import MlxPagedError
@@ -96,18 +98,17 @@ def chat(
     if at_terminal:
         with needs_extra("chat", "a chat at a terminal"):
             import prompt_toolkit  # noqa: F401  (told before the model is loaded)
-    if server is None:
-        backend = _local(
-            model,
-            async_scheduling=async_scheduling,
-            **options.given(max_model_len=max_model_len, kv_cache_memory=kv_cache_memory),
-        )
-    else:
-        backend = _remote(server, model, api_key)
-    try:
-        _converse(backend, conversation, markup, history_file, at_terminal)
-    finally:
-        backend.close()
+    with typed_ahead() if at_terminal else contextlib.nullcontext():
+        if server is None:
+            backend = _local(
+                model,
+                async_scheduling=async_scheduling,
+                **options.given(max_model_len=max_model_len, kv_cache_memory=kv_cache_memory),
+            )
+        else:
+            backend = _remote(server, model, api_key)
+        with contextlib.closing(backend):
+            _converse(backend, conversation, markup, history_file, at_terminal)
 
 
 def _conversation(

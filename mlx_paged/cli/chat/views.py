@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Iterator
 
@@ -21,8 +20,7 @@ class TerminalView:
 
     def answer(self, pieces: Iterator[str]) -> None:
         """See `View`."""
-        with _silent_keys():
-            draw(self.console, self._markup, pieces)
+        draw(self.console, self._markup, pieces)
 
     def note(self, what: RenderableType) -> None:
         """See `View`."""
@@ -61,23 +59,3 @@ class PlainView:
 
 def _clean(what: RenderableType) -> RenderableType:
     return printable(what) if isinstance(what, str) else what
-
-
-@contextlib.contextmanager
-def _silent_keys() -> Iterator[None]:
-    """Keys typed meanwhile are kept for the next prompt, and do not stain what is drawn."""
-    import termios
-
-    try:
-        terminal = sys.stdin.fileno()
-        before = termios.tcgetattr(terminal)
-    except (OSError, ValueError, termios.error):
-        yield
-        return
-    silent = [*before]
-    silent[3] &= ~termios.ECHO
-    termios.tcsetattr(terminal, termios.TCSANOW, silent)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(terminal, termios.TCSANOW, before)
