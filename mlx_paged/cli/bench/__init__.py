@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from mlx_paged.cli.bench.kernels.verb import kernels
+from mlx_paged.cli.bench.memory import memory
 from mlx_paged.cli.bench.serve import serve
 
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
@@ -17,3 +18,4 @@ def _group() -> None:
 
 bench.command()(serve)
 bench.command()(kernels)
+bench.command()(memory)

@@ -131,7 +131,7 @@ def _measure(case: Case, copy: Copy, pools: PoolCache, settings: Settings) -> di
         data = pools.get(key_of(case, settings.past_cache, settings.seed))
         work = _ON_POOLS[case.op](case, data, settings.past_cache, settings.seed)
     checked = work.check()
-    timings = interleaved([*work.variants, copy.variant], settings.rounds, warmup=work.warmup)
+    timings = interleaved([*work.variants, copy.variant], settings.rounds)
     return _row(case, work, checked, timings, copy.bytes)
 
 

@@ -23,7 +23,7 @@ MOST_LAUNCHES = 256
 # Results of a sample's launches live until it ends.
 MOST_OUTPUT_BYTES = 512 << 20
 # Something slow gets fewer rounds, but at least three.
-SECONDS_PER_VARIANT = 4.0
+SECONDS_PER_VARIANT = 2.0
 FEWEST_SAMPLES = 3
 
 
@@ -35,11 +35,13 @@ class Variant:
         name: in the results.
         prepare: builds so many launches, and returns what runs them to their end.
         output_bytes: of one launch.
+        warmup: launches before the first sample: kernels are compiled and plans read in them.
     """
 
     name: str
     prepare: Callable[[int], Callable[[], object]]
     output_bytes: int = 0
+    warmup: int = 1
 
 
 @dataclass(frozen=True)
@@ -89,22 +91,22 @@ def interleaved(
     variants: Sequence[Variant],
     rounds: int,
     *,
-    warmup: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Times variants in turns; every second round runs backwards.
 
     Args:
         rounds: samples of each.
-        warmup: launches before, of each: kernels are compiled and plans read in them.
 
     Returns:
         By name.
     """
     launches, counts = {}, {}
     for variant in variants:
-        variant.prepare(warmup)()
-        seconds = min(_seconds(variant, 1, clock) for _ in range(2))
+        variant.prepare(variant.warmup)()
+        seconds = _seconds(variant, 1, clock)
+        if seconds < SECONDS_PER_VARIANT / 10:
+            seconds = min(seconds, _seconds(variant, 1, clock))
         most = MOST_OUTPUT_BYTES // max(1, variant.output_bytes)
         wanted = round(SAMPLE_SECONDS / max(seconds, 1e-7))
         launches[variant.name] = max(1, min(wanted, most, MOST_LAUNCHES))

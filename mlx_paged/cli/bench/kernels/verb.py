@@ -10,19 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_paged.cli.bench.kernels.cases import (
-    DTYPE_BYTES,
-    LAYER,
-    OPS,
-    Case,
-    at_least,
-    cases,
-    defaults,
-    one_of,
-    parse_list,
-    read_head_dim,
-    read_window,
-)
+from mlx_paged.cli.bench.kernels.cases import DTYPE_BYTES, LAYER, OPS, Case, cases, defaults
+from mlx_paged.cli.bench.options import at_least, one_of, parse_list, read_head_dim, read_window
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
 if TYPE_CHECKING:
