@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from mlx_paged.cli.bench import footprint, offline, runs, turns
 from mlx_paged.cli.bench.datasets import Dataset, Prompt, Workload, random_prompts, tokenizer_of
-from mlx_paged.cli.bench.options import EngineName
 from mlx_paged.cli.bench.percentiles import latency_figures, percentile
 from mlx_paged.cli.bench.runners import Settings, open_runner
 from mlx_paged.cli.bench.runs import Answer, Run
+from mlx_paged.cli.bench.vllm_options import EngineName
 from mlx_paged.cli.main import app
 from mlx_paged.errors import MlxPagedError, RequestTooLargeError
 

@@ -12,11 +12,11 @@ import typer
 from mlx_paged.cli.bench import footprint, turns
 from mlx_paged.cli.bench.datasets import Prompt
 from mlx_paged.cli.bench.environment import checkout
-from mlx_paged.cli.bench.options import EngineName
 from mlx_paged.cli.bench.percentiles import WIDTH, latency_lines
 from mlx_paged.cli.bench.results import check_writable, table, write_json
 from mlx_paged.cli.bench.runners import Settings
 from mlx_paged.cli.bench.runs import Run, compare, token_latencies
+from mlx_paged.cli.bench.vllm_options import EngineName
 from mlx_paged.cli.progress import progress_bar
 from mlx_paged.errors import InvalidParameterError
 

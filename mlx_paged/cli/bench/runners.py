@@ -20,8 +20,8 @@ import mlx.core as mx
 
 from mlx_paged.cli.bench.datasets import Prompt
 from mlx_paged.cli.bench.footprint import Footprint, measure_footprint
-from mlx_paged.cli.bench.options import EngineName
 from mlx_paged.cli.bench.runs import Answer, Run
+from mlx_paged.cli.bench.vllm_options import EngineName
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.sampling_params import SamplingParams
