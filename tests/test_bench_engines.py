@@ -22,7 +22,9 @@ from mlx_paged.cli.main import app
 from mlx_paged.errors import MlxPagedError, RequestTooLargeError
 
 BOTH = list(EngineName)
-SMALL = Settings(engine={"max_model_len": 256, "max_num_batched_tokens": 64}, max_num_seqs=4)
+SMALL = Settings(
+    engine_options={"max_model_len": 256, "max_num_batched_tokens": 64}, max_num_seqs=4
+)
 
 
 @pytest.fixture(scope="module")
@@ -122,11 +124,13 @@ def test_the_peak_of_this_process_is_seen() -> None:
 
 
 def test_the_pool_has_room_for_the_work_and_no_more(prompts) -> None:
-    sized = offline.sized(Settings(engine={"max_model_len": None, "block_size": 16}), prompts)
-    assert sized.engine == {"max_model_len": 94, "block_size": 16}
+    sized = offline.sized(
+        Settings(engine_options={"max_model_len": None, "block_size": 16}), prompts
+    )
+    assert sized.engine_options == {"max_model_len": 94, "block_size": 16}
     assert sized.max_num_seqs == len(prompts)
     assert offline.sized(Settings(num_answers=3), prompts).max_num_seqs == 3 * len(prompts)
-    assert offline.sized(SMALL, prompts).engine["max_model_len"] == 256
+    assert offline.sized(SMALL, prompts).engine_options["max_model_len"] == 256
     runner = open_runner(EngineName.MLX_PAGED, sized)
     runner.run(prompts)
     seen = runner.footprint()
@@ -226,7 +230,7 @@ def test_turns_alternate(prompts) -> None:
 
 def test_another_process_tells_what_it_raised_and_that_it_died(prompts) -> None:
     with pytest.raises(MlxPagedError, match="engine mlx-paged: block_size must be 8"):
-        turns.RemoteRunner(EngineName.MLX_PAGED, Settings(engine={"block_size": 9}))
+        turns.RemoteRunner(EngineName.MLX_PAGED, Settings(engine_options={"block_size": 9}))
     with turns.opened(BOTH, SMALL) as runners:
         assert {name: r.run(prompts).num_output_tokens for name, r in runners.items()} == {
             "mlx-paged": 23,

@@ -35,9 +35,11 @@ def sized(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
     So a pool does not take the memory that the other engine needs, and its size says something.
     """
     longest = max(prompt.num_tokens + prompt.max_tokens for prompt in prompts)
-    engine = {name: value for name, value in settings.engine.items() if value is not None}
+    given = {name: value for name, value in settings.engine_options.items() if value is not None}
     num_seqs = min(settings.max_num_seqs, len(prompts) * settings.num_answers)
-    return replace(settings, max_num_seqs=num_seqs, engine={"max_model_len": longest, **engine})
+    return replace(
+        settings, max_num_seqs=num_seqs, engine_options={"max_model_len": longest, **given}
+    )
 
 
 def measure(
