@@ -14,7 +14,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from typing import Any
 
 from harness import print_table, save

@@ -113,6 +113,20 @@ def test_the_median_run_and_the_comparison_of_turns() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([2.0], "a is 2.00x as fast as b; 3 of 4"),
+        ([1.5, 3.0], "a is 2.25x as fast as b (median of 2 turns, 1.50 to 3.00); 3 of 4"),
+        ([0.8, 1.2], "1.20), but turns disagree about who is faster; 3 of 4"),
+    ],
+)
+def test_the_verdict_tells_how_sure_it_is(ratios, expected) -> None:
+    found = {"ratios": ratios, "speedup": sum(ratios) / len(ratios)}
+    said = offline._verdict("a", "b", {**found, "same_answers": 3, "num_answers": 4})
+    assert expected in said
+
+
 def test_the_peak_of_this_process_is_seen() -> None:
     before = footprint.peak_resident_bytes()
     held = np.ones(before + (64 << 20), dtype=np.uint8)  # more than it ever had

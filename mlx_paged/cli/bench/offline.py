@@ -135,9 +135,12 @@ def _side_by_side(made: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def _verdict(first: str, other: str, found: Mapping[str, Any]) -> str:
     ratios = found["ratios"]
-    spread = f" (median of {len(ratios)} turns, {min(ratios):.2f} to {max(ratios):.2f})"
+    spread = ""
+    if len(ratios) > 1:
+        spread = f" (median of {len(ratios)} turns, {min(ratios):.2f} to {max(ratios):.2f})"
+    if min(ratios) < 1 < max(ratios):
+        spread += ", but turns disagree about who is faster"
     return (
-        f"{first} is {found['speedup']:.2f}x as fast as {other}"
-        f"{spread if len(ratios) > 1 else ''}; "
+        f"{first} is {found['speedup']:.2f}x as fast as {other}{spread}; "
         f"{found['same_answers']} of {found['num_answers']} answers have the same tokens"
     )
