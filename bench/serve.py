@@ -31,9 +31,9 @@ from typing import Any
 
 from harness import print_table, save
 
-from mlx_paged.cli.bench import client
-from mlx_paged.cli.bench import report as bench_report
+from mlx_paged.cli.bench.client import Target, run
 from mlx_paged.cli.bench.datasets import random_prompts
+from mlx_paged.cli.bench.report import figures
 
 START_TIMEOUT = 120.0
 
@@ -126,7 +126,7 @@ def started(server: Server, model: Path, blas: str) -> Iterator[str]:
 def measure(
     url: str, server: Server, model: Path, tokenizer: Any, workload: Workload, seed: int
 ) -> Any:
-    target = client.Target(
+    target = Target(
         f"{url}/v1/completions",
         server.served_name or str(model),
         False,
@@ -137,9 +137,9 @@ def measure(
         prefix_len=workload.prefix_len, seed=seed + 1,
     )  # fmt: skip
     results, duration = asyncio.run(
-        client.run(target, prompts, rate=workload.rate, concurrency=workload.concurrency, seed=1)
+        run(target, prompts, rate=workload.rate, concurrency=workload.concurrency, seed=1)
     )
-    made = bench_report.figures(results, duration, [50, 99])
+    made = figures(results, duration, [50, 99])
     if made["failed"]:
         print(f"{server.name}: {made['failed']} failed: {next(e for e in made['errors'] if e)}")
     long = ("ttfts", "itls", "generated_texts", "errors", "input_lens", "output_lens")

@@ -11,6 +11,7 @@ from mlx_paged.cli import entry
 from mlx_paged.cli.bench import bench
 from mlx_paged.cli.chat import chat
 from mlx_paged.cli.demo import demo
+from mlx_paged.cli.doctor import doctor
 from mlx_paged.cli.generate import generate
 from mlx_paged.cli.serve import serve
 
@@ -40,6 +41,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(serve)
 app.command()(demo)
+app.command()(doctor)
 app.add_typer(bench, name="bench")
 
 
