@@ -13,8 +13,6 @@ from mlx_paged.models.load import LoadedModel
 
 # isort: split
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, generate_step
-from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged.cli.bench.resident import can_count, resident_bytes
 from mlx_paged.errors import UnsupportedModelError
@@ -118,8 +116,12 @@ def _baseline() -> int:
 
 def _dense(model: LoadedModel, requests: list[tuple[list[int], int]]) -> Held:
     """`mlx_lm.generate` keeps a cache for each conversation; all are alive in the end."""
+    from mlx_lm.generate import generate_step  # here: mlx-lm's own, once it is unpatched
+    from mlx_lm.models.cache import make_prompt_cache
+
     before = _baseline()
-    caches, made = [], 0
+    caches: list[Any] = []
+    made = 0
     for prompt, count in requests:
         caches.append(make_prompt_cache(model.model))
         steps = generate_step(
@@ -132,6 +134,8 @@ def _dense(model: LoadedModel, requests: list[tuple[list[int], int]]) -> Held:
 
 def _batch(model: LoadedModel, requests: list[tuple[list[int], int]]) -> Held:
     """The most after any of its steps."""
+    from mlx_lm.generate import BatchGenerator
+
     before = _baseline()
     generator = BatchGenerator(model.model, completion_batch_size=len(requests))
     generator.insert([prompt for prompt, _ in requests], [count for _, count in requests])
@@ -152,7 +156,7 @@ def _paged(
     if roomy.num_preemptions:
         raise RuntimeError(f"{roomy.num_preemptions} preemptions in a pool that holds everything")
     allocated = None
-    # Block 0 is never handed out; steps in flight may keep a block of each sequence a little longer.
+    # Block 0 is never handed out; a step in flight may keep a block of each sequence a bit longer.
     for spare in (1, 1 + len(requests)):
         tight = _generate(model, requests, block_size, roomy.max_used_blocks + spare, sharing)
         if not tight.num_preemptions and tight.answer_tokens == roomy.answer_tokens:
