@@ -94,9 +94,9 @@ def _run(
     json: Path | None,
     csv: Path | None,
 ) -> None:
+    from mlx_paged import unpatch
     from mlx_paged.cli.bench.environment import checkout
     from mlx_paged.cli.bench.results import check_writable, write_csv, write_json
-    from mlx_paged import unpatch
     from mlx_paged.core import use_supported_device
 
     unpatch()  # dense caches are mlx-lm's as it is

@@ -14,7 +14,7 @@ from mlx_paged.cli.bench.environment import memory_bytes
 from mlx_paged.cli.bench.kernels import attention, layers, movement
 from mlx_paged.cli.bench.kernels.cases import LAYER, Case, refusal
 from mlx_paged.cli.bench.kernels.data import PoolCache, key_of
-from mlx_paged.cli.bench.kernels.timing import Copy, Timing, interleaved
+from mlx_paged.cli.bench.kernels.timing import COPY, Copy, Timing, interleaved
 from mlx_paged.cli.bench.kernels.work import OURS, Checked, Work
 from mlx_paged.errors import BackendUnavailableError, MlxPagedError
 
@@ -138,7 +138,7 @@ def _measure(case: Case, copy: Copy, pools: PoolCache, settings: Settings) -> di
 def _row(
     case: Case, work: Work, checked: Checked, timings: dict[str, Timing], copy_bytes: int
 ) -> dict[str, Any]:
-    ours, copy = timings[OURS], timings[Copy.name]
+    ours, copy = timings[OURS], timings[COPY]
     return {
         **asdict(case),
         "bytes": work.bytes,
@@ -156,6 +156,6 @@ def _row(
                 "max_relative_error": checked.peers[name],
             }
             for name, timing in timings.items()
-            if name not in (OURS, Copy.name)
+            if name not in (OURS, COPY)
         },
     }
