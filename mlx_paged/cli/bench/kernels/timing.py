@@ -22,7 +22,7 @@ COPY = "copy"  # the variant that is the roof
 SAMPLE_SECONDS = 0.01
 MOST_LAUNCHES = 256
 # Results of a sample's launches live until it ends.
-MOST_OUTPUT_BYTES = 512 << 20
+MOST_OUTPUT_BYTES = {"cpu": 512 << 20, "gpu": 4 << 30}
 # Something slow gets fewer rounds, but at least three.
 SECONDS_PER_VARIANT = 2.0
 FEWEST_SAMPLES = 3
@@ -92,12 +92,14 @@ def interleaved(
     variants: Sequence[Variant],
     rounds: int,
     *,
+    most_output_bytes: int = MOST_OUTPUT_BYTES["cpu"],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Times variants in turns; every second round runs backwards.
 
     Args:
         rounds: samples of each.
+        most_output_bytes: that the launches of a sample may leave until it ends.
 
     Returns:
         By name.
@@ -108,8 +110,9 @@ def interleaved(
         seconds = _seconds(variant, 1, clock)
         if seconds < SECONDS_PER_VARIANT / 10:
             seconds = min(seconds, _seconds(variant, 1, clock))
-        most = MOST_OUTPUT_BYTES // max(1, variant.output_bytes)
-        wanted = round(SAMPLE_SECONDS / max(seconds, 1e-7))
+        seconds = max(seconds, 1e-9)  # a clock has its grain
+        most = most_output_bytes // max(1, variant.output_bytes)
+        wanted = round(SAMPLE_SECONDS / seconds)
         launches[variant.name] = max(1, min(wanted, most, MOST_LAUNCHES))
         sample_seconds = seconds * launches[variant.name]
         counts[variant.name] = min(
