@@ -61,9 +61,9 @@ def test_a_sample_is_as_many_launches_as_take_long_enough() -> None:
         clock.variant("short", timing.SAMPLE_SECONDS / 20),
         clock.variant("instant", 0.0),
         clock.variant("long", 0.1),
-        clock.variant("large", 0.0, output_bytes=30),
+        clock.variant("large", 0.0, output_bytes=300),
     ]
-    interleaved(variants, 3, most_output_bytes=100, clock=clock)
+    interleaved(variants, 3, most_output_bytes=1000, clock=clock)
     launches = dict(clock.log[-4:])
     assert launches == {"short": 20, "instant": timing.MOST_LAUNCHES, "long": 1, "large": 3}
 
