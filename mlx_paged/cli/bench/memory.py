@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,9 +15,6 @@ from mlx_paged.errors import InvalidParameterError
 
 if TYPE_CHECKING:
     from mlx_paged.cli.bench.memory_runs import Load
-
-# What this field says of paged KV caches: so many times less than dense ones.
-CLAIM = (2.0, 4.0)
 
 
 def memory(
@@ -94,6 +91,7 @@ def _run(
     json: Path | None,
     csv: Path | None,
 ) -> None:
+    from mlx_paged import unpatch
     from mlx_paged.cli.bench.environment import checkout
     from mlx_paged.cli.bench.results import check_writable, write_csv, write_json
     from mlx_paged import unpatch
@@ -104,7 +102,7 @@ def _run(
         check_writable(field, path)
     checkout()
     use_supported_device()
-    from mlx_paged.cli.bench import memory_runs
+    from mlx_paged.cli.bench import memory_report, memory_runs
     from mlx_paged.models.load import load
 
     model = load(model_name)
@@ -115,8 +113,10 @@ def _run(
         if sys.stderr.isatty():
             typer.echo(f"{i + 1} of {len(loads)}: {one.users} users", err=True)
         held = memory_runs.measure(model, one, block_size, seed)
-        rows.append(row(vars(one), {name: found.to_json() for name, found in held.items()}))
-    typer.echo(text(rows))
+        rows.append(
+            memory_report.row(vars(one), {name: found.to_json() for name, found in held.items()})
+        )
+    typer.echo(memory_report.text(rows))
     if json is not None:
         write_json(
             json,
@@ -125,8 +125,8 @@ def _run(
                 "model": model_name or "embedded",
                 "block_size": block_size,
                 "seed": seed,
-                "claim": CLAIM,
-                "verdict": verdict(rows),
+                "claim": memory_report.CLAIM,
+                "verdict": memory_report.verdict(rows),
                 "results": rows,
             },
         )
@@ -143,65 +143,3 @@ def _check_lengths(loads: Sequence[Load], limit: int | None) -> None:
                 f"short enough for the model's {limit} tokens, at one and a half times the means",
                 longest,
             )
-
-
-def row(load: Mapping[str, int], held: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """One load's results, and how many times as much dense caches hold as paged ones."""
-    ratios = {
-        f"{dense}_over_{paged}": held[dense]["live_bytes"] / held[paged]["live_bytes"]
-        for dense in ("dense", "batch_generator")
-        for paged in ("paged", "paged_shared")
-    }
-    return {**load, "held": {name: dict(found) for name, found in held.items()}, "ratios": ratios}
-
-
-def judge(ratio: float) -> str:
-    """A ratio beside the claim."""
-    low, high = CLAIM
-    if ratio < low:
-        return "below"
-    return "within" if ratio <= high else "above"
-
-
-def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """How many loads are below, within and above the claim, for each comparison."""
-    counts = {name: {"below": 0, "within": 0, "above": 0} for name in rows[0]["ratios"]}
-    for one in rows:
-        for name, ratio in one["ratios"].items():
-            counts[name][judge(ratio)] += 1
-    return counts
-
-
-def text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Two tables: what everyone held, and the claim."""
-    from mlx_paged.cli.bench.memory_runs import NAMES
-    from mlx_paged.cli.bench.results import table
-
-    loads = ("users", "system_len", "user_len", "answer_len")
-    header = ["users", "system", "user", "answer"]
-    body = [
-        [*(str(one[k]) for k in loads), *(_mib(one["held"][name]["live_bytes"]) for name in NAMES)]
-        for one in rows
-    ]
-    parts = ["KV memory at its highest, MiB", table([*header, *NAMES.values()], body)]
-    body = [
-        [*(str(one[k]) for k in loads), *(f"{ratio:.2f}x" for ratio in one["ratios"].values())]
-        for one in rows
-    ]
-    columns = [_comparison(name) for name in rows[0]["ratios"]]
-    parts += ["", "Dense over paged", table([*header, *columns], body)]
-    parts += ["", f"The claim: {CLAIM[0]:g} to {CLAIM[1]:g} times less memory than dense caches."]
-    for name, counts in verdict(rows).items():
-        ratios = [one["ratios"][name] for one in rows]
-        found = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-        parts.append(f"  {_comparison(name)}: {min(ratios):.2f}x to {max(ratios):.2f}x: {found} it")
-    return "\n".join(parts)
-
-
-def _comparison(name: str) -> str:
-    dense, paged = name.split("_over_")
-    return f"{dense.replace('_', ' ')} / {paged.replace('_', ' ')}"
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.2f}"

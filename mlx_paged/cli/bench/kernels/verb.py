@@ -248,6 +248,7 @@ def _progress(count: int) -> Progress | None:
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
+        auto_refresh=False,  # by a thread, it would take time from what is measured
     )
 
 
@@ -257,7 +258,10 @@ def _on_case(progress: Progress | None, count: int) -> Any:
     task = progress.add_task("", total=count)
 
     def on_case(case: Case, row: dict[str, Any] | None) -> None:
-        progress.update(task, description=str(case)[:70], advance=0 if row is None else 1)
+        description = f"{case.op} {case.batch} x {case.context or case.rows}"
+        progress.update(
+            task, description=description, advance=0 if row is None else 1, refresh=True
+        )
 
     return on_case
 
