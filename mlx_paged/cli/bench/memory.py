@@ -94,6 +94,7 @@ def _run(
     from mlx_paged import unpatch
     from mlx_paged.cli.bench.environment import checkout
     from mlx_paged.cli.bench.results import check_writable, write_csv, write_json
+    from mlx_paged import unpatch
     from mlx_paged.core import use_supported_device
 
     unpatch()  # dense caches are mlx-lm's as it is
