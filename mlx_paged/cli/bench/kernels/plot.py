@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from mlx_paged.cli.bench.kernels.show import describe, split_fields
-from mlx_paged.errors import InvalidParameterError, MlxPagedError
+from mlx_paged.cli.entry import needs_extra
+from mlx_paged.errors import InvalidParameterError
 
 _AXES = ("op", "context")
 
 
 def check(path: Path) -> None:
     """Refuses a picture that could not be drawn, before anything is measured."""
-    try:
+    with needs_extra("plot", "--plot"):
         import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MlxPagedError("--plot needs matplotlib: pip install 'mlx-paged[plot]'") from error
     if path.suffix not in (".svg", ".png", ".pdf"):
         raise InvalidParameterError("plot", "a file that ends in .svg, .png or .pdf", str(path))
 

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.cli.bench.report import percentile
+from mlx_paged.cli.bench.percentiles import percentile
 
 COPY = "copy"  # the variant that is the roof
 # A sample is as many launches as take about this long: starting and waiting must not count.
