@@ -61,7 +61,6 @@ def memory(
     Nothing is computed from shapes: arrays, MLX's memory and blocks are
     read while it runs. Options with LIST may be repeated or take commas.
 
-    \b
     Examples:
       mlx-paged bench memory --quick
       mlx-paged bench memory --users 1,8,32 --system-len 0,1024
@@ -94,7 +93,6 @@ def _run(
     from mlx_paged import unpatch
     from mlx_paged.cli.bench.environment import checkout
     from mlx_paged.cli.bench.results import check_writable, write_csv, write_json
-    from mlx_paged import unpatch
     from mlx_paged.core import use_supported_device
 
     unpatch()  # dense caches are mlx-lm's as it is

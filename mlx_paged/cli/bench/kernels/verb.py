@@ -108,7 +108,6 @@ def kernels(
     op is first checked against a float64 reference on the same inputs; a
     wrong result ends the run with exit status 1.
 
-    \b
     Examples:
       mlx-paged bench kernels --quick
       mlx-paged bench kernels --op paged_attention --batch 1,8,32 \\
