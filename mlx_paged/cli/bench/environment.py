@@ -51,8 +51,8 @@ def environment() -> dict[str, Any]:
 def checkout() -> tuple[str | None, bool | None]:
     """Commit of the checkout that the package lies in, and whether files differ from it.
 
-    Both are None for an installed package, unless ``MLX_PAGED_COMMIT`` names the commit. Read once: call it when measuring begins, as the
-    checkout may move on meanwhile.
+    Both are None for an installed package, unless ``MLX_PAGED_COMMIT`` names the commit. Read
+    once: call it when measuring begins, as the checkout may move on meanwhile.
     """
     root = Path(mlx_paged.__file__).resolve().parent.parent
     # (An environment inside some other project's checkout is not ours.)
