@@ -136,9 +136,7 @@ def measure(
         prefix_len=workload.prefix_len, seed=seed + 1,
     )  # fmt: skip
     results, duration = asyncio.run(
-        run(
-            target, prompts, rate=workload.rate, concurrency=workload.concurrency, seed=1
-        )
+        run(target, prompts, rate=workload.rate, concurrency=workload.concurrency, seed=1)
     )
     made = figures(results, duration, [50, 99])
     if made["failed"]:
