@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import random
 from dataclasses import dataclass
 from typing import Any
 
-from hash_model import VOCAB_SIZE, follows, hash_model
-
-# isort: split
-import mlx.core as mx
 import pytest
+from hash_model import VOCAB_SIZE, follows, hash_model
+from leftovers import leftovers
 
 from mlx_paged import ops
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.memory import live_arrays
 from mlx_paged.engine.runner import LaunchedStep
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import EngineOverloadedError
@@ -104,27 +100,10 @@ async def spend(engine: AsyncEngine, day: Day, until: int, seed: int) -> None:
             await task
 
 
-async def leftovers(engine: AsyncEngine) -> dict[str, int]:
-    """What there is when nobody wants anything."""
-
-    def look(inner: Engine) -> dict[str, int]:
-        inner.settle()
-        inner.reset_prefix_cache()
-        inner.check_integrity()
-        gc.collect()
-        mx.clear_cache()
-        return {
-            "free": inner.stats().usage.num_free_blocks,
-            "active": mx.get_active_memory(),
-            "arrays": live_arrays(),
-            "generations": len(inner._generations),
-            "readers": len(engine._thread._requests),
-            "copies": inner.stats().pool_copies,
-        }
-
+async def idle_leftovers(engine: AsyncEngine) -> dict[str, int]:
     while (await engine.stats()).num_running or (await engine.stats()).num_waiting:
         await asyncio.sleep(0.01)
-    return await engine._call(look)
+    return await leftovers(engine)
 
 
 def with_faults(engine: Engine) -> Engine:
@@ -163,9 +142,9 @@ async def soak(make_engine: Any, num_tokens: int) -> None:
     async with AsyncEngine(make_engine) as engine:
         day = Day()
         await spend(engine, day, num_tokens // 4, seed=0)  # whatever is made once is there now
-        start = await leftovers(engine)
+        start = await idle_leftovers(engine)
         await spend(engine, day, num_tokens, seed=1)
-        end = await leftovers(engine)
+        end = await idle_leftovers(engine)
         assert start["free"] == end["free"] == engine._thread.engine.stats().usage.num_usable_blocks
         assert end["generations"] == end["readers"] == end["copies"] - copies == 0
         assert abs(end["arrays"] - start["arrays"]) <= 2
