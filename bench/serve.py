@@ -31,7 +31,8 @@ from typing import Any
 
 from harness import print_table, save
 
-from mlx_paged.cli.bench.client import Target, random_prompts, run
+from mlx_paged.cli.bench.client import Target, run
+from mlx_paged.cli.bench.datasets import random_prompts
 from mlx_paged.cli.bench.report import figures
 
 START_TIMEOUT = 120.0

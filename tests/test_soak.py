@@ -12,9 +12,11 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 from hash_model import VOCAB_SIZE, follows, hash_model
-from leftovers import leftovers
+from leftovers import leftovers_of
+
+# isort: split
+import pytest
 
 from mlx_paged import ops
 from mlx_paged.engine.async_engine import AsyncEngine
@@ -100,10 +102,15 @@ async def spend(engine: AsyncEngine, day: Day, until: int, seed: int) -> None:
             await task
 
 
-async def idle_leftovers(engine: AsyncEngine) -> dict[str, int]:
+async def leftovers(engine: AsyncEngine) -> dict[str, int]:
+    """What there is when nobody wants anything."""
+
+    def look(inner: Engine) -> dict[str, int]:
+        return {**leftovers_of(inner), "readers": len(engine._thread._requests)}
+
     while (await engine.stats()).num_running or (await engine.stats()).num_waiting:
         await asyncio.sleep(0.01)
-    return await leftovers(engine)
+    return await engine._call(look)
 
 
 def with_faults(engine: Engine) -> Engine:
@@ -142,9 +149,9 @@ async def soak(make_engine: Any, num_tokens: int) -> None:
     async with AsyncEngine(make_engine) as engine:
         day = Day()
         await spend(engine, day, num_tokens // 4, seed=0)  # whatever is made once is there now
-        start = await idle_leftovers(engine)
+        start = await leftovers(engine)
         await spend(engine, day, num_tokens, seed=1)
-        end = await idle_leftovers(engine)
+        end = await leftovers(engine)
         assert start["free"] == end["free"] == engine._thread.engine.stats().usage.num_usable_blocks
         assert end["generations"] == end["readers"] == end["copies"] - copies == 0
         assert abs(end["arrays"] - start["arrays"]) <= 2

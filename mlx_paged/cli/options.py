@@ -1,64 +1,105 @@
-"""Options that can also be set in the environment, and in a YAML file."""
+"""Options that several verbs share."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import typer
 
-ENV_PREFIX = "MLX_PAGED"
+_SAMPLING = "Sampling"
+_ENGINE = "Model and engine"
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Model directory or Hugging Face id.",
+        show_default="the embedded model",
+        rich_help_panel=_ENGINE,
+    ),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Most tokens of prompt and answer.",
+        show_default="what the model was made for",
+        rich_help_panel=_ENGINE,
+    ),
+]
+KVCacheMemory = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-cache-memory",
+        min=1,
+        help="Bytes of the KV cache.",
+        show_default="from memory",
+        rich_help_panel=_ENGINE,
+    ),
+]
+AsyncScheduling = Annotated[
+    bool,
+    typer.Option(
+        "--async-scheduling/--no-async-scheduling",
+        help="Plan and launch a step while the one before it still runs; the tokens are the same.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+
+SystemPrompt = Annotated[str | None, typer.Option(help="System message of the chat.")]
+MaxTokens = Annotated[
+    int | None, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=_SAMPLING)
+]
+Temperature = Annotated[
+    float | None, typer.Option(min=0.0, help="0 is greedy.", rich_help_panel=_SAMPLING)
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(help="Sample among the k likeliest; 0: all.", rich_help_panel=_SAMPLING),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(help="Sample among the likeliest that sum to this.", rich_help_panel=_SAMPLING),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(help="Least share of the likeliest one's chance.", rich_help_panel=_SAMPLING),
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="Above 1 discourages repeats.", rich_help_panel=_SAMPLING)
+]
+PresencePenalty = Annotated[
+    float | None, typer.Option(help="Off the logits of tokens used.", rich_help_panel=_SAMPLING)
+]
+FrequencyPenalty = Annotated[
+    float | None, typer.Option(help="The same for each use.", rich_help_panel=_SAMPLING)
+]
+MinTokens = Annotated[
+    int | None, typer.Option(help="Least tokens of an answer.", rich_help_panel=_SAMPLING)
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="Makes sampled answers repeatable.", rich_help_panel=_SAMPLING),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(help="Ends an answer. Repeatable.", rich_help_panel=_SAMPLING),
+]
 
 
-def option(panel: str, *names: str, help: str, **more: Any) -> Any:
-    """An option in a group of ``--help``; its environment variable follows from its name."""
-    flag = names[0].partition("/")[0]
-    variable = f"{ENV_PREFIX}_{flag.removeprefix('--').replace('-', '_').upper()}"
-    return typer.Option(
-        *names, help=help, rich_help_panel=panel, envvar=variable, show_envvar=False, **more
-    )
+def given(**values: Any) -> dict[str, Any]:
+    """The options that have a value."""
+    return {name: value for name, value in values.items() if value not in (None, [])}
 
 
-def read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Makes a YAML file's entries the defaults; the command line and the environment win."""
-    if path is None:
-        return None
-    import yaml
-
-    try:
-        entries = yaml.safe_load(path.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise typer.BadParameter(f"{path} cannot be read: {error}") from error
-    if not isinstance(entries, dict):
-        raise typer.BadParameter(f"{path} must hold options as `name: value`")
-    parameters = _by_name(context.command)
-    defaults: dict[str, Any] = {}
-    for key, value in entries.items():
-        option, is_negated = parameters.get(str(key).replace("-", "_"), (None, False))
-        if option is None or option.name == "config":
-            raise typer.BadParameter(f"{path}: there is no option {key!r}")
-        if is_negated:
-            if not isinstance(value, bool):
-                raise typer.BadParameter(f"{path}: {key} must be true or false but is {value!r}")
-            defaults[option.name] = not value
-        elif isinstance(value, dict):
-            defaults[option.name] = json.dumps(value)  # what the command line takes as JSON
-        elif isinstance(value, (list, tuple)):
-            defaults[option.name] = [str(v) for v in value]
-        else:
-            several = getattr(option, "multiple", False)
-            defaults[option.name] = [str(value)] if several else value
-    context.default_map = {**(context.default_map or {}), **defaults}
-    return path
+def on_command_line(context: typer.Context) -> list[str]:
+    """The parameters that were written, not left at their defaults."""
+    sources = ((name, context.get_parameter_source(name)) for name in context.params)
+    return [name for name, source in sources if getattr(source, "name", "") == "COMMANDLINE"]
 
 
-def _by_name(command: Any) -> dict[str, tuple[Any, bool]]:
-    """A command's parameters by each of their names, and whether that name turns them off."""
-    found: dict[str, tuple[Any, bool]] = {}
-    for parameter in command.params:
-        for names, is_negated in ((parameter.opts, False), (parameter.secondary_opts, True)):
-            for name in names:
-                found[name.lstrip("-").replace("-", "_")] = parameter, is_negated
-        found[parameter.name] = parameter, False
-    return found
+def refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
+    """Refuses options that mean nothing beside others, rather than ignoring them."""
+    for name in set(on_command_line(context)).intersection(names):
+        [flag] = [p.opts[0] for p in context.command.params if p.name == name]
+        raise typer.BadParameter(reason, param_hint=flag)

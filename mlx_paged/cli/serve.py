@@ -56,6 +56,11 @@ def serve(
 ) -> None:
     """Serve a model with OpenAI's API, and a page to talk to it.
 
+    Examples:
+      mlx-paged serve
+      mlx-paged serve mlx-community/Qwen3-0.6B-4bit --port 9000 --api-key secret
+      MLX_PAGED_MAX_NUM_SEQS=64 mlx-paged serve --config serve.yaml
+
     Every option can be set in the environment: --max-num-seqs is MLX_PAGED_MAX_NUM_SEQS there,
     and several values are separated by spaces.
     """

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mlx_paged.cli.options import ENV_PREFIX, option, read_config
+from mlx_paged.cli.env_options import ENV_PREFIX, option, read_config
 
 _MODEL, _CACHE, _SCHED = "Model", "KV cache and memory", "Scheduling"
 _NET, _LIMITS, _LOGS, _API = "Network and access", "Limits", "Logs", "API"

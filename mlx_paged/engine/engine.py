@@ -104,6 +104,7 @@ class Engine:
         runner = ModelRunner(paged, windows=groups.windows)
         sizes, activations = allocate_pools(runner, groups, self.config, model_limit)
         self._cache_limit = memory.limit_buffer_cache(activations)
+        memory.limit_run_ahead()
         self._kv = KVManager(
             sizes.num_blocks,
             self.config.block_size,
@@ -164,6 +165,8 @@ class Engine:
                 raise InvalidParameterError(
                     "prompt_token_ids", f"integers in [0, {self.vocab_size})", token
                 )
+        if not self.has_unfinished:
+            memory.limit_run_ahead()  # other parts of the process may have taken memory since
         sampler = RequestSampler(
             params,
             prompt_token_ids,
@@ -310,6 +313,11 @@ class Engine:
             num_faults=self._executor.num_faults,
             pool_copies=ops.pool_copies(),
         )
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all pools; what was never written may take no real memory."""
+        return sum(pool.nbytes for pool in self._runner.model.pools())
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached prefix; returns how many blocks that were."""
