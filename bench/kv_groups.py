@@ -11,9 +11,12 @@ on widths, so the same counts are then taken with the bytes of a token in the re
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import mmap
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +30,6 @@ import numpy as np
 from mlx_lm.utils import _get_classes, load_tokenizer
 
 from mlx_paged.attention.specs import LayerSpec
-from mlx_paged.cli.bench.resident import resident_bytes
 from mlx_paged.demo import model_path
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.kv_groups import KVGroups
@@ -93,6 +95,21 @@ CASES = {
         (12, 12, 8, 64),
     ),
 }
+
+
+def resident_bytes(pools: Iterable[mx.array]) -> int:
+    """Main memory that pools occupy: pages that were never written are not there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    page, total = mmap.PAGESIZE, 0
+    for pool in pools:
+        array = np.asarray(memoryview(pool))
+        begin = array.ctypes.data // page * page
+        num_pages = -(-(array.ctypes.data + array.nbytes - begin) // page)
+        states = (ctypes.c_ubyte * num_pages)()
+        if libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(num_pages * page), states):
+            raise OSError(ctypes.get_errno(), "mincore")
+        total += sum(state & 1 for state in states) * page
+    return total
 
 
 def run(name: str, context_len: int, with_groups: bool) -> dict[str, Any]:

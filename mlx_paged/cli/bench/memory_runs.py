@@ -14,7 +14,6 @@ from mlx_paged.models.load import LoadedModel
 # isort: split
 import mlx.core as mx
 
-from mlx_paged.cli.bench.resident import can_count, resident_bytes
 from mlx_paged.errors import UnsupportedModelError
 
 DENSE, BATCH, PAGED, SHARED = "dense", "batch_generator", "paged", "paged_shared"
@@ -65,15 +64,12 @@ class Held:
         allocated_bytes: MLX's active memory above what it was before, for dense caches; for the
             paged engine the pools' arrays in a second run whose pool is as small as the first run
             says (None if something was preempted there).
-        resident_bytes: of the pool's pages that are in main memory after the first run; None where
-            the system does not tell, and for dense caches. With huge pages it is coarse.
         blocks: that sequences hold; None for dense caches.
         answer_tokens: generated in all, which must be the same for everyone.
     """
 
     live_bytes: int
     allocated_bytes: int | None
-    resident_bytes: int | None
     blocks: int | None
     answer_tokens: int
 
@@ -129,7 +125,7 @@ def _dense(model: LoadedModel, requests: list[tuple[list[int], int]]) -> Held:
         )
         made += sum(1 for _ in steps)
     live = sum(layer.nbytes for cache in caches for layer in cache)
-    return Held(live, _baseline() - before, None, None, made)
+    return Held(live, _baseline() - before, None, made)
 
 
 def _batch(model: LoadedModel, requests: list[tuple[list[int], int]]) -> Held:
@@ -145,7 +141,7 @@ def _batch(model: LoadedModel, requests: list[tuple[list[int], int]]) -> Held:
         live = max(live, generator.prompt_cache_nbytes)
         active = max(active, int(mx.get_active_memory()) - before)
     generator.close()
-    return Held(live, active, None, None, made)
+    return Held(live, active, None, made)
 
 
 def _paged(
@@ -165,7 +161,6 @@ def _paged(
     return Held(
         roomy.max_used_blocks * roomy.block_bytes,
         allocated,
-        roomy.resident_bytes,
         roomy.max_used_blocks,
         roomy.answer_tokens,
     )
@@ -178,7 +173,6 @@ class _Run:
     answer_tokens: int
     block_bytes: int
     pool_bytes: int
-    resident_bytes: int | None
 
 
 def _generate(
@@ -211,5 +205,4 @@ def _generate(
         sum(len(output.outputs[0].token_ids) for output in outputs),
         sum(pool.nbytes // pool.shape[0] for pool in pools),
         sum(pool.nbytes for pool in pools),
-        resident_bytes(pools) if can_count() else None,
     )
