@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
 from mlx_paged.cli import entry
+from mlx_paged.cli.chat.commands import COMMANDS
 from mlx_paged.cli.entry import ExitCode, needs_extra, status_of
 from mlx_paged.cli.main import app
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
@@ -153,6 +155,20 @@ def test_ctrl_c_is_status_130(capsys) -> None:
     assert capsys.readouterr().err == "mlx-paged: interrupted\n"
 
 
+def test_what_fails_because_of_ctrl_c_is_no_internal_error(capsys) -> None:
+    made = typer.Typer()
+
+    @made.command()
+    def verb() -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise AssertionError("half done")
+
+    assert status_of(made, []) == ExitCode.INTERRUPTED
+    assert capsys.readouterr().err == "mlx-paged: interrupted\n"
+
+
 def test_ctrl_c_ends_a_process_with_status_130() -> None:
     code = (
         "import time, typer\n"
@@ -227,14 +243,40 @@ def test_a_module_of_ours_that_is_missing_is_no_missing_extra() -> None:
         import mlx_paged.nowhere  # noqa: F401
 
 
+# --- Documentation --------------------------------------------------------------------------------
+
+
+def test_the_documentation_names_every_verb_and_command_of_the_chat() -> None:
+    root = Path(__file__).resolve().parent.parent
+    text, readme = (root / "docs/cli.md").read_text(), (root / "README.md").read_text()
+    for verb in VERBS:
+        assert f"[`mlx-paged {' '.join(verb)}`]" in text
+        pattern = r"\b.*\b".join(verb)
+        assert re.search(rf"^mlx-paged {pattern}\b", readme, re.MULTILINE), verb
+    documented = re.findall(r"^\| `/(\w+)", text, re.MULTILINE)
+    assert documented == list(COMMANDS)
+    for code in ExitCode:
+        assert re.search(rf"\b{code.value}\b", text.partition("**Exit status**")[2][:200])
+    # Links lead somewhere.
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        assert (root / "docs" / target).exists(), target
+
+
 # --- Completion -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_offered_for_every_shell(shell) -> None:
-    done = run("--show-completion", shell)
+@pytest.mark.parametrize(
+    ("shell", "line"),
+    [
+        ("bash", "complete -o default -F _mlx_paged_completion"),
+        ("zsh", "#compdef"),
+        ("fish", "complete --command"),
+    ],
+)
+def test_completion_is_offered_for_every_shell(shell, line) -> None:
+    done = run(env={**os.environ, "_MLX_PAGED_COMPLETE": f"source_{shell}"})
     assert done.returncode == 0, done.stderr
-    assert "_MLX_PAGED_COMPLETE=complete_" in done.stdout
+    assert line in done.stdout and f"complete_{shell}" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,3 +118,25 @@ def test_a_file_that_cannot_be_read(tmp_path, capsys) -> None:
     assert status_of(app, ["generate", "-f", str(tmp_path)]) == ExitCode.FAILED
     [line] = capsys.readouterr().err.splitlines()
     assert line == f"mlx-paged: cannot read {tmp_path}: Is a directory"
+
+
+@pytest.mark.parametrize("prompts", [["x"], ["x", "y"]])
+def test_ctrl_c_ends_answers_between_two_steps(prompts, made, monkeypatch) -> None:
+    from mlx_paged.engine.engine import Engine
+
+    step = Engine.step
+    seen: list[int] = []
+
+    def interrupted(self: Engine) -> Any:
+        seen.append(1)
+        if len(seen) == 5:
+            signal.raise_signal(signal.SIGINT)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    flags = [word for prompt in prompts for word in ("-p", prompt)]
+    arguments = ["generate", *flags, "--ignore-chat-template", "--max-tokens", "500"]
+    assert status_of(app, arguments) == ExitCode.INTERRUPTED
+    assert len(seen) < 20
+    [llm] = made
+    assert not llm.engine.has_unfinished and llm.stats().usage.num_used_blocks == 0

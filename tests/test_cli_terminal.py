@@ -190,9 +190,11 @@ def test_control_c_while_a_server_thinks(tmp_path) -> None:
 
 
 def test_the_shell_completes_verbs_and_options(tmp_path) -> None:
-    environment = home(tmp_path)
-    with terminal("bash", "--norc", "-i", environment=environment, width=120) as pane:
-        pane.say('eval "$(mlx-paged --show-completion bash)"; echo ready')
+    """After --install-completion, in the next shell."""
+    with terminal("bash", "-i", environment=home(tmp_path), width=120) as pane:
+        pane.say("mlx-paged --install-completion && exec bash -i")
+        pane.wait_for("bash completion installed")
+        pane.say("echo re''ady")
         pane.wait_for("\nready")
         pane.type("mlx-paged gen")
         pane.press("Tab")
@@ -200,6 +202,17 @@ def test_the_shell_completes_verbs_and_options(tmp_path) -> None:
         pane.type("--over")
         pane.press("Tab")
         pane.wait_for("mlx-paged generate --overwrite")
+
+
+def test_without_its_extra_a_chat_says_what_to_install(tmp_path) -> None:
+    stand_in = tmp_path / "prompt_toolkit"
+    stand_in.mkdir()
+    error = "raise ModuleNotFoundError('no', name='prompt_toolkit')\n"
+    (stand_in / "__init__.py").write_text(error)
+    environment = {**home(tmp_path), "PYTHONPATH": str(tmp_path)}
+    with terminal(PROGRAM, "chat", environment=environment, width=120) as pane:
+        screen = pane.wait_for("status=1")
+    assert "not installed (prompt_toolkit): pip install 'mlx-paged[chat]'" in screen
 
 
 def test_a_batch_shows_a_bar_only_at_a_terminal(tmp_path) -> None:

@@ -70,6 +70,9 @@ def status_of(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
         return ExitCode.FAILED
     except Exception as error:
         _trace()
+        if _follows_interrupt(error):
+            tell("interrupted")
+            return ExitCode.INTERRUPTED
         hint = "" if _Debug.on else "; run with --debug for the traceback"
         tell(f"internal error: {type(error).__name__}: {error}{hint}")
         return ExitCode.FAILED
@@ -101,6 +104,14 @@ def tell(message: str) -> None:
     """One line on stderr."""
     with contextlib.suppress(BrokenPipeError):
         print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
+
+
+def _follows_interrupt(error: BaseException) -> bool:
+    """Whether Ctrl-C came first: what it broke off may fail while it is being left."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, KeyboardInterrupt):
+        seen = seen.__context__
+    return seen is not None
 
 
 def _misused(error: typer.TyperException) -> int:

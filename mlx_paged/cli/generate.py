@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,10 +11,12 @@ import typer
 
 from mlx_paged.cli import options
 from mlx_paged.cli.entry import needs_extra
+from mlx_paged.cli.interrupts import deferred_interrupt
 from mlx_paged.errors import MlxPagedError
 
 if TYPE_CHECKING:
     from mlx_paged.engine.llm import LLM
+    from mlx_paged.engine.outputs import SequenceUpdate
     from mlx_paged.engine.sampling_params import SamplingParams
 
 _BATCH = "Batch"
@@ -205,13 +208,13 @@ def _answer(
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if len(prompts) == 1 and params.n == 1:
-        for update in llm.stream(inputs, params):
+        for update in _stream(llm, inputs, params):
             console.print(update.text, end="")
         console.print()
         return
     texts: dict[tuple[int, int], list[str]] = {}
     with progress_bar("answers", len(prompts) * params.n, shown=progress) as advance:
-        for update in llm.stream(inputs, params):
+        for update in _stream(llm, inputs, params):
             texts.setdefault((int(update.request_id), update.index), []).append(update.text)
             if update.finish_reason is not None:
                 advance()
@@ -219,3 +222,14 @@ def _answer(
         title = prompts[place] if params.n == 1 else f"{prompts[place]} [{index + 1}/{params.n}]"
         console.print(Rule(title, align="left"))
         console.print("".join(pieces))
+
+
+def _stream(
+    llm: LLM, inputs: list[str] | list[list[int]], params: SamplingParams
+) -> Iterator[SequenceUpdate]:
+    """`LLM.stream`, which Ctrl-C ends between two steps."""
+    with deferred_interrupt() as interrupted:
+        for update in llm.stream(inputs, params):
+            yield update
+            if interrupted.is_set():
+                raise KeyboardInterrupt

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
 import time
-from collections.abc import Generator, Iterator
-from types import FrameType
+from collections.abc import Generator
 from typing import Any
 
 from mlx_paged.cli.chat.backend import Message, Turn
+from mlx_paged.cli.interrupts import deferred_interrupt
 from mlx_paged.engine.llm import LLM
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
+from mlx_paged.server.defaults import GenerationDefaults
 
 _ID = "chat"
 
@@ -37,8 +35,13 @@ class LocalBackend:
             )
         self.model = name
         self.turn = Turn()
-        # As many tokens as the context allows.
-        self.defaults: dict[str, Any] = {"temperature": 0.7, "max_tokens": None}
+        # Those of the model go before ours; without a limit it is as many tokens as fit.
+        own = GenerationDefaults.of(self._llm.engine.generation_config)
+        self.defaults: dict[str, Any] = {
+            "temperature": 0.7,
+            **own.sampling,
+            "max_tokens": own.max_new_tokens,
+        }
 
     def answer(self, messages: list[Message], params: dict[str, Any]) -> Generator[str, None, None]:
         """See `Backend`."""
@@ -47,7 +50,7 @@ class LocalBackend:
         output = engine.add_request(_ID, prompt, SamplingParams(**{**self.defaults, **params}))
         self.turn = Turn(prompt_tokens=len(prompt))
         try:
-            with _deferred_interrupt() as interrupted:
+            with deferred_interrupt() as interrupted:
                 while engine.has_unfinished and not output.finished:
                     for update in engine.step():
                         if update.error is not None:
@@ -92,18 +95,3 @@ class LocalBackend:
 
     def close(self) -> None:
         """See `Backend`."""
-
-
-@contextlib.contextmanager
-def _deferred_interrupt() -> Iterator[threading.Event]:
-    """Ctrl-C only sets a flag: an exception inside a step would leave its books half written."""
-    interrupted = threading.Event()
-
-    def handle(_: int, __: FrameType | None) -> None:
-        interrupted.set()
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, before)
