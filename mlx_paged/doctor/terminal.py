@@ -43,7 +43,7 @@ def machine_facts(machine: Machine) -> list[tuple[str, str]]:
         cores += f"; this process gets {cpus:g}"
     chip = machine.chip or "unknown"
     rows = [
-        ("system", f"{machine.system}, kernel {machine.kernel}, {machine.architecture}"),
+        ("system", f"{machine.system}, {machine.architecture}"),
         ("chip", f"{chip} ({machine.model})" if machine.model else chip),
         ("cores", cores),
         ("memory", _memory(machine)),
