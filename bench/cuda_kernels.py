@@ -2,22 +2,27 @@
 
 python bench/cuda_kernels.py
 
-Needs PyTorch: its profiler reads the GPU's own clock for every kernel of the process, MLX's too,
-and its SDPA is one of the peers. Pools are turned over, so that no case is served from the cache.
+PyTorch's SDPA is one of the peers. Pools are turned over, so that no case is served from the cache.
+
+A call takes the result of the one before as its queries, as the layers of a model follow each
+other. What is timed is the GPU's work on many of them, with the gaps between kernels: the host
+prepares them while the GPU is busy with something else, and twice as many calls less as many leave
+the calls alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import cycle
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
@@ -29,8 +34,9 @@ from harness import print_table, save
 from mlx_paged import ops
 from mlx_paged.attention.plan import build_plan
 
-REPEAT = 30
-PAST_CACHE = 400 << 20  # bytes of pools to turn over
+REPEAT = 24
+ROUNDS = 7
+PAST_CACHE = 400 << 20  # bytes of pools to turn over, at least three sets
 TORCH = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -49,37 +55,74 @@ class Case:
 
 
 SKEWED = (256,) * 28 + (8192,) * 4
+GROUPS = (1, 2, 4, 8)
 CASES = [
-    *(Case("32 x 4096", (4096,) * 32, group=g) for g in (1, 2, 4, 8)),
-    *(Case("32 x 4096", (4096,) * 32, dim=d) for d in (64, 256)),
-    Case("32 x 4096", (4096,) * 32, block_size=16),
-    *(Case("8 x 4096", (4096,) * 8, group=g) for g in (1, 4)),
-    Case("1 x 4096", (4096,)),
-    Case("1 x 65536", (65536,)),
+    *(Case("32 x 4096", (4096,) * 32, group=g) for g in GROUPS),
+    *(Case("32 x 4096", (4096,) * 32, group=g, block_size=16) for g in GROUPS),
+    *(Case("32 x 4096", (4096,) * 32, group=g, dim=d) for d in (64, 256) for g in GROUPS),
+    *(Case("32 x 4096", (4096,) * 32, dim=d, block_size=16) for d in (64, 256)),
+    *(Case("8 x 4096", (4096,) * 8, group=g) for g in GROUPS),
+    *(Case("1 x 4096", (4096,), group=g) for g in (1, 4)),
+    *(Case("1 x 65536", (65536,), group=g) for g in (1, 4)),
     Case("28 x 256 + 4 x 8192", SKEWED),
     Case("the same bytes, balanced", (sum(SKEWED) // 32,) * 32),
 ]
+MOVED = Case("64 x 4096", (4096,) * 64)
 
 
-def kernel_seconds(run: Callable[[], object]) -> float:
-    """Median over repetitions of the GPU's time in the kernels of one `run`."""
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
+def seconds_of(call: Callable[[int], None], wait: Callable[[], None], repeat: int) -> float:
+    """Of the GPU for one of the `repeat` calls that ``call(repeat)`` starts."""
+
+    def wall(calls: int) -> float:
+        wait()
+        start = time.perf_counter()
+        mx.async_eval(occupy())
+        call(calls)
+        wait()
+        return time.perf_counter() - start
+
+    return (wall(2 * repeat) - wall(repeat)) / repeat
+
+
+def occupy() -> mx.array:
+    """Some 15 ms of work for the GPU, and next to none for the host."""
+    busy = mx.zeros(1 << 28)
+    for i in range(25):
+        busy = busy + i
+    return busy
+
+
+def wait_for_all() -> None:
     mx.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(REPEAT):
-            run()
-        mx.synchronize()
-        torch.cuda.synchronize()
-    spans: dict[str, list[float]] = {}
-    for event in found.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and "Mem" not in event.name:
-            spans.setdefault(event.name, []).append(event.time_range.elapsed_us())
-    if not spans:
-        raise RuntimeError("the profiler saw no kernel")
-    per_run = [statistics.median(times) * round(len(times) / REPEAT) for times in spans.values()]
-    return sum(per_run) / 1e6
+    torch.cuda.synchronize()
+
+
+def compete(contenders: dict[str, Callable[[int], None]], repeat: int = REPEAT) -> dict[str, Any]:
+    """Seconds of each, medians of rounds in turns; one that refuses says why."""
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    refused: dict[str, str] = {}
+    for round_ in range(ROUNDS + 1):
+        for name, call in contenders.items():
+            try:
+                seconds = seconds_of(call, wait_for_all, repeat)
+            except RuntimeError as error:
+                refused[name] = str(error).splitlines()[0]
+                continue
+            if round_ > 0:  # the first compiles, loads and warms up
+                found[name].append(seconds)
+    return {
+        name: statistics.median(times) if times else refused[name] for name, times in found.items()
+    }
+
+
+def chain(attend: Callable[[mx.array], mx.array], queries: mx.array) -> Callable[[int], None]:
+    def call(calls: int) -> None:
+        out = queries
+        for _ in range(calls):
+            out = attend(out)
+        mx.eval(out)
+
+    return call
 
 
 def copy_bandwidth() -> float:
@@ -113,7 +156,7 @@ def random_pools(case: Case, num_blocks: int) -> list[mx.array]:
 
 def attention(case: Case) -> dict[str, Any]:
     tables, num_blocks = tables_of(case)
-    copies = max(1, -(-PAST_CACHE // case.kv_bytes))
+    copies = max(3, -(-PAST_CACHE // case.kv_bytes))
     pools = [random_pools(case, num_blocks) for _ in range(copies)]
     shape = (len(case.lens), case.kv_heads * case.group, case.dim)
     queries = mx.random.normal(shape, dtype=mx.bfloat16)
@@ -122,66 +165,65 @@ def attention(case: Case) -> dict[str, Any]:
     mx.eval(queries, *vars(plan).values())
     turn = cycle(pools)
 
-    def paged() -> mx.array:
-        out = ops.paged_attention(queries, *next(turn), plan, scale=scale)
-        mx.eval(out)
-        return out
+    def paged(queries: mx.array) -> mx.array:
+        return ops.paged_attention(queries, *next(turn), plan, scale=scale)
 
-    result: dict[str, Any] = {"paged": kernel_seconds(paged)}
+    contenders = {"paged": chain(paged, queries)}
     if len(set(case.lens)) == 1:
-        for name, seconds in dense_peers(case, pools, plan, queries, paged):
-            result[name] = seconds
-    return result
+        contenders |= dense_peers(case, pools, plan, queries)
+        contenders |= torch_peers(case, copies)
+    return compete(contenders)
 
 
 def dense_peers(
-    case: Case, pools: list, plan: ops.AttentionPlan, queries: mx.array, paged: Callable
-) -> Iterator[tuple[str, Any]]:
-    """The same attention over dense keys and values; a peer that refuses says why."""
+    case: Case, pools: list, plan: ops.AttentionPlan, queries: mx.array
+) -> dict[str, Callable[[int], None]]:
+    """MLX's own attention over dense keys and values, and over gathered ones."""
     length, scale = case.lens[0], case.dim**-0.5
     dense = [ops.gather_kv(*p, plan.block_tables, plan.context_lens, length) for p in pools]
     mx.eval(dense)
-    dense_queries = queries[:, :, None]
     turn, pool_turn = cycle(dense), cycle(pools)
 
-    def mlx_dense() -> mx.array:
-        out = mx.fast.scaled_dot_product_attention(dense_queries, *next(turn), scale=scale)
-        mx.eval(out)
-        return out
+    def attend(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        queries = queries[:, :, None]
+        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)
+        return out.squeeze(2)
 
-    def gathered() -> None:
-        keys, values = ops.gather_kv(*next(pool_turn), plan.block_tables, plan.context_lens, length)
-        mx.eval(mx.fast.scaled_dot_product_attention(dense_queries, keys, values, scale=scale))
+    def gathered(queries: mx.array) -> mx.array:
+        pool = next(pool_turn)
+        gathered = ops.gather_kv(*pool, plan.block_tables, plan.context_lens, length)
+        return attend(queries, *gathered)
 
-    # Compared where one set of pools serves every call.
-    if len(pools) == 1:
-        difference = mx.abs(paged() - mlx_dense().squeeze(2)).max().item()
-        assert difference < 0.05, f"paged and dense attention differ by {difference}"
-        yield "difference", difference
-    yield "MLX dense", kernel_seconds(mlx_dense)
-    yield "gather + MLX dense", kernel_seconds(gathered)
-    dense.clear()
-    shape = (len(case.lens), case.kv_heads, length, case.dim)
-    tensors = [
-        [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)] for _ in pools
-    ]
-    torch_queries = torch.randn(
-        (len(case.lens), case.kv_heads * case.group, 1, case.dim),
-        dtype=torch.bfloat16, device="cuda",
-    )  # fmt: skip
-    torch_turn = cycle(tensors)
-    for name, backend in TORCH.items():
+    paged = ops.paged_attention(queries, *pools[0], plan, scale=scale)
+    difference = mx.abs(paged - attend(queries, *dense[0])).max().item()
+    assert difference < 0.05, f"paged and dense attention differ by {difference}"
+    return {
+        "MLX dense": chain(lambda queries: attend(queries, *next(turn)), queries),
+        "gather + MLX dense": chain(gathered, queries),
+    }
 
-        def torch_dense(backend: SDPBackend = backend) -> None:
-            with sdpa_kernel(backend):
-                torch.nn.functional.scaled_dot_product_attention(
-                    torch_queries, *next(torch_turn), enable_gqa=case.group > 1
+
+def torch_peers(case: Case, copies: int) -> dict[str, Callable[[int], None]]:
+    shape = (len(case.lens), case.kv_heads, case.lens[0], case.dim)
+    random = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+    turn = cycle([[random(shape) for _ in range(2)] for _ in range(copies)])
+    queries = random((len(case.lens), case.kv_heads * case.group, 1, case.dim))
+
+    # Torch has a stream of its own, which does not wait for MLX's.
+    busy = torch.zeros(1 << 28, device="cuda")
+
+    def call(backend: SDPBackend, calls: int) -> None:
+        out = queries
+        mx.synchronize()
+        for _ in range(25):
+            busy.add_(1.0)
+        with sdpa_kernel(backend):
+            for _ in range(calls):
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    out, *next(turn), enable_gqa=case.group > 1
                 )
 
-        try:
-            yield f"torch {name}", kernel_seconds(torch_dense)
-        except RuntimeError as error:
-            yield f"torch {name}", str(error).splitlines()[0]
+    return {f"torch {name}": partial(call, backend) for name, backend in TORCH.items()}
 
 
 def movement(case: Case) -> list[dict[str, Any]]:
@@ -197,17 +239,28 @@ def movement(case: Case) -> list[dict[str, Any]]:
     plan = build_plan(tables, list(case.lens), [1] * len(case.lens), block_size=case.block_size)
     mx.eval(rows, slots, pairs, *vars(plan).values())
     length = case.lens[0]
-    runs: dict[str, tuple[Callable[[], Any], int]] = {
-        "write_kv": (lambda: ops.write_kv(*pools, rows, rows, slots), 2 * case.kv_bytes),
-        "copy_blocks": (lambda: ops.copy_blocks(pools, pairs), case.kv_bytes),
-        "gather_kv": (
-            lambda: ops.gather_kv(*pools, plan.block_tables, plan.context_lens, length),
-            2 * case.kv_bytes,
-        ),
-    }
+
+    def write(calls: int) -> None:
+        written = pools
+        for _ in range(calls):
+            written = list(ops.write_kv(*written, rows, rows, slots))
+        mx.eval(written)
+
+    def copy(calls: int) -> None:
+        copied = pools
+        for _ in range(calls):
+            copied = ops.copy_blocks(copied, pairs)
+        mx.eval(copied)
+
+    def gather(calls: int) -> None:
+        tables, lens = plan.block_tables, plan.context_lens
+        mx.eval([ops.gather_kv(*pools, tables, lens, length) for _ in range(calls)])
+
+    found = compete({"write_kv": write, "copy_blocks": copy, "gather_kv": gather}, repeat=8)
+    moved = {"write_kv": 2, "copy_blocks": 1, "gather_kv": 2}
     return [
-        {"op": op, "bytes": moved, "seconds": kernel_seconds(lambda run=run: mx.eval(run()))}
-        for op, (run, moved) in runs.items()
+        {"op": op, "bytes": moved[op] * case.kv_bytes, "seconds": seconds}
+        for op, seconds in found.items()
     ]
 
 
@@ -227,7 +280,7 @@ def main() -> None:
         share = {
             name: case.kv_bytes / seconds / copy
             for name, seconds in found.items()
-            if isinstance(seconds, float) and name != "difference"
+            if not isinstance(seconds, str)
         }
         fields = {**asdict(case), "lens": case.name}
         results.append({"op": "paged_attention", **fields, "bytes": case.kv_bytes,
@@ -238,7 +291,7 @@ def main() -> None:
             *(f"{share[name]:.0%}" if name in share else "-" for name in ("paged", *peers)),
         ])  # fmt: skip
         print(*rows[-1], flush=True)
-    for found in movement(CASES[0]):
+    for found in movement(MOVED):
         found["share_of_copy"] = found["bytes"] / found["seconds"] / copy
         results.append(found)
         rows.append([found["op"], "", "", "", f"{found['seconds'] * 1e6:.1f}",

@@ -11,6 +11,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "build_info.h"
+#include "cuda/variants.h"
 #include "kernel_source.h"
 #include "launch.h"
 #include "mlx/transforms.h"
@@ -107,6 +108,10 @@ NB_MODULE(_ext, m) {
       "stream"_a = nb::none());
 
   m.def(
+      "nucleus_thresholds", &mlx_paged::nucleus_thresholds, "logits"_a, "floors"_a, "top_p"_a,
+      nb::kw_only(), "stream"_a = nb::none());
+
+  m.def(
       "linear", &mlx_paged::linear, "x"_a, "weight"_a, "bias"_a.none(), nb::kw_only(),
       "stream"_a = nb::none());
 
@@ -164,7 +169,7 @@ NB_MODULE(_ext, m) {
       [](const mx::array& queries, const mx::array& key_pool, const mx::array& value_pool,
          const mx::array& positions, const mx::array& block_tables, const mx::array& work_items,
          const mx::array& merge_items, float scale, int window, float softcap,
-         std::optional<mx::array> sinks) {
+         std::optional<mx::array> sinks, bool cuda) {
         std::vector<mx::array> in{queries,      key_pool,   value_pool, positions,
                                   block_tables, work_items, merge_items};
         if (sinks) {
@@ -175,6 +180,9 @@ NB_MODULE(_ext, m) {
             {queries.shape(0), queries.shape(1), value_pool.shape(3)}, queries.dtype(), nullptr,
             {});
         auto list = mlx_paged::paged_attention_launches(in, {out}, {scale, window, softcap});
+        if (cuda) {
+          list = mlx_paged::cuda::with_variants(std::move(list), in);
+        }
         nb::list launches;
         for (const auto& launch : list.launches) {
           launches.append(describe(launch));
@@ -183,7 +191,8 @@ NB_MODULE(_ext, m) {
       },
       "queries"_a, "key_pool"_a, "value_pool"_a, "positions"_a, "block_tables"_a, "work_items"_a,
       "merge_items"_a, nb::kw_only(), "scale"_a, "window"_a = 0, "softcap"_a = 0.0f,
-      "sinks"_a = nb::none(), "What a GPU would run for a call of paged_attention.");
+      "sinks"_a = nb::none(), "cuda"_a = false,
+      "What a GPU would run for a call of paged_attention: Apple's, or with `cuda` NVIDIA's.");
 
   m.def(
       "set_simulator",

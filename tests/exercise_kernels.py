@@ -34,6 +34,22 @@ def attention(rng: np.random.Generator, dtype: mx.Dtype) -> None:
             assert_close(out, batch.expected(scale=0.125, sinks=sinks))
 
 
+def windows(rng: np.random.Generator, dtype: mx.Dtype) -> None:
+    """The head dims that NVIDIA's own kernels serve, in every size of block they take."""
+    for dim in (64, 128, 256):
+        for block_size in (16, 32, 64):
+            batch = make_batch(
+                rng, [70, 33, 41], [1, 2, 1], num_q_heads=8, key_dim=dim, dtype=dtype,
+                block_size=block_size, window=37,
+            )  # fmt: skip
+            pools = (batch.key_pool, batch.value_pool)
+            for limits in ({}, {"split_tokens": 16}):
+                plan = batch.plan(**limits)
+                options = {"scale": 0.125, "window": 37, "softcap": 2.0}
+                out = ops.paged_attention(batch.queries, *pools, plan, **options)
+                assert_close(out, batch.expected(**options))
+
+
 def movement(rng: np.random.Generator, dtype: mx.Dtype) -> None:
     batch = make_batch(rng, [70, 20], [3, 2], key_dim=64, value_dim=80, dtype=dtype)
     plan = batch.plan()
@@ -67,6 +83,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     for name in options.dtype:
         attention(rng, getattr(mx, name))
+        windows(rng, getattr(mx, name))
         movement(rng, getattr(mx, name))
     print("exercised")
 

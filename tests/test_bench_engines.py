@@ -14,15 +14,17 @@ from typer.testing import CliRunner
 
 from mlx_paged.cli.bench import footprint, offline, runs, turns
 from mlx_paged.cli.bench.datasets import Dataset, Prompt, Workload, random_prompts, tokenizer_of
-from mlx_paged.cli.bench.options import EngineName
 from mlx_paged.cli.bench.percentiles import latency_figures, percentile
 from mlx_paged.cli.bench.runners import Settings, open_runner
 from mlx_paged.cli.bench.runs import Answer, Run
+from mlx_paged.cli.bench.vllm_options import EngineName
 from mlx_paged.cli.main import app
 from mlx_paged.errors import MlxPagedError, RequestTooLargeError
 
 BOTH = list(EngineName)
-SMALL = Settings(engine={"max_model_len": 256, "max_num_batched_tokens": 64}, max_num_seqs=4)
+SMALL = Settings(
+    engine_options={"max_model_len": 256, "max_num_batched_tokens": 64}, max_num_seqs=4
+)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +113,20 @@ def test_the_median_run_and_the_comparison_of_turns() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([2.0], "a is 2.00x as fast as b; 3 of 4"),
+        ([1.5, 3.0], "a is 2.25x as fast as b (median of 2 turns, 1.50 to 3.00); 3 of 4"),
+        ([0.8, 1.2], "1.20), but turns disagree about who is faster; 3 of 4"),
+    ],
+)
+def test_the_verdict_tells_how_sure_it_is(ratios, expected) -> None:
+    found = {"ratios": ratios, "speedup": sum(ratios) / len(ratios)}
+    said = offline._verdict("a", "b", {**found, "same_answers": 3, "num_answers": 4})
+    assert expected in said
+
+
 def test_the_peak_of_this_process_is_seen() -> None:
     before = footprint.peak_resident_bytes()
     held = np.ones(before + (64 << 20), dtype=np.uint8)  # more than it ever had
@@ -122,11 +138,13 @@ def test_the_peak_of_this_process_is_seen() -> None:
 
 
 def test_the_pool_has_room_for_the_work_and_no_more(prompts) -> None:
-    sized = offline.sized(Settings(engine={"max_model_len": None, "block_size": 16}), prompts)
-    assert sized.engine == {"max_model_len": 94, "block_size": 16}
+    sized = offline.sized(
+        Settings(engine_options={"max_model_len": None, "block_size": 16}), prompts
+    )
+    assert sized.engine_options == {"max_model_len": 94, "block_size": 16}
     assert sized.max_num_seqs == len(prompts)
     assert offline.sized(Settings(num_answers=3), prompts).max_num_seqs == 3 * len(prompts)
-    assert offline.sized(SMALL, prompts).engine["max_model_len"] == 256
+    assert offline.sized(SMALL, prompts).engine_options["max_model_len"] == 256
     runner = open_runner(EngineName.MLX_PAGED, sized)
     runner.run(prompts)
     seen = runner.footprint()
@@ -226,7 +244,7 @@ def test_turns_alternate(prompts) -> None:
 
 def test_another_process_tells_what_it_raised_and_that_it_died(prompts) -> None:
     with pytest.raises(MlxPagedError, match="engine mlx-paged: block_size must be 8"):
-        turns.RemoteRunner(EngineName.MLX_PAGED, Settings(engine={"block_size": 9}))
+        turns.RemoteRunner(EngineName.MLX_PAGED, Settings(engine_options={"block_size": 9}))
     with turns.opened(BOTH, SMALL) as runners:
         assert {name: r.run(prompts).num_output_tokens for name, r in runners.items()} == {
             "mlx-paged": 23,

@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from reference import PagedBatch, make_batch
+from reference import PagedBatch, bits, make_batch
 from sim import SimLibrary
 from simulated import kernels, launches, needs_simulator, simulated
 
@@ -122,21 +122,42 @@ def test_one_long_sequence_fills_a_large_gpu() -> None:
 
 @needs_simulator
 @pytest.mark.parametrize(
-    ("num_tokens", "heads", "expected"),
+    ("num_tokens", "rows", "expected"),
     [
-        ([100], 4, 256),
-        ([8192], 4, 256),
-        ([8192], 8, 384),
-        ([4096] * 32, 8, 4096),
-        ([32768], 1, 256),
-        ([8192] * 64, 4, 4096),  # a prefill chunk has items enough
-        ([], 8, 256),
+        (1, 1, 384),
+        (4096, 1, 384),
+        (8192, 1, 384),
+        (48 * 384 + 1, 1, 385),
+        (65536, 1, 1366),
+        (65536, 8, 1366),  # drafts
+        (8192, 9, 4096),  # a prefill chunk has items enough
+        (65536, 32, 4096),
     ],
 )
-def test_the_length_of_a_split(num_tokens, heads, expected) -> None:
+def test_the_length_of_a_split(num_tokens, rows, expected) -> None:
+    tokens, rows = np.array([num_tokens]), np.array([rows])
     with simulated():
-        assert split_tokens(np.array(num_tokens, np.int64), heads) == expected
-    assert split_tokens(np.array(num_tokens, np.int64), heads) == 4096  # on the CPU
+        assert split_tokens(tokens, rows).tolist() == [expected]
+        company = np.array([num_tokens, 7, 100_000]), np.append(rows, [1, 32])
+        assert split_tokens(*company)[0] == expected
+    assert split_tokens(tokens, rows).tolist() == [4096]  # on the CPU
+
+
+@needs_simulator
+@pytest.mark.parametrize("heads", [2, 8])
+def test_a_row_has_the_same_bits_alone_and_in_company(rng, heads) -> None:
+    shape = {"num_q_heads": heads, "num_kv_heads": 2, "key_dim": 32, "dtype": mx.bfloat16}
+    lens, rows = [900, 385, 40, 1500, 70], [1, 2, 1, 1, 40]
+    batch = make_batch(rng, lens, rows, **shape)
+    pools = (batch.key_pool, batch.value_pool)
+    starts = np.concatenate([[0], np.cumsum(rows)])
+    with simulated():
+        together = bits(ops.paged_attention(batch.queries, *pools, batch.plan(), scale=0.125))
+        for i, table in enumerate(batch.tables):
+            begin, end = starts[i], starts[i + 1]
+            plan = build_plan([table], [lens[i]], [rows[i]], block_size=16)
+            alone = ops.paged_attention(batch.queries[begin:end], *pools, plan, scale=0.125)
+            np.testing.assert_array_equal(bits(alone), together[begin:end])
 
 
 # --- Bytes ----------------------------------------------------------------------------------------

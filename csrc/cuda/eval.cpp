@@ -14,10 +14,13 @@
 #include "linear_params.h"
 #include "memory.h"
 #include "mlx/backend/cuda/device.h"
+#include "variants.h"
 
 namespace mlx_paged {
 
 namespace {
+
+constexpr int kManyTiles = 2;  // of a linear layer's x
 
 void copy(const mx::array& from, mx::array& to, mx::Stream stream) {
   std::vector<mx::array> out{to};
@@ -122,7 +125,8 @@ void PagedAttention::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::
     }
   }
   cuda::allocate(out[0], stream());
-  auto list = paged_attention_launches(inputs, out, {scale_, window_, softcap_});
+  auto list = cuda::with_variants(
+      paged_attention_launches(inputs, out, {scale_, window_, softcap_}), inputs);
   cuda::encode(list, inputs, out, {1, 2}, stream());
 }
 
@@ -138,10 +142,14 @@ void Linear::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& 
   while (8 * tiles < num_rows) {
     tiles *= 2;
   }
+  // Rows of x are read anew for every group of rows of the weight; larger groups are fewer blocks.
+  int groups = tiles >= kManyTiles && weight.shape(0) % (2 * cuda::kLinearRows) == 0 ? 2 : 1;
+  int rows = groups * cuda::kLinearRows;
   Launch launch;
-  launch.kernel.host_name = "linear_" +
-                            std::string(in[0].dtype() == mx::float16 ? "float16" : "bfloat16") +
-                            "_" + std::to_string(tiles);
+  launch.kernel.host_name =
+      std::string(in[0].dtype() == mx::float16 ? "linear_float16_" : "linear_bfloat16_") +
+      std::to_string(tiles) + "_" + std::to_string(groups);
+  launch.threadgroup_memory = cuda::kLinearWarps * tiles * 8 * (rows + 1) * sizeof(float);
   // A kernel that has no bias reads none; its argument must be some buffer all the same.
   int bias = has_bias ? 2 : 1;
   int output = int(in.size());
@@ -150,7 +158,7 @@ void Linear::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& 
   }
   launch.buffers.push_back({output, Access::write, out[0].nbytes()});
   launch.constants = bytes_of(params);
-  launch.grid = {uint32_t(weight.shape(0) / cuda::kLinearRows), 1, 1};
+  launch.grid = {uint32_t(weight.shape(0) / rows), 1, 1};
   launch.threadgroup = {32 * cuda::kLinearWarps, 1, 1};
   cuda::encode({{launch}, {}}, inputs, out, {}, stream());
 }

@@ -30,6 +30,7 @@ _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _mlx_rope = mx.fast.rope
 _mlx_rms_norm = mx.fast.rms_norm
 _mlx_linear = nn.Linear.__call__
+_mlx_quantized_linear = nn.QuantizedLinear.__call__
 _mlx_lm_swiglu = activations.swiglu
 
 
@@ -58,6 +59,7 @@ class _Building(threading.local):
     """The step that this thread is building."""
 
     rotations: _Rotations | None = None  # on the CPU
+    on_cuda: bool = False
     linear_dtypes: tuple[mx.Dtype, ...] = ()  # of what `ops.linear` takes
 
 
@@ -75,11 +77,13 @@ def native_ops(positions: mx.array) -> Iterator[None]:
         _building.rotations = _Rotations(positions)
         _building.linear_dtypes = (mx.float32,)
     elif ops.has_cuda():
+        _building.on_cuda = True
         _building.linear_dtypes = (mx.float16, mx.bfloat16)
     try:
         yield
     finally:
         _building.rotations, _building.linear_dtypes = None, ()
+        _building.on_cuda = False
 
 
 @lru_cache(maxsize=64)
@@ -169,11 +173,23 @@ def linear(self: nn.Linear, x: mx.array) -> mx.array:
     return _mlx_linear(self, x)
 
 
+def quantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
+    """``nn.QuantizedLinear.__call__``.
+
+    With CUDA MLX multiplies every ``[1, k]`` of ``[T, 1, k]`` by itself, in tiles of many rows.
+    """
+    if _building.on_cuda and x.ndim > 2:
+        out = _mlx_quantized_linear(self, x.reshape(-1, x.shape[-1]))
+        return out.reshape(*x.shape[:-1], out.shape[-1])
+    return _mlx_quantized_linear(self, x)
+
+
 def install() -> None:
     """Rebinds MLX's names, and mlx-lm's in every model module there is. Twice changes nothing."""
     mx.fast.rope = rope
     mx.fast.rms_norm = rms_norm
     nn.Linear.__call__ = linear
+    nn.QuantizedLinear.__call__ = quantized_linear
     _rebind_swiglu(_mlx_lm_swiglu, swiglu)
 
 
@@ -182,6 +198,7 @@ def uninstall() -> None:
     mx.fast.rope = _mlx_rope
     mx.fast.rms_norm = _mlx_rms_norm
     nn.Linear.__call__ = _mlx_linear
+    nn.QuantizedLinear.__call__ = _mlx_quantized_linear
     _rebind_swiglu(swiglu, _mlx_lm_swiglu)
 
 

@@ -43,7 +43,7 @@ def build_plan(
         rows_per_item: most query rows that one work item holds.
         split_tokens: most tokens of context that one work item covers, about; a longer context is
             split evenly, in pieces that run in parallel and are merged afterwards. None: as the
-            device needs (`split.split_tokens`).
+            device needs (`split.split_tokens`), from a row's own context alone.
 
     Raises:
         ValueError: for lists of different lengths, negative lengths, more query rows than context,
@@ -70,8 +70,35 @@ def build_plan(
     block, offset = positions // block_size, positions % block_size
     slots = tables[sequence, block] * block_size + offset
     items, merges = _work_items(lens, rows, starts, block_size, window, rows_per_item, split_tokens)
+    if ops.has_cuda() and len(positions) == len(rows):
+        tables, items, merges = _in_strides(tables, items, merges)
     arrays = (positions, slots, tables, lens, starts, items, merges)
     return AttentionPlan(*ops.upload(*(a.astype(np.int32) for a in arrays)))
+
+
+def _in_strides(
+    tables: np.ndarray, items: np.ndarray, merges: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same, grown to sizes that stay while contexts grow by some blocks.
+
+    Steps of one shape can be one graph (`models.compiled_step`). An item or merge of no rows does
+    nothing, and no item leads to the additional blocks.
+    """
+
+    def grown(a: np.ndarray, axis: int, least: int) -> np.ndarray:
+        size = a.shape[axis]
+        stride = max(least, 1 << max(0, size.bit_length() - 3))
+        missing = -size % stride
+        if not missing:
+            return a
+        widths = [(0, missing if i == axis else 0) for i in range(a.ndim)]
+        return np.pad(a, widths)
+
+    return (
+        grown(tables, 1, 16),
+        grown(items, 0, 16),
+        grown(merges, 0, 16) if len(merges) else merges,
+    )
 
 
 def _refuse(what: str, expected: str, actual: object) -> NoReturn:
@@ -132,9 +159,8 @@ def _work_items(
     )
 
     num_blocks = num_blocks - first_block
-    if split_tokens is None:
-        split_tokens = split.split_tokens(num_tokens)
-    num_splits = np.minimum(-(-num_tokens // split_tokens), num_blocks)
+    longest = split_tokens or split.split_tokens(num_tokens, row_end - row_begin)
+    num_splits = np.minimum(-(-num_tokens // longest), num_blocks)
     order = np.argsort(-num_tokens, kind="stable")
     if not (num_splits > 1).any():
         return items[order], np.zeros((0, 4), dtype=np.int64)

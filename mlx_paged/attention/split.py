@@ -1,4 +1,9 @@
-"""How many tokens of context one work item should cover at most."""
+"""How many tokens of context one work item should cover at most.
+
+A row's result is summed in the order of its pieces, so they follow from the row alone: from its
+context and from how many rows share its pass over it. Whatever else is in the batch, its bits are
+the same.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +12,31 @@ import os
 import mlx.core as mx
 import numpy as np
 
-# A CPU core is busy with one item; a longer piece would be waited for when all others are done.
+# On a CPU, a core is busy with one item, and a longer one would be waited for when all others are
+# done. On a GPU this bounds the pieces of a prefill chunk, whose many rows fill it by themselves
+# and would leave as many partials.
 LONGEST = 4096
-# Threadgroups that keep a large GPU busy: four for each of 40 cores.
-THREADGROUPS = 160
-# A shorter piece would cost more in partials and merging than it gains: at 256 tokens and a head
-# dim of 128 in 16 bits, a query head's partial is one percent of the keys and values read.
-SHORTEST = 256
-STEP = 64  # the largest block size
-# A work item is a threadgroup for every KV head. Layers share a plan, which knows no heads; most
-# models have at least these.
-KV_HEADS = 4
+# Decodes and drafts on a GPU. 8192 tokens are 22 pieces: 176 threadgroups at 8 KV heads, where
+# four for each of 40 cores are 160. A query head's partial, written once and read once, is half a
+# percent of its piece's keys and values at a head dim of 128 in 16 bits.
+SHORTEST = 384
+# More pieces of a long context fill no GPU better, and merging them takes time.
+MOST_PIECES = 48
+MOST_DRAFT_ROWS = 8  # as in csrc/launch_attention.cpp
 
 
-def split_tokens(num_tokens: np.ndarray, num_kv_heads: int = KV_HEADS) -> int:
-    """Most tokens of an item with which the device is busy.
+def split_tokens(num_tokens: np.ndarray, num_rows: np.ndarray) -> np.ndarray:
+    """Most tokens of a piece, for each item.
 
     Args:
-        num_tokens: of each item, were none split.
+        num_tokens: that the rows of an item see.
+        num_rows: query rows of the item.
     """
+    longest = np.full_like(num_tokens, LONGEST)
     if not _on_gpu():
-        return LONGEST
-    even = int(num_tokens.sum()) * num_kv_heads // THREADGROUPS // STEP * STEP
-    return min(max(even, SHORTEST), LONGEST)
+        return longest
+    pieces = np.maximum(-(-num_tokens // MOST_PIECES), SHORTEST)
+    return np.where(num_rows <= MOST_DRAFT_ROWS, pieces, longest)
 
 
 def _on_gpu() -> bool:

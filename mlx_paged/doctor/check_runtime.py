@@ -10,7 +10,10 @@ from mlx_paged.doctor.jobs import EXTENSION, MATMUL, MLX
 from mlx_paged.doctor.machine import Machine
 
 _REPORT = "report it with the output of `mlx-paged doctor --json`"
-_REINSTALL = "pip install --force-reinstall mlx, with the extra of your machine (docs/doctor.md)"
+_REINSTALL = (
+    "pip install --force-reinstall 'mlx-paged[cpu]' (another extra for a GPU; none on a Mac)"
+)
+_REBUILD = "pip install --force-reinstall --no-deps . (in mlx_paged's checkout)"
 # MLX's reference BLAS reaches about a sixtieth of OpenBLAS, which NumPy brings too.
 _LEAST_OF_NUMPY = 0.2
 # Large GPU copies reach 80 to 95 percent of what is published; half of it means that something else
@@ -22,6 +25,7 @@ def check(outcomes: Mapping[str, Outcome], machine: Machine) -> list[Finding]:
     """Everything that a job told."""
     return [
         *_imports(outcomes),
+        *_same_sources(outcomes),
         *_gpu(outcomes),
         *_blas(outcomes),
         *_self_test(outcomes),
@@ -36,7 +40,7 @@ def _imports(outcomes: Mapping[str, Outcome]) -> list[Finding]:
         (
             EXTENSION,
             "extension loads",
-            "pip install --force-reinstall --no-deps . (in mlx_paged's checkout)",
+            _REBUILD,
         ),
     ):
         outcome = outcomes[job]
@@ -48,6 +52,19 @@ def _imports(outcomes: Mapping[str, Outcome]) -> list[Finding]:
         else:
             findings.append(Finding(name, Status.BROKEN, expected, outcome.error, remedy))
     return findings
+
+
+def _same_sources(outcomes: Mapping[str, Outcome]) -> list[Finding]:
+    """In a checkout the Python moves on at once, and the extension when it is built."""
+    extension = outcomes[EXTENSION]
+    if extension.error:
+        return []
+    name, missing = "extension is up to date", extension.value["missing"]
+    expected = "every function that the package calls"
+    if not missing:
+        return [Finding(name, Status.OK, expected, "all are there")]
+    found = f"it lacks {', '.join(missing)}"
+    return [Finding(name, Status.BROKEN, expected, found, _REBUILD)]
 
 
 def _gpu(outcomes: Mapping[str, Outcome]) -> list[Finding]:
@@ -99,7 +116,7 @@ def _blas(outcomes: Mapping[str, Outcome]) -> list[Finding]:
 
 
 def _self_test(outcomes: Mapping[str, Outcome]) -> list[Finding]:
-    """One finding for each device, or for each case that failed."""
+    """One finding for each device; or for each case that failed, alike failures as one."""
     findings = []
     for device in ("cpu", "gpu"):
         cases = {name: o for name, o in outcomes.items() if name.startswith(f"test/{device}/")}
@@ -111,18 +128,16 @@ def _self_test(outcomes: Mapping[str, Outcome]) -> list[Finding]:
             continue
         if not cases:
             continue
-        failed = {n: o for n, o in cases.items() if o.error is not None}
-        for case, outcome in failed.items():
-            _, _, primitive, dtype = case.split("/")
-            findings.append(
-                Finding(
-                    f"{name}: {primitive} in {dtype}",
-                    Status.BROKEN,
-                    "NumPy's result in float64",
-                    str(outcome.error),
-                    _REPORT,
-                )
-            )
+        failed: dict[str, list[str]] = {}  # cases by error
+        for case, outcome in cases.items():
+            if outcome.error is not None:
+                failed.setdefault(outcome.error, []).append(case)
+        for error, alike in failed.items():
+            _, _, primitive, dtype = alike[0].split("/")
+            which = f"{primitive} in {dtype}"
+            which += f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+            expected = "NumPy's result in float64"
+            findings.append(Finding(f"{name}: {which}", Status.BROKEN, expected, error, _REPORT))
         if not failed:
             seconds = sum(float(o.value) for o in cases.values())
             found = f"{len(cases)} of {len(cases)} in {seconds:.1f} s"

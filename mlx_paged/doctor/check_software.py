@@ -10,15 +10,17 @@ from mlx_paged.doctor.software import Requirement, Software
 _REBUILD = "pip install --force-reinstall --no-deps . (in mlx_paged's checkout)"
 _USES = {
     "server": "`mlx-paged serve`",
-    "bench": "`mlx-paged bench serve`",
+    "bench": "`mlx-paged bench`",
+    "chat": "`mlx-paged chat`",
 }
 
 
-def check(software: Software) -> list[Finding]:
+def check(software: Software, *, on_mac: bool) -> list[Finding]:
     """Everything that can be told without importing any of it."""
     return [
         _itself(software),
         *(_requirement(r) for r in software.requirements),
+        *_backend(software, on_mac),
         _built(software),
         *_built_for_this_mlx(software),
         *_abi(software),
@@ -46,6 +48,32 @@ def _requirement(requirement: Requirement) -> Finding:
     # Another MLX crashes (no stable ABI); another mlx-lm may do, untested.
     status = Status.BROKEN if name == "mlx" else Status.WARNING
     return Finding(f"package {name}", status, expected, found, remedy)
+
+
+def _backend(software: Software, on_mac: bool) -> list[Finding]:
+    """MLX's compiled half is a package of its own, which an extra chooses."""
+    if "mlx" not in software.packages:
+        return []
+    choices = ("mlx-metal",) if on_mac else ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")
+    expected = f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
+    found = [name for name in choices if name in software.packages]
+    remedy = "pip install 'mlx-paged[cpu]', or [cuda12] or [cuda13] with an NVIDIA GPU"
+    if on_mac:
+        remedy = f"pip install --force-reinstall 'mlx=={software.packages['mlx']}'"
+    if not found:
+        return [Finding("MLX's backend", Status.BROKEN, expected, "none", remedy)]
+    if len(found) > 1:
+        remedy = f"pip uninstall {' '.join(found)}, then install the one that you want"
+        both = f"{' and '.join(found)}, which overwrite each other's libmlx"
+        return [Finding("MLX's backend", Status.WARNING, expected, both, remedy)]
+    version = software.packages[found[0]]
+    if version != software.packages["mlx"]:
+        wrong = f"{found[0]} {version} beside mlx {software.packages['mlx']}"
+        remedy = f"pip install '{found[0]}=={software.packages['mlx']}'"
+        return [
+            Finding("MLX's backend", Status.BROKEN, f"{expected} of MLX's version", wrong, remedy)
+        ]
+    return [Finding("MLX's backend", Status.OK, expected, f"{found[0]} {version}")]
 
 
 def _built(software: Software) -> Finding:

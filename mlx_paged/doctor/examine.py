@@ -97,7 +97,7 @@ def examine(sources: Sources | None = None) -> Examination:
     fitting = tuple(fits(shapes, counted)) if counted else ()
     build = outcomes[jobs.EXTENSION].value["build_info"] if loads else None
     findings = [
-        *check_software.check(installed),
+        *check_software.check(installed, on_mac=machine.is_mac),
         *check_runtime.check(outcomes, machine),
         *check_machine.check(machine, installed, build, memory),
         *_memory_finding(outcomes, fitting),

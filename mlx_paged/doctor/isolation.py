@@ -22,6 +22,8 @@ from mlx_paged.doctor import jobs
 
 # The first kernels on a GPU are compiled when they are first used: up to ten seconds of NVRTC.
 SECONDS_PER_JOB = 60.0
+# Begins the child's lines: whatever starts with the interpreter may print too (sitecustomize).
+_MARK = "mlx-paged-doctor:"
 _TAIL = 600  # characters of the child's stderr that are kept
 
 
@@ -92,7 +94,10 @@ def _one_child(names: Sequence[str], seconds_per_job: float) -> dict[str, Outcom
             break
         if line is None:
             break
-        name, phase, value, error = json.loads(line)
+        _, mark, told = line.partition(_MARK)
+        if not mark:
+            continue
+        name, phase, value, error = json.loads(told)
         current = name
         if phase == "end":
             outcomes[name] = Outcome(value, error)
@@ -151,7 +156,7 @@ def main() -> None:
     names = json.loads(sys.stdin.read())
 
     def tell(*line: Any) -> None:
-        outcomes.write(json.dumps(line) + "\n")
+        outcomes.write(f"{_MARK}{json.dumps(line)}\n")
         outcomes.flush()
 
     for name in names:

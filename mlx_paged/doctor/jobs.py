@@ -6,6 +6,7 @@ They run in a child process (`isolation`), one after the other.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,8 +63,16 @@ def _extension() -> dict[str, Any]:
         # (Not `core.build_info`: it asks for mlx-lm's version too, which may be what is missing.)
         "build_info": {**core.ext.build_info(), "blas": blas.status()},
         "loaded_from": core.ext.__file__,
+        "missing": sorted(_called() - set(dir(core.ext))),
         "has_forwarder": _is_mapped("libmlx_paged_blas"),
     }
+
+
+def _called() -> set[str]:
+    """Functions of the extension that the package's Python calls: newer sources, older build?"""
+    package = Path(__file__).parent.parent
+    calls = re.compile(r"\b_?ext\.(\w+)\(")
+    return {name for file in package.rglob("*.py") for name in calls.findall(file.read_text())}
 
 
 def _is_mapped(library: str) -> bool | None:

@@ -46,9 +46,13 @@ def data(examination: Examination) -> dict[str, Any]:
 
 def dumps(examination: Examination) -> str:
     """As text; the home folder is written ``~``, so that a report can be published."""
-    text = json.dumps(data(examination), indent=2)
+    return without_home(json.dumps(data(examination), indent=2))
+
+
+def without_home(text: str) -> str:
+    """Paths below the home folder begin with ``~``."""
     home = os.path.expanduser("~")
-    return text if len(home) < 2 else text.replace(json.dumps(home)[1:-1] + "/", "~/")
+    return text.replace(home + "/", "~/") if len(home) > 1 else text
 
 
 def _machine(e: Examination) -> dict[str, Any]:

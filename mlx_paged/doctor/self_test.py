@@ -25,7 +25,7 @@ class Case:
 
     Attributes:
         run: takes a `self_test_data.Data`; raises `WrongResult`.
-        on_gpu: whether the primitive has a GPU kernel.
+        on_gpu: whether the primitive has a GPU kernel of ours.
         dtypes: it is tried in.
     """
 

@@ -157,6 +157,17 @@ def _linear(data: Data) -> None:
     data.check(ops.linear(x, weight, bias), exact(x) @ exact(weight).T + exact(bias))
 
 
+def _upload(data: Data) -> None:
+    sent = [np.arange(7, dtype=np.int32), exact(data.normal(3, 5)).astype(np.float32)]
+    for name, out, expected in zip(("integers", "floats"), ops.upload(*sent), sent):
+        data.same(out, expected.astype(np.float64), name)
+
+
+def _to_host(data: Data) -> None:
+    numbers = np.arange(-3, 1000, dtype=np.int32)
+    data.same(ops.to_host(mx.array(numbers) + 0), numbers.astype(np.float64), "integers")
+
+
 CASES: dict[str, Case] = {
     "allocate_pool": Case(_allocate_pool, on_gpu=True),
     "write_kv": Case(_write_kv, on_gpu=True),
@@ -177,5 +188,7 @@ CASES: dict[str, Case] = {
     "rms_norm": Case(_rms_norm),
     "silu_mul": Case(_silu_mul),
     "greedy_tokens": Case(_greedy_tokens),
-    "linear": Case(_linear, on_gpu=True),
+    "linear": Case(_linear),  # on a GPU it is MLX's own, which may round float32 to TF32
+    "upload": Case(_upload, on_gpu=True, dtypes=("float32",)),
+    "to_host": Case(_to_host, on_gpu=True, dtypes=("float32",)),
 }

@@ -17,7 +17,7 @@ _PACKAGES = (
     *("mlx-paged", "mlx", "mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-lm"),
     *("nanobind", "numpy", "scipy-openblas32", "transformers", "rich", "typer"),
 )
-_SHOWN_EXTRAS = ("cpu", "cuda12", "cuda13", "server", "bench")
+_SHOWN_EXTRAS = ("cpu", "cuda12", "cuda13", "server", "bench", "chat")
 # nanobind compiles the ABI that two extensions must share into both, as a string.
 _NANOBIND_ABI = re.compile(rb"nanobind_[a-z0-9_]*_v\d+")
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")

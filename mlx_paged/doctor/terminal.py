@@ -11,6 +11,7 @@ from mlx_paged.doctor.finding import Finding, Status
 from mlx_paged.doctor.fits import Fit
 from mlx_paged.doctor.jobs import EXTENSION, MLX
 from mlx_paged.doctor.machine import Gpu, Machine
+from mlx_paged.doctor.report import without_home
 
 _MARKS = {
     Status.OK: "[green]ok[/green]",
@@ -89,7 +90,7 @@ def _software_facts(e: Examination) -> list[tuple[str, str]]:
     software = e.software
     versions = [f"{name} {version}" for name, version in software.packages.items()]
     rows = [
-        ("Python", f"{software.python}, {software.executable}"),
+        ("Python", f"{software.python}, {without_home(software.executable)}"),
         ("packages", ", ".join(versions)),
     ]
     if extension := e.value(EXTENSION):

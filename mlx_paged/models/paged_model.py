@@ -34,6 +34,7 @@ from mlx_paged.attention.recurrent import (
 from mlx_paged.attention.specs import FULL, LayerSpec, Reach, UnusedSpec
 from mlx_paged.attention.step import Step, StepContext
 from mlx_paged.attention.tables import PaddedTables
+from mlx_paged.models.compiled_step import CompiledSteps
 from mlx_paged.models.layout import CacheLayout, Mode
 from mlx_paged.models.output_rows import OutputRows
 from mlx_paged.ops import AttentionPlan
@@ -90,6 +91,7 @@ class PagedModel:
         self._attention: list[PagedLayerCache | GatheredLayerCache] = []
         self._states: list[RecurrentCache] = []
         self.caches: list[object] = []
+        self._compiled = CompiledSteps(self._run)
 
     def allocate(self, num_blocks: int | Mapping[Reach, int], num_state_slots: int = 0) -> None:
         """Makes new pools; what the old ones held is lost.
@@ -99,6 +101,7 @@ class PagedModel:
             num_state_slots: slot 0, the initial state, included.
         """
         self.release()
+        self._compiled = CompiledSteps(self._run)  # (graphs hold on to nothing of the old pools)
         leaves: list[object] = []
         for spec in self.layout.specs:
             if isinstance(spec, LayerSpec):
@@ -184,13 +187,24 @@ class PagedModel:
         if self.layout.mode.is_gathered:
             return self._forward_in_groups(tokens, inputs)
         step = self._step(inputs)
+        logits, pools = self._compiled.run(tokens, step, self.pools())
+        self.restore(pools)
+        return logits
+
+    def _run(
+        self, tokens: mx.array, step: Step, pools: list[mx.array]
+    ) -> tuple[mx.array, list[mx.array]]:
+        """The model's own code on these pools, whose handles stay as they are; see `Forward`."""
+        before = self.pools()
+        self.restore(pools)
         self._context.enter(step)
         try:
             with native_ops(step.plan.positions):
                 logits = self.model(tokens[:, None], cache=self.caches)
-                return self._output_rows.finish(logits)
+                return self._output_rows.finish(logits), self.pools()
         finally:
             self._context.leave()
+            self.restore(before)
 
     def _step(self, inputs: StepInputs) -> Step:
         if self.layout.mode.is_gathered:

@@ -11,7 +11,7 @@
 #include "copy_strided.h"
 #include "fill_zero.h"
 #include "gather_kv.h"
-#include "merge.h"
+#include "merge_splits.h"
 #include "write_kv.h"
 
 namespace {
@@ -59,17 +59,9 @@ __global__ void copy_strided_entry(
   copy_strided<T>(in, out, params, swap_xz(blockIdx), blockDim, swap_xz(gridDim));
 }
 
-template <typename T, int V_DIM>
-__global__ void merge_entry(
-    const paged::MergeItem* __restrict__ merge_items, const float* __restrict__ workspace,
-    const float* __restrict__ sinks, T* __restrict__ out,
-    const __grid_constant__ paged::MergeParams params) {
-  paged_merge<T, V_DIM>(merge_items, workspace, sinks, out, params);
-}
-
 #define STRIDED(bits, type) {"copy_strided_" #bits, (const void*)copy_strided_entry<type>},
 #define MERGE(dtype, type, v_dim) \
-  {"paged_merge_" #dtype "_" #v_dim, (const void*)merge_entry<type, v_dim>},
+  {"merge_splits_" #dtype "_" #v_dim, (const void*)merge_splits_entry<type, v_dim>},
 #define MERGE_DIMS(...) PAGED_FOR_EACH_V_DIM(MERGE, __VA_ARGS__)
 
 static const bool added = mlx_paged::cuda::add_kernels({

@@ -21,8 +21,6 @@ using mlx_paged::cuda::kLinearStep;
 using mlx_paged::cuda::kLinearWarps;
 using mlx_paged::cuda::LinearParams;
 
-constexpr int kUnroll = 4;  // steps whose weights are under way at once
-
 __device__ __forceinline__ uint4 load_weight(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -70,83 +68,108 @@ __device__ __forceinline__ __half rounded(float v) {
   return __float2half(v);
 }
 
-// TILES: of eight rows of x.
-template <typename T, int TILES>
+// TILES: of eight rows of x. GROUPS: of sixteen rows of the weight, which share what is read of x.
+// UNROLL: steps that are read at once, while those before are multiplied.
+template <typename T, int TILES, int GROUPS, int UNROLL>
 __global__ void __launch_bounds__(32 * kLinearWarps) linear_entry(
     const T* __restrict__ x, const T* __restrict__ weight, const T* __restrict__ bias,
     T* __restrict__ out, const __grid_constant__ LinearParams params) {
+  constexpr int kRows = GROUPS * kLinearRows;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int row = lane / 4;         // of a tile, of the weight and of x
   const int column = lane % 4 * 8;  // of a step
   const size_t k = params.k;
-  const int first = blockIdx.x * kLinearRows;
-  const T* w0 = weight + (first + row) * k + column;
-  const T* w8 = w0 + 8 * k;
+  const int first = blockIdx.x * kRows;
+  const T* weights = weight + (first + row) * k + column;
   const T* xs = x + row * k + column;
   const int num_steps = params.k / kLinearStep;
   const uint4 zero = make_uint4(0, 0, 0, 0);
 
-  uint4 low[kUnroll];
-  uint4 high[kUnroll];
+  uint4 next_weights[UNROLL][2 * GROUPS];  // rows `row` and `row + 8` of each group
+  uint4 next_xs[UNROLL][TILES];
   auto fetch = [&](int begin) {
 #pragma unroll
-    for (int u = 0; u < kUnroll; u++) {
-      bool inside = begin + u < num_steps;
-      low[u] = inside ? load_weight(w0 + (begin + u) * kLinearStep) : zero;
-      high[u] = inside ? load_weight(w8 + (begin + u) * kLinearStep) : zero;
+    for (int u = 0; u < UNROLL; u++) {
+      const bool inside = begin + u < num_steps;
+#pragma unroll
+      for (int g = 0; g < 2 * GROUPS; g++) {
+        const T* at = weights + g * 8 * k + (begin + u) * kLinearStep;
+        next_weights[u][g] = inside ? load_weight(at) : zero;
+      }
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        const T* at = xs + t * 8 * k + (begin + u) * kLinearStep;
+        next_xs[u][t] = inside && t * 8 + row < params.num_rows
+                            ? __ldg(reinterpret_cast<const uint4*>(at))
+                            : zero;
+      }
     }
   };
 
-  float sums[TILES][4] = {};
-  int begin = warp * kUnroll;
+  float sums[GROUPS][TILES][4] = {};
+  int begin = warp * UNROLL;
   fetch(begin);
   while (begin < num_steps) {
-    const int next = begin + kLinearWarps * kUnroll;
-    uint4 a[kUnroll];
-    uint4 b[kUnroll];
+    uint4 w[UNROLL][2 * GROUPS];
+    uint4 v[UNROLL][TILES];
 #pragma unroll
-    for (int u = 0; u < kUnroll; u++) {
-      a[u] = low[u];
-      b[u] = high[u];
-    }
-    fetch(next);
+    for (int u = 0; u < UNROLL; u++) {
 #pragma unroll
-    for (int u = 0; u < kUnroll; u++) {
+      for (int g = 0; g < 2 * GROUPS; g++) {
+        w[u][g] = next_weights[u][g];
+      }
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
-        uint4 v = zero;
-        if (begin + u < num_steps && t * 8 + row < params.num_rows) {
-          v = __ldg(reinterpret_cast<const uint4*>(xs + t * 8 * k + (begin + u) * kLinearStep));
-        }
-        multiply_add<T>(sums[t], a[u].x, b[u].x, a[u].y, b[u].y, v.x, v.y);
-        multiply_add<T>(sums[t], a[u].z, b[u].z, a[u].w, b[u].w, v.z, v.w);
+        v[u][t] = next_xs[u][t];
       }
     }
-    begin = next;
+    begin += kLinearWarps * UNROLL;
+    fetch(begin);
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+#pragma unroll
+      for (int g = 0; g < GROUPS; g++) {
+        const uint4 low = w[u][2 * g];
+        const uint4 high = w[u][2 * g + 1];
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+          multiply_add<T>(sums[g][t], low.x, high.x, low.y, high.y, v[u][t].x, v[u][t].y);
+          multiply_add<T>(sums[g][t], low.z, high.z, low.w, high.w, v[u][t].z, v[u][t].w);
+        }
+      }
+    }
   }
 
   // Of each warp, [row of x][row of the weight].
-  __shared__ float parts[kLinearWarps][TILES * 8][kLinearRows + 1];
+  extern __shared__ float parts[];
+  constexpr int kStride = kRows + 1;
+  auto part = [&](int w, int at, int output) -> float& {
+    return parts[(w * TILES * 8 + at) * kStride + output];
+  };
 #pragma unroll
-  for (int t = 0; t < TILES; t++) {
-    const int at = t * 8 + lane % 4 * 2;
-    parts[warp][at][row] = sums[t][0];
-    parts[warp][at + 1][row] = sums[t][1];
-    parts[warp][at][row + 8] = sums[t][2];
-    parts[warp][at + 1][row + 8] = sums[t][3];
+  for (int g = 0; g < GROUPS; g++) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+      const int at = t * 8 + lane % 4 * 2;
+      const int output = g * kLinearRows + row;
+      part(warp, at, output) = sums[g][t][0];
+      part(warp, at + 1, output) = sums[g][t][1];
+      part(warp, at, output + 8) = sums[g][t][2];
+      part(warp, at + 1, output + 8) = sums[g][t][3];
+    }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < TILES * 8 * kLinearRows; i += 32 * kLinearWarps) {
-    const int at = i / kLinearRows;
-    const int output = i % kLinearRows;
+  for (int i = threadIdx.x; i < TILES * 8 * kRows; i += 32 * kLinearWarps) {
+    const int at = i / kRows;
+    const int output = i % kRows;
     if (at >= params.num_rows) {
       break;
     }
     float sum = 0;
 #pragma unroll
     for (int w = 0; w < kLinearWarps; w++) {
-      sum += parts[w][at][output];
+      sum += part(w, at, output);
     }
     if (params.has_bias) {
       // MLX's own rounds the product before it adds.
@@ -158,16 +181,19 @@ __global__ void __launch_bounds__(32 * kLinearWarps) linear_entry(
 
 }  // namespace
 
-#define LINEAR(dtype, type, tiles) \
-  {"linear_" #dtype "_" #tiles, (const void*)linear_entry<type, tiles>},
+#define LINEAR(dtype, type, tiles, groups, unroll) \
+  {"linear_" #dtype "_" #tiles "_" #groups, (const void*)linear_entry<type, tiles, groups, unroll>},
+#define LINEAR_TILES(dtype, type) \
+  LINEAR(dtype, type, 1, 1, 4)    \
+  LINEAR(dtype, type, 2, 1, 2)    \
+  LINEAR(dtype, type, 4, 1, 2)    \
+  LINEAR(dtype, type, 1, 2, 2)    \
+  LINEAR(dtype, type, 2, 2, 2)    \
+  LINEAR(dtype, type, 4, 2, 2)
 
 static const bool added = mlx_paged::cuda::add_kernels({
     // clang-format off
-    LINEAR(float16, __half, 1)
-    LINEAR(float16, __half, 2)
-    LINEAR(float16, __half, 4)
-    LINEAR(bfloat16, __nv_bfloat16, 1)
-    LINEAR(bfloat16, __nv_bfloat16, 2)
-    LINEAR(bfloat16, __nv_bfloat16, 4)
+    LINEAR_TILES(float16, __half)
+    LINEAR_TILES(bfloat16, __nv_bfloat16)
     // clang-format on
 });

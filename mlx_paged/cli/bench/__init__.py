@@ -6,6 +6,7 @@ import typer
 
 from mlx_paged.cli.bench.kernels.verb import kernels
 from mlx_paged.cli.bench.latency import latency
+from mlx_paged.cli.bench.memory import memory
 from mlx_paged.cli.bench.serve import serve
 from mlx_paged.cli.bench.throughput import throughput
 
@@ -18,6 +19,7 @@ def _group() -> None:
 
 
 bench.command()(serve)
-bench.command()(kernels)
 bench.command()(latency)
 bench.command()(throughput)
+bench.command()(kernels)
+bench.command()(memory)

@@ -196,7 +196,7 @@ def _sharegpt(workload: Workload, tokenizer: Any, rng: random.Random) -> list[Pr
 def _read_conversations(path: Path) -> list[tuple[str, str]]:
     """The first two turns of each; conversations of fewer are left out."""
     try:
-        entries = json.loads(path.read_text())
+        entries = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         expected = f"a file that can be read ({error.strerror})"
         raise InvalidParameterError("dataset_path", expected, str(path)) from None

@@ -51,13 +51,14 @@ def environment() -> dict[str, Any]:
 def checkout() -> tuple[str | None, bool | None]:
     """Commit of the checkout that the package lies in, and whether files differ from it.
 
-    Both are None for an installed package. Read once: call it when measuring begins, as the
-    checkout may move on meanwhile.
+    Both are None for an installed package, unless ``MLX_PAGED_COMMIT`` names the commit. Read
+    once: call it when measuring begins, as the checkout may move on meanwhile.
     """
     root = Path(mlx_paged.__file__).resolve().parent.parent
     # (An environment inside some other project's checkout is not ours.)
     if not (root / ".git").exists():
-        return None, None
+        # (Whoever copied the files to a machine without their repository can tell.)
+        return os.environ.get("MLX_PAGED_COMMIT"), None
     commit = _git(root, "rev-parse", "HEAD")
     return commit, None if commit is None else bool(_git(root, "status", "--porcelain"))
 

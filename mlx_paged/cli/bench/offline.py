@@ -12,11 +12,11 @@ import typer
 from mlx_paged.cli.bench import footprint, turns
 from mlx_paged.cli.bench.datasets import Prompt
 from mlx_paged.cli.bench.environment import checkout
-from mlx_paged.cli.bench.options import EngineName
 from mlx_paged.cli.bench.percentiles import WIDTH, latency_lines
 from mlx_paged.cli.bench.results import check_writable, table, write_json
 from mlx_paged.cli.bench.runners import Settings
 from mlx_paged.cli.bench.runs import Run, compare, token_latencies
+from mlx_paged.cli.bench.vllm_options import EngineName
 from mlx_paged.cli.progress import progress_bar
 from mlx_paged.errors import InvalidParameterError
 
@@ -35,9 +35,11 @@ def sized(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
     So a pool does not take the memory that the other engine needs, and its size says something.
     """
     longest = max(prompt.num_tokens + prompt.max_tokens for prompt in prompts)
-    engine = {name: value for name, value in settings.engine.items() if value is not None}
+    given = {name: value for name, value in settings.engine_options.items() if value is not None}
     num_seqs = min(settings.max_num_seqs, len(prompts) * settings.num_answers)
-    return replace(settings, max_num_seqs=num_seqs, engine={"max_model_len": longest, **engine})
+    return replace(
+        settings, max_num_seqs=num_seqs, engine_options={"max_model_len": longest, **given}
+    )
 
 
 def measure(
@@ -133,9 +135,12 @@ def _side_by_side(made: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def _verdict(first: str, other: str, found: Mapping[str, Any]) -> str:
     ratios = found["ratios"]
-    spread = f" (median of {len(ratios)} turns, {min(ratios):.2f} to {max(ratios):.2f})"
+    spread = ""
+    if len(ratios) > 1:
+        spread = f" (median of {len(ratios)} turns, {min(ratios):.2f} to {max(ratios):.2f})"
+    if min(ratios) < 1 < max(ratios):
+        spread += ", but turns disagree about who is faster"
     return (
-        f"{first} is {found['speedup']:.2f}x as fast as {other}"
-        f"{spread if len(ratios) > 1 else ''}; "
+        f"{first} is {found['speedup']:.2f}x as fast as {other}{spread}; "
         f"{found['same_answers']} of {found['num_answers']} answers have the same tokens"
     )

@@ -6,15 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_paged.cli.bench.client import Result
-from mlx_paged.cli.bench.percentiles import (
-    WIDTH,
-    latency_figures,
-    latency_lines,
-    line,
-    percentile,
-)
-
-__all__ = ["figures", "percentile", "text"]
+from mlx_paged.cli.bench.percentiles import WIDTH, latency_figures, latency_lines, line
 
 
 def figures(

@@ -20,8 +20,8 @@ import mlx.core as mx
 
 from mlx_paged.cli.bench.datasets import Prompt
 from mlx_paged.cli.bench.footprint import Footprint, measure_footprint
-from mlx_paged.cli.bench.options import EngineName
 from mlx_paged.cli.bench.runs import Answer, Run
+from mlx_paged.cli.bench.vllm_options import EngineName
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.sampling_params import SamplingParams
@@ -42,7 +42,7 @@ class Settings:
         detokenize: the text of the answers is made, and its time counts.
         max_num_seqs: most sequences that run at once.
         seed: of sampled answers.
-        engine: further fields of `EngineConfig`, for this package's engine alone.
+        engine_options: further fields of `EngineConfig`, for this package's engine alone.
     """
 
     model: str | None = None
@@ -53,7 +53,7 @@ class Settings:
     detokenize: bool = True
     max_num_seqs: int = 256
     seed: int = 0
-    engine: dict[str, Any] = field(default_factory=dict)
+    engine_options: dict[str, Any] = field(default_factory=dict)
 
 
 class Runner(Protocol):
@@ -89,7 +89,7 @@ class PagedRunner:
     """This package's engine."""
 
     def __init__(self, model: LoadedModel, settings: Settings) -> None:
-        config = EngineConfig(max_num_seqs=settings.max_num_seqs, **settings.engine)
+        config = EngineConfig(max_num_seqs=settings.max_num_seqs, **settings.engine_options)
         self._engine = Engine(model, config)
         self._settings = settings
 

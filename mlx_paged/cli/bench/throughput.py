@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_paged.cli.bench import options, percentiles
+from mlx_paged.cli.bench import percentiles
+from mlx_paged.cli.bench import vllm_options as options
 from mlx_paged.cli.bench.datasets import Dataset, Workload, tokenizer_of
 from mlx_paged.cli.entry import needs_extra
 

@@ -15,9 +15,9 @@ from typing import Any
 import mlx_paged
 from mlx_paged.cli.bench.datasets import Prompt
 from mlx_paged.cli.bench.footprint import Footprint
-from mlx_paged.cli.bench.options import EngineName
 from mlx_paged.cli.bench.runners import Runner, Settings, open_runner
 from mlx_paged.cli.bench.runs import Run
+from mlx_paged.cli.bench.vllm_options import EngineName
 from mlx_paged.errors import MlxPagedError
 
 _SECONDS_TO_END = 10.0

@@ -52,7 +52,7 @@ def _sizes(case: Case) -> tuple[int, int, int]:
 
 
 def _chained(case: Case, x: mx.array, run: dict[str, Op], expected: np.ndarray, moved: int,
-             flops: int = 0, warmup: int = 1) -> Work:  # fmt: skip
+             flops: int = 0) -> Work:  # fmt: skip
     """Ops whose result is as their input: a launch takes the one before."""
 
     def prepare(op: Op) -> Callable[[int], Callable[[], object]]:
@@ -70,7 +70,7 @@ def _chained(case: Case, x: mx.array, run: dict[str, Op], expected: np.ndarray, 
         return Checked(error, len(expected), len(expected), peers)
 
     variants = tuple(Variant(name, prepare(op)) for name, op in run.items())
-    return Work(moved, flops, variants, check, warmup)
+    return Work(moved, flops, variants, check)
 
 
 def _rope(case: Case, past_cache: int, seed: int) -> Work:
@@ -128,7 +128,7 @@ def _linear(case: Case, past_cache: int, seed: int) -> Work:
     }
     expected = to_float64(x) @ to_float64(weights[0]).T
     moved = 2 * num_bytes + weight_bytes
-    return _chained(case, x, run, expected, moved, 2 * rows * width * width, warmup=count)
+    return _chained(case, x, run, expected, moved, 2 * rows * width * width)
 
 
 def _greedy_tokens(case: Case, past_cache: int, seed: int) -> Work:

@@ -14,7 +14,13 @@ from mlx_paged.cli.bench.environment import memory_bytes
 from mlx_paged.cli.bench.kernels import attention, layers, movement
 from mlx_paged.cli.bench.kernels.cases import LAYER, Case, refusal
 from mlx_paged.cli.bench.kernels.data import PoolCache, key_of
-from mlx_paged.cli.bench.kernels.timing import Copy, Timing, interleaved
+from mlx_paged.cli.bench.kernels.timing import (
+    COPY,
+    MOST_OUTPUT_BYTES,
+    Copy,
+    Timing,
+    interleaved,
+)
 from mlx_paged.cli.bench.kernels.work import OURS, Checked, Work
 from mlx_paged.errors import BackendUnavailableError, MlxPagedError
 
@@ -77,13 +83,20 @@ def gpu_head_dims() -> set[int]:
     return dims
 
 
+def device_memory(device: str) -> int | None:
+    """Bytes that arrays of a device may be in; None where nobody tells."""
+    if device == "gpu":
+        info = mx.device_info()  # type: ignore[attr-defined]
+        for name in ("memory_size", "total_memory"):  # of Metal and of CUDA
+            if name in info:
+                return int(info[name])
+    return memory_bytes()
+
+
 def divide(cases: Sequence[Case], device: str) -> tuple[list[Case], list[dict[str, Any]]]:
     """Cases that the backend serves, and the others with their ``reason``."""
     dims = gpu_head_dims()
-    memory = memory_bytes()
-    if device == "gpu":
-        info = mx.device_info()  # type: ignore[attr-defined]
-        memory = int(info.get("memory_size", memory or 0)) or None
+    memory = device_memory(device)
     limit = None if memory is None else int(_MOST_MEMORY * memory)
     served, refused = [], []
     for case in cases:
@@ -113,7 +126,7 @@ def measure(
     for case in cases:
         on_case(case, None)
         try:
-            row = _measure(case, copy, pools, settings)
+            row = _measure(case, device, copy, pools, settings)
         except (ValueError, RuntimeError) as error:
             if isinstance(error, MlxPagedError):
                 raise
@@ -124,21 +137,27 @@ def measure(
     return rows
 
 
-def _measure(case: Case, copy: Copy, pools: PoolCache, settings: Settings) -> dict[str, Any]:
+def _measure(
+    case: Case, device: str, copy: Copy, pools: PoolCache, settings: Settings
+) -> dict[str, Any]:
     if case.op in LAYER:
         work = layers.layer_op(case, settings.past_cache, settings.seed)
     else:
         data = pools.get(key_of(case, settings.past_cache, settings.seed))
         work = _ON_POOLS[case.op](case, data, settings.past_cache, settings.seed)
     checked = work.check()
-    timings = interleaved([*work.variants, copy.variant], settings.rounds, warmup=work.warmup)
+    timings = interleaved(
+        [*work.variants, copy.variant],
+        settings.rounds,
+        most_output_bytes=min(MOST_OUTPUT_BYTES[device], (device_memory(device) or 0) // 8 or 1),
+    )
     return _row(case, work, checked, timings, copy.bytes)
 
 
 def _row(
     case: Case, work: Work, checked: Checked, timings: dict[str, Timing], copy_bytes: int
 ) -> dict[str, Any]:
-    ours, copy = timings[OURS], timings[Copy.name]
+    ours, copy = timings[OURS], timings[COPY]
     return {
         **asdict(case),
         "bytes": work.bytes,
@@ -156,6 +175,6 @@ def _row(
                 "max_relative_error": checked.peers[name],
             }
             for name, timing in timings.items()
-            if name not in (OURS, Copy.name)
+            if name not in (OURS, COPY)
         },
     }

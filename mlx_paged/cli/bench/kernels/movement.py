@@ -119,8 +119,10 @@ def _work(
     pools: Pools,
     output_bytes: int = 0,
 ) -> Work:
-    variant = Variant(OURS, prepare, output_bytes)
-    return Work(moved, 0, (variant,), check, warmup=pools.key.num_sets)
+    variant = Variant(
+        OURS, prepare, output_bytes, warmup=pools.key.num_sets if not output_bytes else 2
+    )
+    return Work(moved, 0, (variant,), check)
 
 
 def _tokens(pool: mx.array, slots: np.ndarray) -> mx.array:

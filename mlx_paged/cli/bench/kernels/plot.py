@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from mlx_paged.cli.bench.kernels.show import describe, split_fields
-from mlx_paged.errors import InvalidParameterError, MlxPagedError
+from mlx_paged.cli.entry import needs_extra
+from mlx_paged.errors import InvalidParameterError
 
 _AXES = ("op", "context")
 
 
 def check(path: Path) -> None:
     """Refuses a picture that could not be drawn, before anything is measured."""
-    try:
+    with needs_extra("plot", "--plot"):
         import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MlxPagedError("--plot needs matplotlib: pip install 'mlx-paged[plot]'") from error
     if path.suffix not in (".svg", ".png", ".pdf"):
         raise InvalidParameterError("plot", "a file that ends in .svg, .png or .pdf", str(path))
 
@@ -45,7 +44,7 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
 
     style: Any = {"svg.hashsalt": "mlx-paged", "font.size": 9}
     with pyplot.rc_context(style):
-        figure, (shares, roof) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+        figure, (shares, roof) = pyplot.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
         for label, points in lines.items():
             share = [100 * p["share_of_copy"] for p in points]
             shares.plot([p["context"] for p in points], share, "o-", label=label)
@@ -61,7 +60,8 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         shares.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         for axes in (shares, roof):
             axes.grid(alpha=0.3)
-        roof.legend(fontsize=8)
+        handles, labels = roof.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right center", fontsize=8)
         said = describe(constant)
         figure.suptitle(f"{title}\npaged_attention" + (f": {said}" if said else ""), fontsize=9)
         try:

@@ -10,19 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_paged.cli.bench.kernels.cases import (
-    DTYPE_BYTES,
-    LAYER,
-    OPS,
-    Case,
-    at_least,
-    cases,
-    defaults,
-    one_of,
-    parse_list,
-    read_head_dim,
-    read_window,
-)
+from mlx_paged.cli.bench.kernels.cases import DTYPE_BYTES, LAYER, OPS, Case, cases, defaults
+from mlx_paged.cli.bench.options import at_least, one_of, parse_list, read_head_dim, read_window
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
 if TYPE_CHECKING:
@@ -119,7 +108,6 @@ def kernels(
     op is first checked against a float64 reference on the same inputs; a
     wrong result ends the run with exit status 1.
 
-    \b
     Examples:
       mlx-paged bench kernels --quick
       mlx-paged bench kernels --op paged_attention --batch 1,8,32 \\
@@ -259,6 +247,7 @@ def _progress(count: int) -> Progress | None:
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
+        auto_refresh=False,  # by a thread, it would take time from what is measured
     )
 
 
@@ -268,7 +257,10 @@ def _on_case(progress: Progress | None, count: int) -> Any:
     task = progress.add_task("", total=count)
 
     def on_case(case: Case, row: dict[str, Any] | None) -> None:
-        progress.update(task, description=str(case)[:70], advance=0 if row is None else 1)
+        description = f"{case.op} {case.batch} x {case.context or case.rows}"
+        progress.update(
+            task, description=description, advance=0 if row is None else 1, refresh=True
+        )
 
     return on_case
 

@@ -44,14 +44,12 @@ class Work:
         flops: of one launch; 0: none to speak of.
         variants: ours first, then peers that do the same.
         check: compares all of them with the reference.
-        warmup: launches in which everything has been seen once.
     """
 
     bytes: int
     flops: int
     variants: Sequence[Variant]
     check: Callable[[], Checked]
-    warmup: int = 1
 
 
 COUNTING = {

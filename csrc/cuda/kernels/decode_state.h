@@ -1,0 +1,145 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// One warp's attention over its tokens, on tensor cores. Keys are the 16-row side of a product and
+// queries the 8-column side, so a group of up to 8 query heads wastes nothing it would have to wait
+// for: logits[token][query] = K q, results[dim][query] = V^T p. A lane's columns are the same two
+// queries in both, and so is their softmax.
+
+#pragma once
+
+#include "../decode_tensor_shape.h"
+#include "block_table.h"
+#include "kv_ring.h"
+#include "params.h"
+#include "softmax_state.h"
+#include "tensor_core.h"
+
+namespace paged {
+
+// COLUMNS: tiles of 8 queries.
+template <typename T, int DIM, int COLUMNS>
+struct DecodeState {
+  typedef KVRing<T, DIM> Ring;
+  static constexpr int SLICES = DIM / 16;  // of 16 dims
+
+  FragmentB query[COLUMNS][SLICES];
+  FragmentD result[COLUMNS][SLICES];
+  SoftmaxState state[COLUMNS][2];
+  KeyRange keys[COLUMNS][2];
+
+  // `query_of(q)` is where the elements of query q begin, or null past the last; `keys_of(q)` are
+  // the keys that it sees.
+  template <typename Query, typename Keys>
+  __device__ __forceinline__ DecodeState(Query query_of, Keys keys_of, int lane) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++) {
+      const T* from = query_of(n * TENSOR_QUERIES + lane / 4);
+#pragma unroll
+      for (int c = 0; c < SLICES; c++) {
+        const unsigned int* pairs =
+            reinterpret_cast<const unsigned int*>(from + c * 16 + 2 * (lane % 4));
+        query[n][c][0] = from ? pairs[0] : 0;
+        query[n][c][1] = from ? pairs[4] : 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          result[n][c][i] = 0.0f;
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        state[n][e].clear();
+        keys[n][e] = keys_of(n * TENSOR_QUERIES + 2 * (lane % 4) + e);
+      }
+    }
+  }
+
+  // Takes in the tile of tokens [first, first + 16): keys at shared address `tile`, then values.
+  __device__ __forceinline__ void attend(
+      unsigned int tile, int first, const AttentionParams& params, int lane) {
+    FragmentD logits[COLUMNS] = {};
+#pragma unroll
+    for (int c = 0; c < SLICES; c++) {
+      FragmentA key;  // 16 tokens x 16 dims
+      load_matrices(key, tile + Ring::offset(lane % 16, 2 * c + lane / 16));
+#pragma unroll
+      for (int n = 0; n < COLUMNS; n++) {
+        multiply_accumulate(logits[n], key, query[n][c], T(0.0f));
+      }
+    }
+
+    FragmentB weights[COLUMNS];
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++) {
+      float factor[2];
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        factor[e] = softmax(n, e, logits[n], first + lane / 4, params);
+      }
+      transpose<T>(weights[n], logits[n]);
+#pragma unroll
+      for (int c = 0; c < SLICES; c++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          result[n][c][i] *= factor[i % 2];
+        }
+      }
+    }
+
+#pragma unroll
+    for (int c = 0; c < SLICES; c++) {
+      FragmentA value;  // 16 dims x 16 tokens
+      load_matrices_transposed(
+          value, tile + Ring::TILE + Ring::offset(lane / 16 * 8 + lane % 8, 2 * c + lane / 8 % 2));
+#pragma unroll
+      for (int n = 0; n < COLUMNS; n++) {
+        multiply_accumulate(result[n][c], value, weights[n], T(0.0f));
+      }
+    }
+  }
+
+  // A lane has summed its own tokens only.
+  __device__ __forceinline__ void join_lanes() {
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++) {
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+#pragma unroll
+        for (int mask = 4; mask < 32; mask *= 2) {
+          state[n][e].sum += __shfl_xor_sync(0xffffffffu, state[n][e].sum, mask);
+        }
+      }
+    }
+  }
+
+ private:
+  // Turns a query's logits of tokens `token` and `token` + 8 into weights; the factor by which its
+  // results shrink.
+  __device__ __forceinline__ float softmax(
+      int n, int e, FragmentD& logits, int token, const AttentionParams& params) {
+    SoftmaxState& s = state[n][e];
+    float maximum = s.maximum;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float& value = logits[2 * i + e];
+      bool visible = token + 8 * i >= keys[n][e].begin && token + 8 * i < keys[n][e].end;
+      value = visible ? logit(value, params.scale, params.softcap) : -INFINITY;
+      maximum = fmaxf(maximum, value);
+    }
+#pragma unroll
+    for (int mask = 4; mask < 32; mask *= 2) {
+      maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, mask));
+    }
+    float factor = rescale(s.maximum, maximum);
+    s.maximum = maximum;
+    s.sum *= factor;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float& value = logits[2 * i + e];
+      value = weight(value, maximum);
+      s.sum += value;
+    }
+    return factor;
+  }
+};
+
+}  // namespace paged

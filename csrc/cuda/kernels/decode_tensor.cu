@@ -1,0 +1,13 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include "../kernel_table.h"
+#include "../msl/metal_stdlib"
+#include "paged_decode_tensor.h"
+#include "tensor_table.h"
+
+#define TENSOR(dtype, type, dim, columns)                \
+  {"paged_decode_tensor_" #dtype "_" #dim "_n" #columns, \
+   (const void*)decode_tensor_entry<type, dim, columns>},
+
+static const bool added =
+    mlx_paged::cuda::add_kernels({PAGED_FOR_EACH_TENSOR(TENSOR, PAGED_DTYPE)});

@@ -1,0 +1,154 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Decode attention in 16 bits on NVIDIA's tensor cores. A thread block serves one work item and one
+// KV head, as the portable kernels do; its warps share out the tokens, a tile of 16 each in turn,
+// and meet once, at the end.
+
+#pragma once
+
+#include "attention_arguments.h"
+#include "attention_output.h"
+#include "decode_state.h"
+#include "kv_ring.h"
+
+namespace paged {
+
+// What the warps of a block leave for each other, in shared memory.
+template <int DIM, int QUERIES>
+struct WarpResults {
+  static constexpr int WARPS = tensor_warps(DIM);
+  static constexpr int RING = tensor_ring_bytes(DIM, QUERIES);
+  static constexpr int PITCH = tensor_result_pitch(DIM);
+
+  unsigned char* shared;
+
+  // Tiles of a warp first, and [QUERIES][PITCH] results when they have been read.
+  __device__ __forceinline__ unsigned char* ring(int warp) const { return shared + warp * RING; }
+  __device__ __forceinline__ float* result(int warp, int q) const {
+    return reinterpret_cast<float*>(ring(warp)) + q * PITCH;
+  }
+  __device__ __forceinline__ float& maximum(int warp, int q) const {
+    return reinterpret_cast<float*>(ring(WARPS))[warp * QUERIES + q];
+  }
+  __device__ __forceinline__ float& sum(int warp, int q) const {
+    return reinterpret_cast<float*>(ring(WARPS))[(WARPS + warp) * QUERIES + q];
+  }
+
+  template <typename State>
+  __device__ __forceinline__ void put(const State& state, int warp, int lane) const {
+#pragma unroll
+    for (int n = 0; n < QUERIES / TENSOR_QUERIES; n++) {
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        int q = n * TENSOR_QUERIES + 2 * (lane % 4) + e;
+#pragma unroll
+        for (int c = 0; c < DIM / 16; c++) {
+          result(warp, q)[c * 16 + lane / 4] = state.result[n][c][e];
+          result(warp, q)[c * 16 + lane / 4 + 8] = state.result[n][c][2 + e];
+        }
+        if (lane < 4) {
+          maximum(warp, q) = state.state[n][e].maximum;
+          sum(warp, q) = state.state[n][e].sum;
+        }
+      }
+    }
+  }
+
+  // Four elements of query q over all warps, and its softmax.
+  __device__ __forceinline__ SoftmaxState join(int q, int element, float (&values)[4]) const {
+    SoftmaxState joined;
+    joined.clear();
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      joined.maximum = fmaxf(joined.maximum, maximum(w, q));
+    }
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      float factor = rescale(maximum(w, q), joined.maximum);
+      joined.sum = fmaf(sum(w, q), factor, joined.sum);
+      float4 from = *reinterpret_cast<const float4*>(result(w, q) + element);
+      values[0] = fmaf(from.x, factor, values[0]);
+      values[1] = fmaf(from.y, factor, values[1]);
+      values[2] = fmaf(from.z, factor, values[2]);
+      values[3] = fmaf(from.w, factor, values[3]);
+    }
+    return joined;
+  }
+};
+
+}  // namespace paged
+
+// grid: work items x KV heads, the heads of an item side by side, as their keys lie in memory.
+template <typename T, int DIM, int COLUMNS>
+__global__ void __launch_bounds__(32 * paged::tensor_warps(DIM))
+    decode_tensor_entry(ATTENTION_PARAMETERS) {
+  using namespace paged;
+  constexpr int THREADS = 32 * tensor_warps(DIM);
+  constexpr int STEP = tensor_warps(DIM) * TENSOR_TOKENS;
+  typedef KVRing<T, DIM> Ring;
+  extern __shared__ __align__(128) unsigned char shared[];
+
+  int kv_head = blockIdx.x % params.num_kv_heads;
+  WorkItem item = work_items[blockIdx.x / params.num_kv_heads];
+  int num_rows = item.row_end - item.row_begin;
+  if (num_rows < params.min_rows || num_rows > params.max_rows) {
+    return;
+  }
+  int warp = threadIdx.x / 32;
+  int lane = threadIdx.x % 32;
+  int heads = params.num_q_heads / params.num_kv_heads;  // of a group
+  int num_queries = num_rows * heads;
+  BlockTable table = {block_tables + size_t(item.sequence) * params.max_blocks, params.block_shift};
+  KeyRange seen = keys_of_rows(
+      item, positions, item.row_begin, item.row_end, params.window, params.block_shift);
+
+  WarpResults<DIM, COLUMNS * TENSOR_QUERIES> meeting = {shared};
+  int first = seen.begin / TENSOR_TOKENS * TENSOR_TOKENS + warp * TENSOR_TOKENS;
+  Ring ring(
+      meeting.ring(warp), key_pool, value_pool, table, seen, params.num_kv_heads, kv_head, first,
+      STEP, lane);
+  auto query_of = [&](int q) -> const T* {
+    size_t row = size_t(item.row_begin + q / heads) * params.num_q_heads;
+    return q < num_queries ? queries + (row + kv_head * heads + q % heads) * DIM : nullptr;
+  };
+  auto keys_of = [&](int q) -> KeyRange {
+    if (q >= num_queries) {
+      return {0, 0};
+    }
+    KeyRange keys = keys_of_row(positions[item.row_begin + q / heads], params.window);
+    return {max(keys.begin, seen.begin), min(keys.end, seen.end)};
+  };
+  DecodeState<T, DIM, COLUMNS> state(query_of, keys_of, lane);
+  for (; first < seen.end; first += STEP) {
+    state.attend(ring.advance(lane), first, params, lane);
+  }
+  state.join_lanes();
+  wait_for_copies<0>();
+  __syncwarp();  // the last tile has been read
+  meeting.put(state, warp, lane);
+  __syncthreads();
+
+  bool whole = item.partial_begin < 0;
+  Partials partials = partials_at(workspace, params.num_partials, params.num_q_heads, DIM);
+  for (int i = threadIdx.x; i < num_queries * (DIM / 4); i += THREADS) {
+    int q = i / (DIM / 4);
+    int element = i % (DIM / 4) * 4;
+    float values[4] = {};
+    SoftmaxState joined = meeting.join(q, element, values);
+    int head = kv_head * heads + q % heads;
+    size_t row = size_t((whole ? item.row_begin : item.partial_begin) + q / heads);
+    size_t at = row * params.num_q_heads + head;
+    if (whole) {
+      float factor = joined.normaliser(params.has_sinks, params.has_sinks ? sinks[head] : 0.0f);
+      unsigned int* to = reinterpret_cast<unsigned int*>(out + at * DIM + element);
+      to[0] = pack(values[0] * factor, values[1] * factor, T(0.0f));
+      to[1] = pack(values[2] * factor, values[3] * factor, T(0.0f));
+      continue;
+    }
+    store(partials.values + at * DIM + element, values, evict_last());
+    if (element == 0) {
+      partials.maxima[at] = joined.maximum;
+      partials.sums[at] = joined.sum;
+    }
+  }
+}

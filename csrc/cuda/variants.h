@@ -1,0 +1,22 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// NVIDIA's own kernels in the place of portable ones, where measurements asked for them
+// (docs/cuda.md). Knows neither CUDA nor a GPU, so that its rule can be tested anywhere.
+
+#pragma once
+
+#include <vector>
+
+#include "../launch.h"
+
+namespace mlx_paged::cuda {
+
+// The launches of paged_attention_launches, of which
+//   - decodes and drafts in 16 bits with up to 16 queries (query rows x heads of a group) go to
+//     paged_decode_tensor, which needs equal head dims of keys and values out of 64, 128 and 256
+//     (there up to 8 queries) and blocks of at least 16 tokens, as a tile of 16 must lie in one;
+//   - merges go to merge_splits.
+// Which kernel serves a row follows from the row alone: its bits do not depend on its company.
+LaunchList with_variants(LaunchList list, const std::vector<mx::array>& in);
+
+}  // namespace mlx_paged::cuda
