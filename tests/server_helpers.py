@@ -19,6 +19,7 @@ from mlx_paged.engine.engine import EngineStats
 from mlx_paged.server.app import create_app
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import Context
+from mlx_paged.server.protocol import impatient
 from mlx_paged.server.run import bind
 
 TIMEOUT = 60.0
@@ -37,6 +38,7 @@ class RunningServer:
         self.url = f"http://127.0.0.1:{self.port}"
         settings = uvicorn.Config(
             app,
+            http=impatient(config.read_timeout),
             log_config=None,
             access_log=False,
             ws="none",

@@ -344,8 +344,10 @@ def test_a_slow_reader_stalls_nobody_and_is_given_up() -> None:
 
 
 @contextlib.contextmanager
-def process(*options: str, code: str | None = None, **env: str) -> Iterator[tuple[Any, str]]:
-    """`mlx-paged serve` on a free port; yields it and its address."""
+def process(
+    *options: str, code: str | None = None, until: str = "ready", **env: str
+) -> Iterator[tuple[Any, str]]:
+    """`mlx-paged serve` on a free port; yields it and its address when it is ready, or live."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -364,7 +366,7 @@ def process(*options: str, code: str | None = None, **env: str) -> Iterator[tupl
         deadline = time.monotonic() + 60
         while started.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/ready").status_code == 200:
+                if httpx.get(f"{url}/{until}").status_code == 200:
                     break
             time.sleep(0.05)
         yield started, url
@@ -410,6 +412,28 @@ def test_what_is_not_finished_in_time_is_told_so() -> None:
         reader.join(60)
         assert "shutting_down" in "".join(lines) and "data: [DONE]" in lines[-2]
         assert server.wait(60) == 0
+
+
+LOADING = """
+import threading
+import mlx_paged.engine.async_engine as engine
+def load(*args, **options):
+    print("loading", flush=True)
+    threading.Event().wait(600)
+engine.load = load
+from mlx_paged.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_while_the_model_loads_ends_the_process_at_once(name) -> None:
+    with process(code=LOADING, until="live") as (server, url):
+        assert server.stdout.readline() == "loading\n"
+        assert httpx.get(f"{url}/ready").status_code == 503
+        server.send_signal(signal.Signals[name])
+        _, log = server.communicate(timeout=8)  # (waiting for the thread would take ten)
+        assert server.returncode == 0 and name in log, log
 
 
 CRASH = """

@@ -1,10 +1,12 @@
-"""Native forms of what MLX composes of many operations on the CPU, while a paged step is built.
+"""Native forms of what MLX composes of many operations, while a paged step is built.
 
-On a GPU each of these is one kernel of MLX's own. On the CPU RoPE is ten operations, RMSNorm six,
-a linear layer four or five, and SwiGLU is compiled to scalar code. The native forms have no
-gradient and know no batch of sequences, so they serve the thread that is building a paged step, on
-the CPU, and nobody else: any other call, and any argument that they do not take, goes where it
-always went.
+On the CPU RoPE is ten operations, RMSNorm six, a linear layer four or five, and SwiGLU is compiled
+to scalar code. On a GPU each of these is one kernel of MLX's own; but with CUDA a linear layer of a
+few rows is cuBLAS, which costs the host more than any other operation of a decode step.
+
+The native forms have no gradient and know no batch of sequences, so they serve the thread that is
+building a paged step, and nobody else: any other call, and any argument that they do not take, goes
+where it always went.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class _Rotations:
 class _Building(threading.local):
     """The step that this thread is building."""
 
-    rotations: _Rotations | None = None
+    rotations: _Rotations | None = None  # on the CPU
+    linear_dtypes: tuple[mx.Dtype, ...] = ()  # of what `ops.linear` takes
 
 
 _building = _Building()
@@ -63,17 +66,20 @@ _building = _Building()
 
 @contextmanager
 def native_ops(positions: mx.array) -> Iterator[None]:
-    """Within it, model code on this thread meets the native operations (on the CPU).
+    """Within it, model code on this thread meets the native operations.
 
     Args:
         positions: ``[num_rows]`` int32: the array that the model's RoPE gets as its offset.
     """
     if mx.default_device() == mx.cpu:
         _building.rotations = _Rotations(positions)
+        _building.linear_dtypes = (mx.float32,)
+    elif ops.has_cuda():
+        _building.linear_dtypes = (mx.float16, mx.bfloat16)
     try:
         yield
     finally:
-        _building.rotations = None
+        _building.rotations, _building.linear_dtypes = None, ()
 
 
 @lru_cache(maxsize=64)
@@ -158,7 +164,7 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 def linear(self: nn.Linear, x: mx.array) -> mx.array:
     """``nn.Linear.__call__``."""
-    if _building.rotations is not None and x.dtype == mx.float32:
+    if x.dtype in _building.linear_dtypes:
         return ops.linear(x, self["weight"], self.get("bias"))
     return _mlx_linear(self, x)
 

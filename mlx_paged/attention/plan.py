@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NoReturn
 
-import mlx.core as mx
 import numpy as np
 
+from mlx_paged import ops
 from mlx_paged.attention import split
 from mlx_paged.attention.tables import PaddedTables
 from mlx_paged.ops import AttentionPlan
@@ -70,15 +70,8 @@ def build_plan(
     block, offset = positions // block_size, positions % block_size
     slots = tables[sequence, block] * block_size + offset
     items, merges = _work_items(lens, rows, starts, block_size, window, rows_per_item, split_tokens)
-    return AttentionPlan(
-        positions=_int32(positions),
-        slot_mapping=_int32(slots),
-        block_tables=_int32(tables),
-        context_lens=_int32(lens),
-        query_starts=_int32(starts),
-        work_items=_int32(items),
-        merge_items=_int32(merges),
-    )
+    arrays = (positions, slots, tables, lens, starts, items, merges)
+    return AttentionPlan(*ops.upload(*(a.astype(np.int32) for a in arrays)))
 
 
 def _refuse(what: str, expected: str, actual: object) -> NoReturn:
@@ -160,7 +153,3 @@ def _work_items(
             pieces.append(np.array([*items[i, :3], first, last, partial]))
             partial += height
     return np.stack(pieces), np.array(merges)
-
-
-def _int32(values: np.ndarray) -> mx.array:
-    return mx.array(values.astype(np.int32))

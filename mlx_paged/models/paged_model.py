@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_paged import ops
 from mlx_paged.attention import seam
 from mlx_paged.attention.cache import (
     KVPools,
@@ -19,6 +20,7 @@ from mlx_paged.attention.cache import (
     copy_blocks,
 )
 from mlx_paged.attention.chunk_plan import build_chunk_plan
+from mlx_paged.attention.dense_prefill import plan_dense_prefill
 from mlx_paged.attention.gathered import GatheredGroup, GatheredLayerCache
 from mlx_paged.attention.layer_ops import native_ops
 from mlx_paged.attention.plan import build_plan
@@ -210,7 +212,12 @@ class PagedModel:
             for reach in reaches
             if reach.chunk is not None or inputs.tables_of(reach) is not tables
         }
-        return Step(plan, _int32(inputs.logit_rows), plans, states)
+        prefill = None
+        if FULL in reaches:
+            prefill = plan_dense_prefill(
+                tables, inputs.context_lens, inputs.query_lens, block_size=self.block_size
+            )
+        return Step(plan, _int32(inputs.logit_rows), plans, states, prefill)
 
     def _plan(self, inputs: StepInputs, tables: Tables, reach: Reach) -> AttentionPlan:
         rows = (inputs.context_lens, inputs.query_lens)
@@ -307,4 +314,4 @@ def _state_group(inputs: StepInputs, members: np.ndarray, length: int) -> Sequen
 
 
 def _int32(values: np.ndarray) -> mx.array:
-    return mx.array(values.astype(np.int32))
+    return ops.upload(values.astype(np.int32))[0]

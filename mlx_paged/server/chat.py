@@ -26,7 +26,7 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatBody, context.config)
     context.check_model(body.model)
     trace.note_body(body)
-    params = chat_params(body, context.config)
+    params = chat_params(body, context.config, context.defaults)
     context.text.check_tokens("stop_token_ids", params.stop_token_ids or ())
     prompt = await context.text.render_chat(body)
     prompt = context.text.truncate(prompt, body.truncate_prompt_tokens)

@@ -29,7 +29,7 @@ async def completions(request: Request) -> Response:
     context.check_model(body.model)
     trace.note_body(body)
     prompts = _prompts(body)
-    params = completion_params(body, context.config, len(prompts))
+    params = completion_params(body, context.config, context.defaults, len(prompts))
     context.text.check_tokens("stop_token_ids", params.stop_token_ids or ())
     special = body.add_special_tokens is not False
     tokens = []
@@ -105,8 +105,10 @@ class _Answer:
                 if not (told or body.return_token_ids):
                     continue  # a character is not whole yet
                 parts: dict[str, Any] = {**chunk, "choices": [choice]}
-                if body.wants_usage:
-                    parts["usage"] = usage_so_far() if body.wants_continuous_usage else None
+                if body.wants_continuous_usage:
+                    parts["usage"] = usage_so_far()
+                elif body.wants_usage:
+                    parts["usage"] = None
                 yield event(parts)
             if body.wants_usage:
                 yield event({**chunk, "choices": [], "usage": usage_so_far()})

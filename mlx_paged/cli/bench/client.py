@@ -1,4 +1,4 @@
-"""Load for any OpenAI endpoint: workloads, arrivals, and what each request saw."""
+"""Load for any OpenAI endpoint: arrivals, and what each request saw."""
 
 from __future__ import annotations
 
@@ -12,23 +12,10 @@ from typing import Any
 
 import aiohttp
 
+from mlx_paged.cli.bench.datasets import Prompt
+
 # Reading is part of what is measured: lines of a stream may be long (log-probabilities).
 _READ_BUFFER = 1 << 20
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One request of a workload.
-
-    Attributes:
-        text: what is sent.
-        num_tokens: of the text.
-        max_tokens: of the answer.
-    """
-
-    text: str
-    num_tokens: int
-    max_tokens: int
 
 
 @dataclass
@@ -66,39 +53,6 @@ class Target:
     key: str | None = None
 
 
-def random_prompts(
-    tokenizer: Any,
-    count: int,
-    input_len: int,
-    output_len: int,
-    *,
-    prefix_len: int = 0,
-    seed: int = 0,
-) -> list[Prompt]:
-    """Random tokens as text; the first `prefix_len` are the same in all.
-
-    Texts are decoded from ordinary tokens of the vocabulary; encoding them again may give a few
-    tokens more or less, and that number is what is told.
-    """
-    rng = random.Random(seed)
-    special = set(getattr(tokenizer, "all_special_ids", ()))
-    vocabulary = tokenizer.get_vocab()
-    # Words that begin with a space make texts that encode to as many tokens again.
-    words = sorted(i for t, i in vocabulary.items() if t[:1] in "Ġ▁" and t[1:].isalpha())
-    if len(words) < 100:
-        words = sorted(set(vocabulary.values()) - special)
-
-    def tokens(length: int) -> list[int]:
-        return [rng.choice(words) for _ in range(length)]
-
-    shared = tokens(prefix_len)
-    prompts = []
-    for _ in range(count):
-        text = tokenizer.decode(shared + tokens(input_len))
-        prompts.append(Prompt(text, len(tokenizer.encode(text)), output_len))
-    return prompts
-
-
 async def arrivals(
     prompts: Sequence[Prompt], rate: float, burstiness: float, seed: int
 ) -> AsyncIterator[Prompt]:
@@ -122,7 +76,8 @@ async def one_request(session: aiohttp.ClientSession, target: Target, prompt: Pr
         **target.extra,
     }
     if target.chat:
-        body["messages"] = [{"role": "user", "content": prompt.text}]
+        alone = [{"role": "user", "content": prompt.text}]
+        body["messages"] = alone if prompt.messages is None else list(prompt.messages)
     else:
         body["prompt"] = prompt.text
     headers = {"Authorization": f"Bearer {target.key}"} if target.key else {}
