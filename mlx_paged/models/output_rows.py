@@ -48,6 +48,7 @@ class OutputRows:
 
     def _override(self, module: Any, method: str) -> None:
         base, context = type(module), self._context
+
         def project_selected(self: Any, x: mx.array) -> mx.array:
             if context.active:
                 x = x.reshape(-1, 1, x.shape[-1])[context.step.logit_rows]
