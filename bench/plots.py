@@ -51,18 +51,24 @@ def bars(axes: Any, groups: list[str], series: dict[str, list[float | None]], un
     axes.grid(axis="y", alpha=0.3)
 
 
+def legend(figure: Any, axes: Any) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+
+
 def decode_bandwidth() -> None:
     """Share of copy bandwidth by query heads that share a KV head, and by batch."""
     results = [r for r in load("kernels-h200")["results"] if r["op"] == "paged_attention"]
     usual = [r for r in results if r.get("dim") == 128 and r.get("block_size") == 32]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.4), sharey=True)
     full = sorted((r for r in usual if r["lens"] == "32 x 4096"), key=lambda r: r["group"])
     _shares(left, full, [f"G={r['group']}" for r in full], "32 x 4096, by group size")
     batches = [r for r in usual if r["group"] == 4]
-    _shares(right, batches, [r["lens"] for r in batches], "G=4, by batch")
-    right.tick_params(axis="x", rotation=30)
+    groups = [r["name"].replace(" + ", "\n+ ").replace(", ", ",\n") for r in batches]
+    _shares(right, batches, groups, "G=4, by batch")
+    right.tick_params(axis="x", labelsize=7)
     left.set_ylabel("% of copy bandwidth")
-    left.legend(fontsize=7)
+    legend(figure, left)
     save(figure, "decode-bandwidth")
 
 
@@ -88,7 +94,9 @@ def gpu_engine() -> None:
         bars(ax, groups, _both(rows, field), unit)
         ax.tick_params(axis="x", labelsize=7)
     axes[0].set_yscale("log")
-    axes[0].legend()
+    axes[0].set_yticks([2, 5, 10, 20, 50, 100], ["2", "5", "10", "20", "50", "100"])
+    axes[0].minorticks_off()
+    legend(figure, axes[0])
     save(figure, "gpu-engine")
 
     names = [p for p in ("qwen3-0.6b", "llama-8b-4bit", "qwen3-30b-a3b") if p in parts]
@@ -97,7 +105,7 @@ def gpu_engine() -> None:
         rows = parts[part]["results"]
         bars(ax, [r["workload"] for r in rows], _both(rows, "step_ms"), "ms a step")
         ax.set_title(parts[part]["model"], fontsize=9)
-    axes[0].legend()
+    legend(figure, axes[0])
     save(figure, "gpu-models")
 
 
@@ -116,7 +124,7 @@ def cpu_engine() -> None:
     figure, axes = plt.subplots(figsize=(10, 3.2))
     bars(axes, groups, series, "output tokens/s")
     axes.tick_params(axis="x", labelsize=6.5)
-    axes.legend()
+    legend(figure, axes)
     save(figure, "cpu-engine")
 
 
