@@ -2,27 +2,32 @@
 
 python bench/cuda_kernels.py
 
-PyTorch's SDPA is one of the peers. Pools are turned over, so that no case is served from the cache.
+Needs PyTorch: its profiler reads the GPU's own clock for every kernel of the process, MLX's too,
+and its SDPA is one of the peers. Pools are turned over, so that no case is served from the cache.
 
-A call takes the result of the one before as its queries, as the layers of a model follow each
-other. What is timed is the GPU's work on many of them, with the gaps between kernels: the host
-prepares them while the GPU is busy with something else, and twice as many calls less as many leave
-the calls alone.
+Every contender is called many times in one evaluation, each call taking the result of the one
+before as its queries, as the layers of a model follow each other. Two times are read off the GPU's
+clock: `kernels` is spent in kernels, `in a row` is from one call to the next, gaps included; where
+the host takes longer to launch a call than the GPU to run it, the gap is the host's. MLX launches
+kernels one by one here, as the profiler adds some microseconds to every kernel of a CUDA graph.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import cycle
+from itertools import cycle, pairwise
 from typing import Any
+
+os.environ["MLX_USE_CUDA_GRAPHS"] = "0"  # before MLX reads it
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
@@ -34,8 +39,8 @@ from harness import print_table, save
 from mlx_paged import ops
 from mlx_paged.attention.plan import build_plan
 
-REPEAT = 24
-ROUNDS = 7
+REPEAT = 24  # calls of one evaluation
+ROUNDS = 5  # over all contenders; medians are reported
 PAST_CACHE = 400 << 20  # bytes of pools to turn over, at least three sets
 TORCH = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
@@ -70,59 +75,65 @@ CASES = [
 MOVED = Case("64 x 4096", (4096,) * 64)
 
 
-def seconds_of(call: Callable[[int], None], wait: Callable[[], None], repeat: int) -> float:
-    """Of the GPU for one of the `repeat` calls that ``call(repeat)`` starts."""
+@dataclass(frozen=True)
+class Seconds:
+    """Of one call."""
 
-    def wall(calls: int) -> float:
-        wait()
-        start = time.perf_counter()
-        mx.async_eval(occupy())
-        call(calls)
-        wait()
-        return time.perf_counter() - start
-
-    return (wall(2 * repeat) - wall(repeat)) / repeat
+    kernels: float
+    in_a_row: float
 
 
-def occupy() -> mx.array:
-    """Some 15 ms of work for the GPU, and next to none for the host."""
-    busy = mx.zeros(1 << 28)
-    for i in range(25):
-        busy = busy + i
-    return busy
-
-
-def wait_for_all() -> None:
+def time_calls(repeat: Callable[[], None]) -> Seconds:
+    """Medians over the REPEAT calls that `repeat` makes."""
+    repeat()
     mx.synchronize()
     torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        repeat()
+        mx.synchronize()
+        torch.cuda.synchronize()
+    events = [
+        event for event in found.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and "Mem" not in event.name
+    ]  # fmt: skip
+    spans: dict[str, list[float]] = {}
+    for event in events:
+        spans.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    # What runs once an evaluation and not once a call is dropped.
+    counts = {name: round(len(times) / REPEAT) for name, times in spans.items()}
+    kernels = sum(statistics.median(times) * counts[name] for name, times in spans.items())
+    starts = sorted(e.time_range.start for e in events if counts[e.name])[:: sum(counts.values())]
+    if len(starts) < REPEAT // 2:
+        raise RuntimeError(f"the profiler saw too few kernels: {counts}")
+    between = statistics.median(b - a for a, b in pairwise(starts))
+    return Seconds(kernels / 1e6, between / 1e6)
 
 
-def compete(contenders: dict[str, Callable[[int], None]], repeat: int = REPEAT) -> dict[str, Any]:
-    """Seconds of each, medians of rounds in turns; one that refuses says why."""
-    found: dict[str, list[float]] = {name: [] for name in contenders}
+def compete(contenders: dict[str, Callable[[], None]]) -> dict[str, Any]:
+    """Seconds of each, in turns; one that refuses says why."""
+    found: dict[str, list[Seconds]] = {name: [] for name in contenders}
     refused: dict[str, str] = {}
-    for round_ in range(ROUNDS + 1):
-        for name, call in contenders.items():
+    for _ in range(ROUNDS):
+        for name, repeat in contenders.items():
             try:
-                seconds = seconds_of(call, wait_for_all, repeat)
+                found[name].append(time_calls(repeat))
             except RuntimeError as error:
                 refused[name] = str(error).splitlines()[0]
-                continue
-            if round_ > 0:  # the first compiles, loads and warms up
-                found[name].append(seconds)
     return {
-        name: statistics.median(times) if times else refused[name] for name, times in found.items()
-    }
+        name: {field: statistics.median(asdict(t)[field] for t in times) for field in
+               ("kernels", "in_a_row")} if times else refused[name]
+        for name, times in found.items()
+    }  # fmt: skip
 
 
-def chain(attend: Callable[[mx.array], mx.array], queries: mx.array) -> Callable[[int], None]:
-    def call(calls: int) -> None:
+def chain(attend: Callable[[mx.array], mx.array], queries: mx.array) -> Callable[[], None]:
+    def repeat() -> None:
         out = queries
-        for _ in range(calls):
+        for _ in range(REPEAT):
             out = attend(out)
         mx.eval(out)
 
-    return call
+    return repeat
 
 
 def copy_bandwidth() -> float:
@@ -177,7 +188,7 @@ def attention(case: Case) -> dict[str, Any]:
 
 def dense_peers(
     case: Case, pools: list, plan: ops.AttentionPlan, queries: mx.array
-) -> dict[str, Callable[[int], None]]:
+) -> dict[str, Callable[[], None]]:
     """MLX's own attention over dense keys and values, and over gathered ones."""
     length, scale = case.lens[0], case.dim**-0.5
     dense = [ops.gather_kv(*p, plan.block_tables, plan.context_lens, length) for p in pools]
@@ -203,27 +214,21 @@ def dense_peers(
     }
 
 
-def torch_peers(case: Case, copies: int) -> dict[str, Callable[[int], None]]:
+def torch_peers(case: Case, copies: int) -> dict[str, Callable[[], None]]:
     shape = (len(case.lens), case.kv_heads, case.lens[0], case.dim)
     random = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
     turn = cycle([[random(shape) for _ in range(2)] for _ in range(copies)])
     queries = random((len(case.lens), case.kv_heads * case.group, 1, case.dim))
 
-    # Torch has a stream of its own, which does not wait for MLX's.
-    busy = torch.zeros(1 << 28, device="cuda")
-
-    def call(backend: SDPBackend, calls: int) -> None:
+    def repeat(backend: SDPBackend) -> None:
         out = queries
-        mx.synchronize()
-        for _ in range(25):
-            busy.add_(1.0)
         with sdpa_kernel(backend):
-            for _ in range(calls):
+            for _ in range(REPEAT):
                 out = torch.nn.functional.scaled_dot_product_attention(
                     out, *next(turn), enable_gqa=case.group > 1
                 )
 
-    return {f"torch {name}": partial(call, backend) for name, backend in TORCH.items()}
+    return {f"torch {name}": partial(repeat, backend) for name, backend in TORCH.items()}
 
 
 def movement(case: Case) -> list[dict[str, Any]]:
@@ -239,29 +244,40 @@ def movement(case: Case) -> list[dict[str, Any]]:
     plan = build_plan(tables, list(case.lens), [1] * len(case.lens), block_size=case.block_size)
     mx.eval(rows, slots, pairs, *vars(plan).values())
     length = case.lens[0]
+    results: list[mx.array] = []
 
-    def write(calls: int) -> None:
-        written = pools
-        for _ in range(calls):
-            written = list(ops.write_kv(*written, rows, rows, slots))
-        mx.eval(written)
+    def write() -> None:
+        results[:] = pools
+        for _ in range(REPEAT):
+            results[:] = ops.write_kv(*results, rows, rows, slots)
+        mx.eval(results)
 
-    def copy(calls: int) -> None:
-        copied = pools
-        for _ in range(calls):
-            copied = ops.copy_blocks(copied, pairs)
-        mx.eval(copied)
+    def copy() -> None:
+        results[:] = pools
+        for _ in range(REPEAT):
+            results[:] = ops.copy_blocks(results, pairs)
+        mx.eval(results)
 
-    def gather(calls: int) -> None:
+    def gather() -> None:
         tables, lens = plan.block_tables, plan.context_lens
-        mx.eval([ops.gather_kv(*pools, tables, lens, length) for _ in range(calls)])
+        mx.eval([ops.gather_kv(*pools, tables, lens, length) for _ in range(REPEAT)])
 
-    found = compete({"write_kv": write, "copy_blocks": copy, "gather_kv": gather}, repeat=8)
+    found = compete({"write_kv": write, "copy_blocks": copy, "gather_kv": gather})
     moved = {"write_kv": 2, "copy_blocks": 1, "gather_kv": 2}
     return [
         {"op": op, "bytes": moved[op] * case.kv_bytes, "seconds": seconds}
         for op, seconds in found.items()
     ]
+
+
+def share_of(seconds: dict[str, float] | str, num_bytes: int, copy: float) -> dict[str, float]:
+    if isinstance(seconds, str):
+        return {}
+    return {name: num_bytes / value / copy for name, value in seconds.items()}
+
+
+def percent(share: dict[str, float], name: str) -> str:
+    return f"{share[name]:.0%}" if name in share else "-"
 
 
 def main() -> None:
@@ -277,27 +293,24 @@ def main() -> None:
         found = attention(case)
         mx.clear_cache()
         torch.cuda.empty_cache()
-        share = {
-            name: case.kv_bytes / seconds / copy
-            for name, seconds in found.items()
-            if not isinstance(seconds, str)
-        }
+        share = {name: share_of(seconds, case.kv_bytes, copy) for name, seconds in found.items()}
         fields = {**asdict(case), "lens": case.name}
         results.append({"op": "paged_attention", **fields, "bytes": case.kv_bytes,
                         "seconds": found, "share_of_copy": share})  # fmt: skip
         rows.append([
             f"attention {case.name}", f"{case.group}", f"{case.dim}", f"{case.block_size}",
-            f"{found['paged'] * 1e6:.1f}",
-            *(f"{share[name]:.0%}" if name in share else "-" for name in ("paged", *peers)),
+            f"{found['paged']['kernels'] * 1e6:.1f}", percent(share["paged"], "kernels"),
+            *(percent(share.get(name, {}), "in_a_row") for name in ("paged", *peers)),
         ])  # fmt: skip
         print(*rows[-1], flush=True)
     for found in movement(MOVED):
-        found["share_of_copy"] = found["bytes"] / found["seconds"] / copy
-        results.append(found)
-        rows.append([found["op"], "", "", "", f"{found['seconds'] * 1e6:.1f}",
-                     f"{found['share_of_copy']:.0%}", *[""] * len(peers)])  # fmt: skip
+        share = share_of(found["seconds"], found["bytes"], copy)
+        results.append({**found, "share_of_copy": share})
+        rows.append([found["op"], "", "", "", f"{found['seconds']['kernels'] * 1e6:.1f}",
+                     percent(share, "kernels"), percent(share, "in_a_row"),
+                     *[""] * len(peers)])  # fmt: skip
     print(f"\ncopy bandwidth {copy / 1e12:.2f} TB/s, read + written; bfloat16; share of it:\n")
-    print_table(["case", "G", "D", "block", "us", "ours", *peers], rows)
+    print_table(["case", "G", "D", "block", "us", "kernels", "in a row", *peers], rows)
     if options.save:
         print(save(options.name, {"copy_bytes_per_second": copy, "results": results}))
 

@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 from hash_model import VOCAB_SIZE, follows, hash_model
 from leftovers import leftovers_of
-from server_helpers import RunningServer, running
-from test_server_operations import process
+from server_helpers import RunningServer, process, running
 
 from mlx_paged import ops
 from mlx_paged.engine.async_engine import AsyncEngine

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 # The program as it is installed beside this Python.
 PROGRAM = str(Path(sys.executable).with_name("mlx-paged"))
 needs_tmux = pytest.mark.skipif(

@@ -24,7 +24,8 @@ class Footprint:
             a pool in full, be it touched or not.
         mlx_cache: freed buffers that MLX keeps.
         pool: of the KV pool; None for an engine without one.
-        pool_used: most of it that held tokens at once; None likewise.
+        pool_used: most of it that held tokens at once, by the blocks of full attention; None
+            likewise.
         system_used: of the machine's memory, all processes together.
         system_total: of the machine.
     """
