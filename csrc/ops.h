@@ -131,9 +131,9 @@ mx::array nucleus_thresholds(
     const mx::array& top_p,   // [num_rows] float32, above 0 and below 1
     mx::StreamOrDevice s = {});
 
-// x @ weight.T + bias, of float32 on the CPU, as one node of the graph where MLX has five; of 16 bits
-// and up to 32 rows with CUDA, in one kernel. What it does not serve (another dtype, weights that are
-// not plain rows, no BLAS to call) is MLX's composition.
+// x @ weight.T + bias, of float32 on the CPU, as one node of the graph where MLX has five; of 16
+// bits and up to 32 rows with CUDA, in one kernel. What it does not serve (another dtype, weights
+// that are not plain rows, no BLAS to call) is MLX's composition.
 mx::array linear(
     const mx::array& x,       // [..., k]
     const mx::array& weight,  // [n, k]

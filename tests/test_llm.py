@@ -102,7 +102,7 @@ def test_chats_agree_with_the_dense_cache_to_their_end(llm: LLM) -> None:
 
 def test_a_directory_can_be_given(tmp_path: Any) -> None:
     save_tiny(tmp_path, tiny_config("qwen3", vocab_size=4096))
-    llm = LLM(tmp_path, kv_cache_memory=1 << 22)
+    llm = make(tmp_path, kv_cache_memory=1 << 22)
     [output] = llm.generate("hello", SamplingParams(max_tokens=3, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 3
     check_at_rest(llm)

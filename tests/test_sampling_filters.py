@@ -112,6 +112,15 @@ def test_the_order_matters_and_is_vllms() -> None:
     assert kept_by_ours(logits, [row_of(min_p=0.5, top_p=0.75)]).sum() == 2
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_k": 30}], ids=str)
+def test_a_token_goes_where_those_above_have_all_of_top_p(filters: dict) -> None:
+    """1 and two halves: what is above the halves is exactly half."""
+    logits = np.full((1, VOCAB_SIZE), -np.inf, np.float32)
+    logits[0, :3] = [0.0, -np.log(2.0), -np.log(2.0)]
+    assert kept_by_ours(logits, [row_of(top_p=0.5, **filters)]).sum() == 1
+    assert kept_by_ours(logits, [row_of(top_p=0.5001, **filters)]).sum() == 3
+
+
 def test_equal_logits_are_kept_or_left_out_together(rng: np.random.Generator) -> None:
     """As half precision makes many: no choice among them can then depend on the batch."""
     logits = np.round(logits_of(100, rng) * 2) / 2
