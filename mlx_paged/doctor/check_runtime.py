@@ -17,8 +17,8 @@ _REBUILD = "pip install --force-reinstall --no-deps . (in mlx_paged's checkout)"
 # The reference BLAS of MLX makes one or two GFLOP/s, a sixtieth of OpenBLAS, which NumPy brings.
 # Whatever makes ten is not it, however busy the machine is.
 _LEAST_OF_NUMPY, _SURELY_FAST = 0.2, 10.0
-# A copy on an H200 reaches 89 percent of what is published. Half of it means that something else uses
-# the memory, or that the chip is throttled.
+# A copy on an H200 reaches 89 percent of what is published. Half of it means that something else
+# uses the memory, or that the chip is throttled.
 _LEAST_OF_PUBLISHED = 0.5
 
 
