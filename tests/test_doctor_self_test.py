@@ -38,11 +38,13 @@ def test_every_primitive_has_a_case() -> None:
 
 def test_every_case_runs_in_every_dtype_that_its_primitive_takes() -> None:
     once = {name for name, case in CASES.items() if case.dtypes != self_test.DTYPES}
-    assert once == {"rope_rotations", "upload", "to_host"}
+    assert once == {"rope_rotations", "nucleus_thresholds", "upload", "to_host"}
     assert len(set(self_test.jobs("cpu"))) == len(CASES) * 3 - 2 * len(once)
     on_gpu = {job.split("/")[2].partition(":")[0] for job in self_test.jobs("gpu")}
-    cpu_only = {"rope_rotations", "rope", "rms_norm", "silu_mul", "greedy_tokens", "linear"}
+    cpu_only = {"rope_rotations", "rope", "rms_norm", "silu_mul", "greedy_tokens"}
+    cpu_only.add("nucleus_thresholds")
     assert on_gpu == {name.partition(":")[0] for name in CASES} - cpu_only
+    assert "test/gpu/linear/float32" not in self_test.jobs("gpu")
 
 
 # --- Planted faults -------------------------------------------------------------------------------
@@ -63,9 +65,10 @@ def off(out, by: float = 1.02):
 @pytest.mark.parametrize("case", [c for c in CASES if c != "allocate_pool"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_wrong_kernel_is_found(monkeypatch, case, dtype) -> None:
-    if dtype not in CASES[case].dtypes or (ON_GPU and not CASES[case].on_gpu):
-        dtype = CASES[case].dtypes[0]
-    device = DEVICE if CASES[case].on_gpu else "cpu"
+    device = DEVICE if CASES[case].gpu_dtypes else "cpu"
+    dtypes = CASES[case].gpu_dtypes if device == "gpu" else CASES[case].dtypes
+    if dtype not in dtypes:
+        dtype = dtypes[0]
     name = case.partition(":")[0]
     right = getattr(ops, name)
     monkeypatch.setattr(ops, name, lambda *a, **k: off(right(*a, **k)))
@@ -82,13 +85,13 @@ def test_a_pool_of_another_dtype_is_found(monkeypatch) -> None:
 def test_a_nan_is_never_close(monkeypatch) -> None:
     monkeypatch.setattr(ops, "linear", lambda x, w, b: mx.full((x.shape[0], w.shape[0]), mx.nan))
     with pytest.raises(WrongResult, match="off by inf"):
-        self_test.run_case("linear", DEVICE, "float32")
+        self_test.run_case("linear", "cpu", "float32")
 
 
 def test_another_shape_is_found(monkeypatch) -> None:
     monkeypatch.setattr(ops, "linear", lambda x, w, b: x)
     with pytest.raises(WrongResult, match=r"expected shape \(7, 33\) but got \(7, 96\)"):
-        self_test.run_case("linear", DEVICE, "float32")
+        self_test.run_case("linear", "cpu", "float32")
 
 
 def test_a_kernel_that_ignores_its_window_is_found(monkeypatch) -> None:

@@ -14,9 +14,10 @@ _REINSTALL = (
     "pip install --force-reinstall 'mlx-paged[cpu]' (another extra for a GPU; none on a Mac)"
 )
 _REBUILD = "pip install --force-reinstall --no-deps . (in mlx_paged's checkout)"
-# MLX's reference BLAS reaches about a sixtieth of OpenBLAS, which NumPy brings too.
-_LEAST_OF_NUMPY = 0.2
-# Large GPU copies reach 80 to 95 percent of what is published; half of it means that something else
+# The reference BLAS of MLX makes one or two GFLOP/s, a sixtieth of OpenBLAS, which NumPy brings.
+# Whatever makes ten is not it, however busy the machine is.
+_LEAST_OF_NUMPY, _SURELY_FAST = 0.2, 10.0
+# A copy on an H200 reaches 89 percent of what is published. Half of it means that something else
 # uses the memory, or that the chip is throttled.
 _LEAST_OF_PUBLISHED = 0.5
 
@@ -105,9 +106,10 @@ def _blas(outcomes: Mapping[str, Outcome]) -> list[Finding]:
     matmul = outcomes.get(MATMUL)
     if matmul is not None and matmul.error is None and "on a GPU" not in status:
         mine, numpys = matmul.value["mlx_gflops"], matmul.value["numpy_gflops"]
-        expected = f"at least {_LEAST_OF_NUMPY * numpys:.0f} GFLOP/s, a fifth of NumPy's"
+        least = min(_LEAST_OF_NUMPY * numpys, _SURELY_FAST)
+        expected = f"at least {least:.0f} GFLOP/s (NumPy makes {numpys:.0f})"
         found = f"{mine:.0f} GFLOP/s in float32 on the CPU"
-        if mine >= _LEAST_OF_NUMPY * numpys:
+        if mine >= least:
             findings.append(Finding("matrix product", Status.OK, expected, found))
         else:
             remedy = "something imports mlx.core before mlx_paged (sitecustomize, a .pth file?)"

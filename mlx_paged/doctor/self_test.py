@@ -25,13 +25,13 @@ class Case:
 
     Attributes:
         run: takes a `self_test_data.Data`; raises `WrongResult`.
-        on_gpu: whether the primitive has a GPU kernel of ours.
-        dtypes: it is tried in.
+        dtypes: it is tried in on the CPU.
+        gpu_dtypes: those in which it has a GPU kernel of ours.
     """
 
     run: Callable[[Any], None]
-    on_gpu: bool = False
     dtypes: tuple[str, ...] = DTYPES
+    gpu_dtypes: tuple[str, ...] = ()
 
 
 def jobs(device: str) -> list[str]:
@@ -41,8 +41,7 @@ def jobs(device: str) -> list[str]:
     return [
         f"test/{device}/{name}/{dtype}"
         for name, case in CASES.items()
-        if device == "cpu" or case.on_gpu
-        for dtype in case.dtypes
+        for dtype in (case.dtypes if device == "cpu" else case.gpu_dtypes)
     ]
 
 

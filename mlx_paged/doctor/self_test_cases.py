@@ -7,7 +7,7 @@ import numpy as np
 
 from mlx_paged import ops
 from mlx_paged.attention.plan import build_plan
-from mlx_paged.doctor.self_test import Case, WrongResult
+from mlx_paged.doctor.self_test import DTYPES, Case, WrongResult
 from mlx_paged.doctor.self_test_data import BLOCK_SIZE, HEAD_DIM, KV_HEADS, Data, exact
 
 _TABLES, _LENS, _BLOCKS = [[3, 7, 1, 5], [2, 6, 4]], [59, 37], 9
@@ -152,6 +152,21 @@ def _greedy_tokens(data: Data) -> None:
     data.same(has_nan, np.array([0.0, 0.0, 0.0, 1.0]), "NaN flags")
 
 
+def _nucleus_thresholds(data: Data) -> None:
+    logits = exact(data.normal(4, 200)) * 2
+    logits -= logits.max(axis=-1, keepdims=True)
+    logits = logits.astype(np.float32).astype(np.float64)
+    top_p = np.array([0.1, 0.5, 0.9, 0.999])
+    down = -np.sort(-logits, axis=-1)
+    shares = np.exp(down) / np.exp(down).sum(axis=-1, keepdims=True)
+    kept = (np.cumsum(shares, axis=-1) - shares < top_p[:, None]).sum(axis=-1)
+    floors = mx.full((4,), -1000.0)
+    out = ops.nucleus_thresholds(
+        mx.array(logits.astype(np.float32)), floors, mx.array(top_p.astype(np.float32))
+    )
+    data.same(out, down[np.arange(4), kept - 1], "thresholds")
+
+
 def _linear(data: Data) -> None:
     x, weight, bias = data.normal(7, 96), data.normal(33, 96), data.normal(33)
     data.check(ops.linear(x, weight, bias), exact(x) @ exact(weight).T + exact(bias))
@@ -169,26 +184,28 @@ def _to_host(data: Data) -> None:
 
 
 CASES: dict[str, Case] = {
-    "allocate_pool": Case(_allocate_pool, on_gpu=True),
-    "write_kv": Case(_write_kv, on_gpu=True),
-    "copy_blocks": Case(_copy_blocks, on_gpu=True),
-    "gather_kv": Case(_gather_kv, on_gpu=True),
-    "paged_attention: decode": Case(lambda d: _attention(d, [1, 1], group=1), on_gpu=True),
-    "paged_attention: grouped decode": Case(lambda d: _attention(d, [1, 1]), on_gpu=True),
-    "paged_attention: prefill": Case(lambda d: _attention(d, [40, 1]), on_gpu=True),
+    "allocate_pool": Case(_allocate_pool, gpu_dtypes=DTYPES),
+    "write_kv": Case(_write_kv, gpu_dtypes=DTYPES),
+    "copy_blocks": Case(_copy_blocks, gpu_dtypes=DTYPES),
+    "gather_kv": Case(_gather_kv, gpu_dtypes=DTYPES),
+    "paged_attention: decode": Case(lambda d: _attention(d, [1, 1], group=1), gpu_dtypes=DTYPES),
+    "paged_attention: grouped decode": Case(lambda d: _attention(d, [1, 1]), gpu_dtypes=DTYPES),
+    "paged_attention: prefill": Case(lambda d: _attention(d, [40, 1]), gpu_dtypes=DTYPES),
     "paged_attention: split and merged": Case(
-        lambda d: _attention(d, [1, 2], split_tokens=16), on_gpu=True
+        lambda d: _attention(d, [1, 2], split_tokens=16), gpu_dtypes=DTYPES
     ),
-    "paged_attention: window": Case(lambda d: _attention(d, [20, 1], window=24), on_gpu=True),
+    "paged_attention: window": Case(lambda d: _attention(d, [20, 1], window=24), gpu_dtypes=DTYPES),
     "paged_attention: softcap and sinks": Case(
-        lambda d: _attention(d, [1, 3], softcap=5.0, with_sinks=True), on_gpu=True
+        lambda d: _attention(d, [1, 3], softcap=5.0, with_sinks=True), gpu_dtypes=DTYPES
     ),
     "rope_rotations": Case(_rope_rotations, dtypes=("float32",)),
     "rope": Case(_rope),
     "rms_norm": Case(_rms_norm),
     "silu_mul": Case(_silu_mul),
     "greedy_tokens": Case(_greedy_tokens),
-    "linear": Case(_linear),  # on a GPU it is MLX's own, which may round float32 to TF32
-    "upload": Case(_upload, on_gpu=True, dtypes=("float32",)),
-    "to_host": Case(_to_host, on_gpu=True, dtypes=("float32",)),
+    "nucleus_thresholds": Case(_nucleus_thresholds, dtypes=("float32",)),
+    # In float32 it is MLX's own on a GPU, which may round to TF32.
+    "linear": Case(_linear, gpu_dtypes=("float16", "bfloat16")),
+    "upload": Case(_upload, dtypes=("float32",), gpu_dtypes=("float32",)),
+    "to_host": Case(_to_host, dtypes=("float32",), gpu_dtypes=("float32",)),
 }
