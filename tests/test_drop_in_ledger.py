@@ -33,6 +33,7 @@ def test_what_is_indexed_is_copied_before_it_is_written(ledger: Ledger, start: i
     lease = filled(ledger, first)
     old = list(lease.table.blocks)
     ledger.truncate(lease, start)
+    assert ledger.index.num_unlocked == (start == 4), "a block that was cut off is free to go"
     copies = ledger.reserve(lease, start, 8)
     new = lease.table.blocks
     assert new[0] == old[0] and new[1] != old[1]
