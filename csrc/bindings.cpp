@@ -3,6 +3,7 @@
 // The extension `mlx_paged._ext`. Users meet it through mlx_paged.ops, which documents it.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -16,6 +17,7 @@
 #include "mlx/transforms.h"
 #include "ops.h"
 #include "sim/simulator.h"
+#include "transfer.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -39,6 +41,19 @@ nb::dict describe(const mlx_paged::Launch& launch) {
   d["threadgroup"] = extent(launch.threadgroup);
   d["threadgroup_memory"] = launch.threadgroup_memory;
   return d;
+}
+
+mx::Dtype dtype_of(nb::dlpack::dtype dtype) {
+  if (dtype == nb::dtype<int32_t>()) {
+    return mx::int32;
+  }
+  if (dtype == nb::dtype<uint32_t>()) {
+    return mx::uint32;
+  }
+  if (dtype == nb::dtype<float>()) {
+    return mx::float32;
+  }
+  throw std::invalid_argument("[upload] dtype must be int32, uint32 or float32");
 }
 
 }  // namespace
@@ -93,8 +108,32 @@ NB_MODULE(_ext, m) {
       "stream"_a = nb::none());
 
   m.def(
+      "nucleus_thresholds", &mlx_paged::nucleus_thresholds, "logits"_a, "floors"_a, "top_p"_a,
+      nb::kw_only(), "stream"_a = nb::none());
+
+  m.def(
       "linear", &mlx_paged::linear, "x"_a, "weight"_a, "bias"_a.none(), nb::kw_only(),
       "stream"_a = nb::none());
+
+  m.def("has_transfers", &mlx_paged::has_transfers, "Whether `upload` and `to_host` are there.");
+
+  m.def(
+      "upload",
+      [](const std::vector<nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>>& arrays,
+         mx::StreamOrDevice stream) {
+        std::vector<mlx_paged::HostArray> parts;
+        for (const auto& a : arrays) {
+          mx::Shape shape;
+          for (size_t i = 0; i < a.ndim(); i++) {
+            shape.push_back(int(a.shape(i)));
+          }
+          parts.push_back({a.data(), std::move(shape), dtype_of(a.dtype())});
+        }
+        return mlx_paged::upload(parts, stream);
+      },
+      "arrays"_a, nb::kw_only(), "stream"_a = nb::none());
+
+  m.def("to_host", &mlx_paged::to_host, "array"_a, nb::kw_only(), "stream"_a = nb::none());
 
   m.def("allocate_pool", &mlx_paged::allocate_pool, "shape"_a, "dtype"_a);
 

@@ -12,9 +12,11 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "../metal/decode_shape.h"
 #include "../metal/params.h"
+#include "host_copies.h"
 #include "launch.h"
 #include "ops.h"
 
@@ -48,10 +50,18 @@ struct PlanSummary {
   int covered_rows = 0;  // that some item or merge writes
 };
 
+// The items of a plan, and what keeps them alive: the host's copy where it has sent them to a GPU.
+template <typename Item>
+std::pair<std::shared_ptr<const std::byte>, const Item*> host_view(const mx::array& a) {
+  auto copy = find_host_copy(a);
+  const void* items = copy ? static_cast<const void*>(copy.get()) : a.data<int32_t>();
+  return {std::move(copy), static_cast<const Item*>(items)};
+}
+
 PlanSummary read_plan(const std::vector<mx::array>& in) {
   PlanSummary plan;
   int heads = in[kQueries].shape(1) / in[kKeyPool].shape(2);
-  const auto* work = reinterpret_cast<const WorkItem*>(in[kWork].data<int32_t>());
+  auto [work_copy, work] = host_view<WorkItem>(in[kWork]);
   for (int i = 0; i < in[kWork].shape(0); i++) {
     int rows = work[i].row_end - work[i].row_begin;
     if (rows <= 0) {
@@ -66,7 +76,7 @@ PlanSummary read_plan(const std::vector<mx::array>& in) {
       plan.num_partials = std::max(plan.num_partials, work[i].partial_begin + rows);
     }
   }
-  const auto* merge = reinterpret_cast<const MergeItem*>(in[kMerge].data<int32_t>());
+  auto [merge_copy, merge] = host_view<MergeItem>(in[kMerge]);
   for (int i = 0; i < in[kMerge].shape(0); i++) {
     int rows = merge[i].row_end - merge[i].row_begin;
     plan.covered_rows += std::max(rows, 0);

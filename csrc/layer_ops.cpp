@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What a layer does around its matrix products, and greedy sampling. CPU only: a GPU has MLX's own
+// What a layer does around its matrix products, and sampling. CPU only: a GPU has MLX's own
 // in one kernel.
 
 #include <cmath>
@@ -9,6 +9,7 @@
 #include <string>
 
 #include "cpu/blas.h"
+#include "cuda/linear_params.h"
 #include "dense.h"
 #include "ops.h"
 #include "primitives.h"
@@ -73,13 +74,36 @@ mx::array silu_mul(const mx::array& gate, const mx::array& x, mx::StreamOrDevice
 }
 
 namespace {
-bool served(const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias) {
-  auto is_float = [](const mx::array& a) { return a.dtype() == mx::float32; };
-  // Weights that would have to be made dense in every step are better left to MLX.
-  return cpu::find_sgemm() && is_float(x) && is_float(weight) && (!bias || is_float(*bias)) &&
-         weight.status() != mx::array::Status::unscheduled && weight.flags().row_contiguous &&
-         weight.size() > 0;
+// Weights that would have to be made dense in every step are better left to MLX.
+bool is_dense(const mx::array& a) {
+  return a.status() != mx::array::Status::unscheduled && a.flags().row_contiguous;
 }
+
+bool served_on_cpu(
+    const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias) {
+  auto is_float = [](const mx::array& a) { return a.dtype() == mx::float32; };
+  return cpu::find_sgemm() && is_float(x) && is_float(weight) && (!bias || is_float(*bias)) &&
+         is_dense(weight) && weight.size() > 0;
+}
+
+#ifdef MLX_PAGED_CUDA
+// Decode steps: few rows, whose product is a read of the weight.
+bool served_on_gpu(
+    const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias) {
+  auto dtype = x.dtype();
+  int n = weight.shape(0);
+  int k = weight.shape(1);
+  return (dtype == mx::float16 || dtype == mx::bfloat16) && weight.dtype() == dtype &&
+         x.ndim() <= 4 && n > 0 && n % cuda::kLinearRows == 0 && k > 0 &&
+         k % cuda::kLinearStep == 0 && x.size() > 0 &&
+         x.size() <= size_t(cuda::kLinearMostRows) * k && is_dense(weight) &&
+         weight.offset() % 16 == 0 && (!bias || (bias->dtype() == dtype && is_dense(*bias)));
+}
+#else
+bool served_on_gpu(const mx::array&, const mx::array&, const std::optional<mx::array>&) {
+  return false;
+}
+#endif
 }  // namespace
 
 std::pair<mx::array, mx::array> greedy_tokens(const mx::array& logits, mx::StreamOrDevice s_) {
@@ -94,6 +118,22 @@ std::pair<mx::array, mx::array> greedy_tokens(const mx::array& logits, mx::Strea
   return {out[0], out[1]};
 }
 
+mx::array nucleus_thresholds(
+    const mx::array& logits, const mx::array& floors, const mx::array& top_p,
+    mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("nucleus_thresholds");
+  v.shape(logits, "logits", {-1, -1});
+  v.shape(floors, "floors", {logits.shape(0)});
+  v.shape(top_p, "top_p", {logits.shape(0)});
+  v.require(logits.dtype() == mx::float32, "logits", "float32", logits.dtype());
+  v.same_dtype(floors, "floors", logits, "logits");
+  v.same_dtype(top_p, "top_p", logits, "logits");
+  return mx::array(
+      {logits.shape(0)}, mx::float32, std::make_shared<NucleusThresholds>(s),
+      {dense(logits, s), dense(floors, s), dense(top_p, s)});
+}
+
 mx::array linear(
     const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias,
     mx::StreamOrDevice s_) {
@@ -106,7 +146,8 @@ mx::array linear(
   if (bias) {
     v.shape(*bias, "bias", {weight.shape(0)});
   }
-  if (s.device != mx::Device::cpu || !served(x, weight, bias)) {
+  bool on_cpu = s.device == mx::Device::cpu;
+  if (!(on_cpu ? served_on_cpu : served_on_gpu)(x, weight, bias)) {
     auto transposed = mx::transpose(weight, s);
     return bias ? mx::addmm(*bias, x, transposed, 1.0f, 1.0f, s) : mx::matmul(x, transposed, s);
   }
@@ -138,9 +179,14 @@ void RmsNorm::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
 void GreedyTokens::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
   throw_cpu_only("greedy_tokens");
 }
+void NucleusThresholds::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
+  throw_cpu_only("nucleus_thresholds");
+}
+#ifndef MLX_PAGED_CUDA
 void Linear::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
   throw_cpu_only("linear");
 }
+#endif
 void SiluMul::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
   throw_cpu_only("silu_mul");
 }

@@ -18,8 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from mlx_paged.core import ext
 
@@ -52,8 +55,42 @@ def allocate_pool(
 
     Returns:
         ``[num_blocks, block_size, num_kv_heads, head_dim]`` of undefined contents.
+
+    Raises:
+        MemoryError: there is not as much memory; the message names the bytes.
     """
     return ext.allocate_pool([num_blocks, block_size, num_kv_heads, head_dim], dtype)
+
+
+def has_cuda() -> bool:
+    """Whether operations run on an NVIDIA GPU now."""
+    return ext.has_transfers()
+
+
+def upload(*arrays: npt.NDArray[Any]) -> list[mx.array]:
+    """Arrays of the host's numbers, which the host may change afterwards.
+
+    With CUDA they are sent as one, from pinned memory: what `mx.array` makes lies in memory that
+    migrates by page, where the first kernel of a step waits for it. Elsewhere they are `mx.array`s.
+
+    Args:
+        arrays: int32, uint32 or float32.
+    """
+    if not ext.has_transfers():
+        return [mx.array(a) for a in arrays]
+    return ext.upload([np.ascontiguousarray(a) for a in arrays])
+
+
+def to_host(array: mx.array) -> mx.array:
+    """The same numbers where NumPy can read them once they are evaluated.
+
+    With CUDA in pinned memory: reading device memory moves it to memory that migrates by page, and
+    the kernel that uses it next waits for it. Elsewhere `array` itself.
+
+    Args:
+        array: int32.
+    """
+    return ext.to_host(array) if ext.has_transfers() else array
 
 
 def write_kv(
@@ -244,6 +281,29 @@ def greedy_tokens(
     return ext.greedy_tokens(logits, stream=stream)
 
 
+def nucleus_thresholds(
+    logits: mx.array,
+    floors: mx.array,
+    top_p: mx.array,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """top-p: the least logit of each row that is to be kept. CPU only.
+
+    A logit is kept if those above it have less than `top_p` of the row's probability. Probabilities
+    are added up in float64; equal logits have the same answer.
+
+    Args:
+        logits: ``[num_rows, vocab_size]`` float32, the largest of each row 0.
+        floors: ``[num_rows]`` float32, at most 0: logits below have no part in it.
+        top_p: ``[num_rows]`` float32, above 0 and below 1.
+
+    Returns:
+        ``[num_rows]`` float32; the floor where a row is NaN.
+    """
+    return ext.nucleus_thresholds(logits, floors, top_p, stream=stream)
+
+
 def linear(
     x: mx.array,
     weight: mx.array,
@@ -251,7 +311,10 @@ def linear(
     *,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
-    """``x @ weight.T + bias``: one operation for float32 on the CPU, else MLX's composition.
+    """``x @ weight.T + bias``.
+
+    One operation for float32 on the CPU, and with CUDA for up to 32 rows of 16 bits; else MLX's
+    composition.
 
     Args:
         x: ``[..., k]``.

@@ -152,11 +152,14 @@ def test_rows_of_a_chunk_see_no_later_row(rng, query_len) -> None:
     check(make_batch(rng, [100], [query_len]))
 
 
-@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 63, 64, 65, 129, 130, 10**9, 2**31 - 1])
+@pytest.mark.parametrize("window", [1, 2, 3, 15, 16, 17, 63, 64, 65, 129, 130, 10**9, 2**31 - 1])
 def test_window_edges(rng, window) -> None:
     batch = make_batch(rng, [130, 130, 3], [1, 40, 2], window=window)
     check(batch, window=window)
     check(batch, {"split_tokens": 16, "rows_per_item": 3}, window=window)
+    # Work may begin where the window does, and then must not begin later.
+    check(batch, {"window": window}, window=window)
+    check(batch, {"window": window, "split_tokens": 16, "rows_per_item": 3}, window=window)
 
 
 def test_blocks_before_the_window_may_be_gone(rng) -> None:

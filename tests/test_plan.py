@@ -27,6 +27,16 @@ def plan_of(lengths: list[tuple[int, int]], **limits: int) -> AttentionPlan:
     )
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_work_begins_in_the_block_of_the_oldest_token_that_is_seen(rows: int) -> None:
+    for context in range(rows, 100):
+        for window in (1, 2, 15, 16, 17, 40):
+            items = np.array(plan_of([(context, rows)], window=window).work_items)
+            oldest = max(0, context - rows - window + 1)
+            assert items[:, 3].min() == oldest // BLOCK_SIZE, (context, window)
+            assert items[:, 4].max() == -(-context // BLOCK_SIZE)
+
+
 mixed = st.tuples(st.integers(0, 300), st.integers(0, 80)).map(lambda s: (s[0], min(s)))
 decodes = st.tuples(st.integers(1, 300), st.just(1))  # (a step of nothing else is built apart)
 lengths_strategy = st.lists(mixed, max_size=6) | st.lists(decodes, min_size=1, max_size=9)

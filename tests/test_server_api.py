@@ -12,6 +12,8 @@ from server_helpers import RunningServer, events, running
 from mlx_paged import LLM, SamplingParams, ops
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.schemas import answers
+from mlx_paged.server.schemas.requests import Message
+from mlx_paged.server.text import _plain
 
 FIBONACCI = [{"role": "user", "content": "Return the n-th Fibonacci number"}]
 PROMPT = "def is_even(n: int) -> bool:\n"
@@ -252,6 +254,12 @@ def test_an_answer_is_continued(client) -> None:
     both = {"messages": begun, "continue_final_message": True, "add_generation_prompt": True}
     raised = client.post("/v1/chat/completions", json=both)
     assert error(raised, 400)["param"] == "continue_final_message"
+
+
+def test_a_template_is_given_the_names_of_messages() -> None:
+    named = Message(role="user", content="hello", name="Ann")
+    assert _plain(named, 0) == {"role": "user", "content": "hello", "name": "Ann"}
+    assert "name" not in _plain(Message(role="user", content="hello"), 0)
 
 
 def test_truncation_keeps_the_end(client) -> None:

@@ -50,6 +50,7 @@ function(add_cuda_kernels NAME SOURCE)
   target_sources(cuda_backend INTERFACE $<TARGET_OBJECTS:cuda_${NAME}>)
 endfunction()
 add_cuda_kernels(data data)
+add_cuda_kernels(linear linear)
 foreach(dtype float32 float16 bfloat16)
   foreach(source decode decode_matrix prefill)
     add_cuda_kernels(${source}_${dtype} ${source} PAGED_DTYPE_${dtype})
@@ -65,4 +66,4 @@ target_compile_definitions(cuda_backend INTERFACE MLX_PAGED_CUDA FMT_HEADER_ONLY
 target_include_directories(cuda_backend SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS} ${FMT_INCLUDE})
 string(APPEND BACKENDS " cuda")
 set(GPU_SOURCES csrc/cuda/binder.cpp csrc/cuda/eval.cpp csrc/cuda/kernel_table.cpp
-                csrc/cuda/memory.cpp)
+                csrc/cuda/memory.cpp csrc/cuda/transfer.cpp)

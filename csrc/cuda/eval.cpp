@@ -2,12 +2,16 @@
 //
 // eval_gpu of every primitive on NVIDIA GPUs: allocate or alias the outputs, then encode.
 
+#include <algorithm>
+#include <string>
 #include <vector>
 
 #include "../check.h"
+#include "../host_copies.h"
 #include "../launch.h"
 #include "../primitives.h"
 #include "binder.h"
+#include "linear_params.h"
 #include "memory.h"
 #include "mlx/backend/cuda/device.h"
 #include "variants.h"
@@ -16,9 +20,22 @@ namespace mlx_paged {
 
 namespace {
 
+constexpr int kManyTiles = 2;  // of a linear layer's x
+
 void copy(const mx::array& from, mx::array& to, mx::Stream stream) {
   std::vector<mx::array> out{to};
   cuda::encode(copy_strided_launches({from}, out), {from}, out, {0, 1}, stream);
+}
+
+// With axes of one entry in front: what copy_strided takes.
+mx::array of_rank_4(const mx::array& a) {
+  mx::Shape shape(4 - a.ndim(), 1);
+  mx::Strides strides(4 - a.ndim(), 0);
+  shape.insert(shape.end(), a.shape().begin(), a.shape().end());
+  strides.insert(strides.end(), a.strides().begin(), a.strides().end());
+  mx::array view(shape, a.dtype(), nullptr, {});
+  view.copy_shared_buffer(a, strides, a.flags(), a.data_size());
+  return view;
 }
 
 // The kernels read 16 bytes at a time from dense arrays. Others are copied, pools counted.
@@ -28,7 +45,7 @@ mx::array readable(const mx::array& a, mx::Stream stream) {
   }
   mx::array dense(a.shape(), a.dtype(), nullptr, {});
   cuda::allocate(dense, stream);
-  copy(a, dense, stream);
+  copy(a.ndim() < 4 ? of_rank_4(a) : a, dense, stream);
   mx::cu::get_command_encoder(stream).add_temporary(dense);
   return dense;
 }
@@ -67,7 +84,8 @@ void WriteKV::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>&
   alias_or_copy_pool(in[0], out[0], stream());
   alias_or_copy_pool(in[1], out[1], stream());
   std::vector<mx::array> inputs{
-      in[0], in[1], readable(in[2], stream()), readable(in[3], stream()), in[4]};
+      in[0], in[1], readable(in[2], stream()), readable(in[3], stream()),
+      readable(in[4], stream())};
   cuda::encode(write_kv_launches(inputs, out), inputs, out, {}, stream());
 }
 
@@ -87,25 +105,62 @@ void GatherKV::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>
     cuda::allocate(o, stream());
   }
   std::vector<mx::array> inputs{
-      readable_pool(in[0], stream()), readable_pool(in[1], stream()), in[2], in[3]};
+      readable_pool(in[0], stream()), readable_pool(in[1], stream()), readable(in[2], stream()),
+      readable(in[3], stream())};
   cuda::encode(gather_kv_launches(inputs, out), inputs, out, {0, 1}, stream());
 }
 
 void PagedAttention::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
   check_paged_attention(in, stream());
-  // The launches follow from the contents of the plan. A plan comes from the host, so it is there;
-  // one that was computed on the GPU is waited for.
-  if (!is_on_host(in[5]) || !is_on_host(in[6])) {
-    mx::synchronize(stream());
+  auto inputs = in;
+  for (size_t i = 0; i < in.size(); i++) {
+    inputs[i] = i == 1 || i == 2 ? readable_pool(in[i], stream()) : readable(in[i], stream());
+  }
+  // The launches follow from the contents of the plan. A plan comes from the host, which knows it
+  // still; one that was computed on the GPU is waited for.
+  for (int i : {5, 6}) {
+    bool copied = inputs[i].data_shared_ptr() != in[i].data_shared_ptr();
+    if (!find_host_copy(inputs[i]) && (copied || !is_on_host(in[i]))) {
+      mx::synchronize(stream());
+    }
   }
   cuda::allocate(out[0], stream());
-  auto inputs = in;
-  inputs[0] = readable(in[0], stream());
-  inputs[1] = readable_pool(in[1], stream());
-  inputs[2] = readable_pool(in[2], stream());
   auto list = cuda::with_variants(
       paged_attention_launches(inputs, out, {scale_, window_, softcap_}), inputs);
   cuda::encode(list, inputs, out, {1, 2}, stream());
+}
+
+void Linear::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  cuda::allocate(out[0], stream());
+  auto inputs = in;
+  inputs[0] = readable(in[0], stream());
+  const auto& weight = in[1];
+  bool has_bias = in.size() > 2;
+  int num_rows = int(in[0].size() / weight.shape(1));
+  cuda::LinearParams params{num_rows, weight.shape(0), weight.shape(1), has_bias};
+  int tiles = 1;
+  while (8 * tiles < num_rows) {
+    tiles *= 2;
+  }
+  // Rows of x are read anew for every group of rows of the weight; larger groups are fewer blocks.
+  int groups = tiles >= kManyTiles && weight.shape(0) % (2 * cuda::kLinearRows) == 0 ? 2 : 1;
+  int rows = groups * cuda::kLinearRows;
+  Launch launch;
+  launch.kernel.host_name =
+      std::string(in[0].dtype() == mx::float16 ? "linear_float16_" : "linear_bfloat16_") +
+      std::to_string(tiles) + "_" + std::to_string(groups);
+  launch.threadgroup_memory = cuda::kLinearWarps * tiles * 8 * (rows + 1) * sizeof(float);
+  // A kernel that has no bias reads none; its argument must be some buffer all the same.
+  int bias = has_bias ? 2 : 1;
+  int output = int(in.size());
+  for (int operand : {0, 1, bias}) {
+    launch.buffers.push_back({operand, Access::read, inputs[operand].nbytes()});
+  }
+  launch.buffers.push_back({output, Access::write, out[0].nbytes()});
+  launch.constants = bytes_of(params);
+  launch.grid = {uint32_t(weight.shape(0) / rows), 1, 1};
+  launch.threadgroup = {32 * cuda::kLinearWarps, 1, 1};
+  cuda::encode({{launch}, {}}, inputs, out, {}, stream());
 }
 
 }  // namespace mlx_paged

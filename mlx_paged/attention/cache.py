@@ -14,8 +14,9 @@ from typing import Any, NoReturn, Protocol
 import mlx.core as mx
 
 from mlx_paged import ops
+from mlx_paged.attention.dense_prefill import serves
 from mlx_paged.attention.handles import KVHandle, Scores
-from mlx_paged.attention.specs import LayerSpec
+from mlx_paged.attention.specs import FULL, LayerSpec
 from mlx_paged.attention.step import StepContext
 
 
@@ -126,12 +127,21 @@ class PagedLayerCache(KVPools):
         sinks: mx.array | None,
         softcap: float | None,
     ) -> mx.array:
+        # Some models upcast queries; the kernels accumulate in float32 whatever comes.
+        rows = _pad(queries.astype(self.spec.dtype), self.key_pool.shape[-1])
+        step = self._context.step
+        if (
+            step.prefill is not None
+            and self._reach == FULL
+            and serves(self.spec, sinks=sinks, softcap=softcap)
+        ):
+            out = step.prefill.attend(rows, self.key_pool, value_pool, scale)
+            return mx.expand_dims(out, 2).astype(queries.dtype)
         out = ops.paged_attention(
-            # Some models upcast queries; the kernels accumulate in float32 whatever comes.
-            _pad(queries.astype(self.spec.dtype), self.key_pool.shape[-1]),
+            rows,
             self.key_pool,
             value_pool,
-            self._context.step.plan_for(self._reach),
+            step.plan_for(self._reach),
             scale=scale,
             window=self.spec.window,
             softcap=softcap,

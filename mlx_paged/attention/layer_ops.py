@@ -1,10 +1,12 @@
-"""Native forms of what MLX composes of many operations on the CPU, while a paged step is built.
+"""Native forms of what MLX composes of many operations, while a paged step is built.
 
-On a GPU each of these is one kernel of MLX's own. On the CPU RoPE is ten operations, RMSNorm six,
-a linear layer four or five, and SwiGLU is compiled to scalar code. The native forms have no
-gradient and know no batch of sequences, so they serve the thread that is building a paged step, on
-the CPU, and nobody else: any other call, and any argument that they do not take, goes where it
-always went.
+On the CPU RoPE is ten operations, RMSNorm six, a linear layer four or five, and SwiGLU is compiled
+to scalar code. On a GPU each of these is one kernel of MLX's own; but with CUDA a linear layer of a
+few rows is cuBLAS, which costs the host more than any other operation of a decode step.
+
+The native forms have no gradient and know no batch of sequences, so they serve the thread that is
+building a paged step, and nobody else: any other call, and any argument that they do not take, goes
+where it always went.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _mlx_rope = mx.fast.rope
 _mlx_rms_norm = mx.fast.rms_norm
 _mlx_linear = nn.Linear.__call__
+_mlx_quantized_linear = nn.QuantizedLinear.__call__
 _mlx_lm_swiglu = activations.swiglu
 
 
@@ -55,7 +58,9 @@ class _Rotations:
 class _Building(threading.local):
     """The step that this thread is building."""
 
-    rotations: _Rotations | None = None
+    rotations: _Rotations | None = None  # on the CPU
+    on_cuda: bool = False
+    linear_dtypes: tuple[mx.Dtype, ...] = ()  # of what `ops.linear` takes
 
 
 _building = _Building()
@@ -63,17 +68,22 @@ _building = _Building()
 
 @contextmanager
 def native_ops(positions: mx.array) -> Iterator[None]:
-    """Within it, model code on this thread meets the native operations (on the CPU).
+    """Within it, model code on this thread meets the native operations.
 
     Args:
         positions: ``[num_rows]`` int32: the array that the model's RoPE gets as its offset.
     """
     if mx.default_device() == mx.cpu:
         _building.rotations = _Rotations(positions)
+        _building.linear_dtypes = (mx.float32,)
+    elif ops.has_cuda():
+        _building.on_cuda = True
+        _building.linear_dtypes = (mx.float16, mx.bfloat16)
     try:
         yield
     finally:
-        _building.rotations = None
+        _building.rotations, _building.linear_dtypes = None, ()
+        _building.on_cuda = False
 
 
 @lru_cache(maxsize=64)
@@ -158,9 +168,20 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 def linear(self: nn.Linear, x: mx.array) -> mx.array:
     """``nn.Linear.__call__``."""
-    if _building.rotations is not None and x.dtype == mx.float32:
+    if x.dtype in _building.linear_dtypes:
         return ops.linear(x, self["weight"], self.get("bias"))
     return _mlx_linear(self, x)
+
+
+def quantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
+    """``nn.QuantizedLinear.__call__``.
+
+    With CUDA MLX multiplies every ``[1, k]`` of ``[T, 1, k]`` by itself, in tiles of many rows.
+    """
+    if _building.on_cuda and x.ndim > 2:
+        out = _mlx_quantized_linear(self, x.reshape(-1, x.shape[-1]))
+        return out.reshape(*x.shape[:-1], out.shape[-1])
+    return _mlx_quantized_linear(self, x)
 
 
 def install() -> None:
@@ -168,6 +189,7 @@ def install() -> None:
     mx.fast.rope = rope
     mx.fast.rms_norm = rms_norm
     nn.Linear.__call__ = linear
+    nn.QuantizedLinear.__call__ = quantized_linear
     _rebind_swiglu(_mlx_lm_swiglu, swiglu)
 
 
@@ -176,6 +198,7 @@ def uninstall() -> None:
     mx.fast.rope = _mlx_rope
     mx.fast.rms_norm = _mlx_rms_norm
     nn.Linear.__call__ = _mlx_linear
+    nn.QuantizedLinear.__call__ = _mlx_quantized_linear
     _rebind_swiglu(swiglu, _mlx_lm_swiglu)
 
 

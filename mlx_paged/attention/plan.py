@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NoReturn
 
-import mlx.core as mx
 import numpy as np
 
+from mlx_paged import ops
 from mlx_paged.attention import split
 from mlx_paged.attention.tables import PaddedTables
 from mlx_paged.ops import AttentionPlan
@@ -70,14 +70,34 @@ def build_plan(
     block, offset = positions // block_size, positions % block_size
     slots = tables[sequence, block] * block_size + offset
     items, merges = _work_items(lens, rows, starts, block_size, window, rows_per_item, split_tokens)
-    return AttentionPlan(
-        positions=_int32(positions),
-        slot_mapping=_int32(slots),
-        block_tables=_int32(tables),
-        context_lens=_int32(lens),
-        query_starts=_int32(starts),
-        work_items=_int32(items),
-        merge_items=_int32(merges),
+    if ops.has_cuda() and len(positions) == len(rows):
+        tables, items, merges = _in_strides(tables, items, merges)
+    arrays = (positions, slots, tables, lens, starts, items, merges)
+    return AttentionPlan(*ops.upload(*(a.astype(np.int32) for a in arrays)))
+
+
+def _in_strides(
+    tables: np.ndarray, items: np.ndarray, merges: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same, grown to sizes that stay while contexts grow by some blocks.
+
+    Steps of one shape can be one graph (`models.compiled_step`). An item or merge of no rows does
+    nothing, and no item leads to the additional blocks.
+    """
+
+    def grown(a: np.ndarray, axis: int, least: int) -> np.ndarray:
+        size = a.shape[axis]
+        stride = max(least, 1 << max(0, size.bit_length() - 3))
+        missing = -size % stride
+        if not missing:
+            return a
+        widths = [(0, missing if i == axis else 0) for i in range(a.ndim)]
+        return np.pad(a, widths)
+
+    return (
+        grown(tables, 1, 16),
+        grown(items, 0, 16),
+        grown(merges, 0, 16) if len(merges) else merges,
     )
 
 
@@ -159,7 +179,3 @@ def _work_items(
             pieces.append(np.array([*items[i, :3], first, last, partial]))
             partial += height
     return np.stack(pieces), np.array(merges)
-
-
-def _int32(values: np.ndarray) -> mx.array:
-    return mx.array(values.astype(np.int32))

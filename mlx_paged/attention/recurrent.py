@@ -38,6 +38,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_paged import ops
 from mlx_paged.attention.specs import StateSpec
 from mlx_paged.attention.state_pool import StatePool
 
@@ -127,7 +128,7 @@ def _validate(lens: np.ndarray, reads: np.ndarray, writes: np.ndarray) -> None:
 
 
 def _int32(values: np.ndarray) -> mx.array:
-    return mx.array(values.astype(np.int32))
+    return ops.upload(values.astype(np.int32))[0]
 
 
 class RecurrentCache(ArraysCache):  # type: ignore[misc]

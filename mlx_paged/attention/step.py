@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from mlx_paged.attention.dense_prefill import DensePrefill
 from mlx_paged.attention.recurrent import StatePlan
 from mlx_paged.attention.specs import Reach
 from mlx_paged.ops import AttentionPlan
@@ -21,12 +22,14 @@ class Step:
         logit_rows: ``[num_samples]`` int32: rows whose logits are wanted.
         plans: Of layers with another reach. One that is missing here reads through `plan`.
         states: Of recurrent layers; None for a model that has none.
+        prefill: Of layers that see everything, where long chunks take MLX's own attention.
     """
 
     plan: AttentionPlan
     logit_rows: mx.array
     plans: Mapping[Reach, AttentionPlan] = field(default_factory=dict)
     states: StatePlan | None = None
+    prefill: DensePrefill | None = None
 
     def plan_for(self, reach: Reach) -> AttentionPlan:
         """The plan that layers of this reach read and write through."""

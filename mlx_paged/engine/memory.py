@@ -10,6 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_paged import ops
 from mlx_paged.engine.config import EngineConfig, _physical_memory
 from mlx_paged.engine.faults import is_out_of_memory
 
@@ -20,6 +21,7 @@ _DEFAULT_GPU_UTILIZATION = 0.9
 # MLX keeps freed buffers for the next step. Without a measured activation peak, this many bytes.
 _DEFAULT_CACHE_LIMIT = 1 * _GIB
 _LEAST_CACHE_LIMIT = 64 << 20
+_RUN_AHEAD = 5 * _GIB // 4
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,18 @@ def limit_buffer_cache(activation_bytes: int | None) -> int:
         limit = max(_LEAST_CACHE_LIMIT, activation_bytes)
     mx.set_cache_limit(limit)
     return limit
+
+
+def limit_run_ahead() -> None:
+    """Bounds the activations of steps that the device has not come to yet. (With CUDA.)
+
+    MLX encodes operations as fast as it can, and each takes its memory then: all layers of a
+    prefill hold theirs at once, and those of the next step. Beyond its memory limit it waits for
+    the device instead. What lives now is weights and pool; some layers more keep the device busy.
+    The limit holds for the whole process, and nothing fails for it.
+    """
+    if ops.has_cuda():
+        mx.set_memory_limit(mx.get_active_memory() + _RUN_AHEAD)
 
 
 def usage(cache_limit: int | None) -> MemoryUsage:

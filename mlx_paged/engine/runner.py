@@ -10,6 +10,7 @@ from itertools import chain
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged import ops
 from mlx_paged.attention.recurrent import StateSlots
 from mlx_paged.attention.specs import Reach
 from mlx_paged.attention.tables import BlockTableCache, PaddedTables
@@ -35,7 +36,7 @@ class LaunchedStep:
     # The last pool it writes: a step without samples has nothing else to wait for.
     written: mx.array
     sample_index: dict[int, int]  # seq_id -> entry of `tokens`
-    bad_rows: mx.array  # [num_samples] bool: the logits hold a NaN
+    reported: mx.array  # [num_samples] int32, for the host: the tokens; -1: the logits hold a NaN
     pools_before: list[mx.array]  # handles of the pools, before it
     logprobs: Reported | None = None  # of sampled tokens, where some were asked for
     prompt_logprobs: Reported | None = None  # of prompt tokens, likewise
@@ -44,7 +45,7 @@ class LaunchedStep:
     def results(self) -> list[mx.array]:
         """All that the host reads of it."""
         reports = [r for r in (self.logprobs, self.prompt_logprobs) if r is not None]
-        return [self.tokens, self.bad_rows, *(a for r in reports for a in r.arrays.arrays)]
+        return [self.reported, *(a for r in reports for a in r.arrays.arrays)]
 
 
 @dataclass(frozen=True)
@@ -127,11 +128,10 @@ class ModelRunner:
         A row whose logits hold a NaN has no token.
         """
         mx.eval(*launched.results, launched.written)
-        tokens = np.array(launched.tokens).tolist()
-        bad = np.array(launched.bad_rows)
-        if not bad.any():
+        tokens = np.array(launched.reported).tolist()
+        if min(tokens, default=0) >= 0:
             return {seq_id: tokens[i] for seq_id, i in launched.sample_index.items()}
-        return {seq_id: tokens[i] for seq_id, i in launched.sample_index.items() if not bad[i]}
+        return {s: tokens[i] for s, i in launched.sample_index.items() if tokens[i] >= 0}
 
     def abandon(self, launched: LaunchedStep) -> None:
         """Gives up a step that failed, and all launched after it; waits for the device to rest."""
@@ -165,12 +165,12 @@ class ModelRunner:
             rows = sampling_rows(sampled)
             raw = logits[: len(sampled)] if targets else logits
             tokens = sample(apply_edits(raw, rows, _newest(sampled, rows, previous)), rows)
-            bad_rows = nan_rows(raw)
+            reported = ops.to_host(mx.where(nan_rows(raw), -1, tokens))
             logprobs = _report_samples(raw, tokens, sampled, rows)
         else:
             # Nothing to choose: the step's work is what it wrote to the pools.
             tokens, logprobs = mx.zeros((0,), dtype=mx.int32), None
-            bad_rows = mx.zeros((0,), dtype=mx.bool_)
+            reported = tokens
         prompt_logprobs = _report_prompts(logits[len(sampled) :], targets) if targets else None
         pools = self.model.pools()
         launched = LaunchedStep(
@@ -178,7 +178,7 @@ class ModelRunner:
             tokens,
             pools[-1],
             dict(zip([s.seq_id for s in sampled], range(len(sampled)))),
-            bad_rows,
+            reported,
             pools_before,
             logprobs,
             prompt_logprobs,
@@ -225,13 +225,14 @@ class ModelRunner:
     def _copy_blocks(self, batch: Batch) -> None:
         """Copy-on-write, in the layers of each group."""
         if batch.block_copies:
-            pairs = mx.array(np.array(batch.block_copies, dtype=np.int32))
+            [pairs] = ops.upload(np.array(batch.block_copies, dtype=np.int32))
             for reach in self.model.layout.reaches:
                 if reach not in self._windows:
                     self.model.copy_blocks(pairs, reach)
         for reach, copies in zip(self._windows, batch.window_copies):
             if copies:
-                self.model.copy_blocks(mx.array(np.array(copies, dtype=np.int32)), reach)
+                [pairs] = ops.upload(np.array(copies, dtype=np.int32))
+                self.model.copy_blocks(pairs, reach)
 
 
 def _slots_of(groups: tuple[GroupRows, ...]) -> StateSlots:
@@ -280,16 +281,17 @@ def _input_tokens(
     """``[num_rows]`` int32. Tokens that the step before is still sampling never visit the host."""
     num_in_flight = token_ids.count((IN_FLIGHT_TOKEN,))
     if num_in_flight == 0:
-        return mx.array(np.fromiter(chain.from_iterable(token_ids), dtype=np.int32))
+        return ops.upload(np.fromiter(chain.from_iterable(token_ids), dtype=np.int32))[0]
     assert previous is not None, "a row awaits a token but no step is in flight"
     at = previous.sample_index
     if num_in_flight == len(seq_ids):
         if seq_ids == tuple(at):
             return previous.tokens  # the same sequences in the same order
-        return previous.tokens[mx.array(np.array([at[i] for i in seq_ids], dtype=np.int32))]
+        [places] = ops.upload(np.array([at[i] for i in seq_ids], dtype=np.int32))
+        return previous.tokens[places]
     known = np.fromiter(chain.from_iterable(token_ids), dtype=np.int32)
     source = np.full(len(known), -1, dtype=np.int32)
     waiting = [i for i, tokens in zip(seq_ids, token_ids) if tokens[0] == IN_FLIGHT_TOKEN]
     source[known == IN_FLIGHT_TOKEN] = [at[i] for i in waiting]
-    places = mx.array(source)
-    return mx.where(places < 0, mx.array(known), previous.tokens[mx.maximum(places, 0)])
+    places, tokens = ops.upload(source, known)
+    return mx.where(places < 0, tokens, previous.tokens[mx.maximum(places, 0)])

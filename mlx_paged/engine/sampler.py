@@ -36,7 +36,7 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow] | SamplingRows) -> mx.a
         return _draw(logits, rows)
     tokens = _argmax(logits)
     if len(drawn):
-        at = mx.array(drawn.astype(np.int32))
+        [at] = ops.upload(drawn.astype(np.int32))
         tokens[at] = _draw(logits[at], rows.only(drawn))
     return tokens
 
@@ -51,8 +51,8 @@ def _draw(logits: mx.array, rows: SamplingRows) -> mx.array:
     logits = logits.astype(mx.float32)
     # The largest becomes 0: the filters then need no other reduction to know probabilities.
     logits = logits - logits.max(axis=-1, keepdims=True)
-    logits = apply_filters(logits / mx.array(rows.temperature)[:, None], rows)
-    keys = mx.array(np.stack([rows.seed, rows.position], axis=1))
+    temperature, keys = ops.upload(rows.temperature, np.stack([rows.seed, rows.position], axis=1))
+    logits = apply_filters(logits / temperature[:, None], rows)
     return mx.vmap(_categorical)(logits, keys).astype(mx.int32)
 
 

@@ -48,11 +48,10 @@ class OutputRows:
 
     def _override(self, module: Any, method: str) -> None:
         base, context = type(module), self._context
-        project = getattr(base, method)
 
         def project_selected(self: Any, x: mx.array) -> mx.array:
             if context.active:
                 x = x.reshape(-1, 1, x.shape[-1])[context.step.logit_rows]
-            return project(self, x)
+            return getattr(base, method)(self, x)  # (looked up now: layer_ops rebinds it)
 
         module.__class__ = overridden(base, method, project_selected)

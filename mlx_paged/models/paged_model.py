@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_paged import ops
 from mlx_paged.attention import seam
 from mlx_paged.attention.cache import (
     KVPools,
@@ -19,6 +20,7 @@ from mlx_paged.attention.cache import (
     copy_blocks,
 )
 from mlx_paged.attention.chunk_plan import build_chunk_plan
+from mlx_paged.attention.dense_prefill import plan_dense_prefill
 from mlx_paged.attention.gathered import GatheredGroup, GatheredLayerCache
 from mlx_paged.attention.layer_ops import native_ops
 from mlx_paged.attention.plan import build_plan
@@ -32,6 +34,7 @@ from mlx_paged.attention.recurrent import (
 from mlx_paged.attention.specs import FULL, LayerSpec, Reach, UnusedSpec
 from mlx_paged.attention.step import Step, StepContext
 from mlx_paged.attention.tables import PaddedTables
+from mlx_paged.models.compiled_step import CompiledSteps
 from mlx_paged.models.layout import CacheLayout, Mode
 from mlx_paged.models.output_rows import OutputRows
 from mlx_paged.ops import AttentionPlan
@@ -88,6 +91,7 @@ class PagedModel:
         self._attention: list[PagedLayerCache | GatheredLayerCache] = []
         self._states: list[RecurrentCache] = []
         self.caches: list[object] = []
+        self._compiled = CompiledSteps(self._run)
 
     def allocate(self, num_blocks: int | Mapping[Reach, int], num_state_slots: int = 0) -> None:
         """Makes new pools; what the old ones held is lost.
@@ -97,6 +101,7 @@ class PagedModel:
             num_state_slots: slot 0, the initial state, included.
         """
         self.release()
+        self._compiled = CompiledSteps(self._run)  # (graphs hold on to nothing of the old pools)
         leaves: list[object] = []
         for spec in self.layout.specs:
             if isinstance(spec, LayerSpec):
@@ -182,13 +187,24 @@ class PagedModel:
         if self.layout.mode.is_gathered:
             return self._forward_in_groups(tokens, inputs)
         step = self._step(inputs)
+        logits, pools = self._compiled.run(tokens, step, self.pools())
+        self.restore(pools)
+        return logits
+
+    def _run(
+        self, tokens: mx.array, step: Step, pools: list[mx.array]
+    ) -> tuple[mx.array, list[mx.array]]:
+        """The model's own code on these pools, whose handles stay as they are; see `Forward`."""
+        before = self.pools()
+        self.restore(pools)
         self._context.enter(step)
         try:
             with native_ops(step.plan.positions):
                 logits = self.model(tokens[:, None], cache=self.caches)
-                return self._output_rows.finish(logits)
+                return self._output_rows.finish(logits), self.pools()
         finally:
             self._context.leave()
+            self.restore(before)
 
     def _step(self, inputs: StepInputs) -> Step:
         if self.layout.mode.is_gathered:
@@ -210,7 +226,12 @@ class PagedModel:
             for reach in reaches
             if reach.chunk is not None or inputs.tables_of(reach) is not tables
         }
-        return Step(plan, _int32(inputs.logit_rows), plans, states)
+        prefill = None
+        if FULL in reaches:
+            prefill = plan_dense_prefill(
+                tables, inputs.context_lens, inputs.query_lens, block_size=self.block_size
+            )
+        return Step(plan, _int32(inputs.logit_rows), plans, states, prefill)
 
     def _plan(self, inputs: StepInputs, tables: Tables, reach: Reach) -> AttentionPlan:
         rows = (inputs.context_lens, inputs.query_lens)
@@ -307,4 +328,4 @@ def _state_group(inputs: StepInputs, members: np.ndarray, length: int) -> Sequen
 
 
 def _int32(values: np.ndarray) -> mx.array:
-    return mx.array(values.astype(np.int32))
+    return ops.upload(values.astype(np.int32))[0]

@@ -1,0 +1,180 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include "transfer.h"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "../host_copies.h"
+#include "../launch.h"
+#include "../validate.h"
+#include "binder.h"
+#include "memory.h"
+#include "mlx/backend/cuda/allocator.h"
+#include "mlx/backend/cuda/device.h"
+#include "mlx/ops.h"
+
+namespace mlx_paged {
+
+namespace {
+
+constexpr size_t kAlignment = 64;
+constexpr size_t kSmallest = 4096;  // a page
+
+size_t aligned(size_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+size_t size_of(const HostArray& a) {
+  size_t size = 4;
+  for (int extent : a.shape) {
+    size *= extent;
+  }
+  return size;
+}
+
+// Pinned buffers by size, kept for reuse: pinning one takes as long as a decode step. Never freed,
+// as CUDA may be gone before the program's statics are.
+class StagingPool {
+ public:
+  static StagingPool& get() {
+    static auto* pool = new StagingPool;
+    return *pool;
+  }
+
+  std::shared_ptr<std::byte> take(size_t bytes) {
+    size_t size = std::bit_ceil(std::max(bytes, kSmallest));
+    void* buffer = nullptr;
+    {
+      std::lock_guard lock(mutex_);
+      auto& free = free_[size];
+      if (!free.empty()) {
+        buffer = free.back();
+        free.pop_back();
+      }
+    }
+    if (!buffer) {
+      auto status = cudaHostAlloc(&buffer, size, cudaHostAllocPortable);
+      if (status != cudaSuccess) {
+        throw std::runtime_error(
+            "[cuda] unable to allocate " + std::to_string(size) +
+            " bytes of pinned memory: " + cudaGetErrorString(status));
+      }
+    }
+    return {static_cast<std::byte*>(buffer), [this, size](std::byte* p) { give_back(p, size); }};
+  }
+
+ private:
+  void give_back(void* buffer, size_t size) {
+    std::lock_guard lock(mutex_);
+    free_[size].push_back(buffer);
+  }
+
+  std::mutex mutex_;
+  std::map<size_t, std::vector<void*>> free_;
+};
+
+// Makes `a` an array on pinned memory, which it keeps.
+void place(mx::array& a, std::shared_ptr<std::byte> pinned, size_t bytes) {
+  auto* buffer = new mx::cu::CudaBuffer{pinned.get(), bytes, -1};
+  auto free = [pinned = std::move(pinned)](mx::allocator::Buffer owned) {
+    delete static_cast<mx::cu::CudaBuffer*>(owned.ptr());
+  };
+  a.set_data(mx::allocator::Data(mx::allocator::Buffer(buffer), std::move(free)));
+}
+
+void copy(const mx::array& from, mx::array& to, mx::Stream stream) {
+  std::vector<mx::array> out{to};
+  cuda::encode(copy_strided_launches({from}, out), {from}, out, {}, stream);
+  // Pinned memory would be used again as soon as nobody holds it, whatever the GPU has still to do.
+  auto& encoder = mx::cu::get_command_encoder(stream);
+  encoder.add_temporary(from);
+  encoder.add_temporary(to);
+}
+
+[[noreturn]] void throw_gpu_only(const char* name) {
+  throw std::runtime_error(std::string("[") + name + "] must run on the GPU");
+}
+
+}  // namespace
+
+bool has_transfers() {
+  return mx::default_device() == mx::Device::gpu;
+}
+
+std::vector<mx::array> upload(const std::vector<HostArray>& arrays, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  std::vector<size_t> offsets;
+  std::vector<mx::Shape> shapes;
+  std::vector<mx::Dtype> dtypes;
+  size_t bytes = 0;
+  for (const auto& a : arrays) {
+    Validator("upload").require(mx::size_of(a.dtype) == 4, "dtype", "of 4 bytes", a.dtype);
+    offsets.push_back(bytes);
+    shapes.push_back(a.shape);
+    dtypes.push_back(a.dtype);
+    bytes += aligned(size_of(a));
+  }
+  bytes = std::max(bytes, kAlignment);
+  auto staged = StagingPool::get().take(bytes);
+  for (size_t i = 0; i < arrays.size(); i++) {
+    if (size_t size = size_of(arrays[i])) {
+      std::memcpy(staged.get() + offsets[i], arrays[i].data, size);
+    }
+  }
+  return mx::array::make_arrays(
+      std::move(shapes), dtypes,
+      std::make_shared<Upload>(s, std::move(staged), std::move(offsets), bytes), {});
+}
+
+void Upload::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>& out) {
+  mx::Shape words{int(bytes_ / 4)};
+  mx::array pinned(words, mx::int32, nullptr, {});
+  place(pinned, staged_, bytes_);
+  mx::array device(words, mx::int32, nullptr, {});
+  cuda::allocate(device, stream());
+  copy(pinned, device, stream());
+  for (size_t i = 0; i < out.size(); i++) {
+    mx::Strides strides(out[i].ndim(), 1);
+    for (int axis = int(out[i].ndim()) - 2; axis >= 0; axis--) {
+      strides[axis] = strides[axis + 1] * out[i].shape(axis + 1);
+    }
+    out[i].copy_shared_buffer(
+        device, strides, {true, true, out[i].ndim() < 2}, out[i].size(), int64_t(offsets_[i] / 4));
+  }
+  remember_host_copy(device, staged_);
+}
+
+void Upload::eval_cpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
+  throw_gpu_only("upload");
+}
+
+mx::array to_host(const mx::array& a, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("to_host");
+  v.int32(a, "a");
+  auto dense = mx::contiguous(a, /* allow_col_major = */ false, s);
+  return mx::array(a.shape(), a.dtype(), std::make_shared<ToHost>(s), {dense});
+}
+
+void ToHost::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+  size_t bytes = std::max<size_t>(out[0].nbytes(), 4);
+  place(out[0], StagingPool::get().take(bytes), bytes);
+  if (out[0].size() > 0) {
+    copy(in[0], out[0], stream());
+  }
+}
+
+void ToHost::eval_cpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
+  throw_gpu_only("to_host");
+}
+
+}  // namespace mlx_paged

@@ -1,0 +1,59 @@
+"""What exists with CUDA only: transfers through pinned memory, linear layers of a few rows."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged import ops
+
+pytestmark = pytest.mark.skipif(not ops.has_cuda(), reason="needs an NVIDIA GPU as the device")
+
+
+def test_uploaded_arrays_are_the_hosts() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):  # staging buffers are used again
+        host = [rng.integers(-9, 9, (int(n), 3)).astype(np.int32) for n in rng.integers(0, 2000, 5)]
+        arrays = ops.upload(*host, np.arange(7, dtype=np.float32), np.arange(3, dtype=np.uint32))
+        sums = [a + 1 for a in arrays]
+        for a in host:
+            a += 100  # the numbers were taken already
+        mx.async_eval(*sums)
+        for a, s in zip(host, sums):
+            assert s.shape == a.shape
+            assert (np.array(s) == a - 99).all()
+        assert np.array(sums[-2]).tolist() == list(range(1, 8))
+        assert sums[-1].dtype == mx.uint32
+
+
+def test_host_reads_what_the_device_wrote() -> None:
+    for n in (0, 1, 3, 257):
+        x = mx.arange(n, dtype=mx.int32)
+        outs = [ops.to_host(x * i) for i in range(20)]
+        mx.async_eval(*outs)
+        for i, out in enumerate(outs):
+            assert np.array(out).tolist() == [j * i for j in range(n)]
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 31, 32, 33])
+@pytest.mark.parametrize(("n", "k"), [(16, 32), (48, 96), (1024, 3072), (3072, 8192), (40, 64)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(dtype: mx.Dtype, rows: int, n: int, k: int, bias: bool) -> None:
+    rng = np.random.default_rng(rows)
+    x, w, b = (
+        mx.array(rng.standard_normal(shape)).astype(dtype) for shape in ((rows, k), (n, k), (n,))
+    )
+    mx.eval(x, w, b)
+    product = (
+        np.array(x.astype(mx.float32), np.float64) @ np.array(w.astype(mx.float32), np.float64).T
+    )
+    exact = product + np.array(b.astype(mx.float32), np.float64) * bias
+    out = ops.linear(x[:, None], w, b if bias else None)
+    assert out.shape == (rows, 1, n)
+    assert out.dtype == dtype
+    # Two roundings, of the product and of the sum, and the order of the sums.
+    unit = 2.0**-10 if dtype == mx.float16 else 2.0**-7
+    bound = unit * (np.abs(product) + np.abs(exact) + 0.05 * np.sqrt(k))
+    assert (np.abs(np.array(out[:, 0].astype(mx.float32)) - exact) <= bound).all()
