@@ -6,6 +6,8 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <bit>
+#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -52,10 +54,17 @@ CUfunction function_of(const Launch& launch) {
   return found->second;
 }
 
-mx::array workspace(uint64_t bytes, mx::Stream stream) {
-  mx::array a({int((bytes + 3) / 4)}, mx::float32, nullptr, {});
-  allocate(a, stream);
-  return a;
+// Workspace i of a stream, kept from one operation to the next: what was left in it is overwritten
+// in the cache and never written out, and operations under way hold one instead of one each.
+mx::array workspace(size_t i, uint64_t bytes, mx::Stream stream) {
+  thread_local std::map<std::pair<int, size_t>, mx::array> kept;
+  auto found = kept.find({stream.index, i});
+  if (found == kept.end() || found->second.nbytes() < bytes) {
+    mx::array a({int(std::bit_ceil((bytes + 3) / 4))}, mx::float32, nullptr, {});
+    allocate(a, stream);
+    found = kept.insert_or_assign({stream.index, i}, a).first;
+  }
+  return found->second;
 }
 
 }  // namespace
@@ -66,8 +75,9 @@ void encode(
   auto& encoder = mx::cu::get_command_encoder(stream);
   std::vector<mx::array> operands(in);
   operands.insert(operands.end(), out.begin(), out.end());
-  for (uint64_t bytes : list.workspaces) {
-    operands.push_back(workspace(bytes, stream));
+  size_t num_arrays = operands.size();
+  for (size_t i = 0; i < list.workspaces.size(); i++) {
+    operands.push_back(workspace(i, list.workspaces[i], stream));
     encoder.add_temporary(operands.back());
   }
   for (const auto& launch : list.launches) {
@@ -76,8 +86,10 @@ void encode(
     pointers.reserve(launch.buffers.size());
     for (const auto& binding : launch.buffers) {
       auto& operand = operands[binding.operand];
-      bool pool = std::find(pools.begin(), pools.end(), binding.operand) != pools.end();
-      if (binding.access == Access::read && !pool) {
+      // A pool or a workspace is written again: whoever reads it counts as a writer.
+      bool shared = size_t(binding.operand) >= num_arrays ||
+                    std::find(pools.begin(), pools.end(), binding.operand) != pools.end();
+      if (binding.access == Access::read && !shared) {
         encoder.set_input_array(operand);
       } else {
         encoder.set_output_array(operand);
