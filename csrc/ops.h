@@ -123,9 +123,9 @@ mx::array silu_mul(const mx::array& gate, const mx::array& x, mx::StreamOrDevice
 // holds a NaN, bool (its token is then any).
 std::pair<mx::array, mx::array> greedy_tokens(const mx::array& logits, mx::StreamOrDevice s = {});
 
-// x @ weight.T + bias, of float32 on the CPU, as one node of the graph where MLX has five; of 16 bits
-// and up to 32 rows with CUDA, in one kernel. What it does not serve (another dtype, weights that are
-// not plain rows, no BLAS to call) is MLX's composition.
+// x @ weight.T + bias, of float32 on the CPU, as one node of the graph where MLX has five; of 16
+// bits and up to 32 rows with CUDA, in one kernel. What it does not serve (another dtype, weights
+// that are not plain rows, no BLAS to call) is MLX's composition.
 mx::array linear(
     const mx::array& x,       // [..., k]
     const mx::array& weight,  // [n, k]
