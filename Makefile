@@ -51,7 +51,9 @@ lint: $(BIN)/.installed
 
 # Figures of this machine, written to bench/results.
 bench: $(BIN)/.installed
-	$(BIN)/python bench/kernels.py
+	$(BIN)/mlx-paged bench kernels --device cpu --batch 16 --context 2048 --group 1,4,8 --head-dim 64 \
+		--dtype float32,bfloat16 --json bench/results/kernels-cpu.json
+	$(BIN)/mlx-paged bench memory --answer-len 64,256 --json bench/results/memory-cpu.json
 	$(BIN)/python bench/blas.py
 	$(BIN)/python bench/sampling.py
 	$(BIN)/python bench/generate.py

@@ -11,8 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx_paged.core  # loads BLAS before mlx.core
@@ -22,8 +21,11 @@ import mlx.core as mx
 import numpy as np
 from harness import print_table, save
 
-from mlx_paged import LLM, SamplingParams
-from mlx_paged.models.load import LoadedModel, load
+from mlx_paged.cli.bench.datasets import Prompt
+from mlx_paged.cli.bench.percentiles import percentile
+from mlx_paged.cli.bench.runners import MlxLmRunner, PagedRunner, Settings
+from mlx_paged.cli.bench.runs import Run, compare
+from mlx_paged.models.load import load
 
 OUTPUT_TOKENS = 32
 
@@ -37,11 +39,12 @@ class Workload:
     lengths: tuple[int, ...]  # cycled over the requests
     shared: int = 0  # first tokens that all prompts have in common
 
-    def prompts(self, vocab_size: int) -> list[list[int]]:
+    def prompts(self, vocab_size: int) -> list[Prompt]:
         rng = np.random.default_rng(self.count)
         common = rng.integers(3, vocab_size, self.shared).tolist()
         lengths = [self.lengths[i % len(self.lengths)] for i in range(self.count)]
-        return [common + rng.integers(3, vocab_size, n - self.shared).tolist() for n in lengths]
+        own = [rng.integers(3, vocab_size, n - self.shared).tolist() for n in lengths]
+        return [Prompt((*common, *rest), OUTPUT_TOKENS, "") for rest in own]
 
 
 SKEWED = (64,) * 15 + (2048,)
@@ -52,35 +55,6 @@ WORKLOADS = [
     *(Workload("90% of 512 shared", n, (512,), 461) for n in (8, 32)),
     Workload("1024 shared + 32", 32, (1056,), 1024),
 ]
-
-
-def run_engine(model: LoadedModel, prompts: list[list[int]]) -> dict[str, Any]:
-    llm = LLM(model)
-    params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-    llm.generate([p[:4] for p in prompts[:2]], SamplingParams(temperature=0, max_tokens=2))
-    llm.engine.reset_prefix_cache()
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, params)
-    seconds = time.perf_counter() - start
-    first = [o.metrics.time_to_first_token or 0.0 for o in outputs]
-    return {"seconds": seconds, "ttft": first, "tokens": [o.outputs[0].token_ids for o in outputs]}
-
-
-def run_batch_generator(model: LoadedModel, prompts: list[list[int]]) -> dict[str, Any]:
-    from mlx_lm.generate import BatchGenerator  # here: mlx-lm's own, once it is unpatched
-
-    generator = BatchGenerator(model.model, completion_batch_size=len(prompts))
-    start = time.perf_counter()
-    ids = generator.insert(prompts, [OUTPUT_TOKENS] * len(prompts))
-    tokens: dict[int, list[int]] = {i: [] for i in ids}
-    first: dict[int, float] = {}
-    while responses := generator.next_generated():
-        for response in responses:
-            first.setdefault(response.uid, time.perf_counter() - start)
-            tokens[response.uid].append(int(response.token))
-    seconds = time.perf_counter() - start
-    generator.close()
-    return {"seconds": seconds, "ttft": list(first.values()), "tokens": [tokens[i] for i in ids]}
 
 
 def main() -> None:
@@ -99,26 +73,31 @@ def main() -> None:
     chosen = [w for w in WORKLOADS if re.search(options.only, f"{w.name}, {w.count} requests")]
     if not chosen:
         parser.error(f"--only {options.only!r} matches no workload")
+    engines = {"mlx_paged": PagedRunner, "mlx-lm BatchGenerator": MlxLmRunner}
     for workload in chosen:
         prompts = workload.prompts(model.vocab_size)
-        ours, theirs = [], []
+        runs: dict[str, list[Run]] = {name: [] for name in engines}
         for _ in range(options.rounds):
-            ours.append(run_engine(model, prompts))
-            theirs.append(run_batch_generator(model, prompts))
+            for name, make in engines.items():
+                runner = make(model, Settings())
+                runner.run(
+                    [replace(p, token_ids=p.token_ids[:4], max_tokens=2) for p in prompts[:2]]
+                )
+                runs[name].append(runner.run(prompts, cold=True))
         summary: dict[str, Any] = {"workload": workload.name, "concurrency": workload.count}
-        for name, runs in (("mlx_paged", ours), ("mlx-lm BatchGenerator", theirs)):
-            seconds = statistics.median(r["seconds"] for r in runs)
-            ttft = sorted(runs[-1]["ttft"])
+        for name, done in runs.items():
+            seconds = statistics.median(run.seconds for run in done)
+            ttft = [answer.ttft for answer in done[-1].answers]
             summary[name] = {
                 "seconds": seconds,
                 "output_tokens_per_second": workload.count * OUTPUT_TOKENS / seconds,
                 "ttft_median": statistics.median(ttft),
-                "ttft_p99": ttft[int(0.99 * (len(ttft) - 1))],
+                "ttft_p99": percentile(ttft, 99),
             }
-        same = sum(a == b for a, b in zip(ours[-1]["tokens"], theirs[-1]["tokens"]))
-        summary["same_answers"] = same
-        a, b = summary["mlx_paged"], summary["mlx-lm BatchGenerator"]
-        summary["speedup"] = b["seconds"] / a["seconds"]
+        compared = compare(*runs.values())
+        same = summary["same_answers"] = compared["same_answers"]
+        summary["speedup"] = compared["speedup"]
+        a, b = (summary[name] for name in engines)
         results.append(summary)
         rows.append(
             [

@@ -14,7 +14,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from typing import Any
 
 from harness import print_table, save
@@ -48,8 +47,8 @@ def work(name: str, workload: str, count: int, max_tokens: int) -> dict[str, Any
     import mlx.core as mx
 
     from mlx_paged.cli import peers
-    from mlx_paged.engine.llm import LLM
-    from mlx_paged.engine.sampling_params import SamplingParams
+    from mlx_paged.cli.bench.datasets import Prompt
+    from mlx_paged.cli.bench.runners import MlxLmRunner, PagedRunner, Settings
     from mlx_paged.models.load import load
 
     mx.set_default_device(mx.cpu)
@@ -59,21 +58,18 @@ def work(name: str, workload: str, count: int, max_tokens: int) -> dict[str, Any
         model.tokenizer.apply_chat_template(chat, add_generation_prompt=True)
         for chat in prompts_of(workload, count)
     ]
-    if name == "mlx_paged":
-        llm = LLM(model)
-        params = SamplingParams(temperature=0, max_tokens=max_tokens)
-        llm.generate([prompts[0][:4]] * 2, SamplingParams(temperature=0, max_tokens=4))
-        llm.engine.reset_prefix_cache()
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, params)
-        seconds = time.perf_counter() - start
-        eos = set(model.tokenizer.eos_token_ids)
-        answers = [[t for t in o.outputs[0].token_ids if t not in eos] for o in outputs]
-        return {"seconds": seconds, "tokens": answers}
-    run = peers.batched if "BatchGenerator" in name else peers.one_by_one
-    run(model, [prompts[0][:4]] * 2, 4)
-    done = run(model, prompts, max_tokens)
-    return {"seconds": done.seconds, "tokens": done.token_ids}
+    warm_up = [prompts[0][:4]] * 2
+    if name.startswith("mlx-lm one by one"):
+        peers.one_by_one(model, warm_up, 4)
+        done = peers.one_by_one(model, prompts, max_tokens)
+        return {"seconds": done.seconds, "tokens": done.token_ids}
+    make = PagedRunner if name == "mlx_paged" else MlxLmRunner
+    runner = make(model, Settings(ignore_eos=False))
+    runner.run([Prompt(tuple(tokens), 4, "") for tokens in warm_up])
+    run = runner.run([Prompt(tuple(tokens), max_tokens, "") for tokens in prompts], cold=True)
+    eos = set(model.tokenizer.eos_token_ids)
+    answers = [[t for t in answer.token_ids if t not in eos] for answer in run.answers]
+    return {"seconds": run.seconds, "tokens": answers}
 
 
 def main() -> None:

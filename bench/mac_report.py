@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from harness import RESULTS
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = [
-    ["--batch", "1", "--context", "8192", "32768"],
+    ["--batch", "1", "--context", "8192,32768"],
     ["--batch", "16", "--context", "4096"],
 ]
 
@@ -42,11 +43,12 @@ def markdown(chip: str, tests: str, results: list[dict[str, Any]], copy: float) 
     ]
     for r in results:
         times = [
-            f"{r[k]:.2f}x" if k in r else "" for k in ("dense_over_paged", "gather_over_paged")
+            f"{r['peers'][name]['over_ours']:.2f}x" if name in r["peers"] else ""
+            for name in ("dense_sdpa", "gather_sdpa")
         ]
         cells = [
-            *(r["op"], r.get("group", ""), r["dtype"], f"{r['batch']} x {r['context']}"),
-            *(f"{r['kv_heads']} x {r['head_dim']}", f"{r['seconds'] * 1e3:.3f}"),
+            *(r["op"], r["group"] or "", r["dtype"], f"{r['batch']} x {r['context']}"),
+            *(f"{r['kv_heads']} x {r['head_dim']}", f"{r['seconds']['median'] * 1e3:.3f}"),
             *(f"{r['bytes_per_second'] / 1e9:.0f}", f"{r['share_of_copy']:.0%}", *times),
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
@@ -66,17 +68,16 @@ def main() -> int:
 
     parts = []
     for i, shape in enumerate(SHAPES):
-        name = f"{slug}-part{i}"
-        command = ["--device", "gpu", "--dtype", "bfloat16", "--head-dim", "128", *shape]
-        done = run("bench/kernels.py", *command, "--name", name)
+        part = RESULTS / f"{slug}-part{i}.json"
+        options = ["--device", "gpu", "--group", "1,4,8", *shape, "--json", str(part)]
+        done = run("-m", "mlx_paged.cli.main", "bench", "kernels", *options)
         print(done.stdout, done.stderr, sep="\n")
         if done.returncode:
             return done.returncode
-        part = RESULTS / f"{name}.json"
         parts.append(json.loads(part.read_text()))
         part.unlink()
     results = [r for part in parts for r in part["results"]]
-    copy = max(part["copy_bytes_per_second"] for part in parts)
+    copy = statistics.median(r["copy_bytes_per_second"] for r in results)
     report = {
         "environment": parts[0]["environment"],
         "chip": chip,

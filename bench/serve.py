@@ -31,7 +31,9 @@ from typing import Any
 
 from harness import print_table, save
 
-from mlx_paged.cli import bench_client, bench_report
+from mlx_paged.cli.bench.client import Target, run
+from mlx_paged.cli.bench.datasets import random_prompts
+from mlx_paged.cli.bench.report import figures
 
 START_TIMEOUT = 120.0
 
@@ -124,22 +126,20 @@ def started(server: Server, model: Path, blas: str) -> Iterator[str]:
 def measure(
     url: str, server: Server, model: Path, tokenizer: Any, workload: Workload, seed: int
 ) -> Any:
-    target = bench_client.Target(
+    target = Target(
         f"{url}/v1/completions",
         server.served_name or str(model),
         False,
         {"temperature": 0, **server.extra},
     )
-    prompts = bench_client.random_prompts(
+    prompts = random_prompts(
         tokenizer, workload.num_prompts, workload.input_len, workload.output_len,
         prefix_len=workload.prefix_len, seed=seed + 1,
     )  # fmt: skip
     results, duration = asyncio.run(
-        bench_client.run(
-            target, prompts, rate=workload.rate, concurrency=workload.concurrency, seed=1
-        )
+        run(target, prompts, rate=workload.rate, concurrency=workload.concurrency, seed=1)
     )
-    made = bench_report.figures(results, duration, [50, 99])
+    made = figures(results, duration, [50, 99])
     if made["failed"]:
         print(f"{server.name}: {made['failed']} failed: {next(e for e in made['errors'] if e)}")
     long = ("ttfts", "itls", "generated_texts", "errors", "input_lens", "output_lens")

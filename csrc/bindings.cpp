@@ -108,6 +108,10 @@ NB_MODULE(_ext, m) {
       "stream"_a = nb::none());
 
   m.def(
+      "nucleus_thresholds", &mlx_paged::nucleus_thresholds, "logits"_a, "floors"_a, "top_p"_a,
+      nb::kw_only(), "stream"_a = nb::none());
+
+  m.def(
       "linear", &mlx_paged::linear, "x"_a, "weight"_a, "bias"_a.none(), nb::kw_only(),
       "stream"_a = nb::none());
 

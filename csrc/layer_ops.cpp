@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What a layer does around its matrix products, and greedy sampling. CPU only: a GPU has MLX's own
+// What a layer does around its matrix products, and sampling. CPU only: a GPU has MLX's own
 // in one kernel.
 
 #include <cmath>
@@ -118,6 +118,22 @@ std::pair<mx::array, mx::array> greedy_tokens(const mx::array& logits, mx::Strea
   return {out[0], out[1]};
 }
 
+mx::array nucleus_thresholds(
+    const mx::array& logits, const mx::array& floors, const mx::array& top_p,
+    mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("nucleus_thresholds");
+  v.shape(logits, "logits", {-1, -1});
+  v.shape(floors, "floors", {logits.shape(0)});
+  v.shape(top_p, "top_p", {logits.shape(0)});
+  v.require(logits.dtype() == mx::float32, "logits", "float32", logits.dtype());
+  v.same_dtype(floors, "floors", logits, "logits");
+  v.same_dtype(top_p, "top_p", logits, "logits");
+  return mx::array(
+      {logits.shape(0)}, mx::float32, std::make_shared<NucleusThresholds>(s),
+      {dense(logits, s), dense(floors, s), dense(top_p, s)});
+}
+
 mx::array linear(
     const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias,
     mx::StreamOrDevice s_) {
@@ -162,6 +178,9 @@ void RmsNorm::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
 }
 void GreedyTokens::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
   throw_cpu_only("greedy_tokens");
+}
+void NucleusThresholds::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
+  throw_cpu_only("nucleus_thresholds");
 }
 #ifndef MLX_PAGED_CUDA
 void Linear::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {

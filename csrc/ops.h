@@ -123,6 +123,14 @@ mx::array silu_mul(const mx::array& gate, const mx::array& x, mx::StreamOrDevice
 // holds a NaN, bool (its token is then any).
 std::pair<mx::array, mx::array> greedy_tokens(const mx::array& logits, mx::StreamOrDevice s = {});
 
+// top-p: the least logit of each row that is likelier than the rest of the row's first top_p of
+// probability, [num_rows] float32. Only logits of at least the row's floor count.
+mx::array nucleus_thresholds(
+    const mx::array& logits,  // [num_rows, vocab_size] float32, the largest of each row 0
+    const mx::array& floors,  // [num_rows] float32, at most 0
+    const mx::array& top_p,   // [num_rows] float32, above 0 and below 1
+    mx::StreamOrDevice s = {});
+
 // x @ weight.T + bias, of float32 on the CPU, as one node of the graph where MLX has five; of 16
 // bits and up to 32 rows with CUDA, in one kernel. What it does not serve (another dtype, weights
 // that are not plain rows, no BLAS to call) is MLX's composition.
@@ -133,7 +141,7 @@ mx::array linear(
 
 // A pool that is allocated but not touched: memory is used from the first write on, so a large pool
 // costs nothing until it is needed. Its contents are undefined. On Linux it asks for huge pages, as
-// decode visits memory in an order that small pages make slow.
+// decode visits memory in an order that small pages make slow. Throws std::bad_alloc.
 mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype);
 
 // Whole-pool copies made since the process started.

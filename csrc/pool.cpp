@@ -3,6 +3,8 @@
 // Where pools come from, and the one rule by which they are passed on.
 
 #include <atomic>
+#include <new>
+#include <string>
 #include <utility>
 
 #include "mlx/allocator.h"
@@ -31,6 +33,16 @@ void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t byte
 #endif
 }
 
+// In Python a MemoryError.
+class OutOfMemory : public std::bad_alloc {
+ public:
+  explicit OutOfMemory(std::string message) : message_(std::move(message)) {}
+  const char* what() const noexcept override { return message_.c_str(); }
+
+ private:
+  std::string message_;
+};
+
 }  // namespace
 
 mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype) {
@@ -48,6 +60,11 @@ mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype) {
   }
 #endif
   auto data = mx::allocator::malloc(bytes);
+  if (!data.buffer().ptr()) {  // MLX's allocator for CPUs says no more than this
+    throw OutOfMemory(
+        "[allocate_pool] cannot allocate " + std::to_string(bytes) + " bytes for a pool of " +
+        std::to_string(shape[0]) + " blocks");
+  }
   if (mx::default_device() == mx::Device::cpu) {
     advise_huge_pages(data.buffer().raw_ptr(), bytes);
   }

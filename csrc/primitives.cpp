@@ -94,4 +94,12 @@ bool GreedyTokens::is_equivalent(const mx::Primitive&) const {
   return true;
 }
 
+std::vector<mx::Shape> NucleusThresholds::output_shapes(const std::vector<mx::array>& inputs) {
+  return {{inputs[0].shape(0)}};
+}
+
+bool NucleusThresholds::is_equivalent(const mx::Primitive&) const {
+  return true;
+}
+
 }  // namespace mlx_paged

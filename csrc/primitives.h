@@ -104,6 +104,13 @@ class GreedyTokens : public mx::Primitive {
   MLX_PAGED_PRIMITIVE("GreedyTokens")
 };
 
+// inputs: logits, floors, top_p.
+class NucleusThresholds : public mx::Primitive {
+ public:
+  explicit NucleusThresholds(mx::Stream stream) : Primitive(stream) {}
+  MLX_PAGED_PRIMITIVE("NucleusThresholds")
+};
+
 // inputs: x, weight[, bias].
 class Linear : public mx::Primitive {
  public:

@@ -16,6 +16,7 @@
 #include "block_table.h"
 #include "decode_shape.h"
 #include "params.h"
+#include "query_tile.h"
 #include "scratch.h"
 #include "softmax_state.h"
 #include "unroll.h"
@@ -196,29 +197,22 @@ kernel void paged_decode(
   constexpr int STEP = Lane::TOKENS * Lane::UNROLL;
   constexpr int NUM_THREADS = 32 * DECODE_SIMD_GROUPS;
 
-  WorkItem item = work_items[group_id.x];
-  int num_rows = item.row_end - item.row_begin;
-  if (num_rows < params.min_rows || num_rows > params.max_rows) {
+  QueryTile ours = query_tile(work_items[group_id.x], block_tables, params, group_id.y, 0, QUERIES);
+  if (ours.num_queries <= 0) {
     return;
   }
-  int kv_head = group_id.y;
-  int heads = params.num_q_heads / params.num_kv_heads;  // of a group
-  BlockTable table = {block_tables + ulong(item.sequence) * params.max_blocks, params.block_shift};
-  KeyRange seen = keys_of_rows(
-      item, positions, item.row_begin, item.row_end, params.window, params.block_shift);
+  KeyRange seen = ours.keys(positions, params.window);
 
   Lane state;
   PAGED_UNROLL
   for (int q = 0; q < QUERIES; q++) {
-    int row = item.row_begin + q / heads;
-    ulong query = ulong(row) * params.num_q_heads + kv_head * heads + q % heads;
     state.load_query(
-        queries + query * K_DIM, q, lane % Lane::TOKEN_LANES,
-        keys_of_row(positions[row], params.window));
+        queries + ours.query(q) * K_DIM, q, lane % Lane::TOKEN_LANES,
+        keys_of_row(positions[ours.row(q)], params.window));
   }
   for (int token = seen.begin + int(simd_id) * STEP; token < seen.end;
        token += DECODE_SIMD_GROUPS * STEP) {
-    state.attend(key_pool, value_pool, table, token, seen.end, kv_head, params, lane);
+    state.attend(key_pool, value_pool, ours.table, token, seen.end, ours.kv_head, params, lane);
   }
 
   // The SIMD-groups join through threadgroup memory, a query at a time, so that it stays small.
@@ -262,19 +256,14 @@ kernel void paged_decode(
       factors[s] = rescale(maxima[s], joined.maximum);
       joined.sum += sums[s] * factors[s];
     }
-    int row = q / heads;
-    int head = kv_head * heads + q % heads;
-    bool whole = item.partial_begin < 0;
+    ulong result = ours.result(q);
     float normaliser = 1.0f;
-    ulong result = ulong(item.row_begin + row) * params.num_q_heads + head;
-    if (whole) {
-      normaliser = joined.normaliser(params.has_sinks, params.has_sinks ? sinks[head] : 0.0f);
-    } else {
-      result = ulong(item.partial_begin + row) * params.num_q_heads + head;
-      if (thread_id == 0) {
-        partials.maxima[result] = joined.maximum;
-        partials.sums[result] = joined.sum;
-      }
+    if (ours.whole()) {
+      float sink = params.has_sinks ? sinks[ours.head(q)] : 0.0f;
+      normaliser = joined.normaliser(params.has_sinks, sink);
+    } else if (thread_id == 0) {
+      partials.maxima[result] = joined.maximum;
+      partials.sums[result] = joined.sum;
     }
     for (int d = thread_id; d < V_DIM; d += NUM_THREADS) {
       float sum = 0.0f;
@@ -282,7 +271,7 @@ kernel void paged_decode(
       for (int s = 0; s < DECODE_SIMD_GROUPS; s++) {
         sum = fma(values[s * V_DIM + d], factors[s], sum);
       }
-      if (whole) {
+      if (ours.whole()) {
         out[result * V_DIM + d] = T(sum * normaliser);
       } else {
         partials.values[result * V_DIM + d] = sum;

@@ -18,6 +18,7 @@
 #include "decode_shape.h"
 #include "matrix_tile.h"
 #include "params.h"
+#include "query_tile.h"
 #include "scratch.h"
 #include "softmax_state.h"
 #include "unroll.h"
@@ -109,23 +110,12 @@ kernel void paged_decode_matrix(
   constexpr MatrixScratch AT = matrix_scratch(K_DIM, V_DIM, sizeof(T), ROWS);
   typedef TileSoftmax<ROWS, TOKENS, SIMD_GROUPS> Softmax;
 
-  WorkItem item = work_items[group_id.x];
-  int num_rows = item.row_end - item.row_begin;
-  if (num_rows < params.min_rows || num_rows > params.max_rows) {
+  QueryTile ours = query_tile(
+      work_items[group_id.x], block_tables, params, group_id.y, int(group_id.z) * ROWS, ROWS);
+  if (ours.num_queries <= 0) {
     return;
   }
-  int kv_head = group_id.y;
-  int heads = params.num_q_heads / params.num_kv_heads;  // of a group
-  int first_query = int(group_id.z) * ROWS;
-  int num_queries = min(ROWS, num_rows * heads - first_query);
-  if (num_queries <= 0) {
-    return;
-  }
-  BlockTable table = {block_tables + ulong(item.sequence) * params.max_blocks, params.block_shift};
-  KeyRange seen = keys_of_rows(
-      item, positions, item.row_begin + first_query / heads,
-      item.row_begin + (first_query + num_queries - 1) / heads + 1, params.window,
-      params.block_shift);
+  KeyRange seen = ours.keys(positions, params.window);
 
   threadgroup T* tile = (threadgroup T*)scratch + int(simd_id) * TOKENS * PITCH;
   threadgroup float* dots = (threadgroup float*)(scratch + AT.scores);
@@ -144,11 +134,8 @@ kernel void paged_decode_matrix(
       int q = band * 8 + chunk / ROW_CHUNKS;
       int element = k_slice.begin + chunk % ROW_CHUNKS * CHUNK;
       uint4 values = uint4(0);
-      if (q < num_queries && element < k_slice.end) {
-        int row = item.row_begin + (first_query + q) / heads;
-        int head = kv_head * heads + (first_query + q) % heads;
-        ulong at = (ulong(row) * params.num_q_heads + head) * K_DIM + element;
-        values = *(device const uint4*)(queries + at);
+      if (q < ours.num_queries && element < k_slice.end) {
+        values = *(device const uint4*)(queries + ours.query(q) * K_DIM + element);
       }
       threadgroup T* to = tile + chunk / ROW_CHUNKS * PITCH + chunk % ROW_CHUNKS * CHUNK;
       *(threadgroup uint4*)to = values;
@@ -168,9 +155,8 @@ kernel void paged_decode_matrix(
     softmax.state[i].clear();
     softmax.keys[i].begin = 0;
     softmax.keys[i].end = 0;
-    if (q < num_queries) {
-      int row = item.row_begin + (first_query + q) / heads;
-      KeyRange keys = keys_of_row(positions[row], params.window);
+    if (q < ours.num_queries) {
+      KeyRange keys = keys_of_row(positions[ours.row(q)], params.window);
       softmax.keys[i].begin = keys.begin;
       softmax.keys[i].end = min(keys.end, seen.end);
     }
@@ -187,9 +173,12 @@ kernel void paged_decode_matrix(
   for (int first = seen.begin; first < seen.end; first += TOKENS) {
     TileLoader<T, TOKENS, 8 * K_COLUMNS, 32> keys;
     TileLoader<T, TOKENS, 8 * V_COLUMNS, 32> values;
-    keys.load(key_pool, K_DIM, params.num_kv_heads, kv_head, table, first, seen.end, k_slice, lane);
+    keys.load(
+        key_pool, K_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end, k_slice,
+        lane);
     values.load(
-        value_pool, V_DIM, params.num_kv_heads, kv_head, table, first, seen.end, v_slice, lane);
+        value_pool, V_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end, v_slice,
+        lane);
     keys.store(tile, PITCH, lane);
     simdgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -253,21 +242,17 @@ kernel void paged_decode_matrix(
 
   softmax.join();
   threadgroup_barrier(mem_flags::mem_threadgroup);  // the factors of the last tile have been read
-  bool whole = item.partial_begin < 0;
   Partials partials = partials_at(workspace, params.num_partials, params.num_q_heads, V_DIM);
   PAGED_UNROLL
   for (int i = 0; i < Softmax::STEPS; i++) {
     int q = Softmax::row_of(i, simd_id, lane);
-    if (q < num_queries && lane % TOKENS == 0) {
-      int head = kv_head * heads + (first_query + q) % heads;
-      if (whole) {
-        float sink = params.has_sinks ? sinks[head] : 0.0f;
+    if (q < ours.num_queries && lane % TOKENS == 0) {
+      if (ours.whole()) {
+        float sink = params.has_sinks ? sinks[ours.head(q)] : 0.0f;
         factors[q] = softmax.state[i].normaliser(params.has_sinks, sink);
       } else {
-        int row = item.partial_begin + (first_query + q) / heads;
-        ulong at = ulong(row) * params.num_q_heads + head;
-        partials.maxima[at] = softmax.state[i].maximum;
-        partials.sums[at] = softmax.state[i].sum;
+        partials.maxima[ours.result(q)] = softmax.state[i].maximum;
+        partials.sums[ours.result(q)] = softmax.state[i].sum;
         factors[q] = 1.0f;
       }
     }
@@ -277,18 +262,16 @@ kernel void paged_decode_matrix(
   PAGED_UNROLL
   for (int band = 0; band < BANDS; band++) {
     int q = 8 * band + matrix_row(lane);
-    if (q < num_queries) {
+    if (q < ours.num_queries) {
       float factor = factors[q];
-      int row = (first_query + q) / heads + (whole ? item.row_begin : item.partial_begin);
-      int head = kv_head * heads + (first_query + q) % heads;
-      ulong at = (ulong(row) * params.num_q_heads + head) * V_DIM;
+      ulong at = ours.result(q) * V_DIM;
       PAGED_UNROLL
       for (int c = 0; c < V_COLUMNS; c++) {
         int element = v_slice.begin + 8 * c + matrix_column(lane);
         if (element < v_slice.end) {
           float first = result[band][c].thread_elements()[0] * factor;
           float second = result[band][c].thread_elements()[1] * factor;
-          if (whole) {
+          if (ours.whole()) {
             out[at + element] = T(first);
             out[at + element + 1] = T(second);
           } else {

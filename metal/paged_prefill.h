@@ -15,6 +15,7 @@
 #include "decode_shape.h"
 #include "matrix_tile.h"
 #include "params.h"
+#include "query_tile.h"
 #include "scratch.h"
 #include "softmax_state.h"
 #include "unroll.h"
@@ -91,23 +92,12 @@ kernel void paged_prefill(
   constexpr int K_PITCH = prefill_pitch(K_DIM, sizeof(T));
   constexpr int V_PITCH = prefill_pitch(V_DIM, sizeof(T));
 
-  WorkItem item = work_items[group_id.x];
-  int num_rows = item.row_end - item.row_begin;
-  if (num_rows < params.min_rows || num_rows > params.max_rows) {
+  QueryTile ours = query_tile(
+      work_items[group_id.x], block_tables, params, group_id.y, int(group_id.z) * ROWS, ROWS);
+  if (ours.num_queries <= 0) {
     return;
   }
-  int kv_head = group_id.y;
-  int heads = params.num_q_heads / params.num_kv_heads;  // of a group
-  int first_query = int(group_id.z) * ROWS;
-  int num_queries = min(ROWS, num_rows * heads - first_query);
-  if (num_queries <= 0) {
-    return;
-  }
-  BlockTable table = {block_tables + ulong(item.sequence) * params.max_blocks, params.block_shift};
-  KeyRange seen = keys_of_rows(
-      item, positions, item.row_begin + first_query / heads,
-      item.row_begin + (first_query + num_queries - 1) / heads + 1, params.window,
-      params.block_shift);
+  KeyRange seen = ours.keys(positions, params.window);
   threadgroup T* key_tile = (threadgroup T*)scratch;
   threadgroup T* value_tile = key_tile + TOKENS * K_PITCH;
 
@@ -122,11 +112,8 @@ kernel void paged_prefill(
         int q = (s * BANDS + band) * 8 + chunk / ROW_CHUNKS;
         int element = chunk % ROW_CHUNKS * CHUNK;
         uint4 values = uint4(0);
-        if (q < num_queries) {
-          int row = item.row_begin + (first_query + q) / heads;
-          int head = kv_head * heads + (first_query + q) % heads;
-          ulong at = (ulong(row) * params.num_q_heads + head) * K_DIM + element;
-          values = *(device const uint4*)(queries + at);
+        if (q < ours.num_queries) {
+          values = *(device const uint4*)(queries + ours.query(q) * K_DIM + element);
         }
         *(threadgroup uint4*)(key_tile + chunk / ROW_CHUNKS * K_PITCH + element) = values;
       }
@@ -153,9 +140,8 @@ kernel void paged_prefill(
     state[band].clear();
     keys[band].begin = 0;
     keys[band].end = 0;
-    if (q < num_queries) {
-      int row = item.row_begin + (first_query + q) / heads;
-      keys[band] = keys_of_row(positions[row], params.window);
+    if (q < ours.num_queries) {
+      keys[band] = keys_of_row(positions[ours.row(q)], params.window);
       keys[band].end = min(keys[band].end, seen.end);
     }
     PAGED_UNROLL
@@ -168,11 +154,11 @@ kernel void paged_prefill(
     TileLoader<T, TOKENS, K_DIM, THREADS> key_loader;
     TileLoader<T, TOKENS, V_DIM, THREADS> value_loader;
     key_loader.load(
-        key_pool, K_DIM, params.num_kv_heads, kv_head, table, first, seen.end, {0, K_DIM},
+        key_pool, K_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end, {0, K_DIM},
         thread_id);
     value_loader.load(
-        value_pool, V_DIM, params.num_kv_heads, kv_head, table, first, seen.end, {0, V_DIM},
-        thread_id);
+        value_pool, V_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end,
+        {0, V_DIM}, thread_id);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the tiles before have been read
     key_loader.store(key_tile, K_PITCH, thread_id);
     value_loader.store(value_tile, V_PITCH, thread_id);
@@ -221,19 +207,17 @@ kernel void paged_prefill(
     }
   }
 
-  bool whole = item.partial_begin < 0;
   Partials partials = partials_at(workspace, params.num_partials, params.num_q_heads, V_DIM);
   PAGED_UNROLL
   for (int band = 0; band < BANDS; band++) {
     state[band].sum = row_sum(state[band].sum);
     int q = query_of_lane[band];
-    if (q < num_queries) {
-      int row = (first_query + q) / heads + (whole ? item.row_begin : item.partial_begin);
-      int head = kv_head * heads + (first_query + q) % heads;
-      ulong at = ulong(row) * params.num_q_heads + head;
+    if (q < ours.num_queries) {
+      ulong at = ours.result(q);
       float factor = 1.0f;
-      if (whole) {
-        factor = state[band].normaliser(params.has_sinks, params.has_sinks ? sinks[head] : 0.0f);
+      if (ours.whole()) {
+        float sink = params.has_sinks ? sinks[ours.head(q)] : 0.0f;
+        factor = state[band].normaliser(params.has_sinks, sink);
       } else if (matrix_column(lane) == 0) {
         partials.maxima[at] = state[band].maximum;
         partials.sums[at] = state[band].sum;
@@ -243,7 +227,7 @@ kernel void paged_prefill(
         ulong element = at * V_DIM + 8 * c + matrix_column(lane);
         float first = result[band][c].thread_elements()[0] * factor;
         float second = result[band][c].thread_elements()[1] * factor;
-        if (whole) {
+        if (ours.whole()) {
           out[element] = T(first);
           out[element + 1] = T(second);
         } else {

@@ -55,6 +55,9 @@ def allocate_pool(
 
     Returns:
         ``[num_blocks, block_size, num_kv_heads, head_dim]`` of undefined contents.
+
+    Raises:
+        MemoryError: there is not as much memory; the message names the bytes.
     """
     return ext.allocate_pool([num_blocks, block_size, num_kv_heads, head_dim], dtype)
 
@@ -276,6 +279,29 @@ def greedy_tokens(
         row holds a NaN (its token is then any).
     """
     return ext.greedy_tokens(logits, stream=stream)
+
+
+def nucleus_thresholds(
+    logits: mx.array,
+    floors: mx.array,
+    top_p: mx.array,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """top-p: the least logit of each row that is to be kept. CPU only.
+
+    A logit is kept if those above it have less than `top_p` of the row's probability. Probabilities
+    are added up in float64; equal logits have the same answer.
+
+    Args:
+        logits: ``[num_rows, vocab_size]`` float32, the largest of each row 0.
+        floors: ``[num_rows]`` float32, at most 0: logits below have no part in it.
+        top_p: ``[num_rows]`` float32, above 0 and below 1.
+
+    Returns:
+        ``[num_rows]`` float32; the floor where a row is NaN.
+    """
+    return ext.nucleus_thresholds(logits, floors, top_p, stream=stream)
 
 
 def linear(

@@ -14,6 +14,7 @@ import mlx_paged  # before mlx.core, so that its BLAS takes effect
 
 # isort: split
 from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -40,6 +41,24 @@ def device() -> None:
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module")
+def shared_llm() -> Any:
+    """For tests that leave nothing behind; `llm` checks that they do not."""
+    import embedded_llm  # it loads a model
+
+    return embedded_llm.make()
+
+
+@pytest.fixture
+def llm(shared_llm: Any) -> Iterator[Any]:
+    """The embedded model's engine, with nothing cached."""
+    import embedded_llm
+
+    shared_llm.engine.reset_prefix_cache()
+    yield shared_llm
+    embedded_llm.check_at_rest(shared_llm)
 
 
 @pytest.fixture

@@ -264,6 +264,8 @@ class FakeEngine:
         assert batch or self.running or not self.scheduler.has_unfinished, "livelock"
         launched = None
         if batch is not None:
+            assert batch.num_tokens <= self.scheduler.config.max_num_batched_tokens
+            assert len(batch.sequences) <= self.scheduler.config.max_num_seqs
             self.batches.append(batch)
             for row in batch.sequences:
                 seq = self.scheduler.sequence(row.seq_id)

@@ -52,12 +52,15 @@ def sinks_for(batch: PagedBatch) -> mx.array:
     return mx.array(np.linspace(-2, 3, batch.queries.shape[1]).astype(np.float32))
 
 
-def reads_once(library: SimLibrary, batch: PagedBatch) -> None:
-    attend(library, batch)
-    (launch,) = launches()
+def tokens_read(library: SimLibrary, batch: PagedBatch, **options) -> float:
+    """How many tokens' keys and values are read, once for each time."""
+    attend(library, batch, **options)
     token = 2 * 80 * batch.key_pool.dtype.size * batch.key_pool.shape[2]
-    read = launch["traffic"][1][0] + launch["traffic"][2][0]
-    assert read <= 1.05 * token * sum(batch.context_lens)
+    return sum(x["traffic"][buffer][0] for x in launches() for buffer in (1, 2)) / token
+
+
+def reads_once(library: SimLibrary, batch: PagedBatch) -> None:
+    assert tokens_read(library, batch) <= 1.05 * sum(batch.context_lens)
 
 
 # --- Vector units ---------------------------------------------------------------------------------
@@ -90,7 +93,9 @@ def decode_drafts(library: SimLibrary) -> None:
 @check
 def decode_of_a_chunk_beside_others(library: SimLibrary) -> None:
     """Items of other sizes are left to other launches."""
-    compare(library, batch_of([1, 2, 1], 2))
+    batch = batch_of([1, 2, 1], 2)
+    compare(library, batch)
+    reads_once(library, batch)
 
 
 # --- Matrix units ---------------------------------------------------------------------------------
@@ -143,6 +148,14 @@ def prefill_options(library: SimLibrary) -> None:
 def prefill_splits(library: SimLibrary) -> None:
     batch = batch_of([27, 9], 6, window=60)  # so that tiles do not begin where blocks do
     compare(library, batch, {"split_tokens": 40}, sinks=sinks_for(batch), window=60)
+
+
+@check
+def prefill_window(library: SimLibrary) -> None:
+    """Each tile reads what its own rows see: 64 queries are rows 0 to 21 of a group of 3."""
+    batch = batch_of([27], 6, window=20)  # the last row is token 149
+    rows = [(123, 144), (144, 149)]
+    assert tokens_read(library, batch, window=20) == sum(b + 1 - (a - 19) for a, b in rows)
 
 
 # --- All of them ----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from sim.mutants import Mutant
 
 DECODE, MATRIX, PREFILL = "paged_decode.h", "paged_decode_matrix.h", "paged_prefill.h"
 TILE, SOFTMAX, TABLE = "matrix_tile.h", "softmax_state.h", "block_table.h"
+QUERIES = "query_tile.h"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 VECTOR = ("decode", "decode_options", "decode_splits")
 MATRICES = ("matrix", "matrix_options", "matrix_splits")
@@ -32,15 +33,23 @@ MUTANTS = [
     _mutant(DECODE, "bool visible = tokens[u] >= keys[q].begin &&", "bool visible = tokens[u] >= keys[q].begin - 1 &&", "the window of a draft is one too long", "decode_drafts"),
     _mutant(DECODE, "value[q][d] *= factor;", "", "values keep their scale when the maximum grows", *VECTOR),
     _mutant(DECODE, "token += DECODE_SIMD_GROUPS * STEP", "token += STEP", "SIMD-groups overlap", *VECTOR),
-    _mutant(DECODE, "int row = item.row_begin + q / heads;", "int row = item.row_begin;", "drafts all use the first row's query", "decode_drafts"),
-    _mutant(DECODE, "result = ulong(item.partial_begin + row) *", "result = ulong(item.row_begin + row) *", "partials land in the rows of the output", *VECTOR),
-    _mutant(DECODE, "num_rows < params.min_rows || num_rows > params.max_rows", "num_rows > params.max_rows", "smaller items are served too", "decode_of_a_chunk_beside_others"),
     _mutant(DECODE, "float other_sum = simd_shuffle_xor(state[q].sum, offset);", "float other_sum = state[q].sum;", "a lane adds its own sum twice", *VECTOR),
-    _mutant(DECODE, "if (thread_id == 0) {\n        partials.maxima", "{\n        partials.maxima", "all threads write one partial", "decode_splits"),
-    _mutant(DECODE, "item.partial_begin < 0;", "item.partial_begin <= 0;", "the first partial is left out", "decode_splits"),
-    _mutant(DECODE, "ulong(item.sequence) * params.max_blocks", "ulong(0)", "another sequence's blocks", *VECTOR),
+    _mutant(DECODE, "} else if (thread_id == 0) {", "} else {", "all threads write one partial", "decode_splits"),
     _mutant(DECODE, "offset < 32; offset *= 2", "offset < 16; offset *= 2", "half of the lanes are joined", "decode_options"),
     _mutant(DECODE, "if (exists && element(c, index) < V_DIM) {", "if (element(c, index) < V_DIM) {", "values of tokens that do not exist", *VECTOR),
+    # Queries of a threadgroup
+    _mutant(QUERIES, "return item.row_begin + (first_query + q) / heads;", "return item.row_begin;", "drafts all use the first row's query", "decode_drafts"),
+    _mutant(QUERIES, "whole() ? item.row_begin : item.partial_begin", "item.row_begin", "partials land in the rows of the output", *VECTOR),
+    _mutant(QUERIES, "num_rows >= params.min_rows && num_rows <= params.max_rows", "num_rows <= params.max_rows", "smaller items are served too", "decode_of_a_chunk_beside_others"),
+    _mutant(QUERIES, "num_rows >= params.min_rows && num_rows <= params.max_rows", "num_rows >= params.min_rows", "larger items are served too", "decode_of_a_chunk_beside_others"),
+    _mutant(QUERIES, "item.partial_begin < 0;", "item.partial_begin <= 0;", "the first partial is left out", "decode_splits"),
+    _mutant(QUERIES, "ulong(item.sequence) * params.max_blocks", "ulong(0)", "another sequence's blocks", *VECTOR),
+    _mutant(QUERIES, "row(num_queries - 1) + 1", "row(num_queries - 1)", "the last row's keys are left out", "matrix_drafts", *CHUNKS),
+    _mutant(QUERIES, "item, positions, row(0),", "item, positions, item.row_begin,", "a tile reads what only earlier rows see", "prefill_window"),
+    _mutant(QUERIES, "return kv_head * heads + (first_query + q) % heads;", "return kv_head * heads + q % heads;", "a tile that begins within a row has the heads of its begin", "matrix_tiles"),
+    _mutant(QUERIES, "tile.first_query = first_query;", "tile.first_query = 0;", "every tile serves the first queries", "matrix_tiles"),
+    _mutant(MATRIX, "  if (ours.num_queries <= 0) {\n    return;\n  }\n", "", "tiles without queries are served", "a_mixed_step"),
+    _mutant(PREFILL, "  if (ours.num_queries <= 0) {\n    return;\n  }\n", "", "tiles without queries are served", "a_mixed_step"),
     # Softmax and tables
     _mutant(SOFTMAX, "return to == -INFINITY ? 0.0f : fast::exp2(from - to);", "return fast::exp2(from - to);", "(-inf) - (-inf) where no key was seen", *VECTOR, *MATRICES),
     _mutant(SOFTMAX, "fast::exp2(logit - (maximum == -INFINITY ? 0.0f : maximum))", "fast::exp2(logit - maximum)", "a NaN from a row that sees nothing", *VECTOR, *MATRICES),
@@ -68,14 +77,12 @@ MUTANTS = [
     _mutant(MATRIX, "for (int s = 0; s < SIMD_GROUPS; s++) {", "for (int s = 1; s < SIMD_GROUPS; s++) {", "the first slice of the dot products is left out", *MATRICES),
     _mutant(MATRIX, "state[i].sum = state[i].sum * factor + share;", "state[i].sum = state[i].sum + share;", "a stale sum", *MATRICES),
     _mutant(MATRIX, "softmax.keys[i].end = min(keys.end, seen.end);", "softmax.keys[i].end = keys.end;", "zeros past a split are weighed", *MATRICES),
-    _mutant(MATRIX, "if (q < num_queries && element < k_slice.end) {", "if (element < k_slice.end) {", "rows past the last query are read", *MATRICES),
+    _mutant(MATRIX, "if (q < ours.num_queries && element < k_slice.end) {", "if (element < k_slice.end) {", "rows past the last query are read", *MATRICES),
     _mutant(MATRIX, "if (element < v_slice.end) {", "if (true) {", "a slice writes into the next", *MATRICES),
-    _mutant(MATRIX, "int first_query = int(group_id.z) * ROWS;", "int first_query = 0;", "every tile serves the first queries", "matrix_tiles"),
     _mutant(TILE, "token < end && element < slice.end", "element < slice.end", "tokens past the end are loaded", *MATRICES),
     _mutant(TILE, "token < end && element < slice.end", "token < end", "a SIMD-group loads beyond its slice", *MATRICES),
     _mutant(TILE, "return int(((lane / 4) & 2) * 2 + (lane % 2) * 2);", "return int(((lane / 4) & 2) * 2 + (lane % 2));", "results are written a column off", *MATRICES),
     _mutant(MATRIX, f"first, params, simd_id, lane);\n    {BARRIER}", "first, params, simd_id, lane);\n    threadgroup_barrier(mem_flags::mem_device);", "a barrier for other memory", *MATRICES),
-    _mutant(MATRIX, "  if (num_queries <= 0) {\n    return;\n  }\n", "", "tiles without queries are served", "a_mixed_step"),
     _mutant(MATRIX, "offset = TOKENS / 2; offset > 0; offset /= 2) {\n        maximum", "offset = TOKENS / 4; offset > 0; offset /= 2) {\n        maximum", "the maximum of half a row", *MATRICES),
     _mutant(TILE, "(lane / 2) % 4);", "(lane / 2) % 2);", "another lane's row of a matrix", *MATRICES),
     # Prefill
@@ -88,7 +95,6 @@ MUTANTS = [
     _mutant(PREFILL, "result[band][c].thread_elements()[1] *= factor;", "", "every second column keeps its scale", *CHUNKS),
     _mutant(PREFILL, "share[band][n], value", "share[0][n], value", "all bands use the first one's weights", *CHUNKS),
     _mutant(PREFILL, "} else if (matrix_column(lane) == 0) {", "} else {", "four lanes write one partial", *CHUNKS),
-    _mutant(PREFILL, "  if (num_queries <= 0) {\n    return;\n  }\n", "", "tiles without queries are served", "a_mixed_step"),
     # Merge
     _mutant("merge.h", "split < item.num_splits; split += 32", "split < min(item.num_splits, 32); split += 32", "splits past the 32nd are left out of the sum", "many_splits"),
     _mutant("merge.h", "float factor = rescale(maxima[partial], maximum);", "float factor = 1.0f;", "partials are added unscaled", "decode_splits"),

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -19,6 +23,7 @@ from mlx_paged.engine.engine import EngineStats
 from mlx_paged.server.app import create_app
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import Context
+from mlx_paged.server.protocol import impatient
 from mlx_paged.server.run import bind
 
 TIMEOUT = 60.0
@@ -37,6 +42,7 @@ class RunningServer:
         self.url = f"http://127.0.0.1:{self.port}"
         settings = uvicorn.Config(
             app,
+            http=impatient(config.read_timeout),
             log_config=None,
             access_log=False,
             ws="none",
@@ -120,3 +126,36 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     data = [b.removeprefix("data: ") for b in blocks if not b.startswith(":")]
     assert data[-1] == "[DONE]", data[-1]
     return [json.loads(d) for d in data[:-1]]
+
+
+@contextlib.contextmanager
+def process(
+    *options: str, code: str | None = None, until: str = "ready", **env: str
+) -> Iterator[tuple[Any, str]]:
+    """`mlx-paged serve` on a free port; yields it and its address when it is ready, or live."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    main = code or "from mlx_paged.cli.main import main; main()"
+    command = [sys.executable, "-c", main, "serve", "--port", port,
+               "--num-gpu-blocks-override", "200", *options]  # fmt: skip
+    started = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **env},
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 60
+        while started.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{url}/{until}").status_code == 200:
+                    break
+            time.sleep(0.05)
+        yield started, url
+    finally:
+        if started.poll() is None:
+            started.kill()
+        started.communicate()

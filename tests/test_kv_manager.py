@@ -49,6 +49,20 @@ def test_full_blocks_are_shared_by_reference_while_the_first_owner_runs():
     assert kv.counters.num_cached_tokens == 13 and kv.counters.num_queried_tokens == 36
 
 
+def test_room_is_foreseen_without_counting_a_cached_block_twice():
+    kv = Store(7, 4)
+    kv.compute(1, tokens_of("systemprompt"))
+    kv.compute(2, tokens_of("zzzz"))
+    # Two blocks are free. What a running sequence holds costs nothing.
+    assert kv.will_have_room(tokens_of("systemprompt and you"))
+    assert not kv.will_have_room(tokens_of("systemprompt and you"), headroom=1)
+    assert not kv.will_have_room(tokens_of("systemprompt and all of you"))
+    # Five are free or cached. To use a cached one takes it from them.
+    kv.free(1)
+    assert kv.will_have_room(tokens_of("systemprompt and you"))
+    assert not kv.will_have_room(tokens_of("systemprompt and all of you"))
+
+
 def test_the_last_token_is_never_taken_from_the_cache():
     kv = Store(16, 4)
     kv.compute(1, tokens_of("abcdefgh"))

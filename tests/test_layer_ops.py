@@ -275,6 +275,18 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ops.greedy_tokens(mx.zeros((3, 8), mx.int32)),
         "[greedy_tokens] logits must be float32, float16 or bfloat16 but got int32",
     ),
+    "logits of a nucleus": (
+        lambda: ops.nucleus_thresholds(mx.zeros((3, 8), mx.float16), mx.zeros(3), mx.zeros(3)),
+        "[nucleus_thresholds] logits must be float32 but got float16",
+    ),
+    "floors": (
+        lambda: ops.nucleus_thresholds(mx.zeros((3, 8)), mx.zeros(2), mx.zeros(3)),
+        "[nucleus_thresholds] floors must be of shape (3) but got (2)",
+    ),
+    "top_p": (
+        lambda: ops.nucleus_thresholds(mx.zeros((3, 8)), mx.zeros(3), mx.zeros(3, mx.float16)),
+        "[nucleus_thresholds] top_p must be float32 like logits but got float16",
+    ),
     "k": (
         lambda: ops.linear(mx.zeros((3, 7)), mx.zeros((4, 8))),
         "[linear] the last axis of x must be 8 like weight's but got 7",

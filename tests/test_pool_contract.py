@@ -101,6 +101,13 @@ def test_an_allocated_pool_is_written_in_place_like_any_other(no_copies) -> None
     assert to_numpy(pool[1, 1]).tolist() == [[1.0] * 16] * 2
 
 
+def test_a_pool_larger_than_memory_is_refused() -> None:
+    num_blocks = 2**31 - 1
+    num_bytes = num_blocks * 64 * 576 * 4  # more than a process can address
+    with pytest.raises(MemoryError, match=rf"\[allocate_pool\] cannot allocate {num_bytes} bytes"):
+        ops.allocate_pool(num_blocks, 64, 1, 576, mx.float32)
+
+
 # --- Pools that cannot be written in place --------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
@@ -11,9 +11,10 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 import mlx.core as mx
 import numpy as np
 import pytest
+from embedded_llm import make, text_of, tokens_of
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
-from models import dense_greedy, embedded, embedded_twin
+from models import dense_greedy, embedded
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.engine.text_stream import TextStream
@@ -32,33 +33,8 @@ PROMPTS = [
 ]
 
 
-def make(**options: Any) -> LLM:
-    return LLM(embedded_twin(), **{"kv_cache_memory": 1 << 26, **options})
-
-
-@pytest.fixture(scope="module")
-def shared_llm() -> LLM:
-    return make()
-
-
-@pytest.fixture
-def llm(shared_llm: LLM) -> Iterator[LLM]:
-    yield shared_llm
-    shared_llm.engine.check_integrity()
-    assert not shared_llm.engine.has_unfinished
-
-
-def tokens_of(text: str) -> list[int]:
-    return list(embedded().tokenizer.encode(text))
-
-
 def answers(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
     return [a.token_ids for output in llm.generate(prompts, params) for a in output.outputs]
-
-
-def text_of(tokens: Sequence[int]) -> str:
-    stream = TextStream(embedded().tokenizer)
-    return "".join([*(stream.add(token) for token in tokens), stream.finish()])
 
 
 def greedy(**fields: Any) -> SamplingParams:

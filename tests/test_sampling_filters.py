@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from mlx_lm import sample_utils
 
+from mlx_paged import ops
 from mlx_paged.engine.sampler import SamplingRow, sample
+from mlx_paged.engine.sampling import filters as filters_module
 from mlx_paged.engine.sampling.filters import apply_filters
 
 VOCAB_SIZE = 200
@@ -110,6 +112,15 @@ def test_the_order_matters_and_is_vllms() -> None:
     assert kept_by_ours(logits, [row_of(min_p=0.5, top_p=0.75)]).sum() == 2
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_k": 30}], ids=str)
+def test_a_token_goes_where_those_above_have_all_of_top_p(filters: dict) -> None:
+    """1 and two halves: what is above the halves is exactly half."""
+    logits = np.full((1, VOCAB_SIZE), -np.inf, np.float32)
+    logits[0, :3] = [0.0, -np.log(2.0), -np.log(2.0)]
+    assert kept_by_ours(logits, [row_of(top_p=0.5, **filters)]).sum() == 1
+    assert kept_by_ours(logits, [row_of(top_p=0.5001, **filters)]).sum() == 3
+
+
 def test_equal_logits_are_kept_or_left_out_together(rng: np.random.Generator) -> None:
     """As half precision makes many: no choice among them can then depend on the batch."""
     logits = np.round(logits_of(100, rng) * 2) / 2
@@ -127,6 +138,52 @@ def test_a_rows_filter_does_not_depend_on_its_batch(rng: np.random.Generator) ->
     for i in range(64):
         alone = np.array(apply_filters(mx.array(logits[i : i + 1]), rows[i : i + 1]))
         np.testing.assert_array_equal(together[i], alone[0])
+
+
+def nucleus_in_float64(logits: np.ndarray, top_p: float, floor: float) -> float:
+    """The least logit that stays, of one row."""
+    values, counts = np.unique(logits[logits >= floor].astype(np.float64), return_counts=True)
+    masses = (np.exp(values) * counts)[::-1]
+    above = np.cumsum(masses) - masses
+    return values[::-1][(above < top_p * masses.sum()) & (masses > 0)].min()
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 3.0, 40.0])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_the_nucleus_of_a_large_vocabulary_is_exact(
+    rng: np.random.Generator, dtype: type, scale: float
+) -> None:
+    """Where a sum of float32 would lose the edge, and where half the logits are equal."""
+    logits = (rng.normal(size=(12, 100_003)) * scale).astype(dtype).astype(np.float32)
+    logits[::2, ::3] = -np.inf
+    logits -= logits.max(axis=1, keepdims=True)
+    logits[0, 1], logits[1, 1] = 0.0, -0.0
+    top_p = np.resize(np.float32([1e-6, 0.3, 0.9, 0.999]), 12)
+    floors = np.where(np.arange(12) < 6, -np.inf, -2.5).astype(np.float32)
+    found = np.array(ops.nucleus_thresholds(*map(mx.array, (logits, floors, top_p)), stream=mx.cpu))
+    for i in range(12):
+        least = nucleus_in_float64(logits[i], float(top_p[i]), float(floors[i]))
+        assert (logits[i] >= found[i]).sum() == (logits[i] >= least).sum(), (i, found[i], least)
+
+
+def test_a_nucleus_of_nans_ends() -> None:
+    logits = np.zeros((3, 40), np.float32)
+    logits[0] = np.nan
+    logits[1, 5:] = np.nan
+    floors, top_p = np.full(3, -1.0, np.float32), np.full(3, 0.5, np.float32)
+    found = ops.nucleus_thresholds(*map(mx.array, (logits, floors, top_p)), stream=mx.cpu)
+    assert np.array(found).tolist() == [-1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_p": 0.6, "min_p": 0.01}], ids=str)
+def test_a_nucleus_without_top_k_is_that_of_the_sorted_row(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, filters: dict
+) -> None:
+    logits = mx.array(logits_of(200, rng))
+    rows = [row_of(**filters)] * 200
+    found = np.array(apply_filters(logits, rows))
+    monkeypatch.setattr(filters_module, "_of_the_nucleus", filters_module._of_all_in_order)
+    np.testing.assert_array_equal(found, np.array(apply_filters(logits, rows)))
 
 
 def test_banned_tokens_are_no_part_of_a_filter(rng: np.random.Generator) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +11,8 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 import mlx.core as mx
 import numpy as np
 import pytest
-from models import embedded, embedded_twin
+from embedded_llm import make
+from models import embedded
 
 from mlx_paged import LLM, RequestOutput, SamplingParams
 from mlx_paged.engine.outputs import CompletionOutput, PositionReport
@@ -26,22 +26,6 @@ PROMPTS = [
     '"""A module that sorts words.\n\nIt reads a text and counts its words.\n"""\n' * 2,
 ]
 TOLERANCE = 2e-3
-
-
-def make(**options: Any) -> LLM:
-    return LLM(embedded_twin(), **{"kv_cache_memory": 1 << 26, **options})
-
-
-@pytest.fixture(scope="module")
-def shared_llm() -> LLM:
-    return make()
-
-
-@pytest.fixture
-def llm(shared_llm: LLM) -> Iterator[LLM]:
-    shared_llm.engine.reset_prefix_cache()
-    yield shared_llm
-    shared_llm.engine.check_integrity()
 
 
 @lru_cache(maxsize=64)

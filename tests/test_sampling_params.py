@@ -1,4 +1,4 @@
-"""Sampling parameters: every value that cannot be honoured is refused, with its name."""
+"""Sampling parameters: vLLM's names and defaults; what cannot be honoured is refused by name."""
 
 from __future__ import annotations
 
@@ -9,16 +9,30 @@ import pytest
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
 
+NAN, INF = float("nan"), float("inf")
 EOS = frozenset({2})
 
 INVALID: dict[str, list[Any]] = {
     "n": [0, -1, 1.0, 1.5, "1", None, True],
-    "temperature": [-0.1, -1, float("nan"), float("inf"), float("-inf"), "0.7", None, [1.0]],
+    "temperature": [-0.1, -1, NAN, INF, -INF, "0.7", None, [1.0]],
     "max_tokens": [0, -1, 1.0, 2.5, "16", True],
     "stop": ["", [""], ["ok", ""], [3], 3, b"bytes", [b"bytes"], [None]],
     "stop_token_ids": [[-1], [1.5], ["1"], [True], [None], 3, "3"],
     "ignore_eos": ["no", None, 2],
     "seed": [1.5, "1", True, [1]],
+    "top_k": [-2, 1.0, "5", None, True],
+    "top_p": [0, 0.0, -0.1, 1.01, NAN, "0.9", None, True],
+    "min_p": [-0.01, 1.5, NAN, INF, "0", None],
+    "repetition_penalty": [0, -1, NAN, INF, "1.1", None],
+    "presence_penalty": [-2.1, 2.1, NAN, "0", None],
+    "frequency_penalty": [-2.1, 2.1, INF, [0.5], None],
+    "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: 101}, {5: -INF}, {5: NAN}, {5: None}, [5], "5", 5],
+    "allowed_token_ids": [[], [-1], ["a"], [1.0], 5, "5"],
+    "bad_words": ["word", [""], [3], 3],
+    "min_tokens": [-1, 1.0, None, True, 17],
+    "include_stop_str_in_output": [1, None, "yes"],
+    "logprobs": [-1, 21, 1.0, True, "5"],
+    "prompt_logprobs": [-1, 21, 1.0, True, "5"],
 }
 
 
@@ -50,6 +64,20 @@ def test_an_invalid_value_is_refused_with_its_name(field: str, value: Any) -> No
         {"seed": -5},
         {"seed": 2**70},
         {"seed": None},
+        {"top_k": -1},
+        {"top_k": 10**9},
+        {"top_p": 1},
+        {"min_p": 1},
+        {"repetition_penalty": 0.01},
+        {"presence_penalty": -2, "frequency_penalty": 2},
+        {"logit_bias": {0: 100, 9: -100.0}},
+        {"logit_bias": {}},
+        {"allowed_token_ids": (3,)},
+        {"bad_words": ("a", " b")},
+        {"min_tokens": 16},
+        {"min_tokens": 999, "max_tokens": None},
+        {"logprobs": 0, "prompt_logprobs": 20},
+        {"n": 2, "prompt_logprobs": 1},
     ],
     ids=str,
 )
@@ -90,3 +118,36 @@ def test_the_schedulers_part_says_when_to_stop() -> None:
     assert policy.eos_token_ids == EOS
     assert policy.ignore_eos
     assert SamplingParams(max_tokens=None).stop_policy(EOS).max_tokens is None
+
+
+def test_defaults_change_nothing() -> None:
+    params = SamplingParams()
+    off = {
+        **{"top_k": 0, "top_p": 1, "min_p": 0, "min_tokens": 0, "repetition_penalty": 1},
+        **{"presence_penalty": 0, "frequency_penalty": 0, "include_stop_str_in_output": False},
+        **{"logit_bias": None, "allowed_token_ids": None},
+        **{"logprobs": None, "prompt_logprobs": None},
+    }
+    assert {name: getattr(params, name) for name in off} == off
+    assert not params.bad_words and not params.penalizes
+
+
+def test_min_tokens_beyond_max_tokens_names_both() -> None:
+    message = r"min_tokens must be at most max_tokens \(5\) but got 6"
+    with pytest.raises(InvalidParameterError, match=message):
+        SamplingParams(max_tokens=5, min_tokens=6)
+
+
+@pytest.mark.parametrize("name", ["best_of", "use_beam_search", "topk"])
+def test_a_field_that_does_not_exist_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=name):
+        SamplingParams(**{name: 1})
+
+
+def test_a_callers_bias_is_copied_and_params_hash() -> None:
+    bias = {3: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[4] = 2.0
+    assert params.logit_bias == {3: 1.0}
+    assert hash(params) == hash(SamplingParams(logit_bias={3: 1.0}))
+    assert params == SamplingParams(logit_bias={3: 1.0}) != SamplingParams(logit_bias={3: 2.0})

@@ -85,6 +85,15 @@ def test_a_long_prompt_leaves_short_ones_their_share():
     assert rows(engine) == [("short", 1), ("long", 12)]
 
 
+def test_short_prompts_beyond_half_of_a_step_leave_the_rest_to_a_long_one():
+    engine = make(max_num_batched_tokens=16, long_prefill_token_threshold=12)
+    for name, length in [("a", 7), ("b", 7), ("long", 100)]:
+        engine.scheduler.add(request(name, [ord(name[0])] * length))
+    engine.step()
+    assert rows(engine) == [("a", 7), ("b", 7), ("long", 2)]
+    engine.run()
+
+
 def test_long_prompts_cannot_starve_short_ones_nor_the_reverse():
     engine = make(num_blocks=400, max_num_batched_tokens=16, long_prefill_token_threshold=8)
     for i in range(4):
@@ -146,6 +155,21 @@ def test_who_waits_for_a_block_does_not_hold_up_others():
     engine.step()
     assert rows(engine) == [("a", 8), ("c", 2)]
     engine.run()
+
+
+def test_nobody_waits_for_a_block_of_a_lower_class():
+    def second_step(first: int, second: int) -> list[tuple[str, int]]:
+        engine = make(policy="priority", max_num_batched_tokens=32, long_prefill_token_threshold=8)
+        engine.scheduler.add(request("first", list(range(40)), priority=first))
+        engine.step()
+        engine.scheduler.add(request("second", list(range(40)), priority=second))
+        engine.step()
+        computed = rows(engine)
+        engine.run()
+        return computed
+
+    assert second_step(0, 5) == second_step(5, 5) == [("first", 8)]
+    assert second_step(5, 0) == [("first", 8), ("second", 8)]
 
 
 def test_an_aborted_request_leaves_its_blocks_for_the_retry():

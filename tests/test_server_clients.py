@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from server_helpers import RunningServer, running
@@ -196,3 +200,37 @@ def test_llama_index(server) -> None:
         temperature=0, is_chat_model=False,
     )  # fmt: skip
     assert plain.complete(PROMPT).text
+
+
+def test_the_recipe_for_opencode(server, monkeypatch) -> None:
+    """What OpenCode makes of the documented file: the requests of its provider package."""
+    text = (Path(__file__).parent.parent / "docs/serving.md").read_text()
+    [recipe] = re.findall(r"```json\n(\{\n  \"\$schema\": .*?\n\})\n```", text, re.DOTALL)
+    config = json.loads(recipe)
+    name, _, model = config["model"].partition("/")
+    provider = config["provider"][name]
+    assert config["enabled_providers"] == [name] and config["small_model"] == config["model"]
+    assert provider["npm"] == "@ai-sdk/openai-compatible"
+    limit = provider["models"][model]["limit"]
+    # No tools are offered: the server would refuse them.
+    agent = config["agent"][config["default_agent"]]
+    assert agent["tools"] == {"*": False} and provider["models"][model]["tool_call"] is False
+    options = provider["options"]
+    assert options["apiKey"] == "{env:MLX_PAGED_API_KEY}"
+    base = options["baseURL"].replace("http://127.0.0.1:8000", server.url)
+    with httpx.Client(headers={"Authorization": "Bearer secret"}, timeout=60) as client:
+        [served] = client.get(f"{base}/models").json()["data"]
+        assert served["id"] == model and limit["output"] < limit["context"]
+        body = {
+            "model": model, "max_tokens": limit["output"], "stream": True, "top_p": 1,
+            "temperature": 0, "stream_options": {"include_usage": True},
+            "messages": [{"role": "system", "content": agent["prompt"]}, *MESSAGES],
+        }  # fmt: skip
+        found = [json.loads(line.removeprefix("data: "))
+                 for line in client.post(f"{base}/chat/completions", json=body).text.split("\n")
+                 if line.startswith("data: {")]  # fmt: skip
+        said = "".join(c["delta"].get("content") or "" for e in found for c in e["choices"])
+        assert said.startswith("def ") and found[-1]["usage"]["completion_tokens"] > 5
+        tools = [{"type": "function", "function": {"name": "read", "parameters": {}}}]
+        refused = client.post(f"{base}/chat/completions", json={**body, "tools": tools})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"

@@ -14,7 +14,8 @@ from server_helpers import running
 from typer.testing import CliRunner
 
 from mlx_paged.cli import options_table
-from mlx_paged.cli.bench.report import percentile
+from mlx_paged.cli.bench.datasets import Dataset, Workload, tokenizer_of
+from mlx_paged.cli.bench.percentiles import percentile
 from mlx_paged.cli.main import app
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.server.app import API
@@ -68,6 +69,7 @@ def test_percentiles() -> None:
 
 
 VLLM_KEYS = {
+    "environment",
     "date", "endpoint_type", "backend", "model_id", "tokenizer_id", "num_prompts", "request_rate",
     "burstiness", "max_concurrency", "duration", "completed", "failed", "total_input_tokens",
     "total_output_tokens", "request_throughput", "output_throughput", "total_token_throughput",
@@ -103,6 +105,22 @@ def test_bench_serve(tmp_path, backend) -> None:
     for line in ("Successful requests:                     12", "Output token throughput (tok/s):",
                  "Mean TTFT (ms):", "P99 ITL (ms):", "Mean TPOT (ms):"):  # fmt: skip
         assert line in done.output
+
+
+def test_bench_serve_sends_the_messages_of_a_chat(tmp_path) -> None:
+    file = tmp_path / "result.json"
+    asked = Workload(Dataset.EMBEDDED, 4, system_prompt=False).sample(tokenizer_of(None), 5)
+    with running() as server:
+        done = CliRunner().invoke(
+            app,
+            ["bench", "serve", "--base-url", server.url, "--num-prompts", "3", "--seed", "5",
+             "--backend", "openai-chat", "--dataset-name", "embedded", "--no-system-prompt",
+             "--output-len", "4", "--num-warmups", "1",
+             "--save-result", "--result-filename", str(file)],
+        )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    # As the server counts: the template of the chat is around each question, once.
+    assert json.loads(file.read_text())["input_lens"] == [p.num_tokens for p in asked[1:]]
 
 
 def test_bench_serve_without_a_server() -> None:

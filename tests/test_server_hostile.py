@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import random
+import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -131,8 +134,6 @@ def test_mutated_bodies_are_never_our_fault(server) -> None:
 
 
 def test_bytes_that_are_no_http() -> None:
-    import socket
-
     rng = random.Random(1)
     with running(ServerConfig(read_timeout=2)) as server:
         for _ in range(40):
@@ -178,3 +179,84 @@ def test_the_document_is_kept(server, case) -> None:
             schemathesis.checks.ignored_auth,
         ],
     )
+
+
+# Heads that do not end.
+
+
+def drained(sock: socket.socket) -> bytes:
+    """All that comes until the other end hangs up."""
+    parts = []
+    with contextlib.suppress(ConnectionError):
+        while part := sock.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def test_heads_that_do_not_end_are_given_up() -> None:
+    """However they dawdle: all are closed, those that began to ask are told why, others go on."""
+    beginnings = {
+        "silent": b"",
+        "blank": b"\r\n",
+        "half a line": b"POST /v1/comp",
+        "half a head": b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: ",
+        "second head": b"GET /live HTTP/1.1\r\nHost: x\r\n\r\nGET /li",
+        "body after its answer": b"POST /none HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{",
+    }
+    answers: dict[str, bytes] = {}
+
+    def dawdle(name: str) -> None:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+            sock.sendall(beginnings[name])
+            done = threading.Event()
+
+            def drip() -> None:  # a byte now and then does not buy time
+                with contextlib.suppress(OSError):
+                    while name != "silent" and not done.wait(0.1):
+                        sock.sendall(b"\r\n" if name == "blank" else b"a")
+
+            dripping = threading.Thread(target=drip)
+            dripping.start()
+            answers[name] = drained(sock)
+            done.set()
+            dripping.join()
+
+    with running(ServerConfig(read_timeout=0.5)) as server, server.client() as client:
+        threads = [threading.Thread(target=dawdle, args=(name,)) for name in beginnings]
+        for thread in threads:
+            thread.start()
+        body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True}
+        streamed = client.post("/v1/completions", json=body)  # takes longer than a head may
+        assert streamed.text.rstrip().endswith("[DONE]")
+        for thread in threads:
+            thread.join(30)
+        assert answers.keys() == beginnings.keys()  # every one was closed
+        assert httpx.get(f"{server.url}/live").status_code == 200
+    told = {name: answer.count(b" 408 Request Timeout") for name, answer in answers.items()}
+    assert told == {"silent": 0, "blank": 0, "half a line": 1, "half a head": 1, "second head": 1,
+                    "body after its answer": 0}  # fmt: skip
+    assert answers["second head"].startswith(b"HTTP/1.1 200 ")
+    assert answers["body after its answer"].startswith(b"HTTP/1.1 404 ")
+    error = json.loads(answers["half a line"].partition(b"\r\n\r\n")[2])["error"]
+    assert error["code"] == "read_timeout" and error["type"] == "timeout_error"
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n", 431),
+        (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 20_000, 431),
+        (b"what is this?\r\n\r\n", 400),
+    ],
+    ids=["line", "headers", "no HTTP"],
+)
+def test_errors_before_a_request_are_openais_too(server, head, status) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+        with contextlib.suppress(OSError):
+            sock.sendall(head)
+        answer = drained(sock)
+    if answer:  # (a reset may overtake it where the server had not read everything)
+        assert answer.startswith(b"HTTP/1.1 %d " % status), answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+    else:
+        assert status == 431

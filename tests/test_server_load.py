@@ -17,17 +17,15 @@ import sys
 from collections import Counter
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from hash_model import VOCAB_SIZE, follows, hash_model
-from server_helpers import RunningServer, running
-from test_server_operations import process
+from leftovers import leftovers_of
+from server_helpers import RunningServer, process, running
 
 from mlx_paged import ops
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.memory import live_arrays
 from mlx_paged.server.config import ServerConfig
 
 NUM_CLIENTS = int(os.environ.get("MLX_PAGED_LOAD_CLIENTS", "64"))
@@ -133,18 +131,7 @@ def leftovers(server: RunningServer) -> dict[str, int]:
     server.wait_idle()
 
     def look(inner: Engine) -> dict[str, int]:
-        inner.settle()
-        inner.reset_prefix_cache()
-        inner.check_integrity()
-        gc.collect()
-        mx.clear_cache()
-        return {
-            "free": inner.stats().usage.num_free_blocks,
-            "active": mx.get_active_memory(),
-            "arrays": live_arrays(),
-            "generations": len(inner._generations),
-            "readers": len(server.engine._thread._requests),
-        }
+        return {**leftovers_of(inner), "readers": len(server.engine._thread._requests)}
 
     return server.call(server.engine._call(look))
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -184,6 +185,25 @@ def test_chats_are_kept_and_apart(page) -> None:
 
 
 @in_browser
+def test_an_answer_in_one_piece_has_a_sober_speed(page) -> None:
+    chunks = [
+        {"choices": [{"index": 0, "delta": {"content": "x = 1"}, "finish_reason": "stop"}]},
+        {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 30}},
+    ]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+    def answer(route: Route) -> None:
+        time.sleep(0.5)
+        route.fulfill(body=body, content_type="text/event-stream")
+
+    page.route("**/v1/chat/completions", answer)
+    ask(page, PROMPT)
+    answered(page)
+    stats = page.locator(".assistant .stats").inner_text()
+    assert 0 < float(re.match(r"([\d.]+) tokens/s", stats)[1]) <= 60, stats
+
+
+@in_browser
 def test_text_is_never_markup_and_errors_are_shown(page) -> None:
     page.on("dialog", lambda dialog: pytest.fail(dialog.message))
     set_parameters(page, max_tokens="5")
@@ -205,6 +225,10 @@ def test_a_narrow_window(page) -> None:
     ask(page, PROMPT)
     answered(page)
     shoot(page, "narrow")
+    page.emulate_media(color_scheme="dark")
+    shoot(page, "narrow-dark")
+    page.click("#toggle-sidebar")
+    shoot(page, "narrow-sidebar-dark")
     overflow = page.evaluate("document.documentElement.scrollWidth - innerWidth")
     assert overflow <= 0
 
@@ -226,6 +250,8 @@ def test_the_documentation_page(page, server) -> None:
     page.get_by_text("/v1/chat/completions").click()
     expect(page.get_by_text("continue_final_message", exact=True).first).to_be_visible()
     shoot(page, "docs")
+    page.emulate_media(color_scheme="dark")
+    shoot(page, "docs-dark")
 
 
 @in_browser

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import random
 from dataclasses import dataclass
 from typing import Any
 
 from hash_model import VOCAB_SIZE, follows, hash_model
+from leftovers import leftovers_of
 
 # isort: split
-import mlx.core as mx
 import pytest
 
 from mlx_paged import ops
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.memory import live_arrays
 from mlx_paged.engine.runner import LaunchedStep
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import EngineOverloadedError
@@ -108,19 +106,7 @@ async def leftovers(engine: AsyncEngine) -> dict[str, int]:
     """What there is when nobody wants anything."""
 
     def look(inner: Engine) -> dict[str, int]:
-        inner.settle()
-        inner.reset_prefix_cache()
-        inner.check_integrity()
-        gc.collect()
-        mx.clear_cache()
-        return {
-            "free": inner.stats().usage.num_free_blocks,
-            "active": mx.get_active_memory(),
-            "arrays": live_arrays(),
-            "generations": len(inner._generations),
-            "readers": len(engine._thread._requests),
-            "copies": inner.stats().pool_copies,
-        }
+        return {**leftovers_of(inner), "readers": len(engine._thread._requests)}
 
     while (await engine.stats()).num_running or (await engine.stats()).num_waiting:
         await asyncio.sleep(0.01)

@@ -135,4 +135,23 @@ void GreedyTokens::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx
   });
 }
 
+void NucleusThresholds::eval_cpu(
+    const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
+  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+  cpu::NucleusArgs args{};
+  args.logits = in[0].data<float>();
+  args.floors = in[1].data<float>();
+  args.top_p = in[2].data<float>();
+  args.thresholds = out[0].data<float>();
+  args.size = in[0].shape(1);
+  encoder.dispatch([args, num_rows = in[0].shape(0)] {
+    constexpr int64_t kBytesLikeOneLogit = 64;  // the time of three passes, as memory
+    cpu::for_ranges(num_rows, args.size * kBytesLikeOneLogit, [&](int64_t begin, int64_t end) {
+      cpu::kernels().layer.nucleus(args, begin, end);
+    });
+  });
+}
+
 }  // namespace mlx_paged

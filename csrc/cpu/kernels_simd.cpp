@@ -6,6 +6,7 @@
 #include "attention_kernel.h"
 #include "kernels.h"
 #include "layer_kernel.h"
+#include "nucleus_kernel.h"
 #include "product_kernel.h"
 
 namespace mlx_paged::cpu {
@@ -13,7 +14,8 @@ namespace mlx_paged::cpu {
 const Kernels MLX_PAGED_KERNELS = {
     MLX_PAGED_SIMD_NAME,
     {MLX_PAGED_ISA::scratch_size, MLX_PAGED_ISA::attend, MLX_PAGED_ISA::merge},
-    {MLX_PAGED_ISA::rope, MLX_PAGED_ISA::rms_norm, MLX_PAGED_ISA::silu_mul, MLX_PAGED_ISA::greedy},
+    {MLX_PAGED_ISA::rope, MLX_PAGED_ISA::rms_norm, MLX_PAGED_ISA::silu_mul, MLX_PAGED_ISA::greedy,
+     MLX_PAGED_ISA::nucleus},
     {MLX_PAGED_ISA::kWidth >= 8 ? MLX_PAGED_ISA::few_rows : nullptr},
 };
 

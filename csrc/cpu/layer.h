@@ -50,12 +50,21 @@ struct GreedyArgs {
   int64_t size;
 };
 
+struct NucleusArgs {
+  const float* logits;  // [num_rows, size], the largest of each row 0
+  const float* floors;  // [num_rows]: what is below does not count
+  const float* top_p;   // [num_rows], below 1
+  float* thresholds;    // [num_rows]
+  int64_t size;
+};
+
 // Each does the rows, or elements, [begin, end).
 struct LayerKernels {
   void (*rope)(const RopeArgs& args, int64_t begin, int64_t end);
   void (*rms_norm)(const RmsNormArgs& args, int64_t begin, int64_t end);
   void (*silu_mul)(const SiluMulArgs& args, int64_t begin, int64_t end);
   void (*greedy)(const GreedyArgs& args, int64_t begin, int64_t end);
+  void (*nucleus)(const NucleusArgs& args, int64_t begin, int64_t end);
 };
 
 }  // namespace mlx_paged::cpu

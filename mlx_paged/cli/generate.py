@@ -1,25 +1,206 @@
-"""`mlx-paged generate`."""
+"""`mlx-paged generate`: prompts, or a batch of requests in a file."""
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.rule import Rule
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from mlx_paged.engine.llm import LLM
-from mlx_paged.engine.sampling_params import SamplingParams
+import typer
+
+from mlx_paged.cli import options
+from mlx_paged.cli.entry import needs_extra
+from mlx_paged.cli.interrupts import deferred_interrupt
+from mlx_paged.errors import MlxPagedError
+
+if TYPE_CHECKING:
+    from mlx_paged.engine.llm import LLM
+    from mlx_paged.engine.outputs import SequenceUpdate
+    from mlx_paged.engine.sampling_params import SamplingParams
+
+_BATCH = "Batch"
+# What a batch takes from the command line; everything else stands in its lines.
+_OF_BATCH = frozenset(
+    {"input", "output", "overwrite", "served_model_name", "model", "max_num_seqs",
+     "max_model_len", "kv_cache_memory", "async_scheduling", "progress"}
+)  # fmt: skip
+_ONLY_BATCH = ("output", "overwrite", "served_model_name")
 
 
-def run(
+def generate(
+    context: typer.Context,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="What to answer. Repeatable.")
+    ] = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option("--file", "-f", help="File that is a prompt; '-': stdin. Repeatable."),
+    ] = None,
+    system_prompt: options.SystemPrompt = None,
+    ignore_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-chat-template",
+            help="Complete the prompt as it is, without the chat template.",
+        ),
+    ] = False,
+    n: Annotated[int, typer.Option("-n", min=1, help="Answers for each prompt.")] = 1,
+    progress: Annotated[
+        bool | None,
+        typer.Option(help="Show a bar on stderr.", show_default="on a terminal"),
+    ] = None,
+    input: Annotated[
+        Path | None,
+        typer.Option(
+            "--input", "-i", rich_help_panel=_BATCH,
+            help="JSONL file of requests in OpenAI's batch format; '-': stdin.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", rich_help_panel=_BATCH, show_default="stdout",
+            help="JSONL file of answers; lines that it has already are not done again.",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", rich_help_panel=_BATCH, help="Begin the output anew."),
+    ] = False,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            rich_help_panel=_BATCH, show_default="the model's path or id",
+            help="What a line may give as `model`. Repeatable; the first one is in answers.",
+        ),
+    ] = None,
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    min_tokens: options.MinTokens = 0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    model: options.Model = None,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Most sequences that run at once.", rich_help_panel="Model and engine"
+        ),
+    ] = 256,
+    kv_cache_memory: options.KVCacheMemory = None,
+    async_scheduling: options.AsyncScheduling = True,
+) -> None:  # fmt: skip
+    """Answer prompts, or all requests of a batch file, as many at once as there is memory for.
+
+    Examples:
+      mlx-paged generate -p "Return the n-th Fibonacci number"
+      mlx-paged generate -p "Hello" -p "How are you?" --model mlx-community/Qwen3-0.6B-4bit
+      git diff | mlx-paged generate --system-prompt "Review this change"
+      mlx-paged generate -f question.txt --temperature 0.7 --seed 1 -n 3
+      mlx-paged generate -i requests.jsonl -o answers.jsonl
+
+    The last one runs a batch in OpenAI's format. Interrupted, it goes on where it stopped when the
+    same command is given again.
+    """
+    from mlx_paged.engine.sampling_params import SamplingParams
+
+    engine_options = {
+        "max_num_seqs": max_num_seqs,
+        "async_scheduling": async_scheduling,
+        **options.given(max_model_len=max_model_len, kv_cache_memory=kv_cache_memory),
+    }
+    if input is not None:
+        others = context.params.keys() - _OF_BATCH
+        options.refuse(context, others, "it has no use with --input: the lines say it")
+        with needs_extra("server", "a batch"):
+            from mlx_paged.cli.batch import run as batch
+        batch.run(
+            batch.Batch(
+                _unless_dash(input),
+                None if output is None else _unless_dash(output),
+                overwrite,
+                model,
+                tuple(served_model_name or ()),
+                progress,
+                engine_options,
+            )
+        )
+        return
+    options.refuse(context, _ONLY_BATCH, "it needs --input: it is for a batch")
+    prompts = _prompts(context, prompt or [], file or [], keep_breaks=ignore_chat_template)
+    params = SamplingParams(
+        n=n,
+        **options.given(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            min_tokens=min_tokens,
+            seed=seed,
+            stop=stop,
+        ),
+    )
+    from mlx_paged.engine.llm import LLM
+
+    llm = LLM(model, **engine_options)
+    _answer(llm, prompts, params, system_prompt, chat=not ignore_chat_template, progress=progress)
+
+
+def _prompts(
+    context: typer.Context, prompts: list[str], files: list[Path], *, keep_breaks: bool
+) -> list[str]:
+    """The options' prompts, then the files', or else stdin's."""
+    if not prompts and not files:
+        if sys.stdin is None or sys.stdin.isatty():
+            context.fail("there is no prompt: give --prompt, --file or --input, or pipe a text in")
+        files = [Path("-")]
+    return [*prompts, *(_read(_unless_dash(path), keep_breaks) for path in files)]
+
+
+def _read(path: Path | None, keep_break: bool) -> str:
+    name = "stdin" if path is None else str(path)
+    try:
+        text = (sys.stdin.buffer.read() if path is None else path.read_bytes()).decode()
+    except OSError as error:
+        raise MlxPagedError(f"cannot read {name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise MlxPagedError(f"{name} must be UTF-8 text ({error.reason})") from error
+    text = text if keep_break else text.rstrip("\r\n")
+    if not text:
+        raise MlxPagedError(f"{name} is empty: there is no prompt")
+    return text
+
+
+def _unless_dash(path: Path) -> Path | None:
+    return None if str(path) == "-" else path
+
+
+def _answer(
+    llm: LLM,
     prompts: list[str],
     params: SamplingParams,
-    model: str | None,
     system_prompt: str | None,
     *,
     chat: bool,
-    async_scheduling: bool = True,
+    progress: bool | None,
 ) -> None:
-    """Answers prompts: one as it comes, several when they are done, in order."""
-    llm = LLM(model, async_scheduling=async_scheduling)
+    """Prints answers: one as it comes, several when they are done, in order."""
+    from rich.console import Console
+    from rich.rule import Rule
+
+    from mlx_paged.cli.progress import progress_bar
+
     inputs: list[str] | list[list[int]] = prompts
     if chat and llm.tokenizer.has_chat_template:
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
@@ -27,12 +208,28 @@ def run(
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if len(prompts) == 1 and params.n == 1:
-        for update in llm.stream(inputs, params):
+        for update in _stream(llm, inputs, params):
             console.print(update.text, end="")
         console.print()
         return
-    for prompt, output in zip(prompts, llm.generate(inputs, params)):
-        for completion in output.outputs:
-            title = prompt if params.n == 1 else f"{prompt} [{completion.index + 1}/{params.n}]"
-            console.print(Rule(title, align="left"))
-            console.print(completion.text)
+    texts: dict[tuple[int, int], list[str]] = {}
+    with progress_bar("answers", len(prompts) * params.n, shown=progress) as advance:
+        for update in _stream(llm, inputs, params):
+            texts.setdefault((int(update.request_id), update.index), []).append(update.text)
+            if update.finish_reason is not None:
+                advance()
+    for (place, index), pieces in sorted(texts.items()):
+        title = prompts[place] if params.n == 1 else f"{prompts[place]} [{index + 1}/{params.n}]"
+        console.print(Rule(title, align="left"))
+        console.print("".join(pieces))
+
+
+def _stream(
+    llm: LLM, inputs: list[str] | list[list[int]], params: SamplingParams
+) -> Iterator[SequenceUpdate]:
+    """`LLM.stream`, which Ctrl-C ends between two steps."""
+    with deferred_interrupt() as interrupted:
+        for update in llm.stream(inputs, params):
+            yield update
+            if interrupted.is_set():
+                raise KeyboardInterrupt

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import random
 
-from .corpus import Pair
-from .families import _answer
+from .families.answer import answer
+from .pairs import Pair
 
 CONDITIONS = [
     ("even numbers", "even", "n % 2 == 0"),
@@ -93,25 +93,25 @@ def _numbers(rng: random.Random) -> Pair:
         ("sum", "list", "count", "largest", "smallest", "average", "product", "any")
     )
     if quantity == "sum":
-        return _answer(
+        return answer(
             f"sum_{name}({argument}) -> float",
             f"Return the sum of the {what}.",
             f"return sum({items})",
         )
     if quantity == "list":
-        return _answer(
+        return answer(
             f"list_{name}({argument}) -> list", f"Return a list of the {what}.", f"return [{items}]"
         )
     if quantity == "count":
         what = condition.format(**values) + " " + place.format(**values)
         items = f"1 for n in {source}{clause}".format(**values)
-        return _answer(
+        return answer(
             f"count_{name}({argument}) -> int", f"Count the {what}.", f"return sum({items})"
         )
     if quantity in ("largest", "smallest"):
         call = "max" if quantity == "largest" else "min"
         doc = f"Return the {quantity} of the {what}."
-        return _answer(
+        return answer(
             f"{quantity}_{name}({argument}) -> float | None",
             doc,
             f"return {call}(({items}), default=None)",
@@ -119,7 +119,7 @@ def _numbers(rng: random.Random) -> Pair:
     if quantity == "any" and test:
         what = condition.format(**values) + " " + place.format(**values)
         doc = f"Return True if there are any {what}."
-        return _answer(
+        return answer(
             f"any_{name}({argument}) -> bool",
             doc,
             f"return any({test} for n in {source})".format(**values),
@@ -131,7 +131,7 @@ def _numbers(rng: random.Random) -> Pair:
             if test
             else [f"    result *= {term}"]
         )
-        return _answer(
+        return answer(
             f"product_{name}({argument}) -> float",
             f"Return the product of the {what}.",
             *body,
@@ -143,7 +143,7 @@ def _numbers(rng: random.Random) -> Pair:
         "    return 0.0",
         "return sum(chosen) / len(chosen)",
     ]
-    return _answer(
+    return answer(
         f"average_{name}({argument}) -> float", f"Return the average of the {what}.", *body
     )
 
@@ -166,11 +166,11 @@ def _words(rng: random.Random) -> Pair:
     indent = "    " if head else ""
     if quantity == "list":
         doc = f"Return the {what}" + (f", {form}." if form else ".")
-        return _answer(
+        return answer(
             f"words_{name}({argument}) -> list[str]", doc, *head, f"{indent}return [{term} {loop}]"
         )
     if quantity == "count":
-        return _answer(
+        return answer(
             f"count_{name}({argument}) -> int",
             f"Count the {what}.",
             *head,
@@ -178,7 +178,7 @@ def _words(rng: random.Random) -> Pair:
         )
     if quantity == "first":
         doc = f"Return the first of the {what}."
-        return _answer(
+        return answer(
             f"first_{name}({argument}) -> str | None",
             doc,
             *head,
@@ -186,7 +186,7 @@ def _words(rng: random.Random) -> Pair:
         )
     if quantity == "longest":
         doc = f"Return the longest of the {what}."
-        return _answer(
+        return answer(
             f"longest_{name}({argument}) -> str",
             doc,
             *head,
@@ -195,14 +195,14 @@ def _words(rng: random.Random) -> Pair:
     if quantity == "drop":
         doc = f"Remove the {what}."
         kept = f"for word in {source} if not ({test})"
-        return _answer(
+        return answer(
             f"remove_{name}({argument}) -> list[str]", doc, *head, f"{indent}return [word {kept}]"
         )
     mark, word = rng.choice(
         ((",", "commas"), (" ", "spaces"), ("-", "hyphens"), ("\\n", "newlines"))
     )
     doc = f"Join the {what} with {word}."
-    return _answer(
+    return answer(
         f"join_{name}({argument}) -> str", doc, *head, f'{indent}return "{mark}".join(word {loop})'
     )
 
@@ -243,7 +243,7 @@ def _small(rng: random.Random) -> Pair:
     }
     values |= {"c": rng.choice(LETTERS), "e": rng.choice(LETTERS)}
     doc, signature, body = (text.format(**values) for text in rng.choice(SMALL))
-    return _answer(signature, doc, body, imports="import random" if "random." in body else "")
+    return answer(signature, doc, body, imports="import random" if "random." in body else "")
 
 
 def random_compositions(count: int, seed: int = 0) -> list[Pair]:

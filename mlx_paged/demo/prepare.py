@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .compositions import random_compositions
-from .families_more import all_families
+from .families import all_families
 from .prompts import SYSTEM_PROMPT
 from .tokenizer import END_OF_TEXT, train_tokenizer
 from .wording import load_classics, phrase

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from .corpus import _VERBS, _free_names, _imports
+from .pairs import VERBS, free_names, imports_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ def load_classics(folder: Path | None = None) -> list[Task]:
     for path in sorted((folder or Path(__file__).parent / "classics").glob("*.py")):
         text = path.read_text()
         tree, lines = ast.parse(text), text.split("\n")
-        imports = _imports(tree)
+        imports = imports_of(tree)
         for node in tree.body:
             if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 continue
@@ -34,7 +34,7 @@ def load_classics(folder: Path | None = None) -> list[Task]:
             while above >= 0 and lines[above].startswith("# ask: "):
                 asks += [ask.strip() for ask in lines[above].removeprefix("# ask: ").split("|")]
                 above -= 1
-            used = sorted({imports[name] for name in _free_names(node) if name in imports})
+            used = sorted({imports[name] for name in free_names(node) if name in imports})
             source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
             tasks.append(Task(asks, ("\n".join(used) + "\n\n\n" if used else "") + source))
     return tasks
@@ -118,7 +118,7 @@ def phrase(ask: str, rng: random.Random, method: bool = False) -> str:
     kind = rng.random()
     if method:
         return f"Write a method that {third_person(first.lower())} {rest}" + rng.choice(("", "."))
-    if first.lower() not in _VERBS and first not in (
+    if first.lower() not in VERBS and first not in (
         "Implement",
         "Estimate",
         "Play",
@@ -150,7 +150,7 @@ def renamed(ask: str, answer: str, rng: random.Random) -> tuple[str, str]:
     """Returns a request that names its function, and the answer under that name."""
     match = re.search(r"^def (\w+)\(", answer, re.MULTILINE)
     first, _, rest = ask.rstrip(".").partition(" ")
-    if match is None or first.lower() not in _VERBS:
+    if match is None or first.lower() not in VERBS:
         return phrase(ask, rng), answer
     old = match.group(1)
     new = rng.choice(

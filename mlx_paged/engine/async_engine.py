@@ -7,7 +7,7 @@ import atexit
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -117,17 +117,24 @@ class AsyncEngine:
 
     @classmethod
     def from_model(
-        cls, model: str | Path | None = None, *, dtype: str = "auto", **options: Any
+        cls,
+        model: str | Path | None = None,
+        *,
+        dtype: str = "auto",
+        generation_config: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> AsyncEngine:
         """Loads a model (None: the embedded one) and makes its engine, in the background.
 
         Args:
             model: a directory in mlx-lm's format, or a Hugging Face id.
-            dtype: see `mlx_paged.load`.
+            dtype, generation_config: see `mlx_paged.load`.
             options: fields of `EngineConfig`.
         """
         config = EngineConfig(**options)
-        return cls(lambda: Engine(load(model, dtype=dtype), config))
+        return cls(
+            lambda: Engine(load(model, dtype=dtype, generation_config=generation_config), config)
+        )
 
     async def ready(self) -> None:
         """Waits until the engine stands; raises what went wrong if it does not."""

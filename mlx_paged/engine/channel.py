@@ -81,8 +81,8 @@ class Channel:
         self._pending: dict[int, list[SequenceUpdate]] = {}  # by index of the sequence
         self._num_unfinished = num_sequences
         self._error: Exception | None = None
-        self._news = asyncio.Event()  # set and waited for on the loop only
         self._reader_sleeps = False
+        self._alarm: asyncio.Future[None] | None = None  # of a reader that sleeps; its loop's only
 
     # The engine's side.
 
@@ -107,7 +107,8 @@ class Channel:
 
     def wake(self) -> None:
         """Lets the reader look again."""
-        self._news.set()
+        if self._alarm is not None and not self._alarm.done():
+            self._alarm.set_result(None)
 
     async def get(self) -> SequenceDelta | None:
         """Waits for the next delta; None when all sequences have ended.
@@ -125,5 +126,5 @@ class Channel:
                 if self._error is not None:
                     raise self._error
                 self._reader_sleeps = True
-                self._news.clear()
-            await self._news.wait()
+                self._alarm = self.loop.create_future()
+            await self._alarm

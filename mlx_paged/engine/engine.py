@@ -87,6 +87,7 @@ class Engine:
     Attributes:
         max_model_len: Most tokens of prompt and answer together; None where only the pool limits.
         vocab_size: Token ids are below this.
+        generation_config: What the model's makers would sample with; nothing here applies it.
         on_launch: Called with the number of tokens of each step that is launched, on the engine's
             thread (for metrics; it must be quick).
     """
@@ -94,6 +95,7 @@ class Engine:
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig()
         self.tokenizer = model.tokenizer
+        self.generation_config = model.generation_config
         paged = serve(model.model, model.config, block_size=self.config.block_size)
         limits = [model.max_model_len, paged.layout.max_context_len]
         model_limit = min((n for n in limits if n is not None), default=None)
@@ -311,6 +313,11 @@ class Engine:
             num_faults=self._executor.num_faults,
             pool_copies=ops.pool_copies(),
         )
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all pools; what was never written may take no real memory."""
+        return sum(pool.nbytes for pool in self._runner.model.pools())
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached prefix; returns how many blocks that were."""

@@ -19,13 +19,13 @@ from dataclasses import replace
 
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.kv.block_pool import BlockPool
+from mlx_paged.kv.block_store import BlockStore
 from mlx_paged.kv.block_table import BlockCopy, BlockTable
 from mlx_paged.kv.frontier import Frontier
 from mlx_paged.kv.integrity import check_books
 from mlx_paged.kv.prefix_finder import PrefixFinder
 from mlx_paged.kv.prefix_source import PrefixSource
 from mlx_paged.kv.radix_index import PrefixMatch, RadixIndex
-from mlx_paged.kv.radix_node import RadixNode
 from mlx_paged.kv.side_groups import GroupRows, SideGroups
 from mlx_paged.kv.state_group import StateGroupSpec
 from mlx_paged.kv.stats import KVCounters, KVUsage
@@ -58,6 +58,7 @@ class KVManager:
         self.index = RadixIndex(block_size)
         self.groups = SideGroups(windows, states, block_size)
         self._counters = KVCounters()
+        self._store = BlockStore(self.pool, self.index, self.groups, self._counters)
         self._tables: dict[int, BlockTable] = {}
         self._frontier = Frontier()
         self._finder = PrefixFinder(
@@ -136,18 +137,18 @@ class KVManager:
             fork_table=None if fork_of is None else self._tables[fork_of],
             num_fork_tokens=num_fork_tokens,
         )
-        self._hold(source)
+        self._store.hold(source)
         self.groups.begin(seq_id, tokens, source)
         num_fresh = self.blocks_for(len(tokens)) - len(source.blocks)
         if not self._has_room(seq_id, num_fresh, tokens, headroom):
             # In a pool filled to the brim the source of a copy may be the very block that is
             # missing. (A fork's windows may not reach back to where its copy begins.)
             is_fork = source.fork_of is not None
-            self._let_go(source.held_for_copy, source.partial_node)
+            self._store.let_go(source.held_for_copy, source.partial_node)
             self.groups.drop_copy(seq_id)
             source = source.without_copy()
             if (is_fork and self.groups) or not self._has_room(seq_id, num_fresh, tokens, headroom):
-                self._let_go(source.blocks, source.tip)
+                self._store.let_go(source.blocks, source.tip)
                 self.groups.end(seq_id)
                 return None
         self.groups.settle(seq_id)
@@ -163,13 +164,18 @@ class KVManager:
         self._counters.count_admission(len(tokens), num_cached, source.num_partial_tokens)
         return num_cached
 
+    def _has_room(self, seq_id: int, num_fresh: int, tokens: Sequence[int], headroom: int) -> bool:
+        return self._store.make_room(num_fresh, headroom) and self.groups.make_room(
+            seq_id, len(tokens), headroom / self.pool.num_usable
+        )
+
     def grow(self, seq_id: int, num_tokens: int) -> bool:
         """Makes a table cover `num_tokens` tokens; false, and no change, when there is no room."""
         if self.groups and self.groups.coverable(seq_id, num_tokens) < num_tokens:
             return False
         table = self._tables[seq_id]
         num_fresh = self.blocks_for(num_tokens) - len(table.blocks)
-        if num_fresh > 0 and not self._make_room(num_fresh):
+        if num_fresh > 0 and not self._store.make_room(num_fresh):
             return False
         for _ in range(num_fresh):
             table.append(self.pool.allocate())
@@ -195,7 +201,7 @@ class KVManager:
             num_scheduled: tokens of the sequence that are scheduled or computed.
         """
         num_fresh = self.blocks_for(num_tokens) - len(self._tables[seq_id].blocks)
-        return num_fresh <= self._num_available_later and self.groups.can_cover_later(
+        return num_fresh <= self._store.num_available_later and self.groups.can_cover_later(
             seq_id, num_tokens, num_scheduled
         )
 
@@ -210,7 +216,7 @@ class KVManager:
             # from them.
             num_needed -= node.locks > 0
             node = node.parent
-        return num_needed <= self._num_available_later and self.groups.will_have_room(
+        return num_needed <= self._store.num_available_later and self.groups.will_have_room(
             len(tokens), headroom / self.pool.num_usable
         )
 
@@ -249,7 +255,7 @@ class KVManager:
         """Takes a sequence's blocks back; those that are indexed stay cached."""
         table = self._tables.pop(seq_id)
         self._frontier.leave(seq_id, table)
-        self._let_go(table.blocks, table.tip)
+        self._store.let_go(table.blocks, table.tip)
         self.groups.end(seq_id)
 
     def reset_prefix_cache(self) -> int:
@@ -276,7 +282,7 @@ class KVManager:
         self.pool.on_step_launched(step)
         copies = tuple(copy for copy, _ in self._copies)
         for _, source in self._copies:
-            self._let_go(source.held_for_copy, source.partial_node)
+            self._store.let_go(source.held_for_copy, source.partial_node)
         self._copies.clear()
         self.window_copies = self.groups.launch_step(step)
         return copies
@@ -313,45 +319,3 @@ class KVManager:
     def check_integrity(self) -> None:
         """Recounts pool, index and tables against each other; raises `IntegrityError`."""
         check_books(self.pool, self.index, self._tables, self._copies, self._frontier, self.groups)
-
-    # References and room.
-
-    def _has_room(self, seq_id: int, num_fresh: int, tokens: Sequence[int], headroom: int) -> bool:
-        return self._make_room(num_fresh, headroom) and self.groups.make_room(
-            seq_id, len(tokens), headroom / self.pool.num_usable
-        )
-
-    def _hold(self, source: PrefixSource) -> None:
-        for block in source.blocks:
-            self.pool.retain(block)
-        if source.tip is not None:
-            self.index.lock(source.tip)
-        for block in source.held_for_copy:
-            self.pool.retain(block)
-        if source.partial_node is not None:
-            self.index.lock(source.partial_node)
-
-    def _let_go(self, blocks: Sequence[int], node: RadixNode | None) -> None:
-        if node is not None:
-            self.index.unlock(node)
-        for block in blocks:
-            self.pool.release(block)
-
-    @property
-    def _num_available_later(self) -> int:
-        return self.pool.num_free + self.pool.num_cached + self.pool.num_quarantined
-
-    def _make_room(self, num_blocks: int, headroom: int = 0) -> bool:
-        """Evicts until `num_blocks` are free; false when that leaves less than `headroom`."""
-        if num_blocks + headroom > self.pool.num_free + self.pool.num_cached:
-            return False
-        while self.pool.num_free < num_blocks:
-            node = self.index.least_recently_used()
-            # Blocks are released and become most recently used in one go: if the oldest may still
-            # be read by a step in flight, so may all others.
-            if node is None or not self.pool.is_settled(node.block):
-                return False
-            self.pool.uncache(self.index.evict(node))
-            self.groups.forget(node)
-            self._counters.num_evictions += 1
-        return True

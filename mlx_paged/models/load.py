@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,26 @@ import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import dequantize_model
+from mlx_lm.utils import dequantize_model, hf_repo_to_path
 from mlx_lm.utils import load as load_mlx_lm
 
 from mlx_paged.errors import ModelLoadError
 from mlx_paged.models.config_fields import model_len, vocab_size
 from mlx_paged.models.families import require_family
+from mlx_paged.models.generation_config import eos_token_ids, read_generation_config
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model, its tokenizer and what its ``config.json`` says."""
+    """A model, its tokenizer, and what its ``config.json`` and ``generation_config.json`` say."""
 
     model: nn.Module
     tokenizer: TokenizerWrapper
     config: dict[str, Any]
     name: str
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def model_type(self) -> str:
@@ -49,7 +52,12 @@ class LoadedModel:
         return model_len(self.config)
 
 
-def load(path_or_hub_id: str | Path | None = None, *, dtype: str = "auto") -> LoadedModel:
+def load(
+    path_or_hub_id: str | Path | None = None,
+    *,
+    dtype: str = "auto",
+    generation_config: Mapping[str, Any] | None = None,
+) -> LoadedModel:
     """Loads a model for paged serving.
 
     Args:
@@ -58,8 +66,11 @@ def load(path_or_hub_id: str | Path | None = None, *, dtype: str = "auto") -> Lo
         dtype: "auto", "float32", "float16" or "bfloat16". "auto" keeps what the weights have,
             except on the CPU, where MLX is fast in float32 only: there quantised weights are
             dequantised and all are float32.
+        generation_config: instead of what the model's own ``generation_config.json`` says. The end
+            tokens that it names are end tokens of the model too.
 
     Raises:
+        InvalidParameterError: for a generation config that cannot be read.
         ModelLoadError: if the path, its weights or the hub cannot be had; it says which and why.
         UnsupportedModelError: for a family that the paged cache is not proven for.
     """
@@ -85,7 +96,12 @@ def load(path_or_hub_id: str | Path | None = None, *, dtype: str = "auto") -> Lo
         ) from error
     require_family(config)
     _convert(model, dtype)
-    return LoadedModel(model, tokenizer, config, name)
+    if generation_config is None:
+        # (A hub id's files are here by now: this only finds where.)
+        directory = Path(name) if Path(name).exists() else hf_repo_to_path(name)
+        generation_config = read_generation_config(directory)
+    tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *eos_token_ids(generation_config)}
+    return LoadedModel(model, tokenizer, config, name, generation_config)
 
 
 def _check_directory(name: str) -> None:

@@ -61,11 +61,13 @@ class Gathered:
 
     def add(self, delta: SequenceDelta) -> None:
         """Takes a delta."""
-        self.texts.append(delta.text)
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs or ()
-        self.finish_reason = delta.finish_reason
-        self.stop_reason = delta.stop_reason
+        for update in delta.updates:
+            self.texts.append(update.text)
+            if update.token_id is not None:
+                self.token_ids.append(update.token_id)
+            if update.logprobs is not None:
+                self.logprobs.append(update.logprobs)
+        self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
 
     def is_due(self, interval: int) -> bool:
         """Whether it is time to send: the first token, every `interval` tokens, the end."""
@@ -86,6 +88,11 @@ class Gathered:
     def text(self) -> str:
         """All of the text."""
         return "".join(self.texts)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is text, and nothing else to tell but token ids."""
+        return self.num_sent > 0 and self.finish_reason is None and not self.logprobs
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -16,7 +16,7 @@ from mlx_paged.server.logprobs import chat_logprobs, prompt_logprobs
 from mlx_paged.server.params import chat_params
 from mlx_paged.server.routing import context_of, trace_of
 from mlx_paged.server.schemas.requests import ChatBody
-from mlx_paged.server.sse import EventStream, event
+from mlx_paged.server.sse import EventStream, TextEvent, event
 
 
 async def chat_completions(request: Request) -> Response:
@@ -26,7 +26,7 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatBody, context.config)
     context.check_model(body.model)
     trace.note_body(body)
-    params = chat_params(body, context.config)
+    params = chat_params(body, context.config, context.defaults)
     context.text.check_tokens("stop_token_ids", params.stop_token_ids or ())
     prompt = await context.text.render_chat(body)
     prompt = context.text.truncate(prompt, body.truncate_prompt_tokens)
@@ -83,6 +83,19 @@ async def _stream(
             return event({**chunk, "choices": [choice], "usage": None})
         return event({**chunk, "choices": [choice]})
 
+    def text_event(index: int) -> TextEvent:
+        choice = {
+            "index": index,
+            "delta": {"content": TextEvent.TEXT},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        parts: dict[str, Any] = {**chunk, "choices": [choice]}
+        return TextEvent({**parts, "usage": None} if body.wants_usage else parts)
+
+    # What nearly all events are: the next piece of a text.
+    tells_more = body.wants_continuous_usage or body.return_token_ids or body.logprobs
+    plain = [] if tells_more else [text_event(index) for index in range(job.params.n)]
     async with job:
         for index in range(job.params.n):
             first = {"role": "assistant", "content": _echoed(body)}
@@ -94,6 +107,10 @@ async def _stream(
                 continue
             news = waiting.take()
             text = news.text
+            if plain and news.is_plain:
+                if text:
+                    yield plain[delta.index](text)
+                continue
             if not (text or news.logprobs or news.finish_reason or body.return_token_ids):
                 continue  # a character is not whole yet
             content = {"content": text} if text or news.finish_reason is None else {}

@@ -18,7 +18,7 @@ from mlx_paged.server.logprobs import CompletionLogprobs, prompt_logprobs
 from mlx_paged.server.params import completion_params
 from mlx_paged.server.routing import context_of, trace_of
 from mlx_paged.server.schemas.requests import CompletionBody
-from mlx_paged.server.sse import EventStream, event
+from mlx_paged.server.sse import EventStream, TextEvent, event
 
 
 async def completions(request: Request) -> Response:
@@ -29,7 +29,7 @@ async def completions(request: Request) -> Response:
     context.check_model(body.model)
     trace.note_body(body)
     prompts = _prompts(body)
-    params = completion_params(body, context.config, len(prompts))
+    params = completion_params(body, context.config, context.defaults, len(prompts))
     context.text.check_tokens("stop_token_ids", params.stop_token_ids or ())
     special = body.add_special_tokens is not False
     tokens = []
@@ -92,6 +92,9 @@ class _Answer:
             count = sum(answer.num_sent for answer in gathered.values())
             return usage(job, 0 if self._drops_answer else count)
 
+        # What nearly all events are: the next piece of a text.
+        tells_more = body.wants_continuous_usage or body.return_token_ids or self._drops_answer
+        plain = {} if tells_more else {key: self._text_event(chunk, *key) for key in gathered}
         async with job:
             async for place, delta in job.deltas():
                 key = place, delta.index
@@ -100,16 +103,32 @@ class _Answer:
                 if not waiting.is_due(self._interval):
                     continue
                 news = waiting.take()
+                if news.is_plain and key in plain:
+                    if text := news.text:  # (else a character is not whole yet)
+                        yield plain[key](text)
+                    continue
                 choice = self._choice(place, place * self._n + delta.index, news, logprobs[key])
                 told = choice["text"] or choice["logprobs"] or choice["finish_reason"]
                 if not (told or body.return_token_ids):
                     continue  # a character is not whole yet
                 parts: dict[str, Any] = {**chunk, "choices": [choice]}
-                if body.wants_usage:
-                    parts["usage"] = usage_so_far() if body.wants_continuous_usage else None
+                if body.wants_continuous_usage:
+                    parts["usage"] = usage_so_far()
+                elif body.wants_usage:
+                    parts["usage"] = None
                 yield event(parts)
             if body.wants_usage:
                 yield event({**chunk, "choices": [], "usage": usage_so_far()})
+
+    def _text_event(self, chunk: dict[str, Any], place: int, index: int) -> TextEvent:
+        choice = {
+            "index": place * self._n + index,
+            "text": TextEvent.TEXT,
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        parts: dict[str, Any] = {**chunk, "choices": [choice]}
+        return TextEvent({**parts, "usage": None} if self._body.wants_usage else parts)
 
     @property
     def _drops_answer(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 #: Most sequences (prompts x n, or x best_of) that one HTTP request may start.
 MAX_SEQUENCES_PER_REQUEST = 256
@@ -20,12 +22,15 @@ class ServerConfig:
         chat_template: Jinja source that replaces the model's own.
         trust_request_chat_template: Take `chat_template` from requests: they run code of their
             own, sandboxed but without a limit of time.
+        generation_config: Where the defaults of requests come from: "auto" is the model's own
+            `generation_config.json`, "vllm" none, else a directory that has one.
+        override_generation_config: Entries that replace its.
         max_logprobs: Most alternatives a request may ask for, at most 20.
         strict_requests: Refuse fields that nobody knows instead of logging them.
         stream_interval: Tokens that a streamed chunk waits for, at most.
         request_timeout: Seconds until an unfinished request ends with 408; None: no limit.
-        read_timeout: Seconds a client has to send its body, and a reader of a stream to take a
-            chunk.
+        read_timeout: Seconds a client has to send the head of a request, then its body, and a
+            reader of a stream to take a chunk.
         max_body_size: Most bytes of a request's body.
         shutdown_timeout: Seconds that running requests have to finish after SIGTERM.
         allowed_origins: Origins of browser pages that may call the endpoint ("*": any).
@@ -39,6 +44,8 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()
     chat_template: str | None = None
     trust_request_chat_template: bool = False
+    generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict)
     max_logprobs: int = 20
     strict_requests: bool = False
     stream_interval: int = 1

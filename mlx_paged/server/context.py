@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.server.config import ServerConfig
+from mlx_paged.server.defaults import GenerationDefaults
 from mlx_paged.server.errors import ApiError, unavailable
 from mlx_paged.server.metrics import Metrics
 from mlx_paged.server.text import TextService
@@ -28,6 +29,7 @@ class Context:
     """The engine, and what stands around it.
 
     Attributes:
+        defaults: What holds where a request is silent; the model has a say in it.
         text: Set when the engine stands.
         failure: Why the engine does not.
     """
@@ -38,6 +40,7 @@ class Context:
     started: float = field(default_factory=time.time)
     draining: bool = False
     failure: Exception | None = None
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     _text: TextService | None = None
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -66,6 +69,9 @@ class Context:
         try:
             await self.engine.ready()
             engine = self.engine.engine
+            self.defaults = GenerationDefaults.of(
+                {**engine.generation_config, **self.config.override_generation_config}
+            )
             stats = await self.engine.stats()
             text = TextService(
                 engine.tokenizer, self.config, engine.max_model_len, engine.vocab_size

@@ -96,6 +96,7 @@ async def server_info(request: Request) -> Response:
     }
     stats = await _stats(context)
     if stats is not None:
+        told["generation_defaults"] = asdict(context.defaults)
         told["engine_config"] = asdict(context.engine.engine.config)
         told["stats"] = asdict(stats)
     return JSONResponse(told)

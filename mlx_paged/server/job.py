@@ -123,19 +123,21 @@ class Job:
             ApiError: a sequence ended without being finished.
         """
         try:
-            source = _one(self._streams[0]) if len(self._streams) == 1 else _merged(self._streams)
-            async for place, delta in source:
-                self._note(place, delta)
-                self._check(delta)
-                yield place, delta
+            if len(self._streams) == 1:  # (without another generator for each token)
+                async for delta in self._streams[0]:
+                    self._note(0, delta)
+                    yield 0, delta
+            else:
+                async for place, delta in _merged(self._streams):
+                    self._note(place, delta)
+                    yield place, delta
         except MlxPagedError as error:
             logger.error("%s", error, extra={"request_id": self._trace.request_id})
             if isinstance(error, EngineDeadError):
                 self._context.check_takes_requests()
             raise errors.from_engine(error, self._trace.request_id) from error
 
-    def _check(self, delta: SequenceDelta) -> None:
-        reason = delta.finish_reason
+    def _check(self, reason: FinishReason, delta: SequenceDelta) -> None:
         if reason is FinishReason.TIMEOUT:
             raise errors.timed_out(self._context.config.request_timeout)
         if reason is FinishReason.ABORT:
@@ -146,21 +148,23 @@ class Job:
             raise delta.error
 
     def _note(self, place: int, delta: SequenceDelta) -> None:
-        now = time.monotonic()
-        if delta.finish_reason is not None:
-            self._reasons.add(delta.finish_reason)
+        """Writes down what came, and raises if the sequence ended without being finished."""
         count = len(delta.token_ids)
-        if not count:
-            return
-        metrics = self._context.metrics
-        self._num_tokens += count
-        if self._first is None:
-            self._first = now
-            metrics.first_token(now - self._started)
-        key = place, delta.index
-        if key in self._last:
-            metrics.tokens(now - self._last[key], count)
-        self._last[key] = now
+        if count:
+            now = time.monotonic()
+            metrics = self._context.metrics
+            self._num_tokens += count
+            if self._first is None:
+                self._first = now
+                metrics.first_token(now - self._started)
+            key = place, delta.index
+            if key in self._last:
+                metrics.tokens(now - self._last[key], count)
+            self._last[key] = now
+        reason = delta.finish_reason
+        if reason is not None:
+            self._reasons.add(reason)
+            self._check(reason, delta)
 
     def _write_books(self) -> None:
         for stream in self._streams:
@@ -178,11 +182,6 @@ class Job:
             fields["ttft"] = round(self._first - self._started, 4)
         reasons = sorted(reason.value for reason in self._reasons)
         fields["finish_reason"] = ",".join(reasons) or FinishReason.ABORT.value
-
-
-async def _one(stream: RequestStream) -> AsyncIterator[tuple[int, SequenceDelta]]:
-    async for delta in stream:
-        yield 0, delta
 
 
 async def _merged(streams: list[RequestStream]) -> AsyncIterator[tuple[int, SequenceDelta]]:

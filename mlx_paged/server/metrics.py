@@ -27,6 +27,8 @@ _REQUEST = (
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _NUM_ANSWERS = (1, 2, 5, 10, 20)
 
+_MANY_GAPS = 10_000  # tokens
+
 _LABELS = ("model_name", "engine")
 
 
@@ -53,6 +55,9 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self._collector: _EngineCollector | None = None
+        # Seconds between tokens that are not in the histograms yet: that is work, and can wait for
+        # somebody who looks.
+        self._gaps: list[float] = []
 
     def attach(self, engine: Engine, model_name: str, max_len: int, stats: EngineStats) -> None:
         """Makes what needs an engine.
@@ -147,6 +152,7 @@ class Metrics:
         """
         if self._collector is not None and stats is not None:
             self._collector.stats = stats
+        self._observe_gaps()
         return generate_latest(self.registry)
 
     def reject(self, reason: str) -> None:
@@ -163,10 +169,15 @@ class Metrics:
         Args:
             seconds: since it gained the ones before.
         """
-        each = seconds / count
-        for _ in range(count):
-            self._itl.observe(each)
-            self._tpot_old.observe(each)
+        self._gaps += [seconds / count] * count
+        if len(self._gaps) > _MANY_GAPS:
+            self._observe_gaps()
+
+    def _observe_gaps(self) -> None:
+        for gap in self._gaps:
+            self._itl.observe(gap)
+            self._tpot_old.observe(gap)
+        self._gaps.clear()
 
     def first_token(self, seconds: float) -> None:
         """The first token of a request reached the server."""

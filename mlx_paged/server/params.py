@@ -6,6 +6,7 @@ from typing import Any
 
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.server.config import MAX_SEQUENCES_PER_REQUEST, ServerConfig
+from mlx_paged.server.defaults import GenerationDefaults
 from mlx_paged.server.errors import bad_request
 from mlx_paged.server.schemas.generation import GenerationBody
 from mlx_paged.server.schemas.requests import ChatBody, CompletionBody
@@ -20,7 +21,9 @@ _SAME = (
 _COMPLETION_MAX_TOKENS = 16
 
 
-def chat_params(body: ChatBody, config: ServerConfig) -> SamplingParams:
+def chat_params(
+    body: ChatBody, config: ServerConfig, defaults: GenerationDefaults
+) -> SamplingParams:
     """Of `/v1/chat/completions`."""
     limit = body.max_completion_tokens
     if limit is not None and body.max_tokens not in (None, limit):
@@ -34,13 +37,14 @@ def chat_params(body: ChatBody, config: ServerConfig) -> SamplingParams:
     return _params(
         body,
         config,
+        defaults,
         max_tokens=body.max_tokens if limit is None else limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
 
 
 def completion_params(
-    body: CompletionBody, config: ServerConfig, num_prompts: int
+    body: CompletionBody, config: ServerConfig, defaults: GenerationDefaults, num_prompts: int
 ) -> SamplingParams:
     """Of `/v1/completions`."""
     if body.suffix:
@@ -72,6 +76,7 @@ def completion_params(
     return _params(
         body,
         config,
+        defaults,
         n=best_of,
         max_tokens=max(1, max_tokens),
         logprobs=logprobs,
@@ -79,7 +84,9 @@ def completion_params(
     )
 
 
-def _params(body: GenerationBody, config: ServerConfig, **given: Any) -> SamplingParams:
+def _params(
+    body: GenerationBody, config: ServerConfig, defaults: GenerationDefaults, **given: Any
+) -> SamplingParams:
     if body.prompt_logprobs is not None:
         _check_logprobs("prompt_logprobs", body.prompt_logprobs, config)
         if body.stream:
@@ -88,14 +95,23 @@ def _params(body: GenerationBody, config: ServerConfig, **given: Any) -> Samplin
         raise bad_request(
             "priority", "priority needs a server started with --scheduling-policy priority"
         )
+    if body.spaces_between_special_tokens and body.skip_special_tokens is False:
+        raise bad_request(
+            "spaces_between_special_tokens",
+            "spaces_between_special_tokens must be false where special tokens are shown: this "
+            "server shows them as they are",
+            "unsupported_parameter",
+        )
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options", "stream_options needs stream to be true")
     values = {name: getattr(body, name) for name in _SAME}
     if body.logit_bias is not None:
         values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
     values.update(given)
+    values["max_tokens"] = defaults.limit(values["max_tokens"])
     unset = {name for name, value in values.items() if value is None} - {"max_tokens"}
-    return SamplingParams(**{name: values[name] for name in values.keys() - unset})
+    said = {name: values[name] for name in values.keys() - unset}
+    return SamplingParams(**{**defaults.sampling, **said})
 
 
 def _check_logprobs(name: str, value: int, config: ServerConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -19,6 +20,8 @@ from mlx_paged.errors import InvalidParameterError, MlxPagedError
 from mlx_paged.server.app import create_app
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import Context
+from mlx_paged.server.defaults import GenerationDefaults
+from mlx_paged.server.protocol import impatient
 
 logger = logging.getLogger(__name__)
 
@@ -108,14 +111,26 @@ def serve(
 
     Raises:
         InvalidParameterError: the address or the certificates cannot be used.
+
+    Where a signal comes while the model is being loaded, it does not return: the process ends.
     """
     sock = bind(host, port, config.read_timeout)
-    with contextlib.closing(sock):
-        runner = asyncio.Runner(loop_factory=_loop_factory())
-        with runner:
-            return runner.run(
-                _Service(make_engine(), config, sock, ssl_keyfile, ssl_certfile).run()
-            )
+    with contextlib.closing(sock), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        service = _Service(make_engine(), config, sock, ssl_keyfile, ssl_certfile)
+        status = runner.run(service.run())
+    if service.is_loading:
+        _leave(status)
+    return status
+
+
+def _leave(status: int) -> None:
+    """Ends the process while a model is being loaded, on a thread that nothing can interrupt.
+
+    The interpreter would wait for that thread, or be taken down under it.
+    """
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
@@ -144,6 +159,7 @@ class _Service:
         self._context: Context = app.state.context
         settings = uvicorn.Config(
             app,
+            http=impatient(config.read_timeout),
             lifespan="on",
             ws="none",
             access_log=False,
@@ -165,6 +181,11 @@ class _Service:
         self._server = _Server(settings, self._on_signal)
         self._draining: asyncio.Future[None] | None = None
         self._status = 0
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the engine neither stands nor failed."""
+        return not self._context.has_text and self._engine.is_alive
 
     async def run(self) -> int:
         self._loop = asyncio.get_running_loop()
@@ -197,7 +218,6 @@ class _Service:
     async def _drain(self, seconds: float) -> None:
         if self._context.has_text:
             await self._engine.shutdown(seconds)
-        # (Otherwise the model is being loaded, on a thread that ends with the process.)
 
     async def _watch(self) -> None:
         """Says when the engine stands; ends the process when it does not."""
@@ -208,6 +228,13 @@ class _Service:
             logger.info(
                 "ready: model %s at %s://%s:%d", self._config.model_name, self._scheme, shown, port
             )
+            defaults = self._context.defaults
+            if defaults != GenerationDefaults():
+                limit = defaults.max_new_tokens
+                logger.info(
+                    "where requests are silent: %s",
+                    {**defaults.sampling, **({} if limit is None else {"max_new_tokens": limit})},
+                )
             while self._engine.is_alive:
                 await asyncio.sleep(_WATCH_INTERVAL)
             if self._context.draining:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import anyio
 from pydantic_core import to_json
-from sse_starlette.sse import AppStatus, EventSourceResponse, SendTimeoutError
-from starlette.types import Receive, Scope, Send
+from sse_starlette.sse import AppStatus, EventSourceResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from mlx_paged.server.errors import ApiError, failed
 from mlx_paged.server.trace import Trace
@@ -28,28 +30,67 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + to_json(body) + b"\n\n"
 
 
+class TextEvent:
+    """An event that is sent again and again with another text: the rest of it is made once.
+
+    Args:
+        body: of the event; `TextEvent.TEXT` stands for the text.
+    """
+
+    TEXT = "\x00the text\x00"
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self._before, self._after = event(body).split(to_json(self.TEXT))
+
+    def __call__(self, text: str) -> bytes:
+        """The event with a text."""
+        return self._before + to_json(text) + self._after
+
+
 class EventStream(EventSourceResponse):
     """A stream of events; an error in it is its last event but `[DONE]`.
 
     Args:
         events: ends, or raises `ApiError`.
         trace: learns of errors.
-        send_timeout: seconds a client has to take a chunk before it is given up.
+        patience: seconds a client has to take a chunk before it is given up.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], trace: Trace, send_timeout: float) -> None:
+    def __init__(self, events: AsyncIterator[bytes], trace: Trace, patience: float) -> None:
         self._trace = trace
+        self._patience = patience
+        self._sending_since: float | None = None
         super().__init__(
-            _guarded(events, trace), ping=_PING_INTERVAL, sep="\n", send_timeout=send_timeout,
+            _guarded(events, trace), ping=_PING_INTERVAL, sep="\n",
             headers={"Cache-Control": "no-store"},
         )  # fmt: skip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        except SendTimeoutError:
-            self._trace.fields["error"] = "the client did not read"
-            logger.warning("a client did not read", extra={"request_id": self._trace.request_id})
+        async def noted_send(message: Message) -> None:
+            if self._sending_since is None:  # (a ping may wait beside a chunk)
+                self._sending_since = time.monotonic()
+            await send(message)
+            self._sending_since = None
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._watch, group.cancel_scope)
+            await super().__call__(scope, receive, noted_send)
+            group.cancel_scope.cancel()
+
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        # A timeout for each chunk cost more than making the chunk: `_watch` looks now and then.
+        await send(message)
+
+    async def _watch(self, stream: anyio.CancelScope) -> None:
+        while True:
+            await anyio.sleep(self._patience / 4)
+            since = self._sending_since
+            if since is not None and time.monotonic() - since > self._patience:
+                self._trace.fields["error"] = "the client did not read"
+                request_id = self._trace.request_id
+                logger.warning("a client did not read", extra={"request_id": request_id})
+                stream.cancel()
+                return
 
 
 async def _guarded(events: AsyncIterator[bytes], trace: Trace) -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""Load for any OpenAI endpoint: workloads, arrivals, and what each request saw."""
+"""Load for any OpenAI endpoint: arrivals, and what each request saw."""
 
 from __future__ import annotations
 
@@ -6,29 +6,16 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
+from mlx_paged.cli.bench.datasets import Prompt
+
 # Reading is part of what is measured: lines of a stream may be long (log-probabilities).
 _READ_BUFFER = 1 << 20
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One request of a workload.
-
-    Attributes:
-        text: what is sent.
-        num_tokens: of the text.
-        max_tokens: of the answer.
-    """
-
-    text: str
-    num_tokens: int
-    max_tokens: int
 
 
 @dataclass
@@ -66,39 +53,6 @@ class Target:
     key: str | None = None
 
 
-def random_prompts(
-    tokenizer: Any,
-    count: int,
-    input_len: int,
-    output_len: int,
-    *,
-    prefix_len: int = 0,
-    seed: int = 0,
-) -> list[Prompt]:
-    """Random tokens as text; the first `prefix_len` are the same in all.
-
-    Texts are decoded from ordinary tokens of the vocabulary; encoding them again may give a few
-    tokens more or less, and that number is what is told.
-    """
-    rng = random.Random(seed)
-    special = set(getattr(tokenizer, "all_special_ids", ()))
-    vocabulary = tokenizer.get_vocab()
-    # Words that begin with a space make texts that encode to as many tokens again.
-    words = sorted(i for t, i in vocabulary.items() if t[:1] in "Ġ▁" and t[1:].isalpha())
-    if len(words) < 100:
-        words = sorted(set(vocabulary.values()) - special)
-
-    def tokens(length: int) -> list[int]:
-        return [rng.choice(words) for _ in range(length)]
-
-    shared = tokens(prefix_len)
-    prompts = []
-    for _ in range(count):
-        text = tokenizer.decode(shared + tokens(input_len))
-        prompts.append(Prompt(text, len(tokenizer.encode(text)), output_len))
-    return prompts
-
-
 async def arrivals(
     prompts: Sequence[Prompt], rate: float, burstiness: float, seed: int
 ) -> AsyncIterator[Prompt]:
@@ -112,8 +66,8 @@ async def arrivals(
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
 
 
-async def one_request(session: aiohttp.ClientSession, target: Target, prompt: Prompt) -> Result:
-    """Sends a prompt and reads its stream."""
+async def one_request(session: aiohttp.ClientSession, target: Target, prompt: Prompt) -> Arrivals:
+    """Sends a prompt and takes down its stream."""
     body: dict[str, Any] = {
         "model": target.model,
         "max_tokens": prompt.max_tokens,
@@ -122,57 +76,89 @@ async def one_request(session: aiohttp.ClientSession, target: Target, prompt: Pr
         **target.extra,
     }
     if target.chat:
-        body["messages"] = [{"role": "user", "content": prompt.text}]
+        alone = [{"role": "user", "content": prompt.text}]
+        body["messages"] = alone if prompt.messages is None else list(prompt.messages)
     else:
         body["prompt"] = prompt.text
     headers = {"Authorization": f"Bearer {target.key}"} if target.key else {}
-    result = Result(prompt, started=time.perf_counter())
+    seen = Arrivals(prompt, time.perf_counter())
     try:
         async with session.post(target.url, json=body, headers=headers) as response:
             if response.status != 200:
-                result.error = f"{response.status}: {(await response.text())[:500]}"
-                return result
-            await _read(response, result)
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        result.error = f"{type(error).__name__}: {error}"
-    return result
+                seen.error = f"{response.status}: {(await response.text())[:500]}"
+                return seen
+            async for data in response.content.iter_any():
+                seen.pieces.append((time.perf_counter(), data))
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        seen.error = f"{type(error).__name__}: {error}"
+    return seen
 
 
-async def _read(response: aiohttp.ClientResponse, result: Result) -> None:
-    last = result.started
-    num_chunks = 0
-    async for line in response.content:
-        if not line.startswith(b"data:"):
-            continue
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            break
-        chunk = json.loads(data)
-        if "error" in chunk:
-            result.error = str(chunk["error"])
-            return
-        if usage := chunk.get("usage"):
-            result.num_output_tokens = usage["completion_tokens"]
-            result.num_prompt_tokens = usage["prompt_tokens"]
-            details = usage.get("prompt_tokens_details") or {}
-            result.num_cached_tokens = details.get("cached_tokens") or 0
-        for choice in chunk.get("choices") or ():
-            text = choice.get("text") or (choice.get("delta") or {}).get("content")
-            if not text:
+@dataclass
+class Arrivals:
+    """The bytes of a stream and when they came: what they say is looked at when all is over.
+
+    The client shares the machine with the server that it measures; reading JSON in between took
+    longer than receiving it.
+    """
+
+    prompt: Prompt
+    started: float
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)
+    error: str = ""
+
+    def result(self) -> Result:
+        """What the request saw."""
+        result = Result(self.prompt, started=self.started, error=self.error)
+        if not self.error:
+            try:
+                self._read(result)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                result.error = f"{type(error).__name__}: {error}"
+        return result
+
+    def _lines(self) -> Iterator[tuple[float, bytes]]:
+        """Whole lines, each with the time when its end came."""
+        rest = b""
+        for moment, data in self.pieces:
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                yield moment, line
+
+    def _read(self, result: Result) -> None:
+        last = result.started
+        num_chunks = 0
+        for now, line in self._lines():
+            if not line.startswith(b"data:"):
                 continue
-            now = time.perf_counter()
-            if num_chunks == 0:
-                result.ttft = now - result.started
-            else:
-                result.itl.append(now - last)
-            last = now
-            num_chunks += 1
-            result.text += text
-    result.latency = last - result.started
-    result.num_output_tokens = result.num_output_tokens or num_chunks
-    result.success = num_chunks > 0
-    if not result.success:
-        result.error = "the stream had no text"
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                break
+            chunk = json.loads(data)
+            if "error" in chunk:
+                result.error = str(chunk["error"])
+                return
+            if usage := chunk.get("usage"):
+                result.num_output_tokens = usage["completion_tokens"]
+                result.num_prompt_tokens = usage["prompt_tokens"]
+                details = usage.get("prompt_tokens_details") or {}
+                result.num_cached_tokens = details.get("cached_tokens") or 0
+            for choice in chunk.get("choices") or ():
+                text = choice.get("text") or (choice.get("delta") or {}).get("content")
+                if not text:
+                    continue
+                if num_chunks == 0:
+                    result.ttft = now - result.started
+                else:
+                    result.itl.append(now - last)
+                last = now
+                num_chunks += 1
+                result.text += text
+        result.latency = last - result.started
+        result.num_output_tokens = result.num_output_tokens or num_chunks
+        result.success = num_chunks > 0
+        if not result.success:
+            result.error = "the stream had no text"
 
 
 async def run(
@@ -183,7 +169,6 @@ async def run(
     burstiness: float = 1.0,
     concurrency: int | None = None,
     seed: int = 0,
-    on_done: Callable[[Result], None] = lambda _: None,
 ) -> tuple[list[Result], float]:
     """Runs a workload.
 
@@ -202,16 +187,15 @@ async def run(
         timeout=timeout, connector=connector, read_bufsize=_READ_BUFFER
     ) as session:
 
-        async def limited(prompt: Prompt) -> Result:
+        async def limited(prompt: Prompt) -> Arrivals:
             async with gate:
-                result = await one_request(session, target, prompt)
-            on_done(result)
-            return result
+                return await one_request(session, target, prompt)
 
         start = time.perf_counter()
         tasks = [
             asyncio.create_task(limited(prompt))
             async for prompt in arrivals(prompts, rate, burstiness, seed)
         ]
-        results = list(await asyncio.gather(*tasks))
-        return results, time.perf_counter() - start
+        seen = await asyncio.gather(*tasks)
+        duration = time.perf_counter() - start
+    return [arrivals.result() for arrivals in seen], duration

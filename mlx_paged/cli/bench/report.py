@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from mlx_paged.cli.bench.client import Result
-
-_WIDTH = 50
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """With linear interpolation, as NumPy does it; 0 of nothing."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * share / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+from mlx_paged.cli.bench.percentiles import WIDTH, latency_figures, latency_lines, line
 
 
 def figures(
@@ -50,32 +37,22 @@ def figures(
         "generated_texts": [r.text for r in good],
         "errors": [r.error for r in results],
     }
-    kinds = {
-        "ttft": [r.ttft for r in good],
-        "tpot": [r.tpot for r in good if r.tpot is not None],
-        "itl": [gap for r in good for gap in r.itl],
-        "e2el": [r.latency for r in good],
-    }
-    for name, seconds in kinds.items():
-        values = [1000 * s for s in seconds]
-        made[f"mean_{name}_ms"] = statistics.fmean(values) if values else 0.0
-        made[f"median_{name}_ms"] = statistics.median(values) if values else 0.0
-        made[f"std_{name}_ms"] = statistics.pstdev(values) if values else 0.0
-        for share in percentiles:
-            made[f"p{share:g}_{name}_ms"] = percentile(values, share)
-    return made
+    return made | latency_figures(
+        {
+            "ttft": [r.ttft for r in good],
+            "tpot": [r.tpot for r in good if r.tpot is not None],
+            "itl": [gap for r in good for gap in r.itl],
+            "e2el": [r.latency for r in good],
+        },
+        percentiles,
+    )
 
 
 def text(
     made: dict[str, Any], rate: float, concurrency: int | None, shares: Sequence[float]
 ) -> str:
     """The table."""
-
-    def line(name: str, value: float | int | str) -> str:
-        shown = f"{value:.2f}" if isinstance(value, float) else str(value)
-        return f"{name:<40} {shown:<10}".rstrip()
-
-    lines = [f"{' Serving Benchmark Result ':=^{_WIDTH}}"]
+    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
     lines.append(line("Successful requests:", made["completed"]))
     lines.append(line("Failed requests:", made["failed"]))
     if concurrency is not None:
@@ -94,19 +71,8 @@ def text(
         ("Total token throughput (tok/s):", "total_token_throughput"),
     ):
         lines.append(line(name, made[key]))
-    for name, title, short in (
-        ("ttft", "Time to First Token", "TTFT"),
-        ("tpot", "Time per Output Token (excl. 1st token)", "TPOT"),
-        ("itl", "Inter-token Latency", "ITL"),
-        ("e2el", "End-to-end Latency", "E2EL"),
-    ):
-        lines.append(f"{title:-^{_WIDTH}}")
-        lines.append(line(f"Mean {short} (ms):", made[f"mean_{name}_ms"]))
-        lines.append(line(f"Median {short} (ms):", made[f"median_{name}_ms"]))
-        lines += [
-            line(f"P{share:g} {short} (ms):", made[f"p{share:g}_{name}_ms"]) for share in shares
-        ]
-    lines.append("=" * _WIDTH)
+    lines += latency_lines(made, shares)
+    lines.append("=" * WIDTH)
     return "\n".join(lines)
 
 

@@ -11,6 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
+from mlx_paged.cli.bench import percentiles
+from mlx_paged.cli.bench import vllm_options as options
+from mlx_paged.cli.bench.datasets import Dataset, Workload, tokenizer_of
+from mlx_paged.cli.bench.environment import checkout, environment
+from mlx_paged.cli.entry import needs_extra
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
 
@@ -19,13 +24,6 @@ class Backend(StrEnum):
 
     OPENAI = "openai"
     OPENAI_CHAT = "openai-chat"
-
-
-class Dataset(StrEnum):
-    """What is asked."""
-
-    RANDOM = "random"
-    PREFIX_REPETITION = "prefix_repetition"
 
 
 def serve(
@@ -42,13 +40,17 @@ def serve(
         str | None,
         typer.Option(help="Directory or id, to make prompts.", show_default="the embedded model's"),
     ] = None,
-    dataset_name: Annotated[Dataset, typer.Option(help="Workload.")] = Dataset.RANDOM,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = 64,
-    random_input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
-    random_output_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
-    random_prefix_len: Annotated[
-        int, typer.Option(min=0, help="Further tokens, the same in all prompts.")
-    ] = 0,
+    dataset_name: options.DatasetName = Dataset.RANDOM,
+    num_prompts: options.NumPrompts = 64,
+    dataset_path: options.DatasetPath = None,
+    random_input_len: options.InputLen = None,
+    random_output_len: options.OutputLen = None,
+    random_prefix_len: options.PrefixLen = None,
+    random_range_ratio: options.RangeRatio = None,
+    prefix_repetition_prefix_len: options.RepeatedPrefixLen = None,
+    prefix_repetition_suffix_len: options.RepeatedSuffixLen = None,
+    prefix_repetition_num_prefixes: options.NumPrefixes = None,
+    system_prompt: options.SystemPrompt = None,
     request_rate: Annotated[
         float, typer.Option(min=0.001, help="Requests a second.", show_default="inf: all at once")
     ] = float("inf"),
@@ -63,8 +65,8 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(help="Key.", envvar="MLX_PAGED_API_KEY")
     ] = None,
-    metric_percentiles: Annotated[str, typer.Option(help="By commas.")] = "50,90,99",
-    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    metric_percentiles: options.MetricPercentiles = "50,90,99",
+    seed: options.Seed = 0,
     save_result: Annotated[bool, typer.Option("--save-result", help="Write JSON.")] = False,
     result_filename: Annotated[
         Path | None, typer.Option(help="Where to.", show_default="by time and model")
@@ -72,31 +74,35 @@ def serve(
 ) -> None:  # fmt: skip
     """Send a workload to any OpenAI endpoint, and tell latency and throughput.
 
+    Examples:
+      mlx-paged bench serve --base-url http://127.0.0.1:8000 --num-prompts 200
+      mlx-paged bench serve --request-rate 10 --save-result
+
     Output and JSON keys are those of `vllm bench serve`.
     """
-    try:
+    with needs_extra("bench", "mlx-paged bench serve"):
         from mlx_paged.cli.bench import client
-    except ImportError as error:
-        raise MlxPagedError(
-            f"this needs a package that is not installed ({error.name}): "
-            "pip install 'mlx-paged[bench]'"
-        ) from error
     from mlx_paged.cli.bench import report
 
-    shares = _percentiles(metric_percentiles)
+    checkout()
+    shares = percentiles.parse(metric_percentiles)
     extra = _extra(extra_body)
     name = model or asyncio.run(_first_model(base_url, api_key))
-    if dataset_name is Dataset.PREFIX_REPETITION and not random_prefix_len:
-        random_prefix_len = random_input_len // 2
-        random_input_len -= random_prefix_len
-    prompts = client.random_prompts(
-        _tokenizer(tokenizer),
+    workload = Workload(
+        dataset_name,
         num_warmups + num_prompts,
+        dataset_path,
         random_input_len,
         random_output_len,
-        prefix_len=random_prefix_len,
-        seed=seed,
+        random_prefix_len,
+        random_range_ratio,
+        prefix_repetition_prefix_len,
+        prefix_repetition_suffix_len,
+        prefix_repetition_num_prefixes,
+        system_prompt,
     )
+    of_prompts = tokenizer_of(tokenizer)
+    prompts = [prompt.as_text(of_prompts) for prompt in workload.sample(of_prompts, seed)]
     chat = backend is Backend.OPENAI_CHAT
     path = "/v1/chat/completions" if chat else "/v1/completions"
     target = client.Target(
@@ -126,6 +132,7 @@ def serve(
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
         file = result_filename or Path(f"{backend.value}-{request_rate:g}qps-{now}.json")
         saved = {
+            "environment": environment(),  # of the client
             "date": now,
             "endpoint_type": backend.value,
             "backend": backend.value,
@@ -142,16 +149,6 @@ def serve(
         raise MlxPagedError(f"no request succeeded: {results[0].error}")
 
 
-def _percentiles(given: str) -> list[float]:
-    try:
-        shares = [float(part) for part in given.split(",")]
-    except ValueError:
-        shares = [-1.0]
-    if not all(0 <= share <= 100 for share in shares):
-        raise InvalidParameterError("metric_percentiles", "numbers in [0, 100] by commas", given)
-    return shares
-
-
 def _extra(given: str) -> dict[str, Any]:
     try:
         extra = json.loads(given)
@@ -160,14 +157,6 @@ def _extra(given: str) -> dict[str, Any]:
     if not isinstance(extra, dict):
         raise InvalidParameterError("extra_body", "a JSON object", given)
     return extra
-
-
-def _tokenizer(name: str | None) -> Any:
-    from mlx_lm.utils import load_tokenizer
-
-    from mlx_paged.demo import model_path
-
-    return load_tokenizer(model_path() if name is None else Path(name))
 
 
 async def _first_model(base_url: str, key: str | None) -> str:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.engine.sampling.rows import SamplingRow, SamplingRows
+from mlx_paged import ops
+from mlx_paged.engine.sampling.rows import FloatArray, SamplingRow, SamplingRows
 
 # Up to this share of the vocabulary, finding the k largest and sorting those beats sorting all.
 _PARTITION_SHARE = 8
@@ -33,36 +34,46 @@ def apply_filters(logits: mx.array, rows: Sequence[SamplingRow] | SamplingRows) 
     # A row's way depends on its own settings alone, or its batch would change its rounding.
     limited = (rows.top_k > 0) & (rows.top_k < vocab_size)
     is_few = (rows.top_k > 0) & (rows.top_k <= vocab_size // _PARTITION_SHARE)
-    few = np.flatnonzero(is_few)
-    many = np.flatnonzero(~is_few & ((rows.top_p < 1) | limited))
-    if not len(few) and not len(many) and np.isneginf(floor).all():
+    # Where no top_k helps, a CPU need not sort (MLX's own sort there is a scalar loop).
+    is_nucleus = ~limited & (rows.top_p < 1) & (mx.default_device() == mx.cpu)
+    is_many = ~is_few & ~is_nucleus & ((rows.top_p < 1) | limited)
+    ways = (
+        (is_few, _of_the_largest),
+        (is_nucleus, _of_the_nucleus),
+        (is_many, _of_all_in_order),
+    )
+    if not any(members.any() for members, _ in ways) and np.isneginf(floor).all():
         return logits
     thresholds = mx.array(floor)
-    for group in (few, many):
-        if len(group):
-            chosen = rows.only(group)
-            largest = int(chosen.top_k.max()) if group is few else vocab_size
-            found = _thresholds(logits, group, chosen, floor, largest)
-            if len(group) == len(rows):
-                thresholds = found
-            else:
-                thresholds[mx.array(group.astype(np.int32))] = found
+    for members, way in ways:
+        group = np.flatnonzero(members)
+        if len(group) == len(rows):
+            thresholds = way(logits, rows, floor)
+        elif len(group):
+            at = mx.array(group.astype(np.int32))
+            thresholds[at] = way(logits[at], rows.only(group), floor[group])
     return mx.where(logits < thresholds[:, None], -mx.inf, logits)
 
 
-def _thresholds(
-    logits: mx.array,
-    group: np.ndarray,
-    rows: SamplingRows,
-    all_floors: np.ndarray,
-    largest: int,
-) -> mx.array:
-    """``[len(group)]`` least logits to keep, from the `largest` likeliest tokens of each row."""
-    vocab_size = logits.shape[1]
-    x = logits if len(group) == logits.shape[0] else logits[mx.array(group.astype(np.int32))]
+def _of_the_largest(logits: mx.array, rows: SamplingRows, floor: FloatArray) -> mx.array:
+    return _thresholds(logits, rows, floor, int(rows.top_k.max()))
+
+
+def _of_all_in_order(logits: mx.array, rows: SamplingRows, floor: FloatArray) -> mx.array:
+    return _thresholds(logits, rows, floor, logits.shape[1])
+
+
+def _of_the_nucleus(logits: mx.array, rows: SamplingRows, floor: FloatArray) -> mx.array:
+    top_p = mx.array(rows.top_p.astype(np.float32))
+    return ops.nucleus_thresholds(logits, mx.array(floor), top_p)
+
+
+def _thresholds(x: mx.array, rows: SamplingRows, floors: FloatArray, largest: int) -> mx.array:
+    """``[num_rows]`` least logits to keep, from the `largest` likeliest tokens of each row."""
+    num_rows, vocab_size = x.shape
     ordered = -mx.sort(-(mx.topk(x, largest) if largest < vocab_size else x), axis=-1)
-    floor = mx.array(all_floors[group])
-    kth = mx.full((len(group),), -mx.inf)
+    floor = mx.array(floors)
+    kth = mx.full((num_rows,), -mx.inf)
     limited = (rows.top_k > 0) & (rows.top_k < vocab_size)
     if limited.any():
         last = mx.array(np.where(limited, rows.top_k - 1, 0).astype(np.int32))
@@ -75,7 +86,7 @@ def _thresholds(
     # many of them are among the `largest` depends on the other rows.
     above_kth = (ordered >= kept[:, None]) & (ordered > kth[:, None])
     mass = mx.cumsum(mx.where(above_kth, mx.exp(ordered), 0.0), axis=-1)
-    mass_above = mx.concatenate([mx.zeros((len(group), 1)), mass[:, :-1]], axis=-1)
+    mass_above = mx.concatenate([mx.zeros((num_rows, 1)), mass[:, :-1]], axis=-1)
     num_ties = (x == kth[:, None]).sum(axis=-1)
     ties = mx.where(kth >= floor, num_ties * mx.exp(kth), 0.0)
     top_p = mx.array(rows.top_p.astype(np.float32))

@@ -217,5 +217,6 @@ class ServerInfo(BaseModel):
     uptime_seconds: float
     config: dict[str, Any]
     build: dict[str, str]
+    generation_defaults: dict[str, Any] | None = None
     engine_config: dict[str, Any] | None = None
     stats: dict[str, Any] | None = None

@@ -23,9 +23,7 @@ class StreamOptions(Body):
     """What a stream carries besides text."""
 
     include_usage: bool | None = Field(None, description="Send usage in a last chunk.")
-    continuous_usage_stats: bool | None = Field(
-        None, description="Send usage in every chunk; needs include_usage."
-    )
+    continuous_usage_stats: bool | None = Field(None, description="Send usage in every chunk.")
     include_obfuscation: Literal[False] | None = None
 
 
@@ -59,30 +57,58 @@ class Unsupported(Body):
     web_search_options: Any = Field(None, description="Not supported: 400.")
     prompt_embeds: Any = Field(None, description="Not supported: 400.")
     use_beam_search: bool | None = Field(None, description="true is not supported: 400.")
+    length_penalty: float | None = Field(None, description="Of beam search: only 1.")
+    verbosity: str | None = Field(None, description='Only "medium": models are not told.')
+    moderation: Any = Field(None, description="Not supported: 400.")
+    prompt_cache_retention: str | None = Field(None, description='Only "in_memory".')
+    prompt_cache_options: Any = Field(None, description="Not supported: 400.")
+    include_reasoning: bool | None = Field(None, description="false is not supported yet: 400.")
+    thinking_token_budget: Any = Field(None, description="Not supported yet: 400.")
+    logits_processors: Any = Field(None, description="Not supported: 400.")
+    mm_processor_kwargs: Any = Field(None, description="Not supported: 400.")
+    kv_transfer_params: Any = Field(None, description="Not supported: 400.")
+    vllm_xargs: Any = Field(None, description="Not supported: 400.")
 
     def unsupported(self) -> tuple[str, str] | None:
         """The first field that asks for what there is not, and why that is refused."""
-        later = "is not supported yet by this server"
-        for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice",
-                     "guided_grammar"):  # fmt: skip
-            if getattr(self, name) is not None:
-                return name, f"{name} {later}"
-        for name in ("tools", "functions"):
-            if getattr(self, name):
-                return name, f"{name} {later}"
-        for name in ("function_call", "prediction", "audio", "web_search_options", "prompt_embeds"):
-            if getattr(self, name) is not None:
-                return name, f"{name} is not supported by this server"
+        for names, reason in (
+            (_LATER, "is not supported yet by this server"),
+            (_NEVER, "is not supported by this server"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and value != []:
+                    return name, f"{name} {reason}"
         if self.tool_choice not in (None, "none", "auto"):
-            return "tool_choice", f"tool_choice {later}: only 'none' and 'auto', without tools"
+            reason = "is not supported yet by this server: only 'none' and 'auto', without tools"
+            return "tool_choice", f"tool_choice {reason}"
         if self.response_format is not None and self.response_format.type != "text":
-            return "response_format", f"response_format {later}: only {{'type': 'text'}}"
-        if self.modalities not in (None, ["text"]):
-            return "modalities", "modalities must be ['text']: this server writes text only"
-        if self.store:
-            return "store", "store must be false: this server stores nothing"
-        if self.service_tier not in (None, "auto", "default"):
-            return "service_tier", "service_tier must be 'auto' or 'default'"
-        if self.use_beam_search:
-            return "use_beam_search", "use_beam_search is not supported by this server"
+            reason = "is not supported yet by this server: only {'type': 'text'}"
+            return "response_format", f"response_format {reason}"
+        for name, allowed, reason in _ONLY:
+            if getattr(self, name) not in (None, *allowed):
+                return name, f"{name} must be {' or '.join(map(repr, allowed))}: {reason}"
         return None
+
+
+# Refused where they are given at all ([] is nothing).
+_LATER = (
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "tools", "functions", "thinking_token_budget",
+)  # fmt: skip
+_NEVER = (
+    "function_call", "prediction", "audio", "web_search_options", "prompt_embeds", "moderation",
+    "prompt_cache_options", "logits_processors", "mm_processor_kwargs", "kv_transfer_params",
+    "vllm_xargs",
+)  # fmt: skip
+# (field, values that ask for what this server does anyway, why it takes no other).
+_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("modalities", (["text"],), "this server writes text only"),
+    ("store", (False,), "this server stores nothing"),
+    ("service_tier", ("auto", "default"), "there is one tier"),
+    ("use_beam_search", (False,), "this server has no beam search"),
+    ("length_penalty", (1,), "this server has no beam search"),
+    ("verbosity", ("medium",), "models are not told"),
+    ("prompt_cache_retention", ("in_memory",), "prefixes are kept in memory only"),
+    ("include_reasoning", (True,), "reasoning is not told apart yet"),
+)

@@ -22,7 +22,7 @@ class GenerationBody(Unsupported):
 
     # Sampling.
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
-        None, description="0 is greedy; 1 by default."
+        None, description="0 is greedy; 1 by default, unless the model has a default of its own."
     )
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = Field(
@@ -60,7 +60,9 @@ class GenerationBody(Unsupported):
     skip_special_tokens: bool | None = Field(
         None, description="Leave special tokens out of the text; true by default."
     )
-    spaces_between_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = Field(
+        None, description="true needs skip_special_tokens: this server adds no spaces."
+    )
     return_tokens_as_token_ids: bool | None = Field(
         None, description='Name tokens "token_id:7" in log-probabilities.'
     )
@@ -102,5 +104,4 @@ class GenerationBody(Unsupported):
     @property
     def wants_continuous_usage(self) -> bool:
         """Whether each chunk carries usage."""
-        options = self.stream_options
-        return self.wants_usage and bool(options and options.continuous_usage_stats)
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)

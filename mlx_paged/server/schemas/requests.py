@@ -79,12 +79,15 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="true by default for a prompt, false for messages."
+    )
+    add_generation_prompt: bool | None = Field(None, description="Of messages only, as the rest.")
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = Field(None, description="Not supported yet: 400.")
 
 
 class DetokenizeBody(Body):

@@ -120,11 +120,16 @@ async function answer(chat) {
   showMessages();
   const started = performance.now();
   let first = null;
+  let last = started;
+  let arrivals = 0;
   let drawn = false;
   try {
     for await (const news of ask(body, store.settings.key, controller.signal)) {
       if (news.text) {
-        first ??= performance.now();
+        const now = performance.now();
+        if (now - last > 1) arrivals += 1;
+        last = now;
+        first ??= now;
         message.stats.ttft ??= (first - started) / 1000;
         message.content += news.text;
       }
@@ -140,8 +145,10 @@ async function answer(chat) {
     else message.error = error.message;
   }
   const count = message.stats.usage?.completion_tokens;
-  if (count > 1 && first !== null) {
-    message.stats.tokensPerSecond = (count - 1) / ((performance.now() - first) / 1000);
+  if (count && first !== null) {
+    // What came in one piece, from a busy browser or proxy, tells nothing about the time between tokens.
+    const [tokens, since] = arrivals > 3 ? [count - 1, first] : [count, started];
+    message.stats.tokensPerSecond = tokens / ((last - since) / 1000);
   }
   running = null;
   store.save();

@@ -1,0 +1,166 @@
+"""The output of a batch: only ever appended to, so that a run can be interrupted at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+import sys
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+from mlx_paged.cli.batch.lines import Line, read_lines
+from mlx_paged.errors import MlxPagedError
+
+_BEGIN = b'{"id": "batch_req_'
+_ID = re.compile(re.escape(_BEGIN) + rb'([0-9]{1,9})_([0-9a-f]{16})", ')
+_REMEDY = "give another --output, or --overwrite"
+
+
+class Done:
+    """Which lines of the input have their output line: 8 bytes for each line."""
+
+    def __init__(self) -> None:
+        self._digests = array("Q")  # by line number; 0: not done
+        self.count = 0
+
+    def add(self, number: int, digest: int) -> None:
+        """Marks a line."""
+        missing = number + 1 - len(self._digests)
+        if missing > 0:
+            self._digests.frombytes(bytes(missing * self._digests.itemsize))
+        self.count += not self._digests[number]
+        self._digests[number] = digest
+
+    def digest(self, number: int) -> int:
+        """Of the line as it was when it was done; 0 where it is not."""
+        return self._digests[number] if number < len(self._digests) else 0
+
+    @property
+    def last(self) -> int:
+        """The highest line number that was ever marked."""
+        return len(self._digests) - 1
+
+
+class Journal:
+    """The output file, or stdout (then nothing can be resumed).
+
+    Args:
+        path: None: stdout.
+        overwrite: begin anew, whatever the file holds.
+
+    Attributes:
+        done: The lines that were found in it.
+        num_torn_bytes: Length of a half-written last line that was cut off.
+
+    Raises:
+        MlxPagedError: the file cannot be written, or is no output of a batch, or another process
+            writes to it.
+    """
+
+    def __init__(self, path: Path | None, *, overwrite: bool = False) -> None:
+        self.path = path
+        self.done = Done()
+        self.num_torn_bytes = 0
+        if path is None:
+            self._fd = os.dup(sys.stdout.fileno())
+        else:
+            try:
+                self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            except OSError as error:
+                raise MlxPagedError(f"cannot write {path}: {error.strerror}") from error
+        self._syncs = stat.S_ISREG(os.fstat(self._fd).st_mode)
+        if path is not None and self._syncs:
+            try:
+                self._take(path, overwrite)
+            except BaseException:
+                self.close()
+                raise
+
+    def _take(self, path: Path, overwrite: bool) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise MlxPagedError(f"another process writes {path}: give another --output") from error
+        if overwrite:
+            os.ftruncate(self._fd, 0)
+        with open(self._fd, "rb", closefd=False) as file:
+            end = self._read(path, file)
+        self.num_torn_bytes = os.fstat(self._fd).st_size - end
+        if self.num_torn_bytes:
+            os.ftruncate(self._fd, end)
+        os.lseek(self._fd, 0, os.SEEK_END)
+        self._sync()
+        folder = os.open(path.resolve().parent, os.O_RDONLY)
+        try:  # the file's name must last, too
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _read(self, path: Path, file: BinaryIO) -> int:
+        """Takes what is done; returns where the last whole line ends."""
+        end = 0
+        for number, line in enumerate(file, 1):
+            found = _ID.match(line)
+            if found is None or not line.endswith(b"}\n"):
+                torn = not line.endswith(b"\n")
+                if torn and (line.startswith(_BEGIN) or _BEGIN.startswith(line)):
+                    return end
+                raise MlxPagedError(f"{path} is no output of a batch (line {number}): {_REMEDY}")
+            self.done.add(int(found[1]), int(found[2], 16))
+            end += len(line)
+        return end
+
+    def check(self, file: BinaryIO) -> int:
+        """Compares the lines of the input with those that were done; returns how many there are.
+
+        Raises:
+            MlxPagedError: the input is another one.
+        """
+        count = last = 0
+        for line in read_lines(file):
+            count, last = count + 1, line.number
+            if self.done.digest(line.number) not in (0, line.digest):
+                raise MlxPagedError(
+                    f"line {line.number} of the input is not the one that {self.path} has an "
+                    f"answer to: the input was changed; {_REMEDY}"
+                )
+        if self.done.last > last:
+            raise MlxPagedError(
+                f"{self.path} has an answer to line {self.done.last}, but the input ends at line "
+                f"{last}: it was changed; {_REMEDY}"
+            )
+        return count
+
+    def is_done(self, line: Line) -> bool:
+        """Whether the line has its output line already."""
+        return self.done.digest(line.number) != 0
+
+    def append(self, lines: Iterable[bytes]) -> None:
+        """Writes output lines, and returns when they will survive a crash of the machine.
+
+        Raises:
+            MlxPagedError: they could not be written.
+        """
+        rest = memoryview(b"".join(line + b"\n" for line in lines))
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+            self._sync()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise MlxPagedError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def _sync(self) -> None:
+        if self._syncs:
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Lets go of the file."""
+        with contextlib.suppress(OSError):
+            os.close(self._fd)

@@ -1,0 +1,299 @@
+"""What is asked: random tokens, repeated prefixes, a file of conversations, the embedded chats."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mlx_paged.errors import InvalidParameterError, ModelLoadError
+
+_T = TypeVar("_T")
+
+# Of a file of conversations vLLM takes these, so that both measure the same requests.
+_LEAST_TOKENS, _MOST_PROMPT_TOKENS, _MOST_TOKENS = 4, 1024, 2048
+
+
+class Dataset(StrEnum):
+    """Where prompts come from."""
+
+    RANDOM = "random"
+    PREFIX_REPETITION = "prefix_repetition"
+    SHAREGPT = "sharegpt"
+    EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request.
+
+    Attributes:
+        token_ids: of the prompt.
+        max_tokens: of the answer.
+        text: what the tokens say.
+        messages: the prompt as a conversation, where it is one.
+    """
+
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    text: str
+    messages: tuple[dict[str, str], ...] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt."""
+        return len(self.token_ids)
+
+    def as_text(self, tokenizer: Any) -> Prompt:
+        """The prompt as who gets only its text will count it: a few tokens more or less."""
+        return replace(self, token_ids=tuple(tokenizer.encode(self.text)))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A data set and how much of it; None where the default of the data set holds.
+
+    Attributes:
+        dataset_name: which.
+        num_prompts: how many.
+        dataset_path: file of conversations.
+        input_len: tokens of a random prompt, beside its prefix; 128.
+        output_len: tokens of an answer; 64, or those of the conversation.
+        prefix_len: tokens that all random prompts begin with; 0.
+        range_ratio: random lengths are uniform within this share of `input_len` and `output_len`.
+        repeated_prefix_len: tokens of each repeated prefix; 256.
+        repeated_suffix_len: tokens after it; 256.
+        num_prefixes: how many there are; 10.
+        system_prompt: embedded chats begin with the same long system message; yes.
+    """
+
+    dataset_name: Dataset
+    num_prompts: int
+    dataset_path: Path | None = None
+    input_len: int | None = None
+    output_len: int | None = None
+    prefix_len: int | None = None
+    range_ratio: float | None = None
+    repeated_prefix_len: int | None = None
+    repeated_suffix_len: int | None = None
+    num_prefixes: int | None = None
+    system_prompt: bool | None = None
+
+    def sample(self, tokenizer: Any, seed: int) -> list[Prompt]:
+        """The prompts; the same ones for the same seed.
+
+        Raises:
+            InvalidParameterError: an option that this data set does not have, a file that holds
+                something else, or more prompts than there are.
+        """
+        for field in fields(self):
+            owners = _OWNERS.get(field.name, tuple(Dataset))
+            value = getattr(self, field.name)
+            if value is not None and self.dataset_name not in owners:
+                names = " or ".join(owner.value for owner in owners)
+                expected = f"left out unless dataset_name is {names}"
+                raise InvalidParameterError(_OPTIONS.get(field.name, field.name), expected, value)
+        rng = random.Random(seed)
+        return _SAMPLERS[self.dataset_name](self, tokenizer, rng)
+
+
+# Whose option it is, where it is not everyone's, and its name where that differs.
+_OWNERS = {
+    "dataset_path": (Dataset.SHAREGPT,),
+    "input_len": (Dataset.RANDOM,),
+    "prefix_len": (Dataset.RANDOM,),
+    "range_ratio": (Dataset.RANDOM,),
+    "repeated_prefix_len": (Dataset.PREFIX_REPETITION,),
+    "repeated_suffix_len": (Dataset.PREFIX_REPETITION,),
+    "num_prefixes": (Dataset.PREFIX_REPETITION,),
+    "system_prompt": (Dataset.EMBEDDED,),
+}
+_OPTIONS = {
+    "range_ratio": "random_range_ratio",
+    "repeated_prefix_len": "prefix_repetition_prefix_len",
+    "repeated_suffix_len": "prefix_repetition_suffix_len",
+    "num_prefixes": "prefix_repetition_num_prefixes",
+}
+
+
+def random_prompts(
+    tokenizer: Any,
+    count: int,
+    input_len: int,
+    output_len: int,
+    *,
+    prefix_len: int = 0,
+    range_ratio: float = 0.0,
+    seed: int = 0,
+) -> list[Prompt]:
+    """Random tokens; the first `prefix_len` are the same in all, and `input_len` come after."""
+    workload = Workload(Dataset.RANDOM, count, None, input_len, output_len, prefix_len, range_ratio)
+    return workload.sample(tokenizer, seed)
+
+
+def _random(workload: Workload, tokenizer: Any, rng: random.Random) -> list[Prompt]:
+    ratio = _or(workload.range_ratio, 0.0)
+    if not 0 <= ratio < 1:
+        raise InvalidParameterError("random_range_ratio", "in [0, 1)", ratio)
+    words = ordinary_tokens(tokenizer)
+
+    def length(mean: int) -> int:
+        return max(1, rng.randint(math.floor(mean * (1 - ratio)), math.ceil(mean * (1 + ratio))))
+
+    shared = rng.choices(words, k=_or(workload.prefix_len, 0))
+    prompts = []
+    for _ in range(workload.num_prompts):
+        own = rng.choices(words, k=length(_or(workload.input_len, 128)))
+        prompts.append(_prompt(tokenizer, shared + own, length(_or(workload.output_len, 64))))
+    return prompts
+
+
+def _prefix_repetition(workload: Workload, tokenizer: Any, rng: random.Random) -> list[Prompt]:
+    count = _or(workload.num_prefixes, 10)
+    if count > workload.num_prompts:
+        expected = f"at most num_prompts, which is {workload.num_prompts}"
+        raise InvalidParameterError("prefix_repetition_num_prefixes", expected, count)
+    words = ordinary_tokens(tokenizer)
+    prefixes = [rng.choices(words, k=_or(workload.repeated_prefix_len, 256)) for _ in range(count)]
+    suffix_len, output_len = _or(workload.repeated_suffix_len, 256), _or(workload.output_len, 64)
+    prompts = [
+        _prompt(tokenizer, prefixes[i % count] + rng.choices(words, k=suffix_len), output_len)
+        for i in range(workload.num_prompts)
+    ]
+    rng.shuffle(prompts)
+    return prompts
+
+
+def _sharegpt(workload: Workload, tokenizer: Any, rng: random.Random) -> list[Prompt]:
+    path = workload.dataset_path
+    if path is None:
+        raise InvalidParameterError("dataset_path", "a file of conversations", None)
+    turns = _read_conversations(path)
+    rng.shuffle(turns)
+    prompts: list[Prompt] = []
+    for question, answer in turns:
+        if len(prompts) == workload.num_prompts:
+            break
+        token_ids = tuple(tokenizer.encode(question))
+        max_tokens = _or(workload.output_len, len(tokenizer.encode(answer)))
+        if (
+            _LEAST_TOKENS <= len(token_ids) <= _MOST_PROMPT_TOKENS
+            and (workload.output_len is not None or max_tokens >= _LEAST_TOKENS)
+            and len(token_ids) + max_tokens <= _MOST_TOKENS
+        ):
+            messages = ({"role": "user", "content": question},)
+            prompts.append(Prompt(token_ids, max_tokens, question, messages))
+    _require(len(prompts), workload.num_prompts, f"conversations of {path} that are usable")
+    return prompts
+
+
+def _read_conversations(path: Path) -> list[tuple[str, str]]:
+    """The first two turns of each; conversations of fewer are left out."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        expected = f"a file that can be read ({error.strerror})"
+        raise InvalidParameterError("dataset_path", expected, str(path)) from None
+    except ValueError as error:
+        raise InvalidParameterError("dataset_path", f"JSON ({error})", str(path)) from None
+    shape = 'a JSON list of {"conversations": [{"value": TEXT}, ...]}'
+    if not isinstance(entries, list):
+        raise InvalidParameterError("dataset_path", shape, type(entries).__name__)
+    found = []
+    for number, entry in enumerate(entries):
+        try:
+            values = [turn["value"] for turn in entry["conversations"][:2]]
+        except (KeyError, TypeError):
+            values = [None]
+        if not all(isinstance(value, str) for value in values):
+            raise InvalidParameterError(
+                "dataset_path", f"{shape} (entry {number} is not)", str(path)
+            )
+        if len(values) == 2:
+            found.append((values[0], values[1]))
+    return found
+
+
+def _embedded(workload: Workload, tokenizer: Any, rng: random.Random) -> list[Prompt]:
+    from mlx_paged.demo.prompts import CHATS, REQUESTS, SYSTEM_PROMPT
+
+    questions = [*CHATS, *REQUESTS]
+    _require(len(questions), workload.num_prompts, "embedded chats")
+    system = [{"role": "system", "content": SYSTEM_PROMPT}]
+    prompts = []
+    for question in rng.sample(questions, workload.num_prompts):
+        messages = system if _or(workload.system_prompt, True) else []
+        messages = [*messages, {"role": "user", "content": question}]
+        text, token_ids = _rendered(tokenizer, messages)
+        prompts.append(Prompt(token_ids, _or(workload.output_len, 64), text, tuple(messages)))
+    return prompts
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, tuple[int, ...]]:
+    """A conversation by the chat template; without one, its texts in a row."""
+    if not tokenizer.has_chat_template:
+        text = "\n\n".join(message["content"] for message in messages)
+        return text, tuple(tokenizer.encode(text))
+    render = partial(tokenizer.apply_chat_template, messages, add_generation_prompt=True)
+    return render(tokenize=False), tuple(render())
+
+
+_SAMPLERS = {
+    Dataset.RANDOM: _random,
+    Dataset.PREFIX_REPETITION: _prefix_repetition,
+    Dataset.SHAREGPT: _sharegpt,
+    Dataset.EMBEDDED: _embedded,
+}
+
+
+def tokenizer_of(model: str | None) -> Any:
+    """mlx-lm's tokenizer of a model directory or hub id; None: of the embedded model.
+
+    Raises:
+        ModelLoadError: there is none.
+    """
+    from huggingface_hub.errors import RepositoryNotFoundError
+    from mlx_lm.utils import load_tokenizer
+
+    from mlx_paged.demo import model_path
+
+    if model is None:
+        return load_tokenizer(model_path())
+    try:
+        return load_tokenizer(model)
+    except (OSError, ValueError, RepositoryNotFoundError) as error:
+        reason = f"no tokenizer ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
+        raise ModelLoadError(model, reason) from error
+
+
+def ordinary_tokens(tokenizer: Any) -> list[int]:
+    """Tokens to draw from: words that begin with a space, where the vocabulary has them.
+
+    Texts of those encode to nearly the same tokens again.
+    """
+    vocabulary = tokenizer.get_vocab()
+    words = sorted(i for t, i in vocabulary.items() if t[:1] in "Ġ▁" and t[1:].isalpha())
+    if len(words) < 100:
+        special = set(getattr(tokenizer, "all_special_ids", ()))
+        words = sorted(set(vocabulary.values()) - special)
+    return words
+
+
+def _prompt(tokenizer: Any, token_ids: Sequence[int], max_tokens: int) -> Prompt:
+    return Prompt(tuple(token_ids), max_tokens, tokenizer.decode(list(token_ids)))
+
+
+def _require(there: int, wanted: int, what: str) -> None:
+    if there < wanted:
+        expected = f"at most {there}, the number of {what}"
+        raise InvalidParameterError("num_prompts", expected, wanted)
+
+
+def _or(value: _T | None, default: _T) -> _T:
+    return default if value is None else value

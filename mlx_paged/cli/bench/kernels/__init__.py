@@ -1,0 +1,1 @@
+"""`mlx-paged bench kernels`: every native primitive against what the machine can do."""

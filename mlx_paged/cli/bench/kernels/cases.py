@@ -1,0 +1,184 @@
+"""What is measured: a grid of cases, and why a case cannot be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+ATTENTION = ("paged_attention",)
+MOVEMENT = ("write_kv", "copy_blocks", "gather_kv")
+# What a layer does around its products: native on the CPU only.
+LAYER = ("rope", "rms_norm", "silu_mul", "greedy_tokens", "linear")
+OPS = (*ATTENTION, *MOVEMENT, *LAYER)
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+VOCAB_SIZE = 32768  # of greedy_tokens
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op at one shape; what it does not depend on is None.
+
+    Attributes:
+        op: of `OPS`.
+        batch: sequences.
+        kv_heads: KV heads.
+        head_dim: of keys and of values.
+        dtype: of pools and activations.
+        context: mean tokens of a sequence.
+        rows: query tokens of each sequence: 1 is a decode, up to 8 a draft to verify, more a
+            chunk of a prompt.
+        group: query heads of a KV head.
+        block_size: tokens of a block.
+        window: tokens that a row sees; None: all.
+        skew: an eighth of the sequences, at least one, are `skew` times as long as the others.
+    """
+
+    op: str
+    batch: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    context: int | None = None
+    rows: int | None = None
+    group: int | None = None
+    block_size: int | None = None
+    window: int | None = None
+    skew: int | None = None
+
+    def __str__(self) -> str:
+        fields = {k: v for k, v in asdict(self).items() if k != "op" and v is not None}
+        return f"{self.op}({', '.join(f'{k}={v}' for k, v in fields.items())})"
+
+    @property
+    def lens(self) -> list[int]:
+        """Context of each sequence; their sum is ``batch * context``, but for rounding."""
+        assert self.context is not None
+        skew = self.skew or 1
+        num_long = max(1, self.batch // 8) if skew > 1 else 0
+        num_short = self.batch - num_long
+        short = self.batch * self.context / (num_short + skew * num_long)
+        return [round(short)] * num_short + [round(short * skew)] * num_long
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token."""
+        return 2 * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def num_q_heads(self) -> int:
+        """Query heads."""
+        return self.kv_heads * (self.group or 1)
+
+    @property
+    def seen_tokens(self) -> int:
+        """Tokens whose K and V some row sees, over all sequences."""
+        rows = self.rows or 1
+        reach = self.window + rows - 1 if self.window else None
+        return sum(n if reach is None else min(n, reach) for n in self.lens)
+
+    @property
+    def scored_tokens(self) -> int:
+        """(row, token) pairs that attention scores."""
+        total = 0
+        for n in self.lens:
+            for position in range(n - (self.rows or 1), n):
+                total += min(position + 1, self.window or position + 1)
+        return total
+
+
+# Values of the options, by their names in `Case`.
+Grid = dict[str, list[Any]]
+
+
+def defaults(device: str, *, quick: bool) -> Grid:
+    """The grid of a run that names nothing."""
+    grid: Grid = {
+        "batch": [1, 16],
+        "context": [1024, 4096],
+        "rows": [1],
+        "kv_heads": [8],
+        "group": [4],
+        "head_dim": [128],
+        "block_size": [32],
+        "dtype": ["float32" if device == "cpu" else "bfloat16"],
+        "window": [None],
+        "skew": [1],
+    }
+    if quick:
+        grid |= {"batch": [1, 8], "context": [2048], "head_dim": [64]}
+        if device != "cpu":
+            grid |= {"context": [4096], "head_dim": [128]}
+    return grid
+
+
+def cases(ops: Sequence[str], grid: Grid) -> list[Case]:
+    """The grid's cases, each once; those on the same data follow each other."""
+    found: dict[Case, None] = {}
+    on_pools = [op for op in ops if op not in LAYER]
+    for batch, context, heads, dim, block_size, dtype, skew in _product(
+        grid, "batch", "context", "kv_heads", "head_dim", "block_size", "dtype", "skew"
+    ):
+        pool = Case("", batch, heads, dim, dtype, context, block_size=block_size, skew=skew)
+        for op in on_pools:
+            if op in MOVEMENT:
+                found[_with(pool, op=op)] = None
+                continue
+            for rows, group, window in _product(grid, "rows", "group", "window"):
+                found[_with(pool, op=op, rows=rows, group=group, window=window)] = None
+    for op in (op for op in ops if op in LAYER):
+        for batch, rows, heads, group, dim, dtype in _product(
+            grid, "batch", "rows", "kv_heads", "group", "head_dim", "dtype"
+        ):
+            found[Case(op, batch, heads, dim, dtype, rows=rows, group=group)] = None
+    return list(found)
+
+
+def refusal(
+    case: Case, device: str, gpu_head_dims: Collection[int], memory_limit: int | None
+) -> str | None:
+    """Why the backend cannot serve a case; None if it can.
+
+    Args:
+        device: "cpu" or "gpu".
+        gpu_head_dims: head dims (of keys and values) that there are GPU kernels for.
+        memory_limit: bytes that inputs may take; None: not known.
+    """
+    if case.op in LAYER:
+        if device != "cpu":
+            return f"{case.op} is native on the CPU only: a GPU has MLX's own in one kernel"
+        if case.op == "linear" and case.dtype != "float32":
+            return f"linear is native in float32 only: in {case.dtype} it is MLX's own"
+        return None
+    if (case.skew or 1) > 1 and case.batch == 1:
+        return f"skew {case.skew} needs at least 2 sequences"
+    shortest = min(case.lens)
+    if shortest < (case.rows or 1):
+        return (
+            f"rows must be at most the shortest context, {shortest} tokens, but got "
+            f"{case.rows or 1}"
+        )
+    if device != "cpu" and case.op in ATTENTION and case.head_dim not in gpu_head_dims:
+        known = ", ".join(map(str, sorted(gpu_head_dims)))
+        return f"on a GPU head_dim must be one of {known} but got {case.head_dim}"
+    if memory_limit is not None and (needed := needed_bytes(case)) > memory_limit:
+        return (
+            f"pools and dense copies need {needed / 2**30:.1f} GiB of the "
+            f"{memory_limit / 2**30:.1f} GiB that may be used here"
+        )
+    return None
+
+
+def needed_bytes(case: Case) -> int:
+    """Pool, dense copy, and one more of what is gathered (padded to the longest context)."""
+    lens = case.lens
+    return (sum(lens) + 2 * len(lens) * max(lens)) * case.token_bytes
+
+
+def _product(grid: Grid, *names: str) -> Any:
+    return itertools.product(*(grid[name] for name in names))
+
+
+def _with(case: Case, **fields: Any) -> Case:
+    return Case(**{**asdict(case), **fields})

@@ -1,0 +1,148 @@
+"""Pools full of random tokens, scattered, with more of them than a cache holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged import ops
+from mlx_paged.attention.plan import build_plan
+from mlx_paged.cli.bench.kernels.cases import Case
+
+# Sets of sequences that launches take in turn. More would only be more plans.
+MOST_SETS = 128
+# Tokens that are written at once while a pool is filled.
+_FILL = 1 << 15
+
+
+@dataclass(frozen=True)
+class PoolKey:
+    """What the contents of a pool depend on."""
+
+    lens: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    num_sets: int
+    seed: int
+
+
+def key_of(case: Case, past_cache: int, seed: int) -> PoolKey:
+    """Pools for a case whose launches read `past_cache` bytes before they read the same again."""
+    assert case.block_size is not None
+    read = max(1, case.seen_tokens * case.token_bytes)
+    lens = tuple(case.lens)
+    # (A window reads little of what is there.)
+    most = min(MOST_SETS, 4 * past_cache // (sum(lens) * case.token_bytes))
+    num_sets = max(1, min(most, -(-past_cache // read)))
+    return PoolKey(lens, case.kv_heads, case.head_dim, case.block_size, case.dtype, num_sets, seed)
+
+
+class Pools:
+    """A key and a value pool that hold `num_sets` sets of sequences, their blocks in random order.
+
+    Attributes:
+        key_pool, value_pool: as the last op that wrote to them left them.
+        tables: ``[set][sequence]`` lists of blocks.
+    """
+
+    def __init__(self, key: PoolKey) -> None:
+        self.key = key
+        self.dtype: mx.Dtype = getattr(mx, key.dtype)
+        counts = [-(-n // key.block_size) for n in key.lens]
+        rng = np.random.default_rng(key.seed)
+        order = rng.permutation(sum(counts) * key.num_sets) + 1  # block 0 belongs to nobody
+        ends = np.cumsum(counts * key.num_sets)[:-1]
+        flat = [part.tolist() for part in np.split(order, ends)]
+        batch = len(counts)
+        self.tables = [flat[i * batch : (i + 1) * batch] for i in range(key.num_sets)]
+        self._fill(len(order) + 1)
+
+    def _fill(self, num_blocks: int) -> None:
+        key = self.key
+        shape = (num_blocks, key.block_size, key.kv_heads, key.head_dim)
+        self.key_pool = ops.allocate_pool(*shape, self.dtype)
+        self.value_pool = ops.allocate_pool(*shape, self.dtype)
+        state = mx.random.key(key.seed)
+        num_slots = num_blocks * key.block_size
+        for begin in range(0, num_slots, _FILL):
+            slots = mx.arange(begin, min(begin + _FILL, num_slots), dtype=mx.int32)
+            rows = []
+            for _ in range(2):
+                state, key_now = mx.random.split(state)
+                rows.append(self.random((len(slots), *shape[2:]), key_now))
+            self.write(rows[0], rows[1], slots)
+            mx.eval(self.key_pool, self.value_pool)
+
+    def random(self, shape: tuple[int, ...], key: mx.array) -> mx.array:
+        """Normal, in the pool's dtype."""
+        return mx.random.normal(shape, key=key).astype(self.dtype)
+
+    @property
+    def both(self) -> tuple[mx.array, mx.array]:
+        """Key pool and value pool."""
+        return self.key_pool, self.value_pool
+
+    def write(self, keys: mx.array, values: mx.array, slots: mx.array) -> tuple[mx.array, mx.array]:
+        """`ops.write_kv`; the handles from now on are those that it returns."""
+        self.key_pool, self.value_pool = ops.write_kv(*self.both, keys, values, slots)
+        return self.both
+
+    def copy(self, pairs: mx.array) -> tuple[mx.array, mx.array]:
+        """`ops.copy_blocks`, likewise."""
+        self.key_pool, self.value_pool = ops.copy_blocks(self.both, pairs)
+        return self.both
+
+    def plan(self, set_: int, rows: int, window: int | None) -> ops.AttentionPlan:
+        """The plan of a step in which each sequence of a set has so many query rows."""
+        lens = list(self.key.lens)
+        return build_plan(
+            self.tables[set_],
+            lens,
+            [rows] * len(lens),
+            block_size=self.key.block_size,
+            window=window,
+        )
+
+    def slots_of(self, set_: int) -> np.ndarray:
+        """Slots of all tokens of a set, a sequence after the other, in order."""
+        size = self.key.block_size
+        return np.concatenate(
+            [
+                (np.array(table)[:, None] * size + np.arange(size)).reshape(-1)[:n]
+                for table, n in zip(self.tables[set_], self.key.lens)
+            ]
+        )
+
+    def words(self, pool: mx.array, blocks: Any) -> np.ndarray:
+        """The bits of some blocks, read by MLX alone: ``[num, block_size, heads, dim]``."""
+        return to_words(pool[mx.array(np.asarray(blocks, dtype=np.int32))])
+
+
+class PoolCache:
+    """Keeps the last pools: neighbours in a grid are measured on the same."""
+
+    def __init__(self) -> None:
+        self._last: Pools | None = None
+
+    def get(self, key: PoolKey) -> Pools:
+        """Pools for a key; others are let go of first."""
+        if self._last is None or self._last.key != key:
+            self._last = None
+            mx.clear_cache()
+            self._last = Pools(key)
+        return self._last
+
+
+def to_words(a: mx.array) -> np.ndarray:
+    """The bits: unlike values they tell -0.0 from 0.0 and one NaN from another."""
+    return np.array(mx.contiguous(a).view(mx.uint32 if a.dtype.size == 4 else mx.uint16))
+
+
+def to_float64(a: mx.array) -> np.ndarray:
+    """Every value of the three dtypes is exact in it."""
+    return np.array(a.astype(mx.float32)).astype(np.float64)

@@ -1,0 +1,143 @@
+"""`mlx-paged bench memory`: KV memory of many users, dense, paged, and with a shared prefix."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mlx_paged.cli.bench.options import at_least, one_of, parse_list
+from mlx_paged.errors import InvalidParameterError
+
+if TYPE_CHECKING:
+    from mlx_paged.cli.bench.memory_runs import Load
+
+
+def memory(
+    users: Annotated[
+        list[str] | None,
+        typer.Option(help="Users at once.", metavar="LIST", show_default="1,8,32"),
+    ] = None,
+    system_len: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Tokens of the prompt that all share; 0: none.",
+            metavar="LIST",
+            show_default="64,512",
+        ),
+    ] = None,
+    user_len: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Tokens that each user adds, on average.", metavar="LIST", show_default="64"
+        ),
+    ] = None,
+    answer_len: Annotated[
+        list[str] | None,
+        typer.Option(help="Tokens of an answer, on average.", metavar="LIST", show_default="64"),
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens: 8, 16, 32, 64.")] = 32,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model directory or Hugging Face id.", show_default="the embedded model"),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer users and shorter texts, in seconds.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of texts and their lengths.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Write everything.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write rows.")] = None,
+) -> None:
+    """Measure the KV memory of N users, and test the claim that paging takes 2-4x less.
+
+    Users share a system prompt and have an answer in the making at once;
+    lengths vary from half to one and a half times their mean. The same
+    requests run on mlx-lm with a cache for each user, on its
+    BatchGenerator, on the paged engine, and there with prefix sharing.
+    Nothing is computed from shapes: arrays, MLX's memory and blocks are
+    read while it runs. Options with LIST may be repeated or take commas.
+
+    Examples:
+      mlx-paged bench memory --quick
+      mlx-paged bench memory --users 1,8,32 --system-len 0,1024
+      mlx-paged bench memory --user-len 16,256 --answer-len 32 --json memory.json
+    """
+    positive = ("integers of at least 1", at_least(1))
+    grid = {
+        "users": parse_list("users", users, *positive),
+        "system_len": parse_list("system_len", system_len, "integers of at least 0", at_least(0)),
+        "user_len": parse_list("user_len", user_len, *positive),
+        "answer_len": parse_list("answer_len", answer_len, *positive),
+    }
+    preset = {"users": [1, 8, 32], "system_len": [64, 512], "user_len": [64], "answer_len": [64]}
+    if quick:
+        preset |= {"users": [1, 4], "system_len": [128], "user_len": [16], "answer_len": [16]}
+    [block_size] = parse_list(
+        "block_size", [str(block_size)], "8, 16, 32 or 64", one_of((8, 16, 32, 64), int)
+    )
+    _run({k: v or preset[k] for k, v in grid.items()}, block_size, model, seed, json, csv)
+
+
+def _run(
+    grid: dict[str, list[int]],
+    block_size: int,
+    model_name: str | None,
+    seed: int,
+    json: Path | None,
+    csv: Path | None,
+) -> None:
+    from mlx_paged import unpatch
+    from mlx_paged.cli.bench.environment import checkout
+    from mlx_paged.cli.bench.results import check_writable, write_csv, write_json
+    from mlx_paged.core import use_supported_device
+
+    unpatch()  # dense caches are mlx-lm's as it is
+    for field, path in (("json", json), ("csv", csv)):
+        check_writable(field, path)
+    checkout()
+    use_supported_device()
+    from mlx_paged.cli.bench import memory_report, memory_runs
+    from mlx_paged.models.load import load
+
+    model = load(model_name)
+    loads = [memory_runs.Load(*values) for values in itertools.product(*grid.values())]
+    _check_lengths(loads, model.config.get("max_position_embeddings"))
+    rows: list[dict[str, Any]] = []
+    for i, one in enumerate(loads):
+        if sys.stderr.isatty():
+            typer.echo(f"{i + 1} of {len(loads)}: {one.users} users", err=True)
+        held = memory_runs.measure(model, one, block_size, seed)
+        rows.append(
+            memory_report.row(vars(one), {name: found.to_json() for name, found in held.items()})
+        )
+    typer.echo(memory_report.text(rows))
+    if json is not None:
+        write_json(
+            json,
+            {
+                "benchmark": "memory",
+                "model": model_name or "embedded",
+                "block_size": block_size,
+                "seed": seed,
+                "claim": memory_report.CLAIM,
+                "verdict": memory_report.verdict(rows),
+                "results": rows,
+            },
+        )
+    if csv is not None:
+        write_csv(csv, rows)
+
+
+def _check_lengths(loads: Sequence[Load], limit: int | None) -> None:
+    for load in loads:
+        longest = load.system_len + 3 * (load.user_len + load.answer_len) // 2
+        if limit is not None and longest > limit:
+            raise InvalidParameterError(
+                "system_len, user_len and answer_len",
+                f"short enough for the model's {limit} tokens, at one and a half times the means",
+                longest,
+            )

@@ -1,0 +1,208 @@
+"""The same load on mlx-lm's dense caches and on the paged engine; KV memory is read as it runs."""
+
+from __future__ import annotations
+
+import gc
+import random
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mlx_paged.engine.llm import LLM
+from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.models.load import LoadedModel
+
+# isort: split
+import mlx.core as mx
+
+from mlx_paged.errors import UnsupportedModelError
+
+DENSE, BATCH, PAGED, SHARED = "dense", "batch_generator", "paged", "paged_shared"
+NAMES = {
+    DENSE: "mlx-lm, a cache for each user",
+    BATCH: "mlx-lm, BatchGenerator",
+    PAGED: "paged",
+    SHARED: "paged, prefix shared",
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """Users who all have an answer in the making at once.
+
+    Attributes:
+        users: how many.
+        system_len: tokens of the prompt that all share.
+        user_len: mean tokens that each adds; from half to one and a half times that.
+        answer_len: mean tokens of the answers, likewise.
+    """
+
+    users: int
+    system_len: int
+    user_len: int
+    answer_len: int
+
+    def requests(self, vocab_size: int, seed: int) -> list[tuple[list[int], int]]:
+        """Prompt and number of tokens to answer, for each user."""
+        rng = random.Random(seed)
+
+        def tokens(count: int) -> list[int]:
+            return [rng.randrange(vocab_size) for _ in range(count)]
+
+        system = tokens(self.system_len)
+        return [
+            (system + tokens(_about(self.user_len, rng)), _about(self.answer_len, rng))
+            for _ in range(self.users)
+        ]
+
+
+@dataclass(frozen=True)
+class Held:
+    """KV memory at its highest.
+
+    Attributes:
+        live_bytes: of cache arrays, or of the blocks that sequences hold.
+        allocated_bytes: MLX's active memory above what it was before, for dense caches; for the
+            paged engine the pools' arrays in a second run whose pool is as small as the first run
+            says (None if something was preempted there).
+        blocks: that sequences hold; None for dense caches.
+        answer_tokens: generated in all, which must be the same for everyone.
+    """
+
+    live_bytes: int
+    allocated_bytes: int | None
+    blocks: int | None
+    answer_tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is."""
+        return asdict(self)
+
+
+def measure(model: LoadedModel, load: Load, block_size: int, seed: int) -> dict[str, Held]:
+    """One load on all four.
+
+    Raises:
+        UnsupportedModelError: layers have windows or recurrent state, whose memory is not blocks of
+            one kind.
+    """
+    requests = load.requests(model.vocab_size, seed)
+    # (The engine first: it is what may refuse.)
+    held = {
+        SHARED: _paged(model, requests, block_size, sharing=True),
+        PAGED: _paged(model, requests, block_size, sharing=False),
+        DENSE: _dense(model, requests),
+        BATCH: _batch(model, requests),
+    }
+    expected = sum(count for _, count in requests)
+    for name, found in held.items():
+        if found.answer_tokens != expected:
+            raise RuntimeError(f"{name} made {found.answer_tokens} tokens instead of {expected}")
+    return {name: held[name] for name in NAMES}
+
+
+def _about(mean: int, rng: random.Random) -> int:
+    return rng.randint(max(1, mean // 2), max(1, mean + mean // 2))
+
+
+def _baseline() -> int:
+    gc.collect()
+    mx.clear_cache()
+    return int(mx.get_active_memory())
+
+
+def _dense(model: LoadedModel, requests: list[tuple[list[int], int]]) -> Held:
+    """`mlx_lm.generate` keeps a cache for each conversation; all are alive in the end."""
+    from mlx_lm.generate import generate_step  # here: mlx-lm's own, once it is unpatched
+    from mlx_lm.models.cache import make_prompt_cache
+
+    before = _baseline()
+    caches: list[Any] = []
+    made = 0
+    for prompt, count in requests:
+        caches.append(make_prompt_cache(model.model))
+        steps = generate_step(
+            mx.array(prompt), model.model, max_tokens=count, prompt_cache=caches[-1]
+        )
+        made += sum(1 for _ in steps)
+    live = sum(layer.nbytes for cache in caches for layer in cache)
+    return Held(live, _baseline() - before, None, made)
+
+
+def _batch(model: LoadedModel, requests: list[tuple[list[int], int]]) -> Held:
+    """The most after any of its steps."""
+    from mlx_lm.generate import BatchGenerator
+
+    before = _baseline()
+    generator = BatchGenerator(model.model, completion_batch_size=len(requests))
+    generator.insert([prompt for prompt, _ in requests], [count for _, count in requests])
+    live = active = made = 0
+    while responses := generator.next_generated():
+        made += len(responses)
+        live = max(live, generator.prompt_cache_nbytes)
+        active = max(active, int(mx.get_active_memory()) - before)
+    generator.close()
+    return Held(live, active, None, made)
+
+
+def _paged(
+    model: LoadedModel, requests: list[tuple[list[int], int]], block_size: int, *, sharing: bool
+) -> Held:
+    longest = sum(-(-(len(prompt) + count) // block_size) + 1 for prompt, count in requests)
+    roomy = _generate(model, requests, block_size, longest + 2, sharing)
+    if roomy.num_preemptions:
+        raise RuntimeError(f"{roomy.num_preemptions} preemptions in a pool that holds everything")
+    allocated = None
+    # Block 0 is never handed out; a step in flight may keep a block of each sequence a bit longer.
+    for spare in (1, 1 + len(requests)):
+        tight = _generate(model, requests, block_size, roomy.max_used_blocks + spare, sharing)
+        if not tight.num_preemptions and tight.answer_tokens == roomy.answer_tokens:
+            allocated = tight.pool_bytes
+            break
+    return Held(
+        roomy.max_used_blocks * roomy.block_bytes,
+        allocated,
+        roomy.max_used_blocks,
+        roomy.answer_tokens,
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    max_used_blocks: int
+    num_preemptions: int
+    answer_tokens: int
+    block_bytes: int
+    pool_bytes: int
+
+
+def _generate(
+    model: LoadedModel,
+    requests: list[tuple[list[int], int]],
+    block_size: int,
+    num_blocks: int,
+    sharing: bool,
+) -> _Run:
+    _baseline()
+    llm = LLM(
+        model,
+        block_size=block_size,
+        num_gpu_blocks_override=num_blocks,
+        max_num_seqs=len(requests),
+        enable_prefix_caching=sharing,
+    )
+    if llm.stats().group_usage:
+        kind = str(model.config.get("model_type"))
+        reason = "its layers with windows or recurrent state hold memory of several kinds"
+        raise UnsupportedModelError(kind, reason)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in requests]
+    outputs = llm.generate([prompt for prompt, _ in requests], params)
+    stats = llm.stats()
+    caches = llm.engine._runner.model.attention_caches
+    pools = [pool for cache in caches for pool in (cache.key_pool, cache.value_pool)]
+    return _Run(
+        stats.max_used_blocks,
+        stats.num_preemptions,
+        sum(len(output.outputs[0].token_ids) for output in outputs),
+        sum(pool.nbytes // pool.shape[0] for pool in pools),
+        sum(pool.nbytes for pool in pools),
+    )

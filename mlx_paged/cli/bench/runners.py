@@ -1,0 +1,211 @@
+"""Two engines that do the same work: this package's, and mlx-lm's `BatchGenerator`.
+
+Both get the same weights in the same type, the same BLAS, the same token ids, all at once, and the
+same ends: with `ignore_eos` every answer has `max_tokens` tokens; without it an answer ends with
+the first of the model's end tokens, which counts as one of its tokens. Both read every token on the
+host as it comes, and make the text of all answers at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mlx_paged import core  # noqa: F401  (its BLAS has to come before mlx.core)
+
+# isort: split
+import mlx.core as mx
+
+from mlx_paged.cli.bench.datasets import Prompt
+from mlx_paged.cli.bench.footprint import Footprint, measure_footprint
+from mlx_paged.cli.bench.runs import Answer, Run
+from mlx_paged.cli.bench.vllm_options import EngineName
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.errors import MlxPagedError
+from mlx_paged.models.load import LoadedModel, load
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What both engines are told.
+
+    Attributes:
+        model: directory or hub id; None: the embedded model.
+        dtype: see `mlx_paged.load`.
+        num_answers: for each prompt.
+        temperature: 0 is greedy.
+        ignore_eos: answers have their full length.
+        detokenize: the text of the answers is made, and its time counts.
+        max_num_seqs: most sequences that run at once.
+        seed: of sampled answers.
+        engine_options: further fields of `EngineConfig`, for this package's engine alone.
+    """
+
+    model: str | None = None
+    dtype: str = "auto"
+    num_answers: int = 1
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    detokenize: bool = True
+    max_num_seqs: int = 256
+    seed: int = 0
+    engine_options: dict[str, Any] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """An engine with a model, ready to work. The peak of memory is counted from `reset_peak`."""
+
+    def run(self, prompts: Sequence[Prompt], *, cold: bool = False) -> Run:
+        """Does all requests, which come at once.
+
+        Args:
+            cold: forget cached prefixes first.
+        """
+
+    def reset_peak(self) -> None: ...
+
+    def footprint(self) -> Footprint: ...
+
+    def close(self) -> None: ...
+
+
+def open_runner(name: EngineName, settings: Settings) -> Runner:
+    """Loads the model and makes the engine, in this process.
+
+    Raises:
+        ModelLoadError, UnsupportedModelError, InvalidParameterError: see `LLM`.
+    """
+    model = load(settings.model, dtype=settings.dtype)
+    if name is EngineName.MLX_LM:
+        return MlxLmRunner(model, settings)
+    return PagedRunner(model, settings)
+
+
+class PagedRunner:
+    """This package's engine."""
+
+    def __init__(self, model: LoadedModel, settings: Settings) -> None:
+        config = EngineConfig(max_num_seqs=settings.max_num_seqs, **settings.engine_options)
+        self._engine = Engine(model, config)
+        self._settings = settings
+
+    def run(self, prompts: Sequence[Prompt], *, cold: bool = False) -> Run:
+        """See `Runner`."""
+        engine = self._engine
+        if cold:
+            engine.reset_prefix_cache()
+        times: list[list[list[float]]] = [
+            [[] for _ in range(self._settings.num_answers)] for _ in prompts
+        ]
+        outputs = []
+        start = time.perf_counter()
+        try:
+            for i, prompt in enumerate(prompts):
+                params = self._params(prompt, i)
+                outputs.append(engine.add_request(str(i), list(prompt.token_ids), params))
+            while engine.has_unfinished:
+                updates = engine.step()
+                now = time.perf_counter() - start
+                for update in updates:
+                    if update.error is not None:
+                        raise update.error
+                    if update.token_id is not None:
+                        times[int(update.request_id)][update.index].append(now)
+        finally:
+            for output in outputs:
+                engine.abort(output.request_id)
+            engine.settle()
+        if self._settings.detokenize:
+            for output in outputs:
+                output.settle()
+        seconds = time.perf_counter() - start
+        answers = [
+            Answer(list(completion.token_ids), at, output.num_cached_tokens)
+            for output, of_request in zip(outputs, times)
+            for completion, at in zip(output.outputs, of_request)
+        ]
+        return Run(seconds, [prompt.num_tokens for prompt in prompts], answers)
+
+    def reset_peak(self) -> None:
+        """See `Runner`."""
+        mx.reset_peak_memory()
+
+    def footprint(self) -> Footprint:
+        """Memory, with the engine's pool."""
+        stats, size = self._engine.stats(), self._engine.pool_bytes
+        share = stats.max_used_blocks / stats.usage.num_usable_blocks
+        return measure_footprint(size, int(size * share))
+
+    def close(self) -> None:
+        """Nothing to do: it ends with this object."""
+
+    def _params(self, prompt: Prompt, index: int) -> SamplingParams:
+        settings = self._settings
+        return SamplingParams(
+            n=settings.num_answers,
+            temperature=settings.temperature,
+            max_tokens=prompt.max_tokens,
+            ignore_eos=settings.ignore_eos,
+            seed=settings.seed + index,
+        )
+
+
+class MlxLmRunner:
+    """mlx-lm's `BatchGenerator`, as it is."""
+
+    def __init__(self, model: LoadedModel, settings: Settings) -> None:
+        self._model = model
+        self._settings = settings
+
+    def run(self, prompts: Sequence[Prompt], *, cold: bool = False) -> Run:
+        """See `Runner`; it keeps nothing between runs, so that all are cold."""
+        from mlx_lm.generate import BatchGenerator  # here: mlx-lm's own, once it is unpatched
+        from mlx_lm.sample_utils import make_sampler
+
+        settings, tokenizer = self._settings, self._model.tokenizer
+        asked = [prompt for prompt in prompts for _ in range(settings.num_answers)]
+        mx.random.seed(settings.seed)
+        start = time.perf_counter()
+        generator = BatchGenerator(
+            self._model.model,
+            stop_tokens=None if settings.ignore_eos else [[t] for t in tokenizer.eos_token_ids],
+            sampler=make_sampler(settings.temperature),
+            completion_batch_size=min(settings.max_num_seqs, len(asked)),
+        )
+        try:
+            ids = generator.insert(
+                [list(prompt.token_ids) for prompt in asked],
+                [prompt.max_tokens for prompt in asked],
+            )
+            answers = {i: Answer([], []) for i in ids}
+            while responses := generator.next_generated():
+                now = time.perf_counter() - start
+                for response in responses:
+                    answer = answers[response.uid]
+                    answer.token_ids.append(int(response.token))
+                    answer.times.append(now)
+        finally:
+            generator.close()
+        if settings.detokenize:
+            for answer in answers.values():
+                tokenizer.decode(answer.token_ids)
+        seconds = time.perf_counter() - start
+        if not all(answer.token_ids for answer in answers.values()):
+            raise MlxPagedError("mlx-lm left a request without an answer")
+        lens = [prompt.num_tokens for prompt in prompts]
+        return Run(seconds, lens, [answers[i] for i in ids])
+
+    def reset_peak(self) -> None:
+        """See `Runner`."""
+        mx.reset_peak_memory()
+
+    def footprint(self) -> Footprint:
+        """Memory; there is no pool."""
+        return measure_footprint()
+
+    def close(self) -> None:
+        """Nothing to do: it ends with this object."""

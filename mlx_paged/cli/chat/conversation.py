@@ -1,0 +1,150 @@
+"""What was said, and how answers are to be made: what ``/save`` writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlx_paged.cli.chat.backend import Message
+from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.errors import InvalidParameterError, MlxPagedError
+
+_FORMAT = "mlx-paged chat"
+_VERSION = 1
+#: What ``/params`` may set. (One answer is shown, and no log-probabilities.)
+PARAMS = tuple(
+    f.name
+    for f in dataclasses.fields(SamplingParams)
+    if f.name not in ("n", "logprobs", "prompt_logprobs")
+)
+
+
+@dataclass
+class Conversation:
+    """A system message, turns of user and assistant, and sampling parameters.
+
+    Attributes:
+        messages: Users' and answers, by turns, beginning with a user's.
+        params: Fields of `SamplingParams` that were set.
+        unanswered: A message that got no answer, for ``/retry``.
+    """
+
+    system: str | None = None
+    messages: list[Message] = field(default_factory=list)
+    params: dict[str, Any] = field(default_factory=dict)
+    unanswered: str | None = None
+
+    def asking(self, text: str) -> list[Message]:
+        """The messages of a request in which the user says `text` next."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *self.messages, {"role": "user", "content": text}]
+
+    def add(self, text: str, answer: str) -> None:
+        """A turn."""
+        self.messages.append({"role": "user", "content": text})
+        self.messages.append({"role": "assistant", "content": answer})
+        self.unanswered = None
+
+    def undo(self) -> str | None:
+        """Takes back the last turn; returns what the user had said in it."""
+        if not self.messages:
+            return None
+        _, said = self.messages.pop(), self.messages.pop()
+        return said["content"]
+
+    def set_param(self, name: str, value: Any) -> None:
+        """Sets a parameter, or with None its default.
+
+        Raises:
+            InvalidParameterError: there is none of that name, or it cannot have that value.
+        """
+        if name not in PARAMS:
+            raise InvalidParameterError("the parameter", f"one of {', '.join(PARAMS)}", name)
+        params = {**self.params, name: value}
+        if value is None:
+            del params[name]
+        _check(params)
+        self.params = params
+
+    def save(self, path: Path, model: str) -> None:
+        """Writes a file that `load` reads; one that is no conversation is left alone.
+
+        Raises:
+            MlxPagedError: it cannot be written.
+        """
+        if path.exists():
+            try:
+                Conversation.load(path)
+            except MlxPagedError as error:
+                raise MlxPagedError(f"{path} exists and is no saved chat: give another") from error
+        saved = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "model": model,
+            "system": self.system,
+            "params": self.params,
+            "messages": self.messages,
+        }
+        text = json.dumps(saved, indent=2, ensure_ascii=False) + "\n"
+        try:
+            # Whole or not at all, whatever happens meanwhile.
+            with tempfile.NamedTemporaryFile(
+                "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
+            ) as file:
+                file.write(text)
+            os.replace(file.name, path)
+        except OSError as error:
+            raise MlxPagedError(f"cannot write {path}: {error.strerror}") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Conversation:
+        """Reads what `save` wrote.
+
+        Raises:
+            MlxPagedError: it is something else.
+        """
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise MlxPagedError(f"cannot read {path}: {error.strerror}") from error
+        except ValueError:
+            raise MlxPagedError(f"{path} is no saved chat: it is not JSON") from None
+        if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
+            raise MlxPagedError(f"{path} is no saved chat")
+        if saved.get("version") != _VERSION:
+            raise MlxPagedError(
+                f"{path} is a chat of version {saved.get('version')!r}; this program reads "
+                f"version {_VERSION}"
+            )
+        system, messages = saved.get("system"), saved.get("messages")
+        params = saved.get("params")
+        if not (system is None or isinstance(system, str)) or not isinstance(params, dict):
+            raise MlxPagedError(f"{path} is damaged: system or params")
+        if not isinstance(messages, list) or not _by_turns(messages):
+            raise MlxPagedError(f"{path} is damaged: messages must be user's and answers by turns")
+        loaded = cls(system, [{k: m[k] for k in ("role", "content")} for m in messages])
+        for name, value in params.items():
+            loaded.set_param(name, value)
+        return loaded
+
+
+def _by_turns(messages: list[Any]) -> bool:
+    roles = ("user", "assistant")
+    return len(messages) % 2 == 0 and all(
+        isinstance(message, dict)
+        and message.get("role") == roles[i % 2]
+        and isinstance(message.get("content"), str)
+        for i, message in enumerate(messages)
+    )
+
+
+def _check(params: dict[str, Any]) -> None:
+    bias = params.get("logit_bias")
+    if isinstance(bias, dict):  # JSON's keys are strings
+        params["logit_bias"] = {int(k) if str(k).isdigit() else k: v for k, v in bias.items()}
+    SamplingParams(**{"max_tokens": None, **params})

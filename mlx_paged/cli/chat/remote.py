@@ -1,0 +1,163 @@
+"""A server with OpenAI's API."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any
+
+import httpx
+
+from mlx_paged.cli.chat.backend import Message, Turn
+from mlx_paged.errors import InvalidParameterError, MlxPagedError
+
+_CONNECT_TIMEOUT = 10.0
+_READ_TIMEOUT = 600.0  # a long prompt before a busy server
+
+
+class RemoteBackend:
+    """See `Backend`.
+
+    Args:
+        url: of the server, with or without ``/v1``.
+        model: what to ask for; None: the first model that it names.
+        api_key: sent as ``Authorization: Bearer``.
+
+    Raises:
+        MlxPagedError: it cannot be reached, or names no model.
+    """
+
+    def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise InvalidParameterError("--server", "a URL like http://127.0.0.1:8000", url)
+        self.url = url.rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = httpx.Timeout(_READ_TIMEOUT, connect=_CONNECT_TIMEOUT)
+        self._client = httpx.Client(headers=headers, timeout=timeout)
+        self.turn = Turn()
+        self.defaults: dict[str, Any] = {}
+        self.model = model or self._first_model()
+
+    def _first_model(self) -> str:
+        with self._told():
+            response = self._client.get(f"{self.url}/v1/models")
+            _check(response)
+            try:
+                return str(response.json()["data"][0]["id"])
+            except (ValueError, LookupError, TypeError):
+                raise MlxPagedError(f"{self.url} names no model: give --model") from None
+
+    def answer(self, messages: list[Message], params: dict[str, Any]) -> Generator[str, None, None]:
+        """See `Backend`."""
+        turn = self.turn = Turn()
+        body = {
+            **params,
+            "model": self.model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        num_pieces, start = 0, time.monotonic()
+        url = f"{self.url}/v1/chat/completions"
+        try:
+            with self._told(), self._client.stream("POST", url, json=body) as response:
+                _check(response)
+                for event in _events(response.iter_bytes()):
+                    _take_usage(turn, event.get("usage"))
+                    for choice in event.get("choices") or ():
+                        turn.finish_reason = choice.get("finish_reason") or turn.finish_reason
+                        piece = (choice.get("delta") or {}).get("content")
+                        if piece:
+                            if not num_pieces:
+                                turn.ttft = time.monotonic() - start
+                            num_pieces += 1
+                            yield piece
+        except (GeneratorExit, KeyboardInterrupt):
+            turn.finish_reason = "stopped"
+            raise
+        except MlxPagedError:
+            turn.finish_reason = "error"
+            raise
+        finally:
+            turn.seconds = time.monotonic() - start
+            if turn.completion_tokens is None:
+                turn.completion_tokens = num_pieces  # about: mostly it is one token a piece
+
+    def facts(self) -> list[tuple[str, str]]:
+        """See `Backend`."""
+        return [("server", self.url)]
+
+    def close(self) -> None:
+        """See `Backend`."""
+        self._client.close()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """What goes wrong on the way becomes one line."""
+        try:
+            yield
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise MlxPagedError(
+                f"cannot reach {self.url} ({error or 'timed out'}): is the server running? "
+                "'mlx-paged serve' starts one"
+            ) from error
+        except httpx.TimeoutException as error:
+            raise MlxPagedError(f"{self.url} did not answer in time") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise MlxPagedError(f"{self.url}: {error or type(error).__name__}") from error
+
+
+def _check(response: httpx.Response) -> None:
+    """Raises what the server says is wrong."""
+    if response.status_code == 200:
+        return
+    try:
+        message = _message(json.loads(response.read()))
+    except ValueError:
+        message = response.reason_phrase
+    hint = " (give --api-key)" if response.status_code == 401 else ""
+    raise MlxPagedError(f"the server answers {response.status_code}: {message}{hint}")
+
+
+def _message(body: Any) -> str:
+    """Of OpenAI's error object, or of what some servers send instead."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    found = error.get("message", error) if isinstance(error, dict) else error
+    return str(found)[:500]
+
+
+def _events(chunks: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The events of a stream until ``[DONE]``.
+
+    Raises:
+        MlxPagedError: one of them is an error, or the stream ends before.
+    """
+    rest = b""
+    for chunk in chunks:
+        # (`iter_lines` would break lines at U+2028, too, which may stand inside JSON.)
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            data = line.removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                return
+            try:
+                event = json.loads(data)
+            except ValueError:
+                raise MlxPagedError("the server sent what is not JSON") from None
+            if isinstance(event, dict) and event.get("error"):
+                raise MlxPagedError(f"the server says: {_message(event)}")
+            if isinstance(event, dict):
+                yield event
+    raise MlxPagedError("the server ended the answer too early")
+
+
+def _take_usage(turn: Turn, usage: Any) -> None:
+    if not isinstance(usage, dict):
+        return
+    turn.prompt_tokens = usage.get("prompt_tokens")
+    turn.completion_tokens = usage.get("completion_tokens")
+    turn.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")

@@ -1,0 +1,136 @@
+"""Draws an answer while it comes, and never draws what a terminal would obey.
+
+Finished blocks of Markdown are printed once and scroll away; only the unfinished one is drawn anew,
+no taller than the screen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from markdown_it import MarkdownIt
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.segment import Segment
+from rich.syntax import Syntax
+from rich.text import Text
+
+from mlx_paged.cli.chat.markup import Markup
+
+_REDRAWS_PER_SECOND = 10
+_UNPRINTABLE = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {0x09, 0x0A})
+
+
+def printable(text: str) -> str:
+    """The text without control characters, so that an answer cannot steer the terminal."""
+    return text.translate(_UNPRINTABLE)
+
+
+def parser() -> MarkdownIt:
+    """Markdown whose HTML is text: a model's ``<think>`` is part of what it says."""
+    return MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+
+
+class _Markdown(Markdown):
+    def __init__(self, text: str) -> None:
+        super().__init__("", hyperlinks=False)  # links are shown, not hidden behind their text
+        self.markup, self.parsed = text, parser().parse(text)
+
+
+def rendered(text: str, markup: Markup) -> RenderableType:
+    """What is printed for a text without control characters."""
+    if markup is Markup.MARKDOWN:
+        return _Markdown(text)
+    if markup is Markup.CODE:
+        return Syntax(text.rstrip("\n"), "python", background_color="default", word_wrap=True)
+    return Text(text.rstrip("\n"))
+
+
+def finished_part(text: str, markup: Markup) -> int:
+    """Length of the beginning that nothing that follows can change."""
+    if markup is Markup.PLAIN:
+        return text.rfind("\n") + 1
+    if markup is Markup.CODE:
+        return 0  # the highlighting of a line may depend on all before it
+    blocks = [token.map for token in parser().parse(text) if token.level == 0 and token.map]
+    if len(blocks) < 2:
+        return 0
+    lines = text.split("\n")
+    return sum(len(line) + 1 for line in lines[: blocks[-1][0]])
+
+
+class LiveAnswer:
+    """An answer on a terminal; a context manager.
+
+    Args:
+        console: of the terminal.
+        markup: not `AUTO`.
+    """
+
+    def __init__(self, console: Console, markup: Markup) -> None:
+        self._console = console
+        self._markup = markup
+        self._text = ""  # not printed for good yet
+        self._is_first = True
+        self._looked = 0.0
+        self._live = Live(
+            console=console,
+            transient=True,
+            refresh_per_second=_REDRAWS_PER_SECOND,
+            get_renderable=self._unfinished,
+        )
+
+    def __enter__(self) -> LiveAnswer:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        text, self._text = self._text, ""
+        self._live.__exit__(None, None, None)  # clears what was drawn for a while
+        if text.strip():
+            self._print(text)
+
+    def feed(self, piece: str) -> None:
+        """Takes more of the answer."""
+        self._text += printable(piece)
+        now = time.monotonic()
+        if "\n" in piece and now - self._looked >= 1 / _REDRAWS_PER_SECOND:
+            self._looked = now
+            self._print_finished()
+
+    def _print_finished(self) -> None:
+        end = finished_part(self._text, self._markup)
+        done, self._text = self._text[:end], self._text[end:]
+        if done.strip():
+            self._print(done)
+
+    def _print(self, text: str) -> None:
+        if self._markup is Markup.MARKDOWN and not self._is_first:
+            self._console.print()
+        self._is_first = False
+        self._console.print(rendered(text, self._markup))
+
+    def _unfinished(self) -> RenderableType:
+        return _Bottom(rendered(self._text, self._markup)) if self._text.strip() else Text("")
+
+
+class _Bottom:
+    """As many of the last lines as fit on the screen."""
+
+    def __init__(self, content: RenderableType) -> None:
+        self._content = content
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(self._content, options.update(height=None), pad=False)
+        for line in lines[-max(1, console.height - 2) :]:
+            yield from line
+            yield Segment.line()
+
+
+def draw(console: Console, markup: Markup, pieces: Iterator[str]) -> None:
+    """Draws a whole answer as it comes."""
+    with LiveAnswer(console, markup) as answer:
+        for piece in pieces:
+            answer.feed(piece)

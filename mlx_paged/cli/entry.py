@@ -1,0 +1,172 @@
+"""How every verb ends: its exit status, one line for an error, `--debug` for the traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import Annotated, Any
+
+import typer
+
+from mlx_paged.errors import MlxPagedError
+
+PROGRAM = "mlx-paged"
+DEBUG_VARIABLE = "MLX_PAGED_DEBUG"
+
+
+class ExitCode(IntEnum):
+    """What a process of ours ends with."""
+
+    OK = 0
+    FAILED = 1  # an error that is told on stderr, or nobody reads our output any more
+    USAGE = 2
+    INTERRUPTED = 130  # Ctrl-C
+
+
+class _Debug:
+    """Whether errors show their traceback; set by ``--debug``."""
+
+    on = False
+
+
+def run(app: typer.Typer) -> None:
+    """Runs the command line and ends the process."""
+    status = status_of(app)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
+        status = ExitCode.FAILED
+    sys.exit(status)
+
+
+def status_of(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line; returns its exit status, with any error told on stderr."""
+    _Debug.on = False
+    try:
+        command: Any = _with_debug(typer.main.get_command(app))
+        status = command.main(arguments, prog_name=PROGRAM, standalone_mode=False)
+        if status == ExitCode.INTERRUPTED:
+            tell("interrupted")
+        return status if isinstance(status, int) else ExitCode.OK
+    except KeyboardInterrupt:
+        tell("interrupted")
+        return ExitCode.INTERRUPTED
+    except typer.Abort:
+        tell("aborted")
+        return ExitCode.FAILED
+    except BrokenPipeError:
+        _drop_output()
+        return ExitCode.FAILED
+    except typer.TyperException as error:
+        return _misused(error)
+    except MlxPagedError as error:
+        _trace()
+        tell(str(error))
+        return ExitCode.FAILED
+    except Exception as error:
+        _trace()
+        if _follows_interrupt(error):
+            tell("interrupted")
+            return ExitCode.INTERRUPTED
+        hint = "" if _Debug.on else "; run with --debug for the traceback"
+        tell(f"internal error: {type(error).__name__}: {error}{hint}")
+        return ExitCode.FAILED
+
+
+@contextlib.contextmanager
+def needs_extra(extra: str, what: str) -> Iterator[None]:
+    """Around imports: a package that is missing is told with the command that installs it.
+
+    Args:
+        extra: the optional dependencies that have it.
+        what: what needs it, for the message.
+
+    Raises:
+        MlxPagedError: it is missing.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "mlx_paged":
+            raise
+        raise MlxPagedError(
+            f"{what} needs a package that is not installed ({error.name}): "
+            f"pip install 'mlx-paged[{extra}]'"
+        ) from error
+
+
+def tell(message: str) -> None:
+    """One line on stderr."""
+    with contextlib.suppress(BrokenPipeError):
+        print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
+
+
+def _follows_interrupt(error: BaseException) -> bool:
+    """Whether Ctrl-C came first: what it broke off may fail while it is being left."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, KeyboardInterrupt):
+        seen = seen.__context__
+    return seen is not None
+
+
+def _misused(error: typer.TyperException) -> int:
+    """A command line that makes no sense; no arguments at all are answered with the help."""
+    message = error.format_message()
+    context = getattr(error, "ctx", None)
+    path = PROGRAM if context is None else context.command_path
+    if type(error).__name__ != "NoArgsIsHelpError":
+        _trace()
+        tell(f"{message.rstrip('.')} (see '{path} --help')")
+    elif message:
+        print(message, file=sys.stderr)
+    return error.exit_code
+
+
+def _trace() -> None:
+    if _Debug.on:
+        traceback.print_exc()
+
+
+def _drop_output() -> None:
+    """Nobody reads: the interpreter's last flush must not complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _set_debug(on: bool) -> None:
+    _Debug.on = _Debug.on or on
+
+
+def _with_debug(command: Any) -> Any:
+    """Adds ``--debug`` to a command and to all below it, so that it may stand anywhere."""
+    parameters = typer.main.get_command(_debug_app).params
+    [option] = [parameter for parameter in parameters if parameter.name == "debug"]
+    pending = [command]
+    while pending:
+        each = pending.pop()
+        each.params.append(option)
+        pending += getattr(each, "commands", {}).values()
+    return command
+
+
+_debug_app = typer.Typer(add_completion=False)
+
+
+@_debug_app.command()
+def _options(
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug",
+            help="Show the traceback of an error.",
+            envvar=DEBUG_VARIABLE,
+            is_eager=True,
+            expose_value=False,
+            callback=_set_debug,
+        ),
+    ] = False,
+) -> None: ...

@@ -1,0 +1,29 @@
+"""What an engine holds when nobody wants anything: the same before a long day and after it."""
+
+from __future__ import annotations
+
+import gc
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.memory import live_arrays
+
+
+def leftovers_of(engine: Engine) -> dict[str, int]:
+    """Called where the engine runs, with no request unfinished."""
+    engine.settle()
+    engine.reset_prefix_cache()
+    engine.check_integrity()
+    gc.collect()
+    mx.clear_cache()
+    return {
+        "free": engine.stats().usage.num_free_blocks,
+        "active": mx.get_active_memory(),
+        "arrays": live_arrays(),
+        "generations": len(engine._generations),
+        "copies": engine.stats().pool_copies,
+    }

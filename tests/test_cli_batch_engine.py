@@ -1,0 +1,216 @@
+"""Batches through the engine, in a process that is interrupted or killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "mlx_paged.cli.main", "generate"]
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+
+
+def line(custom_id: str, url: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def ask(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "MLX_PAGED_DISABLE": "1"},
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """Output lines by custom_id; every one must be whole, and none there twice."""
+    content = path.read_text()
+    assert content == "" or content.endswith("\n")
+    lines = [json.loads(each) for each in content.splitlines()]
+    assert len({each["id"] for each in lines}) == len(lines)
+    return {each["custom_id"]: each for each in lines}
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """A batch that takes some seconds, with sampled answers among the greedy ones."""
+    lines = [
+        line(
+            f"r{i}", CHAT, messages=ask(f"Return the sum of {i} and the square of n"), seed=i,
+            temperature=0.8 if i % 3 == 0 else 0, max_tokens=48, ignore_eos=True,
+        )
+        for i in range(48)
+    ]  # fmt: skip
+    write(tmp_path / "in", lines)
+    yield tmp_path / "in", tmp_path / "out"
+
+
+def interrupt_in_the_middle(
+    batch: tuple[Path, Path], sig: signal.Signals
+) -> tuple[int, str, dict[str, dict[str, Any]]]:
+    """Runs four lines at a time; signals when some are done. Returns status, stderr, lines."""
+    source, output = batch
+    process = start("-i", source, "-o", output, "--max-num-seqs", "4")
+    deadline = time.monotonic() + 120
+    while not output.exists() or output.read_bytes().count(b"\n") < 10:
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(sig)
+    status, _, told = finish(process)
+    content = output.read_bytes()
+    whole = content[: content.rindex(b"\n") + 1]
+    lines = {a["custom_id"]: a for a in map(json.loads, whole.decode().splitlines())}
+    assert 10 <= len(lines) < 48
+    return status, told, lines
+
+
+def choices(answers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What was answered, without moments, and without what the prefix cache happened to hold."""
+    return {name: answer["response"]["body"]["choices"] for name, answer in answers.items()}
+
+
+def test_a_killed_run_is_resumed_with_the_same_results(batch, tmp_path) -> None:
+    source, output = batch
+    status, _, before = interrupt_in_the_middle(batch, signal.SIGKILL)
+    assert status == -signal.SIGKILL
+    kept = output.read_bytes()
+    kept = kept[: kept.rindex(b"\n") + 1]
+    with output.open("ab") as file:  # as if it had been killed in the middle of a line
+        file.write(b'{"id": "batch_req_40_0123')
+    status, _, told = finish(start("-i", source, "-o", output))
+    assert status == 0, told
+    assert "cut short" in told and f"{len(before)} of 48 lines are done already" in told
+    assert output.read_bytes().startswith(kept), "finished lines are left as they are"
+    status, _, told = finish(start("-i", source, "-o", tmp_path / "uninterrupted"))
+    assert status == 0, told
+    assert choices(read(output)) == choices(read(tmp_path / "uninterrupted"))
+    # And once more: there is nothing to do, so no model is loaded.
+    done = output.read_bytes()
+    status, _, told = finish(start("-i", source, "-o", output, "--model", "/nowhere"))
+    assert (status, output.read_bytes()) == (0, done), told
+
+
+def test_ctrl_c_leaves_a_whole_file_and_status_130(batch) -> None:
+    source, output = batch
+    status, told, before = interrupt_in_the_middle(batch, signal.SIGINT)
+    assert status == 130, told
+    assert read(output).keys() == before.keys()
+    assert f"{len(before)} of 48 lines are done; the same command goes on" in told
+    assert "Traceback" not in told
+    status, _, told = finish(start("-i", source, "-o", output))
+    assert status == 0, told
+    assert len(read(output)) == 48
+
+
+def test_bodies_mean_what_they_mean_to_the_server(tmp_path) -> None:
+    lines = [
+        line("chat", CHAT, messages=ask("Reverse a string"), temperature=0, max_tokens=40),
+        line("several", CHAT, messages=ask("Reverse a string"), n=3, seed=1, max_tokens=5),
+        line("logprobs", CHAT, messages=ask("x"), logprobs=True, top_logprobs=2, max_tokens=2),
+        line("plain", PLAIN, prompt="def add(a, b):", temperature=0, max_tokens=8, echo=True),
+        line("two", PLAIN, prompt=["def a(", "def b("], max_tokens=2, logprobs=1),
+        line("default", PLAIN, prompt="def add(a, b):", ignore_eos=True),
+        line("wrong", CHAT, messages=ask("x"), temperature=-1),
+        line("unsupported", CHAT, messages=ask("x"), tools=[{"type": "function"}]),
+        line("too long", PLAIN, prompt=[5] * 5000),
+        line("model", CHAT, messages=ask("x"), model="gpt-4o"),
+        line("named", CHAT, messages=ask("x"), model="mine", max_tokens=1),
+    ]
+    write(tmp_path / "in", lines)
+    names = ["--served-model-name", "mine", "--served-model-name", "other"]
+    status, _, told = finish(start("-i", tmp_path / "in", "-o", tmp_path / "out", *names))
+    assert status == 0, told
+    assert "7 lines answered, 4 failed" in told
+    found = {name: answer["response"] for name, answer in read(tmp_path / "out").items()}
+    bodies = {name: response["body"] for name, response in found.items()}
+    assert "text[::-1]" in bodies["chat"]["choices"][0]["message"]["content"]
+    assert bodies["chat"]["usage"]["completion_tokens"] > 5
+    assert [c["index"] for c in bodies["several"]["choices"]] == [0, 1, 2]
+    [choice] = bodies["logprobs"]["choices"]
+    assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 2
+    assert bodies["plain"]["choices"][0]["text"].startswith("def add(a, b):")
+    assert len(bodies["two"]["choices"]) == 2
+    assert bodies["default"]["usage"]["completion_tokens"] == 16, "OpenAI's default"
+    assert bodies["named"]["model"] == "mine"
+    errors = {
+        name: (found[name]["status_code"], bodies[name]["error"]["param"])
+        for name in ("wrong", "unsupported", "too long", "model")
+    }
+    assert errors == {
+        "wrong": (400, "temperature"),
+        "unsupported": (400, "tools"),
+        "too long": (400, "prompt"),
+        "model": (404, "model"),
+    }
+
+
+def test_pipes_and_a_batch_that_fails_as_a_whole(tmp_path) -> None:
+    content = json.dumps(line("a", PLAIN, prompt="def a(", max_tokens=2)) + "\nnonsense\n"
+    command = [*COMMAND, "-i", "-"]
+    done = subprocess.run(
+        command, input=content, check=False, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert {json.loads(x)["custom_id"] for x in done.stdout.splitlines()} == {"a", None}
+    assert "1 lines answered, 1 failed" in done.stderr
+    done = subprocess.run(
+        command, input="nonsense\n", check=False, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert "no line could be answered: the output tells why" in done.stderr
+
+
+def test_many_lines_run_in_few_steps(tmp_path) -> None:
+    """They are batched, not answered one by one."""
+    write(
+        tmp_path / "in",
+        [
+            line(f"r{i}", PLAIN, prompt=f"def f{i}(", max_tokens=8, ignore_eos=True)
+            for i in range(64)
+        ],
+    )
+    script = """
+import sys
+from pathlib import Path
+from mlx_paged.cli.batch import run
+from mlx_paged.engine import engine
+
+made = []
+init = engine.Engine.__init__
+def note(self, *args, **options):
+    init(self, *args, **options)
+    made.append(self)
+engine.Engine.__init__ = note
+run.run(run.Batch(Path(sys.argv[1]), Path(sys.argv[2])))
+print(made[0]._num_steps)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "in"), str(tmp_path / "out")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(read(tmp_path / "out")) == 64
+    assert int(done.stdout) < 64 * 8 / 4
