@@ -74,9 +74,11 @@ def decode_bandwidth() -> None:
 
 def _shares(axes: Any, results: list[dict[str, Any]], groups: list[str], title: str) -> None:
     names = [n for n in LABELS if any(n in r["share_of_copy"] for r in results)]
-    series = {
+    # With the gaps between kernels, as the layers of a model have them.
+    series: dict[str, list[float | None]] = {
         LABELS[n]: [
-            100 * r["share_of_copy"][n] if r["share_of_copy"].get(n) else None for r in results
+            100 * r["share_of_copy"][n]["in_a_row"] if n in r["share_of_copy"] else None
+            for r in results
         ]
         for n in names
     }

@@ -17,8 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 OPS = ["plan", "write_kv", "copy_blocks", "gather_kv", "paged_attention", "pool_contract",
        "validation"]  # fmt: skip
-
-
+ENGINE = ["cuda", "dense_prefill", "engine_faults", "engine_memory"]
 PLANTED = "memcheck of a planted fault"
 
 
@@ -45,7 +44,8 @@ def stages(architectures: str) -> dict[str, list[str]]:
         # Instruction sets of the CPU have their own run.
         "ops": pytest(*(f"tests/test_{name}.py" for name in OPS), "-k", "not this_file"),
         "interleaving": pytest("tests/test_interleaving.py"),
-        "parity": pytest("tests/test_parity.py"),
+        "parity": pytest("tests/test_parity.py", "tests/test_compiled_step.py"),
+        "engine": pytest(*(f"tests/test_{name}.py" for name in ENGINE)),
         # That the tool sees these kernels at all: here it has to report errors.
         PLANTED: sanitizer("memcheck", "--fault"),
         **{

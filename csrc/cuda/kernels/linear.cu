@@ -68,6 +68,8 @@ __device__ __forceinline__ __half rounded(float v) {
   return __float2half(v);
 }
 
+}  // namespace
+
 // TILES: of eight rows of x. GROUPS: of sixteen rows of the weight, which share what is read of x.
 // UNROLL: steps that are read at once, while those before are multiplied.
 template <typename T, int TILES, int GROUPS, int UNROLL>
@@ -178,8 +180,6 @@ __global__ void __launch_bounds__(32 * kLinearWarps) linear_entry(
     out[size_t(at) * params.n + first + output] = rounded<T>(sum);
   }
 }
-
-}  // namespace
 
 #define LINEAR(dtype, type, tiles, groups, unroll) \
   {"linear_" #dtype "_" #tiles "_" #groups, (const void*)linear_entry<type, tiles, groups, unroll>},
