@@ -6,6 +6,7 @@ The device is the CPU, or the GPU with MLX_PAGED_TEST_DEVICE=gpu.
 from __future__ import annotations
 
 import os
+import signal
 
 # mlx-lm as it is, the oracle of most tests; those of the drop-in patch it themselves (`paged`).
 os.environ["MLX_PAGED_DISABLE"] = "1"
@@ -21,6 +22,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from reference import ON_GPU
+
+# Shells have what they run in the background ignore Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Deadlines fail slow machines, not slow code. `quick` is for runs that repeat a file many times.
 _common = {

@@ -230,11 +230,18 @@ def test_a_missing_extra_is_told_with_its_remedy(capsys, monkeypatch) -> None:
     [line] = capsys.readouterr().err.splitlines()
     assert "not installed (httpx): pip install 'mlx-paged[chat]'" in line
 
-    monkeypatch.setitem(sys.modules, "starlette", None)
-    for name in [m for m in sys.modules if re.match(r"starlette\.|mlx_paged\.(server|cli\.b)", m)]:
-        monkeypatch.delitem(sys.modules, name)
-    assert status_of(app, ["generate", "-i", "requests.jsonl"]) == ExitCode.FAILED
-    [line] = capsys.readouterr().err.splitlines()
+
+def test_a_batch_without_the_server_extra_tells_the_remedy() -> None:
+    code = (
+        "import sys; sys.modules['starlette'] = None\n"
+        "from mlx_paged.cli import entry, main\n"
+        "sys.exit(entry.status_of(main.app, ['generate', '-i', 'requests.jsonl']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == ExitCode.FAILED
+    [line] = done.stderr.splitlines()
     assert "pip install 'mlx-paged[server]'" in line
 
 

@@ -200,14 +200,15 @@ from pathlib import Path
 from mlx_paged.cli.batch import run
 from mlx_paged.engine import engine
 
-made = []
-init = engine.Engine.__init__
-def note(self, *args, **options):
-    init(self, *args, **options)
-    made.append(self)
-engine.Engine.__init__ = note
+steps = 0
+step = engine.Engine.step
+def counted(self):
+    global steps
+    steps += 1
+    return step(self)
+engine.Engine.step = counted
 run.run(run.Batch(Path(sys.argv[1]), Path(sys.argv[2])))
-print(made[0]._num_steps)
+print(steps)
 """
     command = [sys.executable, "-c", script, str(tmp_path / "in"), str(tmp_path / "out")]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)

@@ -115,7 +115,8 @@ def record(wheel, tmp_path_factory) -> Path:
     """The binder linked to a recorder in place of MLX's encoder, and to this machine's libmlx."""
     folder = tmp_path_factory.mktemp("record")
     (folder / "metal").symlink_to(ROOT / "metal")
-    names = ("metal/binder", "launch", "launch_attention", "kernel_names", "kernel_source")
+    names = ("metal/binder", "launch", "launch_attention", "host_copies", "kernel_names")
+    names += ("kernel_source",)
     sources = [*(ROOT / f"csrc/{name}.cpp" for name in names)]
     sources += [ROOT / f"tests/metal_host/{name}.cpp" for name in ("recorder", "record")]
     library = Path(mx.__file__).parent / "lib"

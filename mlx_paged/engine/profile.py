@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import mlx.core as mx
 
 from mlx_paged.engine.config import EngineConfig
@@ -21,6 +23,7 @@ def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:
     blocks = dict.fromkeys(runner.model.layout.reaches, num_blocks)
     runner.allocate(blocks, 1 + len(batch.sequences))
     mx.synchronize()
+    gc.collect()  # what it would free during the step is no part of it
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     sampling = SamplingRows.of([SamplingRow(1.0, 0, row.context_len) for row in batch.sequences])
