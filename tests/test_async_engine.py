@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
@@ -455,6 +457,24 @@ def test_shutdown_aborts_after_the_timeout() -> None:
         await engine.shutdown()  # twice does no harm
 
     run(test())
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_shutdown_waits_for_the_system_thread() -> None:
+    """It still destroys MLX's thread-local objects when Python's thread has ended."""
+    engine = started()
+
+    async def answer() -> None:
+        await engine.ready()
+        await engine.generate(PROMPT, params(2))
+
+    run(answer())
+    task = Path(f"/proc/self/task/{engine._thread._thread.native_id}")
+    assert task.exists()
+    engine._thread.stop(0.0)
+    engine._thread.join()
+    assert not task.exists()
+    run(engine.shutdown())
 
 
 def test_an_engine_that_was_shut_down_gives_its_memory_back() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_paged.engine.channel import Channel
@@ -91,6 +93,8 @@ class EngineThread:
     def join(self, timeout: float | None = None) -> None:
         """Waits for the thread's end."""
         self._thread.join(timeout)
+        if not self._thread.is_alive():
+            _await_system_thread(self._thread.native_id)
 
     # On the engine's thread.
 
@@ -205,3 +209,18 @@ def _wake_all(
         except RuntimeError:
             closed.append(loop)
     return closed
+
+
+def _await_system_thread(native_id: int | None) -> None:
+    """Waits until the operating system's thread has ended, which is a little later than Python's.
+
+    Meanwhile it destroys MLX's thread-local objects, for which it takes the GIL. In an interpreter
+    that is being taken down that would abort the process.
+    """
+    if not sys.platform.startswith("linux"):
+        time.sleep(0.02)
+        return
+    task = Path(f"/proc/self/task/{native_id}")
+    deadline = time.monotonic() + 1.0
+    while task.exists() and time.monotonic() < deadline:
+        time.sleep(0.0005)
