@@ -67,7 +67,7 @@ def command() -> str:
     """What was typed, without the directories that the program lies in."""
     program, *arguments = sys.argv
     name = Path(program).name
-    if name == "__main__.py":
+    if Path(program).parts[-3:] == ("mlx_paged", "cli", "main.py"):
         words = ["python", "-m", "mlx_paged.cli.main"]
     elif name.endswith(".py"):
         words = ["python", program]
