@@ -9,8 +9,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from simd_processes import run_in_process_of
 
-from mlx_paged import ops
+from mlx_paged import build_info, ops
 
 # Largest error of a row, relative to the row's norm.
 TOLERANCE = {mx.float32: 1e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}
@@ -127,6 +128,39 @@ def test_linear(rng, shape, n: int, biased: bool) -> None:
     expected = exact @ exact_weight.T + (exact_bias if biased else 0)
     assert got.dtype == mx.float32
     assert_close(got.reshape(1, -1), expected.reshape(1, -1), 1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 15, 16, 70, 384])
+@pytest.mark.parametrize("n", [3, 17, 960])
+def test_a_row_of_a_linear_layer_does_not_depend_on_the_others(rng, n: int, k: int) -> None:
+    """Whoever serves MLX's BLAS: the engine's tokens do not depend on the batch."""
+    most = {"avx512": 64, "avx2": 16}.get(build_info()["simd"])
+    if most is None or mx.default_device() != mx.cpu:
+        pytest.skip("the products are another library's here")
+    x, exact = values_of(rng, most, k, dtype=mx.float32)
+    weight, exact_weight = values_of(rng, n, k, dtype=mx.float32)
+    mx.eval(x, weight)
+    whole = np.array(ops.linear(x, weight))
+    for rows in {*range(1, 21), most - 1} & {*range(1, most)}:
+        assert np.array_equal(np.array(ops.linear(x[:rows], weight)), whole[:rows]), rows
+    expected = exact @ exact_weight.T
+    assert np.linalg.norm(whole - expected) <= 1e-6 * np.linalg.norm(expected)
+
+
+def test_a_nan_in_a_row_of_a_linear_layer_stays_in_it(rng) -> None:
+    x, _ = values_of(rng, 6, 40, dtype=mx.float32)
+    weight, _ = values_of(rng, 10, 40, dtype=mx.float32)
+    mx.eval(weight)
+    clean = np.array(ops.linear(x, weight))
+    x[1, 7] = float("nan")
+    got = np.array(ops.linear(x, weight))
+    assert np.isnan(got[1]).all()
+    np.testing.assert_array_equal(np.delete(got, 1, axis=0), np.delete(clean, 1, axis=0))
+
+
+@pytest.mark.parametrize("simd", ["avx2", "baseline"])
+def test_linear_layers_in_a_process_of(simd: str) -> None:
+    run_in_process_of(simd, 4, __file__, "linear and not in_a_process_of")
 
 
 LINEAR_OPERANDS: dict[str, Callable[[mx.array, mx.array, mx.array], Any]] = {

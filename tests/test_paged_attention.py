@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
 from dataclasses import dataclass, replace
-from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -23,6 +19,7 @@ from reference import (
     noncontiguous,
     to_numpy,
 )
+from simd_processes import run_in_process_of
 
 from mlx_paged import ops
 from mlx_paged.ops import AttentionPlan
@@ -415,19 +412,6 @@ def test_nan_in_a_query_row_stays_in_that_row(rng, options, split_tokens, query_
 # --- Instruction sets and threads -----------------------------------------------------------------
 
 
-@cache
-def instruction_sets() -> tuple[str, ...]:
-    """What this processor runs, as the refusal of an unknown name lists it. Best first."""
-    code = "from mlx_paged.core import build_info; build_info()"
-    env = {**os.environ, "MLX_PAGED_SIMD": "unknown"}
-    command = [sys.executable, "-c", code]
-    run = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
-    refusal = r"MLX_PAGED_SIMD must be one of (.*) on this processor but got unknown"
-    match = re.search(refusal, run.stderr)
-    assert match, run.stderr
-    return tuple(match[1].split(", "))
-
-
 @pytest.mark.parametrize(
     ("simd", "num_threads"),
     [
@@ -440,31 +424,7 @@ def instruction_sets() -> tuple[str, ...]:
     ],
 )
 def test_this_file_passes_in_a_process_of(simd, num_threads) -> None:
-    if simd not in instruction_sets():
-        pytest.skip(f"this processor has {', '.join(instruction_sets())}")
-    # The choice is made once a process, hence a process for each.
-    env = {
-        **os.environ,
-        "MLX_PAGED_SIMD": simd,
-        "MLX_PAGED_NUM_THREADS": str(num_threads),
-        "EXPECTED_SIMD": simd,
-    }
-    options = [
-        "-q",
-        "--tb=line",
-        "-p",
-        "no:cacheprovider",
-        "--hypothesis-profile=quick",
-    ]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-k", "not this_file", __file__],
-        env=env,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stdout[-4000:]
+    run_in_process_of(simd, num_threads, __file__, "not this_file")
 
 
 @pytest.mark.skipif("EXPECTED_SIMD" not in os.environ, reason="runs in the processes started above")

@@ -16,14 +16,13 @@
 
 #include <dlfcn.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
 
 #include "../cpu/kernels.h"
-#include "../cpu/parallel_for.h"
+#include "../cpu/product_pieces.h"
 
 namespace {
 
@@ -40,18 +39,6 @@ Function resolve(const char* name) {
   return reinterpret_cast<Function>(address);
 }
 
-// In how many pieces a product is worth cutting: each some 100 microseconds, by arithmetic or by
-// the weights that it streams, and a few for each thread so that none waits long for another.
-int num_pieces(int64_t m, int64_t n, int64_t k, int64_t element) {
-  constexpr int64_t kFlopsPerPiece = 4'000'000;
-  constexpr int64_t kBytesPerPiece = 1 << 19;
-  constexpr int kPiecesPerThread = 4;
-  int64_t pieces =
-      std::max(2 * m * n * k / kFlopsPerPiece, std::max(m, n) * k * element / kBytesPerPiece);
-  return int(
-      std::clamp<int64_t>(pieces, 1, int64_t(kPiecesPerThread) * mlx_paged::cpu::num_threads()));
-}
-
 const char* advance(const void* p, int64_t elements, int64_t element) {
   return static_cast<const char*>(p) + elements * element;
 }
@@ -61,42 +48,34 @@ template <typename Gemm>
 void split(
     int transpose_a, int transpose_b, int m, int n, int k, int64_t element, const void* a, int lda,
     const void* b, int ldb, void* c, int ldc, const Gemm& gemm) {
-  constexpr int kAlign = 16;  // columns: whole vectors and cache lines
-  int pieces = num_pieces(m, n, k, element);
   bool columns = n >= m;
-  int extent = columns ? n : m;
-  int each = ((extent + pieces - 1) / pieces + kAlign - 1) / kAlign * kAlign;
-  pieces = (extent + each - 1) / each;
-  mlx_paged::cpu::parallel_for(pieces, [&](int piece, int) {
-    int64_t begin = int64_t(piece) * each;
-    int size = std::min<int64_t>(each, extent - begin);
-    if (columns) {
-      int64_t step = transpose_b == kNoTranspose ? 1 : ldb;
-      gemm(
-          m, size, a, advance(b, begin * step, element),
-          const_cast<char*>(advance(c, begin, element)));
-    } else {
-      int64_t step = transpose_a == kNoTranspose ? lda : 1;
-      gemm(
-          size, n, advance(a, begin * step, element), b,
-          const_cast<char*>(advance(c, begin * ldc, element)));
-    }
-  });
+  mlx_paged::cpu::for_product_pieces(
+      m, n, k, element, columns ? n : m, [&](int64_t begin, int64_t end) {
+        int size = int(end - begin);
+        if (columns) {
+          int64_t step = transpose_b == kNoTranspose ? 1 : ldb;
+          gemm(
+              m, size, a, advance(b, begin * step, element),
+              const_cast<char*>(advance(c, begin, element)));
+        } else {
+          int64_t step = transpose_a == kNoTranspose ? lda : 1;
+          gemm(
+              size, n, advance(a, begin * step, element), b,
+              const_cast<char*>(advance(c, begin * ldc, element)));
+        }
+      });
 }
 
-// Rows up to which our own product beats one that packs the weights first.
-constexpr int kFewRows = 16;
-
-auto few_rows_kernel() {
-  // Null if MLX_PAGED_SIMD names no build: the extension says so, where it can raise.
-  static const auto kernel = [] {
+const mlx_paged::cpu::ProductKernels& product_kernels() {
+  // None if MLX_PAGED_SIMD names no build: the extension says so, where it can raise.
+  static const auto found = [] {
     try {
-      return mlx_paged::cpu::kernels().product.few_rows;
+      return mlx_paged::cpu::kernels().product;
     } catch (const std::exception&) {
-      return decltype(mlx_paged::cpu::kernels().product.few_rows)(nullptr);
+      return mlx_paged::cpu::ProductKernels{};
     }
   }();
-  return kernel;
+  return found;
 }
 
 // A piece of a product of `m` rows, if that is one of few rows with a transposed matrix. Returns
@@ -104,11 +83,11 @@ auto few_rows_kernel() {
 bool multiply_few_rows(
     int transpose_a, int transpose_b, int m, int rows, int columns, int k, float alpha,
     const float* a, int lda, const float* b, int ldb, float beta, float* c, int ldc) {
-  if (m > kFewRows || transpose_a != kNoTranspose || transpose_b == kNoTranspose || alpha != 1 ||
-      beta != 0 || !few_rows_kernel()) {
+  if (m > product_kernels().most_rows || transpose_a != kNoTranspose ||
+      transpose_b == kNoTranspose || alpha != 1 || beta != 0) {
     return false;
   }
-  few_rows_kernel()({a, b, c, rows, k, lda, ldb, ldc}, 0, columns);
+  product_kernels().few_rows({a, b, c, rows, k, lda, ldb, ldc}, 0, columns);
   return true;
 }
 

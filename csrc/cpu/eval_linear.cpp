@@ -8,8 +8,10 @@
 #include "blas.h"
 #include "dense.h"
 #include "eval.h"
+#include "kernels.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
+#include "product_pieces.h"
 
 namespace mlx_paged {
 
@@ -34,7 +36,15 @@ void Linear::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::arra
     if (m == 0) {
       return;
     }
-    cpu::find_sgemm()(kRowMajor, kNoTranspose, kTranspose, m, n, k, 1, x, k, weight, k, 0, out, n);
+    const auto& product = cpu::kernels().product;
+    if (m <= product.most_rows) {
+      cpu::for_product_pieces(m, n, k, sizeof(float), n, [&](int64_t begin, int64_t end) {
+        product.few_rows({x, weight, out, m, k, k, k, n}, begin, end);
+      });
+    } else {
+      cpu::find_sgemm()(
+          kRowMajor, kNoTranspose, kTranspose, m, n, k, 1, x, k, weight, k, 0, out, n);
+    }
     if (!bias) {
       return;
     }

@@ -6,31 +6,38 @@
 #pragma once
 
 #include "simd.h"
+#include "sums.h"
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
 constexpr int kTile = 64;  // tokens
 
-// scores[r * kTile] = q_r . k for R lanes. Queries are padded with zeros to whole vectors.
-template <int R, typename T>
-inline void dot(const float* q, int q_stride, const T* k, int dim, float* scores) {
-  VecF acc[R] = {};
+// scores[r * kTile + i] = q_r . k_i for R lanes and N tokens. Queries are padded with zeros to
+// whole vectors.
+template <int R, int N, typename T>
+inline void dot(
+    const float* q, int q_stride, const T* const* keys, int offset, int dim, float* scores) {
+  VecF sums[R][N] = {};
+  auto add = [&](int d, auto load_key) {
+    VecF kv[N];
+    for (int i = 0; i < N; i++) {
+      kv[i] = load_key(keys[i] + offset + d);
+    }
+    for (int r = 0; r < R; r++) {
+      VecF qv = load(q + r * q_stride + d);
+      for (int i = 0; i < N; i++) {
+        sums[r][i] += qv * kv[i];
+      }
+    }
+  };
   int d = 0;
   for (; d + kWidth <= dim; d += kWidth) {
-    VecF kv = load(k + d);
-    for (int r = 0; r < R; r++) {
-      acc[r] += load(q + r * q_stride + d) * kv;
-    }
+    add(d, [](const T* p) { return load(p); });
   }
   if (d < dim) {
-    VecF kv = load_tail(k + d, dim - d);
-    for (int r = 0; r < R; r++) {
-      acc[r] += load(q + r * q_stride + d) * kv;
-    }
+    add(d, [&](const T* p) { return load_tail(p, dim - d); });
   }
-  for (int r = 0; r < R; r++) {
-    scores[r * kTile] = sum(acc[r]);
-  }
+  store_sums(sums, scores, kTile);
 }
 
 // out[r * out_stride + c] = alpha[r] * itself + sum_i a[r * a_stride + i] * b[i][b_offset + c], for
@@ -70,6 +77,11 @@ inline void multiply_rows(
     const float* a, int a_stride, const T* const* b, int b_offset, int depth, const float* alpha,
     float* out, int out_stride, int columns) {
   int c = 0;
+#if defined(__AVX512F__)  // has the registers
+  for (; c + 4 * kWidth <= columns; c += 4 * kWidth) {
+    multiply<R, 4>(a, a_stride, b, b_offset + c, depth, alpha, out + c, out_stride);
+  }
+#endif
   for (; c + 2 * kWidth <= columns; c += 2 * kWidth) {
     multiply<R, 2>(a, a_stride, b, b_offset + c, depth, alpha, out + c, out_stride);
   }

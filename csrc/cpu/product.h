@@ -22,9 +22,10 @@ struct ProductArgs {
 };
 
 struct ProductKernels {
-  // Columns [begin, end) of c. Each element is summed in the same order whatever `rows` is. Null
-  // where the instruction set has too few registers for it to pay.
+  // Columns [begin, end) of c. Each element is summed in the same order whatever `rows` is.
   void (*few_rows)(const ProductArgs& args, int64_t begin, int64_t end);
+  // Up to which it pays. 0 where the instruction set has too few registers: `few_rows` is null.
+  int most_rows;
 };
 
 }  // namespace mlx_paged::cpu

@@ -7,19 +7,25 @@
 
 #include "product.h"
 #include "simd.h"
+#include "sums.h"
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
 #if defined(__AVX512F__)
 constexpr int kBlockRows = 4;
 constexpr int kBlockColumns = 4;
+constexpr int kMostProductRows = 64;
 #else
 constexpr int kBlockRows = 4;
 constexpr int kBlockColumns = 2;
+constexpr int kMostProductRows = 16;
 #endif
 
-template <int Rows, int Columns>
-inline void product_block(const ProductArgs& args, int64_t row, int64_t column) {
+// Fetches `Ahead` vectors for each vector along k, so that memory is read in one long run while
+// the block is computed: four short ones side by side are too short for the processor to foresee.
+template <int Rows, int Columns, int Ahead>
+inline void product_block(
+    const ProductArgs& args, int64_t row, int64_t column, const float*& ahead) {
   const float* a = args.a + row * args.lda;
   const float* b = args.b + column * args.ldb;
   VecF sums[Rows][Columns] = {};
@@ -27,6 +33,10 @@ inline void product_block(const ProductArgs& args, int64_t row, int64_t column) 
     VecF columns[Columns];
     for (int j = 0; j < Columns; j++) {
       columns[j] = load_at(b + j * args.ldb);
+    }
+    for (int j = 0; j < Ahead; j++) {
+      __builtin_prefetch(ahead, 0, 2);
+      ahead += kWidth;
     }
     for (int i = 0; i < Rows; i++) {
       VecF x = load_at(a + i * args.lda);
@@ -42,26 +52,40 @@ inline void product_block(const ProductArgs& args, int64_t row, int64_t column) 
   if (k < args.k) {
     add([&](const float* p) { return load_tail(p + k, args.k - k); });
   }
-  for (int i = 0; i < Rows; i++) {
-    for (int j = 0; j < Columns; j++) {
-      args.c[(row + i) * args.ldc + column + j] = sum(sums[i][j]);
+  store_sums(sums, args.c + row * args.ldc + column, args.ldc);
+}
+
+// All rows of some columns. The columns after them are fetched by the first blocks of rows, `Ahead`
+// vectors at a time.
+template <int Columns, int Ahead>
+inline void product_rows(const ProductArgs& args, int64_t column) {
+  const float* ahead = args.b + (column + Columns) * args.ldb;
+  int row = 0;
+  for (int fetched = 0; row + kBlockRows <= args.rows; row += kBlockRows, fetched += Ahead) {
+    if (fetched < Columns) {
+      product_block<kBlockRows, Columns, Ahead>(args, row, column, ahead);
+    } else {
+      product_block<kBlockRows, Columns, 0>(args, row, column, ahead);
     }
+  }
+  switch (args.rows - row) {
+    case 1:
+      return product_block<1, Columns, Ahead>(args, row, column, ahead);
+    case 2:
+      return product_block<2, Columns, Ahead>(args, row, column, ahead);
+    case 3:
+      return product_block<3, Columns, Ahead>(args, row, column, ahead);
   }
 }
 
 template <int Columns>
 inline void product_columns(const ProductArgs& args, int64_t column) {
-  int row = 0;
-  for (; row + kBlockRows <= args.rows; row += kBlockRows) {
-    product_block<kBlockRows, Columns>(args, row, column);
-  }
-  switch (args.rows - row) {
-    case 1:
-      return product_block<1, Columns>(args, row, column);
-    case 2:
-      return product_block<2, Columns>(args, row, column);
-    case 3:
-      return product_block<3, Columns>(args, row, column);
+  if (args.rows <= kBlockRows) {
+    product_rows<Columns, Columns>(args, column);
+  } else if (args.rows < Columns * kBlockRows) {
+    product_rows<Columns, (Columns + 1) / 2>(args, column);
+  } else {
+    product_rows<Columns, 1>(args, column);
   }
 }
 

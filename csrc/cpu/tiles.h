@@ -16,17 +16,39 @@
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
 constexpr int kChunk = 8;  // tokens of which decode takes all heads before the next
+#if defined(__AVX512F__)
+constexpr int kAtOnce = 4;  // tokens of which the registers hold the sums of four lanes
+#else
+constexpr int kAtOnce = 2;
+#endif
 
 // The pool's row of each of `count` tokens: all KV heads, `pool.head_dim` apart.
 template <typename T>
 inline void token_rows(
     const AttentionArgs& args, const PoolView& pool, const int32_t* block_table, int token,
     int count, const T** rows) {
+  int block = token / args.block_size;
+  int in_block = token % args.block_size;
+  int64_t row_size = int64_t(args.num_kv_heads) * pool.head_dim;
   for (int i = 0; i < count; i++) {
-    int t = token + i;
-    int64_t slot =
-        int64_t(block_table[t / args.block_size]) * args.block_size + t % args.block_size;
-    rows[i] = static_cast<const T*>(pool.data) + slot * args.num_kv_heads * pool.head_dim;
+    int64_t slot = int64_t(block_table[block]) * args.block_size + in_block;
+    rows[i] = static_cast<const T*>(pool.data) + slot * row_size;
+    if (++in_block == args.block_size) {
+      in_block = 0;
+      block++;
+    }
+  }
+}
+
+// One head of some tokens into the cache, while those before them are computed: blocks lie anywhere
+// in memory, and the processor foresees none of them.
+template <typename T>
+inline void fetch(const T* const* rows, int begin, int end, int offset, int dim) {
+  constexpr int kLine = 64 / sizeof(T);
+  for (int i = begin; i < end; i++) {
+    for (int d = 0; d < dim; d += kLine) {
+      __builtin_prefetch(rows[i] + offset + d, 0, 2);
+    }
   }
 }
 
@@ -34,34 +56,46 @@ template <typename T>
 inline void decode_tile(
     const AttentionArgs& args, const Item& item, const Layout& at, int head_begin, int head_end,
     int token, int count, float* scratch) {
-  const T* rows[kTile];
-  int dim = args.keys.head_dim;
-  token_rows(args, args.keys, item.block_table, token, count, rows);
+  const T* keys[kTile];
+  const T* values[kTile];
+  int key_dim = args.keys.head_dim;
+  int value_dim = args.values.head_dim;
+  token_rows(args, args.keys, item.block_table, token, count, keys);
+  token_rows(args, args.values, item.block_table, token, count, values);
+  const T* next_keys[kTile];
+  int num_next = min(kTile, item.token_end - token - count);
+  token_rows(args, args.keys, item.block_table, token + count, num_next, next_keys);
   for (int chunk = 0; chunk < count; chunk += kChunk) {
+    int end = min(chunk + kChunk, count);
     for (int head = head_begin; head < head_end; head++) {
+      fetch(values, chunk, end, head * value_dim, value_dim);
       State state(at, scratch, head - head_begin);
-      for (int t = chunk; t < min(chunk + kChunk, count); t++) {
-        for_lanes(at.lanes, [&](int lane, auto group) {
-          dot<decltype(group)::kCount>(
-              state.queries + lane * at.key_dim, at.key_dim, rows[t] + head * dim, dim,
-              state.scores + lane * kTile + t);
-        });
-      }
+      for_lanes(at.lanes, [&](int lane, auto group) {
+        constexpr int kLanes = decltype(group)::kCount;
+        const float* q = state.queries + lane * at.key_dim;
+        float* scores = state.scores + lane * kTile;
+        int t = chunk;
+        for (; t + kAtOnce <= end; t += kAtOnce) {
+          dot<kLanes, kAtOnce>(q, at.key_dim, keys + t, head * key_dim, key_dim, scores + t);
+        }
+        for (; t < end; t++) {
+          dot<kLanes, 1>(q, at.key_dim, keys + t, head * key_dim, key_dim, scores + t);
+        }
+      });
     }
   }
   for (int head = head_begin; head < head_end; head++) {
     softmax_lanes(args, item, at, token, count, State(at, scratch, head - head_begin));
   }
   static const float ones[kTransposeFrom] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-  dim = args.values.head_dim;
-  token_rows(args, args.values, item.block_table, token, count, rows);
   for (int chunk = 0; chunk < count; chunk += kChunk) {
+    int end = min(chunk + kChunk, count);
     for (int head = head_begin; head < head_end; head++) {
+      fetch(next_keys, min(chunk, num_next), min(end, num_next), head * key_dim, key_dim);
       State state(at, scratch, head - head_begin);
       matmul(
-          at.lanes, state.scores + chunk, kTile, rows + chunk, head * dim,
-          min(kChunk, count - chunk), chunk == 0 ? state.alpha : ones, state.acc, at.value_dim,
-          dim);
+          at.lanes, state.scores + chunk, kTile, values + chunk, head * value_dim, end - chunk,
+          chunk == 0 ? state.alpha : ones, state.acc, at.value_dim, value_dim);
     }
   }
 }

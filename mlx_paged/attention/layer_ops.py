@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -31,6 +31,8 @@ _mlx_rope = mx.fast.rope
 _mlx_rms_norm = mx.fast.rms_norm
 _mlx_linear = nn.Linear.__call__
 _mlx_quantized_linear = nn.QuantizedLinear.__call__
+_mlx_as_linear = nn.Embedding.as_linear
+_mlx_quantized_as_linear = nn.QuantizedEmbedding.as_linear
 _mlx_lm_swiglu = activations.swiglu
 
 
@@ -173,15 +175,29 @@ def linear(self: nn.Linear, x: mx.array) -> mx.array:
     return _mlx_linear(self, x)
 
 
-def quantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
-    """``nn.QuantizedLinear.__call__``.
+def as_linear(self: nn.Embedding, x: mx.array) -> mx.array:
+    """``nn.Embedding.as_linear``: the output projection of models whose embeddings are tied."""
+    if x.dtype in _building.linear_dtypes:
+        return ops.linear(x, self["weight"])
+    return _mlx_as_linear(self, x)
 
-    With CUDA MLX multiplies every ``[1, k]`` of ``[T, 1, k]`` by itself, in tiles of many rows.
-    """
+
+def quantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
+    """``nn.QuantizedLinear.__call__``."""
+    return _as_one_matrix(_mlx_quantized_linear, self, x)
+
+
+def quantized_as_linear(self: nn.QuantizedEmbedding, x: mx.array) -> mx.array:
+    """``nn.QuantizedEmbedding.as_linear``."""
+    return _as_one_matrix(_mlx_quantized_as_linear, self, x)
+
+
+def _as_one_matrix(multiply: Callable[..., mx.array], self: nn.Module, x: mx.array) -> mx.array:
+    """With CUDA MLX multiplies each ``[1, k]`` of ``[T, 1, k]`` alone, in tiles of many rows."""
     if _building.on_cuda and x.ndim > 2:
-        out = _mlx_quantized_linear(self, x.reshape(-1, x.shape[-1]))
+        out = multiply(self, x.reshape(-1, x.shape[-1]))
         return out.reshape(*x.shape[:-1], out.shape[-1])
-    return _mlx_quantized_linear(self, x)
+    return multiply(self, x)
 
 
 def install() -> None:
@@ -190,6 +206,8 @@ def install() -> None:
     mx.fast.rms_norm = rms_norm
     nn.Linear.__call__ = linear
     nn.QuantizedLinear.__call__ = quantized_linear
+    nn.Embedding.as_linear = as_linear
+    nn.QuantizedEmbedding.as_linear = quantized_as_linear
     _rebind_swiglu(_mlx_lm_swiglu, swiglu)
 
 
@@ -199,6 +217,8 @@ def uninstall() -> None:
     mx.fast.rms_norm = _mlx_rms_norm
     nn.Linear.__call__ = _mlx_linear
     nn.QuantizedLinear.__call__ = _mlx_quantized_linear
+    nn.Embedding.as_linear = _mlx_as_linear
+    nn.QuantizedEmbedding.as_linear = _mlx_quantized_as_linear
     _rebind_swiglu(swiglu, _mlx_lm_swiglu)
 
 

@@ -1,0 +1,31 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "parallel_for.h"
+
+namespace mlx_paged::cpu {
+
+// Runs body(begin, end) over one side of a product of [m, k] and [k, n], `extent` long, in as many
+// pieces as are worth it: each some 50 microseconds, by arithmetic or by the weights that it
+// streams, and a few for each thread so that none waits long for another.
+template <typename Body>
+void for_product_pieces(
+    int64_t m, int64_t n, int64_t k, int64_t element_size, int64_t extent, const Body& body) {
+  constexpr int64_t kFlopsPerPiece = 4'000'000;
+  constexpr int64_t kBytesPerPiece = 1 << 19;
+  constexpr int64_t kPiecesPerThread = 4;
+  constexpr int64_t kAlign = 16;  // whole vectors and cache lines
+  int64_t pieces =
+      std::max(2 * m * n * k / kFlopsPerPiece, std::max(m, n) * k * element_size / kBytesPerPiece);
+  pieces = std::clamp<int64_t>(pieces, 1, kPiecesPerThread * num_threads());
+  int64_t each = ((extent + pieces - 1) / pieces + kAlign - 1) / kAlign * kAlign;
+  parallel_for(int((extent + each - 1) / each), [&](int piece, int) {
+    body(piece * each, std::min(extent, (piece + 1) * each));
+  });
+}
+
+}  // namespace mlx_paged::cpu
