@@ -11,6 +11,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "build_info.h"
+#include "cpu/parallel_for.h"
 #include "cuda/variants.h"
 #include "kernel_source.h"
 #include "launch.h"
@@ -219,6 +220,10 @@ NB_MODULE(_ext, m) {
       },
       "The launches simulated since the last call, with the bytes that buffers saw read and "
       "written.");
+
+  m.def(
+      "limit_threads", &mlx_paged::cpu::limit_threads, "most"_a,
+      "Threads of the CPU kernels, unless MLX_PAGED_NUM_THREADS is set. Before their first use.");
 
   m.def(
       "build_info",

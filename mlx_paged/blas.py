@@ -40,6 +40,13 @@ def preload() -> str:
     return _status
 
 
+def limit_threads(most: int) -> None:
+    """Products take no more threads than this, unless ``MLX_PAGED_NUM_THREADS`` is set. Before the
+    first product. BLAS that is not ours to load has rules of its own."""
+    if _libraries:
+        _libraries[-1].mlx_paged_limit_threads(most)
+
+
 def _preload() -> str:
     choice = os.environ.get("MLX_PAGED_BLAS", "auto")
     if choice not in ("auto", "off"):

@@ -6,11 +6,12 @@ MLX has no stable ABI: an extension built against another version may crash, or 
 
 from __future__ import annotations
 
+import math
 import warnings
 from importlib import metadata
 from types import ModuleType
 
-from mlx_paged import blas
+from mlx_paged import blas, cgroups
 
 
 def _load() -> ModuleType:
@@ -41,7 +42,16 @@ def _load() -> ModuleType:
             f"{found} does not share, so it cannot take MLX's arrays. Rebuild it with the "
             "pinned nanobind: `pip install --force-reinstall --no-deps .` in its checkout."
         ) from error
+    _limit_threads(_ext, cgroups.current().cpus)
     return _ext
+
+
+def _limit_threads(ext: ModuleType, cpus: float | None) -> None:
+    """More threads than a control group's quota of CPU time only use it up sooner, and all wait."""
+    if cpus is not None:
+        most = max(1, math.ceil(cpus))
+        ext.limit_threads(most)
+        blas.limit_threads(most)
 
 
 ext = _load()

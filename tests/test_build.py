@@ -70,6 +70,32 @@ def test_num_threads_can_be_set(value, expected) -> None:
     assert python(code, MLX_PAGED_NUM_THREADS=value).stdout.strip() == expected
 
 
+QUOTA = """
+import os
+from mlx_paged import cgroups
+cgroups.current = lambda: cgroups.Limits(cpus={cpus})
+from mlx_paged.core import build_info
+import mlx.core as mx
+x = mx.random.normal((512, 512))
+mx.eval(x)
+before = len(os.listdir("/proc/self/task"))
+mx.eval(x @ x)  # starts the threads of products
+print(build_info()["num_threads"], len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
+@pytest.mark.parametrize(
+    ("cpus", "variable", "expected"),
+    [(0.5, {}, 1), (1.0, {}, 1), (None, {}, None), (0.5, {"MLX_PAGED_NUM_THREADS": "3"}, 3)],
+)
+def test_threads_keep_to_the_quota_of_cpu_time(cpus, variable, expected) -> None:
+    expected = expected or len(os.sched_getaffinity(0))
+    run = python(QUOTA.format(cpus=cpus), **variable)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == [str(expected), str(expected - 1)]
+
+
 def test_an_instruction_set_that_is_not_there_is_refused_by_name() -> None:
     run = python("from mlx_paged.core import build_info; build_info()", MLX_PAGED_SIMD="mmx")
     assert run.returncode != 0

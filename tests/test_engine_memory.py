@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_paged import cgroups
 from mlx_paged.attention.tables import BlockTableCache, PaddedTables
 from mlx_paged.engine import config as config_module
 from mlx_paged.engine import memory
@@ -118,12 +119,15 @@ def test_a_pool_that_does_not_fit_becomes_smaller() -> None:
         memory.allocate_fitting(broken, 1000, exactly=False)
 
 
-def test_a_container_limits_physical_memory(monkeypatch, tmp_path) -> None:
-    limit = tmp_path / "memory.max"
-    limit.write_text("123456789\n")
-    monkeypatch.setattr(config_module, "_CGROUP_LIMITS", (str(limit), str(tmp_path / "none")))
+def test_a_container_limits_physical_memory(monkeypatch) -> None:
+    files = {
+        "/proc/self/cgroup": "0::/system.slice/mlx.service\n",
+        "/sys/fs/cgroup/system.slice/memory.max": "123456789\n",
+        "/sys/fs/cgroup/system.slice/mlx.service/memory.max": "max\n",
+    }
+    monkeypatch.setattr(cgroups, "_read", lambda path: files.get(path, ""))
     assert config_module._physical_memory() == 123456789
-    limit.write_text("max\n")
+    files["/sys/fs/cgroup/system.slice/memory.max"] = "max\n"
     assert config_module._physical_memory() > 123456789
     assert 0 < memory.available_memory() <= config_module._physical_memory()
 

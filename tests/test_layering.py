@@ -7,7 +7,7 @@ scheduling      models
     kv              attention
                         ops
                             core
-                                blas
+                                blas, cgroups
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ PACKAGE = ROOT / "mlx_paged"
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "blas": (),
-    "core": ("blas", "_build", "_ext"),
+    "cgroups": (),
+    "core": ("blas", "cgroups", "_build", "_ext"),
     "ops": ("core",),
     "attention": ("ops", "core"),
     "models": ("attention", "ops", "core", "demo"),
     "kv": (),
     "scheduling": ("kv",),
-    "engine": ("scheduling", "kv", "models", "attention", "ops", "core"),
+    "engine": ("cgroups", "scheduling", "kv", "models", "attention", "ops", "core"),
     "drop_in": ("engine", "models", "attention", "kv", "ops", "core"),
     "demo": (),
-    "doctor": ("_build", "blas", "core", "ops", "attention", "engine", "demo"),
+    "doctor": ("_build", "blas", "cgroups", "core", "ops", "attention", "engine", "demo"),
     "cli": (
         *("__init__", "engine", "models", "attention", "ops", "core", "blas", "demo", "server"),
         "doctor",
@@ -46,7 +47,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "__init__": ("blas", "core", "models", "engine", "drop_in"),
 }
 # Parts that import nothing outside Python's standard library: neither mlx, mlx_lm nor numpy.
-STANDARD_LIBRARY_ONLY = ("errors", "blas", "kv", "scheduling")
+STANDARD_LIBRARY_ONLY = ("errors", "blas", "cgroups", "kv", "scheduling")
 # Ways out of that: OpenBLAS's wheel tells where its library lies.
 EXCEPTIONS = {("blas", "scipy_openblas32")}
 

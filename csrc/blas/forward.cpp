@@ -105,6 +105,11 @@ bool multiply_few_rows(Arguments...) {
 
 }  // namespace
 
+// See parallel_for.h; this library has threads of its own.
+extern "C" __attribute__((visibility("default"))) void mlx_paged_limit_threads(int most) {
+  mlx_paged::cpu::limit_threads(most);
+}
+
 #define MLX_PAGED_FORWARD(NAME, ELEMENT_SIZE, SCALAR, CONST_MATRIX, MATRIX)                      \
   extern "C" __attribute__((visibility("default"))) void NAME(                                   \
       int layout, int transpose_a, int transpose_b, int m, int n, int k, SCALAR alpha,           \

@@ -19,10 +19,9 @@ namespace mlx_paged::cpu {
 
 namespace {
 
-int detect_num_threads() {
-  if (const char* text = std::getenv("MLX_PAGED_NUM_THREADS")) {
-    return std::clamp(std::atoi(text), 1, 256);
-  }
+std::atomic<int> thread_limit{256};
+
+int detect_num_processors() {
 #ifdef __linux__
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof(set), &set) == 0) {
@@ -30,6 +29,13 @@ int detect_num_threads() {
   }
 #endif
   return std::max(1u, std::thread::hardware_concurrency());
+}
+
+int choose_num_threads() {
+  if (const char* text = std::getenv("MLX_PAGED_NUM_THREADS")) {
+    return std::clamp(std::atoi(text), 1, 256);
+  }
+  return std::min(detect_num_processors(), thread_limit.load());
 }
 
 // One parallel_for in progress. Held by every thread that may still look at it, so that a worker
@@ -100,8 +106,12 @@ class Workers {
 }  // namespace
 
 int num_threads() {
-  static const int count = detect_num_threads();
+  static const int count = choose_num_threads();
   return count;
+}
+
+void limit_threads(int most) {
+  thread_limit = std::max(most, 1);
 }
 
 void parallel_for(int num_tasks, const std::function<void(int, int)>& task) {

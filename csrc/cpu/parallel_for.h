@@ -6,9 +6,12 @@
 
 namespace mlx_paged::cpu {
 
-// Threads that parallel_for may use: the processors this process may run on, or
+// Threads that parallel_for may use: the processors this process may run on up to the limit, or
 // MLX_PAGED_NUM_THREADS if that is set.
 int num_threads();
+
+// No more than this many, unless MLX_PAGED_NUM_THREADS says so. Before the first use of any.
+void limit_threads(int most);
 
 // Calls task(i, thread) for every i in [0, num_tasks), each once, on up to num_threads() threads of
 // which the caller is one; `thread` is in [0, num_threads()). Tasks are handed out in order, one at

@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mlx_paged import cgroups
+
 _SYSCTL = (
     *("hw.model", "hw.memsize", "hw.physicalcpu", "hw.logicalcpu", "hw.nperflevels"),
     *("hw.perflevel0.name", "hw.perflevel0.physicalcpu"),
@@ -33,11 +35,6 @@ COMMANDS: dict[str, dict[str, tuple[str, ...]]] = {
 FILES = {
     "linux": ("/proc/cpuinfo", "/proc/meminfo", "/proc/self/cgroup", "/etc/os-release"),
 }
-CGROUPS = "/sys/fs/cgroup"
-_LIMITS = (
-    *("memory.max", "cpu.max"),
-    *("memory.limit_in_bytes", "cpu.cfs_quota_us", "cpu.cfs_period_us"),
-)
 _SECONDS = 20.0  # system_profiler takes one or two
 
 
@@ -63,7 +60,7 @@ class Captures:
 def take() -> Captures:
     """Asks this machine."""
     files = {path: text for path in FILES.get(sys.platform, ()) if (text := _read(path))}
-    for path in cgroup_files(files.get("/proc/self/cgroup", "")):
+    for path in cgroups.files_of(files.get(cgroups.OWN, "")):
         if text := _read(path):
             files[path] = text
     commands = COMMANDS.get(sys.platform, {})
@@ -77,28 +74,6 @@ def take() -> Captures:
         files=files,
         affinity=len(os.sched_getaffinity(0)) if can_ask else None,
     )
-
-
-def cgroup_files(proc_self_cgroup: str) -> list[str]:
-    """Files that may limit a process, in its own control group and in all above it.
-
-    In a container the group's path often names a folder of the host; then only the root exists.
-    """
-    folders: dict[str, None] = {CGROUPS: None}
-    for line in proc_self_cgroup.splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        mounts = [c for c in controllers.split(",") if c in ("memory", "cpu", "cpuacct")]
-        roots = [f"{CGROUPS}/{controllers}", *(f"{CGROUPS}/{c}" for c in mounts)]
-        if not controllers:  # version 2, alone or beside version 1
-            roots = [CGROUPS, f"{CGROUPS}/unified"]
-        elif not mounts:
-            continue
-        parts = [part for part in path.split("/") if part]
-        for root in roots:
-            for depth in range(len(parts) + 1):
-                folders["/".join([root, *parts[:depth]])] = None
-    return [f"{folder}/{name}" for folder in folders for name in _LIMITS]
 
 
 def _read(path: str) -> str | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from mlx_paged.cgroups import limits
 from mlx_paged.doctor.capture import Captures
-from mlx_paged.doctor.cgroups import limits
 from mlx_paged.doctor.machine import CoreGroup, Gpu, Machine
 
 # (implementer, part) of an ARM core's MIDR register, as Linux's arch/arm64 cputype.h lists them.

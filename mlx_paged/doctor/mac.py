@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from mlx_paged.cgroups import Limits
 from mlx_paged.doctor import apple
 from mlx_paged.doctor.capture import Captures
-from mlx_paged.doctor.cgroups import Limits
 from mlx_paged.doctor.machine import CoreGroup, Gpu, Machine
 
 

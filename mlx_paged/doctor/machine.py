@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlx_paged.cgroups import Limits
 from mlx_paged.doctor.apple import Chip
-from mlx_paged.doctor.cgroups import Limits
 
 
 @dataclass(frozen=True)

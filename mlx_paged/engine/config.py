@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from mlx_paged import cgroups
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.scheduling import SchedulerConfig, SchedulingPolicy
 
 _GIB = 1 << 30
 _DEFAULT_KV_CACHE_MEMORY = 4 * _GIB
-_CGROUP_LIMITS = (
-    "/sys/fs/cgroup/memory.max",
-    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-)
 
 
 @dataclass(frozen=True)
@@ -171,11 +167,7 @@ class EngineConfig:
 
 
 def _physical_memory() -> int:
-    """Bytes of main memory, or of this process's control group where that is less."""
+    """Bytes of main memory, or of this process's control groups where that is less."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for path in _CGROUP_LIMITS:
-        try:
-            total = min(total, int(Path(path).read_text()))
-        except (OSError, ValueError):  # none, or "max"
-            continue
-    return total
+    limit = cgroups.current().memory_bytes
+    return total if limit is None else min(total, limit)
