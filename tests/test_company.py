@@ -61,26 +61,28 @@ def test_greedy_tokens_where_products_are_a_librarys(rng, rows) -> None:
 
 
 def decoded(rng: np.random.Generator, dtype: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """``[STEPS, vocab_size]`` logits of one sequence, decoded alone and as one of `rows`.
+    """``[STEPS, vocab_size]`` logits of a sequence, decoded alone and as one of `rows`.
 
-    Prompts are computed one at a time in both runs, so that decodes are all that differs.
+    Both begin with the same keys and values: they are forks of one prompt.
     """
-    prompts = [rng.integers(5, 900, n).tolist() for n in (420, *rng.integers(3, 60, rows - 1))]
-    found = []
-    for company in ([], [str(i) for i in range(1, rows)]):
-        loaded = load(dtype=dtype)
-        driver = StepDriver(
-            loaded.model, loaded.config["model_type"], block_size=16, num_blocks=400
-        )
-        tokens = {
-            name: [int(driver.step({name: prompts[int(name)]})[name].argmax())]
-            for name in ("0", *company)
-        }
-        steps = []
-        for _ in range(STEPS):
-            work = (*company[: rows // 2], "0", *company[rows // 2 :])
+    loaded = load(dtype=dtype)
+    driver = StepDriver(loaded.model, loaded.config["model_type"], block_size=16, num_blocks=400)
+    prompts = {str(i): rng.integers(5, 900, rng.integers(3, 60)).tolist() for i in range(rows - 1)}
+    tokens = {
+        name: [int(driver.step({name: prompt})[name].argmax())] for name, prompt in prompts.items()
+    }
+    prompt = rng.integers(5, 900, 420).tolist()
+    first = [int(driver.step({"prompt": prompt})["prompt"].argmax())]
+    for name in ("alone", "together"):
+        driver.fork(name, "prompt", len(prompt))
+        tokens[name] = first
+    order = [*prompts]
+    order.insert(rows // 2, "together")
+    found: dict[str, list[np.ndarray]] = {"alone": [], "together": []}
+    for _ in range(STEPS):
+        for work in (["alone"], order):
             logits = driver.step({name: tokens[name] for name in work})
-            tokens = {name: [int(row.argmax())] for name, row in logits.items()}
-            steps.append(logits["0"])
-        found.append(np.stack(steps))
-    return found[0], found[1]
+            tokens |= {name: [int(row.argmax())] for name, row in logits.items()}
+            for name in found.keys() & logits.keys():
+                found[name].append(logits[name])
+    return np.stack(found["alone"]), np.stack(found["together"])
