@@ -7,14 +7,14 @@ a row is cut and summed must follow from the row alone.
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
-from models import StepDriver
+from models import StepDriver, embedded_twin, random_tokens, tiny_config, tiny_model
 from reference import DTYPES, ON_GPU, bits, make_batch
 
 from mlx_paged import ops
 from mlx_paged.attention.plan import build_plan
-from mlx_paged.models.load import load
 
 # Contexts of one piece and of several: on a GPU a piece has 384 tokens or more.
 CONTEXTS = (1, 17, 383, 400, 1000, 2500) if ON_GPU else (1, 17, 300)
@@ -40,38 +40,38 @@ def test_attention(rng, dtype, group, dim) -> None:
         np.testing.assert_array_equal(alone, together[rows])
 
 
-# As many rows as take our own products. Those of a CPU in 16 bits are MLX's, and slow.
-@pytest.mark.parametrize(
-    ("dtype", "rows"),
-    [("bfloat16", 2), ("bfloat16", 8), ("bfloat16", 32)]
-    if ON_GPU
-    else [("float32", 2), ("float32", 16)],
-)
+# As many rows as take our own products. A CPU has them in float32 only.
+OURS = [("bfloat16", n) for n in (2, 8, 32)] if ON_GPU else [("float32", n) for n in (2, 16)]
+
+
+@pytest.mark.parametrize(("dtype", "rows"), OURS)
 def test_greedy_logits(rng, dtype, rows) -> None:
-    alone, together = decoded(rng, dtype, rows)
+    config = tiny_config("llama", tied=False, hidden_size=128, head_dim=64)
+    model = tiny_model(config)
+    model.set_dtype(getattr(mx, dtype))
+    alone, together = decoded(rng, model, rows)
     np.testing.assert_array_equal(alone, together)
 
 
 @pytest.mark.parametrize("rows", [2, 8, 32])
 def test_greedy_tokens_where_products_are_a_librarys(rng, rows) -> None:
     """BLAS and cuBLAS choose how to sum by the number of rows."""
-    alone, together = decoded(rng, "float32", rows)
+    alone, together = decoded(rng, embedded_twin().model, rows)
     np.testing.assert_array_equal(alone.argmax(-1), together.argmax(-1))
     np.testing.assert_allclose(alone, together, rtol=0, atol=1e-5 * np.abs(alone).max())
 
 
-def decoded(rng: np.random.Generator, dtype: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
+def decoded(rng: np.random.Generator, model: nn.Module, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """``[STEPS, vocab_size]`` logits of a sequence, decoded alone and as one of `rows`.
 
     Both begin with the same keys and values: they are forks of one prompt.
     """
-    loaded = load(dtype=dtype)
-    driver = StepDriver(loaded.model, loaded.config["model_type"], block_size=16, num_blocks=400)
-    prompts = {str(i): rng.integers(5, 900, rng.integers(3, 60)).tolist() for i in range(rows - 1)}
+    driver = StepDriver(model, "llama", block_size=16, num_blocks=400)
+    prompts = {str(i): random_tokens(rng, int(rng.integers(3, 60))) for i in range(rows - 1)}
     tokens = {
         name: [int(driver.step({name: prompt})[name].argmax())] for name, prompt in prompts.items()
     }
-    prompt = rng.integers(5, 900, 420).tolist()
+    prompt = random_tokens(rng, 420)
     first = [int(driver.step({"prompt": prompt})["prompt"].argmax())]
     for name in ("alone", "together"):
         driver.fork(name, "prompt", len(prompt))
