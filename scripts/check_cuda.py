@@ -95,8 +95,8 @@ def checks() -> list[Stage]:
         ),
         *pytest("parity", "parity", shards=4),
         *pytest("ops", *OPS, shards=2),
-        *pytest("engine", *ENGINE, shards=2),
-        *pytest("company", "company"),
+        *pytest("engine", *ENGINE, shards=5),
+        *pytest("company", "company", shards=3),
         *pytest("interleaving", "interleaving"),
         # That the tool sees these kernels at all: here it has to report errors.
         Stage(PLANTED, sanitizer("memcheck", "--fault")),
