@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <new>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -51,19 +52,26 @@ mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype) {
   for (int extent : shape) {
     bytes *= extent;
   }
+  std::string refusal = "[allocate_pool] cannot allocate " + std::to_string(bytes) +
+                        " bytes for a pool of " + std::to_string(shape[0]) + " blocks";
 #ifdef MLX_PAGED_CUDA
   // What MLX's allocator hands out is shared with the CPU; the GPU's own comes from its operations.
   if (mx::default_device() == mx::Device::gpu) {
     auto pool = mx::zeros(mx::Shape(shape.begin(), shape.end()), dtype);
-    pool.eval();
+    try {
+      pool.eval();
+    } catch (const std::runtime_error& error) {
+      if (std::string(error.what()).find("out of memory") == std::string::npos) {
+        throw;
+      }
+      throw OutOfMemory(refusal + ": " + error.what());
+    }
     return pool;
   }
 #endif
   auto data = mx::allocator::malloc(bytes);
   if (!data.buffer().ptr()) {  // MLX's allocator for CPUs says no more than this
-    throw OutOfMemory(
-        "[allocate_pool] cannot allocate " + std::to_string(bytes) + " bytes for a pool of " +
-        std::to_string(shape[0]) + " blocks");
+    throw OutOfMemory(refusal);
   }
   if (mx::default_device() == mx::Device::cpu) {
     advise_huge_pages(data.buffer().raw_ptr(), bytes);

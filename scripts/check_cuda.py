@@ -1,7 +1,11 @@
-"""Everything that needs an NVIDIA GPU to be checked, with a table of the outcomes last.
+"""Everything that needs an NVIDIA GPU: builds, checks and measures, with a table of outcomes last.
 
 python scripts/check_cuda.py                      # build, tests on the GPU, compute-sanitizer
 python scripts/check_cuda.py --only ops parity    # some of it
+python scripts/check_cuda.py --bench kernels      # and then measure; or the engine, or a MoE model
+python scripts/check_cuda.py --only --bench engine moe    # measure only
+
+Checks share the GPU, several at a time; measurements have it to themselves.
 """
 
 from __future__ import annotations
@@ -12,47 +16,99 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 OPS = ["plan", "write_kv", "copy_blocks", "gather_kv", "paged_attention", "pool_contract",
        "validation"]  # fmt: skip
-ENGINE = ["cuda", "dense_prefill", "engine_faults", "engine_memory"]
+ENGINE = ["cuda", "dense_prefill", "engine_faults", "engine_memory", "compiled_step"]
 PLANTED = "memcheck of a planted fault"
+SANITIZED = ("float32", "bfloat16", "float16")
+NOT_THE_MOE = ["decode", "decode-more", "prefill", "prefix", "qwen3-0.6b", "llama-8b-4bit"]
 
 
-def pytest(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider",
-            *arguments]  # fmt: skip
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    command: list[str]
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    name: str
+    status: str
+    seconds: float
+    told: str
+
+    def __str__(self) -> str:
+        return f"{self.name:28} {self.status:12} {self.seconds:6.0f} s  {self.told}"
+
+
+def python(*arguments: str) -> list[str]:
+    return [sys.executable, *arguments]
+
+
+def pytest(name: str, *files: str, shards: int = 1) -> list[Stage]:
+    """Some test files, in as many processes, each with every so manieth test."""
+    tests = [f"tests/test_{file}.py" for file in files]
+    # Instruction sets of the CPU have their own run.
+    command = python("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider",
+                     "-k", "not this_file", *tests)  # fmt: skip
+    # Exact products in fp32: the tests compare greedy tokens and small errors.
+    env = {"MLX_PAGED_TEST_DEVICE": "gpu", "MLX_ENABLE_TF32": "0"}
+    if shards == 1:
+        return [Stage(name, command, env)]
+    return [
+        Stage(f"{name} {i}/{shards}", command, {**env, "MLX_PAGED_TEST_SHARD": f"{i}/{shards}"})
+        for i in range(1, shards + 1)
+    ]
 
 
 def sanitizer(tool: str, *arguments: str) -> list[str]:
     return [
         *("compute-sanitizer", "--tool", tool, "--kernel-name", "kernel_substring=_entry"),
         *("--error-exitcode", "1", "--print-limit", "20"),
-        *(sys.executable, "tests/exercise_kernels.py", *arguments),
+        *python("tests/exercise_kernels.py", *arguments),
     ]
 
 
-def stages(architectures: str) -> dict[str, list[str]]:
-    build = f"-Ccmake.define.CMAKE_CUDA_ARCHITECTURES={architectures}"
-    return {
-        "build": [
-            *(sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps"),
-            *("-e", ".", build, "-Ccmake.define.MLX_PAGED_CUDA=ON", "-Cbuild-dir=/tmp/paged-build"),
-        ],
-        # Instruction sets of the CPU have their own run.
-        "ops": pytest(*(f"tests/test_{name}.py" for name in OPS), "-k", "not this_file"),
-        "interleaving": pytest("tests/test_interleaving.py"),
-        "parity": pytest("tests/test_parity.py", "tests/test_compiled_step.py"),
-        "engine": pytest(*(f"tests/test_{name}.py" for name in ENGINE)),
+def build(name: str, architectures: str | None, folder: str) -> Stage:
+    """For the GPU that is here, or with None for all that the package is built for."""
+    install = ["install", "-e", "."] if architectures else ["wheel", "-w", folder, "."]
+    options = [f"-Ccmake.define.CMAKE_CUDA_ARCHITECTURES={architectures}"] if architectures else []
+    return Stage(name, [
+        *python("-m", "pip", *install, "-q", "--no-build-isolation", "--no-deps"), *options,
+        "-Ccmake.define.MLX_PAGED_CUDA=ON", f"-Cbuild-dir={folder}",
+    ])  # fmt: skip
+
+
+def checks() -> list[Stage]:
+    """The longest first."""
+    return [
+        *(
+            Stage(f"{tool} {dtype}", sanitizer(tool, "--dtype", dtype))
+            for tool in ("racecheck", "memcheck", "synccheck")
+            for dtype in SANITIZED
+        ),
+        *pytest("parity", "parity", shards=4),
+        *pytest("ops", *OPS, shards=2),
+        *pytest("engine", *ENGINE, shards=5),
+        *pytest("company", "company", shards=3),
+        *pytest("interleaving", "interleaving"),
         # That the tool sees these kernels at all: here it has to report errors.
-        PLANTED: sanitizer("memcheck", "--fault"),
-        **{
-            f"{tool} {dtype}": sanitizer(tool, "--dtype", dtype)
-            for tool in ("memcheck", "racecheck", "synccheck")
-            for dtype in ("bfloat16", "float16", "float32")
-        },
+        Stage(PLANTED, sanitizer("memcheck", "--fault")),
+    ]
+
+
+def benchmarks() -> dict[str, Stage]:
+    engine = python("bench/cuda_engine.py", "--only")
+    return {
+        "kernels": Stage("bench kernels", python("bench/cuda_kernels.py")),
+        "engine": Stage("bench engine", [*engine, *NOT_THE_MOE]),
+        "moe": Stage("bench moe", [*engine, "qwen3-30b-a3b"]),
     }
 
 
@@ -63,42 +119,62 @@ def summary(output: str) -> str:
     return (told or lines or [""])[-1][:100]
 
 
+def run(stage: Stage, logs: Path, timeout: float) -> Outcome:
+    start = time.perf_counter()
+    log = logs / f"{re.sub('[ /]', '-', stage.name)}.txt"
+    status: int | str
+    with log.open("w") as file:
+        try:
+            status = subprocess.run(
+                stage.command, cwd=ROOT, env={**os.environ, **stage.env}, check=False, stdout=file,
+                stderr=subprocess.STDOUT, timeout=timeout,
+            ).returncode  # fmt: skip
+        except (subprocess.TimeoutExpired, FileNotFoundError) as error:
+            status = type(error).__name__
+    output = log.read_text()
+    told = summary(output)
+    if stage.name == PLANTED:
+        found = output.count("Invalid __global__ read")
+        status = 0 if found else f"nothing found, {status}"
+        told = f"{found} invalid reads, as it must be"
+    said = "ok" if status == 0 else f"FAILED ({status})"
+    outcome = Outcome(stage.name, said, time.perf_counter() - start, told)
+    print(outcome, flush=True)
+    return outcome
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--architectures", default="native", help="of CMAKE_CUDA_ARCHITECTURES")
-    parser.add_argument("--only", nargs="+", help="stages whose names begin so")
+    parser.add_argument("--all-architectures", action="store_true",
+                        help="beside the checks, compile the whole default list")  # fmt: skip
+    parser.add_argument("--only", nargs="*", help="stages whose names begin so; nothing: none")
+    parser.add_argument("--bench", nargs="+", default=[], choices=benchmarks())
     parser.add_argument("--logs", type=Path, default=Path("/tmp/paged-check"))
-    parser.add_argument("--timeout", type=float, default=500, help="seconds for one stage")
+    parser.add_argument("--timeout", type=float, default=540, help="seconds for one stage")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="checks at a time")
     options = parser.parse_args()
     options.logs.mkdir(exist_ok=True, parents=True)
-    # Exact products in fp32: the tests compare greedy tokens and small errors.
-    env = {**os.environ, "MLX_PAGED_TEST_DEVICE": "gpu", "MLX_ENABLE_TF32": "0"}
-    rows = []
-    for name, command in stages(options.architectures).items():
-        if options.only and not any(name.startswith(only) for only in options.only):
-            continue
-        start = time.perf_counter()
-        log = options.logs / f"{name.replace(' ', '-')}.txt"
-        with log.open("w") as file:
-            try:
-                status = subprocess.run(
-                    command, cwd=ROOT, env=env, check=False, stdout=file,
-                    stderr=subprocess.STDOUT, timeout=options.timeout,
-                ).returncode  # fmt: skip
-            except (subprocess.TimeoutExpired, FileNotFoundError) as error:
-                status = f"{type(error).__name__}"
-        told = summary(log.read_text())
-        if name == PLANTED:
-            found = log.read_text().count("Invalid __global__ read")
-            status = 0 if found else f"nothing found, {status}"
-            told = f"{found} invalid reads, as it must be"
-        outcome = "ok" if status == 0 else f"FAILED ({status})"
-        rows.append((name, outcome, time.perf_counter() - start, told))
-        print(*rows[-1], flush=True)
+
+    def wanted(stage: Stage) -> bool:
+        return options.only is None or any(stage.name.startswith(o) for o in options.only)
+
+    def perform(stages: list[Stage], jobs: int) -> list[Outcome]:
+        with ThreadPoolExecutor(jobs) as pool:
+            return list(pool.map(lambda s: run(s, options.logs, options.timeout), stages))
+
+    first = build("build", options.architectures, "/tmp/paged-build")
+    outcomes = perform([first], 1) if wanted(first) else []
+    if all(outcome.status == "ok" for outcome in outcomes):
+        stages = [stage for stage in checks() if wanted(stage)]
+        if options.all_architectures:
+            whole = build("all architectures", None, "/tmp/paged-build-all")
+            stages.insert(0, Stage(whole.name, ["nice", "-n", "19", *whole.command]))
+        outcomes += perform(stages, options.jobs)
+        outcomes += perform([benchmarks()[name] for name in options.bench], 1)
     print()
-    for name, outcome, seconds, told in rows:
-        print(f"{name:28} {outcome:12} {seconds:6.0f} s  {told}")
-    return int(any(outcome != "ok" for _, outcome, _, _ in rows))
+    print(*outcomes, sep="\n")
+    return int(any(outcome.status != "ok" for outcome in outcomes))
 
 
 if __name__ == "__main__":

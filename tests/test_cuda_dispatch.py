@@ -62,7 +62,7 @@ def test_the_grid_has_a_block_for_every_item_and_head(rng) -> None:
     # Four warps: two tiles of 16 tokens, keys and values, 8 KB each; maxima and sums of 8 queries.
     assert attend["threadgroup_memory"] == 4 * (2 * 8192 + 8 * 2 * 4)
     assert merge["kernel"] == "merge_splits_bfloat16_128"
-    assert merge["grid"] == (plan.merge_items.shape[0] * 8, 1, 1)
+    assert merge["grid"] == (plan.merge_items.shape[0] * 2, 1, 1)  # four heads a block
 
 
 def test_buffers_and_constants_stay_as_they_were(rng) -> None:

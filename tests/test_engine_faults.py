@@ -66,7 +66,7 @@ def make_engine(**options: Any) -> Engine:
         "max_num_batched_tokens": 64,
         **options,
     }
-    return Engine(load(), EngineConfig(**{"max_num_seqs": 16, **options}))
+    return Engine(load(dtype="float32"), EngineConfig(**{"max_num_seqs": 16, **options}))
 
 
 def runner_of(engine: Engine) -> ModelRunner:
@@ -193,7 +193,7 @@ class WritesOutside:
         logits = self.model(tokens, cache=cache)
         if POISON in tokens[:, 0].tolist():
             pools = self.cache.key_pool, self.cache.value_pool
-            row = mx.zeros((1, *pools[0].shape[2:]))
+            row = mx.zeros((1, *pools[0].shape[2:]), pools[0].dtype)
             self.cache.key_pool, self.cache.value_pool = ops.write_kv(
                 *pools, row, row, mx.array([1 << 30])
             )

@@ -26,6 +26,11 @@ from mlx_paged.models.load import load
 GIB = 1 << 30
 
 
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
+
+
 def sized(monkeypatch: pytest.MonkeyPatch, config: EngineConfig, **machine: int) -> Any:
     monkeypatch.setattr(memory, "device_memory", lambda: machine["device"])
     monkeypatch.setattr(memory, "available_memory", lambda: machine["available"])
@@ -33,7 +38,7 @@ def sized(monkeypatch: pytest.MonkeyPatch, config: EngineConfig, **machine: int)
     return memory.left_for_pool(config, lambda: machine["activations"])
 
 
-def test_the_pool_gets_what_weights_and_activations_leave(monkeypatch) -> None:
+def test_the_pool_gets_what_weights_and_activations_leave(monkeypatch, on_cpu) -> None:
     machine = {"device": 100, "available": 100, "weights": 20, "activations": 15}
     config = EngineConfig(gpu_memory_utilization=0.5)
     assert sized(monkeypatch, config, **machine) == (15, 15)
@@ -42,11 +47,18 @@ def test_the_pool_gets_what_weights_and_activations_leave(monkeypatch) -> None:
     assert sized(monkeypatch, config, **{**machine, "weights": 80}) == (0, 15)
 
 
+def test_a_gpu_has_memory_of_its_own(monkeypatch) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    machine = {"device": 100, "available": 0, "weights": 20, "activations": 15}
+    assert sized(monkeypatch, EngineConfig(gpu_memory_utilization=0.5), **machine) == (15, 15)
+    assert sized(monkeypatch, EngineConfig(), **machine) == (55, 15)
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"kv_cache_memory": GIB}, {"num_gpu_blocks_override": 5, "gpu_memory_utilization": 0.5}],
 )
-def test_nothing_is_measured_where_it_decides_nothing(options) -> None:
+def test_nothing_is_measured_where_it_decides_nothing(options, on_cpu) -> None:
     def never() -> int:
         raise AssertionError("the largest step was run for nothing")
 

@@ -149,6 +149,16 @@ def test_rows_of_a_chunk_see_no_later_row(rng, query_len) -> None:
     check(make_batch(rng, [100], [query_len]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256, 512])
+def test_more_pieces_than_are_merged_at_once(rng, dtype, head_dim) -> None:
+    batch = make_batch(
+        rng, [1100, 200, 390], [1, 2, 1], num_q_heads=6, key_dim=head_dim, dtype=dtype
+    )
+    sinks = mx.array(rng.standard_normal(6).astype(np.float32)).astype(dtype)
+    check(batch, {"split_tokens": 16}, sinks=sinks)
+
+
 @pytest.mark.parametrize("window", [1, 2, 3, 15, 16, 17, 63, 64, 65, 129, 130, 10**9, 2**31 - 1])
 def test_window_edges(rng, window) -> None:
     batch = make_batch(rng, [130, 130, 3], [1, 40, 2], window=window)

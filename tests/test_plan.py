@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -9,10 +10,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_paged import ops
 from mlx_paged.attention.plan import build_plan
 from mlx_paged.ops import AttentionPlan
 
 BLOCK_SIZE = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_strides() -> Iterator[None]:
+    """For NVIDIA's GPUs plans are padded; here they are as large as they need to be."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "has_cuda", lambda: False)
+        yield
+
+
+def test_strides_add_items_and_blocks_that_do_nothing(monkeypatch) -> None:
+    lengths = [(n, 1) for n in (700, 3, 64)]
+    exact = plan_of(lengths, split_tokens=64)
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    padded = plan_of(lengths, split_tokens=64)
+    for name in ("block_tables", "work_items", "merge_items"):
+        small, large = (np.array(getattr(plan, name)) for plan in (exact, padded))
+        inside = tuple(slice(n) for n in small.shape)
+        assert large[inside].tolist() == small.tolist()
+        large[inside] = 0
+        assert large.size > small.size and not large.any()
 
 
 def plan_of(lengths: list[tuple[int, int]], **limits: int) -> AttentionPlan:

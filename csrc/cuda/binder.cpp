@@ -81,6 +81,10 @@ void encode(
     encoder.add_temporary(operands.back());
   }
   for (const auto& launch : list.launches) {
+    Extent grid = kernel_grid(launch);
+    if (std::find(grid.begin(), grid.end(), 0) != grid.end()) {
+      continue;  // nothing to do, which CUDA takes for a mistake
+    }
     std::vector<void*> pointers;
     std::vector<void*> arguments;
     pointers.reserve(launch.buffers.size());
@@ -99,7 +103,6 @@ void encode(
     }
     std::vector<std::byte> constants = launch.constants;
     arguments.push_back(constants.data());
-    Extent grid = kernel_grid(launch);
     const Extent& threads = launch.threadgroup;
     encoder.add_kernel_node_raw(
         function_of(launch), dim3(grid[0], grid[1], grid[2]),

@@ -39,13 +39,14 @@ set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 
-# The kernels of metal/, read by nvcc through msl/; one file for each dtype, to compile side by side.
+# The kernels of metal/, read by nvcc through msl/; one file for each dtype, to compile side by side, and
+# four architectures of each at a time.
 add_library(cuda_backend INTERFACE)
 function(add_cuda_kernels NAME SOURCE)
   add_library(cuda_${NAME} OBJECT csrc/cuda/kernels/${SOURCE}.cu)
   target_include_directories(cuda_${NAME} PRIVATE csrc/cuda/msl metal)
   target_compile_definitions(cuda_${NAME} PRIVATE ${ARGN})
-  target_compile_options(cuda_${NAME} PRIVATE --expt-relaxed-constexpr)
+  target_compile_options(cuda_${NAME} PRIVATE --expt-relaxed-constexpr --threads=4)
   set_target_properties(cuda_${NAME} PROPERTIES CUDA_VISIBILITY_PRESET hidden)
   target_sources(cuda_backend INTERFACE $<TARGET_OBJECTS:cuda_${NAME}>)
 endfunction()

@@ -6,8 +6,8 @@ namespace paged {
 
 // Of merge_splits.
 enum {
-  MERGE_WARPS = 2,    // of a thread block
-  MERGE_AT_ONCE = 4,  // splits of which a warp has the values under way
+  MERGE_HEADS = 4,     // query heads of a thread block, a warp each
+  MERGE_VECTORS = 12,  // of four values of splits, that a lane has under way
 };
 
 }  // namespace paged

@@ -59,8 +59,9 @@ void merge_by_blocks(Launch& launch, const std::vector<mx::array>& in) {
   std::ostringstream name;
   name << "merge_splits_" << name_of(in[kQueries].dtype()) << "_" << in[kValuePool].shape(3);
   launch.kernel = {name.str(), "merge_splits", ""};
-  launch.grid = {launch.grid[0] * uint32_t(params.num_q_heads), launch.grid[2], 1};
-  launch.threadgroup = {32 * paged::MERGE_WARPS, 1, 1};
+  uint32_t blocks = (params.num_q_heads + paged::MERGE_HEADS - 1) / paged::MERGE_HEADS;
+  launch.grid = {launch.grid[0] * blocks, launch.grid[2], 1};
+  launch.threadgroup = {32 * paged::MERGE_HEADS, 1, 1};
 }
 
 }  // namespace

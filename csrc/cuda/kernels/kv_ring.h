@@ -20,15 +20,17 @@ class KVRing {
   static constexpr int TILE = TENSOR_TOKENS * DIM * 2;  // bytes of keys, and of values
 
   // `first` is the warp's first token, a multiple of 16, and `step` the way to its next tile.
-  // Tokens outside [seen.begin, seen.end) become zeros: 0 x NaN would reach the results.
+  // Tokens that are not seen become zeros: 0 x NaN would reach the results. `seen_of()` looks at
+  // memory to tell them, so the blocks of the first tokens before `end` are looked up meanwhile.
+  template <typename Seen>
   __device__ __forceinline__ KVRing(
-      const void* shared, const T* key_pool, const T* value_pool, BlockTable table, KeyRange seen,
-      int num_kv_heads, int kv_head, int first, int step, int lane)
+      const void* shared, const T* key_pool, const T* value_pool, BlockTable table, int end,
+      Seen seen_of, int num_kv_heads, int kv_head, int first, int step, int lane)
       : shared_(shared_address(shared)),
         keys_(key_pool + kv_head * DIM + lane % ROW_CHUNKS * 8),
         values_(value_pool + kv_head * DIM + lane % ROW_CHUNKS * 8),
         table_(table),
-        seen_(seen),
+        end_(end),
         pitch_(num_kv_heads * DIM),
         step_(step),
         row_(lane / ROW_CHUNKS),
@@ -40,11 +42,14 @@ class KVRing {
       blocks[s] = block_of(first + s * step);
     }
     block_ = block_of(first + (STAGES - 1) * step);
+    seen_ = seen_of();
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
       copy(blocks[s], lane);
     }
   }
+
+  __device__ __forceinline__ KeyRange seen() const { return seen_; }
 
   // Waits for the next tile and returns the address of its keys; the values follow. What the call
   // before returned is overwritten from here on.
@@ -71,7 +76,7 @@ class KVRing {
   }
 
   __device__ __forceinline__ int block_of(int token) const {
-    return token < seen_.end ? table_.blocks[token >> table_.shift] : 0;
+    return token < end_ ? table_.blocks[token >> table_.shift] : 0;
   }
 
   // The next tile, of keys and then of values. A block has at least 16 tokens, so a tile lies in
@@ -102,6 +107,7 @@ class KVRing {
   const T* keys_;
   const T* values_;
   BlockTable table_;
+  int end_;
   KeyRange seen_;
   int pitch_;
   int step_;

@@ -1,9 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Joins the partials of rows that were split, as metal/merge.h does, with a thread block for a row
-// and a query head. The kernel runs alone, between two that wait for it, so what counts is how
-// often it waits for memory: the first values are under way before the maxima are known, and blocks
-// are so small that all of them are on the GPU at once.
+// Joins the partials of rows that were split, as metal/merge.h does, with a warp for a row and a
+// query head. The kernel runs alone, between two that wait for it, so what counts is how often it
+// waits for memory: all values of up to a dozen splits are under way before their maxima are known.
 
 #pragma once
 
@@ -15,40 +14,55 @@
 
 namespace paged {
 
-// The values of the next splits of a warp, 4 elements a lane and vector.
+// The values of the next splits, 4 elements a lane and vector, and a maximum a lane. Where 16 lanes
+// are enough for a row, the other half of the warp takes every second split.
 template <int V_DIM>
 struct SplitValues {
   static constexpr int VECTORS = (V_DIM + 127) / 128;
+  static constexpr int HALVES = V_DIM <= 64 ? 2 : 1;
+  static constexpr int EACH = MERGE_VECTORS / VECTORS / HALVES;  // splits of a half
+  static constexpr int AT_ONCE = EACH * HALVES;
+  static_assert(AT_ONCE <= 32);
 
-  float4 values[MERGE_AT_ONCE][VECTORS];
+  float4 values[EACH][VECTORS];
+  float maximum;
 
+  __device__ __forceinline__ static int half(int lane) { return HALVES == 2 ? lane / 16 : 0; }
   __device__ __forceinline__ static int element(int vector, int lane) {
-    return vector * 128 + lane * 4;
+    return vector * 128 + (HALVES == 2 ? lane % 16 : lane) * 4;
   }
 
   // `at(split)` is the workspace row of a split; those from `end` on are zeros.
   template <typename At>
-  __device__ __forceinline__ void load(const float* rows, At at, int split, int end, int lane) {
+  __device__ __forceinline__ void load(
+      const float* rows, const float* maxima, At at, int first, int end, int lane) {
 #pragma unroll
-    for (int i = 0; i < MERGE_AT_ONCE; i++) {
-      int of = split + i * MERGE_WARPS;
+    for (int i = 0; i < EACH; i++) {
+      int split = first + i * HALVES + half(lane);
 #pragma unroll
       for (int v = 0; v < VECTORS; v++) {
         values[i][v] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (of < end && element(v, lane) < V_DIM) {
-          values[i][v] = paged::load(rows + at(of) * V_DIM + element(v, lane), evict_first());
+        if (split < end && element(v, lane) < V_DIM) {
+          values[i][v] = paged::load(rows + at(split) * V_DIM + element(v, lane), evict_first());
         }
       }
     }
+    maximum = first + lane < end ? maxima[at(first + lane)] : -INFINITY;
   }
 
-  __device__ __forceinline__ void add_to(float4 (&sum)[VECTORS], int i, float factor) const {
+  // Adds all of them, relative to `joined`, the maximum of the whole row.
+  __device__ __forceinline__ void add_to(float4 (&sum)[VECTORS], float joined, int lane) const {
+    float factors = rescale(maximum, joined);
 #pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-      sum[v].x = fmaf(values[i][v].x, factor, sum[v].x);
-      sum[v].y = fmaf(values[i][v].y, factor, sum[v].y);
-      sum[v].z = fmaf(values[i][v].z, factor, sum[v].z);
-      sum[v].w = fmaf(values[i][v].w, factor, sum[v].w);
+    for (int i = 0; i < EACH; i++) {
+      float factor = __shfl_sync(0xffffffffu, factors, i * HALVES + half(lane));
+#pragma unroll
+      for (int v = 0; v < VECTORS; v++) {
+        sum[v].x = fmaf(values[i][v].x, factor, sum[v].x);
+        sum[v].y = fmaf(values[i][v].y, factor, sum[v].y);
+        sum[v].z = fmaf(values[i][v].z, factor, sum[v].z);
+        sum[v].w = fmaf(values[i][v].w, factor, sum[v].w);
+      }
     }
   }
 };
@@ -72,26 +86,31 @@ join_splits(const float* maxima, const float* sums, At at, int num_splits, int l
   return joined;
 }
 
+// Four elements in one store.
+template <typename T>
+struct alignas(4 * sizeof(T)) FourOf {
+  T values[4];
+};
+
 }  // namespace paged
 
-// grid: (merge items x query heads, most rows of an item).
+// grid: (merge items x blocks of query heads, most rows of an item).
 template <typename T, int V_DIM>
-__global__ void __launch_bounds__(32 * paged::MERGE_WARPS) merge_splits_entry(
+__global__ void __launch_bounds__(32 * paged::MERGE_HEADS) merge_splits_entry(
     const paged::MergeItem* __restrict__ merge_items, const float* __restrict__ workspace,
     const float* __restrict__ sinks, T* __restrict__ out,
     const __grid_constant__ paged::MergeParams params) {
   using namespace paged;
   typedef SplitValues<V_DIM> Values;
-  __shared__ __align__(16) float sums_of_warps[MERGE_WARPS][V_DIM];
 
-  int head = blockIdx.x % params.num_q_heads;
-  MergeItem item = merge_items[blockIdx.x / params.num_q_heads];
+  int blocks = (params.num_q_heads + MERGE_HEADS - 1) / MERGE_HEADS;
+  int head = blockIdx.x % blocks * MERGE_HEADS + threadIdx.x / 32;
+  MergeItem item = merge_items[blockIdx.x / blocks];
   int num_rows = item.row_end - item.row_begin;
   int row = blockIdx.y;
-  if (row >= num_rows) {
+  if (row >= num_rows || head >= params.num_q_heads) {
     return;
   }
-  int warp = threadIdx.x / 32;
   int lane = threadIdx.x % 32;
   size_t num_partials = size_t(params.num_partials) * params.num_q_heads;
   const float* maxima = workspace + num_partials * V_DIM;
@@ -100,40 +119,34 @@ __global__ void __launch_bounds__(32 * paged::MERGE_WARPS) merge_splits_entry(
   };
 
   Values next;
-  next.load(workspace, at, warp, item.num_splits, lane);
+  next.load(workspace, maxima, at, 0, item.num_splits, lane);
   SoftmaxState joined = join_splits(maxima, maxima + num_partials, at, item.num_splits, lane);
   float4 sum[Values::VECTORS] = {};
-  for (int split = warp; split < item.num_splits;) {
-    float factors[MERGE_AT_ONCE];
-#pragma unroll
-    for (int i = 0; i < MERGE_AT_ONCE; i++) {
-      int of = min(split + i * MERGE_WARPS, item.num_splits - 1);  // past the last: times zero
-      factors[i] = rescale(maxima[at(of)], joined.maximum);
+  for (int first = 0;;) {
+    next.add_to(sum, joined.maximum, lane);
+    first += Values::AT_ONCE;
+    if (first >= item.num_splits) {
+      break;
     }
-#pragma unroll
-    for (int i = 0; i < MERGE_AT_ONCE; i++) {
-      next.add_to(sum, i, factors[i]);
-    }
-    split += MERGE_WARPS * MERGE_AT_ONCE;
-    next.load(workspace, at, split, item.num_splits, lane);
+    next.load(workspace, maxima, at, first, item.num_splits, lane);
   }
-#pragma unroll
-  for (int v = 0; v < Values::VECTORS; v++) {
-    if (Values::element(v, lane) < V_DIM) {
-      *reinterpret_cast<float4*>(&sums_of_warps[warp][Values::element(v, lane)]) = sum[v];
-    }
-  }
-  __syncthreads();
 
   float sink = params.has_sinks ? sinks[head] : 0.0f;
   float normaliser = joined.normaliser(params.has_sinks, sink);
   T* result = out + (size_t(item.row_begin + row) * params.num_q_heads + head) * V_DIM;
-  for (int d = threadIdx.x; d < V_DIM; d += 32 * MERGE_WARPS) {
-    float total = 0.0f;
 #pragma unroll
-    for (int w = 0; w < MERGE_WARPS; w++) {
-      total += sums_of_warps[w][d];
+  for (int v = 0; v < Values::VECTORS; v++) {
+    float total[4] = {sum[v].x, sum[v].y, sum[v].z, sum[v].w};
+    FourOf<T> rounded;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (Values::HALVES == 2) {
+        total[i] += __shfl_xor_sync(0xffffffffu, total[i], 16);
+      }
+      rounded.values[i] = T(total[i] * normaliser);
     }
-    result[d] = T(total * normaliser);
+    if (Values::half(lane) == 0 && Values::element(v, lane) < V_DIM) {
+      *reinterpret_cast<FourOf<T>*>(result + Values::element(v, lane)) = rounded;
+    }
   }
 }

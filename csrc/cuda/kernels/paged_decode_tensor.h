@@ -6,6 +6,8 @@
 
 #pragma once
 
+#include <climits>
+
 #include "attention_arguments.h"
 #include "attention_output.h"
 #include "decode_state.h"
@@ -99,14 +101,19 @@ __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM))
   int heads = params.num_q_heads / params.num_kv_heads;  // of a group
   int num_queries = num_rows * heads;
   BlockTable table = {block_tables + size_t(item.sequence) * params.max_blocks, params.block_shift};
-  KeyRange seen = keys_of_rows(
-      item, positions, item.row_begin, item.row_end, params.window, params.block_shift);
+  auto seen_of = [&]() -> KeyRange {
+    return keys_of_rows(
+        item, positions, item.row_begin, item.row_end, params.window, params.block_shift);
+  };
 
   WarpResults<DIM, COLUMNS * TENSOR_QUERIES> meeting = {shared};
-  int first = seen.begin / TENSOR_TOKENS * TENSOR_TOKENS + warp * TENSOR_TOKENS;
+  // Without a window the first token does not have to wait for the rows' positions.
+  int begin = params.window == INT_MAX ? item.first_block << params.block_shift : seen_of().begin;
+  int first = begin / TENSOR_TOKENS * TENSOR_TOKENS + warp * TENSOR_TOKENS;
   Ring ring(
-      meeting.ring(warp), key_pool, value_pool, table, seen, params.num_kv_heads, kv_head, first,
-      STEP, lane);
+      meeting.ring(warp), key_pool, value_pool, table, item.last_block << params.block_shift,
+      seen_of, params.num_kv_heads, kv_head, first, STEP, lane);
+  KeyRange seen = ring.seen();
   auto query_of = [&](int q) -> const T* {
     size_t row = size_t(item.row_begin + q / heads) * params.num_q_heads;
     return q < num_queries ? queries + (row + kv_head * heads + q % heads) * DIM : nullptr;
