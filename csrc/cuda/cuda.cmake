@@ -58,6 +58,7 @@ foreach(dtype float32 float16 bfloat16)
 endforeach()
 foreach(dtype float16 bfloat16)
   add_cuda_kernels(decode_tensor_${dtype} decode_tensor PAGED_DTYPE_${dtype})
+  add_cuda_kernels(prefill_tensor_${dtype} prefill_tensor PAGED_DTYPE_${dtype})
 endforeach()
 
 target_link_libraries(cuda_backend INTERFACE CUDA::cudart_static)
