@@ -51,6 +51,7 @@ function(add_cuda_kernels NAME SOURCE)
 endfunction()
 add_cuda_kernels(data data)
 add_cuda_kernels(linear linear)
+add_cuda_kernels(linear_cluster linear_cluster)
 foreach(dtype float32 float16 bfloat16)
   foreach(source decode decode_matrix prefill)
     add_cuda_kernels(${source}_${dtype} ${source} PAGED_DTYPE_${dtype})
@@ -67,4 +68,4 @@ target_compile_definitions(cuda_backend INTERFACE MLX_PAGED_CUDA FMT_HEADER_ONLY
 target_include_directories(cuda_backend SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS} ${FMT_INCLUDE})
 string(APPEND BACKENDS " cuda")
 set(GPU_SOURCES csrc/cuda/binder.cpp csrc/cuda/eval.cpp csrc/cuda/kernel_table.cpp
-                csrc/cuda/memory.cpp csrc/cuda/transfer.cpp)
+                csrc/cuda/linear_launch.cpp csrc/cuda/memory.cpp csrc/cuda/transfer.cpp)
