@@ -39,6 +39,7 @@ struct Launch {
   Extent grid;                       // threadgroups
   Extent threadgroup;                // threads
   uint32_t threadgroup_memory = 0;   // bytes at [[threadgroup(0)]]; 0: the kernel has none
+  uint32_t cluster = 0;  // threadgroups along x that see each other's memory; NVIDIA's only
 
   bool operator==(const Launch&) const = default;
 };

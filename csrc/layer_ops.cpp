@@ -9,11 +9,14 @@
 #include <string>
 
 #include "cpu/blas.h"
-#include "cuda/linear_params.h"
 #include "dense.h"
 #include "ops.h"
 #include "primitives.h"
 #include "validate.h"
+
+#ifdef MLX_PAGED_CUDA
+#include "cuda/linear_params.h"
+#endif
 
 namespace mlx_paged {
 
@@ -87,7 +90,7 @@ bool served_on_cpu(
 }
 
 #ifdef MLX_PAGED_CUDA
-// Decode steps: few rows, whose product is a read of the weight.
+// Few rows, whose product is a read of the weight.
 bool served_on_gpu(
     const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias) {
   auto dtype = x.dtype();

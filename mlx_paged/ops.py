@@ -313,7 +313,7 @@ def linear(
 ) -> mx.array:
     """``x @ weight.T + bias``.
 
-    One operation for float32 on the CPU, and with CUDA for up to 32 rows of 16 bits; else MLX's
+    One operation for float32 on the CPU, and with CUDA for up to 64 rows of 16 bits; else MLX's
     composition.
 
     Args:

@@ -1,6 +1,6 @@
 """Launches every kind of kernel once or more, for tools that watch a process: compute-sanitizer.
 
-python tests/exercise_kernels.py [--dtype bfloat16]
+python tests/exercise_kernels.py [--dtype bfloat16] [--only linear]
 
 With --fault it reads far outside a pool instead, which such a tool must report.
 """
@@ -63,6 +63,50 @@ def movement(rng: np.random.Generator, dtype: mx.Dtype) -> None:
     mx.eval(ops.write_kv(*pools, strided, rows[1], plan.slot_mapping))
 
 
+def prefill(rng: np.random.Generator, dtype: mx.Dtype) -> None:
+    """Chunks of every number of warps that NVIDIA's own kernel has, whole and in pieces."""
+    for dim in (64, 128):
+        for group in (1, 2, 3, 4, 12):
+            batch = make_batch(
+                rng, [150, 33, 90], [32, 9, 70], num_q_heads=2 * group, num_kv_heads=2,
+                key_dim=dim, dtype=dtype, block_size=32,
+            )  # fmt: skip
+            pools = (batch.key_pool, batch.value_pool)
+            expected = batch.expected(scale=0.125)
+            for limits in ({}, {"split_tokens": 32}):
+                plan = batch.plan(**limits)
+                assert_close(
+                    ops.paged_attention(batch.queries, *pools, plan, scale=0.125), expected
+                )
+
+
+def linear(rng: np.random.Generator, dtype: mx.Dtype) -> None:
+    """Every kernel of a linear layer, full and with rows of x and of the weight missing."""
+    for rows in (1, 8, 9, 16, 17, 32, 33, 64):
+        for n, k in ((48, 96), (144, 1088)):
+            x, weight, bias = (
+                mx.array(rng.standard_normal(shape)).astype(dtype)
+                for shape in ((rows, k), (n, k), (n,))
+            )
+            mx.eval(x, weight, bias)
+            for b in (None, bias):
+                out = np.array(ops.linear(x, weight, b).astype(mx.float32))
+                exact = [np.array(a.astype(mx.float32), np.float64) for a in (x, weight, bias)]
+                product = exact[0] @ exact[1].T + (0 if b is None else exact[2])
+                assert np.abs(out - product).max() < 0.05 * np.sqrt(k)
+
+
+def transfers(rng: np.random.Generator) -> None:
+    """Numbers to the device and back, of no element, of one and of some pages."""
+    for n in (0, 1, 3000):
+        host = rng.integers(0, 99, n).astype(np.int32)
+        for _ in range(3):  # staging buffers are used again
+            a, b = ops.upload(host, host[:1].astype(np.float32))
+            back = ops.to_host(a + 1)
+            mx.eval(back, b)
+            assert (np.array(back) == host + 1).all()
+
+
 def fault() -> None:
     pools = [mx.zeros((4, 16, 2, 64)) for _ in range(2)]
     tables = mx.array([[1 << 22]], dtype=mx.int32)
@@ -76,15 +120,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fault", action="store_true")
     parser.add_argument("--dtype", nargs="+", default=["float32", "float16", "bfloat16"])
+    parts = {f.__name__: f for f in (attention, windows, prefill, movement, linear)}
+    parser.add_argument("--only", nargs="+", default=list(parts), choices=parts)
     options = parser.parse_args()
     mx.set_default_device(mx.gpu)
     if options.fault:
         return fault()
     rng = np.random.default_rng(0)
     for name in options.dtype:
-        attention(rng, getattr(mx, name))
-        windows(rng, getattr(mx, name))
-        movement(rng, getattr(mx, name))
+        for part in options.only:
+            parts[part](rng, getattr(mx, name))
+    if ops.has_cuda():
+        transfers(rng)
     print("exercised")
 
 

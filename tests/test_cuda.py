@@ -37,8 +37,10 @@ def test_host_reads_what_the_device_wrote() -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 31, 32, 33])
-@pytest.mark.parametrize(("n", "k"), [(16, 32), (48, 96), (1024, 3072), (3072, 8192), (40, 64)])
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65])
+@pytest.mark.parametrize(
+    ("n", "k"), [(16, 32), (48, 96), (144, 544), (1024, 3072), (3072, 8192), (40, 64)]
+)
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear(dtype: mx.Dtype, rows: int, n: int, k: int, bias: bool) -> None:
     rng = np.random.default_rng(rows)
@@ -57,3 +59,27 @@ def test_linear(dtype: mx.Dtype, rows: int, n: int, k: int, bias: bool) -> None:
     unit = 2.0**-10 if dtype == mx.float16 else 2.0**-7
     bound = unit * (np.abs(product) + np.abs(exact) + 0.05 * np.sqrt(k))
     assert (np.abs(np.array(out[:, 0].astype(mx.float32)) - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(("n", "k"), [(48, 96), (1024, 3072), (144, 8224)])
+def test_a_row_of_a_linear_layer_has_the_same_bits_in_any_company(dtype, n: int, k: int) -> None:
+    x, w = mx.random.normal((64, k)).astype(dtype), mx.random.normal((n, k)).astype(dtype)
+    mx.eval(x, w)
+    alone = [np.array(ops.linear(x[i : i + 1], w).view(mx.uint16))[0] for i in range(64)]
+    for rows in (2, 8, 9, 16, 17, 32, 33, 50, 64):
+        together = np.array(ops.linear(x[:rows], w).view(mx.uint16))
+        assert (together == alone[: len(together)]).all()
+
+
+def test_other_kernels_follow_those_of_clusters() -> None:
+    """CUDA updates graphs of equal shape in place, but not how their blocks form clusters."""
+    x, w, y = (mx.random.normal(s).astype(mx.float16) for s in ((40, 96), (16, 96), (40, 96)))
+    few = x[:3] + 0
+    mx.eval(x, w, y, few)
+    expected = np.array(x.astype(mx.float32)) @ np.array(w.astype(mx.float32)).T
+    total = np.array(x) + np.array(y)
+    for _ in range(3):
+        assert np.abs(np.array(ops.linear(x, w)) - expected).max() < 0.1
+        assert np.abs(np.array(ops.linear(few, w)) - expected[:3]).max() < 0.1
+        assert (np.array(x + y) == total).all()

@@ -33,7 +33,12 @@ def described(batch, plan: ops.AttentionPlan | None = None) -> list[dict]:
         (1, 17, (128, 128), "paged_decode_matrix_float16_128_128_m32"),
         (1, 2, (80, 80), "paged_decode_float16_80_80_q2"),
         (1, 4, (192, 128), "paged_decode_matrix_float16_192_128_m8"),
-        (9, 1, (128, 128), "paged_prefill_float16_128_128_m32"),
+        (9, 1, (128, 128), "paged_prefill_tensor_float16_128_w2"),
+        (32, 1, (64, 64), "paged_prefill_tensor_float16_64_w2"),
+        (32, 3, (128, 128), "paged_prefill_tensor_float16_128_w6"),
+        (32, 8, (128, 128), "paged_prefill_tensor_float16_128_w8"),
+        (9, 1, (96, 96), "paged_prefill_float16_96_96_m32"),
+        (9, 1, (192, 128), "paged_prefill_float16_192_128_m32"),
     ],
 )
 def test_the_rule_that_chooses_a_kernel(rng, rows, group, dims, expected) -> None:
@@ -75,3 +80,13 @@ def test_buffers_and_constants_stay_as_they_were(rng) -> None:
         assert ours["buffers"] == theirs["buffers"]
         assert ours["constants"] == theirs["constants"]
         assert np.prod(ours["threadgroup"]) % 32 == 0
+
+
+def test_a_prefill_tile_has_sixteen_queries_a_warp(rng) -> None:
+    shape = {"num_q_heads": 24, "num_kv_heads": 2, "key_dim": 128, "dtype": mx.bfloat16}
+    (launch,) = described(make_batch(rng, [40, 32], [32, 32], **shape))
+    assert launch["kernel"] == "paged_prefill_tensor_bfloat16_128_w8"
+    assert launch["grid"] == (2, 2, 3)  # 32 rows x 12 heads in tiles of 128
+    assert launch["threadgroup"] == (256, 1, 1)
+    # Two tiles of 64 tokens, keys and values.
+    assert launch["threadgroup_memory"] == 2 * 2 * 64 * 128 * 2

@@ -122,25 +122,30 @@ def test_one_long_sequence_fills_a_large_gpu() -> None:
 
 @needs_simulator
 @pytest.mark.parametrize(
-    ("num_tokens", "rows", "expected"),
+    ("num_tokens", "rows", "items", "expected"),
     [
-        (1, 1, 384),
-        (4096, 1, 384),
-        (8192, 1, 384),
-        (48 * 384 + 1, 1, 385),
-        (65536, 1, 1366),
-        (65536, 8, 1366),  # drafts
-        (8192, 9, 4096),  # a prefill chunk has items enough
-        (65536, 32, 4096),
+        (1, 1, 1, 384),
+        (4096, 1, 1, 384),
+        (8192, 1, 1, 384),
+        (48 * 384 + 1, 1, 1, 385),
+        (65536, 1, 1, 1366),
+        (65536, 8, 1, 1366),  # drafts
+        (4160, 9, 1, 520),  # a short prefill chunk behind a long prefix
+        (4160, 32, 2, 520),
+        (4160, 32, 4, 1040),
+        (1000, 32, 1, 512),
+        (65536, 32, 1, 4096),
+        (4096, 32, 16, 4096),  # a long chunk has items enough
+        (65536, 32, 64, 4096),
     ],
 )
-def test_the_length_of_a_split(num_tokens, rows, expected) -> None:
-    tokens, rows = np.array([num_tokens]), np.array([rows])
+def test_the_length_of_a_split(num_tokens, rows, items, expected) -> None:
+    alone = np.array([num_tokens]), np.array([rows]), np.array([items])
     with simulated():
-        assert split_tokens(tokens, rows).tolist() == [expected]
-        company = np.array([num_tokens, 7, 100_000]), np.append(rows, [1, 32])
-        assert split_tokens(*company)[0] == expected
-    assert split_tokens(tokens, rows).tolist() == [4096]  # on the CPU
+        assert split_tokens(*alone).tolist() == [expected]
+        others = [7, 100_000], [1, 32], [1, 3]
+        assert split_tokens(*(np.append(a, b) for a, b in zip(alone, others)))[0] == expected
+    assert split_tokens(*alone).tolist() == [4096]  # on the CPU
 
 
 @needs_simulator

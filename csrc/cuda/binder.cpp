@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -54,6 +55,26 @@ CUfunction function_of(const Launch& launch) {
   return found->second;
 }
 
+// CUDA updates a recorded graph in place when the next one looks the same, but leaves the clusters
+// of its kernels as they were; MLX, which decides what looks the same, counts all kernels as one
+// kind. So a graph that does nothing, of a kind of its own, goes before a kernel with clusters.
+void mark_cluster(mx::cu::CommandEncoder& encoder, uint32_t cluster) {
+  static const bool graphs = [] {
+    const char* set = std::getenv("MLX_USE_CUDA_GRAPHS");
+    return !set || std::atoi(set) != 0;
+  }();
+  if (graphs) {
+    static const cudaGraph_t nothing = [] {
+      cudaGraph_t graph;
+      cudaGraphNode_t node;
+      check(cudaGraphCreate(&graph, 0), "a graph");
+      check(cudaGraphAddEmptyNode(&node, graph, nullptr, 0), "a node that does nothing");
+      return graph;
+    }();
+    encoder.add_graph_node(nothing, "(C" + std::to_string(cluster) + ")", true);
+  }
+}
+
 // Workspace i of a stream, kept from one operation to the next: what was left in it is overwritten
 // in the cache and never written out, and operations under way hold one instead of one each.
 mx::array workspace(size_t i, uint64_t bytes, mx::Stream stream) {
@@ -85,6 +106,9 @@ void encode(
     if (std::find(grid.begin(), grid.end(), 0) != grid.end()) {
       continue;  // nothing to do, which CUDA takes for a mistake
     }
+    if (launch.cluster) {
+      mark_cluster(encoder, launch.cluster);
+    }
     std::vector<void*> pointers;
     std::vector<void*> arguments;
     pointers.reserve(launch.buffers.size());
@@ -104,10 +128,11 @@ void encode(
     std::vector<std::byte> constants = launch.constants;
     arguments.push_back(constants.data());
     const Extent& threads = launch.threadgroup;
+    uint32_t one = launch.cluster ? 1 : 0;
     encoder.add_kernel_node_raw(
         function_of(launch), dim3(grid[0], grid[1], grid[2]),
-        dim3(threads[0], threads[1], threads[2]), dim3(0, 0, 0), launch.threadgroup_memory,
-        arguments.data());
+        dim3(threads[0], threads[1], threads[2]), dim3(launch.cluster, one, one),
+        launch.threadgroup_memory, arguments.data());
   }
 }
 

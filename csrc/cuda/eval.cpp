@@ -3,7 +3,6 @@
 // eval_gpu of every primitive on NVIDIA GPUs: allocate or alias the outputs, then encode.
 
 #include <algorithm>
-#include <string>
 #include <vector>
 
 #include "../check.h"
@@ -11,7 +10,7 @@
 #include "../launch.h"
 #include "../primitives.h"
 #include "binder.h"
-#include "linear_params.h"
+#include "linear_launch.h"
 #include "memory.h"
 #include "mlx/backend/cuda/device.h"
 #include "variants.h"
@@ -19,8 +18,6 @@
 namespace mlx_paged {
 
 namespace {
-
-constexpr int kManyTiles = 2;  // of a linear layer's x
 
 void copy(const mx::array& from, mx::array& to, mx::Stream stream) {
   std::vector<mx::array> out{to};
@@ -138,28 +135,8 @@ void Linear::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& 
   bool has_bias = in.size() > 2;
   int num_rows = int(in[0].size() / weight.shape(1));
   cuda::LinearParams params{num_rows, weight.shape(0), weight.shape(1), has_bias};
-  int tiles = 1;
-  while (8 * tiles < num_rows) {
-    tiles *= 2;
-  }
-  // Rows of x are read anew for every group of rows of the weight; larger groups are fewer blocks.
-  int groups = tiles >= kManyTiles && weight.shape(0) % (2 * cuda::kLinearRows) == 0 ? 2 : 1;
-  int rows = groups * cuda::kLinearRows;
-  Launch launch;
-  launch.kernel.host_name =
-      std::string(in[0].dtype() == mx::float16 ? "linear_float16_" : "linear_bfloat16_") +
-      std::to_string(tiles) + "_" + std::to_string(groups);
-  launch.threadgroup_memory = cuda::kLinearWarps * tiles * 8 * (rows + 1) * sizeof(float);
   // A kernel that has no bias reads none; its argument must be some buffer all the same.
-  int bias = has_bias ? 2 : 1;
-  int output = int(in.size());
-  for (int operand : {0, 1, bias}) {
-    launch.buffers.push_back({operand, Access::read, inputs[operand].nbytes()});
-  }
-  launch.buffers.push_back({output, Access::write, out[0].nbytes()});
-  launch.constants = bytes_of(params);
-  launch.grid = {uint32_t(weight.shape(0) / rows), 1, 1};
-  launch.threadgroup = {32 * cuda::kLinearWarps, 1, 1};
+  auto launch = cuda::linear_launch(params, in[0].dtype(), has_bias ? 2 : 1, int(in.size()));
   cuda::encode({{launch}, {}}, inputs, out, {}, stream());
 }
 

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What the host and the kernel of a linear layer agree on. Plain C++: nvcc reads it too.
+// What the host and the kernels of a linear layer agree on. Plain C++: nvcc reads it too.
 
 #pragma once
 
@@ -13,10 +13,43 @@ struct LinearParams {
   int has_bias;
 };
 
-// One warp's tile of a weight is this many of its rows, and this many of its columns at a time.
-constexpr int kLinearRows = 16;
+// Columns are added up in one order, whatever the kernel and however many rows x has, so that a
+// row's result does not depend on its company: chunk i of two steps of 32 columns belongs to part
+// i % 8, a part adds its own in order, and the parts are added in pairs, pairs of pairs and so on.
 constexpr int kLinearStep = 32;
-constexpr int kLinearWarps = 8;      // of a block; they share the rows and divide the columns
-constexpr int kLinearMostRows = 32;  // of x
+constexpr int kLinearChunkSteps = 2;
+constexpr int kLinearChunk = kLinearChunkSteps * kLinearStep;
+constexpr int kLinearParts = 8;
+
+constexpr int kLinearMostRows = 64;  // of x, whichever kernel
+
+// linear: a block has a warp for each part; a warp's tile is this many rows of the weight.
+constexpr int kLinearRows = 16;
+constexpr int kLinearBlockRows = 32;  // of x, of a block: most
+
+// linear_cluster, for more rows of x where blocks can form clusters (sm_90 and later): a block of a
+// cluster has a part.
+constexpr int kClusterFewestRows = 17;  // of x: fewer are faster in linear
+constexpr int kClusterWarpRows = 32;    // of the weight, in a warp's tile
+
+constexpr int cluster_rows(int row_warps) {
+  return kClusterWarpRows * row_warps;
+}
+
+constexpr int cluster_stage_bytes(int tiles, int row_warps) {
+  return (cluster_rows(row_warps) + 8 * tiles) * kLinearChunk * 2;
+}
+
+// Of fp32, from one row of x to the next: no two lanes of a warp's store meet in a bank.
+constexpr int cluster_result_pitch(int row_warps) {
+  return cluster_rows(row_warps) + 4;
+}
+
+// A ring of tiles of both operands, and in its place at the end the block's results.
+constexpr int cluster_scratch(int tiles, int row_warps, int stages) {
+  int ring = stages * cluster_stage_bytes(tiles, row_warps);
+  int results = 8 * tiles * cluster_result_pitch(row_warps) * 4;
+  return ring > results ? ring : results;
+}
 
 }  // namespace mlx_paged::cuda

@@ -45,6 +45,8 @@ class KVPools:
 
     # mlx-lm's chunked cache counts the tokens that it dropped; nothing is dropped here.
     start_position = 0
+    # Whether what was built of a step so far is worth starting, once this layer has written.
+    begins_part = False
 
     def __init__(
         self, context: StepContext, spec: LayerSpec, *, num_blocks: int, block_size: int
@@ -69,6 +71,8 @@ class KVPools:
             _pad(values.astype(self.spec.dtype), self.value_pool.shape[-1]),
             slot_mapping,
         )
+        if self.begins_part and self._context.step.starts_early:
+            mx.async_eval(self.key_pool)  # type: ignore[no-untyped-call]
 
 
 class PagedLayerCache(KVPools):

@@ -139,6 +139,7 @@ def _work_items(
     """``[num_items, 6]`` work items, longest context first, and ``[num_merges, 4]`` merges."""
     if (rows == 1).all():  # one tile each
         sequence, row_begin, row_end, num_tokens = starts[:-1], starts[:-1], starts[1:], lens
+        num_tiles = rows
     else:
         num_tiles = -(-rows // rows_per_item)
         sequence = np.repeat(np.arange(len(rows)), num_tiles)
@@ -159,7 +160,9 @@ def _work_items(
     )
 
     num_blocks = num_blocks - first_block
-    longest = split_tokens or split.split_tokens(num_tokens, row_end - row_begin)
+    longest = split_tokens or split.split_tokens(
+        num_tokens, row_end - row_begin, num_tiles[sequence]
+    )
     num_splits = np.minimum(-(-num_tokens // longest), num_blocks)
     order = np.argsort(-num_tokens, kind="stable")
     if not (num_splits > 1).any():

@@ -13,8 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 # On a CPU, a core is busy with one item, and a longer one would be waited for when all others are
-# done. On a GPU this bounds the pieces of a prefill chunk, whose many rows fill it by themselves
-# and would leave as many partials.
+# done. On a GPU this bounds the pieces of a prefill chunk.
 LONGEST = 4096
 # Decodes and drafts on a GPU. 8192 tokens are 22 pieces: 176 threadgroups at 8 KV heads, where
 # four for each of 40 cores are 160. A query head's partial, written once and read once, is half a
@@ -23,20 +22,30 @@ SHORTEST = 384
 # More pieces of a long context fill no GPU better, and merging them takes time.
 MOST_PIECES = 48
 MOST_DRAFT_ROWS = 8  # as in csrc/launch_attention.cpp
+# A short prefill chunk behind a long cached prefix has few items, and each would have to go through
+# all of the prefix. 16 pieces of them at 8 KV heads are 128 threadgroups; a chunk of 16 items has
+# as many by itself. Every piece leaves partials of all its rows, so that a step of short chunks
+# needs room for up to eight times its rows.
+PREFILL_PIECES = 16  # of all items of a chunk together
+MOST_PREFILL_PIECES = 8  # of an item
+SHORTEST_PREFILL = 512
 
 
-def split_tokens(num_tokens: np.ndarray, num_rows: np.ndarray) -> np.ndarray:
+def split_tokens(num_tokens: np.ndarray, num_rows: np.ndarray, num_items: np.ndarray) -> np.ndarray:
     """Most tokens of a piece, for each item.
 
     Args:
         num_tokens: that the rows of an item see.
         num_rows: query rows of the item.
+        num_items: into which the rows of its sequence are cut.
     """
     longest = np.full_like(num_tokens, LONGEST)
     if not _on_gpu():
         return longest
     pieces = np.maximum(-(-num_tokens // MOST_PIECES), SHORTEST)
-    return np.where(num_rows <= MOST_DRAFT_ROWS, pieces, longest)
+    shares = np.clip(PREFILL_PIECES // num_items, 1, MOST_PREFILL_PIECES)
+    chunks = np.clip(-(-num_tokens // shares), SHORTEST_PREFILL, LONGEST)
+    return np.where(num_rows <= MOST_DRAFT_ROWS, pieces, chunks)
 
 
 def _on_gpu() -> bool:

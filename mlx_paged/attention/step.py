@@ -23,6 +23,8 @@ class Step:
         plans: Of layers with another reach. One that is missing here reads through `plan`.
         states: Of recurrent layers; None for a model that has none.
         prefill: Of layers that see everything, where long chunks take MLX's own attention.
+        starts_early: Whether the device is to work on the first layers while the last ones are
+            still being built.
     """
 
     plan: AttentionPlan
@@ -30,6 +32,7 @@ class Step:
     plans: Mapping[Reach, AttentionPlan] = field(default_factory=dict)
     states: StatePlan | None = None
     prefill: DensePrefill | None = None
+    starts_early: bool = False
 
     def plan_for(self, reach: Reach) -> AttentionPlan:
         """The plan that layers of this reach read and write through."""

@@ -41,6 +41,8 @@ from mlx_paged.ops import AttentionPlan
 
 Tables = Sequence[Sequence[int]] | PaddedTables
 
+_LAYERS_OF_PART = 4  # of a step that starts early: a GPU works on them longer than the host
+
 
 @dataclass(frozen=True)
 class StepInputs:
@@ -109,6 +111,7 @@ class PagedModel:
                 cache = self._cache_type(spec)(
                     self._context, spec, num_blocks=count, block_size=self.block_size
                 )
+                cache.begins_part = len(self._attention) % _LAYERS_OF_PART == 0
                 self._attention.append(cache)
                 leaves.append(cache)
             elif isinstance(spec, UnusedSpec):
@@ -231,7 +234,9 @@ class PagedModel:
             prefill = plan_dense_prefill(
                 tables, inputs.context_lens, inputs.query_lens, block_size=self.block_size
             )
-        return Step(plan, _int32(inputs.logit_rows), plans, states, prefill)
+        # Decodes alone are built while the step before runs, and repeated as one graph.
+        early = ops.has_cuda() and int(inputs.query_lens.max(initial=0)) > 1
+        return Step(plan, _int32(inputs.logit_rows), plans, states, prefill, early)
 
     def _plan(self, inputs: StepInputs, tables: Tables, reach: Reach) -> AttentionPlan:
         rows = (inputs.context_lens, inputs.query_lens)

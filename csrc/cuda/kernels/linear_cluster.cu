@@ -1,0 +1,210 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// x @ weight.T + bias for up to 64 rows, on sm_90 and later. As in linear.cu the weight should be
+// read once at memory speed, but 64 rows of x are no longer small beside it: what all blocks read
+// of x together is 64 / (a block's rows of the weight) times the weight. So a block has up to 128
+// of them, its warps share x through shared memory, and since that makes few blocks, a cluster of
+// eight shares out the columns, a part each, and adds up the sums in each other's shared memory.
+
+#include "../kernel_table.h"
+#include "../linear_cluster_table.h"
+#include "linear_math.h"
+#include "tensor_core.h"
+
+using namespace mlx_paged::cuda;
+
+namespace {
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile(
+      "barrier.cluster.arrive.aligned;\n"
+      "barrier.cluster.wait.aligned;" ::
+          : "memory");
+}
+
+// What all blocks read stays in the cache, unlike the weight.
+__device__ __forceinline__ void copy_often(unsigned int to, const void* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(exists ? 16 : 0)
+               : "memory");
+}
+
+// float4 floats at the same place in the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ float4 load_of_rank(unsigned int address, int rank) {
+  unsigned int there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(there));
+  return v;
+}
+
+__device__ __forceinline__ float4 sum_of(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+__device__ __forceinline__ Eight load_shared(unsigned int address) {
+  Eight v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address));
+  return v;
+}
+
+// Where 16 bytes of a chunk lie in a tile: what eight lanes read at once are four pieces of two
+// neighbouring rows, and these lie in different banks.
+__device__ __forceinline__ unsigned int place(int row, int piece) {
+  return (row * 8 + (piece ^ (row & 1) * 4)) * 16;
+}
+
+#endif
+
+}  // namespace
+
+// TILES: of eight rows of x. ROW_WARPS: of a block, side by side along the rows of the weight.
+// STAGES: chunks of the columns that it has room for.
+// grid: tiles of the weight x blocks of a cluster.
+template <typename T, int TILES, int ROW_WARPS, int STAGES>
+__global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(
+    const T* __restrict__ x, const T* __restrict__ weight, const T* __restrict__ bias,
+    T* __restrict__ out, const __grid_constant__ LinearParams params) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  constexpr int kThreads = 32 * ROW_WARPS;
+  constexpr int kRows = cluster_rows(ROW_WARPS);
+  constexpr int kStageBytes = cluster_stage_bytes(TILES, ROW_WARPS);
+  constexpr int kPieces = kLinearChunk / 8;  // of 16 bytes, of a row's chunk
+  constexpr int kAtOnce = kThreads / kPieces;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const unsigned int ring = paged::shared_address(shared);
+
+  const int lane = threadIdx.x % 32;
+  const int first_of_warp = threadIdx.x / 32 * kClusterWarpRows;
+  const int rank = blockIdx.x % kLinearParts;
+  const int first = blockIdx.x / kLinearParts * kRows;
+  const size_t k = params.k;
+
+  // Each thread copies one piece of every kAtOnce-th row.
+  const int piece = threadIdx.x % kPieces;
+  const int copied = threadIdx.x / kPieces;
+  const paged::CachePolicy once = paged::evict_first();
+  auto fetch = [&](int turn) {
+    const unsigned int tile = ring + turn % STAGES * kStageBytes;
+    const int column = (turn * kLinearParts + rank) * kLinearChunk + piece * 8;
+    const bool inside = column < params.k;
+#pragma unroll
+    for (int r = 0; r < kRows; r += kAtOnce) {
+      const int row = r + copied;
+      const bool exists = inside && first + row < params.n;
+      const T* from = exists ? weight + (first + row) * k + column : weight;
+      paged::copy_async(tile + place(row, piece), from, exists, once);
+    }
+#pragma unroll
+    for (int r = 0; r < 8 * TILES; r += kAtOnce) {
+      const int row = r + copied;
+      if (8 * TILES % kAtOnce == 0 || row < 8 * TILES) {
+        const bool exists = inside && row < params.num_rows;
+        const T* from = exists ? x + row * k + column : x;
+        copy_often(tile + place(kRows + row, piece), from, exists);
+      }
+    }
+  };
+
+  const int num_chunks = (params.k + kLinearChunk - 1) / kLinearChunk;
+  const int num_turns = (num_chunks + kLinearParts - 1) / kLinearParts;
+#pragma unroll
+  for (int turn = 0; turn < STAGES - 1; turn++) {
+    if (turn < num_turns) {
+      fetch(turn);
+    }
+    paged::commit_copies();
+  }
+  float sums[2][TILES][4] = {};
+  for (int turn = 0; turn < num_turns; turn++) {
+    paged::wait_for_copies<STAGES - 2>();
+    __syncthreads();  // everybody's copies are there, and the stage before has been read
+    if (turn + STAGES - 1 < num_turns) {
+      fetch(turn + STAGES - 1);
+    }
+    paged::commit_copies();
+    const unsigned int tile = ring + turn % STAGES * kStageBytes;
+#pragma unroll
+    for (int step = 0; step < kLinearChunkSteps; step++) {
+      const int at = step * 4 + lane % 4;
+      Eight w[4];  // rows `lane / 4` + 8 i
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        w[i] = load_shared(tile + place(first_of_warp + 8 * i + lane / 4, at));
+      }
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        const Eight v = load_shared(tile + place(kRows + 8 * t + lane / 4, at));
+        multiply_step<T>(sums[0][t], w[0], w[1], v);
+        multiply_step<T>(sums[1][t], w[2], w[3], v);
+      }
+    }
+  }
+  paged::wait_for_copies<0>();
+  __syncthreads();  // the ring has been read
+
+  // Sums of the block, [row of x][row of the weight].
+  constexpr int kPitch = cluster_result_pitch(ROW_WARPS);
+  float* results = reinterpret_cast<float*>(shared);
+#pragma unroll
+  for (int g = 0; g < 2; g++) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int at = t * 8 + lane % 4 * 2 + i % 2;
+        const int output = first_of_warp + g * 16 + i / 2 * 8 + lane / 4;
+        results[at * kPitch + output] = sums[g][t][i];
+      }
+    }
+  }
+  cluster_barrier();
+
+  // Each block finishes every kLinearParts-th part of the outputs, four side by side a thread.
+  for (int i = rank * kThreads + threadIdx.x; i < params.num_rows * (kRows / 4);
+       i += kLinearParts * kThreads) {
+    const int at = i / (kRows / 4);
+    const int output = i % (kRows / 4) * 4;
+    if (first + output >= params.n) {
+      continue;
+    }
+    const unsigned int address = ring + (at * kPitch + output) * 4;
+    float4 sum[kLinearParts];
+#pragma unroll
+    for (int r = 0; r < kLinearParts; r++) {
+      sum[r] = load_of_rank(address, r);
+    }
+#pragma unroll
+    for (int apart = 1; apart < kLinearParts; apart *= 2) {
+#pragma unroll
+      for (int r = 0; r < kLinearParts; r += 2 * apart) {
+        sum[r] = sum_of(sum[r], sum[r + apart]);
+      }
+    }
+    const T* b = bias + first + output;
+    __align__(8) T four[4] = {
+        finished(sum[0].x, b, params.has_bias), finished(sum[0].y, b + 1, params.has_bias),
+        finished(sum[0].z, b + 2, params.has_bias), finished(sum[0].w, b + 3, params.has_bias)};
+    *reinterpret_cast<unsigned long long*>(out + size_t(at) * params.n + first + output) =
+        *reinterpret_cast<unsigned long long*>(four);
+  }
+  cluster_barrier();  // nobody leaves while its results are being read
+#endif
+}
+
+#define LINEAR(dtype, type, tiles, warps, stages) \
+  {"linear_cluster_" #dtype "_" #tiles,           \
+   (const void*)linear_cluster_entry<type, tiles, warps, stages>},
+
+static const bool added = add_kernels({
+    // clang-format off
+    PAGED_FOR_EACH_LINEAR_CLUSTER(LINEAR, float16, __half)
+    PAGED_FOR_EACH_LINEAR_CLUSTER(LINEAR, bfloat16, __nv_bfloat16)
+    // clang-format on
+});

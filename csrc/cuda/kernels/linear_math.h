@@ -1,0 +1,73 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// What the kernels of a linear layer have in common.
+//
+// A product does not care in which order its columns are added up, as long as both operands agree.
+// So a lane takes eight columns in a row, 16 bytes, of each operand and passes them on as the pairs
+// that mma.m16n8k16 expects elsewhere: no shuffles.
+
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "../linear_params.h"
+
+namespace mlx_paged::cuda {
+
+// CUDA's own vectors, by names that Metal's language (msl/) does not take.
+using Eight = uint4;  // elements of 16 bits
+
+template <typename T>
+__device__ __forceinline__ void multiply_add(
+    float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1);
+
+template <>
+__device__ __forceinline__ void multiply_add<__nv_bfloat16>(
+    float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+template <>
+__device__ __forceinline__ void multiply_add<__half>(
+    float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// One step: rows r and r + 8 of the weight (r: lane / 4) times row r of x.
+template <typename T>
+__device__ __forceinline__ void multiply_step(float (&sum)[4], Eight low, Eight high, Eight x) {
+  multiply_add<T>(sum, low.x, high.x, low.y, high.y, x.x, x.y);
+  multiply_add<T>(sum, low.z, high.z, low.w, high.w, x.z, x.w);
+}
+
+__device__ __forceinline__ float as_float(__nv_bfloat16 v) {
+  return __bfloat162float(v);
+}
+__device__ __forceinline__ float as_float(__half v) {
+  return __half2float(v);
+}
+template <typename T>
+__device__ __forceinline__ T rounded(float v);
+template <>
+__device__ __forceinline__ __nv_bfloat16 rounded(float v) {
+  return __float2bfloat16(v);
+}
+template <>
+__device__ __forceinline__ __half rounded(float v) {
+  return __float2half(v);
+}
+
+// MLX's own rounds the product before it adds.
+template <typename T>
+__device__ __forceinline__ T finished(float sum, const T* bias, bool has_bias) {
+  return rounded<T>(has_bias ? as_float(rounded<T>(sum)) + as_float(*bias) : sum);
+}
+
+}  // namespace mlx_paged::cuda
