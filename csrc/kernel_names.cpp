@@ -57,13 +57,6 @@ const std::vector<KernelName> kKernels = {
 #define DIMS(unused, k_dim, v_dim) {k_dim, v_dim},
 const std::set<std::pair<int, int>> kHeadDims = {PAGED_FOR_EACH_HEAD_DIM(DIMS, unused)};
 
-std::string dtype_name(mx::Dtype dtype) {
-  if (dtype == mx::float32) {
-    return "float32";
-  }
-  return dtype == mx::float16 ? "float16" : "bfloat16";
-}
-
 template <typename... Parts>
 std::string join(const Parts&... parts) {
   std::ostringstream s;
@@ -106,6 +99,13 @@ KernelName kernel_named(const std::string& name) {
     throw std::invalid_argument("[metal] there is no kernel " + name);
   }
   return *found->second;
+}
+
+std::string dtype_name(mx::Dtype dtype) {
+  if (dtype == mx::float32) {
+    return "float32";
+  }
+  return dtype == mx::float16 ? "float16" : "bfloat16";
 }
 
 KernelName decode_kernel(mx::Dtype dtype, int key_dim, int value_dim, int queries) {

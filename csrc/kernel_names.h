@@ -13,6 +13,9 @@ namespace mlx_paged {
 
 namespace mx = mlx::core;
 
+// As host names have it: "float32", "float16" or "bfloat16".
+std::string dtype_name(mx::Dtype dtype);
+
 struct KernelName {
   std::string host_name;
   std::string file;           // of metal/, without a suffix

@@ -1,4 +1,4 @@
-"""Decode steps as compiled graphs: the same tokens, whatever comes and goes.
+"""Decode steps as compiled graphs, and steps with prompts in parts: the same tokens.
 
 They are for CUDA; what they compute does not depend on that, so here they run anywhere.
 """
@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from models import StepDriver, tiny_config, tiny_model
 
 from mlx_paged import ops
 from mlx_paged.attention.step import Step
@@ -78,3 +79,23 @@ def test_model_that_looks_at_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         assert out.item() == i + 1
     assert steps._failed
     assert calls == [0, 1, 2, 3, 4]
+
+
+def test_only_steps_with_prompts_start_before_they_are_built(monkeypatch) -> None:
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    model = tiny_model(tiny_config("llama", num_hidden_layers=6))
+    driver = StepDriver(model, "llama", block_size=8)
+    started: list[int] = []
+    async_eval = mx.async_eval
+
+    def counted(*arrays: mx.array) -> None:
+        pools = [id(cache.key_pool) for cache in driver.caches]
+        if len(arrays) == 1 and id(arrays[0]) in pools:  # (at the end all go at once)
+            started.append(pools.index(id(arrays[0])))
+        async_eval(*arrays)
+
+    monkeypatch.setattr(mx, "async_eval", counted)
+    driver.step({"a": [1, 2, 3]})
+    assert started == [0, 4]  # of six layers
+    driver.step({"a": [4]})
+    assert started == [0, 4]

@@ -9,6 +9,7 @@
 #include <sstream>
 #include <string>
 
+#include "../kernel_names.h"
 #include "kernel_table.h"
 #include "linear_cluster_table.h"
 
@@ -57,7 +58,7 @@ bool has_clusters() {
 }
 
 Launch linear_launch(const LinearParams& params, mx::Dtype dtype, int bias, int output) {
-  std::string type = dtype == mx::float16 ? "float16" : "bfloat16";
+  auto type = dtype_name(dtype);
   int tiles = tiles_of(params.num_rows);
   Launch launch;
   if (params.num_rows >= kClusterFewestRows && has_clusters()) {

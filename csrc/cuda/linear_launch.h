@@ -12,8 +12,8 @@ namespace mlx_paged::cuda {
 // Whether thread blocks can form clusters: sm_90 and later, if this build has code for it.
 bool has_clusters();
 
-// For operands x, weight and `bias` (any of them, if there is none) and the result `output`, whose
-// sizes are the caller's to fill in.
+// For operands x, weight and `bias` (any of them, if there is none) and the result `output`. (Their
+// sizes, of which CUDA's encoder takes no notice, are left out.)
 Launch linear_launch(const LinearParams& params, mx::Dtype dtype, int bias, int output);
 
 }  // namespace mlx_paged::cuda

@@ -4,11 +4,14 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <set>
 #include <sstream>
+#include <string>
 #include <utility>
 
 #include "../../metal/params.h"
+#include "../kernel_names.h"
 #include "decode_tensor_shape.h"
 #include "kernels/tensor_table.h"
 #include "merge_shape.h"
@@ -34,58 +37,66 @@ Params params_of(const Launch& launch) {
   return params;
 }
 
-const char* name_of(mx::Dtype dtype) {
-  if (dtype == mx::float32) {
-    return "float32";
+// What a kernel of 16 bits is chosen by.
+struct Attention {
+  std::string dtype;
+  int dim;      // of keys and of values
+  int queries;  // of the largest item: its rows x the heads of a group
+  int num_kv_heads;
+};
+
+// Null where tensor cores do not serve: fp32, whose inputs they would round; two head dims; blocks
+// that end within 16 tokens.
+std::optional<Attention> on_tensor_cores(const Launch& launch, const std::vector<mx::array>& in) {
+  constexpr int kLeastBlock = 16;
+  auto dtype = in[kQueries].dtype();
+  int dim = in[kKeyPool].shape(3);
+  if (dtype == mx::float32 || dim != in[kValuePool].shape(3) ||
+      in[kKeyPool].shape(1) < kLeastBlock) {
+    return std::nullopt;
   }
-  return dtype == mx::float16 ? "float16" : "bfloat16";
+  auto params = params_of<paged::AttentionParams>(launch);
+  int group = params.num_q_heads / params.num_kv_heads;
+  return Attention{dtype_name(dtype), dim, params.max_rows * group, params.num_kv_heads};
 }
 
-void use_tensor_cores(Launch& launch, const std::vector<mx::array>& in) {
-  auto dtype = in[kQueries].dtype();
-  int block_size = in[kKeyPool].shape(1);
-  int dim = in[kKeyPool].shape(3);
-  auto params = params_of<paged::AttentionParams>(launch);
-  int queries = params.max_rows * (params.num_q_heads / params.num_kv_heads);
-  int columns = (queries + paged::TENSOR_QUERIES - 1) / paged::TENSOR_QUERIES;
-  if (dtype == mx::float32 || dim != in[kValuePool].shape(3) || block_size < paged::TENSOR_TOKENS ||
-      !kTensorKernels.count({dim, columns})) {
+int tiles_of(int queries, int each) {
+  return (queries + each - 1) / each;
+}
+
+void decode_on_tensor_cores(Launch& launch, const Attention& attention) {
+  int dim = attention.dim;
+  int columns = tiles_of(attention.queries, paged::TENSOR_QUERIES);
+  if (!kTensorKernels.count({dim, columns})) {
     return;
   }
   std::ostringstream name;
-  name << "paged_decode_tensor_" << name_of(dtype) << "_" << dim << "_n" << columns;
+  name << "paged_decode_tensor_" << attention.dtype << "_" << dim << "_n" << columns;
   launch.kernel = {name.str(), "paged_decode_tensor", ""};
-  launch.grid = {launch.grid[0] * uint32_t(params.num_kv_heads), 1, 1};
+  launch.grid = {launch.grid[0] * uint32_t(attention.num_kv_heads), 1, 1};
   launch.threadgroup = {32 * uint32_t(paged::tensor_warps(dim)), 1, 1};
   launch.threadgroup_memory = paged::tensor_scratch(dim, columns * paged::TENSOR_QUERIES);
 }
 
-void prefill_on_tensor_cores(Launch& launch, const std::vector<mx::array>& in) {
-  auto dtype = in[kQueries].dtype();
-  int block_size = in[kKeyPool].shape(1);
-  int dim = in[kKeyPool].shape(3);
-  auto params = params_of<paged::AttentionParams>(launch);
-  int queries = params.max_rows * (params.num_q_heads / params.num_kv_heads);
+void prefill_on_tensor_cores(Launch& launch, const Attention& attention) {
   // As many warps as the largest item has queries for. What a warp computes is the same anyway.
-  int warps = (queries + paged::PREFILL_TENSOR_QUERIES - 1) / paged::PREFILL_TENSOR_QUERIES;
+  int warps = tiles_of(attention.queries, paged::PREFILL_TENSOR_QUERIES);
   warps = std::min((warps + 1) / 2 * 2, int(paged::PREFILL_TENSOR_WARPS));
-  if (dtype == mx::float32 || dim != in[kValuePool].shape(3) || block_size < 16 ||
-      !kPrefillKernels.count({dim, warps})) {
+  if (!kPrefillKernels.count({attention.dim, warps})) {
     return;
   }
   std::ostringstream name;
-  name << "paged_prefill_tensor_" << name_of(dtype) << "_" << dim << "_w" << warps;
+  name << "paged_prefill_tensor_" << attention.dtype << "_" << attention.dim << "_w" << warps;
   launch.kernel = {name.str(), "paged_prefill_tensor", ""};
-  int tile = warps * paged::PREFILL_TENSOR_QUERIES;
-  launch.grid[2] = uint32_t((queries + tile - 1) / tile);
+  launch.grid[2] = uint32_t(tiles_of(attention.queries, warps * paged::PREFILL_TENSOR_QUERIES));
   launch.threadgroup = {32 * uint32_t(warps), 1, 1};
-  launch.threadgroup_memory = paged::prefill_tensor_scratch(dim);
+  launch.threadgroup_memory = paged::prefill_tensor_scratch(attention.dim);
 }
 
-void merge_by_blocks(Launch& launch, const std::vector<mx::array>& in) {
+void merge_by_warps(Launch& launch, const std::vector<mx::array>& in) {
   auto params = params_of<paged::MergeParams>(launch);
   std::ostringstream name;
-  name << "merge_splits_" << name_of(in[kQueries].dtype()) << "_" << in[kValuePool].shape(3);
+  name << "merge_splits_" << dtype_name(in[kQueries].dtype()) << "_" << in[kValuePool].shape(3);
   launch.kernel = {name.str(), "merge_splits", ""};
   uint32_t blocks = (params.num_q_heads + paged::MERGE_HEADS - 1) / paged::MERGE_HEADS;
   launch.grid = {launch.grid[0] * blocks, launch.grid[2], 1};
@@ -96,13 +107,17 @@ void merge_by_blocks(Launch& launch, const std::vector<mx::array>& in) {
 
 LaunchList with_variants(LaunchList list, const std::vector<mx::array>& in) {
   for (auto& launch : list.launches) {
-    const auto& file = launch.kernel.file;
-    if (file == "paged_decode" || file == "paged_decode_matrix") {
-      use_tensor_cores(launch, in);
-    } else if (file == "paged_prefill") {
-      prefill_on_tensor_cores(launch, in);
-    } else if (file == "merge") {
-      merge_by_blocks(launch, in);
+    std::string file = launch.kernel.file;
+    if (file == "merge") {
+      merge_by_warps(launch, in);
+      continue;
+    }
+    bool decode = file == "paged_decode" || file == "paged_decode_matrix";
+    if (!decode && file != "paged_prefill") {
+      continue;
+    }
+    if (auto attention = on_tensor_cores(launch, in)) {
+      (decode ? decode_on_tensor_cores : prefill_on_tensor_cores)(launch, *attention);
     }
   }
   return list;

@@ -64,10 +64,9 @@ class KVRing {
     return tile;
   }
 
-  // Where a lane's 16 bytes of a row lie in a tile. Rows are shifted against each other so that
-  // the eight rows of a matrix lie in different banks.
+  // Where 16 bytes of a row lie in a tile.
   __device__ __forceinline__ static unsigned int offset(int row, int chunk) {
-    return (row * ROW_CHUNKS + (chunk ^ (row & 7))) * 16;
+    return tile_offset<ROW_CHUNKS>(row, chunk);
   }
 
  private:

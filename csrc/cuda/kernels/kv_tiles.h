@@ -50,11 +50,6 @@ class KVTiles {
     return tile;
   }
 
-  // Rows are shifted against each other so that the eight rows of a matrix lie in different banks.
-  __device__ __forceinline__ static unsigned int offset(int row, int chunk) {
-    return (row * ROW_CHUNKS + (chunk ^ (row & 7))) * 16;
-  }
-
  private:
   // The blocks of the next tile, a tile ahead of their use.
   __device__ __forceinline__ void look_up() {
@@ -75,9 +70,11 @@ class KVTiles {
           bool exists = token >= seen_.begin && token < seen_.end;
           int in_block = token & ((1 << table_.shift) - 1);
           size_t slot = (size_t(blocks_[i / GROUP]) << table_.shift) + in_block;
-          unsigned int to = shared_ + target_ + offset(row, threadIdx.x % ROW_CHUNKS);
-          copy_piece(to, keys_ + slot * pitch_, exists);
-          copy_piece(to + TILE, values_ + slot * pitch_, exists);
+          // (Other items of the same sequence read it too.)
+          unsigned int to =
+              shared_ + target_ + tile_offset<ROW_CHUNKS>(row, threadIdx.x % ROW_CHUNKS);
+          copy_async(to, keys_ + slot * pitch_, exists);
+          copy_async(to + TILE, values_ + slot * pitch_, exists);
         }
       }
     }
@@ -85,13 +82,6 @@ class KVTiles {
     next_ += TOKENS;
     target_ ^= 2 * TILE;
     look_up();
-  }
-
-  // (Other items of the same sequence read it too, so it may stay in the cache.)
-  __device__ __forceinline__ static void copy_piece(unsigned int to, const T* from, bool exists) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(exists ? 16 : 0)
-                 : "memory");
   }
 
   unsigned int shared_;

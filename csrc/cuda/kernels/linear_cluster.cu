@@ -24,13 +24,6 @@ __device__ __forceinline__ void cluster_barrier() {
           : "memory");
 }
 
-// What all blocks read stays in the cache, unlike the weight.
-__device__ __forceinline__ void copy_often(unsigned int to, const void* from, bool exists) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(exists ? 16 : 0)
-               : "memory");
-}
-
 // float4 floats at the same place in the shared memory of block `rank` of the cluster.
 __device__ __forceinline__ float4 load_of_rank(unsigned int address, int rank) {
   unsigned int there;
@@ -107,7 +100,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(
       if (8 * TILES % kAtOnce == 0 || row < 8 * TILES) {
         const bool exists = inside && row < params.num_rows;
         const T* from = exists ? x + row * k + column : x;
-        copy_often(tile + place(kRows + row, piece), from, exists);
+        paged::copy_async(tile + place(kRows + row, piece), from, exists);
       }
     }
   };

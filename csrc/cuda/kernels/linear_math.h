@@ -15,36 +15,20 @@
 
 namespace mlx_paged::cuda {
 
-// CUDA's own vectors, by names that Metal's language (msl/) does not take.
+// CUDA's own vector, before Metal's language (msl/) takes its name.
 using Eight = uint4;  // elements of 16 bits
 
-template <typename T>
-__device__ __forceinline__ void multiply_add(
-    float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1);
+}  // namespace mlx_paged::cuda
 
-template <>
-__device__ __forceinline__ void multiply_add<__nv_bfloat16>(
-    float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
+#include "tensor_core.h"
 
-template <>
-__device__ __forceinline__ void multiply_add<__half>(
-    float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
+namespace mlx_paged::cuda {
 
 // One step: rows r and r + 8 of the weight (r: lane / 4) times row r of x.
 template <typename T>
 __device__ __forceinline__ void multiply_step(float (&sum)[4], Eight low, Eight high, Eight x) {
-  multiply_add<T>(sum, low.x, high.x, low.y, high.y, x.x, x.y);
-  multiply_add<T>(sum, low.z, high.z, low.w, high.w, x.z, x.w);
+  paged::multiply_accumulate(sum, {low.x, high.x, low.y, high.y}, {x.x, x.y}, T(0.0f));
+  paged::multiply_accumulate(sum, {low.z, high.z, low.w, high.w}, {x.z, x.w}, T(0.0f));
 }
 
 __device__ __forceinline__ float as_float(__nv_bfloat16 v) {

@@ -83,7 +83,7 @@ struct PrefillState {
 #pragma unroll
       for (int n = 0; n < TOKENS / 16; n++) {
         FragmentA key;  // 16 tokens x 16 dims
-        load_matrices(key, tile + offset(16 * n + token, 2 * c + half));
+        load_matrices(key, tile + tile_offset<ROW_CHUNKS>(16 * n + token, 2 * c + half));
         multiply_accumulate(logits[2 * n], query[c], {key[0], key[1]}, T(0.0f));
         multiply_accumulate(logits[2 * n + 1], query[c], {key[2], key[3]}, T(0.0f));
       }
@@ -103,7 +103,7 @@ struct PrefillState {
 #pragma unroll
       for (int c = 0; c < SLICES; c++) {
         FragmentA value;  // 16 tokens x 16 dims
-        load_matrices_transposed(value, values + offset(16 * n + value_token, 2 * c + value_half));
+        load_matrices_transposed(value, values + tile_offset<ROW_CHUNKS>(16 * n + value_token, 2 * c + value_half));
         multiply_accumulate(result[2 * c], weights, {value[0], value[1]}, T(0.0f));
         multiply_accumulate(result[2 * c + 1], weights, {value[2], value[3]}, T(0.0f));
       }
@@ -120,10 +120,6 @@ struct PrefillState {
   }
 
  private:
-  __device__ __forceinline__ static unsigned int offset(int row, int chunk) {
-    return (row * ROW_CHUNKS + (chunk ^ (row & 7))) * 16;
-  }
-
   // Turns logits into weights, and scales the results so far to the new maxima. `token`: of this
   // lane's first column.
   __device__ __forceinline__ void softmax(

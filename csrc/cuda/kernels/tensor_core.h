@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The instructions of sm_80 and later that decode attention is made of. Fragments are named by
+// The instructions of sm_80 and later that attention and linear layers are made of. Fragments are named by
 // their part in D[16 x 8] += A[16 x 16] B[16 x 8]; lane 4 r + c of a warp holds
 //   A  rows r, r + 8 x columns {2c, 2c+1}, {2c+8, 2c+9}: [r][2c], [r+8][2c], [r][2c+8], [r+8][2c+8]
 //   B  rows 2c, 2c+1 and 2c+8, 2c+9 of column r
@@ -108,6 +108,20 @@ __device__ __forceinline__ void copy_async(
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
                "l"(from), "r"(exists ? 16 : 0), "l"(policy.bits)
                : "memory");
+}
+
+// The same for what others read too: it may stay in the cache.
+__device__ __forceinline__ void copy_async(unsigned int to, const void* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(exists ? 16 : 0)
+               : "memory");
+}
+
+// Where 16 bytes of a row of keys or values lie in a tile. Rows are shifted against each other so
+// that the eight rows of a matrix lie in different banks.
+template <int ROW_CHUNKS>
+__device__ __forceinline__ unsigned int tile_offset(int row, int chunk) {
+  return (row * ROW_CHUNKS + (chunk ^ (row & 7))) * 16;
 }
 
 // What was copied since the last commit becomes one group.
