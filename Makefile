@@ -30,24 +30,24 @@ test-mlx-lm: $(BIN)/.installed
 
 # A million tokens with random arrivals, aborts, slow readers and faults. Takes some minutes.
 soak: $(BIN)/.installed
-	MLX_PAGED_SOAK_TOKENS=1000000 $(BIN)/python -m pytest -s tests/test_soak.py
+	MLX_PAGED_SOAK_TOKENS=1000000 $(BIN)/python -m pytest -s tests/engine/test_soak.py
 
 # 10,000 mutated bodies, and 100 generated requests for each path of the API.
 hostile: $(BIN)/.installed
 	MLX_PAGED_HOSTILE_BODIES=10000 MLX_PAGED_HOSTILE_EXAMPLES=100 \
-		$(BIN)/python -m pytest -s tests/test_server_hostile.py
+		$(BIN)/python -m pytest -s tests/server/test_server_hostile.py
 
 # 256 clients at once for half a minute: aborts, slow readers, half-open sockets.
 load: $(BIN)/.installed
 	MLX_PAGED_LOAD_CLIENTS=256 MLX_PAGED_LOAD_SECONDS=30 \
-		$(BIN)/python -m pytest -s tests/test_server_load.py
+		$(BIN)/python -m pytest -s tests/server/test_server_load.py
 
 lint: $(BIN)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp \
-		metal/*.h metal/*.metal tests/metal_host/*.h tests/metal_host/*.cpp)
+		metal/*.h metal/*.metal tests/native/metal_host/*.h tests/native/metal_host/*.cpp)
 
 # Figures of this machine, written to bench/results.
 bench: $(BIN)/.installed

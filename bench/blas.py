@@ -18,7 +18,7 @@ SHAPES = [(1, 1024, 1024), (8, 1024, 1024), (32, 4096, 256), (512, 512, 512)]
 
 def measure() -> list[float]:
     """FLOP/s for each of SHAPES, in this process."""
-    import mlx_paged.core  # noqa: F401
+    import mlx_paged.extension  # noqa: F401
 
     # isort: split
     import mlx.core as mx

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 os.environ["MLX_PAGED_DISABLE"] = "1"  # mlx-lm's BatchGenerator as it is
-import mlx_paged.core  # noqa: F401  (before mlx.core)
+import mlx_paged.extension  # noqa: F401  (before mlx.core)
 
 # isort: split
 import mlx.core as mx
@@ -24,7 +24,7 @@ from cuda_models import random_model
 from cuda_runs import WHO, decode, prefill, prompts_of, shared_prefix
 from harness import RESULTS, environment, print_table, save
 
-from mlx_paged.models.load import LoadedModel
+from mlx_paged.model.load import LoadedModel
 
 DECODE = {
     "1 x 1024": (1024,),

@@ -25,7 +25,7 @@ from harness import print_table, save
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mlx_paged import ops
-from mlx_paged.attention.plan import build_plan
+from mlx_paged.model.plan import build_plan
 
 PAST_CACHE = 400 << 20  # bytes of pools to turn over, at least three sets
 TORCH = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}

@@ -14,11 +14,11 @@ import numpy as np
 from mlx_lm.generate import BatchGenerator
 
 from mlx_paged import ops
-from mlx_paged.attention import seam
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.models.load import LoadedModel
+from mlx_paged.model import seam
+from mlx_paged.model.load import LoadedModel
 
 Prompts = list[list[int]]
 WHO = ("mlx_paged", "mlx-lm")

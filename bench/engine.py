@@ -14,7 +14,7 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Any
 
-import mlx_paged.core  # loads BLAS before mlx.core
+import mlx_paged.extension  # loads BLAS before mlx.core
 
 # isort: split
 import mlx.core as mx
@@ -25,7 +25,7 @@ from mlx_paged.cli.bench.datasets import Prompt
 from mlx_paged.cli.bench.percentiles import percentile
 from mlx_paged.cli.bench.runners import MlxLmRunner, PagedRunner, Settings
 from mlx_paged.cli.bench.runs import Run, compare
-from mlx_paged.models.load import load
+from mlx_paged.model.load import load
 
 OUTPUT_TOKENS = 32
 

@@ -39,7 +39,7 @@ def prompts_of(workload: str, count: int) -> list[list[dict[str, str]]]:
 
 def work(name: str, workload: str, count: int, max_tokens: int) -> dict[str, Any]:
     """Does the work in this process; seconds do not include loading or a small warm-up."""
-    import mlx_paged.core
+    import mlx_paged.extension
 
     mlx_paged.unpatch()  # mlx-lm as it is, to compare with
 
@@ -49,7 +49,7 @@ def work(name: str, workload: str, count: int, max_tokens: int) -> dict[str, Any
     from mlx_paged.cli import peers
     from mlx_paged.cli.bench.datasets import Prompt
     from mlx_paged.cli.bench.runners import MlxLmRunner, PagedRunner, Settings
-    from mlx_paged.models.load import load
+    from mlx_paged.model.load import load
 
     mx.set_default_device(mx.cpu)
     # float32 for all: as stored, in 8 bits, MLX's CPU backend takes 0.6 s a token.

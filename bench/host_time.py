@@ -26,13 +26,13 @@ from harness import save
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_tokenizer
 
-from mlx_paged.attention.cache import PagedLayerCache
 from mlx_paged.demo import model_path
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.models.families import register_family
-from mlx_paged.models.load import LoadedModel
+from mlx_paged.model.cache import PagedLayerCache
+from mlx_paged.model.families import register_family
+from mlx_paged.model.load import LoadedModel
 
 VOCAB_SIZE = 320
 TOKEN = 312  # " the" of the embedded tokenizer: what greedy requests get

@@ -29,12 +29,12 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.utils import _get_classes, load_tokenizer
 
-from mlx_paged.attention.specs import LayerSpec
 from mlx_paged.demo import model_path
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.kv_groups import KVGroups
-from mlx_paged.models.layout import CacheLayout, Mode
-from mlx_paged.models.load import LoadedModel
+from mlx_paged.model.layout import CacheLayout, Mode
+from mlx_paged.model.load import LoadedModel
+from mlx_paged.model.specs import LayerSpec
 
 BLOCK_SIZE = 32
 NUM_GENERATED = 64

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlx_paged.core import build_info
+from mlx_paged.extension import build_info
 
 # isort: split
 import mlx.core as mx
@@ -62,7 +62,7 @@ def main() -> int:
         return 1
     chip = str(mx.device_info().get("device_name", "apple-gpu"))  # type: ignore[attr-defined]
     slug = "mac-" + re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-")
-    tests = run("-m", "pytest", "-q", "tests/test_gpu.py")
+    tests = run("-m", "pytest", "-q", "tests/native/test_gpu.py")
     summary = tests.stdout.strip().rsplit("\n", 1)[-1]
     print(tests.stdout[-4000:])
 

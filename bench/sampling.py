@@ -5,7 +5,7 @@ python bench/sampling.py
 
 from __future__ import annotations
 
-import mlx_paged.core  # noqa: F401  before mlx.core, so that its BLAS takes effect
+import mlx_paged.extension  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
 # isort: split
 import mlx.core as mx

@@ -72,13 +72,13 @@ WORKLOADS = [
 
 def export_float32(target: Path) -> None:
     """The embedded model, dequantised: what every server loads."""
-    import mlx_paged.core  # noqa: F401  (BLAS before mlx)
+    import mlx_paged.extension  # noqa: F401  (BLAS before mlx)
 
     # isort: split
     from mlx_lm.utils import save_config, save_model
 
     from mlx_paged.demo import model_path
-    from mlx_paged.models.load import load
+    from mlx_paged.model.load import load
 
     model = load()
     save_model(target, model.model)

@@ -2,7 +2,7 @@
 
 Importing it makes mlx-lm paged (`mlx_paged.drop_in`); ``unpatch`` undoes that.
 ``LLM`` generates, ``load`` loads, ``ops`` holds the native primitives. Everything is imported when
-first used, so that the state half (``mlx_paged.kv``, ``mlx_paged.scheduling``) never needs MLX.
+first used, so that the state half (``mlx_paged.core``, ``mlx_paged.core``) never needs MLX.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from mlx_paged import blas
 from mlx_paged.drop_in import arrange, patch, unpatch
 
 if TYPE_CHECKING:
-    from mlx_paged.core import build_info
     from mlx_paged.engine.llm import LLM, RequestOutput
     from mlx_paged.engine.sampling_params import SamplingParams
-    from mlx_paged.models.families import register_family
-    from mlx_paged.models.load import LoadedModel, load
+    from mlx_paged.extension import build_info
+    from mlx_paged.model.families import register_family
+    from mlx_paged.model.load import LoadedModel, load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,12 +35,12 @@ __all__ = [
 
 _HOMES = {
     "LLM": "mlx_paged.engine.llm",
-    "LoadedModel": "mlx_paged.models.load",
+    "LoadedModel": "mlx_paged.model.load",
     "RequestOutput": "mlx_paged.engine.llm",
     "SamplingParams": "mlx_paged.engine.sampling_params",
-    "build_info": "mlx_paged.core",
-    "load": "mlx_paged.models.load",
-    "register_family": "mlx_paged.models.families",
+    "build_info": "mlx_paged.extension",
+    "load": "mlx_paged.model.load",
+    "register_family": "mlx_paged.model.families",
 }
 
 # Now, not when MLX is first needed: a program that imports mlx_paged and then mlx.core means both.

@@ -24,7 +24,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged.core import ext
+from mlx_paged.extension import ext
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def sanitizer(tool: str, *arguments: str) -> list[str]:
     return [
         *("compute-sanitizer", "--tool", tool, "--kernel-name", "kernel_substring=_entry"),
         *("--error-exitcode", "1", "--print-limit", "20"),
-        *python("tests/exercise_kernels.py", *arguments),
+        *python("tests/support/exercise_kernels.py", *arguments),
     ]
 
 

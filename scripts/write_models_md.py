@@ -19,10 +19,10 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_paged import ops
-from mlx_paged.attention.specs import StateSpec, UnusedSpec
-from mlx_paged.models.families import MLX_LM_VERSION, PROVEN, REFUSED
-from mlx_paged.models.layout import CacheLayout
-from mlx_paged.models.serve import serve
+from mlx_paged.model.families import MLX_LM_VERSION, PROVEN, REFUSED
+from mlx_paged.model.layout import CacheLayout
+from mlx_paged.model.serve import serve
+from mlx_paged.model.specs import StateSpec, UnusedSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/models.md"
@@ -32,9 +32,9 @@ BEGIN, END = "<!-- {}: written by scripts/write_models_md.py -->", "<!-- {}: end
 def run(module: str) -> dict[str, Any]:
     """One family: its layout, how its attention was called, and the difference."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from family_configs import VOCAB_SIZE, config_of
-    from metal_stand_ins import standing_in
-    from parity import Driver, family_model, relative_difference
+    from support.family_configs import VOCAB_SIZE, config_of
+    from support.metal_stand_ins import standing_in
+    from support.parity import Driver, family_model, relative_difference
 
     extras: set[str] = set()
     attend = ops.paged_attention

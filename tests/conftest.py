@@ -21,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
-from reference import ON_GPU
+from support.reference import ON_GPU
 
 # Shells have what they run in the background ignore Ctrl-C, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -59,7 +59,7 @@ def rng() -> np.random.Generator:
 @pytest.fixture(scope="module")
 def shared_llm() -> Any:
     """For tests that leave nothing behind; `llm` checks that they do not."""
-    import embedded_llm  # it loads a model
+    from support import embedded_llm  # it loads a model
 
     return embedded_llm.make()
 
@@ -67,7 +67,7 @@ def shared_llm() -> Any:
 @pytest.fixture
 def llm(shared_llm: Any) -> Iterator[Any]:
     """The embedded model's engine, with nothing cached."""
-    import embedded_llm
+    from support import embedded_llm
 
     shared_llm.engine.reset_prefix_cache()
     yield shared_llm

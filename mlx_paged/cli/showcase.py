@@ -9,13 +9,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
 from rich.table import Table
 
-from mlx_paged import core
+from mlx_paged import extension
 from mlx_paged.cli import peers
 from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
 from mlx_paged.engine.llm import LLM
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.models.load import LoadedModel, load
+from mlx_paged.model.load import LoadedModel, load
 
 NUM_CHATS = 8
 
@@ -25,7 +25,7 @@ def run(
 ) -> None:
     """Answers the demo's chats, prints answers and figures, and exits 1 if a token disagrees."""
     console = Console(highlight=False)
-    info = core.build_info()
+    info = extension.build_info()
     model = load(model_name)
     llm = LLM(model, async_scheduling=async_scheduling)
     chats = CHATS[:NUM_CHATS]

@@ -26,7 +26,7 @@ def check(
     """Everything that is wrong with the machine for this software.
 
     Args:
-        build: `core.build_info()`, where the extension loads.
+        build: `extension.build_info()`, where the extension loads.
         memory: the answer of the job "memory", where it could be had.
     """
     findings = [*_mac(machine), *_nvidia(machine, software)]

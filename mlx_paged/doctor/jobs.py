@@ -57,13 +57,13 @@ def _plain(info: dict[str, Any]) -> dict[str, str | int]:
 
 def _extension() -> dict[str, Any]:
     """The extension: does it load beside this MLX?"""
-    from mlx_paged import blas, core
+    from mlx_paged import blas, extension
 
     return {
-        # (Not `core.build_info`: it asks for mlx-lm's version too, which may be what is missing.)
-        "build_info": {**core.ext.build_info(), "blas": blas.status()},
-        "loaded_from": core.ext.__file__,
-        "missing": sorted(_called() - set(dir(core.ext))),
+        # (Not `build_info`: it asks for mlx-lm's version too, which may be what is missing.)
+        "build_info": {**extension.ext.build_info(), "blas": blas.status()},
+        "loaded_from": extension.ext.__file__,
+        "missing": sorted(_called() - set(dir(extension.ext))),
         "has_forwarder": _is_mapped("libmlx_paged_blas"),
     }
 
@@ -105,10 +105,10 @@ def _memory() -> dict[str, Any]:
     """Memory as the engine sees it, and the rules by which it sizes its pool."""
     import mlx.core as mx
 
-    from mlx_paged import core
+    from mlx_paged import extension
     from mlx_paged.engine import config, memory
 
-    core.use_supported_device()
+    extension.use_supported_device()
     return {
         "on_gpu": mx.default_device() != mx.Device(mx.cpu),
         "device_bytes": memory.device_memory(),

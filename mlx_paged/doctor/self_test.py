@@ -54,7 +54,7 @@ def run_case(name: str, device: str, dtype: str) -> None:
     """
     import mlx.core as mx
 
-    import mlx_paged.core  # checks versions, before ops are called  # noqa: F401
+    import mlx_paged.extension  # checks versions, before ops are called  # noqa: F401
     from mlx_paged.doctor.self_test_cases import CASES
     from mlx_paged.doctor.self_test_data import Data
 

@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.attention.plan import build_plan
 from mlx_paged.doctor.self_test import DTYPES, Case, WrongResult
 from mlx_paged.doctor.self_test_data import BLOCK_SIZE, HEAD_DIM, KV_HEADS, Data, exact
+from mlx_paged.model.plan import build_plan
 
 _TABLES, _LENS, _BLOCKS = [[3, 7, 1, 5], [2, 6, 4]], [59, 37], 9
 _SCALE = 0.125

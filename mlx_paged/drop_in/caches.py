@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
-from mlx_paged.attention.specs import CacheSpec, LayerSpec
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.drop_in.store import PagedStore
+from mlx_paged.model.specs import CacheSpec, LayerSpec
 
 
 class _PromptCache:

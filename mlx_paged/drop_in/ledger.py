@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from mlx_paged.kv import BlockCopy, BlockPool, PrefixMatch, RadixIndex, RadixNode
+from mlx_paged.core import BlockCopy, BlockPool, PrefixMatch, RadixIndex, RadixNode
 
 
 class Table:

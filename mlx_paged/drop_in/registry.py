@@ -137,7 +137,7 @@ def _make(model: nn.Module) -> PagedStore | None:
 
 
 def _unusable_device() -> str | None:
-    from mlx_paged.core import build_info
+    from mlx_paged.extension import build_info
 
     if mx.default_device() == mx.cpu or {"metal", "cuda"} & set(build_info()["backends"].split()):
         return None

@@ -10,9 +10,9 @@ import asyncio
 import threading
 from dataclasses import dataclass
 
+from mlx_paged.core import FinishReason
 from mlx_paged.engine.outputs import PositionReport, SequenceUpdate
 from mlx_paged.errors import StepError
-from mlx_paged.scheduling import FinishReason
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mlx_paged import cgroups
+from mlx_paged.core import SchedulerConfig, SchedulingPolicy
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.scheduling import SchedulerConfig, SchedulingPolicy
 
 _GIB = 1 << 30
 _DEFAULT_KV_CACHE_MEMORY = 4 * _GIB

@@ -8,6 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlx_paged import ops
+from mlx_paged.core import (
+    FinishReason,
+    KVCounters,
+    KVManager,
+    KVUsage,
+    Request,
+    ScheduledSequence,
+    Scheduler,
+    Sequence,
+)
 from mlx_paged.engine import memory
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.deferred_text import DeferredText
@@ -30,16 +40,8 @@ from mlx_paged.engine.sampling.row_cache import RowCache
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.text_stream import TextStream, special_token_ids
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.kv import KVCounters, KVManager, KVUsage
-from mlx_paged.models.load import LoadedModel
-from mlx_paged.models.serve import serve
-from mlx_paged.scheduling import (
-    FinishReason,
-    Request,
-    ScheduledSequence,
-    Scheduler,
-    Sequence,
-)
+from mlx_paged.model.load import LoadedModel
+from mlx_paged.model.serve import serve
 
 
 @dataclass(frozen=True)

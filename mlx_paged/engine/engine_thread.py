@@ -14,12 +14,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mlx_paged.core import FinishReason
 from mlx_paged.engine.channel import Channel
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
 from mlx_paged.errors import EngineDeadError, MlxPagedError
-from mlx_paged.scheduling import FinishReason
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from mlx_paged.core import Batch, BlockCopy, ScheduledSequence, StateMove
 from mlx_paged.engine.faults import NOT_A_NUMBER, is_out_of_memory, reason_of
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampler import SamplingRows
 from mlx_paged.engine.sampling.prompt_report import PromptTargets
-from mlx_paged.kv import BlockCopy, StateMove
-from mlx_paged.scheduling import Batch, ScheduledSequence
 
 logger = logging.getLogger(__name__)
 

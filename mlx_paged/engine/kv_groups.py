@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from mlx_paged.attention.specs import Reach
+from mlx_paged.core import StateGroupSpec, WindowGroupSpec
+from mlx_paged.core.state_group import SLOTS_PER_SEQUENCE
 from mlx_paged.engine.config import EngineConfig
-from mlx_paged.kv import StateGroupSpec, WindowGroupSpec
-from mlx_paged.kv.state_group import SLOTS_PER_SEQUENCE
-from mlx_paged.models.layout import CacheLayout
+from mlx_paged.model.layout import CacheLayout
+from mlx_paged.model.specs import Reach
 
 # A sequence is thought of as this long, or as a few windows, where the configuration says nothing.
 _TYPICAL_CONTEXT_LEN = 4096

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mlx_paged.core import FinishReason
 from mlx_paged.engine.deferred_text import DeferredText
 from mlx_paged.errors import StepError
-from mlx_paged.scheduling import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,10 @@ import gc
 
 import mlx.core as mx
 
+from mlx_paged.core import Batch, GroupRows, ScheduledSequence, StateMove, WindowRow
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampler import SamplingRow, SamplingRows
-from mlx_paged.kv import GroupRows, StateMove, WindowRow
-from mlx_paged.scheduling import Batch, ScheduledSequence
 
 
 def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from mlx_paged.core import FinishReason, Request, Scheduler, SequenceOutcome
 from mlx_paged.engine.deferred_text import DeferredText
 from mlx_paged.engine.executor import StepResult
 from mlx_paged.engine.faults import reason_of
@@ -19,7 +20,6 @@ from mlx_paged.engine.sampling.request_sampler import RequestSampler
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.errors import StepError
-from mlx_paged.scheduling import FinishReason, Request, Scheduler, SequenceOutcome
 
 _update = partial(tuple.__new__, SequenceUpdate)  # a third of a call's time
 

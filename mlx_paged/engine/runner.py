@@ -11,18 +11,17 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.attention.recurrent import StateSlots
-from mlx_paged.attention.specs import Reach
-from mlx_paged.attention.tables import BlockTableCache, PaddedTables
+from mlx_paged.core import IN_FLIGHT_TOKEN, Batch, GroupRows, ScheduledSequence
 from mlx_paged.engine.faults import nan_rows
 from mlx_paged.engine.sampler import SamplingRows, sample
 from mlx_paged.engine.sampling.edits import apply_edits
 from mlx_paged.engine.sampling.logprobs import LogprobArrays, PositionLogprobs, logprobs_of
 from mlx_paged.engine.sampling.prompt_report import PromptTargets
 from mlx_paged.engine.sampling.rows import InFlight
-from mlx_paged.kv import GroupRows
-from mlx_paged.models.paged_model import PagedModel, StepInputs
-from mlx_paged.scheduling import IN_FLIGHT_TOKEN, Batch, ScheduledSequence
+from mlx_paged.model.paged_model import PagedModel, StepInputs
+from mlx_paged.model.recurrent import StateSlots
+from mlx_paged.model.specs import Reach
+from mlx_paged.model.tables import BlockTableCache, PaddedTables
 
 logger = logging.getLogger(__name__)
 

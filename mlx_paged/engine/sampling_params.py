@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mlx_paged.core import StopPolicy
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.scheduling import StopPolicy
 
 #: Most alternatives that `logprobs` and `prompt_logprobs` report for a position, as in vLLM.
 MAX_LOGPROBS = 20

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from mlx_paged import __version__
+from mlx_paged.core import FinishReason
 from mlx_paged.engine.async_engine import SequenceDelta
 from mlx_paged.engine.outputs import PositionReport
-from mlx_paged.scheduling import FinishReason
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.job import Job
 

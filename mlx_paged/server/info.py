@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged import __version__, core
+from mlx_paged import __version__, extension
 from mlx_paged.engine.engine import EngineStats
 from mlx_paged.errors import EngineDeadError
 from mlx_paged.server.context import Context, Phase
@@ -70,7 +70,7 @@ async def ready(request: Request) -> Response:
 
 async def version(_: Request) -> Response:
     """Versions of this package and of what it stands on."""
-    build = core.build_info()
+    build = extension.build_info()
     names = ("mlx_version", "mlx_lm_version", "backends")
     return JSONResponse({"version": __version__, **{name: build[name] for name in names}})
 
@@ -92,7 +92,7 @@ async def server_info(request: Request) -> Response:
         "status": context.phase.value,
         "uptime_seconds": round(time.time() - context.started, 1),
         "config": config,
-        "build": core.build_info(),
+        "build": extension.build_info(),
     }
     stats = await _stats(context)
     if stats is not None:

@@ -9,11 +9,11 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from mlx_paged.core import FinishReason
 from mlx_paged.engine.async_engine import RequestStream, SequenceDelta
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import EngineDeadError, EngineOverloadedError, MlxPagedError
-from mlx_paged.scheduling import FinishReason
 from mlx_paged.server import errors
 from mlx_paged.server.context import Context
 from mlx_paged.server.trace import Trace

@@ -24,9 +24,9 @@ def environment() -> dict[str, Any]:
     Returns:
         ``date`` (UTC), ``command``, ``commit`` and ``dirty`` (None where the package does not lie
         in its own checkout), ``machine`` (``processor``, ``cores``, ``memory_bytes``,
-        ``load_average``, ``system``, ``python``, ``device``) and ``build`` (`core.build_info`).
+        ``load_average``, ``system``, ``python``, ``device``) and ``build`` (`build_info`).
     """
-    from mlx_paged import core
+    from mlx_paged import extension
 
     commit, dirty = checkout()
     return {
@@ -43,7 +43,7 @@ def environment() -> dict[str, Any]:
             "python": platform.python_version(),
             "device": device_name(),
         },
-        "build": core.build_info(),
+        "build": extension.build_info(),
     }
 
 
@@ -99,7 +99,7 @@ def memory_bytes() -> int | None:
 
 def device_name() -> str:
     """The GPU that MLX computes on by default, by name; ``cpu`` without one."""
-    from mlx_paged import core  # noqa: F401  (its BLAS has to come before mlx.core)
+    from mlx_paged import extension  # noqa: F401  (its BLAS has to come before mlx.core)
 
     # isort: split
     import mlx.core as mx

@@ -93,7 +93,7 @@ def _run(
     from mlx_paged import unpatch
     from mlx_paged.cli.bench.environment import checkout
     from mlx_paged.cli.bench.results import check_writable, write_csv, write_json
-    from mlx_paged.core import use_supported_device
+    from mlx_paged.extension import use_supported_device
 
     unpatch()  # dense caches are mlx-lm's as it is
     for field, path in (("json", json), ("csv", csv)):
@@ -101,7 +101,7 @@ def _run(
     checkout()
     use_supported_device()
     from mlx_paged.cli.bench import memory_report, memory_runs
-    from mlx_paged.models.load import load
+    from mlx_paged.model.load import load
 
     model = load(model_name)
     loads = [memory_runs.Load(*values) for values in itertools.product(*grid.values())]

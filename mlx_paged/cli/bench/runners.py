@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mlx_paged import core  # noqa: F401  (its BLAS has to come before mlx.core)
+from mlx_paged import extension  # noqa: F401  (its BLAS has to come before mlx.core)
 
 # isort: split
 import mlx.core as mx
@@ -26,7 +26,7 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
-from mlx_paged.models.load import LoadedModel, load
+from mlx_paged.model.load import LoadedModel, load
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from mlx_paged.core import ScheduledSequence
 from mlx_paged.engine.sampling.rows import SamplingRow, SamplingRows
-from mlx_paged.scheduling import ScheduledSequence
 
 
 class RowCache:

@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.attention.plan import build_plan
 from mlx_paged.cli.bench.kernels.cases import Case
+from mlx_paged.model.plan import build_plan
 
 # Sets of sequences that launches take in turn. More would only be more plans.
 MOST_SETS = 128

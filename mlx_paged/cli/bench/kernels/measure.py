@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_paged import core
+from mlx_paged import extension
 from mlx_paged.cli.bench.environment import memory_bytes
 from mlx_paged.cli.bench.kernels import attention, layers, movement
 from mlx_paged.cli.bench.kernels.cases import LAYER, Case, refusal
@@ -57,11 +57,11 @@ def use_device(name: str | None) -> str:
         "cpu" or "gpu".
     """
     if name is None:
-        core.use_supported_device()
+        extension.use_supported_device()
     elif name == "cpu":
         mx.set_default_device(mx.cpu)
     else:
-        backends = core.build_info()["backends"]
+        backends = extension.build_info()["backends"]
         if not mx.is_available(mx.gpu):
             raise BackendUnavailableError("gpu", "MLX finds no GPU on this machine")
         if not {"metal", "cuda"} & set(backends.split()):
@@ -75,7 +75,7 @@ def use_device(name: str | None) -> str:
 def gpu_head_dims() -> set[int]:
     """Head dims, the same for keys and values, that the GPU kernels are made for."""
     dims = set()
-    for host_name, _, _ in core.ext.kernel_names():
+    for host_name, _, _ in extension.ext.kernel_names():
         if host_name.startswith("paged_decode_") and not host_name.startswith("paged_decode_m"):
             _, _, _, key_dim, value_dim, _ = host_name.split("_")
             if key_dim == value_dim:

@@ -1,0 +1,226 @@
+"""Requests and their sequences: few numbers are stored, the rest is derived.
+
+A `Request` is what a caller submits. It has `n` `Sequence`s, one per answer; the scheduler moves
+those::
+
+                    admit                          finish
+      WAITING -----------------> RUNNING -----------------------> FINISHED
+         ^                          |                                ^
+         +--------------------------+                                |
+         |        preempt                                            |
+         +-----------------------------------------------------------+
+                       abort, timeout, or a last token still in flight
+
+The life of the tokens of a running sequence (every number counts from the start of the prompt)::
+
+      [0, num_computed)              in the blocks, committed: full blocks are in the prefix index
+      [num_computed, num_scheduled)  being written by a step in flight
+      [num_scheduled, num_tokens)    known, not scheduled yet (the rest of a prompt)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mlx_paged.core.batch import FinishReason
+from mlx_paged.errors import InvalidParameterError
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"  # holds no block; preempted sequences wait too
+    RUNNING = "running"  # holds the blocks of all its known tokens
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class StopPolicy:
+    """When a token ends its sequence. Stop strings are the detokenizer's business, not this one's.
+
+    Attributes:
+        max_tokens: Most tokens to generate; None means as many as the model and the pool allow.
+        eos_token_ids: Tokens that end a text in this model.
+        stop_token_ids: Tokens that end it for this request; they count even where `ignore_eos` is
+            set.
+        min_tokens: No token ends the sequence before this many were generated.
+        ignore_eos: Generate past end-of-text tokens.
+    """
+
+    max_tokens: int | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidParameterError("max_tokens", "at least 1", self.max_tokens)
+        if self.min_tokens < 0:
+            raise InvalidParameterError("min_tokens", "at least 0", self.min_tokens)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameterError(
+                "min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens
+            )
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence once it has `min_tokens`."""
+        ignored = frozenset() if self.ignore_eos else self.eos_token_ids
+        return self.stop_token_ids | ignored
+
+    def reason_to_stop(self, token: int, num_output_tokens: int, limit: int) -> FinishReason | None:
+        """Judges the newest token.
+
+        Args:
+            token: The token just generated.
+            num_output_tokens: Tokens generated so far, this one included.
+            limit: Most tokens this sequence may generate (`max_tokens` where it is set).
+        """
+        if num_output_tokens >= self.min_tokens and token in self.end_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_output_tokens >= limit else None
+
+
+@dataclass(eq=False)
+class Request:
+    """What a caller asks for. Everything here is fixed once the scheduler took it.
+
+    Attributes:
+        request_id: Unique among unfinished requests.
+        prompt_token_ids: At least one token.
+        stop: When its sequences end.
+        n: Sequences to generate; they share the prompt's blocks.
+        priority: Lower is served first under the priority policy; ignored under FCFS.
+        timeout: Seconds from `Scheduler.add` until the request is ended with
+            `FinishReason.TIMEOUT`.
+        cache_salt: Requests share cached blocks only with requests of the same salt.
+        read_prefix_cache: False computes every prompt token anew (for prompt log-probabilities,
+            which need the logits of all of them); its blocks are shared with later requests all the
+            same.
+        sampling_params: Opaque here; the sampler reads it.
+    """
+
+    request_id: str
+    prompt_token_ids: SequenceOf[int]
+    stop: StopPolicy = field(default_factory=StopPolicy)
+    n: int = 1
+    priority: int = 0
+    timeout: float | None = None
+    cache_salt: str | None = None
+    read_prefix_cache: bool = True
+    sampling_params: object = None
+
+    # Set by `Scheduler.add`.
+    arrival: int = field(default=-1, init=False)
+    deadline: float | None = field(default=None, init=False)
+    max_output_tokens: int = field(default=0, init=False)
+    sequences: list[Sequence] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_token_ids = tuple(self.prompt_token_ids)
+        if not self.prompt_token_ids:
+            raise InvalidParameterError("prompt_token_ids", "at least one token", ())
+        if min(self.prompt_token_ids) < 0:
+            raise InvalidParameterError(
+                "prompt_token_ids", "token ids >= 0", min(self.prompt_token_ids)
+            )
+        if self.n < 1:
+            raise InvalidParameterError("n", "at least 1", self.n)
+        if self.timeout is not None and self.timeout < 0:
+            raise InvalidParameterError("timeout", "at least 0 seconds", self.timeout)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.sequences) and all(s.is_finished for s in self.sequences)
+
+
+class Sequence:
+    """One answer of a request: its tokens, and how far they have come.
+
+    Attributes:
+        seq_id: Unique in the scheduler's life.
+        request: What it belongs to.
+        index: Which of the request's `n` sequences it is.
+        tokens: Prompt and generated tokens; only ever appended to.
+        num_computed_tokens: Committed positions in its blocks.
+        num_scheduled_tokens: Positions that launched steps have written or will write.
+        max_num_tokens: Most tokens that prompt and answer will have.
+        end_token_ids: Tokens that may end it (`StopPolicy.reason_to_stop` has the last word).
+        num_cached_tokens: Tokens its first admission found in the cache.
+        first_admission: When that was, in seconds of a monotonic clock.
+        num_preemptions: Times it lost its blocks.
+        last_step: Last step it was part of (0: none).
+    """
+
+    __slots__ = (
+        "end_token_ids",
+        "finish_reason",
+        "first_admission",
+        "index",
+        "last_step",
+        "max_num_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_scheduled_tokens",
+        "order",
+        "request",
+        "seq_id",
+        "status",
+        "tokens",
+        "waits_for",
+    )
+
+    def __init__(self, seq_id: int, request: Request, index: int, order: tuple[int, int, int]):
+        self.seq_id = seq_id
+        self.request = request
+        self.index = index
+        self.order = order  # (class, arrival, index): smaller is served first, preempted last
+        self.tokens: list[int] = list(request.prompt_token_ids)
+        self.max_num_tokens = request.num_prompt_tokens + request.max_output_tokens
+        self.end_token_ids = request.stop.end_token_ids
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.num_computed_tokens = 0
+        self.num_scheduled_tokens = 0
+        self.num_cached_tokens: int | None = None
+        self.first_admission: float | None = None
+        self.num_preemptions = 0
+        self.last_step = 0
+        # (running sequence, its num_computed_tokens when last looked at): see Planner._must_wait.
+        self.waits_for: tuple[Sequence, int] | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.seq_id}, {self.request.request_id!r}[{self.index}], "
+            f"{self.status.value}, tokens={len(self.tokens)}, "
+            f"scheduled={self.num_scheduled_tokens}, computed={self.num_computed_tokens})"
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    @property
+    def is_running(self) -> bool:
+        return self.status is SequenceStatus.RUNNING
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.tokens[self.request.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.request.num_prompt_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether more than the newest token is still to be computed."""
+        return len(self.tokens) - self.num_scheduled_tokens > 1

@@ -1,0 +1,1 @@
+"""mlx-lm's models on paged caches: plans, caches, attention patches. Knows nothing of requests."""

@@ -1,0 +1,179 @@
+"""Modules of mlx-lm that need another forward in a flat step, by class.
+
+Most model code runs as it is. These compute attention by hand, or positions on the host; each
+function here is what the module computes, for rows that are one token each. Outside of a step the
+module is as mlx-lm wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_paged.model.cache import PagedLayerCache
+from mlx_paged.model.handles import KVHandle
+from mlx_paged.model.overrides import Overrides
+from mlx_paged.model.step import StepContext
+
+
+def _heads(x: mx.array, num_heads: int) -> mx.array:
+    """``[T, 1, num_heads * dim]`` -> ``[T, num_heads, 1, dim]``."""
+    return x.reshape(x.shape[0], 1, num_heads, -1).transpose(0, 2, 1, 3)
+
+
+def _joined(x: mx.array) -> mx.array:
+    """``[T, num_heads, 1, dim]`` -> ``[T, 1, num_heads * dim]``."""
+    return x.reshape(x.shape[0], 1, -1)
+
+
+def gemma2_attention(
+    self: Any, x: mx.array, mask: Any = None, cache: PagedLayerCache | None = None
+) -> mx.array:
+    """Gemma 2: scores soft-capped in the kernel."""
+    assert cache is not None
+    queries = self.rope(_heads(self.q_proj(x), self.n_heads), offset=cache.offset)
+    keys = self.rope(_heads(self.k_proj(x), self.n_kv_heads), offset=cache.offset)
+    cache.update_and_fetch(keys, _heads(self.v_proj(x), self.n_kv_heads))
+    out = cache.attend(queries, scale=self.scale, sinks=None, softcap=self.attn_logit_softcapping)
+    return self.o_proj(_joined(out))
+
+
+def plamo_attention(
+    self: Any, hidden_states: mx.array, attention_mask: Any = None, cache: Any = None
+) -> mx.array:
+    """PLaMo: query head h reads KV head h modulo their number, so the heads change places."""
+    queries = self.rotary_emb(
+        _heads(self.q_proj(hidden_states), self.q_num_heads), offset=cache.offset
+    )
+    keys = self.rotary_emb(
+        _heads(self.k_proj(hidden_states), self.k_num_heads), offset=cache.offset
+    )
+    cache.update_and_fetch(keys, _heads(self.v_proj(hidden_states), self.v_num_heads))
+    num_rows, shared = queries.shape[0], self.config.n_shared_head
+
+    def regrouped(x: mx.array, outer: int) -> mx.array:
+        return (
+            x.reshape(num_rows, outer, -1, 1, x.shape[-1])
+            .swapaxes(1, 2)
+            .reshape(num_rows, -1, 1, x.shape[-1])
+        )
+
+    out = cache.attend(regrouped(queries, shared), scale=self.scale, sinks=None)
+    return self.o_proj(_joined(regrouped(out, self.k_num_heads)))
+
+
+def llama4_attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+    """Llama 4: the temperature of its layers without RoPE, from an array of positions."""
+    queries = _heads(self.q_proj(x), self.n_heads)
+    keys = _heads(self.k_proj(x), self.n_kv_heads)
+    positions = cache.offset
+    if self.use_rope:
+        queries, keys = self.rope(queries, offset=positions), self.rope(keys, offset=positions)
+    if self.use_qk_norm:
+        queries = mx.fast.rms_norm(queries, weight=None, eps=1e-6)
+        keys = mx.fast.rms_norm(keys, weight=None, eps=1e-6)
+    if self.attn_temperature_tuning and not self.use_rope:
+        steps = mx.floor((positions + 1) / self.floor_scale)
+        factors = mx.log(steps + 1.0) * self.attn_scale + 1.0
+        queries = (queries * factors[:, None, None, None]).astype(queries.dtype)
+    cache.update_and_fetch(keys, _heads(self.v_proj(x), self.n_kv_heads))
+    return self.o_proj(_joined(cache.attend(queries, scale=self.scale, sinks=None)))
+
+
+def llama4_model(self: Any, inputs: mx.array, cache: Any = None) -> mx.array:
+    """Llama 4: no masks, as each layer's plan knows its chunks."""
+    h = self.embed_tokens(inputs)
+    for layer, layer_cache in zip(self.layers, cache):
+        h = layer(h, None, cache=layer_cache)
+    return self.norm(h)
+
+
+def gpt_bigcode_model(self: Any, inputs: mx.array, cache: Any = None) -> mx.array:
+    """GPT BigCode: learned positions, one for each row."""
+    h = self.wte(inputs) + self.wpe(cache[0].offset[:, None])
+    for layer, layer_cache in zip(self.h, cache):
+        h = layer(h, None, cache=layer_cache)
+    return self.ln_f(h)
+
+
+def afm7_reusing_attention(
+    self: Any, x: mx.array, keys: KVHandle, values: KVHandle, mask: Any = None
+) -> mx.array:
+    """AFM 7: layers without keys of their own find their positions at those they attend to."""
+    cache = keys.cache
+    queries = self.q_norm(self.rope(_heads(self.q_proj(x), self.n_heads), offset=cache.offset))
+    return self.out_proj(_joined(cache.attend(queries, scale=self.scale, sinks=None)))
+
+
+def dynamic_rope(self: Any, x: mx.array, offset: mx.array) -> mx.array:
+    """RoPE whose base grows with contexts beyond `context_limit`; up to there it is what it is."""
+    return mx.fast.rope(
+        x, self.dims, traditional=self.traditional, base=self.base, scale=1.0, offset=offset
+    )
+
+
+def internlm3_rope(self: Any, x: mx.array, offset: mx.array) -> mx.array:
+    """Likewise, of InternLM 3."""
+    return mx.fast.rope(
+        x,
+        self.dims,
+        traditional=self.traditional,
+        base=self.original_base,
+        scale=self.scale,
+        offset=offset,
+    )
+
+
+_ADAPTED: dict[str, Callable[..., Any]] = {
+    "afm7.KVReuseAttention": afm7_reusing_attention,
+    "gemma2.Attention": gemma2_attention,
+    "rope_utils.DynamicNTKScalingRoPE": dynamic_rope,
+    "internlm3.DynamicNTKScalingRoPE": internlm3_rope,
+    "gpt_bigcode.GPTBigCodeModel": gpt_bigcode_model,
+    "llama4.Attention": llama4_attention,
+    "llama4.LlamaModel": llama4_model,
+    "plamo.Attention": plamo_attention,
+}
+
+
+def adapt(model: nn.Module, context: StepContext, overrides: Overrides) -> None:
+    """Replaces the forward of those modules that need it, while a step is built."""
+    for module in model.modules():
+        adapted = _ADAPTED.get(_kind(module))
+        if adapted is not None:
+            overrides.replace(module, "__call__", _during_steps(type(module), adapted, context))
+
+
+def context_limit(model: nn.Module) -> int | None:
+    """Tokens up to which RoPE is the same for every context; None: however long it is.
+
+    Dynamic scaling turns keys by the length that the context had when they were written, so past
+    this limit mlx-lm's answers depend on how a prompt was cut.
+    """
+    limits = []
+    for module in model.modules():
+        if _kind(module) == "rope_utils.DynamicNTKScalingRoPE":
+            limits.append(module.max_position_embeddings)
+        elif _kind(module) == "internlm3.Attention" and _kind(module.rope):
+            # It takes the number of heads for the number of tokens.
+            limits.append(module.rope.max_position_embeddings - module.n_heads)
+    return min(limits, default=None)
+
+
+def _kind(module: nn.Module) -> str:
+    """Module and class of mlx-lm, without the package; empty for other people's modules."""
+    package, _, name = type(module).__module__.rpartition(".")
+    return f"{name}.{type(module).__qualname__}" if package == "mlx_lm.models" else ""
+
+
+def _during_steps(
+    kind: type, adapted: Callable[..., Any], context: StepContext
+) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        forward = adapted if context.active else kind.__call__
+        return forward(self, *args, **kwargs)
+
+    return call

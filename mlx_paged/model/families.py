@@ -1,0 +1,164 @@
+"""Which model families are proven, and in which mode they run.
+
+A family is a model module of mlx-lm. It is listed here when a mixed step (prefill, decodes, a
+second chunk, a resumed prefix and a preempted prompt at once) matches mlx-lm's dense cache;
+`tests/model/test_parity_families.py` holds every module of mlx-lm to this table. What is not listed
+is refused by name: a family that merely seems to work would be wrong in ways that nobody sees.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm import __version__ as VERSION
+from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
+
+from mlx_paged.errors import UnsupportedModelError
+from mlx_paged.model.layout import Mode
+
+#: What the table was proven with.
+MLX_LM_VERSION = "0.32.2"
+
+_NATIVE = """
+    Klear afm7 afmoe apertus bailing_moe bitnet cohere cohere2 dbrx deepseek deepseek_v2
+    deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe gemma gemma2 gemma3
+    gemma3_text gemma3n gemma4 gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode
+    gpt_neox gpt_oss gptj granite granitemoe helium hunyuan hunyuan_v1_dense internlm2 internlm3
+    iquestloopcoder kimi_k25 kimi_vl laguna lille-130m llama llama4 llama4_text longcat_flash
+    mellum mimo mimo_v2_flash minicpm minicpm3 minimax ministral3 mistral3 mistral4 mixtral
+    muse_glimmer muse_spark nanbeige nanochat nemotron nemotron-nas olmo2 olmo3 olmoe openelm phi
+    phi3 phimoe phixtral pixtral plamo qwen qwen2 qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl
+    qwen3_vl_moe seed_oss smollm3 solar_open spark2_5 stablelm starcoder2 step3p5 talkie telechat3
+    youtu_llm
+"""
+_REGROUPED = """
+    bailing_hybrid bailing_moe_linear bailing_moe_v3 falcon_h1 gear granitemoehybrid jamba kimi_k3
+    kimi_linear lfm2 lfm2-vl lfm2_moe longcat_flash_ngram mamba mamba2 nemotron_h olmo_hybrid plamo2
+    prism_hadamard_qwen35 qwen3_5 qwen3_5_moe qwen3_next recurrent_gemma rwkv7
+"""
+_GATHERED = "baichuan_m1 deepseek_v32 glm_moe_dsa"
+_UNIFORM = "minimax_m3_vl plamo3"
+
+#: Proven families, and how each is run. A model may turn out to need a later mode of `Mode`
+#: (dynamic RoPE scaling does); never an earlier one.
+PROVEN: dict[str, Mode] = {
+    **dict.fromkeys(_NATIVE.split(), Mode.NATIVE),
+    **dict.fromkeys(_REGROUPED.split(), Mode.REGROUPED),
+    **dict.fromkeys(_GATHERED.split(), Mode.GATHERED),
+    **dict.fromkeys(_UNIFORM.split(), Mode.UNIFORM),
+}
+
+#: Families of mlx-lm that are refused, and why.
+REFUSED: dict[str, str] = {
+    "deepseek_v41": (
+        "its layers keep windows, compressed groups and open groups in a cache of their own, whose "
+        "contents depend on where a step began"
+    ),
+    "olmo": (
+        "mlx-lm's own forward of it fails on prompts: it adds its mask, which is the word "
+        "'causal', to scores"
+    ),
+    "phi3small": (
+        "mlx-lm's block-sparse mask for it depends on where a prompt is cut into chunks, so "
+        "answers would depend on who else is served"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family is run.
+
+    Attributes:
+        name: Module of mlx-lm, or what `register_family` was given.
+        modes: In this order; the first that the model runs in is taken.
+        verify: Compare every model with the dense cache before its first use.
+        proven: The mode that needs no comparison; None: there is none, or none is wanted.
+    """
+
+    name: str
+    modes: tuple[Mode, ...]
+    verify: bool = False
+    proven: Mode | None = None
+
+    def must_compare(self, mode: Mode) -> bool:
+        """Whether a model that turned out to run in this mode is to be compared."""
+        return self.verify or (self.proven is not None and mode is not self.proven)
+
+
+_registered: dict[str, Family] = {}
+
+
+def register_family(
+    model_type: str, *, mode: Mode | str | None = None, verify: bool = True
+) -> None:
+    """Lets a family be served that this package does not know.
+
+    Args:
+        model_type: as ``config.json`` names it.
+        mode: the way to run it; None: the first of `Mode` that its model runs in.
+        verify: compare every model of the family with the dense cache when it is loaded, and refuse
+            it if they differ. False: you have done that yourself.
+
+    Raises:
+        ValueError: for a family that is proven already, or a mode that there is not.
+    """
+    if model_type in PROVEN:
+        raise ValueError(f"model_type {model_type!r} is proven and needs no registration")
+    modes = tuple(Mode) if mode is None else (Mode(mode),)
+    _registered[model_type] = Family(model_type, modes, verify)
+
+
+def unregister_family(model_type: str) -> None:
+    """Forgets a registered family; one that is not registered is no error."""
+    _registered.pop(model_type, None)
+
+
+def module_of(config: Mapping[str, Any]) -> str:
+    """The module of mlx-lm that runs a model of this ``config.json``."""
+    model_type = str(config.get("model_type", ""))
+    for architecture in config.get("architectures") or ():
+        special = MODEL_ARCHITECTURE_REMAPPING.get((model_type, architecture))
+        if special is not None:
+            return str(special)
+    return str(MODEL_REMAPPING.get(model_type, model_type))
+
+
+def require_family(config: Mapping[str, Any]) -> Family:
+    """The family of a model, if it is proven or registered.
+
+    Raises:
+        UnsupportedModelError: names the model type, why it is refused, and what is served.
+    """
+    model_type = str(config.get("model_type", ""))
+    module = module_of(config)
+    if model_type in _registered:
+        return _registered[model_type]
+    if module in PROVEN:
+        modes = tuple(Mode)
+        # Another mlx-lm may have changed the module: then every model is compared before its use.
+        return Family(
+            module,
+            modes[modes.index(PROVEN[module]) :],
+            verify=VERSION != MLX_LM_VERSION,
+            proven=PROVEN[module],
+        )
+    reason = REFUSED.get(module)
+    if reason is None:
+        reason = (
+            f"the paged cache has not been proven for it with mlx-lm {MLX_LM_VERSION}"
+            if _exists(module)
+            else f"mlx-lm {MLX_LM_VERSION} has no such model"
+        )
+    raise UnsupportedModelError(model_type, reason, sorted({*PROVEN, *_registered}))
+
+
+def _exists(module: str) -> bool:
+    # By its file: some modules do things when they are imported.
+    return module.replace("-", "_").replace(".", "_").isidentifier() and (
+        importlib.util.find_spec("mlx_lm.models") is not None
+        and importlib.util.find_spec(f"mlx_lm.models.{module}") is not None
+    )

@@ -1,0 +1,145 @@
+"""Dense keys and values for model code that does not leave attention to MLX.
+
+Sparse indexers, hand-written scores and host arithmetic on positions need K and V as arrays, and
+positions as numbers. For such models a step is run once for each group of sequences, with tokens
+``[num_seqs, length]``, and these caches gather the group's blocks.
+
+In a *uniform* group all sequences are at the same position too. Then `offset` is a plain integer
+and the cache is to model code exactly what mlx-lm's own is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from mlx_paged import ops
+from mlx_paged.model.cache import KVPools
+from mlx_paged.model.specs import LayerSpec, Reach
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mlx_paged.model.step import StepContext
+
+
+@dataclass(frozen=True)
+class GatheredGroup:
+    """Sequences with the same number of rows, and at the same position if they are `uniform`."""
+
+    length: int
+    starts: mx.array  # [num_seqs] int32: position of each sequence's first row
+    start: int | None  # that position, if it is the same for all: the group is uniform
+    context_lens: mx.array  # [num_seqs] int32
+    max_context_len: int
+    block_tables: Mapping[Reach, mx.array]  # [num_seqs, max_blocks] int32
+    slots: Mapping[Reach, mx.array]  # [num_seqs * length] int32
+
+
+class GatheredLayerCache(KVPools):
+    """The cache of one attention layer that is read as dense arrays."""
+
+    def __init__(
+        self, context: StepContext, spec: LayerSpec, *, num_blocks: int, block_size: int
+    ) -> None:
+        super().__init__(context, spec, num_blocks=num_blocks, block_size=block_size)
+        self._group: GatheredGroup | None = None
+        # What was gathered for the group, under the names that mlx-lm's caches have. Model code may
+        # put them behind others with `mx.depends`.
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    @contextmanager
+    def grouped(self, group: GatheredGroup) -> Iterator[None]:
+        """Reads and writes the blocks of these sequences."""
+        self._group = group
+        try:
+            yield
+        finally:
+            self._group = self.keys = self.values = None
+
+    @property
+    def group(self) -> GatheredGroup:
+        """The current group; an error outside of one."""
+        if self._group is None:
+            raise RuntimeError("a paged cache was used outside of a step of the model runner")
+        return self._group
+
+    @property
+    def offset(self) -> Any:
+        """``[num_seqs]`` int32 positions of the first rows; an ``int`` in a uniform group."""
+        # After the write mlx-lm's caches have moved on; in model code nobody looks twice.
+        return self.group.starts if self.group.start is None else self.group.start
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Writes ``[num_seqs, num_kv_heads, length, head_dim]``; returns all that can be seen."""
+        group, reach = self.group, self._reach
+
+        def rows(x: mx.array) -> mx.array:
+            num_seqs, heads, length, dim = x.shape
+            return x.transpose(0, 2, 1, 3).reshape(num_seqs * length, heads, dim)
+
+        self._write(rows(keys), rows(values), group.slots[reach])
+        dense_keys, dense_values = ops.gather_kv(
+            self.key_pool,
+            self.value_pool,
+            group.block_tables[reach],
+            group.context_lens,
+            group.max_context_len,
+        )
+        first = self._first_key()
+        self.keys = dense_keys[:, :, first:, : self.spec.key_dim]
+        self.values = dense_values[:, :, first:, : self.spec.value_dim]
+        return self.keys, self.values
+
+    def _first_key(self) -> int:
+        """What a rotating or chunked cache has dropped by now; masks count from there."""
+        group, spec = self.group, self.spec
+        if group.start is None:
+            return 0
+        if spec.window is not None:
+            return max(0, group.start + 1 - spec.window)
+        return self.start_position
+
+    @property
+    def start_position(self) -> int:  # type: ignore[override]
+        """Position of the first key of a chunked cache."""
+        group = self.group
+        if group.start is None or self.spec.chunk is None:
+            return 0
+        return max(0, group.start - self.spec.chunk)
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What `update_and_fetch` returned, for layers that share it."""
+        if self.keys is None or self.values is None:
+            raise RuntimeError("a layer's keys were read before it wrote any")
+        return self.keys, self.values
+
+    def make_mask(
+        self, length: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """``[num_seqs, 1, length, num_keys]`` bool: which keys each row sees."""
+        group, own = self.group, self.spec.window
+        window, first = window_size or own, self._first_key()
+        if group.start is not None:
+            # As mlx-lm's caches answer: a rotating one has dropped what lies before its window.
+            dropped = own is not None and (window is None or window >= own)
+            if length == 1 and (window is None or dropped):
+                return None
+            fits = own is not None and group.max_context_len - first <= (window or 0)
+            if not return_array and (window is None or fits):
+                return "causal"
+        keys = mx.arange(first, group.max_context_len)
+        queries = group.starts[:, None, None, None] + mx.arange(length)[:, None]
+        seen = keys <= queries
+        if window is not None:
+            seen = seen & (keys > queries - window)
+        return seen if group.start is None else seen[0, 0]
+
+    def empty(self) -> bool:
+        """Whether nothing has been written yet."""
+        return self.group.start == 0

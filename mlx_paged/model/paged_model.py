@@ -1,0 +1,336 @@
+"""A model with its pools: one step of ragged sequences in, logits of the wanted rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_paged import ops
+from mlx_paged.model import seam
+from mlx_paged.model.cache import (
+    KVPools,
+    LatentLayerCache,
+    PagedLayerCache,
+    UnusedCache,
+    copy_blocks,
+)
+from mlx_paged.model.chunk_plan import build_chunk_plan
+from mlx_paged.model.compiled_step import CompiledSteps
+from mlx_paged.model.dense_prefill import plan_dense_prefill
+from mlx_paged.model.gathered import GatheredGroup, GatheredLayerCache
+from mlx_paged.model.layer_ops import native_ops
+from mlx_paged.model.layout import CacheLayout, Mode
+from mlx_paged.model.output_rows import OutputRows
+from mlx_paged.model.plan import build_plan
+from mlx_paged.model.recurrent import (
+    RecurrentCache,
+    SequenceGroup,
+    StateSlots,
+    build_state_plan,
+    copy_states,
+)
+from mlx_paged.model.specs import FULL, LayerSpec, Reach, UnusedSpec
+from mlx_paged.model.step import Step, StepContext
+from mlx_paged.model.tables import PaddedTables
+from mlx_paged.ops import AttentionPlan
+
+Tables = Sequence[Sequence[int]] | PaddedTables
+
+_LAYERS_OF_PART = 4  # of a step that starts early: a GPU works on them longer than the host
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One step, in the host's numbers. All sequences of lists are in the order of the rows.
+
+    Attributes:
+        context_lens: Tokens of each sequence in the pools once this step's are written.
+        query_lens: How many of them, the last ones, are rows of this step.
+        tables: Block tables of the sequences: one list for all layers, or one for each reach.
+        logit_rows: Rows whose logits are wanted.
+        state_slots: Slots of the sequences, for a model that has recurrent state.
+    """
+
+    context_lens: np.ndarray
+    query_lens: np.ndarray
+    tables: Tables | Mapping[Reach, Tables]
+    logit_rows: np.ndarray
+    state_slots: StateSlots | None = None
+
+    def tables_of(self, reach: Reach) -> Tables:
+        """The block tables that layers of this reach use."""
+        return self.tables[reach] if isinstance(self.tables, Mapping) else self.tables
+
+
+class PagedModel:
+    """A model, its pools and its state slots.
+
+    Args:
+        model: an mlx-lm model. Its modules are changed in place, so it belongs to this object.
+        layout: see `models.probe.probe`.
+        block_size: tokens of a block.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: CacheLayout,
+        *,
+        context: StepContext,
+        output_rows: OutputRows,
+        block_size: int,
+    ) -> None:
+        self.model = model
+        self.layout = layout
+        self.block_size = block_size
+        self._context = context
+        self._output_rows = output_rows
+        self._attention: list[PagedLayerCache | GatheredLayerCache] = []
+        self._states: list[RecurrentCache] = []
+        self.caches: list[object] = []
+        self._compiled = CompiledSteps(self._run)
+
+    def allocate(self, num_blocks: int | Mapping[Reach, int], num_state_slots: int = 0) -> None:
+        """Makes new pools; what the old ones held is lost.
+
+        Args:
+            num_blocks: of the pools, for all layers or for those of each reach; block 0 included.
+            num_state_slots: slot 0, the initial state, included.
+        """
+        self.release()
+        self._compiled = CompiledSteps(self._run)  # (graphs hold on to nothing of the old pools)
+        leaves: list[object] = []
+        for spec in self.layout.specs:
+            if isinstance(spec, LayerSpec):
+                count = num_blocks if isinstance(num_blocks, int) else num_blocks[spec.reach]
+                cache = self._cache_type(spec)(
+                    self._context, spec, num_blocks=count, block_size=self.block_size
+                )
+                cache.begins_part = len(self._attention) % _LAYERS_OF_PART == 0
+                self._attention.append(cache)
+                leaves.append(cache)
+            elif isinstance(spec, UnusedSpec):
+                leaves.append(UnusedCache())
+            else:
+                if num_state_slots < 2:
+                    raise ValueError(
+                        "a model with recurrent state needs at least 2 state slots but got "
+                        f"{num_state_slots}"
+                    )
+                self._states.append(RecurrentCache(spec, num_slots=num_state_slots))
+                leaves.append(self._states[-1])
+        self.caches = self.layout.assemble(leaves)
+
+    def release(self) -> None:
+        """Gives up the pools."""
+        self.caches, self._attention, self._states = [], [], []
+
+    def _cache_type(self, spec: LayerSpec) -> type[PagedLayerCache | GatheredLayerCache]:
+        if self.layout.mode.is_gathered:
+            return GatheredLayerCache
+        return LatentLayerCache if spec.latent else PagedLayerCache
+
+    # Pools.
+
+    @property
+    def attention_caches(self) -> Sequence[KVPools]:
+        """The caches that have blocks."""
+        return self._attention
+
+    @property
+    def state_caches(self) -> Sequence[RecurrentCache]:
+        """The caches that have state slots."""
+        return self._states
+
+    def pools(self) -> list[mx.array]:
+        """The pools' arrays: waiting for them is waiting for all that a step writes."""
+        pools = [pool for c in self._attention for pool in (c.key_pool, c.value_pool)]
+        return pools + [p.pool for c in self._states for p in c.pools if p is not None]
+
+    def restore(self, pools: Sequence[mx.array]) -> None:
+        """Puts back what `pools` returned: the same memory, as writing is in place."""
+        kept = iter(pools)
+        for cache in self._attention:
+            cache.key_pool, cache.value_pool = next(kept), next(kept)
+        for state in (p for c in self._states for p in c.pools if p is not None):
+            state.pool = next(kept)
+
+    def copy_blocks(self, block_pairs: mx.array, reach: Reach | None = None) -> None:
+        """Copies blocks in the pools of all layers, or of those of one reach.
+
+        Args:
+            block_pairs: ``[num_pairs, 2]`` int32 of (src, dst).
+        """
+        copy_blocks([c for c in self._attention if reach in (None, c.spec.reach)], block_pairs)
+
+    def copy_states(self, slot_pairs: mx.array) -> None:
+        """Copies state slots: ``[num_pairs, 2]`` int32 of (src, dst)."""
+        copy_states(self._states, slot_pairs)
+
+    # Steps.
+
+    def forward(self, tokens: mx.array, inputs: StepInputs) -> mx.array:
+        """``[num_rows]`` int32 tokens -> ``[len(logit_rows), vocab_size]`` logits, lazily.
+
+        Raises:
+            ValueError: for a context beyond `CacheLayout.max_context_len`.
+        """
+        seam.ensure_installed()  # (unpatching mlx-lm takes it out)
+        limit = self.layout.max_context_len
+        if limit is not None and inputs.context_lens.max(initial=0) > limit:
+            raise ValueError(
+                f"context_lens must be at most {limit}, beyond which this model's RoPE changes "
+                f"with the context, but got {inputs.context_lens.max()}"
+            )
+        if self.layout.mode.is_gathered:
+            return self._forward_in_groups(tokens, inputs)
+        step = self._step(inputs)
+        logits, pools = self._compiled.run(tokens, step, self.pools())
+        self.restore(pools)
+        return logits
+
+    def _run(
+        self, tokens: mx.array, step: Step, pools: list[mx.array]
+    ) -> tuple[mx.array, list[mx.array]]:
+        """The model's own code on these pools, whose handles stay as they are; see `Forward`."""
+        before = self.pools()
+        self.restore(pools)
+        self._context.enter(step)
+        try:
+            with native_ops(step.plan.positions):
+                logits = self.model(tokens[:, None], cache=self.caches)
+                return self._output_rows.finish(logits), self.pools()
+        finally:
+            self._context.leave()
+            self.restore(before)
+
+    def _step(self, inputs: StepInputs) -> Step:
+        if self.layout.mode.is_gathered:
+            # Its caches have groups of their own; the plan is of no sequence.
+            return Step(
+                build_plan([], [], [], block_size=self.block_size), _int32(inputs.logit_rows)
+            )
+        states = None
+        if self.layout.has_states:
+            states = build_state_plan(inputs.query_lens, _slots(inputs))
+        reaches = self.layout.reaches
+        # Positions are those of the whole sequence, whatever part of it a layer sees.
+        some = inputs.tables_of(reaches[0]) if reaches else self._no_blocks(inputs)
+        tables = inputs.tables_of(FULL) if FULL in reaches else some
+        alone = len(reaches) == 1 and reaches[0].chunk is None
+        plan = self._plan(inputs, tables, reaches[0] if alone else FULL)
+        plans = {
+            reach: self._plan(inputs, inputs.tables_of(reach), reach)
+            for reach in reaches
+            if reach.chunk is not None or inputs.tables_of(reach) is not tables
+        }
+        prefill = None
+        if FULL in reaches:
+            prefill = plan_dense_prefill(
+                tables, inputs.context_lens, inputs.query_lens, block_size=self.block_size
+            )
+        # Decodes alone are built while the step before runs, and repeated as one graph.
+        early = ops.has_cuda() and int(inputs.query_lens.max(initial=0)) > 1
+        return Step(plan, _int32(inputs.logit_rows), plans, states, prefill, early)
+
+    def _plan(self, inputs: StepInputs, tables: Tables, reach: Reach) -> AttentionPlan:
+        rows = (inputs.context_lens, inputs.query_lens)
+        if reach.chunk is not None:
+            return build_chunk_plan(tables, *rows, chunk=reach.chunk, block_size=self.block_size)
+        return build_plan(tables, *rows, block_size=self.block_size, window=reach.window)
+
+    def _no_blocks(self, inputs: StepInputs) -> Tables:
+        """Tables for models without attention, whose plan only tells positions."""
+        lengths = -(-inputs.context_lens // self.block_size)
+        return PaddedTables(
+            np.zeros((len(lengths), max(1, int(lengths.max(initial=1)))), dtype=np.int32), lengths
+        )
+
+    def _forward_in_groups(self, tokens: mx.array, inputs: StepInputs) -> mx.array:
+        step = self._step(inputs)
+        parts: list[mx.array] = []
+        wanted: list[np.ndarray] = []
+        for members in self._groups(inputs):
+            rows, group = self._gathered(inputs, members)
+            mine = np.flatnonzero(np.isin(inputs.logit_rows, rows))
+            within = np.searchsorted(rows, inputs.logit_rows[mine])
+            grouped = tokens[_int32(rows)].reshape(len(members), group.length)
+            self._context.enter(replace(step, logit_rows=_int32(within)))
+            try:
+                with ExitStack() as stack:
+                    for cache in self._attention:
+                        assert isinstance(cache, GatheredLayerCache)
+                        stack.enter_context(cache.grouped(group))
+                    if self.layout.has_states:
+                        states = _state_group(inputs, members, group.length)
+                        for state in self._states:
+                            stack.enter_context(state.grouped(states))
+                    logits = self._output_rows.finish(self.model(grouped, cache=self.caches))
+            finally:
+                self._context.leave()
+            if len(mine):
+                parts.append(logits)
+                wanted.append(mine)
+        if not parts:
+            return logits[:0]
+        return mx.concatenate(parts)[_int32(np.argsort(np.concatenate(wanted)))]
+
+    def _groups(self, inputs: StepInputs) -> list[np.ndarray]:
+        """Sequences (by number) that run together."""
+        keys = inputs.query_lens[:, None]
+        if self.layout.mode is Mode.UNIFORM:
+            keys = np.stack([inputs.query_lens, inputs.context_lens], axis=1)
+        kinds, which = np.unique(keys, axis=0, return_inverse=True)
+        groups = [np.flatnonzero(which.reshape(-1) == i) for i in range(len(kinds))]
+        return [group for group in groups if inputs.query_lens[group[0]] > 0]
+
+    def _gathered(
+        self, inputs: StepInputs, members: np.ndarray
+    ) -> tuple[np.ndarray, GatheredGroup]:
+        """The rows of some sequences in the step, and what their caches need to know."""
+        length = int(inputs.query_lens[members[0]])
+        first_rows = (np.cumsum(inputs.query_lens) - inputs.query_lens)[members]
+        lens = inputs.context_lens[members]
+        positions = (lens - length)[:, None] + np.arange(length)
+        tables: dict[Reach, mx.array] = {}
+        slots: dict[Reach, mx.array] = {}
+        for reach in self.layout.reaches:
+            padded = inputs.tables_of(reach)
+            if not isinstance(padded, PaddedTables):
+                padded = PaddedTables.of(padded)
+            blocks = padded.blocks[members]
+            at = np.take_along_axis(blocks, positions // self.block_size, axis=1)
+            tables[reach] = _int32(blocks)
+            slots[reach] = _int32((at * self.block_size + positions % self.block_size).reshape(-1))
+        uniform = self.layout.mode is Mode.UNIFORM
+        group = GatheredGroup(
+            length=length,
+            starts=_int32(lens - length),
+            start=int(lens[0]) - length if uniform else None,
+            context_lens=_int32(lens),
+            max_context_len=int(lens.max()),
+            block_tables=tables,
+            slots=slots,
+        )
+        return (first_rows[:, None] + np.arange(length)).reshape(-1), group
+
+
+def _slots(inputs: StepInputs) -> StateSlots:
+    if inputs.state_slots is None:
+        raise ValueError("a step of a model with recurrent state needs state slots")
+    return inputs.state_slots
+
+
+def _state_group(inputs: StepInputs, members: np.ndarray, length: int) -> SequenceGroup:
+    slots = _slots(inputs)
+    reads, writes = (np.asarray(s)[members] for s in (slots.reads, slots.writes))
+    return SequenceGroup(None, len(members), length, _int32(reads), _int32(writes))
+
+
+def _int32(values: np.ndarray) -> mx.array:
+    return ops.upload(values.astype(np.int32))[0]

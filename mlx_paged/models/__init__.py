@@ -1,1 +1,0 @@
-"""Loading mlx-lm models and preparing them for paged steps."""

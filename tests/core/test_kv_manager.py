@@ -1,0 +1,314 @@
+"""KVManager: block tables, prefix sharing, copy-on-write, forks, deferred frees."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_paged.core import BlockCopy, KVManager
+from mlx_paged.errors import IntegrityError, InvalidParameterError
+
+
+class Store(KVManager):
+    """A manager with steps that are launched and evaluated at once, and checked books."""
+
+    step = 0
+
+    def run(self) -> list[BlockCopy]:
+        self.step += 1
+        copies = list(self.launch_step(self.step))
+        self.on_step_evaluated(self.step)
+        self.check_integrity()
+        return copies
+
+    def compute(self, seq_id: int, tokens: list[int], **options: object) -> int:
+        """Admits a sequence and computes all its tokens."""
+        num_cached = self.admit(seq_id, tokens, **options)  # type: ignore[arg-type]
+        assert num_cached is not None
+        self.run()
+        self.commit(seq_id, len(tokens))
+        self.check_integrity()
+        return num_cached
+
+
+def tokens_of(text: str) -> list[int]:
+    return [ord(c) for c in text]
+
+
+def test_block_size_is_checked():
+    with pytest.raises(InvalidParameterError, match="block_size must be at least 1 but got 0"):
+        KVManager(8, 0)
+
+
+def test_full_blocks_are_shared_by_reference_while_the_first_owner_runs():
+    kv = Store(16, 4)
+    assert kv.compute(1, tokens_of("systemprompt hello")) == 0
+    assert kv.compute(2, tokens_of("systemprompt world")) == 13  # three blocks, and the blank
+    a, b = kv.blocks_of(1), kv.blocks_of(2)
+    assert a[:3] == b[:3] and not set(a[3:]) & set(b[3:])
+    assert kv.usage.num_shared_blocks == 3
+    assert kv.counters.num_cached_tokens == 13 and kv.counters.num_queried_tokens == 36
+
+
+def test_room_is_foreseen_without_counting_a_cached_block_twice():
+    kv = Store(7, 4)
+    kv.compute(1, tokens_of("systemprompt"))
+    kv.compute(2, tokens_of("zzzz"))
+    # Two blocks are free. What a running sequence holds costs nothing.
+    assert kv.will_have_room(tokens_of("systemprompt and you"))
+    assert not kv.will_have_room(tokens_of("systemprompt and you"), headroom=1)
+    assert not kv.will_have_room(tokens_of("systemprompt and all of you"))
+    # Five are free or cached. To use a cached one takes it from them.
+    kv.free(1)
+    assert kv.will_have_room(tokens_of("systemprompt and you"))
+    assert not kv.will_have_room(tokens_of("systemprompt and all of you"))
+
+
+def test_the_last_token_is_never_taken_from_the_cache():
+    kv = Store(16, 4)
+    kv.compute(1, tokens_of("abcdefgh"))
+    num_cached = kv.admit(2, tokens_of("abcdefgh"))
+    assert num_cached == 7
+    assert kv.blocks_of(2)[0] == kv.blocks_of(1)[0]
+    assert kv.run() == [BlockCopy(kv.blocks_of(1)[1], kv.blocks_of(2)[1])]
+
+
+def test_a_block_that_matches_in_part_is_copied():
+    kv = Store(16, 4)
+    kv.compute(1, tokens_of("the cat sat on"))
+    assert kv.admit(2, tokens_of("the cat sings")) == 9
+    assert kv.usage.num_shared_blocks == 3  # the source too, until the step is launched
+    kv.check_integrity()
+    assert kv.run() == [BlockCopy(kv.blocks_of(1)[2], kv.blocks_of(2)[2])]
+    assert kv.usage.num_shared_blocks == 2
+    counters = kv.counters
+    assert (counters.num_block_copies, counters.num_copied_tokens) == (1, 1)
+
+
+def test_the_source_of_a_copy_outlives_its_owner_until_the_copy_is_done():
+    kv = Store(4, 4)
+    kv.compute(1, tokens_of("abcdefgh"))
+    assert kv.admit(2, tokens_of("abcx")) == 3
+    source = kv.blocks_of(1)[0]
+    kv.free(1)
+    kv.check_integrity()
+    assert kv.admit(3, tokens_of("zzzzzzzz")) is None  # the source is no block to evict
+    (copy,) = kv.launch_step(2)
+    assert copy.src == source
+    # The copy is in flight: the source is evictable by its books, but not settled.
+    assert kv.admit(3, tokens_of("zzzzzzzz")) is None
+    assert kv.will_have_room(tokens_of("zzzzzzzz"))
+    kv.on_step_evaluated(2)
+    assert kv.admit(3, tokens_of("zzzzzzzz")) == 0
+    kv.check_integrity()
+
+
+def test_a_pool_filled_to_the_brim_does_without_the_copy():
+    kv = Store(4, 4)
+    kv.compute(1, tokens_of("aaaabbbbcccc"))
+    kv.free(1)
+    # Three blocks are needed and there are three: the source of the copy must give way.
+    assert kv.admit(2, tokens_of("aaaabbbbccxx")) == 8
+    assert kv.run() == []
+
+
+def test_freed_blocks_stay_in_the_index_and_are_evicted_least_recently_used_first():
+    kv = Store(7, 4)
+    kv.compute(1, tokens_of("aaaabbbb"))
+    kv.compute(2, tokens_of("ccccdddd"))
+    kv.free(1)
+    kv.free(2)
+    assert (kv.usage.num_cached_blocks, kv.usage.num_free_blocks) == (4, 2)
+    kv.compute(3, tokens_of("eeeeffffgggg"))
+    assert kv.counters.num_evictions == 1
+    assert kv.match(tokens_of("aaaabbbbx")).num_full_blocks == 1  # its leaf went
+    assert kv.match(tokens_of("ccccddddx")).num_full_blocks == 2
+
+
+def test_what_a_step_in_flight_may_read_is_not_evicted_in_vain():
+    kv = Store(5, 4)
+    kv.compute(1, tokens_of("aaaabbbb"))
+    kv.launch_step(2)
+    kv.free(1)
+    assert (kv.usage.num_cached_blocks, kv.usage.num_free_blocks) == (2, 2)
+    assert kv.admit(2, tokens_of("ccccddddeeee")) is None
+    assert kv.usage.num_cached_blocks == 2
+    kv.on_step_evaluated(2)
+    assert kv.admit(2, tokens_of("ccccddddeeee")) == 0
+    assert kv.usage.num_cached_blocks == 1
+    kv.check_integrity()
+
+
+def test_generated_tokens_are_reused_in_the_next_turn():
+    kv = Store(16, 4)
+    tokens = tokens_of("question")
+    kv.compute(1, tokens)
+    for i, c in enumerate("answer42"):
+        tokens.append(ord(c))
+        assert kv.grow(1, 9 + i)
+        kv.run()
+        kv.commit(1, 9 + i)
+    kv.free(1)
+    kv.check_integrity()
+    assert kv.compute(2, tokens_of("questionanswer42 and now")) == 16
+
+
+def test_an_equal_block_computed_meanwhile_replaces_ones_own():
+    kv = Store(16, 4)
+    a, b = tokens_of("abcdefghi"), tokens_of("abcdefghj")
+    assert kv.admit(1, a) == kv.admit(2, b) == 0
+    kv.run()
+    assert kv.block_table(2)[1] == 0
+    assert kv.block_table(2)[1] == 3  # nothing is new since
+    kv.commit(1, 9)
+    kv.commit(2, 9)
+    kv.check_integrity()
+    assert kv.blocks_of(1)[:2] == kv.blocks_of(2)[:2]
+    table, dirty_from = kv.block_table(2)
+    assert list(table) == kv.blocks_of(2) and dirty_from == 0
+    assert kv.counters.num_deduplicated_blocks == 2
+    assert kv.usage.num_used_blocks == 4
+
+
+def test_salts_separate():
+    kv = Store(16, 4)
+    kv.compute(1, tokens_of("secretprompt"), salt="alice")
+    assert kv.compute(2, tokens_of("secretprompt"), salt="bob") == 0
+    assert kv.compute(3, tokens_of("secretprompt")) == 0
+    assert kv.compute(4, tokens_of("secretprompt"), salt="alice") == 11
+
+
+def test_without_prefix_caching_nothing_is_indexed():
+    kv = Store(16, 4, enable_prefix_caching=False)
+    kv.compute(1, tokens_of("systemprompt"))
+    assert kv.compute(2, tokens_of("systemprompt")) == 0
+    kv.free(1)
+    kv.free(2)
+    usage = kv.usage
+    assert (usage.num_free_blocks, usage.num_indexed_blocks) == (15, 0)
+
+
+def test_a_request_that_reads_no_cache_still_feeds_it():
+    kv = Store(16, 4)
+    kv.compute(1, tokens_of("systemprompt"))
+    assert kv.compute(2, tokens_of("systemprompt"), read_cache=False) == 0
+    assert kv.blocks_of(1) == kv.blocks_of(2)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("length", [4, 5, 6, 8, 9])
+def test_a_fork_shares_full_blocks_and_copies_the_partial_one(caching, length):
+    kv = Store(32, 4, enable_prefix_caching=caching)
+    tokens = list(range(length))
+    kv.compute(1, tokens)
+    assert kv.admit(2, list(tokens), fork_of=1, num_fork_tokens=length - 1) == length - 1
+    full, partial = divmod(length - 1, 4)
+    assert kv.blocks_of(1)[:full] == kv.blocks_of(2)[:full]
+    copies = kv.run()
+    assert copies == ([BlockCopy(kv.blocks_of(1)[full], kv.blocks_of(2)[full])] if partial else [])
+    kv.commit(2, length)
+    kv.free(1)
+    kv.check_integrity()
+    kv.free(2)
+    kv.check_integrity()
+
+
+def test_who_needs_the_block_that_is_being_computed_learns_of_it():
+    kv = Store(32, 4)
+    kv.admit(1, tokens_of("systemprompt hello"))
+    kv.run()
+    assert kv.computing_next_block(tokens_of("systemprompt world")) == 1
+    assert kv.computing_next_block(tokens_of("sys")) == 1  # 2 of 4 tokens: worth a copy
+    assert kv.computing_next_block(tokens_of("sy")) is None
+    assert kv.computing_next_block(tokens_of("other prompt")) is None
+    assert kv.computing_next_block(tokens_of("systemprompt world"), "salt") is None
+    kv.commit(1, 8)
+    assert kv.match(tokens_of("systemprompt world")).num_full_blocks == 2
+    assert kv.computing_next_block(tokens_of("systemprompt world")) == 1
+    kv.commit(1, 18)
+    # " hel" and " wor": the next blocks differ; and "lo" is not a block whose tokens are all known.
+    assert kv.computing_next_block(tokens_of("systemprompt world")) is None
+    assert kv.computing_next_block(tokens_of("systemprompt hello, you")) is None
+    kv.free(1)
+    assert kv.computing_next_block(tokens_of("anything else")) is None
+
+
+def test_admission_leaves_the_headroom_it_was_told():
+    kv = Store(6, 4)
+    assert kv.admit(1, [1] * 12, headroom=3) is None
+    assert kv.usage.num_free_blocks == 5
+    assert kv.admit(1, [1] * 12, headroom=2) == 0
+
+
+def test_a_failed_admission_changes_nothing_but_recency():
+    kv = Store(5, 4)
+    kv.compute(1, tokens_of("aaaabbbb"))
+    before = kv.usage
+    assert kv.admit(2, tokens_of("aaaacccceeeeffff")) is None
+    kv.check_integrity()
+    assert kv.usage == before and not kv.run()
+
+
+def test_growth_fails_without_room_and_says_whether_waiting_helps():
+    kv = Store(3, 4)
+    kv.compute(1, [1, 2, 3, 4])
+    kv.compute(2, [5, 6, 7])
+    assert kv.grow(2, 4)
+    assert not kv.grow(1, 5) and not kv.can_grow_later(1, 5)
+    kv.launch_step(3)
+    kv.free(2)
+    assert not kv.grow(1, 5) and kv.can_grow_later(1, 5)
+    kv.on_step_evaluated(3)
+    assert kv.grow(1, 5)
+    kv.check_integrity()
+
+
+def test_reset_forgets_everything_and_running_sequences_go_on():
+    kv = Store(16, 4)
+    running = tokens_of("abcdefgh")
+    kv.compute(1, running)
+    kv.compute(2, tokens_of("zzzzyyyy"))
+    kv.free(2)
+    assert kv.reset_prefix_cache() == 4
+    kv.check_integrity()
+    assert kv.match([*running, 0]).num_full_blocks == 0
+    running += tokens_of("ijkl")
+    assert kv.grow(1, 12)
+    kv.run()
+    kv.commit(1, 12)
+    kv.check_integrity()
+    assert kv.usage.num_indexed_blocks == 0
+    kv.free(1)
+    assert kv.usage.num_free_blocks == 15
+    assert kv.counters.num_resets == 1
+
+
+def test_a_fork_after_a_reset_is_not_indexed_either():
+    kv = Store(16, 4)
+    tokens = tokens_of("abcdefghi")
+    kv.compute(1, tokens)
+    kv.reset_prefix_cache()
+    assert kv.admit(2, list(tokens), fork_of=1, num_fork_tokens=8) == 8
+    kv.run()
+    kv.commit(2, 9)
+    kv.check_integrity()
+    kv.free(1)
+    kv.free(2)
+    assert kv.usage.num_free_blocks == 15
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda kv: kv.pool.retain(kv.blocks_of(1)[2]),
+        lambda kv: kv._tables[1].tokens.insert(0, 9),
+        lambda kv: kv._tables[1].blocks.reverse(),
+        lambda kv: kv.index.lock(kv._tables[1].tip),
+        lambda kv: kv._frontier.clear(),
+    ],
+)
+def test_the_integrity_check_finds_damage(damage):
+    kv = Store(16, 4)
+    kv.compute(1, tokens_of("abcdefghi"))
+    damage(kv)
+    with pytest.raises(IntegrityError):
+        kv.check_integrity()

@@ -1,0 +1,442 @@
+"""Scheduler: order, budgets, sharing, pressure, ends; on a device that checks every batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.fake_model import FakeEngine, generate, next_token
+from support.scheduling_helpers import OVERLAP, Clock, check_outputs, make, request, rows
+
+from mlx_paged.core import (
+    IN_FLIGHT_TOKEN,
+    FinishReason,
+    KVManager,
+    Scheduler,
+    SchedulerConfig,
+    StopPolicy,
+)
+from mlx_paged.errors import (
+    DuplicateRequestError,
+    EngineOverloadedError,
+    InvalidParameterError,
+    RequestTooLargeError,
+)
+
+# The shape of steps.
+
+
+@OVERLAP
+def test_one_request_is_a_prefill_and_then_decodes(overlap):
+    engine = make(overlap=overlap)
+    r = request("a", [1, 2, 3, 4, 5])
+    engine.scheduler.add(r)
+    engine.run()
+    assert [rows(engine, i) for i in range(len(engine.batches))] == [[("a", 5)]] + 3 * [[("a", 1)]]
+    assert [b.step for b in engine.batches] == [1, 2, 3, 4]
+    awaited = [b.sequences[0].token_ids == (IN_FLIGHT_TOKEN,) for b in engine.batches]
+    assert awaited == [False, overlap, overlap, overlap]
+    assert all(b.sequences[0].samples for b in engine.batches)
+    check_outputs(engine, r)
+
+
+def test_a_prompt_over_the_budget_goes_in_chunks_and_only_the_last_one_samples():
+    engine = make(max_num_batched_tokens=8, long_prefill_token_threshold=0)
+    engine.scheduler.add(request("a", list(range(20)), 1))
+    engine.run()
+    assert [(b.sequences[0].start, b.sequences[0].num_tokens) for b in engine.batches] == [
+        (0, 8),
+        (8, 8),
+        (16, 4),
+    ]
+    assert [b.sequences[0].samples for b in engine.batches] == [False, False, True]
+
+
+def test_decodes_come_first_and_chunks_fill_the_rest():
+    engine = make(max_num_batched_tokens=8, long_prefill_token_threshold=0)
+    engine.scheduler.add(request("a", [1, 2, 3]))
+    engine.step()
+    engine.scheduler.add(request("b", list(range(10, 30))))
+    engine.step()
+    assert rows(engine) == [("a", 1), ("b", 7)]
+
+
+def test_requests_are_served_in_order_of_arrival_up_to_max_num_seqs():
+    engine = make(max_num_seqs=2)
+    requests = [request(name, [i, i, i]) for i, name in enumerate("abcd")]
+    for r in requests:
+        engine.scheduler.add(r)
+    engine.step()
+    assert rows(engine) == [("a", 3), ("b", 3)]
+    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (2, 2)
+    engine.run()
+    check_outputs(engine, *requests)
+
+
+def test_a_long_prompt_leaves_short_ones_their_share():
+    engine = make(max_num_batched_tokens=16, long_prefill_token_threshold=12)
+    engine.scheduler.add(request("long", list(range(100))))
+    engine.step()
+    assert rows(engine) == [("long", 12)]  # its chunks are bounded
+    engine.scheduler.add(request("short", [1, 2, 3, 4, 5, 6]))
+    engine.step()
+    assert rows(engine) == [("long", 10), ("short", 6)]
+    engine.step()
+    assert rows(engine) == [("short", 1), ("long", 12)]
+
+
+def test_short_prompts_beyond_half_of_a_step_leave_the_rest_to_a_long_one():
+    engine = make(max_num_batched_tokens=16, long_prefill_token_threshold=12)
+    for name, length in [("a", 7), ("b", 7), ("long", 100)]:
+        engine.scheduler.add(request(name, [ord(name[0])] * length))
+    engine.step()
+    assert rows(engine) == [("a", 7), ("b", 7), ("long", 2)]
+    engine.run()
+
+
+def test_long_prompts_cannot_starve_short_ones_nor_the_reverse():
+    engine = make(num_blocks=400, max_num_batched_tokens=16, long_prefill_token_threshold=8)
+    for i in range(4):
+        engine.scheduler.add(request(f"long{i}", [i] * 200, 1))
+    engine.step()
+    for i in range(4):
+        engine.scheduler.add(request(f"short{i}", [10 + i] * 8, 1))
+    for _ in range(4):
+        engine.step()
+        assert any(name.startswith("short") for name, _ in rows(engine))
+        assert any(name.startswith("long") for name, _ in rows(engine))
+    engine.run()
+
+
+def test_the_schedule_depends_on_nothing_but_the_requests():
+    def batches() -> list[Any]:
+        engine = make(num_blocks=9, max_num_batched_tokens=12, overlap=True)
+        for i in range(12):
+            engine.scheduler.add(request(f"r{i}", [1, 2, 3, 4, i % 3], 6, n=1 + i % 2))
+        engine.run()
+        return engine.batches
+
+    assert batches() == batches()
+
+
+# Sharing.
+
+
+@OVERLAP
+def test_a_shared_system_prompt_is_computed_once(overlap):
+    system = list(range(100, 132))
+    engine = make(overlap=overlap, max_num_batched_tokens=64)
+    requests = [request(f"r{i}", [*system, i], 3) for i in range(4)]
+    for r in requests:
+        engine.scheduler.add(r)
+    engine.run()
+    check_outputs(engine, *requests)
+    # Prompts: 32 + 4 x 1; answers: two computed tokens each.
+    assert engine.device.num_tokens_computed == 32 + 4 + 4 * 2
+    assert engine.scheduler.kv.counters.num_cached_tokens == 3 * 32
+    assert [r.sequences[0].num_cached_tokens for r in requests] == [0, 32, 32, 32]
+
+
+def test_waiting_for_shared_blocks_can_be_switched_off():
+    engine = make(wait_for_shared_blocks=False)
+    requests = [request(f"r{i}", [*range(16), 50 + i]) for i in range(2)]
+    for r in requests:
+        engine.scheduler.add(r)
+    engine.step()
+    assert rows(engine) == [("r0", 17), ("r1", 17)]
+    engine.run()
+    check_outputs(engine, *requests)
+
+
+def test_who_waits_for_a_block_does_not_hold_up_others():
+    engine = make(max_num_batched_tokens=16, long_prefill_token_threshold=8)
+    for name, prompt in [("a", list(range(32))), ("b", list(range(32))), ("c", [90, 91])]:
+        engine.scheduler.add(request(name, prompt))
+    engine.step()
+    assert rows(engine) == [("a", 8), ("c", 2)]
+    engine.run()
+
+
+def test_nobody_waits_for_a_block_of_a_lower_class():
+    def second_step(first: int, second: int) -> list[tuple[str, int]]:
+        engine = make(policy="priority", max_num_batched_tokens=32, long_prefill_token_threshold=8)
+        engine.scheduler.add(request("first", list(range(40)), priority=first))
+        engine.step()
+        engine.scheduler.add(request("second", list(range(40)), priority=second))
+        engine.step()
+        computed = rows(engine)
+        engine.run()
+        return computed
+
+    assert second_step(0, 5) == second_step(5, 5) == [("first", 8)]
+    assert second_step(5, 0) == [("first", 8), ("second", 8)]
+
+
+def test_an_aborted_request_leaves_its_blocks_for_the_retry():
+    engine = make(max_num_batched_tokens=16, long_prefill_token_threshold=0)
+    engine.scheduler.add(request("a", list(range(40))))
+    engine.step()
+    engine.step()
+    assert engine.scheduler.abort("a") and not engine.scheduler.abort("a")
+    retry = request("a", list(range(40)))
+    engine.scheduler.add(retry)
+    engine.run()
+    assert retry.sequences[0].num_cached_tokens == 32
+    check_outputs(engine, retry)
+
+
+@OVERLAP
+@pytest.mark.parametrize("caching", [True, False])
+def test_n_answers_share_one_prompt(overlap, caching):
+    engine = make(overlap=overlap, caching=caching)
+    r = request("a", list(range(10)), 6, n=4)
+    sequences = engine.scheduler.add(r)
+    assert [s.index for s in sequences] == [0, 1, 2, 3]
+    while len(engine.batches) < 3 + overlap:
+        engine.step()
+    assert engine.scheduler.kv.usage.num_shared_blocks == 2
+    engine.run()
+    check_outputs(engine, r)
+    # The prompt once, and for each sibling its last token again.
+    assert engine.device.num_tokens_computed == 10 + 3 + 4 * 5
+    copies = [copy for batch in engine.batches for copy in batch.block_copies]
+    assert len(copies) == 3
+
+
+def test_the_next_turn_of_a_chat_reuses_the_answer():
+    engine = make()
+    first = request("a", list(range(9)), 12)
+    engine.scheduler.add(first)
+    engine.run()
+    history = [*range(9), *engine.outputs[first.sequences[0].seq_id]]
+    second = request("b", [*history, 50, 51, 52])
+    engine.scheduler.add(second)
+    engine.run()
+    assert second.sequences[0].num_cached_tokens == 20
+    check_outputs(engine, first, second)
+
+
+# Refusals.
+
+
+def test_requests_that_can_never_fit_are_refused_with_the_numbers():
+    engine = make(num_blocks=4)
+    with pytest.raises(RequestTooLargeError) as error:
+        engine.scheduler.add(request("a", [1] * 10, 4))
+    assert (error.value.num_prompt_tokens, error.value.max_tokens, error.value.limit) == (10, 4, 13)
+    assert "10 prompt + 4 generated = 14 tokens" in str(error.value)
+    assert isinstance(error.value, ValueError)
+    engine.scheduler.add(request("b", [1] * 10, 3))  # the last token needs no slot
+    engine.run()
+    bounded = make(max_model_len=12)
+    with pytest.raises(RequestTooLargeError, match="max_model_len"):
+        bounded.scheduler.add(request("a", [1] * 12, None))
+
+
+def test_without_max_tokens_an_answer_may_fill_the_model():
+    engine = make(max_model_len=12)
+    r = request("a", [1] * 5, None)
+    engine.scheduler.add(r)
+    engine.run()
+    assert r.sequences[0].num_output_tokens == 7
+    assert r.sequences[0].finish_reason is FinishReason.LENGTH
+
+
+def test_a_full_queue_refuses_work():
+    engine = make(max_num_waiting=2)
+    engine.scheduler.add(request("a", [1], n=2))
+    with pytest.raises(EngineOverloadedError) as error:
+        engine.scheduler.add(request("b", [1]))
+    assert (error.value.num_waiting, error.value.max_num_waiting) == (2, 2)
+    engine.step()
+    engine.scheduler.add(request("b", [1]))
+    engine.run()
+
+
+# Ends.
+
+
+@OVERLAP
+def test_stop_tokens_end_a_sequence_and_the_row_in_flight_is_discarded(overlap):
+    prompt = [3, 1, 4]
+    answer = generate(prompt, 8, frozenset())
+    eos = answer[3]
+    expected = answer[: answer.index(eos) + 1]
+    engine = make(overlap=overlap)
+    r = request("a", prompt, 8, stop={"eos_token_ids": frozenset([eos])})
+    engine.scheduler.add(r)
+    engine.run()
+    assert r.sequences[0].output_token_ids == expected
+    assert r.sequences[0].finish_reason is FinishReason.STOP
+    assert len(engine.batches) == len(expected) + overlap
+
+
+def test_stop_policies():
+    stop = StopPolicy(
+        max_tokens=9, eos_token_ids=frozenset([1]), stop_token_ids=frozenset([2]), min_tokens=3
+    )
+    assert stop.reason_to_stop(1, 2, 9) is None
+    assert stop.reason_to_stop(1, 3, 9) is FinishReason.STOP
+    assert stop.reason_to_stop(2, 3, 9) is FinishReason.STOP
+    assert stop.reason_to_stop(5, 9, 9) is FinishReason.LENGTH
+    ignoring = StopPolicy(
+        eos_token_ids=frozenset([1]), stop_token_ids=frozenset([2]), ignore_eos=True
+    )
+    assert ignoring.reason_to_stop(1, 1, 9) is None
+    assert ignoring.reason_to_stop(2, 1, 9) is FinishReason.STOP
+
+
+@OVERLAP
+def test_a_stop_string_found_outside_ends_one_sequence(overlap):
+    engine = make(overlap=overlap)
+    r = request("a", [1, 2, 3], 20, n=2)
+    engine.scheduler.add(r)
+    for _ in range(5):
+        engine.step()
+    assert engine.scheduler.finish("a", FinishReason.STOP, index=0)
+    engine.scheduler.check_integrity()
+    engine.run()
+    first, second = r.sequences
+    assert first.finish_reason is FinishReason.STOP and first.num_output_tokens < 20
+    assert second.output_token_ids == generate([1, 2, 3], 20, frozenset(), 1)
+    with pytest.raises(InvalidParameterError, match="index must be"):
+        engine.scheduler.add(request("b", [1]))
+        engine.scheduler.finish("b", FinishReason.STOP, index=1)
+
+
+@OVERLAP
+@pytest.mark.parametrize("num_steps", range(5))
+def test_abort_at_any_moment(overlap, num_steps):
+    engine = make(overlap=overlap, max_num_batched_tokens=8)
+    other = request("b", [7, 7], 6)
+    engine.scheduler.add(request("a", list(range(12)), 6, n=2))
+    engine.scheduler.add(other)
+    for _ in range(num_steps):
+        engine.step()
+    assert engine.scheduler.abort("a")
+    assert engine.scheduler.request("a") is None
+    engine.scheduler.check_integrity()
+    engine.run()
+    check_outputs(engine, other)
+
+
+@OVERLAP
+def test_deadlines_end_requests_running_or_waiting(overlap):
+    clock = Clock()
+    kv = KVManager(65, 4)
+    config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64)
+    engine = FakeEngine(Scheduler(config, kv, clock=clock), overlap=overlap)
+    running, waiting = request("a", [1], 50, timeout=2.0), request("b", [2], 3, timeout=1.0)
+    last = request("c", [3], 3)
+    for r in (running, waiting, last):
+        engine.scheduler.add(r)
+    engine.step()
+    clock.now = 1.0
+    engine.step()
+    assert waiting.is_finished and not running.is_finished
+    clock.now = 2.5
+    engine.run()
+    assert engine.reasons[running.sequences[0].seq_id] is FinishReason.TIMEOUT
+    assert engine.reasons[waiting.sequences[0].seq_id] is FinishReason.TIMEOUT
+    assert engine.outputs[last.sequences[0].seq_id] == generate([3], 3, frozenset())
+
+
+@OVERLAP
+def test_a_failed_step_is_computed_again(overlap):
+    engine = make(overlap=overlap, max_num_batched_tokens=16)
+    requests = [request("a", list(range(30)), 6), request("b", [1, 2], 6, n=2)]
+    for r in requests:
+        engine.scheduler.add(r)
+    for _ in range(4):
+        engine.step()
+        batch = engine.scheduler.schedule()
+        assert batch is not None
+        engine.device.launch(batch)
+        engine.fail()
+        engine.scheduler.check_integrity()
+    engine.run()
+    check_outputs(engine, *requests)
+
+
+# Misuse.
+
+
+def test_ids_are_unique_among_unfinished_requests():
+    engine = make()
+    a = request("a", [1])
+    engine.scheduler.add(a)
+    with pytest.raises(DuplicateRequestError, match="'a' is already in use"):
+        engine.scheduler.add(request("a", [2]))
+    engine.run()
+    with pytest.raises(DuplicateRequestError):
+        engine.scheduler.add(a)  # the very same object, used up
+    engine.scheduler.add(request("a", [2]))
+
+
+@pytest.mark.parametrize(
+    ("make_it", "message"),
+    [
+        (lambda: request("a", []), "prompt_token_ids must be at least one token"),
+        (lambda: request("a", [1, -1]), "prompt_token_ids must be token ids >= 0 but got -1"),
+        (lambda: request("a", [1], n=0), "n must be at least 1 but got 0"),
+        (lambda: request("a", [1], timeout=-1.0), "timeout must be at least 0 seconds"),
+        (lambda: StopPolicy(max_tokens=0), "max_tokens must be at least 1 but got 0"),
+        (lambda: StopPolicy(min_tokens=-1), "min_tokens must be at least 0"),
+        (
+            lambda: StopPolicy(max_tokens=2, min_tokens=3),
+            r"min_tokens must be at most max_tokens \(2\)",
+        ),
+        (
+            lambda: SchedulerConfig(policy="lifo"),
+            "policy must be 'fcfs' or 'priority' but got 'lifo'",
+        ),  # type: ignore[arg-type]
+        (lambda: SchedulerConfig(max_num_seqs=0), "max_num_seqs"),
+        (lambda: SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=8), r"max_num_seqs \(9\)"),
+        (lambda: SchedulerConfig(watermark=1.0), "watermark"),
+        (lambda: SchedulerConfig(max_model_len=0), "max_model_len"),
+        (lambda: SchedulerConfig(max_num_waiting=0), "max_num_waiting"),
+        (lambda: SchedulerConfig(long_prefill_token_threshold=-1), "long_prefill_token_threshold"),
+    ],
+)
+def test_bad_parameters_are_named(make_it, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        make_it()
+
+
+def test_steps_are_committed_in_order_and_complete():
+    engine = make()
+    engine.scheduler.add(request("a", [1]))
+    first = engine.scheduler.schedule()
+    second = engine.scheduler.schedule()
+    assert first is not None and second is not None
+    with pytest.raises(AssertionError):
+        engine.scheduler.schedule()  # two in flight are enough
+    with pytest.raises(AssertionError):
+        engine.scheduler.commit(second, {})
+    with pytest.raises(InvalidParameterError, match=r"sampled must be a token for each .* \[1\]"):
+        engine.scheduler.commit(first, {})
+    engine.scheduler.finish("a", FinishReason.ERROR)
+    assert engine.scheduler.commit(first, {}) == engine.scheduler.commit(second, {}) == []
+
+
+def test_the_model_of_these_tests_depends_on_every_token():
+    assert len({next_token([1, 2, i]) for i in range(50)}) > 25
+    assert len({next_token([i, 2, 3]) for i in range(50)}) > 25
+
+
+def test_without_chunked_prefill_a_prompt_is_never_cut() -> None:
+    engine = make(200, caching=False, max_model_len=64, enable_chunked_prefill=False)
+    prompts = [list(range(length)) for length in (40, 60, 3, 50, 30)]
+    for i, prompt in enumerate(prompts):
+        engine.scheduler.add(request(str(i), prompt))
+    engine.run()
+    first_rows: dict[str, int] = {}
+    for batch in engine.batches:
+        for row in batch.sequences:
+            first_rows.setdefault(row.request_id, len(row.token_ids))
+    assert [first_rows[str(i)] for i in range(5)] == [len(p) for p in prompts]
+
+
+def test_without_chunked_prefill_a_step_must_hold_the_longest_prompt() -> None:
+    with pytest.raises(InvalidParameterError, match="at least the context length"):
+        SchedulerConfig(max_model_len=4096, enable_chunked_prefill=False)

@@ -1,0 +1,182 @@
+"""Scheduler under pressure: tiny pools, preemption, priorities, long random runs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from support.fake_model import generate
+from support.scheduling_helpers import OVERLAP, check_outputs, make, request, rows
+
+from mlx_paged.core import FinishReason, SchedulingPolicy
+
+
+@OVERLAP
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_three_blocks_serve_sixty_four_requests(overlap, caching, policy):
+    engine = make(num_blocks=4, overlap=overlap, caching=caching, policy=policy, watermark=0.01)
+    requests = [
+        request(
+            f"r{i}", [i % 5] * (1 + i % 8), 13 - (1 + i % 8), priority=i % 3, n=1 + (i % 16 == 0)
+        )
+        for i in range(64)
+    ]
+    for r in requests:
+        engine.scheduler.add(r)
+    while engine.scheduler.has_unfinished or engine.running:
+        engine.step()
+        engine.scheduler.check_integrity()
+        assert len(engine.batches) < 5_000
+    assert engine.scheduler.num_preemptions > 0
+    check_outputs(engine, *requests)
+
+
+def test_the_latest_arrival_is_preempted_and_its_blocks_stay_cached():
+    engine = make(num_blocks=6)
+    requests = [request("a", [1] * 8, 8), request("b", [2] * 8, 8)]
+    for r in requests:
+        engine.scheduler.add(r)
+    while engine.scheduler.num_preemptions == 0:
+        engine.step()
+    assert not requests[1].sequences[0].is_running and requests[0].sequences[0].is_running
+    assert engine.scheduler.kv.match([2] * 9).num_full_blocks >= 1
+    engine.run()
+    check_outputs(engine, *requests)
+
+
+def test_a_preempted_sequence_keeps_the_token_that_was_in_flight():
+    engine = make(num_blocks=4, overlap=True)
+    requests = [request("a", [1] * 4, 8), request("b", [2] * 4, 8)]
+    for r in requests:
+        engine.scheduler.add(r)
+    engine.run()
+    assert engine.scheduler.num_preemptions > 0
+    check_outputs(engine, *requests)
+
+
+def test_a_sequence_sits_out_a_step_rather_than_preempt_when_blocks_are_on_their_way():
+    engine = make(num_blocks=4, overlap=True, caching=False)
+    requests = [request("a", [1] * 3, 6), request("b", [2] * 4, 5), request("c", [3] * 3, 2)]
+    for r in requests:
+        engine.scheduler.add(r)
+    engine.step()
+    assert rows(engine) == [("a", 3), ("b", 4), ("c", 3)]
+    engine.step()  # "b" finds no block for its fifth token: "c" is preempted, its block is awaited
+    assert engine.scheduler.num_preemptions == 1
+    assert rows(engine) == [("a", 1)]
+    engine.run()
+    assert engine.scheduler.num_preemptions <= 2
+    check_outputs(engine, *requests)
+
+
+def test_a_step_that_preempts_admits_nobody():
+    engine = make(num_blocks=5, max_num_batched_tokens=16)
+    requests = [request("a", [1] * 7, 8), request("b", [2] * 6, 8), request("c", [3], 2)]
+    for r in requests[:2]:
+        engine.scheduler.add(r)
+    engine.step()
+    engine.step()
+    engine.scheduler.add(requests[2])
+    while engine.scheduler.num_preemptions == 0:
+        engine.step()
+    assert rows(engine) == [("a", 1)]
+    engine.run()
+    check_outputs(engine, *requests)
+
+
+def test_nobody_overtakes_a_request_that_waits_for_memory():
+    engine = make(num_blocks=9)
+    engine.scheduler.add(request("running", [1] * 16, 8))
+    engine.step()
+    engine.scheduler.add(request("big", [2] * 20, 1))
+    engine.scheduler.add(request("small", [3], 1))
+    engine.step()
+    assert rows(engine) == [("running", 1)]
+    engine.run()
+    first_step = {}
+    for batch in engine.batches:
+        for row in batch.sequences:
+            first_step.setdefault(row.request_id, batch.step)
+    assert first_step["running"] < first_step["big"] <= first_step["small"]
+
+
+def test_the_watermark_is_kept_free_unless_nothing_runs():
+    engine = make(num_blocks=11, watermark=0.5)
+    engine.scheduler.add(request("a", [1] * 28, 4))
+    engine.scheduler.add(request("b", [2] * 4, 4))
+    engine.step()
+    assert rows(engine) == [("a", 28)]
+
+
+def test_a_high_priority_request_preempts_low_ones():
+    engine = make(num_blocks=6, policy=SchedulingPolicy.PRIORITY)
+    low = request("low", [1] * 12, 4, priority=5)
+    engine.scheduler.add(low)
+    engine.step()
+    high = request("high", [2] * 12, 4, priority=0)
+    engine.scheduler.add(high)
+    engine.step()
+    assert rows(engine)[0][0] == "high"
+    assert not low.sequences[0].is_running
+    engine.run()
+    check_outputs(engine, low, high)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 8])
+def test_priority_preempts_lower_classes_only(max_num_seqs):
+    engine = make(num_blocks=6, policy="priority", max_num_seqs=max_num_seqs)
+    equal = [request(name, [ord(name)] * 12, 4, priority=1) for name in "ab"]
+    engine.scheduler.add(equal[0])
+    engine.step()
+    engine.scheduler.add(equal[1])
+    engine.step()
+    assert rows(engine) == [("a", 1)]
+    assert engine.scheduler.num_preemptions == 0
+    engine.run()
+    check_outputs(engine, *equal)
+
+
+def test_under_fcfs_priority_means_nothing():
+    engine = make(max_num_seqs=1)
+    engine.scheduler.add(request("a", [1], priority=5))
+    engine.scheduler.add(request("b", [2], priority=0))
+    engine.step()
+    assert rows(engine) == [("a", 1)]
+
+
+@OVERLAP
+@pytest.mark.parametrize("num_blocks", [8, 24, 200])
+def test_a_long_run_of_random_arrivals_loses_no_token(overlap, num_blocks):
+    rng = random.Random(num_blocks)
+    engine = make(num_blocks, overlap=overlap, max_num_batched_tokens=32, watermark=0.05)
+    stems = [[rng.randrange(50) for _ in range(20)] for _ in range(4)]
+    eos = frozenset({7})
+    requests = []
+    for i in range(300):
+        prompt = stems[i % 4][: rng.randrange(21)] + [
+            rng.randrange(50) for _ in range(rng.randrange(1, 5))
+        ]
+        limit = engine.scheduler.max_total_tokens
+        prompt = prompt[: limit - 1]
+        max_tokens = min(rng.randrange(1, 16), limit - len(prompt))
+        r = request(
+            f"r{i}", prompt, max_tokens, stop={"eos_token_ids": eos}, n=rng.choice([1, 1, 1, 3])
+        )
+        engine.scheduler.add(r)
+        requests.append(r)
+        for _ in range(rng.randrange(4)):
+            engine.step()
+        if i % 10 == 0:
+            engine.scheduler.abort(rng.choice(requests).request_id)
+            engine.scheduler.check_integrity()
+    engine.run()
+    engine.scheduler.check_integrity()
+    for r in requests:
+        for seq in r.sequences:
+            got = seq.output_token_ids
+            expected = generate(r.prompt_token_ids, r.max_output_tokens, eos, seq.index)
+            whole = seq.finish_reason is not FinishReason.ABORT
+            assert got == (expected if whole else expected[: len(got)])
+    usage = engine.scheduler.kv.usage
+    assert usage.num_used_blocks == usage.num_quarantined_blocks == 0

@@ -1,0 +1,264 @@
+"""`mlx-paged doctor` as a command: its JSON, its exit status, and installations that are broken."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema_rs
+import pytest
+from rich.console import Console
+from support import doctor_machines as machines
+from support.doctor_helpers import SOFTWARE, answers, examined, with_software
+
+from mlx_paged import _build
+from mlx_paged.doctor import isolation, report, software, terminal
+from mlx_paged.doctor.examine import Sources, examine
+from mlx_paged.doctor.finding import Status
+from mlx_paged.doctor.isolation import Outcome
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = jsonschema_rs.validator_for(json.loads(report.SCHEMA_FILE.read_text()))
+
+
+def doctor(*options: str, site: str | None = None, tmp: Path | None = None, **env: str):
+    """Runs the command; `site` is Python that every interpreter runs when it starts."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("MLX_PAGED_")}
+    if site is not None:
+        assert tmp is not None
+        (tmp / "sitecustomize.py").write_text(site)
+        inherited["PYTHONPATH"] = str(tmp)
+    return subprocess.run(
+        [sys.executable, "-m", "mlx_paged.cli.main", "doctor", *options],
+        env={**inherited, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def bad(run) -> dict[str, dict[str, str]]:
+    """Findings with a fault, by check."""
+    found = json.loads(run.stdout)["findings"]
+    return {f["check"]: f for f in found if f["status"] in ("warning", "broken")}
+
+
+# --- This installation ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def healthy():
+    return doctor("--json")
+
+
+def test_this_installation_is_not_broken(healthy) -> None:
+    assert healthy.returncode == 0, healthy.stdout + healthy.stderr
+    told = json.loads(healthy.stdout)
+    assert told["verdict"] in ("ok", "warning") and told["exit_status"] == 0
+    assert not [f for f in told["findings"] if f["status"] == "broken"]
+    assert healthy.stderr == ""
+
+
+def test_its_json_follows_the_schema(healthy) -> None:
+    told = json.loads(healthy.stdout)
+    assert [str(error) for error in SCHEMA.iter_errors(told)] == []
+    assert told["self_test"] and all(case["ok"] for case in told["self_test"])
+    assert told["fits"][0]["model"] == "embedded model"
+    assert told["mlx"]["version"] == _build.MLX_VERSION
+    assert told["bandwidth"]["cpu"] > 1e8
+
+
+def test_it_does_not_tell_the_home_folder(monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    text = report.dumps(examined())
+    assert "/home/ada" not in text and "~/.venv/bin/python" in text
+
+
+def test_secrets_are_not_told() -> None:
+    told = software.environment(
+        {"MLX_PAGED_API_KEY": "hunter2", "MLX_PAGED_NUM_THREADS": "3", "PATH": "/bin"}
+    )
+    assert told == {"MLX_PAGED_API_KEY": "(set)", "MLX_PAGED_NUM_THREADS": "3"}
+
+
+# --- The schema, over every machine and fault -----------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(machines.ALL))
+def test_every_machine_follows_the_schema(name) -> None:
+    told = report.data(examined(machines.ALL[name]))
+    assert [str(error) for error in SCHEMA.iter_errors(told)] == []
+
+
+@pytest.mark.parametrize(
+    "examination",
+    [
+        examined(mlx=Outcome(error="ImportError: no"), extension=Outcome(error="ImportError: no")),
+        examined(software=with_software(extension=None, built_mlx=None, packages={})),
+        examined(**{"test/cpu/rope/float32": Outcome(error="WrongResult: wrong")}),
+        examined(matmul=Outcome(error="MemoryError: no"), memory=Outcome(error="OSError: no")),
+        examined(machines.M3_MAX, told=answers(gpu=True, build={"backends": "cpu metal"})),
+    ],
+    ids=["no mlx", "no extension", "wrong kernel", "no memory", "mac"],
+)
+def test_every_fault_follows_the_schema_and_can_be_shown(examination) -> None:
+    told = json.loads(report.dumps(examination))
+    assert [str(error) for error in SCHEMA.iter_errors(told)] == []
+    console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
+    terminal.show(examination, console)
+    shown = console.export_text()
+    for finding in examination.findings:
+        if finding.status in (Status.WARNING, Status.BROKEN):
+            assert finding.check in shown and finding.remedy.split()[0] in shown
+
+
+def test_the_schema_refuses_what_is_not_a_report() -> None:
+    told = report.data(examined())
+    assert not SCHEMA.is_valid({**told, "verdict": "fine"})
+    assert not SCHEMA.is_valid({k: v for k, v in told.items() if k != "findings"})
+    assert not SCHEMA.is_valid({**told, "surplus": 1})
+
+
+# --- Planted faults, in a process of their own ----------------------------------------------------
+
+WRONG_KERNEL = """
+import sys
+if any("doctor.isolation" in word for word in getattr(sys, "orig_argv", [])):
+    import mlx_paged, mlx_paged.ops as ops
+    right = ops.rms_norm
+    ops.rms_norm = lambda *a, **k: right(*a, **k) * 1.5
+"""
+
+
+def test_a_wrong_kernel_fails_by_name(tmp_path) -> None:
+    run = doctor("--json", site=WRONG_KERNEL, tmp=tmp_path)
+    assert run.returncode == 1
+    assert {name for name, f in bad(run).items() if f["status"] == "broken"} == {
+        f"self-test on the CPU: rms_norm in {dtype}" for dtype in ("float32", "float16", "bfloat16")
+    }
+    assert "is off by 5.0e-01 of its norm" in bad(run)[
+        "self-test on the CPU: rms_norm in float32"
+    ]["found"]  # fmt: skip
+
+
+def test_a_kernel_that_crashes_fails_by_name(tmp_path) -> None:
+    site = WRONG_KERNEL.replace("right(*a, **k) * 1.5", "os.kill(os.getpid(), 11)")
+    run = doctor("--json", site="import os\n" + site, tmp=tmp_path)
+    assert run.returncode == 1
+    assert "SIGSEGV" in bad(run)["self-test on the CPU: rms_norm in float32 and 2 more"]["found"]
+    # and what comes after it still ran
+    assert json.loads(run.stdout)["self_test"][-1]["ok"]
+
+
+def test_a_build_for_another_mlx_fails_by_name(tmp_path) -> None:
+    site = (
+        "import sys, types\nbuild = types.ModuleType('mlx_paged._build')\n"
+        "build.MLX_VERSION, build.NANOBIND_VERSION = '9.8.7', '3.1.0'\n"
+        "sys.modules['mlx_paged._build'] = build\n"
+    )
+    run = doctor("--json", site=site, tmp=tmp_path)
+    assert run.returncode == 1
+    faults = bad(run)
+    assert faults["extension fits MLX"]["expected"].startswith("MLX 9.8.7")
+    assert faults["extension fits MLX"]["found"] == f"MLX {_build.MLX_VERSION}"
+    assert "built with MLX 9.8.7 but found MLX" in faults["extension loads"]["found"]
+
+
+def test_a_machine_without_mlx(tmp_path) -> None:
+    run = doctor("--json", site="import sys\nsys.modules['mlx.core'] = None\n", tmp=tmp_path)
+    assert run.returncode == 1
+    assert bad(run)["MLX imports"]["found"].startswith("ModuleNotFoundError: ")
+    assert json.loads(run.stdout)["fits"] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS has Accelerate")
+def test_mlx_imported_too_early_is_a_warning(tmp_path) -> None:
+    run = doctor("--json", site="import mlx.core\n", tmp=tmp_path)
+    assert run.returncode == 0
+    found = bad(run)["BLAS"]
+    assert found["status"] == "warning" and "imported before mlx_paged" in found["found"]
+    assert "import mlx_paged before mlx.core" in found["remedy"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS has Accelerate")
+def test_a_program_can_ask_about_itself() -> None:
+    code = (
+        "import mlx.core, warnings\nwarnings.simplefilter('ignore')\n"
+        "from mlx_paged.doctor import isolation\n"
+        "from mlx_paged.doctor.examine import Sources, examine\n"
+        "e = examine(Sources(run=isolation.run_here))\n"
+        "print([f.found for f in e.findings if f.check == 'BLAS'][0])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert run.stdout.strip() == "MLX's own (mlx.core was imported before mlx_paged)", run.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="instruction sets of x86 and ARM Linux")
+def test_the_blas_switched_off() -> None:
+    run = doctor("--json", MLX_PAGED_BLAS="off")
+    assert run.returncode == 0
+    assert bad(run)["BLAS"]["found"] == "MLX's own (MLX_PAGED_BLAS=off)"
+    assert json.loads(run.stdout)["software"]["environment"] == {"MLX_PAGED_BLAS": "off"}
+
+
+def test_no_command_line_is_needed(tmp_path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nfor name in ('typer', 'rich', 'click'): sys.modules[name] = None\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-m", "mlx_paged.doctor"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert SCHEMA.is_valid(json.loads(run.stdout))
+
+
+# --- What is installed ----------------------------------------------------------------------------
+
+
+def test_this_installation_is_read_without_importing_it() -> None:
+    found = software.installed()
+    assert found.packages["mlx"] == found.built_mlx == _build.MLX_VERSION
+    assert found.built_nanobind == _build.NANOBIND_VERSION
+    assert found.extension_abi and found.extension_abi == found.mlx_abi
+    assert {r.name for r in found.requirements} >= {"mlx", "mlx-lm", "numpy", "rich", "typer"}
+    assert all(r.is_met for r in found.requirements)
+    assert {r.name for r in found.extras["cuda13"]} == {"mlx", "mlx-cuda-13"}
+
+
+@pytest.mark.parametrize(
+    ("binary", "abi"),
+    [
+        (b"\0nanobind_system_libcpp_abi1_v22\0", "nanobind_system_libcpp_abi1_v22"),
+        (b"\0__nb_internals_%s\0", None),
+        (b"", None),
+    ],
+)
+def test_the_abi_is_a_string_in_the_library(binary, abi) -> None:
+    assert software.nanobind_abi(binary) == abi
+
+
+def test_phases_are_told_in_order() -> None:
+    phases: list[str] = []
+    changed = dataclasses.replace(
+        Sources(lambda: machines.ARM, lambda: SOFTWARE, isolation.run_here),
+        on_phase=phases.append,
+    )
+    examine(changed)
+    assert phases == ["the machine", "MLX and the extension", "memory", "every primitive", "speed"]
+
+
+def test_the_bug_report_asks_for_it() -> None:
+    template = (ROOT / ".github/ISSUE_TEMPLATE/bug_report.yml").read_text()
+    assert "mlx-paged doctor --json" in template

@@ -1,0 +1,355 @@
+"""What doctor says of installations and machines with a known fault, and of those without one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from support import doctor_machines as machines
+from support.doctor_helpers import (
+    ABI,
+    BUILD,
+    CASE,
+    GIB,
+    SOFTWARE,
+    answers,
+    bad,
+    examined,
+    finding,
+    with_software,
+)
+
+from mlx_paged.doctor.capture import Captures
+from mlx_paged.doctor.finding import Finding, Status, verdict
+from mlx_paged.doctor.isolation import Outcome
+from mlx_paged.doctor.software import Requirement
+
+BROKEN, WARNING, NOTE, SKIPPED = Status.BROKEN, Status.WARNING, Status.NOTE, Status.SKIPPED
+MAC = with_software(packages={**SOFTWARE.packages, "mlx-metal": "0.32.4"})
+METAL = answers(
+    gpu=True,
+    build={"backends": "cpu metal", "simd": "neon", "blas": "Accelerate (macOS)"},
+    memory=96 * GIB,
+)
+CUDA = with_software(packages={**SOFTWARE.packages, "mlx-cuda-13": "0.32.4"})
+CUDA.packages.pop("mlx-cpu")  # type: ignore[attr-defined]
+ON_CUDA = answers(
+    gpu=True,
+    build={"backends": "cpu cuda", "blas": "MLX's own (this MLX runs on a GPU)"},
+    memory=140 * GIB,
+)
+
+# --- Findings themselves --------------------------------------------------------------------------
+
+
+def test_the_verdict_is_the_worst_of_what_matters() -> None:
+    def one(status: Status) -> Finding:
+        return Finding("x", status, "this", "that", "do something")
+
+    assert verdict([]) is Status.OK
+    assert verdict([one(NOTE), one(SKIPPED), one(Status.OK)]) is Status.OK
+    assert verdict([one(NOTE), one(WARNING)]) is WARNING
+    assert verdict([one(BROKEN), one(WARNING)]) is BROKEN
+
+
+@pytest.mark.parametrize("status", [WARNING, BROKEN])
+def test_whatever_is_wrong_has_a_remedy_of_one_line(status) -> None:
+    with pytest.raises(ValueError, match="must have a remedy"):
+        Finding("x", status, "this", "that")
+    with pytest.raises(ValueError, match="must be one line"):
+        Finding("x", status, "this", "that", "do\nsomething")
+
+
+# --- Nothing is wrong -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("captures", "software", "told"),
+    [
+        (machines.CONTAINER_V2, SOFTWARE, answers()),
+        (machines.M3_MAX, MAC, METAL),
+        (machines.H200, CUDA, ON_CUDA),
+        (machines.ARM, SOFTWARE, answers(build={"simd": "neon", "num_threads": "4"})),
+    ],
+    ids=["container", "mac", "nvidia", "arm"],
+)
+def test_a_healthy_installation(captures, software, told) -> None:
+    examination = examined(captures, software, told)
+    assert bad(examination) == {}
+    assert examination.verdict is Status.OK and examination.exit_status == 0
+
+
+# --- Software -------------------------------------------------------------------------------------
+
+
+def requirement(name: str, installed: str | None) -> tuple[Requirement, ...]:
+    wanted = {"mlx": "==0.32.4", "mlx-lm": "==0.32.2"}[name]
+    return (Requirement(name, wanted, installed, False),)
+
+
+def test_another_mlx_is_named_with_both_versions_and_the_remedy() -> None:
+    software = with_software(
+        packages={**SOFTWARE.packages, "mlx": "0.33.0", "mlx-cpu": "0.33.0"},
+        requirements=requirement("mlx", "0.33.0"),
+    )
+    error = Outcome(error="ImportError: mlx_paged was built with MLX 0.32.4 but found MLX 0.33.0")
+    examination = examined(software=software, extension=error)
+    assert examination.exit_status == 1
+    assert bad(examination) == {
+        "package mlx": BROKEN,
+        "extension fits MLX": BROKEN,
+        "extension loads": BROKEN,
+        "memory for models": SKIPPED,
+    }
+    found = finding(examination, "extension fits MLX")
+    assert "0.32.4" in found.expected and "0.33.0" in found.found
+    assert "pip install 'mlx==0.32.4'" in found.remedy
+    assert examination.memory is None and examination.fits == ()
+
+
+def test_another_mlx_lm_is_a_warning() -> None:
+    examination = examined(software=with_software(requirements=requirement("mlx-lm", "0.40.0")))
+    assert bad(examination) == {"package mlx-lm": WARNING}
+    assert examination.exit_status == 0
+
+
+def test_no_mlx_lm_is_broken() -> None:
+    examination = examined(software=with_software(requirements=requirement("mlx-lm", None)))
+    found = finding(examination, "package mlx-lm")
+    assert found.status is BROKEN and found.found == "not installed"
+    assert found.remedy == "pip install 'mlx-lm==0.32.2'"
+
+
+def test_another_nanobind_abi_is_named() -> None:
+    software = with_software(extension_abi=ABI.replace("v22", "v21"), built_nanobind="2.15.0")
+    found = finding(examined(software=software), "nanobind ABI")
+    assert found.status is BROKEN
+    assert "v22" in found.expected and "v21 (nanobind 2.15.0)" in found.found
+    assert "pip install --force-reinstall --no-deps ." in found.remedy
+
+
+def test_an_extension_that_was_never_built() -> None:
+    software = with_software(extension=None, extension_abi=None, built_mlx=None)
+    examination = examined(
+        software=software, extension=Outcome(error="ImportError: extension is not built")
+    )
+    assert bad(examination) == {
+        "extension is built": BROKEN,
+        "extension loads": BROKEN,
+        "memory for models": SKIPPED,
+    }
+
+
+@pytest.mark.parametrize(
+    ("packages", "status", "found"),
+    [
+        ({"mlx": "0.32.4"}, BROKEN, "none"),
+        ({"mlx": "0.32.4", "mlx-cpu": "0.32.4", "mlx-cuda-13": "0.32.4"}, WARNING, "overwrite"),
+        ({"mlx": "0.32.4", "mlx-cpu": "0.31.0"}, BROKEN, "mlx-cpu 0.31.0 beside mlx 0.32.4"),
+    ],
+)
+def test_mlxs_compiled_half(packages, status, found) -> None:
+    software = with_software(packages={"mlx-paged": "0.1.0", **packages})
+    told = finding(examined(software=software), "MLX's backend")
+    assert told.status is status and found in told.found
+
+
+def test_a_missing_extra_is_a_note() -> None:
+    extras = {**SOFTWARE.extras, "server": (Requirement("starlette", ">=0.46", None, False),)}
+    examination = examined(software=with_software(extras=extras))
+    assert bad(examination) == {"extra [server]": NOTE}
+    found = finding(examination, "extra [server]")
+    assert found.found == "not installed: starlette"
+    assert "pip install 'mlx-paged[server]'" in found.remedy
+    assert examination.exit_status == 0
+
+
+def test_an_extra_that_is_too_old_is_a_warning() -> None:
+    extras = {**SOFTWARE.extras, "server": (Requirement("starlette", ">=0.46", "0.20", False),)}
+    found = finding(examined(software=with_software(extras=extras)), "extra [server]")
+    assert (found.status, found.found) == (WARNING, "too old: starlette 0.20")
+
+
+# --- What ran -------------------------------------------------------------------------------------
+
+
+def test_no_mlx() -> None:
+    examination = examined(
+        mlx=Outcome(error="ModuleNotFoundError: No module named 'mlx'"),
+        extension=Outcome(error="ModuleNotFoundError: No module named 'mlx'"),
+    )
+    assert bad(examination) == {
+        "MLX imports": BROKEN,
+        "extension loads": SKIPPED,
+        "memory for models": SKIPPED,
+    }
+
+
+def test_an_extension_that_crashes_when_it_loads() -> None:
+    crash = Outcome(error="Crash: the process was killed by SIGSEGV", crashed=True)
+    found = finding(examined(extension=crash), "extension loads")
+    assert found.status is BROKEN and "SIGSEGV" in found.found
+
+
+def test_a_build_that_is_older_than_its_sources_names_what_it_lacks() -> None:
+    extension = {**answers()["extension"], "missing": ["new_primitive"]}
+    examination = examined(extension=extension)
+    assert bad(examination) == {"extension is up to date": BROKEN}
+    assert "new_primitive" in finding(examination, "extension is up to date").found
+
+
+def test_failures_that_are_alike_are_told_once() -> None:
+    cases = [f"test/cpu/rope/{dtype}" for dtype in ("float32", "float16", "bfloat16")]
+    failed = dict.fromkeys(cases, Outcome(error="RuntimeError: no such kernel"))
+    examination = examined(**{"cases/cpu": cases}, **failed)
+    assert bad(examination) == {"self-test on the CPU: rope in float32 and 2 more": BROKEN}
+
+
+def test_a_wrong_kernel_is_named_with_device_and_dtype() -> None:
+    wrong = Outcome(error="WrongResult: row 3 is off by 5.0e-01 of its norm")
+    examination = examined(**{f"test/cpu/{CASE}": wrong})
+    assert bad(examination) == {"self-test on the CPU: rope in float32": BROKEN}
+    assert "row 3" in finding(examination, "self-test on the CPU: rope in float32").found
+    assert examination.exit_status == 1
+
+
+def test_a_self_test_that_does_not_even_load() -> None:
+    examination = examined(**{"cases/cpu": Outcome(error="ImportError: no numpy")})
+    assert bad(examination) == {"self-test on the CPU": BROKEN}
+
+
+@pytest.mark.parametrize(
+    ("blas", "remedy"),
+    [
+        ("MLX's own (mlx.core was imported before mlx_paged)", "import mlx_paged before mlx.core"),
+        ("MLX's own (MLX_PAGED_BLAS=off)", "unset MLX_PAGED_BLAS"),
+        ("MLX's own (scipy-openblas32 is not installed: ...)", "pip install 'mlx-paged[cpu]'"),
+    ],
+)
+def test_the_slow_blas(blas, remedy) -> None:
+    examination = examined(told=answers(build={"blas": blas}))
+    assert bad(examination) == {"BLAS": WARNING}
+    found = finding(examination, "BLAS")
+    assert found.found == blas and remedy in found.remedy
+    assert examination.exit_status == 0
+
+
+def test_a_blas_that_is_there_but_not_bound_is_found_by_its_speed() -> None:
+    examination = examined(matmul={"mlx_gflops": 1.4, "numpy_gflops": 90.0})
+    assert bad(examination) == {"matrix product": WARNING}
+    found = finding(examination, "matrix product")
+    assert found.expected == "at least 10 GFLOP/s (NumPy makes 90)"
+    assert found.found == "1 GFLOP/s in float32 on the CPU"
+
+
+@pytest.mark.parametrize(
+    ("mine", "numpys", "status"),
+    [(1.4, 6.0, Status.OK), (1.1, 6.0, WARNING), (12.0, 900.0, Status.OK), (9.0, 900.0, WARNING)],
+)
+def test_the_least_speed_of_a_product(mine, numpys, status) -> None:
+    examination = examined(matmul={"mlx_gflops": mine, "numpy_gflops": numpys})
+    assert finding(examination, "matrix product").status is status
+
+
+def test_a_gpu_far_below_what_is_published() -> None:
+    examination = examined(machines.M3_MAX, MAC, METAL, **{"bandwidth/gpu": 90e9})
+    assert bad(examination) == {"memory bandwidth of the GPU": WARNING}
+    found = finding(examination, "memory bandwidth of the GPU")
+    assert "published 400 GB/s" in found.expected and "90 GB/s" in found.found
+
+
+def test_mlx_without_the_gpu_that_the_build_is_for() -> None:
+    told = {**METAL, "mlx": {**METAL["mlx"], "default_device": "cpu"}}
+    examination = examined(machines.M3_MAX, MAC, told)
+    assert bad(examination) == {"backend": WARNING}
+    assert not any(name.startswith("test/gpu") for name in examination.outcomes)
+
+
+# --- Machines -------------------------------------------------------------------------------------
+
+
+def test_a_limit_that_the_engine_does_not_see() -> None:
+    examination = examined(machines.SERVICE, told=answers(memory=256 * GIB))
+    assert bad(examination) == {"memory limit": WARNING}
+    found = finding(examination, "memory limit")
+    assert found.found == (
+        "6.0 GiB (/sys/fs/cgroup/system.slice/mlx.service/memory.max); "
+        "the engine counts on 256.0 GiB"
+    )
+    assert "--kv-cache-memory" in found.remedy
+
+
+def test_more_threads_than_the_quota_gives() -> None:
+    examination = examined(told=answers(build={"num_threads": "32"}))
+    assert bad(examination) == {"threads": WARNING}
+    found = finding(examination, "threads")
+    assert found.found == "32 threads on 1.5 CPUs (CPU quota of the control group)"
+    assert found.remedy == "set MLX_PAGED_NUM_THREADS=2"
+
+
+def test_kernels_for_less_than_the_processor_can() -> None:
+    examination = examined(told=answers(build={"simd": "avx2"}))
+    assert bad(examination) == {"instruction set": WARNING}
+
+
+def test_rosetta() -> None:
+    captures = machines.mac("Apple M2", 4, 4, 10, 8 * GIB, translated=True)
+    found = finding(examined(captures, MAC, METAL), "native Python")
+    assert (found.status, found.found) == (BROKEN, "x86_64 under Rosetta 2")
+
+
+def test_an_intel_mac() -> None:
+    captures = dataclasses.replace(machines.M1, architecture="x86_64")
+    assert finding(examined(captures, MAC, METAL), "native Python").status is BROKEN
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [("13.6.1", BROKEN), ("14.0", Status.OK), ("26.1", Status.OK)]
+)
+def test_the_least_macos(version, status) -> None:
+    captures = machines.mac("Apple M2", 4, 4, 10, 8 * GIB, version=version)
+    assert finding(examined(captures, MAC, METAL), "macOS").status is status
+
+
+def test_a_mac_of_unknown_version() -> None:
+    assert finding(examined(Captures("darwin", "arm64"), MAC, METAL), "macOS").status is SKIPPED
+
+
+@pytest.mark.parametrize(
+    ("package", "driver", "status"),
+    [
+        ("mlx-cuda-13", "580.95.05", Status.OK),
+        ("mlx-cuda-13", "570.133.20", BROKEN),
+        ("mlx-cuda-12", "550.54.14", Status.OK),
+        ("mlx-cuda-12", "550.40.07", BROKEN),
+    ],
+)
+def test_the_least_driver(package, driver, status) -> None:
+    output = f"NVIDIA H200, 143771, {driver}, 9.0\n"
+    captures = dataclasses.replace(machines.H200, commands={"nvidia-smi": output})
+    software = with_software(packages={"mlx-paged": "0.1.0", "mlx": "0.32.4", package: "0.32.4"})
+    found = finding(examined(captures, software, ON_CUDA), "NVIDIA driver")
+    assert found.status is status and driver in found.found
+
+
+def test_a_gpu_that_is_too_old() -> None:
+    output = "Tesla P100, 16384, 580.95.05, 6.0\n"
+    captures = dataclasses.replace(machines.H200, commands={"nvidia-smi": output})
+    assert bad(examined(captures, CUDA, ON_CUDA)) == {"NVIDIA GPU": WARNING}
+
+
+def test_mlx_for_cuda_without_a_gpu() -> None:
+    captures = dataclasses.replace(machines.H200, commands={})
+    assert bad(examined(captures, CUDA)) == {"NVIDIA driver": WARNING}
+
+
+def test_a_gpu_that_this_build_has_no_kernels_for() -> None:
+    examination = examined(machines.H200, CUDA, {**ON_CUDA, "extension": answers()["extension"]})
+    assert bad(examination) == {"backend": WARNING, "GPU kernels": WARNING}
+    assert "docs/cuda.md" in finding(examination, "GPU kernels").remedy
+    assert BUILD["backends"] == "cpu"
+
+
+def test_too_little_memory_for_anything() -> None:
+    examination = examined(memory={**answers()["memory"], "device_bytes": 64 << 20})
+    assert finding(examination, "memory for models").status is BROKEN

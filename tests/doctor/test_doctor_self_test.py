@@ -1,0 +1,191 @@
+"""The self-test finds planted faults in every primitive, and a crash or hang has a name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from support.reference import ON_GPU
+
+from mlx_paged import extension, ops
+from mlx_paged.doctor import bandwidth, isolation, jobs, self_test
+from mlx_paged.doctor.self_test import WrongResult
+from mlx_paged.doctor.self_test_cases import CASES
+
+DEVICE = "gpu" if ON_GPU else "cpu"
+JOBS = self_test.jobs(DEVICE)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_case_passes(job) -> None:
+    assert jobs.run(job) < 60
+
+
+NOT_PRIMITIVES = {
+    *("accepts", "build_info", "kernel_names", "kernel_source", "pool_copies", "has_transfers"),
+    *("paged_attention_launches", "set_simulator", "simulated_launches", "limit_threads"),
+}
+
+
+def test_every_primitive_has_a_case() -> None:
+    primitives = {n for n in dir(extension.ext) if not n.startswith("_")} - NOT_PRIMITIVES
+    assert primitives == {name.partition(":")[0] for name in CASES}
+
+
+def test_every_case_runs_in_every_dtype_that_its_primitive_takes() -> None:
+    once = {name for name, case in CASES.items() if case.dtypes != self_test.DTYPES}
+    assert once == {"rope_rotations", "nucleus_thresholds", "upload", "to_host"}
+    assert len(set(self_test.jobs("cpu"))) == len(CASES) * 3 - 2 * len(once)
+    on_gpu = {job.split("/")[2].partition(":")[0] for job in self_test.jobs("gpu")}
+    cpu_only = {"rope_rotations", "rope", "rms_norm", "silu_mul", "greedy_tokens"}
+    cpu_only.add("nucleus_thresholds")
+    assert on_gpu == {name.partition(":")[0] for name in CASES} - cpu_only
+    assert "test/gpu/linear/float32" not in self_test.jobs("gpu")
+
+
+# --- Planted faults -------------------------------------------------------------------------------
+
+
+def off(out, by: float = 1.02):
+    """A result with one wrong number."""
+    if isinstance(out, (tuple, list)):
+        return type(out)((off(out[0], by), *out[1:]))
+    if out.dtype == mx.int32:
+        return mx.concatenate([out[:1] + 1, out[1:]])
+    flat = mx.flatten(out)
+    index = mx.argmax(mx.abs(mx.nan_to_num(flat.astype(mx.float32))))
+    mask = mx.arange(flat.size) == index
+    return mx.where(mask, flat * by + 1, flat).astype(out.dtype).reshape(out.shape)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c != "allocate_pool"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_kernel_is_found(monkeypatch, case, dtype) -> None:
+    device = DEVICE if CASES[case].gpu_dtypes else "cpu"
+    dtypes = CASES[case].gpu_dtypes if device == "gpu" else CASES[case].dtypes
+    if dtype not in dtypes:
+        dtype = dtypes[0]
+    name = case.partition(":")[0]
+    right = getattr(ops, name)
+    monkeypatch.setattr(ops, name, lambda *a, **k: off(right(*a, **k)))
+    with pytest.raises(WrongResult, match=r"expected"):
+        self_test.run_case(case, device, dtype)
+
+
+def test_a_pool_of_another_dtype_is_found(monkeypatch) -> None:
+    monkeypatch.setattr(ops, "allocate_pool", lambda *a: mx.zeros(a[:4], mx.int8))
+    with pytest.raises(WrongResult, match="int8"):
+        self_test.run_case("allocate_pool", DEVICE, "float32")
+
+
+def test_a_nan_is_never_close(monkeypatch) -> None:
+    monkeypatch.setattr(ops, "linear", lambda x, w, b: mx.full((x.shape[0], w.shape[0]), mx.nan))
+    with pytest.raises(WrongResult, match="off by inf"):
+        self_test.run_case("linear", "cpu", "float32")
+
+
+def test_another_shape_is_found(monkeypatch) -> None:
+    monkeypatch.setattr(ops, "linear", lambda x, w, b: x)
+    with pytest.raises(WrongResult, match=r"expected shape \(7, 33\) but got \(7, 96\)"):
+        self_test.run_case("linear", "cpu", "float32")
+
+
+def test_a_kernel_that_ignores_its_window_is_found(monkeypatch) -> None:
+    right = ops.paged_attention
+    monkeypatch.setattr(ops, "paged_attention", lambda *a, **k: right(*a, **{**k, "window": None}))
+    # (Its plan still begins at the window's first block: a few tokens too many are seen.)
+    with pytest.raises(WrongResult):
+        self_test.run_case("paged_attention: window", DEVICE, "float32")
+
+
+def test_a_kernel_that_raises_is_the_jobs_error(monkeypatch) -> None:
+    def raises(*_, **__):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(ops, "silu_mul", raises)
+    [outcome] = isolation.run_here(["test/cpu/silu_mul/float32"]).values()
+    assert outcome.error == "RuntimeError: no such kernel" and not outcome.crashed
+
+
+# --- Isolation ------------------------------------------------------------------------------------
+
+
+def test_a_crash_is_blamed_on_its_job_and_the_rest_still_runs() -> None:
+    names = ["mlx", "crash", "test/cpu/rope/float32", "no-such-job"]
+    outcomes = isolation.run_in_child(names)
+    assert list(outcomes) == names
+    assert outcomes["mlx"].value["version"] == mx.__version__
+    assert outcomes["crash"].crashed and "SIGABRT" in (outcomes["crash"].error or "")
+    assert outcomes["test/cpu/rope/float32"].error is None
+    assert outcomes["no-such-job"].error == "KeyError: 'no-such-job'"
+
+
+def test_a_hang_is_ended_and_named() -> None:
+    outcomes = isolation.run_in_child(["sleep/30", "sleep/0"], seconds_per_job=5)
+    assert outcomes["sleep/30"].crashed
+    assert outcomes["sleep/30"].error == "Crash: no answer within 5 s"
+    assert outcomes["sleep/0"].error is None
+
+
+def test_a_child_that_cannot_start_is_an_outcome(monkeypatch) -> None:
+    monkeypatch.setenv("MLX_PAGED_BLAS", "nonsense")
+    [outcome] = isolation.run_in_child(["mlx"]).values()
+    assert outcome.crashed and "MLX_PAGED_BLAS must be" in (outcome.error or "")
+
+
+def test_what_a_job_prints_does_not_disturb(tmp_path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import atexit\nprint('[\"noise\"]', flush=True)\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    code = "from mlx_paged.doctor import isolation as i; print(i.run_in_child(['mlx']))"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert "default_device" in run.stdout, run.stderr
+
+
+# --- Measurements ---------------------------------------------------------------------------------
+
+
+def test_bandwidth_is_that_of_memory() -> None:
+    assert 0.2e9 < bandwidth.cpu_copy() < 2e12
+
+
+@pytest.mark.skipif(not ON_GPU, reason="MLX_PAGED_TEST_DEVICE=gpu asks for it")
+def test_bandwidth_of_a_gpu() -> None:
+    assert 10e9 < bandwidth.gpu_copy() < 20e12
+
+
+def test_products_are_timed_by_mlx_and_numpy() -> None:
+    told = jobs.run("matmul")
+    assert told["mlx_gflops"] > 0.1 and told["numpy_gflops"] > 0.1
+
+
+def test_the_memory_job_answers_as_the_engine_would() -> None:
+    from mlx_paged.engine import memory
+
+    told = jobs.run("memory")
+    assert told["device_bytes"] == memory.device_memory()
+    assert told["on_gpu"] is ON_GPU
+
+
+def test_the_process_that_reports_never_imports_mlx() -> None:
+    code = (
+        "import sys\nfrom mlx_paged.doctor import __main__, terminal, software, capture\n"
+        "software.installed(), capture.take()\n"
+        "print(*sorted({'mlx.core', 'numpy', 'mlx_lm', 'mlx_paged._ext'} & set(sys.modules)))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == ""
+    assert Path(isolation.__file__).parent.name == "doctor"

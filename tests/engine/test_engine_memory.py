@@ -1,0 +1,206 @@
+"""The pool is sized by what the device has left; memory and live arrays stay flat."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from support.hash_model import hash_model
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged import cgroups
+from mlx_paged.engine import config as config_module
+from mlx_paged.engine import memory
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.profile import largest_step, measure_activations
+from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.errors import InvalidParameterError
+from mlx_paged.model.load import load
+from mlx_paged.model.tables import BlockTableCache, PaddedTables
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
+
+
+def sized(monkeypatch: pytest.MonkeyPatch, config: EngineConfig, **machine: int) -> Any:
+    monkeypatch.setattr(memory, "device_memory", lambda: machine["device"])
+    monkeypatch.setattr(memory, "available_memory", lambda: machine["available"])
+    monkeypatch.setattr(mx, "get_active_memory", lambda: machine["weights"])
+    return memory.left_for_pool(config, lambda: machine["activations"])
+
+
+def test_the_pool_gets_what_weights_and_activations_leave(monkeypatch, on_cpu) -> None:
+    machine = {"device": 100, "available": 100, "weights": 20, "activations": 15}
+    config = EngineConfig(gpu_memory_utilization=0.5)
+    assert sized(monkeypatch, config, **machine) == (15, 15)
+    # Where other programs have the memory, utilisation is of what is left.
+    assert sized(monkeypatch, config, **{**machine, "available": 40}) == (5, 15)
+    assert sized(monkeypatch, config, **{**machine, "weights": 80}) == (0, 15)
+
+
+def test_a_gpu_has_memory_of_its_own(monkeypatch) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    machine = {"device": 100, "available": 0, "weights": 20, "activations": 15}
+    assert sized(monkeypatch, EngineConfig(gpu_memory_utilization=0.5), **machine) == (15, 15)
+    assert sized(monkeypatch, EngineConfig(), **machine) == (55, 15)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kv_cache_memory": GIB}, {"num_gpu_blocks_override": 5, "gpu_memory_utilization": 0.5}],
+)
+def test_nothing_is_measured_where_it_decides_nothing(options, on_cpu) -> None:
+    def never() -> int:
+        raise AssertionError("the largest step was run for nothing")
+
+    assert memory.left_for_pool(EngineConfig(**options), never) == (None, None)
+
+
+def test_too_small_a_share_is_refused_with_the_numbers() -> None:
+    config = EngineConfig(gpu_memory_utilization=0.25)
+    with pytest.raises(InvalidParameterError, match=r"0.25.*leaves 100 bytes") as refused:
+        config.num_blocks([1024], None, 100)
+    assert refused.value.field == "gpu_memory_utilization"
+    for share in (0, -0.5, 1.5):
+        with pytest.raises(InvalidParameterError, match="gpu_memory_utilization"):
+            EngineConfig(gpu_memory_utilization=share)
+
+
+def test_an_engine_sized_by_utilization() -> None:
+    """The embedded model's largest step is measured, and the engine answers as ever."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    tokens = []
+    for options in ({"kv_cache_memory": 64 << 20}, {"gpu_memory_utilization": 0.4}):
+        engine = Engine(load(), EngineConfig(max_num_seqs=8, max_num_batched_tokens=128, **options))
+        output = engine.add_request("0", [5, 6, 7], params)
+        while engine.has_unfinished:
+            engine.step()
+        tokens.append(output.outputs[0].token_ids)
+    assert tokens[0] == tokens[1]
+    usage = engine.stats().memory
+    assert usage.cache_limit is not None and usage.cache_limit >= 64 << 20
+
+
+def test_the_activation_peak_grows_with_the_step() -> None:
+    engine = Engine(load(), EngineConfig(num_gpu_blocks_override=8))
+    small, large = (
+        measure_activations(engine._runner, EngineConfig(max_num_seqs=4, max_num_batched_tokens=n))
+        for n in (16, 512)
+    )
+    # The residual stream alone; and what is freed at once must not add up over the layers.
+    hidden = load().config["hidden_size"]
+    assert small < large and 512 * hidden * 4 < large < 512 * hidden * 4 * 100
+
+
+@pytest.mark.parametrize(("num_seqs", "num_tokens"), [(1, 10), (7, 100), (256, 2048), (8, 8)])
+def test_the_largest_step_is_within_the_limits(num_seqs, num_tokens) -> None:
+    config = EngineConfig(max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens)
+    batch = largest_step(config)
+    assert batch.num_tokens == num_tokens and len(batch.sequences) == num_seqs
+    blocks = [b for row in batch.sequences for b in row.block_table]
+    assert len(blocks) == len(set(blocks)) and 0 not in blocks
+    assert all(len(r.block_table) * 32 >= r.context_len for r in batch.sequences)
+
+
+def test_a_pool_that_does_not_fit_becomes_smaller() -> None:
+    tried = []
+
+    def allocate(num_blocks: int) -> None:
+        tried.append(num_blocks)
+        if num_blocks > 300:
+            raise RuntimeError("[metal::malloc] Attempting to allocate 123 bytes")
+
+    assert memory.allocate_fitting(allocate, 1000, exactly=False) == tried[-1] <= 300
+    assert tried == sorted(tried, reverse=True)
+    with pytest.raises(RuntimeError):
+        memory.allocate_fitting(allocate, 1000, exactly=True)
+
+    def broken(_: int) -> None:
+        raise ValueError("something else")
+
+    with pytest.raises(ValueError, match="something else"):
+        memory.allocate_fitting(broken, 1000, exactly=False)
+
+
+def test_a_container_limits_physical_memory(monkeypatch) -> None:
+    files = {
+        "/proc/self/cgroup": "0::/system.slice/mlx.service\n",
+        "/sys/fs/cgroup/system.slice/memory.max": "123456789\n",
+        "/sys/fs/cgroup/system.slice/mlx.service/memory.max": "max\n",
+    }
+    monkeypatch.setattr(cgroups, "_read", lambda path: files.get(path, ""))
+    assert config_module._physical_memory() == 123456789
+    files["/sys/fs/cgroup/system.slice/memory.max"] = "max\n"
+    assert config_module._physical_memory() > 123456789
+    assert 0 < memory.available_memory() <= config_module._physical_memory()
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "sync"])
+def test_memory_and_live_arrays_are_flat(overlap) -> None:
+    """Sequences that decode 600 steps; each sample is taken where the tables have one size."""
+    config = EngineConfig(
+        block_size=8, num_gpu_blocks_override=2000, max_num_seqs=16, async_scheduling=overlap
+    )
+    engine = Engine(hash_model(), config)
+    params = SamplingParams(temperature=0, max_tokens=700, ignore_eos=True)
+    for i in range(16):
+        engine.add_request(str(i), [i, 1, 2], params)
+    samples = []
+    for step in range(601):
+        engine.step()
+        if step % 100 == 0:
+            gc.collect()
+            samples.append((mx.get_active_memory(), memory.live_arrays()))
+    active, arrays = zip(*samples[1:])
+    assert max(arrays) - min(arrays) == 0
+    # The one array that may grow: 16 tables of at most 88 blocks, in at most two steps.
+    assert max(active) - min(active) <= 2 * 16 * 88 * 4
+    assert engine.stats().pool_copies == 0
+
+
+# --- Block tables, updated where they change ------------------------------------------------------
+
+
+def test_tables_are_those_of_a_fresh_copy_whatever_happens() -> None:
+    rng = np.random.default_rng(0)
+    cache = BlockTableCache()
+    tables: dict[int, list[int]] = {}
+    dirty: dict[int, int] = {}
+    next_id = 0
+    for _ in range(600):
+        for seq_id in list(tables):
+            event = rng.random()
+            if event < 0.05:
+                del tables[seq_id]
+            elif event < 0.1:  # preempted and admitted anew, maybe with a shorter table
+                tables[seq_id] = rng.integers(1, 999, rng.integers(1, 9)).tolist()
+                dirty[seq_id] = 0
+            elif event < 0.4:
+                dirty[seq_id] = min(dirty[seq_id], len(tables[seq_id]))
+                tables[seq_id].append(int(rng.integers(1, 999)))
+            elif event < 0.5:
+                at = int(rng.integers(len(tables[seq_id])))
+                tables[seq_id][at] = int(rng.integers(1, 999))
+                dirty[seq_id] = min(dirty[seq_id], at)
+        while len(tables) < 12:
+            tables[next_id], dirty[next_id] = [int(rng.integers(1, 999))], 0
+            next_id += 1
+        present = [seq_id for seq_id in tables if rng.random() < 0.8]
+        rng.shuffle(present)
+        found = cache.update(
+            present, [tuple(tables[i]) for i in present], [dirty[i] for i in present]
+        )
+        expected = PaddedTables.of([tables[i] for i in present])
+        np.testing.assert_array_equal(found.blocks, expected.blocks)
+        np.testing.assert_array_equal(found.lengths, expected.lengths)
+        dirty.update({i: len(tables[i]) for i in present})
+    assert len(cache) <= 64, "rows of sequences that ended are not used again"

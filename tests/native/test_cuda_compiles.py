@@ -1,0 +1,63 @@
+"""The CUDA sources are compiled where there is a compiler for them, GPU or not; elsewhere the skip
+says what is missing. The kernels: one dtype, one architecture, unoptimised and up to PTX, which is
+what the front end checks. The host's side also needs the headers of MLX's CUDA backend and fmt."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KERNELS = sorted((ROOT / "csrc/cuda/kernels").glob("*.cu"))
+HOST = sorted((ROOT / "csrc/cuda").glob("*.cpp"))
+NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+needs_nvcc = pytest.mark.skipif(not NVCC, reason="no nvcc: CUDA sources are not compiled here")
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    return "" if done.returncode == 0 else f"{' '.join(command)}\n{done.stderr}"
+
+
+def toolkit_headers() -> str:
+    """From nvcc's own account of what it would do; the nvcc on the path may be a script."""
+    command = [NVCC, "--dryrun", "-c", "-x", "cu", "/dev/null"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return f"{re.search(r'TOP=(.+)', told).group(1)}/include"
+
+
+@needs_nvcc
+def test_the_kernels_compile(tmp_path) -> None:
+    def compile_to_ptx(source: Path) -> str:
+        return run([
+            NVCC, "-std=c++17", "-arch=sm_80", "-O0", "--expt-relaxed-constexpr",
+            "-DPAGED_DTYPE_bfloat16", f"-I{ROOT / 'csrc/cuda/msl'}", f"-I{ROOT / 'metal'}",
+            "-ptx", str(source), "-o", str(tmp_path / f"{source.stem}.ptx"),
+        ])  # fmt: skip
+
+    with ThreadPoolExecutor(2) as pool:
+        errors = list(pool.map(compile_to_ptx, KERNELS))
+    assert not any(errors), "\n".join(errors)
+    for source in KERNELS:
+        assert ".visible .entry" in (tmp_path / f"{source.stem}.ptx").read_text()
+
+
+@needs_nvcc
+@pytest.mark.parametrize("source", HOST, ids=lambda path: path.name)
+def test_the_host_side_compiles(source) -> None:
+    mlx = Path(importlib.util.find_spec("mlx.core").origin).parent / "include"
+    if not (mlx / "mlx/backend/cuda/device.h").is_file():
+        pytest.skip("this MLX has no headers of its CUDA backend")
+    folders = ("/usr/include", "/usr/local/include")
+    if not any(Path(folder, "fmt/format.h").is_file() for folder in folders):
+        pytest.skip("no headers of fmt (apt install libfmt-dev)")
+    assert not run([
+        *(shutil.which("c++") or "g++", "-std=c++20", "-DFMT_HEADER_ONLY", f"-I{mlx}"),
+        *("-isystem", toolkit_headers(), "-fsyntax-only", str(source)),
+    ])  # fmt: skip

@@ -1,0 +1,92 @@
+"""Which launches NVIDIA's own kernels take over. The rule needs no GPU."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.reference import make_batch
+
+from mlx_paged import ops
+from mlx_paged.extension import ext
+
+
+def described(batch, plan: ops.AttentionPlan | None = None) -> list[dict]:
+    plan = plan or batch.plan()
+    return ext.paged_attention_launches(
+        *(batch.queries, batch.key_pool, batch.value_pool),
+        *(plan.positions, plan.block_tables, plan.work_items, plan.merge_items),
+        scale=0.125,
+        cuda=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "group", "dims", "expected"),
+    [
+        (1, 1, (128, 128), "paged_decode_tensor_float16_128_n1"),
+        (1, 8, (128, 128), "paged_decode_tensor_float16_128_n1"),
+        (1, 9, (128, 128), "paged_decode_tensor_float16_128_n2"),
+        (4, 4, (64, 64), "paged_decode_tensor_float16_64_n2"),
+        (8, 1, (256, 256), "paged_decode_tensor_float16_256_n1"),
+        (1, 16, (256, 256), "paged_decode_matrix_float16_256_256_m16"),
+        (1, 17, (128, 128), "paged_decode_matrix_float16_128_128_m32"),
+        (1, 2, (80, 80), "paged_decode_float16_80_80_q2"),
+        (1, 4, (192, 128), "paged_decode_matrix_float16_192_128_m8"),
+        (9, 1, (128, 128), "paged_prefill_tensor_float16_128_w2"),
+        (32, 1, (64, 64), "paged_prefill_tensor_float16_64_w2"),
+        (32, 3, (128, 128), "paged_prefill_tensor_float16_128_w6"),
+        (32, 8, (128, 128), "paged_prefill_tensor_float16_128_w8"),
+        (9, 1, (96, 96), "paged_prefill_float16_96_96_m32"),
+        (9, 1, (192, 128), "paged_prefill_float16_192_128_m32"),
+    ],
+)
+def test_the_rule_that_chooses_a_kernel(rng, rows, group, dims, expected) -> None:
+    shape = {"num_q_heads": group, "num_kv_heads": 1, "key_dim": dims[0], "value_dim": dims[1]}
+    (launch,) = described(make_batch(rng, [rows], [rows], dtype=mx.float16, **shape))
+    assert launch["kernel"] == expected
+
+
+def test_fp32_and_small_blocks_stay_with_the_portable_kernels(rng) -> None:
+    shape = {"num_q_heads": 4, "num_kv_heads": 1, "key_dim": 128}
+    for other in ({"dtype": mx.float32}, {"dtype": mx.bfloat16, "block_size": 8}):
+        (launch,) = described(make_batch(rng, [40], [1], **shape, **other))
+        assert launch["kernel"].startswith("paged_decode_matrix_")
+
+
+def test_the_grid_has_a_block_for_every_item_and_head(rng) -> None:
+    shape = {"num_q_heads": 8, "num_kv_heads": 2, "key_dim": 128, "dtype": mx.bfloat16}
+    batch = make_batch(rng, [100, 40, 7], [1, 1, 3], **shape)
+    plan = batch.plan(split_tokens=32)
+    attend, drafts, merge = described(batch, plan)
+    items = plan.work_items.shape[0]
+    assert attend["kernel"] == "paged_decode_tensor_bfloat16_128_n1"
+    assert drafts["kernel"] == "paged_decode_tensor_bfloat16_128_n2"
+    assert attend["grid"] == drafts["grid"] == (items * 2, 1, 1)
+    assert attend["threadgroup"] == (128, 1, 1)
+    # Four warps: two tiles of 16 tokens, keys and values, 8 KB each; maxima and sums of 8 queries.
+    assert attend["threadgroup_memory"] == 4 * (2 * 8192 + 8 * 2 * 4)
+    assert merge["kernel"] == "merge_splits_bfloat16_128"
+    assert merge["grid"] == (plan.merge_items.shape[0] * 2, 1, 1)  # four heads a block
+
+
+def test_buffers_and_constants_stay_as_they_were(rng) -> None:
+    batch = make_batch(rng, [700], [1], key_dim=64, dtype=mx.bfloat16)
+    plan = batch.plan(split_tokens=64)
+    arrays = (batch.queries, batch.key_pool, batch.value_pool, plan.positions, plan.block_tables)
+    portable = ext.paged_attention_launches(*arrays, plan.work_items, plan.merge_items, scale=0.125)
+    for theirs, ours in zip(portable, described(batch, plan), strict=True):
+        assert ours["kernel"] != theirs["kernel"]
+        assert ours["buffers"] == theirs["buffers"]
+        assert ours["constants"] == theirs["constants"]
+        assert np.prod(ours["threadgroup"]) % 32 == 0
+
+
+def test_a_prefill_tile_has_sixteen_queries_a_warp(rng) -> None:
+    shape = {"num_q_heads": 24, "num_kv_heads": 2, "key_dim": 128, "dtype": mx.bfloat16}
+    (launch,) = described(make_batch(rng, [40, 32], [32, 32], **shape))
+    assert launch["kernel"] == "paged_prefill_tensor_bfloat16_128_w8"
+    assert launch["grid"] == (2, 2, 3)  # 32 rows x 12 heads in tiles of 128
+    assert launch["threadgroup"] == (256, 1, 1)
+    # Two tiles of 64 tokens, keys and values.
+    assert launch["threadgroup_memory"] == 2 * 2 * 64 * 128 * 2

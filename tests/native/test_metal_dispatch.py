@@ -1,0 +1,213 @@
+"""Which kernels are launched, and what they cost: threads, threadgroup memory, and the bytes of
+keys and values that go by. Bytes are the proxy for speed that a Mac would confirm."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from sim import SimLibrary
+from support.reference import PagedBatch, bits, make_batch
+from support.simulated import kernels, launches, needs_simulator, simulated
+
+from mlx_paged import ops
+from mlx_paged.extension import ext
+from mlx_paged.model.plan import build_plan
+from mlx_paged.model.split import split_tokens
+
+MOST_THREADGROUP_MEMORY = 32 * 1024
+
+
+def described(batch: PagedBatch, plan: ops.AttentionPlan | None = None, **options) -> list[dict]:
+    """The launches of a call that is not run."""
+    plan = plan or batch.plan()
+    return ext.paged_attention_launches(
+        *(batch.queries, batch.key_pool, batch.value_pool),
+        *(plan.positions, plan.block_tables, plan.work_items, plan.merge_items),
+        scale=0.125,
+        **options,
+    )
+
+
+def kernel_of(rows: int, group: int, key_dim: int) -> str:
+    shape = {"num_q_heads": group, "num_kv_heads": 1, "key_dim": key_dim}
+    batch = make_batch(np.random.default_rng(0), [rows], [rows], dtype=mx.float16, **shape)
+    (launch,) = described(batch)
+    kernel, dims, size = re.fullmatch(
+        r"(\w+)_float16_(\d+_\d+)_([qm]\d+)", launch["kernel"]
+    ).groups()
+    assert dims == f"{key_dim}_{key_dim}"
+    return f"{kernel} {size}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "group", "key_dim", "expected"),
+    [
+        (1, 1, 128, "paged_decode q1"),
+        (1, 3, 128, "paged_decode q3"),
+        (3, 1, 128, "paged_decode q3"),
+        (1, 4, 128, "paged_decode_matrix m8"),
+        (1, 8, 128, "paged_decode_matrix m8"),
+        (1, 9, 128, "paged_decode_matrix m16"),
+        (2, 3, 128, "paged_decode_matrix m8"),
+        (8, 1, 128, "paged_decode_matrix m8"),
+        (8, 8, 256, "paged_decode_matrix m64"),
+        (8, 8, 512, "paged_decode_matrix m32"),
+        (8, 16, 128, "paged_decode_matrix m64"),  # two tiles
+        (9, 1, 128, "paged_prefill m32"),
+        (32, 1, 128, "paged_prefill m32"),
+        (32, 4, 128, "paged_prefill m64"),
+        (32, 4, 256, "paged_prefill m32"),
+        (32, 4, 512, "paged_decode_matrix m32"),
+    ],
+)
+def test_the_rule_that_chooses_a_kernel(rows, group, key_dim, expected) -> None:
+    assert kernel_of(rows, group, key_dim) == expected
+
+
+def test_the_table_is_that_of_the_metal_files() -> None:
+    assert sorted(name for name, _, _ in ext.kernel_names()) == sorted(kernels().kernels)
+
+
+@needs_simulator
+@pytest.mark.parametrize(
+    "name", sorted({file: host for host, file, _ in ext.kernel_names()}.values())
+)
+def test_the_text_that_mlx_compiles_is_whole(name) -> None:
+    """One kernel of each file, as a Mac's run-time compiler gets it: with no folder to look in."""
+    source = ext.kernel_source(name)
+    assert '#include "' not in source
+    library = SimLibrary(source=source, root=Path(__file__).parent / "sim")
+    assert library.kernels == [name]
+    library.compile()
+
+
+def test_threads_and_threadgroup_memory_of_every_attention_kernel(rng) -> None:
+    seen = {}
+    dims = [(d, d) for d in (32, 64, 80, 96, 112, 128, 192, 256, 512)] + [(192, 128), (576, 512)]
+    for dtype in (mx.float32, mx.bfloat16):
+        for key_dim, value_dim in dims:
+            for rows, group in ((1, 1), (1, 3), (1, 8), (1, 16), (4, 8), (8, 8), (12, 2), (32, 4)):
+                batch = make_batch(
+                    *(rng, [rows], [rows]),
+                    num_q_heads=group,
+                    num_kv_heads=1,
+                    key_dim=key_dim,
+                    value_dim=value_dim,
+                    dtype=dtype,
+                )
+                for launch in described(batch):
+                    seen[launch["kernel"]] = launch["threadgroup_memory"]
+                    assert launch["threadgroup"][0] in (128, 256)
+                    assert launch["threadgroup"][1:] == (1, 1)
+    assert max(seen.values()) <= MOST_THREADGROUP_MEMORY
+    wanted = sum(memory <= MOST_THREADGROUP_MEMORY // 2 for memory in seen.values())
+    assert wanted / len(seen) > 0.9  # the others: fp32 of the widest heads
+
+
+@needs_simulator
+def test_one_long_sequence_fills_a_large_gpu() -> None:
+    tables, lens = [list(range(1, 257))], [8192]
+    with simulated():
+        plan = build_plan(tables, lens, [1], block_size=32)
+    queries = mx.zeros((1, 32, 128), mx.bfloat16)
+    pool = mx.zeros((257, 32, 8, 128), mx.bfloat16)
+    attend, merge = described(PagedBatch(queries, pool, pool, tables, lens, [1]), plan)
+    assert np.prod(attend["grid"]) >= 160
+    assert merge["kernel"] == "paged_merge_bfloat16_128"
+
+
+@needs_simulator
+@pytest.mark.parametrize(
+    ("num_tokens", "rows", "items", "expected"),
+    [
+        (1, 1, 1, 384),
+        (4096, 1, 1, 384),
+        (8192, 1, 1, 384),
+        (48 * 384 + 1, 1, 1, 385),
+        (65536, 1, 1, 1366),
+        (65536, 8, 1, 1366),  # drafts
+        (4160, 9, 1, 520),  # a short prefill chunk behind a long prefix
+        (4160, 32, 2, 520),
+        (4160, 32, 4, 1040),
+        (1000, 32, 1, 512),
+        (65536, 32, 1, 4096),
+        (4096, 32, 16, 4096),  # a long chunk has items enough
+        (65536, 32, 64, 4096),
+    ],
+)
+def test_the_length_of_a_split(num_tokens, rows, items, expected) -> None:
+    alone = np.array([num_tokens]), np.array([rows]), np.array([items])
+    with simulated():
+        assert split_tokens(*alone).tolist() == [expected]
+        others = [7, 100_000], [1, 32], [1, 3]
+        assert split_tokens(*(np.append(a, b) for a, b in zip(alone, others)))[0] == expected
+    assert split_tokens(*alone).tolist() == [4096]  # on the CPU
+
+
+@needs_simulator
+@pytest.mark.parametrize("heads", [2, 8])
+def test_a_row_has_the_same_bits_alone_and_in_company(rng, heads) -> None:
+    shape = {"num_q_heads": heads, "num_kv_heads": 2, "key_dim": 32, "dtype": mx.bfloat16}
+    lens, rows = [900, 385, 40, 1500, 70], [1, 2, 1, 1, 40]
+    batch = make_batch(rng, lens, rows, **shape)
+    pools = (batch.key_pool, batch.value_pool)
+    starts = np.concatenate([[0], np.cumsum(rows)])
+    with simulated():
+        together = bits(ops.paged_attention(batch.queries, *pools, batch.plan(), scale=0.125))
+        for i, table in enumerate(batch.tables):
+            begin, end = starts[i], starts[i + 1]
+            plan = build_plan([table], [lens[i]], [rows[i]], block_size=16)
+            alone = ops.paged_attention(batch.queries[begin:end], *pools, plan, scale=0.125)
+            np.testing.assert_array_equal(bits(alone), together[begin:end])
+
+
+# --- Bytes ----------------------------------------------------------------------------------------
+
+
+def kv_bytes_over_fewest(batch: PagedBatch, window: int | None, **limits: int) -> float:
+    """Bytes of keys and values that lanes asked for, over those of the keys some row sees."""
+    fewest = 0
+    for context, rows in zip(batch.context_lens, batch.query_lens):
+        first = 0 if window is None else max(0, context - rows - window + 1)
+        fewest += context - first
+    token = sum(p.nbytes // (p.shape[0] * p.shape[1]) for p in (batch.key_pool, batch.value_pool))
+    with simulated():
+        plan = batch.plan(**limits)
+        pools = (batch.key_pool, batch.value_pool)
+        mx.eval(ops.paged_attention(batch.queries, *pools, plan, scale=0.125, window=window))
+    read = 0
+    for launch in launches():
+        if not launch["kernel"].startswith("paged_merge"):
+            read += launch["traffic"][1][0] + launch["traffic"][2][0]
+    return read / (fewest * token)
+
+
+@needs_simulator
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("group", range(1, 17))
+def test_decode_reads_each_key_and_value_once(rng, group, window) -> None:
+    shape = {"num_q_heads": 2 * group, "key_dim": 64, "dtype": mx.bfloat16}
+    batch = make_batch(rng, [130, 17, 64], [1, 1, 1], window=window, **shape)
+    for split_tokens_ in (32, 4096):
+        assert kv_bytes_over_fewest(batch, window, split_tokens=split_tokens_) <= 1.05
+
+
+@needs_simulator
+@pytest.mark.parametrize(("rows", "group"), [(2, 1), (3, 1), (8, 1), (4, 4), (8, 6), (8, 8)])
+def test_drafts_read_each_key_and_value_once(rng, rows, group) -> None:
+    shape = {"num_q_heads": 2 * group, "key_dim": 64, "dtype": mx.bfloat16}
+    batch = make_batch(rng, [130, 40], [rows, rows], **shape)
+    assert kv_bytes_over_fewest(batch, None) <= 1.05
+
+
+@needs_simulator
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(80, 80), (128, 128), (576, 512)])
+def test_other_head_dims_read_once_too(rng, key_dim, value_dim) -> None:
+    for heads in (2, 16):
+        shape = {"num_q_heads": heads, "key_dim": key_dim, "value_dim": value_dim}
+        batch = make_batch(rng, [70, 17], [1, 1], dtype=mx.float16, **shape)
+        assert kv_bytes_over_fewest(batch, None) <= 1.05

@@ -1,0 +1,168 @@
+"""The Metal binder against MLX's own headers and library for Apple GPUs, on a machine without one.
+
+The wheel `mlx-metal` holds both. Its headers need a few of Apple's SDK's names, which
+``tests/native/metal_host/stubs`` declares; nothing is run here. What fails when MLX's API moves: a
+declaration (the compiler says which), or a symbol that libmlx.dylib does not export.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.reference import make_batch
+from support.simulated import launches, needs_simulator, simulated
+
+from mlx_paged import ops
+
+pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="the real headers are used here")
+ROOT = Path(__file__).resolve().parents[2]
+STUBS = ROOT / "tests/native/metal_host/stubs"
+SOURCES = sorted((ROOT / "csrc/metal").glob("*.cpp"))
+
+
+def tool(*names: str) -> str:
+    """The first of `names` that is installed."""
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip(f"needs one of {', '.join(names)}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The unpacked wheel of the MLX version that is installed, kept between runs."""
+    version = metadata.version("mlx")
+    folder = ROOT / "build" / f"mlx-metal-{version}"
+    if not (folder / "mlx/include").is_dir():
+        download = tmp_path_factory.mktemp("wheel")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--only-binary=:all:", "--platform=macosx_15_0_arm64", f"--dest={download}"]
+        run = subprocess.run(
+            [*command, f"mlx-metal=={version}"], capture_output=True, text=True, check=False
+        )
+        if run.returncode:
+            pytest.skip(f"mlx-metal {version} cannot be downloaded: {run.stderr.strip()[-300:]}")
+        with zipfile.ZipFile(next(download.glob("*.whl"))) as archive:
+            archive.extractall(folder)
+    return folder / "mlx"
+
+
+def compile_command(wheel: Path) -> list[str]:
+    includes = (STUBS, wheel / "include", wheel / "include/metal_cpp")
+    return [
+        tool("clang++", *(f"clang++-{version}" for version in range(14, 22))),
+        *("-std=c++20", "-fblocks", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
+        *(f"-isystem{path}" for path in includes),
+    ]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
+def test_the_binder_compiles_against_mlx_metal(wheel, source) -> None:
+    command = [*compile_command(wheel), "-fsyntax-only", str(source)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[:4000]
+
+
+def test_a_call_that_mlx_does_not_have_is_found(wheel, tmp_path) -> None:
+    binder = (ROOT / "csrc/metal/binder.cpp").read_text()
+    moved = binder.replace("set_input_array(operand, index)", "set_input_array(index, operand)")
+    assert moved != binder
+    broken = tmp_path / "binder.cpp"
+    broken.write_text(moved)
+    command = [*compile_command(wheel), "-fsyntax-only", f"-I{ROOT}/csrc/metal", str(broken)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode != 0
+    assert "set_input_array" in run.stderr
+
+
+def symbols(path: Path, *options: str) -> set[str]:
+    """Demangled names, spelled as if the standard library and 64-bit integers had one name."""
+    versions = range(14, 22)
+    nm = tool("llvm-nm", *(f"/usr/lib/llvm-{version}/bin/llvm-nm" for version in versions))
+    command = [nm, "--demangle", *options, str(path)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = {match[1] for match in re.finditer(r"^[0-9a-f ]*\b[A-Za-z] (.*)$", text, re.M)}
+    return {re.sub(r"__cxx11::|__1::", "", n).replace("long long", "long") for n in names}
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
+def test_libmlx_exports_what_the_binder_links_to(wheel, tmp_path, source) -> None:
+    compiled = tmp_path / "binder.o"
+    subprocess.run([*compile_command(wheel), "-c", str(source), "-o", str(compiled)], check=True)
+    theirs = re.compile(r"mlx::core::|MTL::|NS::")
+    needed = {name for name in symbols(compiled, "--undefined-only") if theirs.match(name)}
+    assert len(needed) > 2
+    missing = needed - symbols(wheel / "lib/libmlx.dylib", "--extern-only", "--defined-only")
+    assert not missing
+
+
+# --- The binder, run ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def record(wheel, tmp_path_factory) -> Path:
+    """The binder linked to a recorder in place of MLX's encoder, and to this machine's libmlx."""
+    folder = tmp_path_factory.mktemp("record")
+    (folder / "metal").symlink_to(ROOT / "metal")
+    names = ("metal/binder", "launch", "launch_attention", "host_copies", "kernel_names")
+    names += ("kernel_source",)
+    sources = [*(ROOT / f"csrc/{name}.cpp" for name in names)]
+    sources += [ROOT / f"tests/native/metal_host/{name}.cpp" for name in ("recorder", "record")]
+    library = Path(mx.__file__).parent / "lib"
+    command = [*compile_command(wheel), *map(str, sources), "-o", str(folder / "record")]
+    command += [f"-L{library}", "-lmlx", f"-Wl,-rpath,{library}", "-ldl"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[:4000]
+    return folder / "record"
+
+
+def line_of(launch: dict[str, Any]) -> str:
+    """As record.cpp prints it."""
+    extents = [",".join(map(str, launch[name])) for name in ("grid", "threadgroup")]
+    constants = [len(launch["buffers"]), launch["constants"].hex()]
+    buffers = [f"{n}{'r' if access == 'read' else 'w'}" for _, access, n in launch["buffers"]]
+    memory = launch["threadgroup_memory"]
+    return " ".join(map(str, [launch["kernel"], *extents, memory, *constants, *buffers]))
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the recorder's entry is x86-64 assembly"
+)
+@needs_simulator
+def test_mlx_is_told_what_the_simulator_is_told(record, rng) -> None:
+    batch = make_batch(
+        rng, [50, 30, 33], [1, 5, 14], num_q_heads=6, key_dim=64, dtype=mx.float16, window=30
+    )
+    plan = batch.plan(split_tokens=32)
+    keys, values = mx.zeros((2, 9, 16, 2, 64), mx.float16)
+    rows = mx.zeros((7, 2, 64), mx.float16)
+    attention = replace(plan, block_tables=mx.zeros((3, 4), mx.int32))
+    with simulated():
+        slots = mx.arange(7, dtype=mx.int32)
+        mx.eval(ops.write_kv(keys, values, rows, rows, slots))
+        mx.eval(ops.copy_blocks([keys, values], mx.array([[1, 2], [1, 3], [1, 4]])))
+        mx.eval(ops.gather_kv(keys, values, mx.zeros((2, 4), mx.int32), mx.array([9, 3]), 50))
+        sinks = mx.zeros(6)
+        out = ops.paged_attention(
+            *(batch.queries, keys, values, attention), scale=0.125, window=30, sinks=sinks
+        )
+        mx.eval(out)
+        simulator_told = [line_of(launch) + " source" for launch in launches()]
+    plans = [",".join(map(str, a.flatten().tolist())) for a in (plan.work_items, plan.merge_items)]
+    run = subprocess.run([str(record), *plans], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == simulator_told
+    kernels = [line.split("_float16")[0].split()[0] for line in simulator_told]
+    assert {"write_kv", "copy_blocks", "gather_kv", "paged_decode"} <= set(kernels)
+    assert {"paged_decode_matrix", "paged_prefill", "paged_merge"} <= set(kernels)

@@ -1,0 +1,346 @@
+"""Operations: metrics, ids, logs, keys, limits, clients that leave or do not read, and the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.server_helpers import RunningServer, events, running
+
+from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.engine import Engine
+from mlx_paged.model.load import load
+from mlx_paged.server.config import ServerConfig
+
+PROMPT = "def is_even(n: int) -> bool:\n"
+LONG = {"prompt": PROMPT, "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running(
+        ServerConfig(api_keys=("one", "zwei drei"), allowed_origins=("http://a",))
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[httpx.Client]:
+    with server.client(headers={"Authorization": "Bearer one"}) as client:
+        yield client
+
+
+def error(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    return response.json()["error"]
+
+
+# Metrics, ids and logs.
+
+VLLM_FAMILIES = {
+    "num_requests_running": "gauge",
+    "num_requests_waiting": "gauge",
+    "kv_cache_usage_perc": "gauge",
+    "prefix_cache_queries": "counter",
+    "prefix_cache_hits": "counter",
+    "num_preemptions": "counter",
+    "prompt_tokens": "counter",
+    "generation_tokens": "counter",
+    "request_success": "counter",
+    "time_to_first_token_seconds": "histogram",
+    "inter_token_latency_seconds": "histogram",
+    "request_time_per_output_token_seconds": "histogram",
+    "e2e_request_latency_seconds": "histogram",
+    "request_queue_time_seconds": "histogram",
+    "request_prefill_time_seconds": "histogram",
+    "request_decode_time_seconds": "histogram",
+    "request_inference_time_seconds": "histogram",
+    "request_prompt_tokens": "histogram",
+    "request_generation_tokens": "histogram",
+    "iteration_tokens_total": "histogram",
+    "cache_config_info": "gauge",
+}
+
+
+def metrics(client: httpx.Client) -> dict[str, Any]:
+    found = text_string_to_metric_families(client.get("/metrics").text)
+    return {family.name: family for family in found}
+
+
+def value(families: dict[str, Any], sample: str, **labels: str) -> float:
+    """Of the one sample with this name and these labels."""
+    found = [
+        s.value
+        for family in families.values()
+        for s in family.samples
+        if s.name == sample and labels.items() <= s.labels.items()
+    ]
+    assert len(found) <= 1
+    return found[0] if found else 0.0
+
+
+def test_metrics_have_vllms_names_and_right_values(client) -> None:
+    before = metrics(client)
+    for name, kind in VLLM_FAMILIES.items():
+        assert before[f"vllm:{name}"].type == kind, name
+        if name != "cache_config_info":
+            for sample in before[f"vllm:{name}"].samples:
+                assert sample.labels["model_name"] == "mlx-paged-demo"
+                assert sample.labels["engine"] == "0"
+    body = {"prompt": PROMPT, "max_tokens": 9, "ignore_eos": True, "n": 2}
+    usage = client.post("/v1/completions", json=body).json()["usage"]
+    after = metrics(client)
+
+    def gained(sample: str, **labels: str) -> float:
+        return value(after, sample, **labels) - value(before, sample, **labels)
+
+    assert gained("vllm:prompt_tokens_total") == usage["prompt_tokens"]
+    assert gained("vllm:generation_tokens_total") == usage["completion_tokens"] == 18
+    assert gained("vllm:request_success_total", finished_reason="length") == 1
+    assert gained("vllm:time_to_first_token_seconds_count") == 1
+    assert gained("vllm:inter_token_latency_seconds_count") == 16
+    for phase in ("queue", "prefill", "decode", "inference"):
+        assert gained(f"vllm:request_{phase}_time_seconds_count") == 1
+    assert gained("vllm:e2e_request_latency_seconds_count") == 1
+    assert gained("vllm:iteration_tokens_total_sum") >= usage["prompt_tokens"] + 16
+    assert gained("vllm:prefix_cache_queries_total") >= usage["prompt_tokens"]
+    assert gained("mlx_paged:http_responses_total", path="/v1/completions", status="200") == 1
+    assert gained("mlx_paged:pool_copies_total") == 0
+    assert value(after, "mlx_paged:blocks_free") > 0
+    assert "mlx_paged:live_arrays" in after
+    assert value(after, "vllm:cache_config_info", block_size="8") == 1
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(client) -> None:
+    from pathlib import Path
+
+    path = Path(__file__).parents[2] / "docs/grafana-dashboard.json"
+    dashboard = json.loads(path.read_text())
+    client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2})
+    known = {s.name for family in metrics(client).values() for s in family.samples}
+    expressions = [t["expr"] for panel in dashboard["panels"] for t in panel.get("targets", ())]
+    assert len(expressions) > 10
+    for expression in expressions:
+        names = re.findall(r"(?:vllm|mlx_paged):\w+", expression)
+        assert names and set(names) <= known | {"mlx_paged:requests_rejected_total"}, expression
+
+
+def test_request_ids(client) -> None:
+    given = client.get("/v1/models", headers={"X-Request-Id": "mine-1"})
+    assert given.headers["x-request-id"] == "mine-1"
+    made = client.get("/v1/models", headers={"X-Request-Id": "a b"})
+    assert re.fullmatch("[0-9a-f]{32}", made.headers["x-request-id"])
+    body = {"prompt": PROMPT, "max_tokens": 2, "request_id": "body-7"}
+    response = client.post("/v1/completions", json=body)
+    assert response.headers["x-request-id"] == "body-7"
+    assert response.json()["id"] == "cmpl-body-7"
+
+
+def test_an_id_may_be_used_twice_at_once(server) -> None:
+    def one(results: list[int]) -> None:
+        with server.client(headers={"Authorization": "Bearer one"}) as client:
+            body = {**LONG, "max_tokens": 60, "request_id": "same"}
+            results.append(client.post("/v1/completions", json=body).status_code)
+
+    results: list[int] = []
+    threads = [threading.Thread(target=one, args=(results,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [200] * 3
+
+
+def test_one_log_line_a_request(client, caplog) -> None:
+    caplog.set_level("INFO")
+    body = {"prompt": PROMPT, "max_tokens": 5, "request_id": "logged", "user": "me\nroot"}
+    client.post("/v1/completions", json=body)
+    [record] = [r for r in caplog.records if getattr(r, "request_id", "") == "logged"]
+    told = vars(record)
+    assert told["completion_tokens"] == 5 and told["status"] == 200
+    assert told["finish_reason"] == "length" and told["ttft"] > 0
+    assert {"prompt_tokens", "cached_tokens", "seconds", "path", "user"} <= told.keys()
+    from mlx_paged.server.logs import JsonFormatter, TextFormatter
+
+    assert json.loads(JsonFormatter().format(record))["user"] == "me\nroot"
+    assert "\n" not in TextFormatter().format(record)
+
+
+# Keys.
+
+
+def test_keys(server) -> None:
+    with server.client() as client:
+        for path in ("/health", "/live", "/ready", "/docs", "/openapi.json"):
+            assert client.get(path).status_code == 200, path
+        for headers in ({}, {"Authorization": "Bearer two"}, {"Authorization": "one"},
+                        {"Authorization": "Basic one"}, {"Authorization": "Bearer"},
+                        {"Authorization": "Bearer \xff"}):  # fmt: skip
+            for path in ("/v1/models", "/metrics", "/server_info", "/version", "/nothing"):
+                found = client.get(
+                    path, headers={k: v.encode("latin-1") for k, v in headers.items()}
+                )
+                assert error(found, 401)["code"] == "invalid_api_key"
+        for key in ("one", "zwei drei"):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert client.get("/v1/models", headers=headers).status_code == 200
+        told = client.get("/server_info", headers=headers)
+        assert told.json()["config"]["api_keys"] == 2 and "zwei" not in told.text
+
+
+def test_behind_a_proxy_that_shows_another_path() -> None:
+    config = ServerConfig(root_path="/llm", api_keys=("k",))
+    with running(config) as server, server.client() as client:
+        for path in ("/health", "/", "/web/page.js", "/openapi.json"):
+            assert client.get(path).status_code == 200, path
+        assert client.get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
+        assert client.get("/v1/models").status_code == 401
+        allowed = client.get("/v1/models", headers={"Authorization": "Bearer k"})
+        assert allowed.status_code == 200
+
+
+def test_cors(server) -> None:
+    asks = {"Origin": "http://a", "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization"}  # fmt: skip
+    with server.client() as client:
+        allowed = client.options("/v1/completions", headers=asks)
+        assert allowed.headers["access-control-allow-origin"] == "http://a"
+        other = client.options("/v1/completions", headers={**asks, "Origin": "http://b"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+# Limits.
+
+
+def test_a_body_may_be_too_large() -> None:
+    with running(ServerConfig(max_body_size=1000)) as server, server.client() as client:
+        big = {"prompt": "a" * 1000}
+        assert error(client.post("/v1/completions", json=big), 413)["code"] == "body_too_large"
+
+        def chunks() -> Iterator[bytes]:
+            for _ in range(50):
+                yield b" " * 100
+
+        with contextlib.suppress(httpx.WriteError, httpx.ReadError):
+            sent = client.post(
+                "/v1/completions", content=chunks(), headers={"content-type": "application/json"}
+            )
+            error(sent, 413)
+
+
+def test_a_body_may_come_too_slowly() -> None:
+    with (
+        running(ServerConfig(read_timeout=0.5)) as server,
+        socket.create_connection(("127.0.0.1", server.port)) as sock,
+    ):
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n"
+                     b"Content-Type: application/json\r\n\r\n{")  # fmt: skip
+        sock.settimeout(20)
+        assert sock.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_request_may_take_too_long() -> None:
+    with running(ServerConfig(request_timeout=0.3)) as server, server.client() as client:
+        found = client.post("/v1/completions", json={**LONG, "n": 32})
+        assert error(found, 408)["code"] == "request_timeout"
+        streamed = client.post("/v1/completions", json={**LONG, "n": 32, "stream": True})
+        assert streamed.status_code == 200
+        assert events(streamed)[-1]["error"]["code"] == "request_timeout"
+        server.wait_idle()
+
+
+def test_a_full_queue_is_429_with_retry_after() -> None:
+    with running(max_num_seqs=1, max_num_waiting=2) as server, server.client() as client:
+        many = client.post("/v1/completions", json={**LONG, "n": 8})
+        found = error(many, 429)
+        assert found["code"] == "queue_full" and int(many.headers["retry-after"]) >= 1
+        several = {**LONG, "prompt": [PROMPT] * 8, "max_tokens": 50}
+        assert client.post("/v1/completions", json=several).status_code == 429
+        server.wait_idle()  # those that had been taken were given up
+        assert client.post("/v1/completions", json={**LONG, "max_tokens": 5}).status_code == 200
+        rejected = value(metrics(client), "mlx_paged:requests_rejected_total", reason="queue_full")
+        assert rejected == 2
+
+
+def test_while_the_model_loads() -> None:
+    go = threading.Event()
+
+    def make() -> Engine:
+        go.wait(30)
+        return Engine(load(), EngineConfig(num_gpu_blocks_override=50))
+
+    with (
+        running(make_engine=lambda: AsyncEngine(make), wait=False) as server,
+        server.client() as client,
+    ):
+        assert client.get("/live").status_code == 200
+        for path in ("/health", "/ready"):
+            assert client.get(path).status_code == 503
+            assert client.get(path).json() == {"status": "loading"}
+        refused = client.post("/v1/completions", json={"prompt": PROMPT})
+        assert error(refused, 503)["code"] == "loading" and refused.headers["retry-after"]
+        assert client.get("/v1/models").status_code == 200
+        assert client.get("/metrics").status_code == 200
+        assert client.get("/server_info").status_code == 200
+        go.set()
+        server.wait_ready()
+        assert client.post("/v1/completions", json={"prompt": PROMPT}).status_code == 200
+
+
+# Clients that leave.
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_client_that_leaves_frees_its_blocks(server, stream) -> None:
+    body = json.dumps({**LONG, "stream": stream, "n": 2}).encode()
+    head = (f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer one\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n")  # fmt: skip
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.sendall(head.encode() + body)
+        server.until(lambda: server.stats().num_running == 2)
+        if stream:
+            sock.recv(4096)
+    steps = server.stats().num_steps
+    server.until(lambda: server.stats().num_running == 0)
+    assert server.stats().num_steps - steps < 100
+    usage = server.wait_idle().usage
+    assert usage.num_cached_blocks > 0  # finished prefixes are kept
+
+
+def test_a_slow_reader_stalls_nobody_and_is_given_up() -> None:
+    with running(ServerConfig(read_timeout=1.0)) as server, server.client() as client:
+        body = json.dumps({**LONG, "n": 32, "stream": True, "max_tokens": 200, "logprobs": 20})
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.port))
+        sock.sendall((f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json"
+                      f"\r\nContent-Length: {len(body)}\r\n\r\n{body}").encode())  # fmt: skip
+        server.until(lambda: server.stats().max_used_blocks >= 32)  # all of them ran
+        other = client.post("/v1/completions", json={**LONG, "max_tokens": 20})
+        assert other.status_code == 200
+        server.until(lambda: server.stats().num_running == 0)
+        server.wait_idle()
+        sock.close()
+
+
+def test_a_crashed_engine_is_503() -> None:
+    with running() as server, server.client() as client:
+
+        def crash(engine: Engine) -> None:
+            engine.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
+
+        server.call(server.engine._call(crash))
+        found = client.post("/v1/completions", json=LONG)
+        assert found.status_code == 503 and "division" not in found.text
+        for path in ("/health", "/live", "/ready"):
+            assert client.get(path).status_code == 503
+        assert client.get("/metrics").status_code == 200

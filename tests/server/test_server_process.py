@@ -1,0 +1,155 @@
+"""`mlx-paged serve` as a process: its options, signals, and an engine that dies."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+from support.server_helpers import process
+from typer.testing import CliRunner
+
+from mlx_paged.cli.main import app
+from mlx_paged.errors import MlxPagedError
+
+PROMPT = "def is_even(n: int) -> bool:\n"
+LONG = {"prompt": PROMPT, "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
+
+
+def read_stream(url: str, body: dict[str, Any], lines: list[str]) -> None:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        lines += response.iter_lines()
+
+
+def test_sigterm_finishes_running_requests_and_exits_0() -> None:
+    with process("--log-format", "json") as (server, url):
+        lines: list[str] = []
+        body = {**LONG, "max_tokens": 150, "stream": True}
+        reader = threading.Thread(target=read_stream, args=(url, body, lines))
+        reader.start()
+        time.sleep(0.3)
+        server.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{url}/health")
+        reader.join(60)
+        assert lines[-2] == "data: [DONE]" and '"finish_reason":"length"' in "".join(lines)
+        _, log = server.communicate(timeout=60)
+        assert server.returncode == 0, log
+        told = [json.loads(line) for line in log.splitlines()]
+        [line] = [t for t in told if t["message"] == "request" and "finish_reason" in t]
+        assert line["completion_tokens"] == 150
+
+
+def test_what_is_not_finished_in_time_is_told_so() -> None:
+    with process("--shutdown-timeout", "0.3") as (server, url):
+        lines: list[str] = []
+        body = {**LONG, "n": 16, "stream": True}
+        reader = threading.Thread(target=read_stream, args=(url, body, lines))
+        reader.start()
+        time.sleep(0.5)
+        server.send_signal(signal.SIGTERM)
+        reader.join(60)
+        assert "shutting_down" in "".join(lines) and "data: [DONE]" in lines[-2]
+        assert server.wait(60) == 0
+
+
+LOADING = """
+import threading
+import mlx_paged.engine.async_engine as engine
+def load(*args, **options):
+    print("loading", flush=True)
+    threading.Event().wait(600)
+engine.load = load
+from mlx_paged.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_while_the_model_loads_ends_the_process_at_once(name) -> None:
+    with process(code=LOADING, until="live") as (server, url):
+        assert server.stdout.readline() == "loading\n"
+        assert httpx.get(f"{url}/ready").status_code == 503
+        server.send_signal(signal.Signals[name])
+        _, log = server.communicate(timeout=8)  # (waiting for the thread would take ten)
+        assert server.returncode == 0 and name in log, log
+
+
+CRASH = """
+import mlx_paged.engine.engine as engine, os
+plan = engine.Engine._launch_next
+def crash(self):
+    if self._num_steps > 20:
+        raise RuntimeError("a bug of ours")
+    return plan(self)
+engine.Engine._launch_next = crash
+from mlx_paged.cli.main import main
+main()
+"""
+
+
+def test_a_crashed_engine_ends_the_process_with_a_message() -> None:
+    with process(code=CRASH) as (server, url):
+        lines: list[str] = []
+        read_stream(url, {**LONG, "stream": True}, lines)
+        assert "engine_unavailable" in "".join(lines) and "a bug of ours" not in "".join(lines)
+        _, log = server.communicate(timeout=60)
+        assert server.returncode == 1
+        assert "a bug of ours" in log and "the engine has stopped" in log
+
+
+def test_a_model_that_is_not_there_and_an_address_that_is_taken() -> None:
+    with process("/no/such/model") as (server, _):
+        _, log = server.communicate(timeout=60)
+        assert server.returncode == 1 and "/no/such/model" in log and "Traceback" not in log
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with process("--port", str(taken.getsockname()[1])) as (server, _):
+            _, log = server.communicate(timeout=60)
+            assert server.returncode == 1 and "address" in log and "Traceback" not in log
+
+
+def test_options_from_environment_and_file(tmp_path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "served-model-name: [from-file, second]\nmax_num_seqs: 7\nmax-queue: 9\nblock_size: 16\n"
+    )
+    options = ("--config", str(file), "--block-size", "64")
+    with process(*options, MLX_PAGED_MAX_QUEUE="11", MLX_PAGED_API_KEY="k1 k2") as (_, url):
+        info = httpx.get(f"{url}/server_info", headers={"Authorization": "Bearer k2"}).json()
+    assert info["config"]["served_model_names"] == ["from-file", "second"]
+    engine = info["engine_config"]
+    assert engine["max_num_seqs"] == 7  # the file
+    assert engine["max_num_waiting"] == 11  # the environment before the file
+    assert engine["block_size"] == 64  # the command line before all
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--block-size", "5"], "block_size must be 8, 16, 32 or 64"),
+        (["--ssl-keyfile", "pyproject.toml"], "ssl_keyfile"),
+        (["--api-key", ""], "api_key"),
+        (["--chat-template", "/none.jinja"], "chat_template"),
+        (["--log-config", "README.md"], "log_config"),
+        (["--no-enable-chunked-prefill", "--max-model-len", "4096"], "max_num_batched_tokens"),
+        (["--nonsense"], "nonsense"),
+        (["--config", "README.md"], "README.md"),
+    ],
+)
+def test_a_wrong_option_is_named(options, said) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mlx_paged.server.run.serve", lambda *_, **__: 0)
+        if said != "log_config":  # it would take the log away from pytest
+            patch.setattr("mlx_paged.server.logs.configure", lambda *_: None)
+        result = CliRunner().invoke(app, ["serve", *options])
+    assert result.exit_code != 0
+    assert said in result.output + str(result.exception)
+    assert isinstance(result.exception, (MlxPagedError, SystemExit))

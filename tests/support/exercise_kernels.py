@@ -1,0 +1,139 @@
+"""Launches every kind of kernel once or more, for tools that watch a process: compute-sanitizer.
+
+python tests/support/exercise_kernels.py [--dtype bfloat16] [--only linear]
+
+With --fault it reads far outside a pool instead, which such a tool must report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged import ops
+from support.reference import GPU_HEAD_DIMS, assert_close, make_batch
+
+
+def attention(rng: np.random.Generator, dtype: mx.Dtype) -> None:
+    for key_dim, value_dim in GPU_HEAD_DIMS:
+        for group in (1, 3, 4, 12):
+            batch = make_batch(
+                rng, [70, 33, 41, 40], [1, 4, 20, 40], num_q_heads=2 * group, num_kv_heads=2,
+                key_dim=key_dim, value_dim=value_dim, dtype=dtype,
+            )  # fmt: skip
+            plan = batch.plan(split_tokens=32, rows_per_item=32)
+            pools = (batch.key_pool, batch.value_pool)
+            sinks = mx.zeros(2 * group)
+            out = ops.paged_attention(batch.queries, *pools, plan, scale=0.125, sinks=sinks)
+            assert_close(out, batch.expected(scale=0.125, sinks=sinks))
+
+
+def windows(rng: np.random.Generator, dtype: mx.Dtype) -> None:
+    """The head dims that NVIDIA's own kernels serve, in every size of block they take."""
+    for dim in (64, 128, 256):
+        for block_size in (16, 32, 64):
+            batch = make_batch(
+                rng, [70, 33, 41], [1, 2, 1], num_q_heads=8, key_dim=dim, dtype=dtype,
+                block_size=block_size, window=37,
+            )  # fmt: skip
+            pools = (batch.key_pool, batch.value_pool)
+            for limits in ({}, {"split_tokens": 16}):
+                plan = batch.plan(**limits)
+                options = {"scale": 0.125, "window": 37, "softcap": 2.0}
+                out = ops.paged_attention(batch.queries, *pools, plan, **options)
+                assert_close(out, batch.expected(**options))
+
+
+def movement(rng: np.random.Generator, dtype: mx.Dtype) -> None:
+    batch = make_batch(rng, [70, 20], [3, 2], key_dim=64, value_dim=80, dtype=dtype)
+    plan = batch.plan()
+    pools = [batch.key_pool, batch.value_pool]
+    mx.eval(ops.gather_kv(*pools, plan.block_tables, plan.context_lens, 70))
+    rows = [mx.ones((5, *pool.shape[2:]), dtype) for pool in pools]
+    pools = list(ops.write_kv(*pools, *rows, plan.slot_mapping))
+    mx.eval(ops.copy_blocks(pools, mx.array([[1, 2], [3, 4]], mx.int32)))
+    strided = mx.repeat(rows[0], 2, axis=-1)[..., ::2]
+    mx.eval(strided)
+    mx.eval(ops.write_kv(*pools, strided, rows[1], plan.slot_mapping))
+
+
+def prefill(rng: np.random.Generator, dtype: mx.Dtype) -> None:
+    """Chunks of every number of warps that NVIDIA's own kernel has, whole and in pieces."""
+    for dim in (64, 128):
+        for group in (1, 2, 3, 4, 12):
+            batch = make_batch(
+                rng, [150, 33, 90], [32, 9, 70], num_q_heads=2 * group, num_kv_heads=2,
+                key_dim=dim, dtype=dtype, block_size=32,
+            )  # fmt: skip
+            pools = (batch.key_pool, batch.value_pool)
+            expected = batch.expected(scale=0.125)
+            for limits in ({}, {"split_tokens": 32}):
+                plan = batch.plan(**limits)
+                assert_close(
+                    ops.paged_attention(batch.queries, *pools, plan, scale=0.125), expected
+                )
+
+
+def linear(rng: np.random.Generator, dtype: mx.Dtype) -> None:
+    """Every kernel of a linear layer, full and with rows of x and of the weight missing."""
+    for rows in (1, 8, 9, 16, 17, 32, 33, 64):
+        for n, k in ((48, 96), (144, 1088)):
+            x, weight, bias = (
+                mx.array(rng.standard_normal(shape)).astype(dtype)
+                for shape in ((rows, k), (n, k), (n,))
+            )
+            mx.eval(x, weight, bias)
+            for b in (None, bias):
+                out = np.array(ops.linear(x, weight, b).astype(mx.float32))
+                exact = [np.array(a.astype(mx.float32), np.float64) for a in (x, weight, bias)]
+                product = exact[0] @ exact[1].T + (0 if b is None else exact[2])
+                assert np.abs(out - product).max() < 0.05 * np.sqrt(k)
+
+
+def transfers(rng: np.random.Generator) -> None:
+    """Numbers to the device and back, of no element, of one and of some pages."""
+    for n in (0, 1, 3000):
+        host = rng.integers(0, 99, n).astype(np.int32)
+        for _ in range(3):  # staging buffers are used again
+            a, b = ops.upload(host, host[:1].astype(np.float32))
+            back = ops.to_host(a + 1)
+            mx.eval(back, b)
+            assert (np.array(back) == host + 1).all()
+
+
+def fault() -> None:
+    pools = [mx.zeros((4, 16, 2, 64)) for _ in range(2)]
+    tables = mx.array([[1 << 22]], dtype=mx.int32)
+    try:
+        mx.eval(ops.gather_kv(*pools, tables, mx.array([16], dtype=mx.int32), 16))
+    finally:
+        os._exit(3)  # MLX does not come to an end after a fault of the device
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fault", action="store_true")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "float16", "bfloat16"])
+    parts = {f.__name__: f for f in (attention, windows, prefill, movement, linear)}
+    parser.add_argument("--only", nargs="+", default=list(parts), choices=parts)
+    options = parser.parse_args()
+    mx.set_default_device(mx.gpu)
+    if options.fault:
+        return fault()
+    rng = np.random.default_rng(0)
+    for name in options.dtype:
+        for part in options.only:
+            parts[part](rng, getattr(mx, name))
+    if ops.has_cuda():
+        transfers(rng)
+    print("exercised")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""A device half of Python lists: a "model" that sees its context through block tables only.
+
+Every slot of the simulated pool holds the (position, token) that was last written there. The next
+token of a sequence is a hash of all tokens read back through its block table, so a wrong block, a
+missed copy, a stale or foreign slot either breaks a check here or changes every token that follows.
+
+Window groups have pools of their own, in which every visible position must hold what the full one
+holds; a state slot holds all tokens that went into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from mlx_paged.core import Batch, FinishReason, KVManager, Scheduler, SequenceOutcome
+from mlx_paged.core.batch import ScheduledSequence
+
+VOCAB_SIZE = 61
+
+
+def next_token(tokens: Sequence[int], seed: int = 0) -> int:
+    """The model: what follows `tokens`."""
+    state = seed
+    for token in tokens:
+        state = ((state ^ (token + 1)) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 32
+    return state % VOCAB_SIZE
+
+
+def generate(
+    prompt: Sequence[int], max_tokens: int, eos: frozenset[int], seed: int = 0
+) -> list[int]:
+    """The oracle: what a request must get, whoever shares its batches."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < max_tokens:
+        tokens.append(next_token(tokens, seed))
+        if tokens[-1] in eos:
+            break
+    return tokens[len(prompt) :]
+
+
+STATES = -1  # stands for the state slots where groups are numbered
+
+
+class Place(NamedTuple):
+    """A block of a group (0: the full one, 1...: the window groups), or a state slot."""
+
+    group: int
+    block: int
+
+
+def tables_of(row: ScheduledSequence) -> list[tuple[int, tuple[int, ...], int]]:
+    """(group, block table, dirty_from) in every group."""
+    windows = [(i, w.block_table, w.dirty_from) for i, w in enumerate(row.groups.windows, 1)]
+    return [(0, row.block_table, row.dirty_from), *windows]
+
+
+def copies_of(batch: Batch) -> Iterator[tuple[Place, Place]]:
+    """(source, destination) of all block copies."""
+    for group, copies in enumerate([batch.block_copies, *batch.window_copies]):
+        for src, dst in copies:
+            yield Place(group, src), Place(group, dst)
+
+
+class Launched:
+    """A step on the device: executed, in the order of launch, when it is evaluated."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.tokens: dict[int, int] | None = None  # by seq_id, once evaluated
+        # Sequences that read or write a place in this step (0: a copy).
+        self.touched: dict[Place, set[int]] = {}
+        for row in batch.sequences:
+            for group, table, _ in tables_of(row):
+                for block in table:
+                    self.touched.setdefault(Place(group, block), set()).add(row.seq_id)
+            if row.groups.state is not None:
+                # (0: not even the same sequence may write it: the step may have to run again)
+                for slot in row.groups.state:
+                    self.touched.setdefault(Place(STATES, slot), set()).add(0)
+        for source, _ in copies_of(batch):
+            self.touched.setdefault(source, set()).add(0)
+
+
+class FakeDevice:
+    """Runs batches over simulated pools and checks what the scheduler promises about them."""
+
+    def __init__(self, kv: KVManager, seeds: dict[int, int] | None = None) -> None:
+        self.kv = kv
+        self.block_size = kv.block_size
+        pools = [kv.pool, *(group.pool for group in kv.groups.windows)]
+        self.slots: list[list[tuple[int, int] | None]] = [
+            [None] * (pool.num_blocks * kv.block_size) for pool in pools
+        ]
+        states = kv.groups.states
+        num_slots = 1 if states is None else states.pool.num_blocks
+        self.states: list[tuple[int, ...] | None] = [(), *[None] * (num_slots - 1)]
+        self.seeds = {} if seeds is None else seeds  # by seq_id
+        self.in_flight: list[Launched] = []
+        self.tables: dict[tuple[int, int], list[int]] = {}  # kept up to date through dirty_from
+        self.last: dict[int, int] = {}  # newest sampled tokens
+        self.num_tokens_computed = 0
+
+    def launch(self, batch: Batch) -> Launched:
+        launched = Launched(batch)
+        self._check_batch(batch)
+        self._check_nothing_in_flight_is_overwritten(launched)
+        for row in batch.sequences:
+            self._update_tables(row)
+        self.in_flight.append(launched)
+        return launched
+
+    def evaluate(self, launched: Launched) -> dict[int, int]:
+        assert self.in_flight.pop(0) is launched
+        size = self.block_size
+        for (group, src), (_, dst) in copies_of(launched.batch):
+            pool = self.slots[group]
+            pool[dst * size : (dst + 1) * size] = pool[src * size : (src + 1) * size]
+        for row in launched.batch.sequences:
+            tokens = (self.last[row.seq_id],) if row.awaits_token else row.token_ids
+            for position, token in enumerate(tokens, row.start):
+                for group, table, _ in tables_of(row):
+                    self.slots[group][self._slot(table, position)] = (position, token)
+            if row.groups.state is not None:
+                before = self.states[row.groups.state.read]
+                self.states[row.groups.state.write] = (*(before or ()), *tokens)
+        for row in launched.batch.sequences:
+            self._check_context(row)
+        self.num_tokens_computed += launched.batch.num_tokens
+        self.last = {r.seq_id: self._sample(r) for r in launched.batch.sequences if r.samples}
+        launched.tokens = self.last
+        return self.last
+
+    def drop_in_flight(self) -> None:
+        """A failure: steps in flight never run, and what they would have written is garbage."""
+        for launched in self.in_flight:
+            for row in launched.batch.sequences:
+                for position in range(row.start, row.context_len):
+                    for group, table, _ in tables_of(row):
+                        self.slots[group][self._slot(table, position)] = None
+                if row.groups.state is not None:
+                    self.states[row.groups.state.write] = None
+        self.in_flight.clear()
+
+    def _context(self, row: ScheduledSequence) -> list[int]:
+        return [self._read(row, 0, row.block_table, i) for i in range(row.context_len)]
+
+    def _read(
+        self, row: ScheduledSequence, group: int, table: tuple[int, ...], position: int
+    ) -> int:
+        held = self.slots[group][self._slot(table, position)]
+        assert held is not None, f"{row} reads position {position}, never written in {group}"
+        assert held[0] == position, f"{row} reads position {position} of {group}, finds {held}"
+        return held[1]
+
+    def _check_context(self, row: ScheduledSequence) -> None:
+        """Windows and states hold what the full group says."""
+        if not self.kv.groups:
+            return
+        context = self._context(row)
+        for group, table, _ in tables_of(row)[1:]:
+            begin = self.kv.groups.windows[group - 1]._first_visible(row.start)
+            for position in range(begin, row.context_len):
+                assert self._read(row, group, table, position) == context[position]
+        if row.groups.state is not None:
+            assert self.states[row.groups.state.write] == tuple(context)
+
+    def _sample(self, row: ScheduledSequence) -> int:
+        return next_token(self._context(row), self.seeds.get(row.seq_id, 0))
+
+    def _slot(self, table: tuple[int, ...], position: int) -> int:
+        block = table[position // self.block_size]
+        assert block != 0, f"position {position} is used, but its block slid out of {table}"
+        return block * self.block_size + position % self.block_size
+
+    def _blocks_written(self, row: ScheduledSequence) -> set[Place]:
+        first = row.start // self.block_size
+        last = (row.context_len - 1) // self.block_size
+        return {
+            Place(group, block)
+            for group, table, _ in tables_of(row)
+            for block in table[first : last + 1]
+        }
+
+    def _check_batch(self, batch: Batch) -> None:
+        assert batch.sequences, "a step without rows"
+        copies = list(copies_of(batch))
+        sources, targets = {src for src, _ in copies}, [dst for _, dst in copies]
+        assert len(targets) == len(set(targets)) and not sources & set(targets)
+        writers: dict[Place, int] = {}
+        for row in batch.sequences:
+            assert row.num_tokens >= 1
+            assert len(row.groups.windows) == len(self.kv.groups.windows)
+            for group, table, _ in tables_of(row):
+                used = [block for block in table if block or group == 0]
+                assert 0 not in used and len(set(used)) == len(used)
+                assert len(table) * self.block_size >= row.context_len
+            for place in self._blocks_written(row):
+                # (a fork copies the block that its sibling goes on filling)
+                assert place not in sources or place.block in self.tables[row.seq_id, place.group]
+                assert place not in writers, f"two rows of a step write to {place}"
+                writers[place] = row.seq_id
+        assert len({row.seq_id for row in batch.sequences}) == len(batch.sequences)
+        for row in batch.sequences:
+            for group, table, _ in tables_of(row):
+                for block in table:
+                    writer = writers.get(Place(group, block), row.seq_id)
+                    assert writer == row.seq_id, f"block {block} of {group} is foreign"
+        self._check_states(batch)
+
+    def _check_states(self, batch: Batch) -> None:
+        moves = [row.groups.state for row in batch.sequences]
+        if self.kv.groups.states is None:
+            assert moves == [None] * len(moves)
+            return
+        writes = [move.write for move in moves if move is not None]
+        assert len(writes) == len(set(writes)) == len(moves) and 0 not in writes
+        assert not set(writes) & {move.read for move in moves if move is not None}
+
+    def _update_tables(self, row: ScheduledSequence) -> None:
+        for group, given, dirty_from in tables_of(row):
+            table = self.tables.get((row.seq_id, group), [])
+            assert dirty_from <= len(table)
+            table = table[:dirty_from] + list(given[dirty_from:])
+            assert len(table) == len(given) and all(
+                known == block or (block == 0 and group > 0)
+                for known, block in zip(table, given, strict=True)
+            ), "dirty_from hides a change"
+            self.tables[row.seq_id, group] = table
+
+    def _check_nothing_in_flight_is_overwritten(self, launched: Launched) -> None:
+        writes = {target: 0 for _, target in copies_of(launched.batch)}
+        for row in launched.batch.sequences:
+            writes.update(dict.fromkeys(self._blocks_written(row), row.seq_id))
+            if row.groups.state is not None:
+                writes[Place(STATES, row.groups.state.write)] = row.seq_id
+        for earlier in self.in_flight:
+            for place, writer in writes.items():
+                users = earlier.touched.get(place, set()) - {writer}
+                if 0 in users and place.block in self.tables.get((writer, place.group), ()):
+                    users.remove(0)  # a fork copied the block that its sibling goes on filling
+                assert not users, (
+                    f"step {launched.batch.step} writes to {place}, which step "
+                    f"{earlier.batch.step} in flight reads for sequences {users}"
+                )
+
+
+class FakeEngine:
+    """The engine's loop over a scheduler and a fake device, one half step at a time."""
+
+    def __init__(self, scheduler: Scheduler, *, overlap: bool = False) -> None:
+        self.scheduler = scheduler
+        self.device = FakeDevice(scheduler.kv)
+        self.overlap = overlap
+        self.running: Launched | None = None
+        self.outputs: dict[int, list[int]] = {}  # by seq_id
+        self.reasons: dict[int, FinishReason] = {}
+        self.batches: list[Batch] = []
+
+    def step(self) -> None:
+        batch = self.scheduler.schedule()
+        assert batch or self.running or not self.scheduler.has_unfinished, "livelock"
+        launched = None
+        if batch is not None:
+            assert batch.num_tokens <= self.scheduler.config.max_num_batched_tokens
+            assert len(batch.sequences) <= self.scheduler.config.max_num_seqs
+            self.batches.append(batch)
+            for row in batch.sequences:
+                seq = self.scheduler.sequence(row.seq_id)
+                assert seq is not None
+                self.device.seeds[row.seq_id] = seq.index
+            launched = self.device.launch(batch)
+        if not self.overlap and launched is not None:
+            self.running, launched = launched, None
+        if self.running is not None:
+            done, self.running = self.running, None
+            self._take(self.scheduler.commit(done.batch, self.device.evaluate(done)))
+        self.running = launched
+        self._take(self.scheduler.take_outcomes())
+
+    def run(self, max_steps: int = 100_000) -> None:
+        while self.scheduler.has_unfinished or self.running:
+            self.step()
+            max_steps -= 1
+            assert max_steps > 0, "the requests do not come to an end"
+
+    def fail(self) -> None:
+        """The step in flight fails on the device."""
+        self.device.drop_in_flight()
+        self.running = None
+        self.scheduler.requeue_in_flight()
+
+    def _take(self, outcomes: list[SequenceOutcome]) -> None:
+        for outcome in outcomes:
+            if outcome.token_id is not None:
+                self.outputs.setdefault(outcome.seq_id, []).append(outcome.token_id)
+            if outcome.finish_reason is not None:
+                assert outcome.seq_id not in self.reasons, "a sequence ended twice"
+                self.reasons[outcome.seq_id] = outcome.finish_reason

@@ -1,0 +1,274 @@
+"""Checks of the kernels that mutants of metal/ are held against: small, and each of few kernels.
+
+The head dim of 80 leaves lanes without a chunk and SIMD-groups with unequal slices; contexts end
+inside blocks and tiles; slots that nothing may read are NaN.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+from sim import Buffer, SimLibrary
+from sim.checks import check
+
+from mlx_paged import ops
+from support import reference
+from support.reference import PagedBatch, assert_close, make_batch, to_numpy
+from support.simulated import launches, simulated
+
+mx.set_default_device(mx.cpu)
+
+
+def attend(
+    library: SimLibrary, batch: PagedBatch, limits: dict[str, int] | None = None, **options
+) -> mx.array:
+    plan = batch.plan(**(limits or {}))
+    pools = (batch.key_pool, batch.value_pool)
+    with simulated(library):
+        out = ops.paged_attention(batch.queries, *pools, plan, scale=0.125, **options)
+        mx.eval(out)
+    return out
+
+
+def compare(library: SimLibrary, batch: PagedBatch, limits=None, **options) -> None:
+    out = attend(library, batch, limits, **options)
+    assert_close(out, batch.expected(scale=0.125, **options))
+
+
+def batch_of(rows: list[int], heads: int, window: int | None = None, **shape) -> PagedBatch:
+    rng = np.random.default_rng(0)
+    shape = {"key_dim": 80, "dtype": mx.float32, **shape}
+    lens = [150, 33, 1][: len(rows)]
+    return make_batch(rng, lens, rows, num_q_heads=heads, window=window, **shape)
+
+
+def sinks_for(batch: PagedBatch) -> mx.array:
+    return mx.array(np.linspace(-2, 3, batch.queries.shape[1]).astype(np.float32))
+
+
+def tokens_read(library: SimLibrary, batch: PagedBatch, **options) -> float:
+    """How many tokens' keys and values are read, once for each time."""
+    attend(library, batch, **options)
+    token = 2 * 80 * batch.key_pool.dtype.size * batch.key_pool.shape[2]
+    return sum(x["traffic"][buffer][0] for x in launches() for buffer in (1, 2)) / token
+
+
+def reads_once(library: SimLibrary, batch: PagedBatch) -> None:
+    assert tokens_read(library, batch) <= 1.05 * sum(batch.context_lens)
+
+
+# --- Vector units ---------------------------------------------------------------------------------
+
+
+@check
+def decode(library: SimLibrary) -> None:
+    batch = batch_of([1, 1, 1], 6, window=60)
+    compare(library, batch, window=60)
+
+
+@check
+def decode_options(library: SimLibrary) -> None:
+    batch = batch_of([1, 1, 1], 6, dtype=mx.float16)  # two tokens a SIMD-group at once
+    compare(library, batch, sinks=sinks_for(batch), softcap=1.5)
+    reads_once(library, batch)
+
+
+@check
+def decode_splits(library: SimLibrary) -> None:
+    batch = batch_of([1, 1, 1], 6, window=60)
+    compare(library, batch, {"split_tokens": 40}, sinks=sinks_for(batch), window=60)
+
+
+@check
+def decode_drafts(library: SimLibrary) -> None:
+    compare(library, batch_of([3, 3], 2, window=20), window=20)
+
+
+@check
+def decode_of_a_chunk_beside_others(library: SimLibrary) -> None:
+    """Items of other sizes are left to other launches."""
+    batch = batch_of([1, 2, 1], 2)
+    compare(library, batch)
+    reads_once(library, batch)
+
+
+# --- Matrix units ---------------------------------------------------------------------------------
+
+
+@check
+def matrix(library: SimLibrary) -> None:
+    batch = batch_of([1, 1, 1], 22, window=60)
+    compare(library, batch, window=60)
+
+
+@check
+def matrix_options(library: SimLibrary) -> None:
+    batch = batch_of([1, 1, 1], 22)
+    compare(library, batch, sinks=sinks_for(batch), softcap=1.5)
+    reads_once(library, batch)
+
+
+@check
+def matrix_splits(library: SimLibrary) -> None:
+    batch = batch_of([1, 1, 1], 22, window=60)
+    compare(library, batch, {"split_tokens": 40}, sinks=sinks_for(batch), window=60)
+
+
+@check
+def matrix_drafts(library: SimLibrary) -> None:
+    compare(library, batch_of([6, 7, 1], 4, window=20), window=20)
+
+
+@check
+def matrix_tiles(library: SimLibrary) -> None:
+    compare(library, batch_of([8], 40))
+
+
+# --- Prefill --------------------------------------------------------------------------------------
+
+
+@check
+def prefill(library: SimLibrary) -> None:
+    compare(library, batch_of([27, 9], 6, window=20), window=20)
+
+
+@check
+def prefill_options(library: SimLibrary) -> None:
+    batch = batch_of([27, 9], 6)
+    compare(library, batch, sinks=sinks_for(batch), softcap=1.5)
+
+
+@check
+def prefill_splits(library: SimLibrary) -> None:
+    batch = batch_of([27, 9], 6, window=60)  # so that tiles do not begin where blocks do
+    compare(library, batch, {"split_tokens": 40}, sinks=sinks_for(batch), window=60)
+
+
+@check
+def prefill_window(library: SimLibrary) -> None:
+    """Each tile reads what its own rows see: 64 queries are rows 0 to 21 of a group of 3."""
+    batch = batch_of([27], 6, window=20)  # the last row is token 149
+    rows = [(123, 144), (144, 149)]
+    assert tokens_read(library, batch, window=20) == sum(b + 1 - (a - 19) for a, b in rows)
+
+
+# --- All of them ----------------------------------------------------------------------------------
+
+
+@check
+def many_splits(library: SimLibrary) -> None:
+    batch = make_batch(np.random.default_rng(0), [700], [1], num_q_heads=6, key_dim=80)
+    compare(library, batch, {"split_tokens": 16})
+
+
+@check
+def a_mixed_step(library: SimLibrary) -> None:
+    """Items of three kernels, and tiles that some of them do not need."""
+    rng = np.random.default_rng(0)
+    batch = make_batch(rng, [40, 90, 40, 40], [1, 32, 5, 12], num_q_heads=6, key_dim=80)
+    compare(library, batch, {"rows_per_item": 32})
+    batch = make_batch(rng, [40, 40], [8, 4], num_q_heads=40, key_dim=80)
+    compare(library, batch)
+
+
+@check
+def bfloat(library: SimLibrary) -> None:
+    compare(library, batch_of([1, 1, 1], 6, dtype=mx.bfloat16))
+
+
+@check
+def no_key_seen(library: SimLibrary) -> None:
+    """A query whose logits are all NaN stays NaN; rows without an item are zero."""
+    batch = batch_of([1, 1, 1], 6)
+    poisoned = mx.array(batch.queries)
+    poisoned[0, 0, 0] = float("nan")
+    out = to_numpy(attend(library, replace(batch, queries=poisoned), {"split_tokens": 40}))
+    assert np.isnan(out[0, 0]).all() and not np.isnan(out[0, 1:]).any()
+    plan = batch.plan()
+    begin = plan.work_items[0, 1].item()
+    with simulated(library):
+        pools = (batch.key_pool, batch.value_pool)
+        some = replace(plan, work_items=plan.work_items[1:])
+        out = ops.paged_attention(batch.queries, *pools, some, scale=0.125)
+        mx.eval(out)
+    assert (to_numpy(out)[begin] == 0).all()
+
+
+@check
+def a_sink_alone(library: SimLibrary) -> None:
+    """Logits of -inf leave the sink, and no value: zeros rather than NaN."""
+    batch = batch_of([1, 1, 1], 6)
+    keys = mx.where(mx.isnan(batch.key_pool), batch.key_pool, mx.full((), -3e38))
+    queries = mx.full(batch.queries.shape, 3e38)
+    out = attend(library, replace(batch, key_pool=keys, queries=queries), sinks=sinks_for(batch))
+    assert (to_numpy(out) == 0).all()
+
+
+# --- Movement -------------------------------------------------------------------------------------
+
+
+def pools_of(rng: np.random.Generator, blocks: int, heads: int, *dims: int) -> list[mx.array]:
+    shape = (blocks, 16, heads)
+    return [mx.array(rng.standard_normal((*shape, d)).astype(np.float32)) for d in dims]
+
+
+@check
+def write(library: SimLibrary) -> None:
+    rng = np.random.default_rng(0)
+    pools = pools_of(rng, 5, 3, 72, 40)
+    rows = [mx.array(rng.standard_normal((4, 3, d)).astype(np.float32)) for d in (72, 40)]
+    slots = [3, -1, 79, 16]
+    expected = [reference.write_kv(to_numpy(p), to_numpy(r), slots) for p, r in zip(pools, rows)]
+    with simulated(library):
+        written = ops.write_kv(*pools, *rows, mx.array(slots, mx.int32))
+        mx.eval(written)
+    for out, want in zip(written, expected):
+        np.testing.assert_array_equal(to_numpy(out), want)
+
+
+@check
+def copy(library: SimLibrary) -> None:
+    pools = pools_of(np.random.default_rng(0), 6, 3, 200, 24)
+    pairs = [(1, 4), (1, 2), (5, 0)]
+    expected = [reference.copy_blocks(to_numpy(p), pairs) for p in pools]
+    with simulated(library):
+        copied = ops.copy_blocks(pools, mx.array(pairs, mx.int32))
+        mx.eval(copied)
+    for out, want in zip(copied, expected):
+        np.testing.assert_array_equal(to_numpy(out), want)
+
+
+@check
+def gather(library: SimLibrary) -> None:
+    pools = pools_of(np.random.default_rng(0), 9, 2, 64, 24)
+    tables, lens = [[3, 1, 7, 8], [2, 6, 0, 0], [5, 0, 0, 0]], [49, 32, 0]
+    expected = [reference.gather_kv(to_numpy(p), tables, lens, 53) for p in pools]
+    with simulated(library):
+        dense = ops.gather_kv(*pools, mx.array(tables), mx.array(lens), 53)
+        mx.eval(dense)
+    for out, want in zip(dense, expected):
+        np.testing.assert_array_equal(to_numpy(out), want)
+
+
+@check
+def strided(library: SimLibrary) -> None:
+    """Launched as it is: the CPU has its own way to make an array dense."""
+    rng = np.random.default_rng(0)
+    base = rng.integers(0, 2**16, (3, 8, 5, 16)).astype(np.uint16)
+    view = base.transpose(2, 1, 0, 3)[..., ::2]
+    out = np.empty(view.shape, np.uint16)
+    params = struct.pack("ii4q", *view.shape[2:], *(s // 2 for s in view.strides))
+    library.launch(
+        "copy_strided_16",
+        {0: Buffer(base), 1: Buffer(out, "write")},
+        grid=(1, view.shape[1], view.shape[0]),
+        threads=256,
+        constants={2: params},
+    )
+    np.testing.assert_array_equal(out, view)

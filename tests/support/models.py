@@ -1,0 +1,267 @@
+"""Small models for the tests, mlx-lm's dense answer to compare with, and a driver for single steps.
+
+The tiny models have random weights, sharpened until attention decides the logits: with the mild
+initial ones every row looks alike and a wrong cache would hardly show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import _get_classes
+
+from mlx_paged.core import Batch, ScheduledSequence
+from mlx_paged.core.batch import IN_FLIGHT_TOKEN
+from mlx_paged.core.block_table import BlockCopy
+from mlx_paged.engine import runner as runner_module
+from mlx_paged.engine.runner import LaunchedStep, ModelRunner
+from mlx_paged.engine.sampler import SamplingRow, SamplingRows
+from mlx_paged.model.load import LoadedModel, load
+from mlx_paged.model.probe import page
+
+VOCAB_SIZE = 96
+GREEDY = SamplingRow(temperature=0, seed=0, position=0)
+
+
+def all_greedy(sampled: Sequence[ScheduledSequence]) -> SamplingRows:
+    return SamplingRows.of([GREEDY] * len(sampled))
+
+
+def tiny_config(model_type: str, *, tied: bool = True, **fields: Any) -> dict[str, Any]:
+    """A ``config.json`` of a model of a few thousand weights; `fields` override."""
+    return {
+        "model_type": model_type,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 512,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": tied,
+        **fields,
+    }
+
+
+def tiny_model(config: Mapping[str, Any], *, seed: int = 0) -> nn.Module:
+    """The model that mlx-lm builds from a config, with random weights in float32."""
+    model_class, args_class = _get_classes(config=dict(config))
+    mx.random.seed(seed)
+    model = model_class(args_class.from_dict(dict(config)))
+
+    def sharpen(path: str, weight: mx.array) -> mx.array:
+        if path.endswith("bias"):
+            return mx.random.normal(weight.shape) * 0.2
+        if "norm" in path:
+            return 1 + mx.random.normal(weight.shape) * 0.1
+        return weight * 3 if "_proj" in path else weight
+
+    model.update(tree_map_with_path(sharpen, model.parameters()))
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+def save_tiny(path: Path, config: Mapping[str, Any], model: nn.Module | None = None) -> None:
+    """Writes a model directory that has the embedded model's tokenizer."""
+    from mlx_lm.utils import save_config, save_model
+
+    path.mkdir(parents=True, exist_ok=True)
+    save_model(path, model or tiny_model(config))
+    save_config(dict(config), path / "config.json")
+    embedded().tokenizer.save_pretrained(path)
+
+
+@lru_cache(maxsize=1)
+def embedded() -> LoadedModel:
+    """The embedded model, loaded once and never given to an engine."""
+    return load(dtype="float32")
+
+
+def embedded_twin() -> LoadedModel:
+    """The embedded model for one engine: modules of its own, weights shared with `embedded`."""
+    source = embedded()
+    model_class, args_class = _get_classes(config=source.config)
+    model = model_class(args_class.from_dict(source.config))
+    model.load_weights(tree_flatten(source.model.parameters()))
+    model.eval()
+    return LoadedModel(model, source.tokenizer, source.config, source.name)
+
+
+def dense_logits(model: nn.Module, chunks: Sequence[Sequence[int]]) -> np.ndarray:
+    """``[vocab_size]`` logits after the last token, by mlx-lm's own cache, chunk by chunk."""
+    cache = make_prompt_cache(model)
+    for chunk in chunks:
+        logits = model(mx.array([list(chunk)]), cache=cache)
+        mx.eval(logits)
+    return np.array(logits[0, -1].astype(mx.float32))
+
+
+def dense_greedy(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What the embedded model answers through mlx-lm's own cache, past any end token."""
+    return list(_dense_greedy(tuple(prompt), num_tokens))
+
+
+@lru_cache(maxsize=256)
+def _dense_greedy(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+    model = embedded().model
+    cache = make_prompt_cache(model)
+    tokens, answer = list(prompt), []
+    for _ in range(num_tokens):
+        tokens = [int(mx.argmax(model(mx.array([tokens]), cache=cache)[0, -1]).item())]
+        answer += tokens
+    return tuple(answer)
+
+
+def rms(values: np.ndarray) -> float:
+    """Root of the mean square; NaN if there is a NaN anywhere."""
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
+
+
+@dataclass
+class Rows:
+    """A sequence of `StepDriver`: the tokens in its blocks, and the blocks."""
+
+    seq_id: int
+    chunks: list[list[int]] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk]
+
+
+class StepDriver:
+    """Drives a `ModelRunner` step by step, with a block allocator that hands out ids shuffled.
+
+    All pools hold NaN at first, so that a slot that is read before it was written is loud.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        model_type: str,
+        *,
+        block_size: int,
+        num_blocks: int = 64,
+        seed: int = 0,
+    ) -> None:
+        self.block_size = block_size
+        paged = page(model, model_type, block_size=block_size)
+        self.runner = ModelRunner(paged, num_blocks=num_blocks)
+        self.caches = paged.attention_caches
+        for cache in self.caches:
+            cache.key_pool = mx.full(cache.key_pool.shape, mx.nan, cache.key_pool.dtype)
+            cache.value_pool = mx.full(cache.value_pool.shape, mx.nan, cache.value_pool.dtype)
+            mx.eval(cache.key_pool, cache.value_pool)
+        self.sequences: dict[str, Rows] = {}
+        self._free = np.random.default_rng(seed).permutation(np.arange(1, num_blocks)).tolist()
+        self._copies: list[BlockCopy] = []
+        self._num_steps = 0
+
+    def fork(self, name: str, source: str, num_tokens: int) -> None:
+        """Starts a sequence with the first tokens of another, as prefix sharing does.
+
+        Full blocks are shared; the last, partial one is copied at the beginning of the next step.
+        """
+        old, new = self.sequences[source], Rows(len(self.sequences))
+        num_full, num_partial = divmod(num_tokens, self.block_size)
+        assert num_tokens <= len(old.tokens)
+        new.chunks = [old.tokens[:num_tokens]]
+        new.blocks = old.blocks[:num_full]
+        if num_partial:
+            new.blocks.append(self._free.pop())
+            self._copies.append(BlockCopy(old.blocks[num_full], new.blocks[-1]))
+        self.sequences[name] = new
+
+    def schedule(
+        self, name: str, tokens: Sequence[int], *, samples: bool = True
+    ) -> ScheduledSequence:
+        """The rows of one sequence, its blocks allocated; -1 stands for a token in flight."""
+        seq = self.sequences.setdefault(name, Rows(len(self.sequences)))
+        start = len(seq.tokens)
+        seq.chunks.append(list(tokens))
+        while len(seq.blocks) * self.block_size < start + len(tokens):
+            seq.blocks.append(self._free.pop())
+        return ScheduledSequence(
+            seq.seq_id, name, tuple(tokens), start, tuple(seq.blocks), 0, samples
+        )
+
+    def launch(
+        self, *rows: ScheduledSequence, previous: LaunchedStep | None = None
+    ) -> tuple[LaunchedStep, dict[str, np.ndarray]]:
+        """Runs one step; returns it and the ``[vocab_size]`` logits of each row that samples."""
+        self._num_steps += 1
+        batch = Batch(self._num_steps, rows, tuple(self._copies))
+        self._copies = []
+        captured: list[mx.array] = []
+        real_sample = runner_module.sample
+
+        def capture(logits: mx.array, sampling_rows: SamplingRows) -> mx.array:
+            captured.append(logits)
+            return real_sample(logits, sampling_rows)
+
+        with mock.patch.object(runner_module, "sample", capture):
+            launched = self.runner.launch(batch, all_greedy, previous)
+        names = [row.request_id for row in rows if row.samples]
+        if not names:
+            assert not captured, "a step that samples nothing has no use for logits"
+            mx.eval(launched.tokens)
+            return launched, {}
+        [logits] = captured
+        assert logits.shape[0] == len(names), "logits only for the rows that sample"
+        return launched, dict(zip(names, np.array(logits.astype(mx.float32))))
+
+    def step(self, work: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
+        """Runs one step in which every sequence samples."""
+        return self.launch(*(self.schedule(name, tokens) for name, tokens in work.items()))[1]
+
+    def num_written_slots(self) -> list[tuple[int, int]]:
+        """(key slots, value slots) of each layer that do not hold the poison any more."""
+        return [
+            tuple(
+                int((~np.isnan(np.array(pool))).all(axis=(2, 3)).sum())
+                for pool in (cache.key_pool, cache.value_pool)
+            )  # type: ignore[misc]
+            for cache in self.caches
+        ]
+
+
+def random_tokens(rng: np.random.Generator, count: int) -> list[int]:
+    """Tokens of the tiny models."""
+    return rng.integers(0, VOCAB_SIZE, count).tolist()
+
+
+__all__ = [
+    "GREEDY",
+    "IN_FLIGHT_TOKEN",
+    "VOCAB_SIZE",
+    "Rows",
+    "StepDriver",
+    "all_greedy",
+    "dense_greedy",
+    "dense_logits",
+    "embedded",
+    "embedded_twin",
+    "random_tokens",
+    "rms",
+    "save_tiny",
+    "tiny_config",
+    "tiny_model",
+]

@@ -1,0 +1,46 @@
+"""Tests of a file again in a process of another instruction set: a process chooses once."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+
+@cache
+def instruction_sets() -> tuple[str, ...]:
+    """What this processor runs, as the refusal of an unknown name lists it. Best first."""
+    code = "from mlx_paged.extension import build_info; build_info()"
+    env = {**os.environ, "MLX_PAGED_SIMD": "unknown"}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
+    refusal = r"MLX_PAGED_SIMD must be one of (.*) on this processor but got unknown"
+    match = re.search(refusal, run.stderr)
+    assert match, run.stderr
+    return tuple(match[1].split(", "))
+
+
+def run_in_process_of(simd: str, num_threads: int, file: str, expression: str) -> None:
+    """Runs the tests of `file` that `expression` (``pytest -k``) selects; all have to pass."""
+    if simd not in instruction_sets():
+        pytest.skip(f"this processor has {', '.join(instruction_sets())}")
+    env = {
+        **os.environ,
+        "MLX_PAGED_SIMD": simd,
+        "MLX_PAGED_NUM_THREADS": str(num_threads),
+        "EXPECTED_SIMD": simd,
+    }
+    options = ["-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-profile=quick"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "-k", expression, file],
+        env=env,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stdout[-4000:]
