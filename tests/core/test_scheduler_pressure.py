@@ -8,7 +8,7 @@ import pytest
 from support.fake_model import generate
 from support.scheduling_helpers import OVERLAP, check_outputs, make, request, rows
 
-from mlx_paged.core import FinishReason, SchedulingPolicy
+from mlx_paged.core import FinishReason, PrefixQuery, SchedulingPolicy
 
 
 @OVERLAP
@@ -40,7 +40,7 @@ def test_the_latest_arrival_is_preempted_and_its_blocks_stay_cached():
     while engine.scheduler.num_preemptions == 0:
         engine.step()
     assert not requests[1].sequences[0].is_running and requests[0].sequences[0].is_running
-    assert engine.scheduler.kv.match([2] * 9).num_full_blocks >= 1
+    assert engine.scheduler.kv.match(PrefixQuery([2] * 9)).num_full_blocks >= 1
     engine.run()
     check_outputs(engine, *requests)
 
@@ -174,7 +174,7 @@ def test_a_long_run_of_random_arrivals_loses_no_token(overlap, num_blocks):
     engine.scheduler.check_integrity()
     for r in requests:
         for seq in r.sequences:
-            got = seq.output_token_ids
+            got = list(seq.tokens[r.num_prompt_tokens :])
             expected = generate(r.prompt_token_ids, r.max_output_tokens, eos, seq.index)
             whole = seq.finish_reason is not FinishReason.ABORT
             assert got == (expected if whole else expected[: len(got)])
