@@ -20,9 +20,8 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_paged import ops
 from mlx_paged.model.families import MLX_LM_VERSION, PROVEN, REFUSED
-from mlx_paged.model.layout import CacheLayout
-from mlx_paged.model.serve import serve
-from mlx_paged.model.specs import StateSpec, UnusedSpec
+from mlx_paged.model.layout import CacheLayout, StateSpec, UnusedSpec
+from mlx_paged.model.wrap import serve
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/models.md"
