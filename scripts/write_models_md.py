@@ -7,11 +7,14 @@ What is written by hand in that file stays as it is.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+os.environ["MLX_PAGED_DISABLE"] = "1"  # else the dense caches would be the drop-in's
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
