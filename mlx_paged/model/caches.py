@@ -315,7 +315,7 @@ class UnusedCache:
     def __getattr__(self, name: str) -> NoReturn:
         """An error for anything else that an attention layer reads from its cache."""
         raise RuntimeError(
-            f"a layer reads {name!r} of a cache that it did not use in its first forward"
+            f"a layer reads {name!r} of a cache that it had not used in the observed forward"
         )
 
 
