@@ -24,7 +24,7 @@ from cuda_models import random_model
 from cuda_runs import WHO, decode, prefill, prompts_of, shared_prefix
 from harness import RESULTS, environment, print_table, save
 
-from mlx_paged.model.load import LoadedModel
+from mlx_paged.model.loader import LoadedModel
 
 DECODE = {
     "1 x 1024": (1024,),

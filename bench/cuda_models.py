@@ -11,7 +11,7 @@ from mlx_lm.models import llama, qwen3, qwen3_moe
 from mlx_lm.utils import load_tokenizer
 
 from mlx_paged.demo import model_path
-from mlx_paged.model.load import LoadedModel
+from mlx_paged.model.loader import LoadedModel
 
 _COMMON = {"head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
 

@@ -25,7 +25,7 @@ from mlx_paged.cli.bench.datasets import Prompt
 from mlx_paged.cli.bench.percentiles import percentile
 from mlx_paged.cli.bench.runners import MlxLmRunner, PagedRunner, Settings
 from mlx_paged.cli.bench.runs import Run, compare
-from mlx_paged.model.load import load
+from mlx_paged.model.loader import load
 
 OUTPUT_TOKENS = 32
 

@@ -30,9 +30,9 @@ from mlx_paged.demo import model_path
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.model.cache import PagedLayerCache
+from mlx_paged.model.caches import PagedLayerCache
 from mlx_paged.model.families import register_family
-from mlx_paged.model.load import LoadedModel
+from mlx_paged.model.loader import LoadedModel
 
 VOCAB_SIZE = 320
 TOKEN = 312  # " the" of the embedded tokenizer: what greedy requests get

@@ -32,9 +32,8 @@ from mlx_lm.utils import _get_classes, load_tokenizer
 from mlx_paged.demo import model_path
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.kv_groups import KVGroups
-from mlx_paged.model.layout import CacheLayout, Mode
-from mlx_paged.model.load import LoadedModel
-from mlx_paged.model.specs import LayerSpec
+from mlx_paged.model.layout import CacheLayout, LayerSpec, Mode
+from mlx_paged.model.loader import LoadedModel
 
 BLOCK_SIZE = 32
 NUM_GENERATED = 64

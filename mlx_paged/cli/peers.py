@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 from mlx_lm.generate import batch_generate, generate_step
 
-from mlx_paged.model.load import LoadedModel
+from mlx_paged.model.loader import LoadedModel
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
 from mlx_paged.engine.llm import LLM
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.model.load import LoadedModel, load
+from mlx_paged.model.loader import LoadedModel, load
 
 NUM_CHATS = 8
 

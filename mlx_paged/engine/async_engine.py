@@ -21,7 +21,7 @@ from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.sampling.request_sampler import TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import EngineDeadError, EngineOverloadedError
-from mlx_paged.model.load import load
+from mlx_paged.model.loader import load
 
 T = TypeVar("T")
 

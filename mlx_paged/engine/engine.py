@@ -40,8 +40,8 @@ from mlx_paged.engine.sampling.row_cache import RowCache
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.text_stream import TextStream, special_token_ids
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model.load import LoadedModel
-from mlx_paged.model.serve import serve
+from mlx_paged.model.loader import LoadedModel
+from mlx_paged.model.wrap import serve
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from mlx_paged.core import StateGroupSpec, WindowGroupSpec
 from mlx_paged.core.state_group import SLOTS_PER_SEQUENCE
 from mlx_paged.engine.config import EngineConfig
-from mlx_paged.model.layout import CacheLayout
-from mlx_paged.model.specs import Reach
+from mlx_paged.model.layout import CacheLayout, Reach
 
 # A sequence is thought of as this long, or as a few windows, where the configuration says nothing.
 _TYPICAL_CONTEXT_LEN = 4096

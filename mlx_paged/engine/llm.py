@@ -13,7 +13,7 @@ from mlx_paged.engine.engine import Engine, EngineStats
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model.load import LoadedModel, load
+from mlx_paged.model.loader import LoadedModel, load
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]

@@ -18,10 +18,9 @@ from mlx_paged.engine.sampling.edits import apply_edits
 from mlx_paged.engine.sampling.logprobs import LogprobArrays, PositionLogprobs, logprobs_of
 from mlx_paged.engine.sampling.prompt_report import PromptTargets
 from mlx_paged.engine.sampling.rows import InFlight
-from mlx_paged.model.paged_model import PagedModel, StepInputs
-from mlx_paged.model.recurrent import StateSlots
-from mlx_paged.model.specs import Reach
-from mlx_paged.model.tables import BlockTableCache, PaddedTables
+from mlx_paged.model.layout import Reach
+from mlx_paged.model.paged_model import PagedModel
+from mlx_paged.model.plan import BlockTableCache, PaddedTables, StateSlots, StepInputs
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class ModelRunner:
     """A model on its pools, and the one way to run a step.
 
     Args:
-        model: as `models.probe.page` makes it; it belongs to this runner.
+        model: as `model.wrap.page` makes it; it belongs to this runner.
         windows: reaches whose layers have block tables of their own, in the order in which a
             batch names them; all others share one.
         num_blocks: blocks of the pools; None: `allocate` makes them later.

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model.generation_config import NAME, read_generation_config
+from mlx_paged.model.loader import GENERATION_CONFIG, read_generation_config
 
 #: What is taken of a generation config, as vLLM does; `max_new_tokens` is a limit for everybody.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -70,8 +70,8 @@ def generation_config_of(source: str) -> dict[str, Any] | None:
     if source == "vllm":
         return {}
     directory = Path(source)
-    if not (directory / NAME).is_file():
-        expected = f"'auto', 'vllm' or a directory that has a {NAME}"
+    if not (directory / GENERATION_CONFIG).is_file():
+        expected = f"'auto', 'vllm' or a directory that has a {GENERATION_CONFIG}"
         raise InvalidParameterError("generation_config", expected, source)
     return read_generation_config(directory)
 

@@ -11,7 +11,7 @@ from mlx_paged.doctor.shapes import WELL_KNOWN, embedded
 from mlx_paged.engine import memory, pools
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.llm import LLM
-from mlx_paged.model.load import load
+from mlx_paged.model.loader import load
 
 GIB = 1 << 30
 BY_NAME = {shape.name: shape for shape in WELL_KNOWN}

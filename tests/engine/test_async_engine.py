@@ -33,7 +33,7 @@ from mlx_paged.errors import (
     ModelLoadError,
     RequestTooLargeError,
 )
-from mlx_paged.model.load import load
+from mlx_paged.model.loader import load
 
 PROMPT = list(range(20, 60))
 OPTIONS: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 400, "max_num_seqs": 16}

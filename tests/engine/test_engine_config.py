@@ -11,7 +11,7 @@ from mlx_paged.engine import config as config_module
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model.load import LoadedModel
+from mlx_paged.model.loader import LoadedModel
 
 INVALID: dict[str, list[Any]] = {
     "block_size": [0, 1, 7, 12, 24, 128, -16, "32", None, 32.0],

@@ -22,7 +22,7 @@ from mlx_paged.engine.faults import is_out_of_memory, nan_rows
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import StepError
-from mlx_paged.model.load import load
+from mlx_paged.model.loader import load
 
 POISON = 3999  # a token that no healthy request of these tests holds or generates
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])

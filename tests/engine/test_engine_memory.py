@@ -20,8 +20,8 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.profile import largest_step, measure_activations
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model.load import load
-from mlx_paged.model.tables import BlockTableCache, PaddedTables
+from mlx_paged.model.loader import load
+from mlx_paged.model.plan import BlockTableCache, PaddedTables
 
 GIB = 1 << 30
 

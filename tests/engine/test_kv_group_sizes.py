@@ -13,8 +13,7 @@ import pytest
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.kv_groups import KVGroups, PoolSizes
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model.layout import CacheLayout, Mode
-from mlx_paged.model.specs import FULL, LayerSpec, Reach, StateSpec
+from mlx_paged.model.layout import FULL, CacheLayout, LayerSpec, Mode, Reach, StateSpec
 
 MIB = 1 << 20
 FULL_LAYER = LayerSpec(2, 64, 64, mx.float16)  # 512 bytes a token

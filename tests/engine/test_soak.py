@@ -25,7 +25,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.runner import LaunchedStep
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import EngineOverloadedError
-from mlx_paged.model.load import load
+from mlx_paged.model.loader import load
 
 NUM_TOKENS = int(os.environ.get("MLX_PAGED_SOAK_TOKENS", "100000"))
 

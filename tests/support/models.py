@@ -29,8 +29,8 @@ from mlx_paged.core.block_table import BlockCopy
 from mlx_paged.engine import runner as runner_module
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampler import SamplingRow, SamplingRows
-from mlx_paged.model.load import LoadedModel, load
-from mlx_paged.model.probe import page
+from mlx_paged.model.loader import LoadedModel, load
+from mlx_paged.model.wrap import page
 
 VOCAB_SIZE = 96
 GREEDY = SamplingRow(temperature=0, seed=0, position=0)

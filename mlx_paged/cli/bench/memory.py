@@ -101,7 +101,7 @@ def _run(
     checkout()
     use_supported_device()
     from mlx_paged.cli.bench import memory_report, memory_runs
-    from mlx_paged.model.load import load
+    from mlx_paged.model.loader import load
 
     model = load(model_name)
     loads = [memory_runs.Load(*values) for values in itertools.product(*grid.values())]

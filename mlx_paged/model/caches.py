@@ -3,21 +3,148 @@
 A forward takes its tokens as ``[T, 1]``: every token of every sequence is a batch row of length 1.
 ``cache.offset`` is then an int32 array of positions, one a row, which RoPE takes as it is; nothing
 is padded and nothing is masked. ``update_and_fetch`` writes K and V to the pool and returns
-*handles* that only the seam (`mlx_paged.model.seam`) can spend.
+*handles*, which only the attention patch (`mlx_paged.model.patches`) accepts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NoReturn, Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
 from mlx_paged import ops
-from mlx_paged.model.dense_prefill import serves
-from mlx_paged.model.handles import KVHandle, Scores
-from mlx_paged.model.specs import FULL, LayerSpec
-from mlx_paged.model.step import StepContext
+from mlx_paged.model import dense_prefill
+from mlx_paged.model.layout import FULL, LayerSpec, Reach
+from mlx_paged.model.plan import StatePlan
+from mlx_paged.ops import AttentionPlan
+
+# --- The step -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward over ragged sequences.
+
+    Attributes:
+        plan: Of the layers that see everything; positions and slots of every row.
+        logit_rows: ``[num_samples]`` int32: rows whose logits are wanted.
+        plans: Of layers with another reach. One that is missing here reads through `plan`.
+        states: Of recurrent layers; None for a model that has none.
+        prefill: Of layers that see everything, where long chunks take MLX's own attention.
+        starts_early: Whether the device is to work on the first layers while the last ones are
+            still being built.
+    """
+
+    plan: AttentionPlan
+    logit_rows: mx.array
+    plans: Mapping[Reach, AttentionPlan] = field(default_factory=dict)
+    states: StatePlan | None = None
+    prefill: dense_prefill.DensePrefill | None = None
+    starts_early: bool = False
+
+    def plan_for(self, reach: Reach) -> AttentionPlan:
+        """The plan that layers of this reach read and write through."""
+        return self.plans.get(reach, self.plan)
+
+
+class StepContext:
+    """Holds the step that is being built. One per model; its caches and output head look here."""
+
+    def __init__(self) -> None:
+        self._step: Step | None = None
+
+    @property
+    def step(self) -> Step:
+        """The current step; an error outside of one, where a paged cache has no meaning."""
+        if self._step is None:
+            raise RuntimeError("a paged cache was used outside of a step of the model runner")
+        return self._step
+
+    @property
+    def active(self) -> bool:
+        """Whether a step is being built."""
+        return self._step is not None
+
+    def enter(self, step: Step) -> None:
+        """Starts building `step`."""
+        self._step = step
+
+    def leave(self) -> None:
+        """Ends it: the arrays of a finished step must not be kept alive here."""
+        self._step = None
+
+
+# --- Handles --------------------------------------------------------------------------------------
+
+
+class _Handle(mx.array):
+    """Stands for keys, values or scores where model code passes them on to attention.
+
+    A subclass of ``mx.array`` of shape (0,), because ``array @ object`` raises instead of asking
+    the object, while the reflected operators of a subclass are called first. Anything that would
+    treat a handle as dense data fails loudly instead of computing with something else.
+    """
+
+    def __new__(cls, *args: Any) -> Any:
+        return super().__new__(cls)  # type: ignore[call-arg]
+
+    def __init__(self, dtype: mx.Dtype = mx.float32) -> None:
+        super().__init__([], dtype)
+
+    def _refuse(self, other: object) -> Any:
+        raise TypeError("a KV handle stands for a layer's keys or values and cannot be changed")
+
+    # Anything else gives an empty array; in place, broadcasting would leave the handle as it was.
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = _refuse
+    __iand__ = __ior__ = __ixor__ = __ilshift__ = __irshift__ = __imatmul__ = _refuse
+
+
+class KVHandle(_Handle):
+    """Stands for a layer's keys or values."""
+
+    def __init__(self, cache: PagedLayerCache) -> None:
+        # Some models cast the output of attention to the dtype of the values.
+        super().__init__(cache.spec.dtype)
+        self.cache = cache
+
+    def astype(self, *args: Any, **kwargs: Any) -> KVHandle:
+        """Itself: the pool keeps its dtype, and the kernels accumulate in float32."""
+        return self
+
+    def swapaxes(self, axis1: int, axis2: int, **kwargs: Any) -> Any:
+        """``keys.swapaxes(-1, -2)``: the right operand of a product with queries."""
+        if {axis1, axis2} == {-1, -2} and self is self.cache.values:
+            return TransposedHandle(self)
+        return super().swapaxes(axis1, axis2, **kwargs)
+
+
+class TransposedHandle(_Handle):
+    """Stands for the rotary keys of multi-head latent attention, transposed.
+
+    mlx-lm's latent attention multiplies them with the rotary part of the queries by itself and
+    passes the product on as an additive mask; `Scores` stands for that product.
+    """
+
+    def __init__(self, handle: KVHandle) -> None:
+        super().__init__()
+        self.handle = handle
+
+    def __rmatmul__(self, queries: mx.array) -> Scores:
+        return Scores(self.handle, queries)
+
+
+class Scores(_Handle):
+    """Stands for ``queries @ keys^T``, to be added to the scores of the same layer."""
+
+    def __init__(self, handle: KVHandle, queries: mx.array) -> None:
+        super().__init__()
+        self.handle = handle
+        self.queries = queries  # [T, num_q_heads, 1, dim], already scaled
+
+
+# --- Caches ---------------------------------------------------------------------------------------
 
 
 class LatentScores(TypeError):
@@ -28,16 +155,8 @@ class LatentScores(TypeError):
         self.spec = spec
 
 
-class PooledCache(Protocol):
-    """What every attention cache has, however model code reads it."""
-
-    spec: LayerSpec
-    key_pool: mx.array
-    value_pool: mx.array
-
-
 class KVPools:
-    """The two pools of one attention cache, and how its rows lie in them.
+    """The key pool and the value pool of one attention cache.
 
     Head dims that the kernels do not take are padded with zeros to a multiple of 8: scores do not
     change, and the values' padding is cut off again.
@@ -91,7 +210,7 @@ class PagedLayerCache(KVPools):
         return self._context.step.plan.positions
 
     def make_mask(self, *args: Any, **kwargs: Any) -> None:
-        """No mask: the plan says what each row may see, and the spec how far back."""
+        """No mask: the plan holds what each row may see, and the spec how far back."""
         return None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
@@ -131,13 +250,13 @@ class PagedLayerCache(KVPools):
         sinks: mx.array | None,
         softcap: float | None,
     ) -> mx.array:
-        # Some models upcast queries; the kernels accumulate in float32 whatever comes.
+        # Some models upcast queries; the kernels accumulate in float32 anyway.
         rows = _pad(queries.astype(self.spec.dtype), self.key_pool.shape[-1])
         step = self._context.step
         if (
             step.prefill is not None
             and self._reach == FULL
-            and serves(self.spec, sinks=sinks, softcap=softcap)
+            and dense_prefill.serves(self.spec, sinks=sinks, softcap=softcap)
         ):
             out = step.prefill.attend(rows, self.key_pool, value_pool, scale)
             return mx.expand_dims(out, 2).astype(queries.dtype)
@@ -161,7 +280,7 @@ class LatentLayerCache(PagedLayerCache):
 
     The pool's keys are both, side by side, and serve as values too, of which the first part counts.
     Model code passes the latent as keys *and* values, and the scores of the rotary half as a mask
-    (`handles.Scores`), so queries are put together here in the same way.
+    (`Scores`), so queries are put together here in the same way.
     """
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
@@ -187,20 +306,20 @@ class LatentLayerCache(PagedLayerCache):
 
 
 class UnusedCache:
-    """The cache of a layer that did not write to it when it was looked at, and must not now."""
+    """The cache of a layer that did not write to it in the observed forward, and must not now."""
 
     def make_mask(self, *args: Any, **kwargs: Any) -> None:
         """No mask."""
         return None
 
     def __getattr__(self, name: str) -> NoReturn:
-        """An error for whatever else an attention layer asks of its cache."""
+        """An error for anything else that an attention layer reads from its cache."""
         raise RuntimeError(
-            f"a layer asks {name!r} of a cache that it had not used when it was looked at"
+            f"a layer reads {name!r} of a cache that it had not used in the observed forward"
         )
 
 
-def copy_blocks(caches: Iterable[PooledCache], block_pairs: mx.array) -> None:
+def copy_blocks(caches: Iterable[KVPools], block_pairs: mx.array) -> None:
     """Copies blocks in every pool of these caches, before anything else of the step.
 
     Args:

@@ -2,9 +2,9 @@
 
 There a decode step of a small batch waits for the host, half of whose time is model code in Python.
 `mx.compile` runs that code once for a shape and repeats the graph afterwards. Shapes repeat in
-decoding: the rows are those of the step before, and the arrays of a plan grow in strides
-(`attention.plan`). A shape is compiled when it comes for the third time, so that model code has met
-real arrays before, and what does not repeat costs nothing.
+decoding: there are as many rows as in the step before, and the arrays of a plan grow in strides
+(`plan.build_plan`). A shape is compiled when it occurs for the third time, so that model code has
+run on real arrays before, and what does not repeat costs nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import fields
 import mlx.core as mx
 
 from mlx_paged import ops
-from mlx_paged.model.step import Step
+from mlx_paged.model.caches import Step
 from mlx_paged.ops import AttentionPlan
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The seam into mlx-lm: dense calls as ever, handles served, and everything else loud."""
+"""The attention patch: dense calls stay MLX's, handles are served, all else is an error."""
 
 from __future__ import annotations
 
@@ -13,22 +13,20 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models import base
 
-from mlx_paged.model import seam
-from mlx_paged.model.cache import LatentLayerCache, PagedLayerCache
-from mlx_paged.model.handles import KVHandle
+from mlx_paged.model import patches
+from mlx_paged.model.caches import KVHandle, LatentLayerCache, PagedLayerCache, Step, StepContext
+from mlx_paged.model.layout import LayerSpec
 from mlx_paged.model.plan import build_plan
-from mlx_paged.model.specs import LayerSpec
-from mlx_paged.model.step import Step, StepContext
 
-MLX_ATTENTION = seam._dense_attention
+MLX_ATTENTION = patches._mlx_attention
 SCALE = 0.25
 
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    seam.install()
+    patches.install()
     yield
-    seam.install()
+    patches.install()
 
 
 @pytest.fixture
@@ -62,21 +60,21 @@ def attention(*args: Any, **kwargs: Any) -> mx.array:
 
 
 def test_installing_twice_changes_nothing_and_uninstalling_restores() -> None:
-    seam.install()
-    assert mx.fast.scaled_dot_product_attention is seam.scaled_dot_product_attention
-    seam.uninstall()
+    patches.install()
+    assert mx.fast.scaled_dot_product_attention is patches.scaled_dot_product_attention
+    patches.uninstall()
     assert mx.fast.scaled_dot_product_attention is MLX_ATTENTION
-    seam.uninstall()
+    patches.uninstall()
     assert mx.fast.scaled_dot_product_attention is MLX_ATTENTION
 
 
 def test_what_it_wraps_is_mlx_itself() -> None:
-    assert MLX_ATTENTION is not seam.scaled_dot_product_attention
+    assert MLX_ATTENTION is not patches.scaled_dot_product_attention
     assert type(MLX_ATTENTION) is type(mx.fast.layer_norm)
 
 
 def test_mlx_lm_reaches_it_through_its_base_module() -> None:
-    assert base.mx.fast.scaled_dot_product_attention is seam.scaled_dot_product_attention
+    assert base.mx.fast.scaled_dot_product_attention is patches.scaled_dot_product_attention
 
 
 # --- Dense calls ----------------------------------------------------------------------------------
@@ -113,7 +111,7 @@ def test_dense_calls_keep_mlx_errors() -> None:
 def test_a_model_that_belongs_to_a_runner_still_answers_densely() -> None:
     config = tiny_config("llama")
     tokens = mx.array([[3, 1, 4, 1, 5]])
-    seam.uninstall()
+    patches.uninstall()
     expected = np.array(tiny_model(config)(tokens))
     model = tiny_model(config)
     StepDriver(model, "llama", block_size=8).step({"a": [1, 2, 3]})

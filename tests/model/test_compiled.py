@@ -16,9 +16,9 @@ from mlx_paged.demo import model_path
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.model import compiled_step
-from mlx_paged.model.load import load
-from mlx_paged.model.step import Step
+from mlx_paged.model import compiled as compiled_module
+from mlx_paged.model.caches import Step
+from mlx_paged.model.loader import load
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 40, 65, 17)]
 
@@ -54,7 +54,7 @@ def test_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
-    monkeypatch.setattr(compiled_step, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(compiled_module, "_MOST_GRAPHS", 2)
     expected, engine = run()
     assert 0 < len(engine._runner.model._compiled._graphs) <= 2
     assert [len(tokens) for tokens in expected] == [30 + 7 * i for i in range(len(PROMPTS) * 2)]
@@ -72,7 +72,7 @@ def test_model_that_looks_at_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from mlx_paged.model.plan import build_plan
 
-    steps = compiled_step.CompiledSteps(forward)
+    steps = compiled_module.CompiledSteps(forward)
     for i in range(5):
         plan = build_plan([[1]], [3], [1], block_size=16)
         out, _ = steps.run(mx.array([i]), Step(plan, mx.array([0])), [])

@@ -1,4 +1,4 @@
-"""Model code meets the native operations while a paged step is built, and nobody else does."""
+"""Model code runs the native operations while a paged step is built; no other code does."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from native.test_layer_ops import DTYPES, TOLERANCE, assert_close
 from support.models import StepDriver, tiny_config, tiny_model
 
 from mlx_paged import ops
-from mlx_paged.model import layer_ops, seam
-from mlx_paged.model.layer_ops import native_ops
+from mlx_paged.model import patches
+from mlx_paged.model.patches import native_ops
 
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    seam.install()
+    patches.install()
     yield
-    seam.install()
+    patches.install()
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_function_compiled_within_a_step_still_has_a_gradient(calls) -> None:
     with native_ops(mx.arange(2)):
         mx.eval(compiled(x))
     assert calls == {"rms_norm": 1}
-    expected = mx.grad(lambda x: layer_ops._mlx_rms_norm(x, None, 1e-5)[:, :4].sum())(x)
+    expected = mx.grad(lambda x: patches._mlx_rms_norm(x, None, 1e-5)[:, :4].sum())(x)
     assert mx.allclose(mx.grad(compiled)(x), expected)
 
 
@@ -121,7 +121,7 @@ def test_rope_equals_mlx(calls, name: str, dtype) -> None:
     options = {"dims": 16, "traditional": False, "scale": 1.0, **ROPE_CALLS[name]}
     positions = mx.array([4001, 0, 17], dtype=mx.int32)
     x = X.astype(dtype)
-    expected = layer_ops._mlx_rope(x, offset=positions, **options)
+    expected = patches._mlx_rope(x, offset=positions, **options)
     with native_ops(positions):
         got = [mx.fast.rope(x, offset=positions, **options) for _ in range(2)]
     assert calls == {"rope_rotations": 1, "rope": 2}
@@ -145,7 +145,7 @@ def test_any_other_rope_is_mlxs(calls, name: str) -> None:
     positions = mx.array([5, 0, 17], dtype=mx.int32)
     given = {"a": X, "dims": 16, "traditional": False, "base": 10000.0, "scale": 1.0}
     given = {**given, **OTHER_ROPE_CALLS[name](positions)}
-    expected = np.array(layer_ops._mlx_rope(**given))
+    expected = np.array(patches._mlx_rope(**given))
     with native_ops(positions):
         assert np.array_equal(np.array(mx.fast.rope(**given)), expected)
     assert not calls
@@ -163,10 +163,10 @@ def test_mixed_dtypes_are_mlxs(calls) -> None:
 def test_uninstalling_restores_every_name() -> None:
     names = [(mx.fast, "rope"), (mx.fast, "rms_norm"), (nn.Linear, "__call__")]
     names += [(module, "swiglu") for module in (activations, llama, qwen3)]
-    ours = [layer_ops.rope, layer_ops.rms_norm, layer_ops.linear, *[layer_ops.swiglu] * 3]
+    ours = [patches.rope, patches.rms_norm, patches.linear, *[patches.swiglu] * 3]
     assert [getattr(*name) for name in names] == ours
-    seam.install()
-    seam.uninstall()
+    patches.install()
+    patches.uninstall()
     assert not any(getattr(*name) is own for name, own in zip(names, ours))
-    seam.install()
+    patches.install()
     assert [getattr(*name) for name in names] == ours
