@@ -113,8 +113,8 @@ class Request:
         read_prefix_cache: False computes every prompt token anew (for prompt log-probabilities,
             which need the logits of all of them); its blocks are shared with later requests all the
             same.
-        state: What the engine keeps of the request (`engine.output_processor.RequestState`); the
-            state half does not look at it.
+        state: What the engine keeps of the request (`engine.output_processor.RequestState`). The
+            engine sets and reads it, not the state half.
     """
 
     request_id: str
@@ -177,7 +177,8 @@ class Sequence:
         waits_for: A running sequence that computes a block which this one needs next, and that
             one's `num_computed_tokens` when last looked at.
         blocked_at: `KVManager.num_freed` when there was no room for it; -1: not tried yet.
-        sampler: How its tokens are chosen (`engine.sampling`); the state half does not look at it.
+        sampler, prompt_report, answer: How its tokens are chosen, what is to be reported of its
+            prompt, and where its tokens go. The engine sets and reads them, not the state half.
         sampled_index: Entry of its newest token among those that its last step samples.
         last_step: Last step it was part of (0: none).
         num_cached_tokens: Tokens its first admission found in the cache.
@@ -186,6 +187,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "answer",
         "blocked_at",
         "end_token_ids",
         "finish_reason",
@@ -198,6 +200,7 @@ class Sequence:
         "num_preemptions",
         "num_scheduled_tokens",
         "order",
+        "prompt_report",
         "query",
         "request",
         "sampled_index",
@@ -228,6 +231,8 @@ class Sequence:
         self.waits_for: tuple[Sequence, int] | None = None
         self.blocked_at = -1
         self.sampler: Any = None
+        self.prompt_report: Any = None
+        self.answer: Any = None
         self.sampled_index = -1
         self.last_step = 0
         self.num_cached_tokens: int | None = None

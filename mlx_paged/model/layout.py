@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList
 
 
 @dataclass(frozen=True)
@@ -161,6 +160,8 @@ class CacheLayout:
 
 def assemble(tree: Sequence[Shape], leaves: Sequence[Any]) -> list[Any]:
     """The leaves of a cache tree as model code takes them: one entry for each layer."""
+    # Here, not above: importing mlx_lm imports the drop-in, which imports this module.
+    from mlx_lm.models.cache import CacheList
 
     def build(shape: Shape) -> Any:
         if isinstance(shape, int):

@@ -1,4 +1,4 @@
-"""Changes of logits before a token is chosen: biases and bans, penalties, masks.
+"""Logits processors: biases and bans, penalties, masks, before a token is chosen.
 
 All work on the entries that change and leave the rest of ``[num_rows, vocab_size]`` alone. What
 a row has not asked for is not computed. The newest token of a row may still be on the device; what
@@ -7,39 +7,123 @@ depends on it is decided there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
-from mlx_paged.engine.sampling.rows import (
-    ALWAYS,
-    Additions,
-    Edits,
-    InFlight,
-    IntArray,
-    Mask,
-    Penalties,
-    SamplingRow,
-    SamplingRows,
-)
 from mlx_paged.errors import InvalidParameterError
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+#: Tokens that may follow: ``[vocab_size]`` booleans, or 32 tokens to an (u)int32, lowest bit first.
+Mask = npt.NDArray[np.bool_] | npt.NDArray[np.integer]
+
+#: Stands in `Additions.after` for an addition that does not depend on the newest token.
+ALWAYS = -1
+
+
+class Additions(NamedTuple):
+    """Numbers to add to single logits: biases, and -inf for tokens that must not come.
+
+    An addition may depend on the newest token of the row, which may still be on the device.
+    """
+
+    ids: IntArray  # [m]; an id may occur again, with -inf
+    values: FloatArray  # [m]
+    after: IntArray  # [m]: it holds where this is the newest token; ALWAYS
+
+
+class Penalties(NamedTuple):
+    """Tokens that a row has had, but for the newest one if that is still on the device."""
+
+    ids: IntArray  # [m], no id twice
+    counts: IntArray  # [m]: times the answer has it; 0: only the prompt does
+    repetition: float
+    presence: float
+    frequency: float
+
+
+class Edits(NamedTuple):
+    """How to change a row's logits before a token is chosen."""
+
+    additions: Additions | None = None
+    penalties: Penalties | None = None
+    allowed: Mask | None = None
+    # Takes the newest token if that was in flight, else None; returns None where all may follow.
+    mask: Callable[[int | None], Mask | None] | None = None
+
+
+class InFlight(NamedTuple):
+    """The newest tokens of the rows, where the step before is still sampling them."""
+
+    tokens: mx.array  # [num_samples of the step before] int32
+    source: IntArray  # [num_rows] entry of `tokens`; -1: the row's newest token is known
+
+    def on_device(self) -> mx.array:
+        """``[num_rows]`` int32: the newest token of each row, -1 where it is known already."""
+        source = mx.array(self.source)
+        return mx.where(source < 0, -1, self.tokens[mx.maximum(source, 0)])
+
+    def on_host(self) -> list[int | None]:
+        """The same after waiting for it. (`tokens` itself is read: an operation on it would queue
+        up behind the step that has been launched meanwhile.)"""
+        tokens = np.array(self.tokens)
+        return [None if i < 0 else int(tokens[i]) for i in self.source]
+
+
+class TokenHistory:
+    """Grows with its sequence; a step costs what is new, not what there is.
+
+    Args:
+        prompt: tokens that count as seen, though never generated.
+    """
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        seen = np.unique(np.array(prompt, dtype=np.int32))
+        self._entry = {int(token): i for i, token in enumerate(seen)}
+        self._ids = np.resize(seen, 2 * len(seen) + 64) if len(seen) else np.zeros(64, np.int32)
+        self._counts = np.zeros(len(self._ids), np.int32)
+        self._num_generated = 0
+
+    def update(self, tokens: Sequence[int], start: int) -> None:
+        """Takes what is new of an answer, which is `tokens[start:]` so far."""
+        for token in tokens[start + self._num_generated :]:
+            entry = self._entry.setdefault(token, len(self._entry))
+            if entry == len(self._ids):
+                self._ids = np.resize(self._ids, 2 * entry)
+                self._counts = np.concatenate([self._counts, np.zeros(entry, np.int32)])
+            self._ids[entry] = token
+            self._counts[entry] += 1
+        self._num_generated = max(self._num_generated, len(tokens) - start)
+
+    @property
+    def ids(self) -> IntArray:
+        """``[num_distinct]``; a view that the next `update` may change."""
+        return self._ids[: len(self._entry)]
+
+    @property
+    def counts(self) -> IntArray:
+        """``[num_distinct]``: times each of `ids` was generated; a view like `ids`."""
+        return self._counts[: len(self._entry)]
 
 
 def apply_edits(
-    logits: mx.array, rows: Sequence[SamplingRow] | SamplingRows, in_flight: InFlight | None
+    logits: mx.array, edited: list[tuple[int, Edits]], in_flight: InFlight | None
 ) -> mx.array:
     """Applies the rows' edits, in vLLM's order: mask, biases and bans, penalties.
 
     Args:
         logits: ``[num_rows, vocab_size]``.
-        rows: one for each row of `logits`.
+        edited: (row, its edits), for the rows that ask for any.
         in_flight: where the newest tokens are; None: all are known.
 
     Returns:
         ``[num_rows, vocab_size]`` float32, or `logits` itself where no row asks for an edit.
     """
-    edited = SamplingRows.of(rows).edits
     if not edited:
         return logits
     edits = logits.astype(mx.float32)

@@ -7,11 +7,13 @@ nothing is lost, and what is kept for it is never more than the answer itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlx_paged.core import FinishReason
-from mlx_paged.engine.outputs import PositionReport, SequenceUpdate
+from mlx_paged.engine.outputs import PositionReport, RequestOutput, SequenceUpdate
 from mlx_paged.errors import StepError
 
 
@@ -73,10 +75,15 @@ class Channel:
     Args:
         loop: the reader's event loop.
         num_sequences: the channel ends when so many have finished.
+        sleepers: where the channel puts itself when its reader must be woken (`wake`, on its loop);
+            the engine's thread wakes them all after a step, with one call into each loop.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, num_sequences: int) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, num_sequences: int, sleepers: list[Channel]
+    ) -> None:
         self.loop = loop
+        self._sleepers = sleepers
         self._lock = threading.Lock()
         self._pending: dict[int, list[SequenceUpdate]] = {}  # by index of the sequence
         self._num_unfinished = num_sequences
@@ -86,22 +93,23 @@ class Channel:
 
     # The engine's side.
 
-    def put(self, update: SequenceUpdate) -> bool:
-        """Takes an update; returns whether the reader must be woken (`wake`, on its loop)."""
+    def put(self, update: SequenceUpdate) -> None:
+        """Takes an update."""
         with self._lock:
             self._pending.setdefault(update.index, []).append(update)
             self._num_unfinished -= update.finish_reason is not None
-            return self._take_sleeper()
+            self._note_sleeper()
 
-    def fail(self, error: Exception) -> bool:
+    def fail(self, error: Exception) -> None:
         """Ends the channel with an error, after what it holds."""
         with self._lock:
             self._error = error
-            return self._take_sleeper()
+            self._note_sleeper()
 
-    def _take_sleeper(self) -> bool:
-        sleeps, self._reader_sleeps = self._reader_sleeps, False
-        return sleeps
+    def _note_sleeper(self) -> None:
+        if self._reader_sleeps:
+            self._reader_sleeps = False
+            self._sleepers.append(self)
 
     # The reader's side.
 
@@ -128,3 +136,71 @@ class Channel:
                 self._reader_sleeps = True
                 self._alarm = self.loop.create_future()
             await self._alarm
+
+
+class RequestStream:
+    """The deltas of one request, for ``async for`` on the event loop that asked for it.
+
+    Leaving it early ends the request: by cancelling the task that reads, by `aclose` (or ``async
+    with``), or by dropping the last reference to it.
+
+    Attributes:
+        request_id: The request.
+        output: The request and its answers so far; the engine's thread fills it, so look at it when
+            the stream has ended.
+    """
+
+    def __init__(self, request_id: str, channel: Channel, abort: Callable[[], None]) -> None:
+        self.request_id = request_id
+        self.output: RequestOutput
+        self._channel = channel
+        self._abort = abort
+        self._open = True
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> SequenceDelta:
+        """The next delta.
+
+        Raises:
+            EngineDeadError: the engine stopped before the request was finished.
+        """
+        if not self._open:
+            raise StopAsyncIteration
+        try:
+            delta = await self._channel.get()
+        except BaseException:
+            self.close()
+            raise
+        if delta is None:
+            self._open = False
+            self.output.settle()
+            raise StopAsyncIteration
+        return delta
+
+    async def result(self) -> RequestOutput:
+        """Reads to the end; returns the whole answer."""
+        async for _ in self:
+            pass
+        return self.output
+
+    def close(self) -> None:
+        """Ends the request if it is not finished. Never waits."""
+        if self._open:
+            self._open = False
+            self._abort()
+
+    async def aclose(self) -> None:
+        """`close`, under the name that asyncio's tools look for."""
+        self.close()
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()

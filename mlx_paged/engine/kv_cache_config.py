@@ -1,4 +1,4 @@
-"""KVGroups: which layers share block tables, and how the memory is split between them."""
+"""KVCacheConfig: the KV cache groups of a model, and how the memory is split between them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from mlx_paged.core import StateGroupSpec, WindowGroupSpec
-from mlx_paged.core.state_group import SLOTS_PER_SEQUENCE
+from mlx_paged.core.kv_cache_groups import SLOTS_PER_SEQUENCE
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.model.layout import CacheLayout, Reach
 
@@ -29,7 +29,7 @@ class PoolSizes:
     num_state_slots: int = 0
 
 
-class KVGroups:
+class KVCacheConfig:
     """The groups of a model's layers.
 
     Layers that see everything are the *full group*. Layers of each shorter reach are a *window

@@ -1,20 +1,20 @@
-"""From a request's parameters to the sampler's rows, step by step."""
+"""From a request's parameters to how each of its tokens is chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.engine.sampling.history import TokenHistory
-from mlx_paged.engine.sampling.rows import (
+from mlx_paged.engine.sampling.logits_processors import (
     ALWAYS,
     Additions,
     Edits,
     Mask,
     Penalties,
-    SamplingRow,
+    TokenHistory,
 )
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
@@ -26,8 +26,25 @@ from mlx_paged.errors import InvalidParameterError
 TokenMask = Callable[[int, Sequence[int]], Mask | None]
 
 
-class RequestSampler:
-    """Tells the sampler, for each answer of a request, how to choose its next token.
+class SamplingRow(NamedTuple):
+    """What the sampler needs to know of one row.
+
+    Randomness is counter-based: it depends on `seed` and `position` alone, so a row's tokens do not
+    depend on who shares its batch, nor on how its prompt was cut into chunks.
+    """
+
+    temperature: float  # 0: greedy
+    seed: int  # any integer; its low 32 bits count
+    position: int  # of the token to be chosen
+    top_k: int = 0  # below 1: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    edits: Edits | None = None
+    logprobs: int | None = None  # likeliest tokens to report besides the chosen one
+
+
+class RequestSampling:
+    """What a request's parameters come to in this model's tokens; its answers share it.
 
     Args:
         prompt: the request's prompt.
@@ -51,85 +68,93 @@ class RequestSampler:
         vocab_size: int,
         token_mask: TokenMask | None = None,
     ) -> None:
-        self._params = params
-        self._prompt = prompt
-        self._seed = seed
-        self._token_mask = token_mask
+        self.params = params
+        self.prompt = prompt
+        self.seed = seed
+        self.token_mask = token_mask
         bias = dict(params.logit_bias or {})
         _require_known("logit_bias", bias, vocab_size)
-        self._allowed: Mask | None = None
+        self.allowed: Mask | None = None
         if params.allowed_token_ids is not None:
             _require_known("allowed_token_ids", params.allowed_token_ids, vocab_size)
-            self._allowed = np.zeros(vocab_size, np.bool_)
-            self._allowed[list(params.allowed_token_ids)] = True
+            self.allowed = np.zeros(vocab_size, np.bool_)
+            self.allowed[list(params.allowed_token_ids)] = True
 
         bad_words = [w for text in params.bad_words or () for w in _spellings(text, tokenizer)]
         bans = {word[0] for word in bad_words if len(word) == 1}
-        self._long_bad_words = [word for word in bad_words if len(word) > 1]
+        self.long_bad_words = [word for word in bad_words if len(word) > 1]
         ends = {*(params.stop_token_ids or ()), *tokenizer.eos_token_ids}
         # (A stop token that the model does not have never comes, and is nothing to ban.)
         early_bans = bans | {token for token in ends if token < vocab_size}
-        self._additions = _additions(bias, bans)
-        self._early_additions = _additions(bias, early_bans) if params.min_tokens else None
-
-        self._histories: dict[int, TokenHistory] = {}
-        self._has_edits = bool(
-            self._additions
-            or self._early_additions
-            or self._long_bad_words
-            or self._allowed is not None
+        self.additions = _additions(bias, bans)
+        self.early_additions = _additions(bias, early_bans) if params.min_tokens else None
+        self.has_edits = bool(
+            self.additions
+            or self.early_additions
+            or self.long_bad_words
+            or self.allowed is not None
             or token_mask
             or params.penalizes
         )
 
-    def row(self, index: int, tokens: list[int], position: int) -> SamplingRow:
-        """How to choose the token at `position` of an answer.
 
-        Args:
-            index: the answer.
-            tokens: prompt and answer as far as known: all of `[0, position)`, or all but the last
-                if that is in flight.
-        """
-        params = self._params
-        edits = self._edits(index, tokens, position) if self._has_edits else None
-        return SamplingRow(
+class SequenceSampler:
+    """How the next token of one answer is chosen.
+
+    Attributes:
+        row: What does not change from token to token.
+        has_edits: Whether `edits` is to be asked before each token.
+    """
+
+    def __init__(self, sampling: RequestSampling, index: int) -> None:
+        params = sampling.params
+        self.has_edits = sampling.has_edits
+        self.row = SamplingRow(
             params.temperature,
-            self._seed + index,
-            position,
+            sampling.seed + index,
+            0,
             params.top_k,
             params.top_p,
             params.min_p,
-            edits,
+            None,
             params.logprobs,
         )
+        self._sampling = sampling
+        self._index = index
+        self._history: TokenHistory | None = None
 
-    def _edits(self, index: int, tokens: list[int], position: int) -> Edits:
-        start = len(self._prompt)
-        is_early = position - start < self._params.min_tokens
-        additions = self._early_additions if is_early else self._additions
-        if self._long_bad_words:
-            additions = self._with_long_bad_words(additions, tokens[start:], position)
+    def edits(self, tokens: Sequence[int], position: int) -> Edits:
+        """How to change the logits of the token at `position`.
+
+        Args:
+            tokens: prompt and answer as far as known: all of `[0, position)`, or all but the last
+                if that is in flight.
+        """
+        sampling = self._sampling
+        start = len(sampling.prompt)
+        is_early = position - start < sampling.params.min_tokens
+        additions = sampling.early_additions if is_early else sampling.additions
+        if sampling.long_bad_words:
+            additions = self._with_long_bad_words(additions, list(tokens[start:]), position)
         mask = None
-        if self._token_mask is not None:
-            ask, generated = self._token_mask, tokens[start:]
+        if sampling.token_mask is not None:
+            ask, index, generated = sampling.token_mask, self._index, list(tokens[start:])
 
             def mask(newest: int | None) -> Mask | None:
                 return ask(index, generated if newest is None else [*generated, newest])
 
-        penalties = self._penalties(index, tokens) if self._params.penalizes else None
-        return Edits(additions, penalties, self._allowed, mask)
+        penalties = self._penalties(tokens) if sampling.params.penalizes else None
+        return Edits(additions, penalties, sampling.allowed, mask)
 
-    def _penalties(self, index: int, tokens: list[int]) -> Penalties:
-        params = self._params
-        history = self._histories.get(index)
-        if history is None:
+    def _penalties(self, tokens: Sequence[int]) -> Penalties:
+        params, prompt = self._sampling.params, self._sampling.prompt
+        if self._history is None:
             # Only the repetition penalty looks at the prompt.
-            seen = self._prompt if params.repetition_penalty != 1 else ()
-            history = self._histories[index] = TokenHistory(seen)
-        history.update(tokens, len(self._prompt))
+            self._history = TokenHistory(prompt if params.repetition_penalty != 1 else ())
+        self._history.update(tokens, len(prompt))
         return Penalties(
-            history.ids,
-            history.counts,
+            self._history.ids,
+            self._history.counts,
             params.repetition_penalty,
             params.presence_penalty,
             params.frequency_penalty,
@@ -139,9 +164,9 @@ class RequestSampler:
         self, additions: Additions | None, generated: list[int], position: int
     ) -> Additions | None:
         """Adds the last tokens of words of which the answer's end has all the others."""
-        in_flight = len(self._prompt) + len(generated) < position
+        in_flight = len(self._sampling.prompt) + len(generated) < position
         found = []
-        for *begin, last in self._long_bad_words:
+        for *begin, last in self._sampling.long_bad_words:
             after = begin.pop() if in_flight else ALWAYS
             if not begin or generated[-len(begin) :] == begin:
                 found.append((last, after))
