@@ -33,6 +33,6 @@ def doctor(
     from mlx_paged.doctor import terminal
 
     with Console(stderr=True).status("looking") as status:
-        report = examine(on_phase=lambda phase: status.update(f"looking at {phase}"))
+        report = examine(lambda phase: status.update(f"looking at {phase}"))
     terminal.show(report, Console(highlight=False))
     raise typer.Exit(report.exit_status)

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from mlx_paged.doctor.fits import Fit
 from mlx_paged.doctor.jobs import EXTENSION, MEMORY, MLX, Outcome
-from mlx_paged.doctor.machine import Machine
+from mlx_paged.doctor.machine import Disk, Machine
 from mlx_paged.doctor.software import Software
 
 # What MLX's installation page asks for (ml-explore.github.io/mlx, "Build and Install").
@@ -86,13 +86,9 @@ def check(
         yield _threads(machine, int(build["num_threads"]))
     yield from _mac(machine)
     yield from _nvidia(machine, software)
-    yield from _memory(machine, outcomes.get(MEMORY), fits)
+    yield _memory(outcomes.get(MEMORY), fits)
     if machine.disk is not None:
-        free = machine.disk.free_bytes
-        expected = f"{_LEAST_DISK // _GIB} GiB free where models are downloaded to"
-        found = f"{free / _GIB:.1f} GiB free for {machine.disk.folder}"
-        remedy = "free some space, or set HF_HOME to a folder on a larger disk"
-        yield _judged(free >= _LEAST_DISK, "disk", expected, found, remedy)
+        yield _disk(machine.disk)
 
 
 def version(text: str | None) -> tuple[int, ...]:
@@ -292,31 +288,24 @@ def _nvidia(machine: Machine, software: Software) -> Iterator[Finding]:
             yield _judged(is_well, "NVIDIA GPU", expected, found, remedy)
 
 
-def _memory(machine: Machine, outcome: Outcome | None, fits: Sequence[Fit]) -> Iterator[Finding]:
+def _memory(outcome: Outcome | None, fits: Sequence[Fit]) -> Finding:
     name, expected = "memory for models", "room for the embedded model and its keys and values"
     if outcome is None:
         reason = "MLX or the extension does not load"
-        yield Finding(name, Status.SKIPPED, expected, reason)
-        return
+        return Finding(name, Status.SKIPPED, expected, reason)
     if outcome.error is not None:
-        yield Finding(name, Status.BROKEN, expected, outcome.error, _REPORT)
-        return
+        return Finding(name, Status.BROKEN, expected, outcome.error, _REPORT)
     models, fitting = ({fit.model for fit in fits if fit.num_blocks >= n} for n in (0, 1))
     found = fits[0].reason or (
         f"{fits[0].num_tokens:,} tokens beside the embedded model; "
         f"{len(fitting)} of {len(models)} models of the table fit in some precision"
     )
     remedy = "give the process more memory, or close what else uses it"
-    yield _judged(not fits[0].reason, name, expected, found, remedy, Status.BROKEN)
-    if machine.is_mac:
-        return
-    # The kernel ends a process that takes more than its control group's limit.
-    limit, seen = machine.limits.memory_bytes, int(outcome.value["physical_bytes"])
-    name, expected = "memory limit", "a limit of the control group that the engine sees, or none"
-    if limit is None:
-        yield Finding(name, Status.OK, expected, f"none; {seen / _GIB:.1f} GiB")
-        return
-    found = f"{limit / _GIB:.1f} GiB ({machine.limits.memory_file})"
-    found += f"; the engine counts on {seen / _GIB:.1f} GiB" if seen > limit else ""
-    remedy = f"pass --kv-cache-memory with what {limit / _GIB:.1f} GiB leave beside the weights"
-    yield _judged(seen <= limit, name, expected, found, remedy)
+    return _judged(not fits[0].reason, name, expected, found, remedy, Status.BROKEN)
+
+
+def _disk(disk: Disk) -> Finding:
+    expected = f"{_LEAST_DISK // _GIB} GiB free where models are downloaded to"
+    found = f"{disk.free_bytes / _GIB:.1f} GiB free for {disk.folder}"
+    remedy = "free some space, or set HF_HOME to a folder on a larger disk"
+    return _judged(disk.free_bytes >= _LEAST_DISK, "disk", expected, found, remedy)

@@ -48,7 +48,6 @@ class Memory(TypedDict):
 
     on_gpu: bool
     device_bytes: int
-    physical_bytes: int
     utilization: float
 
 
@@ -179,17 +178,16 @@ def _extension() -> Extension:
 
 
 def _memory() -> Memory:
-    """Memory as the engine sees it, and the rules by which it sizes its pool."""
+    """Memory as the engine sees it, and the rule by which it sizes its pool."""
     import mlx.core as mx
 
     from mlx_paged import extension
-    from mlx_paged.engine import config, memory
+    from mlx_paged.engine import memory
 
     extension.use_supported_device()
     return {
         "on_gpu": mx.default_device() != mx.Device(mx.cpu),
         "device_bytes": memory.device_memory(),
-        "physical_bytes": config._physical_memory(),
         "utilization": memory._DEFAULT_GPU_UTILIZATION,
     }
 

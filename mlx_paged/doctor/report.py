@@ -60,54 +60,44 @@ class Report:
         return without_home(json.dumps(asdict(self), indent=2))
 
 
-@dataclass(frozen=True)
-class Sources:
-    """Where the facts come from; tests replace them.
-
-    Attributes:
-        run: Runs jobs by name.
-    """
-
-    captures: Callable[[], machine.Captures] = machine.take
-    software: Callable[[], software.Software] = software.installed
-    run: Callable[[Sequence[str]], Mapping[str, Outcome]] = jobs.run_in_child
-
-
 def examine(
-    sources: Sources | None = None, on_phase: Callable[[str], object] = lambda phase: None
+    on_phase: Callable[[str], object] = lambda phase: None,
+    *,
+    captures: Callable[[], machine.Captures] = machine.take,
+    installed: Callable[[], software.Software] = software.installed,
+    run: Callable[[Sequence[str]], Mapping[str, Outcome]] = jobs.run_in_child,
 ) -> Report:
     """Looks at this machine and installation. Takes some seconds.
 
     Args:
-        sources: None: this machine, with jobs in a child process.
         on_phase: Called with what is looked at next, for a progress line.
+        captures, installed, run: Where the facts come from; tests replace them.
     """
-    ask = sources or Sources()
     on_phase("the machine")
-    found, installed = machine.read(ask.captures()), ask.software()
+    found, packages = machine.read(captures()), installed()
     on_phase("MLX and the extension")
-    outcomes = dict(ask.run([MLX, EXTENSION]))
+    outcomes = dict(run([MLX, EXTENSION]))
     if outcomes[MLX].error is None and outcomes[EXTENSION].error is None:
         backends = set(outcomes[EXTENSION].value["build_info"]["backends"].split())
         on_gpu = outcomes[MLX].value["default_device"] == "gpu" and backends & {"metal", "cuda"}
         devices = ["cpu", "gpu"] if on_gpu else ["cpu"]
         on_phase("memory")
-        outcomes |= ask.run([MEMORY, *(f"cases/{device}" for device in devices)])
+        outcomes |= run([MEMORY, *(f"cases/{device}" for device in devices)])
         on_phase("every primitive")
         cases = [case for d in devices for case in outcomes[f"cases/{d}"].value or ()]
-        outcomes |= ask.run(cases)
+        outcomes |= run(cases)
 
     values = {name: outcome.value for name, outcome in outcomes.items()}
     memory = values.get(MEMORY)
     fitting = tuple(fits(memory)) if memory else ()
-    findings = tuple(check(found, installed, outcomes, fitting))
+    findings = tuple(check(found, packages, outcomes, fitting))
     return Report(
         schema_version=SCHEMA_VERSION,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         verdict=verdict(findings),
         exit_status=int(verdict(findings) is Status.BROKEN),
         machine=found,
-        software=installed,
+        software=packages,
         mlx=values[MLX],
         extension=values[EXTENSION],
         self_test=tuple(

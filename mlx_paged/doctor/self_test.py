@@ -87,11 +87,7 @@ class Data:
         return keys, values
 
     def check(self, actual: mx.array, expected: np.ndarray, what: str = "result") -> None:
-        """Compares row by row, by the dtype's tolerance.
-
-        Raises:
-            WrongResult: another shape, or a row that is too far off.
-        """
+        """Raises `WrongResult` for another shape, and for a row beyond the dtype's tolerance."""
         rows = expected.reshape(expected.shape[0], -1)
         found = _exact_of_shape(actual, expected, what).reshape(rows.shape)
         error = np.linalg.norm(found - rows, axis=1)
@@ -105,11 +101,7 @@ class Data:
             )
 
     def same(self, actual: mx.array, expected: np.ndarray, what: str) -> None:
-        """Compares bit by bit (NaN equals NaN).
-
-        Raises:
-            WrongResult: anything differs.
-        """
+        """Raises `WrongResult` if a shape or a value differs; NaN equals NaN."""
         found = _exact_of_shape(actual, expected, what)
         wrong = ~((found == expected) | (np.isnan(found) & np.isnan(expected)))
         if wrong.any():
@@ -132,8 +124,8 @@ def _exact_of_shape(actual: mx.array, expected: np.ndarray, what: str) -> np.nda
 
 
 def _allocate_pool(data: Data) -> None:
-    pool = ops.allocate_pool(4, _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM, data.dtype)
     expected = (4, _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM)
+    pool = ops.allocate_pool(*expected, data.dtype)
     if tuple(pool.shape) != expected or pool.dtype != data.dtype:
         raise WrongResult(f"expected {expected} of {data.dtype} but got {pool.shape}, {pool.dtype}")
 

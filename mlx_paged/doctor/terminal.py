@@ -47,7 +47,7 @@ def _section(console: Console, title: str, rows: Iterable[tuple[str, ...]]) -> N
     console.print(title)
     table = Table.grid(padding=(0, 2))
     for *cells, text in rows:
-        table.add_row("", *cells, escape(text))
+        table.add_row("", *cells, escape(without_home(text)))
     for column in table.columns:
         column.no_wrap = column is not table.columns[-1]
         column.overflow = "fold"
@@ -90,7 +90,7 @@ def _gpu(gpu: Gpu) -> str:
 def _software_facts(report: Report) -> list[tuple[str, str]]:
     software = report.software
     rows = [
-        ("Python", f"{software.python}, {without_home(software.executable)}"),
+        ("Python", f"{software.python}, {software.executable}"),
         ("packages", ", ".join(" ".join(pair) for pair in software.packages.items())),
     ]
     if report.extension is not None:

@@ -18,7 +18,7 @@ from mlx_paged import _build
 from mlx_paged.doctor import report, software, terminal
 from mlx_paged.doctor.checks import Status
 from mlx_paged.doctor.jobs import Outcome
-from mlx_paged.doctor.report import Sources, examine
+from mlx_paged.doctor.report import examine
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = jsonschema_rs.validator_for(report.schema())
@@ -217,7 +217,12 @@ def test_this_installation_is_read_without_importing_it() -> None:
 
 def test_phases_are_told_in_order() -> None:
     phases: list[str] = []
-    examine(Sources(lambda: machines.ARM, lambda: SOFTWARE, runner(answers())), phases.append)
+    examine(
+        phases.append,
+        captures=lambda: machines.ARM,
+        installed=lambda: SOFTWARE,
+        run=runner(answers()),
+    )
     assert phases == ["the machine", "MLX and the extension", "memory", "every primitive"]
 
 

@@ -222,17 +222,6 @@ def test_mlx_without_the_gpu_that_the_build_is_for() -> None:
 # --- Machines -------------------------------------------------------------------------------------
 
 
-def test_a_limit_that_the_engine_does_not_see() -> None:
-    examination = examined(machines.SERVICE, told=answers(memory=256 * GIB))
-    assert bad(examination) == {"memory limit": WARNING}
-    found = finding(examination, "memory limit")
-    assert found.found == (
-        "6.0 GiB (/sys/fs/cgroup/system.slice/mlx.service/memory.max); "
-        "the engine counts on 256.0 GiB"
-    )
-    assert "--kv-cache-memory" in found.remedy
-
-
 def test_more_threads_than_the_quota_gives() -> None:
     examination = examined(told=answers(build={"num_threads": "32"}))
     assert bad(examination) == {"threads": WARNING}

@@ -21,9 +21,7 @@ EXPERTS = {"Qwen3-30B-A3B": 128}
 
 
 def on(num_bytes: int, utilization: float = 0.9, *, gpu: bool = True) -> Memory:
-    return Memory(
-        on_gpu=gpu, device_bytes=num_bytes, physical_bytes=num_bytes, utilization=utilization
-    )
+    return Memory(on_gpu=gpu, device_bytes=num_bytes, utilization=utilization)
 
 
 @pytest.mark.parametrize("shape", MODELS, ids=lambda shape: shape.name)

@@ -9,7 +9,7 @@ from typing import Any
 from mlx_paged.doctor.checks import Finding, Status
 from mlx_paged.doctor.jobs import Outcome
 from mlx_paged.doctor.machine import Captures
-from mlx_paged.doctor.report import Report, Sources, examine
+from mlx_paged.doctor.report import Report, examine
 from mlx_paged.doctor.software import Requirement, Software
 from support import doctor_machines as machines
 
@@ -54,7 +54,6 @@ def answers(
         "memory": {
             "on_gpu": gpu,
             "device_bytes": memory,
-            "physical_bytes": memory,
             "utilization": 0.9,
         },
     }
@@ -81,7 +80,7 @@ def examined(
 ) -> Report:
     """A report on made-up facts; `changed` are jobs with other answers."""
     table = {**(answers() if told is None else told), **changed}
-    return examine(Sources(lambda: captures, lambda: software, runner(table)))
+    return examine(captures=lambda: captures, installed=lambda: software, run=runner(table))
 
 
 def with_software(**changes: Any) -> Software:
