@@ -118,26 +118,16 @@ def _judged(
 
 
 def _packages(software: Software) -> Iterator[Finding]:
-    own = software.packages.get("mlx-paged")
-    yield _judged(
-        own is not None,
-        "package mlx-paged",
-        "installed, so that its requirements are known",
-        f"mlx-paged {own}" if own else "not installed",
-        "pip install . (in mlx_paged's checkout), with the Python that you run",
-        Status.BROKEN,
-    )
     for r in software.requirements:
         # Another MLX crashes, as it has no stable ABI; another mlx-lm may work, untested.
         is_fatal = r.installed is None or r.name == "mlx"
-        yield _judged(
-            r.is_met,
-            f"package {r.name}",
-            f"{r.name} {r.specifier}".strip(),
-            f"{r.name} {r.installed}" if r.installed else "not installed",
-            f"pip install '{r.name}{r.specifier}'",
-            Status.BROKEN if is_fatal else Status.WARNING,
-        )
+        expected = f"{r.name} {r.specifier}".strip()
+        found = f"{r.name} {r.installed}" if r.installed else "not installed"
+        remedy = f"pip install '{r.name}{r.specifier}'"
+        if r.name == "mlx-paged":
+            remedy = "pip install . (in mlx_paged's checkout), with the Python that you run"
+        status = Status.BROKEN if is_fatal else Status.WARNING
+        yield _judged(r.is_met, f"package {r.name}", expected, found, remedy, status)
 
 
 def _backend_package(software: Software, machine: Machine) -> Iterator[Finding]:
@@ -250,29 +240,29 @@ def _threads(machine: Machine, threads: int) -> Finding:
 def _mac(machine: Machine) -> Iterator[Finding]:
     if not machine.is_mac:
         return
-    name, expected, found = "macOS", f"macOS {_LEAST_MACOS} or later", machine.system
-    if version(machine.system_version):
-        is_well = version(machine.system_version) >= version(_LEAST_MACOS)
-        remedy = f"update to {expected}; MLX's wheels need it"
-        yield _judged(is_well, name, expected, found, remedy, Status.BROKEN)
+    name, expected = "macOS", f"macOS {_LEAST_MACOS} or later"
+    found = version(machine.system.removeprefix("macOS").strip())
+    if found:
+        is_well, remedy = found >= version(_LEAST_MACOS), f"update to {expected}; MLX needs it"
+        yield _judged(is_well, name, expected, machine.system, remedy, Status.BROKEN)
     else:
         yield Finding(name, Status.SKIPPED, expected, "version unknown")
-    found, remedy = machine.architecture, "use a Mac with an Apple chip: MLX has no build for Intel"
+    runs, remedy = machine.architecture, "use a Mac with an Apple chip: MLX has no build for Intel"
     if machine.is_translated:
-        found = "x86_64 under Rosetta 2"
-        remedy = "install a Python for arm64 (python.org or Homebrew) and make the environment anew"
-    is_well = found == "arm64"
+        runs = "x86_64 under Rosetta 2"
+        remedy = "install a Python for arm64 (python.org or Homebrew) and a new environment with it"
     expected = "a Python for arm64, on an Apple chip"
-    yield _judged(is_well, "native Python", expected, found, remedy, Status.BROKEN)
+    yield _judged(runs == "arm64", "native Python", expected, runs, remedy, Status.BROKEN)
 
 
 def _nvidia(machine: Machine, software: Software) -> Iterator[Finding]:
-    cards = [gpu for gpu in machine.gpus if gpu.vendor == "NVIDIA"]
+    if machine.is_mac:
+        return
     backend = next((name for name in _LEAST_DRIVER if name in software.packages), None)
-    if backend and not cards and not machine.is_mac:
+    if backend and not machine.gpus:
         remedy = "nvidia-smi must work: install the driver, or run the container with --gpus all"
         yield Finding("NVIDIA driver", Status.WARNING, f"a GPU for {backend}", "no GPU", remedy)
-    for gpu in cards:
+    for gpu in machine.gpus:
         if backend:
             least = _LEAST_DRIVER[backend]
             expected, found = f"{least} or later, for {backend}", f"{gpu.driver} ({gpu.name})"

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +22,8 @@ from typing import Any, TypedDict
 # The first kernels on a GPU are compiled when they are first used: up to ten seconds of NVRTC.
 SECONDS_PER_JOB = 60.0
 MLX, EXTENSION, MEMORY = "mlx", "extension", "memory"
+# Begins the child's lines: whatever starts with the interpreter may print too (sitecustomize).
+_MARK = "mlx-paged-doctor:"
 
 
 class Mlx(TypedDict):
@@ -79,32 +81,28 @@ def run_in_child(
 
 def _one_child(names: Sequence[str], seconds: float) -> dict[str, Outcome]:
     """Outcomes of the jobs up to the first that ends the child; of one at least."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "outcomes"
-        file.touch()
-        command = [sys.executable, "-m", "mlx_paged.doctor.jobs", str(file), str(seconds), *names]
-        try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                timeout=seconds * (len(names) + 1),
-            )
-            reason = _ending(done, seconds)
-        except subprocess.TimeoutExpired:
-            reason = f"no answer within {seconds:.0f} s"
-        lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("]")]
-    outcomes = {name: Outcome(value, error) for name, value, error in lines}
+    command = [sys.executable, "-m", "mlx_paged.doctor.jobs", str(seconds), *names]
+    most = seconds * (len(names) + 1)  # the child ends itself after a job's time, if it can
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=most
+        )
+        output, reason = done.stdout, _ending(done, seconds)
+    except subprocess.TimeoutExpired as error:
+        output, reason = error.stdout or b"", f"no answer within {seconds:.0f} s"
+    outcomes = {}
+    for line in output.decode(errors="replace").splitlines():
+        _, mark, text = line.partition(_MARK)
+        if mark and text.endswith("]"):  # a crash may cut a line short
+            name, value, error_text = json.loads(text)
+            outcomes[name] = Outcome(value, error_text)
     if len(outcomes) < len(names):
         outcomes[names[len(outcomes)]] = Outcome(error=f"Crash: {reason}")
     return outcomes
 
 
-def _ending(done: subprocess.CompletedProcess[str], seconds: float) -> str:
-    said = done.stderr.strip().splitlines()
+def _ending(done: subprocess.CompletedProcess[bytes], seconds: float) -> str:
+    said = done.stderr.decode(errors="replace").strip().splitlines()
     if any(line.startswith("Timeout (") for line in said):  # of faulthandler
         return f"no answer within {seconds:.0f} s"
     how = f"the process ended with status {done.returncode}"
@@ -118,14 +116,15 @@ def _ending(done: subprocess.CompletedProcess[str], seconds: float) -> str:
 # --- In the child ---------------------------------------------------------------------------------
 
 
-def main(file: str, seconds: str, *names: str) -> None:
-    """Runs jobs and writes a line of JSON for each."""
-    with open(file, "w", buffering=1) as outcomes:
-        for name in names:
-            faulthandler.dump_traceback_later(float(seconds), exit=True)
-            outcome = attempt(name)
-            outcomes.write(json.dumps([name, outcome.value, outcome.error]) + "\n")
-        faulthandler.cancel_dump_traceback_later()
+def main(seconds: str, *names: str) -> None:
+    """Runs jobs and writes a line for each; whatever else is printed goes to standard error."""
+    outcomes = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for name in names:
+        faulthandler.dump_traceback_later(float(seconds), exit=True)
+        outcome = attempt(name)
+        outcomes.write(f"{_MARK}{json.dumps([name, outcome.value, outcome.error])}\n")
+    faulthandler.cancel_dump_traceback_later()
 
 
 def attempt(name: str) -> Outcome:

@@ -62,7 +62,7 @@ class Captures:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU; None is what the machine does not say.
+    """A GPU of Apple's or NVIDIA's; None is what the machine does not say.
 
     Attributes:
         memory_bytes: Its own memory; None where it shares the main memory.
@@ -70,7 +70,6 @@ class Gpu:
     """
 
     name: str
-    vendor: str
     memory_bytes: int | None = None
     driver: str | None = None
     compute_capability: str | None = None
@@ -82,13 +81,11 @@ class Machine:
 
     Attributes:
         system: "macOS 15.1" or a Linux distribution.
-        system_version: Its number alone: "15.1".
         architecture: Of the processor: "arm64", "aarch64", "x86_64".
         is_translated: Rosetta 2 runs this process: an x86 Python on an Apple chip.
     """
 
     system: str
-    system_version: str | None
     architecture: str
     chip: str | None
     logical_cores: int | None
@@ -140,7 +137,6 @@ def _mac(captures: Captures) -> Machine:
     chip = sysctl.get("machdep.cpu.brand_string")
     return Machine(
         system=f"macOS {version or ''}".strip(),
-        system_version=version,
         architecture=captures.architecture,
         chip=chip,
         logical_cores=_integer(sysctl.get("hw.logicalcpu")),
@@ -148,7 +144,7 @@ def _mac(captures: Captures) -> Machine:
         memory_bytes=_integer(sysctl.get("hw.memsize")),
         available_bytes=None,
         limits=cgroups.Limits(),
-        gpus=(Gpu(chip, "Apple"),) if chip and chip.startswith("Apple") else (),
+        gpus=(Gpu(chip),) if chip and chip.startswith("Apple") else (),
         is_translated=sysctl.get("sysctl.proc_translated") == "1",
         disk=captures.disk,
     )
@@ -162,7 +158,6 @@ def _linux(captures: Captures) -> Machine:
     release = _fields(files.get("/etc/os-release", ""), "=")
     return Machine(
         system=release.get("PRETTY_NAME", "Linux").strip('"'),
-        system_version=release.get("VERSION_ID", "").strip('"') or None,
         architecture=captures.architecture,
         chip=_fields(cpuinfo).get("model name"),  # /proc/cpuinfo of an ARM machine has no name
         logical_cores=len(re.findall(r"^processor\s*:", cpuinfo, re.MULTILINE)) or None,
@@ -181,7 +176,6 @@ def nvidia_gpus(output: str) -> tuple[Gpu, ...]:
     return tuple(
         Gpu(
             name,
-            "NVIDIA",
             memory_bytes=int(mib) << 20 if mib.isdigit() else None,
             driver=driver,
             compute_capability=capability if capability[:1].isdigit() else None,

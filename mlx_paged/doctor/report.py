@@ -12,10 +12,20 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
-from mlx_paged.doctor import jobs, machine, software
 from mlx_paged.doctor.checks import Finding, Status, check, verdict
 from mlx_paged.doctor.fits import Fit, fits
-from mlx_paged.doctor.jobs import EXTENSION, MEMORY, MLX, Outcome
+from mlx_paged.doctor.jobs import (
+    EXTENSION,
+    MEMORY,
+    MLX,
+    Extension,
+    Memory,
+    Mlx,
+    Outcome,
+    run_in_child,
+)
+from mlx_paged.doctor.machine import Captures, Machine, read, take
+from mlx_paged.doctor.software import Software, installed
 
 # Raised when a key goes or changes its meaning, not when one comes.
 SCHEMA_VERSION = 2
@@ -46,12 +56,12 @@ class Report:
     date: str
     verdict: Status
     exit_status: int
-    machine: machine.Machine
-    software: software.Software
-    mlx: jobs.Mlx | None
-    extension: jobs.Extension | None
+    machine: Machine
+    software: Software
+    mlx: Mlx | None
+    extension: Extension | None
     self_test: tuple[KernelTest, ...]
-    memory: jobs.Memory | None
+    memory: Memory | None
     fits: tuple[Fit, ...]
     findings: tuple[Finding, ...]
 
@@ -63,18 +73,18 @@ class Report:
 def examine(
     on_phase: Callable[[str], object] = lambda phase: None,
     *,
-    captures: Callable[[], machine.Captures] = machine.take,
-    installed: Callable[[], software.Software] = software.installed,
-    run: Callable[[Sequence[str]], Mapping[str, Outcome]] = jobs.run_in_child,
+    capture: Callable[[], Captures] = take,
+    installed: Callable[[], Software] = installed,
+    run: Callable[[Sequence[str]], Mapping[str, Outcome]] = run_in_child,
 ) -> Report:
     """Looks at this machine and installation. Takes some seconds.
 
     Args:
         on_phase: Called with what is looked at next, for a progress line.
-        captures, installed, run: Where the facts come from; tests replace them.
+        capture, installed, run: Where the facts come from; tests replace them.
     """
     on_phase("the machine")
-    found, packages = machine.read(captures()), installed()
+    machine, software = read(capture()), installed()
     on_phase("MLX and the extension")
     outcomes = dict(run([MLX, EXTENSION]))
     if outcomes[MLX].error is None and outcomes[EXTENSION].error is None:
@@ -90,14 +100,14 @@ def examine(
     values = {name: outcome.value for name, outcome in outcomes.items()}
     memory = values.get(MEMORY)
     fitting = tuple(fits(memory)) if memory else ()
-    findings = tuple(check(found, packages, outcomes, fitting))
+    findings = tuple(check(machine, software, outcomes, fitting))
     return Report(
         schema_version=SCHEMA_VERSION,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         verdict=verdict(findings),
         exit_status=int(verdict(findings) is Status.BROKEN),
-        machine=found,
-        software=packages,
+        machine=machine,
+        software=software,
         mlx=values[MLX],
         extension=values[EXTENSION],
         self_test=tuple(

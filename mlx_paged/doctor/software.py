@@ -22,7 +22,7 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
 
 @dataclass(frozen=True)
 class Requirement:
-    """A requirement of ours and what is installed; None: nothing is."""
+    """A package that has to be there and what is installed; None: nothing is."""
 
     name: str
     specifier: str
@@ -36,7 +36,7 @@ class Software:
 
     Attributes:
         packages: Installed version by distribution.
-        requirements: Ours, without those of the extras.
+        requirements: mlx-paged itself and what it needs, without the extras.
         environment: MLX_PAGED_*, MLX_* and a few others; values of secrets are hidden.
     """
 
@@ -68,6 +68,8 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _requirements() -> Iterator[Requirement]:
+    own = _version("mlx-paged")
+    yield Requirement("mlx-paged", "", own, own is not None)
     try:
         from packaging.requirements import Requirement as Parsed
     except ImportError:  # it comes with mlx-lm's requirements; then those are missing anyway

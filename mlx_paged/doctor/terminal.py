@@ -73,7 +73,7 @@ def machine_facts(machine: Machine) -> list[tuple[str, str]]:
         ("chip", machine.chip or machine.architecture),
         ("cores", cores),
         ("memory", memory),
-        *(("GPU", _gpu(gpu)) for gpu in machine.gpus or [Gpu("none found", "")]),
+        *(("GPU", _gpu(gpu)) for gpu in machine.gpus or [Gpu("none found")]),
     ]
 
 

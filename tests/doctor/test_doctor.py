@@ -219,7 +219,7 @@ def test_phases_are_told_in_order() -> None:
     phases: list[str] = []
     examine(
         phases.append,
-        captures=lambda: machines.ARM,
+        capture=lambda: machines.ARM,
         installed=lambda: SOFTWARE,
         run=runner(answers()),
     )

@@ -114,6 +114,12 @@ def test_another_mlx_lm_is_a_warning() -> None:
     assert examination.exit_status == 0
 
 
+def test_a_checkout_that_was_never_installed() -> None:
+    software = with_software(requirements=(Requirement("mlx-paged", "", None, False),))
+    found = finding(examined(software=software), "package mlx-paged")
+    assert found.status is BROKEN and "pip install ." in found.remedy
+
+
 def test_no_mlx_lm_is_broken() -> None:
     examination = examined(software=with_software(requirements=requirement("mlx-lm", None)))
     found = finding(examination, "package mlx-lm")

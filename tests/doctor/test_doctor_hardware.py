@@ -17,11 +17,11 @@ from mlx_paged.doctor.terminal import machine_facts
 def test_a_mac() -> None:
     found = read(machines.M1)
     assert found.is_mac and found.chip == "Apple M1" and found.architecture == "arm64"
-    assert found.system == "macOS 14.7.1" and found.system_version == "14.7.1"
+    assert found.system == "macOS 14.7.1"
     assert found.logical_cores == found.usable_cpus == 8
     assert found.memory_bytes == 16 * GIB
     [gpu] = found.gpus
-    assert (gpu.name, gpu.vendor) == ("Apple M1", "Apple")
+    assert gpu.name == "Apple M1"
     assert not found.is_translated and found.limits == cgroups.Limits()
 
 
@@ -43,7 +43,7 @@ def test_rosetta_is_seen() -> None:
 
 def test_an_nvidia_machine() -> None:
     found = read(machines.H200)
-    assert found.system == "Ubuntu 24.04.3 LTS" and found.system_version == "24.04"
+    assert found.system == "Ubuntu 24.04.3 LTS"
     assert found.chip == "Intel(R) Xeon(R) Platinum 8481C"
     assert (found.logical_cores, found.affinity) == (32, 32)
     assert len(found.gpus) == 2

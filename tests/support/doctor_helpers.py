@@ -20,6 +20,7 @@ SOFTWARE = Software(
     executable="/home/ada/.venv/bin/python",
     packages={"mlx-paged": "0.1.0", "mlx": "0.32.4", "mlx-cpu": "0.32.4", "mlx-lm": "0.32.2"},
     requirements=(
+        Requirement("mlx-paged", "", "0.1.0", True),
         Requirement("mlx", "==0.32.4", "0.32.4", True),
         Requirement("mlx-lm", "==0.32.2", "0.32.2", True),
     ),
@@ -80,7 +81,7 @@ def examined(
 ) -> Report:
     """A report on made-up facts; `changed` are jobs with other answers."""
     table = {**(answers() if told is None else told), **changed}
-    return examine(captures=lambda: captures, installed=lambda: software, run=runner(table))
+    return examine(capture=lambda: captures, installed=lambda: software, run=runner(table))
 
 
 def with_software(**changes: Any) -> Software:
