@@ -197,11 +197,11 @@ def _integer(text: str | None) -> int | None:
 
 def _disk() -> Disk | None:
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser().absolute()
-    existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
     try:
+        cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser().absolute()
+        existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
         return Disk(str(cache), shutil.disk_usage(existing).free)
-    except OSError:
+    except (OSError, RuntimeError):  # not readable; no home folder
         return None
 
 
