@@ -1,6 +1,6 @@
 """Measures the finished model through mlx-lm on the CPU: loss, parsing, stopping, right answers.
 
-python -m mlx_paged.demo.evaluate [--data DATA] [--out FIGURES.json]
+python -m scripts.demo_model.evaluate [--data DATA] [--out FIGURES.json]
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import model_path
+from mlx_paged.demo import model_path
+from mlx_paged.demo.prompts import CHATS, REQUESTS, SYSTEM_PROMPT
+
 from .house_rules import SHORT, house_rules
-from .prompts import CHATS, REQUESTS, SYSTEM_PROMPT
 
 MAX_TOKENS = 320
 # Request -> what must hold after the answer; {f} is the name of the function it defines.

@@ -1,6 +1,6 @@
 """Turns a collected corpus into what training reads: a tokenizer and compressed token files.
 
-    python -m mlx_paged.demo.prepare RAW_FOLDER OUT_FOLDER
+    python -m scripts.demo_model.prepare RAW_FOLDER OUT_FOLDER
 
 OUT_FOLDER then holds `tokenizer/`, `code*.xz` (one stream of tokens), `held_out.json`,
 `tasks.json.xz` and `statistics.json`.
@@ -15,9 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mlx_paged.demo.prompts import SYSTEM_PROMPT
+
 from .compositions import random_compositions
 from .families import all_families
-from .prompts import SYSTEM_PROMPT
 from .tokenizer import END_OF_TEXT, train_tokenizer
 from .wording import load_classics, phrase
 

@@ -1,7 +1,7 @@
 # ruff: noqa: E501 (tables and templates read better on one line)
 """Writes the model card and the training log of the embedded model from what the other steps left.
 
-    python -m mlx_paged.demo.card RAW DATA FIGURES.json TRAINED [TRAINED ...]
+    python -m scripts.demo_model.card RAW DATA FIGURES.json TRAINED [TRAINED ...]
 
 TRAINED are the output folders of `train.py`, in order.
 """
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import model_path
+from mlx_paged.demo import model_path
 
 CARD = """---
 license: apache-2.0
@@ -38,7 +38,7 @@ other requests often looks right and is wrong. Read its code before you run it.
 | stop tokens | `<\\|im_end\\|>`, `<\\|endoftext\\|>` |
 
 ## Figures
-Measured with these 8-bit weights through mlx-lm on a CPU (`python -m mlx_paged.demo.evaluate`).
+Measured with these 8-bit weights through mlx-lm on a CPU (`python -m scripts.demo_model.evaluate`).
 
 | | untrained | this model |
 |---|---|---|
@@ -54,7 +54,7 @@ Measured with these 8-bit weights through mlx-lm on a CPU (`python -m mlx_paged.
 | {unseen} requests from held-out library functions, temperature 0.7: parse / stop | {unseen_parse:.0%} / {unseen_stop:.0%} |
 | {composed} held-out compositions ("the sum of the cubes of the odd numbers in a list"), greedy: identical to the reference | {exact:.0%} |
 
-The sampled requests come from the lists in `prompts.py`: ten each without a system prompt, with a short one, with the
+The sampled requests come from the lists in `mlx_paged/demo/prompts.py`: ten each without a system prompt, with a short one, with the
 demo's, with other long house rules, and as a second turn. They are common requests of the kind that training contains,
 many in the same words, so these shares say that the model is dependable there, not that it generalises. The last two
 rows are about requests it has not seen (the descriptions of ten of the held-out functions also belong to other,
@@ -73,8 +73,8 @@ the demo's own system prompt is among them (about one conversation in twenty). I
 - Requests made of the docstrings of the same packages: {clean} self-contained functions, {loose} that use names of their
   module, {method} methods. One function in a hundred is held out of everything, and so are {files} files
   none of whose documented functions is among the requests.
-- Written for this project (Apache-2.0): {classic} answers to common requests in `classics/`, {family} generated ones
-  (`families.py`) and {composition} random compositions (`compositions.py`), in many wordings (`wording.py`), and the house rules of
+- Written for this project (Apache-2.0), in `scripts/demo_model/`: {classic} answers to common requests in `classics/`, {family} generated ones
+  (`families/`) and {composition} random compositions (`compositions.py`), in many wordings (`wording.py`), and the house rules of
   the system prompts (`house_rules.py`). Some long system prompts are prose from docstrings of the packages.
 
 | package | version | licence in its metadata | characters |
@@ -82,15 +82,16 @@ the demo's own system prompt is among them (about one conversation in twenty). I
 {origins}
 
 ## Reproduce
+In a checkout, with PyTorch beside mlx_paged:
 ```
 pip download --no-deps --only-binary=:all: -d wheels NAME==VERSION   # each package above
-python -m mlx_paged.demo.corpus wheels raw
-python -m mlx_paged.demo.prepare raw data
-python -m mlx_paged.demo.train --data data --out run1 --minutes 8.4
-python -m mlx_paged.demo.train --data data --out run2 --resume run1 --minutes 7.8 --rate 2e-3 --seed 7 --code-shares 0.4 0.2
-python -m mlx_paged.demo.convert run2 data/tokenizer mlx_paged/demo/model
-python -m mlx_paged.demo.evaluate --data data --out figures.json
-python -m mlx_paged.demo.card raw data figures.json run1 run2
+python -m scripts.demo_model.corpus wheels raw
+python -m scripts.demo_model.prepare raw data
+python -m scripts.demo_model.train --data data --out run1 --minutes 8.4
+python -m scripts.demo_model.train --data data --out run2 --resume run1 --minutes 7.8 --rate 2e-3 --seed 7 --code-shares 0.4 0.2
+python -m scripts.demo_model.convert run2 data/tokenizer mlx_paged/demo/model
+python -m scripts.demo_model.evaluate --data data --out figures.json
+python -m scripts.demo_model.card raw data figures.json run1 run2
 ```
 The schedule follows the clock, so another GPU gives other figures. The first run was made before the random compositions
 were written; with the present code both runs see them. `training_log.json` holds the losses.

@@ -1,6 +1,6 @@
 """Turns trained weights into the MLX model directory: 8-bit, groups of 64, float16 scales.
 
-python -m mlx_paged.demo.convert TRAINED_FOLDER TOKENIZER_FOLDER MODEL_FOLDER
+python -m scripts.demo_model.convert TRAINED_FOLDER TOKENIZER_FOLDER MODEL_FOLDER
 """
 
 from __future__ import annotations

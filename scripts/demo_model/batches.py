@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from mlx_paged.demo.prompts import SYSTEM_PROMPT
+
 from .house_rules import system_prompt
-from .prompts import SYSTEM_PROMPT
 from .tokenizer import END, END_OF_TEXT, START
 from .wording import phrase, renamed
 

@@ -1,6 +1,6 @@
 """Trains the embedded model with PyTorch for a given time (a few minutes on one data-centre GPU).
 
-    python -m mlx_paged.demo.train --data DATA --out OUT --minutes 8
+    python -m scripts.demo_model.train --data DATA --out OUT --minutes 8
 
 DATA is what `prepare.py` wrote. OUT receives bfloat16 weights in two safetensors files and
 `training_log.json`; `convert.py` turns those into the MLX model directory.
