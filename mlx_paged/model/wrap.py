@@ -31,6 +31,7 @@ from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model import patches
 from mlx_paged.model.adaptations import adapt, context_limit
 from mlx_paged.model.caches import LatentScores, StepContext
+from mlx_paged.model.config_files import vocab_size
 from mlx_paged.model.families import require_family
 from mlx_paged.model.layout import (
     CacheLayout,
@@ -42,7 +43,6 @@ from mlx_paged.model.layout import (
     UnusedSpec,
     assemble,
 )
-from mlx_paged.model.loader import vocab_size
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.patches import OutputProjection, OutputRows, Overrides
 from mlx_paged.model.plan import StateSlots, StepInputs

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model.loader import GENERATION_CONFIG, read_generation_config
+from mlx_paged.model.config_files import GENERATION_CONFIG, read_generation_config
 
 #: What is taken of a generation config, as vLLM does; `max_new_tokens` is a limit for everybody.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
