@@ -1,4 +1,4 @@
-"""What stands in for mlx-lm's functions: prompt caches, and generation for one sequence.
+"""What replaces mlx-lm's functions: prompt caches, and generation for one sequence.
 
 mlx-lm's own loops do the work. They are given what is not in the store yet, and caches that put it
 there.
@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_paged.core import PrefixQuery
 from mlx_paged.drop_in.caches import dense_copy, prompt_cache, sequence_of, working_caches
 from mlx_paged.drop_in.registry import store_for
 from mlx_paged.drop_in.sequence import PagedSequence
@@ -63,7 +64,7 @@ def generate_step(original: Function) -> Function:
             yield from original(*call.args, **call.kwargs)
             return
         prompt = _prompt_or_last_token(arguments["prompt"], [sequence])
-        tokens = sequence.trail.tokens() + prompt
+        tokens = [*sequence.tokens, *prompt]
         num_cached = sequence.adopt(tokens) - (len(tokens) - len(prompt))
         _count(sequence, len(prompt), num_cached)
         # (An empty array, of an empty prompt, may well be of a type that is no token's.)
@@ -91,11 +92,11 @@ def speculative_generate_step(original: Function) -> Function:
             return
         arguments["prompt_cache"] = [c for s in sequences for c in working_caches(s)]
         prompt = _prompt_or_last_token(arguments["prompt"], sequences)
-        texts = [s.trail.tokens() + prompt for s in sequences]
+        texts = [[*s.tokens, *prompt] for s in sequences]
         # mlx-lm gives both models the same rest of the prompt.
         num_cached = min(s.cached_tokens(text) - s.offset for s, text in zip(sequences, texts))
         for sequence, text in zip(sequences, texts):
-            sequence.adopt(text, sequence.offset + num_cached)
+            sequence.adopt(text, PrefixQuery(text, limit=sequence.offset + num_cached))
             _count(sequence, len(prompt), num_cached)
         arguments["prompt"] = mx.array(prompt[num_cached:], dtype=mx.uint32)
         answer: list[int] = []
@@ -111,6 +112,29 @@ def speculative_generate_step(original: Function) -> Function:
                 sequence.store.rest()
 
     return speculative_generate_step
+
+
+def tokenize(original: Function) -> Function:
+    """For `mlx_lm.server.ResponseGenerator._tokenize`.
+
+    An empty prompt ends the generation thread of mlx-lm's server, and with it the server. Here it
+    begins where every text begins: with the model's first token.
+    """
+
+    @wraps(original)
+    def _tokenize(self: Any, tokenizer: Any, request: Any, args: Any) -> Any:
+        prompt, segments, types, state, vision = original(self, tokenizer, request, args)
+        if not prompt:
+            first = tokenizer.bos_token_id
+            if first is None:
+                first = tokenizer.eos_token_id  # as models without one are trained
+            if first is None:
+                # The server tells its client what an exception here says.
+                raise ValueError("the prompt is empty, and this model has no token to begin with")
+            prompt, segments, types = [first], [[first]], ["assistant"]
+        return prompt, segments, types, state, vision
+
+    return _tokenize
 
 
 def _sequence_for(arguments: dict[str, Any]) -> PagedSequence | None:
@@ -159,9 +183,9 @@ def _prompt_or_last_token(prompt: mx.array, sequences: list[PagedSequence]) -> l
     because only computing it says what follows.
     """
     tokens: list[int] = prompt.tolist()  # type: ignore[assignment]
-    if tokens or not all(len(s.trail) for s in sequences):
+    if tokens or not all(len(s.tokens) for s in sequences):
         return tokens
-    tokens = [sequences[0].trail.last()]
+    tokens = [sequences[0].tokens[-1]]
     for sequence in sequences:
         sequence.trim_all(1)
     return tokens

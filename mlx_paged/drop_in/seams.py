@@ -79,14 +79,14 @@ SEAMS = (
         "model, *, max_tokens=, stop_tokens=, sampler=, logits_processors=, "
         "completion_batch_size=, prefill_batch_size=, prefill_step_size=, max_kv_size=, stream=",
         "continuous batching over the store: no padding, shared prefixes, mixed steps",
-        "batch_generator:batch_generator",
+        "batch:batch_generator",
     ),
     Seam(
         "mlx_lm.server",
         "ResponseGenerator._tokenize",
         "self, tokenizer, request, args",
-        "an empty prompt begins with the model's first token; mlx-lm's server dies of it",
-        "server:tokenize",
+        "an empty prompt begins with the model's first token; mlx-lm's server ends with it",
+        "generation:tokenize",
     ),
     Seam(
         "mlx_lm.generate",
@@ -105,13 +105,13 @@ SEAMS = (
         "mlx_lm.generate",
         "PromptProcessingBatch.Response",
         "uid, progress, end_of_segment, end_of_prompt",
-        "what `next` tells of prompts",
+        "what `next` returns for prompts",
     ),
     Seam(
         "mlx_lm.generate",
         "GenerationBatch.Response",
         "uid, token, logprobs, finish_reason, prompt_cache, all_tokens",
-        "what `next` tells of tokens",
+        "what `next` returns for tokens",
     ),
     Seam(
         "mlx_lm.models.cache",

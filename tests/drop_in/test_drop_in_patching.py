@@ -49,7 +49,9 @@ def printed(code: str, **env: str) -> list[str]:
 
 @pytest.fixture
 def enabled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("MLX_PAGED_DISABLE")
+    """mlx-lm as it is, free to be patched."""
+    monkeypatch.delenv("MLX_PAGED_DISABLE", raising=False)
+    mlx_paged.unpatch()
     yield
     mlx_paged.unpatch()
 
@@ -252,12 +254,12 @@ def test_a_server_that_differs_undoes_all() -> None:
 
 
 def test_what_cannot_be_made_replaces_nothing(enabled, monkeypatch) -> None:
-    from mlx_paged.drop_in import batch_generator
+    from mlx_paged.drop_in import batch
 
     def fails(original: Any) -> Any:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(batch_generator, "batch_generator", fails)
+    monkeypatch.setattr(batch, "batch_generator", fails)
     before = everything()
     with pytest.raises(RuntimeError, match="no"):
         mlx_paged.patch()
