@@ -236,16 +236,11 @@ class PagedBatch:
     @property
     def nbytes(self) -> int:
         """Memory of the sequences' blocks; blocks that they share count for each."""
-        layers = range(len(self.store.specs))
+        layers = range(len(self.store.flat.specs))
         sequences = [seq.sequence for stage in self._stages() for seq in stage]
         return sum(sequence.nbytes(layer) for sequence in sequences for layer in layers)
 
-    def __len__(self) -> int:
-        return sum(map(len, self._stages()))
-
-    def _stages(
-        self,
-    ) -> tuple[Sequence[BatchSequence], Sequence[BatchSequence], Sequence[BatchSequence]]:
+    def _stages(self) -> tuple[Sequence[BatchSequence], ...]:
         return self._waiting, self._prompts, self._generating
 
     @property
@@ -290,9 +285,7 @@ class PagedBatch:
         ):
             self._prompts.append(self._waiting.popleft())
 
-    def _plan_prompts(
-        self,
-    ) -> tuple[_Work, _Work, list[Any]]:
+    def _plan_prompts(self) -> tuple[_Work, _Work, list[Any]]:
         """Which sequences start to answer, which go on with their prompt, and the responses.
 
         One whose next block another one is computing in this very step waits, and then takes the
@@ -409,10 +402,9 @@ def batch_generator(original: Any) -> Any:
             super().__init__(model, **options)
             own_caches = inspect.unwrap(mlx_lm_cache.make_prompt_cache)(model, self.max_kv_size)
             store = store_for(model, own_caches)
-            self._paged = (
-                None
-                if store is None
-                else PagedBatch(
+            self._paged: PagedBatch | None = None
+            if store is not None:
+                self._paged = PagedBatch(
                     store,
                     prompt_response=PromptProcessingBatch.Response,
                     token_response=GenerationBatch.Response,
@@ -421,7 +413,6 @@ def batch_generator(original: Any) -> Any:
                     max_prompts=self.prefill_batch_size,
                     chunk_size=self.prefill_step_size,
                 )
-            )
 
         def insert_segments(
             self,
@@ -520,15 +511,13 @@ def _with_last_tokens(
         is_empty = all(c.empty() for c in cache or ()) if sequence is None else not sequence.offset
         if any(segment) or is_empty:
             continue
+        last = list(texts[i][-1:])
         if sequence is not None and sequence.is_known:
-            shorter = sequence.fork()
-            segments[i] = [[shorter.tokens[-1]]]
-            shorter.trim_all(1)
-            caches[i], texts[i] = prompt_cache(shorter), texts[i][:-1]
-        elif texts[i] and mlx_lm_cache.can_trim_prompt_cache(cache):
+            last = [sequence.tokens[-1]]
+        if last and mlx_lm_cache.can_trim_prompt_cache(cache):
             caches[i] = copy.deepcopy(cache)
             mlx_lm_cache.trim_prompt_cache(caches[i], 1)
-            segments[i], texts[i] = [texts[i][-1:]], texts[i][:-1]
+            segments[i], texts[i] = [last], texts[i][:-1]
         elif texts[i]:  # what cannot be trimmed is computed again
             segments[i], caches[i], texts[i] = [texts[i]], None, []
     return segments, caches, texts

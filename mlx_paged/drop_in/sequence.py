@@ -32,7 +32,7 @@ class PagedSequence:
     def __init__(self, store: PagedStore) -> None:
         self.store = store
         self.leases = [store.lease()]  # one for each of the sequences side by side
-        self.offsets = [0] * len(store.specs)
+        self.offsets = [0] * len(store.flat.specs)
         self._num_written = 0  # positions from here on were never written by this sequence
         self._plan: tuple[tuple[int, int], AttentionPlan] | None = None
 
@@ -216,5 +216,5 @@ class PagedSequence:
     def nbytes(self, layer: int) -> int:
         """Memory of a layer's blocks, those it shares included."""
         num_blocks = sum(len(lease.tables.blocks) for lease in self.leases)
-        spec = self.store.specs[layer]
+        spec = self.store.flat.specs[layer]
         return num_blocks * self.store.block_size * getattr(spec, "bytes_per_token", 0)

@@ -15,6 +15,7 @@ import numpy as np
 from mlx_paged.core import BlockTables, KVManager
 from mlx_paged.core.prefix_tree import TOKEN_TYPE
 from mlx_paged.drop_in.flat_model import FlatModel
+from mlx_paged.model.plan import build_plan
 from mlx_paged.ops import AttentionPlan
 
 BLOCK_SIZE = 32
@@ -94,11 +95,6 @@ class PagedStore:
         # Handles of the pools that are known to have been evaluated.
         self._evaluated = self.pools()
 
-    @property
-    def specs(self) -> Sequence[Any]:
-        """What each of the model's caches holds."""
-        return self.flat.specs
-
     # Leases.
 
     def lease(self) -> Lease:
@@ -151,7 +147,7 @@ class PagedStore:
         """Makes ready to write ``[start, start + length)`` of sequences, layer by layer."""
         ends = [start + length] * len(leases)
         tables = self._own(leases, [start] * len(leases), ends)
-        return self.flat.plan(tables, ends, [length] * len(leases))
+        return build_plan(tables, ends, [length] * len(leases), block_size=self.block_size)
 
     def _own(
         self, leases: Sequence[Lease], starts: Sequence[int], ends: Sequence[int]
