@@ -12,9 +12,9 @@ import mlx.core as mx
 import numpy as np
 from harness import median_seconds, print_table, save
 
-from mlx_paged.engine.sampler import sample
-from mlx_paged.engine.sampling.edits import apply_edits
-from mlx_paged.engine.sampling.history import TokenHistory
+from mlx_paged.engine.sampling.sampler import sample
+from mlx_paged.engine.sampling.logits_processors import apply_edits
+from mlx_paged.engine.sampling.logits_processors import TokenHistory
 from mlx_paged.engine.sampling.logprobs import logprobs_of
 from mlx_paged.engine.sampling.rows import Edits, InFlight, Penalties, SamplingRow
 
