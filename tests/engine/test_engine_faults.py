@@ -18,8 +18,9 @@ from mlx_paged import ops
 from mlx_paged.core import FinishReason
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.faults import is_out_of_memory, nan_rows
+from mlx_paged.engine.faults import is_out_of_memory
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner, ModelRunnerOutput
+from mlx_paged.engine.sampling.sampler import nan_rows
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import StepError
 from mlx_paged.model.loader import load
