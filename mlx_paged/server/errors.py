@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from starlette.responses import JSONResponse
 
@@ -14,8 +13,8 @@ from mlx_paged.errors import (
     InvalidParameterError,
     MlxPagedError,
     RequestTooLargeError,
-    StepError,
 )
+from mlx_paged.server.responses import ErrorAnswer
 
 #: Seconds that a client which is told to come back later should wait.
 RETRY_AFTER = 1
@@ -66,11 +65,14 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> ErrorAnswer:
         """OpenAI's error object."""
         kind = _TYPES.get(self.status, "server_error")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        return {
+            "error": {
+                "message": self.message, "type": kind, "param": self.param, "code": self.code,
+            }
+        }  # fmt: skip
 
     def response(self) -> JSONResponse:
         """The whole answer."""
@@ -128,7 +130,6 @@ def from_engine(error: MlxPagedError, request_id: str) -> ApiError:
         return ApiError(429, message, code="queue_full", headers=headers)
     if isinstance(error, EngineDeadError):
         return unavailable("the engine takes no requests", "engine_unavailable")
-    assert isinstance(error, (StepError, MlxPagedError))
     return failed(request_id)
 
 

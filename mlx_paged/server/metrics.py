@@ -41,16 +41,21 @@ def _lengths(most: int) -> list[int]:
 class Metrics:
     """The metrics of one server, in a registry of their own.
 
-    Before `attach` there is nothing to tell but rejections and HTTP statuses.
+    Before `attach` there are only rejections and HTTP statuses.
+
+    Attributes:
+        rejected: Requests refused, by reason.
+        responses: HTTP responses, by path and status.
+        time_to_first_token: Seconds from the request's parameters to its first token.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._rejected = Counter(
+        self.rejected = Counter(
             "mlx_paged:requests_rejected", "Requests refused, by reason.", ["reason"],
             registry=self.registry,
         )  # fmt: skip
-        self._responses = Counter(
+        self.responses = Counter(
             "mlx_paged:http_responses", "HTTP responses, by path and status.", ["path", "status"],
             registry=self.registry,
         )  # fmt: skip
@@ -75,7 +80,7 @@ class Metrics:
             return Counter(f"vllm:{name}", text, _LABELS, registry=self.registry).labels(*values)
 
         lengths = _lengths(max_len)
-        self._ttft = histogram(
+        self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "Histogram of time to first token in seconds.",
             _FIRST_TOKEN,
         )  # fmt: skip
@@ -155,14 +160,6 @@ class Metrics:
         self._observe_gaps()
         return generate_latest(self.registry)
 
-    def reject(self, reason: str) -> None:
-        """A request was refused."""
-        self._rejected.labels(reason).inc()
-
-    def respond(self, path: str, status: int) -> None:
-        """A response was sent."""
-        self._responses.labels(path, str(status)).inc()
-
     def tokens(self, seconds: float, count: int) -> None:
         """A sequence gained tokens.
 
@@ -178,10 +175,6 @@ class Metrics:
             self._itl.observe(gap)
             self._tpot_old.observe(gap)
         self._gaps.clear()
-
-    def first_token(self, seconds: float) -> None:
-        """The first token of a request reached the server."""
-        self._ttft.observe(seconds)
 
     def finish(self, output: RequestOutput, reason: FinishReason, max_tokens: int | None) -> None:
         """A request of the engine has ended."""
