@@ -9,36 +9,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.server import requests, responses
 from mlx_paged.server.config import GenerationDefaults, ServerConfig
 from mlx_paged.server.context import context_of
 from mlx_paged.server.errors import bad_request
 from mlx_paged.server.generation import Generation, Piece
-from mlx_paged.server.requests import (
-    ChatBody,
-    check_logprobs,
-    conversation_of,
-    read_body,
-    sampling_params,
-)
-from mlx_paged.server.responses import (
-    FINGERPRINT,
-    ChatAnswer,
-    ChatChoice,
-    ChatChunk,
-    ChatLogprobs,
-    ChunkChoice,
-    chat_logprobs,
-    prompt_logprobs,
-)
 from mlx_paged.server.streaming import OpenAIAdapter, respond
 
 
 async def chat_completions(request: Request) -> Response:
     """Answers a conversation, at once or as a stream."""
-    body = await read_body(request, ChatBody)
+    body = await requests.read_body(request, requests.ChatBody)
     context = context_of(request)
     params = chat_params(body, context.config, context.defaults)
-    prompt = await context.renderer.render(conversation_of(body))
+    prompt = await context.renderer.render(requests.conversation_of(body))
     generation = Generation(
         request,
         [context.renderer.truncate(prompt, body.truncate_prompt_tokens)],
@@ -50,7 +34,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 def chat_params(
-    body: ChatBody, config: ServerConfig, defaults: GenerationDefaults
+    body: requests.ChatBody, config: ServerConfig, defaults: GenerationDefaults
 ) -> SamplingParams:
     """The sampling parameters of a body."""
     limit = body.max_completion_tokens
@@ -60,8 +44,8 @@ def chat_params(
         )
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs", "top_logprobs needs logprobs to be true")
-    check_logprobs("top_logprobs", body.top_logprobs, config)
-    return sampling_params(
+    requests.check_logprobs("top_logprobs", body.top_logprobs, config)
+    return requests.sampling_params(
         body,
         config,
         defaults,
@@ -73,19 +57,18 @@ def chat_params(
 class ChatAdapter(OpenAIAdapter):
     """Each of the n sequences is a choice, and its text the content of a message."""
 
-    def __init__(self, generation: Generation, body: ChatBody) -> None:
+    def __init__(self, generation: Generation, body: requests.ChatBody) -> None:
         super().__init__(generation, body, "chatcmpl")
         self._body = body
         self._echo = _echo(body)
 
-    def whole(self) -> ChatAnswer:
-        """See `Adapter`."""
+    def whole(self) -> responses.ChatAnswer:
         [output] = self.generation.outputs
         choices = []
         for answer in output.outputs:
             piece = Piece.whole(0, answer)
             assert piece.finish_reason is not None
-            choice: ChatChoice = {
+            choice: responses.ChatChoice = {
                 "index": piece.index,
                 "message": {
                     "role": "assistant",
@@ -96,24 +79,23 @@ class ChatAdapter(OpenAIAdapter):
                 "finish_reason": piece.finish_reason,
             }
             choices.append(choice)
-            self._add_ending(choice, piece)
-        whole: ChatAnswer = {
+            self.add_ending(choice, piece)
+        whole: responses.ChatAnswer = {
             "id": self.id,
             "object": "chat.completion",
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": FINGERPRINT,
+            "system_fingerprint": responses.FINGERPRINT,
             "choices": choices,
             "usage": self.whole_usage(),
         }
         if self._body.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+            whole["prompt_logprobs"] = responses.prompt_logprobs(output.prompt_logprobs)
         if self.return_token_ids:
             whole["prompt_token_ids"] = self.generation.prompts[0]
         return whole
 
     def begin(self) -> Iterable[bytes]:
-        """See `Adapter`."""
         for index in range(self.generation.params.n):
             yield self.event(
                 {
@@ -124,43 +106,38 @@ class ChatAdapter(OpenAIAdapter):
                 }
             )
 
-    def choice(self, piece: Piece, text: str) -> ChunkChoice:
-        """See `OpenAIAdapter`."""
-        choice: ChunkChoice = {
+    def choice(self, piece: Piece) -> responses.ChunkChoice:
+        text = piece.text
+        choice: responses.ChunkChoice = {
             "index": piece.index,
             "delta": {"content": text} if text or piece.finish_reason is None else {},
             "logprobs": self._logprobs(piece),
             "finish_reason": piece.finish_reason,
         }
-        self._add_ending(choice, piece)
+        self.add_ending(choice, piece)
         return choice
 
-    def chunk(self, choices: list[Any]) -> ChatChunk:
-        """See `OpenAIAdapter`."""
+    def chunk(self, choices: list[Any]) -> responses.ChatChunk:
         return {
             "id": self.id,
             "object": "chat.completion.chunk",
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": FINGERPRINT,
+            "system_fingerprint": responses.FINGERPRINT,
             "choices": choices,
         }
 
-    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+    def _logprobs(self, piece: Piece) -> responses.ChatLogprobs | None:
         body = self._body
         if not body.logprobs:
             return None
         as_ids = bool(body.return_tokens_as_token_ids)
-        return chat_logprobs(piece.token_ids, piece.logprobs, body.top_logprobs or 0, as_ids=as_ids)
-
-    def _add_ending(self, choice: ChatChoice | ChunkChoice, piece: Piece) -> None:
-        if piece.finish_reason is not None:
-            choice["stop_reason"] = piece.stop_reason
-        if self.return_token_ids:
-            choice["token_ids"] = piece.token_ids
+        return responses.chat_logprobs(
+            piece.token_ids, piece.logprobs, body.top_logprobs or 0, as_ids=as_ids
+        )
 
 
-def _echo(body: ChatBody) -> str:
+def _echo(body: requests.ChatBody) -> str:
     """The last message, where the answer is asked to begin with it."""
     last = body.messages[-1]
     if not body.echo or last.role != "assistant" or last.content is None:

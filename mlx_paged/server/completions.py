@@ -10,21 +10,13 @@ from starlette.responses import Response
 
 from mlx_paged.engine.outputs import CompletionOutput
 from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.server import responses
 from mlx_paged.server.config import MAX_SEQUENCES_PER_REQUEST, GenerationDefaults, ServerConfig
 from mlx_paged.server.context import context_of
 from mlx_paged.server.conversation import Renderer
 from mlx_paged.server.errors import bad_request
 from mlx_paged.server.generation import Generation, Piece
 from mlx_paged.server.requests import CompletionBody, check_logprobs, read_body, sampling_params
-from mlx_paged.server.responses import (
-    FINGERPRINT,
-    CompletionAnswer,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionLogprobsAnswer,
-    Usage,
-    prompt_logprobs,
-)
 from mlx_paged.server.streaming import OpenAIAdapter, respond
 
 _MAX_TOKENS = 16
@@ -103,60 +95,58 @@ class CompletionAdapter(OpenAIAdapter):
         self._n = body.n or 1
         # Only the prompt is wanted. The engine generates one token all the same.
         self._drops_answer = body.max_tokens == 0
-        self._logprobs: dict[tuple[int, int], CompletionLogprobs] = {}
+        self._logprobs: dict[tuple[int, int], responses.CompletionLogprobs] = {}
 
-    def whole(self) -> CompletionAnswer:
-        """See `Adapter`."""
-        choices: list[CompletionChoice] = []
+    def whole(self) -> responses.CompletionAnswer:
+        choices: list[responses.CompletionChoice] = []
         for place, output in enumerate(self.generation.outputs):
             for answer in _likeliest(output.outputs, self._n):
-                piece = Piece.whole(place, answer)
-                choice = self.choice(piece, self.text(piece))
+                choice = self.choice(self._asked(Piece.whole(place, answer)))
                 choice["index"] = len(choices)
                 if self._body.prompt_logprobs is not None:
-                    choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+                    choice["prompt_logprobs"] = responses.prompt_logprobs(output.prompt_logprobs)
                 choices.append(choice)
         whole = self.chunk(choices)
         whole["usage"] = self.whole_usage()
         return whole
 
-    def text(self, piece: Piece) -> str:
-        """See `OpenAIAdapter`."""
-        text = "" if self._drops_answer else piece.text
-        return self._echoes[piece.prompt] + text if self._echoes and not piece.num_before else text
+    def piece(self, piece: Piece) -> bytes | None:
+        return super().piece(self._asked(piece))
 
-    def usage(self, num_completion_tokens: int) -> Usage:
-        """See `OpenAIAdapter`."""
+    def _asked(self, piece: Piece) -> Piece:
+        """A piece with the prompt's text before it, and without an answer, where that is asked."""
+        if self._drops_answer:
+            piece.texts, piece.token_ids, piece.logprobs = [], [], []
+        if self._echoes and not piece.num_before:
+            piece.texts.insert(0, self._echoes[piece.prompt])
+        return piece
+
+    def usage(self, num_completion_tokens: int) -> responses.Usage:
         return super().usage(0 if self._drops_answer else num_completion_tokens)
 
-    def choice(self, piece: Piece, text: str) -> CompletionChoice:
-        """See `OpenAIAdapter`."""
-        choice: CompletionChoice = {
+    def choice(self, piece: Piece) -> responses.CompletionChoice:
+        choice: responses.CompletionChoice = {
             "index": piece.prompt * self._n + piece.index,
-            "text": text,
+            "text": piece.text,
             "logprobs": self._logprobs_of(piece),
             "finish_reason": piece.finish_reason,
         }
-        if piece.finish_reason is not None:
-            choice["stop_reason"] = piece.stop_reason
-        if self.return_token_ids:
-            choice["token_ids"] = [] if self._drops_answer else piece.token_ids
-            if not piece.num_before:
-                choice["prompt_token_ids"] = self.generation.prompts[piece.prompt]
+        self.add_ending(choice, piece)
+        if self.return_token_ids and not piece.num_before:
+            choice["prompt_token_ids"] = self.generation.prompts[piece.prompt]
         return choice
 
-    def chunk(self, choices: list[Any]) -> CompletionAnswer:
-        """See `OpenAIAdapter`."""
+    def chunk(self, choices: list[Any]) -> responses.CompletionAnswer:
         return {
             "id": self.id,
             "object": "text_completion",
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": FINGERPRINT,
+            "system_fingerprint": responses.FINGERPRINT,
             "choices": choices,
         }
 
-    def _logprobs_of(self, piece: Piece) -> CompletionLogprobsAnswer | None:
+    def _logprobs_of(self, piece: Piece) -> responses.CompletionLogprobsAnswer | None:
         """Of the next tokens of a sequence; of its prompt too, where the first text has it."""
         body = self._body
         if body.logprobs is None:
@@ -166,10 +156,10 @@ class CompletionAdapter(OpenAIAdapter):
         if key not in self._logprobs:
             as_ids = bool(body.return_tokens_as_token_ids)
             first = self.generation.context.renderer.tokenizer.decode(prompt[:1])
-            self._logprobs[key] = CompletionLogprobs(body.logprobs, as_ids=as_ids, first=first)
+            self._logprobs[key] = responses.CompletionLogprobs(
+                body.logprobs, as_ids=as_ids, first=first
+            )
         token_ids, reports = piece.token_ids, piece.logprobs
-        if self._drops_answer:
-            token_ids, reports = [], []
         if body.echo and not piece.num_before:
             of_prompt = self.generation.outputs[piece.prompt].prompt_logprobs or ()
             return self._logprobs[key].piece([*prompt, *token_ids], [*of_prompt, *reports])

@@ -1,4 +1,4 @@
-"""Options of the server, and what holds where a request is silent."""
+"""Options of the server, and defaults of request fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_paged.model.generation_config import NAME, read_generation_config
 
 #: Most sequences (prompts x n, or x best_of) that one HTTP request may start.
 MAX_SEQUENCES_PER_REQUEST = 256
-#: What is taken of a generation config, as vLLM does; `max_new_tokens` is a limit for everybody.
+#: What is used of a generation config, as in vLLM; `max_new_tokens` limits every answer.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 OVERRIDES = (*SAMPLING, "max_new_tokens")
 
@@ -24,17 +24,17 @@ class ServerConfig:
     """How the endpoint behaves.
 
     Attributes:
-        served_model_names: Names that requests may give as `model`; the first is the one answers
-            carry.
-        api_keys: Any of these opens the endpoint; none: it is open to all.
+        served_model_names: Names that requests may give as `model`; answers
+            have the first.
+        api_keys: Requests need one of these; none: no request does.
         chat_template: Jinja source that replaces the model's own.
-        trust_request_chat_template: Take `chat_template` from requests: they run code of their
-            own, sandboxed but without a limit of time.
+        trust_request_chat_template: Accept `chat_template` from requests: it is code, which runs
+            sandboxed but without a time limit.
         generation_config: Where the defaults of requests come from: "auto" is the model's own
             `generation_config.json`, "vllm" none, else a directory that has one.
         override_generation_config: Entries that replace its.
         max_logprobs: Most alternatives a request may ask for, at most 20.
-        strict_requests: Refuse fields that nobody knows instead of logging them.
+        strict_requests: Refuse unknown fields instead of logging them.
         stream_interval: Tokens that a streamed chunk waits for, at most.
         request_timeout: Seconds until an unfinished request ends with 408; None: no limit.
         read_timeout: Seconds a client has to send the head of a request, then its body, and a
@@ -42,9 +42,9 @@ class ServerConfig:
         max_body_size: Most bytes of a request's body.
         shutdown_timeout: Seconds that running requests have to finish after SIGTERM.
         allowed_origins: Origins of browser pages that may call the endpoint ("*": any).
-        root_path: Path under which a proxy shows the server.
-        log_requests: One log line a request.
-        priority_scheduling: Whether the engine heeds `priority`.
+        root_path: Path under which a proxy serves this server.
+        log_requests: Write one log line for each request.
+        priority_scheduling: Whether the engine schedules by `priority`.
         serve_page: Serve the chat page at `/`.
     """
 
@@ -69,7 +69,7 @@ class ServerConfig:
 
     @property
     def model_name(self) -> str:
-        """The name that answers carry."""
+        """The name in answers."""
         return self.served_model_names[0]
 
 
@@ -95,10 +95,10 @@ class GenerationDefaults:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> GenerationDefaults:
-        """Those of a generation config; of its other entries none is about a request.
+        """Those of a generation config, whose other entries are not about requests.
 
         Raises:
-            InvalidParameterError: a value that cannot be honoured.
+            InvalidParameterError: a value that `SamplingParams` refuses.
         """
         sampling = {name: config[name] for name in SAMPLING if config.get(name) is not None}
         limit = config.get("max_new_tokens")
@@ -110,11 +110,6 @@ class GenerationDefaults:
                 f"{name} of the generation config", error.expected, error.actual
             ) from error
         return cls(sampling, limit)
-
-    def limit(self, max_tokens: int | None) -> int | None:
-        """What becomes of the tokens that a request asks for."""
-        asked = [n for n in (max_tokens, self.max_new_tokens) if n is not None]
-        return min(asked, default=None)
 
 
 def generation_config_of(source: str) -> dict[str, Any] | None:
@@ -144,7 +139,7 @@ def overrides_of(given: str) -> dict[str, Any]:
     """What ``--override-generation-config`` holds.
 
     Raises:
-        InvalidParameterError: it is no JSON object, or has an entry that would mean nothing.
+        InvalidParameterError: it is not a JSON object, or has an unknown entry.
     """
     try:
         found = json.loads(given)

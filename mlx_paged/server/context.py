@@ -1,4 +1,4 @@
-"""What an endpoint finds beside its request: the engine and all around it, and the log line."""
+"""What endpoints use beside the request: engine, tokenizer, options, metrics, and the log line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Trace:
         request_id: From the client, or made up.
         status: Of the response; 0 until there is one.
         fields: Of the log line: model, prompt_tokens, cached_tokens, completion_tokens, ttft,
-            finish_reason, ...; filled by whoever knows.
+            finish_reason, ...; set by the code that knows them.
     """
 
     request_id: str

@@ -13,21 +13,12 @@ from starlette.responses import JSONResponse, Response
 from mlx_paged import __version__, extension
 from mlx_paged.engine.engine import EngineStats
 from mlx_paged.errors import EngineDeadError
+from mlx_paged.server import responses
 from mlx_paged.server.context import Context, Phase, context_of
 from mlx_paged.server.errors import bad_request
 from mlx_paged.server.requests import DetokenizeBody, TokenizeBody, conversation_of, read_body
-from mlx_paged.server.responses import (
-    Model,
-    ModelList,
-    Reset,
-    ServerInfo,
-    Status,
-    Text,
-    Tokens,
-    Version,
-)
 
-# A step may be long; whoever asks for numbers gets the last ones then.
+# Seconds to wait for the engine's numbers, since a step may be long.
 _STATS_TIMEOUT = 2.0
 _OF_CHATS = (
     "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
@@ -38,7 +29,7 @@ async def models(request: Request) -> Response:
     """All names of the model."""
     context = context_of(request)
     data = [_model(context, name) for name in context.config.served_model_names]
-    return JSONResponse(ModelList(object="list", data=data))
+    return JSONResponse(responses.ModelList(object="list", data=data))
 
 
 async def model(request: Request) -> Response:
@@ -49,7 +40,7 @@ async def model(request: Request) -> Response:
     return JSONResponse(_model(context, name))
 
 
-def _model(context: Context, name: str) -> Model:
+def _model(context: Context, name: str) -> responses.Model:
     return {
         "id": name,
         "object": "model",
@@ -77,7 +68,7 @@ async def tokenize(request: Request) -> Response:
         tokens = await renderer.encode(body.prompt, add_special_tokens=special)
     else:
         tokens = await renderer.render(conversation_of(body))
-    answer: Tokens = {
+    answer: responses.Tokens = {
         "count": len(tokens),
         "max_model_len": renderer.max_model_len,
         "tokens": tokens,
@@ -89,7 +80,9 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of tokens."""
     body = await read_body(request, DetokenizeBody)
-    return JSONResponse(Text(prompt=await context_of(request).renderer.decode(body.tokens)))
+    return JSONResponse(
+        responses.Text(prompt=await context_of(request).renderer.decode(body.tokens))
+    )
 
 
 async def health(request: Request) -> Response:
@@ -98,7 +91,7 @@ async def health(request: Request) -> Response:
 
 
 async def live(request: Request) -> Response:
-    """200 unless the engine is dead: a process that should be replaced."""
+    """200 unless the engine is dead and the process should be replaced."""
     return _status(request, Phase.LOADING, Phase.READY, Phase.DRAINING)
 
 
@@ -109,13 +102,13 @@ async def ready(request: Request) -> Response:
 
 def _status(request: Request, *good: Phase) -> Response:
     phase = context_of(request).phase
-    return JSONResponse(Status(status=phase.value), 200 if phase in good else 503)
+    return JSONResponse(responses.Status(status=phase.value), 200 if phase in good else 503)
 
 
 async def version(_: Request) -> Response:
-    """Versions of this package and of what it stands on."""
+    """Versions of this package and of MLX and mlx-lm."""
     build = extension.build_info()
-    answer: Version = {
+    answer: responses.Version = {
         "version": __version__,
         "mlx_version": build["mlx_version"],
         "mlx_lm_version": build["mlx_lm_version"],
@@ -132,9 +125,9 @@ async def metrics(request: Request) -> Response:
 
 
 async def server_info(request: Request) -> Response:
-    """Options in force, and where the engine stands."""
+    """Options in force, and the state of the engine."""
     context = context_of(request)
-    answer: ServerInfo = {
+    answer: responses.ServerInfo = {
         "version": __version__,
         "status": context.phase.value,
         "uptime_seconds": round(time.time() - context.started, 1),
@@ -155,7 +148,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     context = context_of(request)
     context.check_takes_requests()
     try:
-        return JSONResponse(Reset(num_blocks=await context.engine.reset_prefix_cache()))
+        return JSONResponse(responses.Reset(num_blocks=await context.engine.reset_prefix_cache()))
     except EngineDeadError:
         context.check_takes_requests()
         raise

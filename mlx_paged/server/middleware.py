@@ -25,7 +25,7 @@ _QUIET_PATHS = frozenset({"/health", "/live", "/ready", "/metrics", "/server_inf
 
 
 class RequestMiddleware:
-    """Outermost: a trace for each request, and a 500 with nothing internal for what escapes.
+    """Outermost: a trace for each request, and a 500 without internals for unexpected errors.
 
     Args:
         log: whether to write a line for each request.
@@ -112,13 +112,13 @@ class KeyMiddleware:
     def _has_key(self, scope: Scope) -> bool:
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         given = _digest(key.strip())
-        # All are compared, each in constant time: how long it takes tells nothing.
+        # All are compared, each in constant time, so that the time reveals nothing.
         matches = [hmac.compare_digest(given, known) for known in self._keys]
         return kind.lower() == "bearer" and any(matches)
 
 
 def _path(scope: Scope) -> str:
-    """The path as routes know it, without what a proxy shows before it."""
+    """The path as routes know it, without `root_path`."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", "")) or "/"
 

@@ -43,7 +43,7 @@ _BRANCHES = frozenset({"str", "int", "float", "bool"})
 class Body(BaseModel):
     """A request's body.
 
-    Types are strict ("5" is no number), numbers finite. Fields that nobody knows are kept apart in
+    Types are strict ("5" is no number), numbers must be finite. Unknown fields are kept in
     `model_extra`: the server logs them, or refuses them under ``--strict-requests``.
     """
 
@@ -65,7 +65,7 @@ class ResponseFormat(Body):
 
 
 class Unsupported(Body):
-    """Known fields whose feature this server does not have: refused, never ignored."""
+    """Known fields of features that this server does not have: refused, never ignored."""
 
     tools: list[Any] | None = Field(None, description="Not supported yet: 400.")
     tool_choice: Any = Field(None, description='Only "none", or "auto" without tools.')
@@ -101,7 +101,7 @@ class Unsupported(Body):
     vllm_xargs: Any = Field(None, description="Not supported: 400.")
 
     def unsupported(self) -> tuple[str, str] | None:
-        """The first field that asks for what there is not, and why that is refused."""
+        """The first field that asks for such a feature, and why it is refused."""
         for names, reason in (
             (_LATER, "is not supported yet by this server"),
             (_NEVER, "is not supported by this server"),
@@ -132,7 +132,7 @@ _NEVER = (
     "prompt_cache_options", "logits_processors", "mm_processor_kwargs", "kv_transfer_params",
     "vllm_xargs",
 )  # fmt: skip
-# (field, values that ask for what this server does anyway, why it takes no other).
+# (field, values that are allowed because they change nothing, why no others are).
 _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("modalities", (["text"],), "this server writes text only"),
     ("store", (False,), "this server stores nothing"),

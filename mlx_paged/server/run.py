@@ -1,4 +1,4 @@
-"""Runs the server: the socket, HTTP/1.1 with time limits, signals, and an engine that dies.
+"""Runs the server: the socket, HTTP/1.1 with time limits, signals, and the end of the process.
 
 uvicorn times idle connections between requests, and the application times bodies and readers.
 `ImpatientProtocol` times what comes before: connections that send nothing, heads that come byte by
@@ -34,15 +34,15 @@ logger = logging.getLogger(__name__)
 #: Most bytes of a request's line and headers.
 MAX_HEAD_SIZE = 64 << 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Seconds between looks at the engine's thread.
+# Seconds between checks of the engine's thread.
 _WATCH_INTERVAL = 0.25
-# Seconds that responses have to end once the engine has ended their requests.
-_FAREWELL = 5.0
-_KEEP_ALIVE = 75  # longer than the 60 s of most proxies, which would else meet closed connections
+# Seconds that responses have to end after the engine has ended their requests.
+_RESPONSE_GRACE = 5.0
+_KEEP_ALIVE = 75  # above the 60 s of most proxies, or they would use closed connections
 
 
 class ImpatientProtocol(HttpToolsProtocol):
-    """A connection whose client has so long to say what it wants; see `impatient`.
+    """A connection whose client has limited time to send a request; see `impatient`.
 
     Attributes:
         head_timeout: Seconds from the connection, or from the first byte after an answer, to the
@@ -105,7 +105,7 @@ class ImpatientProtocol(HttpToolsProtocol):
             message = f"the head of the request did not come within {self.head_timeout:g} s"
             self._hang_up(408, message, "read_timeout")
         else:
-            self.transport.close()  # it never asked for anything
+            self.transport.close()  # it never sent a request
 
     def _hang_up(self, status: int, message: str, code: str | None = None) -> None:
         """Closes the connection; says why, unless that would be in the middle of an answer."""
@@ -151,11 +151,11 @@ def bind(host: str, port: int, silence_limit: float) -> socket.socket:
     """A listening socket.
 
     Args:
-        silence_limit: seconds until a connection is given up whose other end is gone, or takes
-            nothing; without it such a one may live for a quarter of an hour, or for ever.
+        silence_limit: seconds until a connection is closed whose other end is gone, or accepts no
+            data; the kernel's own limits are a quarter of an hour and none.
 
     Raises:
-        InvalidParameterError: the address cannot be had; it says why.
+        InvalidParameterError: the address cannot be used; the message says why.
     """
     try:
         kind, protocol, _, _, address = socket.getaddrinfo(
@@ -194,7 +194,7 @@ def serve(
     """Serves until a signal comes or the engine dies.
 
     Args:
-        make_engine: called once the address is had.
+        make_engine: called when the socket is bound.
 
     Returns:
         The process's exit status: 0 after SIGINT or SIGTERM, 1 if the engine failed.
@@ -232,7 +232,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 class _Service:
-    """One life of the server."""
+    """One run of the server."""
 
     def __init__(
         self,
@@ -257,7 +257,7 @@ class _Service:
             server_header=False,
             root_path=config.root_path,
             timeout_keep_alive=_KEEP_ALIVE,
-            timeout_graceful_shutdown=int(config.shutdown_timeout + _FAREWELL),
+            timeout_graceful_shutdown=int(config.shutdown_timeout + _RESPONSE_GRACE),
             ssl_keyfile=None if ssl_keyfile is None else str(ssl_keyfile),
             ssl_certfile=None if ssl_certfile is None else str(ssl_certfile),
         )
@@ -274,7 +274,7 @@ class _Service:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the engine neither stands nor failed."""
+        """Whether the engine is neither ready nor failed."""
         return not self._context.is_loaded and self._engine.is_alive
 
     async def run(self) -> int:
@@ -290,7 +290,7 @@ class _Service:
         return self._status
 
     def _on_signal(self, sig: int) -> None:
-        """On the main thread, between two instructions: the loop does the rest."""
+        """Runs on the main thread, between two instructions, so the loop does the work."""
         self._loop.call_soon_threadsafe(self._stop, signal.Signals(sig).name)
 
     def _stop(self, cause: str) -> None:
@@ -310,7 +310,7 @@ class _Service:
             await self._engine.shutdown(seconds)
 
     async def _watch(self) -> None:
-        """Says when the engine stands; ends the process when it does not."""
+        """Logs that the engine is ready; ends the process when it fails."""
         await self._context.started_or_failed()
         if self._context.failure is None:
             host, port = self._socket.getsockname()[:2]
@@ -337,5 +337,5 @@ class _Service:
             print(f"mlx-paged: {reason}", file=sys.stderr)
         else:
             logger.critical("the engine has stopped (%s): this process ends", reason)
-        await asyncio.sleep(2 * _WATCH_INTERVAL)  # streams tell their clients
+        await asyncio.sleep(2 * _WATCH_INTERVAL)  # streams send their errors
         self._server.should_exit = True

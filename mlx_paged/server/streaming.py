@@ -20,16 +20,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from mlx_paged.server import responses
 from mlx_paged.server.errors import ApiError, failed
 from mlx_paged.server.generation import Generation, Piece
 from mlx_paged.server.requests import GenerationBody
-from mlx_paged.server.responses import (
-    ChatChunk,
-    ChunkChoice,
-    CompletionAnswer,
-    CompletionChoice,
-    Usage,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +32,11 @@ AppStatus.enable_automatic_graceful_drain = False
 
 #: Seconds between comments that keep an idle connection open, for proxies.
 _PING_INTERVAL = 15
+
+
+# Of chats and of plain completions.
+ChunkChoice = responses.ChunkChoice | responses.CompletionChoice
+Chunk = responses.ChatChunk | responses.CompletionAnswer
 
 
 class Adapter(ABC):
@@ -219,18 +218,14 @@ class OpenAIAdapter(Adapter):
         self._text_events: dict[tuple[int, int], TextEvent] = {}
 
     @abstractmethod
-    def choice(self, piece: Piece, text: str) -> ChunkChoice | CompletionChoice:
+    def choice(self, piece: Piece) -> ChunkChoice:
         """The part of a choice that tells a piece."""
 
     @abstractmethod
-    def chunk(self, choices: list[Any]) -> ChatChunk | CompletionAnswer:
+    def chunk(self, choices: list[Any]) -> Chunk:
         """An event of choices, without usage."""
 
-    def text(self, piece: Piece) -> str:
-        """What a piece adds to the text of its choice."""
-        return piece.text
-
-    def usage(self, num_completion_tokens: int) -> Usage:
+    def usage(self, num_completion_tokens: int) -> responses.Usage:
         """OpenAI's `usage`."""
         num_prompt_tokens = self.generation.num_prompt_tokens
         return {
@@ -240,12 +235,12 @@ class OpenAIAdapter(Adapter):
             "prompt_tokens_details": {"cached_tokens": self.generation.num_cached_tokens},
         }
 
-    def whole_usage(self) -> Usage:
+    def whole_usage(self) -> responses.Usage:
         """Of all answers that were generated."""
         answers = [answer for output in self.generation.outputs for answer in output.outputs]
         return self.usage(sum(len(answer.token_ids) for answer in answers))
 
-    def event(self, choice: ChunkChoice | CompletionChoice) -> bytes:
+    def event(self, choice: ChunkChoice) -> bytes:
         """A chunk of one choice, with usage where every chunk has it."""
         chunk = self.chunk([choice])
         if self._usage_always:
@@ -255,28 +250,32 @@ class OpenAIAdapter(Adapter):
         return sse(chunk)
 
     def piece(self, piece: Piece) -> bytes | None:
-        """See `Adapter`."""
-        text = self.text(piece)
+        text = piece.text
         if piece.is_plain and not (self.return_token_ids or self._usage_always):
             if not text:
                 return None  # a character is not whole yet
             key = piece.prompt, piece.index
             event = self._text_events.get(key)
             if event is None:
-                choice = self.choice(Piece(*key, piece.num_before), TextEvent.TEXT)
-                event = self._text_events[key] = TextEvent(self.event(choice))
+                model = self.choice(Piece(*key, piece.num_before, [TextEvent.TEXT]))
+                event = self._text_events[key] = TextEvent(self.event(model))
             return event(text)
         if not (text or piece.logprobs or piece.finish_reason or self.return_token_ids):
             return None
-        return self.event(self.choice(piece, text))
+        return self.event(self.choice(piece))
+
+    def add_ending(self, choice: responses.ChatChoice | ChunkChoice, piece: Piece) -> None:
+        """Adds the fields of a choice that are not always there."""
+        if piece.finish_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
+        if self.return_token_ids:
+            choice["token_ids"] = piece.token_ids
 
     def end(self) -> Iterable[bytes]:
-        """See `Adapter`."""
         if self._usage_at_end:
             chunk = self.chunk([])
             chunk["usage"] = self.usage(self.generation.num_sent)
             yield sse(chunk)
 
     def failed(self, error: ApiError) -> bytes:
-        """See `Adapter`."""
         return sse(error.body)
