@@ -257,8 +257,8 @@ class OpenAIAdapter(Adapter):
             key = piece.prompt, piece.index
             event = self._text_events.get(key)
             if event is None:
-                model = self.choice(Piece(*key, piece.num_before, [TextEvent.TEXT]))
-                event = self._text_events[key] = TextEvent(self.event(model))
+                pattern = self.choice(Piece(*key, piece.num_before, [TextEvent.TEXT]))
+                event = self._text_events[key] = TextEvent(self.event(pattern))
             return event(text)
         if not (text or piece.logprobs or piece.finish_reason or self.return_token_ids):
             return None
