@@ -123,10 +123,10 @@ class Clock:
             (mx, "eval", "evaluation"),
             (mx, "async_eval", "evaluation"),
             (engine._scheduler, "schedule", "schedule"),
-            (engine._scheduler, "commit", "commit"),
+            (engine._scheduler, "update_from_output", "commit"),
             (engine._executor, "launch", "launch"),
             (engine._executor, "read", "read"),
-            (engine._publisher, "publish", "publish"),
+            (engine._output_processor, "process_outputs", "publish"),
         ]
         self.reset()
         originals = [getattr(part, name) for part, name, _ in parts]

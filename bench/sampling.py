@@ -11,12 +11,11 @@ import mlx_paged.extension  # noqa: F401  before mlx.core, so that its BLAS take
 import mlx.core as mx
 import numpy as np
 from harness import median_seconds, print_table, save
-
-from mlx_paged.engine.sampler import sample
-from mlx_paged.engine.sampling.edits import apply_edits
-from mlx_paged.engine.sampling.history import TokenHistory
-from mlx_paged.engine.sampling.logprobs import logprobs_of
 from mlx_paged.engine.sampling.rows import Edits, InFlight, Penalties, SamplingRow
+
+from mlx_paged.engine.sampling.logits_processors import TokenHistory, apply_edits
+from mlx_paged.engine.sampling.logprobs import logprobs_of
+from mlx_paged.engine.sampling.sampler import sample
 
 SHAPES = [(8, 4096), (256, 4096), (8, 151_936), (256, 151_936)]
 NUM_SEEN = 400  # tokens of the prompt, and of the answer

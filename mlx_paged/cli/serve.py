@@ -66,8 +66,12 @@ def serve(
     """
     try:
         from mlx_paged.server import logs
-        from mlx_paged.server.config import ServerConfig, default_model_name
-        from mlx_paged.server.defaults import generation_config_of, overrides_of
+        from mlx_paged.server.config import (
+            ServerConfig,
+            default_model_name,
+            generation_config_of,
+            overrides_of,
+        )
         from mlx_paged.server.run import serve as run
     except ImportError as error:
         raise MlxPagedError(

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
-from mlx_paged.core.prefix_tree import PrefixNode
+from mlx_paged.core.prefix_tree import PrefixNode  # for its type: the pool looks into none
 from mlx_paged.errors import IntegrityError, InvalidParameterError
 
 #: Never handed out: padding entries of block tables point at it.
@@ -38,8 +38,8 @@ class BlockPool:
     """Ids, reference counts and cached nodes of the blocks `1 .. num_blocks - 1`.
 
     Attributes:
-        num_freed: Counts every block that became available (free or cached). While it stays the
-            same, there is no more room than before.
+        num_freed: Grows whenever blocks became available (free, or cached and not in use by a step
+            in flight). While it stays the same, there is no more room than before.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -60,6 +60,7 @@ class BlockPool:
         self._num_quarantined = 0
         self._num_shared = 0
         self._num_indexed = 0
+        self._last_cached_step = 0  # newest step that a cached block may have been in use by
         # Cached blocks without an owner, in the order in which they are evicted.
         self._passed: OrderedDict[int, None] = OrderedDict()
         self._kept: OrderedDict[int, None] = OrderedDict()
@@ -154,11 +155,12 @@ class BlockPool:
             self._num_shared -= 1
         elif count == 0:
             self._last_step[block] = self.launched_step
+            self.num_freed += self.launched_step <= self.evaluated_step
             if self._nodes[block] is None:
                 self._reclaim(block)
             else:
                 (self._passed if passed else self._kept)[block] = None
-                self.num_freed += 1
+                self._last_cached_step = self.launched_step
 
     # Ownership by the prefix tree.
 
@@ -198,6 +200,7 @@ class BlockPool:
         assert self.evaluated_step < step <= self.launched_step, (
             f"step {step} evaluated; launched are {self.evaluated_step + 1}..{self.launched_step}"
         )
+        self.num_freed += self._last_cached_step > self.evaluated_step
         # A loop over step numbers, not over the dict: steps are evaluated one by one, in order.
         for waited_for in range(self.evaluated_step + 1, step + 1):
             blocks = self._quarantine.pop(waited_for, ())
@@ -224,7 +227,6 @@ class BlockPool:
     def _reclaim(self, block: int) -> None:
         if self._last_step[block] <= self.evaluated_step:
             self._free.append(block)
-            self.num_freed += 1
         else:
             self._quarantine.setdefault(self._last_step[block], []).append(block)
             self._num_quarantined += 1

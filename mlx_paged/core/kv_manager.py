@@ -12,6 +12,10 @@ in part, and fresh ones for the rest::
                    |        |        '-------------------- copy of [s a w _]: reuses 2 tokens
                    '--------'----------------------------- shared
 
+The life of a match: a waiting sequence asks (`match`), as often as it likes; `admit` references the
+blocks found, and copies a partial one; `commit` indexes what steps have filled; `free` gives the
+references back, and what is indexed stays until it is evicted.
+
 The engine's sequences only grow. Those of the drop-in (`mlx_paged.drop_in`) also shrink, are forked
 as a whole and are written anew: `open`, `fork`, `adopt`, `own` and `shrink` are for them.
 """
@@ -390,7 +394,14 @@ class KVManager:
 
     def commit(self, tables: BlockTables, num_computed_tokens: int) -> None:
         """Indexes the blocks of a sequence that are filled by now, and lets go of what slid out of
-        windows."""
+        windows.
+
+        ::
+
+            [0, tip)        indexed before
+            [tip, new tip)  indexed now; where an equal block is indexed already, it replaces ours
+            [new tip, end)  own, not indexed
+        """
         size = self.block_size
         tip = tables.tip
         while tip is not None and (tip.depth + 1) * size <= num_computed_tokens:

@@ -14,9 +14,9 @@ on the mat" and "the cat ran off" (one letter a token)::
 A node holds at most one block of each KV cache group, by the group's number. Group 0 sees every
 token, so its block is there as long as the node; those of the others come and go.
 
-*Who may be evicted* is not written here: whoever uses a node references the blocks of its whole
-path, so a child's block loses its last reference before its parent's, or in the same release. The
-pool evicts in that order, and what it evicts next is always a leaf.
+*Who may be evicted* is not written here. Whoever uses a node references the blocks of its whole
+path, and gives them back last block first (`AttentionGroup.end`), so a child's block loses its last
+reference before its parent's. The pool evicts in that order: what it evicts next is always a leaf.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class PrefixNode:
 
     @property
     def is_cached(self) -> bool:
-        """Whether the node is (still) in the tree; a root holds no block, and is not asked."""
+        """Whether the node is still in the tree: who takes it out has taken its blocks before
+        (`KVManager`). A root holds no block, and is not asked."""
         return self.blocks[0] != 0
 
     def ancestor(self, depth: int) -> PrefixNode:
@@ -155,6 +156,11 @@ class PrefixQuery:
         self.num_tokens = limit
         self.salt = salt
         self.node: PrefixNode | None = None
+
+    @property
+    def depth(self) -> int:
+        """Blocks that its search had found when last asked."""
+        return 0 if self.node is None else self.node.depth
 
 
 class PrefixTree:

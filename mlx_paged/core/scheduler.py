@@ -83,6 +83,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._clock = clock
         self._watermark = int(config.watermark * kv.pool.num_usable)
+        self._long_prefill_threshold = config.long_prefill_threshold
         self._requests: dict[str, Request] = {}  # unfinished ones by id
         self._deadlines = Deadlines()
         self._unreported: list[SequenceOutcome] = []
@@ -402,12 +403,12 @@ class Scheduler:
         return end - start
 
     def _is_long(self, num_tokens: int) -> bool:
-        return num_tokens > self.config.long_prefill_threshold
+        return num_tokens > self._long_prefill_threshold
 
     def _chunk_for(self, num_tokens: int) -> int:
         """Tokens this step spends on a prompt with `num_tokens` left."""
         if self._is_long(num_tokens):
-            share = min(self._long_budget, self.config.long_prefill_threshold)
+            share = min(self._long_budget, self._long_prefill_threshold)
             return min(share, self._budget)
         return min(num_tokens, self._budget)
 
@@ -455,15 +456,16 @@ class Scheduler:
     # Admission.
 
     def _admit_waiting(self) -> None:
+        # `continue` passes a sequence over; `return` also keeps all behind it waiting.
         for seq in self.waiting:
             if self._budget == 0 or len(self.running) >= self.config.max_num_seqs:
-                return
+                return  # the step is full
             if seq.last_step > self._committed_step:
                 return  # preempted while in flight: its newest token is not known yet
             if self._must_wait(seq):
-                continue
+                continue  # another one is computing a block that it needs
             if self._is_long(len(seq.tokens)) and self._long_budget == 0:
-                continue
+                continue  # short prompts behind it may use what is left
             if len(seq.tokens) > self._budget and not self.config.enable_chunked_prefill:
                 return  # it is not cut, so it waits for a step with room, and nobody overtakes it
             if not self._admit(seq):
@@ -512,9 +514,9 @@ class Scheduler:
         if seq.blocked_at != self.kv.num_freed:
             return False
         query = self._query(seq)
-        before = query.node
+        before = query.depth
         self.kv.match(query)
-        return query.node is before  # (otherwise more of its prompt is cached by now)
+        return query.depth <= before  # (otherwise more of its prompt is cached by now)
 
     def _fork_source(self, seq: Sequence) -> Sequence | None:
         """A running sibling whose committed blocks hold the whole prompt."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlx_paged import ops
 from mlx_paged.core import IN_FLIGHT_TOKEN, ScheduledSequence, SchedulerOutput
-from mlx_paged.engine.faults import NOT_A_NUMBER, nan_rows
+from mlx_paged.engine.faults import NOT_A_NUMBER
 from mlx_paged.engine.sampling.logits_processors import InFlight, apply_edits
 from mlx_paged.engine.sampling.logprobs import (
     LogprobArrays,
@@ -20,7 +20,12 @@ from mlx_paged.engine.sampling.logprobs import (
     PromptTargets,
     logprobs_of,
 )
-from mlx_paged.engine.sampling.sampler import MetadataCache, SamplingMetadata, sample
+from mlx_paged.engine.sampling.sampler import (
+    MetadataCache,
+    SamplingMetadata,
+    nan_rows,
+    sample,
+)
 from mlx_paged.model.layout import Reach
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.plan import BlockTableCache, PaddedTables, StateSlots, StepInputs
@@ -183,8 +188,10 @@ class ModelRunner:
         if sampled:
             metadata = self._metadata(sampled)
             raw = logits[: len(sampled)] if targets else logits
-            newest = _newest(sampled, metadata, previous)
-            tokens = sample(apply_edits(raw, metadata.edits, newest), metadata)
+            edited = raw
+            if metadata.edits:
+                edited = apply_edits(raw, metadata.edits, _newest(sampled, metadata, previous))
+            tokens = sample(edited, metadata)
             reported = ops.to_host(mx.where(nan_rows(raw), -1, tokens))
             logprobs = _report_samples(raw, tokens, output, metadata)
         else:

@@ -188,8 +188,16 @@ def test_num_freed_tells_whether_there_may_be_more_room() -> None:
     assert pool.num_freed == before
     pool.release(blocks[0])
     assert pool.num_freed == before + 1  # cached: it can be evicted
+    pool.uncache(blocks[0])
+    assert pool.num_freed == before + 1  # it is: that makes no more room
     pool.on_step_launched(1)
     pool.release(blocks[1])
     assert pool.num_freed == before + 1  # a step in flight may read it
     pool.on_step_evaluated(1)
     assert pool.num_freed == before + 2
+    pool.cache(blocks[2], NODE)
+    pool.on_step_launched(2)
+    pool.release(blocks[2])
+    assert pool.num_freed == before + 2 and pool.next_to_evict() is None
+    pool.on_step_evaluated(2)
+    assert pool.num_freed == before + 3 and pool.next_to_evict() is NODE

@@ -7,7 +7,7 @@ import random
 import pytest
 from support.id_store import IdStore
 
-from mlx_paged.core import BlockCopy, KVManager
+from mlx_paged.core import BlockCopy, KVManager, PrefixQuery
 from mlx_paged.errors import IntegrityError, InvalidParameterError
 
 
@@ -510,3 +510,37 @@ def test_the_integrity_check_finds_damage(damage):
     damage(kv)
     with pytest.raises(IntegrityError):
         kv.check_integrity()
+
+
+def test_blocks_are_given_back_last_first_so_that_eviction_meets_leaves():
+    kv = Store(5, 4)
+    kv.compute(1, tokens_of("aaaabbbbcccc"))
+    kv.free(1)
+    for left in (2, 1, 0):
+        node = kv.pool.next_to_evict()
+        assert node is not None and node.depth == left + 1 and not node.children
+        kv.kv._remove_node(node)
+        kv.check_integrity()
+
+
+def test_a_search_is_asked_again_after_eviction_and_indexing():
+    kv = Store(8, 4)
+    query = PrefixQuery(tokens_of("aaaabbbbcccc."))
+    assert kv.kv.match(query).num_full_blocks == 0
+    kv.compute(1, tokens_of("aaaabbbbcccc"))
+    assert kv.kv.match(query).num_full_blocks == 3
+    kv.free(1)
+    kv.compute(2, tokens_of("zzzzyyyyxxxxwwwwvvvv"))  # takes two of the cached ones
+    assert kv.kv.match(query).num_full_blocks == 2
+    kv.free(2)
+    kv.compute(3, tokens_of("aaaabbbbcccc"))
+    assert kv.kv.match(query).num_full_blocks == 3
+
+
+def test_a_copy_that_its_sequence_does_not_live_to_see_is_not_made():
+    kv = Store(16, 4)
+    kv.compute(1, tokens_of("the cat sat on"))
+    assert kv.admit(2, tokens_of("the cat sings")) == 9
+    kv.free(2)
+    kv.check_integrity()
+    assert kv.run() == []

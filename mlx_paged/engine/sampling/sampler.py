@@ -129,6 +129,17 @@ def _argmax(logits: mx.array) -> mx.array:
     return mx.argmax(logits, axis=-1).astype(mx.int32)
 
 
+def nan_rows(logits: mx.array) -> mx.array:
+    """``[num_rows]`` bool: which rows of ``[num_rows, vocab_size]`` logits hold a NaN.
+
+    It is evaluated and read together with the tokens. (A sum would be one pass less, but half
+    precision sums may reach both infinities and become NaN without there being one.)
+    """
+    if mx.default_device() == mx.cpu:  # one vectorised pass instead of two
+        return ops.greedy_tokens(logits)[1]
+    return mx.any(mx.isnan(logits), axis=-1)
+
+
 def _draw(logits: mx.array, rows: SamplingMetadata) -> mx.array:
     logits = logits.astype(mx.float32)
     # The largest becomes 0: the filters then need no other reduction to know probabilities.
