@@ -303,7 +303,8 @@ class PagedBatch:
                 continue
             self.store.num_cached_tokens += seq.take_cached()
             ended = len(seq.segments) < num_segments
-            if budget > 0 and not ended and not seq.must_wait_for(other for other, _ in chunks):
+            computing = (other for other, _ in [*starting, *chunks])
+            if budget > 0 and not ended and not seq.must_wait_for(computing):
                 tokens = seq.compute(min(len(seq.segments[0]), budget))
                 budget -= len(tokens)
                 chunks.append((seq, tokens))

@@ -208,8 +208,8 @@ class _WorkingCache(_PromptCache):
     def offset(self) -> int:
         return self.sequence.offset
 
-    @property
-    def state(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def state(self) -> Any:
         return self.sequence.store.pools() if self.layer == 0 else []
 
     def trim(self, n: int) -> int:

@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_paged.core import PrefixQuery
 from mlx_paged.drop_in.caches import dense_copy, prompt_cache, sequence_of, working_caches
@@ -54,16 +55,17 @@ def generate_step(original: Function) -> Function:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         arguments = call.arguments
-        sequence = _sequence_for(arguments)
-        if sequence is None:
+        sequences = _sequences_of(arguments, arguments["model"])
+        if sequences is None:
             yield from original(*args, **kwargs)
             return
+        [sequence] = sequences
         arguments["prompt_cache"] = working_caches(sequence)
         if arguments["input_embeddings"] is not None or not sequence.is_known:
             # Nobody knows which tokens these keys belong to: they are nobody else's.
             yield from original(*call.args, **call.kwargs)
             return
-        prompt = _prompt_or_last_token(arguments["prompt"], [sequence])
+        prompt = _prompt_or_last_token(arguments["prompt"], sequences)
         tokens = [*sequence.tokens, *prompt]
         num_cached = sequence.adopt(tokens) - (len(tokens) - len(prompt))
         _count(sequence, len(prompt), num_cached)
@@ -86,7 +88,7 @@ def speculative_generate_step(original: Function) -> Function:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         arguments = call.arguments
-        sequences = _target_and_draft(arguments)
+        sequences = _sequences_of(arguments, arguments["model"], arguments["draft_model"])
         if sequences is None or not all(s.is_known for s in sequences):
             yield from original(*args, **kwargs)
             return
@@ -137,45 +139,28 @@ def tokenize(original: Function) -> Function:
     return _tokenize
 
 
-def _sequence_for(arguments: dict[str, Any]) -> PagedSequence | None:
-    """The sequence that a call of `generate_step` is about; None: it is mlx-lm's business alone."""
+def _sequences_of(arguments: dict[str, Any], *models: Any) -> list[PagedSequence] | None:
+    """The sequences that a call is about, one for each model; None: mlx-lm's code does it alone."""
     if arguments["kv_bits"] is not None:
         return None  # mlx-lm replaces the caches of the list by quantised ones as it goes
-    model, caches = arguments["model"], arguments["prompt_cache"]
-    if caches is None:
-        return sequence_of(_new_caches(model, arguments["max_kv_size"]))
-    return _given(caches, model)
-
-
-def _target_and_draft(arguments: dict[str, Any]) -> list[PagedSequence] | None:
-    if arguments["kv_bits"] is not None:
-        return None
-    models = [arguments["model"], arguments["draft_model"]]
     caches = arguments["prompt_cache"]
     if caches is None:
-        sequences = [sequence_of(_new_caches(model)) for model in models]
-    else:
+        size = arguments.get("max_kv_size")
+        each = [mlx_lm_cache.make_prompt_cache(model, size) for model in models]
+    elif len(models) == 1:
+        each = [caches]
+    else:  # of the target first, then of the draft
         num_layers = len(models[0].layers)
-        both = [caches[:num_layers], caches[num_layers:]]
-        sequences = [_given(c, model) for c, model in zip(both, models)]
-    found = [s for s in sequences if s is not None]
-    return found if len(found) == 2 else None
-
-
-def _new_caches(model: Any, max_kv_size: int | None = None) -> list[Any]:
-    from mlx_lm.models import cache
-
-    return cache.make_prompt_cache(model, max_kv_size)
-
-
-def _given(caches: list[Any], model: Any) -> PagedSequence | None:
-    """The sequence of caches that were made earlier; notices that weights have changed since."""
-    from mlx_lm.models import cache
-
-    sequence = sequence_of(caches)
-    if sequence is not None:
-        store_for(model, inspect.unwrap(cache.make_prompt_cache)(model))
-    return sequence
+        each = [caches[:num_layers], caches[num_layers:]]
+    found = []
+    for model, own in zip(models, each):
+        sequence = sequence_of(own)
+        if sequence is None:
+            return None
+        if caches is not None:  # made earlier: notices that weights have changed since
+            store_for(model, inspect.unwrap(mlx_lm_cache.make_prompt_cache)(model))
+        found.append(sequence)
+    return found
 
 
 def _prompt_or_last_token(prompt: mx.array, sequences: list[PagedSequence]) -> list[int]:
