@@ -46,9 +46,9 @@ def work(name: str, workload: str, count: int, max_tokens: int) -> dict[str, Any
     # isort: split
     import mlx.core as mx
 
-    from mlx_paged.cli import peers
+    from mlx_paged.cli import demo
     from mlx_paged.cli.bench.datasets import Prompt
-    from mlx_paged.cli.bench.runners import MlxLmRunner, PagedRunner, Settings
+    from mlx_paged.cli.bench.engines import MlxLmRunner, PagedRunner, Settings
     from mlx_paged.model.load import load
 
     mx.set_default_device(mx.cpu)
@@ -60,8 +60,8 @@ def work(name: str, workload: str, count: int, max_tokens: int) -> dict[str, Any
     ]
     warm_up = [prompts[0][:4]] * 2
     if name.startswith("mlx-lm one by one"):
-        peers.one_by_one(model, warm_up, 4)
-        done = peers.one_by_one(model, prompts, max_tokens)
+        demo.one_by_one(model, warm_up, 4)
+        done = demo.one_by_one(model, prompts, max_tokens)
         return {"seconds": done.seconds, "tokens": done.token_ids}
     make = PagedRunner if name == "mlx_paged" else MlxLmRunner
     runner = make(model, Settings(ignore_eos=False))

@@ -1,13 +1,16 @@
-"""How every verb ends: its exit status, one line for an error, `--debug` for the traceback."""
+"""How every verb ends: exit status, one line for an error, `--debug` for the traceback, Ctrl-C."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -98,6 +101,24 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
             f"{what} needs a package that is not installed ({error.name}): "
             f"pip install 'mlx-paged[{extra}]'"
         ) from error
+
+
+@contextlib.contextmanager
+def deferred_interrupt() -> Iterator[threading.Event]:
+    """Ctrl-C only sets the event, for whoever drives the engine to look at between two steps.
+
+    An exception in the middle of a step would leave the engine's books half written.
+    """
+    interrupted = threading.Event()
+
+    def handle(_: int, __: FrameType | None) -> None:
+        interrupted.set()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def tell(message: str) -> None:

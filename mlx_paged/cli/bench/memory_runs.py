@@ -1,10 +1,11 @@
-"""The same load on mlx-lm's dense caches and on the paged engine; KV memory is read as it runs."""
+"""The same load on mlx-lm's dense caches and on the paged engine: KV memory, read as it runs."""
 
 from __future__ import annotations
 
 import gc
 import random
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_paged.engine.llm import LLM
@@ -14,6 +15,7 @@ from mlx_paged.model.load import LoadedModel
 # isort: split
 import mlx.core as mx
 
+from mlx_paged.cli.bench.results import table
 from mlx_paged.errors import UnsupportedModelError
 
 DENSE, BATCH, PAGED, SHARED = "dense", "batch_generator", "paged", "paged_shared"
@@ -72,10 +74,6 @@ class Held:
     allocated_bytes: int | None
     blocks: int | None
     answer_tokens: int
-
-    def to_json(self) -> dict[str, Any]:
-        """As it is."""
-        return asdict(self)
 
 
 def measure(model: LoadedModel, load: Load, block_size: int, seed: int) -> dict[str, Held]:
@@ -206,3 +204,69 @@ def _generate(
         sum(pool.nbytes // pool.shape[0] for pool in pools),
         sum(pool.nbytes for pool in pools),
     )
+
+
+# --- Report ---------------------------------------------------------------------------------------
+
+
+# What this field says of paged KV caches: so many times less than dense ones.
+CLAIM = (2.0, 4.0)
+
+
+def row(load: Mapping[str, int], held: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """One load's results, and how many times as much dense caches hold as paged ones."""
+    ratios = {
+        f"{dense}_over_{paged}": held[dense]["live_bytes"] / held[paged]["live_bytes"]
+        for dense in ("dense", "batch_generator")
+        for paged in ("paged", "paged_shared")
+    }
+    return {**load, "held": {name: dict(found) for name, found in held.items()}, "ratios": ratios}
+
+
+def judge(ratio: float) -> str:
+    """A ratio beside the claim."""
+    low, high = CLAIM
+    if ratio < low:
+        return "below"
+    return "within" if ratio <= high else "above"
+
+
+def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """How many loads are below, within and above the claim, for each comparison."""
+    counts = {name: {"below": 0, "within": 0, "above": 0} for name in rows[0]["ratios"]}
+    for one in rows:
+        for name, ratio in one["ratios"].items():
+            counts[name][judge(ratio)] += 1
+    return counts
+
+
+def text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Two tables: what everyone held, and the claim."""
+    loads = ("users", "system_len", "user_len", "answer_len")
+    header = ["users", "system", "user", "answer"]
+    body = [
+        [*(str(one[k]) for k in loads), *(_mib(one["held"][name]["live_bytes"]) for name in NAMES)]
+        for one in rows
+    ]
+    parts = ["KV memory at its highest, MiB", table([*header, *NAMES.values()], body)]
+    body = [
+        [*(str(one[k]) for k in loads), *(f"{ratio:.2f}x" for ratio in one["ratios"].values())]
+        for one in rows
+    ]
+    columns = [_comparison(name) for name in rows[0]["ratios"]]
+    parts += ["", "Dense over paged", table([*header, *columns], body)]
+    parts += ["", f"The claim: {CLAIM[0]:g} to {CLAIM[1]:g} times less memory than dense caches."]
+    for name, counts in verdict(rows).items():
+        ratios = [one["ratios"][name] for one in rows]
+        found = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+        parts.append(f"  {_comparison(name)}: {min(ratios):.2f}x to {max(ratios):.2f}x: {found} it")
+    return "\n".join(parts)
+
+
+def _comparison(name: str) -> str:
+    dense, paged = name.split("_over_")
+    return f"{dense.replace('_', ' ')} / {paged.replace('_', ' ')}"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.2f}"

@@ -1,32 +1,180 @@
-"""What `bench latency` and `bench throughput` share: running engines in turn, and the report."""
+"""`mlx-paged bench latency` and `bench throughput`: engines in turns, without a server."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_paged.cli.bench import footprint, turns
-from mlx_paged.cli.bench.datasets import Prompt
-from mlx_paged.cli.bench.environment import checkout
-from mlx_paged.cli.bench.percentiles import WIDTH, latency_lines
-from mlx_paged.cli.bench.results import check_writable, table, write_json
-from mlx_paged.cli.bench.runners import Settings
-from mlx_paged.cli.bench.runs import Run, compare, token_latencies
-from mlx_paged.cli.bench.vllm_options import EngineName
+from mlx_paged.cli.bench.datasets import Prompt, Workload, random_prompts, tokenizer_of
+from mlx_paged.cli.bench.figures import (
+    WIDTH,
+    Run,
+    compare,
+    latency_lines,
+    median_run,
+    parse_percentiles,
+    percentile,
+    rates,
+    token_latencies,
+)
+from mlx_paged.cli.bench.options import (
+    EngineName,
+    EngineOptions,
+    MetricPercentiles,
+    NumAnswers,
+    OutputJson,
+    Seed,
+)
+from mlx_paged.cli.bench.results import check_writable, checkout, table, write_json
+from mlx_paged.cli.entry import needs_extra
+from mlx_paged.cli.options import fields_of, option, with_options
 from mlx_paged.cli.progress import progress_bar
 from mlx_paged.errors import InvalidParameterError
+
+if TYPE_CHECKING:
+    from mlx_paged.cli.bench.engines import Footprint, Settings
+
+_BATCH, _ROUNDS = "Batch", "Rounds"
+_UNCACHED = EngineOptions(enable_prefix_caching=False)
+# The percentiles of `vllm bench latency`.
+_SHARES = (10, 25, 50, 75, 90, 99)
+_GIB = 1 << 30
+
+
+@with_options()
+def latency(
+    *,
+    input_len: Annotated[int, option(_BATCH, "Tokens of a prompt.", min=1)] = 32,
+    output_len: Annotated[int, option(_BATCH, "Tokens of an answer.", min=1)] = 128,
+    batch_size: Annotated[int, option(_BATCH, "Prompts of the batch.", min=1)] = 8,
+    n: NumAnswers = 1,
+    num_iters_warmup: Annotated[int, option(_BATCH, "Times before the clock runs.", min=0)] = 10,
+    num_iters: Annotated[int, option(_BATCH, "Times that are measured.", min=1)] = 30,
+    seed: Seed = 0,
+    setup: EngineOptions = _UNCACHED,
+    metric_percentiles: MetricPercentiles = "50,90,99",
+    output_json: OutputJson = None,
+) -> None:
+    """Generate for one batch of random prompts, again and again, and tell how long it takes.
+
+    Examples:
+      mlx-paged bench latency --input-len 512 --output-len 64 --batch-size 1
+      mlx-paged bench latency --num-iters 10 --output-json latency.json
+      mlx-paged bench latency --engine mlx-paged --engine mlx-lm --num-iters 10
+
+    Options, output and JSON keys are those of `vllm bench latency`. Prefix caching is off, as every
+    time has the same prompts.
+    """
+    with needs_extra("bench", "mlx-paged bench latency"):
+        import mlx_paged.cli.bench.engines  # noqa: F401  (before a model is loaded)
+
+    shares = parse_percentiles(metric_percentiles)
+    tokenizer = tokenizer_of(setup.model)
+    prompts = random_prompts(tokenizer, batch_size, input_len, output_len, seed=seed)
+    settings = settings_for(setup, prompts, n, seed)
+    rounds = {"num_iters": num_iters, "num_iters_warmup": num_iters_warmup}
+    measurement = measure(
+        setup.engine, settings, prompts, **rounds, cold=False, output_json=output_json
+    )
+    batch = {"input_len": input_len, "output_len": output_len, "batch_size": batch_size}
+    report(
+        measurement,
+        "Latency",
+        latency_figures_of,
+        latency_report,
+        shares=shares,
+        options={**batch, **rounds, **asdict(settings)},
+        output_json=output_json,
+    )
+
+
+@with_options()
+def throughput(
+    *,
+    workload: Workload,
+    seed: Seed = 0,
+    n: NumAnswers = 1,
+    num_iters_warmup: Annotated[int, option(_ROUNDS, "Rounds before the clock runs.", min=0)] = 1,
+    num_iters: Annotated[
+        int, option(_ROUNDS, "Rounds that are measured; the one of median time is told.", min=1)
+    ] = 1,
+    setup: EngineOptions,
+    metric_percentiles: MetricPercentiles = "50,90,99",
+    output_json: OutputJson = None,
+) -> None:
+    """Generate for many requests that come at once, and tell requests and tokens a second.
+
+    Examples:
+      mlx-paged bench throughput --num-prompts 128 --input-len 256 --output-len 64
+      mlx-paged bench throughput --dataset-name prefix_repetition --num-prompts 40
+      mlx-paged bench throughput --dataset-name sharegpt --dataset-path chats.json --model DIR
+      mlx-paged bench throughput --engine mlx-paged --engine mlx-lm --num-iters 3
+
+    Options, output and JSON keys are those of `vllm bench throughput`. Every round begins without
+    cached prefixes: what is shared is shared within the round.
+    """
+    with needs_extra("bench", "mlx-paged bench throughput"):
+        import mlx_paged.cli.bench.engines  # noqa: F401  (before a model is loaded)
+
+    shares = parse_percentiles(metric_percentiles)
+    prompts = workload.sample(tokenizer_of(setup.model), seed)
+    settings = settings_for(setup, prompts, n, seed)
+    rounds = {"num_iters": num_iters, "num_iters_warmup": num_iters_warmup}
+    measurement = measure(
+        setup.engine, settings, prompts, **rounds, cold=True, output_json=output_json
+    )
+    asked = {name: value for name, value in asdict(workload).items() if value is not None}
+    if workload.dataset_path is not None:
+        asked["dataset_path"] = str(workload.dataset_path)
+    report(
+        measurement,
+        "Throughput",
+        throughput_figures,
+        throughput_report,
+        shares=shares,
+        options={**asked, **rounds, **asdict(settings)},
+        output_json=output_json,
+    )
+
+
+# --- Measuring ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What engines did, in the order in which they were named."""
+    """Runs and memory of each engine, in the order in which the engines were given."""
 
     runs: dict[str, list[Run]]
-    memory: dict[str, footprint.Footprint]
+    memory: dict[str, Footprint]
+
+
+def settings_for(
+    setup: EngineOptions, prompts: Sequence[Prompt], num_answers: int, seed: int
+) -> Settings:
+    """What the options say, with a KV pool that has room for the prompts and not more."""
+    from mlx_paged.cli.bench.engines import Settings
+    from mlx_paged.engine.config import EngineConfig
+
+    engine_options = fields_of(EngineConfig, setup)
+    return sized(
+        Settings(
+            model=setup.model,
+            dtype=setup.dtype,
+            num_answers=num_answers,
+            temperature=setup.temperature,
+            ignore_eos=setup.ignore_eos,
+            detokenize=not setup.disable_detokenize,
+            max_num_seqs=engine_options.pop("max_num_seqs"),
+            seed=seed,
+            engine_options=engine_options,
+        ),
+        prompts,
+    )
 
 
 def sized(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
@@ -58,15 +206,17 @@ def measure(
         cold: no run finds prefixes that an earlier one left.
         output_json: where the results will go.
     """
+    from mlx_paged.cli.bench.engines import opened, take_turns
+
     if len(set(engines)) < len(engines):
         raise InvalidParameterError("engine", "each engine once", [e.value for e in engines])
     check_writable("output_json", output_json)
     checkout()
-    with turns.opened(engines, settings) as runners:
+    with opened(engines, settings) as runners:
 
         def rounds(what: str, count: int) -> dict[str, list[Run]]:
             with progress_bar(what, count * len(runners)) as advance:
-                return turns.take_turns(runners, prompts, count, cold=cold, on_done=advance)
+                return take_turns(runners, prompts, count, cold=cold, on_done=advance)
 
         if num_iters_warmup:
             rounds("warming up", num_iters_warmup)
@@ -74,6 +224,9 @@ def measure(
             runner.reset_peak()
         runs = rounds("measuring", num_iters)
         return Measurement(runs, {name: r.footprint() for name, r in runners.items()})
+
+
+# --- Reports --------------------------------------------------------------------------------------
 
 
 def report(
@@ -104,7 +257,7 @@ def report(
         typer.echo("\n".join([*lines(made[name]), *latency_lines(of_tokens, shares)]))
         made[name] |= of_tokens | {"memory": asdict(measurement.memory[name])}
     typer.echo("=" * WIDTH)
-    typer.echo(table(*footprint.rows(measurement.memory)))
+    typer.echo(table(*_memory_rows(measurement.memory)))
 
     if len(made) > 1:
         typer.echo("\n" + table(["Side by side", *made], _side_by_side(list(made.values()))))
@@ -119,6 +272,76 @@ def report(
         vllm = figures(measurement.runs[first])
         results = {"engine": first, "options": dict(options), "engines": made}
         write_json(output_json, {**vllm, **results, "comparison": comparison})
+
+
+def latency_figures_of(runs: list[Run]) -> dict[str, Any]:
+    """vLLM's keys, in seconds, and the rates of a batch that takes the average time."""
+    latencies = [run.seconds for run in runs]
+    average = statistics.fmean(latencies)
+    num_output_tokens = statistics.fmean(run.num_output_tokens for run in runs)
+    return {
+        "avg_latency": average,
+        "std_latency": statistics.pstdev(latencies),
+        "latencies": latencies,
+        "percentiles": {str(s): percentile(latencies, s) for s in _SHARES},
+        "output_tokens_per_second": num_output_tokens / average,
+        "tokens_per_second": (runs[0].num_prompt_tokens + num_output_tokens) / average,
+    }
+
+
+def latency_report(made: Mapping[str, Any]) -> list[str]:
+    """As vLLM prints it."""
+    return [
+        f"Avg latency: {made['avg_latency']} seconds",
+        f"Std latency: {made['std_latency']} seconds",
+        *(f"{s}% percentile latency: {v} seconds" for s, v in made["percentiles"].items()),
+        f"Throughput: {made['tokens_per_second']:.2f} total tokens/s, "
+        f"{made['output_tokens_per_second']:.2f} output tokens/s",
+    ]
+
+
+def throughput_figures(runs: list[Run]) -> dict[str, Any]:
+    """vLLM's keys, of the round of median time."""
+    return {**rates(median_run(runs)), "elapsed_times": [run.seconds for run in runs]}
+
+
+def throughput_report(made: Mapping[str, Any]) -> list[str]:
+    """As vLLM prints it."""
+    cached = f" ({made['total_cached_tokens']} of them from the prefix cache)"
+    return [
+        f"Throughput: {made['requests_per_second']:.2f} requests/s, "
+        f"{made['tokens_per_second']:.2f} total tokens/s, "
+        f"{made['output_tokens_per_second']:.2f} output tokens/s",
+        f"Total num prompt tokens:  {made['total_prompt_tokens']}"
+        f"{cached if made['total_cached_tokens'] else ''}",
+        f"Total num output tokens:  {made['total_output_tokens']}",
+    ]
+
+
+def _memory_rows(footprints: Mapping[str, Footprint]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of a table with a column for each engine."""
+    columns = list(footprints.values())
+
+    def row(name: str, values: Sequence[int | None]) -> list[str]:
+        return [name, *("-" if value is None else _size(value) for value in values)]
+
+    return ["Memory", *footprints], [
+        row("Process memory (peak)", [f.process_peak for f in columns]),
+        row("MLX peak memory", [f.mlx_peak for f in columns]),
+        row("MLX cache memory", [f.mlx_cache for f in columns]),
+        row("KV pool", [f.pool for f in columns]),
+        row("KV pool, most used", [f.pool_used for f in columns]),
+        ["System memory", *(_share(f) for f in columns)],
+    ]
+
+
+def _size(size: int) -> str:
+    return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / (1 << 20):.1f} MiB"
+
+
+def _share(footprint: Footprint) -> str:
+    used, total = footprint.system_used, footprint.system_total
+    return f"{used / _GIB:.1f} / {total / _GIB:.1f} GiB ({used / total:.0%})"
 
 
 def _side_by_side(made: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from mlx_paged.cli.chat.backend import Message, Turn
+from mlx_paged.cli.chat.conversation import Message, Turn
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
 _CONNECT_TIMEOUT = 10.0

@@ -12,9 +12,8 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from mlx_paged.cli.chat.commands import COMMANDS, EndOfChat, handle
 from mlx_paged.cli.chat.conversation import PARAMS
-from mlx_paged.cli.chat.session import ChatSession
+from mlx_paged.cli.chat.session import COMMANDS, ChatSession, EndOfChat, handle
 
 _PROMPT = "> "
 _HINT = (
