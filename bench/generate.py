@@ -61,8 +61,8 @@ def work(name: str, workload: str, count: int, max_tokens: int) -> dict[str, Any
     warm_up = [prompts[0][:4]] * 2
     if name.startswith("mlx-lm one by one"):
         demo.one_by_one(model, warm_up, 4)
-        done = demo.one_by_one(model, prompts, max_tokens)
-        return {"seconds": done.seconds, "tokens": done.token_ids}
+        answers, seconds = demo.one_by_one(model, prompts, max_tokens)
+        return {"seconds": seconds, "tokens": answers}
     make = PagedRunner if name == "mlx_paged" else MlxLmRunner
     runner = make(model, Settings(ignore_eos=False))
     runner.run([Prompt(tuple(tokens), 4, "") for tokens in warm_up])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -146,19 +146,15 @@ def _print_table(
     facts = Table(show_header=False, box=None)
     facts.add_column(style="bold")
     facts.add_column(justify="right")
-    for name, value in (
-        ("tokens generated", f"{count} in {seconds:.2f} s"),
-        ("tokens/s, all chats together", f"{count / seconds:.1f}"),
-        ("steps", str(num_steps)),
-        (
-            "blocks used at most",
-            f"{stats.max_used_blocks} of {llm.engine.config.block_size} tokens",
-        ),
-        ("of them shared by several chats", str(stats.max_shared_blocks)),
-        ("prompt tokens not recomputed", str(sum(o.num_cached_tokens for o in outputs))),
-        ("whole-pool copies", str(stats.pool_copies)),
-    ):
-        facts.add_row(name, value)
+    block = llm.engine.config.block_size
+    facts.add_row("tokens generated", f"{count} in {seconds:.2f} s")
+    facts.add_row("tokens/s, all chats together", f"{count / seconds:.1f}")
+    facts.add_row("steps", str(num_steps))
+    facts.add_row("blocks used at most", f"{stats.max_used_blocks} of {block} tokens")
+    facts.add_row("of them shared by several chats", str(stats.max_shared_blocks))
+    cached = sum(output.num_cached_tokens for output in outputs)
+    facts.add_row("prompt tokens not recomputed", str(cached))
+    facts.add_row("whole-pool copies", str(stats.pool_copies))
     console.print(facts)
 
 
@@ -175,54 +171,40 @@ def _compare(
     console.print("\nThe same work by mlx-lm, same weights, same process, same BLAS ...")
     eos = set(llm.tokenizer.eos_token_ids)
     ours = [[t for t in o.outputs[0].token_ids if t not in eos] for o in outputs]
-    alone = one_by_one(model, prompts, max_tokens)
-    batch = batched(model, prompts, max_tokens)
-    for run_ in (alone, batch):
+    expected, alone = one_by_one(model, prompts, max_tokens)
+    _, together = batched(model, prompts, max_tokens)
+    for name, taken in (("one by one", alone), ("BatchGenerator", together)):
         console.print(
-            f"  {run_.name:24} {run_.seconds:6.2f} s   "
-            f"mlx_paged is [bold]{run_.seconds / seconds:.1f}x[/bold] as fast"
+            f"  {'mlx-lm, ' + name:24} {taken:6.2f} s   "
+            f"mlx_paged is [bold]{taken / seconds:.1f}x[/bold] as fast"
         )
-    agreeing = sum(mine == theirs for mine, theirs in zip(ours, alone.token_ids))
-    if agreeing == len(prompts):
-        console.print(
-            f"[green]Greedy tokens agree with mlx-lm's dense path in all {agreeing} chats.[/green]"
-        )
-        return True
+    agreeing = sum(mine == theirs for mine, theirs in zip(ours, expected))
+    agrees = agreeing == len(prompts)
+    color, count = ("green", "all") if agrees else ("red", f"only {agreeing} of")
     console.print(
-        f"[red]Greedy tokens agree with mlx-lm's dense path in only {agreeing} of "
-        f"{len(prompts)} chats.[/red]"
+        f"[{color}]Greedy tokens agree with mlx-lm's dense path in {count} {len(prompts)} chats."
+        f"[/{color}]"
     )
-    return False
+    return agrees
 
 
 def _shared_prefix(prompts: list[list[int]]) -> int:
-    first = prompts[0]
-    for i, token in enumerate(first):
-        if any(i >= len(p) or p[i] != token for p in prompts[1:]):
-            return i
-    return len(first)
+    """How many first tokens all prompts have in common."""
+    columns = zip(*prompts)
+    return sum(1 for _ in itertools.takewhile(lambda column: len({*column}) == 1, columns))
 
 
 # --- mlx-lm on the same weights, in the same process ----------------------------------------------
 
 
-@dataclass(frozen=True)
-class PeerRun:
-    """Greedy answers and what they took.
+def one_by_one(
+    model: LoadedModel, prompts: list[list[int]], max_tokens: int
+) -> tuple[list[list[int]], float]:
+    """mlx-lm's `generate_step`, a prompt at a time: its dense path.
 
-    Attributes:
-        name: Who did it.
-        token_ids: For each prompt its tokens, without the end token.
-        seconds: Wall time of all prompts.
+    Returns:
+        The greedy tokens of each prompt, without the end token, and the seconds of all prompts.
     """
-
-    name: str
-    token_ids: list[list[int]]
-    seconds: float
-
-
-def one_by_one(model: LoadedModel, prompts: list[list[int]], max_tokens: int) -> PeerRun:
-    """mlx-lm's `generate_step`, a prompt at a time: its dense path."""
     import mlx.core as mx
     from mlx_lm.generate import generate_step
 
@@ -235,16 +217,17 @@ def one_by_one(model: LoadedModel, prompts: list[list[int]], max_tokens: int) ->
                 break
             answer.append(int(token))
         answers.append(answer)
-    return PeerRun("mlx-lm, one by one", answers, time.perf_counter() - start)
+    return answers, time.perf_counter() - start
 
 
-def batched(model: LoadedModel, prompts: list[list[int]], max_tokens: int) -> PeerRun:
-    """mlx-lm's `BatchGenerator`, all prompts at once."""
+def batched(
+    model: LoadedModel, prompts: list[list[int]], max_tokens: int
+) -> tuple[list[list[int]], float]:
+    """mlx-lm's `BatchGenerator`, all prompts at once; otherwise like `one_by_one`."""
     from mlx_lm.generate import batch_generate
 
     start = time.perf_counter()
     response = batch_generate(
         model.model, model.tokenizer, prompts, max_tokens=max_tokens, return_token_ids=True
     )
-    seconds = time.perf_counter() - start
-    return PeerRun("mlx-lm, BatchGenerator", response.token_ids, seconds)
+    return response.token_ids, time.perf_counter() - start

@@ -45,9 +45,7 @@ class ServeOptions:
     chat_template: Annotated[
         str | None,
         option(
-            _MODEL,
-            "Jinja file (or source) instead of the model's.",
-            show_default="the model's",
+            _MODEL, "Jinja file (or source) instead of the model's.", show_default="the model's"
         ),
     ] = None
     generation_config: Annotated[
@@ -156,8 +154,7 @@ class ServeOptions:
         ),
     ] = None
     read_timeout: Annotated[
-        float,
-        option(_LIMITS, "Seconds to send a head, then a body, or to take a chunk.", min=0.1),
+        float, option(_LIMITS, "Seconds to send a head, then a body, or to take a chunk.", min=0.1)
     ] = 60.0
     max_body_size: Annotated[int, option(_LIMITS, "Most bytes of a body; more get 413.", min=1)] = (
         16 << 20
@@ -199,12 +196,10 @@ class ServeOptions:
         Path | None, option(_NET, "Private key, PEM.", exists=True, dir_okay=False)
     ] = None
     ssl_certfile: Annotated[
-        Path | None,
-        option(_NET, "Certificate, PEM: serve HTTPS.", exists=True, dir_okay=False),
+        Path | None, option(_NET, "Certificate, PEM: serve HTTPS.", exists=True, dir_okay=False)
     ] = None
     log_requests: Annotated[
-        bool,
-        option(_LOGS, "One line a request.", "--enable-log-requests/--disable-log-requests"),
+        bool, option(_LOGS, "One line a request.", "--enable-log-requests/--disable-log-requests")
     ] = True
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"], option(_LOGS, "Least severity.")
@@ -212,12 +207,7 @@ class ServeOptions:
     log_format: Annotated[Literal["text", "json"], option(_LOGS, "Form of a line.")] = "text"
     log_config: Annotated[
         Path | None,
-        option(
-            _LOGS,
-            "Logging configuration, YAML or JSON, instead.",
-            exists=True,
-            dir_okay=False,
-        ),
+        option(_LOGS, "Logging configuration, YAML or JSON, instead.", exists=True, dir_okay=False),
     ] = None
 
 

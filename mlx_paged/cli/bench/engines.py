@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -66,7 +66,7 @@ class Settings:
     engine_options: dict[str, Any] = field(default_factory=dict)
 
 
-class Runner(Protocol):
+class Runner:
     """An engine with a model, ready to work. The peak of memory is counted from `reset_peak`."""
 
     def run(self, prompts: Sequence[Prompt], *, cold: bool = False) -> Run:
@@ -75,12 +75,16 @@ class Runner(Protocol):
         Args:
             cold: forget cached prefixes first.
         """
+        raise NotImplementedError
 
-    def reset_peak(self) -> None: ...
+    def reset_peak(self) -> None:
+        mx.reset_peak_memory()
 
-    def footprint(self) -> Footprint: ...
+    def footprint(self) -> Footprint:
+        return measure_footprint()
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends what the garbage collector does not."""
 
 
 def open_runner(name: EngineName, settings: Settings) -> Runner:
@@ -95,7 +99,7 @@ def open_runner(name: EngineName, settings: Settings) -> Runner:
     return PagedRunner(model, settings)
 
 
-class PagedRunner:
+class PagedRunner(Runner):
     """This package's engine."""
 
     def __init__(self, model: LoadedModel, settings: Settings) -> None:
@@ -140,18 +144,11 @@ class PagedRunner:
         ]
         return Run(seconds, [prompt.num_tokens for prompt in prompts], answers)
 
-    def reset_peak(self) -> None:
-        """See `Runner`."""
-        mx.reset_peak_memory()
-
     def footprint(self) -> Footprint:
         """Memory, with the engine's pool."""
         stats, size = self._engine.stats(), self._engine.pool_bytes
         share = stats.max_used_blocks / stats.usage.num_usable_blocks
         return measure_footprint(size, int(size * share))
-
-    def close(self) -> None:
-        """Nothing to do: it ends with this object."""
 
     def _params(self, prompt: Prompt, index: int) -> SamplingParams:
         settings = self._settings
@@ -164,7 +161,7 @@ class PagedRunner:
         )
 
 
-class MlxLmRunner:
+class MlxLmRunner(Runner):
     """mlx-lm's `BatchGenerator`, as it is."""
 
     def __init__(self, model: LoadedModel, settings: Settings) -> None:
@@ -208,17 +205,6 @@ class MlxLmRunner:
             raise MlxPagedError("mlx-lm left a request without an answer")
         lens = [prompt.num_tokens for prompt in prompts]
         return Run(seconds, lens, [answers[i] for i in ids])
-
-    def reset_peak(self) -> None:
-        """See `Runner`."""
-        mx.reset_peak_memory()
-
-    def footprint(self) -> Footprint:
-        """Memory; there is no pool."""
-        return measure_footprint()
-
-    def close(self) -> None:
-        """Nothing to do: it ends with this object."""
 
 
 # --- Memory ---------------------------------------------------------------------------------------
@@ -311,7 +297,7 @@ def take_turns(
     return runs
 
 
-class RemoteRunner:
+class RemoteRunner(Runner):
     """A runner in another process.
 
     Raises:

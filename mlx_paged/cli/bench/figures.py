@@ -61,6 +61,19 @@ def latency_figures(
     return made
 
 
+def answer_latencies(answers: Sequence[Any], shares: Sequence[float]) -> dict[str, float]:
+    """`latency_figures` of what has the attributes ``ttft``, ``tpot``, ``itl`` and ``latency``."""
+    return latency_figures(
+        {
+            "ttft": [answer.ttft for answer in answers],
+            "tpot": [answer.tpot for answer in answers if answer.tpot is not None],
+            "itl": [gap for answer in answers for gap in answer.itl],
+            "e2el": [answer.latency for answer in answers],
+        },
+        shares,
+    )
+
+
 def line(name: str, value: float | int | str) -> str:
     """A line of a table of figures, as vLLM prints it."""
     shown = f"{value:.2f}" if isinstance(value, float) else str(value)
@@ -174,16 +187,7 @@ def rates(run: Run) -> dict[str, Any]:
 
 def token_latencies(runs: Sequence[Run], shares: Sequence[float]) -> dict[str, float]:
     """TTFT, TPOT, ITL and end-to-end latency over all answers of some runs."""
-    answers = [answer for run in runs for answer in run.answers]
-    return latency_figures(
-        {
-            "ttft": [answer.ttft for answer in answers],
-            "tpot": [answer.tpot for answer in answers if answer.tpot is not None],
-            "itl": [gap for answer in answers for gap in answer.itl],
-            "e2el": [answer.latency for answer in answers],
-        },
-        shares,
-    )
+    return answer_latencies([answer for run in runs for answer in run.answers], shares)
 
 
 def compare(ours: Sequence[Run], theirs: Sequence[Run]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import gc
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mlx_paged.engine.llm import LLM
@@ -145,41 +146,30 @@ def _batch(model: LoadedModel, requests: list[tuple[list[int], int]]) -> Held:
 def _paged(
     model: LoadedModel, requests: list[tuple[list[int], int]], block_size: int, *, sharing: bool
 ) -> Held:
-    longest = sum(-(-(len(prompt) + count) // block_size) + 1 for prompt, count in requests)
-    roomy = _generate(model, requests, block_size, longest + 2, sharing)
-    if roomy.num_preemptions:
-        raise RuntimeError(f"{roomy.num_preemptions} preemptions in a pool that holds everything")
+    generate = partial(_generate, model, requests, block_size, sharing)
+    num_blocks = 2 + sum(-(-(len(prompt) + count) // block_size) + 1 for prompt, count in requests)
+    stats, made, pool_bytes = generate(num_blocks)
+    if stats.num_preemptions:
+        raise RuntimeError(f"{stats.num_preemptions} preemptions in a pool that holds everything")
     allocated = None
     # Block 0 is never handed out; a step in flight may keep a block of each sequence a bit longer.
     for spare in (1, 1 + len(requests)):
-        tight = _generate(model, requests, block_size, roomy.max_used_blocks + spare, sharing)
-        if not tight.num_preemptions and tight.answer_tokens == roomy.answer_tokens:
-            allocated = tight.pool_bytes
+        tight, answer_tokens, size = generate(stats.max_used_blocks + spare)
+        if not tight.num_preemptions and answer_tokens == made:
+            allocated = size
             break
-    return Held(
-        roomy.max_used_blocks * roomy.block_bytes,
-        allocated,
-        roomy.max_used_blocks,
-        roomy.answer_tokens,
-    )
-
-
-@dataclass(frozen=True)
-class _Run:
-    max_used_blocks: int
-    num_preemptions: int
-    answer_tokens: int
-    block_bytes: int
-    pool_bytes: int
+    live = stats.max_used_blocks * (pool_bytes // num_blocks)
+    return Held(live, allocated, stats.max_used_blocks, made)
 
 
 def _generate(
     model: LoadedModel,
     requests: list[tuple[list[int], int]],
     block_size: int,
-    num_blocks: int,
     sharing: bool,
-) -> _Run:
+    num_blocks: int,
+) -> tuple[Any, int, int]:
+    """Answers the requests; returns statistics, tokens of all answers, bytes of the pools."""
     _baseline()
     llm = LLM(
         model,
@@ -194,16 +184,8 @@ def _generate(
         raise UnsupportedModelError(kind, reason)
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in requests]
     outputs = llm.generate([prompt for prompt, _ in requests], params)
-    stats = llm.stats()
-    caches = llm.engine._runner.model.attention_caches
-    pools = [pool for cache in caches for pool in (cache.key_pool, cache.value_pool)]
-    return _Run(
-        stats.max_used_blocks,
-        stats.num_preemptions,
-        sum(len(output.outputs[0].token_ids) for output in outputs),
-        sum(pool.nbytes // pool.shape[0] for pool in pools),
-        sum(pool.nbytes for pool in pools),
-    )
+    made = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return llm.stats(), made, llm.engine.pool_bytes
 
 
 # --- Report ---------------------------------------------------------------------------------------

@@ -76,19 +76,15 @@ def latency(
     shares = parse_percentiles(metric_percentiles)
     tokenizer = tokenizer_of(setup.model)
     prompts = random_prompts(tokenizer, batch_size, input_len, output_len, seed=seed)
-    settings = settings_for(setup, prompts, n, seed)
-    rounds = {"num_iters": num_iters, "num_iters_warmup": num_iters_warmup}
-    measurement = measure(
-        setup.engine, settings, prompts, **rounds, cold=False, output_json=output_json
-    )
-    batch = {"input_len": input_len, "output_len": output_len, "batch_size": batch_size}
-    report(
-        measurement,
-        "Latency",
-        latency_figures_of,
-        latency_report,
+    run(
+        LATENCY,
+        prompts,
+        setup,
+        num_answers=n,
+        seed=seed,
+        rounds={"num_iters": num_iters, "num_iters_warmup": num_iters_warmup},
         shares=shares,
-        options={**batch, **rounds, **asdict(settings)},
+        asked={"input_len": input_len, "output_len": output_len, "batch_size": batch_size},
         output_json=output_json,
     )
 
@@ -123,21 +119,18 @@ def throughput(
 
     shares = parse_percentiles(metric_percentiles)
     prompts = workload.sample(tokenizer_of(setup.model), seed)
-    settings = settings_for(setup, prompts, n, seed)
-    rounds = {"num_iters": num_iters, "num_iters_warmup": num_iters_warmup}
-    measurement = measure(
-        setup.engine, settings, prompts, **rounds, cold=True, output_json=output_json
-    )
     asked = {name: value for name, value in asdict(workload).items() if value is not None}
     if workload.dataset_path is not None:
         asked["dataset_path"] = str(workload.dataset_path)
-    report(
-        measurement,
-        "Throughput",
-        throughput_figures,
-        throughput_report,
+    run(
+        THROUGHPUT,
+        prompts,
+        setup,
+        num_answers=n,
+        seed=seed,
+        rounds={"num_iters": num_iters, "num_iters_warmup": num_iters_warmup},
         shares=shares,
-        options={**asked, **rounds, **asdict(settings)},
+        asked=asked,
         output_json=output_json,
     )
 
@@ -146,11 +139,70 @@ def throughput(
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """Runs and memory of each engine, in the order in which the engines were given."""
+class Benchmark:
+    """What differs between the two.
 
-    runs: dict[str, list[Run]]
-    memory: dict[str, Footprint]
+    Attributes:
+        title: of the report.
+        cold: no round finds prefixes that an earlier one left.
+        figures: of the runs of an engine, under vLLM's keys.
+        lines: the figures as vLLM prints them.
+    """
+
+    title: str
+    cold: bool
+    figures: Callable[[list[Run]], dict[str, Any]]
+    lines: Callable[[Mapping[str, Any]], list[str]]
+
+
+def run(
+    benchmark: Benchmark,
+    prompts: Sequence[Prompt],
+    setup: EngineOptions,
+    *,
+    num_answers: int,
+    seed: int,
+    rounds: Mapping[str, int],
+    shares: Sequence[float],
+    asked: Mapping[str, Any],
+    output_json: Path | None,
+) -> None:
+    """Measures, prints the figures of each engine and the comparison, and writes them as JSON.
+
+    Args:
+        rounds: `num_iters` and `num_iters_warmup`.
+        shares: percentiles of token latencies.
+        asked: further options, for the file.
+    """
+    if len(set(setup.engine)) < len(setup.engine):
+        names = [engine.value for engine in setup.engine]
+        raise InvalidParameterError("engine", "each engine once", names)
+    check_writable("output_json", output_json)
+    settings = settings_for(setup, prompts, num_answers, seed)
+    measured, memory = _measure(setup.engine, settings, prompts, cold=benchmark.cold, **rounds)
+    made: dict[str, dict[str, Any]] = {}
+    for name, runs in measured.items():
+        of_tokens = token_latencies(runs, shares)
+        heading = f" {benchmark.title}: {name} "
+        typer.echo(f"{heading:=^{WIDTH}}")
+        made[name] = benchmark.figures(runs)
+        typer.echo("\n".join([*benchmark.lines(made[name]), *latency_lines(of_tokens, shares)]))
+        made[name] |= of_tokens | {"memory": asdict(memory[name])}
+    typer.echo("=" * WIDTH)
+    typer.echo(table(*_memory_rows(memory)))
+
+    if len(made) > 1:
+        typer.echo("\n" + table(["Side by side", *made], _side_by_side(list(made.values()))))
+    first, *others = measured
+    comparison = {other: compare(measured[first], measured[other]) for other in others}
+    for other, found in comparison.items():
+        typer.echo(_verdict(first, other, found))
+    if output_json is not None:
+        # vLLM's keys for readers of vLLM's files, then those of every engine.
+        vllm = benchmark.figures(measured[first])
+        options = {**asked, **rounds, **asdict(settings)}
+        results = {"engine": first, "options": options, "engines": made}
+        write_json(output_json, {**vllm, **results, "comparison": comparison})
 
 
 def settings_for(
@@ -190,7 +242,7 @@ def sized(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
     )
 
 
-def measure(
+def _measure(
     engines: Sequence[EngineName],
     settings: Settings,
     prompts: Sequence[Prompt],
@@ -198,19 +250,10 @@ def measure(
     num_iters: int,
     num_iters_warmup: int,
     cold: bool,
-    output_json: Path | None,
-) -> Measurement:
-    """Warms up and measures, with a progress bar on standard error.
-
-    Args:
-        cold: no run finds prefixes that an earlier one left.
-        output_json: where the results will go.
-    """
+) -> tuple[dict[str, list[Run]], dict[str, Footprint]]:
+    """Runs and memory of each engine, with a progress bar on stderr."""
     from mlx_paged.cli.bench.engines import opened, take_turns
 
-    if len(set(engines)) < len(engines):
-        raise InvalidParameterError("engine", "each engine once", [e.value for e in engines])
-    check_writable("output_json", output_json)
     checkout()
     with opened(engines, settings) as runners:
 
@@ -223,55 +266,10 @@ def measure(
         for runner in runners.values():
             runner.reset_peak()
         runs = rounds("measuring", num_iters)
-        return Measurement(runs, {name: r.footprint() for name, r in runners.items()})
+        return runs, {name: r.footprint() for name, r in runners.items()}
 
 
 # --- Reports --------------------------------------------------------------------------------------
-
-
-def report(
-    measurement: Measurement,
-    title: str,
-    figures: Callable[[list[Run]], dict[str, Any]],
-    lines: Callable[[Mapping[str, Any]], list[str]],
-    *,
-    shares: Sequence[float],
-    options: Mapping[str, Any],
-    output_json: Path | None,
-) -> None:
-    """Prints the figures of each engine, memory and comparison, and writes them as JSON.
-
-    Args:
-        title: of the benchmark.
-        figures: of the runs of an engine: vLLM's keys.
-        lines: `figures` as vLLM prints them.
-        shares: percentiles of token latencies.
-        options: what was asked, for the file.
-    """
-    made: dict[str, dict[str, Any]] = {}
-    for name, runs in measurement.runs.items():
-        of_tokens = token_latencies(runs, shares)
-        heading = f" {title}: {name} "
-        typer.echo(f"{heading:=^{WIDTH}}")
-        made[name] = figures(runs)
-        typer.echo("\n".join([*lines(made[name]), *latency_lines(of_tokens, shares)]))
-        made[name] |= of_tokens | {"memory": asdict(measurement.memory[name])}
-    typer.echo("=" * WIDTH)
-    typer.echo(table(*_memory_rows(measurement.memory)))
-
-    if len(made) > 1:
-        typer.echo("\n" + table(["Side by side", *made], _side_by_side(list(made.values()))))
-    first, *others = measurement.runs
-    comparison = {
-        other: compare(measurement.runs[first], measurement.runs[other]) for other in others
-    }
-    for other, found in comparison.items():
-        typer.echo(_verdict(first, other, found))
-    if output_json is not None:
-        # vLLM's keys for who reads vLLM's files, then those of every engine.
-        vllm = figures(measurement.runs[first])
-        results = {"engine": first, "options": dict(options), "engines": made}
-        write_json(output_json, {**vllm, **results, "comparison": comparison})
 
 
 def latency_figures_of(runs: list[Run]) -> dict[str, Any]:
@@ -316,6 +314,10 @@ def throughput_report(made: Mapping[str, Any]) -> list[str]:
         f"{cached if made['total_cached_tokens'] else ''}",
         f"Total num output tokens:  {made['total_output_tokens']}",
     ]
+
+
+LATENCY = Benchmark("Latency", False, latency_figures_of, latency_report)
+THROUGHPUT = Benchmark("Throughput", True, throughput_figures, throughput_report)
 
 
 def _memory_rows(footprints: Mapping[str, Footprint]) -> tuple[list[str], list[list[str]]]:

@@ -48,8 +48,7 @@ class EngineOptions:
     )
     temperature: Annotated[float, option(ENGINE, "0 is greedy.", min=0.0)] = 0.0
     ignore_eos: Annotated[
-        bool,
-        option(ENGINE, "Every answer has its full length.", "--ignore-eos/--no-ignore-eos"),
+        bool, option(ENGINE, "Every answer has its full length.", "--ignore-eos/--no-ignore-eos")
     ] = True
     disable_detokenize: Annotated[
         bool, option(ENGINE, "Leave making text out of the time.", "--disable-detokenize")

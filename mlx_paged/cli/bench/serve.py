@@ -15,7 +15,7 @@ import typer
 from mlx_paged.cli.bench.datasets import Workload, tokenizer_of
 from mlx_paged.cli.bench.figures import (
     WIDTH,
-    latency_figures,
+    answer_latencies,
     latency_lines,
     line,
     parse_percentiles,
@@ -186,15 +186,7 @@ def figures(
         "generated_texts": [r.text for r in good],
         "errors": [r.error for r in results],
     }
-    return made | latency_figures(
-        {
-            "ttft": [r.ttft for r in good],
-            "tpot": [r.tpot for r in good if r.tpot is not None],
-            "itl": [gap for r in good for gap in r.itl],
-            "e2el": [r.latency for r in good],
-        },
-        percentiles,
-    )
+    return made | answer_latencies(good, percentiles)
 
 
 def text(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -22,14 +20,11 @@ from mlx_paged.cli.bench.options import (
 )
 from mlx_paged.cli.bench.results import check_writable, checkout, write_csv, write_json
 from mlx_paged.cli.options import option, with_options
+from mlx_paged.cli.progress import progress_bar
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
 _GRID, _HOW, _OUT = "What is measured (repeatable, or by commas)", "How", "What becomes of it"
-# Shorter runs need no bar.
-_LONG = 4
+_LONG = 4  # cases
 
 
 @dataclass(frozen=True)
@@ -119,8 +114,7 @@ class Files:
     json: Annotated[Path | None, option(_OUT, "Write everything.")] = None
     csv: Annotated[Path | None, option(_OUT, "Write rows.")] = None
     plot: Annotated[
-        Path | None,
-        option(_OUT, "Draw attention's share of copy bandwidth (.svg, .png, .pdf)."),
+        Path | None, option(_OUT, "Draw attention's share of copy bandwidth (.svg, .png, .pdf).")
     ] = None
 
 
@@ -204,9 +198,15 @@ def _measure(given: dict[str, list[Any]], how: RunOptions, files: Files) -> None
     settings = measure.Settings(
         how.rounds or (5 if how.quick else 9), how.past_cache << 20, how.seed
     )
-    progress = _progress(len(served))
-    with progress or nullcontext():
-        results = measure.measure(served, where, settings, _on_case(progress, len(served)))
+    # (A short run needs no bar.)
+    shown = None if len(served) >= _LONG else False
+    with progress_bar("", len(served), shown=shown, passive=True) as advance:
+
+        def on_case(case: Case, row: dict[str, Any] | None) -> None:
+            name = f"{case.op} {case.batch} x {case.context or case.rows}"
+            advance(0 if row is None else 1, name)
+
+        results = measure.measure(served, where, settings, on_case)
 
     typer.echo(report.results_table(results))
     typer.echo("\n" + report.copy_line(results))
@@ -233,44 +233,6 @@ def _measure(given: dict[str, list[Any]], how: RunOptions, files: Files) -> None
     for path in vars(files).values():
         if path is not None:
             typer.echo(f"wrote {path}")
-
-
-def _progress(count: int) -> Progress | None:
-    """A bar on standard error, if that is a terminal and the grid is long."""
-    if count < _LONG or not sys.stderr.isatty():
-        return None
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        auto_refresh=False,  # by a thread, it would take time from what is measured
-    )
-
-
-def _on_case(progress: Progress | None, count: int) -> Any:
-    if progress is None:
-        return lambda case, row: None
-    task = progress.add_task("", total=count)
-
-    def on_case(case: Case, row: dict[str, Any] | None) -> None:
-        description = f"{case.op} {case.batch} x {case.context or case.rows}"
-        progress.update(
-            task, description=description, advance=0 if row is None else 1, refresh=True
-        )
-
-    return on_case
 
 
 def _without_samples(row: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain, cycle
 
 import mlx.core as mx
@@ -32,6 +33,18 @@ _MOST_POSITIONS = 64
 
 Op = Callable[[mx.array], mx.array]
 Prepare = Callable[[int], Callable[[], object]]
+
+
+def chained(op: Op, x: mx.array) -> Prepare:
+    """Launches each of which takes the result of the one before, so that they cannot overlap."""
+
+    def prepare(launches: int) -> Callable[[], object]:
+        out = x
+        for _ in range(launches):
+            out = op(out)
+        return lambda: mx.eval(out)
+
+    return prepare
 
 
 # --- Attention, beside MLX's on dense K/V and on K/V gathered first -------------------------------
@@ -116,19 +129,10 @@ class _Attention:
             queries, *self._gather(self.plans[set_]), scale=self.scale, mask=self.mask
         )
 
-    def chain(
-        self, attend: Callable[[int, mx.array], mx.array], queries: mx.array
-    ) -> Callable[[int], Callable[[], object]]:
+    def chain(self, attend: Callable[[int, mx.array], mx.array], queries: mx.array) -> Prepare:
         """Launches over the sets in turn."""
         turn = cycle(range(len(self.plans)))
-
-        def prepare(launches: int) -> Callable[[], object]:
-            out = queries
-            for _ in range(launches):
-                out = attend(next(turn), out)
-            return lambda: mx.eval(out)
-
-        return prepare
+        return chained(lambda queries: attend(next(turn), queries), queries)
 
     def check(self) -> Checked:
         """Whole sequences, the longest first, as many as `MOST_CHECKED` allows (at least one)."""
@@ -189,12 +193,6 @@ def write_kv(case: Case, pools: Pools, past_cache: int, seed: int) -> Work:
     per_set = [pools.slots_of(i) for i in range(pools.key.num_sets)]
     slots = [mx.array(s.astype(np.int32)) for s in per_set]
     mx.eval(keys, values, slots)
-    turn = cycle(slots)
-
-    def prepare(launches: int) -> Callable[[], object]:
-        for _ in range(launches):
-            pools.write(keys, values, next(turn))
-        return lambda: mx.eval(pools.both)
 
     def check() -> Checked:
         tokens = _sample(num_tokens, case)
@@ -207,7 +205,8 @@ def write_kv(case: Case, pools: Pools, past_cache: int, seed: int) -> Work:
             require_same(case, "tokens that it leaves", to_words(_tokens(pool, others)), kept)
         return Checked(0.0, len(tokens), num_tokens, {})
 
-    return _work(2 * num_tokens * case.token_bytes, prepare, check, pools)
+    launch = partial(pools.write, keys, values)
+    return _on_pools(2 * num_tokens * case.token_bytes, launch, slots, check, pools)
 
 
 def copy_blocks(case: Case, pools: Pools, past_cache: int, seed: int) -> Work:
@@ -219,12 +218,6 @@ def copy_blocks(case: Case, pools: Pools, past_cache: int, seed: int) -> Work:
         all_pairs.append(np.array([blocks[:half], blocks[half : 2 * half]], dtype=np.int32).T)
     pairs = [mx.array(p) for p in all_pairs]
     mx.eval(pairs)
-    turn = cycle(pairs)
-
-    def prepare(launches: int) -> Callable[[], object]:
-        for _ in range(launches):
-            pools.copy(next(turn))
-        return lambda: mx.eval(pools.both)
 
     def check() -> Checked:
         num_pairs = len(all_pairs[0])
@@ -240,7 +233,7 @@ def copy_blocks(case: Case, pools: Pools, past_cache: int, seed: int) -> Work:
         return Checked(0.0, len(chosen), num_pairs, {})
 
     moved = 2 * len(all_pairs[0]) * (case.block_size or 1) * case.token_bytes
-    return _work(moved, prepare, check, pools)
+    return _on_pools(moved, pools.copy, pairs, check, pools)
 
 
 def gather_kv(case: Case, pools: Pools, past_cache: int, seed: int) -> Work:
@@ -273,20 +266,25 @@ def gather_kv(case: Case, pools: Pools, past_cache: int, seed: int) -> Work:
 
     written = case.batch * longest * case.token_bytes
     moved = sum(case.lens) * case.token_bytes + written
-    return _work(moved, prepare, check, pools, output_bytes=written)
+    return Work(moved, 0, (Variant(OURS, prepare, written, warmup=2),), check)
 
 
-def _work(
+def _on_pools(
     moved: int,
-    prepare: Prepare,
+    launch: Callable[[mx.array], object],
+    arguments: list[mx.array],
     check: Callable[[], Checked],
     pools: Pools,
-    output_bytes: int = 0,
 ) -> Work:
-    variant = Variant(
-        OURS, prepare, output_bytes, warmup=pools.key.num_sets if not output_bytes else 2
-    )
-    return Work(moved, 0, (variant,), check)
+    """The work of an op that writes to the pools, with its arguments for each set in turn."""
+    turn = cycle(arguments)
+
+    def prepare(launches: int) -> Callable[[], object]:
+        for _ in range(launches):
+            launch(next(turn))
+        return lambda: mx.eval(pools.both)
+
+    return Work(moved, 0, (Variant(OURS, prepare, warmup=pools.key.num_sets),), check)
 
 
 def _tokens(pool: mx.array, slots: np.ndarray) -> mx.array:
@@ -348,21 +346,12 @@ def _chained(case: Case, x: mx.array, run: dict[str, Op], expected: np.ndarray, 
              flops: int = 0) -> Work:  # fmt: skip
     """Ops whose result is as their input: a launch takes the one before."""
 
-    def prepare(op: Op) -> Callable[[int], Callable[[], object]]:
-        def build(launches: int) -> Callable[[], object]:
-            out = x
-            for _ in range(launches):
-                out = op(out)
-            return lambda: mx.eval(out)
-
-        return build
-
     def check() -> Checked:
         found = {name: to_float64(op(x)).reshape(expected.shape) for name, op in run.items()}
         error, peers = require_close(case, found, expected)
         return Checked(error, len(expected), len(expected), peers)
 
-    variants = tuple(Variant(name, prepare(op)) for name, op in run.items())
+    variants = tuple(Variant(name, chained(op, x)) for name, op in run.items())
     return Work(moved, flops, variants, check)
 
 
