@@ -3,12 +3,12 @@
 python bench/cuda_kernels.py
 
 Needs PyTorch: its profiler reads the GPU's clock for every kernel of the process, MLX's too, and
-its SDPA is one of the peers. Every contender is called many times in one evaluation, each call taking
-the result of the one before as its queries, as the layers of a model follow each other. Two times
-are read: `kernels` is spent in kernels, `in a row` is from one call to the next, gaps included;
-where the host takes longer to launch a call than the GPU to run it, the gap is the host's. MLX
-launches kernels one by one, as the profiler adds some microseconds to every kernel of a CUDA graph.
-Pools are turned over, so that no case is served from the cache.
+its SDPA is one of the peers. Every contender is called many times in one evaluation, each call
+taking the result of the one before as its queries, as the layers of a model follow each other. Two
+times are read: `kernels` is spent in kernels, `in a row` is from one call to the next, gaps
+included; where the host takes longer to launch a call than the GPU to run it, the gap is the
+host's. MLX launches kernels one by one, as the profiler adds some microseconds to every kernel of a
+CUDA graph. Pools are turned over, so that no case is served from the cache.
 """
 
 from __future__ import annotations
