@@ -231,7 +231,7 @@ def time_calls(repeat: Callable[[], None]) -> Seconds:
 
 
 def compete(contenders: dict[str, Callable[[], None]]) -> dict[str, Any]:
-    """Seconds of each, in turns; one that refuses says why."""
+    """Seconds of each, in turns; or the reason why one cannot run."""
     found: dict[str, list[Seconds]] = {name: [] for name in contenders}
     refused: dict[str, str] = {}
     for _ in range(ROUNDS):

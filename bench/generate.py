@@ -92,7 +92,7 @@ def main() -> None:
             runs: dict[str, list[dict[str, Any]]] = {name: [] for name in WORKERS}
             for round_ in range(options.rounds):
                 for name, env in WORKERS.items():
-                    # As installed takes minutes: once, where it is asked for, is enough to tell.
+                    # As installed takes minutes: once is enough, where it is asked for.
                     if name.endswith("as installed") and (
                         round_ or f"{workload}:{count}" not in options.as_installed
                     ):

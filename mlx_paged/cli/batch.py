@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from mlx_paged.cli.batch_files import Journal, Line, LineError, parse, read_lines
-from mlx_paged.cli.entry import tell
+from mlx_paged.cli.entry import print_line
 from mlx_paged.cli.progress import progress_bar
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
@@ -26,7 +26,7 @@ from mlx_paged.server.app import create_app
 from mlx_paged.server.config import ServerConfig, default_model_name
 from mlx_paged.server.context import Context
 
-# Lines in flight beyond what the engine runs at once: there is always one to begin.
+# Lines in flight beyond what the engine runs at once, so that it always has one to start.
 _SPARE = 32
 
 
@@ -37,7 +37,7 @@ class Batch:
     Attributes:
         input: JSONL; None: stdin.
         output: None: stdout.
-        overwrite: Begin anew, whatever the output holds.
+        overwrite: Empty the output first, whatever it holds.
         model: As for `mlx_paged.load`.
         model_names: What a body may give as `model`; empty: the model's own name.
         progress: Whether to show a bar; None: on a terminal.
@@ -54,21 +54,21 @@ class Batch:
 
 
 def run(batch: Batch) -> None:
-    """Answers what is not answered yet.
+    """Answers the lines that have no answer yet.
 
     Raises:
         MlxPagedError: the input was changed since the output was begun, the output cannot be
             written, the model cannot be loaded, or no line of this run could be answered.
     """
-    EngineConfig(**batch.engine_options)  # what is wrong is told before anything is opened
+    EngineConfig(**batch.engine_options)  # refuses wrong options before anything is opened
     with _open(batch.input) as file:
         journal = Journal(batch.output, overwrite=batch.overwrite)
         try:
             total = journal.check(file)
             if journal.num_torn_bytes:
-                tell(f"the last line of {batch.output} was cut short: it is done again")
+                print_line(f"the last line of {batch.output} was cut short: it is done again")
             if journal.done.count:
-                tell(f"{journal.done.count} of {total} lines are done already")
+                print_line(f"{journal.done.count} of {total} lines are done already")
             if journal.done.count < total:
                 _run(batch, file, journal, total)
         finally:
@@ -84,9 +84,9 @@ def _run(batch: Batch, file: BinaryIO, journal: Journal, total: int) -> None:
     except KeyboardInterrupt:
         written = done + counts.answered + counts.failed
         resumed = "" if batch.output is None else "; the same command goes on with the rest"
-        tell(f"{written} of {total} lines are done{resumed}")
+        print_line(f"{written} of {total} lines are done{resumed}")
         raise
-    tell(f"{counts.answered} lines answered, {counts.failed} failed")
+    print_line(f"{counts.answered} lines answered, {counts.failed} failed")
     if counts.failed and not counts.answered:
         raise MlxPagedError("no line could be answered: the output tells why")
 
@@ -104,8 +104,8 @@ async def _answer(
             journal,
             max_in_flight=engine.engine.config.max_num_seqs + _SPARE,
             on_line=on_line,
+            counts=counts,
         )
-        runner.counts = counts
         try:
             await runner.run(read_lines(file))
         finally:
@@ -130,7 +130,7 @@ def _open(path: Path | None) -> BinaryIO:
 
 @dataclass
 class Counts:
-    """What became of the lines of this run."""
+    """Results of the lines of this run."""
 
     answered: int = 0
     failed: int = 0
@@ -140,7 +140,7 @@ class BatchRunner:
     """Keeps a bounded number of lines in flight; the engine batches them.
 
     Args:
-        answer: who answers.
+        answer: answers a request.
         journal: where to; lines that it has are skipped.
         max_in_flight: most lines that are worked on.
         on_line: called for each line that is written.
@@ -153,8 +153,9 @@ class BatchRunner:
         *,
         max_in_flight: int,
         on_line: Callable[[], None] = lambda: None,
+        counts: Counts | None = None,
     ) -> None:
-        self.counts = Counts()
+        self.counts = counts or Counts()
         self._answer = answer
         self._journal = journal
         self._on_line = on_line
@@ -236,8 +237,8 @@ class BatchRunner:
 
 
 def _error_line(line: Line, error: LineError) -> bytes:
-    told = {"code": error.code, "message": f"line {line.number}: {error}"}
-    made = {"id": line.id, "custom_id": error.custom_id, "response": None, "error": told}
+    described = {"code": error.code, "message": f"line {line.number}: {error}"}
+    made = {"id": line.id, "custom_id": error.custom_id, "response": None, "error": described}
     return json.dumps(made).encode()
 
 
@@ -261,7 +262,7 @@ class LocalEndpoint:
     """The server's application, called without a network.
 
     Args:
-        engine: its end is the caller's business.
+        engine: the caller shuts it down.
         model_names: what a body may give as `model`; the first one is in answers.
     """
 
@@ -271,22 +272,32 @@ class LocalEndpoint:
         self._context: Context = self._app.state.context
 
     async def start(self) -> None:
-        """Waits for the engine; raises what went wrong if it does not stand."""
+        """Waits until the engine is ready; raises its failure."""
         await self._context.start()
         if self._context.failure is not None:
             raise self._context.failure
 
     def close(self) -> None:
-        """Lets go of threads."""
+        """Ends its threads."""
         self._context.close()
 
     async def post(self, url: str, body: bytes, request_id: str) -> Reply:
         """Answers a request.
 
         Raises:
-            EngineDeadError: there is nobody to answer it, or the next one.
+            EngineDeadError: the engine has failed; it answers no further requests.
         """
-        call = _Call(body)
+        pending = [{"type": "http.request", "body": body, "more_body": False}]
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            if not pending:
+                await asyncio.Event().wait()  # the client never disconnects
+            return pending.pop()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -304,31 +315,9 @@ class LocalEndpoint:
             "client": None,
             "server": None,
         }
-        await self._app(scope, call.receive, call.send)
-        if call.status == 503:
+        await self._app(scope, receive, send)
+        start, *parts = sent
+        if start["status"] == 503:
             raise EngineDeadError("it failed while it worked on the batch")
-        return Reply(call.status, call.request_id, b"".join(call.pieces))
-
-
-class _Call:
-    """One request's two channels, as ASGI has them."""
-
-    def __init__(self, body: bytes) -> None:
-        self.status = 0
-        self.request_id = ""
-        self.pieces: list[bytes] = []
-        self._body: bytes | None = body
-
-    async def receive(self) -> dict[str, Any]:
-        if self._body is None:
-            await asyncio.Event().wait()  # the client never goes away
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            headers = dict(message["headers"])
-            self.request_id = headers.get(b"x-request-id", b"").decode()
-        else:
-            self.pieces.append(message.get("body", b""))
+        answer_id = dict(start["headers"]).get(b"x-request-id", b"").decode()
+        return Reply(start["status"], answer_id, b"".join(part.get("body", b"") for part in parts))

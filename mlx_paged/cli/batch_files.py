@@ -107,7 +107,7 @@ def parse(line: Line) -> BatchRequest:
     """The request of a line.
 
     Raises:
-        LineError: it is not one; what the body says is judged by who answers it.
+        LineError: it is not a request. The body is validated by the endpoint.
     """
     if line.content is None:
         raise LineError("line_too_long", f"the line must be at most {MAX_LINE} bytes")
@@ -182,7 +182,7 @@ class Journal:
 
     Args:
         path: None: stdout.
-        overwrite: begin anew, whatever the file holds.
+        overwrite: empty the file first, whatever it holds.
 
     Attributes:
         done: The lines that were found in it.
@@ -292,6 +292,6 @@ class Journal:
             os.fsync(self._fd)
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Closes the file."""
         with contextlib.suppress(OSError):
             os.close(self._fd)

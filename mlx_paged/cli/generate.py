@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mlx_paged.engine.sampling_params import SamplingParams
 
 _BATCH = "Batch"
-# What a batch takes from the command line; everything else stands in its lines.
+# Options that apply to a batch; everything else is in its lines.
 _OF_BATCH = frozenset(
     {"input", "output", "overwrite", "served_model_name", "model", "max_num_seqs",
      "max_model_len", "kv_cache_memory", "async_scheduling", "progress"}

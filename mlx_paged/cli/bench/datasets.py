@@ -53,8 +53,13 @@ class Prompt:
         return len(self.token_ids)
 
     def as_text(self, tokenizer: Any) -> Prompt:
-        """The prompt as who gets only its text will count it: a few tokens more or less."""
+        """The prompt with the token ids that a server gets from its text: a few more or less."""
         return replace(self, token_ids=tuple(tokenizer.encode(self.text)))
+
+
+def _own(help: str, default: str, *names: str, min: float = 1) -> Any:
+    """A number that a data set has a default of its own for."""
+    return option(DATA, help, *names, min=min, show_default=default)
 
 
 @dataclass(frozen=True)
@@ -79,52 +84,43 @@ class Workload:
     ] = None
     input_len: Annotated[
         int | None,
-        option(
-            DATA, "random: tokens of a prompt.", "--input-len", "--random-input-len",
-            min=1, show_default="128",
-        ),
-    ] = None  # fmt: skip
+        _own("random: tokens of a prompt.", "128", "--input-len", "--random-input-len"),
+    ] = None
     output_len: Annotated[
         int | None,
-        option(
-            DATA, "Tokens of an answer.", "--output-len", "--random-output-len",
-            "--sharegpt-output-len", "--prefix-repetition-output-len", min=1,
-            show_default="64; sharegpt: those of the conversation",
+        _own(
+            "Tokens of an answer.", "64; sharegpt: those of the conversation",
+            "--output-len", "--random-output-len", "--sharegpt-output-len",
+            "--prefix-repetition-output-len",
         ),
     ] = None  # fmt: skip
     prefix_len: Annotated[
         int | None,
-        option(
-            DATA, "random: tokens that all prompts begin with, beside the others.",
-            "--prefix-len", "--random-prefix-len", min=0, show_default="0",
+        _own(
+            "random: tokens that all prompts begin with, beside the others.", "0",
+            "--prefix-len", "--random-prefix-len", min=0,
         ),
     ] = None  # fmt: skip
     range_ratio: Annotated[
         float | None,
-        option(
-            DATA, "random: lengths vary by this share, up and down, uniformly.",
-            "--random-range-ratio", min=0.0, show_default="0",
+        _own(
+            "random: lengths vary by this share, up and down, uniformly.", "0",
+            "--random-range-ratio", min=0.0,
         ),
     ] = None  # fmt: skip
     repeated_prefix_len: Annotated[
         int | None,
-        option(
-            DATA, "prefix_repetition: tokens of a prefix.",
-            "--prefix-repetition-prefix-len", min=1, show_default="256",
-        ),
-    ] = None  # fmt: skip
+        _own("prefix_repetition: tokens of a prefix.", "256", "--prefix-repetition-prefix-len"),
+    ] = None
     repeated_suffix_len: Annotated[
         int | None,
-        option(
-            DATA, "prefix_repetition: tokens after it.",
-            "--prefix-repetition-suffix-len", min=1, show_default="256",
-        ),
-    ] = None  # fmt: skip
+        _own("prefix_repetition: tokens after it.", "256", "--prefix-repetition-suffix-len"),
+    ] = None
     num_prefixes: Annotated[
         int | None,
-        option(
-            DATA, "prefix_repetition: how many prefixes there are.",
-            "--prefix-repetition-num-prefixes", min=1, show_default="10",
+        _own(
+            "prefix_repetition: how many prefixes there are.", "10",
+            "--prefix-repetition-num-prefixes",
         ),
     ] = None  # fmt: skip
     system_prompt: Annotated[

@@ -41,7 +41,7 @@ _SECONDS_TO_END = 10.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What both engines are told.
+    """Settings of both engines.
 
     Attributes:
         model: directory or hub id; None: the embedded model.
@@ -252,7 +252,7 @@ def measure_footprint(pool: int | None = None, pool_used: int | None = None) -> 
 def peak_resident_bytes() -> int:
     """Most memory that was resident of this process."""
     try:
-        # (`getrusage` would tell the parent's peak, if that was more: it survives `exec`.)
+        # (`getrusage` would return the parent's peak if that is higher: it survives `exec`.)
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -301,7 +301,7 @@ class RemoteRunner(Runner):
     """A runner in another process.
 
     Raises:
-        MlxPagedError: what the other process raised, or that it died.
+        MlxPagedError: the other process raised an error, or ended.
     """
 
     def __init__(self, name: EngineName, settings: Settings) -> None:
@@ -328,14 +328,14 @@ class RemoteRunner(Runner):
 
     def close(self) -> None:
         """See `Runner`."""
-        self._ours.close()  # the process ends when nobody asks any more
+        self._ours.close()  # the process ends when the pipe is closed
         self._process.join(_SECONDS_TO_END)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
 
     def _ask(self, method: str, *args: Any, **options: Any) -> Any:
-        with contextlib.suppress(BrokenPipeError):  # it died; receiving tells how
+        with contextlib.suppress(BrokenPipeError):  # the process ended; `_receive` raises how
             self._ours.send((method, args, options))
         return self._receive()
 
@@ -354,7 +354,7 @@ class RemoteRunner(Runner):
 
 
 def _work(pipe: Connection, name: EngineName, settings: Settings) -> None:
-    """The other process: does what it is asked until nobody asks."""
+    """The other process: runs methods of the runner until the pipe is closed."""
     mlx_paged.unpatch()  # mlx-lm as it is
     try:
         runner = open_runner(name, settings)

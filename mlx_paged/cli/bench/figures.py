@@ -61,6 +61,11 @@ def latency_figures(
     return made
 
 
+def time_per_token(ttft: float, latency: float, num_tokens: int) -> float | None:
+    """Mean seconds of the tokens after the first; None where there are none."""
+    return (latency - ttft) / (num_tokens - 1) if num_tokens > 1 else None
+
+
 def answer_latencies(answers: Sequence[Any], shares: Sequence[float]) -> dict[str, float]:
     """`latency_figures` of what has the attributes ``ttft``, ``tpot``, ``itl`` and ``latency``."""
     return latency_figures(
@@ -127,10 +132,8 @@ class Answer:
 
     @property
     def tpot(self) -> float | None:
-        """Mean time of the tokens after the first; None where there are none."""
-        if len(self.times) < 2:
-            return None
-        return (self.latency - self.ttft) / (len(self.times) - 1)
+        """See `time_per_token`."""
+        return time_per_token(self.ttft, self.latency, len(self.times))
 
 
 @dataclass(frozen=True)

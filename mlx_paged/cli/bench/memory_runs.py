@@ -30,7 +30,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Load:
-    """Users who all have an answer in the making at once.
+    """Users who all have an answer in progress at once.
 
     Attributes:
         users: how many.
@@ -191,7 +191,7 @@ def _generate(
 # --- Report ---------------------------------------------------------------------------------------
 
 
-# What this field says of paged KV caches: so many times less than dense ones.
+# The common claim on paged KV caches: this many times less memory than dense ones.
 CLAIM = (2.0, 4.0)
 
 
@@ -205,21 +205,15 @@ def row(load: Mapping[str, int], held: Mapping[str, Mapping[str, Any]]) -> dict[
     return {**load, "held": {name: dict(found) for name, found in held.items()}, "ratios": ratios}
 
 
-def judge(ratio: float) -> str:
-    """A ratio beside the claim."""
-    low, high = CLAIM
-    if ratio < low:
-        return "below"
-    return "within" if ratio <= high else "above"
-
-
 def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
     """How many loads are below, within and above the claim, for each comparison."""
-    counts = {name: {"below": 0, "within": 0, "above": 0} for name in rows[0]["ratios"]}
-    for one in rows:
-        for name, ratio in one["ratios"].items():
-            counts[name][judge(ratio)] += 1
-    return counts
+    low, high = CLAIM
+    found = {}
+    for name in rows[0]["ratios"]:
+        ratios = [one["ratios"][name] for one in rows]
+        below, above = (sum(r < low for r in ratios), sum(r > high for r in ratios))
+        found[name] = {"below": below, "within": len(rows) - below - above, "above": above}
+    return found
 
 
 def text(rows: Sequence[Mapping[str, Any]]) -> str:

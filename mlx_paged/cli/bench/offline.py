@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,9 +24,8 @@ from mlx_paged.cli.bench.figures import (
 from mlx_paged.cli.bench.options import (
     EngineName,
     EngineOptions,
-    MetricPercentiles,
     NumAnswers,
-    OutputJson,
+    ReportOptions,
     Seed,
 )
 from mlx_paged.cli.bench.results import check_writable, checkout, table, write_json
@@ -57,8 +55,7 @@ def latency(
     num_iters: Annotated[int, option(_BATCH, "Times that are measured.", min=1)] = 30,
     seed: Seed = 0,
     setup: EngineOptions = _UNCACHED,
-    metric_percentiles: MetricPercentiles = "50,90,99",
-    output_json: OutputJson = None,
+    report: ReportOptions,
 ) -> None:
     """Generate for one batch of random prompts, again and again, and tell how long it takes.
 
@@ -70,22 +67,17 @@ def latency(
     Options, output and JSON keys are those of `vllm bench latency`. Prefix caching is off, as every
     time has the same prompts.
     """
-    with needs_extra("bench", "mlx-paged bench latency"):
-        import mlx_paged.cli.bench.engines  # noqa: F401  (before a model is loaded)
-
-    shares = parse_percentiles(metric_percentiles)
     tokenizer = tokenizer_of(setup.model)
     prompts = random_prompts(tokenizer, batch_size, input_len, output_len, seed=seed)
     run(
         LATENCY,
         prompts,
         setup,
+        report,
         num_answers=n,
         seed=seed,
         rounds={"num_iters": num_iters, "num_iters_warmup": num_iters_warmup},
-        shares=shares,
         asked={"input_len": input_len, "output_len": output_len, "batch_size": batch_size},
-        output_json=output_json,
     )
 
 
@@ -100,8 +92,7 @@ def throughput(
         int, option(_ROUNDS, "Rounds that are measured; the one of median time is told.", min=1)
     ] = 1,
     setup: EngineOptions,
-    metric_percentiles: MetricPercentiles = "50,90,99",
-    output_json: OutputJson = None,
+    report: ReportOptions,
 ) -> None:
     """Generate for many requests that come at once, and tell requests and tokens a second.
 
@@ -114,10 +105,6 @@ def throughput(
     Options, output and JSON keys are those of `vllm bench throughput`. Every round begins without
     cached prefixes: what is shared is shared within the round.
     """
-    with needs_extra("bench", "mlx-paged bench throughput"):
-        import mlx_paged.cli.bench.engines  # noqa: F401  (before a model is loaded)
-
-    shares = parse_percentiles(metric_percentiles)
     prompts = workload.sample(tokenizer_of(setup.model), seed)
     asked = {name: value for name, value in asdict(workload).items() if value is not None}
     if workload.dataset_path is not None:
@@ -126,12 +113,11 @@ def throughput(
         THROUGHPUT,
         prompts,
         setup,
+        report,
         num_answers=n,
         seed=seed,
         rounds={"num_iters": num_iters, "num_iters_warmup": num_iters_warmup},
-        shares=shares,
         asked=asked,
-        output_json=output_json,
     )
 
 
@@ -159,25 +145,27 @@ def run(
     benchmark: Benchmark,
     prompts: Sequence[Prompt],
     setup: EngineOptions,
+    report: ReportOptions,
     *,
     num_answers: int,
     seed: int,
     rounds: Mapping[str, int],
-    shares: Sequence[float],
     asked: Mapping[str, Any],
-    output_json: Path | None,
 ) -> None:
     """Measures, prints the figures of each engine and the comparison, and writes them as JSON.
 
     Args:
         rounds: `num_iters` and `num_iters_warmup`.
-        shares: percentiles of token latencies.
         asked: further options, for the file.
     """
+    with needs_extra("bench", f"mlx-paged bench {benchmark.title.lower()}"):
+        import mlx_paged.cli.bench.engines  # noqa: F401
+
+    shares = parse_percentiles(report.metric_percentiles)
     if len(set(setup.engine)) < len(setup.engine):
         names = [engine.value for engine in setup.engine]
         raise InvalidParameterError("engine", "each engine once", names)
-    check_writable("output_json", output_json)
+    check_writable("output_json", report.output_json)
     settings = settings_for(setup, prompts, num_answers, seed)
     measured, memory = _measure(setup.engine, settings, prompts, cold=benchmark.cold, **rounds)
     made: dict[str, dict[str, Any]] = {}
@@ -197,12 +185,12 @@ def run(
     comparison = {other: compare(measured[first], measured[other]) for other in others}
     for other, found in comparison.items():
         typer.echo(_verdict(first, other, found))
-    if output_json is not None:
+    if report.output_json is not None:
         # vLLM's keys for readers of vLLM's files, then those of every engine.
         vllm = benchmark.figures(measured[first])
         options = {**asked, **rounds, **asdict(settings)}
         results = {"engine": first, "options": options, "engines": made}
-        write_json(output_json, {**vllm, **results, "comparison": comparison})
+        write_json(report.output_json, {**vllm, **results, "comparison": comparison})
 
 
 def settings_for(
@@ -232,7 +220,7 @@ def settings_for(
 def sized(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
     """Settings whose KV pool has room for all that can run at once, and not more.
 
-    So a pool does not take the memory that the other engine needs, and its size says something.
+    So a pool does not take the memory that the other engine needs, and its size can be compared.
     """
     longest = max(prompt.num_tokens + prompt.max_tokens for prompt in prompts)
     given = {name: value for name, value in settings.engine_options.items() if value is not None}

@@ -91,7 +91,16 @@ class EngineOptions:
 NumAnswers = Annotated[int, option(ENGINE, "Answers for each prompt.", "--n", min=1)]
 Seed = Annotated[int, option(DATA, "Of all that is by chance.", "--seed")]
 MetricPercentiles = Annotated[str, option(_REPORT, "Percentiles of latencies, by commas.")]
-OutputJson = Annotated[Path | None, option(_REPORT, "Write figures and environment here.")]
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What is reported, and where."""
+
+    metric_percentiles: MetricPercentiles = "50,90,99"
+    output_json: Annotated[Path | None, option(_REPORT, "Write figures and environment here.")] = (
+        None
+    )
 
 
 # --- Options that take lists ----------------------------------------------------------------------

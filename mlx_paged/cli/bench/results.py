@@ -18,7 +18,7 @@ from typing import Any
 import mlx_paged
 from mlx_paged.errors import InvalidParameterError
 
-# Of the last minute, when the measuring began: what else ran here.
+# Of the minute before the measurement: what else ran on the machine.
 _LOAD_AVERAGE = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
@@ -61,7 +61,7 @@ def checkout() -> tuple[str | None, bool | None]:
     root = Path(mlx_paged.__file__).resolve().parent.parent
     # (An environment inside some other project's checkout is not ours.)
     if not (root / ".git").exists():
-        # (Whoever copied the files to a machine without their repository can tell.)
+        # (For files that were copied to a machine without their repository.)
         return os.environ.get("MLX_PAGED_COMMIT"), None
     commit = _git(root, "rev-parse", "HEAD")
     return commit, None if commit is None else bool(_git(root, "status", "--porcelain"))
@@ -94,7 +94,7 @@ def processor() -> str:
 
 
 def memory_bytes() -> int | None:
-    """Main memory of the machine; None where the system does not tell."""
+    """Main memory of the machine; None where the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -170,7 +170,8 @@ def read_json(path: Path, field: str) -> dict[str, Any]:
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """One line a row under a header of all keys, in the order in which they first come.
 
-    Values that are objects become columns ``key.inner``; None is empty.
+    Values that are objects become columns ``key.inner``, and lists ``a/b``; None is empty, and
+    ``samples`` are left out.
     """
     flat = [flatten(row) for row in rows]
     columns = list(dict.fromkeys(key for row in flat for key in row))
@@ -189,8 +190,9 @@ def flatten(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in row.items():
         if isinstance(value, Mapping):
             flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
+        elif key != "samples":
+            is_list = isinstance(value, list)
+            flat[prefix + key] = "/".join(map(str, value)) if is_list else value
     return flat
 
 

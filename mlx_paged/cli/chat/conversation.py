@@ -158,7 +158,7 @@ class Turn:
     """What is known of one answer.
 
     Attributes:
-        prompt_tokens: Of the whole conversation; None where a server does not tell.
+        prompt_tokens: Of the whole conversation; None where a server does not report it.
         cached_tokens: Those of them that were not computed again.
         completion_tokens: Of the answer.
         ttft: Seconds until its first token.
@@ -203,7 +203,7 @@ class Backend(Protocol):
 
         Raises:
             MlxPagedError: it could not be answered; the next one may.
-            KeyboardInterrupt: Ctrl-C, at a moment that harms nothing.
+            KeyboardInterrupt: Ctrl-C, raised between two steps.
         """
         ...
 

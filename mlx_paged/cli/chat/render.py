@@ -1,7 +1,7 @@
-"""Draws an answer while it comes, and never draws what a terminal would obey.
+"""Draws an answer while it is generated, without control sequences.
 
-Finished blocks of Markdown are printed once and scroll away; only the unfinished one is drawn anew,
-no taller than the screen.
+Finished blocks of Markdown are printed once and scroll away; only the unfinished one is redrawn, no
+taller than the screen.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def printable(text: str) -> str:
 
 
 def parser() -> MarkdownIt:
-    """Markdown whose HTML is text: a model's ``<think>`` is part of what it says."""
+    """Markdown whose HTML is text: a model's ``<think>`` is part of its answer."""
     return MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 
 

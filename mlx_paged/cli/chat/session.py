@@ -112,7 +112,7 @@ class Command(NamedTuple):
 
 
 def handle(session: ChatSession, entered: str) -> None:
-    """Does what a line says: a command, or a message ("//" begins one that begins with a slash).
+    """Runs a line: a command, or a message ("//" begins one that begins with a slash).
 
     Raises:
         EndOfChat: the user wants to leave.

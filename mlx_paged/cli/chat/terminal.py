@@ -42,7 +42,7 @@ def converse(session: ChatSession, history: Path) -> None:
     while True:
         try:
             handle(session, prompts.prompt(_PROMPT))
-        except KeyboardInterrupt:  # at the prompt: away with what was typed
+        except KeyboardInterrupt:  # at the prompt: discards the line
             continue
         except (EOFError, EndOfChat):
             return

@@ -85,7 +85,7 @@ def chat(
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:
         with needs_extra("chat", "a chat at a terminal"):
-            import prompt_toolkit  # noqa: F401  (told before the model is loaded)
+            import prompt_toolkit  # noqa: F401  (refused before the model is loaded)
     with typed_ahead() if at_terminal else contextlib.nullcontext():
         if server is None:
             sizes = given(max_model_len=max_model_len, kv_cache_memory=kv_cache_memory)
@@ -99,7 +99,7 @@ def chat(
 def _conversation(
     load: Path | None, system_prompt: str | None, params: dict[str, object]
 ) -> Conversation:
-    """What the command line says goes before what a saved chat says."""
+    """A saved or a new chat; options of the command line replace its settings."""
     from mlx_paged.cli.chat.conversation import Conversation
 
     conversation = Conversation() if load is None else Conversation.load(load)
@@ -159,7 +159,7 @@ def _converse(
 
 @contextlib.contextmanager
 def typed_ahead() -> Iterator[None]:
-    """Keys typed before a prompt wait for it as they are, and do not stain what is drawn.
+    """Keys typed before a prompt wait for it unchanged, and are not echoed into the output.
 
     A terminal would echo them, and make a line feed of Enter, which at the prompt is another key.
     """

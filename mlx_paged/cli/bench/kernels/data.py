@@ -57,7 +57,7 @@ class Pools:
         self.dtype: mx.Dtype = getattr(mx, key.dtype)
         counts = [-(-n // key.block_size) for n in key.lens]
         rng = np.random.default_rng(key.seed)
-        order = rng.permutation(sum(counts) * key.num_sets) + 1  # block 0 belongs to nobody
+        order = rng.permutation(sum(counts) * key.num_sets) + 1  # block 0 is never used
         ends = np.cumsum(counts * key.num_sets)[:-1]
         flat = [part.tolist() for part in np.split(order, ends)]
         batch = len(counts)
@@ -132,7 +132,7 @@ class PoolCache:
         self._last: Pools | None = None
 
     def get(self, key: PoolKey) -> Pools:
-        """Pools for a key; others are let go of first."""
+        """Pools for a key; others are freed first."""
         if self._last is None or self._last.key != key:
             self._last = None
             mx.clear_cache()
@@ -141,7 +141,7 @@ class PoolCache:
 
 
 def to_words(a: mx.array) -> np.ndarray:
-    """The bits: unlike values they tell -0.0 from 0.0 and one NaN from another."""
+    """The bits, which differ between -0.0 and 0.0, and between NaNs."""
     return np.array(mx.contiguous(a).view(mx.uint32 if a.dtype.size == 4 else mx.uint16))
 
 
@@ -233,9 +233,9 @@ def require_close(
     for name, error in errors.items():
         limit = TOLERANCE[case.dtype] if name == OURS else PEER_TOLERANCE
         if not error <= limit:
-            who = "" if name == OURS else f"the peer {name}: "
+            prefix = "" if name == OURS else f"the peer {name}: "
             raise WrongResultError(
-                case, f"{who}a row is off by {error:.1e} of its norm, and {limit:.0e} is allowed"
+                case, f"{prefix}a row is off by {error:.1e} of its norm, and {limit:.0e} is allowed"
             )
     return errors.pop(OURS), errors
 

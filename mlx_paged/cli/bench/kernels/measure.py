@@ -87,7 +87,7 @@ def gpu_head_dims() -> set[int]:
 
 
 def device_memory(device: str) -> int | None:
-    """Bytes that arrays of a device may be in; None where nobody tells."""
+    """Bytes of a device's memory; None where it is not known."""
     if device == "gpu":
         info = mx.device_info()  # type: ignore[attr-defined]
         for name in ("memory_size", "total_memory"):  # of Metal and of CUDA
@@ -115,19 +115,19 @@ def measure(
     cases: Sequence[Case],
     device: str,
     settings: Settings,
-    on_case: Callable[[Case, dict[str, Any] | None], None] = lambda case, row: None,
+    on_case: Callable[[Case, bool], None] = lambda case, is_done: None,
 ) -> list[dict[str, Any]]:
     """Rows of results, a case each.
 
     Args:
-        on_case: told of each case when it begins (with None) and when it is done.
+        on_case: called for each case when it begins, and when it is done.
 
     Raises:
         WrongResultError: an op's result is not what it should be.
     """
     copy, pools, rows = Copy(device), PoolCache(), []
     for case in cases:
-        on_case(case, None)
+        on_case(case, False)
         try:
             row = _measure(case, device, copy, pools, settings)
         except (ValueError, RuntimeError) as error:
@@ -135,7 +135,7 @@ def measure(
                 raise
             raise MlxPagedError(f"{case}: {error}") from error
         rows.append(row)
-        on_case(case, row)
+        on_case(case, True)
         gc.collect()
     return rows
 
@@ -251,7 +251,7 @@ def interleaved(
         seconds = _seconds(variant, 1, clock)
         if seconds < SECONDS_PER_VARIANT / 10:
             seconds = min(seconds, _seconds(variant, 1, clock))
-        seconds = max(seconds, 1e-9)  # a clock has its grain
+        seconds = max(seconds, 1e-9)  # the clock has a limited resolution
         most = most_output_bytes // max(1, variant.output_bytes)
         wanted = round(SAMPLE_SECONDS / seconds)
         launches[variant.name] = max(1, min(wanted, most, MOST_LAUNCHES))

@@ -1,4 +1,4 @@
-"""`mlx-paged bench kernels`: options, and what becomes of the results."""
+"""`mlx-paged bench kernels`: options, and the output of results."""
 
 from __future__ import annotations
 
@@ -202,9 +202,8 @@ def _measure(given: dict[str, list[Any]], how: RunOptions, files: Files) -> None
     shown = None if len(served) >= _LONG else False
     with progress_bar("", len(served), shown=shown, passive=True) as advance:
 
-        def on_case(case: Case, row: dict[str, Any] | None) -> None:
-            name = f"{case.op} {case.batch} x {case.context or case.rows}"
-            advance(0 if row is None else 1, name)
+        def on_case(case: Case, is_done: bool) -> None:
+            advance(int(is_done), f"{case.op} {case.batch} x {case.context or case.rows}")
 
         results = measure.measure(served, where, settings, on_case)
 
@@ -227,20 +226,9 @@ def _measure(given: dict[str, list[Any]], how: RunOptions, files: Files) -> None
             },
         )
     if files.csv is not None:
-        write_csv(files.csv, [_without_samples(row) for row in results])
+        write_csv(files.csv, results)
     if files.plot is not None:
         report.draw_picture(files.plot, results, device_name() if where == "gpu" else processor())
     for path in vars(files).values():
         if path is not None:
             typer.echo(f"wrote {path}")
-
-
-def _without_samples(row: dict[str, Any]) -> dict[str, Any]:
-    """A row for CSV: figures only."""
-
-    def lean(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: lean(v) for k, v in value.items() if k != "samples"}
-        return "/".join(map(str, value)) if isinstance(value, list) else value
-
-    return {name: lean(value) for name, value in row.items()}
