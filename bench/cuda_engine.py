@@ -36,8 +36,8 @@ from mlx_paged.demo import model_path
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.model import seam
-from mlx_paged.model.load import LoadedModel
+from mlx_paged.model import patches
+from mlx_paged.model.loader import LoadedModel
 
 DECODE = {
     "1 x 1024": (1024,),
@@ -162,7 +162,7 @@ def add_all(engine: Engine, prompts: Prompts, max_tokens: int) -> None:
 @contextmanager
 def plain_mlx() -> Any:
     """MLX as it is without this package."""
-    seam.uninstall()
+    patches.uninstall()
     limits = [(f, f(1 << 62)) for f in (mx.set_cache_limit, mx.set_memory_limit)]
     total = int(mx.device_info()["memory_size"]) if "memory_size" in mx.device_info() else 140 << 30
     for set_limit, _ in limits:

@@ -49,7 +49,7 @@ def work(name: str, workload: str, count: int, max_tokens: int) -> dict[str, Any
     from mlx_paged.cli import demo
     from mlx_paged.cli.bench.datasets import Prompt
     from mlx_paged.cli.bench.engines import MlxLmRunner, PagedRunner, Settings
-    from mlx_paged.model.load import load
+    from mlx_paged.model.loader import load
 
     mx.set_default_device(mx.cpu)
     # float32 for all: as stored, in 8 bits, MLX's CPU backend takes 0.6 s a token.

@@ -30,9 +30,9 @@ from mlx_paged.demo import model_path
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.model.cache import PagedLayerCache
+from mlx_paged.model.caches import PagedLayerCache
 from mlx_paged.model.families import register_family
-from mlx_paged.model.load import LoadedModel
+from mlx_paged.model.loader import LoadedModel
 
 VOCAB_SIZE = 320
 TOKEN = 312  # " the" of the embedded tokenizer: what greedy requests get
@@ -123,10 +123,10 @@ class Clock:
             (mx, "eval", "evaluation"),
             (mx, "async_eval", "evaluation"),
             (engine._scheduler, "schedule", "schedule"),
-            (engine._scheduler, "commit", "commit"),
+            (engine._scheduler, "update_from_output", "commit"),
             (engine._executor, "launch", "launch"),
             (engine._executor, "read", "read"),
-            (engine._publisher, "publish", "publish"),
+            (engine._output_processor, "process_outputs", "publish"),
         ]
         self.reset()
         originals = [getattr(part, name) for part, name, _ in parts]

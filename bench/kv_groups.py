@@ -31,10 +31,9 @@ from mlx_lm.utils import _get_classes, load_tokenizer
 
 from mlx_paged.demo import model_path
 from mlx_paged.engine.config import EngineConfig
-from mlx_paged.engine.kv_groups import KVGroups
-from mlx_paged.model.layout import CacheLayout, Mode
-from mlx_paged.model.load import LoadedModel
-from mlx_paged.model.specs import LayerSpec
+from mlx_paged.engine.kv_cache_config import KVCacheConfig
+from mlx_paged.model.layout import CacheLayout, LayerSpec, Mode
+from mlx_paged.model.loader import LoadedModel
 
 BLOCK_SIZE = 32
 NUM_GENERATED = 64
@@ -173,7 +172,7 @@ def at_real_widths(
             typical_context_len=context_len,
             disable_hybrid_kv_cache_manager=not with_groups,
         )
-        groups = KVGroups(layout, config, 2 * context_len)
+        groups = KVCacheConfig(layout, config, 2 * context_len)
         windowed, full = (
             sum(s.bytes_per_token for s in layout.attention if (s.window is None) == is_full)
             for is_full in (False, True)

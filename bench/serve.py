@@ -78,7 +78,7 @@ def export_float32(target: Path) -> None:
     from mlx_lm.utils import save_config, save_model
 
     from mlx_paged.demo import model_path
-    from mlx_paged.model.load import load
+    from mlx_paged.model.loader import load
 
     model = load()
     save_model(target, model.model)

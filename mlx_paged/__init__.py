@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mlx_paged.engine.sampling_params import SamplingParams
     from mlx_paged.extension import build_info
     from mlx_paged.model.families import register_family
-    from mlx_paged.model.load import LoadedModel, load
+    from mlx_paged.model.loader import LoadedModel, load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,11 +35,11 @@ __all__ = [
 
 _HOMES = {
     "LLM": "mlx_paged.engine.llm",
-    "LoadedModel": "mlx_paged.model.load",
+    "LoadedModel": "mlx_paged.model.loader",
     "RequestOutput": "mlx_paged.engine.llm",
     "SamplingParams": "mlx_paged.engine.sampling_params",
     "build_info": "mlx_paged.extension",
-    "load": "mlx_paged.model.load",
+    "load": "mlx_paged.model.loader",
     "register_family": "mlx_paged.model.families",
 }
 

@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 OPS = ["plan", "write_kv", "copy_blocks", "gather_kv", "paged_attention", "pool_contract",
        "validation"]  # fmt: skip
-ENGINE = ["cuda", "dense_prefill", "engine_faults", "engine_memory", "compiled_step"]
+ENGINE = ["cuda", "dense_prefill", "engine_faults", "engine_memory", "compiled"]
 PLANTED = "memcheck of a planted fault"
 SANITIZED = ("float32", "bfloat16", "float16")
 NOT_THE_MOE = ["decode", "decode-more", "prefill", "prefix", "qwen3-0.6b", "llama-8b-4bit"]

@@ -7,11 +7,14 @@ What is written by hand in that file stays as it is.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+os.environ["MLX_PAGED_DISABLE"] = "1"  # else the dense caches would be the drop-in's
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
@@ -20,9 +23,8 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_paged import ops
 from mlx_paged.model.families import MLX_LM_VERSION, PROVEN, REFUSED
-from mlx_paged.model.layout import CacheLayout
-from mlx_paged.model.serve import serve
-from mlx_paged.model.specs import StateSpec, UnusedSpec
+from mlx_paged.model.layout import CacheLayout, StateSpec, UnusedSpec
+from mlx_paged.model.wrap import serve
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/models.md"

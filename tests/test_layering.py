@@ -145,7 +145,7 @@ def test_the_table_has_no_cycles_and_keeps_the_halves_apart() -> None:
         ("core/scheduler.py", "from mlx_paged.engine.engine import Engine"),
         ("core/scheduler.py", "import mlx_paged.model.plan"),
         ("model/plan.py", "from mlx_paged.core import BlockPool"),
-        ("model/load.py", "from mlx_paged import LLM"),
+        ("model/loader.py", "from mlx_paged import LLM"),
         ("ops.py", "from mlx_paged.model import plan"),
         ("blas.py", "import mlx_paged.extension"),
         ("engine/engine.py", "import mlx_paged.cli"),

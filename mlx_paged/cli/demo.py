@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mlx_paged.engine.llm import LLM
     from mlx_paged.engine.outputs import RequestOutput
     from mlx_paged.engine.sampling_params import SamplingParams
-    from mlx_paged.model.load import LoadedModel
+    from mlx_paged.model.loader import LoadedModel
 
 NUM_CHATS = 8
 
@@ -44,7 +44,7 @@ def demo(
     from mlx_paged import extension
     from mlx_paged.engine.llm import LLM
     from mlx_paged.engine.sampling_params import SamplingParams
-    from mlx_paged.model.load import load
+    from mlx_paged.model.loader import load
 
     console = Console(highlight=False)
     info = extension.build_info()

@@ -14,27 +14,25 @@ def doctor(
 ) -> None:
     """Look at this machine and installation: what is wrong, and what to do about it.
 
-    Tries every kernel against NumPy, measures memory bandwidth, and says which models fit. Takes
-    some seconds. The exit status is 1 where something is broken, 0 otherwise.
+    Tries every kernel against NumPy and says which models fit. Takes some seconds. The exit status
+    is 1 where something is broken, 0 otherwise.
 
     Examples:
       mlx-paged doctor
       mlx-paged doctor --json > doctor.json
     """
-    from mlx_paged.doctor import report
-    from mlx_paged.doctor.examine import Sources, examine
+    from mlx_paged.doctor.report import examine
 
     if json:
-        examination = examine()
-        typer.echo(report.dumps(examination))
-        raise typer.Exit(examination.exit_status)
+        report = examine()
+        typer.echo(report.dumps())
+        raise typer.Exit(report.exit_status)
 
     from rich.console import Console
 
     from mlx_paged.doctor import terminal
 
-    progress = Console(stderr=True)
-    with progress.status("looking") as status:
-        examination = examine(Sources(on_phase=lambda phase: status.update(f"looking at {phase}")))
-    terminal.show(examination, Console(highlight=False))
-    raise typer.Exit(examination.exit_status)
+    with Console(stderr=True).status("looking") as status:
+        report = examine(lambda phase: status.update(f"looking at {phase}"))
+    terminal.show(report, Console(highlight=False))
+    raise typer.Exit(report.exit_status)

@@ -122,6 +122,18 @@ class ServeOptions:
     ] = False
     max_num_seqs: Annotated[int, option(_SCHED, "Most sequences that run at once.", min=1)] = 256
     max_num_batched_tokens: Annotated[int, option(_SCHED, "Most tokens of one step.", min=1)] = 2048
+    long_prefill_token_threshold: Annotated[
+        int | None,
+        option(
+            _SCHED,
+            "Prompts with more tokens left get at most this many a step; 0: no such limit.",
+            min=0,
+            show_default="half of --max-num-batched-tokens",
+        ),
+    ] = None
+    watermark: Annotated[
+        float, option(_SCHED, "Share of the blocks kept free for running sequences.")
+    ] = 0.01
     enable_chunked_prefill: Annotated[
         bool,
         option(
@@ -247,8 +259,12 @@ def serve(
     """
     with needs_extra("server", "the server"):
         from mlx_paged.server import logs
-        from mlx_paged.server.config import ServerConfig, default_model_name
-        from mlx_paged.server.defaults import generation_config_of, overrides_of
+        from mlx_paged.server.config import (
+            ServerConfig,
+            default_model_name,
+            generation_config_of,
+            overrides_of,
+        )
         from mlx_paged.server.run import serve as run
     from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.engine.config import EngineConfig

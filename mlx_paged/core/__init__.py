@@ -1,44 +1,45 @@
 """The state half: requests, the scheduler, the KV store. Plain Python: no arrays, no mlx."""
 
-from mlx_paged.core.batch import (
+from mlx_paged.core.block_pool import NULL_BLOCK, BlockPool
+from mlx_paged.core.config import SchedulerConfig, SchedulingPolicy
+from mlx_paged.core.kv_cache_groups import (
+    BlockCopy,
+    BlockTables,
+    StateGroupSpec,
+    StateMove,
+    TableRow,
+    WindowGroupSpec,
+)
+from mlx_paged.core.kv_manager import KVCounters, KVManager, KVUsage
+from mlx_paged.core.outputs import (
     IN_FLIGHT_TOKEN,
-    Batch,
-    FinishReason,
     ScheduledSequence,
+    SchedulerOutput,
     SequenceOutcome,
 )
-from mlx_paged.core.block_pool import NULL_BLOCK, BlockPool
-from mlx_paged.core.block_table import BlockCopy, BlockTable
-from mlx_paged.core.config import SchedulerConfig, SchedulingPolicy
-from mlx_paged.core.manager import KVManager
-from mlx_paged.core.radix_index import PrefixMatch, RadixIndex
-from mlx_paged.core.radix_node import RadixNode
-from mlx_paged.core.request import Request, Sequence, SequenceStatus, StopPolicy
+from mlx_paged.core.prefix_tree import PrefixMatch, PrefixNode, PrefixQuery, PrefixTree
+from mlx_paged.core.request import FinishReason, Request, Sequence, SequenceStatus, StopPolicy
 from mlx_paged.core.scheduler import Scheduler
-from mlx_paged.core.side_groups import GroupRows
-from mlx_paged.core.state_group import StateGroupSpec, StateMove
-from mlx_paged.core.stats import KVCounters, KVUsage
-from mlx_paged.core.window_group import WindowGroupSpec, WindowRow
 
 __all__ = [
-    "Batch",
+    "IN_FLIGHT_TOKEN",
+    "NULL_BLOCK",
     "BlockCopy",
     "BlockPool",
-    "BlockTable",
+    "BlockTables",
     "FinishReason",
-    "GroupRows",
-    "IN_FLIGHT_TOKEN",
     "KVCounters",
     "KVManager",
     "KVUsage",
-    "NULL_BLOCK",
     "PrefixMatch",
-    "RadixIndex",
-    "RadixNode",
+    "PrefixNode",
+    "PrefixQuery",
+    "PrefixTree",
     "Request",
     "ScheduledSequence",
     "Scheduler",
     "SchedulerConfig",
+    "SchedulerOutput",
     "SchedulingPolicy",
     "Sequence",
     "SequenceOutcome",
@@ -46,6 +47,6 @@ __all__ = [
     "StateGroupSpec",
     "StateMove",
     "StopPolicy",
+    "TableRow",
     "WindowGroupSpec",
-    "WindowRow",
 ]

@@ -1,4 +1,5 @@
-"""BlockPool: who owns which block of the KV pool, and when a freed one may be handed out again.
+"""BlockPool: who owns which block of a KV pool, when a freed one is handed out again, and which
+cached one is evicted next.
 
 A block is in exactly one of four states, and every change of state is O(1)::
 
@@ -9,18 +10,24 @@ A block is in exactly one of four states, and every change of state is O(1)::
        +--<-- quarantined <----------------+  |
        |           ^                       |  |
        |           | uncache               v  |  last release, cached
-       +--<--------+--------------------- cached  held by the prefix index alone
+       +--<--------+--------------------- cached  held by a node of the prefix tree alone
 
 *Quarantine.* Steps run asynchronously: when a block loses its last owner, a step that reads it may
 still be in flight. Every release stamps the block with the newest launched step, and the block is
 handed out again only after that step has been evaluated. Without a step in flight the quarantine is
 empty and blocks become free at once.
+
+*Eviction.* Cached blocks are evicted in the order in which they lost their last owner. Those that a
+running sequence left behind (`passed`: they slid out of its window) go before those where a
+sequence ended, because only the latter are where another one is likely to continue.
 """
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
+from mlx_paged.core.prefix_tree import PrefixNode  # for its type: the pool looks into none
 from mlx_paged.errors import IntegrityError, InvalidParameterError
 
 #: Never handed out: padding entries of block tables point at it.
@@ -28,7 +35,12 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Ids and reference counts of the blocks `1 .. num_blocks - 1`."""
+    """Ids, reference counts and cached nodes of the blocks `1 .. num_blocks - 1`.
+
+    Attributes:
+        num_freed: Grows whenever blocks became available (free, or cached and not in use by a step
+            in flight). While it stays the same, there is no more room than before.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
@@ -38,16 +50,20 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.launched_step = 0
         self.evaluated_step = 0
+        self.num_freed = 0
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack: recently used blocks first
         self._ref_counts = [0] * num_blocks  # references by sequences
-        self._is_cached = bytearray(num_blocks)  # whether the prefix index holds the block too
-        self._last_step = [
-            0
-        ] * num_blocks  # newest step that may touch the block, as of its last release
+        self._nodes: list[PrefixNode | None] = [None] * num_blocks  # the node that holds the block
+        # Newest step that may touch the block, as of its last release.
+        self._last_step = [0] * num_blocks
         self._quarantine: dict[int, list[int]] = {}  # step -> blocks that wait for it
         self._num_quarantined = 0
-        self._num_cached = 0
         self._num_shared = 0
+        self._num_indexed = 0
+        self._last_cached_step = 0  # newest step that a cached block may have been in use by
+        # Cached blocks without an owner, in the order in which they are evicted.
+        self._passed: OrderedDict[int, None] = OrderedDict()
+        self._kept: OrderedDict[int, None] = OrderedDict()
 
     # Numbers.
 
@@ -68,40 +84,45 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that only the prefix index holds: they can be evicted."""
-        return self._num_cached
+        """Blocks that only the prefix tree holds: they can be evicted."""
+        return len(self._passed) + len(self._kept)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that are free, or can be evicted (perhaps not before a step is evaluated)."""
+        return len(self._free) + len(self._passed) + len(self._kept)
+
+    @property
+    def num_available_later(self) -> int:
+        """Blocks that will be available once the steps in flight are evaluated."""
+        return self.num_available + self._num_quarantined
 
     @property
     def num_used(self) -> int:
         """Blocks that sequences reference."""
-        return self.num_usable - self.num_free - self._num_quarantined - self._num_cached
+        return self.num_usable - self.num_available_later
 
     @property
     def num_shared(self) -> int:
         """Blocks that more than one sequence references."""
         return self._num_shared
 
+    @property
+    def num_indexed(self) -> int:
+        """Blocks that the prefix tree holds, used or not."""
+        return self._num_indexed
+
     def ref_count(self, block: int) -> int:
         """References to `block` by sequences."""
         return self._ref_counts[block]
 
-    def is_cached(self, block: int) -> bool:
-        """Whether the prefix index holds `block`."""
-        return bool(self._is_cached[block])
+    def node_of(self, block: int) -> PrefixNode | None:
+        """The node of the prefix tree that holds `block`; None where none does."""
+        return self._nodes[block]
 
-    def is_settled(self, block: int) -> bool:
-        """Whether no step in flight can touch a block that no sequence references."""
-        return self._last_step[block] <= self.evaluated_step
-
-    def grow(self, num_blocks: int) -> None:
-        """Adds blocks, all of them free; the store they index must have grown before."""
-        more = num_blocks - self.num_blocks
-        assert more >= 0, f"a pool of {self.num_blocks} blocks cannot become one of {num_blocks}"
-        self._free[:0] = range(num_blocks - 1, self.num_blocks - 1, -1)  # handed out last
-        self._ref_counts += [0] * more
-        self._is_cached += bytes(more)
-        self._last_step += [0] * more
-        self.num_blocks = num_blocks
+    def is_own(self, block: int) -> bool:
+        """Whether the one sequence that references `block` may write to it."""
+        return self._ref_counts[block] == 1 and self._nodes[block] is None
 
     # Ownership by sequences.
 
@@ -115,14 +136,18 @@ class BlockPool:
         """Adds a reference to a block that is used or cached."""
         count = self._ref_counts[block]
         if count == 0:
-            assert self._is_cached[block], f"block {block} has no owner to share it"
-            self._num_cached -= 1
+            assert self._nodes[block] is not None, f"block {block} has no owner to share it"
+            self._leave_queue(block)
         elif count == 1:
             self._num_shared += 1
         self._ref_counts[block] = count + 1
 
-    def release(self, block: int) -> None:
-        """Drops a reference; after the last one the block is cached, or on its way to be free."""
+    def release(self, block: int, *, passed: bool = False) -> None:
+        """Drops a reference; after the last one the block is cached, or on its way to be free.
+
+        Args:
+            passed: the sequence goes on without the block (see the module's text).
+        """
         count = self._ref_counts[block] - 1
         assert count >= 0, f"block {block} is released more often than retained"
         self._ref_counts[block] = count
@@ -130,25 +155,38 @@ class BlockPool:
             self._num_shared -= 1
         elif count == 0:
             self._last_step[block] = self.launched_step
-            if self._is_cached[block]:
-                self._num_cached += 1
-            else:
+            self.num_freed += self.launched_step <= self.evaluated_step
+            if self._nodes[block] is None:
                 self._reclaim(block)
+            else:
+                (self._passed if passed else self._kept)[block] = None
+                self._last_cached_step = self.launched_step
 
-    # Ownership by the prefix index.
+    # Ownership by the prefix tree.
 
-    def cache(self, block: int) -> None:
-        """The prefix index takes hold of a block that a sequence is using."""
-        assert self._ref_counts[block] > 0 and not self._is_cached[block]
-        self._is_cached[block] = 1
+    def cache(self, block: int, node: PrefixNode) -> None:
+        """A node takes hold of a block that a sequence is using."""
+        assert self._ref_counts[block] > 0 and self._nodes[block] is None
+        self._nodes[block] = node
+        self._num_indexed += 1
 
     def uncache(self, block: int) -> None:
-        """The prefix index lets go of a block."""
-        assert self._is_cached[block], f"block {block} is not cached"
-        self._is_cached[block] = 0
+        """The node that holds a block lets go of it."""
+        assert self._nodes[block] is not None, f"block {block} is not cached"
+        self._nodes[block] = None
+        self._num_indexed -= 1
         if self._ref_counts[block] == 0:
-            self._num_cached -= 1
+            self._leave_queue(block)
             self._reclaim(block)
+
+    def next_to_evict(self) -> PrefixNode | None:
+        """The node whose block is evicted next; None where steps in flight may read all of them."""
+        for queue in (self._passed, self._kept):
+            # In both the oldest comes first: if it may still be read, so may all others.
+            block = next(iter(queue), None)
+            if block is not None and self._last_step[block] <= self.evaluated_step:
+                return self._nodes[block]
+        return None
 
     # Steps.
 
@@ -158,61 +196,85 @@ class BlockPool:
         self.launched_step = step
 
     def on_step_evaluated(self, step: int) -> None:
-        """Steps up to `step` have run to their end: what waited for them is free."""
+        """Steps up to `step` have run to their end: blocks that waited for them are free."""
         assert self.evaluated_step < step <= self.launched_step, (
             f"step {step} evaluated; launched are {self.evaluated_step + 1}..{self.launched_step}"
         )
+        self.num_freed += self._last_cached_step > self.evaluated_step
         # A loop over step numbers, not over the dict: steps are evaluated one by one, in order.
         for waited_for in range(self.evaluated_step + 1, step + 1):
             blocks = self._quarantine.pop(waited_for, ())
             self._num_quarantined -= len(blocks)
+            self.num_freed += len(blocks)
             self._free.extend(blocks)
         self.evaluated_step = step
 
+    def grow(self, num_blocks: int) -> None:
+        """Adds blocks, all of them free; the pools that they index must have grown before."""
+        more = num_blocks - self.num_blocks
+        assert more >= 0, f"a pool of {self.num_blocks} blocks cannot become one of {num_blocks}"
+        self._free[:0] = range(num_blocks - 1, self.num_blocks - 1, -1)  # handed out last
+        self._ref_counts += [0] * more
+        self._nodes += [None] * more
+        self._last_step += [0] * more
+        self.num_blocks = num_blocks
+        self.num_freed += more
+
+    def _leave_queue(self, block: int) -> None:
+        """A cached block is referenced again, or is cached no more."""
+        del (self._kept if block in self._kept else self._passed)[block]
+
     def _reclaim(self, block: int) -> None:
-        if self.is_settled(block):
+        if self._last_step[block] <= self.evaluated_step:
             self._free.append(block)
         else:
             self._quarantine.setdefault(self._last_step[block], []).append(block)
             self._num_quarantined += 1
 
-    # Truth.
+    # Integrity.
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, references: Counter[int] | None = None) -> None:
         """Recounts everything from the block states; O(num_blocks).
+
+        Args:
+            references: by block, how often sequences and copies name it; None: not compared.
 
         Raises:
             IntegrityError: With what disagrees.
         """
         quarantined = [b for blocks in self._quarantine.values() for b in blocks]
         used = [b for b in range(self.num_blocks) if self._ref_counts[b] > 0]
-        cached = [
-            b for b in range(self.num_blocks) if self._is_cached[b] and not self._ref_counts[b]
-        ]
+        cached = [b for b, node in enumerate(self._nodes) if node and not self._ref_counts[b]]
         _expect_partition(self.num_blocks, self._free, quarantined, used, cached)
+        if sorted([*self._passed, *self._kept]) != cached:
+            raise IntegrityError(f"blocks {cached} are cached, but eviction knows others")
         shared = sum(count > 1 for count in self._ref_counts)
         for name, stored, counted in (
             ("quarantined", self._num_quarantined, len(quarantined)),
-            ("cached", self._num_cached, len(cached)),
             ("used", self.num_used, len(used)),
             ("shared", self._num_shared, shared),
+            ("indexed", self._num_indexed, sum(node is not None for node in self._nodes)),
         ):
             if stored != counted:
-                raise IntegrityError(f"{stored} blocks are booked as {name}, but {counted} are")
+                raise IntegrityError(f"{stored} blocks are counted as {name}, but {counted} are")
         for step, blocks in self._quarantine.items():
             if not self.evaluated_step < step <= self.launched_step:
                 raise IntegrityError(
                     f"blocks {blocks} wait for step {step}, which is not in flight"
                 )
-        if self._is_cached[NULL_BLOCK]:
-            raise IntegrityError("block 0 is cached")
+        for block, count in enumerate(self._ref_counts):
+            if references is not None and count != references[block]:
+                raise IntegrityError(
+                    f"block {block} has {count} references, but {references[block]} tables and "
+                    "copies name it"
+                )
 
 
-def _expect_partition(num_blocks: int, *groups: Iterable[int]) -> None:
-    """Every block but 0 is in exactly one group."""
+def _expect_partition(num_blocks: int, *states: Iterable[int]) -> None:
+    """Every block but 0 is in exactly one state."""
     seen = [0] * num_blocks
-    for group in groups:
-        for block in group:
+    for blocks in states:
+        for block in blocks:
             seen[block] += 1
     if seen[NULL_BLOCK]:
         raise IntegrityError("block 0 has been handed out")

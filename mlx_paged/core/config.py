@@ -34,8 +34,6 @@ class SchedulerConfig:
         policy: "fcfs" or "priority".
         watermark: Share of the blocks that admission leaves free for the growth of what runs.
         max_num_waiting: `add` refuses a request when this many sequences wait; None never refuses.
-        wait_for_shared_blocks: Let a request wait for a block that a running one is computing,
-            instead of computing it a second time.
     """
 
     max_num_seqs: int = 256
@@ -46,7 +44,6 @@ class SchedulerConfig:
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     watermark: float = 0.01
     max_num_waiting: int | None = None
-    wait_for_shared_blocks: bool = True
 
     def __post_init__(self) -> None:
         try:

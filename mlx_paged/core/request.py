@@ -20,12 +20,25 @@ The life of the tokens of a running sequence (every number counts from the start
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
+from typing import Any
 
-from mlx_paged.core.batch import FinishReason
+from mlx_paged.core.kv_cache_groups import BlockTables
+from mlx_paged.core.prefix_tree import TOKEN_TYPE, PrefixQuery
 from mlx_paged.errors import InvalidParameterError
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended; the values are those of the OpenAI API where it has one."""
+
+    STOP = "stop"  # end-of-text token, stop token or stop string
+    LENGTH = "length"  # max_tokens, or no room for a longer sequence
+    ABORT = "abort"
+    TIMEOUT = "timeout"
+    ERROR = "error"
 
 
 class SequenceStatus(Enum):
@@ -100,7 +113,8 @@ class Request:
         read_prefix_cache: False computes every prompt token anew (for prompt log-probabilities,
             which need the logits of all of them); its blocks are shared with later requests all the
             same.
-        sampling_params: Opaque here; the sampler reads it.
+        state: What the engine keeps of the request (`engine.output_processor.RequestState`). The
+            engine sets and reads it, not the state half.
     """
 
     request_id: str
@@ -111,7 +125,7 @@ class Request:
     timeout: float | None = None
     cache_salt: str | None = None
     read_prefix_cache: bool = True
-    sampling_params: object = None
+    state: Any = None
 
     # Set by `Scheduler.add`.
     arrival: int = field(default=-1, init=False)
@@ -123,10 +137,12 @@ class Request:
         self.prompt_token_ids = tuple(self.prompt_token_ids)
         if not self.prompt_token_ids:
             raise InvalidParameterError("prompt_token_ids", "at least one token", ())
-        if min(self.prompt_token_ids) < 0:
-            raise InvalidParameterError(
-                "prompt_token_ids", "token ids >= 0", min(self.prompt_token_ids)
-            )
+        try:
+            array(TOKEN_TYPE, self.prompt_token_ids)  # (faster than a look at each)
+        except OverflowError:
+            wrong = next(t for t in self.prompt_token_ids if not 0 <= t < 1 << 32)
+            expected = "token ids >= 0" if wrong < 0 else "token ids below 2**32"
+            raise InvalidParameterError("prompt_token_ids", expected, wrong) from None
         if self.n < 1:
             raise InvalidParameterError("n", "at least 1", self.n)
         if self.timeout is not None and self.timeout < 0:
@@ -142,24 +158,37 @@ class Request:
 
 
 class Sequence:
-    """One answer of a request: its tokens, and how far they have come.
+    """One answer of a request: its tokens, how far they have come, and all that it holds.
 
     Attributes:
         seq_id: Unique in the scheduler's life.
         request: What it belongs to.
         index: Which of the request's `n` sequences it is.
+        order: (class, arrival, index): smaller is served first, preempted last.
         tokens: Prompt and generated tokens; only ever appended to.
+        status: Where it is in its life.
+        finish_reason: Why it ended; None while it goes on.
         num_computed_tokens: Committed positions in its blocks.
         num_scheduled_tokens: Positions that launched steps have written or will write.
         max_num_tokens: Most tokens that prompt and answer will have.
-        end_token_ids: Tokens that may end it (`StopPolicy.reason_to_stop` has the last word).
+        end_token_ids: Tokens that may end it (`StopPolicy.reason_to_stop` decides).
+        tables: Its block tables and state slots; None while it waits.
+        query: Its search in the prefix cache, while it waits.
+        waits_for: A running sequence that computes a block which this one needs next, and that
+            one's `num_computed_tokens` when last looked at.
+        blocked_at: `KVManager.num_freed` when there was no room for it; -1: not tried yet.
+        sampler, prompt_report, answer: How its tokens are chosen, what is to be reported of its
+            prompt, and where its tokens go. The engine sets and reads them, not the state half.
+        sampled_index: Entry of its newest token among those that its last step samples.
+        last_step: Last step it was part of (0: none).
         num_cached_tokens: Tokens its first admission found in the cache.
         first_admission: When that was, in seconds of a monotonic clock.
         num_preemptions: Times it lost its blocks.
-        last_step: Last step it was part of (0: none).
     """
 
     __slots__ = (
+        "answer",
+        "blocked_at",
         "end_token_ids",
         "finish_reason",
         "first_admission",
@@ -171,31 +200,44 @@ class Sequence:
         "num_preemptions",
         "num_scheduled_tokens",
         "order",
+        "prompt_report",
+        "query",
         "request",
+        "sampled_index",
+        "sampler",
         "seq_id",
         "status",
+        "tables",
         "tokens",
         "waits_for",
     )
 
-    def __init__(self, seq_id: int, request: Request, index: int, order: tuple[int, int, int]):
+    def __init__(
+        self, seq_id: int, request: Request, index: int, order: tuple[int, int, int]
+    ) -> None:
         self.seq_id = seq_id
         self.request = request
         self.index = index
-        self.order = order  # (class, arrival, index): smaller is served first, preempted last
-        self.tokens: list[int] = list(request.prompt_token_ids)
-        self.max_num_tokens = request.num_prompt_tokens + request.max_output_tokens
-        self.end_token_ids = request.stop.end_token_ids
+        self.order = order
+        self.tokens = array(TOKEN_TYPE, request.prompt_token_ids)
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
+        self.max_num_tokens = request.num_prompt_tokens + request.max_output_tokens
+        self.end_token_ids = request.stop.end_token_ids
+        self.tables: BlockTables | None = None
+        self.query: PrefixQuery | None = None
+        self.waits_for: tuple[Sequence, int] | None = None
+        self.blocked_at = -1
+        self.sampler: Any = None
+        self.prompt_report: Any = None
+        self.answer: Any = None
+        self.sampled_index = -1
+        self.last_step = 0
         self.num_cached_tokens: int | None = None
         self.first_admission: float | None = None
         self.num_preemptions = 0
-        self.last_step = 0
-        # (running sequence, its num_computed_tokens when last looked at): see Planner._must_wait.
-        self.waits_for: tuple[Sequence, int] | None = None
 
     def __repr__(self) -> str:
         return (
@@ -213,14 +255,5 @@ class Sequence:
         return self.status is SequenceStatus.RUNNING
 
     @property
-    def output_token_ids(self) -> list[int]:
-        return self.tokens[self.request.num_prompt_tokens :]
-
-    @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.request.num_prompt_tokens
-
-    @property
-    def is_prefilling(self) -> bool:
-        """Whether more than the newest token is still to be computed."""
-        return len(self.tokens) - self.num_scheduled_tokens > 1

@@ -1,20 +1,30 @@
-"""Scheduler: decides what the next step computes, and takes in what it brought."""
+"""Scheduler: decides what the next step computes, and takes in what a step brought.
+
+A sequence is preempted (it loses its blocks and waits again) in four cases: a decode needs a block
+and there is none (`_secure`), a prompt's chunk needs one (`_secure_chunk`), a request of a higher
+class has no place (`_make_way`), and a step failed (`requeue_in_flight`).
+"""
 
 from __future__ import annotations
 
+import math
 import time
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from functools import partial
 
-from mlx_paged.core import KVManager
-from mlx_paged.core.batch import Batch, FinishReason, SequenceOutcome
 from mlx_paged.core.config import SchedulerConfig, SchedulingPolicy
-from mlx_paged.core.deadlines import Deadlines
-from mlx_paged.core.in_flight import LaunchedStep
-from mlx_paged.core.planner import Planner
-from mlx_paged.core.request import Request, Sequence, SequenceStatus
-from mlx_paged.core.scheduler_integrity import check_queues
+from mlx_paged.core.kv_manager import KVManager
+from mlx_paged.core.outputs import (
+    IN_FLIGHT_TOKEN,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceOutcome,
+)
+from mlx_paged.core.prefix_tree import PrefixQuery
+from mlx_paged.core.request import FinishReason, Request, Sequence, SequenceStatus
 from mlx_paged.errors import (
     DuplicateRequestError,
     EngineOverloadedError,
@@ -27,7 +37,10 @@ from mlx_paged.errors import (
 #: that runs meanwhile.
 MAX_STEPS_IN_FLIGHT = 2
 
-_outcome = partial(tuple.__new__, SequenceOutcome)  # a third of a call's time
+_IN_FLIGHT = (IN_FLIGHT_TOKEN,)
+# (A third of a constructor call's time.)
+_scheduled = partial(tuple.__new__, ScheduledSequence)
+_outcome = partial(tuple.__new__, SequenceOutcome)
 
 
 class Scheduler:
@@ -35,22 +48,25 @@ class Scheduler:
 
     Without overlap, a step is committed before the next one is scheduled::
 
-        while (batch := scheduler.schedule()) is not None:
-            publish(scheduler.commit(batch, run(batch)))
+        while (output := scheduler.schedule()) is not None:
+            publish(scheduler.update_from_output(output, run(output)))
 
     With one step of overlap, step N+1 is scheduled and launched before step N is committed::
 
         running = None
         while scheduler.has_unfinished or running:
-            batch = scheduler.schedule()  # rows may take the tokens that step N is still sampling
-            launched = launch(batch) if batch else None
+            output = scheduler.schedule()  # may take the tokens that step N is still sampling
+            launched = launch(output) if output else None
             if running:
-                publish(scheduler.commit(running.batch, running.tokens()))
+                publish(scheduler.update_from_output(running.output, running.tokens()))
             running = launched
 
     `schedule` may return None while a step is in flight (everything waits for it), never otherwise
-    while `has_unfinished`. Sampled tokens of sequences that finished meanwhile are ignored: the row
-    is discarded.
+    while `has_unfinished`. Sampled tokens of sequences that finished meanwhile are ignored.
+
+    Attributes:
+        waiting, running: The unfinished sequences, in service order.
+        num_preemptions: Times a sequence lost its blocks to others.
     """
 
     def __init__(
@@ -62,20 +78,33 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.kv = kv
+        self.waiting = SequenceQueue()
+        self.running = SequenceQueue()
+        self.num_preemptions = 0
         self._clock = clock
-        self._planner = Planner(config, kv)
-        self._requests: dict[str, Request] = {}
-        self._in_flight: deque[LaunchedStep] = deque()
+        self._watermark = int(config.watermark * kv.pool.num_usable)
+        self._long_prefill_threshold = config.long_prefill_threshold
+        self._requests: dict[str, Request] = {}  # unfinished ones by id
         self._deadlines = Deadlines()
         self._unreported: list[SequenceOutcome] = []
-        self._step = 0
         self._num_arrived = 0
         self._next_seq_id = 0
+        # Steps.
+        self._step = 0
+        self._committed_step = 0
+        self._in_flight: deque[SchedulerOutput] = deque()
+        # Of the step being built.
+        self._scheduled: list[ScheduledSequence] = []
+        self._num_sampled = 0
+        self._prefilling: list[Sequence] = []  # running, with more than one token to go
+        self._budget = 0
+        self._long_budget = 0
+        self._preempted = False
 
     # Requests.
 
     def add(self, request: Request) -> list[Sequence]:
-        """Takes a request into the queue; returns its `n` sequences (their ids key sampled tokens).
+        """Takes a request into the queue; returns its `n` sequences.
 
         Raises:
             RequestTooLargeError: It could never be served, even alone.
@@ -100,168 +129,9 @@ class Scheduler:
             self._next_seq_id += 1
             seq = Sequence(self._next_seq_id, request, index, (rank, request.arrival, index))
             request.sequences.append(seq)
-            self._planner.sequences[seq.seq_id] = seq
-            self._planner.waiting.add(seq)
+            self.waiting.add(seq)
         self._requests[request.request_id] = request
         return request.sequences
-
-    def abort(self, request_id: str) -> bool:
-        """Ends a request now, wherever it is; false when there is no such unfinished request."""
-        return self.finish(request_id, FinishReason.ABORT)
-
-    def finish(self, request_id: str, reason: FinishReason, *, index: int | None = None) -> bool:
-        """Ends a request, or one of its sequences, for a reason found outside (a stop string...).
-
-        Its full blocks stay in the prefix index. No outcome is reported: the caller knows.
-
-        Returns:
-            Whether anything was left to end.
-        """
-        request = self._requests.get(request_id)
-        if request is None:
-            return False
-        if index is not None and not 0 <= index < request.n:
-            raise InvalidParameterError("index", f"in [0, {request.n})", index)
-        chosen = request.sequences if index is None else request.sequences[index : index + 1]
-        alive = [seq for seq in chosen if not seq.is_finished]
-        for seq in alive:
-            self._finish(seq, reason)
-        return bool(alive)
-
-    # Steps.
-
-    def schedule(self) -> Batch | None:
-        """Builds the next step; None when nothing can run, or not before the next commit."""
-        assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "commit a step before scheduling another"
-        self._expire()
-        planned = self._planner.plan(self._step + 1)
-        if planned is None:
-            return None
-        self._in_flight.append(planned)
-        self._step = planned.batch.step
-        return planned.batch
-
-    def commit(self, batch: Batch, sampled: Mapping[int, int]) -> list[SequenceOutcome]:
-        """Takes in the tokens of an evaluated step; steps are committed in order.
-
-        Args:
-            batch: The oldest step in flight; every read and write of it has been evaluated.
-            sampled: Token by `seq_id`, for every row with `samples`; those of finished sequences
-                may be missing (end a sequence whose logits were useless with `finish` first).
-
-        Returns:
-            One outcome for each sequence that gained a token, and for each that timed out since the
-            last call.
-        """
-        launched = self._in_flight[0] if self._in_flight else None
-        assert launched is not None and launched.batch is batch, (
-            "steps are committed once, in the order they were scheduled in"
-        )
-        launched.check_sampled(sampled)
-        self._in_flight.popleft()
-        self._planner.committed_step = batch.step
-        self.kv.on_step_evaluated(batch.step)
-        outcomes = self.take_outcomes()
-        block_size = self.kv.block_size
-        running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED
-        for row, seq in launched.rows():  # as lean as `Planner._add_decodes`, for the same reason
-            seq_id, request_id, token_ids, start, _, _, samples, _ = row
-            status = seq.status
-            if status is finished:
-                continue
-            # Who was preempted meanwhile (and does not run again before this commit) has lost its
-            # blocks, but the token is as good as ever.
-            if samples:
-                token, tokens = sampled[seq_id], seq.tokens
-                tokens.append(token)
-            if status is running:
-                seq.num_computed_tokens = now = start + len(token_ids)
-                if now % block_size < len(token_ids):  # the end of a block is among them
-                    self.kv.commit(seq_id, now)
-            if not samples:
-                continue
-            # (`max_num_tokens` is never exceeded, so that the token that reaches it is the last.)
-            if token in seq.end_token_ids or len(tokens) == seq.max_num_tokens:
-                outcomes.append(self._judge(seq))
-            else:
-                outcomes.append(_outcome((request_id, seq_id, seq.index, token, None)))
-        return outcomes
-
-    def take_outcomes(self) -> list[SequenceOutcome]:
-        """Outcomes that no step brought (timeouts); `commit` hands them out too, each once."""
-        outcomes, self._unreported = self._unreported, []
-        return outcomes
-
-    def requeue_in_flight(self) -> int:
-        """Forgets the steps in flight, after one failed: their sequences wait again.
-
-        Nothing they wrote is trusted. Call it when the device has come to rest. Returns how many
-        sequences wait anew.
-        """
-        seqs = {seq.seq_id: seq for launched in self._in_flight for seq in launched.owners}
-        again = [seq for seq in seqs.values() if seq.is_running]
-        for seq in again:
-            self._planner.preempt(seq)
-        while self._in_flight:
-            self.kv.on_step_evaluated(self._in_flight.popleft().batch.step)
-        self._planner.committed_step = self._step
-        return len(again)
-
-    def reset_prefix_cache(self) -> int:
-        """Empties the prefix cache, between any two steps; returns how many blocks it held."""
-        return self.kv.reset_prefix_cache()
-
-    # Numbers.
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self._requests)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._planner.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._planner.waiting)
-
-    @property
-    def num_preemptions(self) -> int:
-        return self._planner.num_preemptions
-
-    @property
-    def num_steps_in_flight(self) -> int:
-        return len(self._in_flight)
-
-    @property
-    def max_total_tokens(self) -> int:
-        """Most tokens that prompt and answer of one request may have together."""
-        # The last token of an answer is never computed, so it needs no slot.
-        limit = self.kv.capacity + 1
-        if self.config.max_model_len is not None:
-            limit = min(limit, self.config.max_model_len)
-        return limit
-
-    def request(self, request_id: str) -> Request | None:
-        """An unfinished request."""
-        return self._requests.get(request_id)
-
-    def sequence(self, seq_id: int) -> Sequence | None:
-        """An unfinished sequence."""
-        return self._planner.sequences.get(seq_id)
-
-    def requests(self) -> Iterator[Request]:
-        """The unfinished requests, in order of arrival."""
-        return iter(list(self._requests.values()))
-
-    def check_integrity(self) -> None:
-        """Checks queues, requests and the KV store against each other; raises `IntegrityError`."""
-        self.kv.check_integrity()
-        check_queues(self._planner, self._requests)
-        if len(self._in_flight) != self._step - self._planner.committed_step:
-            raise IntegrityError("the steps in flight are not those after the committed one")
-
-    # Ends.
 
     def _max_output_tokens(self, request: Request) -> int:
         limit = self.max_total_tokens
@@ -277,6 +147,138 @@ class Scheduler:
             )
         return request.stop.max_tokens or limit - request.num_prompt_tokens
 
+    def abort(self, request_id: str) -> bool:
+        """Ends a request now, wherever it is; false when there is no such unfinished request."""
+        return self.finish(request_id, FinishReason.ABORT)
+
+    def finish(self, request_id: str, reason: FinishReason, *, index: int | None = None) -> bool:
+        """Ends a request, or one of its sequences, for a reason found outside.
+
+        Its full blocks stay in the prefix tree. No outcome is reported: the caller knows.
+
+        Returns:
+            Whether anything was left to end.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        if index is not None and not 0 <= index < request.n:
+            raise InvalidParameterError("index", f"in [0, {request.n})", index)
+        chosen = request.sequences if index is None else request.sequences[index : index + 1]
+        num_ended = sum(self.finish_sequence(seq, reason) for seq in chosen)
+        return num_ended > 0
+
+    def finish_sequence(self, seq: Sequence, reason: FinishReason) -> bool:
+        """Ends a sequence, as `finish` does; returns whether it was unfinished."""
+        if seq.is_finished:
+            return False
+        if seq.is_running:
+            self.running.remove(seq)
+            self._free(seq)
+        else:
+            self.waiting.remove(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+        seq.waits_for = seq.query = None
+        if seq.request.is_finished:
+            del self._requests[seq.request.request_id]
+            self._deadlines.discard(seq.request)
+        return True
+
+    def _free(self, seq: Sequence) -> None:
+        assert seq.tables is not None
+        self.kv.free(seq.tables)
+        seq.tables = None
+
+    def _expire(self) -> None:
+        if not self._deadlines:
+            return
+        for request in self._deadlines.pop_due(self._clock()):
+            for seq in request.sequences:
+                if self.finish_sequence(seq, FinishReason.TIMEOUT):
+                    self._unreported.append(SequenceOutcome(seq, None, FinishReason.TIMEOUT))
+
+    # Steps.
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Builds the next step; None when nothing can run, or not before the next commit.
+
+        In this order:
+
+        1. Running decodes, one token each, in service order. Where the pool is exhausted, the last
+           in service order is preempted, even if it is the very sequence that asks.
+        2. Running prompts, in chunks. Their blocks were reserved when they were admitted.
+        3. Waiting sequences, in service order, while there is room for *all* their known tokens.
+        """
+        assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "commit a step before scheduling another"
+        self._expire()
+        self._step += 1
+        self._scheduled, self._prefilling = [], []
+        self._num_sampled = 0
+        self._budget = self.config.max_num_batched_tokens
+        self._preempted = False
+        if self.config.policy is SchedulingPolicy.PRIORITY:
+            self._make_way()
+        self._schedule_decodes()
+        self._long_budget = self._budget - min(self._short_demand(), self._budget // 2)
+        self._schedule_running_prefills()
+        if not self._preempted:  # what was taken from one sequence is not for newcomers
+            self._admit_waiting()
+        if not self._scheduled:
+            self._step -= 1
+            return None
+        copies = self.kv.launch_step(self._step)
+        output = SchedulerOutput(self._step, tuple(self._scheduled), copies)
+        self._in_flight.append(output)
+        return output
+
+    def update_from_output(
+        self, output: SchedulerOutput, sampled: SequenceOf[int | None]
+    ) -> list[SequenceOutcome]:
+        """Takes in the tokens of an evaluated step; steps are committed in order.
+
+        Args:
+            output: The oldest step in flight; every read and write of it has been evaluated.
+            sampled: For each of `output.sequences` its token; None where it does not sample, and
+                where it has finished (end a sequence whose logits were useless first).
+
+        Returns:
+            One outcome for each sequence that gained a token, and for each that timed out since the
+            last call.
+        """
+        assert self._in_flight and self._in_flight[0] is output, (
+            "steps are committed once, in the order they were scheduled in"
+        )
+        _check_sampled(output, sampled)
+        self._in_flight.popleft()
+        self._committed_step = output.step
+        self.kv.on_step_evaluated(output.step)
+        outcomes = self.take_outcomes()
+        block_size = self.kv.block_size
+        running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED
+        # As lean as `_schedule_decodes`, for the same reason.
+        for (seq, token_ids, start, samples, _, _, _), token in zip(output.sequences, sampled):
+            status = seq.status
+            if status is finished:
+                continue
+            # Who was preempted meanwhile (and does not run again before this commit) has lost its
+            # blocks, but the token is as good as ever.
+            if samples:
+                tokens = seq.tokens
+                tokens.append(token)  # type: ignore[arg-type]  # (checked above)
+            if status is running:
+                seq.num_computed_tokens = now = start + len(token_ids)
+                if now % block_size < len(token_ids):  # the end of a block is among them
+                    self.kv.commit(seq.tables, now)  # type: ignore[arg-type]
+            if not samples:
+                continue
+            # (`max_num_tokens` is never exceeded, so that the token that reaches it is the last.)
+            if token in seq.end_token_ids or len(tokens) == seq.max_num_tokens:
+                outcomes.append(self._judge(seq))
+            else:
+                outcomes.append(_outcome((seq, token, None)))
+        return outcomes
+
     def _judge(self, seq: Sequence) -> SequenceOutcome:
         """Reports the newest token of a sequence, and ends it where the token says so."""
         request, token = seq.request, seq.tokens[-1]
@@ -284,31 +286,447 @@ class Scheduler:
             token, seq.num_output_tokens, request.max_output_tokens
         )
         if reason is not None:
-            self._finish(seq, reason)
-        return SequenceOutcome(request.request_id, seq.seq_id, seq.index, token, reason)
+            self.finish_sequence(seq, reason)
+        return SequenceOutcome(seq, token, reason)
 
-    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
-        if seq.is_running:
-            self._planner.running.remove(seq)
-            self.kv.free(seq.seq_id)
-        else:
-            self._planner.waiting.remove(seq)
-        seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = reason
-        seq.waits_for = None
-        del self._planner.sequences[seq.seq_id]
-        if seq.request.is_finished:
-            del self._requests[seq.request.request_id]
-            self._deadlines.discard(seq.request)
+    def take_outcomes(self) -> list[SequenceOutcome]:
+        """Outcomes that no step brought (timeouts); `update_from_output` returns them too."""
+        outcomes, self._unreported = self._unreported, []
+        return outcomes
 
-    def _expire(self) -> None:
-        if not self._deadlines:
+    def requeue_in_flight(self) -> int:
+        """Forgets the steps in flight, after one failed: their sequences wait again.
+
+        Nothing they wrote is trusted. Call it when the device has come to rest. Returns how many
+        sequences wait anew.
+        """
+        in_flight = {s.sequence for output in self._in_flight for s in output.sequences}
+        again = sorted((s for s in in_flight if s.is_running), key=lambda seq: seq.order)
+        for seq in again:
+            self._preempt(seq)
+        while self._in_flight:
+            self.kv.on_step_evaluated(self._in_flight.popleft().step)
+        self._committed_step = self._step
+        return len(again)
+
+    # Decodes.
+
+    def _schedule_decodes(self) -> None:
+        # This loop and the one of `update_from_output` see every running sequence in every step;
+        # all else is for those with which something happens. Hence no properties and few calls.
+        step, block_size = self._step, self.kv.block_size
+        scheduled, running = self._scheduled, SequenceStatus.RUNNING
+        has_states, move_state = self.kv.states is not None, self.kv.move_state
+        state = None
+        for seq in self.running:
+            start = seq.num_scheduled_tokens
+            tokens = seq.tokens
+            num_left = len(tokens) - start
+            if num_left > 1:
+                self._prefilling.append(seq)
+                continue
+            # What is scheduled or in flight now may be all that it will ever have.
+            if start + 1 >= seq.max_num_tokens or seq.status is not running:
+                continue  # (not running: preempted for one before it)
+            # The blocks hold all that is scheduled: only where they are full is another one needed.
+            # (A state takes another slot in every step.)
+            if (start % block_size == 0 or has_states) and not self._secure(seq):
+                continue
+            seq.num_scheduled_tokens = start + 1
+            seq.last_step = step
+            tables = seq.tables
+            if has_states:
+                state = move_state(tables, start + 1)  # type: ignore[arg-type]
+            token_ids, input_from = _IN_FLIGHT, seq.sampled_index
+            if num_left:
+                token_ids, input_from = (tokens[start],), -1
+            seq.sampled_index = len(scheduled)
+            rows = tables.export()  # type: ignore[union-attr]
+            scheduled.append(_scheduled((seq, token_ids, start, True, input_from, rows, state)))
+        self._num_sampled = len(scheduled)
+        self._budget -= len(scheduled)
+
+    def _secure(self, seq: Sequence) -> bool:
+        """Finds room for one more token, if need be by preempting the last in service order."""
+        assert seq.tables is not None
+        num_tokens = seq.num_scheduled_tokens + 1
+        while not self.kv.grow(seq.tables, num_tokens):
+            if self.kv.can_grow_later(seq.tables, num_tokens, seq.num_scheduled_tokens):
+                return False  # the step in flight holds enough: skip this step, preempt nobody
+            victim = self.running.last
+            self._preempt(victim)
+            self._preempted = True
+            if victim is seq:
+                return False
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Takes a running sequence's blocks and lets it wait; what it committed stays indexed."""
+        self.running.remove(seq)
+        self._free(seq)
+        seq.status = SequenceStatus.WAITING
+        seq.num_computed_tokens = seq.num_scheduled_tokens = 0
+        seq.num_preemptions += 1
+        self.waiting.add(seq)
+        self.num_preemptions += 1
+
+    # Prompts.
+
+    def _schedule_running_prefills(self) -> None:
+        for seq in self._prefilling:
+            if seq.is_running:  # (not preempted for one before it)
+                num_tokens = self._chunk_for(len(seq.tokens) - seq.num_scheduled_tokens)
+                self._add(seq, self._secure_chunk(seq, num_tokens))
+
+    def _secure_chunk(self, seq: Sequence, num_tokens: int) -> int:
+        """Tokens of a chunk that there is room for; all of them where attention is full.
+
+        Windows and states are not reserved at admission: most of a long prompt's would never be
+        needed at the same time. Where there is no room at all, the last in service order is
+        preempted, unless it is scheduled in this step already; then this sequence skips the step,
+        and so do newcomers.
+        """
+        assert seq.tables is not None
+        start = seq.num_scheduled_tokens
+        if num_tokens == 0:
+            return 0
+        while (end := self.kv.reach(seq.tables, start + num_tokens)) <= start:
+            self._preempted = True
+            if self.kv.can_grow_later(seq.tables, start + 1, start):
+                return 0
+            victim = self.running.last
+            if victim.last_step == self._step:
+                return 0
+            self._preempt(victim)
+            if victim is seq:
+                return 0
+        return end - start
+
+    def _is_long(self, num_tokens: int) -> bool:
+        return num_tokens > self._long_prefill_threshold
+
+    def _chunk_for(self, num_tokens: int) -> int:
+        """Tokens this step spends on a prompt with `num_tokens` left."""
+        if self._is_long(num_tokens):
+            share = min(self._long_budget, self._long_prefill_threshold)
+            return min(share, self._budget)
+        return min(num_tokens, self._budget)
+
+    def _short_demand(self) -> int:
+        """Tokens that short prompts could use in this step, counted up to half of the budget."""
+        enough = self._budget // 2
+        demand = 0
+        for seq in self._prefilling:
+            left = len(seq.tokens) - seq.num_scheduled_tokens
+            if seq.is_running and not self._is_long(left):
+                demand += left
+        num_free_places = self.config.max_num_seqs - len(self.running)
+        for seq in self.waiting:
+            if demand >= enough or num_free_places == 0:
+                break
+            if not self._is_long(len(seq.tokens)):
+                demand += len(seq.tokens)
+                num_free_places -= 1
+        return demand
+
+    def _add(self, seq: Sequence, num_tokens: int) -> None:
+        """Schedules the next tokens of a sequence."""
+        if num_tokens <= 0:
             return
-        reason = FinishReason.TIMEOUT
-        for request in self._deadlines.pop_due(self._clock()):
-            for seq in request.sequences:
-                if not seq.is_finished:
-                    self._finish(seq, reason)
-                    self._unreported.append(
-                        SequenceOutcome(request.request_id, seq.seq_id, seq.index, None, reason)
-                    )
+        assert seq.tables is not None
+        start = seq.num_scheduled_tokens
+        end = seq.num_scheduled_tokens = start + num_tokens
+        token_ids = tuple(seq.tokens[start:end])
+        input_from = -1 if token_ids else seq.sampled_index
+        samples = end >= len(seq.tokens)
+        if samples:
+            seq.sampled_index = self._num_sampled
+            self._num_sampled += 1
+        seq.last_step = self._step
+        state = self.kv.move_state(seq.tables, end)
+        self._scheduled.append(
+            ScheduledSequence(
+                seq, token_ids or _IN_FLIGHT, start, samples, input_from, seq.tables.export(), state
+            )
+        )
+        self._budget -= num_tokens
+        if self._is_long(len(seq.tokens) - start):
+            self._long_budget = max(0, self._long_budget - num_tokens)
+
+    # Admission.
+
+    def _admit_waiting(self) -> None:
+        # `continue` passes a sequence over; `return` also keeps all behind it waiting.
+        for seq in self.waiting:
+            if self._budget == 0 or len(self.running) >= self.config.max_num_seqs:
+                return  # the step is full
+            if seq.last_step > self._committed_step:
+                return  # preempted while in flight: its newest token is not known yet
+            if self._must_wait(seq):
+                continue  # another one is computing a block that it needs
+            if self._is_long(len(seq.tokens)) and self._long_budget == 0:
+                continue  # short prompts behind it may use what is left
+            if len(seq.tokens) > self._budget and not self.config.enable_chunked_prefill:
+                return  # it is not cut, so it waits for a step with room, and nobody overtakes it
+            if not self._admit(seq):
+                return  # nobody overtakes who waits for memory
+
+    def _admit(self, seq: Sequence) -> bool:
+        request = seq.request
+        source = self._fork_source(seq)
+        if self.running and source is None and self._is_still_blocked(seq):
+            return False
+        tables = self.kv.admit(
+            seq.tokens,
+            query=self._query(seq),
+            headroom=self._watermark if self.running else 0,
+            read_cache=request.read_prefix_cache,
+            fork_of=None if source is None else source.tables,
+            num_fork_tokens=request.num_prompt_tokens - 1,
+            owner=seq,
+        )
+        if tables is None:
+            seq.blocked_at = self.kv.num_freed
+            return False
+        self.waiting.remove(seq)
+        self.running.add(seq)
+        seq.status = SequenceStatus.RUNNING
+        seq.tables = tables
+        seq.waits_for = seq.query = None
+        seq.blocked_at = -1
+        num_cached = tables.num_cached_tokens
+        seq.num_computed_tokens = seq.num_scheduled_tokens = num_cached
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = num_cached
+            seq.first_admission = time.monotonic()
+        num_tokens = self._chunk_for(len(seq.tokens) - num_cached)
+        self._add(seq, self.kv.reach(tables, num_cached + num_tokens) - num_cached)
+        return True
+
+    def _query(self, seq: Sequence) -> PrefixQuery:
+        """A waiting sequence's search in the prefix cache, which goes on where it stood."""
+        if seq.query is None or seq.query.num_tokens != len(seq.tokens) - 1:
+            seq.query = PrefixQuery(seq.tokens, seq.request.cache_salt)
+        return seq.query
+
+    def _is_still_blocked(self, seq: Sequence) -> bool:
+        """Whether there is no more room for a sequence than when there was none."""
+        if seq.blocked_at != self.kv.num_freed:
+            return False
+        query = self._query(seq)
+        before = query.depth
+        self.kv.match(query)
+        return query.depth <= before  # (otherwise more of its prompt is cached by now)
+
+    def _fork_source(self, seq: Sequence) -> Sequence | None:
+        """A running sibling whose committed blocks hold the whole prompt."""
+        request = seq.request
+        if request.n == 1:
+            return None
+        for sibling in request.sequences:
+            # (One admitted in this very step, whose copy is still to be made, has a whole prompt
+            # only from the tree: this one finds as much there, and the manager prefers that.)
+            if sibling.is_running and sibling.num_computed_tokens >= request.num_prompt_tokens:
+                return sibling
+        return None
+
+    def _must_wait(self, seq: Sequence) -> bool:
+        """Whether a running sequence is computing what this one needs next."""
+        if seq.waits_for is not None:
+            awaited, num_computed = seq.waits_for
+            if awaited.is_running and awaited.num_computed_tokens == num_computed:
+                return True
+            seq.waits_for = None
+        provider = self._provider_for(seq)
+        # One of a lower class may be starved for longer than the wait is worth.
+        if provider is None or provider.order[0] > seq.order[0]:
+            return False
+        seq.waits_for = (provider, provider.num_computed_tokens)
+        return True
+
+    def _provider_for(self, seq: Sequence) -> Sequence | None:
+        request = seq.request
+        if request.n > 1:
+            for sibling in request.sequences:
+                # One sibling computes the prompt; the others fork it.
+                if sibling.is_running and sibling.num_computed_tokens < request.num_prompt_tokens:
+                    return sibling
+        if not request.read_prefix_cache:
+            return None
+        tables = self.kv.computing_next_block(seq.tokens, self._query(seq))
+        return None if tables is None else tables.owner
+
+    # Priority.
+
+    def _make_way(self) -> None:
+        """Preempts running sequences of a lower class for the first in the queue."""
+        if not self.waiting:
+            return
+        head = self.waiting.first
+        if head.last_step > self._committed_step or self._must_wait(head):
+            return
+        while self.running and self.running.last.request.priority > head.request.priority:
+            if len(self.running) < self.config.max_num_seqs and self.kv.will_have_room(
+                len(head.tokens), self._query(head), headroom=self._watermark
+            ):
+                return
+            self._preempt(self.running.last)
+
+    # The prefix cache and numbers.
+
+    def reset_prefix_cache(self) -> int:
+        """Empties the prefix cache, between any two steps; returns how many blocks it held."""
+        return self.kv.reset_prefix_cache()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Most tokens that prompt and answer of one request may have together."""
+        # The last token of an answer is never computed, so it needs no slot.
+        limit = self.kv.capacity + 1
+        if self.config.max_model_len is not None:
+            limit = min(limit, self.config.max_model_len)
+        return limit
+
+    def request(self, request_id: str) -> Request | None:
+        """An unfinished request."""
+        return self._requests.get(request_id)
+
+    def requests(self) -> Iterator[Request]:
+        """The unfinished requests, in order of arrival."""
+        return iter(list(self._requests.values()))
+
+    # Integrity.
+
+    def check_integrity(self) -> None:
+        """Checks queues, requests and the KV store against each other; raises `IntegrityError`."""
+        self.kv.check_integrity()
+        alive = [s for r in self._requests.values() for s in r.sequences if not s.is_finished]
+        if len(alive) != len(self.running) + len(self.waiting):
+            raise IntegrityError(
+                f"{len(self.running)} running + {len(self.waiting)} waiting sequences, "
+                f"but {len(alive)} are unfinished"
+            )
+        if len(self.running) > self.config.max_num_seqs:
+            raise IntegrityError(f"{len(self.running)} sequences run")
+        for seq in alive:
+            if seq not in (self.running if seq.is_running else self.waiting):
+                raise IntegrityError(f"{seq!r} is not in the queue of its status")
+            if seq.is_running:
+                self._check_running(seq)
+            elif seq.num_computed_tokens or seq.num_scheduled_tokens or seq.tables is not None:
+                raise IntegrityError(f"{seq!r} waits, and yet holds computed tokens")
+        if len(self._in_flight) != self._step - self._committed_step:
+            raise IntegrityError("the steps in flight are not those after the committed one")
+
+    def _check_running(self, seq: Sequence) -> None:
+        if not seq.num_computed_tokens <= seq.num_scheduled_tokens <= len(seq.tokens) + 1:
+            raise IntegrityError(f"{seq!r}: computed <= scheduled <= tokens + 1 does not hold")
+        if seq.tables is None:
+            raise IntegrityError(f"{seq!r} runs without block tables")
+        size, num_blocks = self.kv.block_size, len(seq.tables.blocks)
+        if num_blocks * size < max(seq.num_scheduled_tokens, len(seq.tokens) - 1):
+            raise IntegrityError(f"{seq!r} has only {num_blocks} blocks of {size}")
+        # What this sequence is going to write into is its own.
+        for group in self.kv.attention:
+            blocks = seq.tables.attention[group.number].blocks
+            for block in blocks[seq.num_scheduled_tokens // size :]:
+                if not group.pool.is_own(block):
+                    raise IntegrityError(f"{seq!r} will write to block {block}, not its own")
+
+
+def _check_sampled(output: SchedulerOutput, sampled: SequenceOf[int | None]) -> None:
+    """Raises `InvalidParameterError` where a live sequence that samples has no token."""
+    if len(sampled) == len(output.sequences) and None not in sampled:
+        return
+    missing = [
+        s.seq_id
+        for i, s in enumerate(output.sequences)
+        if s.samples and not s.sequence.is_finished and (i >= len(sampled) or sampled[i] is None)
+    ]
+    if missing or len(sampled) != len(output.sequences):
+        expected = f"one entry for each of {len(output.sequences)} sequences"
+        expected += f", and a token where one samples (none for {missing})" if missing else ""
+        raise InvalidParameterError("sampled", expected, list(sampled))
+
+
+class SequenceQueue:
+    """Sorted by `Sequence.order`, which is unique: first served first, last preempted first."""
+
+    def __init__(self) -> None:
+        self._items: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Goes over the members of now: the queue may change meanwhile."""
+        return iter(self._items.copy())
+
+    def __contains__(self, seq: Sequence) -> bool:
+        place = bisect_left(self._items, seq.order, key=_order)
+        return place < len(self._items) and self._items[place] is seq
+
+    @property
+    def first(self) -> Sequence:
+        return self._items[0]
+
+    @property
+    def last(self) -> Sequence:
+        return self._items[-1]
+
+    def add(self, seq: Sequence) -> None:
+        insort(self._items, seq, key=_order)
+
+    def remove(self, seq: Sequence) -> None:
+        place = bisect_left(self._items, seq.order, key=_order)
+        assert self._items[place] is seq
+        del self._items[place]
+
+
+def _order(seq: Sequence) -> tuple[int, int, int]:
+    return seq.order
+
+
+class Deadlines:
+    """The unfinished requests that have a deadline. Asking costs nothing until one is due."""
+
+    def __init__(self) -> None:
+        self._requests: set[Request] = set()
+        self._next = math.inf  # never later than the earliest deadline
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: Request) -> None:
+        assert request.deadline is not None
+        self._requests.add(request)
+        self._next = min(self._next, request.deadline)
+
+    def discard(self, request: Request) -> None:
+        self._requests.discard(request)
+
+    def pop_due(self, now: float) -> list[Request]:
+        """Takes out the requests whose time is up, in order of arrival."""
+        if now < self._next:
+            return []
+        due = [request for request in self._requests if _deadline(request) <= now]
+        self._requests.difference_update(due)
+        due.sort(key=lambda request: request.arrival)
+        self._next = min(map(_deadline, self._requests), default=math.inf)
+        return due
+
+
+def _deadline(request: Request) -> float:
+    return math.inf if request.deadline is None else request.deadline

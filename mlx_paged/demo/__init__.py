@@ -1,4 +1,4 @@
-"""The embedded default model: a small Llama that writes Python functions, and its training."""
+"""The embedded default model, a small Llama that writes Python functions, and prompts for it."""
 
 from __future__ import annotations
 

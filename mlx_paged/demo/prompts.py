@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (the prompt is text; its lines are as the model saw them in training)
-"""What `make demo` and the tests ask the embedded model."""
+"""What the demo, the benchmarks and the tests ask the embedded model."""
 
 from __future__ import annotations
 

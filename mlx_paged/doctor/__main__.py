@@ -5,10 +5,9 @@ For an installation in which not even the command line starts.
 
 import sys
 
-from mlx_paged.doctor.examine import examine
-from mlx_paged.doctor.report import dumps
+from mlx_paged.doctor.report import examine
 
 if __name__ == "__main__":
-    examination = examine()
-    print(dumps(examination))
-    sys.exit(examination.exit_status)
+    report = examine()
+    print(report.dumps())
+    sys.exit(report.exit_status)

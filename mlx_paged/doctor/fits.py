@@ -8,30 +8,85 @@ estimated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mlx_paged.doctor.shapes import Shape
+from mlx_paged.doctor.jobs import Memory
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.errors import InvalidParameterError
 
+# Bits of a weight by precision. MLX's affine quantisation keeps a 16-bit scale and bias for 64.
+_GPU_PRECISIONS = {"16-bit": 16.0, "8-bit": 8.5, "4-bit": 4.5}
 # On the CPU quantised weights are dequantised when they are loaded: float32 is what MLX is fast in.
-GPU_PRECISIONS = ("16-bit", "8-bit", "4-bit")
-CPU_PRECISIONS = ("float32",)
+_CPU_PRECISIONS = {"float32": 32.0}
+PRECISIONS = _GPU_PRECISIONS | _CPU_PRECISIONS
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Memory as the engine sees it, in bytes.
+class Shape:
+    """A decoder with grouped attention and gated MLPs, dense or of experts.
 
     Attributes:
-        device_bytes: What the default device may use.
-        utilization: Share of it that the engine takes on a GPU.
+        parameters: All weights.
+        intermediate: Of one expert.
+        active_experts: Experts that a token visits; 1: one dense MLP.
     """
 
-    on_gpu: bool
-    device_bytes: int
-    utilization: float
+    name: str
+    parameters: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_len: int
+    active_experts: int = 1
+
+    def weight_bytes(self, precision: str) -> int:
+        """Bytes of the weights; `precision` is one of `PRECISIONS`."""
+        return int(self.parameters * PRECISIONS[precision] / 8)
+
+    def kv_bytes_per_token(self, precision: str) -> int:
+        """Bytes of a token's keys and values in all layers, in 16 bits, or 32 for float32."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * _value_bytes(precision)
+
+    def activation_bytes(self, rows: int, sampled_rows: int, precision: str) -> int:
+        """An estimate of what the largest step needs.
+
+        The factors are fitted to what the engine measured on the CPU for Llamas of eight shapes:
+        it was between the estimate and two thirds of it.
+
+        Args:
+            rows: Tokens of the step.
+            sampled_rows: Sequences of which a token is drawn, from float32 logits.
+        """
+        mlp = 7 * self.intermediate * self.active_experts
+        row = mlp + 8 * self.heads * self.head_dim + 12 * self.hidden
+        return rows * row * _value_bytes(precision) + sampled_rows * self.vocab * 3 * 4
+
+
+def _value_bytes(precision: str) -> int:
+    return 4 if precision == "float32" else 2
+
+
+# From the `config.json` of each, and the sizes of its published weight files.
+# fmt: off
+EMBEDDED = Shape("embedded model", 10_572_672, 6, 384, 6, 2, 64, 960, 4096, 4096)
+MODELS: tuple[Shape, ...] = (
+    EMBEDDED,
+    Shape("Qwen3-0.6B", 596_049_920, 28, 1024, 16, 8, 128, 3072, 151936, 40960),
+    Shape("Llama-3.2-1B", 1_235_814_400, 16, 2048, 32, 8, 64, 8192, 128256, 131072),
+    Shape("Llama-3.2-3B", 3_212_749_824, 28, 3072, 24, 8, 128, 8192, 128256, 131072),
+    Shape("Qwen3-4B", 4_022_468_096, 36, 2560, 32, 8, 128, 9728, 151936, 40960),
+    Shape("Mistral-7B-v0.3", 7_248_023_552, 32, 4096, 32, 8, 128, 14336, 32768, 32768),
+    Shape("Llama-3.1-8B", 8_030_261_248, 32, 4096, 32, 8, 128, 14336, 128256, 131072),
+    Shape("Qwen2.5-14B", 14_770_033_664, 48, 5120, 40, 8, 128, 13824, 152064, 131072),
+    Shape("Qwen3-30B-A3B", 30_532_122_624, 48, 2048, 32, 4, 128, 768, 151936, 40960, 8),
+    Shape("Qwen3-32B", 32_762_123_264, 64, 5120, 64, 8, 128, 25600, 151936, 40960),
+    Shape("Llama-3.3-70B", 70_553_706_496, 80, 8192, 64, 8, 128, 28672, 128256, 131072),
+)
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -39,7 +94,6 @@ class Fit:
     """Whether a model fits in a precision.
 
     Attributes:
-        block_size: Tokens of a block.
         num_blocks: Blocks of the pool that the engine would have; 0: it does not fit.
         num_tokens: Tokens of keys and values in them.
         reason: Why it does not fit; empty where it does.
@@ -50,48 +104,40 @@ class Fit:
     weight_bytes: int
     kv_bytes_per_token: int
     activation_bytes: int
-    block_size: int
     num_blocks: int
     num_tokens: int
     reason: str = ""
 
 
-def fits(shapes: Iterable[Shape], memory: Memory, config: EngineConfig | None = None) -> list[Fit]:
-    """Every shape in every precision that makes sense on the device.
-
-    Args:
-        config: of the engine; None: its defaults.
-    """
-    config = config or EngineConfig()
-    precisions = GPU_PRECISIONS if memory.on_gpu else CPU_PRECISIONS
-    return [fit(shape, precision, memory, config) for shape in shapes for precision in precisions]
+def fits(memory: Memory) -> list[Fit]:
+    """Every model in every precision that makes sense on the device, with the engine's defaults."""
+    precisions = _GPU_PRECISIONS if memory["on_gpu"] else _CPU_PRECISIONS
+    config = EngineConfig()
+    return [fit(shape, precision, memory, config) for shape in MODELS for precision in precisions]
 
 
 def fit(shape: Shape, precision: str, memory: Memory, config: EngineConfig) -> Fit:
     """One shape in one precision."""
-    weights = shape.weight_bytes(precision)
-    per_token = shape.kv_bytes_per_token(precision)
+    weights, per_token = shape.weight_bytes(precision), shape.kv_bytes_per_token(precision)
     activations = shape.activation_bytes(
         config.max_num_batched_tokens, config.max_num_seqs, precision
     )
-    share = memory.utilization if memory.on_gpu else 1.0
-    usable = int(memory.device_bytes * share)
+    on_gpu = memory["on_gpu"]
+    usable = int(memory["device_bytes"] * (memory["utilization"] if on_gpu else 1.0))
     left = usable - weights - activations
     reason, num_blocks = "", 0
-    if left <= 0:
-        what = "the weights alone" if weights > usable else "weights and activations"
-        needed = weights if weights > usable else weights + activations
-        reason = f"{what} take {_gib(needed)} of {_gib(usable)}"
+    if weights > usable:
+        reason = f"the weights alone take {_gib(weights)} of {_gib(usable)}"
+    elif left <= 0:
+        reason = f"weights and activations take {_gib(weights + activations)} of {_gib(usable)}"
     else:
         try:
-            # Blocks of the CPU's pool that are never used cost nothing: the rule does not look at
-            # the weights. What is said here to fit is there when all of it is used.
-            num_blocks = config.num_blocks(
-                [per_token], shape.max_len, left if memory.on_gpu else None
-            )
+            # On the CPU the engine does not look at the weights, as blocks that are never used cost
+            # nothing. What is said here to fit is there when all of it is used.
+            num_blocks = config.num_blocks([per_token], shape.max_len, left if on_gpu else None)
             num_blocks = min(num_blocks, left // (config.block_size * per_token))
         except InvalidParameterError:
-            num_blocks = 0
+            pass
         if num_blocks < 2:
             num_blocks, reason = 0, f"{_gib(left)} are left for keys and values: no two blocks"
     return Fit(
@@ -100,7 +146,6 @@ def fit(shape: Shape, precision: str, memory: Memory, config: EngineConfig) -> F
         weight_bytes=weights,
         kv_bytes_per_token=per_token,
         activation_bytes=activations,
-        block_size=config.block_size,
         num_blocks=num_blocks,
         num_tokens=max(0, num_blocks - 1) * config.block_size,  # block 0 is never handed out
         reason=reason,

@@ -1,127 +1,194 @@
-"""What needs MLX, in small jobs: each is named by a string and answers with plain data.
+"""What needs MLX, in small jobs, each named by a string: ``test/cpu/rope/float32``.
 
-They run in a child process (`isolation`), one after the other.
+They run in a child process, one after the other. When it crashes or hangs, the job that it was at
+gets the blame and a new child takes the rest.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import os
 import re
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-MLX, EXTENSION, MATMUL, MEMORY = "mlx", "extension", "matmul", "memory"
+# The first kernels on a GPU are compiled when they are first used: up to ten seconds of NVRTC.
+SECONDS_PER_JOB = 60.0
+MLX, EXTENSION, MEMORY = "mlx", "extension", "memory"
+# Begins the child's lines: whatever starts with the interpreter may print too (sitecustomize).
+_MARK = "mlx-paged-doctor:"
 
 
-def run(job: str) -> Any:
-    """Does one job.
+class Mlx(TypedDict):
+    """The answer of `MLX`. `default_device` is "cpu" or "gpu"."""
+
+    version: str
+    default_device: str
+    gpu_info: dict[str, str | int]
+
+
+class Extension(TypedDict):
+    """The answer of `EXTENSION`. `missing` are functions that the package calls and it lacks."""
+
+    build_info: dict[str, str]
+    missing: list[str]
+
+
+class Memory(TypedDict):
+    """The answer of `MEMORY`: bytes as the engine counts them.
+
+    `device_bytes` is what the default device may use, `utilization` the share of it that the engine
+    takes on a GPU.
+    """
+
+    on_gpu: bool
+    device_bytes: int
+    utilization: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job answered.
+
+    Attributes:
+        value: Its answer; None where it failed.
+        error: "<type>: <message>", "Crash: <how>"; None where it did not fail.
+    """
+
+    value: Any = None
+    error: str | None = None
+
+
+# --- In the process that reports ------------------------------------------------------------------
+
+
+def run_in_child(
+    names: Sequence[str], *, seconds_per_job: float = SECONDS_PER_JOB
+) -> dict[str, Outcome]:
+    """Runs jobs in a child process, and those that a crash leaves over in another one."""
+    outcomes: dict[str, Outcome] = {}
+    while rest := [name for name in names if name not in outcomes]:
+        outcomes |= _one_child(rest, seconds_per_job)
+    return outcomes
+
+
+def _one_child(names: Sequence[str], seconds: float) -> dict[str, Outcome]:
+    """Outcomes of the jobs up to the first that ends the child; of one at least."""
+    command = [sys.executable, "-m", "mlx_paged.doctor.jobs", str(seconds), *names]
+    most = seconds * (len(names) + 1)  # the child ends itself after a job's time, if it can
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=most
+        )
+        output, reason = done.stdout, _ending(done, seconds)
+    except subprocess.TimeoutExpired as error:
+        output, reason = error.stdout or b"", f"no answer within {seconds:.0f} s"
+    outcomes = {}
+    for line in output.decode(errors="replace").splitlines():
+        _, mark, text = line.partition(_MARK)
+        if mark and text.endswith("]"):  # a crash may cut a line short
+            name, value, error_text = json.loads(text)
+            outcomes[name] = Outcome(value, error_text)
+    if len(outcomes) < len(names):
+        outcomes[names[len(outcomes)]] = Outcome(error=f"Crash: {reason}")
+    return outcomes
+
+
+def _ending(done: subprocess.CompletedProcess[bytes], seconds: float) -> str:
+    said = done.stderr.decode(errors="replace").strip().splitlines()
+    if any(line.startswith("Timeout (") for line in said):  # of faulthandler
+        return f"no answer within {seconds:.0f} s"
+    how = f"the process ended with status {done.returncode}"
+    if done.returncode < 0:
+        number = -done.returncode
+        known = number in set(signal.Signals)
+        how = f"the process was killed by {signal.Signals(number).name if known else number}"
+    return how + (f" ({said[-1].strip()})" if said else "")
+
+
+# --- In the child ---------------------------------------------------------------------------------
+
+
+def main(seconds: str, *names: str) -> None:
+    """Runs jobs and writes a line for each; whatever else is printed goes to standard error."""
+    outcomes = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for name in names:
+        faulthandler.dump_traceback_later(float(seconds), exit=True)
+        outcome = attempt(name)
+        outcomes.write(f"{_MARK}{json.dumps([name, outcome.value, outcome.error])}\n")
+    faulthandler.cancel_dump_traceback_later()
+
+
+def attempt(name: str) -> Outcome:
+    """Runs a job in this process; what it raises becomes the outcome's error."""
+    try:
+        return Outcome(run(name))
+    except Exception as error:
+        return Outcome(error=" ".join(f"{type(error).__name__}: {error}".split()))
+
+
+def run(name: str) -> Any:
+    """Runs a job in this process and returns its answer.
 
     Args:
-        job: a name, or a name and arguments: ``test/cpu/rope/float32``.
+        name: A job's name, with arguments after slashes.
 
     Raises:
-        Whatever goes wrong: it becomes the job's outcome.
+        Exception: Whatever goes wrong.
     """
-    name, *arguments = job.split("/")
-    return _JOBS[name](*arguments)
+    job, *arguments = name.split("/")
+    return _JOBS[job](*arguments)
 
 
-def _mlx() -> dict[str, Any]:
+def _mlx() -> Mlx:
     """MLX alone: does it import, and which device is its default?"""
     import mlx.core as mx
 
-    # (MLX may be another version than ours, and older ones lack this question.)
-    has_gpu = mx.default_device() == mx.Device(mx.gpu) or bool(
-        getattr(mx, "is_available", lambda _: False)(mx.gpu)
-    )
+    on_gpu = mx.default_device() == mx.Device(mx.gpu)
+    ask = getattr(mx, "device_info", None)  # older versions of MLX lack it
+    info = ask(mx.gpu) if ask and on_gpu else {}
     return {
         "version": mx.__version__,  # type: ignore[attr-defined]
-        "default_device": "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu",
-        "gpu_available": has_gpu,
-        "gpu_info": _plain(_device_info(mx.gpu)) if has_gpu else {},
+        "default_device": "gpu" if on_gpu else "cpu",
+        "gpu_info": {k: v if isinstance(v, int) else str(v) for k, v in info.items()},
     }
 
 
-def _device_info(device: Any) -> dict[str, Any]:
-    import mlx.core as mx
-
-    ask = getattr(mx, "device_info", None)
-    return ask(device) if ask else {}
-
-
-def _plain(info: dict[str, Any]) -> dict[str, str | int]:
-    return {k: v if isinstance(v, int) else str(v) for k, v in info.items()}
-
-
-def _extension() -> dict[str, Any]:
-    """The extension: does it load beside this MLX?"""
+def _extension() -> Extension:
+    """The extension: does it load beside this MLX, and has it what the package calls?"""
     from mlx_paged import blas, extension
 
+    calls = re.compile(r"\b_?ext\.(\w+)\(")
+    files = Path(__file__).parent.parent.rglob("*.py")
+    called = {name for file in files for name in calls.findall(file.read_text())}
     return {
-        # (Not `build_info`: it asks for mlx-lm's version too, which may be what is missing.)
+        # (Not `extension.build_info`: it asks for mlx-lm's version, and mlx-lm may be missing.)
         "build_info": {**extension.ext.build_info(), "blas": blas.status()},
-        "loaded_from": extension.ext.__file__,
-        "missing": sorted(_called() - set(dir(extension.ext))),
-        "has_forwarder": _is_mapped("libmlx_paged_blas"),
+        "missing": sorted(called - set(dir(extension.ext))),
     }
 
 
-def _called() -> set[str]:
-    """Functions of the extension that the package's Python calls: newer sources, older build?"""
-    package = Path(__file__).parent.parent
-    calls = re.compile(r"\b_?ext\.(\w+)\(")
-    return {name for file in package.rglob("*.py") for name in calls.findall(file.read_text())}
-
-
-def _is_mapped(library: str) -> bool | None:
-    """Whether a library is in this process; None where that cannot be told."""
-    try:
-        return library in Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-
-
-def _matmul() -> dict[str, float]:
-    """GFLOP/s of a float32 product on the CPU, by MLX and by NumPy (which brings a BLAS)."""
-    import mlx.core as mx
-    import numpy as np
-
-    size = 512
-    a = np.random.default_rng(0).standard_normal((size, size)).astype(np.float32)
-    b = mx.array(a)
-    mx.eval(b)
-    mine = numpys = float("inf")
-    with mx.stream(mx.cpu):
-        for _ in range(3):  # in turns, as both may be disturbed
-            mine = min(mine, fastest(lambda: mx.eval(b @ b), 3, seconds=0.3))
-            numpys = min(numpys, fastest(lambda: a @ a, 3, seconds=0.3))
-    operations = 2 * size**3
-    return {"mlx_gflops": operations / mine / 1e9, "numpy_gflops": operations / numpys / 1e9}
-
-
-def _memory() -> dict[str, Any]:
-    """Memory as the engine sees it, and the rules by which it sizes its pool."""
+def _memory() -> Memory:
+    """Memory as the engine sees it, and the rule by which it sizes its pool."""
     import mlx.core as mx
 
     from mlx_paged import extension
-    from mlx_paged.engine import config, memory
+    from mlx_paged.engine import memory
 
     extension.use_supported_device()
     return {
         "on_gpu": mx.default_device() != mx.Device(mx.cpu),
         "device_bytes": memory.device_memory(),
-        "physical_bytes": config._physical_memory(),
-        "available_bytes": memory.available_memory(),
         "utilization": memory._DEFAULT_GPU_UTILIZATION,
     }
-
-
-def _bandwidth(device: str) -> float:
-    from mlx_paged.doctor import bandwidth
-
-    return bandwidth.cpu_copy() if device == "cpu" else bandwidth.gpu_copy()
 
 
 def _cases(device: str) -> list[str]:
@@ -131,6 +198,7 @@ def _cases(device: str) -> list[str]:
 
 
 def _test(device: str, case: str, dtype: str) -> float:
+    """Seconds that a case of the self-test took."""
     from mlx_paged.doctor import self_test
 
     start = time.perf_counter()
@@ -138,32 +206,13 @@ def _test(device: str, case: str, dtype: str) -> float:
     return time.perf_counter() - start
 
 
-def fastest(action: Callable[[], object], repeat: int, *, seconds: float) -> float:
-    """Shortest of some runs, after one that warms up; no new run begins after `seconds`."""
-    action()
-    best, deadline = float("inf"), time.perf_counter() + seconds
-    for _ in range(repeat):
-        start = time.perf_counter()
-        action()
-        best = min(best, time.perf_counter() - start)
-        if time.perf_counter() > deadline:
-            break
-    return best
-
-
-def _crash() -> None:
-    """For the tests of isolation: a job that takes its process along."""
-    os.abort()
-
-
 _JOBS: dict[str, Callable[..., Any]] = {
     MLX: _mlx,
     EXTENSION: _extension,
-    MATMUL: _matmul,
     MEMORY: _memory,
-    "bandwidth": _bandwidth,
     "cases": _cases,
     "test": _test,
-    "crash": _crash,
-    "sleep": lambda seconds: time.sleep(float(seconds)),
 }
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,24 +1,68 @@
-"""What a machine has, whatever system it runs."""
+"""The machine: what it says of itself, taken as text, and what that text means.
+
+Text is taken by `take` and read by `read`, so that captures of one system can be read on another.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from mlx_paged.cgroups import Limits
-from mlx_paged.doctor.apple import Chip
+from mlx_paged import cgroups
+
+_SYSCTL = ("hw.memsize", "hw.logicalcpu", "machdep.cpu.brand_string", "sysctl.proc_translated")
+COMMANDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "darwin": {
+        "sysctl": ("sysctl", *_SYSCTL),
+        "sw_vers": ("sw_vers",),
+    },
+    "linux": {
+        "nvidia-smi": (
+            "nvidia-smi",
+            "--query-gpu=name,memory.total,driver_version,compute_cap",
+            "--format=csv,noheader,nounits",
+        ),
+    },
+}
+_FILES = ("/proc/cpuinfo", "/proc/meminfo", cgroups.OWN, "/etc/os-release")
+_SECONDS = 20.0  # a driver that hangs
 
 
 @dataclass(frozen=True)
-class CoreGroup:
-    """Cores of one kind: "Performance" and "Efficiency" on Apple's chips."""
+class Disk:
+    """Where models are downloaded to: Hugging Face's cache."""
 
-    name: str
-    count: int
+    folder: str
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class Captures:
+    """Outputs of commands and contents of files; what could not be had is absent.
+
+    Attributes:
+        system: `sys.platform`: "linux" or "darwin".
+        architecture: `platform.machine()`.
+        affinity: CPUs that this process may run on; None: unknown.
+    """
+
+    system: str
+    architecture: str
+    commands: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    affinity: int | None = None
+    disk: Disk | None = None
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU; None is what the machine does not say.
+    """A GPU of Apple's or NVIDIA's; None is what the machine does not say.
 
     Attributes:
         memory_bytes: Its own memory; None where it shares the main memory.
@@ -26,8 +70,6 @@ class Gpu:
     """
 
     name: str
-    vendor: str
-    cores: int | None = None
     memory_bytes: int | None = None
     driver: str | None = None
     compute_capability: str | None = None
@@ -38,38 +80,22 @@ class Machine:
     """Hardware and operating system; None is what the machine does not say.
 
     Attributes:
-        system: "macOS 15.1 (24B83)" or a Linux distribution.
-        system_version: Its number alone: "15.1".
+        system: "macOS 15.1" or a Linux distribution.
         architecture: Of the processor: "arm64", "aarch64", "x86_64".
-        core_groups: Physical cores by kind.
-        affinity: CPUs that this process may run on.
-        instruction_sets: SIMD extensions that the CPU kernels have builds for or could use.
         is_translated: Rosetta 2 runs this process: an x86 Python on an Apple chip.
-        cuda_version: Newest one that the NVIDIA driver can serve.
     """
 
     system: str
-    system_version: str | None
-    kernel: str
     architecture: str
     chip: str | None
-    model: str | None
-    core_groups: tuple[CoreGroup, ...]
     logical_cores: int | None
     affinity: int | None
-    instruction_sets: tuple[str, ...]
     memory_bytes: int | None
     available_bytes: int | None
-    limits: Limits
+    limits: cgroups.Limits
     gpus: tuple[Gpu, ...]
-    cuda_version: str | None
-    published: Chip | None
     is_translated: bool = False
-
-    @property
-    def physical_cores(self) -> int | None:
-        """All kinds together."""
-        return sum(group.count for group in self.core_groups) or None
+    disk: Disk | None = None
 
     @property
     def usable_cpus(self) -> float | None:
@@ -78,12 +104,121 @@ class Machine:
         return min(known, default=None)
 
     @property
-    def usable_memory(self) -> int | None:
-        """Bytes of main memory that this process may use."""
-        known = [n for n in (self.memory_bytes, self.limits.memory_bytes) if n is not None]
-        return min(known, default=None)
-
-    @property
     def is_mac(self) -> bool:
         """Whether it runs macOS."""
         return self.system.startswith("macOS")
+
+
+def take() -> Captures:
+    """Captures what this machine says."""
+    files = {path: text for path in _FILES if (text := _contents(path))}
+    limiting = cgroups.files_of(files.get(cgroups.OWN, ""))
+    files |= {path: text for path in limiting if (text := _contents(path))}
+    commands = COMMANDS.get(sys.platform, {})
+    can_ask = hasattr(os, "sched_getaffinity")
+    return Captures(
+        system=sys.platform,
+        architecture=platform.machine(),
+        commands={name: text for name, c in commands.items() if (text := _output(c)) is not None},
+        files=files,
+        affinity=len(os.sched_getaffinity(0)) if can_ask else None,
+        disk=_disk(),
+    )
+
+
+def read(captures: Captures) -> Machine:
+    """Understands captures; what is missing or strange becomes None, never an exception."""
+    return _mac(captures) if captures.system == "darwin" else _linux(captures)
+
+
+def _mac(captures: Captures) -> Machine:
+    sysctl = _fields(captures.commands.get("sysctl", ""))
+    version = _fields(captures.commands.get("sw_vers", "")).get("ProductVersion")
+    chip = sysctl.get("machdep.cpu.brand_string")
+    return Machine(
+        system=f"macOS {version or ''}".strip(),
+        architecture=captures.architecture,
+        chip=chip,
+        logical_cores=_integer(sysctl.get("hw.logicalcpu")),
+        affinity=captures.affinity,
+        memory_bytes=_integer(sysctl.get("hw.memsize")),
+        available_bytes=None,
+        limits=cgroups.Limits(),
+        gpus=(Gpu(chip),) if chip and chip.startswith("Apple") else (),
+        is_translated=sysctl.get("sysctl.proc_translated") == "1",
+        disk=captures.disk,
+    )
+
+
+def _linux(captures: Captures) -> Machine:
+    files = captures.files
+    cpuinfo = files.get("/proc/cpuinfo", "")
+    memory = re.findall(r"^(\w+):\s+(\d+) kB", files.get("/proc/meminfo", ""), re.MULTILINE)
+    sizes = {name: int(kib) * 1024 for name, kib in memory}
+    release = _fields(files.get("/etc/os-release", ""), "=")
+    return Machine(
+        system=release.get("PRETTY_NAME", "Linux").strip('"'),
+        architecture=captures.architecture,
+        chip=_fields(cpuinfo).get("model name"),  # /proc/cpuinfo of an ARM machine has no name
+        logical_cores=len(re.findall(r"^processor\s*:", cpuinfo, re.MULTILINE)) or None,
+        affinity=captures.affinity,
+        memory_bytes=sizes.get("MemTotal"),
+        available_bytes=sizes.get("MemAvailable"),
+        limits=cgroups.limits(files),
+        gpus=nvidia_gpus(captures.commands.get("nvidia-smi", "")),
+        disk=captures.disk,
+    )
+
+
+def nvidia_gpus(output: str) -> tuple[Gpu, ...]:
+    """GPUs from nvidia-smi's lines of name, MiB of memory, driver and compute capability."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines()]
+    return tuple(
+        Gpu(
+            name,
+            memory_bytes=int(mib) << 20 if mib.isdigit() else None,
+            driver=driver,
+            compute_capability=capability if capability[:1].isdigit() else None,
+        )
+        # Other lines are errors: "NVIDIA-SMI has failed because ...".
+        for name, mib, driver, capability in (row for row in rows if len(row) == 4)
+    )
+
+
+def _fields(text: str, separator: str = ":") -> dict[str, str]:
+    """``name: value`` lines; of a name that comes again, the first."""
+    pairs = [line.partition(separator) for line in text.splitlines()]
+    return {name.strip(): value.strip() for name, found, value in reversed(pairs) if found}
+
+
+def _integer(text: str | None) -> int | None:
+    return int(text) if text and text.isdigit() else None
+
+
+def _disk() -> Disk | None:
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    try:
+        cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser().absolute()
+        existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
+        return Disk(str(cache), shutil.disk_usage(existing).free)
+    except (OSError, RuntimeError):  # not readable; no home folder
+        return None
+
+
+def _contents(path: str) -> str | None:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return None
+
+
+def _output(command: tuple[str, ...]) -> str | None:
+    """Standard output; None where there is no such program. (sysctl fails for one unknown name,
+    after it answered for all others.)"""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout

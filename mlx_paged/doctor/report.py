@@ -1,52 +1,125 @@
-"""An examination as plain data, for ``--json``. `report.schema.json` beside this describes it."""
+"""A report: looks at everything, and writes it as JSON with a schema."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from datetime import UTC, datetime
-from pathlib import Path
+from enum import StrEnum
 from typing import Any
 
-from mlx_paged.doctor.examine import Examination
-from mlx_paged.doctor.isolation import Outcome
-from mlx_paged.doctor.jobs import EXTENSION, MATMUL, MLX
+from mlx_paged.doctor.checks import Finding, Status, check, verdict
+from mlx_paged.doctor.fits import Fit, fits
+from mlx_paged.doctor.jobs import (
+    EXTENSION,
+    MEMORY,
+    MLX,
+    Extension,
+    Memory,
+    Mlx,
+    Outcome,
+    run_in_child,
+)
+from mlx_paged.doctor.machine import Captures, Machine, read, take
+from mlx_paged.doctor.software import Software, installed
 
 # Raised when a key goes or changes its meaning, not when one comes.
-SCHEMA_VERSION = 1
-SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
+SCHEMA_VERSION = 2
 
 
-def data(examination: Examination) -> dict[str, Any]:
-    """Everything, in JSON's types: bytes, bytes a second, seconds."""
-    e = examination
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "verdict": e.verdict.value,
-        "exit_status": e.exit_status,
-        "machine": _machine(e),
-        "software": _software(e),
-        "mlx": e.value(MLX),
-        "extension": e.value(EXTENSION),
-        "matrix_product": e.value(MATMUL),
-        "bandwidth": {
-            device: e.value(f"bandwidth/{device}")
-            for device in ("cpu", "gpu")
-            if f"bandwidth/{device}" in e.outcomes
-        },
-        "self_test": [_case(n, o) for n, o in e.outcomes.items() if n.startswith("test/")],
-        "memory": None if e.memory is None else asdict(e.memory),
-        "fits": [asdict(fit) for fit in e.fits],
-        "findings": [{**asdict(finding), "status": finding.status.value} for finding in e.findings],
-    }
+@dataclass(frozen=True)
+class KernelTest:
+    """A case of the self-test. `error` is None where it passed."""
+
+    device: str
+    primitive: str
+    dtype: str
+    error: str | None
 
 
-def dumps(examination: Examination) -> str:
-    """As text; the home folder is written ``~``, so that a report can be published."""
-    return without_home(json.dumps(data(examination), indent=2))
+@dataclass(frozen=True)
+class Report:
+    """All that is known. Sizes are in bytes.
+
+    Attributes:
+        verdict: The worst finding's status: ok, warning or broken.
+        exit_status: 1 where something is broken, else 0.
+        memory: What the engine counts on; None where MLX or the extension does not load.
+        fits: Empty where `memory` is None.
+    """
+
+    schema_version: int
+    date: str
+    verdict: Status
+    exit_status: int
+    machine: Machine
+    software: Software
+    mlx: Mlx | None
+    extension: Extension | None
+    self_test: tuple[KernelTest, ...]
+    memory: Memory | None
+    fits: tuple[Fit, ...]
+    findings: tuple[Finding, ...]
+
+    def dumps(self) -> str:
+        """As JSON; the home folder is written ``~``, so that a report can be published."""
+        return without_home(json.dumps(asdict(self), indent=2))
+
+
+def examine(
+    on_phase: Callable[[str], object] = lambda phase: None,
+    *,
+    capture: Callable[[], Captures] = take,
+    installed: Callable[[], Software] = installed,
+    run: Callable[[Sequence[str]], Mapping[str, Outcome]] = run_in_child,
+) -> Report:
+    """Looks at this machine and installation. Takes some seconds.
+
+    Args:
+        on_phase: Called with what is looked at next, for a progress line.
+        capture, installed, run: Where the facts come from; tests replace them.
+    """
+    on_phase("the machine")
+    machine, software = read(capture()), installed()
+    on_phase("MLX and the extension")
+    outcomes = dict(run([MLX, EXTENSION]))
+    if outcomes[MLX].error is None and outcomes[EXTENSION].error is None:
+        backends = set(outcomes[EXTENSION].value["build_info"]["backends"].split())
+        on_gpu = outcomes[MLX].value["default_device"] == "gpu" and backends & {"metal", "cuda"}
+        devices = ["cpu", "gpu"] if on_gpu else ["cpu"]
+        on_phase("memory")
+        outcomes |= run([MEMORY, *(f"cases/{device}" for device in devices)])
+        on_phase("every primitive")
+        cases = [case for d in devices for case in outcomes[f"cases/{d}"].value or ()]
+        outcomes |= run(cases)
+
+    values = {name: outcome.value for name, outcome in outcomes.items()}
+    memory = values.get(MEMORY)
+    fitting = tuple(fits(memory)) if memory else ()
+    findings = tuple(check(machine, software, outcomes, fitting))
+    return Report(
+        schema_version=SCHEMA_VERSION,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        verdict=verdict(findings),
+        exit_status=int(verdict(findings) is Status.BROKEN),
+        machine=machine,
+        software=software,
+        mlx=values[MLX],
+        extension=values[EXTENSION],
+        self_test=tuple(
+            KernelTest(device, primitive, dtype, outcomes[job].error)
+            for job in outcomes
+            if job.startswith("test/")
+            for _, device, primitive, dtype in [job.split("/")]
+        ),
+        memory=memory,
+        fits=fitting,
+        findings=findings,
+    )
 
 
 def without_home(text: str) -> str:
@@ -55,28 +128,27 @@ def without_home(text: str) -> str:
     return text.replace(home + "/", "~/") if len(home) > 1 else text
 
 
-def _machine(e: Examination) -> dict[str, Any]:
-    machine = e.machine
+_SIMPLE = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+
+
+def schema(of: Any = Report) -> dict[str, Any]:
+    """The JSON schema of a report, or of one of the types in it."""
+    origin, arguments = typing.get_origin(of), typing.get_args(of)
+    if of in _SIMPLE:
+        return {"type": _SIMPLE[of]}
+    if origin in (types.UnionType, typing.Union):
+        return {"anyOf": [schema(argument) for argument in arguments]}
+    if origin in (tuple, list):
+        return {"type": "array", "items": schema(arguments[0])}
+    if origin in (dict, Mapping):
+        return {"type": "object", "additionalProperties": schema(arguments[1])}
+    if isinstance(of, type) and issubclass(of, StrEnum):
+        return {"enum": [member.value for member in of]}
+    hints = typing.get_type_hints(of)
+    names = [field.name for field in fields(of)] if is_dataclass(of) else list(hints)
     return {
-        **asdict(machine),
-        "physical_cores": machine.physical_cores,
-        "usable_cpus": machine.usable_cpus,
-        "usable_memory_bytes": machine.usable_memory,
-    }
-
-
-def _software(e: Examination) -> dict[str, Any]:
-    software = asdict(e.software)
-    return {name: dict(v) if isinstance(v, Mapping) else v for name, v in software.items()}
-
-
-def _case(name: str, outcome: Outcome) -> dict[str, Any]:
-    _, device, primitive, dtype = name.split("/")
-    return {
-        "device": device,
-        "primitive": primitive,
-        "dtype": dtype,
-        "ok": outcome.error is None,
-        "seconds": outcome.value,
-        "error": outcome.error,
+        "type": "object",
+        "properties": {name: schema(hints[name]) for name in names},
+        "required": names,
+        "additionalProperties": False,
     }

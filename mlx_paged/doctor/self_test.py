@@ -1,18 +1,26 @@
-"""Every primitive once, on small data, against NumPy in float64.
+"""Every primitive once, on small data, against NumPy in float64. Imports MLX: for the child only.
 
-The data is random, unused slots hold NaN, and each case takes milliseconds; whoever wants more runs
-the test suite. A case raises `WrongResult` with the row that is wrong and by how much.
+The data is random, unused slots hold NaN, and each case takes milliseconds. A case raises
+`WrongResult` with the row that is wrong and by how much.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged import ops
+from mlx_paged.model.plan import build_plan
 
 # Largest error of a row, relative to the row's norm.
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 DTYPES = tuple(TOLERANCE)
+_BLOCK_SIZE, _KV_HEADS, _HEAD_DIM, _NUM_BLOCKS = 16, 2, 64, 9
+_TABLES, _LENS = [[3, 7, 1, 5], [2, 6, 4]], [59, 37]
+_SCALE = 0.125
 
 
 class WrongResult(Exception):
@@ -24,20 +32,18 @@ class Case:
     """A check of one primitive.
 
     Attributes:
-        run: takes a `self_test_data.Data`; raises `WrongResult`.
-        dtypes: it is tried in on the CPU.
-        gpu_dtypes: those in which it has a GPU kernel of ours.
+        run: Raises `WrongResult`.
+        dtypes: Those in which it runs on the CPU.
+        gpu_dtypes: Those in which it has a GPU kernel of ours.
     """
 
-    run: Callable[[Any], None]
+    run: Callable[[Data], None]
     dtypes: tuple[str, ...] = DTYPES
     gpu_dtypes: tuple[str, ...] = ()
 
 
 def jobs(device: str) -> list[str]:
     """The jobs (`jobs.run`) of all cases that run on "cpu" or "gpu"."""
-    from mlx_paged.doctor.self_test_cases import CASES
-
     return [
         f"test/{device}/{name}/{dtype}"
         for name, case in CASES.items()
@@ -49,14 +55,257 @@ def run_case(name: str, device: str, dtype: str) -> None:
     """Runs one case.
 
     Raises:
-        WrongResult: the result is not NumPy's.
-        Exception: whatever the primitive raised.
+        WrongResult: The result is not NumPy's.
+        Exception: Whatever the primitive raised.
     """
-    import mlx.core as mx
-
-    import mlx_paged.extension  # checks versions, before ops are called  # noqa: F401
-    from mlx_paged.doctor.self_test_cases import CASES
-    from mlx_paged.doctor.self_test_data import Data
-
     with mx.stream(mx.gpu if device == "gpu" else mx.cpu):
         CASES[name].run(Data(dtype))
+
+
+class Data:
+    """Arrays of one dtype, the same on every run."""
+
+    def __init__(self, dtype: str) -> None:
+        self.name = dtype
+        self.dtype: mx.Dtype = getattr(mx, dtype)
+        self._rng = np.random.default_rng(0)
+
+    def normal(self, *shape: int) -> mx.array:
+        """Normally distributed values, rounded to the dtype."""
+        return mx.array(self._rng.standard_normal(shape).astype(np.float32)).astype(self.dtype)
+
+    def pools(self) -> tuple[mx.array, mx.array]:
+        """Keys and values ``[_NUM_BLOCKS, _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM]`` of two sequences;
+        slots without a token are NaN."""
+        pools = np.full((2, _NUM_BLOCKS, _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM), np.nan, np.float32)
+        for pool in pools:
+            for table, length in zip(_TABLES, _LENS):
+                rows = np.full((len(table) * _BLOCK_SIZE, *pool.shape[2:]), np.nan)
+                rows[:length] = self._rng.standard_normal((length, *pool.shape[2:]))
+                pool[table] = rows.reshape(-1, *pool.shape[1:])
+        keys, values = (mx.array(pool).astype(self.dtype) for pool in pools)
+        return keys, values
+
+    def check(self, actual: mx.array, expected: np.ndarray, what: str = "result") -> None:
+        """Raises `WrongResult` for another shape, and for a row beyond the dtype's tolerance."""
+        rows = expected.reshape(expected.shape[0], -1)
+        found = _exact_of_shape(actual, expected, what).reshape(rows.shape)
+        error = np.linalg.norm(found - rows, axis=1)
+        scale = np.maximum(np.linalg.norm(rows, axis=1), 1e-30)
+        relative = np.nan_to_num(error / scale, nan=np.inf)
+        worst = int(np.argmax(relative))
+        if relative[worst] > TOLERANCE[self.name]:
+            raise WrongResult(
+                f"{what}: row {worst} is off by {relative[worst]:.1e} of its norm, expected "
+                f"at most {TOLERANCE[self.name]:.0e}"
+            )
+
+    def same(self, actual: mx.array, expected: np.ndarray, what: str) -> None:
+        """Raises `WrongResult` if a shape or a value differs; NaN equals NaN."""
+        found = _exact_of_shape(actual, expected, what)
+        wrong = ~((found == expected) | (np.isnan(found) & np.isnan(expected)))
+        if wrong.any():
+            place = tuple(int(i) for i in np.argwhere(wrong)[0])
+            raise WrongResult(
+                f"{what}: expected {expected[place]} at {place} but got {found[place]}; "
+                f"{int(wrong.sum())} of {wrong.size} values differ"
+            )
+
+
+def exact(a: mx.array) -> np.ndarray:
+    """A float64 copy; every value of the three dtypes is exact in it."""
+    return np.array(a.astype(mx.float32)).astype(np.float64)
+
+
+def _exact_of_shape(actual: mx.array, expected: np.ndarray, what: str) -> np.ndarray:
+    if tuple(actual.shape) != expected.shape:
+        raise WrongResult(f"{what}: expected shape {expected.shape} but got {actual.shape}")
+    return exact(actual)
+
+
+def _allocate_pool(data: Data) -> None:
+    expected = (4, _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM)
+    pool = ops.allocate_pool(*expected, data.dtype)
+    if tuple(pool.shape) != expected or pool.dtype != data.dtype:
+        raise WrongResult(f"expected {expected} of {data.dtype} but got {pool.shape}, {pool.dtype}")
+
+
+def _write_kv(data: Data) -> None:
+    key_pool, value_pool = data.pools()
+    before = exact(key_pool), exact(value_pool)
+    keys, values = (data.normal(3, _KV_HEADS, _HEAD_DIM) for _ in range(2))
+    slots = mx.array([130, -1, 17], mx.int32)
+    written = ops.write_kv(key_pool, value_pool, keys, values, slots)
+    for name, out, expected, rows in zip(("keys", "values"), written, before, (keys, values)):
+        flat = expected.reshape(-1, _KV_HEADS, _HEAD_DIM)
+        flat[130], flat[17] = exact(rows)[0], exact(rows)[2]
+        data.same(out, expected, name)
+
+
+def _copy_blocks(data: Data) -> None:
+    pools = data.pools()
+    expected = [exact(pool) for pool in pools]
+    copied = ops.copy_blocks(pools, mx.array([[3, 8], [2, 5]], mx.int32))
+    for name, out, pool in zip(("first pool", "second pool"), copied, expected):
+        pool[8], pool[5] = pool[3], pool[2]
+        data.same(out, pool, name)
+
+
+def _gather_kv(data: Data) -> None:
+    key_pool, value_pool = data.pools()
+    plan = build_plan(_TABLES, _LENS, [1, 1], block_size=_BLOCK_SIZE)
+    dense = ops.gather_kv(key_pool, value_pool, plan.block_tables, plan.context_lens, 60)
+    for name, out, pool in zip(("keys", "values"), dense, (key_pool, value_pool)):
+        expected = np.zeros((2, _KV_HEADS, 60, _HEAD_DIM))
+        for i, length in enumerate(_LENS):
+            expected[i, :, :length] = _tokens(pool, i).swapaxes(0, 1)
+        data.same(out, expected, name)
+
+
+def _tokens(pool: mx.array, sequence: int) -> np.ndarray:
+    """``[context_len, _KV_HEADS, _HEAD_DIM]``"""
+    rows = exact(pool)[_TABLES[sequence]].reshape(-1, _KV_HEADS, _HEAD_DIM)
+    return rows[: _LENS[sequence]]
+
+
+def _attention(
+    data: Data,
+    query_lens: list[int],
+    *,
+    group: int = 4,
+    window: int | None = None,
+    softcap: float | None = None,
+    with_sinks: bool = False,
+    split_tokens: int = 4096,
+) -> None:
+    pools = data.pools()
+    queries = data.normal(sum(query_lens), group * _KV_HEADS, _HEAD_DIM)
+    sinks = data.normal(group * _KV_HEADS) if with_sinks else None
+    plan = build_plan(
+        _TABLES, _LENS, query_lens, block_size=_BLOCK_SIZE, window=window, split_tokens=split_tokens
+    )
+    out = ops.paged_attention(
+        queries, *pools, plan, scale=_SCALE, window=window, softcap=softcap, sinks=sinks
+    )
+    ends = np.cumsum(query_lens)
+    rows: list[np.ndarray] = []
+    for i, (length, count) in enumerate(zip(_LENS, query_lens)):
+        keys, values = (_tokens(pool, i) for pool in pools)
+        query = exact(queries)[ends[i] - count : ends[i]]
+        query = query.reshape(count, _KV_HEADS, group, _HEAD_DIM)
+        scores = _SCALE * np.einsum("qhgd,khd->qhgk", query, keys)
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        behind = np.arange(length - count, length)[:, None, None, None] - np.arange(length)
+        scores[
+            np.broadcast_to((behind < 0) | (behind >= (window or length)), scores.shape)
+        ] = -np.inf
+        if sinks is not None:
+            logits = exact(sinks).reshape(1, _KV_HEADS, group, 1)
+            scores = np.concatenate([scores, np.repeat(logits, count, axis=0)], axis=-1)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        mixed = np.einsum("qhgk,khd->qhgd", weights[..., :length], values)
+        rows.append(mixed.reshape(count, group * _KV_HEADS, _HEAD_DIM))
+    data.check(out, np.concatenate(rows))
+
+
+def _rope_rotations(data: Data) -> None:
+    positions, freqs = np.array([0, 5, 4095]), 10000.0 ** (-np.arange(0, 1, 1 / 16))
+    out = ops.rope_rotations(
+        mx.array(positions, mx.int32), mx.array(freqs.astype(np.float32)), scale=0.5
+    )
+    angles = 0.5 * positions[:, None] * freqs.astype(np.float32).astype(np.float64)
+    # An angle of 2,000 radians keeps four digits in float32.
+    difference = np.abs(exact(out) - np.stack([np.cos(angles), np.sin(angles)], axis=1)).max()
+    if not difference < 1e-3:
+        raise WrongResult(f"a cosine or sine is off by {difference:.1e}, expected at most 1e-03")
+
+
+def _rope(data: Data) -> None:
+    x = data.normal(3, 2, 1, _HEAD_DIM)
+    angles = np.random.default_rng(1).uniform(-3, 3, (3, _HEAD_DIM // 2)).astype(np.float32)
+    rotations = mx.array(np.stack([np.cos(angles), np.sin(angles)], axis=1))
+    cos, sin = (exact(rotations)[:, i, None, None, :] for i in range(2))
+    a, b = np.split(exact(x), 2, axis=-1)
+    expected = np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    data.check(ops.rope(x, rotations), expected)
+
+
+def _rms_norm(data: Data) -> None:
+    x, weight = data.normal(5, 96), data.normal(96)
+    wide = exact(x)
+    expected = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-5) * exact(weight)
+    data.check(ops.rms_norm(x, weight, 1e-5), expected)
+
+
+def _silu_mul(data: Data) -> None:
+    gate, x = data.normal(5, 96), data.normal(5, 96)
+    data.check(ops.silu_mul(gate, x), exact(gate) / (1 + np.exp(-exact(gate))) * exact(x))
+
+
+def _greedy_tokens(data: Data) -> None:
+    logits = exact(data.normal(4, 1000))
+    logits[3, 500] = np.nan
+    tokens, has_nan = ops.greedy_tokens(mx.array(logits.astype(np.float32)).astype(data.dtype))
+    data.same(tokens[:3], np.argmax(logits[:3], axis=-1).astype(np.float64), "tokens")
+    data.same(has_nan, np.array([0.0, 0.0, 0.0, 1.0]), "NaN flags")
+
+
+def _nucleus_thresholds(data: Data) -> None:
+    logits = exact(data.normal(4, 200)) * 2
+    logits -= logits.max(axis=-1, keepdims=True)
+    logits = logits.astype(np.float32).astype(np.float64)
+    top_p = np.array([0.1, 0.5, 0.9, 0.999])
+    down = -np.sort(-logits, axis=-1)
+    shares = np.exp(down) / np.exp(down).sum(axis=-1, keepdims=True)
+    kept = (np.cumsum(shares, axis=-1) - shares < top_p[:, None]).sum(axis=-1)
+    floors = mx.full((4,), -1000.0)
+    out = ops.nucleus_thresholds(
+        mx.array(logits.astype(np.float32)), floors, mx.array(top_p.astype(np.float32))
+    )
+    data.same(out, down[np.arange(4), kept - 1], "thresholds")
+
+
+def _linear(data: Data) -> None:
+    x, weight, bias = data.normal(7, 96), data.normal(33, 96), data.normal(33)
+    data.check(ops.linear(x, weight, bias), exact(x) @ exact(weight).T + exact(bias))
+
+
+def _upload(data: Data) -> None:
+    sent = [np.arange(7, dtype=np.int32), exact(data.normal(3, 5)).astype(np.float32)]
+    for name, out, expected in zip(("integers", "floats"), ops.upload(*sent), sent):
+        data.same(out, expected.astype(np.float64), name)
+
+
+def _to_host(data: Data) -> None:
+    numbers = np.arange(-3, 1000, dtype=np.int32)
+    data.same(ops.to_host(mx.array(numbers) + 0), numbers.astype(np.float64), "integers")
+
+
+CASES: dict[str, Case] = {
+    "allocate_pool": Case(_allocate_pool, gpu_dtypes=DTYPES),
+    "write_kv": Case(_write_kv, gpu_dtypes=DTYPES),
+    "copy_blocks": Case(_copy_blocks, gpu_dtypes=DTYPES),
+    "gather_kv": Case(_gather_kv, gpu_dtypes=DTYPES),
+    "paged_attention: decode": Case(lambda d: _attention(d, [1, 1], group=1), gpu_dtypes=DTYPES),
+    "paged_attention: grouped decode": Case(lambda d: _attention(d, [1, 1]), gpu_dtypes=DTYPES),
+    "paged_attention: prefill": Case(lambda d: _attention(d, [40, 1]), gpu_dtypes=DTYPES),
+    "paged_attention: split and merged": Case(
+        lambda d: _attention(d, [1, 2], split_tokens=16), gpu_dtypes=DTYPES
+    ),
+    "paged_attention: window": Case(lambda d: _attention(d, [20, 1], window=24), gpu_dtypes=DTYPES),
+    "paged_attention: softcap and sinks": Case(
+        lambda d: _attention(d, [1, 3], softcap=5.0, with_sinks=True), gpu_dtypes=DTYPES
+    ),
+    "rope_rotations": Case(_rope_rotations, dtypes=("float32",)),
+    "rope": Case(_rope),
+    "rms_norm": Case(_rms_norm),
+    "silu_mul": Case(_silu_mul),
+    "greedy_tokens": Case(_greedy_tokens),
+    "nucleus_thresholds": Case(_nucleus_thresholds, dtypes=("float32",)),
+    # In float32 it is MLX's own on a GPU, which may round to TF32.
+    "linear": Case(_linear, gpu_dtypes=("float16", "bfloat16")),
+    "upload": Case(_upload, dtypes=("float32",), gpu_dtypes=("float32",)),
+    "to_host": Case(_to_host, dtypes=("float32",), gpu_dtypes=("float32",)),
+}

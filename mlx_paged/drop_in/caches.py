@@ -11,7 +11,7 @@ from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, RotatingKVCa
 
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.drop_in.store import PagedStore
-from mlx_paged.model.specs import CacheSpec, LayerSpec
+from mlx_paged.model.layout import CacheSpec, LayerSpec
 
 
 class _PromptCache:

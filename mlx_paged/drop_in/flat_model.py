@@ -18,8 +18,8 @@ import numpy as np
 
 from mlx_paged import ops
 from mlx_paged.errors import UnsupportedModelError
+from mlx_paged.model.layout import CacheSpec, LayerSpec
 from mlx_paged.model.plan import build_plan
-from mlx_paged.model.specs import CacheSpec, LayerSpec
 from mlx_paged.ops import AttentionPlan
 
 
@@ -35,7 +35,7 @@ class FlatModel:
 
     def __init__(self, model: nn.Module, *, num_blocks: int, block_size: int) -> None:
         # Here, not above: this very import of mlx_lm may have come from there.
-        from mlx_paged.model.serve import serve
+        from mlx_paged.model.wrap import serve
 
         config = _config_of(model)
         paged = serve(model, config, block_size=block_size)
@@ -95,7 +95,7 @@ class FlatModel:
             query_lens: how many of them are this step's rows.
             input_embeddings: ``[num_rows, hidden_size]``, in the place of the tokens'.
         """
-        from mlx_paged.model.paged_model import StepInputs
+        from mlx_paged.model.plan import StepInputs
 
         inputs = StepInputs(
             np.array(context_lens, dtype=np.int64),

@@ -106,7 +106,7 @@ def unpatch() -> None:
     _replaced.clear()
     if "mlx_paged.drop_in.registry" in sys.modules:
         import_module("mlx_paged.drop_in.registry").forget_all()
-        import_module("mlx_paged.model.seam").uninstall()  # who needs it installs it again
+        import_module("mlx_paged.model.patches").uninstall()  # who needs it installs it again
 
 
 def _apply(seams: Sequence[Seam]) -> None:

@@ -13,87 +13,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from mlx_paged.engine.channel import Channel, SequenceDelta
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine, EngineStats
 from mlx_paged.engine.engine_thread import EngineThread
 from mlx_paged.engine.outputs import RequestOutput
-from mlx_paged.engine.sampling.request_sampler import TokenMask
+from mlx_paged.engine.request_stream import RequestStream, SequenceDelta
+from mlx_paged.engine.sampling.sequence_sampler import TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import EngineDeadError, EngineOverloadedError
-from mlx_paged.model.load import load
+from mlx_paged.model.loader import load
 
 T = TypeVar("T")
 
 __all__ = ["AsyncEngine", "RequestStream", "SequenceDelta"]
-
-
-class RequestStream:
-    """The deltas of one request, for ``async for`` on the event loop that asked for it.
-
-    Leaving it early ends the request: by cancelling the task that reads, by `aclose` (or ``async
-    with``), or by dropping the last reference to it.
-
-    Attributes:
-        request_id: The request.
-        output: The request and its answers so far; the engine's thread fills it, so look at it when
-            the stream has ended.
-    """
-
-    def __init__(self, request_id: str, channel: Channel, abort: Callable[[], None]) -> None:
-        self.request_id = request_id
-        self.output: RequestOutput
-        self._channel = channel
-        self._abort = abort
-        self._open = True
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> SequenceDelta:
-        """The next delta.
-
-        Raises:
-            EngineDeadError: the engine stopped before the request was finished.
-        """
-        if not self._open:
-            raise StopAsyncIteration
-        try:
-            delta = await self._channel.get()
-        except BaseException:
-            self.close()
-            raise
-        if delta is None:
-            self._open = False
-            self.output.settle()
-            raise StopAsyncIteration
-        return delta
-
-    async def result(self) -> RequestOutput:
-        """Reads to the end; returns the whole answer."""
-        async for _ in self:
-            pass
-        return self.output
-
-    def close(self) -> None:
-        """Ends the request if it is not finished. Never waits."""
-        if self._open:
-            self._open = False
-            self._abort()
-
-    async def aclose(self) -> None:
-        """`close`, under the name that asyncio's tools look for."""
-        self.close()
-
-    async def __aenter__(self) -> RequestStream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.close()
 
 
 class AsyncEngine:
@@ -200,8 +132,8 @@ class AsyncEngine:
         else:
             tokens = list(prompt)
 
-        channel = Channel(loop, params.n)
         thread = self._thread
+        channel = thread.new_channel(loop, params.n)
         stream = RequestStream(request_id, channel, lambda: thread.abort(request_id, channel))
 
         def add(engine: Engine) -> None:
@@ -214,8 +146,8 @@ class AsyncEngine:
                 timeout=timeout,
                 cache_salt=cache_salt,
                 token_mask=token_mask,
+                sink=channel,
             )
-            thread.open(stream.output, channel)
 
         with self._counted_as_adding():
             try:
@@ -234,7 +166,7 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request; its stream ends with "abort". Returns whether it was there."""
-        return await self._call(lambda _: self._thread.abort_now(request_id))
+        return await self._call(lambda engine: engine.abort(request_id))
 
     async def reset_prefix_cache(self) -> int:
         """Forgets every cached prefix; returns how many blocks that were."""

@@ -33,6 +33,10 @@ class EngineConfig:
         max_model_len: Most tokens of prompt and answer together; None: what the model was made for.
         max_num_seqs: Most sequences that run at once; never more than max_num_batched_tokens.
         max_num_batched_tokens: Most tokens of one step; longer prompts are prefilled in chunks.
+        long_prefill_token_threshold: A prompt with more tokens left than this is long: it gets at
+            most this many a step, and all long ones together leave to short ones what those need,
+            up to half the step. None: half of max_num_batched_tokens; 0 treats all prompts alike.
+        watermark: Share of the blocks that admission leaves free for the growth of what runs.
         max_num_waiting: Most sequences that may wait; more are refused with
             `EngineOverloadedError`. None refuses nobody.
         policy: "fcfs", or "priority" (lower `priority` first).
@@ -53,6 +57,8 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    long_prefill_token_threshold: int | None = None
+    watermark: float = 0.01
     max_num_waiting: int | None = None
     policy: str = "fcfs"
     enable_prefix_caching: bool = True
@@ -68,6 +74,7 @@ class EngineConfig:
             ("max_model_len", 1),
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
+            ("long_prefill_token_threshold", 0),
             ("max_num_waiting", 1),
         ):
             value = getattr(self, name)
@@ -92,6 +99,12 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise InvalidParameterError("gpu_memory_utilization", "None or in (0, 1]", share)
+        if (
+            not isinstance(self.watermark, (int, float))
+            or isinstance(self.watermark, bool)
+            or not 0 <= self.watermark < 1
+        ):
+            raise InvalidParameterError("watermark", "a number in [0, 1)", self.watermark)
         policies = [policy.value for policy in SchedulingPolicy]
         if self.policy not in policies:
             raise InvalidParameterError("policy", " or ".join(map(repr, policies)), self.policy)
@@ -119,6 +132,8 @@ class EngineConfig:
             max_num_seqs=min(self.max_num_seqs, self.max_num_batched_tokens),
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.model_len(model_limit),
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            watermark=self.watermark,
             max_num_waiting=self.max_num_waiting,
             enable_chunked_prefill=self.enable_chunked_prefill,
             policy=SchedulingPolicy(self.policy),
@@ -147,7 +162,7 @@ class EngineConfig:
         block_bytes = self.block_size * sum(bytes_per_token)
         memory = self.kv_cache_memory or left_over
         if memory is None:
-            memory = min(_DEFAULT_KV_CACHE_MEMORY, _physical_memory() // 2)
+            memory = min(_DEFAULT_KV_CACHE_MEMORY, physical_memory() // 2)
         fitting = memory // block_bytes if most_blocks is None else most_blocks(memory)
         if fitting < 2:
             expected = f"at least two blocks of {block_bytes} bytes"
@@ -166,7 +181,7 @@ class EngineConfig:
         return min(fitting, self.max_num_seqs * -(-limit // self.block_size) + 1)
 
 
-def _physical_memory() -> int:
+def physical_memory() -> int:
     """Bytes of main memory, or of this process's control groups where that is less."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = cgroups.current().memory_bytes

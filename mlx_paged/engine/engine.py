@@ -8,40 +8,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlx_paged import ops
-from mlx_paged.core import (
-    FinishReason,
-    KVCounters,
-    KVManager,
-    KVUsage,
-    Request,
-    ScheduledSequence,
-    Scheduler,
-    Sequence,
-)
+from mlx_paged.core import KVCounters, KVManager, KVUsage, Request, Scheduler
 from mlx_paged.engine import memory
 from mlx_paged.engine.config import EngineConfig
-from mlx_paged.engine.deferred_text import DeferredText
+from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer, special_token_ids
 from mlx_paged.engine.executor import PendingStep, StepExecutor
-from mlx_paged.engine.kv_groups import KVGroups
+from mlx_paged.engine.kv_cache_config import KVCacheConfig
+from mlx_paged.engine.output_processor import (
+    AnswerState,
+    OutputProcessor,
+    RequestState,
+    UpdateSink,
+)
 from mlx_paged.engine.outputs import (
     CompletionOutput,
     RequestMetrics,
     RequestOutput,
     SequenceUpdate,
 )
-from mlx_paged.engine.pools import allocate_pools
-from mlx_paged.engine.publisher import Generation, Publisher
 from mlx_paged.engine.runner import ModelRunner
-from mlx_paged.engine.sampler import SamplingRow
-from mlx_paged.engine.sampling.logprobs import LogprobReport
-from mlx_paged.engine.sampling.prompt_report import PromptReport, PromptTargets
-from mlx_paged.engine.sampling.request_sampler import RequestSampler, TokenMask
-from mlx_paged.engine.sampling.row_cache import RowCache
+from mlx_paged.engine.sampling.logprobs import LogprobReport, PromptReport
+from mlx_paged.engine.sampling.sequence_sampler import RequestSampling, SequenceSampler, TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.engine.text_stream import TextStream, special_token_ids
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model.load import LoadedModel
-from mlx_paged.model.serve import serve
+from mlx_paged.model.loader import LoadedModel
+from mlx_paged.model.wrap import serve
 
 
 @dataclass(frozen=True)
@@ -102,27 +93,27 @@ class Engine:
         limits = [model.max_model_len, paged.layout.max_context_len]
         model_limit = min((n for n in limits if n is not None), default=None)
         self.max_model_len = self.config.model_len(model_limit)
-        groups = KVGroups(paged.layout, self.config, self.max_model_len)
-        runner = ModelRunner(paged, windows=groups.windows)
-        sizes, activations = allocate_pools(runner, groups, self.config, model_limit)
+        kv_config = KVCacheConfig(paged.layout, self.config, self.max_model_len)
+        self._runner = ModelRunner(paged, windows=kv_config.windows)
+        sizes, activations = memory.allocate_pools(
+            self._runner, kv_config, self.config, model_limit
+        )
         self._cache_limit = memory.limit_buffer_cache(activations)
         memory.limit_run_ahead()
         self._kv = KVManager(
             sizes.num_blocks,
             self.config.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
-            windows=groups.window_specs(sizes),
-            states=groups.state_spec(sizes),
+            windows=kv_config.window_specs(sizes),
+            states=kv_config.state_spec(sizes),
         )
         self._scheduler = Scheduler(self.config.scheduler_config(model_limit), self._kv)
-        self._runner = runner
-        self._executor = StepExecutor(runner, RowCache(self._sampling_row), self._prompt_targets)
+        self._executor = StepExecutor(self._runner)
         self.vocab_size = model.vocab_size
         self._eos_token_ids = frozenset(self.tokenizer.eos_token_ids)
         self._special_token_ids = special_token_ids(self.tokenizer)
         self._report = LogprobReport(self.tokenizer)
-        self._generations: dict[str, Generation] = {}
-        self._publisher = Publisher(self._generations, self._scheduler, self._report)
+        self._output_processor = OutputProcessor(self._scheduler, self._report)
         self._in_flight: PendingStep | None = None
         self.on_launch: Callable[[int], None] | None = None
         self._num_steps = 0
@@ -142,6 +133,7 @@ class Engine:
         timeout: float | None = None,
         cache_salt: str | None = None,
         token_mask: TokenMask | None = None,
+        sink: UpdateSink | None = None,
     ) -> RequestOutput:
         """Takes a request. Its output object is filled as the engine steps.
 
@@ -154,6 +146,7 @@ class Engine:
             timeout: seconds until the request ends with "timeout".
             cache_salt: requests of different salts share no cached blocks.
             token_mask: says before each token which ones may follow (grammars).
+            sink: takes the request's updates as they are made, on the engine's thread.
 
         Raises:
             InvalidParameterError: an empty prompt, or a token that the model does not have, be it
@@ -169,7 +162,7 @@ class Engine:
                 )
         if not self.has_unfinished:
             memory.limit_run_ahead()  # other parts of the process may have taken memory since
-        sampler = RequestSampler(
+        sampling = RequestSampling(
             params,
             prompt_token_ids,
             seed=secrets.randbits(32) if params.seed is None else params.seed,
@@ -195,43 +188,50 @@ class Engine:
             [CompletionOutput(i) for i in range(params.n)],
             RequestMetrics(arrival_time=time.monotonic()),
         )
-        if params.logprobs is not None:
-            for completion in output.outputs:
-                completion.logprobs, completion.cumulative_logprob = [], 0.0
         prompt_report = None
         if params.prompt_logprobs is not None:
             prompt_report = PromptReport(prompt_token_ids, params.prompt_logprobs, self._report)
             output.prompt_logprobs = prompt_report.positions
-        streams = [self._text_of(sequence, params) for sequence in request.sequences]
-        self._generations[request_id] = Generation(
-            params, sampler, request, output, streams, prompt_report
-        )
+        request.state = state = RequestState(params, request, output, sink)
+        for sequence, completion in zip(request.sequences, output.outputs):
+            if params.logprobs is not None:
+                completion.logprobs, completion.cumulative_logprob = [], 0.0
+            sequence.sampler = SequenceSampler(sampling, sequence.index)
+            sequence.prompt_report = prompt_report
+            text = self._detokenizer(params)
+            if not params.stop_strings:
+                # Nobody waits for its text: whoever reads it makes it.
+                tokens, start = sequence.tokens, request.num_prompt_tokens
+                deferred = DeferredText(request_id, text, tokens, start)
+            sequence.answer = AnswerState(
+                state, completion, text if params.stop_strings else deferred, sink
+            )
         return output
 
-    def _text_of(self, sequence: Sequence, params: SamplingParams) -> TextStream | DeferredText:
-        """The text of an answer to come: by the step where stop strings may end it."""
-        stream = TextStream(
+    def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(
             self.tokenizer,
             params.stop_strings,
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
             skip=self._special_token_ids if params.skip_special_tokens else (),
         )
-        if params.stop_strings:
-            return stream
-        request = sequence.request
-        start = request.num_prompt_tokens
-        return DeferredText(request.request_id, stream, sequence.tokens, start)
+
+    def request_state(self, request_id: str) -> RequestState | None:
+        """What the engine keeps of an unfinished request."""
+        request = self._scheduler.request(request_id)
+        return None if request is None else request.state
+
+    def request_states(self) -> list[RequestState]:
+        """The unfinished requests, in order of arrival."""
+        return [request.state for request in self._scheduler.requests()]
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now; what it computed stays cached. Returns whether it was there."""
-        generation = self._generations.pop(request_id, None)
-        if generation is None:
+        state = self.request_state(request_id)
+        if state is None:
             return False
-        self._scheduler.abort(request_id)
-        self._publisher.forget(generation)
-        for output in generation.output.outputs:
-            output.finish_reason = output.finish_reason or FinishReason.ABORT
+        self._output_processor.abort(state)
         return True
 
     def settle(self) -> None:
@@ -258,44 +258,32 @@ class Engine:
         if self.config.async_scheduling:
             launched, self._in_flight = self._in_flight, launched
         if launched is None:
-            return self._publisher.publish(self._scheduler.take_outcomes())
+            return self._output_processor.process_outputs(self._scheduler.take_outcomes())
         result = self._executor.read(launched, self._in_flight)
-        updates = self._publisher.end_failed(result)
+        updates: list[SequenceUpdate] = []
+        if result.failures or result.logprobs or result.prompt_logprobs:
+            sequences = [s.sequence for s in launched.output.sequences]
+            updates += self._output_processor.end_failed(sequences, result)
+            updates += self._output_processor.record_logprobs(sequences, result)
         if result.poisoned:
             # NaNs spread through shared keys and values, and a cached block cannot be looked into.
             self._scheduler.reset_prefix_cache()
-        updates += self._publisher.record_prompts(result)
-        outcomes = self._scheduler.commit(launched.batch, result.tokens)
-        return updates + self._publisher.publish(outcomes, result.parts)
+        outcomes = self._scheduler.update_from_output(launched.output, result.sampled_token_ids)
+        return updates + self._output_processor.process_outputs(outcomes)
 
     def _launch_next(self) -> PendingStep | None:
         if self._in_flight is not None and self._in_flight.launched is None:
             return None  # it runs when it is read: there is nothing to overlap with
-        batch = self._scheduler.schedule()
-        if batch is None:
+        output = self._scheduler.schedule()
+        if output is None:
             return None
         self._num_steps += 1
         if self.on_launch is not None:
-            self.on_launch(batch.num_tokens)
-        usage = self._kv.usage
-        self._max_used_blocks = max(self._max_used_blocks, usage.num_used_blocks)
-        self._max_shared_blocks = max(self._max_shared_blocks, usage.num_shared_blocks)
-        return self._executor.launch(batch, self._in_flight)
-
-    def _sampling_row(self, row: ScheduledSequence) -> SamplingRow:
-        generation = self._generations.get(row.request_id)
-        sequence = self._scheduler.sequence(row.seq_id)
-        if generation is None or sequence is None:  # ended in flight: its token is discarded
-            return SamplingRow(0, 0, 0)
-        return generation.sampler.row(sequence.index, sequence.tokens, row.context_len)
-
-    def _prompt_targets(self, row: ScheduledSequence) -> PromptTargets | None:
-        generation = self._generations.get(row.request_id)
-        if generation is None or generation.prompt_report is None:
-            return None
-        if not generation.owns(row.seq_id):
-            return None  # the id of a request that was aborted in flight
-        return generation.prompt_report.targets(row.start, row.context_len)
+            self.on_launch(output.num_tokens)
+        pool = self._kv.pool
+        self._max_used_blocks = max(self._max_used_blocks, pool.num_used)
+        self._max_shared_blocks = max(self._max_shared_blocks, pool.num_shared)
+        return self._executor.launch(output, self._in_flight)
 
     # Numbers.
 

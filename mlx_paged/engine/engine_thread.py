@@ -14,11 +14,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlx_paged.core import FinishReason
-from mlx_paged.engine.channel import Channel
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.faults import reason_of
-from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
+from mlx_paged.engine.request_stream import Channel
 from mlx_paged.errors import EngineDeadError, MlxPagedError
 
 logger = logging.getLogger(__name__)
@@ -46,7 +44,7 @@ class EngineThread:
         # Reentrant: a stream that is garbage-collected while this thread holds it aborts itself.
         self._changed = threading.Condition(threading.RLock())
         self._stop_at: float | None = None
-        self._requests: dict[str, tuple[Channel, RequestOutput]] = {}  # the engine's thread only
+        self._sleepers: list[Channel] = []  # whose readers are to be woken; this thread's only
         self._thread = threading.Thread(target=self._run, name="mlx-paged-engine", daemon=True)
 
     # From any thread.
@@ -74,9 +72,10 @@ class EngineThread:
     def abort(self, request_id: str, channel: Channel) -> None:
         """Ends a request whose reader has gone; never waits."""
 
-        def leave(_: Engine) -> None:
-            if self._requests.get(request_id, (None,))[0] is channel:  # the id may be used again
-                self.abort_now(request_id)
+        def leave(engine: Engine) -> None:
+            state = engine.request_state(request_id)
+            if state is not None and state.sink is channel:  # (the id may be used again)
+                engine.abort(request_id)
 
         with self._changed:
             if self.dead is None:
@@ -96,24 +95,11 @@ class EngineThread:
         if not self._thread.is_alive():
             _await_system_thread(self._thread.native_id)
 
+    def new_channel(self, loop: asyncio.AbstractEventLoop, num_sequences: int) -> Channel:
+        """A way from this thread to a reader on `loop`."""
+        return Channel(loop, num_sequences, self._sleepers)
+
     # On the engine's thread.
-
-    def open(self, output: RequestOutput, channel: Channel) -> None:
-        """Connects a request that the engine has taken with its reader."""
-        self._requests[output.request_id] = channel, output
-
-    def abort_now(self, request_id: str) -> bool:
-        """Ends a request; returns whether it was there."""
-        channel, output = self._requests.pop(request_id, (None, None))
-        if channel is None or output is None:
-            return False
-        unfinished = [o.index for o in output.outputs if o.finish_reason is None]
-        self.engine.abort(request_id)
-        for index in unfinished:
-            reason = FinishReason.ABORT
-            if channel.put(SequenceUpdate(request_id, index, None, "", reason)):
-                _wake_all({channel.loop: [channel]})
-        return True
 
     def _run(self) -> None:
         reason = "it was shut down"
@@ -127,9 +113,11 @@ class EngineThread:
             self.ready.set_result(None)
             while self._take_calls():
                 if self.engine.has_unfinished:
-                    self._hand_out(self.engine.step())
-            for request_id in list(self._requests):
-                self.abort_now(request_id)
+                    self.engine.step()
+                self._wake_readers()
+            for state in self.engine.request_states():
+                self.engine.abort(state.output.request_id)
+            self._wake_readers()
             self.engine.settle()
         except BaseException as error:
             reason, failure = reason_of(error), error
@@ -162,22 +150,20 @@ class EngineThread:
             return True
         return self.engine.has_unfinished and time.monotonic() < self._stop_at
 
-    def _hand_out(self, updates: list[SequenceUpdate]) -> None:
-        sleeping: dict[asyncio.AbstractEventLoop, list[Channel]] = {}
-        for update in updates:
-            channel, _ = self._requests.get(update.request_id, (None, None))
-            if channel is not None and channel.put(update):
-                sleeping.setdefault(channel.loop, []).append(channel)
-        for update in updates:
-            if update.finish_reason is not None:
-                _, output = self._requests.get(update.request_id, (None, None))
-                if output is not None and output.finished:
-                    del self._requests[update.request_id]
-        for loop in _wake_all(sleeping):
-            # Nobody will ever read these.
-            for request_id in [i for i, (c, _) in self._requests.items() if c.loop is loop]:
-                self._requests.pop(request_id)
-                self.engine.abort(request_id)
+    def _wake_readers(self) -> None:
+        """One call into each loop, however many of its readers wait."""
+        if not self._sleepers:
+            return
+        by_loop: dict[asyncio.AbstractEventLoop, list[Channel]] = {}
+        for channel in self._sleepers:
+            by_loop.setdefault(channel.loop, []).append(channel)
+        self._sleepers.clear()
+        closed = [loop for loop, channels in by_loop.items() if not _wake(loop, channels)]
+        if closed:
+            for state in self.engine.request_states():
+                # Nobody will ever read these.
+                if isinstance(state.sink, Channel) and state.sink.loop in closed:
+                    self.engine.abort(state.output.request_id)
 
     def _die(self, reason: str) -> None:
         with self._changed:
@@ -187,28 +173,24 @@ class EngineThread:
         for _, future in calls:
             if future.set_running_or_notify_cancel():
                 future.set_exception(EngineDeadError(reason))
-        for channel, _ in self._requests.values():
-            if channel.fail(EngineDeadError(reason)):
-                _wake_all({channel.loop: [channel]})
-        self._requests.clear()
+        for state in self.engine.request_states() if hasattr(self, "engine") else ():
+            if isinstance(state.sink, Channel):
+                state.sink.fail(EngineDeadError(reason))
+        self._wake_readers()
 
 
-def _wake_all(
-    channels: dict[asyncio.AbstractEventLoop, list[Channel]],
-) -> list[asyncio.AbstractEventLoop]:
-    """One call into each loop, however many readers it has; returns the loops that are closed."""
+def _wake(loop: asyncio.AbstractEventLoop, channels: list[Channel]) -> bool:
+    """Wakes readers on their loop; false where that is closed."""
 
-    def wake(sleepers: list[Channel]) -> None:
-        for channel in sleepers:
+    def wake() -> None:
+        for channel in channels:
             channel.wake()
 
-    closed = []
-    for loop, sleepers in channels.items():
-        try:
-            loop.call_soon_threadsafe(wake, sleepers)
-        except RuntimeError:
-            closed.append(loop)
-    return closed
+    try:
+        loop.call_soon_threadsafe(wake)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _await_system_thread(native_id: int | None) -> None:

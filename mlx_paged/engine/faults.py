@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
-
-from mlx_paged import ops
-
 #: Why a row without a token has none (`ModelRunner.read`).
 NOT_A_NUMBER = "its logits are not numbers (NaN)"
 
@@ -18,17 +14,6 @@ _OUT_OF_MEMORY = (
     "insufficient memory",
     "memory allocation failed",
 )
-
-
-def nan_rows(logits: mx.array) -> mx.array:
-    """``[num_rows]`` bool: which rows of ``[num_rows, vocab_size]`` logits hold a NaN.
-
-    It is evaluated and read together with the tokens. (A sum would be one pass less, but half
-    precision sums may reach both infinities and become NaN without there being one.)
-    """
-    if mx.default_device() == mx.cpu:  # one vectorised pass instead of two
-        return ops.greedy_tokens(logits)[1]
-    return mx.any(mx.isnan(logits), axis=-1)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ from mlx_paged.engine.engine import Engine, EngineStats
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model.load import LoadedModel, load
+from mlx_paged.model.loader import LoadedModel, load
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -52,7 +52,6 @@ class LLM:
         # keep an `LLM` that is dropped.)
         self.engine = Engine(loaded, config)
         self._ids = itertools.count()
-        self._inboxes: dict[str, deque[SequenceUpdate]] = {}  # by request_id
 
     @property
     def tokenizer(self) -> Any:
@@ -77,8 +76,8 @@ class LLM:
         Returns:
             One output for each prompt, in their order.
         """
-        outputs = self._add(_as_prompts(prompts), params)
-        for _ in self._run(outputs):
+        outputs, inbox = self._add(_as_prompts(prompts), params)
+        for _ in self._run(outputs, inbox):
             pass
         return outputs
 
@@ -105,9 +104,9 @@ class LLM:
         `SequenceUpdate.request_id` is the prompt's place, "0" for the first. Leaving the loop early
         aborts what is unfinished.
         """
-        outputs = self._add(_as_prompts(prompts), params)
+        outputs, inbox = self._add(_as_prompts(prompts), params)
         place = {output.request_id: str(i) for i, output in enumerate(outputs)}
-        for update in self._run(outputs):
+        for update in self._run(outputs, inbox):
             yield update._replace(request_id=place[update.request_id])
 
     def render_chats(
@@ -128,7 +127,7 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[RequestOutput]:
+    ) -> tuple[list[RequestOutput], _Inbox]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
@@ -136,33 +135,32 @@ class LLM:
                 "params", f"one for all or one for each of {len(prompts)} prompts", len(params)
             )
         outputs: list[RequestOutput] = []
+        inbox = _Inbox()
         try:
             for prompt, p in zip(prompts, params):
                 text = prompt if isinstance(prompt, str) else None
                 tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                request_id = str(next(self._ids))
                 outputs.append(
-                    self.engine.add_request(str(next(self._ids)), tokens, p, prompt=text)
+                    self.engine.add_request(request_id, tokens, p, prompt=text, sink=inbox)
                 )
         except Exception:
             # One prompt of many is refused: run none of them, rather than some.
             self._end(outputs)
             raise
-        return outputs
+        return outputs, inbox
 
-    def _run(self, outputs: list[RequestOutput]) -> Iterator[SequenceUpdate]:
+    def _run(self, outputs: list[RequestOutput], inbox: _Inbox) -> Iterator[SequenceUpdate]:
         """Steps the engine until these are finished; yields their updates.
 
-        Calls may be open side by side (a `generate` inside a `stream`): whoever steps the engine
-        keeps the others' updates for them.
+        Calls may be open side by side (a `generate` inside a `stream`): whoever steps the engine,
+        each one's updates are put in its own inbox.
         """
-        mine: deque[SequenceUpdate] = deque()
-        self._inboxes.update({output.request_id: mine for output in outputs})
         try:
-            while mine or not all(output.finished for output in outputs):
-                while mine:
-                    yield mine.popleft()
-                for update in self.engine.step():
-                    self._inboxes[update.request_id].append(update)
+            while inbox or not all(output.finished for output in outputs):
+                while inbox:
+                    yield inbox.popleft()
+                self.engine.step()
         finally:
             self._end(outputs)
 
@@ -171,8 +169,14 @@ class LLM:
         for output in outputs:
             self.engine.abort(output.request_id)
             output.settle()
-            self._inboxes.pop(output.request_id, None)
         self.engine.settle()
+
+
+class _Inbox(deque[SequenceUpdate]):
+    """Updates of one call that nobody has read yet."""
+
+    def put(self, update: SequenceUpdate) -> None:
+        self.append(update)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

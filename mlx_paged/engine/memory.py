@@ -1,4 +1,4 @@
-"""How much memory there is, what a step needs of it, and how many blocks are left for the pool."""
+"""How much memory there is, what a step needs of it, and the pools that get the rest."""
 
 from __future__ import annotations
 
@@ -11,8 +11,19 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_paged import ops
-from mlx_paged.engine.config import EngineConfig, _physical_memory
+from mlx_paged.core import (
+    Request,
+    ScheduledSequence,
+    SchedulerOutput,
+    Sequence,
+    StateMove,
+    TableRow,
+)
+from mlx_paged.engine.config import EngineConfig, physical_memory
 from mlx_paged.engine.faults import is_out_of_memory
+from mlx_paged.engine.kv_cache_config import KVCacheConfig, PoolSizes
+from mlx_paged.engine.runner import ModelRunner
+from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 
 logger = logging.getLogger(__name__)
 
@@ -55,20 +66,48 @@ def available_memory() -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
-        return _physical_memory()
+        return physical_memory()
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    return min(_physical_memory(), int(fields["MemAvailable"].split()[0]) * 1024)
+    return min(physical_memory(), int(fields["MemAvailable"].split()[0]) * 1024)
 
 
 def device_memory() -> int:
     """Bytes that the default device may use."""
     if mx.default_device() == mx.cpu:
-        return _physical_memory()
+        return physical_memory()
     info = mx.device_info()
     for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
         if key in info:
             return int(info[key])
-    return _physical_memory()
+    return physical_memory()
+
+
+def allocate_pools(
+    runner: ModelRunner, kv_config: KVCacheConfig, config: EngineConfig, model_limit: int | None
+) -> tuple[PoolSizes, int | None]:
+    """Gives a runner the pools of all groups, as large as the configuration allows.
+
+    Args:
+        model_limit: most tokens of context that the model can do.
+
+    Returns:
+        The sizes, and the bytes that the largest step needs where they were measured.
+    """
+
+    def allocate(num_blocks: int) -> None:
+        sizes = kv_config.sizes(num_blocks)
+        runner.allocate(kv_config.blocks_by_reach(sizes), sizes.num_state_slots)
+
+    left_over, activations = left_for_pool(config, lambda: measure_activations(runner, config))
+    wanted = config.num_blocks(
+        [spec.bytes_per_token for spec in runner.model.layout.attention],
+        model_limit,
+        left_over,
+        most_blocks=kv_config.most_blocks,
+    )
+    exactly = config.num_gpu_blocks_override is not None
+    num_blocks = allocate_fitting(allocate, wanted, exactly=exactly)
+    return kv_config.sizes(num_blocks), activations
 
 
 def left_for_pool(
@@ -116,13 +155,58 @@ def allocate_fitting(allocate: Callable[[int], None], num_blocks: int, *, exactl
             num_blocks = max(2, num_blocks * 3 // 4)
 
 
+def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:
+    """Bytes that the largest step needs: all its rows, and as many of them sampled as may be.
+
+    It runs on small pools of its own, which the runner loses again.
+    """
+    output = largest_step(config, len(runner.windows), has_states=runner.model.layout.has_states)
+    num_blocks = 1 + max(max(row.block_table) for row in output.sequences)
+    blocks = dict.fromkeys(runner.model.layout.reaches, num_blocks)
+    runner.allocate(blocks, 1 + len(output.sequences))
+    mx.synchronize()
+    gc.collect()  # what it would free during the step is no part of it
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    runner.read(runner.launch(output, None))
+    return max(0, mx.get_peak_memory() - before)
+
+
+class _ProfileSampler:
+    """Samples as costly as a request may ask for without edits of its logits."""
+
+    row = SamplingRow(1.0, 0, 0)
+    has_edits = False
+
+
+def largest_step(
+    config: EngineConfig, num_windows: int = 0, *, has_states: bool = False
+) -> SchedulerOutput:
+    """`max_num_batched_tokens` rows of `max_num_seqs` new sequences."""
+    num_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+    request = Request("profile", (0,))
+    sequences, first_block = [], 1
+    for i in range(config.max_num_seqs):
+        begin, end = (num_tokens * k // config.max_num_seqs for k in (i, i + 1))
+        num_blocks = -(-(end - begin) // config.block_size)
+        table = TableRow(tuple(range(first_block, first_block + num_blocks)), 0)
+        first_block += num_blocks
+        sequence = Sequence(-1 - i, request, i, (0, 0, i))
+        sequence.sampler = _ProfileSampler()
+        state = StateMove(0, 1 + i) if has_states else None
+        tables = (table,) * (1 + num_windows)
+        token_ids = (0,) * (end - begin)
+        sequences.append(ScheduledSequence(sequence, token_ids, 0, True, -1, tables, state))
+    return SchedulerOutput(0, tuple(sequences), ((),) * (1 + num_windows))
+
+
 def limit_buffer_cache(activation_bytes: int | None) -> int:
     """Caps what MLX keeps of freed buffers at what a step can use again; returns the limit.
 
     The limit holds for the whole process: MLX has one cache.
     """
     if activation_bytes is None:
-        limit = min(_DEFAULT_CACHE_LIMIT, _physical_memory() // 8)
+        limit = min(_DEFAULT_CACHE_LIMIT, physical_memory() // 8)
     else:
         limit = max(_LEAST_CACHE_LIMIT, activation_bytes)
     mx.set_cache_limit(limit)

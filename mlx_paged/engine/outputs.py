@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mlx_paged.core import FinishReason
-from mlx_paged.engine.deferred_text import DeferredText
+from mlx_paged.engine.detokenizer import DeferredText
 from mlx_paged.errors import StepError
 
 

@@ -13,10 +13,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_paged.model.cache import PagedLayerCache
-from mlx_paged.model.handles import KVHandle
-from mlx_paged.model.overrides import Overrides
-from mlx_paged.model.step import StepContext
+from mlx_paged.model.caches import KVHandle, PagedLayerCache, StepContext
+from mlx_paged.model.patches import Overrides
 
 
 def _heads(x: mx.array, num_heads: int) -> mx.array:
@@ -164,7 +162,7 @@ def context_limit(model: nn.Module) -> int | None:
 
 
 def _kind(module: nn.Module) -> str:
-    """Module and class of mlx-lm, without the package; empty for other people's modules."""
+    """Module and class of mlx-lm, without the package; empty for modules of other packages."""
     package, _, name = type(module).__module__.rpartition(".")
     return f"{name}.{type(module).__qualname__}" if package == "mlx_lm.models" else ""
 

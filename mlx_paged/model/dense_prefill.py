@@ -2,25 +2,23 @@
 
 There MLX's is cuDNN's, two to eight times as fast as `ops.paged_attention` on such chunks (see
 docs/cuda.md), and gathering costs little beside it. Rows of other sequences, decodes above all,
-take the paged kernels as ever.
+take the paged kernels as always.
 
-cuDNN prepares itself for every shape that it has not met, for some 35 ms. So a chunk is widened to
+cuDNN prepares every new shape for some 35 ms. So a chunk is widened to
 positions that are multiples of `ALIGNMENT`: by rows before it, which are computed and dropped, and
 by rows and keys behind it, which no row of it sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.model.plan import build_plan
-from mlx_paged.model.specs import LayerSpec
-from mlx_paged.model.tables import PaddedTables
+from mlx_paged.model.layout import LayerSpec
+from mlx_paged.model.plan import PaddedTables, Tables, build_plan
 from mlx_paged.ops import AttentionPlan
 
 # Shorter chunks gain less than gathering and another shape cost.
@@ -58,7 +56,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class DensePrefill:
-    """How the rows of a step divide."""
+    """How the rows of a step are divided between MLX's attention and the paged kernels."""
 
     chunks: tuple[Chunk, ...]
     others: tuple[tuple[int, int], ...]  # rows [b, e) of all other sequences, runs of them
@@ -85,7 +83,7 @@ class DensePrefill:
 
 
 def plan_dense_prefill(
-    tables: Sequence[Sequence[int]] | PaddedTables,
+    tables: Tables,
     context_lens: np.ndarray,
     query_lens: np.ndarray,
     *,
@@ -124,7 +122,7 @@ def plan_dense_prefill(
 
 
 def serves(spec: LayerSpec, *, sinks: mx.array | None, softcap: float | None) -> bool:
-    """Whether MLX's fused attention computes what a layer asks for."""
+    """Whether MLX's fused attention can compute a layer's attention."""
     return (
         spec.window is None
         and sinks is None

@@ -3,7 +3,7 @@
 A family is a model module of mlx-lm. It is listed here when a mixed step (prefill, decodes, a
 second chunk, a resumed prefix and a preempted prompt at once) matches mlx-lm's dense cache;
 `tests/model/test_parity_families.py` holds every module of mlx-lm to this table. What is not listed
-is refused by name: a family that merely seems to work would be wrong in ways that nobody sees.
+is refused by name: a family that merely seems to work could be wrong without any sign of it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GATHERED = "baichuan_m1 deepseek_v32 glm_moe_dsa"
 _UNIFORM = "minimax_m3_vl plamo3"
 
 #: Proven families, and how each is run. A model may turn out to need a later mode of `Mode`
-#: (dynamic RoPE scaling does); never an earlier one.
+#: (dynamic RoPE scaling does), but never an earlier one.
 PROVEN: dict[str, Mode] = {
     **dict.fromkeys(_NATIVE.split(), Mode.NATIVE),
     **dict.fromkeys(_REGROUPED.split(), Mode.REGROUPED),
@@ -63,7 +63,7 @@ REFUSED: dict[str, str] = {
     ),
     "phi3small": (
         "mlx-lm's block-sparse mask for it depends on where a prompt is cut into chunks, so "
-        "answers would depend on who else is served"
+        "answers would depend on the other requests of a step"
     ),
 }
 
@@ -95,7 +95,7 @@ _registered: dict[str, Family] = {}
 def register_family(
     model_type: str, *, mode: Mode | str | None = None, verify: bool = True
 ) -> None:
-    """Lets a family be served that this package does not know.
+    """Lets a family be served that is not in this package's table.
 
     Args:
         model_type: as ``config.json`` names it.
@@ -104,7 +104,7 @@ def register_family(
             it if they differ. False: you have done that yourself.
 
     Raises:
-        ValueError: for a family that is proven already, or a mode that there is not.
+        ValueError: for a family that is proven already, or an unknown mode.
     """
     if model_type in PROVEN:
         raise ValueError(f"model_type {model_type!r} is proven and needs no registration")

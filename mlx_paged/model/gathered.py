@@ -10,21 +10,18 @@ and the cache is to model code exactly what mlx-lm's own is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.model.cache import KVPools
-from mlx_paged.model.specs import LayerSpec, Reach
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from mlx_paged.model.step import StepContext
+from mlx_paged.model.caches import KVPools, StepContext
+from mlx_paged.model.layout import LayerSpec, Reach
+from mlx_paged.model.plan import PaddedTables, StepInputs, int32
 
 
 @dataclass(frozen=True)
@@ -38,6 +35,50 @@ class GatheredGroup:
     max_context_len: int
     block_tables: Mapping[Reach, mx.array]  # [num_seqs, max_blocks] int32
     slots: Mapping[Reach, mx.array]  # [num_seqs * length] int32
+
+    @classmethod
+    def of(
+        cls,
+        inputs: StepInputs,
+        members: np.ndarray,
+        reaches: Sequence[Reach],
+        *,
+        block_size: int,
+        uniform: bool,
+    ) -> GatheredGroup:
+        """The group of the sequences `members` (by number) of a step."""
+        length = int(inputs.query_lens[members[0]])
+        lens = inputs.context_lens[members]
+        positions = (lens - length)[:, None] + np.arange(length)
+        tables: dict[Reach, mx.array] = {}
+        slots: dict[Reach, mx.array] = {}
+        for reach in reaches:
+            padded = inputs.tables_of(reach)
+            if not isinstance(padded, PaddedTables):
+                padded = PaddedTables.of(padded)
+            blocks = padded.blocks[members]
+            at = np.take_along_axis(blocks, positions // block_size, axis=1)
+            tables[reach] = int32(blocks)
+            slots[reach] = int32((at * block_size + positions % block_size).reshape(-1))
+        return cls(
+            length=length,
+            starts=int32(lens - length),
+            start=int(lens[0]) - length if uniform else None,
+            context_lens=int32(lens),
+            max_context_len=int(lens.max()),
+            block_tables=tables,
+            slots=slots,
+        )
+
+
+def groups_of(inputs: StepInputs, *, uniform: bool) -> list[np.ndarray]:
+    """The sequences (by number) of a step that run together; those without rows are in none."""
+    keys = inputs.query_lens[:, None]
+    if uniform:
+        keys = np.stack([inputs.query_lens, inputs.context_lens], axis=1)
+    kinds, which = np.unique(keys, axis=0, return_inverse=True)
+    groups = [np.flatnonzero(which.reshape(-1) == i) for i in range(len(kinds))]
+    return [group for group in groups if inputs.query_lens[group[0]] > 0]
 
 
 class GatheredLayerCache(KVPools):
@@ -72,7 +113,7 @@ class GatheredLayerCache(KVPools):
     @property
     def offset(self) -> Any:
         """``[num_seqs]`` int32 positions of the first rows; an ``int`` in a uniform group."""
-        # After the write mlx-lm's caches have moved on; in model code nobody looks twice.
+        # (After a write mlx-lm's own caches have advanced; model code reads this once, before it.)
         return self.group.starts if self.group.start is None else self.group.start
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

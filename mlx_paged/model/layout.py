@@ -1,15 +1,105 @@
-"""How a model's caches lie: what each of them holds, and how model code wants them put together."""
+"""What the layers of a model ask of the KV store, in plain numbers.
+
+A model has a tree of caches (mlx-lm gives one entry to a layer, and some entries hold several). Its
+leaves are described here, in order. The leaves of one `Reach` read and write through the same block
+tables; recurrent leaves have no blocks but *state slots*, see `mlx_paged.model.recurrent`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
-from mlx_lm.models.cache import CacheList
+import mlx.core as mx
 
-from mlx_paged.model.specs import CacheSpec, LayerSpec, Reach, StateSpec
+
+@dataclass(frozen=True)
+class Reach:
+    """How far back the rows of an attention layer see. Layers of one reach share block tables.
+
+    At most one of the two is set; neither: every key up to the row's own position.
+    """
+
+    window: int | None = None  # keys at positions in (p - window, p]
+    chunk: int | None = None  # keys at positions in [p - p % chunk, p]
+
+    def first_visible(self, position: int) -> int:
+        """The first position that a row at `position`, or any row after it, can see.
+
+        Blocks that lie wholly before it are never read again.
+        """
+        if self.window is not None:
+            return max(0, position - self.window + 1)
+        if self.chunk is not None:
+            return position - position % self.chunk
+        return 0
+
+
+FULL = Reach()
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one attention cache holds.
+
+    Latent attention (DeepSeek's MLA) has one head, whose keys are latent and rotary key side by
+    side, and whose values are the latents: the first `value_dim` numbers of the keys. They are
+    stored once.
+    """
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+    window: int | None = None  # keys at positions in (p - window, p]; None: all up to p
+    chunk: int | None = None  # keys at positions in [p - p % chunk, p]; None: all up to p
+    latent: bool = False
+
+    @property
+    def reach(self) -> Reach:
+        """The group of layers whose block tables this one shares."""
+        return Reach(self.window, self.chunk)
+
+    @property
+    def pool_dims(self) -> tuple[int, int]:
+        """Head dims of the key pool and of the value pool: multiples of 8, as the ops take them."""
+        # The value pool of latents holds nothing; the ops write both, and 8 is the least.
+        return _padded(self.key_dim), _padded(0 if self.latent else self.value_dim)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """One token in both pools, in bytes."""
+        return self.num_kv_heads * sum(self.pool_dims) * self.dtype.size
+
+
+def _padded(dim: int) -> int:
+    return max(8, -(-dim // 8) * 8)
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What one recurrent cache keeps of a sequence, whatever its length: its state arrays."""
+
+    # Of each array, without the batch axis; None: an entry that the layer never uses.
+    shapes: tuple[tuple[int, ...] | None, ...]
+    dtypes: tuple[mx.Dtype, ...]
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """The states of one sequence, in bytes: what a snapshot costs."""
+        return sum(math.prod(s) * d.size for s, d in zip(self.shapes, self.dtypes) if s is not None)
+
+
+@dataclass(frozen=True)
+class UnusedSpec:
+    """A cache that the model makes and never writes to: a layer without attention."""
+
+
+CacheSpec = LayerSpec | StateSpec | UnusedSpec
 
 # A leaf's index in `CacheLayout.specs`, or the entries of a layer that has several caches.
 Shape = int | tuple["Shape", ...]
@@ -20,7 +110,7 @@ class Mode(StrEnum):
 
     NATIVE = "native paged"  # all rows at once, attention reads blocks
     REGROUPED = "regrouped"  # likewise; layers with recurrent state run on equal-length groups
-    GATHERED = "gathered"  # once for each length of rows, attention reads dense copies
+    GATHERED = "gathered"  # once for each number of rows a sequence has; dense copies
     UNIFORM = "gathered alone"  # once for each length and position: positions are host integers
 
     @property
@@ -48,12 +138,12 @@ class CacheLayout:
         """The leaves that have state slots."""
         return tuple(s for s in self.specs if isinstance(s, StateSpec))
 
-    @property
+    @cached_property
     def reaches(self) -> tuple[Reach, ...]:
         """How far layers see; each needs block tables of its own, once blocks are freed."""
         return tuple(dict.fromkeys(spec.reach for spec in self.attention))
 
-    @property
+    @cached_property
     def has_states(self) -> bool:
         """Whether sequences need state slots."""
         return bool(self.states)
@@ -67,37 +157,15 @@ class CacheLayout:
         """The recurrent state of one sequence, in all layers."""
         return sum(spec.bytes_per_slot for spec in self.states)
 
-    def assemble(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves as model code takes them: one entry a layer."""
 
-        def build(shape: Shape) -> Any:
-            if isinstance(shape, int):
-                return leaves[shape]
-            return CacheList(*(build(part) for part in shape))
+def assemble(tree: Sequence[Shape], leaves: Sequence[Any]) -> list[Any]:
+    """The leaves of a cache tree as model code takes them: one entry for each layer."""
+    # Here, not above: importing mlx_lm imports the drop-in, which imports this module.
+    from mlx_lm.models.cache import CacheList
 
-        return [build(shape) for shape in self.tree]
+    def build(shape: Shape) -> Any:
+        if isinstance(shape, int):
+            return leaves[shape]
+        return CacheList(*(build(part) for part in shape))
 
-
-def flatten(caches: Sequence[Any]) -> tuple[list[Any], tuple[Shape, ...]]:
-    """The leaves of mlx-lm's caches, and the tree to put them together again."""
-    leaves: list[Any] = []
-
-    def walk(cache: Any) -> Shape:
-        if isinstance(cache, CacheList):
-            return tuple(walk(child) for child in cache.caches)
-        leaves.append(cache)
-        return len(leaves) - 1
-
-    tree = tuple(walk(cache) for cache in caches)
-    return leaves, tree
-
-
-def leaves_of(caches: Any, is_leaf: Callable[[Any], bool]) -> Iterator[Any]:
-    """Leaves among a module's arguments, however deep in lists they are."""
-    if is_leaf(caches):
-        yield caches
-    elif isinstance(caches, CacheList):
-        yield from leaves_of(caches.caches, is_leaf)
-    elif isinstance(caches, (list, tuple)):
-        for child in caches:
-            yield from leaves_of(child, is_leaf)
+    return [build(shape) for shape in tree]

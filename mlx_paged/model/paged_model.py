@@ -4,67 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.model import seam
-from mlx_paged.model.cache import (
+from mlx_paged.model import dense_prefill, patches
+from mlx_paged.model.caches import (
     KVPools,
     LatentLayerCache,
     PagedLayerCache,
+    Step,
+    StepContext,
     UnusedCache,
     copy_blocks,
 )
-from mlx_paged.model.chunk_plan import build_chunk_plan
-from mlx_paged.model.compiled_step import CompiledSteps
-from mlx_paged.model.dense_prefill import plan_dense_prefill
-from mlx_paged.model.gathered import GatheredGroup, GatheredLayerCache
-from mlx_paged.model.layer_ops import native_ops
-from mlx_paged.model.layout import CacheLayout, Mode
-from mlx_paged.model.output_rows import OutputRows
-from mlx_paged.model.plan import build_plan
-from mlx_paged.model.recurrent import (
-    RecurrentCache,
+from mlx_paged.model.compiled import CompiledSteps
+from mlx_paged.model.gathered import GatheredGroup, GatheredLayerCache, groups_of
+from mlx_paged.model.layout import FULL, CacheLayout, LayerSpec, Mode, Reach, UnusedSpec, assemble
+from mlx_paged.model.plan import (
+    PaddedTables,
     SequenceGroup,
     StateSlots,
+    StepInputs,
+    Tables,
+    build_chunk_plan,
+    build_plan,
     build_state_plan,
-    copy_states,
+    int32,
 )
-from mlx_paged.model.specs import FULL, LayerSpec, Reach, UnusedSpec
-from mlx_paged.model.step import Step, StepContext
-from mlx_paged.model.tables import PaddedTables
+from mlx_paged.model.recurrent import RecurrentCache
 from mlx_paged.ops import AttentionPlan
 
-Tables = Sequence[Sequence[int]] | PaddedTables
-
 _LAYERS_OF_PART = 4  # of a step that starts early: a GPU works on them longer than the host
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """One step, in the host's numbers. All sequences of lists are in the order of the rows.
-
-    Attributes:
-        context_lens: Tokens of each sequence in the pools once this step's are written.
-        query_lens: How many of them, the last ones, are rows of this step.
-        tables: Block tables of the sequences: one list for all layers, or one for each reach.
-        logit_rows: Rows whose logits are wanted.
-        state_slots: Slots of the sequences, for a model that has recurrent state.
-    """
-
-    context_lens: np.ndarray
-    query_lens: np.ndarray
-    tables: Tables | Mapping[Reach, Tables]
-    logit_rows: np.ndarray
-    state_slots: StateSlots | None = None
-
-    def tables_of(self, reach: Reach) -> Tables:
-        """The block tables that layers of this reach use."""
-        return self.tables[reach] if isinstance(self.tables, Mapping) else self.tables
 
 
 class PagedModel:
@@ -72,7 +45,7 @@ class PagedModel:
 
     Args:
         model: an mlx-lm model. Its modules are changed in place, so it belongs to this object.
-        layout: see `models.probe.probe`.
+        layout: what its caches hold and how it is run, see `mlx_paged.model.wrap`.
         block_size: tokens of a block.
     """
 
@@ -82,11 +55,12 @@ class PagedModel:
         layout: CacheLayout,
         *,
         context: StepContext,
-        output_rows: OutputRows,
+        output_rows: patches.OutputRows,
         block_size: int,
     ) -> None:
         self.model = model
         self.layout = layout
+        self._is_gathered = layout.mode.is_gathered
         self.block_size = block_size
         self._context = context
         self._output_rows = output_rows
@@ -124,14 +98,14 @@ class PagedModel:
                     )
                 self._states.append(RecurrentCache(spec, num_slots=num_state_slots))
                 leaves.append(self._states[-1])
-        self.caches = self.layout.assemble(leaves)
+        self.caches = assemble(self.layout.tree, leaves)
 
     def release(self) -> None:
-        """Gives up the pools."""
+        """Drops the pools."""
         self.caches, self._attention, self._states = [], [], []
 
     def _cache_type(self, spec: LayerSpec) -> type[PagedLayerCache | GatheredLayerCache]:
-        if self.layout.mode.is_gathered:
+        if self._is_gathered:
             return GatheredLayerCache
         return LatentLayerCache if spec.latent else PagedLayerCache
 
@@ -141,11 +115,6 @@ class PagedModel:
     def attention_caches(self) -> Sequence[KVPools]:
         """The caches that have blocks."""
         return self._attention
-
-    @property
-    def state_caches(self) -> Sequence[RecurrentCache]:
-        """The caches that have state slots."""
-        return self._states
 
     def pools(self) -> list[mx.array]:
         """The pools' arrays: waiting for them is waiting for all that a step writes."""
@@ -168,10 +137,6 @@ class PagedModel:
         """
         copy_blocks([c for c in self._attention if reach in (None, c.spec.reach)], block_pairs)
 
-    def copy_states(self, slot_pairs: mx.array) -> None:
-        """Copies state slots: ``[num_pairs, 2]`` int32 of (src, dst)."""
-        copy_states(self._states, slot_pairs)
-
     # Steps.
 
     def forward(self, tokens: mx.array, inputs: StepInputs) -> mx.array:
@@ -180,14 +145,14 @@ class PagedModel:
         Raises:
             ValueError: for a context beyond `CacheLayout.max_context_len`.
         """
-        seam.ensure_installed()  # (unpatching mlx-lm takes it out)
+        patches.ensure_installed()  # (unpatching mlx-lm uninstalls it)
         limit = self.layout.max_context_len
         if limit is not None and inputs.context_lens.max(initial=0) > limit:
             raise ValueError(
                 f"context_lens must be at most {limit}, beyond which this model's RoPE changes "
                 f"with the context, but got {inputs.context_lens.max()}"
             )
-        if self.layout.mode.is_gathered:
+        if self._is_gathered:
             return self._forward_in_groups(tokens, inputs)
         step = self._step(inputs)
         logits, pools = self._compiled.run(tokens, step, self.pools())
@@ -197,12 +162,12 @@ class PagedModel:
     def _run(
         self, tokens: mx.array, step: Step, pools: list[mx.array]
     ) -> tuple[mx.array, list[mx.array]]:
-        """The model's own code on these pools, whose handles stay as they are; see `Forward`."""
+        """The model's own code on these pools; the caches keep theirs. See `compiled.Forward`."""
         before = self.pools()
         self.restore(pools)
         self._context.enter(step)
         try:
-            with native_ops(step.plan.positions):
+            with patches.native_ops(step.plan.positions):
                 logits = self.model(tokens[:, None], cache=self.caches)
                 return self._output_rows.finish(logits), self.pools()
         finally:
@@ -210,11 +175,6 @@ class PagedModel:
             self.restore(before)
 
     def _step(self, inputs: StepInputs) -> Step:
-        if self.layout.mode.is_gathered:
-            # Its caches have groups of their own; the plan is of no sequence.
-            return Step(
-                build_plan([], [], [], block_size=self.block_size), _int32(inputs.logit_rows)
-            )
         states = None
         if self.layout.has_states:
             states = build_state_plan(inputs.query_lens, _slots(inputs))
@@ -229,14 +189,15 @@ class PagedModel:
             for reach in reaches
             if reach.chunk is not None or inputs.tables_of(reach) is not tables
         }
+        longest = int(inputs.query_lens.max(initial=0))
         prefill = None
-        if FULL in reaches:
-            prefill = plan_dense_prefill(
+        if FULL in reaches and longest >= dense_prefill.LEAST_ROWS:
+            prefill = dense_prefill.plan_dense_prefill(
                 tables, inputs.context_lens, inputs.query_lens, block_size=self.block_size
             )
         # Decodes alone are built while the step before runs, and repeated as one graph.
-        early = ops.has_cuda() and int(inputs.query_lens.max(initial=0)) > 1
-        return Step(plan, _int32(inputs.logit_rows), plans, states, prefill, early)
+        early = ops.has_cuda() and longest > 1
+        return Step(plan, int32(inputs.logit_rows), plans, states, prefill, early)
 
     def _plan(self, inputs: StepInputs, tables: Tables, reach: Reach) -> AttentionPlan:
         rows = (inputs.context_lens, inputs.query_lens)
@@ -245,22 +206,28 @@ class PagedModel:
         return build_plan(tables, *rows, block_size=self.block_size, window=reach.window)
 
     def _no_blocks(self, inputs: StepInputs) -> Tables:
-        """Tables for models without attention, whose plan only tells positions."""
+        """Tables for models without attention, whose plan only holds positions."""
         lengths = -(-inputs.context_lens // self.block_size)
         return PaddedTables(
             np.zeros((len(lengths), max(1, int(lengths.max(initial=1)))), dtype=np.int32), lengths
         )
 
     def _forward_in_groups(self, tokens: mx.array, inputs: StepInputs) -> mx.array:
-        step = self._step(inputs)
+        # (The caches have groups of their own: the plan is of no sequence.)
+        no_plan = build_plan([], [], [], block_size=self.block_size)
         parts: list[mx.array] = []
         wanted: list[np.ndarray] = []
-        for members in self._groups(inputs):
-            rows, group = self._gathered(inputs, members)
+        first_rows = np.cumsum(inputs.query_lens) - inputs.query_lens
+        uniform = self.layout.mode is Mode.UNIFORM
+        for members in groups_of(inputs, uniform=uniform):
+            group = GatheredGroup.of(
+                inputs, members, self.layout.reaches, block_size=self.block_size, uniform=uniform
+            )
+            rows = (first_rows[members][:, None] + np.arange(group.length)).reshape(-1)
             mine = np.flatnonzero(np.isin(inputs.logit_rows, rows))
             within = np.searchsorted(rows, inputs.logit_rows[mine])
-            grouped = tokens[_int32(rows)].reshape(len(members), group.length)
-            self._context.enter(replace(step, logit_rows=_int32(within)))
+            grouped = tokens[int32(rows)].reshape(len(members), group.length)
+            self._context.enter(Step(no_plan, int32(within)))
             try:
                 with ExitStack() as stack:
                     for cache in self._attention:
@@ -278,46 +245,7 @@ class PagedModel:
                 wanted.append(mine)
         if not parts:
             return logits[:0]
-        return mx.concatenate(parts)[_int32(np.argsort(np.concatenate(wanted)))]
-
-    def _groups(self, inputs: StepInputs) -> list[np.ndarray]:
-        """Sequences (by number) that run together."""
-        keys = inputs.query_lens[:, None]
-        if self.layout.mode is Mode.UNIFORM:
-            keys = np.stack([inputs.query_lens, inputs.context_lens], axis=1)
-        kinds, which = np.unique(keys, axis=0, return_inverse=True)
-        groups = [np.flatnonzero(which.reshape(-1) == i) for i in range(len(kinds))]
-        return [group for group in groups if inputs.query_lens[group[0]] > 0]
-
-    def _gathered(
-        self, inputs: StepInputs, members: np.ndarray
-    ) -> tuple[np.ndarray, GatheredGroup]:
-        """The rows of some sequences in the step, and what their caches need to know."""
-        length = int(inputs.query_lens[members[0]])
-        first_rows = (np.cumsum(inputs.query_lens) - inputs.query_lens)[members]
-        lens = inputs.context_lens[members]
-        positions = (lens - length)[:, None] + np.arange(length)
-        tables: dict[Reach, mx.array] = {}
-        slots: dict[Reach, mx.array] = {}
-        for reach in self.layout.reaches:
-            padded = inputs.tables_of(reach)
-            if not isinstance(padded, PaddedTables):
-                padded = PaddedTables.of(padded)
-            blocks = padded.blocks[members]
-            at = np.take_along_axis(blocks, positions // self.block_size, axis=1)
-            tables[reach] = _int32(blocks)
-            slots[reach] = _int32((at * self.block_size + positions % self.block_size).reshape(-1))
-        uniform = self.layout.mode is Mode.UNIFORM
-        group = GatheredGroup(
-            length=length,
-            starts=_int32(lens - length),
-            start=int(lens[0]) - length if uniform else None,
-            context_lens=_int32(lens),
-            max_context_len=int(lens.max()),
-            block_tables=tables,
-            slots=slots,
-        )
-        return (first_rows[:, None] + np.arange(length)).reshape(-1), group
+        return mx.concatenate(parts)[int32(np.argsort(np.concatenate(wanted)))]
 
 
 def _slots(inputs: StepInputs) -> StateSlots:
@@ -329,8 +257,4 @@ def _slots(inputs: StepInputs) -> StateSlots:
 def _state_group(inputs: StepInputs, members: np.ndarray, length: int) -> SequenceGroup:
     slots = _slots(inputs)
     reads, writes = (np.asarray(s)[members] for s in (slots.reads, slots.writes))
-    return SequenceGroup(None, len(members), length, _int32(reads), _int32(writes))
-
-
-def _int32(values: np.ndarray) -> mx.array:
-    return ops.upload(values.astype(np.int32))[0]
+    return SequenceGroup(None, len(members), length, int32(reads), int32(writes))

@@ -1,4 +1,4 @@
-"""Builds a step's `AttentionPlan` on the host.
+"""Plans one step on the host: block tables, attention work and groups of recurrent layers.
 
 Everything the kernels index with is made and checked here, where the numbers are still plain
 integers; the kernels themselves cannot see a wrong block table before they follow it.
@@ -6,29 +6,202 @@ integers; the kernels themselves cannot see a wrong block table before they foll
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NoReturn
 
+import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.model import split
-from mlx_paged.model.tables import PaddedTables
+from mlx_paged.model.layout import Reach
 from mlx_paged.ops import AttentionPlan
 
 # Query rows that share one pass over K and V. A prefill chunk is cut into items of this many rows.
-ROWS_PER_ITEM = 32
+_ROWS_PER_ITEM = 32
+
+# Most tokens of a piece. On a CPU a core works on one item, and the step would wait for a longer
+# one when all others are done. On a GPU this bounds the pieces of a prefill chunk.
+_LONGEST = 4096
+# Decodes and drafts on a GPU. 8192 tokens are 22 pieces: 176 threadgroups at 8 KV heads, where
+# four for each of 40 cores are 160. A query head's partial, written once and read once, is half a
+# percent of its piece's keys and values at a head dim of 128 in 16 bits.
+_SHORTEST = 384
+# More pieces of a long context fill no GPU better, and merging them takes time.
+_MOST_PIECES = 48
+_MOST_DRAFT_ROWS = 8  # as in csrc/launch_attention.cpp
+# A short prefill chunk behind a long cached prefix has few items, and each would have to go through
+# all of the prefix. 16 pieces of them at 8 KV heads are 128 threadgroups; a chunk of 16 items has
+# as many by itself. Every piece leaves partials of all its rows, so that a step of short chunks
+# needs room for up to eight times its rows.
+_PREFILL_PIECES = 16  # of all items of a chunk together
+_MOST_PREFILL_PIECES = 8  # of an item
+_SHORTEST_PREFILL = 512
+
+
+def int32(values: np.ndarray) -> mx.array:
+    """The values as an int32 array of the device."""
+    return ops.upload(values.astype(np.int32))[0]
+
+
+# --- Block tables ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PaddedTables:
+    """The block tables of one step."""
+
+    blocks: np.ndarray  # [num_seqs, max_blocks] int32; padding is block 0, never handed out
+    lengths: np.ndarray  # [num_seqs]
+
+    @classmethod
+    def of(cls, tables: Sequence[Sequence[int]]) -> PaddedTables:
+        """Pads plain lists."""
+        lengths = np.array([len(table) for table in tables], dtype=np.int64)
+        blocks = np.zeros((len(tables), max(1, lengths.max(initial=0))), dtype=np.int32)
+        for padded, table in zip(blocks, tables):
+            padded[: len(table)] = table
+        return cls(blocks, lengths)
+
+
+class BlockTableCache:
+    """Keeps the block tables of running sequences in one array, and updates only what changed.
+
+    A table grows by one block in `block_size` steps; turning all of them from tuples into an array
+    in every step would cost more than the rest of the plan. A sequence has one *slot* of the array;
+    slots of sequences that are no longer in a step are used again.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[int, int] = {}  # seq_id -> slot
+        self._seq_ids: tuple[int, ...] = ()  # of the step before,
+        self._places = np.zeros(0, dtype=np.intp)  # and their slots
+        self._free: list[int] = []
+        self._blocks = np.zeros((0, 0), dtype=np.int32)  # [num_slots, max_blocks]
+        self._lengths = np.zeros(0, dtype=np.int64)  # [num_slots]
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def update(
+        self,
+        seq_ids: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        dirty_from: Sequence[int],
+    ) -> PaddedTables:
+        """Takes in the tables of a step.
+
+        Args:
+            seq_ids: the sequences.
+            tables: for each its blocks.
+            dirty_from: for each the first of its blocks that may differ from what it had the last
+                time.
+        """
+        fresh: list[int] = []
+        seq_ids = tuple(seq_ids)  # (a copy, where it is a list that may change)
+        if seq_ids != self._seq_ids:
+            slots, fresh = self._slots_of(seq_ids)
+            self._seq_ids, self._places = seq_ids, np.array(slots, dtype=np.intp)
+        places = self._places
+        for i, (table, first) in enumerate(zip(tables, dirty_from)):
+            if first < len(table):
+                self._write(places[i], table, first)
+        for i in fresh:
+            self._write(places[i], tables[i], 0)
+        lengths = self._lengths[places]
+        return PaddedTables(self._blocks[:, : lengths.max(initial=1)].take(places, axis=0), lengths)
+
+    def _write(self, slot: int, table: Sequence[int], dirty_from: int) -> None:
+        known, length = int(self._lengths[slot]), len(table)
+        if length > self._blocks.shape[1]:
+            wider = np.zeros((len(self._blocks), 2 * length), dtype=np.int32)
+            wider[:, : self._blocks.shape[1]] = self._blocks
+            self._blocks = wider
+        first = min(dirty_from, known)  # (a new sequence has nothing to keep)
+        self._blocks[slot, first:length] = table[first:]
+        self._blocks[slot, length:known] = 0
+        self._lengths[slot] = length
+
+    def _slots_of(self, seq_ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The slot of each sequence, and the indices of those that are new here."""
+        fresh = [i for i, seq_id in enumerate(seq_ids) if seq_id not in self._slots]
+        if len(fresh) > len(self._free):
+            self._collect(set(seq_ids))
+        if len(fresh) > len(self._free):
+            self._enlarge(len(self._slots) + len(fresh))
+        for i in fresh:
+            slot = self._free.pop()
+            self._slots[seq_ids[i]] = slot
+            self._lengths[slot] = 0
+        return [self._slots[seq_id] for seq_id in seq_ids], fresh
+
+    def _collect(self, seen: set[int]) -> None:
+        """Frees the slots of sequences that are not in this step; if they return, they are new."""
+        for seq_id in self._slots.keys() - seen:
+            slot = self._slots.pop(seq_id)
+            self._blocks[slot] = 0
+            self._free.append(slot)
+
+    def _enlarge(self, num_slots: int) -> None:
+        old = len(self._blocks)
+        num_slots = max(num_slots, 2 * old)
+        blocks = np.zeros((num_slots, self._blocks.shape[1]), dtype=np.int32)
+        blocks[:old] = self._blocks
+        lengths = np.zeros(num_slots, dtype=np.int64)
+        lengths[:old] = self._lengths
+        self._blocks, self._lengths = blocks, lengths
+        self._free += range(num_slots - 1, old - 1, -1)
+
+
+# --- What a step asks for -------------------------------------------------------------------------
+
+Tables = Sequence[Sequence[int]] | PaddedTables
+
+
+@dataclass(frozen=True)
+class StateSlots:
+    """State slots of a step's sequences, in the order of their rows; see `model.recurrent`."""
+
+    reads: Sequence[int]  # [num_seqs]; 0: the initial state
+    writes: Sequence[int]  # [num_seqs]; -1: nowhere
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One step, in the host's numbers. All sequences of lists are in the order of the rows.
+
+    Attributes:
+        context_lens: Tokens of each sequence in the pools once this step's are written.
+        query_lens: How many of them, the last ones, are rows of this step.
+        tables: Block tables of the sequences: one list for all layers, or one for each reach.
+        logit_rows: Rows whose logits are wanted.
+        state_slots: Slots of the sequences, for a model that has recurrent state.
+    """
+
+    context_lens: np.ndarray
+    query_lens: np.ndarray
+    tables: Tables | Mapping[Reach, Tables]
+    logit_rows: np.ndarray
+    state_slots: StateSlots | None = None
+
+    def tables_of(self, reach: Reach) -> Tables:
+        """The block tables that layers of this reach use."""
+        return self.tables[reach] if isinstance(self.tables, Mapping) else self.tables
+
+
+# --- Attention ------------------------------------------------------------------------------------
 
 
 def build_plan(
-    block_tables: Sequence[Sequence[int]] | PaddedTables,
+    block_tables: Tables,
     context_lens: Sequence[int] | np.ndarray,
     query_lens: Sequence[int] | np.ndarray,
     *,
     block_size: int,
     window: int | None = None,
-    rows_per_item: int = ROWS_PER_ITEM,
+    rows_per_item: int = _ROWS_PER_ITEM,
     split_tokens: int | None = None,
 ) -> AttentionPlan:
     """Plans one step over ragged sequences.
@@ -43,7 +216,7 @@ def build_plan(
         rows_per_item: most query rows that one work item holds.
         split_tokens: most tokens of context that one work item covers, about; a longer context is
             split evenly, in pieces that run in parallel and are merged afterwards. None: as the
-            device needs (`split.split_tokens`), from a row's own context alone.
+            device needs (`tokens_per_piece`), from a row's own context alone.
 
     Raises:
         ValueError: for lists of different lengths, negative lengths, more query rows than context,
@@ -60,7 +233,7 @@ def build_plan(
             _refuse(name, "at least 1", limit)
 
     tables = block_tables.blocks
-    if (rows == 1).all():  # only decodes: what follows comes to this
+    if (rows == 1).all():  # only decodes: the general case gives the same
         starts = np.arange(len(rows) + 1)
         sequence, positions = starts[:-1], lens - 1
     else:
@@ -81,7 +254,7 @@ def _in_strides(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The same, grown to sizes that stay while contexts grow by some blocks.
 
-    Steps of one shape can be one graph (`models.compiled_step`). An item or merge of no rows does
+    Steps of one shape can be one graph (`model.compiled`). An item or merge of no rows does
     nothing, and no item leads to the additional blocks.
     """
 
@@ -160,9 +333,7 @@ def _work_items(
     )
 
     num_blocks = num_blocks - first_block
-    longest = split_tokens or split.split_tokens(
-        num_tokens, row_end - row_begin, num_tiles[sequence]
-    )
+    longest = split_tokens or tokens_per_piece(num_tokens, row_end - row_begin, num_tiles[sequence])
     num_splits = np.minimum(-(-num_tokens // longest), num_blocks)
     order = np.argsort(-num_tokens, kind="stable")
     if not (num_splits > 1).any():
@@ -182,3 +353,156 @@ def _work_items(
             pieces.append(np.array([*items[i, :3], first, last, partial]))
             partial += height
     return np.stack(pieces), np.array(merges)
+
+
+def tokens_per_piece(
+    num_tokens: np.ndarray, num_rows: np.ndarray, num_items: np.ndarray
+) -> np.ndarray:
+    """How many tokens of context one piece of a work item covers at most, for each item.
+
+    A row's result is summed in the order of its pieces, so they depend on the row alone: on its
+    context and on how many rows share its pass over it. The rest of the batch does not change its
+    bits.
+
+    Args:
+        num_tokens: that the rows of an item see.
+        num_rows: query rows of the item.
+        num_items: into which the rows of its sequence are cut.
+    """
+    longest = np.full_like(num_tokens, _LONGEST)
+    if not _on_gpu():
+        return longest
+    pieces = np.maximum(-(-num_tokens // _MOST_PIECES), _SHORTEST)
+    shares = np.clip(_PREFILL_PIECES // num_items, 1, _MOST_PREFILL_PIECES)
+    chunks = np.clip(-(-num_tokens // shares), _SHORTEST_PREFILL, _LONGEST)
+    return np.where(num_rows <= _MOST_DRAFT_ROWS, pieces, chunks)
+
+
+def _on_gpu() -> bool:
+    simulated = os.environ.get("MLX_PAGED_SIM") == "1"
+    return simulated or mx.default_device() == mx.Device(mx.gpu)
+
+
+def build_chunk_plan(
+    block_tables: Tables,
+    context_lens: Sequence[int] | np.ndarray,
+    query_lens: Sequence[int] | np.ndarray,
+    *,
+    chunk: int,
+    block_size: int,
+) -> AttentionPlan:
+    """Plans one step of layers with chunked attention (Llama 4).
+
+    A row at position p sees the keys of its own chunk, ``[p - p % chunk, p]``. A chunk is a whole
+    number of blocks, so its keys are a slice of the block table, and every chunk of a sequence is
+    planned as a sequence of its own, with causal attention. Positions count from the beginning of
+    a row's chunk. See `build_plan` for the other arguments.
+
+    Args:
+        chunk: tokens of a chunk, a multiple of `block_size`.
+
+    Raises:
+        ValueError: for a chunk that is not a multiple of the block size.
+    """
+    if chunk < 1 or chunk % block_size:
+        raise ValueError(
+            f"[paged_attention] chunk must be a multiple of block_size {block_size} but got {chunk}"
+        )
+    if not isinstance(block_tables, PaddedTables):
+        block_tables = PaddedTables.of(block_tables)
+    blocks_per_chunk = chunk // block_size
+    tables: list[list[int]] = []
+    lens: list[int] = []
+    rows: list[int] = []
+    for i, (context, num_rows) in enumerate(zip(context_lens, query_lens)):
+        first = int(context) - int(num_rows)
+        table = block_tables.blocks[i, : block_tables.lengths[i]]
+        while first < context:
+            number = first // chunk
+            end = min(int(context), (number + 1) * chunk)
+            tables.append(
+                table[number * blocks_per_chunk : (number + 1) * blocks_per_chunk].tolist()
+            )
+            lens.append(end - number * chunk)
+            rows.append(end - first)
+            first = end
+    return build_plan(tables, lens, rows, block_size=block_size)
+
+
+# --- Recurrent layers -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """Sequences of a step that have the same number of rows."""
+
+    rows: mx.array | None  # [num_seqs * length] int32; None: all rows of the step, as they are
+    num_seqs: int
+    length: int
+    reads: mx.array  # [num_seqs] int32
+    writes: mx.array  # [num_seqs] int32
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """How the rows of a step are cut into equal-length groups, as recurrent layers need them."""
+
+    groups: tuple[SequenceGroup, ...]
+    order: mx.array | None  # [num_rows] int32: where each row is among the groups'; None: in order
+
+
+def build_state_plan(query_lens: Sequence[int] | np.ndarray, slots: StateSlots) -> StatePlan:
+    """Groups the sequences of a step by their number of rows.
+
+    Args:
+        query_lens: rows of each sequence.
+        slots: their slots.
+
+    Raises:
+        ValueError: for lists of different lengths, a slot that is written twice or that is written
+            by one sequence and read by another, or a write to slot 0.
+    """
+    lens = np.asarray(query_lens, dtype=np.int64)
+    reads = np.asarray(slots.reads, dtype=np.int64)
+    writes = np.asarray(slots.writes, dtype=np.int64)
+    _validate_slots(lens, reads, writes)
+    starts = np.cumsum(lens) - lens
+    rows, groups = [], []
+    lengths = [int(n) for n in np.unique(lens) if n > 0]
+    for length in lengths:
+        members = np.flatnonzero(lens == length)
+        rows.append((starts[members][:, None] + np.arange(length)).reshape(-1))
+        groups.append(
+            SequenceGroup(
+                None if len(lengths) == 1 else int32(rows[-1]),
+                len(members),
+                length,
+                int32(reads[members]),
+                int32(writes[members]),
+            )
+        )
+    if len(groups) <= 1:
+        return StatePlan(tuple(groups), None)
+    return StatePlan(tuple(groups), int32(np.argsort(np.concatenate(rows))))
+
+
+def _validate_slots(lens: np.ndarray, reads: np.ndarray, writes: np.ndarray) -> None:
+    for name, values in (("reads", reads), ("writes", writes)):
+        if values.shape != lens.shape:
+            raise ValueError(
+                f"[state slots] {name} must be of shape {lens.shape} like query_lens but got "
+                f"{values.shape}"
+            )
+    if (reads < 0).any():
+        raise ValueError(f"[state slots] reads must be at least 0 but got {reads.min()}")
+    if (writes == 0).any():
+        raise ValueError("[state slots] writes must not be 0: that slot is the initial state")
+    written = writes[writes > 0]
+    if len(np.unique(written)) != len(written):
+        raise ValueError(f"[state slots] writes must be distinct but got {writes.tolist()}")
+    crossed = np.isin(reads, written) & (reads != writes)
+    if crossed.any():
+        slot = reads[crossed][0]
+        raise ValueError(
+            f"[state slots] slot {slot} is written by one sequence and read by another"
+        )

@@ -4,7 +4,7 @@ A recurrent layer (Mamba, gated delta, short convolutions, RWKV) has a state for
 the same size at every length. Every recurrent cache of a model has ``num_slots`` slots; slot *i*
 of all of them together is the state of one sequence after some number of tokens.
 
-The contract with whoever hands out slots:
+The contract with the code that hands out slots:
 
 - In a step every sequence names the slot that it **reads** (its state before the step's tokens)
   and the slot that it **writes** (its state after them): `StateSlots`.
@@ -18,117 +18,98 @@ The contract with whoever hands out slots:
     long as every sequence reads one slot and writes another. With one step in flight while the next
     is launched, that takes slots that are not written by the next step either: three for a
     sequence, used in turn, or a new one for every step.
-  `reads[i] == writes[i]` is allowed and saves the slots, for whoever never runs a step twice.
+  `reads[i] == writes[i]` is allowed and saves the slots, if a step is never run twice.
 - In one step no slot is written twice, and none that one sequence writes is read by another.
 - As with blocks, a slot is handed out again only after the last step that reads it has been
   evaluated.
-- A state is known at the end of a sequence's rows in a step, and nowhere between: who wants the
-  state after token *n* (a block boundary) lets a step end there.
-- `copy_states` copies slots for whoever needs a copy after all.
+- A state is known at the end of a sequence's rows in a step, and nowhere between: for the state
+  after token *n* (a block boundary) a step must end there.
+
+A recurrence runs along a sequence, while a step has one batch row for each token. So for modules
+that hold state the rows are cut into ``[num_seqs, length]`` groups (`plan.StatePlan`), the module
+runs on each group with the states of its sequences, and the results are put back in the order of
+the rows. Everything else of the model (norms, projections outside of the module, experts) sees all
+rows at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
+import mlx.nn as nn
+from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_paged import ops
-from mlx_paged.model.specs import StateSpec
-from mlx_paged.model.state_pool import StatePool
+from mlx_paged.model.caches import StepContext
+from mlx_paged.model.layout import StateSpec
+from mlx_paged.model.plan import SequenceGroup
+
+# Slots in a block of a pool; only its shape needs them.
+_BLOCK = 8
+# Words of a head, at most; the native ops take up to 576.
+_HEAD = 512
+# The values beside the "keys": the ops write both, and these are the fewest.
+_NO_VALUES = 8
 
 
-@dataclass(frozen=True)
-class StateSlots:
-    """Slots of a step's sequences, in the order of their rows."""
+class StatePool:
+    """One state array of a recurrent layer: ``[num_slots, *shape]``; slot 0 is all zeros.
 
-    reads: Sequence[int]  # [num_seqs]; 0: the initial state
-    writes: Sequence[int]  # [num_seqs]; -1: nowhere
-
-
-@dataclass(frozen=True)
-class SequenceGroup:
-    """Sequences of a step that have the same number of rows."""
-
-    rows: mx.array | None  # [num_seqs * length] int32; None: all rows of the step, as they are
-    num_seqs: int
-    length: int
-    reads: mx.array  # [num_seqs] int32
-    writes: mx.array  # [num_seqs] int32
-
-
-@dataclass(frozen=True)
-class StatePlan:
-    """How the rows of a step are cut into equal-length groups, as recurrent layers need them."""
-
-    groups: tuple[SequenceGroup, ...]
-    order: mx.array | None  # [num_rows] int32: where each row is among the groups'; None: in order
-
-
-def build_state_plan(query_lens: Sequence[int] | np.ndarray, slots: StateSlots) -> StatePlan:
-    """Groups the sequences of a step by their number of rows.
+    It is a KV pool to the native ops, whose write is in place whatever else holds the buffer: a
+    slot is a token, and its "keys" are the state's bytes cut into heads. So states cost no copy of
+    their pool, and need no kernels of their own.
 
     Args:
-        query_lens: rows of each sequence.
-        slots: their slots.
-
-    Raises:
-        ValueError: for lists of different lengths, a slot that is written twice or that is written
-            by one sequence and read by another, or a write to slot 0.
+        shape: of the state of one sequence.
+        dtype: any; what the native ops do not know is stored as words of the same bits.
+        num_slots: slot 0 included.
     """
-    lens = np.asarray(query_lens, dtype=np.int64)
-    reads = np.asarray(slots.reads, dtype=np.int64)
-    writes = np.asarray(slots.writes, dtype=np.int64)
-    _validate(lens, reads, writes)
-    starts = np.cumsum(lens) - lens
-    rows, groups = [], []
-    lengths = [int(n) for n in np.unique(lens) if n > 0]
-    for length in lengths:
-        members = np.flatnonzero(lens == length)
-        rows.append((starts[members][:, None] + np.arange(length)).reshape(-1))
-        groups.append(
-            SequenceGroup(
-                None if len(lengths) == 1 else _int32(rows[-1]),
-                len(members),
-                length,
-                _int32(reads[members]),
-                _int32(writes[members]),
-            )
-        )
-    if len(groups) <= 1:
-        return StatePlan(tuple(groups), None)
-    return StatePlan(tuple(groups), _int32(np.argsort(np.concatenate(rows))))
 
+    def __init__(self, shape: tuple[int, ...], dtype: mx.Dtype, num_slots: int) -> None:
+        self._shape, self._dtype = shape, dtype
+        self._word = dtype if dtype.size == 2 else mx.float32
+        self._num_words = math.prod(shape) * dtype.size // self._word.size
+        if self._word.size > dtype.size:
+            raise ValueError(f"[state pool] dtype must have at least 2 bytes but got {dtype}")
+        self._num_heads = max(1, -(-self._num_words // _HEAD))
+        self._head_dim = max(8, -(-self._num_words // self._num_heads // 8) * 8)
+        blocks = -(-num_slots // _BLOCK)
+        self.pool = self._allocate(blocks, self._head_dim)
+        self._beside = self._allocate(blocks, _NO_VALUES)
+        self.write(mx.zeros((1, *shape), dtype), mx.zeros((1,), dtype=mx.int32))
 
-def _validate(lens: np.ndarray, reads: np.ndarray, writes: np.ndarray) -> None:
-    for name, values in (("reads", reads), ("writes", writes)):
-        if values.shape != lens.shape:
+    def _allocate(self, num_blocks: int, dim: int) -> mx.array:
+        return ops.allocate_pool(num_blocks, _BLOCK, self._num_heads, dim, self._word)
+
+    def read(self, slots: mx.array) -> mx.array:
+        """``[num_seqs, *shape]`` of ``[num_seqs]`` int32 slots."""
+        width = self._num_heads * self._head_dim
+        words = self.pool.reshape(-1, width)[slots][:, : self._num_words]
+        return words.view(self._dtype).reshape(slots.shape[0], *self._shape)
+
+    def write(self, states: mx.array, slots: mx.array) -> None:
+        """Writes ``[num_seqs, *shape]`` to ``[num_seqs]`` int32 slots, in place; -1: nowhere."""
+        num = slots.shape[0]
+        if states.shape != (num, *self._shape):
             raise ValueError(
-                f"[state slots] {name} must be of shape {lens.shape} like query_lens but got "
-                f"{values.shape}"
+                f"[state pool] states must be of shape {(num, *self._shape)} but got {states.shape}"
             )
-    if (reads < 0).any():
-        raise ValueError(f"[state slots] reads must be at least 0 but got {reads.min()}")
-    if (writes == 0).any():
-        raise ValueError("[state slots] writes must not be 0: that slot is the initial state")
-    written = writes[writes > 0]
-    if len(np.unique(written)) != len(written):
-        raise ValueError(f"[state slots] writes must be distinct but got {writes.tolist()}")
-    crossed = np.isin(reads, written) & (reads != writes)
-    if crossed.any():
-        slot = reads[crossed][0]
-        raise ValueError(
-            f"[state slots] slot {slot} is written by one sequence and read by another"
+        words = states.astype(self._dtype).reshape(num, -1).view(self._word)
+        missing = self._num_heads * self._head_dim - self._num_words
+        if missing:
+            words = mx.pad(words, [(0, 0), (0, missing)])
+        self.pool, self._beside = ops.write_kv(
+            self.pool,
+            self._beside,
+            words.reshape(num, self._num_heads, self._head_dim),
+            mx.zeros((num, self._num_heads, _NO_VALUES), self._word),
+            slots,
         )
-
-
-def _int32(values: np.ndarray) -> mx.array:
-    return ops.upload(values.astype(np.int32))[0]
 
 
 class RecurrentCache(ArraysCache):  # type: ignore[misc]
@@ -157,7 +138,7 @@ class RecurrentCache(ArraysCache):  # type: ignore[misc]
             yield
             for i in sorted(self._changed):
                 pool = self.pools[i]
-                assert pool is not None, f"state {i} was not there when the layer was looked at"
+                assert pool is not None, f"state {i} was not there in the observed forward"
                 pool.write(self._states[i], group.writes)
         finally:
             self._group = None
@@ -190,14 +171,45 @@ class RecurrentCache(ArraysCache):  # type: ignore[misc]
         return False
 
 
-def copy_states(caches: Iterable[RecurrentCache], slot_pairs: mx.array) -> None:
-    """Copies slots in every recurrent layer.
+def regrouped(module: nn.Module, context: StepContext) -> Callable[..., Any]:
+    """The `__call__` of a module that holds recurrent state, for the rows of a flat step."""
+    base = type(module)
 
-    Args:
-        slot_pairs: ``[num_pairs, 2]`` int32 of (src, dst); all sources are read before anything is
-            written.
-    """
-    for cache in caches:
-        for pool in cache.pools:
-            if pool is not None:
-                pool.write(pool.read(slot_pairs[:, 0]), slot_pairs[:, 1])
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        caches = [a for a in (*args, *kwargs.values()) if isinstance(a, RecurrentCache)]
+        if not context.active or not caches:
+            return base.__call__(self, *args, **kwargs)
+        step = context.step
+        if step.states is None:
+            raise RuntimeError("a step of a model with recurrent state came without state slots")
+        [cache] = caches
+        num_rows = step.plan.positions.shape[0]
+        results = []
+        for group in step.states.groups:
+            with cache.grouped(group):
+                result = base.__call__(
+                    self,
+                    *(_cut(a, group, num_rows) for a in args),
+                    **{name: _cut(a, group, num_rows) for name, a in kwargs.items()},
+                )
+            results.append(tree_map(_as_rows, result))
+        if len(results) == 1:
+            return results[0]
+        return tree_map(lambda *parts: mx.concatenate(parts)[step.states.order], *results)
+
+    return call
+
+
+def _as_rows(grouped: mx.array) -> mx.array:
+    return grouped.reshape(grouped.shape[0] * grouped.shape[1], 1, *grouped.shape[2:])
+
+
+def _cut(value: Any, group: SequenceGroup, num_rows: int) -> Any:
+    """The rows of a group, as ``[num_seqs, length, ...]``; what has no rows is left alone."""
+    if not isinstance(value, mx.array) or value.shape[:1] != (num_rows,):
+        return value
+    if group.rows is not None:
+        value = value[group.rows]
+    if value.ndim == 1:  # positions: a sequence begins at that of its first row
+        return value[:: group.length]
+    return value.reshape(group.num_seqs, group.length, *value.shape[2:])

@@ -10,8 +10,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_paged.model.paged_model import PagedModel, StepInputs
-from mlx_paged.model.recurrent import StateSlots
+from mlx_paged.model.paged_model import PagedModel
+from mlx_paged.model.plan import StateSlots, StepInputs
 
 # RMS of the logits' difference over that of the logits themselves, by the pools' dtype.
 _TOLERANCE = {mx.float32: 5e-3, mx.float16: 2e-2, mx.bfloat16: 1e-1}
@@ -94,7 +94,7 @@ class _Run:
             if self._paged.layout.has_states
             else None,
         )
-        flat = mx.array([token for row in work.values() for token in row], dtype=mx.int32)
+        flat = mx.array([token for tokens in work.values() for token in tokens], dtype=mx.int32)
         logits = self._paged.forward(flat, inputs)
         mx.eval(logits, *self._paged.pools())
         return dict(zip(work, np.array(logits.astype(mx.float32), dtype=np.float64)))

@@ -1,28 +1,32 @@
-"""The application: every path, and what all requests pass through."""
+"""The application: every path, what all requests pass through, and the OpenAPI document."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import lru_cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from pydantic import BaseModel, TypeAdapter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from mlx_paged import __version__
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.errors import MlxPagedError
-from mlx_paged.server import info, openapi, tokens
+from mlx_paged.server import endpoints, requests, responses
 from mlx_paged.server.chat import chat_completions
 from mlx_paged.server.completions import completions
 from mlx_paged.server.config import ServerConfig
-from mlx_paged.server.context import Context
+from mlx_paged.server.context import Context, context_of, trace_of
 from mlx_paged.server.errors import ApiError, from_engine
 from mlx_paged.server.metrics import Metrics
 from mlx_paged.server.middleware import KeyMiddleware, RequestMiddleware
@@ -33,22 +37,90 @@ OPEN_PATHS = ("/health", "/live", "/ready", "/", "/web/", "/docs", "/openapi.jso
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-#: (path, method, endpoint): the API, in the order of its documentation.
-API: tuple[tuple[str, str, Endpoint], ...] = (
-    ("/v1/chat/completions", "POST", chat_completions),
-    ("/v1/completions", "POST", completions),
-    ("/v1/models", "GET", info.models),
-    ("/v1/models/{model:path}", "GET", info.model),
-    ("/tokenize", "POST", tokens.tokenize),
-    ("/detokenize", "POST", tokens.detokenize),
-    ("/health", "GET", info.health),
-    ("/live", "GET", info.live),
-    ("/ready", "GET", info.ready),
-    ("/version", "GET", info.version),
-    ("/metrics", "GET", info.metrics),
-    ("/server_info", "GET", info.server_info),
-    ("/reset_prefix_cache", "POST", info.reset_prefix_cache),
-)
+_ERRORS = {
+    "400": "A field is wrong; `param` names it.",
+    "401": "A valid API key is needed.",
+    "404": "There is no such model.",
+    "408": "It took longer than the server allows.",
+    "413": "The body is too large.",
+    "415": "The body is not JSON.",
+    "429": "The queue is full; see Retry-After.",
+    "500": "The server failed; its log has more under the request's id.",
+    "503": "Not now: loading, shutting down, or dead.",
+}
+_GENERATION = tuple(_ERRORS)
+_BODY = ("400", "401", "404", "408", "413", "415", "500", "503")
+
+
+class Operation(NamedTuple):
+    """One method of one path.
+
+    Attributes:
+        answer: Body of status 200; None: plain text.
+        errors: Statuses with an `ErrorAnswer`.
+        chunk: An event of its stream.
+        refusal: Body of status 503, where that is no `ErrorAnswer`.
+    """
+
+    path: str
+    method: str
+    endpoint: Endpoint
+    summary: str
+    answer: type | None
+    errors: tuple[str, ...] = ("401", "500")
+    body: type[BaseModel] | None = None
+    chunk: type | None = None
+    refusal: type | None = None
+
+
+#: The API, in the order of its documentation.
+API = (
+    Operation(
+        "/v1/chat/completions", "POST", chat_completions, "Answer a conversation.",
+        responses.ChatAnswer, _GENERATION, requests.ChatBody, responses.ChatChunk,
+    ),
+    Operation(
+        "/v1/completions", "POST", completions, "Go on with prompts.",
+        responses.CompletionAnswer, _GENERATION, requests.CompletionBody,
+        responses.CompletionAnswer,
+    ),
+    Operation(
+        "/v1/models", "GET", endpoints.models, "All names of the model.", responses.ModelList
+    ),
+    Operation(
+        "/v1/models/{model:path}", "GET", endpoints.model, "One name of the model.",
+        responses.Model, ("401", "404", "500"),
+    ),
+    Operation(
+        "/tokenize", "POST", endpoints.tokenize, "Tokens of a prompt or of messages.",
+        responses.Tokens, _BODY, requests.TokenizeBody,
+    ),
+    Operation(
+        "/detokenize", "POST", endpoints.detokenize, "Text of tokens.", responses.Text, _BODY,
+        requests.DetokenizeBody,
+    ),
+    Operation(
+        "/health", "GET", endpoints.health, "Whether requests are answered.", responses.Status, (),
+        refusal=responses.Status,
+    ),
+    Operation(
+        "/live", "GET", endpoints.live, "Whether the process should live on.", responses.Status,
+        (), refusal=responses.Status,
+    ),
+    Operation(
+        "/ready", "GET", endpoints.ready, "Whether new requests are taken.", responses.Status, (),
+        refusal=responses.Status,
+    ),
+    Operation("/version", "GET", endpoints.version, "Versions.", responses.Version),
+    Operation("/metrics", "GET", endpoints.metrics, "Metrics in Prometheus's format.", None),
+    Operation(
+        "/server_info", "GET", endpoints.server_info, "Options and state.", responses.ServerInfo
+    ),
+    Operation(
+        "/reset_prefix_cache", "POST", endpoints.reset_prefix_cache, "Forget cached prefixes.",
+        responses.Reset, ("401", "500", "503"),
+    ),
+)  # fmt: skip
 
 
 def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
@@ -57,8 +129,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     Nothing is waited for: while the model loads, requests get 503 and `/health` says so.
 
     Args:
-        engine: its end is its maker's business.
-        config: options.
+        engine: whoever made it shuts it down.
     """
     context = Context(engine, config, Metrics())
 
@@ -70,9 +141,9 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
         context.close()
 
     routes: list[BaseRoute] = [
-        Route(path, endpoint, methods=[method]) for path, method, endpoint in API
+        Route(operation.path, operation.endpoint, methods=[operation.method]) for operation in API
     ]
-    routes.append(Route("/openapi.json", openapi.document))
+    routes.append(Route("/openapi.json", _document))
     routes.append(Route("/docs", _file("docs.html")))
     if config.serve_page:
         routes.append(Route("/", _file("index.html")))
@@ -123,14 +194,13 @@ def _file(name: str) -> Endpoint:
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    request.scope["state"]["trace"].fields["error"] = error.message
+    trace_of(request).fields["error"] = error.message
     return error.response()
 
 
 async def _on_engine_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, MlxPagedError)
-    request_id = request.scope["state"]["trace"].request_id
-    return await _on_api_error(request, from_engine(error, request_id))
+    return await _on_api_error(request, from_engine(error, trace_of(request).request_id))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -141,3 +211,73 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     }.get(error.status_code, error.detail)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+
+
+# The OpenAPI document.
+
+
+async def _document(request: Request) -> Response:
+    root = context_of(request).config.root_path or "/"
+    return JSONResponse({**openapi(), "servers": [{"url": root}]})
+
+
+@lru_cache(maxsize=1)
+def openapi() -> dict[str, Any]:
+    """The document, without the servers' address."""
+    kinds: dict[type, None] = {responses.ErrorAnswer: None}
+    for operation in API:
+        used = (operation.body, operation.answer, operation.chunk, operation.refusal)
+        kinds |= {kind: None for kind in used if kind is not None}
+    _, schemas = TypeAdapter.json_schemas(
+        [(kind, "validation", TypeAdapter(kind)) for kind in kinds],
+        ref_template="#/components/schemas/{model}",
+    )
+    paths: dict[str, Any] = {}
+    for operation in API:
+        path = operation.path.replace("{model:path}", "{model}")
+        paths.setdefault(path, {})[operation.method.lower()] = _described(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "mlx-paged",
+            "version": __version__,
+            "description": "OpenAI's API, with vLLM's extras.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas["$defs"],
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _described(operation: Operation) -> dict[str, Any]:
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    if operation.answer is not None:
+        content = _json(operation.answer)
+    if operation.chunk is not None:
+        description = f"Events of {operation.chunk.__name__}, then [DONE]."
+        content["text/event-stream"] = {"schema": {"type": "string", "description": description}}
+    described: dict[str, Any] = {
+        "summary": operation.summary,
+        "responses": {"200": {"description": "Done.", "content": content}},
+    }
+    for status in operation.errors:
+        error = {"description": _ERRORS[status], "content": _json(responses.ErrorAnswer)}
+        described["responses"][status] = error
+    if operation.refusal is not None:
+        refusal = {"description": "No.", "content": _json(operation.refusal)}
+        described["responses"]["503"] = refusal
+    if operation.body is not None:
+        described["requestBody"] = {"required": True, "content": _json(operation.body)}
+    if "{model" in operation.path:
+        described["parameters"] = [
+            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    if "401" in operation.errors:
+        described["security"] = [{"key": []}, {}]
+    return described
+
+
+def _json(kind: type) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}

@@ -1,14 +1,22 @@
-"""Options of the server itself; those of the engine are `EngineConfig`."""
+"""Options of the server, and defaults of request fields."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.errors import InvalidParameterError
+from mlx_paged.model.config_files import GENERATION_CONFIG, read_generation_config
+
 #: Most sequences (prompts x n, or x best_of) that one HTTP request may start.
 MAX_SEQUENCES_PER_REQUEST = 256
+#: What is used of a generation config, as in vLLM; `max_new_tokens` limits every answer.
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+OVERRIDES = (*SAMPLING, "max_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -16,17 +24,17 @@ class ServerConfig:
     """How the endpoint behaves.
 
     Attributes:
-        served_model_names: Names that requests may give as `model`; the first is the one answers
-            carry.
-        api_keys: Any of these opens the endpoint; none: it is open to all.
+        served_model_names: Names that requests may give as `model`; answers
+            have the first.
+        api_keys: Requests need one of these; none: no request does.
         chat_template: Jinja source that replaces the model's own.
-        trust_request_chat_template: Take `chat_template` from requests: they run code of their
-            own, sandboxed but without a limit of time.
+        trust_request_chat_template: Accept `chat_template` from requests: it is code, which runs
+            sandboxed but without a time limit.
         generation_config: Where the defaults of requests come from: "auto" is the model's own
             `generation_config.json`, "vllm" none, else a directory that has one.
         override_generation_config: Entries that replace its.
         max_logprobs: Most alternatives a request may ask for, at most 20.
-        strict_requests: Refuse fields that nobody knows instead of logging them.
+        strict_requests: Refuse unknown fields instead of logging them.
         stream_interval: Tokens that a streamed chunk waits for, at most.
         request_timeout: Seconds until an unfinished request ends with 408; None: no limit.
         read_timeout: Seconds a client has to send the head of a request, then its body, and a
@@ -34,9 +42,9 @@ class ServerConfig:
         max_body_size: Most bytes of a request's body.
         shutdown_timeout: Seconds that running requests have to finish after SIGTERM.
         allowed_origins: Origins of browser pages that may call the endpoint ("*": any).
-        root_path: Path under which a proxy shows the server.
-        log_requests: One log line a request.
-        priority_scheduling: Whether the engine heeds `priority`.
+        root_path: Path under which a proxy serves this server.
+        log_requests: Write one log line for each request.
+        priority_scheduling: Whether the engine schedules by `priority`.
         serve_page: Serve the chat page at `/`.
     """
 
@@ -61,7 +69,7 @@ class ServerConfig:
 
     @property
     def model_name(self) -> str:
-        """The name that answers carry."""
+        """The name in answers."""
         return self.served_model_names[0]
 
 
@@ -71,3 +79,77 @@ def default_model_name(model: str | None) -> str:
         return "mlx-paged-demo"
     path = Path(model)
     return path.resolve().name if path.is_dir() else model
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """Defaults of requests.
+
+    Attributes:
+        sampling: Fields of `SamplingParams` where a request has none.
+        max_new_tokens: Most tokens of any answer; None: no limit but the context.
+    """
+
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    max_new_tokens: int | None = None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> GenerationDefaults:
+        """Those of a generation config, whose other entries are not about requests.
+
+        Raises:
+            InvalidParameterError: a value that `SamplingParams` refuses.
+        """
+        sampling = {name: config[name] for name in SAMPLING if config.get(name) is not None}
+        limit = config.get("max_new_tokens")
+        try:
+            SamplingParams(**sampling, max_tokens=limit)
+        except InvalidParameterError as error:
+            name = "max_new_tokens" if error.field == "max_tokens" else error.field
+            raise InvalidParameterError(
+                f"{name} of the generation config", error.expected, error.actual
+            ) from error
+        return cls(sampling, limit)
+
+
+def generation_config_of(source: str) -> dict[str, Any] | None:
+    """What ``--generation-config`` names.
+
+    Args:
+        source: "auto": the model's own; "vllm": none; else a directory that has one.
+
+    Returns:
+        None for the model's own.
+
+    Raises:
+        InvalidParameterError: there is no such file, or it cannot be read.
+    """
+    if source == "auto":
+        return None
+    if source == "vllm":
+        return {}
+    directory = Path(source)
+    if not (directory / GENERATION_CONFIG).is_file():
+        expected = f"'auto', 'vllm' or a directory that has a {GENERATION_CONFIG}"
+        raise InvalidParameterError("generation_config", expected, source)
+    return read_generation_config(directory)
+
+
+def overrides_of(given: str) -> dict[str, Any]:
+    """What ``--override-generation-config`` holds.
+
+    Raises:
+        InvalidParameterError: it is not a JSON object, or has an unknown entry.
+    """
+    try:
+        found = json.loads(given)
+    except ValueError:
+        found = None
+    name = "override_generation_config"
+    if not isinstance(found, dict):
+        raise InvalidParameterError(name, "a JSON object", given)
+    unknown = sorted(found.keys() - set(OVERRIDES))
+    if unknown:
+        raise InvalidParameterError(name, f"of {', '.join(OVERRIDES)}", unknown[0])
+    GenerationDefaults.of(found)
+    return found

@@ -1,4 +1,4 @@
-"""What all requests share."""
+"""What endpoints use beside the request: engine, tokenizer, options, metrics, and the log line."""
 
 from __future__ import annotations
 
@@ -6,17 +6,51 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
+
+from starlette.requests import Request
 
 from mlx_paged.engine.async_engine import AsyncEngine
-from mlx_paged.server.config import ServerConfig
-from mlx_paged.server.defaults import GenerationDefaults
+from mlx_paged.server.config import GenerationDefaults, ServerConfig
+from mlx_paged.server.conversation import Renderer
 from mlx_paged.server.errors import ApiError, unavailable
 from mlx_paged.server.metrics import Metrics
-from mlx_paged.server.text import TextService
+
+
+@dataclass
+class Trace:
+    """What the log says of one HTTP request when it has ended.
+
+    Attributes:
+        request_id: From the client, or made up.
+        status: Of the response; 0 until there is one.
+        fields: Of the log line: model, prompt_tokens, cached_tokens, completion_tokens, ttft,
+            finish_reason, ...; set by the code that knows them.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    client: str
+    started: float = field(default_factory=time.monotonic)
+    status: int = 0
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def log_fields(self) -> dict[str, Any]:
+        """Everything, for one line."""
+        return {
+            "request_id": self.request_id,
+            "method": self.method,
+            "path": self.path,
+            "client": self.client,
+            "status": self.status,
+            "seconds": round(time.monotonic() - self.started, 4),
+            **self.fields,
+        }
 
 
 class Phase(StrEnum):
-    """Where the server is in its life."""
+    """Where the server is between its start and its end."""
 
     LOADING = "loading"
     READY = "ready"
@@ -26,12 +60,11 @@ class Phase(StrEnum):
 
 @dataclass
 class Context:
-    """The engine, and what stands around it.
+    """What all requests share: the engine, its tokenizer, options and metrics.
 
     Attributes:
-        defaults: What holds where a request is silent; the model has a say in it.
-        text: Set when the engine stands.
-        failure: Why the engine does not.
+        defaults: What holds where a request is silent; read from the model once it is loaded.
+        failure: Why the engine could not be started.
     """
 
     engine: AsyncEngine
@@ -41,31 +74,31 @@ class Context:
     draining: bool = False
     failure: Exception | None = None
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
-    _text: TextService | None = None
+    _renderer: Renderer | None = None
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def phase(self) -> Phase:
-        """Where the server is in its life."""
+        """Where the server is now."""
         if self.draining:
             return Phase.DRAINING
         if self.failure is not None or not self.engine.is_alive:
             return Phase.DEAD
-        return Phase.LOADING if self._text is None else Phase.READY
+        return Phase.LOADING if self._renderer is None else Phase.READY
 
     @property
-    def has_text(self) -> bool:
-        """Whether the engine ever stood."""
-        return self._text is not None
+    def is_loaded(self) -> bool:
+        """Whether the engine was ever ready."""
+        return self._renderer is not None
 
     @property
-    def text(self) -> TextService:
-        """The tokenizer; only once the engine stands."""
-        assert self._text is not None
-        return self._text
+    def renderer(self) -> Renderer:
+        """Tokenizer and chat template; only once the engine is ready."""
+        assert self._renderer is not None
+        return self._renderer
 
     async def start(self) -> None:
-        """Waits for the engine, and makes what depends on it; `failure` tells what went wrong."""
+        """Waits for the engine, and makes what depends on it; sets `failure` if that fails."""
         try:
             await self.engine.ready()
             engine = self.engine.engine
@@ -73,33 +106,33 @@ class Context:
                 {**engine.generation_config, **self.config.override_generation_config}
             )
             stats = await self.engine.stats()
-            text = TextService(
+            renderer = Renderer(
                 engine.tokenizer, self.config, engine.max_model_len, engine.vocab_size
             )
             pool_tokens = stats.usage.num_usable_blocks * engine.config.block_size
             self.metrics.attach(
                 engine, self.config.model_name, engine.max_model_len or pool_tokens, stats
             )
-            self._text = text
+            self._renderer = renderer
         except Exception as error:
             self.failure = error
         finally:
             self._ready.set()
 
     async def started_or_failed(self) -> None:
-        """Waits until `start` is through."""
+        """Waits until `start` has ended."""
         await self._ready.wait()
 
     def close(self) -> None:
-        """Lets go of threads."""
-        if self._text is not None:
-            self._text.close()
+        """Ends the threads of the tokenizer."""
+        if self._renderer is not None:
+            self._renderer.close()
 
     def check_takes_requests(self) -> None:
         """503 while the model loads, when the server shuts down, and when the engine is dead."""
         if self.phase is Phase.READY:
             return
-        self.metrics.reject(self.phase.value)
+        self.metrics.rejected.labels(self.phase.value).inc()
         raise {
             Phase.LOADING: unavailable("the model is still being loaded", "loading"),
             Phase.DRAINING: unavailable("the server is shutting down", "shutting_down"),
@@ -116,3 +149,15 @@ class Context:
                 param="model",
                 code="model_not_found",
             )
+
+
+def context_of(request: Request) -> Context:
+    """What all requests share."""
+    context: Context = request.app.state.context
+    return context
+
+
+def trace_of(request: Request) -> Trace:
+    """What the log will say of this request."""
+    trace: Trace = request.scope["state"]["trace"]
+    return trace

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from starlette.responses import JSONResponse
 
@@ -14,10 +13,10 @@ from mlx_paged.errors import (
     InvalidParameterError,
     MlxPagedError,
     RequestTooLargeError,
-    StepError,
 )
+from mlx_paged.server.responses import ErrorAnswer
 
-#: Seconds that a client which is told to come back later should wait.
+#: Seconds after which a refused client may try again.
 RETRY_AFTER = 1
 
 _TYPES = {
@@ -35,7 +34,7 @@ _TYPES = {
     500: "server_error",
     503: "overloaded_error",
 }
-# What the engine calls otherwise than the API does.
+# Fields that the API names otherwise than the engine.
 _PARAMS = {"prompt_token_ids": "prompt"}
 
 
@@ -44,9 +43,9 @@ class ApiError(Exception):
 
     Args:
         status: HTTP status.
-        message: for the client: nothing internal.
+        message: for the client, so without internals.
         param: the field of the body it is about.
-        code: a word for programs.
+        code: for programs.
     """
 
     def __init__(
@@ -66,11 +65,14 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> ErrorAnswer:
         """OpenAI's error object."""
         kind = _TYPES.get(self.status, "server_error")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        return {
+            "error": {
+                "message": self.message, "type": kind, "param": self.param, "code": self.code,
+            }
+        }  # fmt: skip
 
     def response(self) -> JSONResponse:
         """The whole answer."""
@@ -83,7 +85,7 @@ def bad_request(param: str, message: str, code: str | None = "invalid_value") ->
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    """503: not now."""
+    """503: the server cannot answer now."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER)})
 
 
@@ -103,7 +105,7 @@ def from_engine(error: MlxPagedError, request_id: str) -> ApiError:
     """What an error of the engine means to a client."""
     if isinstance(error, InvalidParameterError):
         param = _PARAMS.get(error.field, error.field)
-        # (A prompt may be long; its content helps nobody.)
+        # (A prompt may be long.)
         shown = "an empty one" if error.actual in ((), [], "") else shorten(repr(error.actual))
         return bad_request(param, f"{param} must be {error.expected} but got {shown}")
     if isinstance(error, RequestTooLargeError):
@@ -128,7 +130,6 @@ def from_engine(error: MlxPagedError, request_id: str) -> ApiError:
         return ApiError(429, message, code="queue_full", headers=headers)
     if isinstance(error, EngineDeadError):
         return unavailable("the engine takes no requests", "engine_unavailable")
-    assert isinstance(error, (StepError, MlxPagedError))
     return failed(request_id)
 
 

@@ -16,7 +16,7 @@ from mlx_paged.errors import InvalidParameterError
 LEVELS = ("debug", "info", "warning", "error", "critical")
 FORMATS = ("text", "json")
 
-# What every record has; the rest came by `extra`.
+# What every record has; other attributes were given as `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
 
@@ -46,13 +46,13 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, message, then what there is to tell as key=value."""
+    """Time, level, message, then extra fields as key=value."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line; what clients sent cannot break it, or look like another."""
-        told = " ".join(f"{k}={_value(v)}" for k, v in _extra(record).items())
+        """The line. Text from clients can neither break it nor imitate another line."""
+        extra = " ".join(f"{k}={_value(v)}" for k, v in _extra(record).items())
         stamp = _time(record).strftime("%Y-%m-%d %H:%M:%S")
-        line = f"{stamp} {record.levelname} {record.getMessage()} {told}".rstrip()
+        line = f"{stamp} {record.levelname} {record.getMessage()} {extra}".rstrip()
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line

@@ -27,6 +27,32 @@ _REQUEST = (
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _NUM_ANSWERS = (1, 2, 5, 10, 20)
 
+# By name: help text, and buckets (None: lengths up to that of the longest request).
+_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...] | None]] = {
+    "inter_token_latency_seconds": ("Histogram of inter-token latency in seconds.", _NEXT_TOKEN),
+    "request_time_per_output_token_seconds": (
+        "Histogram of mean time per output token of a request in seconds.", _NEXT_TOKEN,
+    ),
+    "time_per_output_token_seconds": ("Inter-token latency under its older name.", _NEXT_TOKEN),
+    "request_queue_time_seconds": ("Histogram of time a request waited, in seconds.", _REQUEST),
+    "request_prefill_time_seconds": (
+        "Histogram of time from admission to first token, in seconds.", _REQUEST,
+    ),
+    "request_decode_time_seconds": (
+        "Histogram of time from first to last token, in seconds.", _REQUEST,
+    ),
+    "request_inference_time_seconds": (
+        "Histogram of time from admission to last token, in seconds.", _REQUEST,
+    ),
+    "e2e_request_latency_seconds": ("Histogram of whole requests in seconds.", _REQUEST),
+    "iteration_tokens_total": ("Histogram of tokens per engine step.", _STEP_TOKENS),
+    "request_prompt_tokens": ("Histogram of prompt tokens of a request.", None),
+    "request_generation_tokens": ("Histogram of generated tokens of a request.", None),
+    "request_max_num_generation_tokens": ("Histogram of the longest answer of a request.", None),
+    "request_params_n": ("Histogram of the parameter n.", _NUM_ANSWERS),
+    "request_params_max_tokens": ("Histogram of the parameter max_tokens.", None),
+}  # fmt: skip
+
 _MANY_GAPS = 10_000  # tokens
 
 _LABELS = ("model_name", "engine")
@@ -41,26 +67,31 @@ def _lengths(most: int) -> list[int]:
 class Metrics:
     """The metrics of one server, in a registry of their own.
 
-    Before `attach` there is nothing to tell but rejections and HTTP statuses.
+    Before `attach` there are only rejections and HTTP statuses.
+
+    Attributes:
+        rejected: Requests refused, by reason.
+        responses: HTTP responses, by path and status.
+        time_to_first_token: Seconds from the request's parameters to its first token.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._rejected = Counter(
+        self.rejected = Counter(
             "mlx_paged:requests_rejected", "Requests refused, by reason.", ["reason"],
             registry=self.registry,
         )  # fmt: skip
-        self._responses = Counter(
+        self.responses = Counter(
             "mlx_paged:http_responses", "HTTP responses, by path and status.", ["path", "status"],
             registry=self.registry,
         )  # fmt: skip
         self._collector: _EngineCollector | None = None
-        # Seconds between tokens that are not in the histograms yet: that is work, and can wait for
-        # somebody who looks.
+        # Seconds between tokens that are not in the histograms yet: observing them takes time, so
+        # it is done when metrics are read.
         self._gaps: list[float] = []
 
     def attach(self, engine: Engine, model_name: str, max_len: int, stats: EngineStats) -> None:
-        """Makes what needs an engine.
+        """Creates the metrics that need an engine.
 
         Args:
             max_len: tokens of the longest request, for the buckets of lengths.
@@ -75,51 +106,14 @@ class Metrics:
             return Counter(f"vllm:{name}", text, _LABELS, registry=self.registry).labels(*values)
 
         lengths = _lengths(max_len)
-        self._ttft = histogram(
+        self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "Histogram of time to first token in seconds.",
             _FIRST_TOKEN,
         )  # fmt: skip
-        self._itl = histogram(
-            "inter_token_latency_seconds", "Histogram of inter-token latency in seconds.",
-            _NEXT_TOKEN,
-        )  # fmt: skip
-        self._tpot = histogram(
-            "request_time_per_output_token_seconds",
-            "Histogram of mean time per output token of a request in seconds.", _NEXT_TOKEN,
-        )  # fmt: skip
-        self._tpot_old = histogram(
-            "time_per_output_token_seconds",
-            "Inter-token latency under its older name.", _NEXT_TOKEN,
-        )  # fmt: skip
-        self._phases = {
-            phase: histogram(f"request_{phase}_time_seconds", text, _REQUEST)
-            for phase, text in (
-                ("queue", "Histogram of time a request waited, in seconds."),
-                ("prefill", "Histogram of time from admission to first token, in seconds."),
-                ("decode", "Histogram of time from first to last token, in seconds."),
-                ("inference", "Histogram of time from admission to last token, in seconds."),
-            )
+        self._histograms = {
+            name: histogram(name, text, buckets or lengths)
+            for name, (text, buckets) in _HISTOGRAMS.items()
         }
-        self._e2e = histogram(
-            "e2e_request_latency_seconds", "Histogram of whole requests in seconds.", _REQUEST
-        )
-        self._step_tokens = histogram(
-            "iteration_tokens_total", "Histogram of tokens per engine step.", _STEP_TOKENS
-        )
-        self._request_prompt = histogram(
-            "request_prompt_tokens", "Histogram of prompt tokens of a request.", lengths
-        )
-        self._request_generation = histogram(
-            "request_generation_tokens", "Histogram of generated tokens of a request.", lengths
-        )
-        self._max_generation = histogram(
-            "request_max_num_generation_tokens",
-            "Histogram of the longest answer of a request.", lengths,
-        )  # fmt: skip
-        self._n = histogram("request_params_n", "Histogram of the parameter n.", _NUM_ANSWERS)
-        self._max_tokens = histogram(
-            "request_params_max_tokens", "Histogram of the parameter max_tokens.", lengths
-        )
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
         success = Counter(
@@ -140,7 +134,7 @@ class Metrics:
         Gauge(
             "vllm:cache_config_info", "Options of the KV cache.", list(info), registry=self.registry
         ).labels(*map(str, info.values())).set(1)
-        engine.on_launch = self._step_tokens.observe
+        engine.on_launch = self._histograms["iteration_tokens_total"].observe
         self._collector = _EngineCollector(values, stats)
         self.registry.register(self._collector)
 
@@ -148,20 +142,12 @@ class Metrics:
         """Everything, in Prometheus's text format.
 
         Args:
-            stats: of now; None where the engine did not answer: the last ones are told.
+            stats: current ones; None if the engine did not answer: the last ones are used.
         """
         if self._collector is not None and stats is not None:
             self._collector.stats = stats
         self._observe_gaps()
         return generate_latest(self.registry)
-
-    def reject(self, reason: str) -> None:
-        """A request was refused."""
-        self._rejected.labels(reason).inc()
-
-    def respond(self, path: str, status: int) -> None:
-        """A response was sent."""
-        self._responses.labels(path, str(status)).inc()
 
     def tokens(self, seconds: float, count: int) -> None:
         """A sequence gained tokens.
@@ -174,39 +160,40 @@ class Metrics:
             self._observe_gaps()
 
     def _observe_gaps(self) -> None:
-        for gap in self._gaps:
-            self._itl.observe(gap)
-            self._tpot_old.observe(gap)
+        for name in ("inter_token_latency_seconds", "time_per_output_token_seconds"):
+            for gap in self._gaps:
+                self._histograms[name].observe(gap)
         self._gaps.clear()
-
-    def first_token(self, seconds: float) -> None:
-        """The first token of a request reached the server."""
-        self._ttft.observe(seconds)
 
     def finish(self, output: RequestOutput, reason: FinishReason, max_tokens: int | None) -> None:
         """A request of the engine has ended."""
         times = output.metrics
         counts = [len(answer.token_ids) for answer in output.outputs]
         self._success[reason].inc()
-        self._n.observe(len(counts))
-        if max_tokens is not None:
-            self._max_tokens.observe(max_tokens)
         self._prompt_tokens.inc(len(output.prompt_token_ids))
-        self._request_prompt.observe(len(output.prompt_token_ids))
         self._generation_tokens.inc(sum(counts))
-        self._request_generation.observe(sum(counts))
-        self._max_generation.observe(max(counts))
+        values: dict[str, float | None] = {
+            "params_n": len(counts),
+            "params_max_tokens": max_tokens,
+            "prompt_tokens": len(output.prompt_token_ids),
+            "generation_tokens": sum(counts),
+            "max_num_generation_tokens": max(counts),
+        }
         first, end = times.first_token_time, times.finished_time
         scheduled = times.scheduled_time
-        if first is None or end is None or scheduled is None:
-            return  # left before it had begun
-        self._e2e.observe(end - times.arrival_time)
-        self._phases["queue"].observe(scheduled - times.arrival_time)
-        self._phases["prefill"].observe(first - scheduled)
-        self._phases["decode"].observe(end - first)
-        self._phases["inference"].observe(end - scheduled)
-        if max(counts) > 1:
-            self._tpot.observe((end - first) / (max(counts) - 1))
+        if first is not None and end is not None and scheduled is not None:  # (it did start)
+            self._histograms["e2e_request_latency_seconds"].observe(end - times.arrival_time)
+            values |= {
+                "queue_time_seconds": scheduled - times.arrival_time,
+                "prefill_time_seconds": first - scheduled,
+                "decode_time_seconds": end - first,
+                "inference_time_seconds": end - scheduled,
+            }
+            if max(counts) > 1:
+                values["time_per_output_token_seconds"] = (end - first) / (max(counts) - 1)
+        for name, value in values.items():
+            if value is not None:
+                self._histograms[f"request_{name}"].observe(value)
 
 
 class _EngineCollector(Collector):

@@ -1,4 +1,4 @@
-"""What happens to every request: its id, its key, its log line, and errors nobody expected."""
+"""What happens to every request: id, key, log line, and errors that nobody expected."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_paged.server.context import Trace
 from mlx_paged.server.errors import ApiError, failed
 from mlx_paged.server.metrics import Metrics
-from mlx_paged.server.trace import Trace
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("mlx_paged.access")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-# Asked every few seconds by machines: told only where debugging is on.
+# Polled every few seconds by machines: logged only at level debug.
 _QUIET_PATHS = frozenset({"/health", "/live", "/ready", "/metrics", "/server_info"})
 
 
 class RequestMiddleware:
-    """Outermost: a trace for each request, and a 500 with nothing internal for what escapes.
+    """Outermost: a trace for each request, and a 500 without internals for unexpected errors.
 
     Args:
         log: whether to write a line for each request.
@@ -67,21 +67,21 @@ class RequestMiddleware:
                 await response(scope, receive, send_with_id)
             # (Otherwise the connection is closed: the head of the response is out.)
         finally:
-            self._tell(trace)
+            self._log_end(trace)
 
-    def _tell(self, trace: Trace) -> None:
+    def _log_end(self, trace: Trace) -> None:
         path = trace.path if trace.path in self._paths else "other"
-        self._metrics.respond(path, trace.status)
+        self._metrics.responses.labels(path, str(trace.status)).inc()
         if self._log:
             level = logging.DEBUG if trace.path in _QUIET_PATHS else logging.INFO
             access_logger.log(level, "request", extra=trace.log_fields())
 
 
 class KeyMiddleware:
-    """Lets pass who has a key; see `open_paths` for what needs none.
+    """Lets requests with a key pass; `open_paths` need none.
 
     Args:
-        keys: any of them opens; none: all is open.
+        keys: any of them will do; none: all paths are open.
         open_paths: exact paths, and beginnings that end with "/".
     """
 
@@ -112,13 +112,13 @@ class KeyMiddleware:
     def _has_key(self, scope: Scope) -> bool:
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         given = _digest(key.strip())
-        # All are compared, each in constant time: how long it takes tells nothing.
+        # All are compared, each in constant time, so that the time reveals nothing.
         matches = [hmac.compare_digest(given, known) for known in self._keys]
         return kind.lower() == "bearer" and any(matches)
 
 
 def _path(scope: Scope) -> str:
-    """The path as routes know it, without what a proxy shows before it."""
+    """The path as routes know it, without `root_path`."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", "")) or "/"
 

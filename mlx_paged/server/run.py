@@ -1,9 +1,15 @@
-"""Runs the server: sockets, signals, the end, and an engine that dies."""
+"""Runs the server: the socket, HTTP/1.1 with time limits, signals, and the end of the process.
+
+uvicorn times idle connections between requests, and the application times bodies and readers.
+`ImpatientProtocol` times what comes before: connections that send nothing, heads that come byte by
+byte, bodies that go on when their answer is out.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -14,23 +20,107 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 from mlx_paged.server.app import create_app
-from mlx_paged.server.config import ServerConfig
+from mlx_paged.server.config import GenerationDefaults, ServerConfig
 from mlx_paged.server.context import Context
-from mlx_paged.server.defaults import GenerationDefaults
-from mlx_paged.server.protocol import impatient
+from mlx_paged.server.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
+#: Most bytes of a request's line and headers.
+MAX_HEAD_SIZE = 64 << 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Seconds between looks at the engine's thread.
+# Seconds between checks of the engine's thread.
 _WATCH_INTERVAL = 0.25
-# Seconds that responses have to end once the engine has ended their requests.
-_FAREWELL = 5.0
-_KEEP_ALIVE = 75  # longer than the 60 s of most proxies, which would else meet closed connections
+# Seconds that responses have to end after the engine has ended their requests.
+_RESPONSE_GRACE = 5.0
+_KEEP_ALIVE = 75  # above the 60 s of most proxies, or they would use closed connections
+
+
+class ImpatientProtocol(HttpToolsProtocol):
+    """A connection whose client has limited time to send a request; see `impatient`.
+
+    Attributes:
+        head_timeout: Seconds from the connection, or from the first byte after an answer, to the
+            end of a request's head.
+    """
+
+    head_timeout = 60.0
+    _deadline: asyncio.TimerHandle | None = None
+    _in_head = False
+    _head_size = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._set_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._clear_deadline()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._deadline is None and not self._is_answering:
+            self._set_deadline()
+        if self._in_head:
+            self._head_size += len(data)
+            if self._head_size > MAX_HEAD_SIZE:
+                self._hang_up(431, f"the head must be at most {MAX_HEAD_SIZE} bytes")
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._head_size = False, 0
+        self._clear_deadline()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._hang_up(400, "this is not HTTP as this server understands it")
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _set_deadline(self) -> None:
+        self._deadline = self.loop.call_later(self.head_timeout, self._on_deadline)
+
+    def _clear_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _on_deadline(self) -> None:
+        self._deadline = None
+        if self._is_answering:
+            self._set_deadline()  # the next request may wait while this one is answered
+        elif self._in_head:
+            message = f"the head of the request did not come within {self.head_timeout:g} s"
+            self._hang_up(408, message, "read_timeout")
+        else:
+            self.transport.close()  # it never sent a request
+
+    def _hang_up(self, status: int, message: str, code: str | None = None) -> None:
+        """Closes the connection; says why, unless that would be in the middle of an answer."""
+        if self.transport.is_closing():
+            return
+        if not self._is_answering:
+            body = json.dumps(ApiError(status, message, code=code).body).encode()
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n"
+            self.transport.write(STATUS_LINE[status] + head % len(body) + b"\r\n" + body)
+        self.transport.close()
+
+
+def impatient(head_timeout: float) -> type[ImpatientProtocol]:
+    """The protocol with a timeout, for uvicorn, which makes one for each connection."""
+    return type("Protocol", (ImpatientProtocol,), {"head_timeout": head_timeout})
 
 
 class _Server(uvicorn.Server):
@@ -61,11 +151,11 @@ def bind(host: str, port: int, silence_limit: float) -> socket.socket:
     """A listening socket.
 
     Args:
-        silence_limit: seconds until a connection is given up whose other end is gone, or takes
-            nothing; without it such a one may live for a quarter of an hour, or for ever.
+        silence_limit: seconds until a connection is closed whose other end is gone, or accepts no
+            data; the kernel's own limits are a quarter of an hour and none.
 
     Raises:
-        InvalidParameterError: the address cannot be had; it says why.
+        InvalidParameterError: the address cannot be used; the message says why.
     """
     try:
         kind, protocol, _, _, address = socket.getaddrinfo(
@@ -104,7 +194,7 @@ def serve(
     """Serves until a signal comes or the engine dies.
 
     Args:
-        make_engine: called once the address is had.
+        make_engine: called when the socket is bound.
 
     Returns:
         The process's exit status: 0 after SIGINT or SIGTERM, 1 if the engine failed.
@@ -142,7 +232,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 class _Service:
-    """One life of the server."""
+    """One run of the server."""
 
     def __init__(
         self,
@@ -167,7 +257,7 @@ class _Service:
             server_header=False,
             root_path=config.root_path,
             timeout_keep_alive=_KEEP_ALIVE,
-            timeout_graceful_shutdown=int(config.shutdown_timeout + _FAREWELL),
+            timeout_graceful_shutdown=int(config.shutdown_timeout + _RESPONSE_GRACE),
             ssl_keyfile=None if ssl_keyfile is None else str(ssl_keyfile),
             ssl_certfile=None if ssl_certfile is None else str(ssl_certfile),
         )
@@ -184,8 +274,8 @@ class _Service:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the engine neither stands nor failed."""
-        return not self._context.has_text and self._engine.is_alive
+        """Whether the engine is neither ready nor failed."""
+        return not self._context.is_loaded and self._engine.is_alive
 
     async def run(self) -> int:
         self._loop = asyncio.get_running_loop()
@@ -200,7 +290,7 @@ class _Service:
         return self._status
 
     def _on_signal(self, sig: int) -> None:
-        """On the main thread, between two instructions: the loop does the rest."""
+        """Runs on the main thread, between two instructions, so the loop does the work."""
         self._loop.call_soon_threadsafe(self._stop, signal.Signals(sig).name)
 
     def _stop(self, cause: str) -> None:
@@ -216,11 +306,11 @@ class _Service:
         self._draining = asyncio.ensure_future(self._drain(seconds))
 
     async def _drain(self, seconds: float) -> None:
-        if self._context.has_text:
+        if self._context.is_loaded:
             await self._engine.shutdown(seconds)
 
     async def _watch(self) -> None:
-        """Says when the engine stands; ends the process when it does not."""
+        """Logs that the engine is ready; ends the process when it fails."""
         await self._context.started_or_failed()
         if self._context.failure is None:
             host, port = self._socket.getsockname()[:2]
@@ -247,5 +337,5 @@ class _Service:
             print(f"mlx-paged: {reason}", file=sys.stderr)
         else:
             logger.critical("the engine has stopped (%s): this process ends", reason)
-        await asyncio.sleep(2 * _WATCH_INTERVAL)  # streams tell their clients
+        await asyncio.sleep(2 * _WATCH_INTERVAL)  # streams send their errors
         self._server.should_exit = True

@@ -14,7 +14,7 @@ from mlx_paged.cli.bench.memory_runs import BATCH, DENSE, PAGED, SHARED, Load
 from mlx_paged.cli.main import app
 from mlx_paged.demo import model_path
 from mlx_paged.errors import InvalidParameterError, MlxPagedError, UnsupportedModelError
-from mlx_paged.model.load import LoadedModel, load
+from mlx_paged.model.loader import LoadedModel, load
 
 BLOCK = 16
 DENSE_STEP = 256  # tokens by which mlx-lm's caches grow

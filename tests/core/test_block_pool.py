@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_paged.core import NULL_BLOCK, BlockPool
+from mlx_paged.core import NULL_BLOCK, BlockPool, PrefixNode
 from mlx_paged.errors import IntegrityError, InvalidParameterError
+
+NODE = PrefixNode(None, b"", 1)
 
 
 def test_every_block_but_the_null_block_is_handed_out_once():
@@ -36,7 +38,7 @@ def test_a_block_is_free_when_its_last_reference_goes():
 def test_a_cached_block_outlives_its_sequences_and_can_be_used_again():
     pool = BlockPool(3)
     block = pool.allocate()
-    pool.cache(block)
+    pool.cache(block, NODE)
     pool.release(block)
     assert (pool.num_cached, pool.num_free, pool.num_used) == (1, 1, 0)
     pool.retain(block)
@@ -50,7 +52,7 @@ def test_a_cached_block_outlives_its_sequences_and_can_be_used_again():
 def test_a_block_uncached_while_used_is_freed_by_its_sequence():
     pool = BlockPool(3)
     block = pool.allocate()
-    pool.cache(block)
+    pool.cache(block, NODE)
     pool.uncache(block)
     assert pool.num_used == 1
     pool.release(block)
@@ -76,10 +78,10 @@ def test_a_block_freed_in_flight_waits_for_the_newest_launched_step():
 def test_what_dates_a_block_is_its_release_not_its_eviction():
     pool = BlockPool(3)
     block = pool.allocate()
-    pool.cache(block)
+    pool.cache(block, NODE)
     pool.release(block)  # before any step
     pool.on_step_launched(1)
-    assert pool.is_settled(block)
+    assert pool.next_to_evict() is NODE
     pool.uncache(block)
     assert pool.num_free == 2
 
@@ -101,7 +103,7 @@ def test_steps_are_launched_and_evaluated_in_order():
     [
         lambda pool: pool.release(2),
         lambda pool: pool.retain(2),
-        lambda pool: pool.cache(2),
+        lambda pool: pool.cache(2, NODE),
         lambda pool: pool.uncache(1),
     ],
 )
@@ -118,8 +120,9 @@ def test_misuse_is_caught_at_once(misuse):
         (lambda pool: pool._free.append(1), "exactly one of the states"),
         (lambda pool: pool._free.pop(), "exactly one of the states"),
         (lambda pool: pool._free.append(0), "block 0"),
-        (lambda pool: setattr(pool, "_num_cached", 1), "booked as cached"),
-        (lambda pool: setattr(pool, "_num_shared", 1), "booked as shared"),
+        (lambda pool: pool._kept.setdefault(1), "eviction knows others"),
+        (lambda pool: setattr(pool, "_num_indexed", 1), "counted as indexed"),
+        (lambda pool: setattr(pool, "_num_shared", 1), "counted as shared"),
         (lambda pool: pool._quarantine.setdefault(7, []), "not in flight"),
     ],
 )
@@ -135,10 +138,66 @@ def test_the_integrity_check_finds_damage(damage, message):
 def test_a_pool_grows_while_its_blocks_are_in_use() -> None:
     pool = BlockPool(4)
     held = [pool.allocate() for _ in range(3)]
-    pool.cache(held[0])
+    pool.cache(held[0], NODE)
     pool.release(held[0])
     pool.grow(6)
     pool.check_integrity()
     assert (pool.num_blocks, pool.num_free, pool.num_used, pool.num_cached) == (6, 2, 2, 1)
     assert {pool.allocate(), pool.allocate()} == {4, 5}
     pool.check_integrity()
+
+
+def test_what_a_sequence_passed_is_evicted_before_what_it_ended_with_and_the_oldest_first() -> None:
+    pool = BlockPool(6)
+    nodes = [PrefixNode(None, bytes([i]), 1) for i in range(4)]
+    blocks = [pool.allocate() for _ in nodes]
+    for block, node in zip(blocks, nodes, strict=True):
+        pool.cache(block, node)
+    pool.release(blocks[0])
+    pool.release(blocks[1])
+    pool.release(blocks[2], passed=True)
+    pool.release(blocks[3])
+    pool.retain(blocks[0])  # used again: it is the youngest afterwards
+    pool.release(blocks[0])
+    order = []
+    while (node := pool.next_to_evict()) is not None:
+        order.append(nodes.index(node))
+        pool.uncache(blocks[order[-1]])
+        pool.check_integrity()
+    assert order == [2, 1, 3, 0]
+
+
+def test_a_cached_block_that_a_step_in_flight_may_read_is_not_evicted() -> None:
+    pool = BlockPool(3)
+    block = pool.allocate()
+    pool.cache(block, NODE)
+    pool.on_step_launched(1)
+    pool.release(block)
+    assert pool.next_to_evict() is None
+    pool.on_step_evaluated(1)
+    assert pool.next_to_evict() is NODE
+
+
+def test_num_freed_tells_whether_there_may_be_more_room() -> None:
+    pool = BlockPool(4)
+    blocks = [pool.allocate() for _ in range(3)]
+    pool.cache(blocks[0], NODE)
+    before = pool.num_freed
+    pool.retain(blocks[0])
+    pool.release(blocks[0])
+    assert pool.num_freed == before
+    pool.release(blocks[0])
+    assert pool.num_freed == before + 1  # cached: it can be evicted
+    pool.uncache(blocks[0])
+    assert pool.num_freed == before + 1  # it is: that makes no more room
+    pool.on_step_launched(1)
+    pool.release(blocks[1])
+    assert pool.num_freed == before + 1  # a step in flight may read it
+    pool.on_step_evaluated(1)
+    assert pool.num_freed == before + 2
+    pool.cache(blocks[2], NODE)
+    pool.on_step_launched(2)
+    pool.release(blocks[2])
+    assert pool.num_freed == before + 2 and pool.next_to_evict() is None
+    pool.on_step_evaluated(2)
+    assert pool.num_freed == before + 3 and pool.next_to_evict() is NODE

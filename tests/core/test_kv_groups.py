@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from support.id_store import IdStore
 
 from mlx_paged.core import BlockCopy, KVManager, StateGroupSpec, StateMove, WindowGroupSpec
 from mlx_paged.errors import IntegrityError, InvalidParameterError
@@ -14,7 +15,7 @@ def window(num_blocks: int, span: int) -> WindowGroupSpec:
     return WindowGroupSpec(num_blocks, span, lambda position: max(0, position - span + 1))
 
 
-class Store(KVManager):
+class Store(IdStore):
     """A manager with steps that are launched and evaluated at once, and checked books."""
 
     step = 0
@@ -29,14 +30,14 @@ class Store(KVManager):
         """One step of one sequence, as far as it may go."""
         reached = self.reach(seq_id, end)
         assert start < reached <= end
-        rows = self.group_rows(seq_id, reached)
+        move = self.move_state(seq_id, reached)
         self.step += 1
         self.launch_step(self.step)
         self.check_integrity()
         self.on_step_evaluated(self.step)
         self.commit(seq_id, reached)
         self.check_integrity()
-        return rows.state
+        return move
 
     def compute(self, seq_id: int, tokens: list[int]) -> tuple[int, list[StateMove | None]]:
         """Admits a sequence and computes all its tokens, step by step."""
@@ -55,13 +56,13 @@ class Store(KVManager):
 def test_blocks_that_slid_out_are_free_and_the_table_keeps_its_length() -> None:
     kv = Store(32, 4, windows=[window(8, 6)], enable_prefix_caching=False)
     kv.admitted(1, list(range(20)))
-    [group] = kv.groups.windows
-    assert group.blocks_of(1) == []  # nothing is reserved
+    [group] = kv.attention[1:]
+    assert kv.blocks_of(1, 1) == []  # nothing is reserved
     kv.advance(1, 0, 12)
-    assert [bool(b) for b in group.blocks_of(1)] == [False, True, True]  # position 12 sees 7...
+    assert [bool(b) for b in kv.blocks_of(1, 1)] == [False, True, True]  # position 12 sees 7...
     assert group.pool.num_used == 2 and group.pool.num_free == 5
     kv.advance(1, 12, 20)
-    assert [bool(b) for b in group.blocks_of(1)] == [False, False, False, True, True]
+    assert [bool(b) for b in kv.blocks_of(1, 1)] == [False, False, False, True, True]
     assert kv.usage.num_used_blocks == 5
     kv.free(1)
     assert group.pool.num_free == 7
@@ -69,7 +70,7 @@ def test_blocks_that_slid_out_are_free_and_the_table_keeps_its_length() -> None:
 
 def test_a_hit_needs_the_blocks_that_the_next_row_sees_and_no_others() -> None:
     kv = Store(32, 4, windows=[window(8, 6)])
-    [group] = kv.groups.windows
+    [group] = kv.attention[1:]
     tokens = list(range(17))
     kv.compute(1, tokens)
     kv.free(1)
@@ -77,9 +78,9 @@ def test_a_hit_needs_the_blocks_that_the_next_row_sees_and_no_others() -> None:
     assert path is not None and path.depth == 4
     # A row at position 16 sees 11..16: of the first two blocks nothing is needed.
     for node in path.path()[:2]:
-        group.blocks.forget(node)
+        group.forget(node)
     assert kv.match(tokens).num_full_blocks == 4
-    group.blocks.forget(path.path()[2])
+    group.forget(path.path()[2])
     assert kv.match(tokens).num_full_blocks == 0  # three, two and one need blocks that are gone
     kv.check_integrity()
     assert kv.compute(2, tokens)[0] == 0
@@ -90,9 +91,9 @@ def test_a_partial_block_is_copied_in_every_group() -> None:
     kv = Store(32, 4, windows=[window(16, 6), window(16, 3)])
     kv.compute(1, list(range(10)))
     assert kv.admitted(2, [0, 1, 2, 3, 4, 5, 99]) == 6
-    copies = kv.launch_step(99)
-    assert copies == (BlockCopy(kv.blocks_of(1)[1], kv.blocks_of(2)[1]),)
-    assert [len(copies) for copies in kv.window_copies] == [1, 1]
+    full, *windows = kv.launch_step(99)
+    assert full == (BlockCopy(kv.blocks_of(1)[1], kv.blocks_of(2)[1]),)
+    assert [len(copies) for copies in windows] == [1, 1]
     kv.check_integrity()
 
 
@@ -124,9 +125,9 @@ def test_what_was_shared_is_kept_when_it_is_passed() -> None:
     kv.compute(1, [*system, *range(50, 60)])
     kv.free(1)
     kv.compute(2, [*system, *range(70, 80)])
-    [group] = kv.groups.windows
+    [group] = kv.attention[1:]
     shared = kv.match([*system, 0]).node
-    assert shared in group.blocks._idle._kept
+    assert shared is not None and shared.blocks[1] in group.pool._kept
 
 
 def test_a_sequence_longer_than_a_pool_without_room_for_a_view_is_refused() -> None:
@@ -189,7 +190,7 @@ def test_a_state_cannot_be_forked_but_its_snapshot_can_be_read_twice() -> None:
     kv.compute(1, tokens)
     assert kv.admitted(2, list(tokens), fork_of=1, num_fork_tokens=9) == 8
     assert kv.admitted(3, list(tokens), fork_of=1, num_fork_tokens=9) == 8
-    reads = [kv.group_rows(i, 10).state.read for i in (2, 3)]  # type: ignore[union-attr]
+    reads = [kv.move_state(i, 10).read for i in (2, 3)]  # type: ignore[union-attr]
     assert reads[0] == reads[1] != 0
     kv.check_integrity()
 
@@ -226,22 +227,21 @@ def test_specs_are_checked() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda w, s: w.pool.retain(w.blocks_of(1)[-1]),
-        lambda w, s: w._tables[1].blocks.__setitem__(0, 3),
-        lambda w, s: w._tables[1].blocks.reverse(),
-        lambda w, s: w._tables.clear(),
-        lambda w, s: w.blocks._idle.clear(),
-        lambda w, s: w.blocks._node_of.clear(),
-        lambda w, s: s._states.clear(),
-        lambda w, s: setattr(s._states[1], "slot", 1 + s._states[1].slot % 7),
-        lambda w, s: s.blocks.clear() or (s.blocks.pool.num_free and s._read.append(1)),
+        lambda kv, w, s: w.pool.retain(kv.blocks_of(1, 1)[-1]),
+        lambda kv, w, s: kv.tables[1].attention[1].blocks.__setitem__(0, 3),
+        lambda kv, w, s: kv.tables[1].attention[1].blocks.reverse(),
+        lambda kv, w, s: setattr(kv.tables[1].attention[1], "first", 0),
+        lambda kv, w, s: w.pool.uncache(kv.blocks_of(1, 1)[-2]),
+        lambda kv, w, s: kv.tables[1].tip.blocks.__setitem__(1, 0),
+        lambda kv, w, s: setattr(s, "_num_sequences", 0),
+        lambda kv, w, s: setattr(kv.tables[1].state, "slot", 1 + kv.tables[1].state.slot % 7),
+        lambda kv, w, s: s._read.append(1),
     ],
 )
 def test_the_integrity_check_finds_damage(damage: Callable[..., object]) -> None:
     kv = Store(32, 4, windows=[window(9, 5)], states=StateGroupSpec(20))
     kv.compute(1, list(range(14)))
     kv.check_integrity()
-    [group] = kv.groups.windows
-    damage(group, kv.groups.states)
+    damage(kv, kv.attention[1], kv.states)
     with pytest.raises(IntegrityError):
         kv.check_integrity()

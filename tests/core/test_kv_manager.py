@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from support.id_store import IdStore
 
-from mlx_paged.core import BlockCopy, KVManager
+from mlx_paged.core import BlockCopy, KVManager, PrefixQuery
 from mlx_paged.errors import IntegrityError, InvalidParameterError
 
 
-class Store(KVManager):
+class Store(IdStore):
     """A manager with steps that are launched and evaluated at once, and checked books."""
 
     step = 0
 
     def run(self) -> list[BlockCopy]:
         self.step += 1
-        copies = list(self.launch_step(self.step))
+        copies = self.launch(self.step)
         self.on_step_evaluated(self.step)
         self.check_integrity()
         return copies
@@ -92,7 +93,7 @@ def test_the_source_of_a_copy_outlives_its_owner_until_the_copy_is_done():
     kv.free(1)
     kv.check_integrity()
     assert kv.admit(3, tokens_of("zzzzzzzz")) is None  # the source is no block to evict
-    (copy,) = kv.launch_step(2)
+    (copy,) = kv.launch(2)
     assert copy.src == source
     # The copy is in flight: the source is evictable by its books, but not settled.
     assert kv.admit(3, tokens_of("zzzzzzzz")) is None
@@ -300,10 +301,12 @@ def test_a_fork_after_a_reset_is_not_indexed_either():
     "damage",
     [
         lambda kv: kv.pool.retain(kv.blocks_of(1)[2]),
-        lambda kv: kv._tables[1].tokens.insert(0, 9),
-        lambda kv: kv._tables[1].blocks.reverse(),
-        lambda kv: kv.index.lock(kv._tables[1].tip),
-        lambda kv: kv._frontier.clear(),
+        lambda kv: kv.tables[1].tokens.insert(0, 9),
+        lambda kv: kv.tables[1].blocks.reverse(),
+        lambda kv: kv.pool.release(kv.blocks_of(1)[0]),
+        lambda kv: kv.tables[1].tip.fillers.clear(),
+        lambda kv: kv.tables[1].tip.fillers.append(kv.tables[1]),
+        lambda kv: kv.kv._sequences.clear(),
     ],
 )
 def test_the_integrity_check_finds_damage(damage):
@@ -312,3 +315,37 @@ def test_the_integrity_check_finds_damage(damage):
     damage(kv)
     with pytest.raises(IntegrityError):
         kv.check_integrity()
+
+
+def test_blocks_are_given_back_last_first_so_that_eviction_meets_leaves():
+    kv = Store(5, 4)
+    kv.compute(1, tokens_of("aaaabbbbcccc"))
+    kv.free(1)
+    for left in (2, 1, 0):
+        node = kv.pool.next_to_evict()
+        assert node is not None and node.depth == left + 1 and not node.children
+        kv.kv._remove_node(node)
+        kv.check_integrity()
+
+
+def test_a_search_is_asked_again_after_eviction_and_indexing():
+    kv = Store(8, 4)
+    query = PrefixQuery(tokens_of("aaaabbbbcccc."))
+    assert kv.kv.match(query).num_full_blocks == 0
+    kv.compute(1, tokens_of("aaaabbbbcccc"))
+    assert kv.kv.match(query).num_full_blocks == 3
+    kv.free(1)
+    kv.compute(2, tokens_of("zzzzyyyyxxxxwwwwvvvv"))  # takes two of the cached ones
+    assert kv.kv.match(query).num_full_blocks == 2
+    kv.free(2)
+    kv.compute(3, tokens_of("aaaabbbbcccc"))
+    assert kv.kv.match(query).num_full_blocks == 3
+
+
+def test_a_copy_that_its_sequence_does_not_live_to_see_is_not_made():
+    kv = Store(16, 4)
+    kv.compute(1, tokens_of("the cat sat on"))
+    assert kv.admit(2, tokens_of("the cat sings")) == 9
+    kv.free(2)
+    kv.check_integrity()
+    assert kv.run() == []

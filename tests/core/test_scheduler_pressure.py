@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from support.fake_model import generate
 from support.scheduling_helpers import OVERLAP, check_outputs, make, request, rows
 
-from mlx_paged.core import FinishReason, SchedulingPolicy
+from mlx_paged.core import FinishReason, PrefixQuery, SchedulingPolicy
 
 
 @OVERLAP
@@ -40,7 +41,7 @@ def test_the_latest_arrival_is_preempted_and_its_blocks_stay_cached():
     while engine.scheduler.num_preemptions == 0:
         engine.step()
     assert not requests[1].sequences[0].is_running and requests[0].sequences[0].is_running
-    assert engine.scheduler.kv.match([2] * 9).num_full_blocks >= 1
+    assert engine.scheduler.kv.match(PrefixQuery([2] * 9)).num_full_blocks >= 1
     engine.run()
     check_outputs(engine, *requests)
 
@@ -174,9 +175,58 @@ def test_a_long_run_of_random_arrivals_loses_no_token(overlap, num_blocks):
     engine.scheduler.check_integrity()
     for r in requests:
         for seq in r.sequences:
-            got = seq.output_token_ids
+            got = list(seq.tokens[r.num_prompt_tokens :])
             expected = generate(r.prompt_token_ids, r.max_output_tokens, eos, seq.index)
             whole = seq.finish_reason is not FinishReason.ABORT
             assert got == (expected if whole else expected[: len(got)])
     usage = engine.scheduler.kv.usage
     assert usage.num_used_blocks == usage.num_quarantined_blocks == 0
+
+
+def test_a_blocked_head_of_queue_is_tried_again_only_after_something_was_freed() -> None:
+    """However long its prompt, and however much of it is cached: a step asks one search again."""
+    engine = make(num_blocks=40, max_num_batched_tokens=256)
+    scheduler = engine.scheduler
+    scheduler.add(request("first", list(range(100)), 1))
+    engine.run()  # leaves 25 cached blocks
+    running = request("running", [200] * 40, 30)
+    scheduler.add(running)
+    engine.step()
+    waiting = request("waiting", [*range(100), *range(300, 345)])
+    scheduler.add(waiting)
+    tried = 0
+    admit = scheduler.kv.admit
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal tried
+        tried += options["owner"] is waiting.sequences[0]
+        return admit(*args, **options)
+
+    scheduler.kv.admit = counted  # type: ignore[method-assign]
+    for _ in range(20):
+        engine.step()
+    assert tried == 1 and scheduler.num_waiting == 1
+    scheduler.kv.match(waiting.sequences[0].query)  # asked as often as you like
+    engine.run()
+    assert tried >= 2
+    assert waiting.sequences[0].num_cached_tokens > 64  # (the running one evicted a few blocks)
+    check_outputs(engine, running, waiting)
+
+
+def test_a_blocked_head_is_tried_again_when_more_of_its_prompt_is_cached() -> None:
+    engine = make(num_blocks=20, max_num_batched_tokens=256)
+    scheduler = engine.scheduler
+    running = request("running", list(range(40)), 20)
+    scheduler.add(running)
+    engine.step()
+    # What the running one has generated is part of its prompt: block by block it needs less.
+    answer = generate(list(range(40)), 20, frozenset())
+    waiting = request("waiting", [*range(40), *answer[:16], 1, 2, 3, 4, *range(300, 314)], 2)
+    scheduler.add(waiting)
+    steps_waited = 0
+    while scheduler.num_waiting:
+        engine.step()
+        steps_waited += 1
+    assert running.sequences[0].is_running or steps_waited > 3
+    engine.run()
+    check_outputs(engine, running, waiting)

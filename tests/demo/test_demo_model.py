@@ -127,7 +127,7 @@ def test_unseen_code_is_far_likelier_than_chance(loaded):
     import mlx.nn as nn
 
     model, tokenizer = loaded
-    sample = (Path(model_path()).parent / "held_out_sample.txt").read_text()
+    sample = Path(__file__).with_name("held_out_sample.txt").read_text()
     ids = mx.array([tokenizer.encode(sample, add_special_tokens=False)])
     loss = nn.losses.cross_entropy(model(ids[:, :-1]), ids[:, 1:], reduction="mean").item()
     assert loss < 0.35 * math.log(len(tokenizer.get_vocab()))

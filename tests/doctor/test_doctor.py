@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -13,16 +12,16 @@ import jsonschema_rs
 import pytest
 from rich.console import Console
 from support import doctor_machines as machines
-from support.doctor_helpers import SOFTWARE, answers, examined, with_software
+from support.doctor_helpers import SOFTWARE, answers, examined, runner, with_software
 
 from mlx_paged import _build
-from mlx_paged.doctor import isolation, report, software, terminal
-from mlx_paged.doctor.examine import Sources, examine
-from mlx_paged.doctor.finding import Status
-from mlx_paged.doctor.isolation import Outcome
+from mlx_paged.doctor import report, software, terminal
+from mlx_paged.doctor.checks import Status
+from mlx_paged.doctor.jobs import Outcome
+from mlx_paged.doctor.report import examine
 
 ROOT = Path(__file__).resolve().parents[2]
-SCHEMA = jsonschema_rs.validator_for(json.loads(report.SCHEMA_FILE.read_text()))
+SCHEMA = jsonschema_rs.validator_for(report.schema())
 
 
 def doctor(*options: str, site: str | None = None, tmp: Path | None = None, **env: str):
@@ -67,15 +66,14 @@ def test_this_installation_is_not_broken(healthy) -> None:
 def test_its_json_follows_the_schema(healthy) -> None:
     told = json.loads(healthy.stdout)
     assert [str(error) for error in SCHEMA.iter_errors(told)] == []
-    assert told["self_test"] and all(case["ok"] for case in told["self_test"])
+    assert told["self_test"] and all(case["error"] is None for case in told["self_test"])
     assert told["fits"][0]["model"] == "embedded model"
     assert told["mlx"]["version"] == _build.MLX_VERSION
-    assert told["bandwidth"]["cpu"] > 1e8
 
 
 def test_it_does_not_tell_the_home_folder(monkeypatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
-    text = report.dumps(examined())
+    text = examined().dumps()
     assert "/home/ada" not in text and "~/.venv/bin/python" in text
 
 
@@ -91,7 +89,7 @@ def test_secrets_are_not_told() -> None:
 
 @pytest.mark.parametrize("name", list(machines.ALL))
 def test_every_machine_follows_the_schema(name) -> None:
-    told = report.data(examined(machines.ALL[name]))
+    told = json.loads(examined(machines.ALL[name]).dumps())
     assert [str(error) for error in SCHEMA.iter_errors(told)] == []
 
 
@@ -99,15 +97,15 @@ def test_every_machine_follows_the_schema(name) -> None:
     "examination",
     [
         examined(mlx=Outcome(error="ImportError: no"), extension=Outcome(error="ImportError: no")),
-        examined(software=with_software(extension=None, built_mlx=None, packages={})),
+        examined(software=with_software(packages={})),
         examined(**{"test/cpu/rope/float32": Outcome(error="WrongResult: wrong")}),
-        examined(matmul=Outcome(error="MemoryError: no"), memory=Outcome(error="OSError: no")),
+        examined(memory=Outcome(error="OSError: no")),
         examined(machines.M3_MAX, told=answers(gpu=True, build={"backends": "cpu metal"})),
     ],
-    ids=["no mlx", "no extension", "wrong kernel", "no memory", "mac"],
+    ids=["no mlx", "no packages", "wrong kernel", "no memory", "mac"],
 )
 def test_every_fault_follows_the_schema_and_can_be_shown(examination) -> None:
-    told = json.loads(report.dumps(examination))
+    told = json.loads(examination.dumps())
     assert [str(error) for error in SCHEMA.iter_errors(told)] == []
     console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
     terminal.show(examination, console)
@@ -118,7 +116,7 @@ def test_every_fault_follows_the_schema_and_can_be_shown(examination) -> None:
 
 
 def test_the_schema_refuses_what_is_not_a_report() -> None:
-    told = report.data(examined())
+    told = json.loads(examined().dumps())
     assert not SCHEMA.is_valid({**told, "verdict": "fine"})
     assert not SCHEMA.is_valid({k: v for k, v in told.items() if k != "findings"})
     assert not SCHEMA.is_valid({**told, "surplus": 1})
@@ -128,7 +126,7 @@ def test_the_schema_refuses_what_is_not_a_report() -> None:
 
 WRONG_KERNEL = """
 import sys
-if any("doctor.isolation" in word for word in getattr(sys, "orig_argv", [])):
+if any("doctor.jobs" in word for word in getattr(sys, "orig_argv", [])):
     import mlx_paged, mlx_paged.ops as ops
     right = ops.rms_norm
     ops.rms_norm = lambda *a, **k: right(*a, **k) * 1.5
@@ -152,7 +150,7 @@ def test_a_kernel_that_crashes_fails_by_name(tmp_path) -> None:
     assert run.returncode == 1
     assert "SIGSEGV" in bad(run)["self-test on the CPU: rms_norm in float32 and 2 more"]["found"]
     # and what comes after it still ran
-    assert json.loads(run.stdout)["self_test"][-1]["ok"]
+    assert json.loads(run.stdout)["self_test"][-1]["error"] is None
 
 
 def test_a_build_for_another_mlx_fails_by_name(tmp_path) -> None:
@@ -163,10 +161,8 @@ def test_a_build_for_another_mlx_fails_by_name(tmp_path) -> None:
     )
     run = doctor("--json", site=site, tmp=tmp_path)
     assert run.returncode == 1
-    faults = bad(run)
-    assert faults["extension fits MLX"]["expected"].startswith("MLX 9.8.7")
-    assert faults["extension fits MLX"]["found"] == f"MLX {_build.MLX_VERSION}"
-    assert "built with MLX 9.8.7 but found MLX" in faults["extension loads"]["found"]
+    found = bad(run)["extension loads"]["found"]
+    assert f"built with MLX 9.8.7 but found MLX {_build.MLX_VERSION}" in found
 
 
 def test_a_machine_without_mlx(tmp_path) -> None:
@@ -186,21 +182,6 @@ def test_mlx_imported_too_early_is_a_warning(tmp_path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS has Accelerate")
-def test_a_program_can_ask_about_itself() -> None:
-    code = (
-        "import mlx.core, warnings\nwarnings.simplefilter('ignore')\n"
-        "from mlx_paged.doctor import isolation\n"
-        "from mlx_paged.doctor.examine import Sources, examine\n"
-        "e = examine(Sources(run=isolation.run_here))\n"
-        "print([f.found for f in e.findings if f.check == 'BLAS'][0])"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert run.stdout.strip() == "MLX's own (mlx.core was imported before mlx_paged)", run.stderr
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="instruction sets of x86 and ARM Linux")
 def test_the_blas_switched_off() -> None:
     run = doctor("--json", MLX_PAGED_BLAS="off")
     assert run.returncode == 0
@@ -229,34 +210,20 @@ def test_no_command_line_is_needed(tmp_path) -> None:
 
 def test_this_installation_is_read_without_importing_it() -> None:
     found = software.installed()
-    assert found.packages["mlx"] == found.built_mlx == _build.MLX_VERSION
-    assert found.built_nanobind == _build.NANOBIND_VERSION
-    assert found.extension_abi and found.extension_abi == found.mlx_abi
+    assert found.packages["mlx"] == _build.MLX_VERSION
     assert {r.name for r in found.requirements} >= {"mlx", "mlx-lm", "numpy", "rich", "typer"}
     assert all(r.is_met for r in found.requirements)
-    assert {r.name for r in found.extras["cuda13"]} == {"mlx", "mlx-cuda-13"}
-
-
-@pytest.mark.parametrize(
-    ("binary", "abi"),
-    [
-        (b"\0nanobind_system_libcpp_abi1_v22\0", "nanobind_system_libcpp_abi1_v22"),
-        (b"\0__nb_internals_%s\0", None),
-        (b"", None),
-    ],
-)
-def test_the_abi_is_a_string_in_the_library(binary, abi) -> None:
-    assert software.nanobind_abi(binary) == abi
 
 
 def test_phases_are_told_in_order() -> None:
     phases: list[str] = []
-    changed = dataclasses.replace(
-        Sources(lambda: machines.ARM, lambda: SOFTWARE, isolation.run_here),
-        on_phase=phases.append,
+    examine(
+        phases.append,
+        capture=lambda: machines.ARM,
+        installed=lambda: SOFTWARE,
+        run=runner(answers()),
     )
-    examine(changed)
-    assert phases == ["the machine", "MLX and the extension", "memory", "every primitive", "speed"]
+    assert phases == ["the machine", "MLX and the extension", "memory", "every primitive"]
 
 
 def test_the_bug_report_asks_for_it() -> None:

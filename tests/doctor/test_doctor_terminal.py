@@ -33,7 +33,7 @@ def test_progress_is_shown_while_it_looks(tmp_path: Path) -> None:
 def test_a_wrong_kernel_is_shown_with_its_remedy(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
-        "if any('doctor.isolation' in w for w in getattr(sys, 'orig_argv', [])):\n"
+        "if any('doctor.jobs' in w for w in getattr(sys, 'orig_argv', [])):\n"
         "    import mlx_paged.ops as ops\n"
         "    right = ops.silu_mul\n"
         "    ops.silu_mul = lambda *a, **k: right(*a, **k) * 2\n"

@@ -194,9 +194,9 @@ def test_attention_goes_back_too_and_live_caches_go_on(enabled) -> None:
     expected = model(mx.array([[5, 6, 7, 8]]), cache=cache.make_prompt_cache(model))[:, -1]
     assert mx.allclose(model(mx.array([[8]]), cache=caches)[:, -1], expected, atol=1e-4)
     patching.unpatch()
-    from mlx_paged.model import seam
+    from mlx_paged.model import patches
 
-    seam.uninstall()
+    patches.uninstall()
 
 
 # --- Refusing -------------------------------------------------------------------------------------

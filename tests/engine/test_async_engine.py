@@ -20,10 +20,10 @@ import pytest
 
 from mlx_paged.core import FinishReason
 from mlx_paged.engine.async_engine import AsyncEngine, RequestStream
-from mlx_paged.engine.channel import Channel
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.outputs import SequenceUpdate
+from mlx_paged.engine.request_stream import Channel
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import (
     DuplicateRequestError,
@@ -33,7 +33,7 @@ from mlx_paged.errors import (
     ModelLoadError,
     RequestTooLargeError,
 )
-from mlx_paged.model.load import load
+from mlx_paged.model.loader import load
 
 PROMPT = list(range(20, 60))
 OPTIONS: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 400, "max_num_seqs": 16}
@@ -178,11 +178,13 @@ def test_a_blocked_event_loop_stalls_nobody(engine, expected) -> None:
 
 def test_a_lagging_reader_is_woken_once() -> None:
     async def test() -> None:
-        channel = Channel(asyncio.get_running_loop(), 1)
+        sleepers: list[Channel] = []
+        channel = Channel(asyncio.get_running_loop(), 1, sleepers)
         reader = asyncio.ensure_future(channel.get())
         await asyncio.sleep(0)
-        wakes = [channel.put(SequenceUpdate("r", 0, token, "x")) for token in range(5)]
-        assert wakes == [True] + [False] * 4
+        for token in range(5):
+            channel.put(SequenceUpdate("r", 0, token, "x"))
+            assert sleepers == [channel]
         channel.wake()
         assert (await reader).token_ids == [0, 1, 2, 3, 4]
 
@@ -194,13 +196,15 @@ def test_a_channel_loses_nothing_between_threads() -> None:
 
     async def test() -> None:
         loop = asyncio.get_running_loop()
-        channel = Channel(loop, 2)
+        sleepers: list[Channel] = []
+        channel = Channel(loop, 2, sleepers)
 
         def write() -> None:
             for token in range(20_000):
                 reason = FinishReason.LENGTH if token >= 19_998 else None
-                if channel.put(SequenceUpdate("r", token % 2, token, "", reason)):
-                    loop.call_soon_threadsafe(channel.wake)
+                channel.put(SequenceUpdate("r", token % 2, token, "", reason))
+                while sleepers:
+                    loop.call_soon_threadsafe(sleepers.pop().wake)
 
         writer = threading.Thread(target=write)
         writer.start()
@@ -274,7 +278,7 @@ def test_cancelling_while_the_request_is_being_added(engine) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         assert blocked.result()
         await until(lambda: idle(engine))
-        assert not engine._thread._requests
+        assert not engine.engine.has_unfinished and not engine._thread._sleepers
 
     run(test())
 

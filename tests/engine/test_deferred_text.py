@@ -17,9 +17,8 @@ from support.models import embedded
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.core import FinishReason
 from mlx_paged.engine.async_engine import AsyncEngine
-from mlx_paged.engine.deferred_text import DeferredText
+from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.errors import StepError
 
 PROMPT = "def add(a, b):"
@@ -42,7 +41,7 @@ def encode(text: str) -> list[int]:
 
 
 def deferred(tokenizer: Any, tokens: Sequence[int] = ()) -> DeferredText:
-    return DeferredText("r", TextStream(tokenizer), tokens, 0)
+    return DeferredText("r", IncrementalDetokenizer(tokenizer), tokens, 0)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ def llm() -> LLM:
 @given(text=texts, data=st.data())
 def test_pieces_are_those_of_the_stream_in_any_order(name: str, text: str, data: Any) -> None:
     tokenizer, tokens = TOKENIZERS[name](), encode(text)
-    eager = TextStream(tokenizer)
+    eager = IncrementalDetokenizer(tokenizer)
     expected = [eager.add(token) for token in tokens]
     expected[-1] += eager.finish()
     lazy = deferred(tokenizer, tokens)
@@ -71,9 +70,9 @@ def test_pieces_are_those_of_the_stream_in_any_order(name: str, text: str, data:
 @given(text=texts, data=st.data())
 def test_what_is_read_while_it_grows(text: str, data: Any) -> None:
     """Readers look at random moments; what they got is always the beginning of the answer."""
-    eager, tokens = TextStream(embedded().tokenizer), encode(text)
+    eager, tokens = IncrementalDetokenizer(embedded().tokenizer), encode(text)
     known: list[int] = [7, 7]  # the prompt
-    lazy = DeferredText("r", TextStream(embedded().tokenizer), known, 2)
+    lazy = DeferredText("r", IncrementalDetokenizer(embedded().tokenizer), known, 2)
     read = 0
     for count, token in enumerate(tokens, 1):
         known.append(token)
@@ -99,7 +98,7 @@ def test_the_token_that_ended_the_answer_is_no_text() -> None:
 
 def test_many_threads_read_at_once() -> None:
     tokens = encode("def f(x):\n    return '日本語 🙂'\n" * 20)
-    eager = TextStream(embedded().tokenizer)
+    eager = IncrementalDetokenizer(embedded().tokenizer)
     expected = [eager.add(token) for token in tokens]
     lazy = deferred(embedded().tokenizer, tokens)
     wrong: list[int] = []
@@ -158,8 +157,8 @@ def test_no_token_is_decoded_in_a_step(llm: LLM, monkeypatch) -> None:
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     output = engine.add_request("r", encode(PROMPT), params)
     added: list[int] = []
-    add = TextStream.add
-    monkeypatch.setattr(TextStream, "add", lambda s, t: (added.append(t), add(s, t))[1])
+    add = IncrementalDetokenizer.add
+    monkeypatch.setattr(IncrementalDetokenizer, "add", lambda s, t: (added.append(t), add(s, t))[1])
     updates = []
     while engine.has_unfinished:
         updates += engine.step()
@@ -183,13 +182,13 @@ def undecodable(monkeypatch) -> int:
     """A token that the tokenizer cannot decode."""
     [bad] = encode("7")
 
-    def add(self: TextStream, token: int) -> str:
+    def add(self: IncrementalDetokenizer, token: int) -> str:
         if token == bad:
             raise UnicodeError("injected")
         return real(self, token)
 
-    real = TextStream.add
-    monkeypatch.setattr(TextStream, "add", add)
+    real = IncrementalDetokenizer.add
+    monkeypatch.setattr(IncrementalDetokenizer, "add", add)
     return bad
 
 

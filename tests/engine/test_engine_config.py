@@ -11,7 +11,7 @@ from mlx_paged.engine import config as config_module
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model.load import LoadedModel
+from mlx_paged.model.loader import LoadedModel
 
 INVALID: dict[str, list[Any]] = {
     "block_size": [0, 1, 7, 12, 24, 128, -16, "32", None, 32.0],
@@ -101,9 +101,9 @@ def test_memory_for_less_than_two_blocks_is_refused(memory: int) -> None:
 
 def test_the_default_memory_is_half_of_a_small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     block = 32 * 1024
-    monkeypatch.setattr(config_module, "_physical_memory", lambda: 2 * GIB)
+    monkeypatch.setattr(config_module, "physical_memory", lambda: 2 * GIB)
     assert EngineConfig().num_blocks([1024], None) == GIB // block
-    monkeypatch.setattr(config_module, "_physical_memory", lambda: 64 * GIB)
+    monkeypatch.setattr(config_module, "physical_memory", lambda: 64 * GIB)
     assert EngineConfig().num_blocks([1024], None) == 4 * GIB // block
 
 

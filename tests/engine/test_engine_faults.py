@@ -18,11 +18,12 @@ from mlx_paged import ops
 from mlx_paged.core import FinishReason
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.faults import is_out_of_memory, nan_rows
-from mlx_paged.engine.runner import LaunchedStep, ModelRunner
+from mlx_paged.engine.faults import is_out_of_memory
+from mlx_paged.engine.runner import LaunchedStep, ModelRunner, ModelRunnerOutput
+from mlx_paged.engine.sampling.sampler import nan_rows
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import StepError
-from mlx_paged.model.load import load
+from mlx_paged.model.loader import load
 
 POISON = 3999  # a token that no healthy request of these tests holds or generates
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
@@ -163,14 +164,15 @@ class FailsWhenRead:
         self._newest = self._launch(*args)
         return self._newest
 
-    def read(self, launched: LaunchedStep) -> dict[int, int]:
-        tokens = self._read(launched)
-        if any(POISON in s.token_ids for s in launched.batch.sequences):
+    def read(self, launched: LaunchedStep) -> ModelRunnerOutput:
+        result = self._read(launched)
+        if any(POISON in s.token_ids for s in launched.output.sequences):
             self.num_failures += 1
             self._worthless.append(self._newest)
             raise RuntimeError("injected on the device")
-        worthless = any(launched is step for step in self._worthless)
-        return dict.fromkeys(tokens, 7) if worthless else tokens
+        if any(launched is step for step in self._worthless):
+            result.sampled_token_ids = [7] * len(result.sampled_token_ids)
+        return result
 
 
 @OVERLAP
@@ -256,12 +258,12 @@ def test_a_fault_in_one_of_several_answers_leaves_the_others() -> None:
     runner, launch = runner_of(engine), runner_of(engine).launch
     victims: set[int] = set()
 
-    def fails(batch: Any, sampling_row: Any, previous: Any, *more: Any) -> LaunchedStep:
+    def fails(batch: Any, previous: Any) -> LaunchedStep:
         if len(batch.sequences) == 3 and not victims:
             victims.add(batch.sequences[1].seq_id)
         if victims & {s.seq_id for s in batch.sequences}:
             raise RuntimeError("injected")
-        return launch(batch, sampling_row, previous, *more)
+        return launch(batch, previous)
 
     runner.launch = fails  # type: ignore[method-assign]
     [output] = run(engine, [prompts()[0]], params)
@@ -277,11 +279,11 @@ def test_a_lack_of_memory_makes_steps_smaller(expected, overlap) -> None:
     engine = make_engine(async_scheduling=overlap)
     runner, launch, sizes = runner_of(engine), runner_of(engine).launch, []
 
-    def needs_memory(batch: Any, sampling_row: Any, previous: Any, *more: Any) -> LaunchedStep:
+    def needs_memory(batch: Any, previous: Any) -> LaunchedStep:
         sizes.append(batch.num_tokens)
         if batch.num_tokens > 9:
             raise RuntimeError("[malloc] Unable to allocate 123456 bytes.")
-        return launch(batch, sampling_row, previous, *more)
+        return launch(batch, previous)
 
     runner.launch = needs_memory  # type: ignore[method-assign]
     check(run(engine, prompts()), expected, set(), "")
@@ -302,11 +304,11 @@ def test_the_limit_grows_again(monkeypatch) -> None:
     engine = make_engine()
     launch, sizes = runner_of(engine).launch, []
 
-    def short_once(batch: Any, sampling_row: Any, previous: Any, *more: Any) -> LaunchedStep:
+    def short_once(batch: Any, previous: Any) -> LaunchedStep:
         sizes.append(batch.num_tokens)
         if len(sizes) == 1:
             raise MemoryError
-        return launch(batch, sampling_row, previous, *more)
+        return launch(batch, previous)
 
     monkeypatch.setattr(runner_of(engine), "launch", short_once)
     params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
@@ -326,7 +328,8 @@ def test_a_text_that_cannot_be_decoded_ends_its_request_only(expected, monkeypat
     def fails(token: int) -> str:
         raise UnicodeError("injected")
 
-    monkeypatch.setattr(engine._generations["1"].streams[0], "add", fails)
+    [sequence] = engine.request_state("1").request.sequences
+    monkeypatch.setattr(sequence.answer.text, "add", fails)
     while engine.has_unfinished:
         engine.step()
     check(outputs, expected[:1] + expected[2:], {1}, "UnicodeError: injected")
@@ -404,7 +407,7 @@ def test_a_text_of_a_logprob_that_fails_ends_its_request_only(expected, overlap,
     def fails(token: int) -> str:
         raise UnicodeError("injected")
 
-    engine._publisher._report._text = fails  # type: ignore[assignment]
+    engine._output_processor._report._text = fails  # type: ignore[assignment]
     while engine.has_unfinished:
         engine.step()
         engine.check_integrity()
@@ -423,8 +426,8 @@ def test_copies_are_not_made_again_over_what_was_written(expected) -> None:
     run(engine, [[*shared, 99, 98, 97, 96]])
     runner, launch, failed = runner_of(engine), runner_of(engine).launch, set()
 
-    def fails(batch: Any, sampling_row: Any, previous: Any, *more: Any) -> LaunchedStep:
-        launched = launch(batch, sampling_row, previous, *more)
+    def fails(batch: Any, previous: Any) -> LaunchedStep:
+        launched = launch(batch, previous)
         if batch.num_tokens > 2 and batch not in failed:
             failed.add(batch)
             runner.abandon(launched)

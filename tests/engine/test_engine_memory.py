@@ -17,11 +17,11 @@ from mlx_paged.engine import config as config_module
 from mlx_paged.engine import memory
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.profile import largest_step, measure_activations
+from mlx_paged.engine.memory import largest_step, measure_activations
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model.load import load
-from mlx_paged.model.tables import BlockTableCache, PaddedTables
+from mlx_paged.model.loader import load
+from mlx_paged.model.plan import BlockTableCache, PaddedTables
 
 GIB = 1 << 30
 
@@ -131,17 +131,17 @@ def test_a_pool_that_does_not_fit_becomes_smaller() -> None:
         memory.allocate_fitting(broken, 1000, exactly=False)
 
 
-def test_a_container_limits_physical_memory(monkeypatch) -> None:
+def test_a_container_limitsphysical_memory(monkeypatch) -> None:
     files = {
         "/proc/self/cgroup": "0::/system.slice/mlx.service\n",
         "/sys/fs/cgroup/system.slice/memory.max": "123456789\n",
         "/sys/fs/cgroup/system.slice/mlx.service/memory.max": "max\n",
     }
     monkeypatch.setattr(cgroups, "_read", lambda path: files.get(path, ""))
-    assert config_module._physical_memory() == 123456789
+    assert config_module.physical_memory() == 123456789
     files["/sys/fs/cgroup/system.slice/memory.max"] = "max\n"
-    assert config_module._physical_memory() > 123456789
-    assert 0 < memory.available_memory() <= config_module._physical_memory()
+    assert config_module.physical_memory() > 123456789
+    assert 0 < memory.available_memory() <= config_module.physical_memory()
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "sync"])

@@ -11,10 +11,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.engine.config import EngineConfig
-from mlx_paged.engine.kv_groups import KVGroups, PoolSizes
+from mlx_paged.engine.kv_cache_config import KVCacheConfig, PoolSizes
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model.layout import CacheLayout, Mode
-from mlx_paged.model.specs import FULL, LayerSpec, Reach, StateSpec
+from mlx_paged.model.layout import FULL, CacheLayout, LayerSpec, Mode, Reach, StateSpec
 
 MIB = 1 << 20
 FULL_LAYER = LayerSpec(2, 64, 64, mx.float16)  # 512 bytes a token
@@ -24,9 +23,9 @@ STATE_LAYER = StateSpec(((1024, 256),), (mx.float32,))  # 1 MiB
 
 def groups(
     *specs: Any, mode: Mode = Mode.NATIVE, model_len: int | None = None, **options: Any
-) -> KVGroups:
+) -> KVCacheConfig:
     layout = CacheLayout(mode, specs, tuple(range(len(specs))))
-    return KVGroups(layout, EngineConfig(**options), model_len)
+    return KVCacheConfig(layout, EngineConfig(**options), model_len)
 
 
 def test_full_attention_alone_has_no_groups() -> None:

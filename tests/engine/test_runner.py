@@ -8,10 +8,9 @@ from unittest import mock
 import numpy as np
 import pytest
 from support.models import (
-    GREEDY,
     IN_FLIGHT_TOKEN,
+    FixedSampler,
     StepDriver,
-    all_greedy,
     dense_logits,
     embedded,
     embedded_twin,
@@ -26,9 +25,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged import ops
-from mlx_paged.core import Batch, ScheduledSequence
+from mlx_paged.core import SchedulerOutput
 from mlx_paged.engine import runner as runner_module
-from mlx_paged.engine.sampler import SamplingRow, SamplingRows
+from mlx_paged.engine.sampling.sampler import SamplingRow
 
 CONFIG = tiny_config("llama")
 
@@ -106,15 +105,14 @@ def test_sampled_and_other_sequences_in_any_order(
         assert rms(got - dense_logits(model, driver.sequences[name].chunks)) < 1e-5
 
 
-def test_tokens_come_back_under_their_sequence(
+def test_tokens_come_back_in_the_place_of_their_sequence(
     model: nn.Module, driver: StepDriver, rng: np.random.Generator
 ) -> None:
     rows = [driver.schedule(name, random_tokens(rng, 4 + i)) for i, name in enumerate("abc")]
     rows[1] = rows[1]._replace(samples=False)
     launched, logits = driver.launch(*rows)
-    expected = {driver.sequences[name].seq_id: int(np.argmax(got)) for name, got in logits.items()}
-    assert driver.runner.read(launched) == expected
-    assert set(expected) == {rows[0].seq_id, rows[2].seq_id}
+    a, c = (int(np.argmax(logits[name])) for name in "ac")
+    assert driver.runner.read(launched).sampled_token_ids == [a, None, c]
 
 
 def test_a_step_without_samples_has_no_tokens(driver: StepDriver, rng: np.random.Generator) -> None:
@@ -122,7 +120,7 @@ def test_a_step_without_samples_has_no_tokens(driver: StepDriver, rng: np.random
         driver.schedule("a", random_tokens(rng, 9), samples=False),
         driver.schedule("b", random_tokens(rng, 3), samples=False),
     )
-    assert driver.runner.read(launched) == {} == logits
+    assert driver.runner.read(launched).sampled_token_ids == [None] * 2 and logits == {}
     mx.synchronize()
     assert driver.num_written_slots() == [(12, 12)] * 4
 
@@ -130,22 +128,16 @@ def test_a_step_without_samples_has_no_tokens(driver: StepDriver, rng: np.random
 def test_every_sequence_is_sampled_with_its_own_row(
     driver: StepDriver, rng: np.random.Generator
 ) -> None:
-    asked: list[str] = []
-
-    def sampling_rows(sampled: list[ScheduledSequence]) -> SamplingRows:
-        asked.extend(row.request_id for row in sampled)
-        hot = SamplingRow(50.0, 4, 9)
-        return SamplingRows.of([GREEDY if row.request_id == "a" else hot for row in sampled])
-
     rows = [driver.schedule(name, random_tokens(rng, 3)) for name in "ab"]
+    rows[1].sequence.sampler = FixedSampler(SamplingRow(50.0, 4, 9))
     skipped = driver.schedule("c", random_tokens(rng, 3), samples=False)
+    skipped.sequence.sampler = None  # it is not asked
     with mock.patch.object(runner_module, "sample", wraps=runner_module.sample) as sample:
-        driver.runner.launch(Batch(1, (*rows, skipped), ()), sampling_rows, None)
-    assert asked == ["a", "b"]
+        driver.runner.launch(SchedulerOutput(1, (*rows, skipped), ((),)), None)
     logits, columns = sample.call_args.args
     assert logits.shape == (2, CONFIG["vocab_size"])
     assert columns.temperature.tolist() == [0, 50]
-    assert columns.seed.tolist() == [0, 4] and columns.position.tolist() == [0, 9]
+    assert columns.seed.tolist() == [0, 4] and columns.position.tolist() == [3, 3]
 
 
 # --- Overlap --------------------------------------------------------------------------------------
@@ -161,7 +153,7 @@ def test_tokens_in_flight_are_those_of_the_step_before(
     for overlap in (True, False):
         run = StepDriver(model, "llama", block_size=8)
         first, _ = run.launch(*(run.schedule(n, tokens) for n, tokens in prompts.items()))
-        tokens = {n: run.runner.read(first)[run.sequences[n].seq_id] for n in prompts}
+        tokens = dict(zip(prompts, run.runner.read(first).sampled_token_ids, strict=True))
         # Other order, one sequence gone, one new, one chunk whose tokens are known.
         in_flight = {n: [IN_FLIGHT_TOKEN] if overlap else [tokens[n]] for n in "dac"}
         rows = [run.schedule("d", in_flight["d"]), run.schedule("late", late)]
@@ -180,8 +172,9 @@ def test_tokens_in_flight_are_those_of_the_step_before(
 
 def test_a_token_in_flight_needs_a_step_in_flight(driver: StepDriver) -> None:
     driver.step({"a": [1, 2, 3]})
+    waiting = driver.schedule("a", [IN_FLIGHT_TOKEN])._replace(input_from=0)
     with pytest.raises(AssertionError, match="no step is in flight"):
-        driver.launch(driver.schedule("a", [IN_FLIGHT_TOKEN]))
+        driver.launch(waiting)
 
 
 def test_launching_does_not_wait(driver: StepDriver, rng: np.random.Generator) -> None:
@@ -189,9 +182,9 @@ def test_launching_does_not_wait(driver: StepDriver, rng: np.random.Generator) -
     launched, _ = driver.launch(driver.schedule("a", random_tokens(rng, 8)))
     chain = [launched]
     for _ in range(20):
-        row = driver.schedule("a", [IN_FLIGHT_TOKEN])
-        chain.append(driver.runner.launch(Batch(9, (row,), ()), all_greedy, chain[-1]))
-    tokens = [driver.runner.read(step)[0] for step in chain]
+        row = driver.schedule("a", [IN_FLIGHT_TOKEN])._replace(input_from=0)
+        chain.append(driver.runner.launch(SchedulerOutput(9, (row,), ((),)), chain[-1]))
+    tokens = [driver.runner.read(step).sampled_token_ids[0] for step in chain]
     # The prompt was known; what followed it is now.
     model = tiny_model(CONFIG)
     prompt = driver.sequences["a"].chunks[0]

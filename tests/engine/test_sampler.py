@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_paged.engine.sampler import SamplingRow, sample
+from mlx_paged.engine.sampling.sampler import SamplingRow, sample
 
 VOCAB_SIZE = 50
 GREEDY = SamplingRow(0.0, 0, 0)

@@ -18,7 +18,7 @@ from support.models import dense_greedy, embedded
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.core import FinishReason
-from mlx_paged.engine.text_stream import TextStream
+from mlx_paged.engine.detokenizer import IncrementalDetokenizer
 
 PROMPT = "import math\n\n\ndef area(radius):\n"
 PROMPTS = [
@@ -278,7 +278,7 @@ def test_stop_strings_before_min_tokens_do_not_count(llm: LLM) -> None:
 
 def stream_text(pieces: str, stops: list[str], **options: Any) -> tuple[str, str | None]:
     """Text of a stream of one token for each character."""
-    stream = TextStream(embedded().tokenizer, stops, **options)
+    stream = IncrementalDetokenizer(embedded().tokenizer, stops, **options)
     shown = ""
     for token in [t for c in pieces for t in tokens_of(c)]:
         shown += stream.add(token)

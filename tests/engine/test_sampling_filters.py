@@ -11,9 +11,8 @@ import pytest
 from mlx_lm import sample_utils
 
 from mlx_paged import ops
-from mlx_paged.engine.sampler import SamplingRow, sample
-from mlx_paged.engine.sampling import filters as filters_module
-from mlx_paged.engine.sampling.filters import apply_filters
+from mlx_paged.engine.sampling import sampler as sampler_module
+from mlx_paged.engine.sampling.sampler import SamplingRow, apply_filters, sample
 
 VOCAB_SIZE = 200
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -182,7 +181,7 @@ def test_a_nucleus_without_top_k_is_that_of_the_sorted_row(
     logits = mx.array(logits_of(200, rng))
     rows = [row_of(**filters)] * 200
     found = np.array(apply_filters(logits, rows))
-    monkeypatch.setattr(filters_module, "_of_the_nucleus", filters_module._of_all_in_order)
+    monkeypatch.setattr(sampler_module, "_of_the_nucleus", sampler_module._of_all_in_order)
     np.testing.assert_array_equal(found, np.array(apply_filters(logits, rows)))
 
 

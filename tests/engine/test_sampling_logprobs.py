@@ -16,8 +16,12 @@ from support.models import embedded
 
 from mlx_paged import LLM, RequestOutput, SamplingParams
 from mlx_paged.engine.outputs import CompletionOutput, PositionReport
-from mlx_paged.engine.sampling.logprobs import LogprobReport, PositionLogprobs, logprobs_of
-from mlx_paged.engine.sampling.prompt_report import PromptReport
+from mlx_paged.engine.sampling.logprobs import (
+    LogprobReport,
+    PositionLogprobs,
+    PromptReport,
+    logprobs_of,
+)
 
 PROMPTS = [
     "def fibonacci(n):\n",

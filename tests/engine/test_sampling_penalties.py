@@ -16,21 +16,19 @@ from mlx_lm.sample_utils import make_logits_processors
 from support.models import embedded
 
 from mlx_paged import SamplingParams
-from mlx_paged.engine.sampling.edits import apply_edits
-from mlx_paged.engine.sampling.history import TokenHistory
-from mlx_paged.engine.sampling.request_sampler import RequestSampler, TokenMask
-from mlx_paged.engine.sampling.rows import InFlight, SamplingRow
+from mlx_paged.engine.sampling.logits_processors import Edits, InFlight, TokenHistory, apply_edits
+from mlx_paged.engine.sampling.sequence_sampler import RequestSampling, SequenceSampler, TokenMask
 from mlx_paged.errors import InvalidParameterError
 
 VOCAB_SIZE = 4096
 PROMPT = [5, 6, 7, 7, 300]
-PLAIN = SamplingRow(0.0, 0, 0)
+PLAIN = None  # a row without edits
 
 
 def sampler_of(
     params: SamplingParams, prompt: Sequence[int] = PROMPT, mask: TokenMask | None = None
-) -> RequestSampler:
-    return RequestSampler(
+) -> RequestSampling:
+    return RequestSampling(
         params,
         prompt,
         seed=0,
@@ -40,19 +38,27 @@ def sampler_of(
     )
 
 
+def edits_of(
+    sampling: RequestSampling, tokens: Sequence[int], position: int, index: int = 0
+) -> Edits | None:
+    """Edits of the token at a position; None where the request asks for none."""
+    sampler = SequenceSampler(sampling, index)
+    return sampler.edits(tokens, position) if sampler.has_edits else None
+
+
 def row_for(params: SamplingParams, answer: Sequence[int], prompt: Sequence[int] = PROMPT):
     """A row whose answer is known as a whole."""
     tokens = [*prompt, *answer]
-    return sampler_of(params, prompt).row(0, tokens, len(tokens))
+    return edits_of(sampler_of(params, prompt), tokens, len(tokens))
 
 
 def row_in_flight(params: SamplingParams, answer: Sequence[int], prompt: Sequence[int] = PROMPT):
     """The same row while the last token of the answer is still on the device."""
     tokens = [*prompt, *answer]
-    return sampler_of(params, prompt).row(0, tokens[:-1], len(tokens))
+    return edits_of(sampler_of(params, prompt), tokens[:-1], len(tokens))
 
 
-def edited(logits: np.ndarray, rows: list[SamplingRow], newest: Sequence[int] | None = None):
+def edited(logits: np.ndarray, rows: list[Edits | None], newest: Sequence[int] | None = None):
     """Edited logits; `newest` has a row's token in flight, -1 where it is known."""
     in_flight = None
     if newest is not None:
@@ -63,7 +69,8 @@ def edited(logits: np.ndarray, rows: list[SamplingRow], newest: Sequence[int] | 
             if place >= 0:
                 tokens[place] = token
         in_flight = InFlight(mx.array(tokens), source)
-    return np.array(apply_edits(mx.array(logits), rows, in_flight))
+    edited_rows = [(i, edits) for i, edits in enumerate(rows) if edits is not None]
+    return np.array(apply_edits(mx.array(logits), edited_rows, in_flight))
 
 
 def logits_of(num_rows: int, rng: np.random.Generator) -> np.ndarray:
@@ -165,8 +172,8 @@ def test_untouched_rows_share_a_batch_with_edited_ones(rng: np.random.Generator)
 def test_plain_rows_cost_nothing(rng: np.random.Generator) -> None:
     logits = mx.array(logits_of(3, rng)).astype(mx.float16)
     plain = row_for(SamplingParams(temperature=0.7, top_p=0.9, seed=1), [1])
-    assert plain.edits is None
-    assert apply_edits(logits, [plain, PLAIN, PLAIN], None) is logits
+    assert plain is None
+    assert apply_edits(logits, [], None) is logits
 
 
 def test_end_and_stop_tokens_are_banned_until_min_tokens(rng: np.random.Generator) -> None:
@@ -218,8 +225,8 @@ def test_bad_words_of_several_tokens_are_banned_at_their_last() -> None:
     assert banned_after(params, []) == set()
     # Only the answer counts, as in vLLM: the prompt's end is no beginning of a bad word.
     tokens = [*PROMPT, *word[:-1]]
-    row = sampler_of(params, tokens).row(0, tokens, len(tokens))
-    assert row.edits is not None and row.edits.additions is None
+    edits = edits_of(sampler_of(params, tokens), tokens, len(tokens))
+    assert edits is not None and edits.additions is None
 
 
 def test_bad_words_overlap_in_one_row() -> None:
@@ -238,7 +245,7 @@ def test_masks_as_booleans_or_packed(rng: np.random.Generator) -> None:
     packed = np.packbits(allowed, bitorder="little").view(np.int32)
     masks = {0: allowed, 1: packed, 2: packed.view(np.uint32)}
     rows = [
-        sampler_of(SamplingParams(), mask=lambda _, __, m=mask: m).row(0, PROMPT, len(PROMPT))
+        edits_of(sampler_of(SamplingParams(), mask=lambda _, __, m=mask: m), PROMPT, len(PROMPT))
         for mask in masks.values()
     ]
     expected = np.where(allowed, logits, -np.inf)
@@ -256,9 +263,9 @@ def test_a_mask_sees_the_answer_with_its_newest_token() -> None:
     logits = np.zeros((3, VOCAB_SIZE), np.float32)
     tokens = [*PROMPT, 1, 2]
     rows = [
-        sampler.row(0, PROMPT, len(PROMPT)),
-        sampler.row(1, tokens, len(tokens)),
-        sampler.row(2, tokens, len(tokens) + 1),
+        edits_of(sampler, PROMPT, len(PROMPT), 0),
+        edits_of(sampler, tokens, len(tokens), 1),
+        edits_of(sampler, tokens, len(tokens) + 1, 2),
     ]
     np.testing.assert_array_equal(edited(logits, rows, [-1, -1, 77]), logits)
     assert seen == [(0, []), (1, [1, 2]), (2, [1, 2, 77])]
@@ -269,7 +276,7 @@ def test_a_mask_and_allowed_tokens_hold_together() -> None:
     mask[[3, 4]] = True
     sampler = sampler_of(SamplingParams(allowed_token_ids=[4, 5]), mask=lambda *_: mask)
     logits = np.zeros((1, VOCAB_SIZE), np.float32)
-    result = edited(logits, [sampler.row(0, PROMPT, len(PROMPT))])
+    result = edited(logits, [edits_of(sampler, PROMPT, len(PROMPT))])
     assert np.flatnonzero(np.isfinite(result[0])).tolist() == [4]
 
 
@@ -277,7 +284,7 @@ def test_a_mask_and_allowed_tokens_hold_together() -> None:
     "mask", [np.ones(VOCAB_SIZE + 1, np.bool_), np.ones(200, np.int64), np.ones((2, 4), np.bool_)]
 )
 def test_a_mask_that_does_not_fit_is_refused(mask: np.ndarray) -> None:
-    row = sampler_of(SamplingParams(), mask=lambda *_: mask).row(0, PROMPT, len(PROMPT))
+    row = edits_of(sampler_of(SamplingParams(), mask=lambda *_: mask), PROMPT, len(PROMPT))
     with pytest.raises(InvalidParameterError, match="token_mask"):
         edited(np.zeros((1, VOCAB_SIZE), np.float32), [row])
 

@@ -25,7 +25,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.runner import LaunchedStep
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import EngineOverloadedError
-from mlx_paged.model.load import load
+from mlx_paged.model.loader import load
 
 NUM_TOKENS = int(os.environ.get("MLX_PAGED_SOAK_TOKENS", "100000"))
 
@@ -106,7 +106,7 @@ async def leftovers(engine: AsyncEngine) -> dict[str, int]:
     """What there is when nobody wants anything."""
 
     def look(inner: Engine) -> dict[str, int]:
-        return {**leftovers_of(inner), "readers": len(engine._thread._requests)}
+        return {**leftovers_of(inner), "readers": len(engine._thread._sleepers)}
 
     while (await engine.stats()).num_running or (await engine.stats()).num_waiting:
         await asyncio.sleep(0.01)
@@ -153,7 +153,7 @@ async def soak(make_engine: Any, num_tokens: int) -> None:
         await spend(engine, day, num_tokens, seed=1)
         end = await leftovers(engine)
         assert start["free"] == end["free"] == engine._thread.engine.stats().usage.num_usable_blocks
-        assert end["generations"] == end["readers"] == end["copies"] - copies == 0
+        assert end["requests"] == end["readers"] == end["copies"] - copies == 0
         assert abs(end["arrays"] - start["arrays"]) <= 2
         assert abs(end["active"] - start["active"]) <= 16384
         stats = await engine.stats()

@@ -9,7 +9,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from support.models import embedded
 
-from mlx_paged.engine.text_stream import TextStream, special_token_ids
+from mlx_paged.engine.detokenizer import IncrementalDetokenizer, special_token_ids
 
 REPLACEMENT = "\ufffd"  # what an incomplete character decodes to
 
@@ -41,9 +41,11 @@ def encode(text: str) -> list[int]:
     return ids
 
 
-def stream(tokens: Sequence[int], stop: Sequence[str] = ()) -> tuple[list[str], TextStream]:
+def stream(
+    tokens: Sequence[int], stop: Sequence[str] = ()
+) -> tuple[list[str], IncrementalDetokenizer]:
     """One delta for each token and one for the end."""
-    stream = TextStream(embedded().tokenizer, stop)
+    stream = IncrementalDetokenizer(embedded().tokenizer, stop)
     deltas = [stream.add(token) for token in tokens]
     deltas.append(stream.finish())
     assert "".join(deltas) == stream.text
@@ -72,7 +74,7 @@ def test_no_character_is_ever_split(text: str) -> None:
 def test_text_is_not_held_back_without_need(text: str) -> None:
     """Without stop strings, all whole characters are out but for spaces at the very end."""
     tokens = encode(text)
-    decoder = TextStream(embedded().tokenizer)
+    decoder = IncrementalDetokenizer(embedded().tokenizer)
     for i, token in enumerate(tokens):
         decoder.add(token)
         known = embedded().tokenizer.decode(tokens[: i + 1]).rstrip(REPLACEMENT)
@@ -112,7 +114,7 @@ def test_a_character_that_never_completes_is_flushed_at_the_end() -> None:
 
 
 def test_streams_share_nothing_but_the_token_map() -> None:
-    one, two = (TextStream(embedded().tokenizer) for _ in range(2))
+    one, two = (IncrementalDetokenizer(embedded().tokenizer) for _ in range(2))
     first, second = encode("xé🙂z"), encode("y日本")
     for i in range(max(len(first), len(second))):
         for decoder, tokens in ((one, first), (two, second)):
@@ -158,7 +160,7 @@ def test_of_several_stop_strings_the_first_complete_one_cuts(
 ) -> None:
     text, stops = case
     tokens = encode(text)
-    decoder = TextStream(embedded().tokenizer, stops)
+    decoder = IncrementalDetokenizer(embedded().tokenizer, stops)
     emitted = ""
     for token in tokens:
         emitted += decoder.add(token)
@@ -181,7 +183,7 @@ def test_of_several_stop_strings_the_first_complete_one_cuts(
 def test_what_was_shown_is_never_taken_back(case: tuple[str, list[str]]) -> None:
     """At any moment, what is out could still be followed by any stop string, whole."""
     text, stops = case
-    decoder = TextStream(embedded().tokenizer, stops)
+    decoder = IncrementalDetokenizer(embedded().tokenizer, stops)
     for token in encode(text):
         decoder.add(token)
         if decoder.matched_stop is not None:
@@ -222,7 +224,7 @@ def test_the_earliest_of_the_matches_of_one_token_wins() -> None:
     tokenizer = embedded().tokenizer
     [token] = [t for t in encode("x\n    return") if tokenizer.decode([t]).strip() == "return"]
     for stops in (["urn", "et"], ["et", "urn"]):
-        decoder = TextStream(tokenizer, stops)
+        decoder = IncrementalDetokenizer(tokenizer, stops)
         decoder.add(encode("x")[0])
         decoder.add(token)
         assert decoder.text.endswith("r") and decoder.matched_stop == "et"
@@ -237,7 +239,7 @@ def test_held_text_comes_out_at_the_end() -> None:
 
 
 def test_nothing_comes_after_a_stop_string() -> None:
-    decoder = TextStream(embedded().tokenizer, ["b"])
+    decoder = IncrementalDetokenizer(embedded().tokenizer, ["b"])
     for token in encode("xab"):
         decoder.add(token)
     assert [decoder.add(token) for token in encode("more b text")] == [""] * len(
@@ -255,5 +257,5 @@ def test_special_tokens_are_text_only_if_asked_for() -> None:
     assert {start, *tokenizer.eos_token_ids} <= special
     tokens = [*tokenizer.encode("a ="), start, *tokenizer.encode(" b")]
     for skip, text in ((special, "a = b"), ((), "a =<|im_start|> b")):
-        stream = TextStream(tokenizer, skip=skip)
+        stream = IncrementalDetokenizer(tokenizer, skip=skip)
         assert "".join(map(stream.add, tokens)) + stream.finish() == text

@@ -12,11 +12,9 @@ from support.models import dense_logits
 from support.parity import Driver, family_model, relative_difference, relative_rms
 
 from mlx_paged.errors import UnsupportedModelError
-from mlx_paged.model.chunk_plan import build_chunk_plan
-from mlx_paged.model.layout import Mode
-from mlx_paged.model.plan import build_plan
-from mlx_paged.model.probe import page
-from mlx_paged.model.specs import FULL, Reach
+from mlx_paged.model.layout import FULL, Mode, Reach
+from mlx_paged.model.plan import build_chunk_plan, build_plan
+from mlx_paged.model.wrap import page
 
 
 def test_each_chunk_of_a_sequence_is_a_sequence() -> None:

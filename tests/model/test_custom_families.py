@@ -22,10 +22,9 @@ from mlx_paged import LLM, SamplingParams, ops, register_family
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.families import require_family, unregister_family
 from mlx_paged.model.layout import Mode
-from mlx_paged.model.load import LoadedModel
-from mlx_paged.model.probe import page
-from mlx_paged.model.serve import serve
+from mlx_paged.model.loader import LoadedModel
 from mlx_paged.model.verify import difference_from_dense
+from mlx_paged.model.wrap import page, serve
 
 CONFIG = {"model_type": "mine", "vocab_size": VOCAB_SIZE, "hidden_size": 32}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

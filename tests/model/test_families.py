@@ -27,10 +27,9 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
 from mlx_paged.errors import ModelLoadError, UnsupportedModelError
 from mlx_paged.model.families import PROVEN, require_family
-from mlx_paged.model.layout import Mode
-from mlx_paged.model.load import load
-from mlx_paged.model.probe import page
-from mlx_paged.model.specs import FULL, LayerSpec, Reach, StateSpec, UnusedSpec
+from mlx_paged.model.layout import FULL, LayerSpec, Mode, Reach, StateSpec, UnusedSpec
+from mlx_paged.model.loader import load
+from mlx_paged.model.wrap import page
 
 TOLERANCE = 1e-5  # RMS of the logit difference, float32
 WINDOW = 12

@@ -17,8 +17,7 @@ import mlx_lm.models
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.families import PROVEN, REFUSED, require_family
 from mlx_paged.model.layout import Mode
-from mlx_paged.model.probe import page
-from mlx_paged.model.serve import serve
+from mlx_paged.model.wrap import page, serve
 
 TOLERANCE = 1e-4  # RMS of the logits' difference over that of the logits, float32
 # Square roots of what is left of one after a decay: they magnify rounding.

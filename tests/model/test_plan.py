@@ -1,4 +1,4 @@
-"""`build_plan`: every query row meets every block it may see, exactly once."""
+"""`build_plan`: every query row reads every block it may see, exactly once."""
 
 from __future__ import annotations
 

@@ -14,16 +14,10 @@ from support.family_configs import VOCAB_SIZE, config_of
 from support.models import dense_logits
 from support.parity import Driver, family_model, relative_rms
 
-from mlx_paged.model.probe import page
-from mlx_paged.model.recurrent import (
-    RecurrentCache,
-    SequenceGroup,
-    StateSlots,
-    build_state_plan,
-    copy_states,
-)
-from mlx_paged.model.specs import StateSpec
-from mlx_paged.model.state_pool import StatePool
+from mlx_paged.model.layout import StateSpec
+from mlx_paged.model.plan import SequenceGroup, StateSlots, build_state_plan
+from mlx_paged.model.recurrent import RecurrentCache, StatePool
+from mlx_paged.model.wrap import page
 
 HYBRIDS = ["qwen3_next", "nemotron_h", "lfm2", "kimi_linear", "rwkv7"]
 
@@ -140,8 +134,7 @@ def test_a_group_reads_its_slots_and_writes_what_was_replaced(cache: RecurrentCa
     # The other state has a slot of the same number, which nobody wrote.
     assert cache.pools[2] is not None
     cache.pools[2].write(mx.ones((1, 2, 2), mx.float16), int32(4))
-    copy_states([cache], mx.array([[4, 6], [2, 7]], dtype=mx.int32))
-    with cache.grouped(group_of([6, 7], [-1, -1])):
+    with cache.grouped(group_of([4, 2], [-1, -1])):
         assert cache[0].tolist() == [[1, 2, 3], [4, 5, 6]]
         assert cache[2][0].tolist() == [[1, 1], [1, 1]]
 
@@ -220,7 +213,7 @@ def test_the_cut_of_a_prompt_does_not_matter(family: str) -> None:
 
 def test_a_step_without_slots_is_refused() -> None:
     _, driver = hybrid("lfm2")
-    from mlx_paged.model.paged_model import StepInputs
+    from mlx_paged.model.plan import StepInputs
 
     ones = np.array([1])
     with pytest.raises(ValueError, match="needs state slots"):

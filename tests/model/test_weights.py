@@ -20,8 +20,8 @@ from support.family_configs import config_of
 from support.models import dense_logits, embedded
 from support.parity import Driver, family_model, mixed_step, relative_difference, relative_rms
 
-from mlx_paged.model.load import load
-from mlx_paged.model.probe import page
+from mlx_paged.model.loader import load
+from mlx_paged.model.wrap import page
 
 # Of the logits' difference over the logits, both with the same weights.
 TOLERANCE = 1e-5

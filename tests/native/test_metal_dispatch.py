@@ -15,8 +15,7 @@ from support.simulated import kernels, launches, needs_simulator, simulated
 
 from mlx_paged import ops
 from mlx_paged.extension import ext
-from mlx_paged.model.plan import build_plan
-from mlx_paged.model.split import split_tokens
+from mlx_paged.model.plan import build_plan, tokens_per_piece
 
 MOST_THREADGROUP_MEMORY = 32 * 1024
 
@@ -142,10 +141,10 @@ def test_one_long_sequence_fills_a_large_gpu() -> None:
 def test_the_length_of_a_split(num_tokens, rows, items, expected) -> None:
     alone = np.array([num_tokens]), np.array([rows]), np.array([items])
     with simulated():
-        assert split_tokens(*alone).tolist() == [expected]
+        assert tokens_per_piece(*alone).tolist() == [expected]
         others = [7, 100_000], [1, 32], [1, 3]
-        assert split_tokens(*(np.append(a, b) for a, b in zip(alone, others)))[0] == expected
-    assert split_tokens(*alone).tolist() == [4096]  # on the CPU
+        assert tokens_per_piece(*(np.append(a, b) for a, b in zip(alone, others)))[0] == expected
+    assert tokens_per_piece(*alone).tolist() == [4096]  # on the CPU
 
 
 @needs_simulator

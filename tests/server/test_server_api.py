@@ -7,13 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-from support.server_helpers import RunningServer, events, running
+from support.server_helpers import RunningServer, events, running, validate
 
 from mlx_paged import LLM, SamplingParams, ops
+from mlx_paged.server import responses
 from mlx_paged.server.config import ServerConfig
-from mlx_paged.server.schemas import answers
-from mlx_paged.server.schemas.requests import Message
-from mlx_paged.server.text import _plain
+from mlx_paged.server.requests import Message, template_message
 
 FIBONACCI = [{"role": "user", "content": "Return the n-th Fibonacci number"}]
 PROMPT = "def is_even(n: int) -> bool:\n"
@@ -44,7 +43,7 @@ def chat(client: httpx.Client, **body: Any) -> dict[str, Any]:
     body = {"messages": FIBONACCI, "max_tokens": 24, "temperature": 0, **body}
     response = client.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
-    answers.ChatAnswer.model_validate(response.json(), strict=True)
+    validate(responses.ChatAnswer, response.json())
     return response.json()
 
 
@@ -52,7 +51,7 @@ def complete(client: httpx.Client, **body: Any) -> dict[str, Any]:
     body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, **body}
     response = client.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
-    answers.CompletionAnswer.model_validate(response.json(), strict=True)
+    validate(responses.CompletionAnswer, response.json())
     return response.json()
 
 
@@ -62,15 +61,15 @@ def stream(client: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     found = events(response)
-    kind = answers.ChatChunk if "chat" in path else answers.CompletionAnswer
+    kind = responses.ChatChunk if "chat" in path else responses.CompletionAnswer
     for event in found:
-        kind.model_validate(event, strict=True)
+        validate(kind, event)
     return found
 
 
 def error(response: httpx.Response, status: int) -> dict[str, Any]:
     assert response.status_code == status, response.text
-    answers.ErrorAnswer.model_validate(response.json(), strict=True)
+    validate(responses.ErrorAnswer, response.json())
     return response.json()["error"]
 
 
@@ -258,8 +257,8 @@ def test_an_answer_is_continued(client) -> None:
 
 def test_a_template_is_given_the_names_of_messages() -> None:
     named = Message(role="user", content="hello", name="Ann")
-    assert _plain(named, 0) == {"role": "user", "content": "hello", "name": "Ann"}
-    assert "name" not in _plain(Message(role="user", content="hello"), 0)
+    assert template_message(named, 0) == {"role": "user", "content": "hello", "name": "Ann"}
+    assert "name" not in template_message(Message(role="user", content="hello"), 0)
 
 
 def test_truncation_keeps_the_end(client) -> None:
@@ -511,7 +510,7 @@ def test_priority_where_it_is_heeded() -> None:
 
 def test_models(client) -> None:
     listed = client.get("/v1/models").json()
-    answers.ModelList.model_validate(listed, strict=True)
+    validate(responses.ModelList, listed)
     assert [m["id"] for m in listed["data"]] == ["demo", "other/name"]
     assert client.get("/v1/models/other/name").json() == listed["data"][1]
     assert listed["data"][0]["max_model_len"] == 512
@@ -520,7 +519,7 @@ def test_models(client) -> None:
 
 def test_tokenize_and_back(client, llm) -> None:
     found = client.post("/tokenize", json={"prompt": "def f(x):", "return_token_strs": True}).json()
-    answers.Tokens.model_validate(found, strict=True)
+    validate(responses.Tokens, found)
     assert found["tokens"] == llm.tokenizer.encode("def f(x):")
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
     back = client.post("/detokenize", json={"tokens": found["tokens"]})
@@ -534,9 +533,9 @@ def test_tokenize_and_back(client, llm) -> None:
 def test_health_version_and_info(client) -> None:
     for path in ("/health", "/live", "/ready"):
         assert client.get(path).json() == {"status": "ready"}
-    answers.Version.model_validate(client.get("/version").json(), strict=True)
+    validate(responses.Version, client.get("/version").json())
     info = client.get("/server_info").json()
-    answers.ServerInfo.model_validate(info, strict=True)
+    validate(responses.ServerInfo, info)
     assert info["stats"]["pool_copies"] == ops.pool_copies()  # (of this process, so far)
     assert info["engine_config"]["block_size"] == 8
 
@@ -552,5 +551,5 @@ def test_the_openapi_document_knows_every_path(client) -> None:
 
     document = client.get("/openapi.json").json()
     described = {(p, m.upper()) for p, item in document["paths"].items() for m in item}
-    assert described == {(p.replace(":path", ""), method) for p, method, _ in API}
+    assert described == {(o.path.replace(":path", ""), o.method) for o in API}
     assert client.get("/docs").status_code == 200

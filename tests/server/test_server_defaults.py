@@ -15,11 +15,16 @@ from mlx_paged import SamplingParams
 from mlx_paged.cli.main import app
 from mlx_paged.demo import model_path
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model.load import load
-from mlx_paged.server.config import ServerConfig
-from mlx_paged.server.defaults import GenerationDefaults, generation_config_of, overrides_of
-from mlx_paged.server.params import chat_params, completion_params
-from mlx_paged.server.schemas.requests import ChatBody, CompletionBody
+from mlx_paged.model.loader import load
+from mlx_paged.server.chat import chat_params
+from mlx_paged.server.completions import completion_params
+from mlx_paged.server.config import (
+    GenerationDefaults,
+    ServerConfig,
+    generation_config_of,
+    overrides_of,
+)
+from mlx_paged.server.requests import ChatBody, CompletionBody
 
 PROMPT = "def is_even(n: int) -> bool:\n"
 CONFIG = {

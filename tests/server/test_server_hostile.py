@@ -18,8 +18,8 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 from support.server_helpers import RunningServer, running
 
+from mlx_paged.server.app import openapi
 from mlx_paged.server.config import ServerConfig
-from mlx_paged.server.openapi import openapi
 
 # 10,000 and 100 by `make hostile`.
 NUM_BODIES = int(os.environ.get("MLX_PAGED_HOSTILE_BODIES", "1500"))

@@ -18,7 +18,7 @@ from support.server_helpers import RunningServer, events, running
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
-from mlx_paged.model.load import load
+from mlx_paged.model.loader import load
 from mlx_paged.server.config import ServerConfig
 
 PROMPT = "def is_even(n: int) -> bool:\n"

@@ -1,4 +1,4 @@
-"""An examination of made-up facts: a healthy installation, and what each test changes in it."""
+"""A report on made-up facts: a healthy installation, and what each test changes in it."""
 
 from __future__ import annotations
 
@@ -6,33 +6,24 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlx_paged.doctor.capture import Captures
-from mlx_paged.doctor.examine import Examination, Sources, examine
-from mlx_paged.doctor.finding import Finding, Status
-from mlx_paged.doctor.isolation import Outcome
+from mlx_paged.doctor.checks import Finding, Status
+from mlx_paged.doctor.jobs import Outcome
+from mlx_paged.doctor.machine import Captures
+from mlx_paged.doctor.report import Report, examine
 from mlx_paged.doctor.software import Requirement, Software
 from support import doctor_machines as machines
 
 GIB = machines.GIB
-ABI = "nanobind_system_libstdcpp_gxx_abi_1xxx_use_cxx11_abi_1_a1_v22"
 
 SOFTWARE = Software(
     python="3.12.3 (CPython)",
     executable="/home/ada/.venv/bin/python",
     packages={"mlx-paged": "0.1.0", "mlx": "0.32.4", "mlx-cpu": "0.32.4", "mlx-lm": "0.32.2"},
     requirements=(
+        Requirement("mlx-paged", "", "0.1.0", True),
         Requirement("mlx", "==0.32.4", "0.32.4", True),
         Requirement("mlx-lm", "==0.32.2", "0.32.2", True),
     ),
-    extras={
-        "server": (Requirement("starlette", ">=0.46", "1.10.0", True),),
-        "bench": (Requirement("aiohttp", ">=3.11", "3.14.5", True),),
-    },
-    built_mlx="0.32.4",
-    built_nanobind="3.1.0",
-    extension="/home/ada/.venv/lib/python3.12/site-packages/mlx_paged/_ext.so",
-    extension_abi=ABI,
-    mlx_abi=ABI,
 )
 BUILD = {
     "mlx_version": "0.32.4",
@@ -55,28 +46,21 @@ def answers(
         "mlx": {
             "version": "0.32.4",
             "default_device": devices[-1],
-            "gpu_available": gpu,
             "gpu_info": {},
         },
         "extension": {
             "build_info": {**BUILD, **(build or {})},
-            "loaded_from": "/home/ada/_ext.so",
             "missing": [],
-            "has_forwarder": True,
         },
         "memory": {
             "on_gpu": gpu,
             "device_bytes": memory,
-            "physical_bytes": memory,
-            "available_bytes": memory,
             "utilization": 0.9,
         },
-        "matmul": {"mlx_gflops": 90.0, "numpy_gflops": 100.0},
     }
     for device in devices:
         made[f"cases/{device}"] = [f"test/{device}/{CASE}"]
         made[f"test/{device}/{CASE}"] = 0.01
-        made[f"bandwidth/{device}"] = 350e9
     return made
 
 
@@ -94,21 +78,21 @@ def examined(
     software: Software = SOFTWARE,
     told: Mapping[str, Any] | None = None,
     **changed: Any,
-) -> Examination:
-    """An examination of made-up facts; `changed` are jobs with other answers."""
+) -> Report:
+    """A report on made-up facts; `changed` are jobs with other answers."""
     table = {**(answers() if told is None else told), **changed}
-    return examine(Sources(lambda: captures, lambda: software, runner(table)))
+    return examine(capture=lambda: captures, installed=lambda: software, run=runner(table))
 
 
 def with_software(**changes: Any) -> Software:
     return dataclasses.replace(SOFTWARE, **changes)
 
 
-def finding(examination: Examination, check: str) -> Finding:
-    [found] = [f for f in examination.findings if f.check == check]
+def finding(report: Report, check: str) -> Finding:
+    [found] = [f for f in report.findings if f.check == check]
     return found
 
 
-def bad(examination: Examination) -> dict[str, Status]:
+def bad(report: Report) -> dict[str, Status]:
     """Findings that are not well, by check."""
-    return {f.check: f.status for f in examination.findings if f.status is not Status.OK}
+    return {f.check: f.status for f in report.findings if f.status is not Status.OK}

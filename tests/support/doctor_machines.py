@@ -2,85 +2,47 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from mlx_paged.doctor.capture import Captures
+from mlx_paged.doctor.machine import Captures, Disk
 
 GIB = 1 << 30
 
 
 def mac(
-    chip: str,
-    performance: int,
-    efficiency: int,
-    gpu_cores: int,
-    memory: int,
-    *,
-    version: str = "15.1",
-    build: str = "24B83",
-    model: str = "Mac16,1",
-    names: tuple[str, str] = ("Performance", "Efficiency"),
-    translated: bool = False,
+    chip: str, cores: int, memory: int, *, version: str = "15.1", translated: bool = False
 ) -> Captures:
-    cores = performance + efficiency
     sysctl = [
-        f"hw.model: {model}",
         f"hw.memsize: {memory}",
-        f"hw.physicalcpu: {cores}",
         f"hw.logicalcpu: {cores}",
-        "hw.nperflevels: 2",
-        f"hw.perflevel0.name: {names[0]}",
-        f"hw.perflevel0.physicalcpu: {performance}",
-        f"hw.perflevel1.name: {names[1]}",
-        f"hw.perflevel1.physicalcpu: {efficiency}",
         f"machdep.cpu.brand_string: {chip}",
         f"sysctl.proc_translated: {int(translated)}",
-        "iogpu.wired_limit_mb: 0",
     ]
-    display = {
-        "_name": chip,
-        "spdisplays_mtlgpufamilysupport": "spdisplays_metal3",
-        "spdisplays_ndrvs": [{"_name": "Color LCD", "_spdisplays_pixels": "3024 x 1964"}],
-        "spdisplays_vendor": "sppci_vendor_Apple",
-        "sppci_bus": "spdisplays_builtin",
-        "sppci_cores": str(gpu_cores),
-        "sppci_device_type": "spdisplays_gpu",
-        "sppci_model": chip,
-    }
-    versions = f"ProductName:\t\tmacOS\nProductVersion:\t\t{version}\nBuildVersion:\t\t{build}\n"
+    versions = f"ProductName:\t\tmacOS\nProductVersion:\t\t{version}\nBuildVersion:\t\t24B83\n"
     return Captures(
         system="darwin",
         architecture="x86_64" if translated else "arm64",
-        kernel="24.1.0",
-        commands={
-            "sysctl": "\n".join(sysctl) + "\n",
-            "sw_vers": versions,
-            "system_profiler": json.dumps({"SPDisplaysDataType": [display]}),
-        },
+        commands={"sysctl": "\n".join(sysctl) + "\n", "sw_vers": versions},
+        disk=Disk("/Users/ada/.cache/huggingface/hub", 200 * GIB),
     )
 
 
-M1 = mac("Apple M1", 4, 4, 8, 16 * GIB, version="14.7.1", build="23H222", model="MacBookAir10,1")
-M3_MAX = mac("Apple M3 Max", 12, 4, 40, 128 * GIB, model="Mac15,9")
-M4_PRO = mac("Apple M4 Pro", 10, 4, 20, 48 * GIB, model="Mac16,8")
-M5 = mac("Apple M5", 4, 6, 10, 32 * GIB, version="26.1", build="25B78", model="Mac17,2")
+M1 = mac("Apple M1", 8, 16 * GIB, version="14.7.1")
+M3_MAX = mac("Apple M3 Max", 16, 128 * GIB)
+M5 = mac("Apple M5", 10, 32 * GIB, version="26.1")
 
 
-def x86_cpuinfo(name: str, sockets: int, cores: int, threads: int, flags: str) -> str:
+def x86_cpuinfo(name: str, sockets: int, cores: int, threads: int) -> str:
     blocks, number = [], 0
     for _ in range(threads):
         for socket in range(sockets):
             for core in range(cores):
                 blocks.append(
                     f"processor\t: {number}\nvendor_id\t: GenuineIntel\nmodel name\t: {name}\n"
-                    f"physical id\t: {socket}\ncore id\t\t: {core}\nflags\t\t: {flags}\n"
+                    f"physical id\t: {socket}\ncore id\t\t: {core}\nflags\t\t: fpu sse2 fma\n"
                 )
                 number += 1
     return "\n".join(blocks)
-
-
-AVX512 = "fpu sse2 fma f16c avx avx2 avx512f avx512dq avx512bw avx512vl amx_tile avx512_bf16"
 
 
 def meminfo(total: int, available: int) -> str:
@@ -95,14 +57,11 @@ UBUNTU = 'PRETTY_NAME="Ubuntu 24.04.3 LTS"\nNAME="Ubuntu"\nVERSION_ID="24.04"\nI
 H200 = Captures(
     system="linux",
     architecture="x86_64",
-    kernel="6.8.0-87-generic",
     commands={
         "nvidia-smi": "NVIDIA H200, 143771, 580.95.05, 9.0\nNVIDIA H200, 143771, 580.95.05, 9.0\n",
-        "nvidia-smi-header": "| NVIDIA-SMI 580.95.05    Driver Version: 580.95.05   "
-        "CUDA Version: 13.0     |\n",
     },
     files={
-        "/proc/cpuinfo": x86_cpuinfo("Intel(R) Xeon(R) Platinum 8481C", 2, 8, 2, AVX512),
+        "/proc/cpuinfo": x86_cpuinfo("Intel(R) Xeon(R) Platinum 8481C", 2, 8, 2),
         "/proc/meminfo": meminfo(256 * GIB, 240 * GIB),
         "/proc/self/cgroup": "0::/user.slice/user-1000.slice/session-3.scope\n",
         "/etc/os-release": UBUNTU,
@@ -115,7 +74,6 @@ H200 = Captures(
 ARM = Captures(
     system="linux",
     architecture="aarch64",
-    kernel="6.1.0-30-arm64",
     files={
         "/proc/cpuinfo": "\n".join(
             f"processor\t: {i}\nBogoMIPS\t: 243.75\n"
@@ -138,7 +96,6 @@ def container(files: dict[str, str], **more: Any) -> Captures:
     return Captures(
         system="linux",
         architecture="x86_64",
-        kernel="6.8.0-87-generic",
         files={**host, "/etc/os-release": UBUNTU, **files},
         affinity=more.get("affinity", 32),
     )
@@ -174,7 +131,6 @@ SERVICE = container(
 ALL = {
     "M1": M1,
     "M3 Max": M3_MAX,
-    "M4 Pro": M4_PRO,
     "M5": M5,
     "H200": H200,
     "ARM": ARM,

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from mlx_paged import LLM, RequestOutput, SamplingParams, ops
 from mlx_paged.core import FinishReason
-from mlx_paged.engine.text_stream import TextStream
+from mlx_paged.engine.detokenizer import IncrementalDetokenizer
 from support.models import dense_greedy, embedded, embedded_twin
 
 NUM_TOKENS = 12
@@ -42,7 +42,7 @@ def tokens_of(prompt: str) -> list[int]:
 
 def text_of(tokens: Sequence[int]) -> str:
     """The text of an answer, streamed as a whole."""
-    stream = TextStream(embedded().tokenizer)
+    stream = IncrementalDetokenizer(embedded().tokenizer)
     return "".join([*(stream.add(token) for token in tokens), stream.finish()])
 
 

@@ -13,8 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from mlx_paged.core import Batch, FinishReason, KVManager, Scheduler, SequenceOutcome
-from mlx_paged.core.batch import ScheduledSequence
+from mlx_paged.core import (
+    FinishReason,
+    KVManager,
+    ScheduledSequence,
+    Scheduler,
+    SchedulerOutput,
+    SequenceOutcome,
+)
 
 VOCAB_SIZE = 61
 
@@ -52,13 +58,12 @@ class Place(NamedTuple):
 
 def tables_of(row: ScheduledSequence) -> list[tuple[int, tuple[int, ...], int]]:
     """(group, block table, dirty_from) in every group."""
-    windows = [(i, w.block_table, w.dirty_from) for i, w in enumerate(row.groups.windows, 1)]
-    return [(0, row.block_table, row.dirty_from), *windows]
+    return [(i, table.blocks, table.dirty_from) for i, table in enumerate(row.tables)]
 
 
-def copies_of(batch: Batch) -> Iterator[tuple[Place, Place]]:
+def copies_of(batch: SchedulerOutput) -> Iterator[tuple[Place, Place]]:
     """(source, destination) of all block copies."""
-    for group, copies in enumerate([batch.block_copies, *batch.window_copies]):
+    for group, copies in enumerate(batch.block_copies):
         for src, dst in copies:
             yield Place(group, src), Place(group, dst)
 
@@ -66,18 +71,17 @@ def copies_of(batch: Batch) -> Iterator[tuple[Place, Place]]:
 class Launched:
     """A step on the device: executed, in the order of launch, when it is evaluated."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: SchedulerOutput) -> None:
         self.batch = batch
-        self.tokens: dict[int, int] | None = None  # by seq_id, once evaluated
         # Sequences that read or write a place in this step (0: a copy).
         self.touched: dict[Place, set[int]] = {}
         for row in batch.sequences:
             for group, table, _ in tables_of(row):
                 for block in table:
                     self.touched.setdefault(Place(group, block), set()).add(row.seq_id)
-            if row.groups.state is not None:
+            if row.state is not None:
                 # (0: not even the same sequence may write it: the step may have to run again)
-                for slot in row.groups.state:
+                for slot in row.state:
                     self.touched.setdefault(Place(STATES, slot), set()).add(0)
         for source, _ in copies_of(batch):
             self.touched.setdefault(source, set()).add(0)
@@ -89,20 +93,21 @@ class FakeDevice:
     def __init__(self, kv: KVManager, seeds: dict[int, int] | None = None) -> None:
         self.kv = kv
         self.block_size = kv.block_size
-        pools = [kv.pool, *(group.pool for group in kv.groups.windows)]
+        pools = [group.pool for group in kv.attention]
         self.slots: list[list[tuple[int, int] | None]] = [
             [None] * (pool.num_blocks * kv.block_size) for pool in pools
         ]
-        states = kv.groups.states
+        states = kv.states
         num_slots = 1 if states is None else states.pool.num_blocks
         self.states: list[tuple[int, ...] | None] = [(), *[None] * (num_slots - 1)]
         self.seeds = {} if seeds is None else seeds  # by seq_id
         self.in_flight: list[Launched] = []
         self.tables: dict[tuple[int, int], list[int]] = {}  # kept up to date through dirty_from
-        self.last: dict[int, int] = {}  # newest sampled tokens
+        self.last: dict[int, int] = {}  # tokens sampled by the step evaluated last, by seq_id
+        self.sampled: list[int] = []  # the same in the order of the step
         self.num_tokens_computed = 0
 
-    def launch(self, batch: Batch) -> Launched:
+    def launch(self, batch: SchedulerOutput) -> Launched:
         launched = Launched(batch)
         self._check_batch(batch)
         self._check_nothing_in_flight_is_overwritten(launched)
@@ -111,7 +116,7 @@ class FakeDevice:
         self.in_flight.append(launched)
         return launched
 
-    def evaluate(self, launched: Launched) -> dict[int, int]:
+    def evaluate(self, launched: Launched) -> list[int | None]:
         assert self.in_flight.pop(0) is launched
         size = self.block_size
         for (group, src), (_, dst) in copies_of(launched.batch):
@@ -122,15 +127,24 @@ class FakeDevice:
             for position, token in enumerate(tokens, row.start):
                 for group, table, _ in tables_of(row):
                     self.slots[group][self._slot(table, position)] = (position, token)
-            if row.groups.state is not None:
-                before = self.states[row.groups.state.read]
-                self.states[row.groups.state.write] = (*(before or ()), *tokens)
+            if row.state is not None:
+                before = self.states[row.state.read]
+                self.states[row.state.write] = (*(before or ()), *tokens)
         for row in launched.batch.sequences:
             self._check_context(row)
         self.num_tokens_computed += launched.batch.num_tokens
-        self.last = {r.seq_id: self._sample(r) for r in launched.batch.sequences if r.samples}
-        launched.tokens = self.last
-        return self.last
+        rows = launched.batch.sequences
+        tokens = [self._sample(row) if row.samples else None for row in rows]
+        self._check_inputs_in_flight(launched)
+        self.sampled = [token for token in tokens if token is not None]
+        self.last = {row.seq_id: t for row, t in zip(rows, tokens, strict=True) if t is not None}
+        return tokens
+
+    def _check_inputs_in_flight(self, launched: Launched) -> None:
+        """`input_from` names the right one of the tokens that the previous step sampled."""
+        for row in launched.batch.sequences:
+            if row.awaits_token:
+                assert self.sampled[row.input_from] == self.last[row.seq_id]
 
     def drop_in_flight(self) -> None:
         """A failure: steps in flight never run, and what they would have written is garbage."""
@@ -139,8 +153,8 @@ class FakeDevice:
                 for position in range(row.start, row.context_len):
                     for group, table, _ in tables_of(row):
                         self.slots[group][self._slot(table, position)] = None
-                if row.groups.state is not None:
-                    self.states[row.groups.state.write] = None
+                if row.state is not None:
+                    self.states[row.state.write] = None
         self.in_flight.clear()
 
     def _context(self, row: ScheduledSequence) -> list[int]:
@@ -156,15 +170,15 @@ class FakeDevice:
 
     def _check_context(self, row: ScheduledSequence) -> None:
         """Windows and states hold what the full group says."""
-        if not self.kv.groups:
+        if len(self.kv.groups) == 1:
             return
         context = self._context(row)
         for group, table, _ in tables_of(row)[1:]:
-            begin = self.kv.groups.windows[group - 1]._first_visible(row.start)
+            begin = self.kv.attention[group]._first_visible(row.start)
             for position in range(begin, row.context_len):
                 assert self._read(row, group, table, position) == context[position]
-        if row.groups.state is not None:
-            assert self.states[row.groups.state.write] == tuple(context)
+        if row.state is not None:
+            assert self.states[row.state.write] == tuple(context)
 
     def _sample(self, row: ScheduledSequence) -> int:
         return next_token(self._context(row), self.seeds.get(row.seq_id, 0))
@@ -183,7 +197,7 @@ class FakeDevice:
             for block in table[first : last + 1]
         }
 
-    def _check_batch(self, batch: Batch) -> None:
+    def _check_batch(self, batch: SchedulerOutput) -> None:
         assert batch.sequences, "a step without rows"
         copies = list(copies_of(batch))
         sources, targets = {src for src, _ in copies}, [dst for _, dst in copies]
@@ -191,7 +205,7 @@ class FakeDevice:
         writers: dict[Place, int] = {}
         for row in batch.sequences:
             assert row.num_tokens >= 1
-            assert len(row.groups.windows) == len(self.kv.groups.windows)
+            assert len(row.tables) == len(self.kv.attention)
             for group, table, _ in tables_of(row):
                 used = [block for block in table if block or group == 0]
                 assert 0 not in used and len(set(used)) == len(used)
@@ -209,9 +223,9 @@ class FakeDevice:
                     assert writer == row.seq_id, f"block {block} of {group} is foreign"
         self._check_states(batch)
 
-    def _check_states(self, batch: Batch) -> None:
-        moves = [row.groups.state for row in batch.sequences]
-        if self.kv.groups.states is None:
+    def _check_states(self, batch: SchedulerOutput) -> None:
+        moves = [row.state for row in batch.sequences]
+        if self.kv.states is None:
             assert moves == [None] * len(moves)
             return
         writes = [move.write for move in moves if move is not None]
@@ -233,8 +247,8 @@ class FakeDevice:
         writes = {target: 0 for _, target in copies_of(launched.batch)}
         for row in launched.batch.sequences:
             writes.update(dict.fromkeys(self._blocks_written(row), row.seq_id))
-            if row.groups.state is not None:
-                writes[Place(STATES, row.groups.state.write)] = row.seq_id
+            if row.state is not None:
+                writes[Place(STATES, row.state.write)] = row.seq_id
         for earlier in self.in_flight:
             for place, writer in writes.items():
                 users = earlier.touched.get(place, set()) - {writer}
@@ -256,7 +270,7 @@ class FakeEngine:
         self.running: Launched | None = None
         self.outputs: dict[int, list[int]] = {}  # by seq_id
         self.reasons: dict[int, FinishReason] = {}
-        self.batches: list[Batch] = []
+        self.batches: list[SchedulerOutput] = []
 
     def step(self) -> None:
         batch = self.scheduler.schedule()
@@ -267,15 +281,13 @@ class FakeEngine:
             assert len(batch.sequences) <= self.scheduler.config.max_num_seqs
             self.batches.append(batch)
             for row in batch.sequences:
-                seq = self.scheduler.sequence(row.seq_id)
-                assert seq is not None
-                self.device.seeds[row.seq_id] = seq.index
+                self.device.seeds[row.seq_id] = row.sequence.index
             launched = self.device.launch(batch)
         if not self.overlap and launched is not None:
             self.running, launched = launched, None
         if self.running is not None:
             done, self.running = self.running, None
-            self._take(self.scheduler.commit(done.batch, self.device.evaluate(done)))
+            self._take(self.scheduler.update_from_output(done.batch, self.device.evaluate(done)))
         self.running = launched
         self._take(self.scheduler.take_outcomes())
 
@@ -294,7 +306,7 @@ class FakeEngine:
     def _take(self, outcomes: list[SequenceOutcome]) -> None:
         for outcome in outcomes:
             if outcome.token_id is not None:
-                self.outputs.setdefault(outcome.seq_id, []).append(outcome.token_id)
+                self.outputs.setdefault(outcome.sequence.seq_id, []).append(outcome.token_id)
             if outcome.finish_reason is not None:
-                assert outcome.seq_id not in self.reasons, "a sequence ended twice"
-                self.reasons[outcome.seq_id] = outcome.finish_reason
+                assert outcome.sequence.seq_id not in self.reasons, "a sequence ended twice"
+                self.reasons[outcome.sequence.seq_id] = outcome.finish_reason

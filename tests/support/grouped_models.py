@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged import LLM
-from mlx_paged.model.load import LoadedModel
+from mlx_paged.model.loader import LoadedModel
 
 WINDOW = 20
 CHUNK = 16

@@ -19,9 +19,9 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_tokenizer
 
 from mlx_paged.demo import model_path
-from mlx_paged.model.cache import PagedLayerCache
+from mlx_paged.model.caches import PagedLayerCache
 from mlx_paged.model.families import register_family
-from mlx_paged.model.load import LoadedModel
+from mlx_paged.model.loader import LoadedModel
 
 VOCAB_SIZE = 61
 

@@ -24,6 +24,6 @@ def leftovers_of(engine: Engine) -> dict[str, int]:
         "free": engine.stats().usage.num_free_blocks,
         "active": mx.get_active_memory(),
         "arrays": live_arrays(),
-        "generations": len(engine._generations),
+        "requests": len(engine.request_states()),
         "copies": engine.stats().pool_copies,
     }

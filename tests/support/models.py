@@ -23,21 +23,51 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
-from mlx_paged.core import Batch, ScheduledSequence
-from mlx_paged.core.batch import IN_FLIGHT_TOKEN
-from mlx_paged.core.block_table import BlockCopy
+from mlx_paged.core import (
+    IN_FLIGHT_TOKEN,
+    BlockCopy,
+    Request,
+    ScheduledSequence,
+    SchedulerOutput,
+    TableRow,
+)
+from mlx_paged.core import (
+    Sequence as CoreSequence,
+)
 from mlx_paged.engine import runner as runner_module
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
-from mlx_paged.engine.sampler import SamplingRow, SamplingRows
-from mlx_paged.model.load import LoadedModel, load
-from mlx_paged.model.probe import page
+from mlx_paged.engine.sampling.sampler import SamplingMetadata, SamplingRow
+from mlx_paged.model.loader import LoadedModel, load
+from mlx_paged.model.wrap import page
 
 VOCAB_SIZE = 96
 GREEDY = SamplingRow(temperature=0, seed=0, position=0)
 
 
-def all_greedy(sampled: Sequence[ScheduledSequence]) -> SamplingRows:
-    return SamplingRows.of([GREEDY] * len(sampled))
+class FixedSampler:
+    """Stands for `SequenceSampler`: every token is chosen alike."""
+
+    def __init__(self, row: SamplingRow = GREEDY) -> None:
+        self.row = row
+        self.has_edits = False
+
+
+def scheduled(
+    seq_id: int,
+    name: str,
+    token_ids: Sequence[int],
+    start: int,
+    blocks: Sequence[int],
+    samples: bool = True,
+    *,
+    sampler: Any = None,
+    input_from: int = -1,
+) -> ScheduledSequence:
+    """A sequence's part of a step that no scheduler planned."""
+    sequence = CoreSequence(seq_id, Request(name, (0,)), 0, (0, 0, 0))
+    sequence.sampler = FixedSampler() if sampler is None else sampler
+    tables = (TableRow(tuple(blocks), 0),)
+    return ScheduledSequence(sequence, tuple(token_ids), start, samples, input_from, tables)
 
 
 def tiny_config(model_type: str, *, tied: bool = True, **fields: Any) -> dict[str, Any]:
@@ -199,26 +229,32 @@ class StepDriver:
         seq.chunks.append(list(tokens))
         while len(seq.blocks) * self.block_size < start + len(tokens):
             seq.blocks.append(self._free.pop())
-        return ScheduledSequence(
-            seq.seq_id, name, tuple(tokens), start, tuple(seq.blocks), 0, samples
-        )
+        return scheduled(seq.seq_id, name, tokens, start, seq.blocks, samples)
 
     def launch(
         self, *rows: ScheduledSequence, previous: LaunchedStep | None = None
     ) -> tuple[LaunchedStep, dict[str, np.ndarray]]:
         """Runs one step; returns it and the ``[vocab_size]`` logits of each row that samples."""
         self._num_steps += 1
-        batch = Batch(self._num_steps, rows, tuple(self._copies))
+        if previous is not None:
+            sampled = [row.seq_id for row in previous.output.sequences if row.samples]
+            rows = tuple(
+                row._replace(input_from=sampled.index(row.seq_id))
+                if row.token_ids == (IN_FLIGHT_TOKEN,)
+                else row
+                for row in rows
+            )
+        output = SchedulerOutput(self._num_steps, rows, (tuple(self._copies),))
         self._copies = []
         captured: list[mx.array] = []
         real_sample = runner_module.sample
 
-        def capture(logits: mx.array, sampling_rows: SamplingRows) -> mx.array:
+        def capture(logits: mx.array, sampling_rows: SamplingMetadata) -> mx.array:
             captured.append(logits)
             return real_sample(logits, sampling_rows)
 
         with mock.patch.object(runner_module, "sample", capture):
-            launched = self.runner.launch(batch, all_greedy, previous)
+            launched = self.runner.launch(output, previous)
         names = [row.request_id for row in rows if row.samples]
         if not names:
             assert not captured, "a step that samples nothing has no use for logits"
@@ -253,8 +289,8 @@ __all__ = [
     "IN_FLIGHT_TOKEN",
     "VOCAB_SIZE",
     "Rows",
+    "FixedSampler",
     "StepDriver",
-    "all_greedy",
     "dense_greedy",
     "dense_logits",
     "embedded",
@@ -262,6 +298,7 @@ __all__ = [
     "random_tokens",
     "rms",
     "save_tiny",
+    "scheduled",
     "tiny_config",
     "tiny_model",
 ]

@@ -72,6 +72,9 @@ class NaiveWindow:
             table[i] = self.held[salt, tuple(tokens[: (i + 1) * self.size])].block
         self.tables[seq_id], self.first[seq_id], self.shared[seq_id] = table, first, depth
 
+    def drop_copy(self, place: int) -> None:
+        self.left(self.copies.pop(place), kept=True)
+
     def fork(self, seq_id: int, parent: int, num_tokens: int) -> None:
         depth = num_tokens // self.size
         first = self.first_visible(num_tokens) // self.size
@@ -125,11 +128,12 @@ class NaiveWindow:
         self.first[seq_id] = max(first, self.first[seq_id])
 
     def end(self, seq_id: int) -> None:
-        table = self.tables.pop(seq_id)
-        for i, block in enumerate(table):
+        table = self.tables[seq_id]
+        for i, block in reversed(list(enumerate(table))):
             table[i] = None
-            if block is not None and block not in table[i + 1 :]:
+            if block is not None:
                 self.left(block, kept=True)
+        del self.tables[seq_id]
 
     def launch(self, step: int) -> None:
         self.launched = step

@@ -54,7 +54,8 @@ class NaiveStore:
         self.num_usable = num_usable
         self.nodes: dict[Prefix, Node] = {}
         self.tables: dict[int, Table] = {}
-        self.copies: list[tuple[Prefix | None, int | None]] = []  # (indexed source, private source)
+        # (indexed source, private source, whose copy it is)
+        self.copies: list[tuple[Prefix | None, int | None, int]] = []
         self.quarantine: list[int] = []  # the step that each block waits for
         self.clock = self.launched = self.evaluated = 0
         self.next_private = 0
@@ -75,7 +76,7 @@ class NaiveStore:
 
     def private(self) -> set[int]:
         held = {block for table in self.tables.values() for block in table.own}
-        return held | {own for _, own in self.copies if own is not None}
+        return held | {own for _, own, _ in self.copies if own is not None}
 
     def is_used(self, prefix: Prefix) -> bool:
         """Whether a sequence or a copy being prepared builds on this prefix."""
@@ -85,7 +86,7 @@ class NaiveStore:
             for t in self.tables.values()
             if t.is_indexed
         ]
-        users += [source for source, _ in self.copies if source is not None]
+        users += [source for source, _, _ in self.copies if source is not None]
         return any(s == salt and tokens == u[: len(tokens)] for s, u in users)
 
     # Questions.
@@ -135,10 +136,10 @@ class NaiveStore:
     ) -> int | None:
         found = self.match(tokens, salt)
         table = Table(salt, tokens, len(found.full) // self.size, [])
-        source: tuple[Prefix | None, int | None] | None = None
+        source: tuple[Prefix | None, int | None, int] | None = None
         num_partial = found.num_partial
         if found.partial is not None:
-            source = (found.partial, None)
+            source = (found.partial, None, seq_id)
         is_fork = (
             fork_of is not None
             and shared > found.num_tokens
@@ -153,9 +154,10 @@ class NaiveStore:
             source = None
             if num_partial:
                 if parent.is_indexed and parent.indexed > full:
-                    source = ((salt, tuple(parent.tokens[: (full + 1) * self.size])), None)
+                    prefix = (salt, tuple(parent.tokens[: (full + 1) * self.size]))
+                    source = (prefix, None, seq_id)
                 else:
-                    source = (None, parent.own[full - parent.indexed])
+                    source = (None, parent.own[full - parent.indexed], seq_id)
         num_shared = table.indexed + len(table.own)
         for window in self.windows:
             if is_fork:
@@ -236,6 +238,13 @@ class NaiveStore:
             window.slide(seq_id, num_computed)
 
     def free(self, seq_id: int) -> None:
+        place = next((i for i, copy in enumerate(self.copies) if copy[2] == seq_id), None)
+        if place is not None:  # a copy that is not made yet is not made at all
+            prefix, own, _ = self.copies.pop(place)
+            self.leave(prefix)
+            self.release([] if own is None else [own])
+            for window in self.windows:
+                window.drop_copy(place)
         table = self.tables.pop(seq_id)
         if table.is_indexed:
             self.leave((table.salt, tuple(table.tokens[: table.indexed * self.size])))
@@ -246,7 +255,7 @@ class NaiveStore:
     def launch(self, step: int) -> int:
         self.launched = step
         copies, self.copies = self.copies, []
-        for i, (prefix, own) in enumerate(copies):
+        for i, (prefix, own, _) in enumerate(copies):
             self.copies = copies[i + 1 :]
             if prefix is not None:
                 self.leave(prefix)

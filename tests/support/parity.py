@@ -20,8 +20,8 @@ import numpy as np
 from mlx.utils import tree_map_with_path
 from mlx_lm.utils import _get_classes
 
-from mlx_paged.model.paged_model import PagedModel, StepInputs
-from mlx_paged.model.recurrent import StateSlots
+from mlx_paged.model.paged_model import PagedModel
+from mlx_paged.model.plan import StateSlots, StepInputs
 from support.models import dense_logits, rms
 
 NUM_STATE_SLOTS = 48

@@ -1,15 +1,14 @@
 """The two loops over all running sequences, as they are defined: one question at a time.
 
-`Planner._add_decodes` and `Scheduler.commit` see every running sequence in every step, and are
-written for speed. What they must come to is written here for the reader.
+`Scheduler._schedule_decodes` and `Scheduler.update_from_output` see every running sequence in every
+step, and are written for speed. What they must do is written here for the reader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 
-from mlx_paged.core import Batch, KVManager, Scheduler, SchedulerConfig, Sequence, SequenceOutcome
-from mlx_paged.core.planner import Planner
+from mlx_paged.core import Scheduler, SchedulerOutput, Sequence, SequenceOutcome
 
 
 def num_pending_tokens(seq: Sequence) -> int:
@@ -27,37 +26,40 @@ def num_schedulable_tokens(seq: Sequence) -> int:
     return 1 if will_have < seq.request.max_output_tokens else 0
 
 
-class PlainPlanner(Planner):
-    def _add_decodes(self) -> None:
-        self._prefilling = [seq for seq in self.running if seq.is_prefilling]
-        for seq in self.running:
-            if not seq.is_running or seq.is_prefilling:  # (preempted for one before it)
-                continue
-            if num_schedulable_tokens(seq) and self._secure(seq):
-                self._add_row(seq, 1)
+def is_prefilling(seq: Sequence) -> bool:
+    """Whether more than the newest token is still to be computed."""
+    return len(seq.tokens) - seq.num_scheduled_tokens > 1
 
 
 class PlainScheduler(Scheduler):
-    def __init__(self, config: SchedulerConfig, kv: KVManager, **options: object) -> None:
-        super().__init__(config, kv, **options)  # type: ignore[arg-type]
-        self._planner = PlainPlanner(config, kv)
+    def _schedule_decodes(self) -> None:
+        self._prefilling = [seq for seq in self.running if is_prefilling(seq)]
+        for seq in self.running:
+            if not seq.is_running or is_prefilling(seq):  # (preempted for one before it)
+                continue
+            if num_schedulable_tokens(seq) and self._secure(seq):
+                self._add(seq, 1)
 
-    def commit(self, batch: Batch, sampled: Mapping[int, int]) -> list[SequenceOutcome]:
-        launched = self._in_flight.popleft()
-        assert launched.batch is batch
-        self._planner.committed_step = batch.step
-        self.kv.on_step_evaluated(batch.step)
+    def update_from_output(
+        self, output: SchedulerOutput, sampled: SequenceOf[int | None]
+    ) -> list[SequenceOutcome]:
+        assert self._in_flight.popleft() is output
+        self._committed_step = output.step
+        self.kv.on_step_evaluated(output.step)
         outcomes = self.take_outcomes()
-        for row, seq in launched.rows():
+        for scheduled, token in zip(output.sequences, sampled, strict=True):
+            seq = scheduled.sequence
             if seq.is_finished:
                 continue
-            if row.samples:
-                seq.tokens.append(sampled[seq.seq_id])
+            if scheduled.samples:
+                assert token is not None
+                seq.tokens.append(token)
             if seq.is_running:
-                seq.num_computed_tokens = row.context_len
+                seq.num_computed_tokens = scheduled.context_len
                 size = self.kv.block_size
-                if row.context_len // size > row.start // size:
-                    self.kv.commit(seq.seq_id, seq.num_computed_tokens)
-            if row.samples:
+                if scheduled.context_len // size > scheduled.start // size:
+                    assert seq.tables is not None
+                    self.kv.commit(seq.tables, seq.num_computed_tokens)
+            if scheduled.samples:
                 outcomes.append(self._judge(seq))
         return outcomes

@@ -44,7 +44,7 @@ def check_outputs(engine: FakeEngine, *requests: Request) -> None:
             expected = generate(
                 r.prompt_token_ids, r.max_output_tokens, r.stop.eos_token_ids, seq.index
             )
-            assert engine.outputs[seq.seq_id] == seq.output_token_ids == expected
+            assert engine.outputs[seq.seq_id] == list(seq.tokens[r.num_prompt_tokens :]) == expected
             assert engine.reasons[seq.seq_id] is seq.finish_reason
     usage = engine.scheduler.kv.usage
     assert usage.num_used_blocks == usage.num_quarantined_blocks == 0

@@ -17,14 +17,14 @@ from typing import Any
 
 import httpx
 import uvicorn
+from pydantic import TypeAdapter
 
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.engine import EngineStats
 from mlx_paged.server.app import create_app
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import Context
-from mlx_paged.server.protocol import impatient
-from mlx_paged.server.run import bind
+from mlx_paged.server.run import bind, impatient
 
 TIMEOUT = 60.0
 ENGINE: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 1000, "max_num_seqs": 64}
@@ -126,6 +126,11 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     data = [b.removeprefix("data: ") for b in blocks if not b.startswith(":")]
     assert data[-1] == "[DONE]", data[-1]
     return [json.loads(d) for d in data[:-1]]
+
+
+def validate(kind: type, body: Any) -> None:
+    """Checks a body that was read from JSON against its declaration in `server.responses`."""
+    TypeAdapter(kind).validate_python(body, strict=True)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
-from mlx_paged.model.load import LoadedModel, load
+from mlx_paged.model.loader import LoadedModel, load
 
 _SECONDS_TO_END = 10.0
 

@@ -76,7 +76,7 @@ def memory(
     checkout()
     use_supported_device()
     from mlx_paged.cli.bench import memory_runs
-    from mlx_paged.model.load import load
+    from mlx_paged.model.loader import load
 
     loaded = load(model)
     shapes = itertools.product(*(values or preset[name] for name, values in grid.items()))

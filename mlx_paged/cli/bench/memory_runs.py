@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_paged.engine.llm import LLM
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.model.load import LoadedModel
+from mlx_paged.model.loader import LoadedModel
 
 # isort: split
 import mlx.core as mx

@@ -12,7 +12,7 @@ from mlx_paged.engine.llm import LLM
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
-from mlx_paged.server.defaults import GenerationDefaults
+from mlx_paged.server.config import GenerationDefaults
 
 _ID = "chat"
 

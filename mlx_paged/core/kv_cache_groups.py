@@ -1,0 +1,805 @@
+"""KV cache groups: the layers of a model that need the same of the past share blocks and tables.
+
+Three kinds of layers, two classes, one protocol (`KVCacheGroup`):
+
+- *Full attention* sees every token. Group 0 is always of this kind, as the prefix tree's nodes live
+  and go with its blocks; where a model has no such layers, no memory stands behind it.
+- *Windows* see the newest tokens. Their tables are as long as the sequence, but hold blocks only
+  where tokens that are still to be computed will look; what slid out is block 0, and free::
+
+      window of 8 tokens, blocks of 4, 14 tokens computed
+      full attention  [ 3 | 7 | 2 | 9 ]
+      window          [ 0 | 5 | 8 | 6 ]      position 14 sees 7 .. 14
+
+- *Recurrent layers* keep a state of one size. A step reads a sequence's state from one slot and
+  writes the state after its rows to another, so that a slot never changes once it is written::
+
+      step         1        2        3        4
+      tokens     0..63    64..95     96       97
+      slots      0 -> 5   5 -> 2   2 -> 7   7 -> 4
+                      |        |
+                      |        snapshot of 96 tokens: slot 2 stays, for whoever has the same prefix
+                      freed once step 2 has been evaluated
+
+  Slot 0 is the state before the first token. A snapshot costs no copy, and a sequence that
+  continues from one reads its slot as if it had written it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from mlx_paged.core.block_pool import NULL_BLOCK, BlockPool
+from mlx_paged.core.prefix_tree import PrefixNode
+from mlx_paged.errors import IntegrityError, InvalidParameterError
+
+#: Slots of a running sequence: one read and one written by the step that runs, and one more written
+#: by the step launched meanwhile.
+SLOTS_PER_SEQUENCE = 3
+
+
+@dataclass(frozen=True)
+class WindowGroupSpec:
+    """What a group of windowed layers needs.
+
+    Attributes:
+        num_blocks: Blocks of its pool, block 0 included.
+        span: Most tokens that a row sees, itself included.
+        first_visible: The first position that a row at a given position, or any row after it, sees;
+            it never decreases.
+    """
+
+    num_blocks: int
+    span: int
+    first_visible: Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class StateGroupSpec:
+    """What the recurrent layers need.
+
+    Attributes:
+        num_slots: Slots of the pool, slot 0 included.
+        snapshot_interval: Blocks between two snapshots while tokens are generated.
+    """
+
+    num_slots: int
+    snapshot_interval: int = 8
+
+    def __post_init__(self) -> None:
+        if self.num_slots < 3:
+            raise InvalidParameterError(
+                "num_slots", "at least 3 (slot 0 is the initial state)", self.num_slots
+            )
+        if self.snapshot_interval < 1:
+            raise InvalidParameterError("snapshot_interval", "at least 1", self.snapshot_interval)
+
+
+class StateMove(NamedTuple):
+    """Slots of one sequence in one step: state before its rows, and after them."""
+
+    read: int
+    write: int
+
+
+class BlockCopy(NamedTuple):
+    """Copy-on-write: copy block `src` to `dst`, in every layer, before the step's first write."""
+
+    src: int
+    dst: int
+
+
+class TableRow(NamedTuple):
+    """A sequence's table in one attention group, for one step.
+
+    Attributes:
+        blocks: Physical blocks in order; block 0 where blocks slid out of a window.
+        dirty_from: First entry that may differ from what the sequence's previous step was given
+            (but for new zeros); `len(blocks)` where none does.
+    """
+
+    blocks: tuple[int, ...]
+    dirty_from: int
+
+
+class BlockTable:
+    """Blocks of a sequence in one attention group: entries before `first` are block 0.
+
+    Attributes:
+        num_shared: Leading entries that came from the cache or a fork.
+        changed: Whether the table differs from the last one exported.
+        copy_source: Block whose head is copied to entry `num_shared` by the step being built.
+    """
+
+    __slots__ = (
+        "_dirty_from",
+        "_row",
+        "blocks",
+        "changed",
+        "copy_source",
+        "first",
+        "num_shared",
+    )
+
+    def __init__(self, blocks: list[int], first: int = 0, copy_source: int | None = None) -> None:
+        self.blocks = blocks
+        self.first = first
+        self.num_shared = len(blocks)
+        self.copy_source = copy_source
+        self._dirty_from = 0
+        self.changed = True  # since the last export
+        self._row = TableRow((), 0)  # the next one, where it has not
+
+    @property
+    def live(self) -> list[int]:
+        """The blocks that the sequence references."""
+        return self.blocks[self.first :]
+
+    def append(self, block: int) -> None:
+        self._dirty_from = min(self._dirty_from, len(self.blocks))
+        self.blocks.append(block)
+        self.changed = True
+
+    def replace(self, index: int, block: int) -> None:
+        self._dirty_from = min(self._dirty_from, index)
+        self.blocks[index] = block
+        self.changed = True
+
+    def slide(self, index: int) -> None:
+        """Entry `index` is not seen any more."""
+        self.blocks[index] = 0
+        self.changed = True
+
+    def truncate(self, num_blocks: int) -> list[int]:
+        """Takes the blocks from `num_blocks` on out of the table, and returns them."""
+        cut = self.blocks[num_blocks:]
+        del self.blocks[num_blocks:]
+        self._dirty_from = min(self._dirty_from, num_blocks)
+        self.num_shared = min(self.num_shared, num_blocks)
+        self.changed = True
+        return cut
+
+    def export(self) -> TableRow:
+        """The table for a step."""
+        if not self.changed:
+            return self._row
+        blocks = tuple(self.blocks)
+        row = TableRow(blocks, self._dirty_from)
+        self._dirty_from = len(blocks)
+        self._row = TableRow(blocks, len(blocks))
+        self.changed = False
+        return row
+
+
+@dataclass
+class StateSlot:
+    """A sequence's recurrent state.
+
+    Attributes:
+        slot: Newest state; 0 before the first token.
+        due: Positions at which a snapshot is wanted, in tokens.
+        num_scheduled: Tokens in `slot`.
+        pending: (depth in blocks, slot) of snapshots written or being written, whose node is not
+            there yet.
+    """
+
+    slot: int
+    due: set[int]
+    num_scheduled: int
+    pending: list[tuple[int, int]] = field(default_factory=list)
+
+
+class BlockTables:
+    """The tables of one sequence, one for each KV cache group, and how much of it is indexed.
+
+    ::
+
+        [0, tip.depth)            indexed: shared with whoever has the same prefix
+        [tip.depth, len(blocks))  not indexed: its own (or, where it is not indexed, its forks' too)
+
+    Attributes:
+        tokens: The sequence's live token list: the sequence appends to it, the KV manager reads it.
+        tip: Node of the last indexed block (or the root); None when this sequence is not indexed at
+            all.
+        attention: Its table in each attention group; the first is that of full attention.
+        state: Its recurrent state; None where the model has none.
+        num_cached_tokens: Leading tokens that need not be computed.
+        owner: The sequence, for whoever finds these tables.
+    """
+
+    __slots__ = ("_rows", "attention", "num_cached_tokens", "owner", "state", "tip", "tokens")
+
+    def __init__(self, tokens: Sequence[int], owner: Any = None) -> None:
+        self.tokens = tokens
+        self.owner = owner
+        self.tip: PrefixNode | None = None
+        self.attention: list[BlockTable] = []
+        self.state: StateSlot | None = None
+        self.num_cached_tokens = 0
+        self._rows: tuple[TableRow, ...] | None = None  # the next export, if no table changes
+
+    @property
+    def blocks(self) -> list[int]:
+        """Blocks of full attention, in order; not to be changed."""
+        return self.attention[0].blocks
+
+    def export(self) -> tuple[TableRow, ...]:
+        """The tables for a step, in the order of the attention groups."""
+        for table in self.attention:
+            if table.changed:
+                self._rows = None
+                return tuple([table.export() for table in self.attention])
+        if self._rows is None:
+            self._rows = tuple([table.export() for table in self.attention])
+        return self._rows
+
+
+class PrefixSource(NamedTuple):
+    """Where a new sequence's cached head comes from: the prefix tree, or a sequence it forks.
+
+    Attributes:
+        num_full_blocks: Full blocks, taken by reference.
+        tip: Node of the last of them; the root or None where there are none, and None where the
+            forked sequence is not indexed.
+        partial: Node whose block's first `num_partial_tokens` tokens are taken by copy; None where
+            there is none, or where they are a fork's.
+        num_partial_tokens: Tokens of the block after the full ones that are taken by copy.
+        fork_of: The sequence that is forked; None where the blocks come from the tree.
+        num_known_blocks: Full blocks of the new sequence that are indexed, whether or not every
+            group can continue after them.
+    """
+
+    num_full_blocks: int
+    tip: PrefixNode | None
+    partial: PrefixNode | None = None
+    num_partial_tokens: int = 0
+    fork_of: BlockTables | None = None
+    num_known_blocks: int = 0
+
+    def num_tokens(self, block_size: int) -> int:
+        """Tokens that need not be computed."""
+        return self.num_full_blocks * block_size + self.num_partial_tokens
+
+
+class KVCacheGroup(ABC):
+    """A pool, and what its blocks (or slots) are to sequences and to the prefix tree.
+
+    Attributes:
+        number: Its place among the groups, and in `PrefixNode.blocks`.
+        pool: Its blocks, or slots.
+        num_evictions: Cached blocks given up to make room.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        num_blocks: int,
+        block_size: int,
+        evict: Callable[[PrefixNode], None] | None = None,
+    ) -> None:
+        self.number = number
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.num_evictions = 0
+        self._evict = self.forget if evict is None else evict
+
+    # The prefix tree.
+
+    def forget(self, node: PrefixNode) -> None:
+        """A node gives up its block; nobody references it."""
+        block = node.blocks[self.number]
+        if block != NULL_BLOCK:
+            node.blocks[self.number] = NULL_BLOCK
+            self.pool.uncache(block)
+
+    def hold(self, node: PrefixNode, block: int) -> int:
+        """A node takes hold of a block in use; returns the one that it has had, if any."""
+        present = node.blocks[self.number]
+        if present != NULL_BLOCK:
+            return present
+        node.blocks[self.number] = block
+        self.pool.cache(block, node)
+        return block
+
+    def make_room(self, num_blocks: int) -> bool:
+        """Evicts until `num_blocks` are free; false where fewer are there for now."""
+        while self.pool.num_free < num_blocks:
+            node = self.pool.next_to_evict()
+            if node is None:
+                return False
+            self._evict(node)
+            self.num_evictions += 1
+        return True
+
+    @abstractmethod
+    def usable_depth(self, node: PrefixNode, depth: int) -> int:
+        """Most leading blocks of the path to `node`, up to `depth`, after which a sequence could
+        go on."""
+
+    @abstractmethod
+    def can_copy_from(self, node: PrefixNode) -> bool:
+        """Whether a sequence may begin with a part of a node's block, taken by copy."""
+
+    # The life of a sequence.
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int | None:
+        """Longest sequence, in tokens; None where any length fits."""
+
+    @abstractmethod
+    def can_fork(self, parent: BlockTables, num_tokens: int) -> bool:
+        """Whether `parent` still holds what a fork after `num_tokens` tokens looks into."""
+
+    @abstractmethod
+    def begin(self, tables: BlockTables, source: PrefixSource) -> None:
+        """Takes references to what a new sequence shares."""
+
+    @abstractmethod
+    def has_room(self, tables: BlockTables, headroom: int) -> bool:
+        """Whether there is room for what a sequence that has begun will hold at once.
+
+        Args:
+            headroom: blocks that must stay available besides.
+        """
+
+    @abstractmethod
+    def will_have_room(self, num_tokens: int, node: PrefixNode | None, headroom: int) -> bool:
+        """Whether a new sequence, which continues after `node`, will find room once the steps in
+        flight are evaluated."""
+
+    @abstractmethod
+    def coverable(self, tables: BlockTables, num_tokens: int) -> int:
+        """Tokens, at most `num_tokens`, that the next step may bring a sequence to.
+
+        There is room for them then: whatever is evicted for that has been evicted.
+        """
+
+    @abstractmethod
+    def can_cover_later(self, tables: BlockTables, num_tokens: int, num_scheduled: int) -> bool:
+        """Whether there will be room for `num_tokens` once the steps in flight are committed."""
+
+    @abstractmethod
+    def on_computed(self, tables: BlockTables, num_tokens: int) -> None:
+        """A sequence has `num_tokens` tokens; what the rest does not need goes."""
+
+    @abstractmethod
+    def end(self, tables: BlockTables) -> None:
+        """Takes back all that a sequence holds; what nodes hold stays until it is evicted."""
+
+    # Steps.
+
+    @abstractmethod
+    def launch_step(self, step: int) -> tuple[BlockCopy, ...]:
+        """Ends the building of a step: returns its block copies, and dates later releases."""
+
+    @abstractmethod
+    def references(self, everyone: Collection[BlockTables]) -> Counter[int]:
+        """By block, how often sequences and the step being built name it.
+
+        Raises:
+            IntegrityError: a table is not as it must be.
+        """
+
+    def check_integrity(
+        self, everyone: Collection[BlockTables], nodes: Collection[PrefixNode]
+    ) -> None:
+        """Recounts pool and tables; raises `IntegrityError` with what disagrees."""
+        self.pool.check_integrity(self.references(everyone))
+        held = {node.blocks[self.number]: node for node in nodes if node.blocks[self.number]}
+        for block in range(self.pool.num_blocks):
+            if self.pool.node_of(block) is not held.get(block):
+                raise IntegrityError(f"the pool and the prefix tree disagree about block {block}")
+
+
+class AttentionGroup(KVCacheGroup):
+    """Attention layers that see equally far.
+
+    Args:
+        spec: how far; None: everything. Then all blocks of a sequence's known tokens are reserved
+            when it is admitted. Those of windows are not: most of a long prompt's would never be
+            needed at the same time.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        num_blocks: int,
+        block_size: int,
+        spec: WindowGroupSpec | None = None,
+        evict: Callable[[PrefixNode], None] | None = None,
+    ) -> None:
+        if spec is not None and spec.span < 1:
+            raise InvalidParameterError("span", "at least 1", spec.span)
+        super().__init__(number, num_blocks, block_size, evict)
+        self._first_visible = None if spec is None else spec.first_visible
+        # Most blocks that a row looks into.
+        self.view_blocks = None if spec is None else (spec.span + block_size - 2) // block_size + 1
+        self._copying: list[BlockTable] = []  # whose copies the step being built makes
+        self.num_deduplicated = 0
+
+    @property
+    def sees_everything(self) -> bool:
+        """Whether this is a group of full attention."""
+        return self._first_visible is None
+
+    def first_block(self, num_tokens: int) -> int:
+        """First block that rows after `num_tokens` tokens look into."""
+        if self._first_visible is None:
+            return 0
+        return self._first_visible(num_tokens) // self.block_size
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _table(self, tables: BlockTables) -> BlockTable:
+        return tables.attention[self.number]
+
+    # The prefix tree.
+
+    def usable_depth(self, node: PrefixNode, depth: int) -> int:
+        if self.sees_everything:
+            return depth
+        node = node.ancestor(depth)
+        while depth:
+            # (Climbs from `depth` over the blocks that the next row sees.)
+            first, step = self.first_block(depth * self.block_size), node
+            while step.depth > first and step.blocks[self.number] != NULL_BLOCK:
+                assert step.parent is not None
+                step = step.parent
+            if step.depth <= first:
+                return depth
+            assert step.parent is not None
+            depth, node = step.depth - 1, step.parent
+        return 0
+
+    def can_copy_from(self, node: PrefixNode) -> bool:
+        return node.blocks[self.number] != NULL_BLOCK
+
+    def on_indexed(self, tables: BlockTables, index: int, node: PrefixNode) -> None:
+        """Block `index` of a sequence is that of `node` from now on.
+
+        Where an equal block was indexed meanwhile, that one replaces the sequence's own: content is
+        stored once.
+        """
+        table = self._table(tables)
+        own = table.blocks[index]
+        if own == NULL_BLOCK:
+            return
+        present = self.hold(node, own)
+        if present != own:
+            self.pool.retain(present)
+            self.pool.release(own)
+            table.replace(index, present)
+            self.num_deduplicated += 1
+
+    # The life of a table.
+
+    @property
+    def capacity(self) -> int | None:
+        fits = self.view_blocks is not None and self.pool.num_usable >= self.view_blocks
+        return None if fits else self.pool.num_usable * self.block_size
+
+    def can_fork(self, parent: BlockTables, num_tokens: int) -> bool:
+        return self._table(parent).first <= self.first_block(num_tokens)
+
+    def begin(self, tables: BlockTables, source: PrefixSource) -> None:
+        num_full = source.num_full_blocks
+        blocks = [NULL_BLOCK] * num_full
+        copy_source: int | None = None
+        if source.fork_of is not None:
+            parent = self._table(source.fork_of)
+            first = self.first_block(source.num_tokens(self.block_size))
+            blocks[first:] = parent.blocks[first:num_full]
+            if source.num_partial_tokens:
+                copy_source = parent.blocks[num_full]
+        else:
+            first, node = self.first_block(num_full * self.block_size), source.tip
+            for index in range(num_full - 1, first - 1, -1):
+                assert node is not None
+                blocks[index] = node.blocks[self.number]
+                node = node.parent
+            if source.partial is not None:
+                copy_source = source.partial.blocks[self.number]
+        for block in blocks[first:]:
+            self.pool.retain(block)
+        if copy_source is not None:
+            self.pool.retain(copy_source)
+        tables.attention.append(BlockTable(blocks, first, copy_source))
+
+    def drop_copy(self, tables: BlockTables) -> None:
+        """Does without the copy that `begin` prepared, or that the step being built would make."""
+        table = self._table(tables)
+        if table.copy_source is not None:
+            self.pool.release(table.copy_source)
+            table.copy_source = None
+            self._copying = [other for other in self._copying if other is not table]
+
+    def has_room(self, tables: BlockTables, headroom: int) -> bool:
+        table = self._table(tables)
+        most = self._blocks_for(len(tables.tokens))
+        if self.view_blocks is not None:
+            most = min(most, table.first + self.view_blocks)
+        num_fresh = max(0, most - len(table.blocks))
+        if num_fresh + headroom > self.pool.num_available:
+            return False
+        return self.make_room(num_fresh)
+
+    def reserve(self, tables: BlockTables) -> None:
+        """The sequence is admitted, there is room: takes the blocks that it begins with."""
+        table = self._table(tables)
+        if self.sees_everything:
+            self.cover(tables, len(tables.tokens))
+        elif table.copy_source is not None:
+            table.append(self.pool.allocate())
+        if table.copy_source is not None:
+            self._copying.append(table)
+
+    def will_have_room(self, num_tokens: int, node: PrefixNode | None, headroom: int) -> bool:
+        num_needed = self._blocks_for(num_tokens)
+        if self.view_blocks is not None:
+            num_needed = min(num_needed, self.view_blocks)
+        else:
+            # What others use costs nothing. Of a path they use the first part.
+            while node is not None and node.depth:
+                if self.pool.ref_count(node.blocks[self.number]):
+                    num_needed -= node.depth
+                    break
+                node = node.parent
+        return num_needed + headroom <= self.pool.num_available_later
+
+    def coverable(self, tables: BlockTables, num_tokens: int) -> int:
+        num_blocks = len(self._table(tables).blocks)
+        num_fresh = self._blocks_for(num_tokens) - num_blocks
+        if num_fresh <= 0:
+            return num_tokens
+        if self.sees_everything and num_fresh > self.pool.num_available:
+            return num_blocks * self.block_size  # all or nothing: nothing is evicted in vain
+        if self.make_room(num_fresh):
+            return num_tokens
+        return (num_blocks + self.pool.num_free) * self.block_size
+
+    def cover(self, tables: BlockTables, num_tokens: int) -> None:
+        """Makes a table cover `num_tokens` tokens; `coverable` made the room."""
+        table = self._table(tables)
+        for _ in range(self._blocks_for(num_tokens) - len(table.blocks)):
+            table.append(self.pool.allocate())
+
+    def can_cover_later(self, tables: BlockTables, num_tokens: int, num_scheduled: int) -> bool:
+        table = self._table(tables)
+        num_fresh = self._blocks_for(num_tokens) - len(table.blocks)
+        slides = table.blocks[table.first : self.first_block(num_scheduled)]
+        freed = sum(self.pool.ref_count(block) == 1 for block in slides)
+        return num_fresh <= self.pool.num_available_later + freed
+
+    def on_computed(self, tables: BlockTables, num_tokens: int) -> None:
+        table = self._table(tables)
+        first = min(self.first_block(num_tokens), len(table.blocks))
+        for index in range(table.first, first):
+            # What came from the cache may well be wanted again.
+            self.pool.release(table.blocks[index], passed=index >= table.num_shared)
+            table.slide(index)
+        table.first = max(table.first, first)
+
+    def end(self, tables: BlockTables) -> None:
+        self.drop_copy(tables)
+        # The last block first: what is released first is evicted first.
+        for block in reversed(self._table(tables).live):
+            self.pool.release(block)
+
+    # Steps.
+
+    def launch_step(self, step: int) -> tuple[BlockCopy, ...]:
+        self.pool.on_step_launched(step)
+        copies = []
+        for table in self._copying:
+            assert table.copy_source is not None
+            copies.append(BlockCopy(table.copy_source, table.blocks[table.num_shared]))
+            self.pool.release(table.copy_source)
+            table.copy_source = None
+        self._copying.clear()
+        return tuple(copies)
+
+    def references(self, everyone: Collection[BlockTables]) -> Counter[int]:
+        references: Counter[int] = Counter()
+        copying = 0
+        for tables in everyone:
+            table = self._table(tables)
+            references.update(table.live)
+            if table.copy_source is not None:
+                references[table.copy_source] += 1
+                copying += 1
+            if any(table.blocks[: table.first]) or NULL_BLOCK in table.live:
+                raise IntegrityError("block 0 is not just what slid out of a window")
+            _check_path(tables, table, self.number)
+        if copying != len(self._copying):
+            raise IntegrityError(f"{copying} copies are due, but {len(self._copying)} will be made")
+        return references
+
+
+def _check_path(tables: BlockTables, table: BlockTable, number: int) -> None:
+    """The indexed part of a table is what the nodes of its path hold."""
+    node = tables.tip
+    while node is not None and node.depth > table.first:
+        if node.blocks[number] != table.blocks[node.depth - 1]:
+            raise IntegrityError(f"entry {node.depth - 1} of a table is not the indexed block")
+        node = node.parent
+
+
+class StateGroup(KVCacheGroup):
+    """State slots of all sequences; the recurrent layers of a model move in step."""
+
+    def __init__(self, number: int, spec: StateGroupSpec, block_size: int) -> None:
+        super().__init__(number, spec.num_slots, block_size)
+        self._interval = spec.snapshot_interval * block_size
+        self._num_sequences = 0
+        self._num_pending = 0
+        self._passed: set[int] = set()  # snapshots on the way through a prompt
+        self._read: list[int] = []  # by the step being built; let go when it is launched
+
+    @staticmethod
+    def _state(tables: BlockTables) -> StateSlot:
+        assert tables.state is not None
+        return tables.state
+
+    # The prefix tree.
+
+    def usable_depth(self, node: PrefixNode, depth: int) -> int:
+        node = node.ancestor(depth)
+        while node.parent is not None and node.blocks[self.number] == NULL_BLOCK:
+            node = node.parent
+        return node.depth
+
+    def can_copy_from(self, node: PrefixNode) -> bool:
+        return False  # there is no state in the middle of a block
+
+    # The life of a state.
+
+    capacity = None  # a state has the same size at every length
+
+    def can_fork(self, parent: BlockTables, num_tokens: int) -> bool:
+        return False  # the state is past those tokens already
+
+    def begin(self, tables: BlockTables, source: PrefixSource) -> None:
+        """Takes over the snapshot that a new sequence continues from, and plans its own ones.
+
+        They are due at the last full block of what is known, where an equal prompt or the next turn
+        will continue, and where the sequence leaves what others have computed before it: there the
+        third one will continue.
+        """
+        slot: int = NULL_BLOCK
+        num_full = source.num_full_blocks
+        if num_full:
+            assert source.tip is not None
+            slot = source.tip.blocks[self.number]
+            assert slot != NULL_BLOCK, "a match that has no snapshot"
+            self.pool.retain(slot)
+            self._passed.discard(slot)
+        last = (len(tables.tokens) - 1) // self.block_size
+        due = {last, min(last, source.num_known_blocks)}
+        positions = {depth * self.block_size for depth in due if depth > num_full}
+        tables.state = StateSlot(slot, positions, num_full * self.block_size)
+        self._num_sequences += 1
+
+    def has_room(self, tables: BlockTables, headroom: int) -> bool:
+        num_needed = SLOTS_PER_SEQUENCE * self._num_sequences
+        if self._num_sequences > 1 and num_needed > self.pool.num_usable:
+            return False
+        return self.make_room(1)
+
+    def will_have_room(self, num_tokens: int, node: PrefixNode | None, headroom: int) -> bool:
+        num_needed = SLOTS_PER_SEQUENCE * (self._num_sequences + 1)
+        return not self._num_sequences or num_needed <= self.pool.num_usable
+
+    def coverable(self, tables: BlockTables, num_tokens: int) -> int:
+        """It ends where a snapshot is due, and where it does not reach the end of what is known, at
+        the end of a block."""
+        state = self._state(tables)
+        start = state.num_scheduled
+        if not self.make_room(1):
+            return start
+        end = min([num_tokens, *(due for due in state.due if due > start)])
+        if end < len(tables.tokens):
+            aligned = end // self.block_size * self.block_size
+            end = aligned if aligned > start else end
+        return end
+
+    def can_cover_later(self, tables: BlockTables, num_tokens: int, num_scheduled: int) -> bool:
+        return self.pool.num_available_later > 0
+
+    def move(self, tables: BlockTables, end: int) -> StateMove:
+        """Slots of a step that brings a sequence to `end` tokens; `coverable` made the room."""
+        state = self._state(tables)
+        read, write = state.slot, self.pool.allocate()
+        self._passed.discard(write)
+        if read != NULL_BLOCK:
+            self._read.append(read)
+        state.slot, state.num_scheduled = write, end
+        if tables.tip is not None and self._is_due(tables, end) and self._has_spare():
+            if end < len(tables.tokens) and end not in state.due:
+                self._passed.add(write)
+            state.pending.append((end // self.block_size, write))
+            self._num_pending += 1
+            self.pool.retain(write)
+        state.due.discard(end)
+        return StateMove(read, write)
+
+    def _is_due(self, tables: BlockTables, end: int) -> bool:
+        if end % self.block_size:
+            return False
+        is_inside = end < len(tables.tokens)
+        return end in self._state(tables).due or is_inside or end % self._interval == 0
+
+    def _has_spare(self) -> bool:
+        """Whether a snapshot takes no slot that running sequences need."""
+        num_needed = SLOTS_PER_SEQUENCE * self._num_sequences + self._num_pending
+        return num_needed < self.pool.num_usable
+
+    def wait_for(self, running: BlockTables, tokens: Sequence[int]) -> bool:
+        """Whether `tokens` will find a snapshot if they wait for a running sequence.
+
+        If it is to pass the end of what the two have in common, it will leave one there.
+        """
+        state = self._state(running)
+        limit = min(len(tokens) - 1, len(running.tokens))
+        common = 0
+        while common < limit and tokens[common] == running.tokens[common]:
+            common += 1
+        end = common // self.block_size * self.block_size
+        if end <= state.num_scheduled:
+            return any(depth * self.block_size <= end for depth, _ in state.pending)
+        state.due.add(end)
+        return True
+
+    def on_computed(self, tables: BlockTables, num_tokens: int) -> None:
+        """Gives snapshots to the nodes that are there by now."""
+        state, tip = self._state(tables), tables.tip
+        for depth, slot in state.pending.copy():
+            if tip is not None and depth > tip.depth:
+                continue
+            state.pending.remove((depth, slot))
+            self._num_pending -= 1
+            if tip is not None:
+                self.hold(tip.ancestor(depth), slot)
+            self._release(slot)
+
+    def end(self, tables: BlockTables) -> None:
+        state = self._state(tables)
+        self._num_sequences -= 1
+        self._num_pending -= len(state.pending)
+        for _, slot in state.pending:
+            self._release(slot)
+        if state.slot != NULL_BLOCK:
+            self._release(state.slot)
+
+    def _release(self, slot: int) -> None:
+        self.pool.release(slot, passed=slot in self._passed)
+
+    # Steps.
+
+    def launch_step(self, step: int) -> tuple[BlockCopy, ...]:
+        """What the step reads is let go, dated with it; states are never copied."""
+        self.pool.on_step_launched(step)
+        for slot in self._read:
+            self._release(slot)
+        self._read.clear()
+        return ()
+
+    def references(self, everyone: Collection[BlockTables]) -> Counter[int]:
+        references = Counter(self._read)
+        num_pending = 0
+        for tables in everyone:
+            state = self._state(tables)
+            num_pending += len(state.pending)
+            references.update(slot for _, slot in state.pending)
+            references.update([state.slot] if state.slot else [])
+        if (len(everyone), num_pending) != (self._num_sequences, self._num_pending):
+            raise IntegrityError(
+                f"{self._num_sequences} sequences with {self._num_pending} snapshots to come are "
+                f"counted, but there are {len(everyone)} and {num_pending}"
+            )
+        return references

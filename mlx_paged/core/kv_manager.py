@@ -1,0 +1,541 @@
+"""KVManager: the KV store. It joins the prefix tree and the KV cache groups, and is the only writer
+of block tables.
+
+Prefix reuse and paged batching are the same mechanism here: a sequence that arrives takes the
+blocks of its longest indexed prefix by reference, one more by copy-on-write where it matches only
+in part, and fresh ones for the rest::
+
+      prompt     [t h e _][c a t _][s a t _][o n _ t][h]
+      in tree    [t h e _][c a t _][s a w _]
+      table        7        3        12       14      15
+                   |        |        |        '-------'--- fresh
+                   |        |        '-------------------- copy of [s a w _]: reuses 2 tokens
+                   '--------'----------------------------- shared
+
+The life of a match: a waiting sequence asks (`match`), as often as it likes; `admit` references the
+blocks found, and copies a partial one; `commit` indexes what steps have filled; `free` gives the
+references back, and what is indexed stays until it is evicted.
+
+The engine's sequences only grow. Those of the drop-in (`mlx_paged.drop_in`) also shrink, are forked
+as a whole and are written anew: `fork`, `own` and `shrink` are for them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlx_paged.core.block_pool import BlockPool
+from mlx_paged.core.kv_cache_groups import (
+    AttentionGroup,
+    BlockCopy,
+    BlockTable,
+    BlockTables,
+    KVCacheGroup,
+    PrefixSource,
+    StateGroup,
+    StateGroupSpec,
+    StateMove,
+    WindowGroupSpec,
+)
+from mlx_paged.core.prefix_tree import (
+    NO_MATCH,
+    TOKEN_BYTES,
+    TOKEN_TYPE,
+    PrefixMatch,
+    PrefixNode,
+    PrefixQuery,
+    PrefixTree,
+)
+from mlx_paged.errors import IntegrityError, InvalidParameterError
+
+
+@dataclass
+class KVCounters:
+    """What happened since the store was made; every number only grows.
+
+    Attributes:
+        num_admissions: Sequences that were given a block table (a resumed one counts again).
+        num_queried_tokens: Tokens of those sequences: what could have come from the cache.
+        num_cached_tokens: Tokens that did come from it: not computed again.
+        num_copied_tokens: Part of `num_cached_tokens` that came by copy-on-write.
+        num_block_copies: Blocks copied on write.
+        num_evictions: Blocks of full attention dropped from the prefix tree to make room.
+        num_deduplicated_blocks: Blocks computed although an equal one was indexed meanwhile; the
+            equal one is used.
+        num_resets: Calls of `reset_prefix_cache`.
+    """
+
+    num_admissions: int = 0
+    num_queried_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_copied_tokens: int = 0
+    num_block_copies: int = 0
+    num_evictions: int = 0
+    num_deduplicated_blocks: int = 0
+    num_resets: int = 0
+
+
+@dataclass(frozen=True)
+class KVUsage:
+    """Where the blocks are now; the first four add up to `num_usable_blocks`.
+
+    Attributes:
+        num_used_blocks: Referenced by sequences.
+        num_cached_blocks: Held by the prefix tree alone: free for whoever needs them.
+        num_free_blocks: Empty.
+        num_quarantined_blocks: Freed, but a step in flight may still read them.
+        num_shared_blocks: Part of the used ones: referenced by more than one sequence.
+        num_indexed_blocks: In the prefix tree, used or not.
+    """
+
+    num_usable_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_free_blocks: int
+    num_quarantined_blocks: int
+    num_shared_blocks: int
+    num_indexed_blocks: int
+
+    @classmethod
+    def of(cls, pool: BlockPool) -> KVUsage:
+        """Reads the counts of a pool."""
+        return cls(
+            num_usable_blocks=pool.num_usable,
+            num_used_blocks=pool.num_used,
+            num_cached_blocks=pool.num_cached,
+            num_free_blocks=pool.num_free,
+            num_quarantined_blocks=pool.num_quarantined,
+            num_shared_blocks=pool.num_shared,
+            num_indexed_blocks=pool.num_indexed,
+        )
+
+
+class KVManager:
+    """The KV store of an engine: `num_blocks - 1` usable blocks of `block_size` tokens.
+
+    Args:
+        num_blocks: of the layers that see everything. Where a model has none, no memory stands
+            behind them, and they only keep the prefix tree's nodes.
+        windows: the groups of layers that see the newest tokens only.
+        states: what recurrent layers need; None where there are none.
+
+    Attributes:
+        groups: All KV cache groups; `attention` are those with blocks, full attention first, then
+            the windows in their order; `states` is the one with slots.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 32,
+        *,
+        enable_prefix_caching: bool = True,
+        windows: Sequence[WindowGroupSpec] = (),
+        states: StateGroupSpec | None = None,
+    ) -> None:
+        if block_size < 1:
+            raise InvalidParameterError("block_size", "at least 1", block_size)
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        full = AttentionGroup(0, num_blocks, block_size, evict=self._remove_node)
+        self.attention = (
+            full,
+            *(
+                AttentionGroup(number, spec.num_blocks, block_size, spec)
+                for number, spec in enumerate(windows, 1)
+            ),
+        )
+        self.states = (
+            None if states is None else StateGroup(len(self.attention), states, block_size)
+        )
+        self.groups: tuple[KVCacheGroup, ...] = self.attention
+        if self.states is not None:
+            self.groups += (self.states,)
+        self.tree = PrefixTree(block_size, len(self.groups))
+        self._has_full_attention_only = len(self.groups) == 1
+        self._counters = KVCounters()
+        self._sequences: set[BlockTables] = set()  # that hold blocks
+
+    @property
+    def pool(self) -> BlockPool:
+        """The pool of full attention."""
+        return self.attention[0].pool
+
+    # The prefix cache.
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest sequence that the pools can hold."""
+        capacities = [group.capacity for group in self.groups]
+        return min(capacity for capacity in capacities if capacity is not None)
+
+    @property
+    def num_freed(self) -> int:
+        """Counts blocks that became available; while it stays the same there is no more room."""
+        return sum(group.pool.num_freed for group in self.groups)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def match(self, query: PrefixQuery) -> PrefixMatch:
+        """The longest cached prefix that a new sequence can continue from, in every group."""
+        match = self._indexed(query)
+        return match if self._has_full_attention_only else self._limit(match)
+
+    def _indexed(self, query: PrefixQuery) -> PrefixMatch:
+        """The longest indexed prefix, whether or not every group can continue from there."""
+        return self.tree.match(query) if self.enable_prefix_caching else NO_MATCH
+
+    def _limit(self, match: PrefixMatch) -> PrefixMatch:
+        """The part of a match that every group can continue from."""
+        node = match.node
+        if node is None:
+            return match
+        depth = node.depth
+        while depth:
+            usable = min(group.usable_depth(node, depth) for group in self.groups)
+            if usable == depth:
+                break
+            depth = usable
+        if depth < node.depth:
+            return PrefixMatch(node.ancestor(depth), None, 0)
+        partial = match.partial
+        if partial is not None and not all(group.can_copy_from(partial) for group in self.groups):
+            return PrefixMatch(node, None, 0)
+        return match
+
+    def computing_next_block(self, tokens: Sequence[int], query: PrefixQuery) -> BlockTables | None:
+        """The running sequence about to fill the first block that `tokens` lacks, if any.
+
+        Whoever waits for it need not compute that block. Where `tokens` ends inside the block, it
+        must use at least half of it for the wait to be worthwhile.
+        """
+        match = self.match(query) if self.states is None else self._indexed(query)
+        if match.node is None:
+            return None
+        size, first = self.block_size, match.node.depth
+        start = first * size * TOKEN_BYTES
+        wanted = query.tokens[start : start + size * TOKEN_BYTES]
+        num_wanted = len(wanted) // TOKEN_BYTES
+        if num_wanted <= match.num_partial_tokens or 2 * num_wanted < size:
+            return None
+        running = self.tree.filler(match.node, wanted)
+        assert running is None or isinstance(running, BlockTables)
+        if running is None or self.states is None or self.states.wait_for(running, tokens):
+            return running
+        return None
+
+    def reset_prefix_cache(self) -> int:
+        """Empties the prefix tree; returns how many blocks of full attention it held.
+
+        Running sequences keep their blocks, and are not indexed any more until they are admitted
+        anew.
+        """
+        nodes = self.tree.clear()
+        for node in nodes:
+            for group in self.groups:
+                group.forget(node)
+        self._counters.num_resets += 1
+        return len(nodes)
+
+    def _remove_node(self, node: PrefixNode) -> None:
+        """Evicts a leaf of the tree, with what each group holds of it."""
+        for group in self.groups:
+            group.forget(node)
+        self.tree.remove(node)
+
+    # The life of a sequence's tables.
+
+    def admit(
+        self,
+        tokens: Sequence[int],
+        *,
+        query: PrefixQuery | None = None,
+        salt: str | None = None,
+        headroom: int = 0,
+        read_cache: bool = True,
+        fork_of: BlockTables | None = None,
+        num_fork_tokens: int = 0,
+        owner: Any = None,
+    ) -> BlockTables | None:
+        """Gives a sequence block tables that cover all its tokens; None when there is no room.
+
+        Args:
+            tokens: the live token list of the sequence: it may grow later, and must not change
+                otherwise.
+            query: what it looks for in the prefix cache; None: all of `tokens` but the last.
+            salt: only blocks indexed under the same salt are shared.
+            headroom: blocks that must stay available besides.
+            read_cache: whether to reuse cached blocks.
+            fork_of: tables of a running sequence that begins with the same `num_fork_tokens`
+                tokens, all committed; its blocks are shared where they reach further than the tree
+                (which knows no partly filled block).
+            owner: kept in `BlockTables.owner`.
+
+        Returns:
+            The tables; their `num_cached_tokens`, less than `len(tokens)`, need not be computed.
+        """
+        assert len(tokens)
+        query = PrefixQuery(tokens, salt) if query is None else query
+        source = self._source(query, read_cache, fork_of, num_fork_tokens)
+        tables = BlockTables(tokens, owner)
+        for group in self.groups:
+            group.begin(tables, source)
+        if not self._has_room(tables, headroom):
+            # In a pool filled to the brim the source of a copy may be the very block that is
+            # missing. (A fork's windows may not reach back to where its copy begins.)
+            for attention in self.attention:
+                attention.drop_copy(tables)
+            source = source._replace(partial=None, num_partial_tokens=0)
+            is_fork = source.fork_of is not None and not self._has_full_attention_only
+            if is_fork or not self._has_room(tables, headroom):
+                for group in self.groups:
+                    group.end(tables)
+                return None
+        for attention in self.attention:
+            attention.reserve(tables)
+        is_indexed = source.fork_of is None or source.fork_of.tip is not None
+        if self.enable_prefix_caching and is_indexed:
+            # (A root may have gone with its last child, while room was made.)
+            is_root = source.tip is None or source.tip.depth == 0
+            self.tree.move_tip(tables, self.tree.root(query.salt) if is_root else source.tip)
+        self._sequences.add(tables)
+        tables.num_cached_tokens = source.num_tokens(self.block_size)
+        self._count_admission(tables, source.num_partial_tokens)
+        return tables
+
+    def _source(
+        self,
+        query: PrefixQuery,
+        read_cache: bool,
+        fork_of: BlockTables | None,
+        num_fork_tokens: int,
+    ) -> PrefixSource:
+        """Where a new sequence's head comes from: a running one that it forks, or the tree."""
+        indexed = match = self._indexed(query) if read_cache else NO_MATCH
+        if not self._has_full_attention_only:
+            match = self._limit(indexed)
+        size = self.block_size
+        if (
+            fork_of is not None
+            and num_fork_tokens > match.num_tokens(size)
+            and all(group.can_fork(fork_of, num_fork_tokens) for group in self.groups)
+        ):
+            num_full, num_partial = divmod(num_fork_tokens, size)
+            tip = None if fork_of.tip is None else fork_of.tip.ancestor(num_full)
+            return PrefixSource(num_full, tip, None, num_partial, fork_of)
+        return PrefixSource(
+            match.num_full_blocks,
+            match.node,
+            match.partial,
+            match.num_partial_tokens,
+            num_known_blocks=indexed.num_full_blocks,
+        )
+
+    def _has_room(self, tables: BlockTables, headroom: int) -> bool:
+        return all(g.has_room(tables, self._headroom(g, headroom)) for g in self.groups)
+
+    def _headroom(self, group: KVCacheGroup, headroom: int) -> int:
+        """The same share of a group's pool as `headroom` is of full attention's."""
+        if group.number == 0:
+            return headroom
+        return int(headroom / self.pool.num_usable * group.pool.num_usable)
+
+    def _count_admission(self, tables: BlockTables, num_copied: int) -> None:
+        counters = self._counters
+        counters.num_admissions += 1
+        counters.num_queried_tokens += len(tables.tokens)
+        counters.num_cached_tokens += tables.num_cached_tokens
+        counters.num_copied_tokens += num_copied
+        counters.num_block_copies += num_copied > 0
+
+    def grow(self, tables: BlockTables, num_tokens: int) -> bool:
+        """Makes tables cover `num_tokens` tokens; false, and no change, when there is no room."""
+        # (Full attention last: what it evicts is gone in every group.)
+        for group in (*self.groups[1:], self.groups[0]):
+            if group.coverable(tables, num_tokens) < num_tokens:
+                return False
+        for attention in self.attention:
+            attention.cover(tables, num_tokens)
+        return True
+
+    def reach(self, tables: BlockTables, num_tokens: int) -> int:
+        """Makes tables cover as many tokens as there is room for, `num_tokens` at most.
+
+        (Full attention covers all known tokens from admission on.) A step must not go further than
+        the answer; it may be less where a state is to be kept, too.
+        """
+        for group in self.groups[1:]:
+            num_tokens = group.coverable(tables, num_tokens)
+        for attention in self.attention[1:]:
+            attention.cover(tables, num_tokens)
+        return num_tokens
+
+    def can_grow_later(self, tables: BlockTables, num_tokens: int, num_scheduled: int = 0) -> bool:
+        """Whether there will be room once the steps in flight are committed.
+
+        Args:
+            num_scheduled: tokens of the sequence that are scheduled or computed.
+        """
+        return all(g.can_cover_later(tables, num_tokens, num_scheduled) for g in self.groups)
+
+    def will_have_room(self, num_tokens: int, query: PrefixQuery, *, headroom: int = 0) -> bool:
+        """Whether `admit` will find room once the steps in flight are evaluated."""
+        node = self.match(query).node
+        return all(
+            group.will_have_room(num_tokens, node, self._headroom(group, headroom))
+            for group in self.groups
+        )
+
+    def commit(self, tables: BlockTables, num_computed_tokens: int) -> None:
+        """Indexes the blocks of a sequence that are filled by now, and lets go of what slid out of
+        windows.
+
+        ::
+
+            [0, tip)        indexed before
+            [tip, new tip)  indexed now; where an equal block is indexed already, it replaces ours
+            [new tip, end)  own, not indexed
+        """
+        size = self.block_size
+        tip = tables.tip
+        while tip is not None and (tip.depth + 1) * size <= num_computed_tokens:
+            index = tip.depth
+            key = array(TOKEN_TYPE, tables.tokens[index * size : (index + 1) * size]).tobytes()
+            tip = self.tree.extend(tip, key)
+            for group in self.attention:
+                group.on_indexed(tables, index, tip)
+        if tip is not tables.tip:
+            self.tree.move_tip(tables, tip)
+        if not self._has_full_attention_only:
+            for each in self.groups:
+                each.on_computed(tables, num_computed_tokens)
+
+    def free(self, tables: BlockTables) -> None:
+        """Takes a sequence's blocks back; those that are indexed stay cached."""
+        self._sequences.remove(tables)
+        for group in self.groups:
+            group.end(tables)
+        if tables.tip is not None:
+            self.tree.move_tip(tables, None)
+
+    # Sequences that shrink, and are forked and written anew. (Full attention only.)
+
+    def fork(self, tables: BlockTables, tokens: Sequence[int], owner: Any = None) -> BlockTables:
+        """The same blocks, partly filled ones included, for another sequence; see `own`."""
+        copy = BlockTables(tokens, owner)
+        for block in tables.blocks:
+            self.pool.retain(block)
+        copy.attention.append(BlockTable(list(tables.blocks)))
+        if tables.tip is not None:
+            self.tree.move_tip(copy, tables.tip)
+        self._sequences.add(copy)
+        return copy
+
+    def own(self, tables: BlockTables, start: int, end: int) -> list[BlockCopy] | None:
+        """Makes positions ``[start, end)`` of a sequence its own to write.
+
+        Returns:
+            Copies to make before anything is written; None, and no change, when there is no room.
+        """
+        table, pool = tables.attention[0], self.pool
+        first, last = start // self.block_size, self.blocks_for(end)
+        # (To the end of the table: a block must not be used longer than the one before it.)
+        shared = [i for i in range(first, len(table.blocks)) if not pool.is_own(table.blocks[i])]
+        num_fresh = max(0, last - len(table.blocks))
+        num_needed = len(shared) + num_fresh
+        if num_needed > pool.num_available or not self.attention[0].make_room(num_needed):
+            return None
+        self._lower_tip(tables, first)
+        copies = [BlockCopy(table.blocks[i], pool.allocate()) for i in shared]
+        for i, copy in reversed(list(zip(shared, copies, strict=True))):
+            table.replace(i, copy.dst)
+            pool.release(copy.src)
+        for _ in range(num_fresh):
+            table.append(pool.allocate())
+        return copies
+
+    def shrink(self, tables: BlockTables, num_tokens: int) -> None:
+        """Gives back the blocks past the first `num_tokens` tokens."""
+        self._lower_tip(tables, num_tokens // self.block_size)
+        for block in reversed(tables.attention[0].truncate(self.blocks_for(num_tokens))):
+            self.pool.release(block)
+
+    def _lower_tip(self, tables: BlockTables, depth: int) -> None:
+        """What comes after the first `depth` blocks is about to differ from what is indexed."""
+        if tables.tip is not None and tables.tip.depth > depth:
+            self.tree.move_tip(tables, tables.tip.ancestor(depth))
+
+    # Steps.
+
+    def launch_step(self, step: int) -> tuple[tuple[BlockCopy, ...], ...]:
+        """Ends the building of a step, and dates later releases.
+
+        Returns:
+            Its block copies, for each attention group.
+        """
+        copies = tuple([group.launch_step(step) for group in self.attention])
+        if self.states is not None:
+            self.states.launch_step(step)
+        return copies
+
+    def move_state(self, tables: BlockTables, end: int) -> StateMove | None:
+        """Slots of a step that brings a sequence to `end` tokens; None where there are no states.
+
+        Called once for each scheduled sequence.
+        """
+        return None if self.states is None else self.states.move(tables, end)
+
+    def on_step_evaluated(self, step: int) -> None:
+        """A step ran to its end: blocks that waited for it are free."""
+        for group in self.groups:
+            group.pool.on_step_evaluated(step)
+
+    # Numbers.
+
+    @property
+    def counters(self) -> KVCounters:
+        """What happened so far (a copy)."""
+        full = self.attention[0]
+        return replace(
+            self._counters,
+            num_evictions=full.num_evictions,
+            num_deduplicated_blocks=full.num_deduplicated,
+        )
+
+    @property
+    def usage(self) -> KVUsage:
+        """Where the blocks of full attention are now."""
+        return KVUsage.of(self.pool)
+
+    @property
+    def group_usage(self) -> tuple[KVUsage, ...]:
+        """Where the blocks of each window group are now, then the state slots."""
+        return tuple(KVUsage.of(group.pool) for group in self.groups[1:])
+
+    def check_integrity(self) -> None:
+        """Recounts pools, tree and tables against each other; raises `IntegrityError`."""
+        self.tree.check_integrity()
+        nodes = list(self.tree.nodes())
+        for group in self.groups:
+            group.check_integrity(self._sequences, nodes)
+        standing: Counter[int] = Counter()
+        for tables in self._sequences:
+            self._check_tip(tables)
+            standing[id(tables.tip)] += tables.tip is not None
+        for node in [*nodes, *{t.tip for t in self._sequences if t.tip is not None}]:
+            if len(node.fillers or ()) != standing[id(node)]:
+                raise IntegrityError("a node does not know the sequences that will extend it")
+
+    def _check_tip(self, tables: BlockTables) -> None:
+        """The indexed part of a sequence is filed under its tokens."""
+        size = self.block_size
+        for node in [] if tables.tip is None else tables.tip.path():
+            first = (node.depth - 1) * size
+            if array(TOKEN_TYPE, tables.tokens[first : first + size]).tobytes() != node.key:
+                raise IntegrityError(f"block {node.blocks[0]} is indexed under other tokens")

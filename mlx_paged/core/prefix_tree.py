@@ -1,0 +1,337 @@
+"""PrefixTree: from token prefixes to the physical blocks that hold their keys and values.
+
+A tree with one node per *full* block. Children are keyed by the block's tokens, so a node stands
+for the whole prefix that leads to it, and no node ever splits. Block size 4, prompts "the cat sat
+on the mat" and "the cat ran off" (one letter a token)::
+
+      root(salt)
+        '- [t h e _]  block 7
+             '- [c a t _]  block 3
+                  |- [s a t _]  block 9
+                  |    '- [o n _ t]  block 4
+                  '- [r a n _]  block 5
+
+A node holds at most one block of each KV cache group, by the group's number. Group 0 sees every
+token, so its block is there as long as the node; those of the others come and go.
+
+*Who may be evicted* is not written here. Whoever uses a node references the blocks of its whole
+path, and gives them back last block first (`AttentionGroup.end`), so a child's block loses its last
+reference before its parent's. The pool evicts in that order: what it evicts next is always a leaf.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from mlx_paged.errors import IntegrityError
+
+#: Token ids as the tree compares them: 4 bytes each.
+TOKEN_TYPE = "I"
+TOKEN_BYTES = array(TOKEN_TYPE).itemsize
+
+_NO_CHILDREN: dict[bytes, PrefixNode] = {}  # of every leaf; never written
+
+
+class Filler(Protocol):
+    """A running sequence as the tree sees it."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Its known tokens."""
+
+    tip: PrefixNode | None
+
+
+class PrefixNode:
+    """A full block of tokens under a prefix; `depth` counts blocks (the root holds none)."""
+
+    __slots__ = ("blocks", "children", "depth", "fillers", "key", "parent", "sorted_keys")
+
+    def __init__(self, parent: PrefixNode | None, key: bytes, num_groups: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.blocks = [0] * num_groups  # by group; 0: none
+        self.children = _NO_CHILDREN
+        # The keys of `children` in order, where there is more than one: the key that shares most
+        # leading tokens with a query is a neighbour of the place where that would be inserted.
+        self.sorted_keys: list[bytes] | None = None
+        # Running sequences whose next block will hang under this node.
+        self.fillers: list[Filler] | None = None
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether the node is still in the tree: who takes it out has taken its blocks before
+        (`KVManager`). A root holds no block, and is not asked."""
+        return self.blocks[0] != 0
+
+    def ancestor(self, depth: int) -> PrefixNode:
+        """The node at `depth` on the path from the root to this node."""
+        node = self
+        while node.depth > depth:
+            assert node.parent is not None
+            node = node.parent
+        return node
+
+    def path(self) -> list[PrefixNode]:
+        """The nodes that hold a block, from below the root down to this one."""
+        nodes = []
+        node = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+    def closest_child(self, wanted: bytes) -> tuple[PrefixNode | None, int]:
+        """The child that shares most leading tokens with `wanted`, and how many."""
+        best: bytes | None = None
+        best_len = 0
+        keys: Sequence[bytes] = (
+            tuple(self.children) if self.sorted_keys is None else self.sorted_keys
+        )
+        place = bisect_left(keys, wanted)
+        for key in keys[max(0, place - 1) : place + 1]:
+            length = _common_prefix_len(key, wanted)
+            if length > best_len:
+                best, best_len = key, length
+        return (None, 0) if best is None else (self.children[best], best_len)
+
+
+class _Root(PrefixNode):
+    __slots__ = ("salt",)
+
+    def __init__(self, salt: str | None) -> None:
+        super().__init__(None, b"", 0)
+        self.salt = salt
+
+
+class PrefixMatch(NamedTuple):
+    """The longest match of a query.
+
+    Attributes:
+        node: Deepest node whose whole prefix matches; None where the salt has no tree.
+        partial: Child of `node` whose first `num_partial_tokens` tokens match what follows; None
+            where none does.
+        num_partial_tokens: Matching tokens of `partial`.
+    """
+
+    node: PrefixNode | None
+    partial: PrefixNode | None
+    num_partial_tokens: int
+
+    @property
+    def num_full_blocks(self) -> int:
+        return 0 if self.node is None else self.node.depth
+
+    def num_tokens(self, block_size: int) -> int:
+        return self.num_full_blocks * block_size + self.num_partial_tokens
+
+
+NO_MATCH = PrefixMatch(None, None, 0)
+
+
+class PrefixQuery:
+    """The prefix that a waiting sequence looks for, and the node that its search has reached.
+
+    Asked again, the search goes on from there: it costs what was indexed or evicted on the
+    sequence's own path since, and nothing where nothing was.
+
+    Args:
+        tokens: all known tokens; the last one is never looked for, as it has to be computed.
+        salt: only blocks indexed under the same salt are found.
+        limit: look for so many leading tokens at most; None: all but the last.
+    """
+
+    __slots__ = ("node", "num_tokens", "salt", "tokens")
+
+    def __init__(
+        self, tokens: Sequence[int], salt: str | None = None, *, limit: int | None = None
+    ) -> None:
+        limit = len(tokens) - 1 if limit is None else limit
+        self.tokens = array(TOKEN_TYPE, tokens[:limit]).tobytes()
+        self.num_tokens = limit
+        self.salt = salt
+        self.node: PrefixNode | None = None
+
+    @property
+    def depth(self) -> int:
+        """Blocks that its search had found when last asked."""
+        return 0 if self.node is None else self.node.depth
+
+
+class PrefixTree:
+    """The prefix tree, one root per cache salt.
+
+    Args:
+        num_groups: KV cache groups that may hold a block of each node.
+    """
+
+    def __init__(self, block_size: int, num_groups: int = 1) -> None:
+        self.block_size = block_size
+        self._num_groups = num_groups
+        self._key_bytes = block_size * TOKEN_BYTES
+        self._roots: dict[str | None, _Root] = {}
+        self._num_nodes = 0
+
+    def __len__(self) -> int:
+        """Nodes in all trees."""
+        return self._num_nodes
+
+    def match(self, query: PrefixQuery) -> PrefixMatch:
+        """The longest indexed prefix of a query; changes nothing but where its search stands."""
+        root = self._roots.get(query.salt)
+        if root is None:
+            return NO_MATCH
+        node = query.node
+        while node is not None and node.parent is not None and not node.is_cached:
+            node = node.parent  # evicted since
+        if node is None or node.parent is None:
+            node = root
+        tokens, key_bytes = query.tokens, self._key_bytes
+        start = node.depth * key_bytes
+        while (child := node.children.get(tokens[start : start + key_bytes])) is not None:
+            node = child
+            start += key_bytes
+        query.node = node
+        rest = tokens[start : start + key_bytes]
+        partial, num_partial = node.closest_child(rest) if rest else (None, 0)
+        return PrefixMatch(node, partial, num_partial)
+
+    def root(self, salt: str | None = None) -> PrefixNode:
+        """The root of a salt's tree, made when missing; it goes with its last child or filler."""
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = _Root(salt)
+        return root
+
+    def extend(self, node: PrefixNode, key: bytes) -> PrefixNode:
+        """The child of `node` with `key`, made where it is missing (it holds no block then)."""
+        child = node.children.get(key)
+        if child is None:
+            assert len(key) == self._key_bytes
+            child = PrefixNode(node, key, self._num_groups)
+            if not node.children:
+                node.children = {}
+            node.children[key] = child
+            if node.sorted_keys is not None:
+                insort(node.sorted_keys, key)
+            elif len(node.children) > 1:
+                node.sorted_keys = sorted(node.children)
+            self._num_nodes += 1
+        return child
+
+    def remove(self, node: PrefixNode) -> None:
+        """Takes out a leaf; its blocks have been taken from it."""
+        parent = node.parent
+        assert parent is not None and not node.children and not node.fillers
+        del parent.children[node.key]
+        if not parent.children:
+            parent.children = _NO_CHILDREN
+        if parent.sorted_keys is not None:
+            del parent.sorted_keys[bisect_left(parent.sorted_keys, node.key)]
+        self._num_nodes -= 1
+        self._drop_idle_root(parent)
+
+    def clear(self) -> list[PrefixNode]:
+        """Forgets everything; returns the nodes that were there. Nobody fills them any more."""
+        nodes = list(self.nodes())
+        for node in [*self._roots.values(), *nodes]:
+            for tables in node.fillers or ():
+                tables.tip = None
+            node.fillers = None
+        self._roots.clear()
+        self._num_nodes = 0
+        return nodes
+
+    def nodes(self) -> Iterator[PrefixNode]:
+        """Every node but the roots, parents before children."""
+        stack: list[PrefixNode] = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            if node.parent is not None:
+                yield node
+            stack.extend(node.children.values())
+
+    # Who fills which block.
+
+    def move_tip(self, tables: Filler, tip: PrefixNode | None) -> None:
+        """A sequence's next block will hang under `tip` from now on; None: it is not indexed."""
+        old = tables.tip
+        tables.tip = tip
+        if tip is not None:
+            if tip.fillers is None:
+                tip.fillers = []
+            tip.fillers.append(tables)
+        if old is not None:
+            assert old.fillers is not None
+            old.fillers.remove(tables)
+            if not old.fillers:
+                old.fillers = None
+                self._drop_idle_root(old)
+
+    def filler(self, node: PrefixNode, wanted: bytes) -> Filler | None:
+        """The first sequence about to fill a child of `node` that begins with `wanted`.
+
+        Only blocks whose tokens are all known count: the rest of a prompt, never text that is yet
+        to be generated.
+        """
+        start = node.depth * self.block_size
+        end = start + self.block_size
+        first = start + len(wanted) // TOKEN_BYTES
+        for tables in node.fillers or ():
+            tokens = tables.tokens
+            if len(tokens) >= end and array(TOKEN_TYPE, tokens[start:first]).tobytes() == wanted:
+                return tables
+        return None
+
+    def _drop_idle_root(self, node: PrefixNode) -> None:
+        """Salts cost nothing once nobody uses them."""
+        if not isinstance(node, _Root) or node.children or node.fillers:
+            return
+        if self._roots.get(node.salt) is node:
+            del self._roots[node.salt]
+
+    def check_integrity(self) -> None:
+        """Walks the trees and recounts; raises `IntegrityError` with what disagrees."""
+        num_nodes = 0
+        blocks: set[int] = set()
+        for node in self.nodes():
+            parent = node.parent
+            assert parent is not None  # nodes() leaves the roots out
+            num_nodes += 1
+            block = node.blocks[0]
+            where = f"node of block {block} at depth {node.depth}"
+            if block in blocks or block == 0:
+                raise IntegrityError(f"{where}: the block is indexed twice, or is block 0")
+            blocks.add(block)
+            if len(node.key) != self._key_bytes or parent.children.get(node.key) is not node:
+                raise IntegrityError(f"{where} is not filed under its tokens")
+            if node.depth != parent.depth + 1:
+                raise IntegrityError(f"{where} hangs under a node of depth {parent.depth}")
+        for node in [*self._roots.values(), *self.nodes()]:
+            children = sorted(node.children)
+            if children != (children[:1] if node.sorted_keys is None else node.sorted_keys):
+                raise IntegrityError(f"sorted_keys of {node.key!r} disagree with its children")
+            if any(tables.tip is not node for tables in node.fillers or ()):
+                raise IntegrityError(f"a sequence is filed under {node.key!r}, not its tip")
+        for salt, root in self._roots.items():
+            if not (root.fillers or root.children):
+                raise IntegrityError(f"the root of salt {salt!r} holds nothing")
+        if num_nodes != self._num_nodes:
+            raise IntegrityError(f"{self._num_nodes} nodes are counted, but there are {num_nodes}")
+
+
+def _common_prefix_len(a: bytes, b: bytes) -> int:
+    """Leading tokens that two keys share."""
+    low, high = 0, min(len(a), len(b)) // TOKEN_BYTES
+    while low < high:  # the first `low` are equal, the first `high + 1` are not
+        middle = (low + high + 1) // 2
+        if a[: middle * TOKEN_BYTES] == b[: middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,301 @@
+"""The checks: from facts to findings. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mlx_paged.doctor.fits import Fit
+from mlx_paged.doctor.jobs import EXTENSION, MEMORY, MLX, Outcome
+from mlx_paged.doctor.machine import Disk, Machine
+from mlx_paged.doctor.software import Software
+
+# What MLX's installation page asks for (ml-explore.github.io/mlx, "Build and Install").
+_LEAST_MACOS = "14.0"
+_LEAST_DRIVER = {"mlx-cuda-12": "550.54.14", "mlx-cuda-13": "580"}
+_LEAST_CAPABILITY = "7.5"
+_LEAST_DISK = 5 << 30  # the weights of an 8B model in 4 bits
+_GIB = 1 << 30
+
+_REPORT = "report it with the output of `mlx-paged doctor --json`"
+_REBUILD = "pip install --force-reinstall --no-deps . (in mlx_paged's checkout)"
+_REINSTALL = (
+    "pip install --force-reinstall 'mlx-paged[cpu]' (another extra for a GPU; none on a Mac)"
+)
+
+
+class Status(StrEnum):
+    """How a check went."""
+
+    OK = "ok"
+    SKIPPED = "skipped"  # could not be checked, because something else is wrong
+    WARNING = "warning"  # works, but slower or with less than it could
+    BROKEN = "broken"  # does not work
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check.
+
+    Attributes:
+        check: What was checked; stable, for scripts.
+        remedy: One line; empty where there is nothing to do.
+
+    Raises:
+        ValueError: A warning without a remedy, or one of several lines.
+    """
+
+    check: str
+    status: Status
+    expected: str
+    found: str
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        if self.status in (Status.WARNING, Status.BROKEN) and not self.remedy:
+            raise ValueError(f"finding {self.check!r} must have a remedy, as it is {self.status}")
+        if "\n" in self.remedy:
+            raise ValueError(f"the remedy of {self.check!r} must be one line but got {self.remedy}")
+
+
+def verdict(findings: Iterable[Finding]) -> Status:
+    """The worst of them: broken, warning or ok."""
+    statuses = {finding.status for finding in findings}
+    return next((s for s in (Status.BROKEN, Status.WARNING) if s in statuses), Status.OK)
+
+
+def check(
+    machine: Machine, software: Software, outcomes: Mapping[str, Outcome], fits: Sequence[Fit]
+) -> Iterator[Finding]:
+    """Everything that can be said, problem or not.
+
+    Args:
+        outcomes: Of the jobs that ran.
+        fits: Empty where the memory is unknown.
+    """
+    yield from _packages(software)
+    yield from _backend_package(software, machine)
+    yield from _loading(outcomes)
+    if outcomes[EXTENSION].error is None:
+        build: dict[str, str] = outcomes[EXTENSION].value["build_info"]
+        yield from _backend(machine, build, outcomes[MLX].value["default_device"])
+        yield _blas(build["blas"])
+        yield from _self_test(outcomes)
+        yield _threads(machine, int(build["num_threads"]))
+    yield from _mac(machine)
+    yield from _nvidia(machine, software)
+    yield _memory(outcomes.get(MEMORY), fits)
+    if machine.disk is not None:
+        yield _disk(machine.disk)
+
+
+def version(text: str | None) -> tuple[int, ...]:
+    """Numbers of a dotted version, up to the first part that is none."""
+    numbers = []
+    for part in (text or "").split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def _judged(
+    is_well: bool,
+    name: str,
+    expected: str,
+    found: str,
+    remedy: str,
+    otherwise: Status = Status.WARNING,
+) -> Finding:
+    if is_well:
+        return Finding(name, Status.OK, expected, found)
+    return Finding(name, otherwise, expected, found, remedy)
+
+
+# --- What is installed ----------------------------------------------------------------------------
+
+
+def _packages(software: Software) -> Iterator[Finding]:
+    for r in software.requirements:
+        # Another MLX crashes, as it has no stable ABI; another mlx-lm may work, untested.
+        is_fatal = r.installed is None or r.name == "mlx"
+        expected = f"{r.name} {r.specifier}".strip()
+        found = f"{r.name} {r.installed}" if r.installed else "not installed"
+        remedy = f"pip install '{r.name}{r.specifier}'"
+        if r.name == "mlx-paged":
+            remedy = "pip install . (in mlx_paged's checkout), with the Python that you run"
+        status = Status.BROKEN if is_fatal else Status.WARNING
+        yield _judged(r.is_met, f"package {r.name}", expected, found, remedy, status)
+
+
+def _backend_package(software: Software, machine: Machine) -> Iterator[Finding]:
+    """MLX's compiled half is a package of its own, which an extra chooses."""
+    mlx = software.packages.get("mlx")
+    if mlx is None:
+        return
+    choices = ("mlx-metal",) if machine.is_mac else ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")
+    installed = {name: v for name in choices if (v := software.packages.get(name))}
+    found = " and ".join(f"{name} {v}" for name, v in installed.items()) or "none"
+    expected = f"one of {', '.join(choices)}, of MLX's version {mlx}"
+    status, remedy = Status.BROKEN, f"pip install --force-reinstall 'mlx=={mlx}'"
+    if len(installed) > 1:
+        status, found = Status.WARNING, f"{found}, which overwrite each other's libmlx"
+        remedy = f"pip uninstall {' '.join(installed)}, then install the one that you want"
+    elif installed:
+        found += f" beside mlx {mlx}"
+        remedy = f"pip install '{next(iter(installed))}=={mlx}'"
+    elif not machine.is_mac:
+        remedy = "pip install 'mlx-paged[cpu]', or [cuda12] or [cuda13] with an NVIDIA GPU"
+    is_well = list(installed.values()) == [mlx]
+    yield _judged(is_well, "MLX's backend", expected, found, remedy, status)
+
+
+# --- What ran -------------------------------------------------------------------------------------
+
+
+def _loading(outcomes: Mapping[str, Outcome]) -> Iterator[Finding]:
+    mlx, extension = outcomes[MLX].error, outcomes[EXTENSION].error
+    none = "no error"
+    yield _judged(mlx is None, "MLX imports", none, mlx or none, _REINSTALL, Status.BROKEN)
+    if mlx is not None:
+        yield Finding("extension loads", Status.SKIPPED, none, "MLX does not import")
+        return
+    name = "extension loads"
+    yield _judged(extension is None, name, none, extension or none, _REBUILD, Status.BROKEN)
+    if extension is None:
+        # In a checkout Python's sources are new at once, and the extension when it is built.
+        missing = outcomes[EXTENSION].value["missing"]
+        found = f"it lacks {', '.join(missing)}" if missing else "all are there"
+        name, expected = "extension is up to date", "every function that the package calls"
+        yield _judged(not missing, name, expected, found, _REBUILD, Status.BROKEN)
+
+
+def _backend(machine: Machine, build: Mapping[str, str], device: str) -> Iterator[Finding]:
+    """Whether MLX computes where this build has kernels, and on the GPU if there is one."""
+    built = build["backends"].split()
+    has_kernels = bool({"metal", "cuda"} & set(built))
+    gpus = ", ".join(dict.fromkeys(gpu.name for gpu in machine.gpus)) or "no GPU"
+    found = f"default device {device}; built for {', '.join(built)}; {gpus}"
+    remedy = "MLX sees no GPU: install MLX's build for it, and look at the driver"
+    is_well = has_kernels == (device == "gpu")
+    if not has_kernels:
+        is_well = device == "cpu" and not machine.gpus
+        remedy = (
+            "pip install --force-reinstall --no-deps . (on this Mac)"
+            if machine.is_mac
+            else "build for CUDA as docs/cuda.md says; until then the engine runs on the CPU"
+        )
+    expected = "MLX's default device is the GPU if there is one, and this build has kernels for it"
+    yield _judged(is_well, "GPU backend", expected, found, remedy)
+
+
+def _blas(status: str) -> Finding:
+    is_fast = status.startswith(("OpenBLAS", "Accelerate", "preloaded")) or "on a GPU" in status
+    remedy = "pip install 'mlx-paged[cpu]'"
+    if "before mlx_paged" in status:
+        remedy = "import mlx_paged before mlx.core: the linker binds BLAS once"
+    elif "MLX_PAGED_BLAS=off" in status:
+        remedy = "unset MLX_PAGED_BLAS, unless you meant it"
+    return _judged(is_fast, "BLAS", "OpenBLAS, Accelerate, or MLX on a GPU", status, remedy)
+
+
+def _self_test(outcomes: Mapping[str, Outcome]) -> Iterator[Finding]:
+    """One finding for each device; or for each case that failed, like failures as one."""
+    for device in ("cpu", "gpu"):
+        name, listing = f"self-test on the {device.upper()}", outcomes.get(f"cases/{device}")
+        if listing is not None and listing.error is not None:
+            yield Finding(name, Status.BROKEN, "the cases load", listing.error, _REPORT)
+        cases = {job: o for job, o in outcomes.items() if job.startswith(f"test/{device}/")}
+        failed: dict[str, list[str]] = {}  # jobs by error
+        for job, outcome in cases.items():
+            if outcome.error is not None:
+                failed.setdefault(outcome.error, []).append(job)
+        for error, jobs in failed.items():
+            _, _, primitive, dtype = jobs[0].split("/")
+            which = f"{name}: {primitive} in {dtype}"
+            which += f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
+            yield Finding(which, Status.BROKEN, "NumPy's result in float64", error, _REPORT)
+        if cases and not failed:
+            seconds = sum(float(o.value) for o in cases.values())
+            found = f"{len(cases)} of {len(cases)} in {seconds:.1f} s"
+            yield Finding(name, Status.OK, "every primitive agrees with NumPy", found)
+
+
+# --- The machine ----------------------------------------------------------------------------------
+
+
+def _threads(machine: Machine, threads: int) -> Finding:
+    """More threads than CPU time: all of them wait while the quota is used up."""
+    found, most, cpus = f"{threads} threads", threads, machine.usable_cpus
+    if cpus is not None:
+        found, most = f"{found} on {cpus:g} CPUs", max(1, math.ceil(cpus))
+        if cpus == machine.limits.cpus and threads > most:
+            found += " (CPU quota of the control group)"
+    expected = "no more threads than this process gets CPUs"
+    return _judged(threads <= most, "threads", expected, found, f"set MLX_PAGED_NUM_THREADS={most}")
+
+
+def _mac(machine: Machine) -> Iterator[Finding]:
+    if not machine.is_mac:
+        return
+    name, expected = "macOS", f"macOS {_LEAST_MACOS} or later"
+    found = version(machine.system.removeprefix("macOS").strip())
+    if found:
+        is_well, remedy = found >= version(_LEAST_MACOS), f"update to {expected}; MLX needs it"
+        yield _judged(is_well, name, expected, machine.system, remedy, Status.BROKEN)
+    else:
+        yield Finding(name, Status.SKIPPED, expected, "version unknown")
+    runs, remedy = machine.architecture, "use a Mac with an Apple chip: MLX has no build for Intel"
+    if machine.is_translated:
+        runs = "x86_64 under Rosetta 2"
+        remedy = "install a Python for arm64 (python.org or Homebrew) and a new environment with it"
+    expected = "a Python for arm64, on an Apple chip"
+    yield _judged(runs == "arm64", "native Python", expected, runs, remedy, Status.BROKEN)
+
+
+def _nvidia(machine: Machine, software: Software) -> Iterator[Finding]:
+    if machine.is_mac:
+        return
+    backend = next((name for name in _LEAST_DRIVER if name in software.packages), None)
+    if backend and not machine.gpus:
+        remedy = "nvidia-smi must work: install the driver, or run the container with --gpus all"
+        yield Finding("NVIDIA driver", Status.WARNING, f"a GPU for {backend}", "no GPU", remedy)
+    for gpu in machine.gpus:
+        if backend:
+            least = _LEAST_DRIVER[backend]
+            expected, found = f"{least} or later, for {backend}", f"{gpu.driver} ({gpu.name})"
+            remedy = f"update the driver to {expected}"
+            remedy += ", or use the extra [cuda12]" if backend == "mlx-cuda-13" else ""
+            is_well = version(gpu.driver) >= version(least)
+            yield _judged(is_well, "NVIDIA driver", expected, found, remedy, Status.BROKEN)
+        if version(gpu.compute_capability):
+            is_well = version(gpu.compute_capability) >= version(_LEAST_CAPABILITY)
+            expected = f"compute capability {_LEAST_CAPABILITY} or more"
+            found = f"{gpu.compute_capability} ({gpu.name})"
+            remedy = "use the CPU backend: pip install 'mlx-paged[cpu]'"
+            yield _judged(is_well, "NVIDIA GPU", expected, found, remedy)
+
+
+def _memory(outcome: Outcome | None, fits: Sequence[Fit]) -> Finding:
+    name, expected = "memory for models", "room for the embedded model and its keys and values"
+    if outcome is None:
+        reason = "MLX or the extension does not load"
+        return Finding(name, Status.SKIPPED, expected, reason)
+    if outcome.error is not None:
+        return Finding(name, Status.BROKEN, expected, outcome.error, _REPORT)
+    models, fitting = ({fit.model for fit in fits if fit.num_blocks >= n} for n in (0, 1))
+    found = fits[0].reason or (
+        f"{fits[0].num_tokens:,} tokens beside the embedded model; "
+        f"{len(fitting)} of {len(models)} models of the table fit in some precision"
+    )
+    remedy = "give the process more memory, or close what else uses it"
+    return _judged(not fits[0].reason, name, expected, found, remedy, Status.BROKEN)
+
+
+def _disk(disk: Disk) -> Finding:
+    expected = f"{_LEAST_DISK // _GIB} GiB free where models are downloaded to"
+    found = f"{disk.free_bytes / _GIB:.1f} GiB free for {disk.folder}"
+    remedy = "free some space, or set HF_HOME to a folder on a larger disk"
+    return _judged(disk.free_bytes >= _LEAST_DISK, "disk", expected, found, remedy)

@@ -1,0 +1,221 @@
+"""Incremental detokenization: tokens in, text out, and the stop strings of one sequence.
+
+A step needs the text of an answer only to look for stop strings. Decoding a token takes mlx-lm's
+detokenizers a microsecond or more, so answers without stop strings leave that to their readers
+(`DeferredText`): the engine's thread keeps token ids, and a reader pays for its own text, on its
+own thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from array import array
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import Any
+
+from mlx_lm.tokenizer_utils import (
+    BPEStreamingDetokenizer,
+    StreamingDetokenizer,
+    TokenizerWrapper,
+    _byte_decoder,
+)
+
+from mlx_paged.engine.faults import reason_of
+from mlx_paged.errors import StepError
+
+
+class _ExactBPEDetokenizer(BPEStreamingDetokenizer):  # type: ignore[misc]
+    """mlx-lm's detokenizer for byte-level BPE, without what it does to the bytes.
+
+    It drops a space at the beginning of a text, which is the indentation of a completed line of
+    code, and takes byte 0 for a missing one.
+    """
+
+    def _maybe_trim_space(self, current_text: str) -> str:
+        return current_text
+
+    def _decode_bytes(self, seq: str) -> str:
+        return _decode(seq)
+
+
+@lru_cache(maxsize=1 << 16)  # nearly always one token's bytes
+def _decode(seq: str) -> str:
+    decoder = _byte_decoder()
+    decoded = (bytes([decoder[c]]) if c in decoder else c.encode() for c in seq)
+    return b"".join(decoded).decode("utf-8", "replace")
+
+
+def special_token_ids(tokenizer: Any) -> frozenset[int]:
+    """Tokens that `skip_special_tokens` leaves out: those that the tokenizer declares special."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token for token, entry in added.items() if getattr(entry, "special", False)}
+    return frozenset(special | set(getattr(tokenizer, "all_special_ids", ())))
+
+
+class IncrementalDetokenizer:
+    """The text of one sequence as it grows.
+
+    Text that may turn out to be the beginning of a stop string is held back until it is known, so a
+    stop string is never shown in part.
+
+    Args:
+        tokenizer: mlx-lm's wrapper; its streaming detokenizer never splits a character.
+        stop: strings that end the text.
+        include_stop: make the stop string that ended it part of the text.
+        min_tokens: stop strings that are complete before a later token do not count.
+        skip: tokens that are no text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenizerWrapper,
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        skip: Collection[int] = (),
+    ) -> None:
+        # The token map is built once per tokenizer; a shallow copy shares it and nothing else.
+        self._detokenizer: StreamingDetokenizer = copy.copy(tokenizer.detokenizer)
+        if type(self._detokenizer) is BPEStreamingDetokenizer:
+            self._detokenizer.__class__ = _ExactBPEDetokenizer
+        self._detokenizer.reset()
+        self._stop = tuple(stop)
+        self._first_characters = frozenset(s[0] for s in stop)
+        self._include_stop = include_stop
+        self._skip = skip
+        self._num_tokens_to_stop = min_tokens  # tokens to come that complete no stop string
+        self._held = ""
+        self.text = ""
+        self.matched_stop: str | None = None
+
+    def add(self, token: int) -> str:
+        """Takes one token; returns the text that became certain. Nothing after a stop string."""
+        if token in self._skip:
+            segment = ""
+        else:
+            self._detokenizer.add_token(token)
+            segment = self._detokenizer.last_segment
+        if not self._stop:  # most requests have none, and this runs once a token
+            return self._emit(segment)
+        may_stop = self._num_tokens_to_stop <= 0
+        self._num_tokens_to_stop -= 1
+        return self._take(segment, may_stop)
+
+    def finish(self) -> str:
+        """Ends the stream; returns the text that was held back."""
+        if self.matched_stop is not None:
+            return ""
+        self._detokenizer.finalize()
+        delta = self._take(self._detokenizer.last_segment, self._num_tokens_to_stop < 0)
+        if self.matched_stop is None:
+            delta += self._emit(self._held)
+            self._held = ""
+        return delta
+
+    def _take(self, segment: str, may_stop: bool) -> str:
+        if self.matched_stop is not None:
+            return ""
+        if not self._held and self._first_characters.isdisjoint(segment):
+            return self._emit(segment)  # no stop string begins in it, nor ends
+        num_seen = len(self._held)
+        self._held += segment
+        found = []
+        if may_stop:
+            # Only what the segment completes: the rest was not complete, or did not count.
+            matches = ((self._held.find(s, max(0, num_seen - len(s) + 1)), s) for s in self._stop)
+            found = [(at, stop) for at, stop in matches if at >= 0]
+        if found:
+            at, self.matched_stop = min(found)
+            end = at + len(self.matched_stop) if self._include_stop else at
+            certain, self._held = self._held[:end], ""
+        else:
+            num_certain = len(self._held) - self._undecided()
+            certain, self._held = self._held[:num_certain], self._held[num_certain:]
+        return self._emit(certain)
+
+    def _undecided(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = max((len(s) for s in self._stop), default=1) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(s.startswith(self._held[-length:]) for s in self._stop):
+                return length
+        return 0
+
+    def _emit(self, text: str) -> str:
+        self.text += text
+        return text
+
+
+class DeferredText:
+    """Decodes an answer's tokens one by one and in order, as far as somebody has read.
+
+    So each token's text is what `IncrementalDetokenizer` would have given in the step that brought
+    it, whatever is read when, and by how many threads.
+
+    Args:
+        request_id: whose it is, for errors.
+        stream: without stop strings; it belongs to this object from now on.
+        tokens: prompt and answer; the engine's thread appends.
+        start: where the answer begins.
+    """
+
+    def __init__(
+        self, request_id: str, stream: IncrementalDetokenizer, tokens: Sequence[int], start: int
+    ) -> None:
+        self._request_id = request_id
+        self._stream = stream
+        self._tokens = tokens
+        self._start = start
+        self._num_text_tokens: int | None = None  # once the answer has ended
+        self._ends = array("Q", [0])  # length of the text after so many tokens
+        self._is_flushed = False
+        self._lock = threading.Lock()
+
+    def end(self, num_text_tokens: int) -> None:
+        """The answer has ended; tokens after so many are no text (the one that ended it)."""
+        self._num_text_tokens = num_text_tokens
+
+    def between(self, begin: int, end: int | None) -> str:
+        """What became certain after the first `begin` tokens, up to `end` (None: by the answer's
+        end).
+
+        Raises:
+            StepError: the tokenizer cannot decode a token.
+        """
+        with self._lock:
+            self._decode(end)
+            first = self._ends[begin]
+            return self._stream.text[first : None if end is None else self._ends[end]]
+
+    def whole(self) -> str:
+        """All of it so far; with what was held back, once the answer has ended.
+
+        Raises:
+            StepError: the tokenizer cannot decode a token.
+        """
+        with self._lock:
+            self._decode(None)
+            return self._stream.text
+
+    @property
+    def decoded(self) -> str:
+        """What has been decoded by now."""
+        return self._stream.text
+
+    def _decode(self, num_tokens: int | None) -> None:
+        """Catches up with the first `num_tokens` tokens; None: with all, and the end."""
+        stop = self._num_text_tokens if num_tokens is None else num_tokens
+        if stop is None:
+            stop = len(self._tokens) - self._start
+        try:
+            for i in range(self._start + len(self._ends) - 1, self._start + stop):
+                self._stream.add(self._tokens[i])
+                self._ends.append(len(self._stream.text))
+            if num_tokens is None and self._num_text_tokens is not None and not self._is_flushed:
+                self._stream.finish()
+                self._is_flushed = True
+        except Exception as error:
+            raise StepError(self._request_id, reason_of(error)) from error

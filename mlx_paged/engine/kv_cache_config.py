@@ -1,0 +1,124 @@
+"""KVCacheConfig: the KV cache groups of a model, and how the memory is split between them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from mlx_paged.core import StateGroupSpec, WindowGroupSpec
+from mlx_paged.core.kv_cache_groups import SLOTS_PER_SEQUENCE
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.model.layout import CacheLayout, Reach
+
+# A sequence is thought of as this long, or as a few windows, where the configuration says nothing.
+_TYPICAL_CONTEXT_LEN = 4096
+_TYPICAL_WINDOWS = 4
+_LEAST_SNAPSHOTS = 4
+# Most blocks that are looked for; and where no layer sees everything, so that they cost no memory,
+# but every cached prefix has nodes of the index for them.
+_MOST_BLOCKS = 1 << 20
+_MOST_BLOCKS_WITHOUT_LAYERS = 1 << 14
+
+
+@dataclass(frozen=True)
+class PoolSizes:
+    """Blocks of each group's pools and slots of the states, block and slot 0 included."""
+
+    num_blocks: int
+    window_blocks: tuple[int, ...] = ()
+    num_state_slots: int = 0
+
+
+class KVCacheConfig:
+    """The groups of a model's layers.
+
+    Layers that see everything are the *full group*. Layers of each shorter reach are a *window
+    group* with tables of their own, unless the window is as long as any sequence. Recurrent layers
+    have state slots. The pools are sized for sequences of `typical_context_len` tokens: whatever
+    such a sequence needs of every group is there as often for all of them.
+    """
+
+    def __init__(self, layout: CacheLayout, config: EngineConfig, model_len: int | None) -> None:
+        self._layout = layout
+        self._config = config
+        self._block_size = config.block_size
+        # (Dense copies are made of whole tables.)
+        is_one = layout.mode.is_gathered or config.disable_hybrid_kv_cache_manager
+        reaches = () if is_one else layout.reaches
+        self.windows = tuple(
+            reach
+            for reach in reaches
+            if (span := _span(reach)) is not None and (model_len is None or span < model_len)
+        )
+        typical = config.typical_context_len
+        if typical is None:
+            longest = max((_span(reach) or 0 for reach in self.windows), default=0)
+            typical = max(_TYPICAL_CONTEXT_LEN, _TYPICAL_WINDOWS * longest)
+            typical = typical if model_len is None else min(typical, model_len)
+        self._typical_blocks = self._blocks_for(typical)
+        self._most_blocks = _MOST_BLOCKS
+        if set(layout.reaches) <= set(self.windows):
+            whole = 0 if model_len is None else self._blocks_for(model_len)
+            self._most_blocks = 1 + max(_MOST_BLOCKS_WITHOUT_LAYERS, whole)
+
+    def sizes(self, num_blocks: int) -> PoolSizes:
+        """What goes with a full group of `num_blocks` blocks."""
+        if not self.windows and not self._layout.has_states:
+            return PoolSizes(num_blocks)
+        num_sequences = -(-num_blocks // self._typical_blocks)
+        step = self._blocks_for(self._config.max_num_batched_tokens)  # one prompt's, at least
+        views = [self._view_blocks(reach) for reach in self.windows]
+        windows = tuple(
+            min(num_blocks, 1 + max(view, step + self._typical_share(num_blocks, view)))
+            for view in views
+        )
+        num_slots = 0
+        if self._layout.has_states:
+            running = min(self._config.max_num_seqs, max(2, num_sequences))
+            num_slots = 1 + SLOTS_PER_SEQUENCE * running + max(_LEAST_SNAPSHOTS, running)
+        return PoolSizes(num_blocks, windows, num_slots)
+
+    def num_bytes(self, num_blocks: int) -> int:
+        """Bytes of all pools that go with a full group of `num_blocks` blocks."""
+        sizes = self.sizes(num_blocks)
+        blocks = self.blocks_by_reach(sizes)
+        of_blocks = sum(n * self._layout.bytes_per_token(reach) for reach, n in blocks.items())
+        of_slots = sizes.num_state_slots * self._layout.bytes_per_slot
+        return of_blocks * self._block_size + of_slots
+
+    def most_blocks(self, num_bytes: int) -> int:
+        """Blocks of the full group such that all pools together take at most `num_bytes` bytes."""
+        return bisect_right(range(1 + self._most_blocks), num_bytes, key=self.num_bytes) - 1
+
+    def blocks_by_reach(self, sizes: PoolSizes) -> dict[Reach, int]:
+        """Blocks of the pools of the layers of each reach."""
+        blocks = dict.fromkeys(self._layout.reaches, sizes.num_blocks)
+        blocks.update(zip(self.windows, sizes.window_blocks, strict=True))
+        return blocks
+
+    def window_specs(self, sizes: PoolSizes) -> list[WindowGroupSpec]:
+        """The window groups, as the KV manager takes them."""
+        return [
+            WindowGroupSpec(num_blocks, _span(reach) or 0, reach.first_visible)
+            for reach, num_blocks in zip(self.windows, sizes.window_blocks, strict=True)
+        ]
+
+    def state_spec(self, sizes: PoolSizes) -> StateGroupSpec | None:
+        """The state slots, as the KV manager takes them."""
+        return StateGroupSpec(sizes.num_state_slots) if sizes.num_state_slots else None
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _view_blocks(self, reach: Reach) -> int:
+        """Most blocks that a row looks into."""
+        return self._blocks_for((_span(reach) or 0) - 1) + 1
+
+    def _typical_share(self, num_blocks: int, per_sequence: int) -> int:
+        per_sequence = min(per_sequence, self._typical_blocks)
+        return -(-num_blocks * per_sequence // self._typical_blocks)
+
+
+def _span(reach: Reach) -> int | None:
+    """Most tokens that a row sees; None: all."""
+    return reach.window if reach.window is not None else reach.chunk

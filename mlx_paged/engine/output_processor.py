@@ -1,0 +1,267 @@
+"""OutputProcessor: turns what steps brought into updates and outputs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
+from functools import partial
+from typing import Protocol
+
+from mlx_paged.core import FinishReason, Request, Scheduler, Sequence, SequenceOutcome
+from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer
+from mlx_paged.engine.faults import reason_of
+from mlx_paged.engine.outputs import CompletionOutput, RequestOutput, SequenceUpdate
+from mlx_paged.engine.runner import ModelRunnerOutput
+from mlx_paged.engine.sampling.logprobs import LogprobReport, PositionLogprobs
+from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.errors import StepError
+
+_update = partial(tuple.__new__, SequenceUpdate)  # a third of a call's time
+
+
+class UpdateSink(Protocol):
+    """Where the updates of a request go, besides `Engine.step`'s return value."""
+
+    def put(self, update: SequenceUpdate) -> None:
+        """Takes an update; it must be quick and must not raise."""
+
+
+class AnswerState:
+    """One answer of a request on its way.
+
+    Attributes:
+        request: What it belongs to.
+        completion: The answer, as far as it has come.
+        text: Its text; deferred where there are no stop strings.
+        sink: Takes its updates.
+        is_plain: Whether the next tokens need no look at their text and no report. (It has begun.)
+        position: Log-probabilities of the token that the step being processed brought.
+    """
+
+    __slots__ = ("completion", "is_plain", "position", "request", "sink", "text")
+
+    def __init__(
+        self,
+        request: RequestState,
+        completion: CompletionOutput,
+        text: IncrementalDetokenizer | DeferredText,
+        sink: UpdateSink | None,
+    ) -> None:
+        self.request = request
+        self.completion = completion
+        self.text = text
+        self.sink = sink
+        self.is_plain = False
+        self.position: PositionLogprobs | None = None
+
+
+class RequestState:
+    """A request on its way: what the engine keeps of it beside the scheduler.
+
+    Attributes:
+        params: How to choose its tokens, and when to stop.
+        request: The scheduler's side of it.
+        output: What the caller gets.
+        sink: Takes its updates; None where only `Engine.step` returns them.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        request: Request,
+        output: RequestOutput,
+        sink: UpdateSink | None,
+    ) -> None:
+        self.params = params
+        self.request = request
+        self.output = output
+        self.sink = sink
+
+
+class OutputProcessor:
+    """Fills the outputs of requests and makes their updates.
+
+    Args:
+        scheduler: ends sequences that come to a stop string, or fail.
+        report: gives the tokens of log-probabilities their texts.
+    """
+
+    def __init__(self, scheduler: Scheduler, report: LogprobReport) -> None:
+        self._scheduler = scheduler
+        self._report = report
+
+    def process_outputs(self, outcomes: SequenceOf[SequenceOutcome]) -> list[SequenceUpdate]:
+        """Records what the sequences gained, and ends those that come to a stop string."""
+        updates: list[SequenceUpdate] = []
+        for outcome in outcomes:
+            seq, token, reason = outcome
+            answer: AnswerState | None = seq.answer
+            if answer is None:
+                continue  # aborted
+            if answer.is_plain and reason is None:
+                # What the rest does, for nearly every token of nearly every step.
+                completion = answer.completion
+                tokens = completion.token_ids
+                update = _update(
+                    (
+                        seq.request.request_id,
+                        seq.index,
+                        token,
+                        answer.text,
+                        None,
+                        None,
+                        None,
+                        None,
+                        len(tokens),
+                    )
+                )
+                tokens.append(token)  # type: ignore[arg-type]
+                updates.append(update)
+                if answer.sink is not None:
+                    answer.sink.put(update)
+                continue
+            try:
+                update = self._to_update(outcome, answer)
+            except Exception as error:  # a tokenizer that cannot decode what the model said
+                updates += self._fail(seq, reason_of(error))
+                continue
+            if update.finish_reason is not None and reason is None:
+                self._scheduler.finish_sequence(seq, update.finish_reason)
+            self._record(update, seq, answer)
+            updates.append(update)
+        return updates
+
+    def end_failed(
+        self, sequences: SequenceOf[Sequence], result: ModelRunnerOutput
+    ) -> list[SequenceUpdate]:
+        """Ends the sequences that a step failed for.
+
+        Args:
+            sequences: of the step, in its order.
+        """
+        updates = []
+        for place, reason in result.failures:
+            updates += self._fail(sequences[place], reason)
+        return updates
+
+    def record_logprobs(
+        self, sequences: SequenceOf[Sequence], result: ModelRunnerOutput
+    ) -> list[SequenceUpdate]:
+        """Takes the log-probabilities that a step found; returns the updates of what that ended."""
+        updates = []
+        for place, position in result.logprobs:
+            if sequences[place].answer is not None:
+                sequences[place].answer.position = position
+        for scheduled, positions in result.prompt_logprobs:
+            seq = scheduled.sequence
+            if seq.answer is None or seq.finish_reason is FinishReason.ERROR:
+                continue
+            try:
+                seq.prompt_report.record(scheduled.start, positions)
+            except Exception as error:  # as in `process_outputs`
+                updates += self._fail(seq, reason_of(error))
+        return updates
+
+    def abort(self, state: RequestState) -> list[SequenceUpdate]:
+        """Ends what is unfinished of a request."""
+        updates = []
+        for seq in state.request.sequences:
+            answer: AnswerState | None = seq.answer
+            seq.answer = None
+            self._scheduler.finish_sequence(seq, FinishReason.ABORT)
+            if answer is None or answer.completion.finish_reason is not None:
+                continue
+            answer.completion.finish_reason = FinishReason.ABORT
+            request_id = state.request.request_id
+            update = SequenceUpdate(request_id, seq.index, None, "", FinishReason.ABORT)
+            updates.append(update)
+            if answer.sink is not None:
+                answer.sink.put(update)
+        return updates
+
+    # Parts.
+
+    def _to_update(self, outcome: SequenceOutcome, answer: AnswerState) -> SequenceUpdate:
+        seq, token, reason = outcome
+        params, text = answer.request.params, answer.text
+        request_id = seq.request.request_id
+        ends_text = reason is FinishReason.STOP
+        stop_reason: str | int | None = None
+        if ends_text and token in (params.stop_token_ids or ()):
+            stop_reason = token
+        # A stop token is part of the text if asked for; the model's own end token never is.
+        is_text = token is not None and (
+            not ends_text or (params.include_stop_str_in_output and stop_reason is not None)
+        )
+        report = None
+        if token is not None and answer.position is not None:
+            report = self._report(answer.position, params.logprobs or 0)
+            answer.position = None
+        if isinstance(text, DeferredText):
+            num_before = len(answer.completion.token_ids)
+            if reason is not None:
+                text.end(num_before + is_text)
+            return SequenceUpdate(
+                request_id, seq.index, token, text, reason, stop_reason, None, report, num_before
+            )
+        piece = text.add(token) if is_text and token is not None else ""
+        if reason is not None:
+            piece += text.finish()
+        if text.matched_stop is not None:
+            reason, stop_reason = FinishReason.STOP, text.matched_stop
+        return SequenceUpdate(
+            request_id, seq.index, token, piece, reason, stop_reason, None, report
+        )
+
+    def _fail(self, seq: Sequence, reason: str) -> list[SequenceUpdate]:
+        answer: AnswerState | None = seq.answer
+        if answer is None or answer.completion.finish_reason is not None:
+            return []
+        self._scheduler.finish_sequence(seq, FinishReason.ERROR)
+        text, num_tokens = answer.text, len(answer.completion.token_ids)
+        piece: str | DeferredText = ""
+        if isinstance(text, DeferredText):
+            text.end(num_tokens)
+            piece = text
+        else:
+            with suppress(Exception):  # the text may be what failed
+                piece = text.finish()
+        update = SequenceUpdate(
+            seq.request.request_id,
+            seq.index,
+            None,
+            piece,
+            FinishReason.ERROR,
+            error=StepError(seq.request.request_id, reason),
+            num_tokens_before=num_tokens,
+        )
+        self._record(update, seq, answer)
+        return [update]
+
+    def _record(self, update: SequenceUpdate, seq: Sequence, answer: AnswerState) -> None:
+        state, completion, text = answer.request, answer.completion, answer.text
+        completion.text = text if isinstance(text, DeferredText) else text.text
+        if update.token_id is not None:
+            completion.token_ids.append(update.token_id)
+            if completion.logprobs is not None and update.logprobs is not None:
+                assert completion.cumulative_logprob is not None
+                completion.logprobs.append(update.logprobs)
+                completion.cumulative_logprob += update.logprobs[update.token_id].logprob
+            metrics = state.output.metrics
+            if metrics.first_token_time is None:
+                metrics.first_token_time = time.monotonic()
+                first = state.request.sequences[0]
+                state.output.num_cached_tokens = first.num_cached_tokens or 0
+                metrics.scheduled_time = first.first_admission
+        if update.finish_reason is None:
+            answer.is_plain = isinstance(text, DeferredText) and state.params.logprobs is None
+        else:
+            seq.answer = None
+            completion.finish_reason = update.finish_reason
+            completion.stop_reason = update.stop_reason
+            completion.error = update.error
+            if state.output.finished:
+                state.output.metrics.finished_time = time.monotonic()
+        if answer.sink is not None:
+            answer.sink.put(update)

@@ -1,0 +1,206 @@
+"""The way of a request's tokens from the engine's thread to its reader, at the reader's pace.
+
+The engine puts and never waits. A reader that lags finds what came meanwhile in one piece, so
+nothing is lost, and what is kept for it is never more than the answer itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mlx_paged.core import FinishReason
+from mlx_paged.engine.outputs import PositionReport, RequestOutput, SequenceUpdate
+from mlx_paged.errors import StepError
+
+
+@dataclass(frozen=True)
+class SequenceDelta:
+    """What one sequence gained since its reader last looked: one token, or more where it lagged.
+
+    Attributes:
+        updates: One for each step, oldest first; never empty.
+    """
+
+    updates: tuple[SequenceUpdate, ...]
+
+    @property
+    def request_id(self) -> str:
+        """The request."""
+        return self.updates[0].request_id
+
+    @property
+    def index(self) -> int:
+        """Which of the request's `n` answers."""
+        return self.updates[0].index
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens it gained."""
+        return [update.token_id for update in self.updates if update.token_id is not None]
+
+    @property
+    def logprobs(self) -> list[PositionReport] | None:
+        """Of each of `token_ids`, as in `CompletionOutput`; None where they were not asked for."""
+        found = [update.logprobs for update in self.updates if update.logprobs is not None]
+        return found or None
+
+    @property
+    def text(self) -> str:
+        """The text that became certain."""
+        return "".join(update.text for update in self.updates)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the sequence ended; None while it goes on."""
+        return self.updates[-1].finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or stop token that ended it."""
+        return self.updates[-1].stop_reason
+
+    @property
+    def error(self) -> StepError | None:
+        """What happened, where `finish_reason` is "error"."""
+        return self.updates[-1].error
+
+
+class Channel:
+    """One writer, the engine's thread; one reader, a task of `loop`.
+
+    Args:
+        loop: the reader's event loop.
+        num_sequences: the channel ends when so many have finished.
+        sleepers: where the channel puts itself when its reader must be woken (`wake`, on its loop);
+            the engine's thread wakes them all after a step, with one call into each loop.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, num_sequences: int, sleepers: list[Channel]
+    ) -> None:
+        self.loop = loop
+        self._sleepers = sleepers
+        self._lock = threading.Lock()
+        self._pending: dict[int, list[SequenceUpdate]] = {}  # by index of the sequence
+        self._num_unfinished = num_sequences
+        self._error: Exception | None = None
+        self._reader_sleeps = False
+        self._alarm: asyncio.Future[None] | None = None  # of a reader that sleeps; its loop's only
+
+    # The engine's side.
+
+    def put(self, update: SequenceUpdate) -> None:
+        """Takes an update."""
+        with self._lock:
+            self._pending.setdefault(update.index, []).append(update)
+            self._num_unfinished -= update.finish_reason is not None
+            self._note_sleeper()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the channel with an error, after what it holds."""
+        with self._lock:
+            self._error = error
+            self._note_sleeper()
+
+    def _note_sleeper(self) -> None:
+        if self._reader_sleeps:
+            self._reader_sleeps = False
+            self._sleepers.append(self)
+
+    # The reader's side.
+
+    def wake(self) -> None:
+        """Lets the reader look again."""
+        if self._alarm is not None and not self._alarm.done():
+            self._alarm.set_result(None)
+
+    async def get(self) -> SequenceDelta | None:
+        """Waits for the next delta; None when all sequences have ended.
+
+        Raises:
+            EngineDeadError: the engine stopped before they did.
+        """
+        while True:
+            with self._lock:
+                if self._pending:
+                    index = next(iter(self._pending))
+                    return SequenceDelta(tuple(self._pending.pop(index)))
+                if self._num_unfinished == 0:
+                    return None
+                if self._error is not None:
+                    raise self._error
+                self._reader_sleeps = True
+                self._alarm = self.loop.create_future()
+            await self._alarm
+
+
+class RequestStream:
+    """The deltas of one request, for ``async for`` on the event loop that asked for it.
+
+    Leaving it early ends the request: by cancelling the task that reads, by `aclose` (or ``async
+    with``), or by dropping the last reference to it.
+
+    Attributes:
+        request_id: The request.
+        output: The request and its answers so far; the engine's thread fills it, so look at it when
+            the stream has ended.
+    """
+
+    def __init__(self, request_id: str, channel: Channel, abort: Callable[[], None]) -> None:
+        self.request_id = request_id
+        self.output: RequestOutput
+        self._channel = channel
+        self._abort = abort
+        self._open = True
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> SequenceDelta:
+        """The next delta.
+
+        Raises:
+            EngineDeadError: the engine stopped before the request was finished.
+        """
+        if not self._open:
+            raise StopAsyncIteration
+        try:
+            delta = await self._channel.get()
+        except BaseException:
+            self.close()
+            raise
+        if delta is None:
+            self._open = False
+            self.output.settle()
+            raise StopAsyncIteration
+        return delta
+
+    async def result(self) -> RequestOutput:
+        """Reads to the end; returns the whole answer."""
+        async for _ in self:
+            pass
+        return self.output
+
+    def close(self) -> None:
+        """Ends the request if it is not finished. Never waits."""
+        if self._open:
+            self._open = False
+            self._abort()
+
+    async def aclose(self) -> None:
+        """`close`, under the name that asyncio's tools look for."""
+        self.close()
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()

@@ -1,0 +1,241 @@
+"""Logits processors: biases and bans, penalties, masks, before a token is chosen.
+
+All work on the entries that change and leave the rest of ``[num_rows, vocab_size]`` alone. What
+a row has not asked for is not computed. The newest token of a row may still be on the device; what
+depends on it is decided there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlx_paged.errors import InvalidParameterError
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+#: Tokens that may follow: ``[vocab_size]`` booleans, or 32 tokens to an (u)int32, lowest bit first.
+Mask = npt.NDArray[np.bool_] | npt.NDArray[np.integer]
+
+#: Stands in `Additions.after` for an addition that does not depend on the newest token.
+ALWAYS = -1
+
+
+class Additions(NamedTuple):
+    """Numbers to add to single logits: biases, and -inf for tokens that must not come.
+
+    An addition may depend on the newest token of the row, which may still be on the device.
+    """
+
+    ids: IntArray  # [m]; an id may occur again, with -inf
+    values: FloatArray  # [m]
+    after: IntArray  # [m]: it holds where this is the newest token; ALWAYS
+
+
+class Penalties(NamedTuple):
+    """Tokens that a row has had, but for the newest one if that is still on the device."""
+
+    ids: IntArray  # [m], no id twice
+    counts: IntArray  # [m]: times the answer has it; 0: only the prompt does
+    repetition: float
+    presence: float
+    frequency: float
+
+
+class Edits(NamedTuple):
+    """How to change a row's logits before a token is chosen."""
+
+    additions: Additions | None = None
+    penalties: Penalties | None = None
+    allowed: Mask | None = None
+    # Takes the newest token if that was in flight, else None; returns None where all may follow.
+    mask: Callable[[int | None], Mask | None] | None = None
+
+
+class InFlight(NamedTuple):
+    """The newest tokens of the rows, where the step before is still sampling them."""
+
+    tokens: mx.array  # [num_samples of the step before] int32
+    source: IntArray  # [num_rows] entry of `tokens`; -1: the row's newest token is known
+
+    def on_device(self) -> mx.array:
+        """``[num_rows]`` int32: the newest token of each row, -1 where it is known already."""
+        source = mx.array(self.source)
+        return mx.where(source < 0, -1, self.tokens[mx.maximum(source, 0)])
+
+    def on_host(self) -> list[int | None]:
+        """The same after waiting for it. (`tokens` itself is read: an operation on it would queue
+        up behind the step that has been launched meanwhile.)"""
+        tokens = np.array(self.tokens)
+        return [None if i < 0 else int(tokens[i]) for i in self.source]
+
+
+class TokenHistory:
+    """Grows with its sequence; a step costs what is new, not what there is.
+
+    Args:
+        prompt: tokens that count as seen, though never generated.
+    """
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        seen = np.unique(np.array(prompt, dtype=np.int32))
+        self._entry = {int(token): i for i, token in enumerate(seen)}
+        self._ids = np.resize(seen, 2 * len(seen) + 64) if len(seen) else np.zeros(64, np.int32)
+        self._counts = np.zeros(len(self._ids), np.int32)
+        self._num_generated = 0
+
+    def update(self, tokens: Sequence[int], start: int) -> None:
+        """Takes what is new of an answer, which is `tokens[start:]` so far."""
+        for token in tokens[start + self._num_generated :]:
+            entry = self._entry.setdefault(token, len(self._entry))
+            if entry == len(self._ids):
+                self._ids = np.resize(self._ids, 2 * entry)
+                self._counts = np.concatenate([self._counts, np.zeros(entry, np.int32)])
+            self._ids[entry] = token
+            self._counts[entry] += 1
+        self._num_generated = max(self._num_generated, len(tokens) - start)
+
+    @property
+    def ids(self) -> IntArray:
+        """``[num_distinct]``; a view that the next `update` may change."""
+        return self._ids[: len(self._entry)]
+
+    @property
+    def counts(self) -> IntArray:
+        """``[num_distinct]``: times each of `ids` was generated; a view like `ids`."""
+        return self._counts[: len(self._entry)]
+
+
+def apply_edits(
+    logits: mx.array, edited: list[tuple[int, Edits]], in_flight: InFlight | None
+) -> mx.array:
+    """Applies the rows' edits, in vLLM's order: mask, biases and bans, penalties.
+
+    Args:
+        logits: ``[num_rows, vocab_size]``.
+        edited: (row, its edits), for the rows that ask for any.
+        in_flight: where the newest tokens are; None: all are known.
+
+    Returns:
+        ``[num_rows, vocab_size]`` float32, or `logits` itself where no row asks for an edit.
+    """
+    if not edited:
+        return logits
+    edits = logits.astype(mx.float32)
+    if any(edit.mask or edit.allowed is not None for _, edit in edited):
+        edits = _apply_masks(edits, edited, in_flight)
+    newest = None if in_flight is None else in_flight.on_device()
+    additions = [(i, edit.additions) for i, edit in edited if edit.additions is not None]
+    if additions:
+        edits = _add(edits, additions, newest)
+    penalties = [(i, edit.penalties) for i, edit in edited if edit.penalties is not None]
+    if penalties:
+        edits = _penalize(edits, penalties, in_flight, newest)
+    return edits
+
+
+def _add(
+    logits: mx.array, additions: list[tuple[int, Additions]], newest: mx.array | None
+) -> mx.array:
+    at = _repeat([i for i, _ in additions], [len(a.ids) for _, a in additions])
+    ids = mx.array(np.concatenate([a.ids for _, a in additions]))
+    values = mx.array(np.concatenate([a.values for _, a in additions]))
+    after = np.concatenate([a.after for _, a in additions])
+    if (after != ALWAYS).any():
+        assert newest is not None, "an addition awaits a token but no step is in flight"
+        awaited = mx.array(after)
+        values = mx.where((awaited == ALWAYS) | (awaited == newest[at]), values, 0.0)
+    # Where an id occurs again it is with -inf: the sum does not depend on the order.
+    return logits.at[at, ids].add(values)
+
+
+def _penalize(
+    logits: mx.array,
+    penalties: list[tuple[int, Penalties]],
+    in_flight: InFlight | None,
+    newest: mx.array | None,
+) -> mx.array:
+    rows = np.array([i for i, _ in penalties], dtype=np.int32)
+    factors = np.array([p[2:] for _, p in penalties], dtype=np.float32)
+    # One entry for each distinct token of a row; `of` is its row's place in `penalties`.
+    of = np.repeat(np.arange(len(rows), dtype=np.int32), [len(p.ids) for _, p in penalties])
+    ids = mx.array(np.concatenate([p.ids for _, p in penalties]))
+    counts = mx.array(np.concatenate([p.counts for _, p in penalties]))
+    if in_flight is not None and newest is not None:
+        # The newest token counts too. It becomes an entry of its own; where its row has the token
+        # already, both entries get the same count, and write the same value.
+        fresh = newest[mx.array(rows)]
+        again = (ids == fresh[mx.array(of)]).astype(mx.int32)
+        before = mx.zeros(len(rows), dtype=mx.int32).at[mx.array(of)].add(again * counts)
+        awaiting = np.flatnonzero(in_flight.source[rows] >= 0).astype(np.int32)
+        ids = mx.concatenate([ids, fresh[mx.array(awaiting)]])
+        counts = mx.concatenate([counts + again, before[mx.array(awaiting)] + 1])
+        of = np.concatenate([of, awaiting])
+    if not len(of):
+        return logits
+    at = mx.array(rows[of])
+    repetition, presence, frequency = (mx.array(factors[of, j]) for j in range(3))
+    values = logits[at, ids]
+    values = mx.where(values > 0, values / repetition, values * repetition)
+    values = values - frequency * counts - presence * (counts > 0)
+    return _assign(logits, (at, ids), values)
+
+
+def _apply_masks(
+    logits: mx.array, edited: list[tuple[int, Edits]], in_flight: InFlight | None
+) -> mx.array:
+    newest: Sequence[int | None] = [None] * logits.shape[0]
+    if in_flight is not None and any(edit.mask for _, edit in edited):
+        # A mask is made on the host, which therefore has to see the newest token. The device has
+        # the whole forward to do meanwhile.
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        newest = in_flight.on_host()
+    masks: dict[int, mx.array] = {}
+    for i, edit in edited:
+        for mask in (edit.allowed, edit.mask(newest[i]) if edit.mask else None):
+            if mask is not None:
+                allowed = _unpack(mask, logits.shape[1])
+                masks[i] = masks[i] & allowed if i in masks else allowed
+    if not masks:
+        return logits
+    at = mx.array(np.array(list(masks), dtype=np.int32))
+    masked = mx.where(mx.stack(list(masks.values())), logits[at], -mx.inf)
+    if len(masks) == logits.shape[0]:
+        return masked
+    return _assign(logits, at, masked)
+
+
+def _assign(
+    logits: mx.array, at: mx.array | tuple[mx.array, mx.array], values: mx.array
+) -> mx.array:
+    """`logits` with new values; the array itself stays as it is."""
+    changed = mx.array(logits)  # (an assignment rebinds what its handle stands for)
+    changed[at] = values
+    return changed
+
+
+def _unpack(mask: Mask, vocab_size: int) -> mx.array:
+    """``[vocab_size]`` booleans; ids beyond the mask's end are not tokens."""
+    flat = np.asarray(mask)
+    if flat.ndim == 1 and flat.dtype == np.bool_ and len(flat) <= vocab_size:
+        return mx.array(np.pad(flat, (0, vocab_size - len(flat))))
+    num_words = -(-vocab_size // 32)
+    if flat.ndim == 1 and flat.dtype in (np.int32, np.uint32) and len(flat) <= num_words:
+        words = mx.array(np.pad(flat.view(np.uint32), (0, num_words - len(flat))))
+        bits = (words[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1
+        return bits.flatten()[:vocab_size].astype(mx.bool_)
+    raise InvalidParameterError(
+        "token_mask",
+        f"at most {vocab_size} booleans or {num_words} (u)int32, 32 tokens to each",
+        f"{flat.dtype} of shape {flat.shape}",
+    )
+
+
+def _repeat(values: list[int], lengths: list[int]) -> mx.array:
+    repeated: IntArray = np.repeat(np.array(values, dtype=np.int32), lengths)
+    return mx.array(repeated)

@@ -1,0 +1,231 @@
+"""Chooses the next token of every row of logits, in one vectorised computation.
+
+top-k, top-p and min-p each keep the tokens above a threshold, so together they are one: the
+largest. Tokens with the same logit are kept or left out together. That makes a row's choice
+independent of its batch (a partition breaks ties as it likes), and half-precision models have many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlx_paged import ops
+from mlx_paged.core import ScheduledSequence
+from mlx_paged.engine.sampling.logits_processors import Edits, FloatArray
+from mlx_paged.engine.sampling.sequence_sampler import SamplingRow, SequenceSampler
+
+# A temperature this low is greedy, as in vLLM: dividing by it may overflow, and changes nothing
+# otherwise.
+_GREEDY_BELOW = 1e-5
+# Up to this share of the vocabulary, finding the k largest and sorting those beats sorting all.
+_PARTITION_SHARE = 8
+
+
+@dataclass(frozen=True)
+class SamplingMetadata:
+    """How to choose the tokens of a step, a column for each setting; n is the rows of logits."""
+
+    temperature: FloatArray  # [n] float32
+    seed: npt.NDArray[np.uint32]  # [n]: their low 32 bits
+    position: npt.NDArray[np.uint32]  # [n]
+    top_k: npt.NDArray[np.int64]  # [n]
+    top_p: npt.NDArray[np.float64]  # [n]
+    min_p: npt.NDArray[np.float64]  # [n]
+    edits: list[tuple[int, Edits]]  # of those rows that have any
+    logprobs: list[tuple[int, int]]  # of those rows that ask for them: how many
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplingRow] | SamplingMetadata) -> SamplingMetadata:
+        """Columns from rows."""
+        if isinstance(rows, SamplingMetadata):
+            return rows
+        columns = list(zip(*rows)) or [()] * len(SamplingRow._fields)
+        temperature, seeds, positions, top_k, top_p, min_p, edits, logprobs = columns
+        return cls(
+            np.array(temperature, dtype=np.float32),
+            np.array([seed & 0xFFFFFFFF for seed in seeds], dtype=np.uint32),
+            np.array(positions, dtype=np.uint32),
+            np.array(top_k, dtype=np.int64),
+            np.array(top_p, dtype=np.float64),
+            np.array(min_p, dtype=np.float64),
+            [(i, edit) for i, edit in enumerate(edits) if edit is not None],
+            [(i, count) for i, count in enumerate(logprobs) if count is not None],
+        )
+
+    def __len__(self) -> int:
+        return len(self.temperature)
+
+    def only(self, at: npt.NDArray[np.intp]) -> SamplingMetadata:
+        """Some of the rows, as far as drawing from them goes: without edits and reports."""
+        return SamplingMetadata(
+            self.temperature[at],
+            self.seed[at],
+            self.position[at],
+            self.top_k[at],
+            self.top_p[at],
+            self.min_p[at],
+            [],
+            [],
+        )
+
+
+class MetadataCache:
+    """Keeps the columns of running sequences from step to step.
+
+    Of a sequence's settings only position and edits differ between two steps, so the columns are
+    made anew only where other sequences are sampled.
+    """
+
+    def __init__(self) -> None:
+        self._samplers: list[SequenceSampler] = []
+        self._columns = SamplingMetadata.of([])
+
+    def __call__(self, sampled: Sequence[ScheduledSequence]) -> SamplingMetadata:
+        """The metadata of a step that samples these sequences."""
+        samplers = [s.sequence.sampler for s in sampled]
+        if samplers != self._samplers:
+            self._columns = SamplingMetadata.of([sampler.row for sampler in samplers])
+            self._samplers = samplers
+        positions = [s.start + len(s.token_ids) for s in sampled]
+        edits = [
+            (i, sampler.edits(sampled[i].sequence.tokens, positions[i]))
+            for i, sampler in enumerate(samplers)
+            if sampler.has_edits
+        ]
+        return replace(self._columns, position=np.array(positions, dtype=np.uint32), edits=edits)
+
+
+def sample(logits: mx.array, rows: Sequence[SamplingRow] | SamplingMetadata) -> mx.array:
+    """Chooses a token for each row: temperature, then min-p, top-k and top-p, then the draw.
+
+    Greedy rows cost an argmax; only the others are scaled, filtered and drawn.
+
+    Args:
+        logits: ``[num_rows, vocab_size]``, edited (`sampling.edits`).
+        rows: one for each row of `logits`.
+
+    Returns:
+        ``[num_rows]`` int32 token ids.
+    """
+    rows = SamplingMetadata.of(rows)
+    drawn = np.flatnonzero(rows.temperature.astype(np.float64) >= _GREEDY_BELOW)
+    if len(drawn) == len(rows):
+        return _draw(logits, rows)
+    tokens = _argmax(logits)
+    if len(drawn):
+        [at] = ops.upload(drawn.astype(np.int32))
+        tokens[at] = _draw(logits[at], rows.only(drawn))
+    return tokens
+
+
+def _argmax(logits: mx.array) -> mx.array:
+    if mx.default_device() == mx.cpu:  # where MLX's own is a scalar loop
+        return ops.greedy_tokens(logits)[0]
+    return mx.argmax(logits, axis=-1).astype(mx.int32)
+
+
+def nan_rows(logits: mx.array) -> mx.array:
+    """``[num_rows]`` bool: which rows of ``[num_rows, vocab_size]`` logits hold a NaN.
+
+    It is evaluated and read together with the tokens. (A sum would be one pass less, but half
+    precision sums may reach both infinities and become NaN without there being one.)
+    """
+    if mx.default_device() == mx.cpu:  # one vectorised pass instead of two
+        return ops.greedy_tokens(logits)[1]
+    return mx.any(mx.isnan(logits), axis=-1)
+
+
+def _draw(logits: mx.array, rows: SamplingMetadata) -> mx.array:
+    logits = logits.astype(mx.float32)
+    # The largest becomes 0: the filters then need no other reduction to know probabilities.
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    temperature, keys = ops.upload(rows.temperature, np.stack([rows.seed, rows.position], axis=1))
+    logits = apply_filters(logits / temperature[:, None], rows)
+    return mx.vmap(_categorical)(logits, keys).astype(mx.int32)
+
+
+def _categorical(logits: mx.array, key: mx.array) -> mx.array:
+    return mx.random.categorical(logits, key=key)
+
+
+def apply_filters(logits: mx.array, rows: Sequence[SamplingRow] | SamplingMetadata) -> mx.array:
+    """Sets the logits of tokens that must not be sampled to -inf.
+
+    min_p comes first, then top_k, then top_p on what is left, renormalised, as in vLLM.
+
+    Args:
+        logits: ``[num_rows, vocab_size]`` float32 after temperature, the largest of each row 0.
+        rows: one for each row of `logits`.
+    """
+    rows, vocab_size = SamplingMetadata.of(rows), logits.shape[1]
+    with np.errstate(divide="ignore"):
+        floor = np.log(rows.min_p.astype(np.float32))
+    # A row's way depends on its own settings alone, or its batch would change its rounding.
+    limited = (rows.top_k > 0) & (rows.top_k < vocab_size)
+    is_few = (rows.top_k > 0) & (rows.top_k <= vocab_size // _PARTITION_SHARE)
+    # Where no top_k helps, a CPU need not sort (MLX's own sort there is a scalar loop).
+    is_nucleus = ~limited & (rows.top_p < 1) & (mx.default_device() == mx.cpu)
+    is_many = ~is_few & ~is_nucleus & ((rows.top_p < 1) | limited)
+    ways = (
+        (is_few, _of_the_largest),
+        (is_nucleus, _of_the_nucleus),
+        (is_many, _of_all_in_order),
+    )
+    if not any(members.any() for members, _ in ways) and np.isneginf(floor).all():
+        return logits
+    thresholds = mx.array(floor)
+    for members, way in ways:
+        group = np.flatnonzero(members)
+        if len(group) == len(rows):
+            thresholds = way(logits, rows, floor)
+        elif len(group):
+            at = mx.array(group.astype(np.int32))
+            thresholds[at] = way(logits[at], rows.only(group), floor[group])
+    return mx.where(logits < thresholds[:, None], -mx.inf, logits)
+
+
+def _of_the_largest(logits: mx.array, rows: SamplingMetadata, floor: FloatArray) -> mx.array:
+    return _thresholds(logits, rows, floor, int(rows.top_k.max()))
+
+
+def _of_all_in_order(logits: mx.array, rows: SamplingMetadata, floor: FloatArray) -> mx.array:
+    return _thresholds(logits, rows, floor, logits.shape[1])
+
+
+def _of_the_nucleus(logits: mx.array, rows: SamplingMetadata, floor: FloatArray) -> mx.array:
+    top_p = mx.array(rows.top_p.astype(np.float32))
+    return ops.nucleus_thresholds(logits, mx.array(floor), top_p)
+
+
+def _thresholds(x: mx.array, rows: SamplingMetadata, floors: FloatArray, largest: int) -> mx.array:
+    """``[num_rows]`` least logits to keep, from the `largest` likeliest tokens of each row."""
+    num_rows, vocab_size = x.shape
+    ordered = -mx.sort(-(mx.topk(x, largest) if largest < vocab_size else x), axis=-1)
+    floor = mx.array(floors)
+    kth = mx.full((num_rows,), -mx.inf)
+    limited = (rows.top_k > 0) & (rows.top_k < vocab_size)
+    if limited.any():
+        last = mx.array(np.where(limited, rows.top_k - 1, 0).astype(np.int32))
+        kth = mx.take_along_axis(ordered, last[:, None], axis=-1).squeeze(1)
+        kth = mx.where(mx.array(limited), kth, -mx.inf)
+    kept = mx.maximum(floor, kth)
+    if (rows.top_p == 1).all():
+        return kept
+    # The mass above each token. Those that tie with the k-th are counted in the whole row: how
+    # many of them are among the `largest` depends on the other rows.
+    above_kth = (ordered >= kept[:, None]) & (ordered > kth[:, None])
+    mass = mx.cumsum(mx.where(above_kth, mx.exp(ordered), 0.0), axis=-1)
+    mass_above = mx.concatenate([mx.zeros((num_rows, 1)), mass[:, :-1]], axis=-1)
+    num_ties = (x == kth[:, None]).sum(axis=-1)
+    ties = mx.where(kth >= floor, num_ties * mx.exp(kth), 0.0)
+    top_p = mx.array(rows.top_p.astype(np.float32))
+    wanted = top_p * (mass[:, -1] + ties)
+    inside = (mass_above < wanted[:, None]) & (ordered >= kept[:, None])
+    least = mx.maximum(inside.sum(axis=-1) - 1, 0)
+    nucleus = mx.take_along_axis(ordered, least[:, None], axis=-1).squeeze(1)
+    return mx.where(top_p < 1, mx.maximum(nucleus, kept), kept)

@@ -1,0 +1,338 @@
+"""Paged caches in the shape that mlx-lm's model code expects, one for each of its attention caches.
+
+A forward takes its tokens as ``[T, 1]``: every token of every sequence is a batch row of length 1.
+``cache.offset`` is then an int32 array of positions, one a row, which RoPE takes as it is; nothing
+is padded and nothing is masked. ``update_and_fetch`` writes K and V to the pool and returns
+*handles*, which only the attention patch (`mlx_paged.model.patches`) accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import mlx.core as mx
+
+from mlx_paged import ops
+from mlx_paged.model import dense_prefill
+from mlx_paged.model.layout import FULL, LayerSpec, Reach
+from mlx_paged.model.plan import StatePlan
+from mlx_paged.ops import AttentionPlan
+
+# --- The step -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward over ragged sequences.
+
+    Attributes:
+        plan: Of the layers that see everything; positions and slots of every row.
+        logit_rows: ``[num_samples]`` int32: rows whose logits are wanted.
+        plans: Of layers with another reach. One that is missing here reads through `plan`.
+        states: Of recurrent layers; None for a model that has none.
+        prefill: Of layers that see everything, where long chunks take MLX's own attention.
+        starts_early: Whether the device is to work on the first layers while the last ones are
+            still being built.
+    """
+
+    plan: AttentionPlan
+    logit_rows: mx.array
+    plans: Mapping[Reach, AttentionPlan] = field(default_factory=dict)
+    states: StatePlan | None = None
+    prefill: dense_prefill.DensePrefill | None = None
+    starts_early: bool = False
+
+    def plan_for(self, reach: Reach) -> AttentionPlan:
+        """The plan that layers of this reach read and write through."""
+        return self.plans.get(reach, self.plan)
+
+
+class StepContext:
+    """Holds the step that is being built. One per model; its caches and output head look here."""
+
+    def __init__(self) -> None:
+        self._step: Step | None = None
+
+    @property
+    def step(self) -> Step:
+        """The current step; an error outside of one, where a paged cache has no meaning."""
+        if self._step is None:
+            raise RuntimeError("a paged cache was used outside of a step of the model runner")
+        return self._step
+
+    @property
+    def active(self) -> bool:
+        """Whether a step is being built."""
+        return self._step is not None
+
+    def enter(self, step: Step) -> None:
+        """Starts building `step`."""
+        self._step = step
+
+    def leave(self) -> None:
+        """Ends it: the arrays of a finished step must not be kept alive here."""
+        self._step = None
+
+
+# --- Handles --------------------------------------------------------------------------------------
+
+
+class _Handle(mx.array):
+    """Stands for keys, values or scores where model code passes them on to attention.
+
+    A subclass of ``mx.array`` of shape (0,), because ``array @ object`` raises instead of asking
+    the object, while the reflected operators of a subclass are called first. Anything that would
+    treat a handle as dense data fails loudly instead of computing with something else.
+    """
+
+    def __new__(cls, *args: Any) -> Any:
+        return super().__new__(cls)  # type: ignore[call-arg]
+
+    def __init__(self, dtype: mx.Dtype = mx.float32) -> None:
+        super().__init__([], dtype)
+
+    def _refuse(self, other: object) -> Any:
+        raise TypeError("a KV handle stands for a layer's keys or values and cannot be changed")
+
+    # Anything else gives an empty array; in place, broadcasting would leave the handle as it was.
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = _refuse
+    __iand__ = __ior__ = __ixor__ = __ilshift__ = __irshift__ = __imatmul__ = _refuse
+
+
+class KVHandle(_Handle):
+    """Stands for a layer's keys or values."""
+
+    def __init__(self, cache: PagedLayerCache) -> None:
+        # Some models cast the output of attention to the dtype of the values.
+        super().__init__(cache.spec.dtype)
+        self.cache = cache
+
+    def astype(self, *args: Any, **kwargs: Any) -> KVHandle:
+        """Itself: the pool keeps its dtype, and the kernels accumulate in float32."""
+        return self
+
+    def swapaxes(self, axis1: int, axis2: int, **kwargs: Any) -> Any:
+        """``keys.swapaxes(-1, -2)``: the right operand of a product with queries."""
+        if {axis1, axis2} == {-1, -2} and self is self.cache.values:
+            return TransposedHandle(self)
+        return super().swapaxes(axis1, axis2, **kwargs)
+
+
+class TransposedHandle(_Handle):
+    """Stands for the rotary keys of multi-head latent attention, transposed.
+
+    mlx-lm's latent attention multiplies them with the rotary part of the queries by itself and
+    passes the product on as an additive mask; `Scores` stands for that product.
+    """
+
+    def __init__(self, handle: KVHandle) -> None:
+        super().__init__()
+        self.handle = handle
+
+    def __rmatmul__(self, queries: mx.array) -> Scores:
+        return Scores(self.handle, queries)
+
+
+class Scores(_Handle):
+    """Stands for ``queries @ keys^T``, to be added to the scores of the same layer."""
+
+    def __init__(self, handle: KVHandle, queries: mx.array) -> None:
+        super().__init__()
+        self.handle = handle
+        self.queries = queries  # [T, num_q_heads, 1, dim], already scaled
+
+
+# --- Caches ---------------------------------------------------------------------------------------
+
+
+class LatentScores(TypeError):
+    """A layer turned out to be latent attention; its pools were made for another kind."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__("[paged_attention] mask must be None for keys that are not latents")
+        self.spec = spec
+
+
+class KVPools:
+    """The key pool and the value pool of one attention cache.
+
+    Head dims that the kernels do not take are padded with zeros to a multiple of 8: scores do not
+    change, and the values' padding is cut off again.
+    """
+
+    # mlx-lm's chunked cache counts the tokens that it dropped; nothing is dropped here.
+    start_position = 0
+    # Whether what was built of a step so far is worth starting, once this layer has written.
+    begins_part = False
+
+    def __init__(
+        self, context: StepContext, spec: LayerSpec, *, num_blocks: int, block_size: int
+    ) -> None:
+        self.spec = spec
+        self._context = context
+        self._reach = spec.reach
+        self.key_pool, self.value_pool = (
+            ops.allocate_pool(num_blocks, block_size, spec.num_kv_heads, dim, spec.dtype)
+            for dim in spec.pool_dims
+        )
+
+    def maybe_trim_front(self) -> None:
+        """mlx-lm's chunked cache drops tokens here; the reach of the layer does."""
+
+    def _write(self, keys: mx.array, values: mx.array, slot_mapping: mx.array) -> None:
+        """Writes ``[num_tokens, num_kv_heads, dim]`` keys and values."""
+        self.key_pool, self.value_pool = ops.write_kv(
+            self.key_pool,
+            self.value_pool,
+            _pad(keys.astype(self.spec.dtype), self.key_pool.shape[-1]),
+            _pad(values.astype(self.spec.dtype), self.value_pool.shape[-1]),
+            slot_mapping,
+        )
+        if self.begins_part and self._context.step.starts_early:
+            mx.async_eval(self.key_pool)  # type: ignore[no-untyped-call]
+
+
+class PagedLayerCache(KVPools):
+    """The cache of one attention layer: its two pools, read and written through the step's plan."""
+
+    def __init__(
+        self, context: StepContext, spec: LayerSpec, *, num_blocks: int, block_size: int
+    ) -> None:
+        super().__init__(context, spec, num_blocks=num_blocks, block_size=block_size)
+        # The same two handles every step: what they stand for is in this cache.
+        self.keys, self.values = KVHandle(self), KVHandle(self)
+
+    @property
+    def offset(self) -> mx.array:
+        """``[num_rows]`` int32: the position of each row's token."""
+        return self._context.step.plan.positions
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> None:
+        """No mask: the plan holds what each row may see, and the spec how far back."""
+        return None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
+        """Writes ``[T, num_kv_heads, 1, head_dim]`` keys and values to the pool."""
+        self._write(keys.squeeze(2), values.squeeze(2), self._slots)
+        return self.keys, self.values
+
+    def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
+        """Handles for layers that attend to what this one has written."""
+        return self.keys, self.values
+
+    @property
+    def _slots(self) -> mx.array:
+        return self._context.step.plan_for(self._reach).slot_mapping
+
+    def attend(
+        self,
+        queries: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None,
+        scores: Scores | None = None,
+        softcap: float | None = None,
+    ) -> mx.array:
+        """``[T, num_q_heads, 1, key_dim]`` queries -> ``[T, num_q_heads, 1, value_dim]``."""
+        if scores is not None:
+            raise LatentScores(self.spec)
+        queries = queries.squeeze(2)
+        return self._attend(queries, self.value_pool, scale=scale, sinks=sinks, softcap=softcap)
+
+    def _attend(
+        self,
+        queries: mx.array,
+        value_pool: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None,
+        softcap: float | None,
+    ) -> mx.array:
+        # Some models upcast queries; the kernels accumulate in float32 anyway.
+        rows = _pad(queries.astype(self.spec.dtype), self.key_pool.shape[-1])
+        step = self._context.step
+        if (
+            step.prefill is not None
+            and self._reach == FULL
+            and dense_prefill.serves(self.spec, sinks=sinks, softcap=softcap)
+        ):
+            out = step.prefill.attend(rows, self.key_pool, value_pool, scale)
+            return mx.expand_dims(out, 2).astype(queries.dtype)
+        out = ops.paged_attention(
+            rows,
+            self.key_pool,
+            value_pool,
+            step.plan_for(self._reach),
+            scale=scale,
+            window=self.spec.window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        if out.shape[-1] != self.spec.value_dim:
+            out = out[..., : self.spec.value_dim]
+        return mx.expand_dims(out, 2).astype(queries.dtype)
+
+
+class LatentLayerCache(PagedLayerCache):
+    """The cache of multi-head latent attention (DeepSeek): one latent and one rotary key a token.
+
+    The pool's keys are both, side by side, and serve as values too, of which the first part counts.
+    Model code passes the latent as keys *and* values, and the scores of the rotary half as a mask
+    (`Scores`), so queries are put together here in the same way.
+    """
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
+        """Writes ``[T, 1, 1, latent_dim]`` latents and ``[T, 1, 1, rope_dim]`` rotary keys."""
+        both = mx.concatenate([keys, values], axis=-1).squeeze(2)
+        self._write(both, mx.zeros((both.shape[0], 1, 0), both.dtype), self._slots)
+        return self.keys, self.values
+
+    def attend(
+        self,
+        queries: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None,
+        scores: Scores | None = None,
+        softcap: float | None = None,
+    ) -> mx.array:
+        """``[T, num_q_heads, 1, latent_dim]`` queries -> the same shape."""
+        if scores is None:
+            raise TypeError("[paged_attention] latent attention came without its rotary scores")
+        whole = mx.concatenate([queries * scale, scores.queries], axis=-1).squeeze(2)
+        return self._attend(whole, self.key_pool, scale=1.0, sinks=sinks, softcap=softcap)
+
+
+class UnusedCache:
+    """The cache of a layer that did not write to it in the observed forward, and must not now."""
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> None:
+        """No mask."""
+        return None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """An error for anything else that an attention layer reads from its cache."""
+        raise RuntimeError(
+            f"a layer reads {name!r} of a cache that it had not used in the observed forward"
+        )
+
+
+def copy_blocks(caches: Iterable[KVPools], block_pairs: mx.array) -> None:
+    """Copies blocks in every pool of these caches, before anything else of the step.
+
+    Args:
+        caches: of one reach, as block ids mean nothing in another.
+        block_pairs: ``[num_pairs, 2]`` int32 of (src, dst).
+    """
+    caches = list(caches)
+    pools = [pool for cache in caches for pool in (cache.key_pool, cache.value_pool)]
+    pools = ops.copy_blocks(pools, block_pairs)
+    for i, cache in enumerate(caches):
+        cache.key_pool, cache.value_pool = pools[2 * i : 2 * i + 2]
+
+
+def _pad(x: mx.array, dim: int) -> mx.array:
+    missing = dim - x.shape[-1]
+    return mx.pad(x, [(0, 0), (0, 0), (0, missing)]) if missing else x

@@ -1,0 +1,74 @@
+"""What a model's `config.json` and `generation_config.json` say. Imports no mlx."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_paged.errors import InvalidParameterError
+
+#: How a model's makers would sample from it, and its end tokens.
+GENERATION_CONFIG = "generation_config.json"
+# Names that families have for one field of config.json.
+_VOCAB_SIZE = ("vocab_size", "num_vocab")
+_MODEL_LEN = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "n_ctx")
+
+
+def vocab_size(config: Mapping[str, Any]) -> int:
+    """Token ids are below this.
+
+    Raises:
+        KeyError: the config does not say.
+    """
+    size = _find(config, _VOCAB_SIZE)
+    if size is None:
+        raise KeyError(f"config.json names no vocabulary size ({' or '.join(_VOCAB_SIZE)})")
+    return size
+
+
+def model_len(config: Mapping[str, Any]) -> int | None:
+    """Most tokens of context the model was made for; None where its config does not say."""
+    return _find(config, _MODEL_LEN)
+
+
+def _find(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    # A multimodal model's text model has a config of its own.
+    for part in (config.get("text_config"), config):
+        for name in names:
+            if isinstance(part, Mapping) and part.get(name):
+                return int(part[name])
+    return None
+
+
+def read_generation_config(directory: Path) -> dict[str, Any]:
+    """What the file of a model directory says; nothing where there is none.
+
+    Raises:
+        InvalidParameterError: it is not a JSON object, or names no end tokens by their ids.
+    """
+    path = directory / GENERATION_CONFIG
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise InvalidParameterError("generation_config", f"JSON ({error})", str(path)) from error
+    if not isinstance(found, dict):
+        raise InvalidParameterError("generation_config", "a JSON object", str(path))
+    eos_token_ids(found)
+    return found
+
+
+def eos_token_ids(config: Mapping[str, Any]) -> frozenset[int]:
+    """The end tokens it names: one id, or several.
+
+    Raises:
+        InvalidParameterError: they are no ids.
+    """
+    given = config.get("eos_token_id")
+    ids = [] if given is None else given if isinstance(given, list) else [given]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise InvalidParameterError("eos_token_id", "token ids of at least 0", given)
+    return frozenset(ids)

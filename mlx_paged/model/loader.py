@@ -1,0 +1,155 @@
+"""Loads a model directory or hub id with mlx-lm's own loader."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlx_paged import extension  # checks the extension, and loads BLAS, before mlx is imported
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import dequantize_model, hf_repo_to_path
+from mlx_lm.utils import load as load_mlx_lm
+
+from mlx_paged.errors import ModelLoadError
+from mlx_paged.model.config_files import (
+    eos_token_ids,
+    model_len,
+    read_generation_config,
+    vocab_size,
+)
+from mlx_paged.model.families import require_family
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model, its tokenizer, and what its ``config.json`` and ``generation_config.json`` say."""
+
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    config: dict[str, Any]
+    name: str
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def model_type(self) -> str:
+        """The family, as ``config.json`` names it."""
+        return str(self.config["model_type"])
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return vocab_size(self.config)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of context the model was made for; None where its config does not say."""
+        return model_len(self.config)
+
+
+def load(
+    path_or_hub_id: str | Path | None = None,
+    *,
+    dtype: str = "auto",
+    generation_config: Mapping[str, Any] | None = None,
+) -> LoadedModel:
+    """Loads a model for paged serving.
+
+    Args:
+        path_or_hub_id: a directory in mlx-lm's format, or a Hugging Face id. None loads the model
+            embedded in this package.
+        dtype: "auto", "float32", "float16" or "bfloat16". "auto" keeps what the weights have,
+            except on the CPU, where MLX is fast in float32 only: there quantised weights are
+            dequantised and all are float32.
+        generation_config: instead of what the model's own ``generation_config.json`` says. The end
+            tokens that it names are end tokens of the model too.
+
+    Raises:
+        InvalidParameterError: for a generation config that cannot be read.
+        ModelLoadError: if the path, its weights or the hub cannot be had; it says which and why.
+        UnsupportedModelError: for a family that the paged cache is not proven for.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"dtype must be 'auto' or one of {sorted(DTYPES)} but got {dtype!r}")
+    extension.use_supported_device()
+    if path_or_hub_id is None:
+        from mlx_paged.demo import model_path
+
+        path_or_hub_id = model_path()
+    name = str(path_or_hub_id)
+    _check_directory(name)
+    try:
+        model, tokenizer, config = load_mlx_lm(name, return_config=True)  # type: ignore[misc]
+    except (OSError, RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelLoadError(name, _reason(name, error)) from error
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        # mlx-lm has no errors of its own: this is what a damaged file or config looks like.
+        raise ModelLoadError(
+            name,
+            f"mlx-lm could not make a model of its config.json and safetensors files "
+            f"({type(error).__name__}: {error})",
+        ) from error
+    require_family(config)
+    _convert(model, dtype)
+    if generation_config is None:
+        # (A hub id's files are here by now: this only finds where.)
+        directory = Path(name) if Path(name).exists() else hf_repo_to_path(name)
+        generation_config = read_generation_config(directory)
+    tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *eos_token_ids(generation_config)}
+    return LoadedModel(model, tokenizer, config, name, generation_config)
+
+
+def _check_directory(name: str) -> None:
+    """Names what a local directory lacks, where mlx-lm would only fail."""
+    path = Path(name)
+    if not name or not path.exists():
+        if not name or name.startswith(("/", "./", "../", "~")) or name.count("/") != 1:
+            raise ModelLoadError(
+                name, "there is no such directory, and it is no hub id ('owner/model') either"
+            )
+        return
+    if not path.is_dir():
+        raise ModelLoadError(name, "it is a file; give the directory that holds config.json")
+    if not (path / "config.json").is_file():
+        raise ModelLoadError(name, "the directory has no config.json")
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except ValueError as error:
+        raise ModelLoadError(name, f"its config.json is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelLoadError(name, f"its config.json must be an object but is {config!r}")
+    if "model_type" not in config:
+        raise ModelLoadError(name, "its config.json names no model_type")
+    require_family(config)
+    if not any(path.glob("model*.safetensors")):
+        raise ModelLoadError(name, "the directory has no weights (model*.safetensors)")
+
+
+def _reason(name: str, error: Exception) -> str:
+    if Path(name).exists():
+        return str(error)
+    return (
+        f"it is not a local directory, and the Hugging Face hub did not give it "
+        f"({type(error).__name__}: {str(error).strip().splitlines()[0]}). Check the name and the "
+        "network, log in for a gated model, or download it and pass its path"
+    )
+
+
+def _convert(model: nn.Module, dtype: str) -> None:
+    on_cpu = mx.default_device() == mx.cpu
+    if dtype == "auto" and not on_cpu:
+        return
+    if dtype in ("auto", "float32"):
+        # Quantised and half-precision products are scalar code in MLX's CPU backend.
+        dequantize_model(model)
+    model.set_dtype(DTYPES.get(dtype, mx.float32))
+    mx.eval(model.parameters())

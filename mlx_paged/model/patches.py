@@ -1,0 +1,356 @@
+"""What is replaced in mlx, mlx-lm and single modules of a model, so that its code runs paged.
+
+- **The attention patch.** Every mlx-lm model (and ``mlx_lm.models.base``) looks up
+  ``mx.fast.scaled_dot_product_attention`` when it is called, so one rebinding serves them all.
+- **Native forms of what MLX composes of many operations.** On the CPU RoPE is ten operations,
+  RMSNorm six, a linear layer four or five, and SwiGLU is compiled to scalar code. On a GPU each of
+  these is one kernel of MLX's own, but with CUDA a linear layer of a few rows is cuBLAS, which
+  costs the host more than any other operation of a decode step. The native forms have no gradient
+  and know no batch of sequences, so they serve only the thread that is building a paged step.
+- **Methods of single modules** (`Overrides`, `OutputRows`): the module keeps its place and its
+  parameters, and its class becomes a subclass of itself. mlx-lm's own classes stay as they are.
+
+Any other call, and any argument that a patch does not take, goes to what was there before.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import activations
+
+from mlx_paged import ops
+from mlx_paged.model.caches import KVHandle, Scores, StepContext
+
+_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+
+_mlx_attention = mx.fast.scaled_dot_product_attention
+_mlx_rope = mx.fast.rope
+_mlx_rms_norm = mx.fast.rms_norm
+_mlx_linear = nn.Linear.__call__
+_mlx_quantized_linear = nn.QuantizedLinear.__call__
+_mlx_as_linear = nn.Embedding.as_linear
+_mlx_quantized_as_linear = nn.QuantizedEmbedding.as_linear
+_mlx_lm_swiglu = activations.swiglu
+
+# --- Attention ------------------------------------------------------------------------------------
+
+
+def scaled_dot_product_attention(
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, **kwargs: Any
+) -> mx.array:
+    """``mx.fast.scaled_dot_product_attention`` that also takes KV handles.
+
+    Dispatch is on the type of the keys, never on a cache: layers that share their KV with another
+    layer pass none.
+    """
+    if not isinstance(k, KVHandle):
+        return _mlx_attention(q, k, v, scale=scale, **kwargs)
+    mask = kwargs.pop("mask", None)
+    sinks = kwargs.pop("sinks", None)
+    if mask is not None and not isinstance(mask, Scores):
+        raise TypeError(
+            "[paged_attention] mask must be None but got "
+            f"{mask if isinstance(mask, str) else type(mask).__name__}: "
+            "this model asks for a mask that the paged cache did not make"
+        )
+    if kwargs:
+        raise TypeError(f"[paged_attention] unexpected arguments {sorted(kwargs)}")
+    cache = k.cache
+    # Latent attention takes its values from the keys; what came as values went into the scores.
+    values = cache.values if mask is None else k
+    if (
+        k is not cache.keys
+        or v is not values
+        or (mask is not None and mask.handle.cache is not cache)
+    ):
+        raise TypeError(
+            "[paged_attention] keys and values must be the two handles of one layer, in that order"
+        )
+    return cache.attend(q, scale=scale, sinks=sinks, scores=mask)
+
+
+# --- Other operations -----------------------------------------------------------------------------
+
+
+class _Rotations:
+    """Cosines and sines of a step's positions, one array for each kind of RoPE in the model."""
+
+    def __init__(self, positions: mx.array) -> None:
+        self.positions = positions
+        self._arrays: dict[tuple[Any, ...], mx.array] = {}
+        self._freqs: list[mx.array] = []  # keeps the ids in the keys unique
+
+    def get(self, dims: int, base: float | None, scale: float, freqs: mx.array | None) -> mx.array:
+        key = (dims, base, scale, id(freqs))
+        if key not in self._arrays:
+            if freqs is None:
+                assert base is not None
+                inv_freqs = _inv_freqs(dims, base)
+            else:
+                self._freqs.append(freqs)
+                inv_freqs = mx.reciprocal(freqs.astype(mx.float32))
+            self._arrays[key] = ops.rope_rotations(self.positions, inv_freqs, scale=scale)
+        return self._arrays[key]
+
+
+class _Building(threading.local):
+    """The step that this thread is building."""
+
+    rotations: _Rotations | None = None  # on the CPU
+    on_cuda: bool = False
+    linear_dtypes: tuple[mx.Dtype, ...] = ()  # of what `ops.linear` takes
+
+
+_building = _Building()
+
+
+@contextmanager
+def native_ops(positions: mx.array) -> Iterator[None]:
+    """Within it, model code on this thread runs the native operations.
+
+    Args:
+        positions: ``[num_rows]`` int32: the array that the model's RoPE gets as its offset.
+    """
+    if mx.default_device() == mx.cpu:
+        _building.rotations = _Rotations(positions)
+        _building.linear_dtypes = (mx.float32,)
+    elif ops.has_cuda():
+        _building.on_cuda = True
+        _building.linear_dtypes = (mx.float16, mx.bfloat16)
+    try:
+        yield
+    finally:
+        _building.rotations, _building.linear_dtypes = None, ()
+        _building.on_cuda = False
+
+
+@lru_cache(maxsize=64)
+def _inv_freqs(dims: int, base: float) -> mx.array:
+    """The way MLX computes them, to the last bit: far from 0 an angle magnifies any difference."""
+    half = dims // 2
+    exponents = mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(base) / half)
+    inv_freqs = mx.exp(exponents)
+    mx.eval(inv_freqs)
+    return inv_freqs
+
+
+def rope(
+    a: mx.array,
+    dims: int,
+    *,
+    traditional: bool,
+    base: float | None,
+    scale: float,
+    offset: int | mx.array,
+    freqs: mx.array | None = None,
+    stream: Any = None,
+) -> mx.array:
+    """``mx.fast.rope``; native for a step's rows at their own positions."""
+    rotations = _building.rotations
+    if (
+        rotations is not None
+        and offset is rotations.positions
+        and stream is None
+        and (base is None) != (freqs is None)
+        and a.ndim == 4
+        and a.shape[0] == offset.shape[0]
+        and a.shape[2] == 1
+        and a.dtype in _FLOATS
+        and 0 < dims <= a.shape[3]
+        and dims % 2 == 0
+        and (freqs is None or freqs.shape == (dims // 2,))
+    ):
+        return ops.rope(a, rotations.get(dims, base, scale, freqs), traditional=traditional)
+    return _mlx_rope(
+        a,
+        dims,
+        traditional=traditional,
+        base=base,
+        scale=scale,
+        offset=offset,
+        freqs=freqs,
+        stream=stream,
+    )
+
+
+def rms_norm(
+    x: mx.array,
+    weight: mx.array | None,
+    eps: float,
+    *,
+    stream: Any = None,
+) -> mx.array:
+    """``mx.fast.rms_norm``."""
+    if (
+        _building.rotations is not None
+        and stream is None
+        and x.ndim > 0
+        and x.dtype in _FLOATS
+        and (weight is None or (weight.dtype == x.dtype and weight.shape == x.shape[-1:]))
+    ):
+        return ops.rms_norm(x, weight, eps)
+    return _mlx_rms_norm(x, weight, eps, stream=stream)
+
+
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """``mlx_lm.models.activations.swiglu``."""
+    if (
+        _building.rotations is not None
+        and gate.dtype in _FLOATS
+        and gate.dtype == x.dtype
+        and gate.shape == x.shape
+    ):
+        return ops.silu_mul(gate, x)
+    return _mlx_lm_swiglu(gate, x)
+
+
+def linear(self: nn.Linear, x: mx.array) -> mx.array:
+    """``nn.Linear.__call__``."""
+    if x.dtype in _building.linear_dtypes:
+        return ops.linear(x, self["weight"], self.get("bias"))
+    return _mlx_linear(self, x)
+
+
+def as_linear(self: nn.Embedding, x: mx.array) -> mx.array:
+    """``nn.Embedding.as_linear``: the output projection of models whose embeddings are tied."""
+    if x.dtype in _building.linear_dtypes:
+        return ops.linear(x, self["weight"])
+    return _mlx_as_linear(self, x)
+
+
+def quantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
+    """``nn.QuantizedLinear.__call__``."""
+    return _as_one_matrix(_mlx_quantized_linear, self, x)
+
+
+def quantized_as_linear(self: nn.QuantizedEmbedding, x: mx.array) -> mx.array:
+    """``nn.QuantizedEmbedding.as_linear``."""
+    return _as_one_matrix(_mlx_quantized_as_linear, self, x)
+
+
+def _as_one_matrix(multiply: Callable[..., mx.array], self: nn.Module, x: mx.array) -> mx.array:
+    """With CUDA MLX multiplies each ``[1, k]`` of ``[T, 1, k]`` alone, in tiles of many rows."""
+    if _building.on_cuda and x.ndim > 2:
+        out = multiply(self, x.reshape(-1, x.shape[-1]))
+        return out.reshape(*x.shape[:-1], out.shape[-1])
+    return multiply(self, x)
+
+
+# --- Installing -----------------------------------------------------------------------------------
+
+_REBOUND: tuple[tuple[Any, str, Any, Any], ...] = (  # owner, name, MLX's, ours
+    (mx.fast, "scaled_dot_product_attention", _mlx_attention, scaled_dot_product_attention),
+    (mx.fast, "rope", _mlx_rope, rope),
+    (mx.fast, "rms_norm", _mlx_rms_norm, rms_norm),
+    (nn.Linear, "__call__", _mlx_linear, linear),
+    (nn.QuantizedLinear, "__call__", _mlx_quantized_linear, quantized_linear),
+    (nn.Embedding, "as_linear", _mlx_as_linear, as_linear),
+    (nn.QuantizedEmbedding, "as_linear", _mlx_quantized_as_linear, quantized_as_linear),
+)
+
+
+def install() -> None:
+    """Rebinds MLX's names, and mlx-lm's in every model module there is. Twice changes nothing."""
+    for owner, name, _, own in _REBOUND:
+        setattr(owner, name, own)
+    _rebind_swiglu(_mlx_lm_swiglu, swiglu)
+
+
+def ensure_installed() -> None:
+    """For every step: another part of the program may have uninstalled it since the last one."""
+    if mx.fast.scaled_dot_product_attention is not scaled_dot_product_attention:
+        install()
+
+
+def uninstall() -> None:
+    """Puts back what was there."""
+    for owner, name, original, _ in _REBOUND:
+        setattr(owner, name, original)
+    _rebind_swiglu(swiglu, _mlx_lm_swiglu)
+
+
+def _rebind_swiglu(old: Any, new: Any) -> None:
+    # Model modules import the function itself; those imported later find it in `activations`.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mlx_lm.models.") and vars(module).get("swiglu") is old:
+            module.swiglu = new  # type: ignore[attr-defined]
+
+
+# --- Single modules of a model --------------------------------------------------------------------
+
+
+def overridden(base: type, method: str, function: Callable[..., Any]) -> type:
+    """A subclass that goes by the same name, in the same place, with another method."""
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (base,), {method: function, **names})
+
+
+class Overrides:
+    """What was replaced in one model."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[nn.Module, type]] = []
+
+    def replace(self, module: nn.Module, method: str, function: Callable[..., Any]) -> None:
+        """Makes `function(module, *args)` the module's method."""
+        base = type(module)
+        self._before.append((module, base))
+        module.__class__ = overridden(base, method, function)
+
+    def undo(self) -> None:
+        """Puts everything back."""
+        for module, base in reversed(self._before):
+            module.__class__ = base
+        self._before = []
+
+
+@dataclass(frozen=True)
+class OutputProjection:
+    """The module that makes logits of hidden states, and its method that does."""
+
+    module: nn.Module
+    method: str  # "__call__" or "as_linear"
+
+
+class OutputRows:
+    """Makes a model's logits be those of `step.logit_rows` only, while a step is built.
+
+    A step has a row for every token, but only the last row of a sequence is sampled from, and the
+    output projection is the widest layer of most models. The rows are gathered just before it,
+    whichever module it is: `lm_head`, or the embedding's `as_linear` where the two are tied.
+
+    Args:
+        projection: None for a model that makes its logits without a module: then all rows are
+            projected, and selected afterwards.
+    """
+
+    def __init__(self, projection: OutputProjection | None, context: StepContext) -> None:
+        self._context = context
+        self._selected_before = projection is not None
+        if projection is not None:
+            self._override(projection.module, projection.method)
+
+    def finish(self, logits: mx.array) -> mx.array:
+        """``[num_samples, vocab_size]`` of what the model returned."""
+        logits = logits.reshape(-1, logits.shape[-1])
+        return logits if self._selected_before else logits[self._context.step.logit_rows]
+
+    def _override(self, module: Any, method: str) -> None:
+        base, context = type(module), self._context
+
+        def project_selected(self: Any, x: mx.array) -> mx.array:
+            if context.active:
+                x = x.reshape(-1, 1, x.shape[-1])[context.step.logit_rows]
+            return getattr(base, method)(self, x)  # (looked up now: `install` rebinds it)
+
+        module.__class__ = overridden(base, method, project_selected)

@@ -1,0 +1,175 @@
+"""Prompts become tokens: conversations by a chat template, texts by the tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import jinja2
+
+from mlx_paged.server.config import ServerConfig
+from mlx_paged.server.errors import bad_request, shorten
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template makes a prompt of. Every API with messages makes one of its body.
+
+    Attributes:
+        messages: As templates take them: `role`, `content` as one text, and any other fields.
+        add_generation_prompt: Whether the prompt ends with the beginning of an answer.
+        continue_final_message: Whether the prompt ends inside the last message.
+        add_special_tokens: Whether to add the tokens that the tokenizer puts around a text.
+        chat_template: Jinja source of the request, in place of the model's.
+        template_kwargs: Other variables of the template.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Renderer:
+    """Tokenizer and chat template for many requests at once, on threads beside the event loop.
+
+    Args:
+        tokenizer: mlx-lm's wrapper.
+        config: which templates are allowed.
+        max_model_len: tokens of the longest prompt; longer texts are refused before they are
+            tokenized. None: no limit.
+        vocab_size: token ids are below this.
+    """
+
+    def __init__(
+        self, tokenizer: Any, config: ServerConfig, max_model_len: int | None, vocab_size: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self._config = config
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="mlx-paged-text")
+        # A text of more characters than this has too many tokens for the model, whatever it says.
+        longest = max(map(len, tokenizer.get_vocab()), default=1)
+        self._max_characters = None if max_model_len is None else max_model_len * max(longest, 16)
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    async def render(self, conversation: Conversation) -> list[int]:
+        """Tokens of a conversation by the chat template.
+
+        Raises:
+            ApiError: there is no template, it refuses the conversation, or the request has a
+                template of its own where that is not allowed.
+        """
+        kwargs = dict(conversation.template_kwargs)
+        template = self._template(conversation)
+        if template is not None:
+            kwargs["chat_template"] = template
+        for message in conversation.messages:
+            self._check_length(message.get("content") or "")
+        tokenizer = self.tokenizer
+
+        def render() -> list[int]:
+            text = tokenizer.apply_chat_template(
+                list(conversation.messages),
+                tokenize=False,
+                add_generation_prompt=conversation.add_generation_prompt,
+                continue_final_message=conversation.continue_final_message,
+                **kwargs,
+            )
+            return list(tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens))
+
+        try:
+            return await self._run(render)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            # Templates refuse roles, orders and kinds of content by raising. A template of the
+            # request may be broken as well. Both are errors of the client.
+            reason = shorten(f"{error}".strip().splitlines()[0] if f"{error}" else "no reason")
+            raise bad_request(
+                "messages", f"the chat template does not take these messages: {reason}"
+            ) from error
+
+    def _template(self, conversation: Conversation) -> str | None:
+        if conversation.chat_template is not None:
+            if not self._config.trust_request_chat_template:
+                raise bad_request(
+                    "chat_template",
+                    "chat_template is not taken from requests: the server was started without "
+                    "--trust-request-chat-template",
+                )
+            return conversation.chat_template
+        if self._config.chat_template is None and not self.tokenizer.has_chat_template:
+            raise bad_request(
+                "messages",
+                "this model has no chat template: use /v1/completions, or start the server with "
+                "--chat-template",
+            )
+        return self._config.chat_template
+
+    async def encode(self, prompt: str | list[int], *, add_special_tokens: bool) -> list[int]:
+        """Tokens of a prompt that is a text, or tokens already.
+
+        Raises:
+            ApiError: it is too long, or has a token that the model does not have.
+        """
+        if not isinstance(prompt, str):
+            self.check_tokens("prompt", prompt)
+            return prompt
+        self._check_length(prompt)
+        return await self._run(
+            lambda: list(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+        )
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        self.check_tokens("tokens", tokens)
+        return await self._run(lambda: str(self.tokenizer.decode(list(tokens))))
+
+    def token_strings(self, tokens: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it."""
+        return [str(t) for t in self.tokenizer.convert_ids_to_tokens(list(tokens))]
+
+    def check_tokens(self, param: str, tokens: Sequence[int]) -> None:
+        """Refuses token ids that the model does not have."""
+        for token in tokens:
+            if token >= self.vocab_size:
+                raise bad_request(
+                    param, f"{param} must be token ids below {self.vocab_size} but has {token}"
+                )
+
+    def _check_length(self, text: str) -> None:
+        if self._max_characters is not None and len(text) > self._max_characters:
+            raise bad_request(
+                "prompt",
+                f"this model's context length is {self.max_model_len} tokens, but the request has "
+                f"a text of {len(text)} characters",
+                "context_length_exceeded",
+            )
+
+    def truncate(self, tokens: list[int], limit: int | None) -> list[int]:
+        """Keeps the last `limit` tokens (-1: as many as the model takes beside an answer)."""
+        if limit is None:
+            return tokens
+        if limit == -1:
+            return tokens if self.max_model_len is None else tokens[-(self.max_model_len - 1) :]
+        if limit == 0:
+            raise bad_request("truncate_prompt_tokens", "truncate_prompt_tokens must not be 0")
+        if self.max_model_len is not None and limit > self.max_model_len:
+            raise bad_request(
+                "truncate_prompt_tokens",
+                f"truncate_prompt_tokens must be at most {self.max_model_len} but got {limit}",
+            )
+        return tokens[-limit:]

@@ -1,0 +1,164 @@
+"""Every endpoint but those that generate: models, tokens, health, versions, metrics, a reset."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_paged import __version__, extension
+from mlx_paged.engine.engine import EngineStats
+from mlx_paged.errors import EngineDeadError
+from mlx_paged.server import responses
+from mlx_paged.server.context import Context, Phase, context_of
+from mlx_paged.server.errors import bad_request
+from mlx_paged.server.requests import DetokenizeBody, TokenizeBody, conversation_of, read_body
+
+# Seconds to wait for the engine's numbers, since a step may be long.
+_STATS_TIMEOUT = 2.0
+_OF_CHATS = (
+    "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
+)  # fmt: skip
+
+
+async def models(request: Request) -> Response:
+    """All names of the model."""
+    context = context_of(request)
+    data = [_model(context, name) for name in context.config.served_model_names]
+    return JSONResponse(responses.ModelList(object="list", data=data))
+
+
+async def model(request: Request) -> Response:
+    """One name of the model."""
+    context = context_of(request)
+    name = request.path_params["model"]
+    context.check_model(name)
+    return JSONResponse(_model(context, name))
+
+
+def _model(context: Context, name: str) -> responses.Model:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(context.started),
+        "owned_by": "mlx-paged",
+        "root": context.config.model_name,
+        "parent": None,
+        "max_model_len": context.renderer.max_model_len if context.is_loaded else None,
+    }
+
+
+async def tokenize(request: Request) -> Response:
+    """Tokens of a prompt, or of messages by the chat template."""
+    body = await read_body(request, TokenizeBody)
+    renderer = context_of(request).renderer
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("prompt", "either prompt or messages must be given")
+    if body.tools:
+        raise bad_request("tools", "tools is not supported yet by this server")
+    if body.prompt is not None:
+        for name in _OF_CHATS:
+            if getattr(body, name) is not None:
+                raise bad_request(name, f"{name} is about messages and means nothing to a prompt")
+        special = body.add_special_tokens is not False
+        tokens = await renderer.encode(body.prompt, add_special_tokens=special)
+    else:
+        tokens = await renderer.render(conversation_of(body))
+    answer: responses.Tokens = {
+        "count": len(tokens),
+        "max_model_len": renderer.max_model_len,
+        "tokens": tokens,
+        "token_strs": renderer.token_strings(tokens) if body.return_token_strs else None,
+    }
+    return JSONResponse(answer)
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of tokens."""
+    body = await read_body(request, DetokenizeBody)
+    return JSONResponse(
+        responses.Text(prompt=await context_of(request).renderer.decode(body.tokens))
+    )
+
+
+async def health(request: Request) -> Response:
+    """200 while requests are answered; 503 while the model loads and when the engine is dead."""
+    return _status(request, Phase.READY, Phase.DRAINING)
+
+
+async def live(request: Request) -> Response:
+    """200 unless the engine is dead and the process should be replaced."""
+    return _status(request, Phase.LOADING, Phase.READY, Phase.DRAINING)
+
+
+async def ready(request: Request) -> Response:
+    """200 while new requests are taken."""
+    return _status(request, Phase.READY)
+
+
+def _status(request: Request, *good: Phase) -> Response:
+    phase = context_of(request).phase
+    return JSONResponse(responses.Status(status=phase.value), 200 if phase in good else 503)
+
+
+async def version(_: Request) -> Response:
+    """Versions of this package and of MLX and mlx-lm."""
+    build = extension.build_info()
+    answer: responses.Version = {
+        "version": __version__,
+        "mlx_version": build["mlx_version"],
+        "mlx_lm_version": build["mlx_lm_version"],
+        "backends": build["backends"],
+    }
+    return JSONResponse(answer)
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus's text format."""
+    context = context_of(request)
+    stats = await _stats(context)
+    return Response(context.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
+
+
+async def server_info(request: Request) -> Response:
+    """Options in force, and the state of the engine."""
+    context = context_of(request)
+    answer: responses.ServerInfo = {
+        "version": __version__,
+        "status": context.phase.value,
+        "uptime_seconds": round(time.time() - context.started, 1),
+        # How many keys, never which.
+        "config": {**asdict(context.config), "api_keys": len(context.config.api_keys)},
+        "build": extension.build_info(),
+    }
+    stats = await _stats(context)
+    if stats is not None:
+        answer["generation_defaults"] = asdict(context.defaults)
+        answer["engine_config"] = asdict(context.engine.engine.config)
+        answer["stats"] = asdict(stats)
+    return JSONResponse(answer)
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forgets every cached prefix."""
+    context = context_of(request)
+    context.check_takes_requests()
+    try:
+        return JSONResponse(responses.Reset(num_blocks=await context.engine.reset_prefix_cache()))
+    except EngineDeadError:
+        context.check_takes_requests()
+        raise
+
+
+async def _stats(context: Context) -> EngineStats | None:
+    if context.phase is not Phase.READY:
+        return None
+    try:
+        async with asyncio.timeout(_STATS_TIMEOUT):
+            return await context.engine.stats()
+    except (TimeoutError, EngineDeadError):
+        return None

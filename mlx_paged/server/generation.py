@@ -1,0 +1,315 @@
+"""Prompts in the engine, on behalf of one HTTP request: what its sequences gain, as events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from starlette.requests import Request
+
+from mlx_paged.core import FinishReason
+from mlx_paged.engine.async_engine import RequestStream, SequenceDelta
+from mlx_paged.engine.outputs import CompletionOutput, PositionReport, RequestOutput
+from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.errors import EngineDeadError, EngineOverloadedError, MlxPagedError
+from mlx_paged.server import errors
+from mlx_paged.server.context import context_of, trace_of
+from mlx_paged.server.responses import Reason
+
+logger = logging.getLogger(__name__)
+
+_serial = itertools.count()
+
+
+@dataclass(slots=True)
+class Piece:
+    """An event: what one sequence gained since its last one.
+
+    Attributes:
+        prompt: Place of the prompt among those of the request.
+        index: Which of the prompt's `n` answers.
+        num_before: Tokens that earlier pieces of the sequence had.
+        texts: The new text, in parts; empty while a character or a stop string is incomplete.
+        token_ids: The new tokens.
+        logprobs: Of each of `token_ids`; empty where they were not asked for.
+        finish_reason: Why the sequence ended; None while it goes on.
+        stop_reason: The stop string or stop token that ended it.
+    """
+
+    prompt: int
+    index: int
+    num_before: int = 0
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionReport] = field(default_factory=list)
+    finish_reason: Reason | None = None
+    stop_reason: str | int | None = None
+
+    @classmethod
+    def whole(cls, prompt: int, output: CompletionOutput) -> Piece:
+        """All of a sequence that has ended."""
+        assert output.finish_reason is not None
+        return cls(
+            prompt, output.index, 0, [output.text], output.token_ids, output.logprobs or [],
+            cast(Reason, output.finish_reason.value), output.stop_reason,
+        )  # fmt: skip
+
+    @property
+    def text(self) -> str:
+        """The new text."""
+        return "".join(self.texts)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is neither the first nor the last piece, and has text and tokens only."""
+        return self.num_before > 0 and self.finish_reason is None and not self.logprobs
+
+    def add(self, delta: SequenceDelta) -> None:
+        """Takes what the engine says the sequence gained."""
+        for update in delta.updates:
+            self.texts.append(update.text)
+            if update.token_id is not None:
+                self.token_ids.append(update.token_id)
+            if update.logprobs is not None:
+                self.logprobs.append(update.logprobs)
+        if update.finish_reason is not None:
+            self.finish_reason = cast(Reason, update.finish_reason.value)
+            self.stop_reason = update.stop_reason
+
+
+class Generation:
+    """Submits prompts, and hands out what their sequences gain.
+
+    Used as ``async with``: entering submits (unless `submit` was called before, so that a refusal
+    can still be the status of the response), leaving aborts what is unfinished and writes metrics
+    and the fields of the log.
+
+    Args:
+        request: whose answer it is.
+        prompts: tokens, one list for each engine request.
+        params: for all of them.
+        priority, cache_salt: see `AsyncEngine.add_request`.
+
+    Attributes:
+        num_sent: Tokens of the pieces that were handed out.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        self.context = context_of(request)
+        self.trace = trace_of(request)
+        self.prompts = prompts
+        self.params = params
+        self.num_sent = 0
+        self.context.renderer.check_tokens("stop_token_ids", params.stop_token_ids or ())
+        self._options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt}
+        self._streams: list[RequestStream] = []
+        self._started = time.monotonic()
+        self._first: float | None = None
+        self._last: dict[tuple[str, int], float] = {}  # by engine request and sequence
+        self._num_received = 0
+        self._reasons: set[FinishReason] = set()
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """What the engine keeps, one for each prompt; complete when the generation has ended."""
+        return [stream.output for stream in self._streams]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were not computed again."""
+        return sum(output.num_cached_tokens for output in self.outputs)
+
+    async def submit(self) -> None:
+        """Submits all prompts, or none.
+
+        Raises:
+            ApiError: the engine refuses one.
+        """
+        context, request_id = self.context, self.trace.request_id
+        try:
+            for prompt in self.prompts:
+                self._streams.append(
+                    await context.engine.add_request(
+                        prompt,
+                        self.params,
+                        # Clients may use an id twice; the engine must not meet it twice.
+                        request_id=f"{request_id}-{next(_serial)}",
+                        timeout=context.config.request_timeout,
+                        **self._options,
+                    )
+                )
+        except MlxPagedError as error:
+            self._close_streams()
+            if isinstance(error, EngineDeadError):
+                context.check_takes_requests()  # knows more about the cause
+            else:
+                overloaded = isinstance(error, EngineOverloadedError)
+                context.metrics.rejected.labels("queue_full" if overloaded else "invalid").inc()
+            raise errors.from_engine(error, request_id) from error
+        except BaseException:
+            self._close_streams()
+            raise
+
+    async def __aenter__(self) -> Generation:
+        if not self._streams:
+            await self.submit()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._close_streams()
+        self._account()
+
+    def _close_streams(self) -> None:
+        for stream in self._streams:
+            stream.close()
+
+    async def finish(self) -> None:
+        """Waits until all sequences have ended; `outputs` has them.
+
+        Raises:
+            ApiError: a sequence ended without being finished.
+        """
+        with self._engine_errors():
+            async for delta in self._deltas():
+                self._note(delta)
+            for output in self.outputs:
+                for answer in output.outputs:
+                    if answer.error is not None:  # (a text that could not be decoded)
+                        raise answer.error
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """What the sequences gain, as it comes: the first token, then every `stream_interval`
+        tokens, then the end.
+
+        Raises:
+            ApiError: a sequence ended without being finished.
+        """
+        interval = self.context.config.stream_interval
+        places = {stream.request_id: place for place, stream in enumerate(self._streams)}
+        waiting: dict[tuple[str, int], Piece] = {}
+        num_sent: dict[tuple[str, int], int] = {}
+        with self._engine_errors():
+            async for delta in self._deltas():
+                key = self._note(delta)
+                piece = waiting.pop(key, None) if waiting else None
+                if piece is None:
+                    piece = Piece(places[key[0]], key[1], num_sent.get(key, 0))
+                piece.add(delta)
+                count = len(piece.token_ids)
+                if piece.num_before and count < interval and piece.finish_reason is None:
+                    waiting[key] = piece
+                    continue
+                num_sent[key] = piece.num_before + count
+                self.num_sent += count
+                yield piece
+
+    def _deltas(self) -> AsyncIterator[SequenceDelta]:
+        # (One stream needs no other generator for each token.)
+        return self._streams[0] if len(self._streams) == 1 else _merged(self._streams)
+
+    @contextlib.contextmanager
+    def _engine_errors(self) -> Iterator[None]:
+        """Errors of the engine become those of the API."""
+        try:
+            yield
+        except MlxPagedError as error:
+            logger.error("%s", error, extra={"request_id": self.trace.request_id})
+            if isinstance(error, EngineDeadError):
+                self.context.check_takes_requests()
+            raise errors.from_engine(error, self.trace.request_id) from error
+
+    def _note(self, delta: SequenceDelta) -> tuple[str, int]:
+        """Measures what came; returns the request and index of its sequence.
+
+        Raises:
+            ApiError, StepError: the sequence ended without being finished.
+        """
+        first = delta.updates[0]
+        key = first.request_id, first.index
+        count = sum(update.token_id is not None for update in delta.updates)
+        if count:
+            now, metrics = time.monotonic(), self.context.metrics
+            self._num_received += count
+            if self._first is None:
+                self._first = now
+                metrics.time_to_first_token.observe(now - self._started)
+            if key in self._last:
+                metrics.tokens(now - self._last[key], count)
+            self._last[key] = now
+        reason = delta.finish_reason
+        if reason is not None:
+            self._reasons.add(reason)
+            if reason is FinishReason.TIMEOUT:
+                raise errors.timed_out(self.context.config.request_timeout)
+            if reason is FinishReason.ABORT:
+                self.context.check_takes_requests()
+                raise errors.unavailable("the request was aborted", "aborted")
+            if reason is FinishReason.ERROR:
+                assert delta.error is not None
+                raise delta.error
+        return key
+
+    def _account(self) -> None:
+        """Writes metrics and the fields of the log."""
+        for output in self.outputs:
+            ends = [answer.finish_reason for answer in output.outputs]
+            reason = next((r for r in ends if r is not None), FinishReason.ABORT)
+            if not output.finished:
+                reason = FinishReason.ABORT  # (the engine's thread has yet to abort it)
+            self.context.metrics.finish(output, reason, self.params.max_tokens)
+        fields = self.trace.fields
+        fields["prompt_tokens"] = self.num_prompt_tokens
+        fields["cached_tokens"] = self.num_cached_tokens
+        fields["completion_tokens"] = self._num_received
+        if self._first is not None:
+            fields["ttft"] = round(self._first - self._started, 4)
+        reasons = sorted(reason.value for reason in self._reasons)
+        fields["finish_reason"] = ",".join(reasons) or FinishReason.ABORT.value
+
+
+async def _merged(streams: list[RequestStream]) -> AsyncIterator[SequenceDelta]:
+    """Several streams as one; each waits while the reader is busy, so nothing piles up."""
+    queue: asyncio.Queue[SequenceDelta | Exception | None] = asyncio.Queue(1)
+
+    async def pump(stream: RequestStream) -> None:
+        try:
+            async for delta in stream:
+                await queue.put(delta)
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        unfinished = len(tasks)
+        while unfinished:
+            news = await queue.get()
+            if news is None:
+                unfinished -= 1
+            elif isinstance(news, Exception):
+                raise news
+            else:
+                yield news
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,542 @@
+"""Bodies of requests, as OpenAI and vLLM name them: read, validated, made into engine parameters.
+
+A body's fields are honoured or refused, never ignored. A new field that `SamplingParams` has too is
+one entry here; any other is an entry here and a line where it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.server.config import GenerationDefaults, ServerConfig
+from mlx_paged.server.context import context_of, trace_of
+from mlx_paged.server.conversation import Conversation
+from mlx_paged.server.errors import ApiError, bad_request, shorten
+
+logger = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=BaseModel)
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenIds = list[TokenId]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Label = Annotated[str, Field(max_length=512)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+MaxTokens = Annotated[int, Field(ge=1, lt=1 << 31)]
+NumLogprobs = Annotated[int, Field(ge=0)]
+
+_MAX_NAMED_FIELDS = 8
+# Names that pydantic puts into the path of a field for the branches of a union.
+_BRANCHES = frozenset({"str", "int", "float", "bool"})
+
+
+class Body(BaseModel):
+    """A request's body.
+
+    Types are strict ("5" is no number), numbers must be finite. Unknown fields are kept in
+    `model_extra`: the server logs them, or refuses them under ``--strict-requests``.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = Field(None, description="Send usage in a last chunk.")
+    continuous_usage_stats: bool | None = Field(None, description="Send usage in every chunk.")
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponseFormat(Body):
+    """Only plain text so far."""
+
+    type: str
+
+
+class Unsupported(Body):
+    """Known fields of features that this server does not have: refused, never ignored."""
+
+    tools: list[Any] | None = Field(None, description="Not supported yet: 400.")
+    tool_choice: Any = Field(None, description='Only "none", or "auto" without tools.')
+    parallel_tool_calls: bool | None = Field(None, description="Means nothing without tools.")
+    functions: list[Any] | None = Field(None, description="Not supported: 400.")
+    function_call: Any = Field(None, description="Not supported: 400.")
+    response_format: ResponseFormat | None = Field(
+        None, description='Only {"type": "text"} so far.'
+    )
+    structured_outputs: Any = Field(None, description="Not supported yet: 400.")
+    guided_json: Any = Field(None, description="Not supported yet: 400.")
+    guided_regex: Any = Field(None, description="Not supported yet: 400.")
+    guided_choice: Any = Field(None, description="Not supported yet: 400.")
+    guided_grammar: Any = Field(None, description="Not supported yet: 400.")
+    prediction: Any = Field(None, description="Not supported: 400.")
+    audio: Any = Field(None, description="Not supported: 400.")
+    modalities: list[str] | None = Field(None, description='Only ["text"].')
+    store: bool | None = Field(None, description="true is refused: nothing is stored.")
+    service_tier: str | None = Field(None, description='Only "auto" or "default".')
+    web_search_options: Any = Field(None, description="Not supported: 400.")
+    prompt_embeds: Any = Field(None, description="Not supported: 400.")
+    use_beam_search: bool | None = Field(None, description="true is not supported: 400.")
+    length_penalty: float | None = Field(None, description="Of beam search: only 1.")
+    verbosity: str | None = Field(None, description='Only "medium": models are not told.')
+    moderation: Any = Field(None, description="Not supported: 400.")
+    prompt_cache_retention: str | None = Field(None, description='Only "in_memory".')
+    prompt_cache_options: Any = Field(None, description="Not supported: 400.")
+    include_reasoning: bool | None = Field(None, description="false is not supported yet: 400.")
+    thinking_token_budget: Any = Field(None, description="Not supported yet: 400.")
+    logits_processors: Any = Field(None, description="Not supported: 400.")
+    mm_processor_kwargs: Any = Field(None, description="Not supported: 400.")
+    kv_transfer_params: Any = Field(None, description="Not supported: 400.")
+    vllm_xargs: Any = Field(None, description="Not supported: 400.")
+
+    def unsupported(self) -> tuple[str, str] | None:
+        """The first field that asks for such a feature, and why it is refused."""
+        for names, reason in (
+            (_LATER, "is not supported yet by this server"),
+            (_NEVER, "is not supported by this server"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and value != []:
+                    return name, f"{name} {reason}"
+        if self.tool_choice not in (None, "none", "auto"):
+            reason = "is not supported yet by this server: only 'none' and 'auto', without tools"
+            return "tool_choice", f"tool_choice {reason}"
+        if self.response_format is not None and self.response_format.type != "text":
+            reason = "is not supported yet by this server: only {'type': 'text'}"
+            return "response_format", f"response_format {reason}"
+        for name, allowed, reason in _ONLY:
+            if getattr(self, name) not in (None, *allowed):
+                return name, f"{name} must be {' or '.join(map(repr, allowed))}: {reason}"
+        return None
+
+
+# Refused where they are given at all ([] is nothing).
+_LATER = (
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "tools", "functions", "thinking_token_budget",
+)  # fmt: skip
+_NEVER = (
+    "function_call", "prediction", "audio", "web_search_options", "prompt_embeds", "moderation",
+    "prompt_cache_options", "logits_processors", "mm_processor_kwargs", "kv_transfer_params",
+    "vllm_xargs",
+)  # fmt: skip
+# (field, values that are allowed because they change nothing, why no others are).
+_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("modalities", (["text"],), "this server writes text only"),
+    ("store", (False,), "this server stores nothing"),
+    ("service_tier", ("auto", "default"), "there is one tier"),
+    ("use_beam_search", (False,), "this server has no beam search"),
+    ("length_penalty", (1,), "this server has no beam search"),
+    ("verbosity", ("medium",), "models are not told"),
+    ("prompt_cache_retention", ("in_memory",), "prefixes are kept in memory only"),
+    ("include_reasoning", (True,), "reasoning is not told apart yet"),
+)
+
+
+class GenerationBody(Unsupported):
+    """What chat and plain completions have in common. null stands for the default everywhere."""
+
+    model: str | None = Field(None, description="One of the served names; null: the first.")
+
+    # Sampling.
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
+        None, description="0 is greedy; 1 by default, unless the model has a default of its own."
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = Field(
+        None, description="0 and -1: all tokens."
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=4096)] | None = Field(
+        None, description="Token id (as a string) to what is added to its logit."
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=1 << 20)] | None = (
+        Field(None, description="Nothing but these tokens is generated.")
+    )
+    bad_words: Annotated[list[StopString], Field(max_length=256)] | None = Field(
+        None, description="Texts that are not generated."
+    )
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = Field(
+        None, description="Makes a sampled answer repeatable."
+    )
+    n: Annotated[int, Field(ge=1, le=256)] | None = None
+
+    # Where an answer ends.
+    stop: StopString | Annotated[list[StopString], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    ignore_eos: bool | None = None
+
+    # What the answer tells.
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Log-probabilities of the prompt, and of so many alternatives."
+    )
+    skip_special_tokens: bool | None = Field(
+        None, description="Leave special tokens out of the text; true by default."
+    )
+    spaces_between_special_tokens: bool | None = Field(
+        None, description="true needs skip_special_tokens: this server adds no spaces."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description='Name tokens "token_id:7" in log-probabilities.'
+    )
+    return_token_ids: bool | None = Field(None, description="Token ids beside the text.")
+
+    # Streaming.
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    # The request as such.
+    user: Label | None = Field(None, description="Logged.")
+    safety_identifier: Label | None = Field(None, description="Logged.")
+    metadata: Annotated[dict[Label, Label], Field(max_length=16)] | None = Field(
+        None, description="Logged."
+    )
+    prompt_cache_key: Label | None = Field(
+        None, description="A hint for the placement of requests; there is one cache here."
+    )
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = Field(
+        None, description="Lower is served first; needs --scheduling-policy priority."
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
+        None, description="Requests of different salts share no cached blocks."
+    )
+    request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = Field(
+        None, description="Instead of the X-Request-Id header."
+    )
+
+    # The prompt.
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        None, description="Keep only so many of the last tokens; -1: as many as the model takes."
+    )
+
+
+class ContentPart(Body):
+    """A part of a message; this server reads text."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(Body):
+    """One message of a conversation; fields that the template knows are handed to it."""
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: MaxTokens | None = Field(None, description="null: as many as the context allows.")
+    max_completion_tokens: MaxTokens | None = Field(None, description="OpenAI's newer name.")
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = Field(None, description="Alternatives; needs logprobs.")
+    echo: bool | None = Field(
+        None, description="Begin with the last message, where it is the assistant's."
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="Also those that the tokenizer would add; false by default."
+    )
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(
+        None, description="Go on with the last message; needs add_generation_prompt false."
+    )
+    chat_template: str | None = Field(
+        None, description="Jinja source; needs --trust-request-chat-template."
+    )
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = Field(None, description="Handed to the template.")
+    reasoning_effort: str | None = Field(None, description="Handed to the template.")
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`."""
+
+    prompt: str | TokenIds | list[str] | list[TokenIds]
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(
+        None, description="16 by default; 0 only with echo."
+    )
+    best_of: Annotated[int, Field(ge=1, le=256)] | None = Field(
+        None, description="Generate so many, return the n likeliest."
+    )
+    logprobs: NumLogprobs | None = None
+    echo: bool | None = Field(None, description="Begin with the prompt.")
+    suffix: str | None = Field(None, description="Not supported: 400.")
+    add_special_tokens: bool | None = Field(
+        None, description="Those that the tokenizer adds to a text; true by default."
+    )
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="true by default for a prompt, false for messages."
+    )
+    add_generation_prompt: bool | None = Field(None, description="Of messages only, as the rest.")
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = Field(None, description="Not supported yet: 400.")
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=1 << 22)]
+
+
+async def read_body(request: Request, model: type[B]) -> B:
+    """The body of a request that the server can take now, validated.
+
+    Raises:
+        ApiError: 400 with the field, 404 for a model that is not served, 408, 413 or 415, 503 while
+            the server takes no requests.
+    """
+    context, trace = context_of(request), trace_of(request)
+    context.check_takes_requests()
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
+    # A page of any origin can have a browser send other types without being asked first.
+    if kind.lower() != "application/json" and not kind.lower().endswith("+json"):
+        raise ApiError(
+            415, f"Content-Type must be application/json but is {shorten(kind, 64)!r}",
+            code="unsupported_media_type", headers={"Connection": "close"},
+        )  # fmt: skip
+    raw = await _read_bytes(request, context.config)
+    try:
+        body = model.model_validate_json(raw)
+    except ValidationError as error:
+        raise _from_validation(error) from None
+    _check_unknown(body, context.config, trace.request_id)
+    if isinstance(body, Unsupported):
+        unsupported = body.unsupported()
+        if unsupported is not None:
+            raise bad_request(*unsupported, code="unsupported_parameter")
+    context.check_model(getattr(body, "model", None))
+    if isinstance(body, GenerationBody):
+        trace.request_id = body.request_id or trace.request_id
+        trace.fields |= {"model": body.model, "stream": bool(body.stream)}
+        for name in ("user", "safety_identifier", "metadata"):
+            if getattr(body, name) is not None:
+                trace.fields[name] = getattr(body, name)
+    return body
+
+
+async def _read_bytes(request: Request, config: ServerConfig) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > config.max_body_size:
+        raise _too_large(config)
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(config.read_timeout):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > config.max_body_size:
+                    raise _too_large(config)
+                chunks.append(chunk)
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not come within {config.read_timeout:g} s", code="read_timeout",
+            headers={"Connection": "close"},
+        ) from None  # fmt: skip
+    except ClientDisconnect:
+        raise ApiError(499, "the client has gone", code="client_closed") from None
+    return b"".join(chunks)
+
+
+def _too_large(config: ServerConfig) -> ApiError:
+    return ApiError(
+        413,
+        f"the body must be at most {config.max_body_size} bytes",
+        code="body_too_large",
+        headers={"Connection": "close"},  # what is still on its way is not read
+    )
+
+
+def _from_validation(error: ValidationError) -> ApiError:
+    found = error.errors(include_url=False, include_context=False)
+    # Of the branches of a union, the one that came furthest is what the client meant.
+    top = [e for e in found if e["loc"][:1] == found[0]["loc"][:1]]
+    first = max(top, key=lambda e: len(_param(e["loc"]).split(".")))
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first['msg']}", code="invalid_json")
+    param = _param(first["loc"]) or None
+    if first["type"] == "missing":
+        return ApiError(400, f"{param} is missing", param=param, code="missing_field")
+    # A union tells what each of its branches expected.
+    same = [e["msg"] for e in found if _param(e["loc"]) == (param or "")]
+    expected = ", or ".join(dict.fromkeys(m[:1].lower() + m[1:] for m in same))
+    given = "" if isinstance(first["input"], (dict, list)) else f" but got {first['input']!r}"
+    where = param or "the body"
+    return ApiError(400, f"{where}: {shorten(expected + given)}", param=param, code="invalid_value")
+
+
+def _param(path: Sequence[int | str]) -> str:
+    """The path of a field as the client wrote it: without the branches of unions."""
+    names = [p for p in path if isinstance(p, int) or (p.isidentifier() and p not in _BRANCHES)]
+    return ".".join(map(str, names[:4]))
+
+
+def _check_unknown(body: BaseModel, config: ServerConfig, request_id: str) -> None:
+    names = list(_unknown(body))[:_MAX_NAMED_FIELDS]
+    if not names:
+        return
+    shown = [shorten(name, 64) for name in names]
+    if config.strict_requests:
+        raise ApiError(400, f"unknown field {shown[0]!r}", param=shown[0], code="unknown_parameter")
+    logger.warning("unknown fields %s", shown, extra={"request_id": request_id})
+
+
+def _unknown(body: BaseModel) -> Iterator[str]:
+    yield from body.model_extra or ()
+    options = getattr(body, "stream_options", None)
+    if options is not None:
+        yield from (f"stream_options.{name}" for name in options.model_extra or ())
+
+
+# What `chat_template_kwargs` must not replace: the arguments of the renderer itself.
+_RESERVED_KWARGS = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation",
+    "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict",
+    "return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools",
+    "truncation",
+}  # fmt: skip
+
+
+def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
+    """The conversation that a body asks about.
+
+    Raises:
+        ApiError: 400 for content that is not text, and for fields that contradict each other.
+    """
+    kwargs = dict(body.chat_template_kwargs or {})
+    if reserved := _RESERVED_KWARGS & kwargs.keys():
+        name = f"chat_template_kwargs.{min(reserved)}"
+        raise bad_request(name, f"{name} must not be given: the server sets it")
+    if isinstance(body, ChatBody):
+        if body.documents is not None:
+            kwargs["documents"] = body.documents
+        if body.reasoning_effort is not None:
+            kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        raise bad_request(
+            "continue_final_message",
+            "continue_final_message needs add_generation_prompt to be false",
+        )
+    prompts = body.add_generation_prompt
+    return Conversation(
+        [template_message(message, i) for i, message in enumerate(body.messages or [])],
+        add_generation_prompt=not continues if prompts is None else prompts,
+        continue_final_message=continues,
+        add_special_tokens=bool(body.add_special_tokens),
+        chat_template=body.chat_template,
+        template_kwargs=kwargs,
+    )
+
+
+def template_message(message: Message, index: int) -> dict[str, Any]:
+    """A message as chat templates take it: its content is one text.
+
+    Raises:
+        ApiError: 400 for content that is not text.
+    """
+    plain: dict[str, Any] = {"role": message.role, **(message.model_extra or {})}
+    for name in ("tool_calls", "tool_call_id", "function_call"):
+        if plain.get(name) is None:
+            plain.pop(name, None)
+    if message.name is not None:
+        plain["name"] = message.name
+    if isinstance(message.content, list):
+        texts = []
+        for j, part in enumerate(message.content):
+            where = f"messages.{index}.content.{j}"
+            if part.type not in ("text", "input_text") or part.text is None:
+                raise bad_request(
+                    where, f"{where} must be a text part: this server reads text, not {part.type!r}"
+                )
+            texts.append(part.text)
+        plain["content"] = "\n".join(texts)
+    else:
+        plain["content"] = message.content
+        if message.content is None and message.role != "assistant":
+            where = f"messages.{index}.content"
+            raise bad_request(where, f"{where} must be a text or text parts but is null")
+    return plain
+
+
+# Fields of a body that are passed on as they are.
+_SAMPLING = {field.name for field in fields(SamplingParams)} & GenerationBody.model_fields.keys()
+
+
+def sampling_params(
+    body: GenerationBody, config: ServerConfig, defaults: GenerationDefaults, **given: Any
+) -> SamplingParams:
+    """The sampling parameters of a body.
+
+    Args:
+        given: fields that the API names otherwise, or gives another meaning; `max_tokens` must be
+            among them.
+
+    Raises:
+        ApiError: 400 for a field that this server, or the rest of the body, does not allow.
+        InvalidParameterError: a value that `SamplingParams` refuses.
+    """
+    if body.prompt_logprobs is not None:
+        check_logprobs("prompt_logprobs", body.prompt_logprobs, config)
+        if body.stream:
+            raise bad_request("prompt_logprobs", "prompt_logprobs cannot be streamed")
+    if body.priority and not config.priority_scheduling:
+        raise bad_request(
+            "priority", "priority needs a server started with --scheduling-policy priority"
+        )
+    if body.spaces_between_special_tokens and body.skip_special_tokens is False:
+        raise bad_request(
+            "spaces_between_special_tokens",
+            "spaces_between_special_tokens must be false where special tokens are shown: this "
+            "server shows them as they are",
+            "unsupported_parameter",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options", "stream_options needs stream to be true")
+    values = {name: getattr(body, name) for name in _SAMPLING}
+    if body.logit_bias is not None:
+        values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
+    values.update(given)
+    limits = (values.pop("max_tokens"), defaults.max_new_tokens)
+    asked = {name: value for name, value in values.items() if value is not None}
+    max_tokens = min((limit for limit in limits if limit is not None), default=None)
+    return SamplingParams(**{**defaults.sampling, **asked}, max_tokens=max_tokens)
+
+
+def check_logprobs(name: str, value: int | None, config: ServerConfig) -> None:
+    """Refuses more alternatives than the server allows."""
+    if value is not None and value > config.max_logprobs:
+        raise bad_request(
+            name, f"{name} must be at most {config.max_logprobs} (--max-logprobs) but got {value}"
+        )

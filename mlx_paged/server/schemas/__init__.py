@@ -1,1 +1,0 @@
-"""Bodies of requests and answers, as OpenAI and vLLM name them."""

@@ -1,0 +1,281 @@
+"""From a generation to the HTTP response, whole or as server-sent events: the one way for all APIs.
+
+An API is an adapter: it says how its answer and the events of its stream look. `OpenAIAdapter` is
+what chats and plain completions have in common.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any
+
+import anyio
+from pydantic_core import to_json
+from sse_starlette.sse import AppStatus, EventSourceResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from mlx_paged.server import responses
+from mlx_paged.server.errors import ApiError, failed
+from mlx_paged.server.generation import Generation, Piece
+from mlx_paged.server.requests import GenerationBody
+
+logger = logging.getLogger(__name__)
+
+# Streams are drained at shutdown (see `run`), not cut.
+AppStatus.enable_automatic_graceful_drain = False
+
+#: Seconds between comments that keep an idle connection open, for proxies.
+_PING_INTERVAL = 15
+
+
+# Of chats and of plain completions.
+ChunkChoice = responses.ChunkChoice | responses.CompletionChoice
+Chunk = responses.ChatChunk | responses.CompletionAnswer
+
+
+class Adapter(ABC):
+    """How one API writes down a generation.
+
+    Args:
+        generation: not submitted yet.
+
+    Attributes:
+        done: What a stream ends with, also after an error.
+    """
+
+    done = b""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+
+    @abstractmethod
+    def whole(self) -> Mapping[str, Any]:
+        """The body of an answer that is not streamed; the generation has ended."""
+
+    def begin(self) -> Iterable[bytes]:
+        """Events before the first piece."""
+        return ()
+
+    @abstractmethod
+    def piece(self, piece: Piece) -> bytes | None:
+        """The events of a piece; None where there is nothing to tell yet."""
+
+    def end(self) -> Iterable[bytes]:
+        """Events after the last piece."""
+        return ()
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> bytes:
+        """The events of an error in the middle of a stream."""
+
+
+async def respond(request: Request, adapter: Adapter, *, stream: bool) -> Response:
+    """Runs the generation of an adapter.
+
+    Returns:
+        The whole answer, or a stream that has not begun.
+
+    Raises:
+        ApiError: the engine refuses it, or cannot finish an answer that is not streamed.
+    """
+    if stream:
+        await adapter.generation.submit()
+        return EventStream(adapter)
+    work = asyncio.ensure_future(_whole(adapter))
+    watch = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return JSONResponse(work.result())
+        # Nobody will read it, but the log.
+        raise ApiError(499, "the client has gone", code="client_closed")
+    finally:
+        for each in (work, watch):
+            each.cancel()
+        await asyncio.gather(work, watch, return_exceptions=True)
+
+
+async def _whole(adapter: Adapter) -> Mapping[str, Any]:
+    async with adapter.generation as generation:
+        await generation.finish()
+    return adapter.whole()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(adapter: Adapter) -> AsyncIterator[bytes]:
+    trace = adapter.generation.trace
+    try:
+        async with adapter.generation as generation:
+            for event in adapter.begin():
+                yield event
+            async for piece in generation.pieces():
+                events = adapter.piece(piece)
+                if events is not None:
+                    yield events
+            for event in adapter.end():
+                yield event
+    except ApiError as error:
+        trace.fields["error"] = error.message
+        yield adapter.failed(error)
+    except Exception:
+        logger.exception("a stream failed", extra={"request_id": trace.request_id})
+        trace.fields["error"] = "internal error"
+        yield adapter.failed(failed(trace.request_id))
+    if adapter.done:
+        yield adapter.done
+
+
+class EventStream(EventSourceResponse):
+    """The events of an adapter; gives up a client that takes none for `read_timeout`."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._trace = adapter.generation.trace
+        self._patience = adapter.generation.context.config.read_timeout
+        self._sending_since: float | None = None
+        super().__init__(
+            _events(adapter), ping=_PING_INTERVAL, sep="\n", headers={"Cache-Control": "no-store"}
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def noted_send(message: Message) -> None:
+            if self._sending_since is None:  # (a ping may wait beside a chunk)
+                self._sending_since = time.monotonic()
+            await send(message)
+            self._sending_since = None
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._watch, group.cancel_scope)
+            await super().__call__(scope, receive, noted_send)
+            group.cancel_scope.cancel()
+
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        # A timeout for each chunk cost more than making the chunk: `_watch` looks now and then.
+        await send(message)
+
+    async def _watch(self, stream: anyio.CancelScope) -> None:
+        while True:
+            await anyio.sleep(self._patience / 4)
+            since = self._sending_since
+            if since is not None and time.monotonic() - since > self._patience:
+                self._trace.fields["error"] = "the client did not read"
+                request_id = self._trace.request_id
+                logger.warning("a client did not read", extra={"request_id": request_id})
+                stream.cancel()
+                return
+
+
+def sse(body: Mapping[str, Any]) -> bytes:
+    """One event."""
+    return b"data: " + to_json(body) + b"\n\n"
+
+
+class TextEvent:
+    """An event that is sent again and again with another text: the rest of it is made once.
+
+    Args:
+        event: with `TextEvent.TEXT` in place of the text.
+    """
+
+    TEXT = "\x00the text\x00"
+
+    def __init__(self, event: bytes) -> None:
+        self._before, self._after = event.split(to_json(self.TEXT))
+
+    def __call__(self, text: str) -> bytes:
+        """The event with a text."""
+        return self._before + to_json(text) + self._after
+
+
+class OpenAIAdapter(Adapter):
+    """Chats and plain completions: chunks of choices, usage where it is asked for, ``[DONE]``.
+
+    Args:
+        id_prefix: of the answer's id.
+    """
+
+    done = b"data: [DONE]\n\n"
+
+    def __init__(self, generation: Generation, body: GenerationBody, id_prefix: str) -> None:
+        super().__init__(generation)
+        self.id = f"{id_prefix}-{generation.trace.request_id}"
+        self.created = int(time.time())
+        self.model = body.model or generation.context.config.served_model_names[0]
+        self.return_token_ids = bool(body.return_token_ids)
+        options = body.stream_options
+        self._usage_at_end = bool(options and options.include_usage)
+        self._usage_always = bool(options and options.continuous_usage_stats)
+        # What nearly all events are, by place of the prompt and sequence.
+        self._text_events: dict[tuple[int, int], TextEvent] = {}
+
+    @abstractmethod
+    def choice(self, piece: Piece) -> ChunkChoice:
+        """The part of a choice that tells a piece."""
+
+    @abstractmethod
+    def chunk(self, choices: list[Any]) -> Chunk:
+        """An event of choices, without usage."""
+
+    def usage(self, num_completion_tokens: int) -> responses.Usage:
+        """OpenAI's `usage`."""
+        num_prompt_tokens = self.generation.num_prompt_tokens
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_completion_tokens,
+            "total_tokens": num_prompt_tokens + num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.generation.num_cached_tokens},
+        }
+
+    def whole_usage(self) -> responses.Usage:
+        """Of all answers that were generated."""
+        answers = [answer for output in self.generation.outputs for answer in output.outputs]
+        return self.usage(sum(len(answer.token_ids) for answer in answers))
+
+    def event(self, choice: ChunkChoice) -> bytes:
+        """A chunk of one choice, with usage where every chunk has it."""
+        chunk = self.chunk([choice])
+        if self._usage_always:
+            chunk["usage"] = self.usage(self.generation.num_sent)
+        elif self._usage_at_end:
+            chunk["usage"] = None
+        return sse(chunk)
+
+    def piece(self, piece: Piece) -> bytes | None:
+        text = piece.text
+        if piece.is_plain and not (self.return_token_ids or self._usage_always):
+            if not text:
+                return None  # a character is not whole yet
+            key = piece.prompt, piece.index
+            event = self._text_events.get(key)
+            if event is None:
+                pattern = self.choice(Piece(*key, piece.num_before, [TextEvent.TEXT]))
+                event = self._text_events[key] = TextEvent(self.event(pattern))
+            return event(text)
+        if not (text or piece.logprobs or piece.finish_reason or self.return_token_ids):
+            return None
+        return self.event(self.choice(piece))
+
+    def add_ending(self, choice: responses.ChatChoice | ChunkChoice, piece: Piece) -> None:
+        """Adds the fields of a choice that are not always there."""
+        if piece.finish_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
+        if self.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+
+    def end(self) -> Iterable[bytes]:
+        if self._usage_at_end:
+            chunk = self.chunk([])
+            chunk["usage"] = self.usage(self.generation.num_sent)
+            yield sse(chunk)
+
+    def failed(self, error: ApiError) -> bytes:
+        return sse(error.body)

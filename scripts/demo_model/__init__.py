@@ -1,0 +1,1 @@
+"""How the embedded model was trained: corpus, tasks, training, conversion, evaluation, card."""

@@ -1,0 +1,101 @@
+"""Decode steps as compiled graphs, and steps with prompts in parts: the same tokens.
+
+They are for CUDA; what they compute does not depend on that, so here they run anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.models import StepDriver, tiny_config, tiny_model
+
+from mlx_paged import ops
+from mlx_paged.demo import model_path
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.model import compiled as compiled_module
+from mlx_paged.model.caches import Step
+from mlx_paged.model.loader import load
+
+PROMPTS = [list(range(5, 5 + n)) for n in (3, 40, 65, 17)]
+
+
+def run(**options: Any) -> tuple[list[list[int]], Engine]:
+    """Requests that come and go while others decode."""
+    engine = Engine(load(model_path()), EngineConfig(kv_cache_memory=64 << 20, **options))
+    outputs = []
+    waiting = list(enumerate(PROMPTS * 2))
+    steps = 0
+    while waiting or engine.has_unfinished:
+        if waiting and steps % 9 == 0:
+            i, prompt = waiting.pop(0)
+            params = SamplingParams(temperature=0, max_tokens=30 + 7 * i, ignore_eos=True)
+            outputs.append(engine.add_request(str(i), prompt, params))
+        engine.step()
+        steps += 1
+    return [output.outputs[0].token_ids for output in outputs], engine
+
+
+def test_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, engine = run()
+    compiled = engine._runner.model._compiled
+    assert not compiled._graphs or ops.has_cuda()
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    actual, engine = run()
+    assert engine._runner.model._compiled._graphs
+    assert not engine._runner.model._compiled._failed
+    assert actual == expected
+    assert engine.stats().num_faults == 0
+    assert ops.pool_copies() == 0
+
+
+def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    monkeypatch.setattr(compiled_module, "_MOST_GRAPHS", 2)
+    expected, engine = run()
+    assert 0 < len(engine._runner.model._compiled._graphs) <= 2
+    assert [len(tokens) for tokens in expected] == [30 + 7 * i for i in range(len(PROMPTS) * 2)]
+
+
+def test_model_that_looks_at_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    calls = []
+
+    def forward(
+        tokens: mx.array, step: Step, pools: list[mx.array]
+    ) -> tuple[mx.array, list[mx.array]]:
+        calls.append(tokens.sum().item())
+        return tokens + 1, pools
+
+    from mlx_paged.model.plan import build_plan
+
+    steps = compiled_module.CompiledSteps(forward)
+    for i in range(5):
+        plan = build_plan([[1]], [3], [1], block_size=16)
+        out, _ = steps.run(mx.array([i]), Step(plan, mx.array([0])), [])
+        assert out.item() == i + 1
+    assert steps._failed
+    assert calls == [0, 1, 2, 3, 4]
+
+
+def test_only_steps_with_prompts_start_before_they_are_built(monkeypatch) -> None:
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    model = tiny_model(tiny_config("llama", num_hidden_layers=6))
+    driver = StepDriver(model, "llama", block_size=8)
+    started: list[int] = []
+    async_eval = mx.async_eval
+
+    def counted(*arrays: mx.array) -> None:
+        pools = [id(cache.key_pool) for cache in driver.caches]
+        if len(arrays) == 1 and id(arrays[0]) in pools:  # (at the end all go at once)
+            started.append(pools.index(id(arrays[0])))
+        async_eval(*arrays)
+
+    monkeypatch.setattr(mx, "async_eval", counted)
+    driver.step({"a": [1, 2, 3]})
+    assert started == [0, 4]  # of six layers
+    driver.step({"a": [4]})
+    assert started == [0, 4]

@@ -1,0 +1,294 @@
+"""Loading: what a directory lacks is said by name, and weights arrive in the dtype asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import (
+    StepDriver,
+    dense_logits,
+    embedded,
+    rms,
+    save_tiny,
+    tiny_config,
+    tiny_model,
+)
+
+# isort: split
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.utils import quantize_model, save_config, save_model
+
+from mlx_paged.demo import model_path
+from mlx_paged.errors import ModelLoadError, UnsupportedModelError
+from mlx_paged.model.loader import load
+
+CONFIG = tiny_config("llama")
+TOKENS = [7, 3, 50, 11, 90]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A complete model, for a test to take something away from."""
+    save_tiny(tmp_path / "model", CONFIG)
+    return tmp_path / "model"
+
+
+def rewrite_config(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def refused(path: str | Path, reason: str) -> ModelLoadError:
+    """Loading fails with `ModelLoadError`, whose message names the model and says `reason`."""
+    with pytest.raises(ModelLoadError, match=f"(?s){reason}") as caught:
+        load(path)
+    assert caught.value.model == str(path)
+    assert repr(str(path)) in str(caught.value)
+    return caught.value
+
+
+# --- What works -----------------------------------------------------------------------------------
+
+
+def test_a_directory_loads_from_a_string_or_a_path(directory: Path) -> None:
+    for path in (directory, str(directory)):
+        loaded = load(path)
+        assert loaded.name == str(directory)
+        assert loaded.model_type == "llama"
+        assert loaded.max_model_len == CONFIG["max_position_embeddings"]
+        assert loaded.tokenizer.encode("def") == embedded().tokenizer.encode("def")
+
+
+def test_the_embedded_model_is_the_default() -> None:
+    loaded = load()
+    assert loaded.name == str(model_path())
+    assert loaded.max_model_len is not None and loaded.max_model_len >= 2048
+
+
+def test_a_config_without_a_length_sets_no_limit(directory: Path) -> None:
+    rewrite_config(directory, lambda config: config.pop("max_position_embeddings"))
+    assert load(directory).max_model_len is None
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3", "smollm3"])
+def test_every_family_loads_and_runs(tmp_path: Path, model_type: str) -> None:
+    config = tiny_config(model_type, tied=False)
+    model = tiny_model(config)
+    save_tiny(tmp_path, config, model)
+    loaded = load(tmp_path)
+    assert loaded.model_type == model_type
+    logits = StepDriver(loaded.model, model_type, block_size=8).step({"a": TOKENS})["a"]
+    assert rms(logits - dense_logits(tiny_model(config), [TOKENS])) < 1e-5
+
+
+# --- What does not --------------------------------------------------------------------------------
+
+
+def test_a_missing_path_is_no_hub_id(tmp_path: Path) -> None:
+    for path in (tmp_path / "gone", "./gone", "~/gone", "gone", "a/b/c"):
+        refused(path, "there is no such directory, and it is no hub id")
+
+
+def test_a_file_is_not_a_model(directory: Path) -> None:
+    refused(directory / "model.safetensors", "it is a file")
+
+
+def test_a_directory_without_a_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+    refused(directory, "no config.json")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b'{"model_type": "llama",', b"\xff\xfe\x00"], ids=["empty", "cut", "binary"]
+)
+def test_a_config_that_is_not_json(directory: Path, content: bytes) -> None:
+    (directory / "config.json").write_bytes(content)
+    refused(directory, "config.json is not valid JSON")
+
+
+@pytest.mark.parametrize("content", ["5", "null", "[]", '"model_type"', "true"])
+def test_a_config_that_is_not_an_object(directory: Path, content: str) -> None:
+    (directory / "config.json").write_text(content)
+    refused(directory, "config.json")
+
+
+def test_a_config_without_a_model_type(directory: Path) -> None:
+    rewrite_config(directory, lambda config: config.pop("model_type"))
+    refused(directory, "names no model_type")
+
+
+@pytest.mark.parametrize(
+    "model_type", ["deepseek_v41", "no-such-family", "Llama", "", None, 5, ["llama"]]
+)
+def test_an_unknown_family(directory: Path, model_type: object) -> None:
+    rewrite_config(directory, lambda config: config.update(model_type=model_type))
+    with pytest.raises((UnsupportedModelError, ModelLoadError), match="model_type"):
+        load(directory)
+
+
+def test_a_family_is_refused_before_its_weights_are_missed(directory: Path) -> None:
+    rewrite_config(directory, lambda config: config.update(model_type="olmo"))
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModelError, match="olmo"):
+        load(directory)
+
+
+def test_a_directory_without_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    refused(directory, "no weights")
+
+
+@pytest.mark.parametrize("keep", [0, 40, -1000], ids=["empty", "header cut", "data cut"])
+def test_weights_of_a_broken_download(directory: Path, keep: int) -> None:
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    refused(directory, "safetensors")
+
+
+@pytest.mark.parametrize("fields", [{"hidden_size": 128}, {"num_hidden_layers": 5}])
+def test_weights_that_do_not_fit_the_config(directory: Path, fields: dict[str, int]) -> None:
+    rewrite_config(directory, lambda config: config.update(fields))
+    refused(directory, "embed_tokens|model.layers.4")
+
+
+def test_a_config_that_lacks_a_field(directory: Path) -> None:
+    rewrite_config(directory, lambda config: config.pop("hidden_size"))
+    refused(directory, "hidden_size")
+
+
+def test_a_config_with_a_field_of_the_wrong_type(directory: Path) -> None:
+    rewrite_config(directory, lambda config: config.update(hidden_size="many"))
+    refused(directory, "")
+
+
+def test_a_directory_without_a_tokenizer(directory: Path) -> None:
+    for path in directory.glob("*token*"):
+        path.unlink()
+    refused(directory, "tokenizer")
+
+
+def test_an_id_that_the_hub_would_never_take() -> None:
+    refused("owner/bad name!", "hub")
+
+
+@pytest.mark.parametrize("offline", ["1", "0"], ids=["offline", "unreachable"])
+def test_an_unreachable_hub_is_said_at_once(tmp_path: Path, offline: str) -> None:
+    """In a process of its own: the hub's settings are read when it is imported."""
+    code = (
+        "import mlx_paged, time\n"
+        "from mlx_paged.errors import ModelLoadError\n"
+        "begin = time.monotonic()\n"
+        "try:\n"
+        "    mlx_paged.load('mlx-community/no-such-model-4bit')\n"
+        "except ModelLoadError as error:\n"
+        "    print(time.monotonic() - begin, error)\n"
+    )
+    # A port that nothing listens on: unreachable even on a machine that has a network.
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": offline,
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path),
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    seconds, message = run.stdout.split(maxsplit=1)
+    assert float(seconds) < 10
+    assert "'mlx-community/no-such-model-4bit'" in message
+    assert "not a local directory" in message and "hub" in message
+    assert "network" in message and "download it and pass its path" in message
+
+
+# --- Dtypes ---------------------------------------------------------------------------------------
+
+
+def save_quantized(path: Path, bits: int) -> None:
+    """A float16 model quantised and saved by mlx-lm's own utilities."""
+    model = tiny_model(CONFIG)
+    model.set_dtype(mx.float16)
+    model, config = quantize_model(model, dict(CONFIG), group_size=32, bits=bits)
+    path.mkdir(exist_ok=True)
+    save_model(path, model)
+    save_config(config, path / "config.json")
+    embedded().tokenizer.save_pretrained(path)
+
+
+def dtypes(model: Any) -> set[mx.Dtype]:
+    return {weight.dtype for _, weight in tree_flatten(model.parameters())}
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_models_are_dequantised_on_the_cpu(tmp_path: Path, bits: int, dtype: str) -> None:
+    save_quantized(tmp_path, bits)
+    quantized = mlx_lm.load(str(tmp_path))[0]
+    quantized.set_dtype(mx.float32)
+    expected = dense_logits(quantized, [TOKENS])
+
+    loaded = load(tmp_path, dtype=dtype)
+    assert dtypes(loaded.model) == {mx.float32}
+    assert not [name for name, _ in tree_flatten(loaded.model.parameters()) if "scales" in name]
+    # Dequantising rounds to the scales' float16; multiplying quantised weights does not.
+    assert rms(dense_logits(loaded.model, [TOKENS]) - expected) < 5e-3 * rms(expected)
+    driver = StepDriver(loaded.model, "llama", block_size=8)
+    paged = driver.step({"a": TOKENS})["a"]
+    assert rms(paged - dense_logits(loaded.model, [TOKENS])) < 1e-5
+
+
+def test_dequantised_weights_are_exactly_what_the_file_stands_for(tmp_path: Path) -> None:
+    save_quantized(tmp_path, 4)
+    file = mx.load(str(tmp_path / "model.safetensors"))
+    weights = dict(tree_flatten(load(tmp_path).model.parameters()))
+    for name in ("model.embed_tokens", "model.layers.1.mlp.up_proj"):
+        expected = mx.dequantize(
+            *(file[f"{name}.{part}"] for part in ("weight", "scales", "biases")),
+            group_size=32,
+            bits=4,
+        )
+        got = np.array(weights[f"{name}.weight"])
+        assert np.array_equal(got, np.array(expected.astype(mx.float32)))
+
+
+@pytest.mark.parametrize("saved", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("asked", ["auto", "float32", "float16", "bfloat16"])
+def test_the_dtype_asked_for_is_honoured(tmp_path: Path, saved: mx.Dtype, asked: str) -> None:
+    model = tiny_model(CONFIG)
+    model.set_dtype(saved)
+    save_tiny(tmp_path, CONFIG, model)
+    expected = {"float16": mx.float16, "bfloat16": mx.bfloat16}.get(asked, mx.float32)
+    assert dtypes(load(tmp_path, dtype=asked).model) == {expected}
+
+
+def test_quantised_models_may_stay_quantised(tmp_path: Path) -> None:
+    save_quantized(tmp_path, 8)
+    loaded = load(tmp_path, dtype="float16")
+    assert dtypes(loaded.model) == {mx.uint32, mx.float16}
+    driver = StepDriver(loaded.model, "llama", block_size=8)
+    assert driver.caches[0].spec.dtype == mx.float16
+    logits = driver.step({"a": TOKENS})["a"]
+    expected = dense_logits(loaded.model, [TOKENS])
+    assert rms(logits - expected) < 2e-2 * rms(expected)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "Float32", "fp16", "", None, 32, mx.float32])
+def test_a_dtype_that_is_none_is_refused(dtype: Any) -> None:
+    with pytest.raises(ValueError, match=r"dtype must be 'auto' or one of"):
+        load(dtype=dtype)

@@ -1,0 +1,172 @@
+"""Model code runs the native operations while a paged step is built; no other code does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import activations, llama, qwen3
+from native.test_layer_ops import DTYPES, TOLERANCE, assert_close
+from support.models import StepDriver, tiny_config, tiny_model
+
+from mlx_paged import ops
+from mlx_paged.model import patches
+from mlx_paged.model.patches import native_ops
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    patches.install()
+    yield
+    patches.install()
+
+
+@pytest.fixture
+def calls(monkeypatch) -> dict[str, int]:
+    """How often each native operation is built."""
+    counts: dict[str, int] = {}
+
+    def count(name: str) -> None:
+        native = getattr(ops, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return native(*args, **kwargs)
+
+        monkeypatch.setattr(ops, name, counting)
+
+    for name in ("rope_rotations", "rope", "rms_norm", "silu_mul", "linear"):
+        count(name)
+    return counts
+
+
+def test_a_step_of_a_model_uses_them_and_its_rotations_once(calls) -> None:
+    config = tiny_config("llama")
+    model = tiny_model(config)
+    layers = len(model.model.layers)
+    driver = StepDriver(model, "llama", block_size=8)
+    calls.clear()
+    driver.step({"a": [1, 2, 3]})
+    assert calls == {
+        "rope_rotations": 1,
+        "rope": 2 * layers,
+        "rms_norm": 2 * layers + 1,
+        "silu_mul": layers,
+        "linear": 7 * layers + 1,  # tied embeddings are the last
+    }
+
+
+def test_dense_calls_and_training_do_not_see_them(calls) -> None:
+    config = tiny_config("llama")
+    model = tiny_model(config)
+    driver = StepDriver(model, "llama", block_size=8)
+    driver.step({"a": [1, 2, 3]})
+    calls.clear()
+    tokens = mx.array([[3, 1, 4, 1, 5]])
+    model(tokens)
+    loss, gradients = nn.value_and_grad(model, lambda m: m(tokens).square().mean())(model)
+    mx.eval(loss, gradients)
+    assert not calls
+
+
+def test_another_thread_does_not_see_them(calls) -> None:
+    x = mx.ones((2, 8))
+    mx.eval(x)
+    with native_ops(mx.arange(2)):
+        thread = threading.Thread(target=lambda: mx.fast.rms_norm(x, None, 1e-5))
+        thread.start()
+        thread.join()
+        assert not calls
+        mx.fast.rms_norm(x, None, 1e-5)
+    assert calls == {"rms_norm": 1}
+
+
+def test_a_function_compiled_within_a_step_still_has_a_gradient(calls) -> None:
+    """MLX keeps its trace, with the native operations in it, and traces anew for a gradient."""
+    x = mx.random.normal((2, 8), key=mx.random.key(1))
+    compiled = mx.compile(lambda x: mx.fast.rms_norm(x, None, 1e-5)[:, :4].sum())
+    with native_ops(mx.arange(2)):
+        mx.eval(compiled(x))
+    assert calls == {"rms_norm": 1}
+    expected = mx.grad(lambda x: patches._mlx_rms_norm(x, None, 1e-5)[:, :4].sum())(x)
+    assert mx.allclose(mx.grad(compiled)(x), expected)
+
+
+def test_a_step_that_raises_leaves_nothing_behind(calls) -> None:
+    with pytest.raises(RuntimeError, match="mine"), native_ops(mx.arange(2)):
+        raise RuntimeError("mine")
+    mx.fast.rms_norm(mx.ones((2, 8)), None, 1e-5)
+    assert not calls
+
+
+X = mx.random.normal((3, 2, 1, 16), key=mx.random.key(0))
+ROPE_CALLS: dict[str, dict[str, Any]] = {
+    "base": {"base": 10000.0},
+    "another base": {"base": 500.0},
+    "scale": {"base": 10000.0, "scale": 0.25},
+    "traditional": {"base": 10000.0, "traditional": True},
+    "part of the dims": {"base": 10000.0, "dims": 8},
+    "freqs": {"base": None, "freqs": mx.arange(1.0, 9.0) ** 2},
+}
+
+
+@pytest.mark.parametrize("name", ROPE_CALLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_equals_mlx(calls, name: str, dtype) -> None:
+    options = {"dims": 16, "traditional": False, "scale": 1.0, **ROPE_CALLS[name]}
+    positions = mx.array([4001, 0, 17], dtype=mx.int32)
+    x = X.astype(dtype)
+    expected = patches._mlx_rope(x, offset=positions, **options)
+    with native_ops(positions):
+        got = [mx.fast.rope(x, offset=positions, **options) for _ in range(2)]
+    assert calls == {"rope_rotations": 1, "rope": 2}
+    for array in got:
+        assert_close(
+            array, np.array(expected.astype(mx.float32)).astype(np.float64), TOLERANCE[dtype]
+        )
+
+
+OTHER_ROPE_CALLS: dict[str, Callable[[mx.array], dict[str, Any]]] = {
+    "a number": lambda positions: {"offset": 7},
+    "other positions": lambda positions: {"offset": positions + 1},
+    "a sequence": lambda positions: {"a": X.reshape(1, 2, 3, 16), "offset": 0},
+    "three axes": lambda positions: {"a": X.squeeze(2), "offset": 0},
+    "an explicit stream": lambda positions: {"offset": positions, "stream": mx.cpu},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ROPE_CALLS)
+def test_any_other_rope_is_mlxs(calls, name: str) -> None:
+    positions = mx.array([5, 0, 17], dtype=mx.int32)
+    given = {"a": X, "dims": 16, "traditional": False, "base": 10000.0, "scale": 1.0}
+    given = {**given, **OTHER_ROPE_CALLS[name](positions)}
+    expected = np.array(patches._mlx_rope(**given))
+    with native_ops(positions):
+        assert np.array_equal(np.array(mx.fast.rope(**given)), expected)
+    assert not calls
+
+
+def test_mixed_dtypes_are_mlxs(calls) -> None:
+    x, weight = mx.ones((3, 8), mx.float16), mx.ones((8,))
+    with native_ops(mx.arange(3)):
+        assert mx.fast.rms_norm(x, weight, 1e-5).dtype == mx.float32
+        assert activations.swiglu(x, mx.ones((3, 8))).dtype == mx.float32
+        assert activations.swiglu(x, mx.ones((3, 1), mx.float16)).shape == (3, 8)
+    assert not calls
+
+
+def test_uninstalling_restores_every_name() -> None:
+    names = [(mx.fast, "rope"), (mx.fast, "rms_norm"), (nn.Linear, "__call__")]
+    names += [(module, "swiglu") for module in (activations, llama, qwen3)]
+    ours = [patches.rope, patches.rms_norm, patches.linear, *[patches.swiglu] * 3]
+    assert [getattr(*name) for name in names] == ours
+    patches.install()
+    patches.uninstall()
+    assert not any(getattr(*name) is own for name, own in zip(names, ours))
+    patches.install()
+    assert [getattr(*name) for name in names] == ours
