@@ -2,31 +2,44 @@
 
 python bench/cuda_kernels.py
 
-Needs PyTorch: its profiler reads the GPU's clock (cuda_times.py says how), and its SDPA is one of
-the peers. Pools are turned over, so that no case is served from the cache.
+Needs PyTorch: its profiler reads the GPU's clock for every kernel of the process, MLX's too, and
+its SDPA is one of the peers. Every contender is called many times in one evaluation, each call
+taking the result of the one before as its queries, as the layers of a model follow each other. Two
+times are read: `kernels` is spent in kernels, `in a row` is from one call to the next, gaps
+included; where the host takes longer to launch a call than the GPU to run it, the gap is the
+host's. MLX launches kernels one by one, as the profiler adds some microseconds to every kernel of a
+CUDA graph. Pools are turned over, so that no case is served from the cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import cycle
+from itertools import cycle, pairwise
 from typing import Any
 
-from cuda_times import REPEAT, chain, compete, copy_bandwidth, percent, share_of  # first: see there
+os.environ["MLX_USE_CUDA_GRAPHS"] = "0"  # before MLX reads it
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
 # isort: split
 import mlx.core as mx
 import numpy as np
-import torch
 from harness import print_table, save
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mlx_paged import ops
 from mlx_paged.model.plan import build_plan
 
+REPEAT = 24  # calls of one evaluation
+ROUNDS = 5  # over all contenders; medians are reported
 PAST_CACHE = 400 << 20  # bytes of pools to turn over, at least three sets
 TORCH = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
@@ -178,6 +191,95 @@ def movement(case: Case) -> list[dict[str, Any]]:
         {"op": op, "bytes": moved[op] * case.kv_bytes, "seconds": seconds}
         for op, seconds in found.items()
     ]
+
+
+# --- Times by the GPU's own clock -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one call."""
+
+    kernels: float
+    in_a_row: float
+
+
+def time_calls(repeat: Callable[[], None]) -> Seconds:
+    """Medians over the REPEAT calls that `repeat` makes."""
+    repeat()
+    mx.synchronize()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        repeat()
+        mx.synchronize()
+        torch.cuda.synchronize()
+    events = [
+        event for event in found.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and "Mem" not in event.name
+    ]  # fmt: skip
+    spans: dict[str, list[float]] = {}
+    for event in events:
+        spans.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    # What runs once an evaluation and not once a call is dropped.
+    counts = {name: round(len(times) / REPEAT) for name, times in spans.items()}
+    kernels = sum(statistics.median(times) * counts[name] for name, times in spans.items())
+    starts = sorted(e.time_range.start for e in events if counts[e.name])[:: sum(counts.values())]
+    if len(starts) < REPEAT // 2:
+        raise RuntimeError(f"the profiler saw too few kernels: {counts}")
+    between = statistics.median(b - a for a, b in pairwise(starts))
+    return Seconds(kernels / 1e6, between / 1e6)
+
+
+def compete(contenders: dict[str, Callable[[], None]]) -> dict[str, Any]:
+    """Seconds of each, in turns; or the reason why one cannot run."""
+    found: dict[str, list[Seconds]] = {name: [] for name in contenders}
+    refused: dict[str, str] = {}
+    for _ in range(ROUNDS):
+        for name, repeat in contenders.items():
+            try:
+                found[name].append(time_calls(repeat))
+            except RuntimeError as error:
+                refused[name] = str(error).splitlines()[0]
+    return {
+        name: {field: statistics.median(asdict(t)[field] for t in times) for field in
+               ("kernels", "in_a_row")} if times else refused[name]
+        for name, times in found.items()
+    }  # fmt: skip
+
+
+def chain(attend: Callable[[mx.array], mx.array], queries: mx.array) -> Callable[[], None]:
+    def repeat() -> None:
+        out = queries
+        for _ in range(REPEAT):
+            out = attend(out)
+        mx.eval(out)
+
+    return repeat
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second of a device-to-device copy, read and written bytes both counted."""
+    source = torch.ones(1 << 31, dtype=torch.uint8, device="cuda")
+    target = torch.zeros_like(source)
+    times = []
+    for _ in range(10):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return 2 * source.nbytes / statistics.median(times)
+
+
+def share_of(seconds: dict[str, float] | str, num_bytes: int, copy: float) -> dict[str, float]:
+    if isinstance(seconds, str):
+        return {}
+    return {name: num_bytes / value / copy for name, value in seconds.items()}
+
+
+def percent(share: dict[str, float], name: str) -> str:
+    return f"{share[name]:.0%}" if name in share else "-"
 
 
 def main() -> None:

@@ -22,9 +22,8 @@ import numpy as np
 from harness import print_table, save
 
 from mlx_paged.cli.bench.datasets import Prompt
-from mlx_paged.cli.bench.percentiles import percentile
-from mlx_paged.cli.bench.runners import MlxLmRunner, PagedRunner, Settings
-from mlx_paged.cli.bench.runs import Run, compare
+from mlx_paged.cli.bench.engines import MlxLmRunner, PagedRunner, Settings
+from mlx_paged.cli.bench.figures import Run, compare, percentile
 from mlx_paged.model.loader import load
 
 OUTPUT_TOKENS = 32

@@ -46,9 +46,9 @@ def work(name: str, workload: str, count: int, max_tokens: int) -> dict[str, Any
     # isort: split
     import mlx.core as mx
 
-    from mlx_paged.cli import peers
+    from mlx_paged.cli import demo
     from mlx_paged.cli.bench.datasets import Prompt
-    from mlx_paged.cli.bench.runners import MlxLmRunner, PagedRunner, Settings
+    from mlx_paged.cli.bench.engines import MlxLmRunner, PagedRunner, Settings
     from mlx_paged.model.loader import load
 
     mx.set_default_device(mx.cpu)
@@ -60,9 +60,9 @@ def work(name: str, workload: str, count: int, max_tokens: int) -> dict[str, Any
     ]
     warm_up = [prompts[0][:4]] * 2
     if name.startswith("mlx-lm one by one"):
-        peers.one_by_one(model, warm_up, 4)
-        done = peers.one_by_one(model, prompts, max_tokens)
-        return {"seconds": done.seconds, "tokens": done.token_ids}
+        demo.one_by_one(model, warm_up, 4)
+        answers, seconds = demo.one_by_one(model, prompts, max_tokens)
+        return {"seconds": seconds, "tokens": answers}
     make = PagedRunner if name == "mlx_paged" else MlxLmRunner
     runner = make(model, Settings(ignore_eos=False))
     runner.run([Prompt(tuple(tokens), 4, "") for tokens in warm_up])
@@ -92,7 +92,7 @@ def main() -> None:
             runs: dict[str, list[dict[str, Any]]] = {name: [] for name in WORKERS}
             for round_ in range(options.rounds):
                 for name, env in WORKERS.items():
-                    # As installed takes minutes: once, where it is asked for, is enough to tell.
+                    # As installed takes minutes: once is enough, where it is asked for.
                     if name.endswith("as installed") and (
                         round_ or f"{workload}:{count}" not in options.as_installed
                     ):

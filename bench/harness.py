@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlx_paged.cli.bench.environment import checkout, environment
-from mlx_paged.cli.bench.results import table, write_json
+from mlx_paged.cli.bench.results import checkout, environment, table, write_json
 
 __all__ = ["environment", "median_seconds", "print_table", "save"]
 

@@ -3,8 +3,8 @@
     python bench/kv_groups.py
 
 Two models with the layers and windows of Gemma 3 and gpt-oss, narrow enough for a CPU, take a
-prompt of 32k tokens and generate some. Blocks in use are read after every step, and the pages of
-the pools in main memory tell whether the books are right. How many blocks there are does not depend
+prompt of 32k tokens and generate some. Blocks in use are read after every step, and the resident
+pages of the pools confirm the counts. How many blocks there are does not depend
 on widths, so the same counts are then taken with the bytes of a token in the real models.
 """
 
@@ -150,7 +150,7 @@ def run(name: str, context_len: int, with_groups: bool) -> dict[str, Any]:
 
 
 def in_own_process(name: str, context_len: int, with_groups: bool) -> dict[str, Any]:
-    """`run`, in a process whose memory nobody else has used."""
+    """`run`, in a process of its own."""
     arguments = ["--case", name, "--context", str(context_len)]
     arguments += [] if with_groups else ["--without-groups"]
     done = subprocess.run(

@@ -11,11 +11,17 @@ import mlx_paged.extension  # noqa: F401  before mlx.core, so that its BLAS take
 import mlx.core as mx
 import numpy as np
 from harness import median_seconds, print_table, save
-from mlx_paged.engine.sampling.rows import Edits, InFlight, Penalties, SamplingRow
 
-from mlx_paged.engine.sampling.logits_processors import TokenHistory, apply_edits
+from mlx_paged.engine.sampling.logits_processors import (
+    Edits,
+    InFlight,
+    Penalties,
+    TokenHistory,
+    apply_edits,
+)
 from mlx_paged.engine.sampling.logprobs import logprobs_of
-from mlx_paged.engine.sampling.sampler import sample
+from mlx_paged.engine.sampling.sampler import SamplingMetadata, sample
+from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 
 SHAPES = [(8, 4096), (256, 4096), (8, 151_936), (256, 151_936)]
 NUM_SEEN = 400  # tokens of the prompt, and of the answer
@@ -45,7 +51,8 @@ def measure(num_rows: int, vocab_size: int) -> dict[str, float]:
 
     def seconds(rows: list[SamplingRow], logprobs: bool = False) -> float:
         def step() -> None:
-            tokens = sample(apply_edits(logits, rows, in_flight), rows)
+            metadata = SamplingMetadata.of(rows)
+            tokens = sample(apply_edits(logits, metadata.edits, in_flight), metadata)
             found = logprobs_of(logits, tokens, likeliest=True).arrays if logprobs else []
             mx.eval(tokens, *found)
 

@@ -33,7 +33,7 @@ from harness import print_table, save
 
 from mlx_paged.cli.bench.client import Target, run
 from mlx_paged.cli.bench.datasets import random_prompts
-from mlx_paged.cli.bench.report import figures
+from mlx_paged.cli.bench.serve import figures
 
 START_TIMEOUT = 120.0
 

@@ -1,12 +1,13 @@
-"""Who may import whom. Imports go down only; the state half and the device half never meet.
+"""Who may import whom. Imports go down only: `core` and `model` know nothing of each other, and the
+engine joins them.
 
-cli, server
-    drop_in, doctor
+cli, server, doctor
+    drop_in
         engine
-    core        model
-                    ops
-                        extension
-                            blas, cgroups
+            core    model
+                        ops
+                            extension
+                                blas, cgroups
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +37,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine": ("cgroups", "core", "model", "ops", "extension"),
     "drop_in": ("engine", "model", "core", "ops", "extension"),
     "demo": (),
-    "doctor": ("_build", "blas", "cgroups", "extension", "ops", "model", "engine", "demo"),
+    "doctor": ("_build", "blas", "cgroups", "extension", "ops", "model", "engine"),
     "cli": (
         *("__init__", "engine", "model", "ops", "extension", "blas", "demo", "server"),
         "doctor",
@@ -169,6 +171,76 @@ def test_the_state_half_runs_without_mlx() -> None:
     run = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == ""
+
+
+# --- How much a reader has to hold ----------------------------------------------------------------
+
+
+def module_imports(path: Path) -> set[Path]:
+    """Modules of the package that a module imports when it is imported itself."""
+
+    def file_of(name: str) -> Path | None:
+        base = PACKAGE.joinpath(*name.split(".")[1:])
+        files = (base.with_suffix(".py"), base / "__init__.py")
+        return next((file for file in files if file.is_file()), None)
+
+    names: list[str] = []
+    for node in ast.parse(path.read_text()).body:  # (not in functions, not for types only)
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            # A module of the package that it names, or something that is defined in it.
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            names += [name if file_of(name) else node.module for name in inside]
+    found = {file_of(name) for name in names if name.split(".")[0] == "mlx_paged"}
+    return {file for file in found if file not in (None, path)}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {path: module_imports(path) for path in modules()}
+    done: set[Path] = set()
+
+    def visit(path: Path, way: tuple[Path, ...]) -> None:
+        assert path not in way, " -> ".join(p.name for p in (*way, path))
+        if path not in done:
+            for other in sorted(graph.get(path, ())):
+                visit(other, (*way, path))
+            done.add(path)
+
+    for path in graph:
+        visit(path, ())
+
+
+def test_a_step_passes_at_most_15_modules() -> None:
+    """From `Engine.step` to a sampled token, with new blocks and blocks that are indexed."""
+    from support.models import embedded_twin
+
+    from mlx_paged import LLM, SamplingParams
+
+    engine = LLM(embedded_twin(), num_gpu_blocks_override=64, block_size=8).engine
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=100, ignore_eos=True)
+    for i in range(4):
+        engine.add_request(str(i), list(range(3 + i, 40)), params)
+    for _ in range(4):
+        engine.step()
+    process, passed = engine._output_processor.process_outputs, set()
+
+    def note(frame: Any, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and PACKAGE in path.parents:
+            passed.add(path.relative_to(PACKAGE).as_posix())
+
+    def untraced(outcomes: Any) -> Any:  # the tokens have been sampled by then
+        sys.setprofile(None)
+        return process(outcomes)
+
+    engine._output_processor.process_outputs = untraced  # type: ignore[method-assign]
+    for _ in range(16):
+        sys.setprofile(note)
+        engine.step()
+    sys.setprofile(None)
+    assert {"core/scheduler.py", "core/prefix_tree.py", "ops.py"} <= passed
+    assert len(passed) <= 15, sorted(passed)
 
 
 # --- C++ and Metal --------------------------------------------------------------------------------

@@ -1,12 +1,27 @@
-"""`mlx-paged demo`."""
+"""`mlx-paged demo`: eight chats at once, checked against mlx-lm and measured beside it."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import itertools
+import time
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.syntax import Syntax
+from rich.table import Table
 
 from mlx_paged.cli.options import AsyncScheduling, MaxTokens, Model
+from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
+
+if TYPE_CHECKING:
+    from mlx_paged.engine.llm import LLM
+    from mlx_paged.engine.outputs import RequestOutput
+    from mlx_paged.engine.sampling_params import SamplingParams
+    from mlx_paged.model.loader import LoadedModel
+
+NUM_CHATS = 8
 
 
 def demo(
@@ -26,6 +41,193 @@ def demo(
 
     Exit status 1 if a greedy token differs from mlx-lm's.
     """
-    from mlx_paged.cli import showcase
+    from mlx_paged import extension
+    from mlx_paged.engine.llm import LLM
+    from mlx_paged.engine.sampling_params import SamplingParams
+    from mlx_paged.model.loader import load
 
-    showcase.run(model, max_tokens or 160, compare, async_scheduling=async_scheduling)
+    console = Console(highlight=False)
+    info = extension.build_info()
+    loaded = load(model)
+    llm = LLM(loaded, async_scheduling=async_scheduling)
+    chats = CHATS[:NUM_CHATS]
+    prompts = llm.render_chats(
+        [
+            [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": chat}]
+            for chat in chats
+        ]
+    )
+    console.print(
+        f"{len(chats)} chats under one system prompt of {_shared_prefix(prompts)} tokens, at once\n"
+        f"MLX {info['mlx_version']}, kernels {info['simd']} on {info['num_threads']} threads, "
+        f"BLAS {info['blas']}\n"
+    )
+    limit = max_tokens or 160
+    params = SamplingParams(temperature=0, max_tokens=limit)
+    llm.generate([prompts[0][:2]], SamplingParams(temperature=0, max_tokens=2))  # warm-up
+    llm.engine.reset_prefix_cache()
+    steps_before = llm.stats().num_steps
+    outputs, seconds = _generate(llm, chats, prompts, params, console)
+    num_steps = llm.stats().num_steps - steps_before
+
+    for chat, output in zip(chats, outputs):
+        console.print(f"\n[bold]{chat}[/bold]")
+        console.print(
+            Syntax(output.outputs[0].text, "python", background_color="default", word_wrap=True)
+        )
+    _print_table(console, chats, outputs, seconds, num_steps, llm)
+    if compare and not _compare(console, llm, loaded, prompts, outputs, seconds, limit):
+        raise SystemExit(1)
+
+
+def _generate(
+    llm: LLM,
+    chats: list[str],
+    prompts: list[list[int]],
+    params: SamplingParams,
+    console: Console,
+) -> tuple[list[RequestOutput], float]:
+    """Runs the chats with a bar for each."""
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed:>4.0f} tokens"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[state]}"),
+        console=console,
+    )
+    bars = [
+        progress.add_task(chat[:46].ljust(46), total=params.max_tokens, state="waiting")
+        for chat in chats
+    ]
+    start = time.perf_counter()
+    outputs = []
+    with progress:
+        for i, prompt in enumerate(prompts):
+            outputs.append(llm.engine.add_request(f"demo-{i}", prompt, params))
+        while llm.engine.has_unfinished:
+            for update in llm.engine.step():
+                bar = bars[int(update.request_id.removeprefix("demo-"))]
+                progress.update(bar, advance=1, state="running")
+                if update.finish_reason:
+                    progress.update(bar, state=f"done ({update.finish_reason.value})")
+                    progress.stop_task(bar)
+    return outputs, time.perf_counter() - start
+
+
+def _print_table(
+    console: Console,
+    chats: list[str],
+    outputs: list[RequestOutput],
+    seconds: float,
+    num_steps: int,
+    llm: LLM,
+) -> None:
+    table = Table(title="\nWhat it took", title_justify="left")
+    table.add_column("chat")
+    for name in ("prompt", "from cache", "TTFT s", "tokens", "tokens/s", "ended by"):
+        table.add_column(name, justify="right")
+    for chat, output in zip(chats, outputs):
+        metrics, completion = output.metrics, output.outputs[0]
+        assert metrics.finished_time is not None and metrics.time_to_first_token is not None
+        count = len(completion.token_ids)
+        table.add_row(
+            chat[:40],
+            str(len(output.prompt_token_ids)),
+            str(output.num_cached_tokens),
+            f"{metrics.time_to_first_token:.2f}",
+            str(count),
+            f"{count / (metrics.finished_time - metrics.arrival_time):.1f}",
+            completion.finish_reason.value if completion.finish_reason else "",
+        )
+    console.print(table)
+    stats = llm.stats()
+    count = sum(len(o.outputs[0].token_ids) for o in outputs)
+    facts = Table(show_header=False, box=None)
+    facts.add_column(style="bold")
+    facts.add_column(justify="right")
+    block = llm.engine.config.block_size
+    facts.add_row("tokens generated", f"{count} in {seconds:.2f} s")
+    facts.add_row("tokens/s, all chats together", f"{count / seconds:.1f}")
+    facts.add_row("steps", str(num_steps))
+    facts.add_row("blocks used at most", f"{stats.max_used_blocks} of {block} tokens")
+    facts.add_row("of them shared by several chats", str(stats.max_shared_blocks))
+    cached = sum(output.num_cached_tokens for output in outputs)
+    facts.add_row("prompt tokens not recomputed", str(cached))
+    facts.add_row("whole-pool copies", str(stats.pool_copies))
+    console.print(facts)
+
+
+def _compare(
+    console: Console,
+    llm: LLM,
+    model: LoadedModel,
+    prompts: list[list[int]],
+    outputs: list[RequestOutput],
+    seconds: float,
+    max_tokens: int,
+) -> bool:
+    """Does the same with mlx-lm. Returns whether every greedy token agrees with its dense path."""
+    console.print("\nThe same work by mlx-lm, same weights, same process, same BLAS ...")
+    eos = set(llm.tokenizer.eos_token_ids)
+    ours = [[t for t in o.outputs[0].token_ids if t not in eos] for o in outputs]
+    expected, alone = one_by_one(model, prompts, max_tokens)
+    _, together = batched(model, prompts, max_tokens)
+    for name, taken in (("one by one", alone), ("BatchGenerator", together)):
+        console.print(
+            f"  {'mlx-lm, ' + name:24} {taken:6.2f} s   "
+            f"mlx_paged is [bold]{taken / seconds:.1f}x[/bold] as fast"
+        )
+    agreeing = sum(mine == theirs for mine, theirs in zip(ours, expected))
+    agrees = agreeing == len(prompts)
+    color, count = ("green", "all") if agrees else ("red", f"only {agreeing} of")
+    console.print(
+        f"[{color}]Greedy tokens agree with mlx-lm's dense path in {count} {len(prompts)} chats."
+        f"[/{color}]"
+    )
+    return agrees
+
+
+def _shared_prefix(prompts: list[list[int]]) -> int:
+    """How many first tokens all prompts have in common."""
+    columns = zip(*prompts)
+    return sum(1 for _ in itertools.takewhile(lambda column: len({*column}) == 1, columns))
+
+
+# --- mlx-lm on the same weights, in the same process ----------------------------------------------
+
+
+def one_by_one(
+    model: LoadedModel, prompts: list[list[int]], max_tokens: int
+) -> tuple[list[list[int]], float]:
+    """mlx-lm's `generate_step`, a prompt at a time: its dense path.
+
+    Returns:
+        The greedy tokens of each prompt, without the end token, and the seconds of all prompts.
+    """
+    import mlx.core as mx
+    from mlx_lm.generate import generate_step
+
+    answers = []
+    start = time.perf_counter()
+    for prompt in prompts:
+        answer: list[int] = []
+        for token, _ in generate_step(mx.array(prompt), model.model, max_tokens=max_tokens):
+            if token in model.tokenizer.eos_token_ids:
+                break
+            answer.append(int(token))
+        answers.append(answer)
+    return answers, time.perf_counter() - start
+
+
+def batched(
+    model: LoadedModel, prompts: list[list[int]], max_tokens: int
+) -> tuple[list[list[int]], float]:
+    """mlx-lm's `BatchGenerator`, all prompts at once; otherwise like `one_by_one`."""
+    from mlx_lm.generate import batch_generate
+
+    start = time.perf_counter()
+    response = batch_generate(
+        model.model, model.tokenizer, prompts, max_tokens=max_tokens, return_token_ids=True
+    )
+    return response.token_ids, time.perf_counter() - start

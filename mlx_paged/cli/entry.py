@@ -1,13 +1,16 @@
-"""How every verb ends: its exit status, one line for an error, `--debug` for the traceback."""
+"""How every verb ends: exit status, one line for an error, `--debug` for the traceback, Ctrl-C."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -19,10 +22,10 @@ DEBUG_VARIABLE = "MLX_PAGED_DEBUG"
 
 
 class ExitCode(IntEnum):
-    """What a process of ours ends with."""
+    """Exit status of the program."""
 
     OK = 0
-    FAILED = 1  # an error that is told on stderr, or nobody reads our output any more
+    FAILED = 1  # an error that is printed on stderr, or the reader of our output closed it
     USAGE = 2
     INTERRUPTED = 130  # Ctrl-C
 
@@ -45,19 +48,19 @@ def run(app: typer.Typer) -> None:
 
 
 def status_of(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line; returns its exit status, with any error told on stderr."""
+    """Runs a command line; returns its exit status. Errors are printed on stderr."""
     _Debug.on = False
     try:
         command: Any = _with_debug(typer.main.get_command(app))
         status = command.main(arguments, prog_name=PROGRAM, standalone_mode=False)
         if status == ExitCode.INTERRUPTED:
-            tell("interrupted")
+            print_line("interrupted")
         return status if isinstance(status, int) else ExitCode.OK
     except KeyboardInterrupt:
-        tell("interrupted")
+        print_line("interrupted")
         return ExitCode.INTERRUPTED
     except typer.Abort:
-        tell("aborted")
+        print_line("aborted")
         return ExitCode.FAILED
     except BrokenPipeError:
         _drop_output()
@@ -66,24 +69,24 @@ def status_of(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
         return _misused(error)
     except MlxPagedError as error:
         _trace()
-        tell(str(error))
+        print_line(str(error))
         return ExitCode.FAILED
     except Exception as error:
         _trace()
         if _follows_interrupt(error):
-            tell("interrupted")
+            print_line("interrupted")
             return ExitCode.INTERRUPTED
         hint = "" if _Debug.on else "; run with --debug for the traceback"
-        tell(f"internal error: {type(error).__name__}: {error}{hint}")
+        print_line(f"internal error: {type(error).__name__}: {error}{hint}")
         return ExitCode.FAILED
 
 
 @contextlib.contextmanager
 def needs_extra(extra: str, what: str) -> Iterator[None]:
-    """Around imports: a package that is missing is told with the command that installs it.
+    """Around imports: the error for a missing package names the command that installs it.
 
     Args:
-        extra: the optional dependencies that have it.
+        extra: the optional dependencies that include it.
         what: what needs it, for the message.
 
     Raises:
@@ -100,14 +103,32 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
         ) from error
 
 
-def tell(message: str) -> None:
+@contextlib.contextmanager
+def deferred_interrupt() -> Iterator[threading.Event]:
+    """Ctrl-C only sets the event; the caller checks it between two steps of the engine.
+
+    An exception in the middle of a step would leave the engine in an inconsistent state.
+    """
+    interrupted = threading.Event()
+
+    def handle(_: int, __: FrameType | None) -> None:
+        interrupted.set()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def print_line(message: str) -> None:
     """One line on stderr."""
     with contextlib.suppress(BrokenPipeError):
         print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
 
 
 def _follows_interrupt(error: BaseException) -> bool:
-    """Whether Ctrl-C came first: what it broke off may fail while it is being left."""
+    """Whether Ctrl-C came first: the interrupted code may raise other errors on its way out."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, KeyboardInterrupt):
         seen = seen.__context__
@@ -115,13 +136,13 @@ def _follows_interrupt(error: BaseException) -> bool:
 
 
 def _misused(error: typer.TyperException) -> int:
-    """A command line that makes no sense; no arguments at all are answered with the help."""
+    """Wrong usage is one line; without any arguments, the help is shown."""
     message = error.format_message()
     context = getattr(error, "ctx", None)
     path = PROGRAM if context is None else context.command_path
     if type(error).__name__ != "NoArgsIsHelpError":
         _trace()
-        tell(f"{message.rstrip('.')} (see '{path} --help')")
+        print_line(f"{message.rstrip('.')} (see '{path} --help')")
     elif message:
         print(message, file=sys.stderr)
     return error.exit_code
@@ -133,7 +154,7 @@ def _trace() -> None:
 
 
 def _drop_output() -> None:
-    """Nobody reads: the interpreter's last flush must not complain."""
+    """The reader is gone: the last flush of the interpreter must not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -142,7 +163,7 @@ def _set_debug(on: bool) -> None:
 
 
 def _with_debug(command: Any) -> Any:
-    """Adds ``--debug`` to a command and to all below it, so that it may stand anywhere."""
+    """Adds ``--debug`` to a command and to all commands below it."""
     parameters = typer.main.get_command(_debug_app).params
     [option] = [parameter for parameter in parameters if parameter.name == "debug"]
     pending = [command]

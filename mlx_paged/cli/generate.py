@@ -9,9 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlx_paged.cli import options
-from mlx_paged.cli.entry import needs_extra
-from mlx_paged.cli.interrupts import deferred_interrupt
+from mlx_paged.cli.entry import deferred_interrupt, needs_extra
+from mlx_paged.cli.options import (
+    AsyncScheduling,
+    KVCacheMemory,
+    MaxModelLen,
+    MaxNumSeqs,
+    Model,
+    SamplingOptions,
+    SystemPrompt,
+    given,
+    option,
+    refuse,
+    with_options,
+)
 from mlx_paged.errors import MlxPagedError
 
 if TYPE_CHECKING:
@@ -20,15 +31,28 @@ if TYPE_CHECKING:
     from mlx_paged.engine.sampling_params import SamplingParams
 
 _BATCH = "Batch"
-# What a batch takes from the command line; everything else stands in its lines.
+# Options that apply to a batch; everything else is in its lines.
 _OF_BATCH = frozenset(
     {"input", "output", "overwrite", "served_model_name", "model", "max_num_seqs",
      "max_model_len", "kv_cache_memory", "async_scheduling", "progress"}
 )  # fmt: skip
 _ONLY_BATCH = ("output", "overwrite", "served_model_name")
+_GREEDY = SamplingOptions(
+    max_tokens=256,
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    min_tokens=0,
+)
 
 
+@with_options()
 def generate(
+    *,
     context: typer.Context,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="What to answer. Repeatable.")
@@ -37,7 +61,7 @@ def generate(
         list[Path] | None,
         typer.Option("--file", "-f", help="File that is a prompt; '-': stdin. Repeatable."),
     ] = None,
-    system_prompt: options.SystemPrompt = None,
+    system_prompt: SystemPrompt = None,
     ignore_chat_template: Annotated[
         bool,
         typer.Option(
@@ -52,50 +76,26 @@ def generate(
     ] = None,
     input: Annotated[
         Path | None,
-        typer.Option(
-            "--input", "-i", rich_help_panel=_BATCH,
-            help="JSONL file of requests in OpenAI's batch format; '-': stdin.",
-        ),
+        option(_BATCH, "JSONL file of requests in OpenAI's batch format; '-': stdin.",
+               "--input", "-i"),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", rich_help_panel=_BATCH, show_default="stdout",
-            help="JSONL file of answers; lines that it has already are not done again.",
-        ),
+        option(_BATCH, "JSONL file of answers; lines that it has already are not done again.",
+               "--output", "-o", show_default="stdout"),
     ] = None,
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", rich_help_panel=_BATCH, help="Begin the output anew."),
-    ] = False,
+    overwrite: Annotated[bool, option(_BATCH, "Begin the output anew.", "--overwrite")] = False,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(
-            rich_help_panel=_BATCH, show_default="the model's path or id",
-            help="What a line may give as `model`. Repeatable; the first one is in answers.",
-        ),
+        option(_BATCH, "What a line may give as `model`. Repeatable; the first one is in answers.",
+               show_default="the model's path or id"),
     ] = None,
-    max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    min_tokens: options.MinTokens = 0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    model: options.Model = None,
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Most sequences that run at once.", rich_help_panel="Model and engine"
-        ),
-    ] = 256,
-    kv_cache_memory: options.KVCacheMemory = None,
-    async_scheduling: options.AsyncScheduling = True,
+    sampling: SamplingOptions = _GREEDY,
+    model: Model = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = 256,
+    kv_cache_memory: KVCacheMemory = None,
+    async_scheduling: AsyncScheduling = True,
 ) -> None:  # fmt: skip
     """Answer prompts, or all requests of a batch file, as many at once as there is memory for.
 
@@ -109,18 +109,16 @@ def generate(
     The last one runs a batch in OpenAI's format. Interrupted, it goes on where it stopped when the
     same command is given again.
     """
-    from mlx_paged.engine.sampling_params import SamplingParams
-
     engine_options = {
         "max_num_seqs": max_num_seqs,
         "async_scheduling": async_scheduling,
-        **options.given(max_model_len=max_model_len, kv_cache_memory=kv_cache_memory),
+        **given(max_model_len=max_model_len, kv_cache_memory=kv_cache_memory),
     }
     if input is not None:
         others = context.params.keys() - _OF_BATCH
-        options.refuse(context, others, "it has no use with --input: the lines say it")
+        refuse(context, others, "it has no use with --input: the lines say it")
         with needs_extra("server", "a batch"):
-            from mlx_paged.cli.batch import run as batch
+            from mlx_paged.cli import batch
         batch.run(
             batch.Batch(
                 _unless_dash(input),
@@ -133,26 +131,12 @@ def generate(
             )
         )
         return
-    options.refuse(context, _ONLY_BATCH, "it needs --input: it is for a batch")
+    refuse(context, _ONLY_BATCH, "it needs --input: it is for a batch")
     prompts = _prompts(context, prompt or [], file or [], keep_breaks=ignore_chat_template)
-    params = SamplingParams(
-        n=n,
-        **options.given(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            min_tokens=min_tokens,
-            seed=seed,
-            stop=stop,
-        ),
-    )
     from mlx_paged.engine.llm import LLM
+    from mlx_paged.engine.sampling_params import SamplingParams
 
+    params = SamplingParams(n=n, **given(**vars(sampling)))
     llm = LLM(model, **engine_options)
     _answer(llm, prompts, params, system_prompt, chat=not ignore_chat_template, progress=progress)
 

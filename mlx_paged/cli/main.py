@@ -9,7 +9,7 @@ import typer
 from mlx_paged import __version__, unpatch
 from mlx_paged.cli import entry
 from mlx_paged.cli.bench import bench
-from mlx_paged.cli.chat import chat
+from mlx_paged.cli.chat.verb import chat
 from mlx_paged.cli.demo import demo
 from mlx_paged.cli.doctor import doctor
 from mlx_paged.cli.generate import generate

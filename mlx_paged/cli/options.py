@@ -1,90 +1,93 @@
-"""Options that several verbs share."""
+"""Options of the verbs: groups of them, the ones that several verbs share, and files of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterable
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
+ENV_PREFIX = "MLX_PAGED"
+ENGINE = "Model and engine"
 _SAMPLING = "Sampling"
-_ENGINE = "Model and engine"
 
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help="Model directory or Hugging Face id.",
-        show_default="the embedded model",
-        rich_help_panel=_ENGINE,
-    ),
-]
-MaxModelLen = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Most tokens of prompt and answer.",
-        show_default="what the model was made for",
-        rich_help_panel=_ENGINE,
-    ),
-]
-KVCacheMemory = Annotated[
-    int | None,
-    typer.Option(
-        "--kv-cache-memory",
-        min=1,
-        help="Bytes of the KV cache.",
-        show_default="from memory",
-        rich_help_panel=_ENGINE,
-    ),
-]
-AsyncScheduling = Annotated[
-    bool,
-    typer.Option(
-        "--async-scheduling/--no-async-scheduling",
-        help="Plan and launch a step while the one before it still runs; the tokens are the same.",
-        rich_help_panel=_ENGINE,
-    ),
-]
+DType = Literal["auto", "float32", "float16", "bfloat16"]
+#: How a chat draws answers.
+Markup = Literal["auto", "markdown", "code", "plain"]
 
-SystemPrompt = Annotated[str | None, typer.Option(help="System message of the chat.")]
-MaxTokens = Annotated[
-    int | None, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=_SAMPLING)
-]
-Temperature = Annotated[
-    float | None, typer.Option(min=0.0, help="0 is greedy.", rich_help_panel=_SAMPLING)
-]
-TopK = Annotated[
-    int | None,
-    typer.Option(help="Sample among the k likeliest; 0: all.", rich_help_panel=_SAMPLING),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(help="Sample among the likeliest that sum to this.", rich_help_panel=_SAMPLING),
-]
-MinP = Annotated[
-    float | None,
-    typer.Option(help="Least share of the likeliest one's chance.", rich_help_panel=_SAMPLING),
-]
-RepetitionPenalty = Annotated[
-    float | None, typer.Option(help="Above 1 discourages repeats.", rich_help_panel=_SAMPLING)
-]
-PresencePenalty = Annotated[
-    float | None, typer.Option(help="Off the logits of tokens used.", rich_help_panel=_SAMPLING)
-]
-FrequencyPenalty = Annotated[
-    float | None, typer.Option(help="The same for each use.", rich_help_panel=_SAMPLING)
-]
-MinTokens = Annotated[
-    int | None, typer.Option(help="Least tokens of an answer.", rich_help_panel=_SAMPLING)
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(help="Makes sampled answers repeatable.", rich_help_panel=_SAMPLING),
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(help="Ends an answer. Repeatable.", rich_help_panel=_SAMPLING),
-]
+
+def option(panel: str | None, help: str, *names: str, **more: Any) -> Any:
+    """An option under a heading of ``--help``; without `names` the parameter's name is the flag."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
+def with_options(*, environment: bool = False) -> Callable[[Callable[..., None]], Any]:
+    """Lets a verb take groups of options, each as one parameter.
+
+    A group is a dataclass whose fields are annotated as parameters of a verb are. Typer sees its
+    fields in the place of the parameter. The parameter's default is the group with the defaults of
+    this verb; without one, the defaults of the fields hold.
+
+    Args:
+        environment: each option of a group can be set in the environment, by a variable that
+            follows from its flag.
+    """
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        groups: dict[str, Any] = {}
+        parameters: list[inspect.Parameter] = []
+        for each in inspect.signature(verb, eval_str=True).parameters.values():
+            if is_dataclass(each.annotation):
+                group: Any = each.annotation
+                groups[each.name] = group
+                default = group() if each.default is each.empty else each.default
+                parameters += _parameters(default, environment)
+            else:
+                parameters.append(each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+        @functools.wraps(verb)
+        def with_groups(**given: Any) -> None:
+            for name, group in groups.items():
+                given[name] = group(**{f.name: given.pop(f.name) for f in fields(group)})
+            verb(**given)
+
+        with_groups.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        with_groups.__annotations__ = {each.name: each.annotation for each in parameters}
+        return with_groups
+
+    return decorate
+
+
+def _parameters(group: Any, environment: bool) -> list[inspect.Parameter]:
+    """A verb's parameters for the fields of a group, whose values are the defaults."""
+    made = []
+    for name, hint in get_type_hints(type(group), include_extras=True).items():
+        kind, info = hint.__origin__, copy(hint.__metadata__[0])
+        if environment:
+            flag = info.default if isinstance(info.default, str) else name
+            variable = flag.partition("/")[0].removeprefix("--").replace("-", "_").upper()
+            info.envvar, info.show_envvar = f"{ENV_PREFIX}_{variable}", False
+        made.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=getattr(group, name),
+                annotation=Annotated[kind, info],
+            )
+        )
+    return made
+
+
+def fields_of(kind: type, options: Any) -> dict[str, Any]:
+    """The fields of a dataclass that a group of options has too, with the group's values."""
+    names = [f.name for f in fields(kind) if hasattr(options, f.name)]
+    return {name: getattr(options, name) for name in names}
 
 
 def given(**values: Any) -> dict[str, Any]:
@@ -92,14 +95,115 @@ def given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value not in (None, [])}
 
 
-def on_command_line(context: typer.Context) -> list[str]:
-    """The parameters that were written, not left at their defaults."""
-    sources = ((name, context.get_parameter_source(name)) for name in context.params)
-    return [name for name, source in sources if getattr(source, "name", "") == "COMMANDLINE"]
-
-
 def refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
-    """Refuses options that mean nothing beside others, rather than ignoring them."""
-    for name in set(on_command_line(context)).intersection(names):
-        [flag] = [p.opts[0] for p in context.command.params if p.name == name]
-        raise typer.BadParameter(reason, param_hint=flag)
+    """Refuses options of the command line that have no effect beside others."""
+    for name in sorted(set(context.params).intersection(names)):
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
+            [flag] = [p.opts[0] for p in context.command.params if p.name == name]
+            raise typer.BadParameter(reason, param_hint=flag)
+
+
+# --- Options that several verbs share -------------------------------------------------------------
+
+Model = Annotated[
+    str | None,
+    option(ENGINE, "Model directory or Hugging Face id.", show_default="the embedded model"),
+]
+MaxModelLen = Annotated[
+    int | None,
+    option(
+        ENGINE,
+        "Most tokens of prompt and answer.",
+        min=1,
+        show_default="what the model was made for",
+    ),
+]
+MaxNumSeqs = Annotated[int, option(ENGINE, "Most sequences that run at once.", min=1)]
+KVCacheMemory = Annotated[
+    int | None,
+    option(
+        ENGINE, "Bytes of the KV cache.", "--kv-cache-memory", min=1, show_default="from memory"
+    ),
+]
+AsyncScheduling = Annotated[
+    bool,
+    option(
+        ENGINE,
+        "Plan and launch a step while the one before it still runs; the tokens are the same.",
+        "--async-scheduling/--no-async-scheduling",
+    ),
+]
+SystemPrompt = Annotated[str | None, option(None, "System message of the chat.")]
+MaxTokens = Annotated[int | None, option(_SAMPLING, "Most tokens of an answer.", min=1)]
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Fields of `SamplingParams`; None: not given."""
+
+    max_tokens: MaxTokens = None
+    temperature: Annotated[float | None, option(_SAMPLING, "0 is greedy.", min=0.0)] = None
+    top_k: Annotated[int | None, option(_SAMPLING, "Sample among the k likeliest; 0: all.")] = None
+    top_p: Annotated[
+        float | None, option(_SAMPLING, "Sample among the likeliest that sum to this.")
+    ] = None
+    min_p: Annotated[
+        float | None, option(_SAMPLING, "Least share of the likeliest one's chance.")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, option(_SAMPLING, "Above 1 discourages repeats.")
+    ] = None
+    presence_penalty: Annotated[
+        float | None, option(_SAMPLING, "Off the logits of tokens used.")
+    ] = None
+    frequency_penalty: Annotated[float | None, option(_SAMPLING, "The same for each use.")] = None
+    min_tokens: Annotated[int | None, option(_SAMPLING, "Least tokens of an answer.")] = None
+    seed: Annotated[int | None, option(_SAMPLING, "Makes sampled answers repeatable.")] = None
+    stop: Annotated[list[str] | None, option(_SAMPLING, "Ends an answer. Repeatable.")] = None
+
+
+# --- Files of options -----------------------------------------------------------------------------
+
+
+def read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Makes a YAML file's entries the defaults; the command line and the environment win."""
+    if path is None:
+        return None
+    import yaml
+
+    try:
+        entries = yaml.safe_load(path.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error}") from error
+    if not isinstance(entries, dict):
+        raise typer.BadParameter(f"{path} must hold options as `name: value`")
+    parameters = _by_name(context.command)
+    defaults: dict[str, Any] = {}
+    for key, value in entries.items():
+        found, is_negated = parameters.get(str(key).replace("-", "_"), (None, False))
+        if found is None or found.name == "config":
+            raise typer.BadParameter(f"{path}: there is no option {key!r}")
+        if is_negated:
+            if not isinstance(value, bool):
+                raise typer.BadParameter(f"{path}: {key} must be true or false but is {value!r}")
+            defaults[found.name] = not value
+        elif isinstance(value, dict):
+            defaults[found.name] = json.dumps(value)  # what the command line takes as JSON
+        elif isinstance(value, (list, tuple)):
+            defaults[found.name] = [str(v) for v in value]
+        else:
+            several = getattr(found, "multiple", False)
+            defaults[found.name] = [str(value)] if several else value
+    context.default_map = {**(context.default_map or {}), **defaults}
+    return path
+
+
+def _by_name(command: Any) -> dict[str, tuple[Any, bool]]:
+    """A command's parameters by each of their names, and whether that name turns them off."""
+    found: dict[str, tuple[Any, bool]] = {}
+    for parameter in command.params:
+        for names, is_negated in ((parameter.opts, False), (parameter.secondary_opts, True)):
+            for name in names:
+                found[name.lstrip("-").replace("-", "_")] = parameter, is_negated
+        found[parameter.name] = parameter, False
+    return found

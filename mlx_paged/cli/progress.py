@@ -1,4 +1,4 @@
-"""A progress bar on stderr, for people: none where stderr is no terminal."""
+"""A progress bar on stderr, for people: none where stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextlib.contextmanager
 def progress_bar(
-    name: str, total: int, *, done: int = 0, shown: bool | None = None
-) -> Iterator[Callable[[], None]]:
-    """Yields what advances the bar by one. Log lines are printed above it.
+    name: str, total: int, *, done: int = 0, shown: bool | None = None, passive: bool = False
+) -> Iterator[Callable[..., None]]:
+    """Yields ``advance(steps=1, name=...)``. Log lines are printed above the bar.
 
     Args:
         done: how many of `total` were done before.
         shown: None: on a terminal.
+        passive: draw only when it advances, without a thread that would take time from what is
+            measured, and remove the bar in the end.
     """
     console = Console(stderr=True, highlight=False)
     if shown is None:
@@ -28,10 +30,23 @@ def progress_bar(
     handler.setLevel(logging.WARNING)
     logger = logging.getLogger("mlx_paged")
     logger.addHandler(handler)
-    columns = TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not shown,
+        transient=passive,
+        auto_refresh=not passive,
+    )
     try:
-        with Progress(*columns, console=console, disable=not shown) as progress:
+        with progress:
             bar = progress.add_task(name, total=total, completed=done)
-            yield lambda: progress.advance(bar)
+
+            def advance(steps: int = 1, name: str | None = None) -> None:
+                progress.update(bar, advance=steps, description=name, refresh=passive)
+
+            yield advance
     finally:
         logger.removeHandler(handler)

@@ -3,56 +3,249 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
-from mlx_paged.cli import serve_options as options
-from mlx_paged.cli.serve_options import DType, LogFormat, LogLevel, Policy
-from mlx_paged.errors import InvalidParameterError, MlxPagedError
+import typer
+
+from mlx_paged.cli.entry import needs_extra
+from mlx_paged.cli.options import ENV_PREFIX, DType, fields_of, option, read_config, with_options
+from mlx_paged.errors import InvalidParameterError
+
+_MODEL, _CACHE, _SCHED = "Model", "KV cache and memory", "Scheduling"
+_NET, _LIMITS, _LOGS, _API = "Network and access", "Limits", "Logs", "API"
 
 
+@dataclass(frozen=True)
+class ServeOptions:
+    """Fields of `EngineConfig` and `ServerConfig` under their names, and what only `serve` has."""
+
+    served_model_names: Annotated[
+        list[str] | None,
+        option(
+            _MODEL,
+            "Name in the API. Repeatable; the first one is in answers.",
+            "--served-model-name",
+            show_default="the model's path or id",
+        ),
+    ] = None
+    dtype: Annotated[
+        DType, option(_MODEL, "Type of the weights; auto: as they are, float32 on the CPU.")
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        option(
+            _MODEL,
+            "Most tokens of prompt and answer.",
+            min=1,
+            show_default="what the model was made for",
+        ),
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        option(
+            _MODEL, "Jinja file (or source) instead of the model's.", show_default="the model's"
+        ),
+    ] = None
+    generation_config: Annotated[
+        str,
+        option(
+            _MODEL,
+            "Defaults of requests: auto: the model's generation_config.json; vllm: none; or a "
+            "directory that has one.",
+        ),
+    ] = "auto"
+    override_generation_config: Annotated[
+        str,
+        option(
+            _MODEL,
+            'JSON object: entries in place of those, such as {"temperature": 0.5}. '
+            "max_new_tokens limits every answer.",
+        ),
+    ] = "{}"
+    trust_request_chat_template: Annotated[
+        bool,
+        option(
+            _MODEL,
+            "Let requests bring templates of their own: code that may run for ever.",
+            "--trust-request-chat-template",
+        ),
+    ] = False
+    block_size: Annotated[int, option(_CACHE, "Tokens of a KV block: 8, 16, 32 or 64.")] = 32
+    gpu_memory_utilization: Annotated[
+        float | None,
+        option(
+            _CACHE,
+            "Share of device memory for weights, activations and KV cache.",
+            show_default="0.9 on a GPU",
+        ),
+    ] = None
+    kv_cache_memory: Annotated[
+        int | None,
+        option(
+            _CACHE,
+            "Bytes of the KV cache, instead of a share.",
+            min=1,
+            show_default="4 GiB on the CPU",
+        ),
+    ] = None
+    num_gpu_blocks_override: Annotated[
+        int | None,
+        option(_CACHE, "Blocks of the KV cache, instead.", min=2, show_default="from memory"),
+    ] = None
+    typical_context_len: Annotated[
+        int | None,
+        option(
+            _CACHE,
+            "Tokens of a typical sequence: splits the memory between full attention and "
+            "windows or recurrent layers.",
+            min=1,
+            show_default="4096, or four windows",
+        ),
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool,
+        option(
+            _CACHE,
+            "Share equal beginnings of prompts.",
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+        ),
+    ] = True
+    disable_hybrid_kv_cache_manager: Annotated[
+        bool,
+        option(
+            _CACHE,
+            "Keep blocks that a layer's window has left behind; for comparisons.",
+            "--disable-hybrid-kv-cache-manager",
+        ),
+    ] = False
+    max_num_seqs: Annotated[int, option(_SCHED, "Most sequences that run at once.", min=1)] = 256
+    max_num_batched_tokens: Annotated[int, option(_SCHED, "Most tokens of one step.", min=1)] = 2048
+    long_prefill_token_threshold: Annotated[
+        int | None,
+        option(
+            _SCHED,
+            "Prompts with more tokens left get at most this many a step; 0: no such limit.",
+            min=0,
+            show_default="half of --max-num-batched-tokens",
+        ),
+    ] = None
+    watermark: Annotated[
+        float, option(_SCHED, "Share of the blocks kept free for running sequences.")
+    ] = 0.01
+    enable_chunked_prefill: Annotated[
+        bool,
+        option(
+            _SCHED,
+            "Compute long prompts in parts, between the tokens of others.",
+            "--enable-chunked-prefill/--no-enable-chunked-prefill",
+        ),
+    ] = True
+    policy: Annotated[
+        Literal["fcfs", "priority"], option(_SCHED, "Who is served first.", "--scheduling-policy")
+    ] = "fcfs"
+    async_scheduling: Annotated[
+        bool,
+        option(
+            _SCHED,
+            "Plan a step while the one before it runs.",
+            "--async-scheduling/--no-async-scheduling",
+        ),
+    ] = True
+    max_num_waiting: Annotated[
+        int, option(_LIMITS, "Most sequences that may wait; more get 429.", "--max-queue", min=1)
+    ] = 1024
+    request_timeout: Annotated[
+        float | None,
+        option(
+            _LIMITS,
+            "Seconds until an unfinished request gets 408.",
+            min=0.001,
+            show_default="no limit",
+        ),
+    ] = None
+    read_timeout: Annotated[
+        float, option(_LIMITS, "Seconds to send a head, then a body, or to take a chunk.", min=0.1)
+    ] = 60.0
+    max_body_size: Annotated[int, option(_LIMITS, "Most bytes of a body; more get 413.", min=1)] = (
+        16 << 20
+    )
+    max_logprobs: Annotated[
+        int, option(_LIMITS, "Most alternatives a request may ask for.", min=0, max=20)
+    ] = 20
+    shutdown_timeout: Annotated[
+        float, option(_LIMITS, "Seconds for running requests after SIGTERM.", min=0)
+    ] = 30.0
+    strict_requests: Annotated[
+        bool, option(_API, "Refuse unknown fields instead of logging them.", "--strict-requests")
+    ] = False
+    stream_interval: Annotated[int, option(_API, "Tokens of a streamed chunk.", min=1)] = 1
+    serve_page: Annotated[bool, option(_API, "Serve the chat page at /.", "--page/--no-page")] = (
+        True
+    )
+    host: Annotated[str, option(_NET, "Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, option(_NET, "Port; 0: any that is free.", min=0, max=65535)] = 8000
+    api_keys: Annotated[
+        list[str] | None,
+        option(
+            _NET,
+            "Key that requests need. Repeatable.",
+            "--api-key",
+            show_default="none: open to all",
+        ),
+    ] = None
+    allowed_origins: Annotated[
+        list[str] | None,
+        option(
+            _NET,
+            "Origin of browser pages that may call. Repeatable; '*': any.",
+            show_default="its own",
+        ),
+    ] = None
+    root_path: Annotated[str, option(_NET, "Path under which a proxy shows the server.")] = ""
+    ssl_keyfile: Annotated[
+        Path | None, option(_NET, "Private key, PEM.", exists=True, dir_okay=False)
+    ] = None
+    ssl_certfile: Annotated[
+        Path | None, option(_NET, "Certificate, PEM: serve HTTPS.", exists=True, dir_okay=False)
+    ] = None
+    log_requests: Annotated[
+        bool, option(_LOGS, "One line a request.", "--enable-log-requests/--disable-log-requests")
+    ] = True
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error", "critical"], option(_LOGS, "Least severity.")
+    ] = "info"
+    log_format: Annotated[Literal["text", "json"], option(_LOGS, "Form of a line.")] = "text"
+    log_config: Annotated[
+        Path | None,
+        option(_LOGS, "Logging configuration, YAML or JSON, instead.", exists=True, dir_okay=False),
+    ] = None
+
+
+@with_options(environment=True)
 def serve(
-    model: options.Model = None,
-    config: options.ConfigFile = None,
-    served_model_name: options.ServedModelName = None,
-    dtype: options.WeightType = DType.AUTO,
-    max_model_len: options.MaxModelLen = None,
-    chat_template: options.ChatTemplate = None,
-    generation_config: options.GenerationConfig = "auto",
-    override_generation_config: options.OverrideGenerationConfig = "{}",
-    trust_request_chat_template: options.TrustRequestChatTemplate = False,
-    block_size: options.BlockSize = 32,
-    gpu_memory_utilization: options.GpuMemoryUtilization = None,
-    kv_cache_memory: options.KvCacheMemory = None,
-    num_gpu_blocks_override: options.NumGpuBlocksOverride = None,
-    typical_context_len: options.TypicalContextLen = None,
-    enable_prefix_caching: options.EnablePrefixCaching = True,
-    disable_hybrid_kv_cache_manager: options.DisableHybridKvCacheManager = False,
-    max_num_seqs: options.MaxNumSeqs = 256,
-    max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
-    enable_chunked_prefill: options.EnableChunkedPrefill = True,
-    scheduling_policy: options.SchedulingPolicy = Policy.FCFS,
-    async_scheduling: options.AsyncScheduling = True,
-    max_queue: options.MaxQueue = 1024,
-    request_timeout: options.RequestTimeout = None,
-    read_timeout: options.ReadTimeout = 60.0,
-    max_body_size: options.MaxBodySize = 16 << 20,
-    max_logprobs: options.MaxLogprobs = 20,
-    shutdown_timeout: options.ShutdownTimeout = 30.0,
-    strict_requests: options.StrictRequests = False,
-    stream_interval: options.StreamInterval = 1,
-    page: options.Page = True,
-    host: options.Host = "127.0.0.1",
-    port: options.Port = 8000,
-    api_key: options.ApiKey = None,
-    allowed_origins: options.AllowedOrigins = None,
-    root_path: options.RootPath = "",
-    ssl_keyfile: options.SslKeyfile = None,
-    ssl_certfile: options.SslCertfile = None,
-    log_requests: options.LogRequests = True,
-    log_level: options.Severity = LogLevel.INFO,
-    log_format: options.LineFormat = LogFormat.TEXT,
-    log_config: options.LogConfig = None,
+    *,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Model directory or Hugging Face id.",
+            show_default="the embedded model",
+            envvar=f"{ENV_PREFIX}_MODEL",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file with any of these options; the command line and the environment win.",
+            is_eager=True,
+            callback=read_config,
+            exists=True,
+            dir_okay=False,
+            envvar=f"{ENV_PREFIX}_CONFIG",
+        ),
+    ] = None,
+    options: ServeOptions,
 ) -> None:
     """Serve a model with OpenAI's API, and a page to talk to it.
 
@@ -64,7 +257,7 @@ def serve(
     Every option can be set in the environment: --max-num-seqs is MLX_PAGED_MAX_NUM_SEQS there,
     and several values are separated by spaces.
     """
-    try:
+    with needs_extra("server", "the server"):
         from mlx_paged.server import logs
         from mlx_paged.server.config import (
             ServerConfig,
@@ -73,67 +266,37 @@ def serve(
             overrides_of,
         )
         from mlx_paged.server.run import serve as run
-    except ImportError as error:
-        raise MlxPagedError(
-            f"the server needs packages that are not installed ({error.name}): "
-            "pip install 'mlx-paged[server]'"
-        ) from error
     from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.engine.config import EngineConfig
 
-    logs.configure(log_level.value, log_format.value, log_config)
-    engine_options: dict[str, Any] = {
-        "block_size": block_size,
-        "num_gpu_blocks_override": num_gpu_blocks_override,
-        "kv_cache_memory": kv_cache_memory,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "typical_context_len": typical_context_len,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_num_waiting": max_queue,
-        "policy": scheduling_policy.value,
-        "enable_prefix_caching": enable_prefix_caching,
-        "disable_hybrid_kv_cache_manager": disable_hybrid_kv_cache_manager,
-        "enable_chunked_prefill": enable_chunked_prefill,
-        "async_scheduling": async_scheduling,
-    }
-    # What is wrong is told before the model is loaded.
+    logs.configure(options.log_level, options.log_format, options.log_config)
+    engine_options = fields_of(EngineConfig, options)
+    # Wrong options are refused before the model is loaded.
     checked = EngineConfig(**engine_options)
-    if max_model_len is not None:
-        checked.scheduler_config(max_model_len)
-    if (ssl_keyfile is None) != (ssl_certfile is None):
-        raise InvalidParameterError("ssl_keyfile", "given together with ssl_certfile", ssl_keyfile)
-    server_config = ServerConfig(
-        served_model_names=tuple(served_model_name or (default_model_name(model),)),
-        api_keys=_keys(api_key),
-        chat_template=_template(chat_template),
-        generation_config=generation_config,
-        override_generation_config=overrides_of(override_generation_config),
-        trust_request_chat_template=trust_request_chat_template,
-        max_logprobs=max_logprobs,
-        strict_requests=strict_requests,
-        stream_interval=stream_interval,
-        request_timeout=request_timeout,
-        read_timeout=read_timeout,
-        max_body_size=max_body_size,
-        shutdown_timeout=shutdown_timeout,
-        allowed_origins=tuple(allowed_origins or ()),
-        root_path=root_path,
-        log_requests=log_requests,
-        priority_scheduling=scheduling_policy is Policy.PRIORITY,
-        serve_page=page,
-    )
-    sampling = generation_config_of(generation_config)
+    if options.max_model_len is not None:
+        checked.scheduler_config(options.max_model_len)
+    if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
+        raise InvalidParameterError(
+            "ssl_keyfile", "given together with ssl_certfile", options.ssl_keyfile
+        )
+    server_options = fields_of(ServerConfig, options) | {
+        "served_model_names": tuple(options.served_model_names or (default_model_name(model),)),
+        "api_keys": _keys(options.api_keys),
+        "chat_template": _template(options.chat_template),
+        "override_generation_config": overrides_of(options.override_generation_config),
+        "allowed_origins": tuple(options.allowed_origins or ()),
+        "priority_scheduling": options.policy == "priority",
+    }
+    sampling = generation_config_of(options.generation_config)
     status = run(
         lambda: AsyncEngine.from_model(
-            model, dtype=dtype.value, generation_config=sampling, **engine_options
+            model, dtype=options.dtype, generation_config=sampling, **engine_options
         ),
-        server_config,
-        host=host,
-        port=port,
-        ssl_keyfile=ssl_keyfile,
-        ssl_certfile=ssl_certfile,
+        ServerConfig(**server_options),
+        host=options.host,
+        port=options.port,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
     )
     sys.exit(status)
 

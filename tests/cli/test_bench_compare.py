@@ -15,9 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 import mlx_paged
-from mlx_paged.cli.bench import environment, results
-from mlx_paged.cli.bench.kernels import compare, timing
-from mlx_paged.cli.bench.kernels.timing import Timing, Variant, interleaved
+from mlx_paged.cli.bench import results
+from mlx_paged.cli.bench.kernels import measure, report
+from mlx_paged.cli.bench.kernels.data import Variant
+from mlx_paged.cli.bench.kernels.measure import Timing, interleaved
 from mlx_paged.cli.main import app
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
@@ -58,19 +59,19 @@ def test_variants_take_turns_and_every_second_round_runs_backwards() -> None:
 def test_a_sample_is_as_many_launches_as_take_long_enough() -> None:
     clock = Clock()
     variants = [
-        clock.variant("short", timing.SAMPLE_SECONDS / 20),
+        clock.variant("short", measure.SAMPLE_SECONDS / 20),
         clock.variant("instant", 0.0),
         clock.variant("long", 0.1),
         clock.variant("large", 0.0, output_bytes=300),
     ]
     interleaved(variants, 3, most_output_bytes=1000, clock=clock)
     launches = dict(clock.log[-4:])
-    assert launches == {"short": 20, "instant": timing.MOST_LAUNCHES, "long": 1, "large": 3}
+    assert launches == {"short": 20, "instant": measure.MOST_LAUNCHES, "long": 1, "large": 3}
 
 
 def test_what_is_slow_gets_fewer_samples_spread_over_the_rounds() -> None:
     clock = Clock()
-    variants = [clock.variant("ours", 0.01), clock.variant("slow", timing.SECONDS_PER_VARIANT / 2)]
+    variants = [clock.variant("ours", 0.01), clock.variant("slow", measure.SECONDS_PER_VARIANT / 2)]
     found = interleaved(variants, 9, clock=clock)
     assert found["ours"].rounds == tuple(range(9))
     assert found["slow"].rounds == (0, 3, 6)
@@ -98,7 +99,7 @@ def test_spread_is_the_middle_half_over_the_median() -> None:
 
 
 def test_the_copy_copies_everything() -> None:
-    copy = timing.Copy("cpu", megabytes=3)
+    copy = measure.Copy("cpu", megabytes=3)
     assert copy.bytes == 2 * 3 << 20
     copy._source[:] = 7
     copy.variant.prepare(1)()
@@ -130,7 +131,7 @@ def run_of(*medians: float, width: float = 0.02, copy: float = 1e10, **where: An
 
 
 def verdicts(before: dict, after: dict) -> list[str]:
-    return [row["verdict"] for row in compare.compare(before, after)["results"]]
+    return [row["verdict"] for row in report.compare(before, after)["results"]]
 
 
 def test_a_difference_beyond_the_spread_counts() -> None:
@@ -152,9 +153,9 @@ def test_a_machine_that_was_slower_is_not_a_slower_kernel() -> None:
 
 def test_cases_of_one_file_only_and_other_machines_are_told() -> None:
     before, after = run_of(1.0, 1.0, 1.0), run_of(1.0, processor="y", load_average=7.0)
-    compared = compare.compare(before, after)
+    compared = report.compare(before, after)
     assert (len(compared["results"]), compared["only_before"], compared["only_after"]) == (1, 2, 0)
-    text = compare.text(compared)
+    text = report.comparison_table(compared)
     assert "2 cases are in the first file only" in text
     assert "processor was x and is y" in text
     assert "the second run began on a busy machine (load 7.0)" in text
@@ -221,7 +222,7 @@ def test_nothing_in_common_is_an_error(tmp_path) -> None:
 
 
 def test_the_environment_says_what_figures_mean() -> None:
-    found = environment.environment()
+    found = results.environment()
     assert json.loads(json.dumps(found)) == found
     assert set(found) == {"date", "command", "commit", "dirty", "machine", "build"}
     assert set(found["machine"]) == {
@@ -233,11 +234,11 @@ def test_an_installed_package_has_no_commit(tmp_path, monkeypatch) -> None:
     # The environment that it is installed in may lie in a checkout of something else.
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     monkeypatch.setattr(mlx_paged, "__file__", str(tmp_path / "lib" / "mlx_paged" / "__init__.py"))
-    environment.checkout.cache_clear()
+    results.checkout.cache_clear()
     try:
-        assert environment.checkout() == (None, None)
+        assert results.checkout() == (None, None)
     finally:
-        environment.checkout.cache_clear()
+        results.checkout.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -250,7 +251,7 @@ def test_an_installed_package_has_no_commit(tmp_path, monkeypatch) -> None:
 )
 def test_the_command_is_what_was_typed(monkeypatch, argv, expected) -> None:
     monkeypatch.setattr(sys, "argv", argv)
-    assert environment.command() == expected
+    assert results.command() == expected
 
 
 def test_csv_flattens_and_joins_columns(tmp_path) -> None:

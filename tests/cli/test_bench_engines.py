@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_paged.cli.bench import footprint, offline, runs, turns
+from mlx_paged.cli.bench import engines, figures, offline
 from mlx_paged.cli.bench.datasets import Dataset, Prompt, Workload, random_prompts, tokenizer_of
-from mlx_paged.cli.bench.percentiles import latency_figures, percentile
-from mlx_paged.cli.bench.runners import Settings, open_runner
-from mlx_paged.cli.bench.runs import Answer, Run
-from mlx_paged.cli.bench.vllm_options import EngineName
+from mlx_paged.cli.bench.engines import Settings, open_runner
+from mlx_paged.cli.bench.figures import Answer, Run, latency_figures, percentile
+from mlx_paged.cli.bench.options import EngineName
 from mlx_paged.errors import MlxPagedError, RequestTooLargeError
 
 BOTH = list(EngineName)
@@ -73,7 +72,7 @@ RUN = Run(  # two prompts of two answers each
 
 
 def test_rates_count_each_prompt_once_and_every_answer() -> None:
-    assert runs.rates(RUN) == {
+    assert figures.rates(RUN) == {
         "elapsed_time": 4.0,
         "num_requests": 2,
         "total_num_tokens": 50,
@@ -87,7 +86,7 @@ def test_rates_count_each_prompt_once_and_every_answer() -> None:
 
 
 def test_token_latencies_are_over_all_answers_of_all_runs() -> None:
-    made = runs.token_latencies([RUN, RUN], [50])
+    made = figures.token_latencies([RUN, RUN], [50])
     assert made["mean_ttft_ms"] == pytest.approx(750)
     assert made["mean_tpot_ms"] == pytest.approx(1000 * np.mean([1.0, 3.0, 2.5 / 3]))
     assert made["mean_itl_ms"] == pytest.approx(1000 * np.mean([0.5, 1.5, 3.0, 0.5, 0.5, 1.5]))
@@ -98,9 +97,9 @@ def test_the_median_run_and_the_comparison_of_turns() -> None:
     ours = [replace(RUN, seconds=s) for s in (2.0, 1.0, 4.0)]
     other = [*RUN.answers[:3], Answer([7, 8, 9, 1], RUN.answers[3].times)]
     theirs = [replace(RUN, seconds=s, answers=other) for s in (3.0, 4.0, 4.0)]
-    assert runs.median_run(ours).seconds == 2.0
-    assert runs.median_run(ours[:2]).seconds == 2.0
-    assert runs.compare(ours, theirs) == {
+    assert figures.median_run(ours).seconds == 2.0
+    assert figures.median_run(ours[:2]).seconds == 2.0
+    assert figures.compare(ours, theirs) == {
         "ratios": [1.5, 4.0, 1.0],
         "speedup": 1.5,
         "same_answers": 3,
@@ -123,11 +122,11 @@ def test_the_verdict_tells_how_sure_it_is(ratios, expected) -> None:
 
 
 def test_the_peak_of_this_process_is_seen() -> None:
-    before = footprint.peak_resident_bytes()
+    before = engines.peak_resident_bytes()
     held = np.ones(before + (64 << 20), dtype=np.uint8)  # more than it ever had
-    assert footprint.peak_resident_bytes() >= before + (64 << 20)
+    assert engines.peak_resident_bytes() >= before + (64 << 20)
     del held
-    seen = footprint.measure_footprint()
+    seen = engines.measure_footprint()
     assert 0 < seen.system_used < seen.system_total
     assert seen.process_peak >= before + (64 << 20) and seen.pool is None
 
@@ -227,7 +226,7 @@ def test_turns_alternate(prompts) -> None:
             return RUN
 
     done: list[None] = []
-    made = turns.take_turns(
+    made = engines.take_turns(
         {name: Recorder(name) for name in "ab"},  # type: ignore[misc]
         prompts,
         3,
@@ -239,14 +238,14 @@ def test_turns_alternate(prompts) -> None:
 
 def test_another_process_tells_what_it_raised_and_that_it_died(prompts) -> None:
     with pytest.raises(MlxPagedError, match="engine mlx-paged: block_size must be 8"):
-        turns.RemoteRunner(EngineName.MLX_PAGED, Settings(engine_options={"block_size": 9}))
-    with turns.opened(BOTH, SMALL) as runners:
+        engines.RemoteRunner(EngineName.MLX_PAGED, Settings(engine_options={"block_size": 9}))
+    with engines.opened(BOTH, SMALL) as runners:
         assert {name: r.run(prompts).num_output_tokens for name, r in runners.items()} == {
             "mlx-paged": 23,
             "mlx-lm": 23,
         }
         remote = runners["mlx-lm"]
-        assert isinstance(remote, turns.RemoteRunner)
+        assert isinstance(remote, engines.RemoteRunner)
         remote._process.kill()
         with pytest.raises(MlxPagedError, match="engine mlx-lm ended with status -9"):
             remote.run(prompts)

@@ -17,7 +17,7 @@ from support.reference import ON_GPU
 from typer.testing import CliRunner
 
 from mlx_paged import ops
-from mlx_paged.cli.bench.kernels import measure, reference, timing
+from mlx_paged.cli.bench.kernels import measure, reference, workloads
 from mlx_paged.cli.bench.kernels.cases import LAYER, OPS, Case, cases, defaults, refusal
 from mlx_paged.cli.bench.kernels.data import PoolCache, key_of
 from mlx_paged.cli.bench.kernels.reference import WrongResultError
@@ -33,7 +33,7 @@ SMALL = {"--batch": "2", "--context": "70", "--kv-heads": "2", "--group": "2", "
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch) -> None:
     """A copy of 1 MiB: nothing here looks at times."""
-    monkeypatch.setattr(measure, "Copy", partial(timing.Copy, megabytes=1))
+    monkeypatch.setattr(measure, "Copy", partial(measure.Copy, megabytes=1))
 
 
 def small(*arguments: str) -> list[str]:
@@ -217,14 +217,14 @@ def test_a_wrong_write_ends_the_run(monkeypatch, wrong) -> None:
     settings = measure.Settings(rounds=3, past_cache=0)
     assert measure.measure([case], DEVICE, settings)[0]["op"] == "write_kv"
     # (The pool is filled by the op itself, so it goes wrong only after that.)
-    real = measure.movement.write_kv
+    real = workloads.write_kv
 
     def planted(*arguments: Any) -> Any:
         work = real(*arguments)
         monkeypatch.setattr(ops, "write_kv", wrong)
         return work
 
-    monkeypatch.setitem(measure._ON_POOLS, "write_kv", planted)
+    monkeypatch.setitem(workloads.ON_POOLS, "write_kv", planted)
     with pytest.raises(WrongResultError, match="tokens that it"):
         measure.measure([case], DEVICE, settings)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from mlx_paged.cli.bench import memory_report, memory_runs
+from mlx_paged.cli.bench import memory_runs
 from mlx_paged.cli.bench.memory_runs import BATCH, DENSE, PAGED, SHARED, Load
 from mlx_paged.cli.main import app
 from mlx_paged.demo import model_path
@@ -93,16 +93,16 @@ HELD = {
 
 def test_the_claim_is_judged_by_every_ratio() -> None:
     load_ = {"users": 2, "system_len": 1, "user_len": 1, "answer_len": 1}
-    row = memory_report.row(load_, HELD)
+    row = memory_runs.row(load_, HELD)
     assert row["ratios"] == {
         "dense_over_paged": 2, "dense_over_paged_shared": 4,
         "batch_generator_over_paged": 3, "batch_generator_over_paged_shared": 6,
     }  # fmt: skip
-    less = memory_report.row(load_, {**HELD, DENSE: {"live_bytes": 660}})
-    verdict = memory_report.verdict([row, less])
+    less = memory_runs.row(load_, {**HELD, DENSE: {"live_bytes": 660}})
+    verdict = memory_runs.verdict([row, less])
     assert verdict["dense_over_paged"] == {"below": 1, "within": 1, "above": 0}
     assert verdict["batch_generator_over_paged_shared"] == {"below": 0, "within": 0, "above": 2}
-    said = memory_report.text([row, less])
+    said = memory_runs.text([row, less])
     assert "dense / paged: 1.10x to 2.00x: 1 below, 1 within it" in said
     assert "batch generator / paged shared: 6.00x to 6.00x: 2 above it" in said
 

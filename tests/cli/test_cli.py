@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from mlx_paged.cli import entry
-from mlx_paged.cli.chat.commands import COMMANDS
+from mlx_paged.cli.chat.session import COMMANDS
 from mlx_paged.cli.entry import ExitCode, needs_extra, status_of
 from mlx_paged.cli.main import app
 from mlx_paged.errors import InvalidParameterError, MlxPagedError

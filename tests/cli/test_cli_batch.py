@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 
-from mlx_paged.cli.batch.endpoint import Reply
-from mlx_paged.cli.batch.journal import Journal
-from mlx_paged.cli.batch.lines import MAX_LINE, LineError, parse, read_lines
-from mlx_paged.cli.batch.runner import BatchRunner
+from mlx_paged.cli.batch import BatchRunner, Reply
+from mlx_paged.cli.batch_files import MAX_LINE, Journal, LineError, parse, read_lines
 from mlx_paged.errors import EngineDeadError, MlxPagedError
 
 CHAT = "/v1/chat/completions"
@@ -269,10 +267,9 @@ def test_memory_stays_bounded_over_a_hundred_thousand_lines(tmp_path) -> None:
             file.write(json.dumps(request(i, body=body)).encode() + b"\n")
     script = """
 import asyncio, pathlib, resource, sys
-from mlx_paged.cli.batch.endpoint import Reply
-from mlx_paged.cli.batch.journal import Journal
-from mlx_paged.cli.batch.lines import read_lines
-from mlx_paged.cli.batch.runner import BatchRunner
+from mlx_paged.cli.batch import BatchRunner, Reply
+from mlx_paged.cli.batch_files import Journal
+from mlx_paged.cli.batch_files import read_lines
 
 now = most = 0
 

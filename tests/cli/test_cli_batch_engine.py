@@ -197,7 +197,7 @@ def test_many_lines_run_in_few_steps(tmp_path) -> None:
     script = """
 import sys
 from pathlib import Path
-from mlx_paged.cli.batch import run
+from mlx_paged.cli import batch
 from mlx_paged.engine import engine
 
 steps = 0
@@ -207,7 +207,7 @@ def counted(self):
     steps += 1
     return step(self)
 engine.Engine.step = counted
-run.run(run.Batch(Path(sys.argv[1]), Path(sys.argv[2])))
+batch.run(batch.Batch(Path(sys.argv[1]), Path(sys.argv[2])))
 print(steps)
 """
     command = [sys.executable, "-c", script, str(tmp_path / "in"), str(tmp_path / "out")]

@@ -13,12 +13,10 @@ from rich.console import Console, RenderableType
 from support.openai_stub import StubServer
 from support.server_helpers import running
 
-from mlx_paged.cli.chat.backend import Message, Turn
-from mlx_paged.cli.chat.commands import COMMANDS, EndOfChat, handle
-from mlx_paged.cli.chat.conversation import PARAMS, Conversation
+from mlx_paged.cli.chat.conversation import PARAMS, Conversation, Message, Turn
 from mlx_paged.cli.chat.local import LocalBackend
 from mlx_paged.cli.chat.remote import RemoteBackend
-from mlx_paged.cli.chat.session import ChatSession
+from mlx_paged.cli.chat.session import COMMANDS, ChatSession, EndOfChat, handle
 from mlx_paged.cli.entry import ExitCode, status_of
 from mlx_paged.cli.main import app
 from mlx_paged.errors import InvalidParameterError, MlxPagedError

@@ -8,8 +8,14 @@ import re
 import pytest
 from rich.console import Console
 
-from mlx_paged.cli.chat.markup import Markup
-from mlx_paged.cli.chat.render import LiveAnswer, draw, finished_part, printable, rendered
+from mlx_paged.cli.chat.render import (
+    LiveAnswer,
+    TerminalView,
+    finished_part,
+    printable,
+    rendered,
+)
+from mlx_paged.cli.options import Markup
 
 MARKDOWN = """# Title
 
@@ -61,7 +67,8 @@ def shown(text: str, markup: Markup) -> str:
 
 def drawn(text: str, markup: Markup, *, step: int = 3, terminal: bool = False) -> str:
     console = Console(file=io.StringIO(), width=60, height=8, force_terminal=terminal)
-    draw(console, markup, (text[i : i + step] for i in range(0, len(text), step)))
+    pieces = (text[i : i + step] for i in range(0, len(text), step))
+    TerminalView(console, markup).answer(pieces)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -70,33 +77,31 @@ def test_a_finished_part_is_drawn_the_same_whatever_follows(end) -> None:
     """Drawing the parts one by one is drawing the whole."""
     parts, rest = [], MARKDOWN[:end]
     for piece in (MARKDOWN[end:], ""):
-        length = finished_part(rest, Markup.MARKDOWN)
+        length = finished_part(rest, "markdown")
         parts.append(rest[:length])
         rest = rest[length:] + piece
     parts.append(rest)
     assert "".join(parts) == MARKDOWN
-    words = [
-        line.strip() for p in parts if p.strip() for line in shown(p, Markup.MARKDOWN).split("\n")
-    ]
-    expected = [line.strip() for line in shown(MARKDOWN, Markup.MARKDOWN).split("\n")]
+    words = [line.strip() for p in parts if p.strip() for line in shown(p, "markdown").split("\n")]
+    expected = [line.strip() for line in shown(MARKDOWN, "markdown").split("\n")]
     assert [w for w in words if w] == [w for w in expected if w]
 
 
 def test_what_is_finished() -> None:
-    assert finished_part("one\n\ntwo", Markup.MARKDOWN) == 5
-    assert finished_part("one\n\n", Markup.MARKDOWN) == 0, "a line may still make it a heading"
-    assert finished_part("- a\n\n- b\n\n", Markup.MARKDOWN) == 0, "the list may go on"
-    assert finished_part("```\ncode\n\nmore", Markup.MARKDOWN) == 0
-    assert finished_part("one\ntwo", Markup.PLAIN) == 4
-    assert finished_part("one\ntwo\n", Markup.CODE) == 0
+    assert finished_part("one\n\ntwo", "markdown") == 5
+    assert finished_part("one\n\n", "markdown") == 0, "a line may still make it a heading"
+    assert finished_part("- a\n\n- b\n\n", "markdown") == 0, "the list may go on"
+    assert finished_part("```\ncode\n\nmore", "markdown") == 0
+    assert finished_part("one\ntwo", "plain") == 4
+    assert finished_part("one\ntwo\n", "code") == 0
 
 
 def test_html_is_text_and_links_are_shown() -> None:
-    assert "<think> kept </think>" in shown("<think>\nkept\n</think>", Markup.MARKDOWN)
-    assert "https://example.org" in shown("[here](https://example.org)", Markup.MARKDOWN)
+    assert "<think> kept </think>" in shown("<think>\nkept\n</think>", "markdown")
+    assert "https://example.org" in shown("[here](https://example.org)", "markdown")
 
 
-@pytest.mark.parametrize("markup", [Markup.MARKDOWN, Markup.CODE, Markup.PLAIN])
+@pytest.mark.parametrize("markup", ["markdown", "code", "plain"])
 def test_nothing_that_steers_a_terminal_is_drawn(markup) -> None:
     evil = "a\x1b]0;title\x07b\x1b[2Jc\x9b31md\rE\x08f\x7f\tg\n"
     assert printable(evil) == "a]0;titleb[2Jc31mdEf\tg\n"
@@ -105,7 +110,7 @@ def test_nothing_that_steers_a_terminal_is_drawn(markup) -> None:
     assert not set(colored) & set("\x1b\x07\x9b\x08\x7f")
 
 
-@pytest.mark.parametrize("markup", [Markup.MARKDOWN, Markup.CODE, Markup.PLAIN])
+@pytest.mark.parametrize("markup", ["markdown", "code", "plain"])
 def test_a_long_answer_is_drawn_no_taller_than_the_screen_and_once_in_the_end(markup) -> None:
     text = "".join(f"line {i}\n" for i in range(50))
     console = Console(file=io.StringIO(), width=60, height=8, force_terminal=True)
@@ -115,5 +120,5 @@ def test_a_long_answer_is_drawn_no_taller_than_the_screen_and_once_in_the_end(ma
         height = len(console.render_lines(answer._unfinished(), pad=False))
         assert height <= 8
     lines = [line.rstrip() for line in drawn(text, markup).split("\n")]
-    if markup is not Markup.MARKDOWN:  # where it is one paragraph
+    if markup != "markdown":  # where it is one paragraph
         assert [line for line in lines if line] == text.split("\n")[:-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import runpy
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,9 +14,8 @@ import typer
 from support.server_helpers import running
 from typer.testing import CliRunner
 
-from mlx_paged.cli import options_table
 from mlx_paged.cli.bench.datasets import Dataset, Workload, tokenizer_of
-from mlx_paged.cli.bench.percentiles import percentile
+from mlx_paged.cli.bench.figures import percentile
 from mlx_paged.cli.main import app
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.server.app import API
@@ -23,15 +23,14 @@ from mlx_paged.server.config import ServerConfig
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs/serving.md"
+WRITER = runpy.run_path(str(ROOT / "scripts/write_options_md.py"))
 
 
 def test_the_table_of_options_is_the_command_lines() -> None:
     text = DOCUMENT.read_text()
-    assert options_table.rewrite(text) == text, (
-        "run: python -m mlx_paged.cli.options_table docs/serving.md"
-    )
+    assert WRITER["rewrite"](text) == text, "run: python scripts/write_options_md.py"
     help_text = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "300"}).output
-    flags = set(re.findall(r"--[a-z][a-z-]+", options_table.table()))
+    flags = set(re.findall(r"--[a-z][a-z-]+", WRITER["table"]()))
     assert len(flags) > 35 and flags <= set(re.findall(r"--[a-z][a-z-]+", help_text))
 
 
@@ -45,13 +44,10 @@ def test_every_path_is_documented() -> None:
 def test_every_option_of_engine_and_server_has_a_flag() -> None:
     serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     names = {option.name for option in serve.params}
-    renamed = {
-        "max_num_waiting": "max_queue", "policy": "scheduling_policy", "api_keys": "api_key",
-        "served_model_names": "served_model_name", "serve_page": "page",
-        "priority_scheduling": "scheduling_policy",
-    }  # fmt: skip
     for option in (*fields(EngineConfig), *fields(ServerConfig)):
-        assert renamed.get(option.name, option.name) in names, option.name
+        # (Whether the server heeds priorities follows from the policy.)
+        name = "policy" if option.name == "priority_scheduling" else option.name
+        assert name in names, name
 
 
 def test_variables_follow_from_flags() -> None:

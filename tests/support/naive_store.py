@@ -208,10 +208,7 @@ class NaiveStore:
 
     def grow(self, seq_id: int, num_tokens: int) -> bool:
         table = self.tables[seq_id]
-        coverable = num_tokens
-        for window in self.windows:
-            coverable = window.coverable(seq_id, coverable)
-        if coverable < num_tokens:
+        if any(window.coverable(seq_id, num_tokens) < num_tokens for window in self.windows):
             return False
         num_fresh = -(-num_tokens // self.size) - table.indexed - len(table.own)
         if num_fresh > 0:

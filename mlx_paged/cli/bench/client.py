@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 
 from mlx_paged.cli.bench.datasets import Prompt
+from mlx_paged.cli.bench.figures import time_per_token
 
 # Reading is part of what is measured: lines of a stream may be long (log-probabilities).
 _READ_BUFFER = 1 << 20
@@ -36,10 +37,8 @@ class Result:
 
     @property
     def tpot(self) -> float | None:
-        """Mean time of the tokens after the first; None where there are none."""
-        if self.num_output_tokens < 2:
-            return None
-        return (self.latency - self.ttft) / (self.num_output_tokens - 1)
+        """See `time_per_token`."""
+        return time_per_token(self.ttft, self.latency, self.num_output_tokens)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+from mlx_paged.cli.bench.options import DATA
+from mlx_paged.cli.options import option
 from mlx_paged.errors import InvalidParameterError, ModelLoadError
 
 _T = TypeVar("_T")
@@ -51,39 +53,83 @@ class Prompt:
         return len(self.token_ids)
 
     def as_text(self, tokenizer: Any) -> Prompt:
-        """The prompt as who gets only its text will count it: a few tokens more or less."""
+        """The prompt with the token ids that a server gets from its text: a few more or less."""
         return replace(self, token_ids=tuple(tokenizer.encode(self.text)))
+
+
+def _own(help: str, default: str, *names: str, min: float = 1) -> Any:
+    """A number that a data set has a default of its own for."""
+    return option(DATA, help, *names, min=min, show_default=default)
 
 
 @dataclass(frozen=True)
 class Workload:
     """A data set and how much of it; None where the default of the data set holds.
 
-    Attributes:
-        dataset_name: which.
-        num_prompts: how many.
-        dataset_path: file of conversations.
-        input_len: tokens of a random prompt, beside its prefix; 128.
-        output_len: tokens of an answer; 64, or those of the conversation.
-        prefix_len: tokens that all random prompts begin with; 0.
-        range_ratio: random lengths are uniform within this share of `input_len` and `output_len`.
-        repeated_prefix_len: tokens of each repeated prefix; 256.
-        repeated_suffix_len: tokens after it; 256.
-        num_prefixes: how many there are; 10.
-        system_prompt: embedded chats begin with the same long system message; yes.
+    It is a group of options (see `with_options`).
     """
 
-    dataset_name: Dataset
-    num_prompts: int
-    dataset_path: Path | None = None
-    input_len: int | None = None
-    output_len: int | None = None
-    prefix_len: int | None = None
-    range_ratio: float | None = None
-    repeated_prefix_len: int | None = None
-    repeated_suffix_len: int | None = None
-    num_prefixes: int | None = None
-    system_prompt: bool | None = None
+    dataset_name: Annotated[
+        Dataset,
+        option(
+            DATA,
+            "random: tokens by chance; prefix_repetition: each prompt begins with one of a few "
+            "prefixes; sharegpt: a file of conversations; embedded: requests to the embedded "
+            "model.",
+        ),
+    ] = Dataset.RANDOM
+    num_prompts: Annotated[int, option(DATA, "Requests.", min=1)] = 64
+    dataset_path: Annotated[
+        Path | None, option(DATA, "sharegpt: file in ShareGPT's JSON format.")
+    ] = None
+    input_len: Annotated[
+        int | None,
+        _own("random: tokens of a prompt.", "128", "--input-len", "--random-input-len"),
+    ] = None
+    output_len: Annotated[
+        int | None,
+        _own(
+            "Tokens of an answer.", "64; sharegpt: those of the conversation",
+            "--output-len", "--random-output-len", "--sharegpt-output-len",
+            "--prefix-repetition-output-len",
+        ),
+    ] = None  # fmt: skip
+    prefix_len: Annotated[
+        int | None,
+        _own(
+            "random: tokens that all prompts begin with, beside the others.", "0",
+            "--prefix-len", "--random-prefix-len", min=0,
+        ),
+    ] = None  # fmt: skip
+    range_ratio: Annotated[
+        float | None,
+        _own(
+            "random: lengths vary by this share, up and down, uniformly.", "0",
+            "--random-range-ratio", min=0.0,
+        ),
+    ] = None  # fmt: skip
+    repeated_prefix_len: Annotated[
+        int | None,
+        _own("prefix_repetition: tokens of a prefix.", "256", "--prefix-repetition-prefix-len"),
+    ] = None
+    repeated_suffix_len: Annotated[
+        int | None,
+        _own("prefix_repetition: tokens after it.", "256", "--prefix-repetition-suffix-len"),
+    ] = None
+    num_prefixes: Annotated[
+        int | None,
+        _own(
+            "prefix_repetition: how many prefixes there are.", "10",
+            "--prefix-repetition-num-prefixes",
+        ),
+    ] = None  # fmt: skip
+    system_prompt: Annotated[
+        bool | None,
+        option(
+            DATA, "embedded: all chats begin with the same long system message.",
+            "--system-prompt/--no-system-prompt", show_default="with it",
+        ),
+    ] = None  # fmt: skip
 
     def sample(self, tokenizer: Any, seed: int) -> list[Prompt]:
         """The prompts; the same ones for the same seed.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_paged.cli.bench.options import at_least, one_of, parse_list
+from mlx_paged.cli.bench.options import BLOCK_SIZES, ListOf, at_least, list_option, parse_list
+from mlx_paged.cli.bench.results import check_writable, checkout, write_csv, write_json
 from mlx_paged.errors import InvalidParameterError
 
 if TYPE_CHECKING:
@@ -18,27 +20,15 @@ if TYPE_CHECKING:
 
 
 def memory(
-    users: Annotated[
-        list[str] | None,
-        typer.Option(help="Users at once.", metavar="LIST", show_default="1,8,32"),
-    ] = None,
+    users: Annotated[ListOf, list_option(None, "Users at once.", "1,8,32")] = None,
     system_len: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Tokens of the prompt that all share; 0: none.",
-            metavar="LIST",
-            show_default="64,512",
-        ),
+        ListOf, list_option(None, "Tokens of the prompt that all share; 0: none.", "64,512")
     ] = None,
     user_len: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Tokens that each user adds, on average.", metavar="LIST", show_default="64"
-        ),
+        ListOf, list_option(None, "Tokens that each user adds, on average.", "64")
     ] = None,
     answer_len: Annotated[
-        list[str] | None,
-        typer.Option(help="Tokens of an answer, on average.", metavar="LIST", show_default="64"),
+        ListOf, list_option(None, "Tokens of an answer, on average.", "64")
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens: 8, 16, 32, 64.")] = 32,
     model: Annotated[
@@ -66,65 +56,50 @@ def memory(
       mlx-paged bench memory --users 1,8,32 --system-len 0,1024
       mlx-paged bench memory --user-len 16,256 --answer-len 32 --json memory.json
     """
-    positive = ("integers of at least 1", at_least(1))
     grid = {
-        "users": parse_list("users", users, *positive),
-        "system_len": parse_list("system_len", system_len, "integers of at least 0", at_least(0)),
-        "user_len": parse_list("user_len", user_len, *positive),
-        "answer_len": parse_list("answer_len", answer_len, *positive),
+        "users": parse_list("users", users, *at_least(1)),
+        "system_len": parse_list("system_len", system_len, *at_least(0)),
+        "user_len": parse_list("user_len", user_len, *at_least(1)),
+        "answer_len": parse_list("answer_len", answer_len, *at_least(1)),
     }
     preset = {"users": [1, 8, 32], "system_len": [64, 512], "user_len": [64], "answer_len": [64]}
     if quick:
         preset |= {"users": [1, 4], "system_len": [128], "user_len": [16], "answer_len": [16]}
-    [block_size] = parse_list(
-        "block_size", [str(block_size)], "8, 16, 32 or 64", one_of((8, 16, 32, 64), int)
-    )
-    _run({k: v or preset[k] for k, v in grid.items()}, block_size, model, seed, json, csv)
-
-
-def _run(
-    grid: dict[str, list[int]],
-    block_size: int,
-    model_name: str | None,
-    seed: int,
-    json: Path | None,
-    csv: Path | None,
-) -> None:
+    if block_size not in BLOCK_SIZES:
+        raise InvalidParameterError("block_size", "8, 16, 32 or 64", block_size)
+    for field, path in (("json", json), ("csv", csv)):
+        check_writable(field, path)
     from mlx_paged import unpatch
-    from mlx_paged.cli.bench.environment import checkout
-    from mlx_paged.cli.bench.results import check_writable, write_csv, write_json
     from mlx_paged.extension import use_supported_device
 
     unpatch()  # dense caches are mlx-lm's as it is
-    for field, path in (("json", json), ("csv", csv)):
-        check_writable(field, path)
     checkout()
     use_supported_device()
-    from mlx_paged.cli.bench import memory_report, memory_runs
+    from mlx_paged.cli.bench import memory_runs
     from mlx_paged.model.loader import load
 
-    model = load(model_name)
-    loads = [memory_runs.Load(*values) for values in itertools.product(*grid.values())]
-    _check_lengths(loads, model.config.get("max_position_embeddings"))
+    loaded = load(model)
+    shapes = itertools.product(*(values or preset[name] for name, values in grid.items()))
+    loads = [memory_runs.Load(*shape) for shape in shapes]
+    _check_lengths(loads, loaded.config.get("max_position_embeddings"))
     rows: list[dict[str, Any]] = []
     for i, one in enumerate(loads):
         if sys.stderr.isatty():
             typer.echo(f"{i + 1} of {len(loads)}: {one.users} users", err=True)
-        held = memory_runs.measure(model, one, block_size, seed)
-        rows.append(
-            memory_report.row(vars(one), {name: found.to_json() for name, found in held.items()})
-        )
-    typer.echo(memory_report.text(rows))
+        held = memory_runs.measure(loaded, one, block_size, seed)
+        found = {name: asdict(each) for name, each in held.items()}
+        rows.append(memory_runs.row(vars(one), found))
+    typer.echo(memory_runs.text(rows))
     if json is not None:
         write_json(
             json,
             {
                 "benchmark": "memory",
-                "model": model_name or "embedded",
+                "model": model or "embedded",
                 "block_size": block_size,
                 "seed": seed,
-                "claim": memory_report.CLAIM,
-                "verdict": memory_report.verdict(rows),
+                "claim": memory_runs.CLAIM,
+                "verdict": memory_runs.verdict(rows),
                 "results": rows,
             },
         )

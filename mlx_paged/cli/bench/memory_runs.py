@@ -1,10 +1,12 @@
-"""The same load on mlx-lm's dense caches and on the paged engine; KV memory is read as it runs."""
+"""The same load on mlx-lm's dense caches and on the paged engine: KV memory, read as it runs."""
 
 from __future__ import annotations
 
 import gc
 import random
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mlx_paged.engine.llm import LLM
@@ -14,6 +16,7 @@ from mlx_paged.model.loader import LoadedModel
 # isort: split
 import mlx.core as mx
 
+from mlx_paged.cli.bench.results import table
 from mlx_paged.errors import UnsupportedModelError
 
 DENSE, BATCH, PAGED, SHARED = "dense", "batch_generator", "paged", "paged_shared"
@@ -27,7 +30,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Load:
-    """Users who all have an answer in the making at once.
+    """Users who all have an answer in progress at once.
 
     Attributes:
         users: how many.
@@ -72,10 +75,6 @@ class Held:
     allocated_bytes: int | None
     blocks: int | None
     answer_tokens: int
-
-    def to_json(self) -> dict[str, Any]:
-        """As it is."""
-        return asdict(self)
 
 
 def measure(model: LoadedModel, load: Load, block_size: int, seed: int) -> dict[str, Held]:
@@ -147,41 +146,30 @@ def _batch(model: LoadedModel, requests: list[tuple[list[int], int]]) -> Held:
 def _paged(
     model: LoadedModel, requests: list[tuple[list[int], int]], block_size: int, *, sharing: bool
 ) -> Held:
-    longest = sum(-(-(len(prompt) + count) // block_size) + 1 for prompt, count in requests)
-    roomy = _generate(model, requests, block_size, longest + 2, sharing)
-    if roomy.num_preemptions:
-        raise RuntimeError(f"{roomy.num_preemptions} preemptions in a pool that holds everything")
+    generate = partial(_generate, model, requests, block_size, sharing)
+    num_blocks = 2 + sum(-(-(len(prompt) + count) // block_size) + 1 for prompt, count in requests)
+    stats, made, pool_bytes = generate(num_blocks)
+    if stats.num_preemptions:
+        raise RuntimeError(f"{stats.num_preemptions} preemptions in a pool that holds everything")
     allocated = None
     # Block 0 is never handed out; a step in flight may keep a block of each sequence a bit longer.
     for spare in (1, 1 + len(requests)):
-        tight = _generate(model, requests, block_size, roomy.max_used_blocks + spare, sharing)
-        if not tight.num_preemptions and tight.answer_tokens == roomy.answer_tokens:
-            allocated = tight.pool_bytes
+        tight, answer_tokens, size = generate(stats.max_used_blocks + spare)
+        if not tight.num_preemptions and answer_tokens == made:
+            allocated = size
             break
-    return Held(
-        roomy.max_used_blocks * roomy.block_bytes,
-        allocated,
-        roomy.max_used_blocks,
-        roomy.answer_tokens,
-    )
-
-
-@dataclass(frozen=True)
-class _Run:
-    max_used_blocks: int
-    num_preemptions: int
-    answer_tokens: int
-    block_bytes: int
-    pool_bytes: int
+    live = stats.max_used_blocks * (pool_bytes // num_blocks)
+    return Held(live, allocated, stats.max_used_blocks, made)
 
 
 def _generate(
     model: LoadedModel,
     requests: list[tuple[list[int], int]],
     block_size: int,
-    num_blocks: int,
     sharing: bool,
-) -> _Run:
+    num_blocks: int,
+) -> tuple[Any, int, int]:
+    """Answers the requests; returns statistics, tokens of all answers, bytes of the pools."""
     _baseline()
     llm = LLM(
         model,
@@ -196,13 +184,65 @@ def _generate(
         raise UnsupportedModelError(kind, reason)
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in requests]
     outputs = llm.generate([prompt for prompt, _ in requests], params)
-    stats = llm.stats()
-    caches = llm.engine._runner.model.attention_caches
-    pools = [pool for cache in caches for pool in (cache.key_pool, cache.value_pool)]
-    return _Run(
-        stats.max_used_blocks,
-        stats.num_preemptions,
-        sum(len(output.outputs[0].token_ids) for output in outputs),
-        sum(pool.nbytes // pool.shape[0] for pool in pools),
-        sum(pool.nbytes for pool in pools),
-    )
+    made = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return llm.stats(), made, llm.engine.pool_bytes
+
+
+# --- Report ---------------------------------------------------------------------------------------
+
+
+# The common claim on paged KV caches: this many times less memory than dense ones.
+CLAIM = (2.0, 4.0)
+
+
+def row(load: Mapping[str, int], held: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """One load's results, and how many times as much dense caches hold as paged ones."""
+    ratios = {
+        f"{dense}_over_{paged}": held[dense]["live_bytes"] / held[paged]["live_bytes"]
+        for dense in ("dense", "batch_generator")
+        for paged in ("paged", "paged_shared")
+    }
+    return {**load, "held": {name: dict(found) for name, found in held.items()}, "ratios": ratios}
+
+
+def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """How many loads are below, within and above the claim, for each comparison."""
+    low, high = CLAIM
+    found = {}
+    for name in rows[0]["ratios"]:
+        ratios = [one["ratios"][name] for one in rows]
+        below, above = (sum(r < low for r in ratios), sum(r > high for r in ratios))
+        found[name] = {"below": below, "within": len(rows) - below - above, "above": above}
+    return found
+
+
+def text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Two tables: what everyone held, and the claim."""
+    loads = ("users", "system_len", "user_len", "answer_len")
+    header = ["users", "system", "user", "answer"]
+    body = [
+        [*(str(one[k]) for k in loads), *(_mib(one["held"][name]["live_bytes"]) for name in NAMES)]
+        for one in rows
+    ]
+    parts = ["KV memory at its highest, MiB", table([*header, *NAMES.values()], body)]
+    body = [
+        [*(str(one[k]) for k in loads), *(f"{ratio:.2f}x" for ratio in one["ratios"].values())]
+        for one in rows
+    ]
+    columns = [_comparison(name) for name in rows[0]["ratios"]]
+    parts += ["", "Dense over paged", table([*header, *columns], body)]
+    parts += ["", f"The claim: {CLAIM[0]:g} to {CLAIM[1]:g} times less memory than dense caches."]
+    for name, counts in verdict(rows).items():
+        ratios = [one["ratios"][name] for one in rows]
+        found = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+        parts.append(f"  {_comparison(name)}: {min(ratios):.2f}x to {max(ratios):.2f}x: {found} it")
+    return "\n".join(parts)
+
+
+def _comparison(name: str) -> str:
+    dense, paged = name.split("_over_")
+    return f"{dense.replace('_', ' ')} / {paged.replace('_', ' ')}"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.2f}"

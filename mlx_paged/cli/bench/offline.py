@@ -1,38 +1,226 @@
-"""What `bench latency` and `bench throughput` share: running engines in turn, and the report."""
+"""`mlx-paged bench latency` and `bench throughput`: engines in turns, without a server."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_paged.cli.bench import footprint, turns
-from mlx_paged.cli.bench.datasets import Prompt
-from mlx_paged.cli.bench.environment import checkout
-from mlx_paged.cli.bench.percentiles import WIDTH, latency_lines
-from mlx_paged.cli.bench.results import check_writable, table, write_json
-from mlx_paged.cli.bench.runners import Settings
-from mlx_paged.cli.bench.runs import Run, compare, token_latencies
-from mlx_paged.cli.bench.vllm_options import EngineName
+from mlx_paged.cli.bench.datasets import Prompt, Workload, random_prompts, tokenizer_of
+from mlx_paged.cli.bench.figures import (
+    WIDTH,
+    Run,
+    compare,
+    latency_lines,
+    median_run,
+    parse_percentiles,
+    percentile,
+    rates,
+    token_latencies,
+)
+from mlx_paged.cli.bench.options import (
+    EngineName,
+    EngineOptions,
+    NumAnswers,
+    ReportOptions,
+    Seed,
+)
+from mlx_paged.cli.bench.results import check_writable, checkout, table, write_json
+from mlx_paged.cli.entry import needs_extra
+from mlx_paged.cli.options import fields_of, option, with_options
 from mlx_paged.cli.progress import progress_bar
 from mlx_paged.errors import InvalidParameterError
 
+if TYPE_CHECKING:
+    from mlx_paged.cli.bench.engines import Footprint, Settings
+
+_BATCH, _ROUNDS = "Batch", "Rounds"
+_UNCACHED = EngineOptions(enable_prefix_caching=False)
+# The percentiles of `vllm bench latency`.
+_SHARES = (10, 25, 50, 75, 90, 99)
+_GIB = 1 << 30
+
+
+@with_options()
+def latency(
+    *,
+    input_len: Annotated[int, option(_BATCH, "Tokens of a prompt.", min=1)] = 32,
+    output_len: Annotated[int, option(_BATCH, "Tokens of an answer.", min=1)] = 128,
+    batch_size: Annotated[int, option(_BATCH, "Prompts of the batch.", min=1)] = 8,
+    n: NumAnswers = 1,
+    num_iters_warmup: Annotated[int, option(_BATCH, "Times before the clock runs.", min=0)] = 10,
+    num_iters: Annotated[int, option(_BATCH, "Times that are measured.", min=1)] = 30,
+    seed: Seed = 0,
+    setup: EngineOptions = _UNCACHED,
+    report: ReportOptions,
+) -> None:
+    """Generate for one batch of random prompts, again and again, and tell how long it takes.
+
+    Examples:
+      mlx-paged bench latency --input-len 512 --output-len 64 --batch-size 1
+      mlx-paged bench latency --num-iters 10 --output-json latency.json
+      mlx-paged bench latency --engine mlx-paged --engine mlx-lm --num-iters 10
+
+    Options, output and JSON keys are those of `vllm bench latency`. Prefix caching is off, as every
+    time has the same prompts.
+    """
+    tokenizer = tokenizer_of(setup.model)
+    prompts = random_prompts(tokenizer, batch_size, input_len, output_len, seed=seed)
+    run(
+        LATENCY,
+        prompts,
+        setup,
+        report,
+        num_answers=n,
+        seed=seed,
+        rounds={"num_iters": num_iters, "num_iters_warmup": num_iters_warmup},
+        asked={"input_len": input_len, "output_len": output_len, "batch_size": batch_size},
+    )
+
+
+@with_options()
+def throughput(
+    *,
+    workload: Workload,
+    seed: Seed = 0,
+    n: NumAnswers = 1,
+    num_iters_warmup: Annotated[int, option(_ROUNDS, "Rounds before the clock runs.", min=0)] = 1,
+    num_iters: Annotated[
+        int, option(_ROUNDS, "Rounds that are measured; the one of median time is told.", min=1)
+    ] = 1,
+    setup: EngineOptions,
+    report: ReportOptions,
+) -> None:
+    """Generate for many requests that come at once, and tell requests and tokens a second.
+
+    Examples:
+      mlx-paged bench throughput --num-prompts 128 --input-len 256 --output-len 64
+      mlx-paged bench throughput --dataset-name prefix_repetition --num-prompts 40
+      mlx-paged bench throughput --dataset-name sharegpt --dataset-path chats.json --model DIR
+      mlx-paged bench throughput --engine mlx-paged --engine mlx-lm --num-iters 3
+
+    Options, output and JSON keys are those of `vllm bench throughput`. Every round begins without
+    cached prefixes: what is shared is shared within the round.
+    """
+    prompts = workload.sample(tokenizer_of(setup.model), seed)
+    asked = {name: value for name, value in asdict(workload).items() if value is not None}
+    if workload.dataset_path is not None:
+        asked["dataset_path"] = str(workload.dataset_path)
+    run(
+        THROUGHPUT,
+        prompts,
+        setup,
+        report,
+        num_answers=n,
+        seed=seed,
+        rounds={"num_iters": num_iters, "num_iters_warmup": num_iters_warmup},
+        asked=asked,
+    )
+
+
+# --- Measuring ------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
-class Measurement:
-    """What engines did, in the order in which they were named."""
+class Benchmark:
+    """What differs between the two.
 
-    runs: dict[str, list[Run]]
-    memory: dict[str, footprint.Footprint]
+    Attributes:
+        title: of the report.
+        cold: no round finds prefixes that an earlier one left.
+        figures: of the runs of an engine, under vLLM's keys.
+        lines: the figures as vLLM prints them.
+    """
+
+    title: str
+    cold: bool
+    figures: Callable[[list[Run]], dict[str, Any]]
+    lines: Callable[[Mapping[str, Any]], list[str]]
+
+
+def run(
+    benchmark: Benchmark,
+    prompts: Sequence[Prompt],
+    setup: EngineOptions,
+    report: ReportOptions,
+    *,
+    num_answers: int,
+    seed: int,
+    rounds: Mapping[str, int],
+    asked: Mapping[str, Any],
+) -> None:
+    """Measures, prints the figures of each engine and the comparison, and writes them as JSON.
+
+    Args:
+        rounds: `num_iters` and `num_iters_warmup`.
+        asked: further options, for the file.
+    """
+    with needs_extra("bench", f"mlx-paged bench {benchmark.title.lower()}"):
+        import mlx_paged.cli.bench.engines  # noqa: F401
+
+    shares = parse_percentiles(report.metric_percentiles)
+    if len(set(setup.engine)) < len(setup.engine):
+        names = [engine.value for engine in setup.engine]
+        raise InvalidParameterError("engine", "each engine once", names)
+    check_writable("output_json", report.output_json)
+    settings = settings_for(setup, prompts, num_answers, seed)
+    measured, memory = _measure(setup.engine, settings, prompts, cold=benchmark.cold, **rounds)
+    made: dict[str, dict[str, Any]] = {}
+    for name, runs in measured.items():
+        of_tokens = token_latencies(runs, shares)
+        heading = f" {benchmark.title}: {name} "
+        typer.echo(f"{heading:=^{WIDTH}}")
+        made[name] = benchmark.figures(runs)
+        typer.echo("\n".join([*benchmark.lines(made[name]), *latency_lines(of_tokens, shares)]))
+        made[name] |= of_tokens | {"memory": asdict(memory[name])}
+    typer.echo("=" * WIDTH)
+    typer.echo(table(*_memory_rows(memory)))
+
+    if len(made) > 1:
+        typer.echo("\n" + table(["Side by side", *made], _side_by_side(list(made.values()))))
+    first, *others = measured
+    comparison = {other: compare(measured[first], measured[other]) for other in others}
+    for other, found in comparison.items():
+        typer.echo(_verdict(first, other, found))
+    if report.output_json is not None:
+        # vLLM's keys for readers of vLLM's files, then those of every engine.
+        vllm = benchmark.figures(measured[first])
+        options = {**asked, **rounds, **asdict(settings)}
+        results = {"engine": first, "options": options, "engines": made}
+        write_json(report.output_json, {**vllm, **results, "comparison": comparison})
+
+
+def settings_for(
+    setup: EngineOptions, prompts: Sequence[Prompt], num_answers: int, seed: int
+) -> Settings:
+    """What the options say, with a KV pool that has room for the prompts and not more."""
+    from mlx_paged.cli.bench.engines import Settings
+    from mlx_paged.engine.config import EngineConfig
+
+    engine_options = fields_of(EngineConfig, setup)
+    return sized(
+        Settings(
+            model=setup.model,
+            dtype=setup.dtype,
+            num_answers=num_answers,
+            temperature=setup.temperature,
+            ignore_eos=setup.ignore_eos,
+            detokenize=not setup.disable_detokenize,
+            max_num_seqs=engine_options.pop("max_num_seqs"),
+            seed=seed,
+            engine_options=engine_options,
+        ),
+        prompts,
+    )
 
 
 def sized(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
     """Settings whose KV pool has room for all that can run at once, and not more.
 
-    So a pool does not take the memory that the other engine needs, and its size says something.
+    So a pool does not take the memory that the other engine needs, and its size can be compared.
     """
     longest = max(prompt.num_tokens + prompt.max_tokens for prompt in prompts)
     given = {name: value for name, value in settings.engine_options.items() if value is not None}
@@ -42,7 +230,7 @@ def sized(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
     )
 
 
-def measure(
+def _measure(
     engines: Sequence[EngineName],
     settings: Settings,
     prompts: Sequence[Prompt],
@@ -50,75 +238,100 @@ def measure(
     num_iters: int,
     num_iters_warmup: int,
     cold: bool,
-    output_json: Path | None,
-) -> Measurement:
-    """Warms up and measures, with a progress bar on standard error.
+) -> tuple[dict[str, list[Run]], dict[str, Footprint]]:
+    """Runs and memory of each engine, with a progress bar on stderr."""
+    from mlx_paged.cli.bench.engines import opened, take_turns
 
-    Args:
-        cold: no run finds prefixes that an earlier one left.
-        output_json: where the results will go.
-    """
-    if len(set(engines)) < len(engines):
-        raise InvalidParameterError("engine", "each engine once", [e.value for e in engines])
-    check_writable("output_json", output_json)
     checkout()
-    with turns.opened(engines, settings) as runners:
+    with opened(engines, settings) as runners:
 
         def rounds(what: str, count: int) -> dict[str, list[Run]]:
             with progress_bar(what, count * len(runners)) as advance:
-                return turns.take_turns(runners, prompts, count, cold=cold, on_done=advance)
+                return take_turns(runners, prompts, count, cold=cold, on_done=advance)
 
         if num_iters_warmup:
             rounds("warming up", num_iters_warmup)
         for runner in runners.values():
             runner.reset_peak()
         runs = rounds("measuring", num_iters)
-        return Measurement(runs, {name: r.footprint() for name, r in runners.items()})
+        return runs, {name: r.footprint() for name, r in runners.items()}
 
 
-def report(
-    measurement: Measurement,
-    title: str,
-    figures: Callable[[list[Run]], dict[str, Any]],
-    lines: Callable[[Mapping[str, Any]], list[str]],
-    *,
-    shares: Sequence[float],
-    options: Mapping[str, Any],
-    output_json: Path | None,
-) -> None:
-    """Prints the figures of each engine, memory and comparison, and writes them as JSON.
+# --- Reports --------------------------------------------------------------------------------------
 
-    Args:
-        title: of the benchmark.
-        figures: of the runs of an engine: vLLM's keys.
-        lines: `figures` as vLLM prints them.
-        shares: percentiles of token latencies.
-        options: what was asked, for the file.
-    """
-    made: dict[str, dict[str, Any]] = {}
-    for name, runs in measurement.runs.items():
-        of_tokens = token_latencies(runs, shares)
-        heading = f" {title}: {name} "
-        typer.echo(f"{heading:=^{WIDTH}}")
-        made[name] = figures(runs)
-        typer.echo("\n".join([*lines(made[name]), *latency_lines(of_tokens, shares)]))
-        made[name] |= of_tokens | {"memory": asdict(measurement.memory[name])}
-    typer.echo("=" * WIDTH)
-    typer.echo(table(*footprint.rows(measurement.memory)))
 
-    if len(made) > 1:
-        typer.echo("\n" + table(["Side by side", *made], _side_by_side(list(made.values()))))
-    first, *others = measurement.runs
-    comparison = {
-        other: compare(measurement.runs[first], measurement.runs[other]) for other in others
+def latency_figures_of(runs: list[Run]) -> dict[str, Any]:
+    """vLLM's keys, in seconds, and the rates of a batch that takes the average time."""
+    latencies = [run.seconds for run in runs]
+    average = statistics.fmean(latencies)
+    num_output_tokens = statistics.fmean(run.num_output_tokens for run in runs)
+    return {
+        "avg_latency": average,
+        "std_latency": statistics.pstdev(latencies),
+        "latencies": latencies,
+        "percentiles": {str(s): percentile(latencies, s) for s in _SHARES},
+        "output_tokens_per_second": num_output_tokens / average,
+        "tokens_per_second": (runs[0].num_prompt_tokens + num_output_tokens) / average,
     }
-    for other, found in comparison.items():
-        typer.echo(_verdict(first, other, found))
-    if output_json is not None:
-        # vLLM's keys for who reads vLLM's files, then those of every engine.
-        vllm = figures(measurement.runs[first])
-        results = {"engine": first, "options": dict(options), "engines": made}
-        write_json(output_json, {**vllm, **results, "comparison": comparison})
+
+
+def latency_report(made: Mapping[str, Any]) -> list[str]:
+    """As vLLM prints it."""
+    return [
+        f"Avg latency: {made['avg_latency']} seconds",
+        f"Std latency: {made['std_latency']} seconds",
+        *(f"{s}% percentile latency: {v} seconds" for s, v in made["percentiles"].items()),
+        f"Throughput: {made['tokens_per_second']:.2f} total tokens/s, "
+        f"{made['output_tokens_per_second']:.2f} output tokens/s",
+    ]
+
+
+def throughput_figures(runs: list[Run]) -> dict[str, Any]:
+    """vLLM's keys, of the round of median time."""
+    return {**rates(median_run(runs)), "elapsed_times": [run.seconds for run in runs]}
+
+
+def throughput_report(made: Mapping[str, Any]) -> list[str]:
+    """As vLLM prints it."""
+    cached = f" ({made['total_cached_tokens']} of them from the prefix cache)"
+    return [
+        f"Throughput: {made['requests_per_second']:.2f} requests/s, "
+        f"{made['tokens_per_second']:.2f} total tokens/s, "
+        f"{made['output_tokens_per_second']:.2f} output tokens/s",
+        f"Total num prompt tokens:  {made['total_prompt_tokens']}"
+        f"{cached if made['total_cached_tokens'] else ''}",
+        f"Total num output tokens:  {made['total_output_tokens']}",
+    ]
+
+
+LATENCY = Benchmark("Latency", False, latency_figures_of, latency_report)
+THROUGHPUT = Benchmark("Throughput", True, throughput_figures, throughput_report)
+
+
+def _memory_rows(footprints: Mapping[str, Footprint]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of a table with a column for each engine."""
+    columns = list(footprints.values())
+
+    def row(name: str, values: Sequence[int | None]) -> list[str]:
+        return [name, *("-" if value is None else _size(value) for value in values)]
+
+    return ["Memory", *footprints], [
+        row("Process memory (peak)", [f.process_peak for f in columns]),
+        row("MLX peak memory", [f.mlx_peak for f in columns]),
+        row("MLX cache memory", [f.mlx_cache for f in columns]),
+        row("KV pool", [f.pool for f in columns]),
+        row("KV pool, most used", [f.pool_used for f in columns]),
+        ["System memory", *(_share(f) for f in columns)],
+    ]
+
+
+def _size(size: int) -> str:
+    return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / (1 << 20):.1f} MiB"
+
+
+def _share(footprint: Footprint) -> str:
+    used, total = footprint.system_used, footprint.system_total
+    return f"{used / _GIB:.1f} / {total / _GIB:.1f} GiB ({used / total:.0%})"
 
 
 def _side_by_side(made: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -1,17 +1,128 @@
-"""Options that take lists: repeated, or by commas."""
+"""Options that several benchmarks share, under vLLM's names where it has them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
 
+from mlx_paged.cli.options import (
+    ENGINE,
+    AsyncScheduling,
+    DType,
+    KVCacheMemory,
+    MaxNumSeqs,
+    Model,
+    option,
+)
 from mlx_paged.errors import InvalidParameterError
 
+DATA = "Data set"
+_REPORT = "Report"
 
-def parse_list(field: str, given: Sequence[str] | None, expected: str, read: Any) -> list[Any]:
+
+class EngineName(StrEnum):
+    """Which engine generates."""
+
+    MLX_PAGED = "mlx-paged"
+    MLX_LM = "mlx-lm"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The engines of an offline benchmark, their model, and how they generate."""
+
+    engine: Annotated[
+        list[EngineName],
+        option(
+            ENGINE,
+            "Who generates. Give it twice to compare: each works in a process of its own, and "
+            "they take turns.",
+        ),
+    ] = field(default_factory=lambda: [EngineName.MLX_PAGED])
+    model: Model = None
+    dtype: Annotated[DType, option(ENGINE, "auto: as the weights are, float32 on the CPU.")] = (
+        "auto"
+    )
+    temperature: Annotated[float, option(ENGINE, "0 is greedy.", min=0.0)] = 0.0
+    ignore_eos: Annotated[
+        bool, option(ENGINE, "Every answer has its full length.", "--ignore-eos/--no-ignore-eos")
+    ] = True
+    disable_detokenize: Annotated[
+        bool, option(ENGINE, "Leave making text out of the time.", "--disable-detokenize")
+    ] = False
+    max_num_seqs: MaxNumSeqs = 256
+    max_num_batched_tokens: Annotated[
+        int, option(ENGINE, "mlx-paged: most tokens of a step.", min=1)
+    ] = 2048
+    max_model_len: Annotated[
+        int | None,
+        option(
+            ENGINE,
+            "mlx-paged: most tokens of prompt and answer. With --max-num-seqs it bounds the "
+            "KV pool.",
+            min=1,
+            show_default="the longest request",
+        ),
+    ] = None
+    block_size: Annotated[int, option(ENGINE, "mlx-paged: tokens of a KV block.")] = 32
+    kv_cache_memory: KVCacheMemory = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        option(
+            ENGINE,
+            "mlx-paged: most of the device's memory, as a share.",
+            show_default="0.9 on a GPU",
+        ),
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool,
+        option(
+            ENGINE,
+            "mlx-paged: share equal beginnings of prompts.",
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+        ),
+    ] = True
+    async_scheduling: AsyncScheduling = True
+
+
+NumAnswers = Annotated[int, option(ENGINE, "Answers for each prompt.", "--n", min=1)]
+Seed = Annotated[int, option(DATA, "Of all that is by chance.", "--seed")]
+MetricPercentiles = Annotated[str, option(_REPORT, "Percentiles of latencies, by commas.")]
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What is reported, and where."""
+
+    metric_percentiles: MetricPercentiles = "50,90,99"
+    output_json: Annotated[Path | None, option(_REPORT, "Write figures and environment here.")] = (
+        None
+    )
+
+
+# --- Options that take lists ----------------------------------------------------------------------
+
+ListOf = list[str] | None
+#: What `parse_list` needs to know of the values: a description for errors, and what reads a word.
+Values = tuple[str, Callable[[str], Any]]
+BLOCK_SIZES = (8, 16, 32, 64)
+
+
+def list_option(panel: str | None, help: str, default: str) -> Any:
+    """An option that may be repeated and takes commas; `default` is shown in the help."""
+    return option(panel, help, show_default=default, metavar="LIST")
+
+
+def parse_list(
+    field: str, given: Sequence[str] | None, expected: str, read: Callable[[str], Any]
+) -> list[Any]:
     """Values of an option that may be repeated and takes commas, each once.
 
     Args:
+        expected: what the values must be, for the error.
         read: makes a value of a word, or raises ValueError.
     """
     words = [word.strip() for part in given or () for word in part.split(",")]
@@ -24,38 +135,18 @@ def parse_list(field: str, given: Sequence[str] | None, expected: str, read: Any
     return list(dict.fromkeys(values))
 
 
-def at_least(least: int) -> Any:
-    """Reads an integer of at least this."""
-
-    def read(word: str) -> int:
-        value = int(word)
-        if value < least:
-            raise ValueError
-        return value
-
-    return read
+def at_least(least: int) -> Values:
+    """Integers of at least this."""
+    return f"integers of at least {least}", lambda word: _require(int(word), lambda v: v >= least)
 
 
-def read_window(word: str) -> int | None:
-    """``0`` and ``none`` are no window."""
-    return at_least(0)("0" if word.lower() == "none" else word) or None
+def one_of(values: Collection[Any], kind: type = str) -> Values:
+    """Some of these."""
+    expected = "of " + ", ".join(map(str, values))
+    return expected, lambda word: _require(kind(word), lambda v: v in values)
 
 
-def read_head_dim(word: str) -> int:
-    """What a pool may have."""
-    value = int(word)
-    if value % 8 or not 8 <= value <= 576:
+def _require(value: Any, holds: Callable[[Any], bool]) -> Any:
+    if not holds(value):
         raise ValueError
     return value
-
-
-def one_of(values: Collection[Any], kind: type = str) -> Any:
-    """Reads one of these."""
-
-    def read(word: str) -> Any:
-        value = kind(word)
-        if value not in values:
-            raise ValueError
-        return value
-
-    return read

@@ -1,15 +1,132 @@
-"""Results of a benchmark as a table, as JSON with its environment, and as CSV."""
+"""Results of a benchmark: as a table, as CSV, and as JSON with the environment they come from."""
 
 from __future__ import annotations
 
 import csv
 import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mlx_paged.cli.bench.environment import environment
+import mlx_paged
 from mlx_paged.errors import InvalidParameterError
+
+# Of the minute before the measurement: what else ran on the machine.
+_LOAD_AVERAGE = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def environment() -> dict[str, Any]:
+    """What goes into every JSON file of results.
+
+    Returns:
+        ``date`` (UTC), ``command``, ``commit`` and ``dirty`` (None where the package does not lie
+        in its own checkout), ``machine`` (``processor``, ``cores``, ``memory_bytes``,
+        ``load_average``, ``system``, ``python``, ``device``) and ``build`` (`build_info`).
+    """
+    from mlx_paged import extension
+
+    commit, dirty = checkout()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command(),
+        "commit": commit,
+        "dirty": dirty,
+        "machine": {
+            "processor": processor(),
+            "cores": os.cpu_count(),
+            "memory_bytes": memory_bytes(),
+            "load_average": _LOAD_AVERAGE,
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "python": platform.python_version(),
+            "device": device_name(),
+        },
+        "build": extension.build_info(),
+    }
+
+
+@cache
+def checkout() -> tuple[str | None, bool | None]:
+    """Commit of the checkout that the package lies in, and whether files differ from it.
+
+    Both are None for an installed package, unless ``MLX_PAGED_COMMIT`` names the commit. Read
+    once: call it when measuring begins, as the checkout may move on meanwhile.
+    """
+    root = Path(mlx_paged.__file__).resolve().parent.parent
+    # (An environment inside some other project's checkout is not ours.)
+    if not (root / ".git").exists():
+        # (For files that were copied to a machine without their repository.)
+        return os.environ.get("MLX_PAGED_COMMIT"), None
+    commit = _git(root, "rev-parse", "HEAD")
+    return commit, None if commit is None else bool(_git(root, "status", "--porcelain"))
+
+
+def command() -> str:
+    """What was typed, without the directories that the program lies in."""
+    program, *arguments = sys.argv
+    name = Path(program).name
+    if Path(program).parts[-3:] == ("mlx_paged", "cli", "main.py"):
+        words = ["python", "-m", "mlx_paged.cli.main"]
+    elif name.endswith(".py"):
+        words = ["python", program]
+    else:
+        words = [name]
+    return shlex.join([*words, *arguments])
+
+
+def processor() -> str:
+    """Name of the processor."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    if sys.platform == "darwin" and (brand := _run("sysctl", "-n", "machdep.cpu.brand_string")):
+        return brand
+    return platform.processor() or platform.machine()
+
+
+def memory_bytes() -> int | None:
+    """Main memory of the machine; None where the system does not report it."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def device_name() -> str:
+    """The GPU that MLX computes on by default, by name; ``cpu`` without one."""
+    from mlx_paged import extension  # noqa: F401  (its BLAS has to come before mlx.core)
+
+    # isort: split
+    import mlx.core as mx
+
+    if mx.default_device() != mx.Device(mx.gpu):
+        return "cpu"
+    return str(mx.device_info().get("device_name", "gpu"))  # type: ignore[attr-defined]
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    return _run("git", "-C", str(root), *arguments)
+
+
+def _run(*words: str) -> str | None:
+    """What a command prints; None where there is no such command, or it fails."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+# --- Tables and files -----------------------------------------------------------------------------
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -53,7 +170,8 @@ def read_json(path: Path, field: str) -> dict[str, Any]:
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """One line a row under a header of all keys, in the order in which they first come.
 
-    Values that are objects become columns ``key.inner``; None is empty.
+    Values that are objects become columns ``key.inner``, and lists ``a/b``; None is empty, and
+    ``samples`` are left out.
     """
     flat = [flatten(row) for row in rows]
     columns = list(dict.fromkeys(key for row in flat for key in row))
@@ -72,8 +190,9 @@ def flatten(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in row.items():
         if isinstance(value, Mapping):
             flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
+        elif key != "samples":
+            is_list = isinstance(value, list)
+            flat[prefix + key] = "/".join(map(str, value)) if is_list else value
     return flat
 
 

@@ -4,35 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mlx_paged.cli.bench import percentiles
-from mlx_paged.cli.bench import vllm_options as options
-from mlx_paged.cli.bench.datasets import Dataset, Workload, tokenizer_of
-from mlx_paged.cli.bench.environment import checkout, environment
+from mlx_paged.cli.bench.datasets import Workload, tokenizer_of
+from mlx_paged.cli.bench.figures import (
+    WIDTH,
+    answer_latencies,
+    latency_lines,
+    line,
+    parse_percentiles,
+)
+from mlx_paged.cli.bench.options import MetricPercentiles, Seed
+from mlx_paged.cli.bench.results import checkout, environment
 from mlx_paged.cli.entry import needs_extra
+from mlx_paged.cli.options import with_options
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
-
-class Backend(StrEnum):
-    """Which endpoint is asked."""
-
-    OPENAI = "openai"
-    OPENAI_CHAT = "openai-chat"
+if TYPE_CHECKING:
+    from mlx_paged.cli.bench.client import Result
 
 
+@with_options()
 def serve(
+    *,
     base_url: Annotated[
         str, typer.Option(help="Of the server, without /v1.")
     ] = "http://127.0.0.1:8000",
     backend: Annotated[
-        Backend, typer.Option(help="openai: /v1/completions; openai-chat: /v1/chat/completions.")
-    ] = Backend.OPENAI,
+        Literal["openai", "openai-chat"],
+        typer.Option(help="openai: /v1/completions; openai-chat: /v1/chat/completions.")
+    ] = "openai",
     model: Annotated[
         str | None, typer.Option(help="Name in the API.", show_default="the server's first")
     ] = None,
@@ -40,17 +47,7 @@ def serve(
         str | None,
         typer.Option(help="Directory or id, to make prompts.", show_default="the embedded model's"),
     ] = None,
-    dataset_name: options.DatasetName = Dataset.RANDOM,
-    num_prompts: options.NumPrompts = 64,
-    dataset_path: options.DatasetPath = None,
-    random_input_len: options.InputLen = None,
-    random_output_len: options.OutputLen = None,
-    random_prefix_len: options.PrefixLen = None,
-    random_range_ratio: options.RangeRatio = None,
-    prefix_repetition_prefix_len: options.RepeatedPrefixLen = None,
-    prefix_repetition_suffix_len: options.RepeatedSuffixLen = None,
-    prefix_repetition_num_prefixes: options.NumPrefixes = None,
-    system_prompt: options.SystemPrompt = None,
+    workload: Workload,
     request_rate: Annotated[
         float, typer.Option(min=0.001, help="Requests a second.", show_default="inf: all at once")
     ] = float("inf"),
@@ -65,8 +62,8 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(help="Key.", envvar="MLX_PAGED_API_KEY")
     ] = None,
-    metric_percentiles: options.MetricPercentiles = "50,90,99",
-    seed: options.Seed = 0,
+    metric_percentiles: MetricPercentiles = "50,90,99",
+    seed: Seed = 0,
     save_result: Annotated[bool, typer.Option("--save-result", help="Write JSON.")] = False,
     result_filename: Annotated[
         Path | None, typer.Option(help="Where to.", show_default="by time and model")
@@ -82,28 +79,14 @@ def serve(
     """
     with needs_extra("bench", "mlx-paged bench serve"):
         from mlx_paged.cli.bench import client
-    from mlx_paged.cli.bench import report
-
     checkout()
-    shares = percentiles.parse(metric_percentiles)
+    shares = parse_percentiles(metric_percentiles)
     extra = _extra(extra_body)
     name = model or asyncio.run(_first_model(base_url, api_key))
-    workload = Workload(
-        dataset_name,
-        num_warmups + num_prompts,
-        dataset_path,
-        random_input_len,
-        random_output_len,
-        random_prefix_len,
-        random_range_ratio,
-        prefix_repetition_prefix_len,
-        prefix_repetition_suffix_len,
-        prefix_repetition_num_prefixes,
-        system_prompt,
-    )
+    asked = replace(workload, num_prompts=num_warmups + workload.num_prompts)
     of_prompts = tokenizer_of(tokenizer)
-    prompts = [prompt.as_text(of_prompts) for prompt in workload.sample(of_prompts, seed)]
-    chat = backend is Backend.OPENAI_CHAT
+    prompts = [prompt.as_text(of_prompts) for prompt in asked.sample(of_prompts, seed)]
+    chat = backend == "openai-chat"
     path = "/v1/chat/completions" if chat else "/v1/completions"
     target = client.Target(
         base_url.rstrip("/") + path,
@@ -126,19 +109,19 @@ def serve(
             seed=seed,
         )
     )
-    made = report.figures(results, duration, shares)
-    typer.echo(report.text(made, request_rate, max_concurrency, shares))
+    made = figures(results, duration, shares)
+    typer.echo(text(made, request_rate, max_concurrency, shares))
     if save_result:
         now = datetime.now().strftime("%Y%m%d-%H%M%S")
-        file = result_filename or Path(f"{backend.value}-{request_rate:g}qps-{now}.json")
+        file = result_filename or Path(f"{backend}-{request_rate:g}qps-{now}.json")
         saved = {
             "environment": environment(),  # of the client
             "date": now,
-            "endpoint_type": backend.value,
-            "backend": backend.value,
+            "endpoint_type": backend,
+            "backend": backend,
             "model_id": name,
             "tokenizer_id": tokenizer or name,
-            "num_prompts": num_prompts,
+            "num_prompts": workload.num_prompts,
             "request_rate": "inf" if request_rate == float("inf") else request_rate,
             "burstiness": burstiness,
             "max_concurrency": max_concurrency,
@@ -170,3 +153,86 @@ async def _first_model(base_url: str, key: str | None) -> str:
             return str((await answer.json())["data"][0]["id"])
     except (aiohttp.ClientError, OSError, KeyError, IndexError) as error:
         raise MlxPagedError(f"{url} does not name a model: {error}") from error
+
+
+# --- Figures, in the form of `vllm bench serve` ---------------------------------------------------
+
+
+def figures(
+    results: Sequence[Result], duration: float, percentiles: Sequence[float]
+) -> dict[str, Any]:
+    """Everything that is measured; times in milliseconds, under vLLM's keys."""
+    good = [r for r in results if r.success]
+    input_lens = [
+        r.prompt.num_tokens if r.num_prompt_tokens is None else r.num_prompt_tokens for r in good
+    ]
+    total_output = sum(r.num_output_tokens for r in good)
+    made: dict[str, Any] = {
+        "duration": duration,
+        "completed": len(good),
+        "failed": len(results) - len(good),
+        "total_input_tokens": sum(input_lens),
+        "total_output_tokens": total_output,
+        "total_cached_tokens": sum(r.num_cached_tokens for r in good),
+        "request_throughput": len(good) / duration,
+        "output_throughput": total_output / duration,
+        "total_token_throughput": (sum(input_lens) + total_output) / duration,
+        "max_output_tokens_per_s": _peak(good),
+        "max_concurrent_requests": _most_at_once(good),
+        "input_lens": input_lens,
+        "output_lens": [r.num_output_tokens for r in good],
+        "ttfts": [r.ttft for r in good],
+        "itls": [r.itl for r in good],
+        "generated_texts": [r.text for r in good],
+        "errors": [r.error for r in results],
+    }
+    return made | answer_latencies(good, percentiles)
+
+
+def text(
+    made: dict[str, Any], rate: float, concurrency: int | None, shares: Sequence[float]
+) -> str:
+    """The table."""
+    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
+    lines.append(line("Successful requests:", made["completed"]))
+    lines.append(line("Failed requests:", made["failed"]))
+    if concurrency is not None:
+        lines.append(line("Maximum request concurrency:", concurrency))
+    if rate != float("inf"):
+        lines.append(line("Request rate configured (RPS):", rate))
+    for name, key in (
+        ("Benchmark duration (s):", "duration"),
+        ("Total input tokens:", "total_input_tokens"),
+        ("Total generated tokens:", "total_output_tokens"),
+        ("Total cached prompt tokens:", "total_cached_tokens"),
+        ("Request throughput (req/s):", "request_throughput"),
+        ("Output token throughput (tok/s):", "output_throughput"),
+        ("Peak output token throughput (tok/s):", "max_output_tokens_per_s"),
+        ("Peak concurrent requests:", "max_concurrent_requests"),
+        ("Total token throughput (tok/s):", "total_token_throughput"),
+    ):
+        lines.append(line(name, made[key]))
+    lines += latency_lines(made, shares)
+    lines.append("=" * WIDTH)
+    return "\n".join(lines)
+
+
+def _peak(results: Sequence[Result]) -> float:
+    """Most tokens (chunks of text) that came in any one second."""
+    seconds: dict[int, int] = {}
+    for result in results:
+        at = result.started + result.ttft
+        seconds[int(at)] = seconds.get(int(at), 0) + 1
+        for gap in result.itl:
+            at += gap
+            seconds[int(at)] = seconds.get(int(at), 0) + 1
+    return float(max(seconds.values(), default=0))
+
+
+def _most_at_once(results: Sequence[Result]) -> int:
+    changes = [(r.started, 1) for r in results] + [(r.started + r.latency, -1) for r in results]
+    now = most = 0
+    for _, change in sorted(changes):
+        now += change
+        most = max(most, now)
+    return most

@@ -1,26 +1,26 @@
-"""What was said, and how answers are to be made: what ``/save`` writes."""
+"""A conversation (what ``/save`` writes), and the protocol of what answers it."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Generator
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from mlx_paged.cli.chat.backend import Message
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
+
+#: `role` and `content`, as in OpenAI's API.
+Message = dict[str, str]
 
 _FORMAT = "mlx-paged chat"
 _VERSION = 1
 #: What ``/params`` may set. (One answer is shown, and no log-probabilities.)
 PARAMS = tuple(
-    f.name
-    for f in dataclasses.fields(SamplingParams)
-    if f.name not in ("n", "logprobs", "prompt_logprobs")
+    f.name for f in fields(SamplingParams) if f.name not in ("n", "logprobs", "prompt_logprobs")
 )
 
 
@@ -148,3 +148,69 @@ def _check(params: dict[str, Any]) -> None:
     if isinstance(bias, dict):  # JSON's keys are strings
         params["logit_bias"] = {int(k) if str(k).isdigit() else k: v for k, v in bias.items()}
     SamplingParams(**{"max_tokens": None, **params})
+
+
+# --- What answers it ------------------------------------------------------------------------------
+
+
+@dataclass
+class Turn:
+    """What is known of one answer.
+
+    Attributes:
+        prompt_tokens: Of the whole conversation; None where a server does not report it.
+        cached_tokens: Those of them that were not computed again.
+        completion_tokens: Of the answer.
+        ttft: Seconds until its first token.
+        seconds: Until its end.
+        finish_reason: "stop", "length", "stopped" by the user, or "error".
+    """
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    ttft: float | None = None
+    seconds: float = 0.0
+    finish_reason: str | None = None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """After the first token."""
+        if self.ttft is None or self.completion_tokens is None or self.completion_tokens < 2:
+            return None
+        return (self.completion_tokens - 1) / max(self.seconds - self.ttft, 1e-9)
+
+
+class Backend(Protocol):
+    """Answers conversations, one at a time.
+
+    Attributes:
+        model: Its name.
+        turn: Of the last answer; complete when its generator has ended or was closed.
+        defaults: What holds for parameters that are not set, as far as it is known.
+    """
+
+    model: str
+    turn: Turn
+    defaults: dict[str, Any]
+
+    def answer(self, messages: list[Message], params: dict[str, Any]) -> Generator[str, None, None]:
+        """Pieces of the answer as they come. Closing the generator stops it.
+
+        Args:
+            messages: the conversation; the last one is the user's.
+            params: fields of `SamplingParams`.
+
+        Raises:
+            MlxPagedError: it could not be answered; the next one may.
+            KeyboardInterrupt: Ctrl-C, raised between two steps.
+        """
+        ...
+
+    def facts(self) -> list[tuple[str, str]]:
+        """(what, value) for ``/stats``, besides the turns."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of connections."""
+        ...

@@ -6,8 +6,8 @@ import time
 from collections.abc import Generator
 from typing import Any
 
-from mlx_paged.cli.chat.backend import Message, Turn
-from mlx_paged.cli.interrupts import deferred_interrupt
+from mlx_paged.cli.chat.conversation import Message, Turn
+from mlx_paged.cli.entry import deferred_interrupt
 from mlx_paged.engine.llm import LLM
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.sampling_params import SamplingParams

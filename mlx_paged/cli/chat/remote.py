@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from mlx_paged.cli.chat.backend import Message, Turn
+from mlx_paged.cli.chat.conversation import Message, Turn
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
 _CONNECT_TIMEOUT = 10.0
@@ -41,7 +41,7 @@ class RemoteBackend:
         self.model = model or self._first_model()
 
     def _first_model(self) -> str:
-        with self._told():
+        with self._described_errors():
             response = self._client.get(f"{self.url}/v1/models")
             _check(response)
             try:
@@ -62,7 +62,7 @@ class RemoteBackend:
         num_pieces, start = 0, time.monotonic()
         url = f"{self.url}/v1/chat/completions"
         try:
-            with self._told(), self._client.stream("POST", url, json=body) as response:
+            with self._described_errors(), self._client.stream("POST", url, json=body) as response:
                 _check(response)
                 for event in _events(response.iter_bytes()):
                     _take_usage(turn, event.get("usage"))
@@ -94,8 +94,8 @@ class RemoteBackend:
         self._client.close()
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """What goes wrong on the way becomes one line."""
+    def _described_errors(self) -> Iterator[None]:
+        """Errors of the connection become one line."""
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -110,7 +110,7 @@ class RemoteBackend:
 
 
 def _check(response: httpx.Response) -> None:
-    """Raises what the server says is wrong."""
+    """Raises the error that the server reports."""
     if response.status_code == 200:
         return
     try:
@@ -136,7 +136,7 @@ def _events(chunks: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """
     rest = b""
     for chunk in chunks:
-        # (`iter_lines` would break lines at U+2028, too, which may stand inside JSON.)
+        # (`iter_lines` would break lines at U+2028, too, which JSON strings may contain.)
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             if not line.startswith(b"data:"):

@@ -1,11 +1,12 @@
-"""Draws an answer while it comes, and never draws what a terminal would obey.
+"""Draws an answer while it is generated, without control sequences.
 
-Finished blocks of Markdown are printed once and scroll away; only the unfinished one is drawn anew,
-no taller than the screen.
+Finished blocks of Markdown are printed once and scroll away; only the unfinished one is redrawn, no
+taller than the screen.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 
@@ -17,7 +18,7 @@ from rich.segment import Segment
 from rich.syntax import Syntax
 from rich.text import Text
 
-from mlx_paged.cli.chat.markup import Markup
+from mlx_paged.cli.options import Markup
 
 _REDRAWS_PER_SECOND = 10
 _UNPRINTABLE = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {0x09, 0x0A})
@@ -29,7 +30,7 @@ def printable(text: str) -> str:
 
 
 def parser() -> MarkdownIt:
-    """Markdown whose HTML is text: a model's ``<think>`` is part of what it says."""
+    """Markdown whose HTML is text: a model's ``<think>`` is part of its answer."""
     return MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 
 
@@ -41,18 +42,18 @@ class _Markdown(Markdown):
 
 def rendered(text: str, markup: Markup) -> RenderableType:
     """What is printed for a text without control characters."""
-    if markup is Markup.MARKDOWN:
+    if markup == "markdown":
         return _Markdown(text)
-    if markup is Markup.CODE:
+    if markup == "code":
         return Syntax(text.rstrip("\n"), "python", background_color="default", word_wrap=True)
     return Text(text.rstrip("\n"))
 
 
 def finished_part(text: str, markup: Markup) -> int:
     """Length of the beginning that nothing that follows can change."""
-    if markup is Markup.PLAIN:
+    if markup == "plain":
         return text.rfind("\n") + 1
-    if markup is Markup.CODE:
+    if markup == "code":
         return 0  # the highlighting of a line may depend on all before it
     blocks = [token.map for token in parser().parse(text) if token.level == 0 and token.map]
     if len(blocks) < 2:
@@ -66,7 +67,7 @@ class LiveAnswer:
 
     Args:
         console: of the terminal.
-        markup: not `AUTO`.
+        markup: not "auto".
     """
 
     def __init__(self, console: Console, markup: Markup) -> None:
@@ -107,7 +108,7 @@ class LiveAnswer:
             self._print(done)
 
     def _print(self, text: str) -> None:
-        if self._markup is Markup.MARKDOWN and not self._is_first:
+        if self._markup == "markdown" and not self._is_first:
             self._console.print()
         self._is_first = False
         self._console.print(rendered(text, self._markup))
@@ -129,8 +130,53 @@ class _Bottom:
             yield Segment.line()
 
 
-def draw(console: Console, markup: Markup, pieces: Iterator[str]) -> None:
-    """Draws a whole answer as it comes."""
-    with LiveAnswer(console, markup) as answer:
-        for piece in pieces:
-            answer.feed(piece)
+class TerminalView:
+    """See `View`."""
+
+    def __init__(self, console: Console, markup: Markup) -> None:
+        self.console = console
+        self._markup = markup
+
+    def answer(self, pieces: Iterator[str]) -> None:
+        """See `View`."""
+        with LiveAnswer(self.console, self._markup) as answer:
+            for piece in pieces:
+                answer.feed(piece)
+
+    def note(self, what: RenderableType) -> None:
+        """See `View`."""
+        self.console.print(_clean(what), style="dim", markup=False)
+
+    def error(self, message: str) -> None:
+        """See `View`."""
+        self.console.print(_clean(" ".join(message.split())), style="red", markup=False)
+
+
+class PlainView:
+    """Answers on stdout as they are, everything else on stderr."""
+
+    def __init__(self) -> None:
+        self._notes = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._to_terminal = sys.stdout.isatty()
+
+    def answer(self, pieces: Iterator[str]) -> None:
+        """See `View`."""
+        try:
+            for piece in pieces:
+                sys.stdout.write(printable(piece) if self._to_terminal else piece)
+                sys.stdout.flush()
+        finally:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+    def note(self, what: RenderableType) -> None:
+        """See `View`."""
+        self._notes.print(what, markup=False)
+
+    def error(self, message: str) -> None:
+        """See `View`."""
+        self._notes.print(f"mlx-paged: {' '.join(message.split())}", markup=False)
+
+
+def _clean(what: RenderableType) -> RenderableType:
+    return printable(what) if isinstance(what, str) else what

@@ -1,15 +1,22 @@
-"""A chat: takes what the user enters, and keeps conversation, answers and figures together."""
+"""A chat: the messages and commands that a user enters, and a view that shows the results."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from typing import Protocol
+import difflib
+import json
+import re
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from rich.console import RenderableType
+from rich.table import Table
 
-from mlx_paged.cli.chat.backend import Backend, Message, Turn
-from mlx_paged.cli.chat.conversation import Conversation
+from mlx_paged.cli.chat.conversation import PARAMS, Backend, Conversation, Message, Turn
 from mlx_paged.errors import MlxPagedError
+
+_ASSIGNMENT = re.compile(r"(\w+)(?:\s*=\s*|\s+)(\S.*)", re.DOTALL)
 
 
 class View(Protocol):
@@ -83,3 +90,196 @@ class ChatSession:
                 yield piece
         finally:
             answer.close()
+
+
+# --- What the user enters -------------------------------------------------------------------------
+
+
+class EndOfChat(Exception):
+    """The user wants to leave."""
+
+
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        arguments: How they are written, for the help.
+    """
+
+    run: Callable[[ChatSession, str], None]
+    arguments: str
+    help: str
+
+
+def handle(session: ChatSession, entered: str) -> None:
+    """Runs a line: a command, or a message ("//" begins one that begins with a slash).
+
+    Raises:
+        EndOfChat: the user wants to leave.
+    """
+    text = entered.strip()
+    if text.startswith("/") and not text.startswith("//"):
+        _run(session, text)
+    elif text:
+        session.say(text.removeprefix("/") if text.startswith("//") else entered)
+
+
+def _run(session: ChatSession, text: str) -> None:
+    parts = text[1:].split(maxsplit=1)
+    name, rest = (parts[0] if parts else ""), (parts[1] if len(parts) > 1 else "")
+    command = COMMANDS.get(name)
+    if command is None:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f"did you mean /{near[0]}?" if near else "/help lists them"
+        session.fail(f"there is no command /{name}: {hint} (a message may begin with //)")
+        return
+    if rest and not command.arguments:
+        session.fail(f"/{name} takes nothing, but got {rest!r}")
+        return
+    try:
+        command.run(session, rest)
+    except MlxPagedError as error:
+        session.fail(str(error))
+
+
+def _system(session: ChatSession, rest: str) -> None:
+    if rest:
+        session.conversation.system = None if rest == "-" else rest
+    session.view.note(f"system message: {session.conversation.system or '(none)'}")
+
+
+def _params(session: ChatSession, rest: str) -> None:
+    conversation = session.conversation
+    if rest:
+        assignment = _ASSIGNMENT.fullmatch(rest)
+        if assignment is None:
+            raise MlxPagedError(f"write /params NAME VALUE, not /params {rest}")
+        name, value = assignment.groups()
+        conversation.set_param(name, None if value == "-" else _value(value))
+    table = Table(show_header=False, box=None)
+    for name, value in {**session.backend.defaults, **conversation.params}.items():
+        shown = "as the context allows" if value is None else json.dumps(value, default=list)
+        table.add_row(name, shown, "" if name in conversation.params else "(default)")
+    if table.row_count:
+        session.view.note(table)
+    else:
+        session.view.note("none set: the server's defaults hold")
+
+
+def _value(text: str) -> object:
+    """A JSON value, or else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _save(session: ChatSession, rest: str) -> None:
+    path = Path(rest or time.strftime("chat-%Y%m%d-%H%M%S.json")).expanduser()
+    session.conversation.save(path, session.backend.model)
+    session.view.note(f"saved {_turns(session.conversation)} to {path}")
+
+
+def _load(session: ChatSession, rest: str) -> None:
+    if not rest:
+        raise MlxPagedError("write /load FILE")
+    session.conversation = Conversation.load(Path(rest).expanduser())
+    session.view.note(f"loaded {_turns(session.conversation)} from {rest}")
+
+
+def _turns(conversation: Conversation) -> str:
+    count = len(conversation.messages) // 2
+    return f"{count} turn" if count == 1 else f"{count} turns"
+
+
+def _stats(session: ChatSession, _: str) -> None:
+    table = Table()
+    for name in ("turn", "prompt", "cached", "TTFT s", "tokens", "tokens/s", "ended by"):
+        table.add_column(name, justify="right")
+    for number, turn in enumerate(session.turns, 1):
+        numbers = (turn.prompt_tokens, turn.cached_tokens)
+        table.add_row(
+            str(number),
+            *("?" if n is None else str(n) for n in numbers),
+            "" if turn.ttft is None else f"{turn.ttft:.3f}",
+            "?" if turn.completion_tokens is None else str(turn.completion_tokens),
+            "" if turn.tokens_per_second is None else f"{turn.tokens_per_second:.1f}",
+            turn.finish_reason or "",
+        )
+    session.view.note(table)
+    facts = Table(show_header=False, box=None)
+    for name, value in [("model", session.backend.model), *session.backend.facts()]:
+        facts.add_row(name, value)
+    session.view.note(facts)
+
+
+def _retry(session: ChatSession, _: str) -> None:
+    text = session.conversation.unanswered or session.conversation.undo()
+    if text is None:
+        raise MlxPagedError("there is nothing to try again")
+    session.say(text)
+
+
+def _undo(session: ChatSession, _: str) -> None:
+    text = session.conversation.undo()
+    if text is None:
+        raise MlxPagedError("there is nothing to take back")
+    session.view.note(f"taken back: {text if len(text) <= 60 else text[:60] + '...'}")
+
+
+def _clear(session: ChatSession, _: str) -> None:
+    session.conversation.messages.clear()
+    session.conversation.unanswered = None
+    session.view.note("the conversation is empty; system message and parameters are kept")
+
+
+def _help(session: ChatSession, _: str) -> None:
+    table = Table(show_header=False, box=None)
+    for name, command in COMMANDS.items():
+        table.add_row(f"/{name} {command.arguments}", command.help)
+    session.view.note(table)
+    session.view.note(f"parameters: {', '.join(PARAMS)}")
+
+
+def _exit(_: ChatSession, __: str) -> None:
+    raise EndOfChat
+
+
+COMMANDS: dict[str, Command] = {
+    "system": Command(_system, "[TEXT | -]", "Show the system message, set it, or remove it."),
+    "params": Command(_params, "[NAME VALUE | -]", "Show sampling parameters, set or reset one."),
+    "stats": Command(_stats, "", "What each answer took, cached tokens too."),
+    "retry": Command(_retry, "", "Have the last message answered again."),
+    "undo": Command(_undo, "", "Take back the last turn."),
+    "clear": Command(_clear, "", "Begin a new conversation."),
+    "save": Command(_save, "[FILE]", "Write the conversation to a file."),
+    "load": Command(_load, "FILE", "Go on with a saved conversation."),
+    "help": Command(_help, "", "This list."),
+    "exit": Command(_exit, "", "End; so does Ctrl-D."),
+}
+
+
+# --- Without a terminal ---------------------------------------------------------------------------
+
+
+def converse_lines(session: ChatSession, lines: Iterable[str]) -> None:
+    """Talks until the lines end, or one of them is ``/exit``."""
+    try:
+        for entered in _joined(lines):
+            handle(session, entered)
+    except EndOfChat:
+        return
+
+
+def _joined(lines: Iterable[str]) -> Iterator[str]:
+    """Lines; one that ends with a backslash goes on in the next."""
+    begun: list[str] = []
+    for line in lines:
+        line = line.rstrip("\r\n")
+        if line.endswith("\\"):
+            begun.append(line[:-1])
+        else:
+            yield "\n".join([*begun, line])
+            begun.clear()
+    if begun:
+        yield "\n".join(begun)

@@ -12,9 +12,8 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from mlx_paged.cli.chat.commands import COMMANDS, EndOfChat, handle
 from mlx_paged.cli.chat.conversation import PARAMS
-from mlx_paged.cli.chat.session import ChatSession
+from mlx_paged.cli.chat.session import COMMANDS, ChatSession, EndOfChat, handle
 
 _PROMPT = "> "
 _HINT = (
@@ -43,7 +42,7 @@ def converse(session: ChatSession, history: Path) -> None:
     while True:
         try:
             handle(session, prompts.prompt(_PROMPT))
-        except KeyboardInterrupt:  # at the prompt: away with what was typed
+        except KeyboardInterrupt:  # at the prompt: discards the line
             continue
         except (EOFError, EndOfChat):
             return

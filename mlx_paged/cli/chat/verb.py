@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlx_paged.cli import options
-from mlx_paged.cli.chat.keys import typed_ahead
-from mlx_paged.cli.chat.markup import Markup
 from mlx_paged.cli.entry import needs_extra
+from mlx_paged.cli.options import (
+    AsyncScheduling,
+    KVCacheMemory,
+    Markup,
+    MaxModelLen,
+    Model,
+    SamplingOptions,
+    SystemPrompt,
+    given,
+    refuse,
+    with_options,
+)
 from mlx_paged.errors import MlxPagedError
 
 if TYPE_CHECKING:
-    from mlx_paged.cli.chat.backend import Backend
-    from mlx_paged.cli.chat.conversation import Conversation
+    from mlx_paged.cli.chat.conversation import Backend, Conversation
 
 _ONLY_LOCAL = ("max_model_len", "kv_cache_memory", "async_scheduling")
 
 
+@with_options()
 def chat(
+    *,
     context: typer.Context,
     server: Annotated[
         str | None,
@@ -36,14 +47,14 @@ def chat(
             help="Key that the server needs.", envvar="MLX_PAGED_API_KEY", show_envvar=True
         ),
     ] = None,
-    system_prompt: options.SystemPrompt = None,
+    system_prompt: SystemPrompt = None,
     load: Annotated[
         Path | None, typer.Option(help="Go on with a chat that /save has written.")
     ] = None,
     markup: Annotated[
         Markup,
         typer.Option(help="How answers are drawn; auto: Markdown, code for the embedded model."),
-    ] = Markup.AUTO,
+    ] = "auto",
     history_file: Annotated[
         Path | None,
         typer.Option(
@@ -51,21 +62,11 @@ def chat(
             envvar="MLX_PAGED_HISTORY_FILE", show_envvar=True,
         ),
     ] = None,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    min_tokens: options.MinTokens = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    model: options.Model = None,
-    max_model_len: options.MaxModelLen = None,
-    kv_cache_memory: options.KVCacheMemory = None,
-    async_scheduling: options.AsyncScheduling = True,
+    sampling: SamplingOptions,
+    model: Model = None,
+    max_model_len: MaxModelLen = None,
+    kv_cache_memory: KVCacheMemory = None,
+    async_scheduling: AsyncScheduling = True,
 ) -> None:  # fmt: skip
     """Talk to a model in the terminal.
 
@@ -78,33 +79,17 @@ def chat(
     Ctrl-C stops an answer, Ctrl-D ends; /help lists the commands. Piped in, each line is a message
     or a command: answers go to stdout, all else to stderr, and the exit status is 1 if one failed.
     """
-    params = options.given(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        min_tokens=min_tokens,
-        seed=seed,
-        stop=stop,
-    )
     if server is not None:
-        options.refuse(context, _ONLY_LOCAL, "it has no use with --server")
-    conversation = _conversation(load, system_prompt, params)
+        refuse(context, _ONLY_LOCAL, "it has no use with --server")
+    conversation = _conversation(load, system_prompt, given(**vars(sampling)))
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:
         with needs_extra("chat", "a chat at a terminal"):
-            import prompt_toolkit  # noqa: F401  (told before the model is loaded)
+            import prompt_toolkit  # noqa: F401  (refused before the model is loaded)
     with typed_ahead() if at_terminal else contextlib.nullcontext():
         if server is None:
-            backend = _local(
-                model,
-                async_scheduling=async_scheduling,
-                **options.given(max_model_len=max_model_len, kv_cache_memory=kv_cache_memory),
-            )
+            sizes = given(max_model_len=max_model_len, kv_cache_memory=kv_cache_memory)
+            backend = _local(model, async_scheduling=async_scheduling, **sizes)
         else:
             backend = _remote(server, model, api_key)
         with contextlib.closing(backend):
@@ -114,7 +99,7 @@ def chat(
 def _conversation(
     load: Path | None, system_prompt: str | None, params: dict[str, object]
 ) -> Conversation:
-    """What the command line says goes before what a saved chat says."""
+    """A saved or a new chat; options of the command line replace its settings."""
     from mlx_paged.cli.chat.conversation import Conversation
 
     conversation = Conversation() if load is None else Conversation.load(load)
@@ -152,22 +137,45 @@ def _converse(
 ) -> None:
     from rich.console import Console
 
-    from mlx_paged.cli.chat import piped, views
-    from mlx_paged.cli.chat.session import ChatSession
+    from mlx_paged.cli.chat import render
+    from mlx_paged.cli.chat.session import ChatSession, converse_lines
     from mlx_paged.server.config import default_model_name
 
     if not at_terminal:
-        session = ChatSession(backend, views.PlainView(), conversation)
-        piped.converse(session, sys.stdin)
+        session = ChatSession(backend, render.PlainView(), conversation)
+        converse_lines(session, sys.stdin)
         if session.failed:
             raise MlxPagedError("not everything could be done: see above")
         return
     from mlx_paged.cli.chat import terminal
 
-    if markup is Markup.AUTO:
-        embedded = backend.model == default_model_name(None)
-        markup = Markup.CODE if embedded else Markup.MARKDOWN
-    view = views.TerminalView(Console(highlight=False), markup)
+    if markup == "auto":
+        markup = "code" if backend.model == default_model_name(None) else "markdown"
+    view = render.TerminalView(Console(highlight=False), markup)
     terminal.converse(
         ChatSession(backend, view, conversation), history_file or terminal.history_path()
     )
+
+
+@contextlib.contextmanager
+def typed_ahead() -> Iterator[None]:
+    """Keys typed before a prompt wait for it unchanged, and are not echoed into the output.
+
+    A terminal would echo them, and make a line feed of Enter, which at the prompt is another key.
+    """
+    import termios
+
+    try:
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+    except (OSError, ValueError, termios.error):
+        yield
+        return
+    quiet = [*before]
+    quiet[0] &= ~termios.ICRNL
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)

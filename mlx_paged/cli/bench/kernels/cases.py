@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 ATTENTION = ("paged_attention",)
@@ -123,10 +123,10 @@ def cases(ops: Sequence[str], grid: Grid) -> list[Case]:
         pool = Case("", batch, heads, dim, dtype, context, block_size=block_size, skew=skew)
         for op in on_pools:
             if op in MOVEMENT:
-                found[_with(pool, op=op)] = None
+                found[replace(pool, op=op)] = None
                 continue
             for rows, group, window in _product(grid, "rows", "group", "window"):
-                found[_with(pool, op=op, rows=rows, group=group, window=window)] = None
+                found[replace(pool, op=op, rows=rows, group=group, window=window)] = None
     for op in (op for op in ops if op in LAYER):
         for batch, rows, heads, group, dim, dtype in _product(
             grid, "batch", "rows", "kv_heads", "group", "head_dim", "dtype"
@@ -178,7 +178,3 @@ def needed_bytes(case: Case) -> int:
 
 def _product(grid: Grid, *names: str) -> Any:
     return itertools.product(*(grid[name] for name in names))
-
-
-def _with(case: Case, **fields: Any) -> Case:
-    return Case(**{**asdict(case), **fields})

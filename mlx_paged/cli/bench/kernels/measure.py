@@ -1,38 +1,41 @@
-"""Runs cases: checks each, times it beside its peers and a copy, and makes rows of results."""
+"""Cases are checked and then timed, beside their peers and a copy, in turns.
+
+A machine's speed drifts: what is measured in turns drifts together.
+"""
 
 from __future__ import annotations
 
 import gc
+import os
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_paged import extension
-from mlx_paged.cli.bench.environment import memory_bytes
-from mlx_paged.cli.bench.kernels import attention, layers, movement
+from mlx_paged.cli.bench.figures import percentile
+from mlx_paged.cli.bench.kernels import workloads
 from mlx_paged.cli.bench.kernels.cases import LAYER, Case, refusal
-from mlx_paged.cli.bench.kernels.data import PoolCache, key_of
-from mlx_paged.cli.bench.kernels.timing import (
-    COPY,
-    MOST_OUTPUT_BYTES,
-    Copy,
-    Timing,
-    interleaved,
-)
-from mlx_paged.cli.bench.kernels.work import OURS, Checked, Work
+from mlx_paged.cli.bench.kernels.data import OURS, Checked, PoolCache, Variant, Work, key_of
+from mlx_paged.cli.bench.results import memory_bytes
 from mlx_paged.errors import BackendUnavailableError, MlxPagedError
 
 # Of memory that is there, what pools and dense copies may take.
 _MOST_MEMORY = 0.6
 
-_ON_POOLS = {
-    "paged_attention": attention.attention,
-    "write_kv": movement.write_kv,
-    "copy_blocks": movement.copy_blocks,
-    "gather_kv": movement.gather_kv,
-}
+COPY = "copy"  # the variant that is the roof
+# A sample is as many launches as take about this long: starting and waiting must not count.
+SAMPLE_SECONDS = 0.01
+MOST_LAUNCHES = 256
+# Results of a sample's launches live until it ends.
+MOST_OUTPUT_BYTES = {"cpu": 512 << 20, "gpu": 4 << 30}
+# Something slow gets fewer rounds, but at least three.
+SECONDS_PER_VARIANT = 2.0
+FEWEST_SAMPLES = 3
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def gpu_head_dims() -> set[int]:
 
 
 def device_memory(device: str) -> int | None:
-    """Bytes that arrays of a device may be in; None where nobody tells."""
+    """Bytes of a device's memory; None where it is not known."""
     if device == "gpu":
         info = mx.device_info()  # type: ignore[attr-defined]
         for name in ("memory_size", "total_memory"):  # of Metal and of CUDA
@@ -112,19 +115,19 @@ def measure(
     cases: Sequence[Case],
     device: str,
     settings: Settings,
-    on_case: Callable[[Case, dict[str, Any] | None], None] = lambda case, row: None,
+    on_case: Callable[[Case, bool], None] = lambda case, is_done: None,
 ) -> list[dict[str, Any]]:
     """Rows of results, a case each.
 
     Args:
-        on_case: told of each case when it begins (with None) and when it is done.
+        on_case: called for each case when it begins, and when it is done.
 
     Raises:
         WrongResultError: an op's result is not what it should be.
     """
     copy, pools, rows = Copy(device), PoolCache(), []
     for case in cases:
-        on_case(case, None)
+        on_case(case, False)
         try:
             row = _measure(case, device, copy, pools, settings)
         except (ValueError, RuntimeError) as error:
@@ -132,7 +135,7 @@ def measure(
                 raise
             raise MlxPagedError(f"{case}: {error}") from error
         rows.append(row)
-        on_case(case, row)
+        on_case(case, True)
         gc.collect()
     return rows
 
@@ -141,10 +144,10 @@ def _measure(
     case: Case, device: str, copy: Copy, pools: PoolCache, settings: Settings
 ) -> dict[str, Any]:
     if case.op in LAYER:
-        work = layers.layer_op(case, settings.past_cache, settings.seed)
+        work = workloads.layer_op(case, settings.past_cache, settings.seed)
     else:
         data = pools.get(key_of(case, settings.past_cache, settings.seed))
-        work = _ON_POOLS[case.op](case, data, settings.past_cache, settings.seed)
+        work = workloads.ON_POOLS[case.op](case, data, settings.past_cache, settings.seed)
     checked = work.check()
     timings = interleaved(
         [*work.variants, copy.variant],
@@ -178,3 +181,137 @@ def _row(
             if name not in (OURS, COPY)
         },
     }
+
+
+# --- Times ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Samples of one variant.
+
+    Attributes:
+        samples: seconds of one launch.
+        rounds: that each sample was taken in.
+        launches: of a sample.
+    """
+
+    samples: tuple[float, ...]
+    rounds: tuple[int, ...]
+    launches: int
+
+    @property
+    def median(self) -> float:
+        """Seconds of one launch."""
+        return percentile(self.samples, 50)
+
+    @property
+    def spread(self) -> float:
+        """Width of the middle half of the samples, as a share of the median."""
+        return (percentile(self.samples, 75) - percentile(self.samples, 25)) / self.median
+
+    def over(self, other: Timing) -> float:
+        """How many times as long as another it took: median over the rounds that had both."""
+        mine, theirs = (dict(zip(t.rounds, t.samples)) for t in (self, other))
+        return percentile([mine[i] / theirs[i] for i in mine if i in theirs], 50)
+
+    def to_json(self) -> dict[str, Any]:
+        """Seconds of one launch."""
+        return {
+            "median": self.median,
+            "p25": percentile(self.samples, 25),
+            "p75": percentile(self.samples, 75),
+            "min": min(self.samples),
+            "max": max(self.samples),
+            "spread": self.spread,
+            "launches": self.launches,
+            "samples": list(self.samples),
+        }
+
+
+def interleaved(
+    variants: Sequence[Variant],
+    rounds: int,
+    *,
+    most_output_bytes: int = MOST_OUTPUT_BYTES["cpu"],
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Timing]:
+    """Times variants in turns; every second round runs backwards.
+
+    Args:
+        rounds: samples of each.
+        most_output_bytes: that the launches of a sample may leave until it ends.
+
+    Returns:
+        By name.
+    """
+    launches, counts = {}, {}
+    for variant in variants:
+        variant.prepare(variant.warmup)()
+        seconds = _seconds(variant, 1, clock)
+        if seconds < SECONDS_PER_VARIANT / 10:
+            seconds = min(seconds, _seconds(variant, 1, clock))
+        seconds = max(seconds, 1e-9)  # the clock has a limited resolution
+        most = most_output_bytes // max(1, variant.output_bytes)
+        wanted = round(SAMPLE_SECONDS / seconds)
+        launches[variant.name] = max(1, min(wanted, most, MOST_LAUNCHES))
+        sample_seconds = seconds * launches[variant.name]
+        counts[variant.name] = min(
+            rounds, max(FEWEST_SAMPLES, int(SECONDS_PER_VARIANT / sample_seconds))
+        )
+    samples: dict[str, dict[int, float]] = {variant.name: {} for variant in variants}
+    for i in range(rounds):
+        for variant in reversed(variants) if i % 2 else variants:
+            name = variant.name
+            # (Spread over all rounds, where there are fewer samples than rounds.)
+            if (
+                len(samples[name]) * rounds <= i * counts[name]
+                and len(samples[name]) < counts[name]
+            ):
+                samples[name][i] = _seconds(variant, launches[name], clock)
+    return {
+        name: Timing(tuple(found.values()), tuple(found), launches[name])
+        for name, found in samples.items()
+    }
+
+
+def _seconds(variant: Variant, launches: int, clock: Callable[[], float]) -> float:
+    run = variant.prepare(launches)
+    start = clock()
+    run()
+    return (clock() - start) / launches
+
+
+class Copy:
+    """The machine's copy bandwidth: the roof over everything that moves bytes.
+
+    On the CPU all cores copy, each its part; on a GPU an elementwise operation reads and writes.
+    Bytes read and bytes written are both counted.
+    """
+
+    def __init__(self, device: str, megabytes: int = 256) -> None:
+        self.bytes = 2 * (megabytes << 20)
+        if device == "cpu":
+            self._source = np.ones(megabytes << 20, dtype=np.uint8)
+            self._target = np.zeros_like(self._source)
+            self._threads = ThreadPoolExecutor(os.cpu_count() or 1)
+            size = -(-len(self._source) // (os.cpu_count() or 1))
+            self._ranges = [slice(a, a + size) for a in range(0, len(self._source), size)]
+            self.variant = Variant(COPY, self._on_cpu)
+        else:
+            self._array = mx.ones((megabytes << 20) // 4)
+            mx.eval(self._array)
+            self.variant = Variant(COPY, self._on_gpu)
+
+    def _on_cpu(self, launches: int) -> Callable[[], object]:
+        def part(where: slice) -> None:
+            for _ in range(launches):
+                np.copyto(self._target[where], self._source[where])
+
+        return lambda: list(self._threads.map(part, self._ranges))
+
+    def _on_gpu(self, launches: int) -> Callable[[], None]:
+        array = self._array
+        for _ in range(launches):
+            array = array + 1.0  # each waits for the one before, whose memory it takes over
+        return lambda: mx.eval(array)

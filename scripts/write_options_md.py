@@ -1,12 +1,10 @@
-"""The options of `mlx-paged serve` as a table for the documentation.
+"""Writes the options of `mlx-paged serve` into docs/serving.md, between their marks.
 
-``python -m mlx_paged.cli.options_table docs/serving.md`` rewrites the table between its marks.
+python scripts/write_options_md.py
 """
 
 from __future__ import annotations
 
-import sys
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import typer
 
 from mlx_paged.cli.main import app
 
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "serving.md"
 BEGIN, END = "<!-- options: generated -->", "<!-- options: end -->"
 
 
@@ -42,7 +41,7 @@ def _default(option: Any) -> str:
     shown = getattr(option, "show_default", None)
     if isinstance(shown, str):
         return shown
-    value = option.default.value if isinstance(option.default, Enum) else option.default
+    value = option.default
     if isinstance(value, bool):
         return "on" if value else "off"
     return "" if value in (None, "") else f"`{value}`"
@@ -56,5 +55,4 @@ def rewrite(text: str) -> str:
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(rewrite(path.read_text()))
+    PAGE.write_text(rewrite(PAGE.read_text()))

@@ -1,4 +1,4 @@
-"""Two engines that do the same work: this package's, and mlx-lm's `BatchGenerator`.
+"""Two engines that do the same work, in turns: this package's, and mlx-lm's `BatchGenerator`.
 
 Both get the same weights in the same type, the same BLAS, the same token ids, all at once, and the
 same ends: with `ignore_eos` every answer has `max_tokens` tokens; without it an answer ends with
@@ -8,30 +8,40 @@ host as it comes, and make the text of all answers at the end.
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import resource
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
+import psutil
+
+import mlx_paged
 from mlx_paged import extension  # noqa: F401  (its BLAS has to come before mlx.core)
 
 # isort: split
 import mlx.core as mx
 
 from mlx_paged.cli.bench.datasets import Prompt
-from mlx_paged.cli.bench.footprint import Footprint, measure_footprint
-from mlx_paged.cli.bench.runs import Answer, Run
-from mlx_paged.cli.bench.vllm_options import EngineName
+from mlx_paged.cli.bench.figures import Answer, Run
+from mlx_paged.cli.bench.options import EngineName
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.model.loader import LoadedModel, load
 
+_SECONDS_TO_END = 10.0
+
 
 @dataclass(frozen=True)
 class Settings:
-    """What both engines are told.
+    """Settings of both engines.
 
     Attributes:
         model: directory or hub id; None: the embedded model.
@@ -56,7 +66,7 @@ class Settings:
     engine_options: dict[str, Any] = field(default_factory=dict)
 
 
-class Runner(Protocol):
+class Runner:
     """An engine with a model, ready to work. The peak of memory is counted from `reset_peak`."""
 
     def run(self, prompts: Sequence[Prompt], *, cold: bool = False) -> Run:
@@ -65,12 +75,16 @@ class Runner(Protocol):
         Args:
             cold: forget cached prefixes first.
         """
+        raise NotImplementedError
 
-    def reset_peak(self) -> None: ...
+    def reset_peak(self) -> None:
+        mx.reset_peak_memory()
 
-    def footprint(self) -> Footprint: ...
+    def footprint(self) -> Footprint:
+        return measure_footprint()
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends what the garbage collector does not."""
 
 
 def open_runner(name: EngineName, settings: Settings) -> Runner:
@@ -85,7 +99,7 @@ def open_runner(name: EngineName, settings: Settings) -> Runner:
     return PagedRunner(model, settings)
 
 
-class PagedRunner:
+class PagedRunner(Runner):
     """This package's engine."""
 
     def __init__(self, model: LoadedModel, settings: Settings) -> None:
@@ -130,18 +144,11 @@ class PagedRunner:
         ]
         return Run(seconds, [prompt.num_tokens for prompt in prompts], answers)
 
-    def reset_peak(self) -> None:
-        """See `Runner`."""
-        mx.reset_peak_memory()
-
     def footprint(self) -> Footprint:
         """Memory, with the engine's pool."""
         stats, size = self._engine.stats(), self._engine.pool_bytes
         share = stats.max_used_blocks / stats.usage.num_usable_blocks
         return measure_footprint(size, int(size * share))
-
-    def close(self) -> None:
-        """Nothing to do: it ends with this object."""
 
     def _params(self, prompt: Prompt, index: int) -> SamplingParams:
         settings = self._settings
@@ -154,7 +161,7 @@ class PagedRunner:
         )
 
 
-class MlxLmRunner:
+class MlxLmRunner(Runner):
     """mlx-lm's `BatchGenerator`, as it is."""
 
     def __init__(self, model: LoadedModel, settings: Settings) -> None:
@@ -199,13 +206,165 @@ class MlxLmRunner:
         lens = [prompt.num_tokens for prompt in prompts]
         return Run(seconds, lens, [answers[i] for i in ids])
 
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory in bytes.
+
+    Attributes:
+        process_peak: most that was resident of this process, loading included.
+        mlx_peak: most that MLX's arrays had since `mx.reset_peak_memory`: weights, activations, and
+            a pool in full, be it touched or not.
+        mlx_cache: freed buffers that MLX keeps.
+        pool: of the KV pool; None for an engine without one.
+        pool_used: most of it that held tokens at once, by the blocks of full attention; None
+            likewise.
+        system_used: of the machine's memory, all processes together.
+        system_total: of the machine.
+    """
+
+    process_peak: int
+    mlx_peak: int
+    mlx_cache: int
+    pool: int | None
+    pool_used: int | None
+    system_used: int
+    system_total: int
+
+
+def measure_footprint(pool: int | None = None, pool_used: int | None = None) -> Footprint:
+    """The footprint of this process now."""
+    system = psutil.virtual_memory()
+    return Footprint(
+        process_peak=peak_resident_bytes(),
+        mlx_peak=mx.get_peak_memory(),
+        mlx_cache=mx.get_cache_memory(),
+        pool=pool,
+        pool_used=pool_used,
+        system_used=system.total - system.available,
+        system_total=system.total,
+    )
+
+
+def peak_resident_bytes() -> int:
+    """Most memory that was resident of this process."""
+    try:
+        # (`getrusage` would return the parent's peak if that is higher: it survives `exec`.)
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+# --- Turns ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def opened(names: Sequence[EngineName], settings: Settings) -> Iterator[dict[str, Runner]]:
+    """Runners by the names of their engines, for the time of a ``with`` block."""
+    runners: dict[str, Runner] = {}
+    try:
+        for name in names:
+            make = open_runner if len(names) == 1 else RemoteRunner
+            runners[name.value] = make(name, settings)
+        yield runners
+    finally:
+        for runner in runners.values():
+            runner.close()
+
+
+def take_turns(
+    runners: Mapping[str, Runner],
+    prompts: Sequence[Prompt],
+    num_iters: int,
+    *,
+    cold: bool = False,
+    on_done: Callable[[], None] = lambda: None,
+) -> dict[str, list[Run]]:
+    """Each engine does all prompts, `num_iters` times; every other round in reverse order."""
+    runs: dict[str, list[Run]] = {name: [] for name in runners}
+    for number in range(num_iters):
+        order = list(runners.items())
+        for name, runner in order if number % 2 == 0 else reversed(order):
+            runs[name].append(runner.run(prompts, cold=cold))
+            on_done()
+    return runs
+
+
+class RemoteRunner(Runner):
+    """A runner in another process.
+
+    Raises:
+        MlxPagedError: the other process raised an error, or ended.
+    """
+
+    def __init__(self, name: EngineName, settings: Settings) -> None:
+        self._name = name
+        # (A fork of a process whose threads compute would hang.)
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(theirs, name, settings), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._receive()
+
+    def run(self, prompts: Sequence[Prompt], *, cold: bool = False) -> Run:
+        """See `Runner`."""
+        return self._ask("run", list(prompts), cold=cold)
+
     def reset_peak(self) -> None:
         """See `Runner`."""
-        mx.reset_peak_memory()
+        self._ask("reset_peak")
 
     def footprint(self) -> Footprint:
-        """Memory; there is no pool."""
-        return measure_footprint()
+        """See `Runner`."""
+        return self._ask("footprint")
 
     def close(self) -> None:
-        """Nothing to do: it ends with this object."""
+        """See `Runner`."""
+        self._ours.close()  # the process ends when the pipe is closed
+        self._process.join(_SECONDS_TO_END)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _ask(self, method: str, *args: Any, **options: Any) -> Any:
+        with contextlib.suppress(BrokenPipeError):  # the process ended; `_receive` raises how
+            self._ours.send((method, args, options))
+        return self._receive()
+
+    def _receive(self) -> Any:
+        try:
+            error, value = self._ours.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            status = self._process.exitcode
+            raise MlxPagedError(
+                f"the process of engine {self._name.value} ended with status {status}"
+            ) from None
+        if error is not None:
+            raise MlxPagedError(f"engine {self._name.value}: {error}")
+        return value
+
+
+def _work(pipe: Connection, name: EngineName, settings: Settings) -> None:
+    """The other process: runs methods of the runner until the pipe is closed."""
+    mlx_paged.unpatch()  # mlx-lm as it is
+    try:
+        runner = open_runner(name, settings)
+        pipe.send((None, None))
+        while True:
+            method, args, options = pipe.recv()
+            pipe.send((None, getattr(runner, method)(*args, **options)))
+    except (EOFError, KeyboardInterrupt):
+        pass
+    except MlxPagedError as error:
+        pipe.send((str(error), None))
+    except Exception as error:
+        pipe.send((f"{type(error).__name__}: {error}", None))

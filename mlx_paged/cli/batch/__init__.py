@@ -1,1 +1,0 @@
-"""Batches in OpenAI's format: a JSONL file of requests in, a JSONL file of answers out."""
