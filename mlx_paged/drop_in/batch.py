@@ -92,7 +92,8 @@ class BatchSequence:
         if self._query is None or self._query.num_tokens != end:
             self._query = PrefixQuery(self._text, limit=end)
         num_cached = self.sequence.adopt(self._text, self._query) - before
-        self._take(num_cached)
+        if num_cached:
+            self._take(num_cached)
         return num_cached
 
     def must_wait_for(self, others: Iterable[BatchSequence]) -> bool:
