@@ -67,8 +67,8 @@ class BatchSequence:
         self.matcher = choice.stop_sequences.matcher()
         self.is_alive = True
         self._context: mlx_lm_cache.TokenBuffer | None = None
-        # What is in the cache and the rest of the prompt. Whether a cache holds what the caller
-        # says is not for us to find out: only tokens that the sequence itself knows are shared.
+        # What is in the cache, and the rest of the prompt. The caller's `tokens` are not checked
+        # against the cache, so they are not used: only what the sequence itself knows is shared.
         self._text: array[int] | None = None
         self._query: PrefixQuery | None = None  # for the present segment
         if sequence.is_known:
@@ -226,7 +226,7 @@ class PagedBatch:
         return [seq for stage in self._stages() for seq in stage if seq.uid in wanted]
 
     def remove(self, uids: Iterable[int]) -> None:
-        """Lets go of sequences, wherever they are."""
+        """Drops sequences, whatever their stage."""
         for seq in self.sequences(uids):
             seq.is_alive = False
         self._waiting = deque(seq for seq in self._waiting if seq.is_alive)
@@ -500,7 +500,7 @@ def _with_last_tokens(
 ) -> tuple[list[list[list[int]]], list[Any] | None, list[list[int]] | None]:
     """Gives sequences whose prompt is in their cache to the last token something to compute.
 
-    Only computing a token says what follows it, so the cache gives the last one back.
+    What follows a token is known only when it is computed, so the last one is computed again.
     """
     if caches is None or len(caches) != len(segments):
         return segments, caches, all_tokens

@@ -17,8 +17,8 @@ from mlx_paged.model.layout import CacheSpec, LayerSpec
 class _PromptCache:
     """One layer of a sequence, in mlx-lm's cache protocol.
 
-    A model that is called with these runs paged and never looks into them (`registry`). Whoever
-    does gets dense keys and values, which are copies.
+    A model that is called with these runs paged and never looks into them (`registry`). Other code
+    gets dense keys and values, which are copies.
 
     Attributes:
         plain: mlx-lm's class, whose place it takes.

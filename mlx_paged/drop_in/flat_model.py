@@ -115,7 +115,7 @@ class FlatModel:
             logits = self._paged.forward(tokens, inputs)
         finally:
             self._paged.model = None  # type: ignore[assignment]
-        # (A head that was replaced since, by quantising it, say, gives all rows.)
+        # (A head that was replaced since, for example by a quantised one, gives all rows.)
         return logits if len(logits) == len(logit_rows) else logits[mx.array(logit_rows)]
 
     # Layers by themselves, for what is put in and taken out.
@@ -200,7 +200,7 @@ class FlatModel:
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
-    """What a model's ``config.json`` says of its family, as far as the model itself can tell."""
+    """The fields of a model's ``config.json`` that the model itself still has."""
     model_type = str(getattr(model, "model_type", type(model).__name__))
     for base in type(model).__mro__:
         package, _, module = base.__module__.rpartition(".")

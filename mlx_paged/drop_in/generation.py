@@ -131,7 +131,7 @@ def tokenize(original: Function) -> Function:
             if first is None:
                 first = tokenizer.eos_token_id  # as models without one are trained
             if first is None:
-                # The server tells its client what an exception here says.
+                # The server sends its client the message of an exception that is raised here.
                 raise ValueError("the prompt is empty, and this model has no token to begin with")
             prompt, segments, types = [first], [[first]], ["assistant"]
         return prompt, segments, types, state, vision
@@ -165,7 +165,7 @@ def _sequences_of(arguments: dict[str, Any], *models: Any) -> list[PagedSequence
 
 def _prompt_or_last_token(prompt: mx.array, sequences: list[PagedSequence]) -> list[int]:
     """The prompt's tokens. Where it is empty, the cache has all of them: the last is computed anew,
-    because only computing it says what follows.
+    because what follows it is known only then.
     """
     tokens: list[int] = prompt.tolist()  # type: ignore[assignment]
     if tokens or not all(len(s.tokens) for s in sequences):
@@ -200,7 +200,7 @@ def _hide_the_cut(arguments: dict[str, Any], cached: list[int], num_tokens: int)
 def _learning(
     steps: Iterator[Any], sequence: PagedSequence, tokens: list[int]
 ) -> Iterator[tuple[int, mx.array]]:
-    """Passes on what `generate_step` yields, and tells the sequence which tokens these are."""
+    """Passes on what `generate_step` yields, and makes the tokens known to the sequence."""
     block_size = sequence.store.block_size
     prompt_is_learnt = False
     try:

@@ -56,7 +56,7 @@ _replaced: list[_Replaced] = []
 
 
 def is_disabled() -> bool:
-    """Whether the environment says to leave mlx-lm alone."""
+    """Whether the environment disables the drop-in."""
     return os.environ.get(DISABLE_VARIABLE, "") not in ("", "0")
 
 
@@ -78,7 +78,7 @@ def patch() -> bool:
     """Makes mlx-lm paged; twice changes nothing.
 
     Returns:
-        Whether it is: false where ``MLX_PAGED_DISABLE`` says that it is not to be.
+        Whether it is: false where ``MLX_PAGED_DISABLE`` is set.
 
     Raises:
         MlxLmMismatchError: a symbol of mlx-lm is missing or takes other parameters; nothing was

@@ -101,7 +101,7 @@ def stores_of(model: Any) -> list[PagedStore]:
 
 
 def forget_all() -> None:
-    """Lets go of every store. Prompt caches that live keep theirs."""
+    """Drops every store. Live prompt caches keep theirs."""
     for key in list(_stores):
         _drop(key)
 

@@ -1,7 +1,7 @@
 """Where mlx-lm is replaced: every symbol, why, and what it must look like for that.
 
-This list is all there is. `patching` reads it, refuses as a whole where mlx-lm is not as it says,
-and puts everything back on request.
+The list is complete. `patching` reads it, replaces nothing where mlx-lm differs from it anywhere, and
+puts everything back on request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Seam:
         signature: Its parameters, as `signature_of` writes them.
         why: What it is replaced for; for a symbol that is only relied on, what for.
         maker: ``module:function`` under `mlx_paged.drop_in` that takes the original and returns
-            what stands in for it; None for a symbol that is only relied on.
+            its replacement; None for a symbol that is only relied on.
     """
 
     module: str

@@ -172,7 +172,7 @@ class PagedSequence:
         """Takes what the store has of `tokens` by reference; returns the new offset.
 
         Args:
-            query: where the search for `tokens` stands; None: it begins, and leaves the last token
+            query: a search for `tokens` that goes on; None: a new one, which leaves the last token
                 to be computed.
         """
         query = PrefixQuery(tokens) if query is None else query

@@ -24,7 +24,7 @@ _INITIAL_TOKENS = 1024
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Where a model's store stands.
+    """Numbers of a model's store.
 
     Attributes:
         num_blocks: Blocks it has memory for; it grows as needed.
@@ -225,7 +225,7 @@ class PagedStore:
         self.kv.enable_prefix_caching = False
 
     def stats(self) -> StoreStats:
-        """Where the store stands."""
+        """Its numbers now."""
         self._collect()
         pool = self.kv.pool
         return StoreStats(
