@@ -1,7 +1,7 @@
 """Where mlx-lm is replaced: every symbol, why, and what it must look like for that.
 
-The list is complete. `patching` reads it, replaces nothing where mlx-lm differs from it anywhere, and
-puts everything back on request.
+The list is complete. `patching` reads it, replaces nothing where mlx-lm differs from it anywhere,
+and puts everything back on request.
 """
 
 from __future__ import annotations
