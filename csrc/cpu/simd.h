@@ -14,6 +14,8 @@
 #include <immintrin.h>
 #endif
 
+#include "../dtype.h"
+
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
 #if defined(__AVX512F__)
@@ -37,6 +39,19 @@ struct Half {
 struct BFloat {
   uint16_t bits;
 };
+
+// Calls body(T{}) with the element type.
+template <typename Body>
+inline void with_type(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::float32:
+      return body(float{});
+    case DType::float16:
+      return body(Half{});
+    case DType::bfloat16:
+      return body(BFloat{});
+  }
+}
 
 template <typename V>
 inline V load_as(const void* p) {

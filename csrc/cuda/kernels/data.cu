@@ -2,17 +2,17 @@
 //
 // The kernels that move bytes, and the merge of partials. CUDA's grids are large along x only, and
 // tokens, pairs of blocks and blocks are many: those dims of Metal's grid lie along x here
-// (kernel_grid.h has the host's side).
+// (binder.cpp has the host's side).
 
 #include "../../../metal/kernel_table.h"
-#include "../kernel_table.h"
+#include "../compiled_kernels.h"
 #include "../msl/metal_stdlib"
-#include "copy_blocks.h"
+#include "copy_blocks.metal"
 #include "copy_strided.h"
-#include "fill_zero.h"
-#include "gather_kv.h"
+#include "fill_zero.metal"
+#include "gather_kv.metal"
 #include "merge_splits.h"
-#include "write_kv.h"
+#include "write_kv.metal"
 
 namespace {
 
@@ -59,18 +59,16 @@ __global__ void copy_strided_entry(
   copy_strided<T>(in, out, params, swap_xz(blockIdx), blockDim, swap_xz(gridDim));
 }
 
-#define STRIDED(bits, type) {"copy_strided_" #bits, (const void*)copy_strided_entry<type>},
-#define MERGE(dtype, type, v_dim) \
+#define PLAIN(name) {#name, (const void*)name##_entry},
+#define STRIDED(host_name, function, type) {host_name, (const void*)function##_entry<type>},
+#define MERGE(unused, dtype, type, v_dim) \
   {"merge_splits_" #dtype "_" #v_dim, (const void*)merge_splits_entry<type, v_dim>},
-#define MERGE_DIMS(...) PAGED_FOR_EACH_V_DIM(MERGE, __VA_ARGS__)
+#define MERGES(...) PAGED_FOR_EACH_V_DIM(MERGE, __VA_ARGS__)
 
 static const bool added = mlx_paged::cuda::add_kernels({
-    {"write_kv", (const void*)write_kv_entry},
-    {"copy_blocks", (const void*)copy_blocks_entry},
-    {"gather_kv", (const void*)gather_kv_entry},
-    {"fill_zero", (const void*)fill_zero_entry},
     // clang-format off
-    PAGED_FOR_EACH_WORD(STRIDED)
-    PAGED_FOR_EACH_DTYPE(MERGE_DIMS)
+    PAGED_FOR_EACH_PLAIN_KERNEL(PLAIN)
+    PAGED_FOR_EACH_STRIDED(STRIDED)
+    PAGED_FOR_EACH_DTYPE(MERGES, unused)
     // clang-format on
 });

@@ -6,8 +6,7 @@
 // of them, its warps share x through shared memory, and since that makes few blocks, a cluster of
 // eight shares out the columns, a part each, and adds up the sums in each other's shared memory.
 
-#include "../kernel_table.h"
-#include "../linear_cluster_table.h"
+#include "../compiled_kernels.h"
 #include "linear_math.h"
 #include "tensor_core.h"
 
