@@ -2,15 +2,35 @@
 
 #include "bindings.h"
 
-#include "build_info.h"
+#include "cpu/kernels.h"
 #include "cpu/parallel_for.h"
 #include "kernel_names.h"
+#include "mlx/version.h"
 #include "primitives.h"
 #include "transfer.h"
+
+#define MLX_PAGED_STRING_(x) #x
+#define MLX_PAGED_STRING(x) MLX_PAGED_STRING_(x)
 
 namespace mlx_paged {
 
 namespace {
+
+nb::dict build_info() {
+  nb::dict d;
+  d["mlx_version"] = MLX_PAGED_STRING(MLX_VERSION_MAJOR) "." MLX_PAGED_STRING(
+      MLX_VERSION_MINOR) "." MLX_PAGED_STRING(MLX_VERSION_PATCH);
+  d["nanobind_version"] = MLX_PAGED_NANOBIND_VERSION;
+  d["backends"] = MLX_PAGED_BACKENDS;
+#if defined(__clang__)
+  d["compiler"] = "clang " __clang_version__;
+#else
+  d["compiler"] = "gcc " __VERSION__;
+#endif
+  d["simd"] = cpu::kernels().simd;
+  d["num_threads"] = std::to_string(cpu::num_threads());
+  return d;
+}
 
 mx::Dtype host_dtype(nb::dlpack::dtype dtype) {
   if (dtype == nb::dtype<int32_t>()) {
@@ -79,14 +99,7 @@ void bind_extension(nb::module_& m) {
       "Threads of the CPU kernels, unless MLX_PAGED_NUM_THREADS is set. Before their first use.");
 
   m.def(
-      "build_info",
-      [] {
-        nb::dict d;
-        for (const auto& [key, value] : build_info()) {
-          d[key.c_str()] = value;
-        }
-        return d;
-      },
+      "build_info", &build_info,
       "What this extension was built with and what it chose at run time.");
 }
 
