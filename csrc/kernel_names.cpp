@@ -14,11 +14,18 @@ namespace mlx_paged {
 
 namespace {
 
-#define PLAIN(name) {#name, #name ".metal", ""},
-#define TEMPLATE(host_name, function, ...) \
-  {host_name, #function ".h", #function "<" #__VA_ARGS__ ">"},
-const std::vector<KernelName> kKernels = {PAGED_FOR_EACH_PLAIN_KERNEL(PLAIN)
-                                              PAGED_FOR_EACH_TEMPLATE(TEMPLATE)};
+#define DATA(name) {#name, "data.h", ""},
+#define INSTANCE(function, ...) #function "<" #__VA_ARGS__ ">"
+#define DATA_TEMPLATE(host_name, ...) {host_name, "data.h", INSTANCE(__VA_ARGS__)},
+#define ATTENTION_TEMPLATE(host_name, function, ...) \
+  {host_name, #function ".h", INSTANCE(function, __VA_ARGS__)},
+const std::vector<KernelName> kKernels = {
+    // clang-format off
+    PAGED_FOR_EACH_DATA_KERNEL(DATA)
+    PAGED_FOR_EACH_DATA_TEMPLATE(DATA_TEMPLATE)
+    PAGED_FOR_EACH_ATTENTION_TEMPLATE(ATTENTION_TEMPLATE)
+    // clang-format on
+};
 
 #define DIMS(unused, k_dim, v_dim) {k_dim, v_dim},
 const std::set<std::pair<int, int>> kHeadDims = {PAGED_FOR_EACH_HEAD_DIM(DIMS, unused)};

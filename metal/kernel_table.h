@@ -105,12 +105,17 @@ static_assert(sizeof(FillParams) == 4, "the same for every compiler");
   X(__VA_ARGS__, float16, half)      \
   X(__VA_ARGS__, bfloat16, bfloat)
 
-// Kernels that are no templates, each in the .metal file of its name.
-#define PAGED_FOR_EACH_PLAIN_KERNEL(X) \
-  X(write_kv)                          \
-  X(copy_blocks)                       \
-  X(gather_kv)                         \
+// The kernels of data.h: those that are no templates, X(name), and the instantiations of the
+// others, X(host name, function, template arguments...).
+#define PAGED_FOR_EACH_DATA_KERNEL(X) \
+  X(write_kv)                         \
+  X(copy_blocks)                      \
+  X(gather_kv)                        \
   X(fill_zero)
+
+#define PAGED_FOR_EACH_DATA_TEMPLATE(X)      \
+  X("copy_strided_16", copy_strided, ushort) \
+  X("copy_strided_32", copy_strided, uint)
 
 // Head dims of keys and values. 576 and 512: latent attention.
 #define PAGED_FOR_EACH_SMALL_DIM(X, ...) \
@@ -146,8 +151,8 @@ static_assert(sizeof(FillParams) == 4, "the same for every compiler");
   X(__VA_ARGS__, 256)                \
   X(__VA_ARGS__, 512)
 
-// The templates. X(...) receives a host name, the function, which is in the .h file of its name,
-// and the template's arguments. Each list is of one dtype, given by name and type.
+// The instantiations of the attention kernels, each in the .h file of its function's name. X(...)
+// receives the same. Each list is of one dtype, given by name and type.
 
 // Queries (rows x heads of a group): what vector units keep up with.
 #define PAGED_FOR_EACH_DECODE(X, ...) PAGED_FOR_EACH_HEAD_DIM(PAGED_DECODE_QUERIES, X, __VA_ARGS__)
@@ -192,12 +197,7 @@ static_assert(sizeof(FillParams) == 4, "the same for every compiler");
 #define PAGED_MERGE(X, dtype, type, v_dim) \
   X("paged_merge_" #dtype "_" #v_dim, paged_merge, type, v_dim)
 
-#define PAGED_FOR_EACH_STRIDED(X)            \
-  X("copy_strided_16", copy_strided, ushort) \
-  X("copy_strided_32", copy_strided, uint)
-
-#define PAGED_FOR_EACH_TEMPLATE(X)                \
-  PAGED_FOR_EACH_STRIDED(X)                       \
+#define PAGED_FOR_EACH_ATTENTION_TEMPLATE(X)      \
   PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_DECODE, X)  \
   PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_MATRIX, X)  \
   PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_PREFILL, X) \

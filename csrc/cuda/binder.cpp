@@ -80,10 +80,10 @@ void mark_cluster(mx::cu::CommandEncoder& encoder, uint32_t cluster) {
 Extent kernel_grid(const Launch& launch) {
   constexpr uint32_t kMost = 65535;  // along y and z
   Extent grid = launch.grid;
-  const auto& file = launch.kernel.file;
-  if (file == "write_kv.metal" || file == "copy_blocks.metal") {
+  const auto& name = launch.kernel.host_name;
+  if (name == "write_kv" || name == "copy_blocks") {
     std::swap(grid[0], grid[1]);
-  } else if (file == "copy_strided.h") {
+  } else if (name.starts_with("copy_strided")) {
     std::swap(grid[0], grid[2]);
   }
   if (grid[1] > kMost || grid[2] > kMost) {

@@ -7,12 +7,8 @@
 #include "../../../metal/kernel_table.h"
 #include "../compiled_kernels.h"
 #include "../msl/metal_stdlib"
-#include "copy_blocks.metal"
-#include "copy_strided.h"
-#include "fill_zero.metal"
-#include "gather_kv.metal"
+#include "data.h"
 #include "merge_splits.h"
-#include "write_kv.metal"
 
 namespace {
 
@@ -59,16 +55,17 @@ __global__ void copy_strided_entry(
   copy_strided<T>(in, out, params, swap_xz(blockIdx), blockDim, swap_xz(gridDim));
 }
 
-#define PLAIN(name) {#name, (const void*)name##_entry},
-#define STRIDED(host_name, function, type) {host_name, (const void*)function##_entry<type>},
+#define DATA(name) {#name, (const void*)name##_entry},
+#define DATA_TEMPLATE(host_name, function, ...) \
+  {host_name, (const void*)function##_entry<__VA_ARGS__>},
 #define MERGE(unused, dtype, type, v_dim) \
   {"merge_splits_" #dtype "_" #v_dim, (const void*)merge_splits_entry<type, v_dim>},
 #define MERGES(...) PAGED_FOR_EACH_V_DIM(MERGE, __VA_ARGS__)
 
 static const bool added = mlx_paged::cuda::add_kernels({
     // clang-format off
-    PAGED_FOR_EACH_PLAIN_KERNEL(PLAIN)
-    PAGED_FOR_EACH_STRIDED(STRIDED)
+    PAGED_FOR_EACH_DATA_KERNEL(DATA)
+    PAGED_FOR_EACH_DATA_TEMPLATE(DATA_TEMPLATE)
     PAGED_FOR_EACH_DTYPE(MERGES, unused)
     // clang-format on
 });
