@@ -85,7 +85,7 @@ void KernelNode::eval_gpu(const Arrays& in, Arrays& out) {
       read_pools.push_back(i);
     }
   }
-  // What the host reads mostly comes from the host, which knows it still; what was computed on the
+  // What the host reads mostly comes from the host, which has kept a copy; what was computed on the
   // GPU is waited for.
   for (int i : read_by_host()) {
     bool copied = inputs[i].data_shared_ptr() != in[i].data_shared_ptr();

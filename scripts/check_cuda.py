@@ -52,8 +52,9 @@ def python(*arguments: str) -> list[str]:
 
 
 def pytest(name: str, *files: str, shards: int = 1) -> list[Stage]:
-    """Some test files, in as many processes, each with every so manieth test."""
-    tests = [f"tests/test_{file}.py" for file in files]
+    """Some test files, whatever their folders, divided among as many processes."""
+    tests = [str(path) for file in files for path in sorted(Path("tests").rglob(f"test_{file}.py"))]
+    assert len(tests) == len(files), f"there is not one test file for each of {files}"
     # Instruction sets of the CPU have their own run.
     command = python("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider",
                      "-k", "not this_file", *tests)  # fmt: skip

@@ -19,7 +19,7 @@ namespace mlx_paged {
 
 namespace {
 
-// Grows to the largest task a thread has met and stays: a step's layers ask for the same again.
+// Grows to the largest task of the thread so far and stays: a step's layers need the same again.
 float* thread_scratch(size_t num_floats) {
   struct Free {
     void operator()(float* p) const { std::free(p); }

@@ -16,7 +16,7 @@ namespace mlx_paged {
 
 namespace {
 
-// Gives `out` the buffer of `in` if nobody needs that any more, else one of its own. A small array
+// Gives `out` the buffer of `in` if nothing else needs it, else one of its own. A small array
 // must not keep a large buffer alive.
 void allocate_or_reuse(const mx::array& in, mx::array& out) {
   constexpr size_t kSlack = 1 << 14;

@@ -3,7 +3,7 @@
 // Vectors of floats in the compiler's own vector types. This file and the kernels on it are
 // compiled once for each instruction set, in a namespace of its own (MLX_PAGED_ISA), and include no
 // standard header with inline functions: a std:: template built with AVX-512 flags here could be
-// the copy that the linker keeps for everybody.
+// the copy that the linker keeps for all.
 
 #pragma once
 
