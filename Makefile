@@ -13,7 +13,8 @@ endif
 comma := ,
 EXTRAS := dev$(if $(BACKEND),$(comma)$(BACKEND))
 
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.* metal/*)
+SOURCES := pyproject.toml CMakeLists.txt \
+	$(wildcard csrc/*.* csrc/*/*.* metal/* tests/sim/extension/* tests/sim/runtime/metal_sim.h)
 
 .PHONY: demo test test-mlx-lm soak hostile load lint bench mac-report wheel clean
 
@@ -47,7 +48,8 @@ lint: $(BIN)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp \
-		metal/*.h metal/*.metal tests/native/metal_host/*.h tests/native/metal_host/*.cpp)
+		metal/*.h metal/*.metal tests/native/metal_host/*.h tests/native/metal_host/*.cpp \
+		tests/sim/extension/*)
 
 # Figures of this machine, written to bench/results.
 bench: $(BIN)/.installed
@@ -72,7 +74,7 @@ $(BIN)/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --config-settings=cmake.define.MLX_PAGED_WERROR=$(WERROR) \
-		--editable '.[$(EXTRAS)]'
+		--config-settings=cmake.define.MLX_PAGED_BUILD_TESTS=ON --editable '.[$(EXTRAS)]'
 	touch $@
 WERROR ?= OFF
 

@@ -6,15 +6,19 @@
 
 namespace mlx_paged {
 
-// Kernels read dense rows. On the CPU eval_cpu sees to that (cpu/dense.h), with CUDA eval_gpu
-// (cuda/eval.cpp). With Metal arrays known to be dense cost nothing here, others a graph node, and
-// a copy only if they turn out not to be.
+// Whether `a` is known to have dense rows while the graph is built.
+inline bool is_dense(const mlx::core::array& a) {
+  return a.status() != mlx::core::array::Status::unscheduled && a.flags().row_contiguous;
+}
+
+// Kernels read dense rows. On the CPU eval_cpu sees to that (cpu/dense.h), with CUDA eval_gpu. With
+// Metal arrays known to be dense cost nothing here, others a graph node, and a copy only if they
+// turn out not to be.
 inline mlx::core::array dense(const mlx::core::array& a, [[maybe_unused]] mlx::core::Stream s) {
 #ifdef MLX_PAGED_CUDA
   return a;
 #else
-  bool known = a.status() != mlx::core::array::Status::unscheduled && a.flags().row_contiguous;
-  if (known || s.device == mlx::core::Device::cpu) {
+  if (is_dense(a) || s.device == mlx::core::Device::cpu) {
     return a;
   }
   return mlx::core::contiguous(a, /* allow_col_major = */ false, s);

@@ -7,28 +7,23 @@
 #include <string>
 #include <vector>
 
-#include "mlx/array.h"
+#include "dtype.h"
 
 namespace mlx_paged {
 
-namespace mx = mlx::core;
-
-// As host names have it: "float32", "float16" or "bfloat16".
-std::string dtype_name(mx::Dtype dtype);
-
 struct KernelName {
   std::string host_name;
-  std::string file;           // of metal/, without a suffix
+  std::string file;           // of metal/
   std::string instantiation;  // template-id; empty: no template
 
   bool operator==(const KernelName&) const = default;
 };
 
 // Each names what metal/kernel_table.h has, or throws std::invalid_argument with what it does have.
-KernelName decode_kernel(mx::Dtype dtype, int key_dim, int value_dim, int queries);
-KernelName decode_matrix_kernel(mx::Dtype dtype, int key_dim, int value_dim, int rows);
-KernelName prefill_kernel(mx::Dtype dtype, int key_dim, int value_dim, int rows);
-KernelName merge_kernel(mx::Dtype dtype, int value_dim);
+// `size` is the last template argument and `unit` the letter before it in the host name.
+KernelName attention_kernel(
+    const char* function, DType dtype, int key_dim, int value_dim, const char* unit, int size);
+KernelName merge_kernel(DType dtype, int value_dim);
 KernelName kernel_named(const std::string& name);
 
 // The whole table.

@@ -53,9 +53,9 @@ std::filesystem::path kernel_folder() {
 std::string kernel_source(const KernelName& kernel, const std::filesystem::path& folder) {
   std::ostringstream out;
   std::set<std::string> seen;
-  append(kernel.file + ".h", folder, seen, out);
+  append(kernel.file, folder, seen, out);
   if (!kernel.instantiation.empty()) {
-    append("instantiate.h", folder, seen, out);
+    append("language.h", folder, seen, out);
     out << "PAGED_INSTANTIATE(\"" << kernel.host_name << "\", " << kernel.instantiation << ")\n";
   }
   return out.str();

@@ -5,8 +5,8 @@
 #include <bit>
 #include <string>
 
-#include "../metal/params.h"
-#include "ops.h"
+#include "../metal/kernel_table.h"
+#include "primitives.h"
 
 namespace mlx_paged {
 
@@ -19,7 +19,7 @@ uint32_t ceil_div(int64_t n, int64_t m) {
   return uint32_t((n + m - 1) / m);
 }
 
-Binding bind(const std::vector<mx::array>& in, const std::vector<mx::array>& out, int operand) {
+Binding bind(const Arrays& in, const Arrays& out, int operand) {
   int num_inputs = int(in.size());
   bool input = operand < num_inputs;
   const auto& array = input ? in[operand] : out[operand - num_inputs];
@@ -32,7 +32,7 @@ int chunks(const mx::array& a, int64_t elements) {
 
 }  // namespace
 
-LaunchList write_kv_launches(const std::vector<mx::array>& in, const std::vector<mx::array>& out) {
+LaunchList WriteKV::launches(const Arrays& in, const Arrays& out) const {
   int num_tokens = in[4].shape(0);
   if (num_tokens == 0) {
     return {};
@@ -54,8 +54,7 @@ LaunchList write_kv_launches(const std::vector<mx::array>& in, const std::vector
   return {{launch}, {}};
 }
 
-LaunchList copy_blocks_launches(
-    const std::vector<mx::array>& in, const std::vector<mx::array>& out) {
+LaunchList CopyBlocks::launches(const Arrays& in, const Arrays& out) const {
   constexpr int kLoads = 4;  // of a thread
   int num_pairs = in.back().shape(0);
   LaunchList list;
@@ -75,7 +74,7 @@ LaunchList copy_blocks_launches(
   return list;
 }
 
-LaunchList gather_kv_launches(const std::vector<mx::array>& in, const std::vector<mx::array>& out) {
+LaunchList GatherKV::launches(const Arrays& in, const Arrays& out) const {
   LaunchList list;
   for (int i = 0; i < 2; i++) {
     const auto& pool = in[i];
@@ -101,8 +100,7 @@ LaunchList gather_kv_launches(const std::vector<mx::array>& in, const std::vecto
   return list;
 }
 
-LaunchList copy_strided_launches(
-    const std::vector<mx::array>& in, const std::vector<mx::array>& out) {
+LaunchList copy_strided_launches(const Arrays& in, const Arrays& out) {
   const auto& a = in[0];
   paged::StridedParams params{};
   Extent rows = {1, 1, 1};

@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // What a GPU has to run for each operation: which kernels of metal/, over which grid, with which
-// buffers and constants. Decided here, once and without knowing any GPU framework; a binder
-// (metal/, or the simulator's) hands it to its encoder as it is.
+// buffers and constants. KernelNode::launches decides it, once and without knowing any GPU
+// framework; a backend (gpu.h) hands it to its encoder as it is.
 
 #pragma once
 
@@ -17,6 +17,7 @@
 namespace mlx_paged {
 
 namespace mx = mlx::core;
+using Arrays = std::vector<mx::array>;
 
 enum class Access { read, write, read_write };
 
@@ -56,27 +57,8 @@ struct LaunchList {
   std::vector<uint64_t> workspaces;  // bytes of each
 };
 
-// `in` and `out` are those of the primitive; only their shapes and dtypes matter, except where the
-// contents of an array are asked for by name.
-LaunchList write_kv_launches(const std::vector<mx::array>& in, const std::vector<mx::array>& out);
-LaunchList copy_blocks_launches(
-    const std::vector<mx::array>& in, const std::vector<mx::array>& out);
-LaunchList gather_kv_launches(const std::vector<mx::array>& in, const std::vector<mx::array>& out);
-
 // A dense copy of in[0]; of rank 4, or row-contiguous.
-LaunchList copy_strided_launches(
-    const std::vector<mx::array>& in, const std::vector<mx::array>& out);
-
-struct AttentionConstants {
-  float scale;
-  int window;     // 0: all
-  float softcap;  // 0: off
-};
-
-// Reads the contents of work_items and merge_items, which the host must be able to see.
-LaunchList paged_attention_launches(
-    const std::vector<mx::array>& in, const std::vector<mx::array>& out,
-    const AttentionConstants& constants);
+LaunchList copy_strided_launches(const Arrays& in, const Arrays& out);
 
 // Which attention kernel serves an item. The rule, in terms of the rows of its score matrix (query
 // rows x query heads of a group):

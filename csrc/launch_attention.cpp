@@ -7,27 +7,20 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cstddef>
 #include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
 
-#include "../metal/decode_shape.h"
-#include "../metal/params.h"
+#include "../metal/attention_shape.h"
+#include "../metal/kernel_table.h"
 #include "host_copies.h"
-#include "launch.h"
-#include "ops.h"
+#include "primitives.h"
 
 namespace mlx_paged {
 
 namespace {
-
-static_assert(sizeof(paged::WorkItem) == sizeof(WorkItem));
-static_assert(offsetof(paged::WorkItem, partial_begin) == offsetof(WorkItem, partial_begin));
-static_assert(sizeof(paged::MergeItem) == sizeof(MergeItem));
-static_assert(offsetof(paged::MergeItem, num_splits) == offsetof(MergeItem, num_splits));
 
 constexpr float kLog2e = 1.44269504088896340736f;
 constexpr int kMostVectorQueries = 3;
@@ -35,8 +28,9 @@ constexpr int kMostDraftRows = 8;
 constexpr int kWideHead = 257;         // from this key dim on, a matrix has at most 32 rows
 constexpr int kWidePrefillHead = 129;  // likewise in paged_prefill
 
-// Operands of PagedAttention.
-enum { kQueries, kKeyPool, kValuePool, kPositions, kTables, kWork, kMerge, kSinks };
+using Inputs = PagedAttention;
+using paged::MergeItem;
+using paged::WorkItem;
 
 struct Rows {
   int fewest = std::numeric_limits<int>::max();
@@ -58,16 +52,16 @@ std::pair<std::shared_ptr<const std::byte>, const Item*> host_view(const mx::arr
   return {std::move(copy), static_cast<const Item*>(items)};
 }
 
-PlanSummary read_plan(const std::vector<mx::array>& in) {
+PlanSummary read_plan(const Arrays& in) {
   PlanSummary plan;
-  int heads = in[kQueries].shape(1) / in[kKeyPool].shape(2);
-  auto [work_copy, work] = host_view<WorkItem>(in[kWork]);
-  for (int i = 0; i < in[kWork].shape(0); i++) {
+  int heads = in[Inputs::kQueries].shape(1) / in[Inputs::kKeyPool].shape(2);
+  auto [work_copy, work] = host_view<WorkItem>(in[Inputs::kWork]);
+  for (int i = 0; i < in[Inputs::kWork].shape(0); i++) {
     int rows = work[i].row_end - work[i].row_begin;
     if (rows <= 0) {
       continue;
     }
-    auto& range = plan.variants[attention_variant(rows, heads, in[kKeyPool].shape(3))];
+    auto& range = plan.variants[attention_variant(rows, heads, in[Inputs::kKeyPool].shape(3))];
     range.fewest = std::min(range.fewest, rows);
     range.most = std::max(range.most, rows);
     if (work[i].partial_begin < 0) {
@@ -76,8 +70,8 @@ PlanSummary read_plan(const std::vector<mx::array>& in) {
       plan.num_partials = std::max(plan.num_partials, work[i].partial_begin + rows);
     }
   }
-  auto [merge_copy, merge] = host_view<MergeItem>(in[kMerge]);
-  for (int i = 0; i < in[kMerge].shape(0); i++) {
+  auto [merge_copy, merge] = host_view<MergeItem>(in[Inputs::kMerge]);
+  for (int i = 0; i < in[Inputs::kMerge].shape(0); i++) {
     int rows = merge[i].row_end - merge[i].row_begin;
     plan.covered_rows += std::max(rows, 0);
     plan.most_merge_rows = std::max(plan.most_merge_rows, rows);
@@ -89,14 +83,14 @@ PlanSummary read_plan(const std::vector<mx::array>& in) {
 // so what was read is kept for as long as the plan lives.
 class PlanCache {
  public:
-  PlanSummary get(const std::vector<mx::array>& in) {
-    const auto &work = in[kWork], &merge = in[kMerge];
+  PlanSummary get(const Arrays& in) {
+    const auto &work = in[Inputs::kWork], &merge = in[Inputs::kMerge];
     auto same = [](const std::weak_ptr<mx::array::Data>& kept, const mx::array& a) {
       return kept.lock() == a.data_shared_ptr();
     };
     std::array<int64_t, 6> key{
-        in[kQueries].shape(1) / in[kKeyPool].shape(2),
-        in[kKeyPool].shape(3),
+        in[Inputs::kQueries].shape(1) / in[Inputs::kKeyPool].shape(2),
+        in[Inputs::kKeyPool].shape(3),
         work.shape(0),
         work.offset(),
         merge.shape(0),
@@ -124,7 +118,7 @@ class PlanCache {
   size_t next_ = 0;
 };
 
-PlanSummary summarize(const std::vector<mx::array>& in) {
+PlanSummary summarize(const Arrays& in) {
   static PlanCache cache;
   return cache.get(in);
 }
@@ -146,12 +140,10 @@ AttentionVariant attention_variant(int query_rows, int group, int key_dim) {
   return {AttentionKernel::decode_matrix, rows};
 }
 
-LaunchList paged_attention_launches(
-    const std::vector<mx::array>& in, const std::vector<mx::array>& out,
-    const AttentionConstants& constants) {
+LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out) const {
   const auto& queries = in[kQueries];
   const auto& keys = in[kKeyPool];
-  auto dtype = queries.dtype();
+  auto dtype = dtype_of(queries.dtype());
   int key_dim = keys.shape(3);
   int value_dim = in[kValuePool].shape(3);
   int item_size = int(queries.itemsize());
@@ -194,10 +186,10 @@ LaunchList paged_attention_launches(
     params.num_partials = plan.num_partials;
     params.min_rows = rows.fewest;
     params.max_rows = rows.most;
-    params.window = constants.window ? constants.window : std::numeric_limits<int>::max();
+    params.window = options_.window ? options_.window : std::numeric_limits<int>::max();
     params.has_sinks = has_sinks;
-    params.softcap = constants.softcap;
-    params.scale = constants.softcap ? constants.scale : constants.scale * kLog2e;
+    params.softcap = options_.softcap;
+    params.scale = options_.softcap ? options_.scale : options_.scale * kLog2e;
 
     Launch launch;
     for (int operand : {kQueries, kKeyPool, kValuePool, kPositions, kTables, kWork}) {
@@ -212,18 +204,21 @@ LaunchList paged_attention_launches(
     int simd_groups = 0;
     switch (variant.kernel) {
       case AttentionKernel::decode:
-        launch.kernel = decode_kernel(dtype, key_dim, value_dim, variant.queries);
+        launch.kernel =
+            attention_kernel("paged_decode", dtype, key_dim, value_dim, "q", variant.queries);
         launch.threadgroup_memory = paged::decode_scratch(value_dim);
         simd_groups = paged::DECODE_SIMD_GROUPS;
         break;
       case AttentionKernel::decode_matrix:
-        launch.kernel = decode_matrix_kernel(dtype, key_dim, value_dim, variant.queries);
+        launch.kernel = attention_kernel(
+            "paged_decode_matrix", dtype, key_dim, value_dim, "m", variant.queries);
         launch.threadgroup_memory =
             paged::matrix_scratch(key_dim, value_dim, item_size, variant.queries).size;
         simd_groups = paged::matrix_simd_groups(key_dim);
         break;
       case AttentionKernel::prefill:
-        launch.kernel = prefill_kernel(dtype, key_dim, value_dim, variant.queries);
+        launch.kernel =
+            attention_kernel("paged_prefill", dtype, key_dim, value_dim, "m", variant.queries);
         launch.threadgroup_memory = paged::prefill_scratch(key_dim, value_dim, item_size);
         simd_groups = paged::PREFILL_SIMD_GROUPS;
         break;

@@ -1,24 +1,22 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What a layer does around its matrix products, and sampling. CPU only: a GPU has MLX's own
-// in one kernel.
+// What a layer does around its matrix products, and sampling, as Python calls it: arguments are
+// checked and the node is made.
 
 #include <cmath>
 #include <memory>
 #include <stdexcept>
 #include <string>
 
+#include "bindings.h"
 #include "cpu/blas.h"
 #include "dense.h"
-#include "ops.h"
 #include "primitives.h"
 #include "validate.h"
 
-#ifdef MLX_PAGED_CUDA
-#include "cuda/linear_params.h"
-#endif
-
 namespace mlx_paged {
+
+namespace {
 
 mx::array rope_rotations(
     const mx::array& positions, const mx::array& inv_freqs, float scale, mx::StreamOrDevice s_) {
@@ -57,7 +55,7 @@ mx::array rms_norm(
   v.require(x.ndim() > 0, "x", "of at least one axis", "a scalar");
   v.floating(x, "x");
   v.require(std::isfinite(eps) && eps >= 0, "eps", "finite and at least 0", eps);
-  std::vector<mx::array> inputs{dense(x, s)};
+  Arrays inputs{dense(x, s)};
   if (weight) {
     v.shape(*weight, "weight", {x.shape(-1)});
     v.same_dtype(*weight, "weight", x, "x");
@@ -75,39 +73,6 @@ mx::array silu_mul(const mx::array& gate, const mx::array& x, mx::StreamOrDevice
   return mx::array(
       gate.shape(), gate.dtype(), std::make_shared<SiluMul>(s), {dense(gate, s), dense(x, s)});
 }
-
-namespace {
-// Weights that would have to be made dense in every step are better left to MLX.
-bool is_dense(const mx::array& a) {
-  return a.status() != mx::array::Status::unscheduled && a.flags().row_contiguous;
-}
-
-bool served_on_cpu(
-    const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias) {
-  auto is_float = [](const mx::array& a) { return a.dtype() == mx::float32; };
-  return cpu::find_sgemm() && is_float(x) && is_float(weight) && (!bias || is_float(*bias)) &&
-         is_dense(weight) && weight.size() > 0;
-}
-
-#ifdef MLX_PAGED_CUDA
-// Few rows, whose product is a read of the weight.
-bool served_on_gpu(
-    const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias) {
-  auto dtype = x.dtype();
-  int n = weight.shape(0);
-  int k = weight.shape(1);
-  return (dtype == mx::float16 || dtype == mx::bfloat16) && weight.dtype() == dtype &&
-         x.ndim() <= 4 && n > 0 && n % cuda::kLinearRows == 0 && k > 0 &&
-         k % cuda::kLinearStep == 0 && x.size() > 0 &&
-         x.size() <= size_t(cuda::kLinearMostRows) * k && is_dense(weight) &&
-         weight.offset() % 16 == 0 && (!bias || (bias->dtype() == dtype && is_dense(*bias)));
-}
-#else
-bool served_on_gpu(const mx::array&, const mx::array&, const std::optional<mx::array>&) {
-  return false;
-}
-#endif
-}  // namespace
 
 std::pair<mx::array, mx::array> greedy_tokens(const mx::array& logits, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
@@ -137,6 +102,14 @@ mx::array nucleus_thresholds(
       {dense(logits, s), dense(floors, s), dense(top_p, s)});
 }
 
+// Weights that would have to be made dense in every step are better left to MLX.
+bool served_on_cpu(
+    const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias) {
+  auto is_float = [](const mx::array& a) { return a.dtype() == mx::float32; };
+  return cpu::find_sgemm() && is_float(x) && is_float(weight) && (!bias || is_float(*bias)) &&
+         is_dense(weight) && weight.size() > 0;
+}
+
 mx::array linear(
     const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias,
     mx::StreamOrDevice s_) {
@@ -150,48 +123,43 @@ mx::array linear(
     v.shape(*bias, "bias", {weight.shape(0)});
   }
   bool on_cpu = s.device == mx::Device::cpu;
-  if (!(on_cpu ? served_on_cpu : served_on_gpu)(x, weight, bias)) {
+  if (!(on_cpu ? served_on_cpu : Linear::served_on_gpu)(x, weight, bias)) {
     auto transposed = mx::transpose(weight, s);
     return bias ? mx::addmm(*bias, x, transposed, 1.0f, 1.0f, s) : mx::matmul(x, transposed, s);
   }
   auto shape = x.shape();
   shape.back() = weight.shape(0);
-  std::vector<mx::array> inputs{x, weight};
+  Arrays inputs{x, weight};
   if (bias) {
     inputs.push_back(*bias);
   }
   return mx::array(std::move(shape), x.dtype(), std::make_shared<Linear>(s), std::move(inputs));
 }
 
-namespace {
-[[noreturn]] void throw_cpu_only(const char* name) {
-  throw std::runtime_error(
-      std::string("[") + name + "] must run on the CPU. Pass stream=mx.cpu, or use MLX's own.");
-}
 }  // namespace
 
-void RopeRotations::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
-  throw_cpu_only("rope_rotations");
+void Node::eval_gpu(const Arrays&, Arrays&) {
+  throw std::runtime_error(
+      std::string("[") + name() + "] must run on the CPU. Pass stream=mx.cpu, or use MLX's own.");
 }
-void Rope::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
-  throw_cpu_only("rope");
-}
-void RmsNorm::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
-  throw_cpu_only("rms_norm");
-}
-void GreedyTokens::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
-  throw_cpu_only("greedy_tokens");
-}
-void NucleusThresholds::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
-  throw_cpu_only("nucleus_thresholds");
-}
-#ifndef MLX_PAGED_CUDA
-void Linear::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
-  throw_cpu_only("linear");
-}
-#endif
-void SiluMul::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
-  throw_cpu_only("silu_mul");
+
+void bind_layer_ops(nb::module_& m) {
+  m.def(
+      "rope_rotations", &rope_rotations, "positions"_a, "inv_freqs"_a, nb::kw_only(), "scale"_a,
+      "stream"_a = nb::none());
+  m.def(
+      "rope", &rope, "x"_a, "rotations"_a, nb::kw_only(), "traditional"_a, "stream"_a = nb::none());
+  m.def(
+      "rms_norm", &rms_norm, "x"_a, "weight"_a.none(), "eps"_a, nb::kw_only(),
+      "stream"_a = nb::none());
+  m.def("silu_mul", &silu_mul, "gate"_a, "x"_a, nb::kw_only(), "stream"_a = nb::none());
+  m.def("greedy_tokens", &greedy_tokens, "logits"_a, nb::kw_only(), "stream"_a = nb::none());
+  m.def(
+      "nucleus_thresholds", &nucleus_thresholds, "logits"_a, "floors"_a, "top_p"_a, nb::kw_only(),
+      "stream"_a = nb::none());
+  m.def(
+      "linear", &linear, "x"_a, "weight"_a, "bias"_a.none(), nb::kw_only(),
+      "stream"_a = nb::none());
 }
 
 }  // namespace mlx_paged

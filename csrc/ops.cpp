@@ -1,16 +1,25 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// The operations on a pool as Python calls them: arguments are checked and the node is made. Ids
+// and slots, whose values exist only when the graph runs, are checked then (KernelNode::check).
 
-#include "ops.h"
-
+#include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <memory>
+#include <set>
+#include <sstream>
+#include <stdexcept>
 #include <string>
 
+#include "bindings.h"
 #include "dense.h"
 #include "primitives.h"
 #include "validate.h"
 
 namespace mlx_paged {
+
+namespace {
 
 std::pair<mx::array, mx::array> write_kv(
     const mx::array& key_pool, const mx::array& value_pool, const mx::array& keys,
@@ -33,8 +42,7 @@ std::pair<mx::array, mx::array> write_kv(
   return {out[0], out[1]};
 }
 
-std::vector<mx::array> copy_blocks(
-    const std::vector<mx::array>& pools, const mx::array& block_pairs, mx::StreamOrDevice s_) {
+Arrays copy_blocks(const Arrays& pools, const mx::array& block_pairs, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("copy_blocks");
   v.require(!pools.empty(), "pools", "at least one array", "none");
@@ -74,8 +82,7 @@ std::pair<mx::array, mx::array> gather_kv(
       "at most " + std::to_string(room) + " (the slots of a row of block_tables)", max_context_len);
 
   auto primitive = std::make_shared<GatherKV>(s, max_context_len);
-  std::vector<mx::array> inputs{
-      key_pool, value_pool, dense(block_tables, s), dense(context_lens, s)};
+  Arrays inputs{key_pool, value_pool, dense(block_tables, s), dense(context_lens, s)};
   auto shapes = primitive->output_shapes(inputs);
   auto out = mx::array::make_arrays(
       std::move(shapes), {key_pool.dtype(), value_pool.dtype()}, primitive, inputs);
@@ -84,50 +91,194 @@ std::pair<mx::array, mx::array> gather_kv(
 
 mx::array paged_attention(
     const mx::array& queries, const mx::array& key_pool, const mx::array& value_pool,
-    const AttentionPlan& plan, const AttentionOptions& options, mx::StreamOrDevice s_) {
+    const mx::array& positions, const mx::array& block_tables, const mx::array& work_items,
+    const mx::array& merge_items, float scale, int window, float softcap,
+    const std::optional<mx::array>& sinks, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("paged_attention");
   v.pools(key_pool, value_pool, s);
-  v.shape(plan.positions, "positions", {-1});
-  v.shape(plan.block_tables, "block_tables", {-1, -1});
-  v.shape(plan.work_items, "work_items", {-1, 6});
-  v.shape(plan.merge_items, "merge_items", {-1, 4});
-  v.int32(plan.positions, "positions");
-  v.int32(plan.block_tables, "block_tables");
-  v.int32(plan.work_items, "work_items");
-  v.int32(plan.merge_items, "merge_items");
-  v.shape(queries, "queries", {plan.positions.shape(0), -1, key_pool.shape(3)});
+  v.shape(positions, "positions", {-1});
+  v.shape(block_tables, "block_tables", {-1, -1});
+  v.shape(work_items, "work_items", {-1, int(sizeof(paged::WorkItem) / sizeof(int32_t))});
+  v.shape(merge_items, "merge_items", {-1, int(sizeof(paged::MergeItem) / sizeof(int32_t))});
+  v.int32(positions, "positions");
+  v.int32(block_tables, "block_tables");
+  v.int32(work_items, "work_items");
+  v.int32(merge_items, "merge_items");
+  v.shape(queries, "queries", {positions.shape(0), -1, key_pool.shape(3)});
   v.same_dtype(queries, "queries", key_pool, "key_pool");
   int num_q_heads = queries.shape(1);
   int num_kv_heads = key_pool.shape(2);
   v.require(
       num_q_heads > 0 && num_q_heads % num_kv_heads == 0, "num_q_heads",
       "a multiple of num_kv_heads " + std::to_string(num_kv_heads), num_q_heads);
-  v.require(std::isfinite(options.scale) && options.scale > 0, "scale", "positive", options.scale);
-  v.require(options.window >= 0, "window", "at least 1, or 0 for none", options.window);
-  v.require(
-      std::isfinite(options.softcap) && options.softcap >= 0, "softcap", "positive, or 0 for none",
-      options.softcap);
+  v.require(std::isfinite(scale) && scale > 0, "scale", "positive", scale);
+  v.require(window >= 0, "window", "at least 1, or 0 for none", window);
+  v.require(std::isfinite(softcap) && softcap >= 0, "softcap", "positive, or 0 for none", softcap);
 
-  std::vector<mx::array> inputs{
+  Arrays inputs{
       dense(queries, s),
       key_pool,
       value_pool,
-      dense(plan.positions, s),
-      dense(plan.block_tables, s),
-      dense(plan.work_items, s),
-      dense(plan.merge_items, s)};
-  if (options.sinks) {
-    v.shape(*options.sinks, "sinks", {num_q_heads});
+      dense(positions, s),
+      dense(block_tables, s),
+      dense(work_items, s),
+      dense(merge_items, s)};
+  if (sinks) {
+    v.shape(*sinks, "sinks", {num_q_heads});
     v.require(
-        mx::issubdtype(options.sinks->dtype(), mx::floating), "sinks", "floating point",
-        options.sinks->dtype());
-    inputs.push_back(dense(mx::astype(*options.sinks, mx::float32, s), s));
+        mx::issubdtype(sinks->dtype(), mx::floating), "sinks", "floating point", sinks->dtype());
+    inputs.push_back(dense(mx::astype(*sinks, mx::float32, s), s));
   }
   return mx::array(
       {queries.shape(0), num_q_heads, value_pool.shape(3)}, queries.dtype(),
-      std::make_shared<PagedAttention>(s, options.scale, options.window, options.softcap),
+      std::make_shared<PagedAttention>(s, AttentionOptions{scale, window, softcap}),
       std::move(inputs));
+}
+
+// --- Ids and slots ---
+
+bool check_enabled() {
+  const char* value = std::getenv("MLX_PAGED_CHECK");
+  return value && std::string(value) == "1";
+}
+
+template <typename... Parts>
+void require_id(bool ok, const Parts&... parts) {
+  if (!ok) {
+    std::ostringstream message;
+    (message << ... << parts);
+    throw std::out_of_range(message.str());
+  }
+}
+
+// The entries [begin, end) of a row of block_tables.
+void require_blocks(
+    const char* op, const mx::array& tables, int row, int begin, int end, int num_blocks) {
+  int max_blocks = tables.shape(1);
+  require_id(
+      begin >= 0 && begin <= end && end <= max_blocks, "[", op, "] the blocks of row ", row,
+      " must be in [0, ", max_blocks, "] but got [", begin, ", ", end, ")");
+  const int32_t* table = tables.data<int32_t>() + int64_t(row) * max_blocks;
+  for (int i = begin; i < end; i++) {
+    require_id(
+        table[i] >= 0 && table[i] < num_blocks, "[", op, "] block_tables[", row, ", ", i,
+        "] must be in [0, ", num_blocks, ") but got ", table[i]);
+  }
+}
+
+// The rows of a work or merge item.
+void require_rows(const char* items, int i, int begin, int end, int num_rows) {
+  require_id(
+      begin >= 0 && begin <= end && end <= num_rows, "[paged_attention] the rows of ", items, "[",
+      i, "] must be in [0, ", num_rows, "] but got [", begin, ", ", end, ")");
+}
+
+}  // namespace
+
+void KernelNode::check_ids(const Arrays& in) {
+  if (check_enabled()) {
+    mx::synchronize(stream());
+    check(in);
+  }
+}
+
+void WriteKV::check(const Arrays& in) const {
+  const auto& pool = in[0];
+  const int32_t* slots = in[4].data<int32_t>();
+  int64_t num_slots = int64_t(pool.shape(0)) * pool.shape(1);
+  std::set<int32_t> written;
+  for (int i = 0; i < in[4].shape(0); i++) {
+    require_id(
+        slots[i] >= -1 && slots[i] < num_slots, "[write_kv] slot_mapping[", i,
+        "] must be -1 or in [0, ", num_slots, ") but got ", slots[i]);
+    require_id(
+        slots[i] == -1 || written.insert(slots[i]).second, "[write_kv] slot_mapping[", i,
+        "] must be a slot of its own but slot ", slots[i], " is written twice");
+  }
+}
+
+void CopyBlocks::check(const Arrays& in) const {
+  const int32_t* pairs = in.back().data<int32_t>();
+  int count = in.back().shape(0);
+  int num_blocks = in[0].shape(0);
+  std::set<int32_t> destinations;
+  for (int i = 0; i < 2 * count; i++) {
+    require_id(
+        pairs[i] >= 0 && pairs[i] < num_blocks, "[copy_blocks] block_pairs[", i / 2, ", ", i % 2,
+        "] must be in [0, ", num_blocks, ") but got ", pairs[i]);
+    require_id(
+        i % 2 == 0 || destinations.insert(pairs[i]).second, "[copy_blocks] block_pairs[", i / 2,
+        ", 1] must be a block of its own but block ", pairs[i], " is a destination twice");
+  }
+  for (int i = 0; i < count; i++) {
+    require_id(
+        !destinations.count(pairs[2 * i]), "[copy_blocks] block_pairs[", i,
+        ", 0] must not be a destination but block ", pairs[2 * i], " is");
+  }
+}
+
+void GatherKV::check(const Arrays& in) const {
+  const auto& pool = in[0];
+  const auto& tables = in[2];
+  const int32_t* context_lens = in[3].data<int32_t>();
+  int block_size = pool.shape(1);
+  int64_t room = int64_t(tables.shape(1)) * block_size;
+  for (int i = 0; i < tables.shape(0); i++) {
+    require_id(
+        context_lens[i] >= 0 && context_lens[i] <= room, "[gather_kv] context_lens[", i,
+        "] must be in [0, ", room, "] but got ", context_lens[i]);
+    int used = (std::min(context_lens[i], max_context_len_) + block_size - 1) / block_size;
+    require_blocks("gather_kv", tables, i, 0, used, pool.shape(0));
+  }
+}
+
+void PagedAttention::check(const Arrays& in) const {
+  int num_rows = in[kQueries].shape(0);
+  int num_blocks = in[kKeyPool].shape(0);
+  const auto& tables = in[kTables];
+  const auto* work = reinterpret_cast<const paged::WorkItem*>(in[kWork].data<int32_t>());
+  const auto* merges = reinterpret_cast<const paged::MergeItem*>(in[kMerge].data<int32_t>());
+  int num_partials = 0;
+  for (int i = 0; i < in[kWork].shape(0); i++) {
+    const auto& item = work[i];
+    require_rows("work_items", i, item.row_begin, item.row_end, num_rows);
+    if (item.row_begin == item.row_end) {
+      continue;
+    }
+    require_id(
+        item.sequence >= 0 && item.sequence < tables.shape(0),
+        "[paged_attention] the sequence of work_items[", i, "] must be in [0, ", tables.shape(0),
+        ") but got ", item.sequence);
+    require_blocks(
+        "paged_attention", tables, item.sequence, item.first_block, item.last_block, num_blocks);
+    num_partials = std::max(num_partials, item.partial_begin + item.row_end - item.row_begin);
+  }
+  for (int i = 0; i < in[kMerge].shape(0); i++) {
+    const auto& item = merges[i];
+    require_rows("merge_items", i, item.row_begin, item.row_end, num_rows);
+    int64_t end = item.partial_begin + int64_t(item.num_splits) * (item.row_end - item.row_begin);
+    require_id(
+        item.partial_begin >= 0 && item.num_splits >= 0 && end <= num_partials,
+        "[paged_attention] the partials of merge_items[", i, "] must be in [0, ", num_partials,
+        "] but got [", item.partial_begin, ", ", end, ")");
+  }
+}
+
+void bind_pool_ops(nb::module_& m) {
+  m.def(
+      "write_kv", &write_kv, "key_pool"_a, "value_pool"_a, "keys"_a, "values"_a, "slot_mapping"_a,
+      nb::kw_only(), "stream"_a = nb::none());
+  m.def(
+      "copy_blocks", &copy_blocks, "pools"_a, "block_pairs"_a, nb::kw_only(),
+      "stream"_a = nb::none());
+  m.def(
+      "gather_kv", &gather_kv, "key_pool"_a, "value_pool"_a, "block_tables"_a, "context_lens"_a,
+      "max_context_len"_a, nb::kw_only(), "stream"_a = nb::none());
+  m.def(
+      "paged_attention", &paged_attention, "queries"_a, "key_pool"_a, "value_pool"_a, "positions"_a,
+      "block_tables"_a, "work_items"_a, "merge_items"_a, nb::kw_only(), "scale"_a, "window"_a = 0,
+      "softcap"_a = 0.0f, "sinks"_a = nb::none(), "stream"_a = nb::none());
 }
 
 }  // namespace mlx_paged

@@ -91,14 +91,4 @@ bool can_alias_pool(const mx::array& pool) {
   return pool.flags().row_contiguous && pool.data_size() == pool.size();
 }
 
-bool alias_pool(const mx::array& pool, mx::array& out) {
-  if (can_alias_pool(pool)) {
-    out.copy_shared_buffer(pool);
-    return false;
-  }
-  count_pool_copy();
-  out.set_data(mx::allocator::malloc(out.nbytes()));
-  return true;
-}
-
 }  // namespace mlx_paged

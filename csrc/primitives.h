@@ -1,131 +1,287 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The graph nodes behind ops.h. `eval_cpu` lives in cpu/; `eval_gpu` in the one GPU backend that
-// the build chose, or in no_gpu.cpp, which throws by name. Operations between a layer's matrix
-// products are the CPU's alone (layer_ops.cpp).
+// The operations as nodes of MLX's graph: their inputs, outputs and parameters. ops.cpp and
+// layer_ops.cpp check arguments and make the nodes; mlx_paged/ops.py documents them for users.
+// `eval_cpu` is in cpu/. On a GPU a KernelNode runs the kernels of metal/ that launch*.cpp chooses.
+//
+// A pool is `[num_blocks, block_size, num_kv_heads, head_dim]`, token-major inside a block. Keys
+// and values have a pool each, whose head dims may differ. A slot is `block * block_size + offset`.
+//
+// Ownership. WriteKV and CopyBlocks are in place, unconditionally: the arrays they return share the
+// buffers of the pools passed in, whatever else holds those. So
+//   - the handle passed in is consumed; use the one returned;
+//   - all reads and writes of a pool go through one stream;
+//   - a freed block is not handed out until the last step that could read it has been evaluated.
+// Donation would not do: a step in flight holds the buffer, and every overlapped step would then
+// copy the whole pool. `pool_copies()` counts the copies that could not be avoided (a pool that is
+// not row-contiguous); the engine's tests hold it at zero.
 
 #pragma once
 
+#include <optional>
 #include <vector>
 
+#include "launch.h"
 #include "mlx/primitives.h"
-#include "ops.h"
 
 namespace mlx_paged {
 
-#define MLX_PAGED_PRIMITIVE(NAME)                                                 \
-  void eval_cpu(const std::vector<mx::array>&, std::vector<mx::array>&) override; \
-  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override; \
-  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>&) override;   \
-  bool is_equivalent(const mx::Primitive& other) const override;                  \
-  const char* name() const override {                                             \
-    return NAME;                                                                  \
+// A node that runs on the CPU. On a GPU MLX has its own operations for the same.
+class Node : public mx::Primitive {
+ public:
+  using Primitive::Primitive;
+  void eval_gpu(const Arrays& in, Arrays& out) override;  // throws: pass stream=mx.cpu
+  bool is_equivalent(const mx::Primitive&) const override { return true; }  // no parameters
+};
+
+// A node that GPUs run too.
+class KernelNode : public Node {
+ public:
+  using Node::Node;
+
+  // gpu_eval.cpp has it for every node; no_gpu.cpp throws where no GPU backend is built.
+  void eval_gpu(const Arrays& in, Arrays& out) override;
+
+  // What a GPU runs. Only the shapes and dtypes of `in` and `out` matter, and the contents of the
+  // inputs that `read_by_host` names.
+  virtual LaunchList launches(const Arrays& in, const Arrays& out) const = 0;
+  virtual std::vector<int> read_by_host() const { return {}; }
+
+  // Which inputs are pools: `count` of them from `first` on. Those that are written are returned as
+  // the outputs, in place.
+  struct Pools {
+    int first;
+    int count;
+    bool written;
+  };
+  virtual Pools pools(const Arrays& in) const = 0;
+
+  // With MLX_PAGED_CHECK=1: compares block ids and slots with the pool before a kernel may follow
+  // them, and throws std::out_of_range (Python: IndexError) that names the row and the id. Their
+  // values exist only when the graph runs, and a kernel that trusted a wrong one would read or
+  // overwrite foreign memory. Each eval calls this first. It waits for the inputs, and runs on the
+  // evaluating thread because an exception on a stream's own thread leaves that stream unusable.
+  void check_ids(const Arrays& in);
+
+ private:
+  virtual void check(const Arrays& in) const = 0;
+};
+
+#define MLX_PAGED_NODE(NAME)                             \
+  void eval_cpu(const Arrays& in, Arrays& out) override; \
+  const char* name() const override {                    \
+    return NAME;                                         \
   }
 
-// inputs: key_pool, value_pool, keys, values, slot_mapping. outputs: key_pool, value_pool.
-class WriteKV : public mx::Primitive {
+#define MLX_PAGED_KERNEL_NODE(NAME)                                        \
+  MLX_PAGED_NODE(NAME)                                                     \
+  LaunchList launches(const Arrays& in, const Arrays& out) const override; \
+  void check(const Arrays& in) const override;
+
+// Writes token i's key and value to slot slot_mapping[i]; -1 writes nothing.
+// in: key_pool, value_pool, keys [num_tokens, num_kv_heads, key_dim], values (likewise),
+// slot_mapping [num_tokens] int32. out: the pools.
+class WriteKV : public KernelNode {
  public:
-  explicit WriteKV(mx::Stream stream) : Primitive(stream) {}
-  MLX_PAGED_PRIMITIVE("WriteKV")
+  using KernelNode::KernelNode;
+  MLX_PAGED_KERNEL_NODE("write_kv")
+  Pools pools(const Arrays&) const override { return {0, 2, true}; }
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override {
+    return {in[0].shape(), in[1].shape()};
+  }
 };
 
-// inputs: pools..., block_pairs. outputs: pools...
-class CopyBlocks : public mx::Primitive {
+// Copies block src to block dst in every pool, for each (src, dst). The pairs run in no particular
+// order, so no block may be a destination twice, or a destination and a source.
+// in: pools..., block_pairs [num_pairs, 2] int32. out: the pools.
+class CopyBlocks : public KernelNode {
  public:
-  explicit CopyBlocks(mx::Stream stream) : Primitive(stream) {}
-  MLX_PAGED_PRIMITIVE("CopyBlocks")
+  using KernelNode::KernelNode;
+  MLX_PAGED_KERNEL_NODE("copy_blocks")
+  Pools pools(const Arrays& in) const override { return {0, int(in.size()) - 1, true}; }
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override {
+    std::vector<mx::Shape> shapes;
+    for (size_t i = 0; i + 1 < in.size(); i++) {
+      shapes.push_back(in[i].shape());
+    }
+    return shapes;
+  }
 };
 
-// inputs: key_pool, value_pool, block_tables, context_lens. outputs: keys, values.
-class GatherKV : public mx::Primitive {
+// Dense keys and values of whole sequences; zeros past a context.
+// in: key_pool, value_pool, block_tables [num_seqs, max_blocks] int32, context_lens [num_seqs]
+// int32. out: keys [num_seqs, num_kv_heads, max_context_len, key_dim], values.
+class GatherKV : public KernelNode {
  public:
   GatherKV(mx::Stream stream, int max_context_len)
-      : Primitive(stream), max_context_len_(max_context_len) {}
-  MLX_PAGED_PRIMITIVE("GatherKV")
+      : KernelNode(stream), max_context_len_(max_context_len) {}
+  MLX_PAGED_KERNEL_NODE("gather_kv")
+  Pools pools(const Arrays&) const override { return {0, 2, false}; }
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override {
+    auto dense = [&](const mx::array& pool) {
+      return mx::Shape{in[2].shape(0), pool.shape(2), max_context_len_, pool.shape(3)};
+    };
+    return {dense(in[0]), dense(in[1])};
+  }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return max_context_len_ == static_cast<const GatherKV&>(other).max_context_len_;
+  }
 
  private:
   int max_context_len_;
 };
 
-// inputs: queries, key_pool, value_pool, positions, block_tables, work_items, merge_items[, sinks].
-class PagedAttention : public mx::Primitive {
+struct AttentionOptions {
+  float scale;
+  int window = 0;     // keys in (position - window, position]; 0: all
+  float softcap = 0;  // scores become softcap * tanh(score / softcap); 0: off
+
+  bool operator==(const AttentionOptions&) const = default;
+};
+
+// Attention of every query row, which is one token, over its sequence's blocks. Rows that no work
+// item names come out as zeros.
+// in: queries [num_rows, num_q_heads, key_dim], key_pool, value_pool, and the arrays of a plan,
+// built once a step and shared by all layers: positions [num_rows] int32 of the rows' tokens in
+// their sequences, block_tables [num_seqs, max_blocks] int32, work_items [num_items, 6] int32 and
+// merge_items [num_merges, 4] int32 (metal/kernel_table.h has their columns); [sinks [num_q_heads]
+// float32: logits that join the softmax]. out: [num_rows, num_q_heads, value_dim].
+class PagedAttention : public KernelNode {
  public:
-  PagedAttention(mx::Stream stream, float scale, int window, float softcap)
-      : Primitive(stream), scale_(scale), window_(window), softcap_(softcap) {}
-  MLX_PAGED_PRIMITIVE("PagedAttention")
+  enum { kQueries, kKeyPool, kValuePool, kPositions, kTables, kWork, kMerge, kSinks };  // inputs
+
+  PagedAttention(mx::Stream stream, const AttentionOptions& options)
+      : KernelNode(stream), options_(options) {}
+  MLX_PAGED_KERNEL_NODE("paged_attention")
+  Pools pools(const Arrays&) const override { return {kKeyPool, 2, false}; }
+  std::vector<int> read_by_host() const override { return {kWork, kMerge}; }
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override {
+    return {{in[kQueries].shape(0), in[kQueries].shape(1), in[kValuePool].shape(3)}};
+  }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return options_ == static_cast<const PagedAttention&>(other).options_;
+  }
+
+ private:
+  AttentionOptions options_;
+};
+
+// --- Around a layer's matrix products, and sampling ---
+// These have no gradient. All compute in fp32 and round once. Inputs are of the dtypes of pools
+// unless another is named.
+
+// Cosines and sines of the angle position * scale * inv_freq, once for all layers of a step. Angles
+// are products in float32, as MLX's own are.
+// in: positions [num_rows] int32, inv_freqs [half_dims] float32. out: [num_rows, 2, half_dims]
+// float32.
+class RopeRotations : public Node {
+ public:
+  RopeRotations(mx::Stream stream, float scale) : Node(stream), scale_(scale) {}
+  MLX_PAGED_NODE("rope_rotations")
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override {
+    return {{in[0].shape(0), 2, in[1].shape(0)}};
+  }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return scale_ == static_cast<const RopeRotations&>(other).scale_;
+  }
 
  private:
   float scale_;
-  int window_;
-  float softcap_;
 };
 
-// inputs: positions, inv_freqs. output: rotations.
-class RopeRotations : public mx::Primitive {
+// Rotates the first 2 * half_dims dims of every head: dim i with dim i + half_dims, or
+// (`traditional`) dim 2i with dim 2i + 1.
+// in: x [num_rows, num_heads, 1, head_dim] of any strides, rotations. out: like x.
+class Rope : public Node {
  public:
-  RopeRotations(mx::Stream stream, float scale) : Primitive(stream), scale_(scale) {}
-  MLX_PAGED_PRIMITIVE("RopeRotations")
-
- private:
-  float scale_;
-};
-
-// inputs: x, rotations.
-class Rope : public mx::Primitive {
- public:
-  Rope(mx::Stream stream, bool traditional) : Primitive(stream), traditional_(traditional) {}
-  MLX_PAGED_PRIMITIVE("PagedRope")
+  Rope(mx::Stream stream, bool traditional) : Node(stream), traditional_(traditional) {}
+  MLX_PAGED_NODE("rope")
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[0].shape()}; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return traditional_ == static_cast<const Rope&>(other).traditional_;
+  }
 
  private:
   bool traditional_;
 };
 
-// inputs: x[, weight].
-class RmsNorm : public mx::Primitive {
+// x / sqrt(mean(x^2) + eps) * weight over the last axis. in: x[, weight]. out: like x.
+class RmsNorm : public Node {
  public:
-  RmsNorm(mx::Stream stream, float eps) : Primitive(stream), eps_(eps) {}
-  MLX_PAGED_PRIMITIVE("PagedRmsNorm")
+  RmsNorm(mx::Stream stream, float eps) : Node(stream), eps_(eps) {}
+  MLX_PAGED_NODE("rms_norm")
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[0].shape()}; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return eps_ == static_cast<const RmsNorm&>(other).eps_;
+  }
 
  private:
   float eps_;
 };
 
-// inputs: gate, x.
-class SiluMul : public mx::Primitive {
+// gate * sigmoid(gate) * x. in: gate, x of one shape and dtype. out: like them.
+class SiluMul : public Node {
  public:
-  explicit SiluMul(mx::Stream stream) : Primitive(stream) {}
-  MLX_PAGED_PRIMITIVE("SiluMul")
+  using Node::Node;
+  MLX_PAGED_NODE("silu_mul")
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[0].shape()}; }
 };
 
-// inputs: logits. outputs: tokens, whether a row holds a NaN.
-class GreedyTokens : public mx::Primitive {
+// in: logits [num_rows, vocab_size]. out: the first largest of each row, int32, and whether the row
+// holds a NaN, bool (its token is then any).
+class GreedyTokens : public Node {
  public:
-  explicit GreedyTokens(mx::Stream stream) : Primitive(stream) {}
-  MLX_PAGED_PRIMITIVE("GreedyTokens")
+  using Node::Node;
+  MLX_PAGED_NODE("greedy_tokens")
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override {
+    return {{in[0].shape(0)}, {in[0].shape(0)}};
+  }
 };
 
-// inputs: logits, floors, top_p.
-class NucleusThresholds : public mx::Primitive {
+// top-p: the least logit of each row that is likelier than the rest of the row's first top_p of
+// probability. Only logits of at least the row's floor count.
+// in: logits [num_rows, vocab_size] float32, the largest of each row 0; floors [num_rows] float32,
+// at most 0; top_p [num_rows] float32, above 0 and below 1. out: [num_rows] float32.
+class NucleusThresholds : public Node {
  public:
-  explicit NucleusThresholds(mx::Stream stream) : Primitive(stream) {}
-  MLX_PAGED_PRIMITIVE("NucleusThresholds")
+  using Node::Node;
+  MLX_PAGED_NODE("nucleus_thresholds")
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {{in[0].shape(0)}}; }
 };
 
-// inputs: x, weight[, bias].
-class Linear : public mx::Primitive {
+// x @ weight.T + bias: of float32 on the CPU, as one node of the graph where MLX has five; of 16
+// bits and up to 64 rows with CUDA, in one kernel.
+// in: x [..., k], weight [n, k][, bias [n]]. out: [..., n].
+class Linear : public Node {
  public:
-  explicit Linear(mx::Stream stream) : Primitive(stream) {}
-  MLX_PAGED_PRIMITIVE("PagedLinear")
+  using Node::Node;
+  MLX_PAGED_NODE("linear")
+  // Both are in cuda/linear_launch.cpp, or in no_cuda.cpp: false, and Node's.
+  static bool served_on_gpu(
+      const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias);
+  void eval_gpu(const Arrays& in, Arrays& out) override;
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override {
+    auto shape = in[0].shape();
+    shape.back() = in[1].shape(0);
+    return {shape};
+  }
 };
 
-#undef MLX_PAGED_PRIMITIVE
+#undef MLX_PAGED_NODE
+#undef MLX_PAGED_KERNEL_NODE
 
-// Makes `out` share the pool's buffer, or (a pool that is not row-contiguous) hold a copy of it,
-// which is counted. Returns whether a copy is due.
-bool alias_pool(const mx::array& pool, mx::array& out);
+// --- Pools ---
 
-// Its two halves, for a backend that allocates the copy itself.
-bool can_alias_pool(const mx::array& pool);
+// A pool that is allocated but not touched: memory is used from the first write on, so a large pool
+// costs nothing until it is needed. Its contents are undefined. On Linux it asks for huge pages, as
+// decode visits memory in an order that small pages make slow. Throws std::bad_alloc.
+mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype);
+
+// Whole-pool copies made since the process started.
+int64_t pool_copies();
 void count_pool_copy();
+
+// Whether an output can share the pool's buffer; otherwise a copy is due, and is counted.
+bool can_alias_pool(const mx::array& pool);
 
 }  // namespace mlx_paged

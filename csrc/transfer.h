@@ -6,12 +6,10 @@
 
 #include <vector>
 
-#include "mlx/array.h"
+#include "launch.h"
 #include "mlx/utils.h"
 
 namespace mlx_paged {
-
-namespace mx = mlx::core;
 
 // Numbers of the host: dense, 4 bytes each.
 struct HostArray {
@@ -24,7 +22,7 @@ struct HostArray {
 bool has_transfers();
 
 // The arrays on the GPU, sent as one. The numbers are copied before this returns.
-std::vector<mx::array> upload(const std::vector<HostArray>& arrays, mx::StreamOrDevice s = {});
+Arrays upload(const std::vector<HostArray>& arrays, mx::StreamOrDevice s = {});
 
 // An int32 array where the host can read it without moving it.
 mx::array to_host(const mx::array& a, mx::StreamOrDevice s = {});

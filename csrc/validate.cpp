@@ -8,6 +8,9 @@
 namespace mlx_paged {
 
 namespace {
+
+constexpr const char* kDTypes = "float32, float16 or bfloat16";
+
 std::string shape_string(const std::vector<int>& dims) {
   std::ostringstream s;
   s << "(";
@@ -44,10 +47,7 @@ void Validator::int32(const mx::array& a, const char* what) const {
 }
 
 void Validator::floating(const mx::array& a, const char* what) const {
-  auto dtype = a.dtype();
-  require(
-      dtype == mx::float32 || dtype == mx::float16 || dtype == mx::bfloat16, what,
-      "float32, float16 or bfloat16", dtype);
+  require(is_supported(a.dtype()), what, kDTypes, a.dtype());
 }
 
 void Validator::same_shape(
@@ -66,9 +66,7 @@ void Validator::same_dtype(
 
 void Validator::pool_layout(
     const std::vector<int>& shape, mx::Dtype dtype, const char* what) const {
-  require(
-      dtype == mx::float32 || dtype == mx::float16 || dtype == mx::bfloat16, what,
-      "float32, float16 or bfloat16", dtype);
+  require(is_supported(dtype), what, kDTypes, dtype);
   require(
       shape.size() == 4, what, "of shape (num_blocks,block_size,num_kv_heads,head_dim)",
       shape_string(shape));

@@ -10,9 +10,13 @@
 #include <string>
 #include <vector>
 
-#include "ops.h"
+#include "dtype.h"
+#include "mlx/array.h"
+#include "mlx/stream.h"
 
 namespace mlx_paged {
+
+namespace mx = mlx::core;
 
 // Checks the arguments of one op. Each method throws std::invalid_argument (Python: ValueError).
 class Validator {

@@ -6,7 +6,7 @@
 
 #include <metal_stdlib>
 
-#include "params.h"
+#include "kernel_table.h"
 
 using namespace metal;
 

@@ -1,39 +1,143 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Every instantiation there is, once: the .metal files expand these lists, and the host's dispatch
-// chooses from them. X(...) receives the arguments given after it and then an entry.
+// What the host and the kernels agree on: the items of a plan, the params of each kernel, and every
+// instantiation there is. Metal, nvcc, the simulator and the host's C++ include this file, so it
+// names nothing but `int` and `float`, which are 32 bits wide everywhere, and `long`, which is 64.
 
 #pragma once
 
-// Name and type of the dtypes of a pool.
-#define PAGED_FOR_EACH_DTYPE(X) \
-  X(float32, float)             \
-  X(float16, half)              \
-  X(bfloat16, bfloat)
+// --- Structs
 
-// Bits and type of what copy_strided moves.
-#define PAGED_FOR_EACH_WORD(X) \
-  X(16, ushort)                \
-  X(32, uint)
+namespace paged {
+
+// Rows [row_begin, row_end) of one sequence against blocks [first_block, last_block) of its table.
+// With partial_begin < 0 the item covers all that its rows can see and writes the output; otherwise
+// row r of the item leaves its partial in row partial_begin + r of the workspace.
+struct WorkItem {
+  int sequence;
+  int row_begin;
+  int row_end;
+  int first_block;
+  int last_block;
+  int partial_begin;
+};
+static_assert(sizeof(WorkItem) == 24, "the same for every compiler");
+
+// Rows [row_begin, row_end) were split `num_splits` ways; split i of row r is workspace row
+// partial_begin + i * (row_end - row_begin) + (r - row_begin).
+struct MergeItem {
+  int row_begin;
+  int row_end;
+  int partial_begin;
+  int num_splits;
+};
+static_assert(sizeof(MergeItem) == 16, "the same for every compiler");
+
+struct AttentionParams {
+  int num_q_heads;
+  int num_kv_heads;
+  int block_shift;   // log2 of the block size
+  int max_blocks;    // row length of block_tables
+  int num_partials;  // rows of the workspace: [num_partials, num_q_heads, value_dim] sums of
+                     // values, then as many maxima and sums of the softmax, each without value_dim
+  int min_rows;      // a launch serves the items of [min_rows, max_rows] query rows; others are
+  int max_rows;      // another launch's
+  int window;        // keys in (position - window, position]
+  int has_sinks;
+  float scale;    // of the dot product; with log2(e) folded in unless there is a soft-cap
+  float softcap;  // 0: none
+};
+static_assert(sizeof(AttentionParams) == 44, "the same for every compiler");
+
+struct MergeParams {
+  int num_q_heads;
+  int num_partials;
+  int has_sinks;
+};
+static_assert(sizeof(MergeParams) == 12, "the same for every compiler");
+
+// All counts of `chunks` are in units of 16 bytes.
+struct WriteParams {
+  int num_tokens;
+  int key_chunks;    // of one token, all heads
+  int value_chunks;  // likewise
+};
+static_assert(sizeof(WriteParams) == 12, "the same for every compiler");
+
+struct CopyParams {
+  int num_pairs;
+  int block_chunks;
+};
+static_assert(sizeof(CopyParams) == 8, "the same for every compiler");
+
+struct GatherParams {
+  int num_kv_heads;
+  int head_chunks;  // of one token and head
+  int max_context_len;
+  int block_shift;
+  int max_blocks;
+};
+static_assert(sizeof(GatherParams) == 20, "the same for every compiler");
+
+// Elements; the first two dims are the grid's.
+struct StridedParams {
+  int shape_2;
+  int shape_3;
+  long stride_0;
+  long stride_1;
+  long stride_2;
+  long stride_3;
+};
+static_assert(sizeof(StridedParams) == 40, "the same for every compiler");
+
+struct FillParams {
+  int num_chunks;
+};
+static_assert(sizeof(FillParams) == 4, "the same for every compiler");
+
+}  // namespace paged
+
+// --- Kernels
+
+// The dtypes of pools and activations: name and type.
+#define PAGED_FOR_EACH_DTYPE(X, ...) \
+  X(__VA_ARGS__, float32, float)     \
+  X(__VA_ARGS__, float16, half)      \
+  X(__VA_ARGS__, bfloat16, bfloat)
+
+// The kernels of data.h: those that are no templates, X(name), and the instantiations of the
+// others, X(host name, function, template arguments...).
+#define PAGED_FOR_EACH_DATA_KERNEL(X) \
+  X(write_kv)                         \
+  X(copy_blocks)                      \
+  X(gather_kv)                        \
+  X(fill_zero)
+
+#define PAGED_FOR_EACH_DATA_TEMPLATE(X)      \
+  X("copy_strided_16", copy_strided, ushort) \
+  X("copy_strided_32", copy_strided, uint)
 
 // Head dims of keys and values. 576 and 512: latent attention.
-#define PAGED_FOR_EACH_NARROW_DIM(X, ...) \
-  X(__VA_ARGS__, 32, 32)                  \
-  X(__VA_ARGS__, 64, 64)                  \
-  X(__VA_ARGS__, 80, 80)                  \
-  X(__VA_ARGS__, 96, 96)                  \
-  X(__VA_ARGS__, 112, 112)                \
-  X(__VA_ARGS__, 128, 128)                \
-  X(__VA_ARGS__, 192, 128)                \
-  X(__VA_ARGS__, 192, 192)                \
+#define PAGED_FOR_EACH_SMALL_DIM(X, ...) \
+  X(__VA_ARGS__, 32, 32)                 \
+  X(__VA_ARGS__, 64, 64)                 \
+  X(__VA_ARGS__, 80, 80)                 \
+  X(__VA_ARGS__, 96, 96)                 \
+  X(__VA_ARGS__, 112, 112)               \
+  X(__VA_ARGS__, 128, 128)
+
+#define PAGED_FOR_EACH_LARGE_DIM(X, ...) \
+  X(__VA_ARGS__, 192, 128)               \
+  X(__VA_ARGS__, 192, 192)               \
   X(__VA_ARGS__, 256, 256)
 
 #define PAGED_FOR_EACH_WIDE_DIM(X, ...) \
   X(__VA_ARGS__, 512, 512)              \
   X(__VA_ARGS__, 576, 512)
 
-#define PAGED_FOR_EACH_HEAD_DIM(X, ...)     \
-  PAGED_FOR_EACH_NARROW_DIM(X, __VA_ARGS__) \
+#define PAGED_FOR_EACH_HEAD_DIM(X, ...)    \
+  PAGED_FOR_EACH_SMALL_DIM(X, __VA_ARGS__) \
+  PAGED_FOR_EACH_LARGE_DIM(X, __VA_ARGS__) \
   PAGED_FOR_EACH_WIDE_DIM(X, __VA_ARGS__)
 
 #define PAGED_FOR_EACH_V_DIM(X, ...) \
@@ -47,39 +151,54 @@
   X(__VA_ARGS__, 256)                \
   X(__VA_ARGS__, 512)
 
-// Queries (rows x heads of a group) of paged_decode: what vector units keep up with.
-#define PAGED_FOR_EACH_DECODE_QUERIES(X, ...) \
-  X(__VA_ARGS__, 1)                           \
-  X(__VA_ARGS__, 2)                           \
-  X(__VA_ARGS__, 3)
+// The instantiations of the attention kernels, each in the .h file of its function's name. X(...)
+// receives the same. Each list is of one dtype, given by name and type.
 
-// Rows of the matrix of paged_decode_matrix. More of them hold more results in registers, so wide
-// heads stop earlier.
-#define PAGED_FOR_EACH_NARROW_MATRIX(X, ...) \
-  X(__VA_ARGS__, 8)                          \
-  X(__VA_ARGS__, 16)                         \
-  X(__VA_ARGS__, 32)                         \
-  X(__VA_ARGS__, 64)
+// Queries (rows x heads of a group): what vector units keep up with.
+#define PAGED_FOR_EACH_DECODE(X, ...) PAGED_FOR_EACH_HEAD_DIM(PAGED_DECODE_QUERIES, X, __VA_ARGS__)
+#define PAGED_DECODE_QUERIES(X, dtype, type, k_dim, v_dim) \
+  PAGED_DECODE(X, dtype, type, k_dim, v_dim, 1)            \
+  PAGED_DECODE(X, dtype, type, k_dim, v_dim, 2)            \
+  PAGED_DECODE(X, dtype, type, k_dim, v_dim, 3)
+#define PAGED_DECODE(X, dtype, type, k_dim, v_dim, queries)                                       \
+  X("paged_decode_" #dtype "_" #k_dim "_" #v_dim "_q" #queries, paged_decode, type, k_dim, v_dim, \
+    queries)
 
-#define PAGED_FOR_EACH_WIDE_MATRIX(X, ...) \
-  X(__VA_ARGS__, 8)                        \
-  X(__VA_ARGS__, 16)                       \
-  X(__VA_ARGS__, 32)
+// Rows of the matrix. More of them hold more results in registers, so wide heads stop earlier.
+#define PAGED_FOR_EACH_MATRIX(X, ...)                             \
+  PAGED_FOR_EACH_SMALL_DIM(PAGED_NARROW_MATRICES, X, __VA_ARGS__) \
+  PAGED_FOR_EACH_LARGE_DIM(PAGED_NARROW_MATRICES, X, __VA_ARGS__) \
+  PAGED_FOR_EACH_WIDE_DIM(PAGED_WIDE_MATRICES, X, __VA_ARGS__)
+#define PAGED_NARROW_MATRICES(X, dtype, type, k_dim, v_dim) \
+  PAGED_WIDE_MATRICES(X, dtype, type, k_dim, v_dim)         \
+  PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 64)
+#define PAGED_WIDE_MATRICES(X, dtype, type, k_dim, v_dim) \
+  PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 8)           \
+  PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 16)          \
+  PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 32)
+#define PAGED_MATRIX(X, dtype, type, k_dim, v_dim, rows)                                       \
+  X("paged_decode_matrix_" #dtype "_" #k_dim "_" #v_dim "_m" #rows, paged_decode_matrix, type, \
+    k_dim, v_dim, rows)
 
-// Rows of the matrix of paged_prefill, likewise; the widest heads have none.
-#define PAGED_FOR_EACH_PREFILL(X, ...) \
-  X(__VA_ARGS__, 32, 32, 32)           \
-  X(__VA_ARGS__, 32, 32, 64)           \
-  X(__VA_ARGS__, 64, 64, 32)           \
-  X(__VA_ARGS__, 64, 64, 64)           \
-  X(__VA_ARGS__, 80, 80, 32)           \
-  X(__VA_ARGS__, 80, 80, 64)           \
-  X(__VA_ARGS__, 96, 96, 32)           \
-  X(__VA_ARGS__, 96, 96, 64)           \
-  X(__VA_ARGS__, 112, 112, 32)         \
-  X(__VA_ARGS__, 112, 112, 64)         \
-  X(__VA_ARGS__, 128, 128, 32)         \
-  X(__VA_ARGS__, 128, 128, 64)         \
-  X(__VA_ARGS__, 192, 128, 32)         \
-  X(__VA_ARGS__, 192, 192, 32)         \
-  X(__VA_ARGS__, 256, 256, 32)
+// Rows of the matrix, likewise; the widest heads have none.
+#define PAGED_FOR_EACH_PREFILL(X, ...)                           \
+  PAGED_FOR_EACH_SMALL_DIM(PAGED_SMALL_PREFILLS, X, __VA_ARGS__) \
+  PAGED_FOR_EACH_LARGE_DIM(PAGED_LARGE_PREFILLS, X, __VA_ARGS__)
+#define PAGED_SMALL_PREFILLS(X, dtype, type, k_dim, v_dim) \
+  PAGED_PREFILL(X, dtype, type, k_dim, v_dim, 32)          \
+  PAGED_PREFILL(X, dtype, type, k_dim, v_dim, 64)
+#define PAGED_LARGE_PREFILLS(X, dtype, type, k_dim, v_dim) \
+  PAGED_PREFILL(X, dtype, type, k_dim, v_dim, 32)
+#define PAGED_PREFILL(X, dtype, type, k_dim, v_dim, rows)                                        \
+  X("paged_prefill_" #dtype "_" #k_dim "_" #v_dim "_m" #rows, paged_prefill, type, k_dim, v_dim, \
+    rows)
+
+#define PAGED_FOR_EACH_MERGE(X, ...) PAGED_FOR_EACH_V_DIM(PAGED_MERGE, X, __VA_ARGS__)
+#define PAGED_MERGE(X, dtype, type, v_dim) \
+  X("paged_merge_" #dtype "_" #v_dim, paged_merge, type, v_dim)
+
+#define PAGED_FOR_EACH_ATTENTION_TEMPLATE(X)      \
+  PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_DECODE, X)  \
+  PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_MATRIX, X)  \
+  PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_PREFILL, X) \
+  PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_MERGE, X)

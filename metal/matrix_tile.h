@@ -7,9 +7,9 @@
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 
+#include "attention_shape.h"
 #include "block_table.h"
-#include "decode_shape.h"
-#include "unroll.h"
+#include "language.h"
 #include "vector_load.h"
 
 using namespace metal;

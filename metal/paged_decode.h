@@ -13,13 +13,12 @@
 #include <metal_stdlib>
 
 #include "attention_output.h"
+#include "attention_shape.h"
 #include "block_table.h"
-#include "decode_shape.h"
-#include "params.h"
+#include "kernel_table.h"
+#include "language.h"
 #include "query_tile.h"
-#include "scratch.h"
 #include "softmax_state.h"
-#include "unroll.h"
 #include "vector_load.h"
 
 using namespace metal;

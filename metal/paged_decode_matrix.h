@@ -14,14 +14,13 @@
 #include <metal_stdlib>
 
 #include "attention_output.h"
+#include "attention_shape.h"
 #include "block_table.h"
-#include "decode_shape.h"
+#include "kernel_table.h"
+#include "language.h"
 #include "matrix_tile.h"
-#include "params.h"
 #include "query_tile.h"
-#include "scratch.h"
 #include "softmax_state.h"
-#include "unroll.h"
 
 using namespace metal;
 

@@ -8,7 +8,7 @@
 #include <metal_stdlib>
 
 #include "block_table.h"
-#include "params.h"
+#include "kernel_table.h"
 
 using namespace metal;
 

@@ -11,7 +11,8 @@ it has been evaluated. ``MLX_PAGED_CHECK=1`` makes every op compare block ids an
 pool before it follows them.
 
 Each op takes an optional ``stream`` (an ``mx.Stream`` or ``mx.Device``) and raises ``ValueError``,
-when the graph is built, for an argument that it cannot serve.
+when the graph is built, for an argument that it cannot serve. An op that is said to be CPU only
+raises ``RuntimeError`` when a GPU evaluates it: there MLX's own kernels do the same.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from mlx_paged.extension import ext
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The arrays of one step, built once (`attention.plan.build_plan`) and shared by all layers.
+    """The arrays of one step, built once (`model.plan.build_plan`) and shared by all layers.
 
     A query row is one token; the rows of a sequence are consecutive.
     """
@@ -39,6 +40,7 @@ class AttentionPlan:
     block_tables: mx.array  # [num_seqs, max_blocks] int32
     context_lens: mx.array  # [num_seqs] int32: tokens in the pool, this step's included
     query_starts: mx.array  # [num_seqs + 1] int32: first row of each sequence
+    # The columns are the fields of WorkItem and MergeItem in metal/kernel_table.h.
     work_items: mx.array  # [num_items, 6] int32: sequence, rows [b, e), blocks [b, e), partial
     merge_items: mx.array  # [num_merges, 4] int32: rows [b, e), first partial, splits
 

@@ -20,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
 OPS = ["plan", "write_kv", "copy_blocks", "gather_kv", "paged_attention", "pool_contract",
        "validation"]  # fmt: skip
 ENGINE = ["cuda", "dense_prefill", "engine_faults", "engine_memory", "compiled"]
@@ -52,8 +53,9 @@ def python(*arguments: str) -> list[str]:
 
 
 def pytest(name: str, *files: str, shards: int = 1) -> list[Stage]:
-    """Some test files, in as many processes, each with every so manieth test."""
-    tests = [f"tests/test_{file}.py" for file in files]
+    """Some test files, whatever their folders, divided among as many processes."""
+    tests = [str(path) for file in files for path in sorted(TESTS.rglob(f"test_{file}.py"))]
+    assert len(tests) == len(files), f"there is not one test file for each of {files}"
     # Instruction sets of the CPU have their own run.
     command = python("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider",
                      "-k", "not this_file", *tests)  # fmt: skip

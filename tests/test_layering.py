@@ -253,8 +253,12 @@ def test_metal_sources_know_no_host_framework() -> None:
 
 
 def test_only_the_bindings_know_python() -> None:
+    """They are where operations are checked and their nodes made; nodes and kernels know nothing of
+    Python."""
     found = [p.name for p in sources("csrc") if any(map(PYTHON_INCLUDE.fullmatch, includes(p)))]
-    assert found == ["bindings.cpp"]
+    assert found == ["bindings.h"]
+    users = {p.name for p in sources("csrc") if "bindings.h" in includes(p)}
+    assert users == {"bindings.cpp", "layer_ops.cpp", "module.cpp", "ops.cpp"}
 
 
 def test_code_built_for_each_instruction_set_shares_no_inline_function() -> None:

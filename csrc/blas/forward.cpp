@@ -9,7 +9,7 @@
 // OpenBLAS runs single-threaded here, and products are dealt out in pieces by our own parallel_for.
 // OpenBLAS's threads wait for each other at every product: on a small machine where the host builds
 // the next step meanwhile, one of them is off its core for a scheduler's slice (8 ms) and all wait.
-// Pieces are claimed instead: a thread that is not running holds up nobody.
+// Pieces are claimed instead: a thread that is not running delays no other.
 //
 // A product of few rows with transposed weights, as decode has them, is our own: OpenBLAS packs the
 // weights first.

@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "data_type.h"
+#include "../dtype.h"
 
 namespace mlx_paged::cpu {
 
@@ -17,19 +17,19 @@ struct PoolView {
 };
 
 struct AttentionArgs {
-  DataType dtype;
+  DType dtype;
   const void* queries;  // [num_rows, num_q_heads, keys.head_dim]
   PoolView keys;
   PoolView values;
-  void* out;                    // [num_rows, num_q_heads, values.head_dim]
-  const int32_t* positions;     // [num_rows]
-  const int32_t* block_tables;  // [num_seqs, max_blocks]
-  const int32_t* work_items;    // [num_items, 6]
-  const int32_t* merge_items;   // [num_merges, 4]
-  const float* sinks;           // [num_q_heads] or null
-  float* partial_out;           // [partial rows, num_q_heads, values.head_dim], not normalised
-  float* partial_max;           // [partial rows, num_q_heads], base-2 logits
-  float* partial_sum;           // [partial rows, num_q_heads]
+  void* out;                            // [num_rows, num_q_heads, values.head_dim]
+  const int32_t* positions;             // [num_rows]
+  const int32_t* block_tables;          // [num_seqs, max_blocks]
+  const paged::WorkItem* work_items;    // [num_items]
+  const paged::MergeItem* merge_items;  // [num_merges]
+  const float* sinks;                   // [num_q_heads] or null
+  float* partial_out;  // [partial rows, num_q_heads, values.head_dim], not normalised
+  float* partial_max;  // [partial rows, num_q_heads], base-2 logits
+  float* partial_sum;  // [partial rows, num_q_heads]
   int num_q_heads;
   int num_kv_heads;
   int block_size;

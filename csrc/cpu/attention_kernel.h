@@ -45,22 +45,23 @@ inline void attend_as(
 
 template <typename T>
 inline void merge_as(const AttentionArgs& args, int index, int row) {
-  const int32_t* m = args.merge_items + 4 * int64_t(index);
+  const paged::MergeItem& item = args.merge_items[index];
   int dim = args.values.head_dim;
   for (int head = 0; head < args.num_q_heads; head++) {
     auto partial = [&](int split) {
-      int64_t p = m[2] + int64_t(split) * (m[1] - m[0]) + (row - m[0]);
+      int64_t p = item.partial_begin + int64_t(split) * (item.row_end - item.row_begin) +
+                  (row - item.row_begin);
       return p * args.num_q_heads + head;
     };
     float row_max = -kInf;
-    for (int i = 0; i < m[3]; i++) {
+    for (int i = 0; i < item.num_splits; i++) {
       float split_max = args.partial_max[partial(i)];
       row_max = split_max > row_max ? split_max : row_max;
     }
     float reference = row_max == -kInf ? 0.0f : row_max;
     float acc[kMaxHeadDim] = {};
     float row_sum = 0;
-    for (int i = 0; i < m[3]; i++) {
+    for (int i = 0; i < item.num_splits; i++) {
       int64_t p = partial(i);
       float weight = exp2(args.partial_max[p] - reference);
       row_sum += weight * args.partial_sum[p];
@@ -74,25 +75,13 @@ inline void merge_as(const AttentionArgs& args, int index, int row) {
 
 inline void attend(
     const AttentionArgs& args, int item, int head_begin, int head_end, float* scratch) {
-  switch (args.dtype) {
-    case DataType::float32:
-      return attend_as<float>(args, item, head_begin, head_end, scratch);
-    case DataType::float16:
-      return attend_as<Half>(args, item, head_begin, head_end, scratch);
-    case DataType::bfloat16:
-      return attend_as<BFloat>(args, item, head_begin, head_end, scratch);
-  }
+  with_type(args.dtype, [&](auto type) {
+    attend_as<decltype(type)>(args, item, head_begin, head_end, scratch);
+  });
 }
 
 inline void merge(const AttentionArgs& args, int item, int row) {
-  switch (args.dtype) {
-    case DataType::float32:
-      return merge_as<float>(args, item, row);
-    case DataType::float16:
-      return merge_as<Half>(args, item, row);
-    case DataType::bfloat16:
-      return merge_as<BFloat>(args, item, row);
-  }
+  with_type(args.dtype, [&](auto type) { merge_as<decltype(type)>(args, item, row); });
 }
 
 }  // namespace mlx_paged::cpu::MLX_PAGED_ISA

@@ -37,23 +37,23 @@ struct Item {
 };
 
 inline Item read_item(const AttentionArgs& args, int index) {
-  const int32_t* w = args.work_items + 6 * int64_t(index);
+  const paged::WorkItem& work = args.work_items[index];
   Item item;
-  item.block_table = args.block_tables + int64_t(w[0]) * args.max_blocks;
-  item.row_begin = w[1];
-  item.num_rows = w[2] - w[1];
+  item.block_table = args.block_tables + int64_t(work.sequence) * args.max_blocks;
+  item.row_begin = work.row_begin;
+  item.num_rows = work.row_end - work.row_begin;
   int lowest = 0x7fffffff;
   int highest = -1;
-  for (int r = w[1]; r < w[2]; r++) {
+  for (int r = work.row_begin; r < work.row_end; r++) {
     lowest = min(lowest, args.positions[r]);
     highest = max(highest, args.positions[r]);
   }
-  item.token_begin = w[3] * args.block_size;
+  item.token_begin = work.first_block * args.block_size;
   if (args.window) {
     item.token_begin = max(item.token_begin, lowest - args.window + 1);
   }
-  item.token_end = min(w[4] * args.block_size, highest + 1);
-  item.partial_begin = w[5];
+  item.token_end = min(work.last_block * args.block_size, highest + 1);
+  item.partial_begin = work.partial_begin;
   return item;
 }
 

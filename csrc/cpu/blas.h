@@ -9,7 +9,7 @@ using Sgemm = void (*)(
     int layout, int transpose_a, int transpose_b, int m, int n, int k, float alpha, const float* a,
     int lda, const float* b, int ldb, float beta, float* c, int ldc);
 
-// The one that this process offers to everybody (blas/forward.cpp, or one the user preloaded); null
+// The one that is visible in the whole process (blas/forward.cpp, or one the user preloaded); null
 // where only MLX has one.
 Sgemm find_sgemm();
 

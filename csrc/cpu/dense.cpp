@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "../primitives.h"
 #include "mlx/allocator.h"
 
 namespace mlx_paged::cpu {
@@ -23,6 +24,16 @@ void copy_strided(
     copy_strided(shape, strides, item, axis + 1, src + i * strides[axis] * item, dst);
   }
 }
+
+// Allocates `out` and queues the copy.
+void copy(const mx::array& in, mx::array& out, mx::cpu::CommandEncoder& encoder) {
+  out.set_data(mx::allocator::malloc(out.nbytes()));
+  encoder.dispatch([shape = in.shape(), strides = in.strides(), item = int64_t(in.itemsize()),
+                    src = in.data<char>(), dst = out.data<char>()]() mutable {
+    copy_strided(shape, strides, item, 0, src, dst);
+  });
+}
+
 }  // namespace
 
 mx::array dense(const mx::array& in, mx::cpu::CommandEncoder& encoder) {
@@ -30,11 +41,7 @@ mx::array dense(const mx::array& in, mx::cpu::CommandEncoder& encoder) {
     return mx::array::unsafe_weak_copy(in);
   }
   mx::array out(in.shape(), in.dtype(), nullptr, {});
-  out.set_data(mx::allocator::malloc(out.nbytes()));
-  encoder.dispatch([shape = in.shape(), strides = in.strides(), item = int64_t(in.itemsize()),
-                    src = in.data<char>(), dst = out.data<char>()]() mutable {
-    copy_strided(shape, strides, item, 0, src, dst);
-  });
+  copy(in, out, encoder);
   encoder.add_temporary(out);
   return mx::array::unsafe_weak_copy(out);
 }
@@ -46,6 +53,22 @@ std::vector<mx::array> dense_inputs(
     out.push_back(dense(in[i], encoder));
   }
   return out;
+}
+
+void alias_or_copy_pool(const mx::array& in, mx::array& out, mx::cpu::CommandEncoder& encoder) {
+  if (can_alias_pool(in)) {
+    out.copy_shared_buffer(in);
+    return;
+  }
+  count_pool_copy();
+  copy(in, out, encoder);
+}
+
+mx::array dense_pool(const mx::array& in, mx::cpu::CommandEncoder& encoder) {
+  if (!in.flags().row_contiguous) {
+    count_pool_copy();
+  }
+  return dense(in, encoder);
 }
 
 }  // namespace mlx_paged::cpu

@@ -1,7 +1,11 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 
+//
+// Arrays as plain, dense memory, for tasks that outlive the array handle.
+
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include "mlx/array.h"
@@ -17,5 +21,29 @@ mx::array dense(const mx::array& in, mx::cpu::CommandEncoder& encoder);
 // A primitive's inputs, those from `first` on dense.
 std::vector<mx::array> dense_inputs(
     const std::vector<mx::array>& in, size_t first, mx::cpu::CommandEncoder& encoder);
+
+struct Pool {
+  char* data;
+  int num_blocks, block_size, num_kv_heads;
+  int64_t token_bytes, head_bytes;
+
+  explicit Pool(mx::array& a)
+      : data(a.data<char>()),
+        num_blocks(a.shape(0)),
+        block_size(a.shape(1)),
+        num_kv_heads(a.shape(2)),
+        token_bytes(int64_t(a.shape(2)) * a.shape(3) * a.itemsize()),
+        head_bytes(int64_t(a.shape(3)) * a.itemsize()) {}
+
+  int64_t block_bytes() const { return block_size * token_bytes; }
+  char* slot(int64_t s) const { return data + s * token_bytes; }
+  char* block(int64_t b) const { return data + b * block_bytes(); }
+};
+
+// Makes `out` the pool `in` in place or, where its layout rules that out, a counted copy of it.
+void alias_or_copy_pool(const mx::array& in, mx::array& out, mx::cpu::CommandEncoder& encoder);
+
+// The pool itself where it is dense, else a counted copy that lives as long as the queued work.
+mx::array dense_pool(const mx::array& in, mx::cpu::CommandEncoder& encoder);
 
 }  // namespace mlx_paged::cpu

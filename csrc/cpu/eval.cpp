@@ -8,29 +8,23 @@
 #include <cstring>
 #include <vector>
 
-#include "../check.h"
 #include "../primitives.h"
-#include "../sim/simulator.h"
 #include "dense.h"
 #include "eval.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
-#include "pool.h"
 
 namespace mlx_paged {
 
 using cpu::for_ranges;
 using cpu::Pool;
 
-void WriteKV::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+void WriteKV::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 2, encoder);
-  check_write_kv(in, stream());
+  check_ids(in);
   for (int i = 0; i < 2; i++) {
     cpu::alias_or_copy_pool(in[i], out[i], encoder);
-  }
-  if (sim::enabled()) {
-    return sim::run(write_kv_launches, in, out, stream());
   }
   encoder.dispatch([key_pool = Pool(out[0]), value_pool = Pool(out[1]), keys = in[2].data<char>(),
                     values = in[3].data<char>(), slots = in[4].data<int32_t>(),
@@ -50,19 +44,16 @@ void WriteKV::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::arr
   });
 }
 
-void CopyBlocks::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+void CopyBlocks::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, inputs.size() - 1, encoder);
-  check_copy_blocks(in, stream());
+  check_ids(in);
   std::vector<Pool> pools;
   int64_t bytes = 0;
   for (size_t i = 0; i < out.size(); i++) {
     cpu::alias_or_copy_pool(in[i], out[i], encoder);
     pools.emplace_back(out[i]);
     bytes += pools.back().block_bytes();
-  }
-  if (sim::enabled()) {
-    return sim::run(copy_blocks_launches, in, out, stream());
   }
   encoder.dispatch([pools = std::move(pools), bytes, pairs = in.back().data<int32_t>(),
                     count = in.back().shape(0)] {
@@ -76,17 +67,14 @@ void CopyBlocks::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::
   });
 }
 
-void GatherKV::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+void GatherKV::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 2, encoder);
-  check_gather_kv(in, max_context_len_, stream());
+  check_ids(in);
   auto key_pool = cpu::dense_pool(in[0], encoder);
   auto value_pool = cpu::dense_pool(in[1], encoder);
   for (auto& o : out) {
     o.set_data(mx::allocator::malloc(o.nbytes()));
-  }
-  if (sim::enabled()) {
-    return sim::run(gather_kv_launches, {key_pool, value_pool, in[2], in[3]}, out, stream());
   }
   encoder.dispatch([pools = std::array{Pool(key_pool), Pool(value_pool)},
                     dst = std::array{out[0].data<char>(), out[1].data<char>()},

@@ -7,18 +7,10 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "data_type.h"
-#include "mlx/dtype.h"
+#include "mlx/backend/cpu/encoder.h"
 #include "parallel_for.h"
 
 namespace mlx_paged::cpu {
-
-inline DataType data_type(mlx::core::Dtype dtype) {
-  if (dtype == mlx::core::float32) {
-    return DataType::float32;
-  }
-  return dtype == mlx::core::float16 ? DataType::float16 : DataType::bfloat16;
-}
 
 // Runs body(begin, end) over [0, count), in pieces of about this many bytes: below them one thread
 // is done before another has woken up.
@@ -30,6 +22,16 @@ void for_ranges(int64_t count, int64_t bytes_each, const Body& body) {
   int num_tasks = int((count + piece - 1) / piece);
   parallel_for(num_tasks, [&](int task, int) {
     body(task * piece, std::min<int64_t>(count, (task + 1) * piece));
+  });
+}
+
+// Queues a vectorised kernel that does rows or elements [begin, end) of [0, count).
+template <typename Args>
+void dispatch_ranges(
+    mlx::core::cpu::CommandEncoder& encoder, void (*kernel)(const Args&, int64_t, int64_t),
+    const Args& args, int64_t count, int64_t bytes_each) {
+  encoder.dispatch([=] {
+    for_ranges(count, bytes_each, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
   });
 }
 

@@ -8,21 +8,18 @@
 #include <utility>
 #include <vector>
 
-#include "../check.h"
 #include "../primitives.h"
-#include "../sim/simulator.h"
 #include "dense.h"
 #include "eval.h"
 #include "kernels.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
-#include "pool.h"
 
 namespace mlx_paged {
 
 namespace {
 
-// Grows to the largest task a thread has met and stays: a step's layers ask for the same again.
+// Grows to the largest task of the thread so far and stays: a step's layers need the same again.
 float* thread_scratch(size_t num_floats) {
   struct Free {
     void operator()(float* p) const { std::free(p); }
@@ -62,8 +59,8 @@ int head_pieces(const cpu::AttentionArgs& args, int num_items, int max_rows) {
 
 void run(cpu::AttentionArgs args, Counts counts) {
   const auto& kernels = cpu::kernels().attention;
-  auto item = [&](int i) { return reinterpret_cast<const WorkItem*>(args.work_items)[i]; };
-  auto merge = [&](int i) { return reinterpret_cast<const MergeItem*>(args.merge_items)[i]; };
+  auto item = [&](int i) { return args.work_items[i]; };
+  auto merge = [&](int i) { return args.merge_items[i]; };
 
   int covered_rows = 0;
   int max_rows = 0;
@@ -116,47 +113,35 @@ void run(cpu::AttentionArgs args, Counts counts) {
 
 }  // namespace
 
-void PagedAttention::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+void PagedAttention::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
-  auto in = cpu::dense_inputs(inputs, 3, encoder);
-  check_paged_attention(in, stream());
-  auto queries = cpu::dense(in[0], encoder);
-  auto key_pool = cpu::dense_pool(in[1], encoder);
-  auto value_pool = cpu::dense_pool(in[2], encoder);
-  const auto& positions = in[3];
-  const auto& tables = in[4];
-  const auto& items = in[5];
-  const auto& merges = in[6];
+  auto in = cpu::dense_inputs(inputs, kPositions, encoder);
+  check_ids(in);
+  auto queries = cpu::dense(in[kQueries], encoder);
+  auto key_pool = cpu::dense_pool(in[kKeyPool], encoder);
+  auto value_pool = cpu::dense_pool(in[kValuePool], encoder);
+  const auto& tables = in[kTables];
   out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
-  if (sim::enabled()) {
-    in[0] = queries;
-    in[1] = key_pool;
-    in[2] = value_pool;
-    auto build = [this](const auto& in, const auto& out) {
-      return paged_attention_launches(in, out, {scale_, window_, softcap_});
-    };
-    return sim::run(build, in, out, stream());
-  }
 
   cpu::AttentionArgs args{};
-  args.dtype = cpu::data_type(queries.dtype());
+  args.dtype = dtype_of(queries.dtype());
   args.queries = queries.data<void>();
   args.keys = {key_pool.data<void>(), key_pool.shape(3)};
   args.values = {value_pool.data<void>(), value_pool.shape(3)};
   args.out = out[0].data<void>();
-  args.positions = positions.data<int32_t>();
+  args.positions = in[kPositions].data<int32_t>();
   args.block_tables = tables.data<int32_t>();
-  args.work_items = items.data<int32_t>();
-  args.merge_items = merges.data<int32_t>();
-  args.sinks = in.size() > 7 ? in[7].data<float>() : nullptr;
+  args.work_items = reinterpret_cast<const paged::WorkItem*>(in[kWork].data<int32_t>());
+  args.merge_items = reinterpret_cast<const paged::MergeItem*>(in[kMerge].data<int32_t>());
+  args.sinks = in.size() > kSinks ? in[kSinks].data<float>() : nullptr;
   args.num_q_heads = queries.shape(1);
   args.num_kv_heads = key_pool.shape(2);
   args.block_size = key_pool.shape(1);
   args.max_blocks = tables.shape(1);
-  args.scale = scale_;
-  args.softcap = softcap_;
-  args.window = window_;
-  Counts counts{queries.shape(0), items.shape(0), merges.shape(0), out[0].nbytes()};
+  args.scale = options_.scale;
+  args.softcap = options_.softcap;
+  args.window = options_.window;
+  Counts counts{queries.shape(0), in[kWork].shape(0), in[kMerge].shape(0), out[0].nbytes()};
 
   encoder.dispatch([args, counts] { run(args, counts); });
 }

@@ -16,7 +16,7 @@ namespace mlx_paged {
 
 namespace {
 
-// Gives `out` the buffer of `in` if nobody needs that any more, else one of its own. A small array
+// Gives `out` the buffer of `in` if nothing else needs it, else one of its own. A small array
 // must not keep a large buffer alive.
 void allocate_or_reuse(const mx::array& in, mx::array& out) {
   constexpr size_t kSlack = 1 << 14;
@@ -29,7 +29,7 @@ void allocate_or_reuse(const mx::array& in, mx::array& out) {
 
 }  // namespace
 
-void RopeRotations::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+void RopeRotations::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
@@ -51,12 +51,12 @@ void RopeRotations::eval_cpu(const std::vector<mx::array>& inputs, std::vector<m
   });
 }
 
-void Rope::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+void Rope::eval_cpu(const Arrays& inputs, Arrays& out) {
   allocate_or_reuse(inputs[0], out[0]);
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 1, encoder);
   cpu::RopeArgs args{};
-  args.dtype = cpu::data_type(in[0].dtype());
+  args.dtype = dtype_of(in[0].dtype());
   args.x = in[0].data<void>();
   args.row_stride = in[0].strides(0);
   args.head_stride = in[0].strides(1);
@@ -69,19 +69,15 @@ void Rope::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>
   args.traditional = traditional_;
   int64_t num_rows = in[0].shape(0);
   int64_t row_bytes = num_rows ? out[0].nbytes() / num_rows : 0;
-  encoder.dispatch([args, num_rows, row_bytes] {
-    cpu::for_ranges(num_rows, row_bytes, [&](int64_t begin, int64_t end) {
-      cpu::kernels().layer.rope(args, begin, end);
-    });
-  });
+  cpu::dispatch_ranges(encoder, cpu::kernels().layer.rope, args, num_rows, row_bytes);
 }
 
-void RmsNorm::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+void RmsNorm::eval_cpu(const Arrays& inputs, Arrays& out) {
   allocate_or_reuse(inputs[0], out[0]);
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   cpu::RmsNormArgs args{};
-  args.dtype = cpu::data_type(in[0].dtype());
+  args.dtype = dtype_of(in[0].dtype());
   args.x = in[0].data<void>();
   args.weight = in.size() > 1 ? in[1].data<void>() : nullptr;
   args.out = out[0].data<void>();
@@ -89,54 +85,41 @@ void RmsNorm::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::arr
   args.eps = eps_;
   int64_t num_rows = args.size ? int64_t(in[0].size()) / args.size : 0;
   int64_t row_bytes = args.size * int64_t(in[0].itemsize());
-  encoder.dispatch([args, num_rows, row_bytes] {
-    cpu::for_ranges(num_rows, row_bytes, [&](int64_t begin, int64_t end) {
-      cpu::kernels().layer.rms_norm(args, begin, end);
-    });
-  });
+  cpu::dispatch_ranges(encoder, cpu::kernels().layer.rms_norm, args, num_rows, row_bytes);
 }
 
-void SiluMul::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+void SiluMul::eval_cpu(const Arrays& inputs, Arrays& out) {
   allocate_or_reuse(inputs[0], out[0]);
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   cpu::SiluMulArgs args{};
-  args.dtype = cpu::data_type(in[0].dtype());
+  args.dtype = dtype_of(in[0].dtype());
   args.gate = in[0].data<void>();
   args.x = in[1].data<void>();
   args.out = out[0].data<void>();
   int64_t size = int64_t(in[0].size());
   int64_t bytes = 2 * int64_t(in[0].itemsize());
-  encoder.dispatch([args, size, bytes] {
-    cpu::for_ranges(size, bytes, [&](int64_t begin, int64_t end) {
-      cpu::kernels().layer.silu_mul(args, begin, end);
-    });
-  });
+  cpu::dispatch_ranges(encoder, cpu::kernels().layer.silu_mul, args, size, bytes);
 }
 
-void GreedyTokens::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+void GreedyTokens::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   for (auto& o : out) {
     o.set_data(mx::allocator::malloc(o.nbytes()));
   }
   cpu::GreedyArgs args{};
-  args.dtype = cpu::data_type(in[0].dtype());
+  args.dtype = dtype_of(in[0].dtype());
   args.logits = in[0].data<void>();
   args.tokens = out[0].data<int32_t>();
   args.holds_nan = out[1].data<bool>();
   args.size = in[0].shape(1);
   int64_t num_rows = in[0].shape(0);
   int64_t row_bytes = args.size * int64_t(in[0].itemsize());
-  encoder.dispatch([args, num_rows, row_bytes] {
-    cpu::for_ranges(num_rows, row_bytes, [&](int64_t begin, int64_t end) {
-      cpu::kernels().layer.greedy(args, begin, end);
-    });
-  });
+  cpu::dispatch_ranges(encoder, cpu::kernels().layer.greedy, args, num_rows, row_bytes);
 }
 
-void NucleusThresholds::eval_cpu(
-    const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+void NucleusThresholds::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
@@ -146,12 +129,9 @@ void NucleusThresholds::eval_cpu(
   args.top_p = in[2].data<float>();
   args.thresholds = out[0].data<float>();
   args.size = in[0].shape(1);
-  encoder.dispatch([args, num_rows = in[0].shape(0)] {
-    constexpr int64_t kBytesLikeOneLogit = 64;  // the time of three passes, as memory
-    cpu::for_ranges(num_rows, args.size * kBytesLikeOneLogit, [&](int64_t begin, int64_t end) {
-      cpu::kernels().layer.nucleus(args, begin, end);
-    });
-  });
+  constexpr int64_t kBytesLikeOneLogit = 64;  // the time of three passes, as memory
+  cpu::dispatch_ranges(
+      encoder, cpu::kernels().layer.nucleus, args, in[0].shape(0), args.size * kBytesLikeOneLogit);
 }
 
 }  // namespace mlx_paged

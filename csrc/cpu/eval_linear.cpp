@@ -20,7 +20,7 @@ cpu::Sgemm cpu::find_sgemm() {
   return sgemm;
 }
 
-void Linear::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& out) {
+void Linear::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   out[0].set_data(mx::allocator::malloc(out[0].nbytes()));

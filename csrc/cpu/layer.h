@@ -8,12 +8,12 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "data_type.h"
+#include "../dtype.h"
 
 namespace mlx_paged::cpu {
 
 struct RopeArgs {
-  DataType dtype;
+  DType dtype;
   const void* x;       // [num_rows, num_heads, head_dim], strided
   int64_t row_stride;  // in elements
   int64_t head_stride;
@@ -27,7 +27,7 @@ struct RopeArgs {
 };
 
 struct RmsNormArgs {
-  DataType dtype;
+  DType dtype;
   const void* x;       // [num_rows, size]
   const void* weight;  // [size] or null
   void* out;           // [num_rows, size]; may be x
@@ -36,14 +36,14 @@ struct RmsNormArgs {
 };
 
 struct SiluMulArgs {
-  DataType dtype;
+  DType dtype;
   const void* gate;  // [size]
   const void* x;     // [size]
   void* out;         // [size]; may be gate or x
 };
 
 struct GreedyArgs {
-  DataType dtype;
+  DType dtype;
   const void* logits;  // [num_rows, size]
   int32_t* tokens;     // [num_rows]
   bool* holds_nan;     // [num_rows]

@@ -30,19 +30,6 @@ inline float load_one(const T* p) {
   return load_tail(p, 1)[0];
 }
 
-// Calls body(T{}) with the element type.
-template <typename Body>
-inline void with_type(DataType dtype, const Body& body) {
-  switch (dtype) {
-    case DataType::float32:
-      return body(float{});
-    case DataType::float16:
-      return body(Half{});
-    case DataType::bfloat16:
-      return body(BFloat{});
-  }
-}
-
 template <typename T>
 inline void rope_head(const RopeArgs& args, const T* x, const float* cosines, T* out) {
   const float* sines = cosines + args.half_dims;

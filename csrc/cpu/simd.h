@@ -3,7 +3,7 @@
 // Vectors of floats in the compiler's own vector types. This file and the kernels on it are
 // compiled once for each instruction set, in a namespace of its own (MLX_PAGED_ISA), and include no
 // standard header with inline functions: a std:: template built with AVX-512 flags here could be
-// the copy that the linker keeps for everybody.
+// the copy that the linker keeps for all.
 
 #pragma once
 
@@ -13,6 +13,8 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+
+#include "../dtype.h"
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
@@ -37,6 +39,19 @@ struct Half {
 struct BFloat {
   uint16_t bits;
 };
+
+// Calls body(T{}) with the element type.
+template <typename Body>
+inline void with_type(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::float32:
+      return body(float{});
+    case DType::float16:
+      return body(Half{});
+    case DType::bfloat16:
+      return body(BFloat{});
+  }
+}
 
 template <typename V>
 inline V load_as(const void* p) {

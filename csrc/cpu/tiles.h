@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// One tile of tokens, in the two ways that attention meets one. With few lanes (decode) reading
+// One tile of tokens, in the two ways that attention reads one. With few lanes (decode) reading
 // memory is all that costs. A pool is token-major, so a decode task takes all its heads of a few
 // tokens before it goes on to the next tokens: memory is then read in order, where a pass per head
 // would touch a new page every token or two. With many lanes (prefill) a task has one head, whose

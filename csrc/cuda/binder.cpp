@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
-
-#include "binder.h"
+//
+// NVIDIA GPUs: hands launches to MLX's CUDA encoder.
 
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -15,13 +15,13 @@
 #include <unordered_map>
 #include <utility>
 
-#include "kernel_grid.h"
-#include "kernel_table.h"
-#include "memory.h"
+#include "../gpu.h"
+#include "compiled_kernels.h"
 #include "mlx/backend/cuda/device.h"
 #include "mlx/backend/cuda/utils.h"
+#include "variants.h"
 
-namespace mlx_paged::cuda {
+namespace mlx_paged::gpu {
 
 namespace {
 
@@ -41,7 +41,7 @@ CUfunction function_of(const Launch& launch) {
   std::lock_guard lock(mutex);
   auto found = functions.find(name);
   if (found == functions.end()) {
-    const void* symbol = find_kernel(name);
+    const void* symbol = cuda::find_kernel(name);
     cudaFunction_t function;
     check(cudaGetFuncBySymbol(&function, symbol), "kernel " + name);
     if (launch.threadgroup_memory > kFreeSharedMemory) {
@@ -75,6 +75,25 @@ void mark_cluster(mx::cu::CommandEncoder& encoder, uint32_t cluster) {
   }
 }
 
+// CUDA's grids are large along x only. The kernels of kernels/data.cu whose tokens, pairs or blocks
+// lie along another dim turn theirs; this is the host's side of it.
+Extent kernel_grid(const Launch& launch) {
+  constexpr uint32_t kMost = 65535;  // along y and z
+  Extent grid = launch.grid;
+  const auto& name = launch.kernel.host_name;
+  if (name == "write_kv" || name == "copy_blocks") {
+    std::swap(grid[0], grid[1]);
+  } else if (name.starts_with("copy_strided")) {
+    std::swap(grid[0], grid[2]);
+  }
+  if (grid[1] > kMost || grid[2] > kMost) {
+    throw std::invalid_argument(
+        "[cuda] a grid of " + launch.kernel.host_name + " must have at most 65535 groups along y " +
+        "and z but has " + std::to_string(grid[1]) + " and " + std::to_string(grid[2]));
+  }
+  return grid;
+}
+
 // Workspace i of a stream, kept from one operation to the next: what was left in it is overwritten
 // in the cache and never written out, and operations under way hold one instead of one each.
 mx::array workspace(size_t i, uint64_t bytes, mx::Stream stream) {
@@ -90,16 +109,23 @@ mx::array workspace(size_t i, uint64_t bytes, mx::Stream stream) {
 
 }  // namespace
 
+void keep(const mx::array& a, mx::Stream stream) {
+  mx::cu::get_command_encoder(stream).add_temporary(a);
+}
+
+// MLX's encoder orders a kernel after earlier writers of its arrays only, so a kernel that reads a
+// pool is registered as a writer of it: later writes then wait for it.
 void encode(
-    const LaunchList& list, const std::vector<mx::array>& in, std::vector<mx::array>& out,
-    const std::vector<int>& pools, mx::Stream stream) {
+    const LaunchList& portable, const Arrays& in, Arrays& out, const std::vector<int>& pools,
+    mx::Stream stream) {
+  LaunchList list = cuda::with_variants(portable, in);
   auto& encoder = mx::cu::get_command_encoder(stream);
-  std::vector<mx::array> operands(in);
+  Arrays operands(in);
   operands.insert(operands.end(), out.begin(), out.end());
   size_t num_arrays = operands.size();
   for (size_t i = 0; i < list.workspaces.size(); i++) {
     operands.push_back(workspace(i, list.workspaces[i], stream));
-    encoder.add_temporary(operands.back());
+    keep(operands.back(), stream);
   }
   for (const auto& launch : list.launches) {
     Extent grid = kernel_grid(launch);
@@ -136,4 +162,4 @@ void encode(
   }
 }
 
-}  // namespace mlx_paged::cuda
+}  // namespace mlx_paged::gpu

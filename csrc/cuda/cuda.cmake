@@ -68,5 +68,5 @@ target_compile_definitions(cuda_backend INTERFACE MLX_PAGED_CUDA FMT_HEADER_ONLY
 # CUDA's, fmt's and, among MLX's, those of the C++ library for CUDA: none of them are ours to warn of.
 target_include_directories(cuda_backend SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS} ${FMT_INCLUDE})
 string(APPEND BACKENDS " cuda")
-set(GPU_SOURCES csrc/cuda/binder.cpp csrc/cuda/eval.cpp csrc/cuda/kernel_table.cpp
+set(GPU_SOURCES csrc/gpu_eval.cpp csrc/cuda/binder.cpp csrc/cuda/compiled_kernels.cpp
                 csrc/cuda/linear_launch.cpp csrc/cuda/memory.cpp csrc/cuda/transfer.cpp)

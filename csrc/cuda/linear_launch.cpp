@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
-
-#include "linear_launch.h"
+//
+// Linear layers of few rows: which of them have a kernel, which one, and over which grid.
 
 #include <cuda_runtime.h>
 
@@ -9,9 +9,11 @@
 #include <sstream>
 #include <string>
 
-#include "../kernel_names.h"
-#include "kernel_table.h"
-#include "linear_cluster_table.h"
+#include "../dense.h"
+#include "../gpu.h"
+#include "../primitives.h"
+#include "compiled_kernels.h"
+#include "linear_shape.h"
 
 namespace mlx_paged::cuda {
 
@@ -39,32 +41,32 @@ int tiles_of(int num_rows) {
   return tiles;
 }
 
-std::string cluster_kernel(const std::string& dtype, int tiles) {
+std::string cluster_kernel(DType dtype, int tiles) {
   std::ostringstream name;
-  name << "linear_cluster_" << dtype << "_" << tiles;
+  name << "linear_cluster_" << name_of(dtype) << "_" << tiles;
   return name.str();
 }
 
-}  // namespace
-
+// Whether thread blocks can form clusters: sm_90 and later, if this build has code for it.
 bool has_clusters() {
   static const bool has = [] {
     // Of the code that the driver chose for this device, be it compiled or PTX.
     cudaFuncAttributes found;
-    auto symbol = find_kernel(cluster_kernel("float16", tiles_of(kLinearMostRows)));
+    auto symbol = find_kernel(cluster_kernel(DType::float16, tiles_of(kLinearMostRows)));
     return cudaFuncGetAttributes(&found, symbol) == cudaSuccess && found.ptxVersion >= 90;
   }();
   return has;
 }
 
-Launch linear_launch(const LinearParams& params, mx::Dtype dtype, int bias, int output) {
-  auto type = dtype_name(dtype);
+// For operands x, weight and `bias` (any of them, if there is none) and the result `output`. (Their
+// sizes, of which CUDA's encoder takes no notice, are left out.)
+Launch linear_launch(const LinearParams& params, DType dtype, int bias, int output) {
   int tiles = tiles_of(params.num_rows);
   Launch launch;
   if (params.num_rows >= kClusterFewestRows && has_clusters()) {
     auto [warps, stages] = cluster_shape(tiles);
     int rows = cluster_rows(warps);
-    launch.kernel.host_name = cluster_kernel(type, tiles);
+    launch.kernel.host_name = cluster_kernel(dtype, tiles);
     launch.threadgroup_memory = cluster_scratch(tiles, warps, stages);
     launch.cluster = kLinearParts;
     launch.grid = {uint32_t((params.n + rows - 1) / rows * kLinearParts), 1, 1};
@@ -75,8 +77,8 @@ Launch linear_launch(const LinearParams& params, mx::Dtype dtype, int bias, int 
     // blocks.
     int groups = tiles >= kManyTiles && params.n % (2 * kLinearRows) == 0 ? 2 : 1;
     int rows = groups * kLinearRows;
-    launch.kernel.host_name =
-        "linear_" + type + "_" + std::to_string(tiles) + "_" + std::to_string(groups);
+    launch.kernel.host_name = std::string("linear_") + name_of(dtype) + "_" +
+                              std::to_string(tiles) + "_" + std::to_string(groups);
     launch.threadgroup_memory = kLinearParts * tiles * 8 * (rows + 1) * sizeof(float);
     launch.grid = {
         uint32_t(params.n / rows), uint32_t((params.num_rows + 8 * tiles - 1) / (8 * tiles)), 1};
@@ -90,4 +92,37 @@ Launch linear_launch(const LinearParams& params, mx::Dtype dtype, int bias, int 
   return launch;
 }
 
+}  // namespace
+
 }  // namespace mlx_paged::cuda
+
+namespace mlx_paged {
+
+// Few rows, whose product is a read of the weight.
+bool Linear::served_on_gpu(
+    const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias) {
+  auto dtype = x.dtype();
+  int n = weight.shape(0);
+  int k = weight.shape(1);
+  return (dtype == mx::float16 || dtype == mx::bfloat16) && weight.dtype() == dtype &&
+         x.ndim() <= 4 && n > 0 && n % cuda::kLinearRows == 0 && k > 0 &&
+         k % cuda::kLinearStep == 0 && x.size() > 0 &&
+         x.size() <= size_t(cuda::kLinearMostRows) * k && is_dense(weight) &&
+         weight.offset() % 16 == 0 && (!bias || (bias->dtype() == dtype && is_dense(*bias)));
+}
+
+void Linear::eval_gpu(const Arrays& in, Arrays& out) {
+  gpu::allocate(out[0], stream());
+  auto inputs = in;
+  inputs[0] = gpu::readable(in[0], stream());
+  const auto& weight = in[1];
+  bool has_bias = in.size() > 2;
+  int num_rows = int(in[0].size() / weight.shape(1));
+  cuda::LinearParams params{num_rows, weight.shape(0), weight.shape(1), has_bias};
+  // A kernel that has no bias reads none; its argument must be some buffer all the same.
+  auto launch =
+      cuda::linear_launch(params, dtype_of(in[0].dtype()), has_bias ? 2 : 1, int(in.size()));
+  gpu::encode({{launch}, {}}, inputs, out, {}, stream());
+}
+
+}  // namespace mlx_paged

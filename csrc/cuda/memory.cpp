@@ -1,21 +1,21 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 
-#include "memory.h"
-
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
 
+#include "../gpu.h"
 #include "mlx/ops.h"
 #include "mlx/primitives.h"
 
-namespace mlx_paged::cuda {
+namespace mlx_paged::gpu {
 
 namespace {
 
-// MLX's library does not export its allocator of device memory, so a primitive of MLX's does it: a
-// masked scatter whose mask is empty allocates its output and launches nothing.
+// allocator::malloc would give memory that the CPU shares, page by page, and MLX's library does not
+// export its allocator of device memory. So a primitive of MLX's does it: a masked scatter whose
+// mask is empty allocates its output and launches nothing.
 class Allocation {
  public:
   explicit Allocation(mx::Stream stream) {
@@ -53,4 +53,4 @@ void allocate(mx::array& a, mx::Stream stream) {
   found->second.run(a);
 }
 
-}  // namespace mlx_paged::cuda
+}  // namespace mlx_paged::gpu

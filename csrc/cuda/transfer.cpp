@@ -13,11 +13,9 @@
 #include <string>
 #include <utility>
 
+#include "../gpu.h"
 #include "../host_copies.h"
-#include "../launch.h"
 #include "../validate.h"
-#include "binder.h"
-#include "memory.h"
 #include "mlx/backend/cuda/allocator.h"
 #include "mlx/backend/cuda/device.h"
 #include "mlx/ops.h"
@@ -92,12 +90,11 @@ void place(mx::array& a, std::shared_ptr<std::byte> pinned, size_t bytes) {
 }
 
 void copy(const mx::array& from, mx::array& to, mx::Stream stream) {
-  std::vector<mx::array> out{to};
-  cuda::encode(copy_strided_launches({from}, out), {from}, out, {}, stream);
-  // Pinned memory would be used again as soon as nobody holds it, whatever the GPU has still to do.
-  auto& encoder = mx::cu::get_command_encoder(stream);
-  encoder.add_temporary(from);
-  encoder.add_temporary(to);
+  Arrays out{to};
+  gpu::encode(copy_strided_launches({from}, out), {from}, out, {}, stream);
+  // Pinned memory would be used again as soon as no array holds it, even if the GPU still has to read it.
+  gpu::keep(from, stream);
+  gpu::keep(to, stream);
 }
 
 [[noreturn]] void throw_gpu_only(const char* name) {
@@ -110,7 +107,7 @@ bool has_transfers() {
   return mx::default_device() == mx::Device::gpu;
 }
 
-std::vector<mx::array> upload(const std::vector<HostArray>& arrays, mx::StreamOrDevice s_) {
+Arrays upload(const std::vector<HostArray>& arrays, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   std::vector<size_t> offsets;
   std::vector<mx::Shape> shapes;
@@ -135,12 +132,12 @@ std::vector<mx::array> upload(const std::vector<HostArray>& arrays, mx::StreamOr
       std::make_shared<Upload>(s, std::move(staged), std::move(offsets), bytes), {});
 }
 
-void Upload::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>& out) {
+void Upload::eval_gpu(const Arrays&, Arrays& out) {
   mx::Shape words{int(bytes_ / 4)};
   mx::array pinned(words, mx::int32, nullptr, {});
   place(pinned, staged_, bytes_);
   mx::array device(words, mx::int32, nullptr, {});
-  cuda::allocate(device, stream());
+  gpu::allocate(device, stream());
   copy(pinned, device, stream());
   for (size_t i = 0; i < out.size(); i++) {
     mx::Strides strides(out[i].ndim(), 1);
@@ -153,7 +150,7 @@ void Upload::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>& out
   remember_host_copy(device, staged_);
 }
 
-void Upload::eval_cpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
+void Upload::eval_cpu(const Arrays&, Arrays&) {
   throw_gpu_only("upload");
 }
 
@@ -165,7 +162,7 @@ mx::array to_host(const mx::array& a, mx::StreamOrDevice s_) {
   return mx::array(a.shape(), a.dtype(), std::make_shared<ToHost>(s), {dense});
 }
 
-void ToHost::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& out) {
+void ToHost::eval_gpu(const Arrays& in, Arrays& out) {
   size_t bytes = std::max<size_t>(out[0].nbytes(), 4);
   place(out[0], StagingPool::get().take(bytes), bytes);
   if (out[0].size() > 0) {
@@ -173,7 +170,7 @@ void ToHost::eval_gpu(const std::vector<mx::array>& in, std::vector<mx::array>& 
   }
 }
 
-void ToHost::eval_cpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
+void ToHost::eval_cpu(const Arrays&, Arrays&) {
   throw_gpu_only("to_host");
 }
 

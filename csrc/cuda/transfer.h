@@ -28,8 +28,8 @@ class Upload : public mx::Primitive {
         staged_(std::move(staged)),
         offsets_(std::move(offsets)),
         bytes_(bytes) {}
-  void eval_cpu(const std::vector<mx::array>&, std::vector<mx::array>&) override;
-  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override;
+  void eval_cpu(const Arrays&, Arrays&) override;
+  void eval_gpu(const Arrays&, Arrays&) override;
   const char* name() const override { return "Upload"; }
 
  private:
@@ -42,8 +42,8 @@ class Upload : public mx::Primitive {
 class ToHost : public mx::Primitive {
  public:
   explicit ToHost(mx::Stream stream) : Primitive(stream) {}
-  void eval_cpu(const std::vector<mx::array>&, std::vector<mx::array>&) override;
-  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override;
+  void eval_cpu(const Arrays&, Arrays&) override;
+  void eval_gpu(const Arrays&, Arrays&) override;
   const char* name() const override { return "ToHost"; }
   bool is_equivalent(const mx::Primitive&) const override { return true; }
 };

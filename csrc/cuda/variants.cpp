@@ -10,18 +10,15 @@
 #include <string>
 #include <utility>
 
-#include "../../metal/params.h"
-#include "../kernel_names.h"
-#include "decode_tensor_shape.h"
-#include "kernels/tensor_table.h"
-#include "merge_shape.h"
-#include "prefill_tensor_shape.h"
+#include "../../metal/kernel_table.h"
+#include "../primitives.h"
+#include "tensor_shape.h"
 
 namespace mlx_paged::cuda {
 
 namespace {
 
-enum { kQueries, kKeyPool, kValuePool };  // operands of PagedAttention
+using Inputs = PagedAttention;
 
 #define ENTRY(unused, dim, columns) {dim, columns},
 const std::set<std::pair<int, int>> kTensorKernels = {PAGED_FOR_EACH_TENSOR(ENTRY, unused)};
@@ -39,7 +36,7 @@ Params params_of(const Launch& launch) {
 
 // What a kernel of 16 bits is chosen by.
 struct Attention {
-  std::string dtype;
+  DType dtype;
   int dim;      // of keys and of values
   int queries;  // of the largest item: its rows x the heads of a group
   int num_kv_heads;
@@ -47,17 +44,17 @@ struct Attention {
 
 // Null where tensor cores do not serve: fp32, whose inputs they would round; two head dims; blocks
 // that end within 16 tokens.
-std::optional<Attention> on_tensor_cores(const Launch& launch, const std::vector<mx::array>& in) {
+std::optional<Attention> on_tensor_cores(const Launch& launch, const Arrays& in) {
   constexpr int kLeastBlock = 16;
-  auto dtype = in[kQueries].dtype();
-  int dim = in[kKeyPool].shape(3);
-  if (dtype == mx::float32 || dim != in[kValuePool].shape(3) ||
-      in[kKeyPool].shape(1) < kLeastBlock) {
+  auto dtype = dtype_of(in[Inputs::kQueries].dtype());
+  int dim = in[Inputs::kKeyPool].shape(3);
+  if (dtype == DType::float32 || dim != in[Inputs::kValuePool].shape(3) ||
+      in[Inputs::kKeyPool].shape(1) < kLeastBlock) {
     return std::nullopt;
   }
   auto params = params_of<paged::AttentionParams>(launch);
   int group = params.num_q_heads / params.num_kv_heads;
-  return Attention{dtype_name(dtype), dim, params.max_rows * group, params.num_kv_heads};
+  return Attention{dtype, dim, params.max_rows * group, params.num_kv_heads};
 }
 
 int tiles_of(int queries, int each) {
@@ -71,7 +68,7 @@ void decode_on_tensor_cores(Launch& launch, const Attention& attention) {
     return;
   }
   std::ostringstream name;
-  name << "paged_decode_tensor_" << attention.dtype << "_" << dim << "_n" << columns;
+  name << "paged_decode_tensor_" << name_of(attention.dtype) << "_" << dim << "_n" << columns;
   launch.kernel = {name.str(), "paged_decode_tensor", ""};
   launch.grid = {launch.grid[0] * uint32_t(attention.num_kv_heads), 1, 1};
   launch.threadgroup = {32 * uint32_t(paged::tensor_warps(dim)), 1, 1};
@@ -86,17 +83,19 @@ void prefill_on_tensor_cores(Launch& launch, const Attention& attention) {
     return;
   }
   std::ostringstream name;
-  name << "paged_prefill_tensor_" << attention.dtype << "_" << attention.dim << "_w" << warps;
+  name << "paged_prefill_tensor_" << name_of(attention.dtype) << "_" << attention.dim << "_w"
+       << warps;
   launch.kernel = {name.str(), "paged_prefill_tensor", ""};
   launch.grid[2] = uint32_t(tiles_of(attention.queries, warps * paged::PREFILL_TENSOR_QUERIES));
   launch.threadgroup = {32 * uint32_t(warps), 1, 1};
   launch.threadgroup_memory = paged::prefill_tensor_scratch(attention.dim);
 }
 
-void merge_by_warps(Launch& launch, const std::vector<mx::array>& in) {
+void merge_by_warps(Launch& launch, const Arrays& in) {
   auto params = params_of<paged::MergeParams>(launch);
   std::ostringstream name;
-  name << "merge_splits_" << dtype_name(in[kQueries].dtype()) << "_" << in[kValuePool].shape(3);
+  name << "merge_splits_" << name_of(dtype_of(in[Inputs::kQueries].dtype())) << "_"
+       << in[Inputs::kValuePool].shape(3);
   launch.kernel = {name.str(), "merge_splits", ""};
   uint32_t blocks = (params.num_q_heads + paged::MERGE_HEADS - 1) / paged::MERGE_HEADS;
   launch.grid = {launch.grid[0] * blocks, launch.grid[2], 1};
@@ -105,15 +104,15 @@ void merge_by_warps(Launch& launch, const std::vector<mx::array>& in) {
 
 }  // namespace
 
-LaunchList with_variants(LaunchList list, const std::vector<mx::array>& in) {
+LaunchList with_variants(LaunchList list, const Arrays& in) {
   for (auto& launch : list.launches) {
     std::string file = launch.kernel.file;
-    if (file == "merge") {
+    if (file == "paged_merge.h") {
       merge_by_warps(launch, in);
       continue;
     }
-    bool decode = file == "paged_decode" || file == "paged_decode_matrix";
-    if (!decode && file != "paged_prefill") {
+    bool decode = file == "paged_decode.h" || file == "paged_decode_matrix.h";
+    if (!decode && file != "paged_prefill.h") {
       continue;
     }
     if (auto attention = on_tensor_cores(launch, in)) {

@@ -5,8 +5,6 @@
 
 #pragma once
 
-#include <vector>
-
 #include "../launch.h"
 
 namespace mlx_paged::cuda {
@@ -16,10 +14,9 @@ namespace mlx_paged::cuda {
 //     paged_decode_tensor, which needs equal head dims of keys and values out of 64, 128 and 256
 //     (there up to 8 queries) and blocks of at least 16 tokens, as a tile of 16 must lie in one;
 //   - prefill chunks in 16 bits go to paged_prefill_tensor, which needs equal head dims of 64 or
-//   128
-//     and blocks of at least 16 tokens;
+//     128 and blocks of at least 16 tokens;
 //   - merges go to merge_splits.
 // Which kernel serves a row follows from the row alone: its bits do not depend on its company.
-LaunchList with_variants(LaunchList list, const std::vector<mx::array>& in);
+LaunchList with_variants(LaunchList list, const Arrays& in);
 
 }  // namespace mlx_paged::cuda

@@ -1,13 +1,14 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Apple GPUs: hands launches to MLX's Metal encoder.
 
-#include "binder.h"
-
+#include "../gpu.h"
 #include "../kernel_source.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/metal/device.h"
 #include "mlx/backend/metal/utils.h"
 
-namespace mlx_paged::metal {
+namespace mlx_paged::gpu {
 
 namespace {
 
@@ -23,28 +24,33 @@ MTL::ComputePipelineState* pipeline(mx::metal::Device& device, const KernelName&
   return device.get_kernel(kernel.host_name, library);
 }
 
-mx::array workspace(uint64_t bytes) {
-  mx::array a({int((bytes + 3) / 4)}, mx::float32, nullptr, {});
-  a.set_data(mx::allocator::malloc(a.nbytes()));
-  return a;
-}
-
 MTL::Size size(const Extent& extent) {
   return MTL::Size(extent[0], extent[1], extent[2]);
 }
 
 }  // namespace
 
+void allocate(mx::array& a, mx::Stream) {
+  a.set_data(mx::allocator::malloc(a.nbytes()));
+}
+
+void keep(const mx::array& a, mx::Stream stream) {
+  mx::metal::get_command_encoder(stream).add_temporary(a);
+}
+
+// Metal's encoder orders reads and writes of a pool by itself.
 void encode(
-    const LaunchList& list, const std::vector<mx::array>& in, std::vector<mx::array>& out,
+    const LaunchList& list, const Arrays& in, Arrays& out, const std::vector<int>&,
     mx::Stream stream) {
   auto& device = mx::metal::device(stream.device);
   auto& encoder = mx::metal::get_command_encoder(stream);
-  std::vector<mx::array> operands(in);
+  Arrays operands(in);
   operands.insert(operands.end(), out.begin(), out.end());
   for (uint64_t bytes : list.workspaces) {
-    operands.push_back(workspace(bytes));
-    encoder.add_temporary(operands.back());
+    mx::array workspace({int((bytes + 3) / 4)}, mx::float32, nullptr, {});
+    allocate(workspace, stream);
+    keep(workspace, stream);
+    operands.push_back(std::move(workspace));
   }
   for (const auto& launch : list.launches) {
     auto* kernel = pipeline(device, launch.kernel);
@@ -69,4 +75,4 @@ void encode(
   }
 }
 
-}  // namespace mlx_paged::metal
+}  // namespace mlx_paged::gpu

@@ -6,7 +6,7 @@ import pytest
 
 from mlx_paged.doctor.fits import EMBEDDED, MODELS, PRECISIONS, fit, fits
 from mlx_paged.doctor.jobs import Memory
-from mlx_paged.engine import memory, pools
+from mlx_paged.engine import memory
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.llm import LLM
 from mlx_paged.model.loader import load
@@ -68,13 +68,13 @@ def test_bytes() -> None:
 @pytest.mark.parametrize(("rows", "seqs"), [(2048, 256), (1024, 16)])
 def test_activations_are_estimated_near_what_the_engine_measures(monkeypatch, rows, seqs) -> None:
     measured: list[int] = []
-    measure = pools.measure_activations
+    measure = memory.measure_activations
 
     def spy(*arguments):
         measured.append(measure(*arguments))
         return measured[-1]
 
-    monkeypatch.setattr(pools, "measure_activations", spy)
+    monkeypatch.setattr(memory, "measure_activations", spy)
     LLM(None, gpu_memory_utilization=0.5, max_num_batched_tokens=rows, max_num_seqs=seqs)
     estimate = EMBEDDED.activation_bytes(rows, seqs, "float32")
     assert estimate / 2 < measured[0] < 1.5 * estimate

@@ -25,8 +25,7 @@ def test_every_case_passes(job) -> None:
 
 
 NOT_PRIMITIVES = {
-    *("accepts", "build_info", "kernel_names", "kernel_source", "pool_copies", "has_transfers"),
-    *("paged_attention_launches", "set_simulator", "simulated_launches", "limit_threads"),
+    *("accepts", "build_info", "kernel_names", "pool_copies", "has_transfers", "limit_threads"),
 }
 
 

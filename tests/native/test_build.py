@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import subprocess
@@ -111,6 +112,17 @@ def test_stubs_lie_beside_the_extension_and_declare_every_function() -> None:
     tree = ast.parse(stub.read_text())
     declared = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert declared == {name for name in dir(extension.ext) if not name.startswith("_")}
+
+
+def test_the_extension_holds_nothing_of_the_simulator() -> None:
+    assert not [name for name in dir(extension.ext) if "sim" in name.replace("simd", "")]
+    assert b"imulat" not in Path(extension.ext.__file__).read_bytes()
+
+
+def test_ci_has_the_simulated_extension() -> None:
+    if not os.environ.get("CI"):
+        pytest.skip("for CI; elsewhere tests that need mlx_paged._sim are skipped and say so")
+    assert importlib.util.find_spec("mlx_paged._sim")
 
 
 def test_the_package_is_marked_as_typed() -> None:

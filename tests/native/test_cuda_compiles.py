@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 KERNELS = sorted((ROOT / "csrc/cuda/kernels").glob("*.cu"))
-HOST = sorted((ROOT / "csrc/cuda").glob("*.cpp"))
+HOST = [ROOT / "csrc/gpu_eval.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cpp"))]
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 needs_nvcc = pytest.mark.skipif(not NVCC, reason="no nvcc: CUDA sources are not compiled here")
 

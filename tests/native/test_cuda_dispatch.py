@@ -6,14 +6,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.reference import make_batch
+from support.simulated import needs_sim_extension, planned_launches
 
 from mlx_paged import ops
-from mlx_paged.extension import ext
+
+pytestmark = needs_sim_extension
 
 
 def described(batch, plan: ops.AttentionPlan | None = None) -> list[dict]:
     plan = plan or batch.plan()
-    return ext.paged_attention_launches(
+    return planned_launches(
         *(batch.queries, batch.key_pool, batch.value_pool),
         *(plan.positions, plan.block_tables, plan.work_items, plan.merge_items),
         scale=0.125,
@@ -74,7 +76,7 @@ def test_buffers_and_constants_stay_as_they_were(rng) -> None:
     batch = make_batch(rng, [700], [1], key_dim=64, dtype=mx.bfloat16)
     plan = batch.plan(split_tokens=64)
     arrays = (batch.queries, batch.key_pool, batch.value_pool, plan.positions, plan.block_tables)
-    portable = ext.paged_attention_launches(*arrays, plan.work_items, plan.merge_items, scale=0.125)
+    portable = planned_launches(*arrays, plan.work_items, plan.merge_items, scale=0.125)
     for theirs, ours in zip(portable, described(batch, plan), strict=True):
         assert ours["kernel"] != theirs["kernel"]
         assert ours["buffers"] == theirs["buffers"]

@@ -1,4 +1,4 @@
-"""Launches and reports as Python sees them; csrc/sim/metal_sim.h in ctypes."""
+"""Launches and reports as Python sees them; runtime/metal_sim.h in ctypes."""
 
 from __future__ import annotations
 

@@ -13,8 +13,6 @@ import pytest
 from . import Buffer, SimLibrary, abi, launcher, missing
 from .toolchain import INTERFACE, cxx
 
-HEADER = INTERFACE / "metal_sim.h"
-
 
 def test_ci_has_the_compilers() -> None:
     if not os.environ.get("CI") or sys.platform != "linux":
@@ -32,7 +30,7 @@ def test_ctypes_sees_the_structures_of_the_header(tmp_path) -> None:
         "MetalSimTraffic": abi.CTraffic,
         "MetalSimReport": abi.CReport,
     }
-    lines = [f'#include "{HEADER}"', "#include <cstddef>", "#include <cstdio>", "int main() {"]
+    lines = [f'#include "{INTERFACE}"', "#include <cstddef>", "#include <cstdio>", "int main() {"]
     expected = []
     for name, structure in structures.items():
         lines.append(f'printf("{name} %zu\\n", sizeof({name}));')

@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# metal_sim.h, the C interface, which the extension is compiled with too.
-INTERFACE = HERE.parents[1] / "csrc" / "sim"
+# The C interface, which mlx_paged._sim is compiled with too.
+INTERFACE = HERE / "runtime" / "metal_sim.h"
 CACHE = Path(os.environ.get("MLX_PAGED_SIM_CACHE") or HERE / ".cache")
 NO_CLANG = (
     "the Metal simulator needs clang 14 or newer: `pip install ziglang` brings one, "
@@ -148,14 +148,13 @@ def link(module: str, tables: str, target: Path) -> None:
 
 
 def _cxx_flags() -> list[str]:
-    include = [f"-I{folder}" for folder in (HERE / "runtime", INTERFACE)]
-    return ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", *include]
+    return ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", f"-I{HERE / 'runtime'}"]
 
 
 @functools.cache
 def _runtime() -> list[str]:
     """Object files of the simulator, compiled when its sources changed."""
-    sources = [*sorted((HERE / "runtime").iterdir()), INTERFACE / "metal_sim.h"]
+    sources = sorted((HERE / "runtime").iterdir())
     digest = hashlib.sha256(repr(_cxx_flags()).encode() + b"".join(p.read_bytes() for p in sources))
     folder = CACHE / f"runtime-{digest.hexdigest()[:16]}"
     objects = []
@@ -192,7 +191,7 @@ def sources_hash() -> str:
     """Of everything that a compiled library depends on besides the kernels."""
     digest = hashlib.sha256(repr((clang(), cxx(), FRONT_FLAGS, cpu_flags())).encode())
     ours = sorted([*HERE.glob("*.py"), *HERE.glob("msl/*.h"), *HERE.glob("runtime/*")])
-    for path in [*ours, INTERFACE / "metal_sim.h"]:
+    for path in ours:
         if not path.name.startswith(("test_", "checks_")):
             digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""The primitives on the simulated GPU: MLX_PAGED_SIM=1 with the kernels of metal/."""
+"""The primitives on the simulated GPU: `mlx_paged.ops` over `mlx_paged._sim`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 from sim import METAL, SimLibrary, launcher, missing
 from sim.checks import library
 
-from mlx_paged.extension import ext
+from mlx_paged import ops
 
-needs_simulator = pytest.mark.skipif(missing() is not None, reason=missing() or "")
+try:
+    from mlx_paged import _sim as sim_ext
+except ImportError:
+    sim_ext = None
+
+# For what asks the extension which launches a GPU would get, and runs none.
+needs_sim_extension = pytest.mark.skipif(
+    sim_ext is None,
+    reason="mlx_paged._sim is not built: install with "
+    "-Ccmake.define.MLX_PAGED_BUILD_TESTS=ON, as `make test` does",
+)
+_reason = needs_sim_extension.kwargs["reason"] if sim_ext is None else missing()
+needs_simulator = pytest.mark.skipif(_reason is not None, reason=_reason or "")
 
 
 @cache
@@ -25,17 +38,20 @@ def kernels() -> SimLibrary:
 
 @contextmanager
 def simulated(kernels_: SimLibrary | None = None) -> Iterator[None]:
-    """Within it, the primitives run on the simulated GPU."""
-    ext.set_simulator(launcher(kernels_ or kernels()))
-    ext.simulated_launches()
-    os.environ["MLX_PAGED_SIM"] = "1"
-    try:
+    """Within it, the primitives run on the simulated GPU, and work is split as for a GPU."""
+    sim_ext.set_simulator(launcher(kernels_ or kernels()))
+    sim_ext.simulated_launches()
+    with mock.patch.object(ops, "ext", sim_ext), mock.patch.dict(os.environ, MLX_PAGED_SIM="1"):
         yield
-    finally:
-        del os.environ["MLX_PAGED_SIM"]
 
 
 def launches() -> list[dict[str, Any]]:
     """What was launched since the last call: kernel, buffers, constants, grid, threadgroup,
     threadgroup_memory, threadgroups, and traffic (buffer index -> bytes read, bytes written)."""
-    return ext.simulated_launches()
+    return sim_ext.simulated_launches()
+
+
+def planned_launches(*args: Any, **options: Any) -> list[dict[str, Any]]:
+    """What a GPU would run for a call of `ops.paged_attention`, with the arrays of the plan one by
+    one; ``cuda=True``: NVIDIA's."""
+    return sim_ext.paged_attention_launches(*args, **options)

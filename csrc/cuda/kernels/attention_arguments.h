@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The buffers and constants that all attention kernels share.
+// The buffers and constants that all attention kernels share, and the dtype of a file.
 
 #pragma once
 
@@ -24,3 +24,7 @@
 
 #define ATTENTION_ARGUMENTS \
   queries, key_pool, value_pool, positions, block_tables, work_items, sinks, out, workspace, params
+
+// The compiled kernel of an entry of metal/kernel_table.h.
+#define ATTENTION_ENTRY(host_name, function, ...) \
+  {host_name, (const void*)function##_entry<__VA_ARGS__>},

@@ -2,17 +2,13 @@
 //
 // The kernels that move bytes, and the merge of partials. CUDA's grids are large along x only, and
 // tokens, pairs of blocks and blocks are many: those dims of Metal's grid lie along x here
-// (kernel_grid.h has the host's side).
+// (binder.cpp has the host's side).
 
 #include "../../../metal/kernel_table.h"
-#include "../kernel_table.h"
+#include "../compiled_kernels.h"
 #include "../msl/metal_stdlib"
-#include "copy_blocks.h"
-#include "copy_strided.h"
-#include "fill_zero.h"
-#include "gather_kv.h"
+#include "data.h"
 #include "merge_splits.h"
-#include "write_kv.h"
 
 namespace {
 
@@ -59,18 +55,17 @@ __global__ void copy_strided_entry(
   copy_strided<T>(in, out, params, swap_xz(blockIdx), blockDim, swap_xz(gridDim));
 }
 
-#define STRIDED(bits, type) {"copy_strided_" #bits, (const void*)copy_strided_entry<type>},
-#define MERGE(dtype, type, v_dim) \
+#define DATA(name) {#name, (const void*)name##_entry},
+#define DATA_TEMPLATE(host_name, function, ...) \
+  {host_name, (const void*)function##_entry<__VA_ARGS__>},
+#define MERGE(unused, dtype, type, v_dim) \
   {"merge_splits_" #dtype "_" #v_dim, (const void*)merge_splits_entry<type, v_dim>},
-#define MERGE_DIMS(...) PAGED_FOR_EACH_V_DIM(MERGE, __VA_ARGS__)
+#define MERGES(...) PAGED_FOR_EACH_V_DIM(MERGE, __VA_ARGS__)
 
 static const bool added = mlx_paged::cuda::add_kernels({
-    {"write_kv", (const void*)write_kv_entry},
-    {"copy_blocks", (const void*)copy_blocks_entry},
-    {"gather_kv", (const void*)gather_kv_entry},
-    {"fill_zero", (const void*)fill_zero_entry},
     // clang-format off
-    PAGED_FOR_EACH_WORD(STRIDED)
-    PAGED_FOR_EACH_DTYPE(MERGE_DIMS)
+    PAGED_FOR_EACH_DATA_KERNEL(DATA)
+    PAGED_FOR_EACH_DATA_TEMPLATE(DATA_TEMPLATE)
+    PAGED_FOR_EACH_DTYPE(MERGES, unused)
     // clang-format on
 });

@@ -7,10 +7,10 @@
 
 #pragma once
 
-#include "../decode_tensor_shape.h"
+#include "../tensor_shape.h"
 #include "block_table.h"
 #include "kv_ring.h"
-#include "params.h"
+#include "kernel_table.h"
 #include "softmax_state.h"
 #include "tensor_core.h"
 

@@ -1,9 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 
-#include "../kernel_table.h"
+#include "../compiled_kernels.h"
 #include "../msl/metal_stdlib"
 #include "paged_decode_tensor.h"
-#include "tensor_table.h"
 
 #define TENSOR(dtype, type, dim, columns)                \
   {"paged_decode_tensor_" #dtype "_" #dim "_n" #columns, \

@@ -1,11 +1,11 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // Keys and values on their way to one warp: a ring of tiles in shared memory, filled ahead by
-// asynchronous copies. A warp waits for nobody but itself.
+// asynchronous copies. A warp waits only for its own copies.
 
 #pragma once
 
-#include "../decode_tensor_shape.h"
+#include "../tensor_shape.h"
 #include "block_table.h"
 #include "tensor_core.h"
 

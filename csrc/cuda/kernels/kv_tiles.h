@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "../prefill_tensor_shape.h"
+#include "../tensor_shape.h"
 #include "block_table.h"
 #include "tensor_core.h"
 

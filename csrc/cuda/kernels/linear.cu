@@ -4,7 +4,7 @@
 // and that is all the time there is: its rows are the left operand of mma.m16n8k16, eight rows of x
 // the right one. Both go straight into registers; there is no shared memory before the end.
 
-#include "../kernel_table.h"
+#include "../compiled_kernels.h"
 #include "linear_math.h"
 
 using namespace mlx_paged::cuda;

@@ -6,8 +6,7 @@
 // of them, its warps share x through shared memory, and since that makes few blocks, a cluster of
 // eight shares out the columns, a part each, and adds up the sums in each other's shared memory.
 
-#include "../kernel_table.h"
-#include "../linear_cluster_table.h"
+#include "../compiled_kernels.h"
 #include "linear_math.h"
 #include "tensor_core.h"
 
@@ -117,7 +116,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(
   float sums[2][TILES][4] = {};
   for (int turn = 0; turn < num_turns; turn++) {
     paged::wait_for_copies<STAGES - 2>();
-    __syncthreads();  // everybody's copies are there, and the stage before has been read
+    __syncthreads();  // all threads' copies are there, and the stage before has been read
     if (turn + STAGES - 1 < num_turns) {
       fetch(turn + STAGES - 1);
     }
@@ -187,7 +186,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(
     *reinterpret_cast<unsigned long long*>(out + size_t(at) * params.n + first + output) =
         *reinterpret_cast<unsigned long long*>(four);
   }
-  cluster_barrier();  // nobody leaves while its results are being read
+  cluster_barrier();  // no block ends while its results are being read
 #endif
 }
 

@@ -11,7 +11,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "../linear_params.h"
+#include "../linear_shape.h"
 
 namespace mlx_paged::cuda {
 

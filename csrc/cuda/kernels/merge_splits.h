@@ -1,14 +1,14 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Joins the partials of rows that were split, as metal/merge.h does, with a warp for a row and a
+// Joins the partials of rows that were split, as metal/paged_merge.h does, with a warp for a row and a
 // query head. The kernel runs alone, between two that wait for it, so what counts is how often it
 // waits for memory: all values of up to a dozen splits are under way before their maxima are known.
 
 #pragma once
 
-#include "../merge_shape.h"
+#include "../tensor_shape.h"
 #include "attention_output.h"
-#include "params.h"
+#include "kernel_table.h"
 #include "softmax_state.h"
 #include "tensor_core.h"
 

@@ -1,21 +1,16 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 
 #include "../../../metal/kernel_table.h"
-#include "../kernel_table.h"
+#include "../compiled_kernels.h"
 #include "../msl/metal_simdgroup_matrix"
 #include "../msl/metal_stdlib"
 #include "attention_arguments.h"
 #include "paged_prefill.h"
 
 template <typename T, int K_DIM, int V_DIM, int ROWS>
-__global__ void __launch_bounds__(32 * paged::PREFILL_SIMD_GROUPS)
-    prefill_entry(ATTENTION_PARAMETERS) {
+__global__ void __launch_bounds__(32 * paged::PREFILL_SIMD_GROUPS) paged_prefill_entry(ATTENTION_PARAMETERS) {
   paged_prefill<T, K_DIM, V_DIM, ROWS>(ATTENTION_ARGUMENTS);
 }
 
-#define PREFILL(dtype, type, k_dim, v_dim, rows)             \
-  {"paged_prefill_" #dtype "_" #k_dim "_" #v_dim "_m" #rows, \
-   (const void*)prefill_entry<type, k_dim, v_dim, rows>},
-
 static const bool added =
-    mlx_paged::cuda::add_kernels({PAGED_FOR_EACH_PREFILL(PREFILL, PAGED_DTYPE)});
+    mlx_paged::cuda::add_kernels({PAGED_FOR_EACH_PREFILL(ATTENTION_ENTRY, PAGED_DTYPE)});

@@ -6,9 +6,9 @@
 
 #pragma once
 
-#include "../prefill_tensor_shape.h"
+#include "../tensor_shape.h"
 #include "block_table.h"
-#include "params.h"
+#include "kernel_table.h"
 #include "softmax_state.h"
 #include "tensor_core.h"
 

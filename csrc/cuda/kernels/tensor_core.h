@@ -71,7 +71,7 @@ __device__ __forceinline__ void transpose(FragmentB& to, const FragmentD& from) 
 }
 
 // What the L2 cache is to do with a line. Keys and values are read once, and partials soon after
-// they were written: unless told, the cache would write out the partials to keep the keys.
+// they were written: without this the cache would write out the partials to keep the keys.
 struct CachePolicy {
   unsigned long long bits;
 };

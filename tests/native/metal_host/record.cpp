@@ -1,8 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Runs the Metal binder on the operations below and prints, a line for each dispatch, what MLX's
-// encoder was told: kernel, grid, threads, threadgroup memory, index and bytes of the constants,
-// then size and access of each buffer. The test compares that with what the simulator was told.
+// Evaluates the operations below on the Metal backend and prints, a line for each dispatch, what
+// MLX's encoder was told: kernel, grid, threads, threadgroup memory, index and bytes of the
+// constants, then size and access of each buffer. The test compares that with what the simulator
+// was told.
 //
 // record ITEMS MERGES: the plan's work and merge items, as comma-separated numbers.
 
@@ -12,12 +13,24 @@
 #include <string>
 #include <vector>
 
-#include "../../csrc/launch.h"
-#include "../../csrc/metal/binder.h"
+#include "../../../csrc/primitives.h"
 #include "mlx/mlx.h"
 #include "recorder.h"
 
 namespace mx = mlx::core;
+
+// What is not run here: the CPU's side, and the checks of ids.
+namespace mlx_paged {
+void Node::eval_gpu(const Arrays&, Arrays&) {}
+void KernelNode::check_ids(const Arrays&) {}
+#define NOT_RUN(Op)                            \
+  void Op::eval_cpu(const Arrays&, Arrays&) {} \
+  void Op::check(const Arrays&) const {}
+NOT_RUN(WriteKV)
+NOT_RUN(CopyBlocks)
+NOT_RUN(GatherKV)
+NOT_RUN(PagedAttention)
+}  // namespace mlx_paged
 
 namespace {
 
@@ -55,29 +68,27 @@ void print(const recorder::Call& call) {
 int main(int, char** argv) {
   mx::set_default_device(mx::Device::cpu);
   mx::Stream stream(0, mx::Device::gpu);
-  auto run = [&](const auto& builder, std::vector<mx::array> in, std::vector<mx::array> out) {
+  auto run = [](mlx_paged::KernelNode&& node, std::vector<mx::array> in) {
     mx::eval(in);
-    mx::eval(out);
-    mlx_paged::metal::encode(builder(in, out), in, out, stream);
+    auto shapes = node.output_shapes(in);
+    std::vector<mx::array> out;
+    for (auto& shape : shapes) {
+      out.emplace_back(std::move(shape), in[0].dtype(), nullptr, std::vector<mx::array>{});
+    }
+    node.eval_gpu(in, out);
   };
   auto keys = blank({9, 16, 2, 64}, mx::float16);
   auto values = blank({9, 16, 2, 64}, mx::float16);
 
   auto rows = blank({7, 2, 64}, mx::float16);
-  run(mlx_paged::write_kv_launches, {keys, values, rows, rows, blank({7}, mx::int32)},
-      {keys, values});
-  run(mlx_paged::copy_blocks_launches, {keys, values, blank({3, 2}, mx::int32)}, {keys, values});
-  auto dense = blank({2, 2, 50, 64}, mx::float16);
-  run(mlx_paged::gather_kv_launches,
-      {keys, values, blank({2, 4}, mx::int32), blank({2}, mx::int32)}, {dense, dense});
+  run(mlx_paged::WriteKV(stream), {keys, values, rows, rows, blank({7}, mx::int32)});
+  run(mlx_paged::CopyBlocks(stream), {keys, values, blank({3, 2}, mx::int32)});
+  run(mlx_paged::GatherKV(stream, 50),
+      {keys, values, blank({2, 4}, mx::int32), blank({2}, mx::int32)});
   auto queries = blank({20, 6, 64}, mx::float16);
-  auto attention = [](const auto& in, const auto& out) {
-    return mlx_paged::paged_attention_launches(in, out, {0.125f, 30, 0.0f});
-  };
-  run(attention,
+  run(mlx_paged::PagedAttention(stream, {0.125f, 30, 0.0f}),
       {queries, keys, values, blank({20}, mx::int32), blank({3, 4}, mx::int32), ints(argv[1], 6),
-       ints(argv[2], 4), blank({6}, mx::float32)},
-      {queries});
+       ints(argv[2], 4), blank({6}, mx::float32)});
   for (const auto& call : recorder::calls) {
     print(call);
   }

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 
-#include "kernel_table.h"
+#include "compiled_kernels.h"
 
 #include <stdexcept>
 #include <unordered_map>

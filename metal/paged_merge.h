@@ -8,10 +8,10 @@
 #include <metal_stdlib>
 
 #include "attention_output.h"
-#include "decode_shape.h"
-#include "params.h"
+#include "attention_shape.h"
+#include "kernel_table.h"
+#include "language.h"
 #include "softmax_state.h"
-#include "unroll.h"
 
 using namespace metal;
 

@@ -1,9 +1,10 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Linked where MLX's own arrays serve: on a CPU, and where it shares its memory with the GPU.
+// Linked without the CUDA backend: elsewhere MLX's own arrays and products serve.
 
 #include <stdexcept>
 
+#include "primitives.h"
 #include "transfer.h"
 
 namespace mlx_paged {
@@ -12,12 +13,20 @@ bool has_transfers() {
   return false;
 }
 
-std::vector<mx::array> upload(const std::vector<HostArray>&, mx::StreamOrDevice) {
+Arrays upload(const std::vector<HostArray>&, mx::StreamOrDevice) {
   throw std::runtime_error("[upload] this build of mlx_paged has no CUDA backend");
 }
 
 mx::array to_host(const mx::array&, mx::StreamOrDevice) {
   throw std::runtime_error("[to_host] this build of mlx_paged has no CUDA backend");
+}
+
+bool Linear::served_on_gpu(const mx::array&, const mx::array&, const std::optional<mx::array>&) {
+  return false;
+}
+
+void Linear::eval_gpu(const Arrays& in, Arrays& out) {
+  Node::eval_gpu(in, out);
 }
 
 }  // namespace mlx_paged

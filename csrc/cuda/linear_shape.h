@@ -1,6 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What the host and the kernels of a linear layer agree on. Plain C++: nvcc reads it too.
+// What the host and the kernels of a linear layer agree on: params, how the work is divided, and
+// every instantiation of linear_cluster. Plain C++: nvcc reads it too.
 
 #pragma once
 
@@ -12,6 +13,7 @@ struct LinearParams {
   int k;         // inputs
   int has_bias;
 };
+static_assert(sizeof(LinearParams) == 16, "the same for every compiler");
 
 // Columns are added up in one order, whatever the kernel and however many rows x has, so that a
 // row's result does not depend on its company: chunk i of two steps of 32 columns belongs to part
@@ -53,3 +55,10 @@ constexpr int cluster_scratch(int tiles, int row_warps, int stages) {
 }
 
 }  // namespace mlx_paged::cuda
+
+// X(...) receives the arguments given after it, then tiles of eight rows of x, warps of a block,
+// and stages. Small blocks that fit a multiprocessor three times and more were fastest, whatever
+// else they cost.
+#define PAGED_FOR_EACH_LINEAR_CLUSTER(X, ...) \
+  X(__VA_ARGS__, 4, 2, 3)                     \
+  X(__VA_ARGS__, 8, 4, 3)

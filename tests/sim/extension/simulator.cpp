@@ -3,13 +3,16 @@
 #include "simulator.h"
 
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <stdexcept>
 #include <utility>
+
+#include "../../../csrc/cpu/dense.h"
+#include "mlx/allocator.h"
+#include "mlx/backend/cpu/encoder.h"
 
 namespace mlx_paged::sim {
 
@@ -23,8 +26,8 @@ Simulator simulator() {
   auto found = installed.load();
   if (!found) {
     throw std::runtime_error(
-        "[simulator] MLX_PAGED_SIM=1 needs a simulator: call mlx_paged._ext.set_simulator with the "
-        "address of one, as tests/sim does");
+        "[simulator] mlx_paged._sim needs a simulator: call its set_simulator with the address of "
+        "one");
   }
   return found;
 }
@@ -108,22 +111,25 @@ void run_launch(const Launch& launch, std::vector<Operand>& operands, std::set<i
       {launch, {report->traffic, report->traffic + report->num_traffic}, report->threadgroups});
 }
 
-}  // namespace
-
-bool enabled() {
-  const char* value = std::getenv("MLX_PAGED_SIM");
-  return value && std::string(value) == "1";
-}
-
-void set_simulator(Simulator simulator) {
-  installed = simulator;
-}
-
-void run(
-    const Builder& build, const std::vector<mx::array>& in, std::vector<mx::array>& out,
-    mx::Stream stream) {
-  mx::synchronize(stream);
-  LaunchList list = build(in, out);
+// Runs the launches of a node in the place of its eval_cpu, on the evaluating thread, so that a
+// fault is an exception there: std::runtime_error with the simulator's report.
+void simulate(KernelNode& node, const Arrays& inputs, Arrays& out) {
+  auto& encoder = mx::cpu::get_command_encoder(node.stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
+  node.check_ids(in);
+  auto [first, count, in_place] = node.pools(inputs);
+  for (int i = first; i < first + count; i++) {
+    in[i] = in_place ? inputs[i] : cpu::dense_pool(inputs[i], encoder);
+  }
+  for (size_t i = 0; i < out.size(); i++) {
+    if (in_place) {
+      cpu::alias_or_copy_pool(in[first + i], out[i], encoder);
+    } else {
+      out[i].set_data(mx::allocator::malloc(out[i].nbytes()));
+    }
+  }
+  mx::synchronize(node.stream());
+  LaunchList list = node.launches(in, out);
   std::vector<Operand> operands;
   auto add = [&](const mx::array& a) {
     operands.emplace_back(const_cast<char*>(a.data<char>()), a.nbytes());
@@ -148,9 +154,28 @@ void run(
   }
 }
 
+}  // namespace
+
+void set_simulator(Simulator simulator) {
+  installed = simulator;
+}
+
 std::vector<Record> take_records() {
   std::lock_guard lock(records_mutex);
   return std::exchange(records, {});
 }
 
 }  // namespace mlx_paged::sim
+
+namespace mlx_paged {
+
+#define SIMULATED(Node_)                                \
+  void Node_::eval_cpu(const Arrays& in, Arrays& out) { \
+    sim::simulate(*this, in, out);                      \
+  }
+SIMULATED(WriteKV)
+SIMULATED(CopyBlocks)
+SIMULATED(GatherKV)
+SIMULATED(PagedAttention)
+
+}  // namespace mlx_paged

@@ -16,7 +16,6 @@ constexpr int larger(int a, int b) {
 }
 
 // --- paged_decode: a lane's 16 bytes of a token
-// ---------------------------------------------------
 
 enum { DECODE_SIMD_GROUPS = 4 };
 
@@ -46,12 +45,10 @@ constexpr int decode_scratch(int v_dim) {
 }
 
 // --- paged_merge
-// ----------------------------------------------------------------------------------
 
 enum { MERGE_SIMD_GROUPS = 4 };
 
 // --- paged_decode_matrix: a SIMD-group's slice of the head dims
-// -----------------------------------
 
 // So many that a slice of the results fits a SIMD-group's registers.
 constexpr int matrix_simd_groups(int k_dim) {
@@ -104,7 +101,6 @@ constexpr MatrixScratch matrix_scratch(int k_dim, int v_dim, int item_size, int 
 }
 
 // --- paged_prefill: a SIMD-group's rows of the score matrix
-// ---------------------------------------
 
 enum { PREFILL_SIMD_GROUPS = 4 };
 

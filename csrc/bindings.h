@@ -1,0 +1,24 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// What Python sees of the extension. Users meet it through mlx_paged.ops, which documents it.
+
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+namespace mlx_paged {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+void bind_pool_ops(nb::module_& m);   // ops.cpp
+void bind_layer_ops(nb::module_& m);  // layer_ops.cpp
+void bind_extension(nb::module_& m);  // these, and what else mlx_paged._ext has
+
+}  // namespace mlx_paged

@@ -1,0 +1,90 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// How NVIDIA's own attention kernels divide their work, and every instantiation of them, once. The
+// host includes this file too. X(...) receives the arguments given after it and then an entry.
+
+#pragma once
+
+namespace paged {
+
+// --- paged_decode_tensor ---
+
+enum {
+  TENSOR_TOKENS = 16,  // of a tile: the rows of an mma
+  TENSOR_QUERIES = 8,  // its columns
+};
+
+// Warps of a thread block. Several blocks fit a multiprocessor and start and end at different
+// times, so that the memory always has something to do; head dim 256 leaves room for half as many
+// warps.
+constexpr int tensor_warps(int dim) {
+  return dim <= 128 ? 4 : 2;
+}
+
+// Tiles that a warp has room for: one to work on, the other under way. More of them cost more in
+// blocks that no longer fit than they gain.
+constexpr int tensor_stages(int) {
+  return 2;
+}
+
+constexpr int tensor_tile_bytes(int dim) {
+  return 2 * TENSOR_TOKENS * dim * 2;  // keys and values, 16 bits each
+}
+
+// Elements from one query's results to the next, where the warps join them: no two lanes of a
+// fragment meet in a bank.
+constexpr int tensor_result_pitch(int dim) {
+  return dim + 4;
+}
+
+// A warp's ring of tiles, which at the end holds its results instead.
+constexpr int tensor_ring_bytes(int dim, int queries) {
+  int ring = tensor_stages(dim) * tensor_tile_bytes(dim);
+  int results = queries * tensor_result_pitch(dim) * 4;
+  return ring > results ? ring : results;
+}
+
+// The rings, then the maxima and sums of every warp.
+constexpr int tensor_scratch(int dim, int queries) {
+  return tensor_warps(dim) * (tensor_ring_bytes(dim, queries) + queries * 2 * 4);
+}
+
+// --- paged_prefill_tensor ---
+
+enum {
+  PREFILL_TENSOR_TOKENS = 64,   // of a tile of keys
+  PREFILL_TENSOR_QUERIES = 16,  // of a warp: the rows of an mma
+  PREFILL_TENSOR_WARPS = 8,     // of a thread block, at most
+};
+
+// Bytes: two tiles of keys and of values, one pair being read while the other is on its way.
+constexpr int prefill_tensor_scratch(int dim) {
+  return 2 * 2 * PREFILL_TENSOR_TOKENS * dim * 2;
+}
+
+// --- merge_splits ---
+
+enum {
+  MERGE_HEADS = 4,     // query heads of a thread block, a warp each
+  MERGE_VECTORS = 12,  // of four values of splits, that a lane has under way
+};
+
+}  // namespace paged
+
+// Head dim and tiles of 8 queries. A second tile at head dim 256 would not fit the registers.
+#define PAGED_FOR_EACH_TENSOR(X, ...) \
+  X(__VA_ARGS__, 64, 1)               \
+  X(__VA_ARGS__, 64, 2)               \
+  X(__VA_ARGS__, 128, 1)              \
+  X(__VA_ARGS__, 128, 2)              \
+  X(__VA_ARGS__, 256, 1)
+
+// Head dim and warps.
+#define PAGED_FOR_EACH_PREFILL_TENSOR(X, ...) \
+  PAGED_PREFILL_TENSORS(X, __VA_ARGS__, 64)   \
+  PAGED_PREFILL_TENSORS(X, __VA_ARGS__, 128)
+#define PAGED_PREFILL_TENSORS(X, ...) \
+  X(__VA_ARGS__, 2)                   \
+  X(__VA_ARGS__, 4)                   \
+  X(__VA_ARGS__, 6)                   \
+  X(__VA_ARGS__, 8)

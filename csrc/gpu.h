@@ -1,0 +1,32 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// What a GPU backend (metal/, cuda/) provides. It decides nothing: all decisions are in launch.h.
+
+#pragma once
+
+#include <vector>
+
+#include "launch.h"
+#include "mlx/array.h"
+#include "mlx/stream.h"
+
+namespace mlx_paged::gpu {
+
+// Gives `a` memory of the GPU, in the order of the stream. Only within eval_gpu, before arrays are
+// registered with the encoder.
+void allocate(mx::array& a, mx::Stream stream);
+
+// Keeps `a` alive until the GPU has done what is encoded so far.
+void keep(const mx::array& a, mx::Stream stream);
+
+// Hands the launches of one operation, whose outputs have their memory already, to MLX's encoder.
+// Every array is registered with it, so that MLX orders launches that share a buffer. `pools` are
+// the operands that are pools and only read.
+void encode(
+    const LaunchList& list, const Arrays& in, Arrays& out, const std::vector<int>& pools,
+    mx::Stream stream);
+
+// The array itself where kernels can read it 16 bytes at a time, else a dense copy (gpu_eval.cpp).
+mx::array readable(const mx::array& a, mx::Stream stream);
+
+}  // namespace mlx_paged::gpu

@@ -1,3 +1,0 @@
-// Copyright © 2026 the mlx_paged authors. Apache-2.0.
-
-#include "copy_blocks.h"

@@ -1,0 +1,125 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// The kernels that move keys and values, 16 bytes a thread where rows are dense.
+
+#pragma once
+
+#include <metal_stdlib>
+
+#include "block_table.h"
+#include "kernel_table.h"
+#include "language.h"
+
+using namespace metal;
+
+// Copies the key and the value of each token to its slot, in place. A token's heads lie one after
+// the other on both sides, so this moves bytes: 16 a thread, whatever the dtype.
+// grid: (chunks of a token / 256 rounded up, tokens).
+kernel void write_kv(
+    device const uint4* keys [[buffer(0)]], device const uint4* values [[buffer(1)]],
+    device const int* slot_mapping [[buffer(2)]], device uint4* key_pool [[buffer(3)]],
+    device uint4* value_pool [[buffer(4)]], constant paged::WriteParams& params [[buffer(5)]],
+    uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
+    uint thread_id [[thread_index_in_threadgroup]]) {
+  int chunk = group_id.x * group_size.x + thread_id;
+  ulong token = group_id.y;
+  int slot = slot_mapping[token];
+  if (slot < 0 || chunk >= params.key_chunks + params.value_chunks) {
+    return;
+  }
+  if (chunk < params.key_chunks) {
+    key_pool[ulong(slot) * params.key_chunks + chunk] = keys[token * params.key_chunks + chunk];
+  } else {
+    chunk -= params.key_chunks;
+    value_pool[ulong(slot) * params.value_chunks + chunk] =
+        values[token * params.value_chunks + chunk];
+  }
+}
+
+// Copies whole blocks of one pool, for each pair (source, destination), in place. Four chunks of 16
+// bytes a thread, all loaded before the first is stored.
+// grid: (chunks of a block / 1024 rounded up, pairs).
+kernel void copy_blocks(
+    device const int2* block_pairs [[buffer(0)]], device uint4* pool [[buffer(1)]],
+    constant paged::CopyParams& params [[buffer(2)]],
+    uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
+    uint thread_id [[thread_index_in_threadgroup]]) {
+  constexpr int LOADS = 4;
+  int2 pair = block_pairs[group_id.y];
+  device const uint4* source = pool + ulong(pair.x) * params.block_chunks;
+  device uint4* destination = pool + ulong(pair.y) * params.block_chunks;
+  int first = int(group_id.x * group_size.x) * LOADS + int(thread_id);
+  uint4 chunks[LOADS];
+  PAGED_UNROLL
+  for (int i = 0; i < LOADS; i++) {
+    int chunk = first + i * int(group_size.x);
+    if (chunk < params.block_chunks) {
+      chunks[i] = source[chunk];
+    }
+  }
+  PAGED_UNROLL
+  for (int i = 0; i < LOADS; i++) {
+    int chunk = first + i * int(group_size.x);
+    if (chunk < params.block_chunks) {
+      destination[chunk] = chunks[i];
+    }
+  }
+}
+
+// Dense [num_seqs, num_kv_heads, max_context_len, dim] keys or values of whole sequences, zeros
+// past each context. Moves bytes: 16 a thread, whatever the dtype.
+// grid: (chunks of a head's tokens / 256 rounded up, KV heads, sequences).
+kernel void gather_kv(
+    device const uint4* pool [[buffer(0)]], device const int* block_tables [[buffer(1)]],
+    device const int* context_lens [[buffer(2)]], device uint4* dense [[buffer(3)]],
+    constant paged::GatherParams& params [[buffer(4)]],
+    uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
+    uint thread_id [[thread_index_in_threadgroup]]) {
+  int index = group_id.x * group_size.x + thread_id;
+  int token = index / params.head_chunks;
+  int chunk = index % params.head_chunks;
+  if (token >= params.max_context_len) {
+    return;
+  }
+  int head = group_id.y;
+  ulong sequence = group_id.z;
+  uint4 bytes = uint4(0);
+  if (token < context_lens[sequence]) {
+    paged::BlockTable table = {block_tables + sequence * params.max_blocks, params.block_shift};
+    bytes = pool[(table.slot(token) * params.num_kv_heads + head) * params.head_chunks + chunk];
+  }
+  ulong row = (sequence * params.num_kv_heads + head) * params.max_context_len + token;
+  dense[row * params.head_chunks + chunk] = bytes;
+}
+
+// Zeros an output of which the attention kernels will write only some rows.
+// grid: chunks of 16 bytes / 256 rounded up.
+kernel void fill_zero(
+    device uint4* out [[buffer(0)]], constant paged::FillParams& params [[buffer(1)]],
+    uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
+    uint thread_id [[thread_index_in_threadgroup]]) {
+  int chunk = group_id.x * group_size.x + thread_id;
+  if (chunk < params.num_chunks) {
+    out[chunk] = uint4(0);
+  }
+}
+
+// Makes a dense copy of an array whose elements do not lie one after the other, or do not begin at
+// a multiple of 16 bytes. The other kernels read nothing else. Rare: pools and activations do.
+// grid: (elements of the last two dims / 256 rounded up, second dim, first dim).
+template <typename T>
+kernel void copy_strided(
+    device const T* in [[buffer(0)]], device T* out [[buffer(1)]],
+    constant paged::StridedParams& params [[buffer(2)]],
+    uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
+    uint3 grid [[threadgroups_per_grid]], uint thread_id [[thread_index_in_threadgroup]]) {
+  long element = long(group_id.x) * group_size.x + thread_id;
+  long row_size = long(params.shape_2) * params.shape_3;
+  if (element >= row_size) {
+    return;
+  }
+  long from = group_id.z * params.stride_0 + group_id.y * params.stride_1 +
+              element / params.shape_3 * params.stride_2 +
+              element % params.shape_3 * params.stride_3;
+  out[(ulong(group_id.z) * grid.y + group_id.y) * row_size + element] = in[from];
+}

@@ -1,0 +1,16 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Every kernel, for a library that is compiled ahead of time, and for the simulator. MLX compiles
+// one at a time (csrc/kernel_source.cpp).
+
+#include "data.h"
+#include "kernel_table.h"
+#include "language.h"
+#include "paged_decode.h"
+#include "paged_decode_matrix.h"
+#include "paged_merge.h"
+#include "paged_prefill.h"
+
+#define INSTANTIATE(name, function, ...) PAGED_INSTANTIATE(name, function<__VA_ARGS__>)
+PAGED_FOR_EACH_DATA_TEMPLATE(INSTANTIATE)
+PAGED_FOR_EACH_ATTENTION_TEMPLATE(INSTANTIATE)

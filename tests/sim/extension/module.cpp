@@ -1,0 +1,104 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// mlx_paged._sim: the extension on a simulated GPU, and what tests want to know of its launches.
+// Built with -DMLX_PAGED_BUILD_TESTS=ON only.
+
+#include "../../../csrc/bindings.h"
+#include "../../../csrc/cuda/variants.h"
+#include "../../../csrc/kernel_source.h"
+#include "mlx/transforms.h"
+#include "simulator.h"
+
+namespace mlx_paged {
+
+namespace {
+
+nb::dict describe(const Launch& launch) {
+  nb::list buffers;
+  for (const auto& [operand, access, bytes] : launch.buffers) {
+    const char* names[] = {"read", "write", "read_write"};
+    buffers.append(nb::make_tuple(operand, names[int(access)], bytes));
+  }
+  auto extent = [](const Extent& e) { return nb::make_tuple(e[0], e[1], e[2]); };
+  nb::dict d;
+  d["kernel"] = launch.kernel.host_name;
+  d["buffers"] = buffers;
+  d["constants"] =
+      nb::bytes(reinterpret_cast<const char*>(launch.constants.data()), launch.constants.size());
+  d["grid"] = extent(launch.grid);
+  d["threadgroup"] = extent(launch.threadgroup);
+  d["threadgroup_memory"] = launch.threadgroup_memory;
+  return d;
+}
+
+}  // namespace
+
+void bind_simulator(nb::module_& m) {
+  m.def(
+      "set_simulator",
+      [](uintptr_t address) { sim::set_simulator(reinterpret_cast<sim::Simulator>(address)); },
+      "address"_a, "The C function that runs GPU kernels.");
+
+  m.def(
+      "simulated_launches",
+      [] {
+        nb::list launches;
+        for (const auto& record : sim::take_records()) {
+          nb::dict d = describe(record.launch);
+          d["threadgroups"] = record.threadgroups;
+          nb::dict traffic;
+          for (const auto& t : record.traffic) {
+            traffic[nb::int_(t.index)] = nb::make_tuple(t.bytes_read, t.bytes_written);
+          }
+          d["traffic"] = traffic;
+          launches.append(d);
+        }
+        return launches;
+      },
+      "The launches simulated since the last call, with the bytes that buffers saw read and "
+      "written.");
+
+  m.def(
+      "paged_attention_launches",
+      [](const mx::array& queries, const mx::array& key_pool, const mx::array& value_pool,
+         const mx::array& positions, const mx::array& block_tables, const mx::array& work_items,
+         const mx::array& merge_items, float scale, int window, float softcap,
+         std::optional<mx::array> sinks, bool cuda) {
+        Arrays in{queries, key_pool, value_pool, positions, block_tables, work_items, merge_items};
+        if (sinks) {
+          in.push_back(*sinks);
+        }
+        mx::eval(in);
+        mx::array out(
+            {queries.shape(0), queries.shape(1), value_pool.shape(3)}, queries.dtype(), nullptr,
+            {});
+        PagedAttention node(mx::default_stream(mx::Device::cpu), {scale, window, softcap});
+        auto list = node.launches(in, {out});
+        if (cuda) {
+          list = cuda::with_variants(std::move(list), in);
+        }
+        nb::list launches;
+        for (const auto& launch : list.launches) {
+          launches.append(describe(launch));
+        }
+        return launches;
+      },
+      "queries"_a, "key_pool"_a, "value_pool"_a, "positions"_a, "block_tables"_a, "work_items"_a,
+      "merge_items"_a, nb::kw_only(), "scale"_a, "window"_a = 0, "softcap"_a = 0.0f,
+      "sinks"_a = nb::none(), "cuda"_a = false,
+      "What a GPU would run for a call of paged_attention: Apple's, or with `cuda` NVIDIA's.");
+
+  m.def(
+      "kernel_source",
+      [](const std::string& host_name) {
+        return kernel_source(kernel_named(host_name), kernel_folder());
+      },
+      "host_name"_a, "What a GPU's run-time compiler gets for a kernel.");
+}
+
+}  // namespace mlx_paged
+
+NB_MODULE(_sim, m) {
+  mlx_paged::bind_extension(m);
+  mlx_paged::bind_simulator(m);
+}

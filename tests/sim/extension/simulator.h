@@ -1,0 +1,29 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// A GPU that is simulated: mlx_paged._sim is the extension whose operations run the kernels of
+// metal/ on this machine's CPU (docs/metal-without-a-mac.md). The simulator itself is handed over
+// as the address of one C function; the launches are those that a GPU would get.
+
+#pragma once
+
+#include <vector>
+
+#include "../../../csrc/primitives.h"
+#include "../runtime/metal_sim.h"
+
+namespace mlx_paged::sim {
+
+using Simulator = int (*)(const MetalSimLaunch*, MetalSimReport*);
+void set_simulator(Simulator simulator);
+
+// A launch that was simulated, and the bytes that each of its buffers saw go by.
+struct Record {
+  Launch launch;
+  std::vector<MetalSimTraffic> traffic;
+  uint64_t threadgroups;
+};
+
+// Those since the last call.
+std::vector<Record> take_records();
+
+}  // namespace mlx_paged::sim
