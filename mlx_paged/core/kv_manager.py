@@ -464,6 +464,7 @@ class KVManager:
         for block in reversed(tables.blocks):
             self.pool.release(block)
         tables.attention[0] = BlockTable(blocks)
+        tables.rows = None
         self.tree.move_tip(tables, match.node)
 
     def num_to_own(self, tables: BlockTables, start: int, end: int) -> int:
@@ -489,16 +490,16 @@ class KVManager:
         shared = [i for i in range(first, len(table.blocks)) if not pool.is_own(table.blocks[i])]
         copies = [BlockCopy(table.blocks[i], pool.allocate()) for i in shared]
         for i, copy in reversed(list(zip(shared, copies, strict=True))):
-            table.replace(i, copy.dst)
+            tables.replace(0, i, copy.dst)
             pool.release(copy.src)
         while len(table.blocks) * self.block_size < end:
-            table.append(pool.allocate())
+            tables.append(0, pool.allocate())
         return copies
 
     def shrink(self, tables: BlockTables, num_tokens: int) -> None:
         """Gives back the blocks past the first `num_tokens` tokens."""
         self._lower_tip(tables, num_tokens // self.block_size)
-        for block in reversed(tables.attention[0].truncate(self.blocks_for(num_tokens))):
+        for block in reversed(tables.truncate(0, self.blocks_for(num_tokens))):
             self.pool.release(block)
 
     def _lower_tip(self, tables: BlockTables, depth: int) -> None:
