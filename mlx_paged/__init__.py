@@ -2,7 +2,7 @@
 
 Importing it makes mlx-lm paged (`mlx_paged.drop_in`); ``unpatch`` undoes that.
 ``LLM`` generates, ``load`` loads, ``ops`` holds the native primitives. Everything is imported when
-first used, so that the state half (``mlx_paged.core``, ``mlx_paged.core``) never needs MLX.
+first used, so that the state half (``mlx_paged.core``) never needs MLX.
 """
 
 from __future__ import annotations
