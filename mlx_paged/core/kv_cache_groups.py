@@ -1,11 +1,11 @@
-"""KV cache groups: the layers of a model that need the same of the past share blocks and tables.
+"""KV cache groups: layers of a model that need the same past tokens share blocks and tables.
 
 Three kinds of layers, two classes, one protocol (`KVCacheGroup`):
 
-- *Full attention* sees every token. Group 0 is always of this kind, as the prefix tree's nodes live
-  and go with its blocks; where a model has no such layers, no memory stands behind it.
+- *Full attention* sees every token. Group 0 is always of this kind, because a node of the prefix
+  tree exists as long as its block of this group; without such layers the group uses no memory.
 - *Windows* see the newest tokens. Their tables are as long as the sequence, but hold blocks only
-  where tokens that are still to be computed will look; what slid out is block 0, and free::
+  that tokens still to be computed will read; entries that slid out are block 0::
 
       window of 8 tokens, blocks of 4, 14 tokens computed
       full attention  [ 3 | 7 | 2 | 9 ]
@@ -18,7 +18,7 @@ Three kinds of layers, two classes, one protocol (`KVCacheGroup`):
       tokens     0..63    64..95     96       97
       slots      0 -> 5   5 -> 2   2 -> 7   7 -> 4
                       |        |
-                      |        snapshot of 96 tokens: slot 2 stays, for whoever has the same prefix
+                      |        snapshot of 96 tokens: slot 2 stays, for sequences with this prefix
                       freed once step 2 has been evaluated
 
   Slot 0 is the state before the first token. A snapshot costs no copy, and a sequence that
@@ -38,7 +38,7 @@ from mlx_paged.core.prefix_tree import PrefixNode
 from mlx_paged.errors import IntegrityError, InvalidParameterError
 
 #: Slots of a running sequence: one read and one written by the step that runs, and one more written
-#: by the step launched meanwhile.
+#: by the step launched while it runs.
 SLOTS_PER_SEQUENCE = 3
 
 
@@ -198,7 +198,7 @@ class BlockTables:
 
     ::
 
-        [0, tip.depth)            indexed: shared with whoever has the same prefix
+        [0, tip.depth)            indexed: shared with sequences that have the same prefix
         [tip.depth, len(blocks))  not indexed: its own (or, where it is not indexed, its forks' too)
 
     Attributes:
@@ -208,7 +208,7 @@ class BlockTables:
         attention: Its table in each attention group; the first is that of full attention.
         state: Its recurrent state; None where the model has none.
         num_cached_tokens: Leading tokens that need not be computed.
-        owner: The sequence, for whoever finds these tables.
+        owner: The sequence that has these tables.
     """
 
     __slots__ = ("_rows", "attention", "num_cached_tokens", "owner", "state", "tip", "tokens")
@@ -290,14 +290,14 @@ class KVCacheGroup(ABC):
     # The prefix tree.
 
     def forget(self, node: PrefixNode) -> None:
-        """A node gives up its block; nobody references it."""
+        """A node gives up its block, which no sequence references."""
         block = node.blocks[self.number]
         if block != NULL_BLOCK:
             node.blocks[self.number] = NULL_BLOCK
             self.pool.uncache(block)
 
     def hold(self, node: PrefixNode, block: int) -> int:
-        """A node takes hold of a block in use; returns the one that it has had, if any."""
+        """A node starts to hold a block in use; returns the one that it already held, if any."""
         present = node.blocks[self.number]
         if present != NULL_BLOCK:
             return present
@@ -333,7 +333,7 @@ class KVCacheGroup(ABC):
 
     @abstractmethod
     def can_fork(self, parent: BlockTables, num_tokens: int) -> bool:
-        """Whether `parent` still holds what a fork after `num_tokens` tokens looks into."""
+        """Whether `parent` still holds what a fork after `num_tokens` tokens reads."""
 
     @abstractmethod
     def begin(self, tables: BlockTables, source: PrefixSource) -> None:
@@ -365,11 +365,11 @@ class KVCacheGroup(ABC):
 
     @abstractmethod
     def on_computed(self, tables: BlockTables, num_tokens: int) -> None:
-        """A sequence has `num_tokens` tokens; what the rest does not need goes."""
+        """A sequence has `num_tokens` tokens; releases what later tokens do not need."""
 
     @abstractmethod
     def end(self, tables: BlockTables) -> None:
-        """Takes back all that a sequence holds; what nodes hold stays until it is evicted."""
+        """Releases all that a sequence holds; what nodes hold stays until it is evicted."""
 
     # Steps.
 
@@ -417,7 +417,7 @@ class AttentionGroup(KVCacheGroup):
             raise InvalidParameterError("span", "at least 1", spec.span)
         super().__init__(number, num_blocks, block_size, evict)
         self._first_visible = None if spec is None else spec.first_visible
-        # Most blocks that a row looks into.
+        # Most blocks that a row sees.
         self.view_blocks = None if spec is None else (spec.span + block_size - 2) // block_size + 1
         self._copying: list[BlockTable] = []  # whose copies the step being built makes
         self.num_deduplicated = 0
@@ -428,7 +428,7 @@ class AttentionGroup(KVCacheGroup):
         return self._first_visible is None
 
     def first_block(self, num_tokens: int) -> int:
-        """First block that rows after `num_tokens` tokens look into."""
+        """First block that rows after `num_tokens` tokens see."""
         if self._first_visible is None:
             return 0
         return self._first_visible(num_tokens) // self.block_size
@@ -463,7 +463,7 @@ class AttentionGroup(KVCacheGroup):
     def on_indexed(self, tables: BlockTables, index: int, node: PrefixNode) -> None:
         """Block `index` of a sequence is that of `node` from now on.
 
-        Where an equal block was indexed meanwhile, that one replaces the sequence's own: content is
+        If an equal block has been indexed by now, it replaces the sequence's own: content is
         stored once.
         """
         table = self._table(tables)
@@ -512,7 +512,7 @@ class AttentionGroup(KVCacheGroup):
         tables.attention.append(BlockTable(blocks, first, copy_source))
 
     def drop_copy(self, tables: BlockTables) -> None:
-        """Does without the copy that `begin` prepared, or that the step being built would make."""
+        """Drops the copy that `begin` prepared, or that the step being built would make."""
         table = self._table(tables)
         if table.copy_source is not None:
             self.pool.release(table.copy_source)
@@ -544,7 +544,7 @@ class AttentionGroup(KVCacheGroup):
         if self.view_blocks is not None:
             num_needed = min(num_needed, self.view_blocks)
         else:
-            # What others use costs nothing. Of a path they use the first part.
+            # Blocks in use by others cost nothing. They are the first part of a path.
             while node is not None and node.depth:
                 if self.pool.ref_count(node.blocks[self.number]):
                     num_needed -= node.depth
@@ -558,7 +558,7 @@ class AttentionGroup(KVCacheGroup):
         if num_fresh <= 0:
             return num_tokens
         if self.sees_everything and num_fresh > self.pool.num_available:
-            return num_blocks * self.block_size  # all or nothing: nothing is evicted in vain
+            return num_blocks * self.block_size  # all or nothing: no block is evicted in vain
         if self.make_room(num_fresh):
             return num_tokens
         return (num_blocks + self.pool.num_free) * self.block_size
@@ -580,7 +580,7 @@ class AttentionGroup(KVCacheGroup):
         table = self._table(tables)
         first = min(self.first_block(num_tokens), len(table.blocks))
         for index in range(table.first, first):
-            # What came from the cache may well be wanted again.
+            # Blocks that came from the cache are likely to be used again.
             self.pool.release(table.blocks[index], passed=index >= table.num_shared)
             table.slide(index)
         table.first = max(table.first, first)
@@ -631,7 +631,7 @@ def _check_path(tables: BlockTables, table: BlockTable, number: int) -> None:
 
 
 class StateGroup(KVCacheGroup):
-    """State slots of all sequences; the recurrent layers of a model move in step."""
+    """State slots of all sequences; all recurrent layers of a model advance together."""
 
     def __init__(self, number: int, spec: StateGroupSpec, block_size: int) -> None:
         super().__init__(number, spec.num_slots, block_size)
@@ -639,7 +639,7 @@ class StateGroup(KVCacheGroup):
         self._num_sequences = 0
         self._num_pending = 0
         self._passed: set[int] = set()  # snapshots on the way through a prompt
-        self._read: list[int] = []  # by the step being built; let go when it is launched
+        self._read: list[int] = []  # by the step being built; released when it is launched
 
     @staticmethod
     def _state(tables: BlockTables) -> StateSlot:
@@ -668,8 +668,8 @@ class StateGroup(KVCacheGroup):
         """Takes over the snapshot that a new sequence continues from, and plans its own ones.
 
         They are due at the last full block of what is known, where an equal prompt or the next turn
-        will continue, and where the sequence leaves what others have computed before it: there the
-        third one will continue.
+        will continue, and where the sequence diverges from what others have computed before it: a
+        third one will continue there.
         """
         slot: int = NULL_BLOCK
         num_full = source.num_full_blocks
@@ -742,7 +742,7 @@ class StateGroup(KVCacheGroup):
     def wait_for(self, running: BlockTables, tokens: Sequence[int]) -> bool:
         """Whether `tokens` will find a snapshot if they wait for a running sequence.
 
-        If it is to pass the end of what the two have in common, it will leave one there.
+        If it has yet to pass the end of what the two have in common, it will leave one there.
         """
         state = self._state(running)
         limit = min(len(tokens) - 1, len(running.tokens))
@@ -756,7 +756,7 @@ class StateGroup(KVCacheGroup):
         return True
 
     def on_computed(self, tables: BlockTables, num_tokens: int) -> None:
-        """Gives snapshots to the nodes that are there by now."""
+        """Gives snapshots to the nodes that exist by now."""
         state, tip = self._state(tables), tables.tip
         for depth, slot in state.pending.copy():
             if tip is not None and depth > tip.depth:
@@ -782,7 +782,7 @@ class StateGroup(KVCacheGroup):
     # Steps.
 
     def launch_step(self, step: int) -> tuple[BlockCopy, ...]:
-        """What the step reads is let go, dated with it; states are never copied."""
+        """Releases what the step reads, stamped with the step; states are never copied."""
         self.pool.on_step_launched(step)
         for slot in self._read:
             self._release(slot)
