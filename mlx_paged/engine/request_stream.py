@@ -1,7 +1,7 @@
-"""The way of a request's tokens from the engine's thread to its reader, at the reader's pace.
+"""Streams a request's tokens from the engine's thread to its reader, at the reader's pace.
 
-The engine puts and never waits. A reader that lags finds what came meanwhile in one piece, so
-nothing is lost, and what is kept for it is never more than the answer itself.
+The engine puts and never waits. A reader that lags gets all pending updates at once, so
+nothing is lost, and no more is kept for it than the answer itself.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SequenceDelta:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the sequence ended; None while it goes on."""
+        """Why the sequence ended; None while it continues."""
         return self.updates[-1].finish_reason
 
     @property
