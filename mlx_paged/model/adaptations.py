@@ -107,7 +107,7 @@ def afm7_reusing_attention(
 
 
 def dynamic_rope(self: Any, x: mx.array, offset: mx.array) -> mx.array:
-    """RoPE whose base grows with contexts beyond `context_limit`; up to there it is what it is."""
+    """RoPE whose base grows with contexts beyond `context_limit`, and is constant up to there."""
     return mx.fast.rope(
         x, self.dims, traditional=self.traditional, base=self.base, scale=1.0, offset=offset
     )
