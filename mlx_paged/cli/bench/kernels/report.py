@@ -143,7 +143,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
     """Compares the cases that both runs have.
 
     Returns:
-        ``results``: a row a case with ``before`` and ``after`` (median seconds), ``time_ratio``
+        ``results``: for each case ``before`` and ``after`` (median seconds), ``time_ratio``
         (after / before), ``copy_ratio`` (of the machine's copy bandwidth) and ``verdict``;
         ``only_before`` and ``only_after``: numbers of cases without a counterpart; ``remarks``:
         what else differs.
@@ -172,11 +172,11 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
 
 
 def verdict(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """What can be said of two rows of the same case.
+    """The comparison of two results of the same case.
 
     A difference counts where the middle halves of the samples do not overlap and the medians are
     at least `LEAST_DIFFERENCE` apart, in seconds *and* in bytes that the machine would have copied
-    meanwhile: a machine that was slower that day is not a slower kernel.
+    in that time: a slower machine does not make a kernel slower.
     """
     said = set()
     for unit in ("seconds", "copied"):
@@ -196,7 +196,7 @@ def _quartiles(row: Mapping[str, Any], unit: str) -> list[float]:
 
 
 def comparison_table(compared: Mapping[str, Any]) -> str:
-    """The table, and what should be known beside it."""
+    """The table, and notes on it."""
     rows = compared["results"]
     lines = [f"note: {remark}" for remark in compared["remarks"]]
     for which, name in (("only_before", "first"), ("only_after", "second")):

@@ -28,7 +28,7 @@ from mlx_paged.cli.bench.kernels.data import (
 
 DENSE, GATHER, MLX = "dense_sdpa", "gather_sdpa", "mlx"
 _BASE, _EPS = 10000.0, 1e-5
-# Angles are computed in float32: at large positions that would be all that differs.
+# Angles are computed in float32: at large positions only that error would show.
 _MOST_POSITIONS = 64
 
 Op = Callable[[mx.array], mx.array]
@@ -318,7 +318,7 @@ ON_POOLS = {
 def layer_op(case: Case, past_cache: int, seed: int) -> Work:
     """The work of a case of `cases.LAYER`.
 
-    Rows stay where the caches have them, as in a model; the weights of `linear` are turned over.
+    Rows stay where the caches have them, as in a model; the weights of `linear` are transposed.
     """
     make = {
         "rope": _rope,
