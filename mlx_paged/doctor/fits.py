@@ -133,7 +133,7 @@ def fit(shape: Shape, precision: str, memory: Memory, config: EngineConfig) -> F
     else:
         try:
             # On the CPU the engine does not look at the weights, as blocks that are never used cost
-            # nothing. What is said here to fit is there when all of it is used.
+            # nothing. Here a model fits only if all of it can be used.
             num_blocks = config.num_blocks([per_token], shape.max_len, left if on_gpu else None)
             num_blocks = min(num_blocks, left // (config.block_size * per_token))
         except InvalidParameterError:
