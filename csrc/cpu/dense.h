@@ -15,7 +15,7 @@ namespace mlx_paged::cpu {
 
 namespace mx = mlx::core;
 
-// The array itself where its rows are dense, else a copy that lives as long as the queued work.
+// The array itself where its rows are dense, else a copy kept until the queued work is done.
 mx::array dense(const mx::array& in, mx::cpu::CommandEncoder& encoder);
 
 // A primitive's inputs, those from `first` on dense.

@@ -39,7 +39,7 @@ int choose_num_threads() {
 }
 
 // One parallel_for in progress. Held by every thread that may still look at it, so that a worker
-// that wakes late finds an exhausted job and not a dead one.
+// that wakes late finds an exhausted job and not a freed one.
 struct Job {
   const std::function<void(int, int)>* task;
   int num_tasks;

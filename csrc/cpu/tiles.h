@@ -41,7 +41,7 @@ inline void token_rows(
 }
 
 // One head of some tokens into the cache, while those before them are computed: blocks lie anywhere
-// in memory, and the processor foresees none of them.
+// in memory, so the hardware does not prefetch them.
 template <typename T>
 inline void fetch(const T* const* rows, int begin, int end, int offset, int dim) {
   constexpr int kLine = 64 / sizeof(T);

@@ -59,7 +59,7 @@ bool has_clusters() {
 }
 
 // For operands x, weight and `bias` (any of them, if there is none) and the result `output`. (Their
-// sizes, of which CUDA's encoder takes no notice, are left out.)
+// sizes, which CUDA's encoder ignores, are left out.)
 Launch linear_launch(const LinearParams& params, DType dtype, int bias, int output) {
   int tiles = tiles_of(params.num_rows);
   Launch launch;
@@ -119,7 +119,7 @@ void Linear::eval_gpu(const Arrays& in, Arrays& out) {
   bool has_bias = in.size() > 2;
   int num_rows = int(in[0].size() / weight.shape(1));
   cuda::LinearParams params{num_rows, weight.shape(0), weight.shape(1), has_bias};
-  // A kernel that has no bias reads none; its argument must be some buffer all the same.
+  // A kernel without bias does not read it, but its argument must still be a buffer.
   auto launch =
       cuda::linear_launch(params, dtype_of(in[0].dtype()), has_bias ? 2 : 1, int(in.size()));
   gpu::encode({{launch}, {}}, inputs, out, {}, stream());
