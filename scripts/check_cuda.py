@@ -78,7 +78,7 @@ def sanitizer(tool: str, *arguments: str) -> list[str]:
 
 
 def build(name: str, architectures: str | None, folder: str) -> Stage:
-    """For the GPU that is here, or with None for all that the package is built for."""
+    """For the GPU of this machine, or with None for all that the package is built for."""
     install = ["install", "-e", "."] if architectures else ["wheel", "-w", folder, "."]
     options = [f"-Ccmake.define.CMAKE_CUDA_ARCHITECTURES={architectures}"] if architectures else []
     return Stage(name, [
@@ -100,7 +100,7 @@ def checks() -> list[Stage]:
         *pytest("engine", *ENGINE, shards=5),
         *pytest("company", "company", shards=3),
         *pytest("interleaving", "interleaving"),
-        # That the tool sees these kernels at all: here it has to report errors.
+        # Checks that the tool sees these kernels at all: here it must report errors.
         Stage(PLANTED, sanitizer("memcheck", "--fault")),
     ]
 
@@ -115,7 +115,7 @@ def benchmarks() -> dict[str, Stage]:
 
 
 def summary(output: str) -> str:
-    """The last line that says how it went."""
+    """The last line of output that has the result."""
     lines = [line.strip("= \n") for line in output.splitlines() if line.strip("= \n")]
     told = [line for line in lines if re.search(r"SUMMARY|passed|failed|rror", line)]
     return (told or lines or [""])[-1][:100]
