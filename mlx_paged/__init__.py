@@ -1,8 +1,8 @@
 """Paged attention, prefix sharing and continuous batching for MLX.
 
 Importing it makes mlx-lm paged (`mlx_paged.drop_in`); ``unpatch`` undoes that.
-``LLM`` generates, ``load`` loads, ``ops`` holds the native primitives. Everything is imported when
-first used, so that the state half (``mlx_paged.core``, ``mlx_paged.core``) never needs MLX.
+``LLM`` generates, ``load`` loads, ``ops`` has the native primitives. Everything is imported when
+first used, so that the state half (``mlx_paged.core``) never needs MLX.
 """
 
 from __future__ import annotations
