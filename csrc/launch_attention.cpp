@@ -80,7 +80,7 @@ PlanSummary read_plan(const Arrays& in) {
 }
 
 // All layers of a step share a plan, and reading it where a GPU has its memory at the time is slow,
-// so what was read is kept for as long as the plan lives.
+// so what was read is kept as long as the plan.
 class PlanCache {
  public:
   PlanSummary get(const Arrays& in) {

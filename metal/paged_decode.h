@@ -4,7 +4,7 @@
 // work item and one KV head: every key and value is read once, for all QUERIES (= query rows x
 // heads of the group) of the item.
 //
-// TOKEN_LANES lanes share a token, 16 bytes each, so a SIMD-group looks at several tokens at once,
+// TOKEN_LANES lanes share a token, 16 bytes each, so a SIMD-group reads several tokens at once,
 // and it takes UNROLL such steps together to have their loads in flight at the same time. Each set
 // of TOKEN_LANES lanes keeps its own softmax; they are joined at the end.
 

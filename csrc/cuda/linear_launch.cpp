@@ -50,7 +50,7 @@ std::string cluster_kernel(DType dtype, int tiles) {
 // Whether thread blocks can form clusters: sm_90 and later, if this build has code for it.
 bool has_clusters() {
   static const bool has = [] {
-    // Of the code that the driver chose for this device, be it compiled or PTX.
+    // Of the code that the driver chose for this device, compiled or PTX.
     cudaFuncAttributes found;
     auto symbol = find_kernel(cluster_kernel(DType::float16, tiles_of(kLinearMostRows)));
     return cudaFuncGetAttributes(&found, symbol) == cudaSuccess && found.ptxVersion >= 90;
@@ -73,7 +73,7 @@ Launch linear_launch(const LinearParams& params, DType dtype, int bias, int outp
     launch.threadgroup = {32 * uint32_t(warps), 1, 1};
   } else {
     tiles = std::min(tiles, kLinearBlockRows / 8);
-    // Rows of x are read anew for every group of rows of the weight; larger groups are fewer
+    // Rows of x are read again for every group of rows of the weight; larger groups are fewer
     // blocks.
     int groups = tiles >= kManyTiles && params.n % (2 * kLinearRows) == 0 ? 2 : 1;
     int rows = groups * kLinearRows;

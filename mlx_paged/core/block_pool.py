@@ -39,7 +39,7 @@ class BlockPool:
 
     Attributes:
         num_freed: Grows whenever blocks became available (free, or cached and not in use by a step
-            in flight). While it stays the same, there is no more room than before.
+            in flight). While it stays the same, no more blocks are available than before.
     """
 
     def __init__(self, num_blocks: int) -> None:

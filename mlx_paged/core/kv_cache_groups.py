@@ -93,7 +93,7 @@ class BlockCopy(NamedTuple):
     dst: int
 
 
-class TableRow(NamedTuple):
+class StepTable(NamedTuple):
     """A sequence's table in one attention group, for one step.
 
     Attributes:
@@ -117,7 +117,7 @@ class BlockTable:
 
     __slots__ = (
         "_dirty_from",
-        "_row",
+        "_exported",
         "blocks",
         "changed",
         "copy_source",
@@ -132,7 +132,7 @@ class BlockTable:
         self.copy_source = copy_source
         self._dirty_from = 0
         self.changed = True  # since the last export
-        self._row = TableRow((), 0)  # the next one, where it has not
+        self._exported = StepTable((), 0)  # the next one, if unchanged
 
     @property
     def live(self) -> list[int]:
@@ -163,16 +163,16 @@ class BlockTable:
         self.changed = True
         return cut
 
-    def export(self) -> TableRow:
+    def export(self) -> StepTable:
         """The table for a step."""
         if not self.changed:
-            return self._row
+            return self._exported
         blocks = tuple(self.blocks)
-        row = TableRow(blocks, self._dirty_from)
+        table = StepTable(blocks, self._dirty_from)
         self._dirty_from = len(blocks)
-        self._row = TableRow(blocks, len(blocks))
+        self._exported = StepTable(blocks, len(blocks))
         self.changed = False
-        return row
+        return table
 
 
 @dataclass
@@ -211,7 +211,7 @@ class BlockTables:
         owner: The sequence that has these tables.
     """
 
-    __slots__ = ("_rows", "attention", "num_cached_tokens", "owner", "state", "tip", "tokens")
+    __slots__ = ("_exported", "attention", "num_cached_tokens", "owner", "state", "tip", "tokens")
 
     def __init__(self, tokens: Sequence[int], owner: Any = None) -> None:
         self.tokens = tokens
@@ -220,22 +220,22 @@ class BlockTables:
         self.attention: list[BlockTable] = []
         self.state: StateSlot | None = None
         self.num_cached_tokens = 0
-        self._rows: tuple[TableRow, ...] | None = None  # the next export, if no table changes
+        self._exported: tuple[StepTable, ...] | None = None  # the next export, if no table changes
 
     @property
     def blocks(self) -> list[int]:
         """Blocks of full attention, in order; not to be changed."""
         return self.attention[0].blocks
 
-    def export(self) -> tuple[TableRow, ...]:
+    def export(self) -> tuple[StepTable, ...]:
         """The tables for a step, in the order of the attention groups."""
         for table in self.attention:
             if table.changed:
-                self._rows = None
+                self._exported = None
                 return tuple([table.export() for table in self.attention])
-        if self._rows is None:
-            self._rows = tuple([table.export() for table in self.attention])
-        return self._rows
+        if self._exported is None:
+            self._exported = tuple([table.export() for table in self.attention])
+        return self._exported
 
 
 class PrefixSource(NamedTuple):
@@ -378,7 +378,7 @@ class KVCacheGroup(ABC):
         """Ends the building of a step: returns its block copies, and dates later releases."""
 
     @abstractmethod
-    def references(self, everyone: Collection[BlockTables]) -> Counter[int]:
+    def references(self, all_tables: Collection[BlockTables]) -> Counter[int]:
         """By block, how often sequences and the step being built name it.
 
         Raises:
@@ -386,10 +386,10 @@ class KVCacheGroup(ABC):
         """
 
     def check_integrity(
-        self, everyone: Collection[BlockTables], nodes: Collection[PrefixNode]
+        self, all_tables: Collection[BlockTables], nodes: Collection[PrefixNode]
     ) -> None:
         """Recounts pool and tables; raises `IntegrityError` with what disagrees."""
-        self.pool.check_integrity(self.references(everyone))
+        self.pool.check_integrity(self.references(all_tables))
         held = {node.blocks[self.number]: node for node in nodes if node.blocks[self.number]}
         for block in range(self.pool.num_blocks):
             if self.pool.node_of(block) is not held.get(block):
@@ -604,10 +604,10 @@ class AttentionGroup(KVCacheGroup):
         self._copying.clear()
         return tuple(copies)
 
-    def references(self, everyone: Collection[BlockTables]) -> Counter[int]:
+    def references(self, all_tables: Collection[BlockTables]) -> Counter[int]:
         references: Counter[int] = Counter()
         copying = 0
-        for tables in everyone:
+        for tables in all_tables:
             table = self._table(tables)
             references.update(table.live)
             if table.copy_source is not None:
@@ -789,17 +789,17 @@ class StateGroup(KVCacheGroup):
         self._read.clear()
         return ()
 
-    def references(self, everyone: Collection[BlockTables]) -> Counter[int]:
+    def references(self, all_tables: Collection[BlockTables]) -> Counter[int]:
         references = Counter(self._read)
         num_pending = 0
-        for tables in everyone:
+        for tables in all_tables:
             state = self._state(tables)
             num_pending += len(state.pending)
             references.update(slot for _, slot in state.pending)
             references.update([state.slot] if state.slot else [])
-        if (len(everyone), num_pending) != (self._num_sequences, self._num_pending):
+        if (len(all_tables), num_pending) != (self._num_sequences, self._num_pending):
             raise IntegrityError(
                 f"{self._num_sequences} sequences with {self._num_pending} snapshots to come are "
-                f"counted, but there are {len(everyone)} and {num_pending}"
+                f"counted, but there are {len(all_tables)} and {num_pending}"
             )
         return references

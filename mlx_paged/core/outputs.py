@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mlx_paged.core.kv_cache_groups import BlockCopy, StateMove, TableRow
+from mlx_paged.core.kv_cache_groups import BlockCopy, StateMove, StepTable
 from mlx_paged.core.request import FinishReason, Sequence
 
 #: Placeholder in `ScheduledSequence.token_ids` for a token not yet known on the host: the one
@@ -40,7 +40,7 @@ class ScheduledSequence(NamedTuple):
     start: int
     samples: bool
     input_from: int
-    tables: tuple[TableRow, ...]
+    tables: tuple[StepTable, ...]
     state: StateMove | None = None
 
     @property

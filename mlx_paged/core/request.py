@@ -110,7 +110,7 @@ class Request:
         timeout: Seconds from `Scheduler.add` until the request is ended with
             `FinishReason.TIMEOUT`.
         cache_salt: Requests share cached blocks only with requests of the same salt.
-        read_prefix_cache: False computes every prompt token anew (for prompt log-probabilities,
+        read_prefix_cache: False computes every prompt token again (for prompt log-probabilities,
             which need the logits of all of them); its blocks are still shared with later requests.
         state: What the engine keeps of the request (`engine.output_processor.RequestState`). The
             engine sets and reads it, not the state half.

@@ -132,7 +132,7 @@ def fit(shape: Shape, precision: str, memory: Memory, config: EngineConfig) -> F
         reason = f"weights and activations take {_gib(weights + activations)} of {_gib(usable)}"
     else:
         try:
-            # On the CPU the engine does not look at the weights, as blocks that are never used cost
+            # On the CPU the engine does not count the weights, as blocks that are never used cost
             # nothing. Here a model fits only if all of it can be used.
             num_blocks = config.num_blocks([per_token], shape.max_len, left if on_gpu else None)
             num_blocks = min(num_blocks, left // (config.block_size * per_token))

@@ -204,7 +204,7 @@ class AsyncEngine:
 
     @contextlib.contextmanager
     def _counted_as_adding(self) -> Iterator[None]:
-        """Limits what the engine's thread has not looked at yet: a step may be long."""
+        """Limits the requests that the engine's thread has not taken yet: a step may be long."""
         limit = self._thread.engine.config.max_num_waiting
         with self._lock:
             if limit is not None and self._num_adding >= limit:

@@ -124,7 +124,7 @@ class EngineThread:
             traceback = None if isinstance(error, MlxPagedError) else error
             logger.critical("the engine has stopped: %s", reason, exc_info=traceback)
         finally:
-            self._die(reason)
+            self._fail_all(reason)
             gc.unfreeze()  # or a dropped engine (reference cycles) would keep its memory
             # Last: callers that waited for it must find the engine dead.
             if failure is not None and not self.ready.done():
@@ -163,7 +163,7 @@ class EngineThread:
                 if isinstance(state.sink, Channel) and state.sink.loop in closed:
                     self.engine.abort(state.output.request_id)
 
-    def _die(self, reason: str) -> None:
+    def _fail_all(self, reason: str) -> None:
         with self._changed:
             self.dead = reason
             calls = list(self._calls)

@@ -71,7 +71,7 @@ class StepExecutor:
         """Waits for a step and returns its results.
 
         Args:
-            following: the step launched after it. If this one fails, so did that one: it will run
+            following: the step launched after it. If this step fails, so did that one: it will run
                 when it is read.
         """
         num_faults = self.num_faults
@@ -132,7 +132,7 @@ class StepExecutor:
 
     def _run_now(self, output: SchedulerOutput, part: Part) -> ModelRunnerOutput:
         # A copy goes with the sequence that continues its target: made later, it would undo what
-        # that one wrote.
+        # that sequence wrote.
         size = self._runner.block_size
         begun = [s for place, s in part if s.start == output.sequences[place].start]
         copies = tuple(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: Why a row without a token has none (`ModelRunner.read`).
+#: Why a sequence got no token (`ModelRunner.read`).
 NOT_A_NUMBER = "its logits are not numbers (NaN)"
 
 # MLX raises plain RuntimeErrors; its allocators and drivers use these words.
@@ -17,7 +17,7 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether MLX could not get the memory for a computation; a smaller one may still run."""
+    """Whether MLX could not allocate memory for a computation; a smaller one may still run."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(words in text for words in _OUT_OF_MEMORY)
 

@@ -1,4 +1,4 @@
-"""How much memory there is, what a step needs of it, and the pools that get the rest."""
+"""Available memory, what a step needs of it, and the size of the pools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_paged.core import (
     SchedulerOutput,
     Sequence,
     StateMove,
-    TableRow,
+    StepTable,
 )
 from mlx_paged.engine.config import EngineConfig, physical_memory
 from mlx_paged.engine.faults import is_out_of_memory
@@ -156,12 +156,12 @@ def allocate_fitting(allocate: Callable[[int], None], num_blocks: int, *, exactl
 
 
 def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:
-    """Bytes that the largest step needs: all its rows, and as many of them sampled as may be.
+    """Bytes that the largest step needs: all its rows, and as many as possible sampled.
 
     It runs on small temporary pools.
     """
     output = largest_step(config, len(runner.windows), has_states=runner.model.layout.has_states)
-    num_blocks = 1 + max(max(row.block_table) for row in output.sequences)
+    num_blocks = 1 + max(max(seq.block_table) for seq in output.sequences)
     blocks = dict.fromkeys(runner.model.layout.reaches, num_blocks)
     runner.allocate(blocks, 1 + len(output.sequences))
     mx.synchronize()
@@ -189,7 +189,7 @@ def largest_step(
     for i in range(config.max_num_seqs):
         begin, end = (num_tokens * k // config.max_num_seqs for k in (i, i + 1))
         num_blocks = -(-(end - begin) // config.block_size)
-        table = TableRow(tuple(range(first_block, first_block + num_blocks)), 0)
+        table = StepTable(tuple(range(first_block, first_block + num_blocks)), 0)
         first_block += num_blocks
         sequence = Sequence(-1 - i, request, i, (0, 0, i))
         sequence.sampler = _ProfileSampler()

@@ -146,7 +146,7 @@ class RequestStream:
 
     Attributes:
         request_id: The request.
-        output: The request and its answers so far; the engine's thread fills it, so look at it when
+        output: The request and its answers so far; the engine's thread fills it, so read it when
             the stream has ended.
     """
 
@@ -192,7 +192,7 @@ class RequestStream:
             self._abort()
 
     async def aclose(self) -> None:
-        """`close`, under the name that asyncio's tools look for."""
+        """`close`, under the name that asyncio's tools use."""
         self.close()
 
     async def __aenter__(self) -> RequestStream:

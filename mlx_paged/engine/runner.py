@@ -75,7 +75,7 @@ class ModelRunnerOutput:
 
     Attributes:
         sampled_token_ids: For each sequence its token; None where it does not sample, or failed.
-        failures: (place, why there is no token). These sequences cannot go on.
+        failures: (place, why there is no token). These sequences cannot continue.
         logprobs: (place, log-probabilities of its token), where they were asked for.
         prompt_logprobs: (sequence's part of the step, those of the tokens after its first ones).
     """
@@ -243,8 +243,8 @@ class ModelRunner:
         if not windows:
             return shared
         by_reach = dict.fromkeys(self.model.layout.reaches, shared)
-        for (reach, cache), rows in zip(self._windows.items(), windows):
-            by_reach[reach] = cache.update(seq_ids, *zip(*rows))
+        for (reach, cache), own in zip(self._windows.items(), windows):
+            by_reach[reach] = cache.update(seq_ids, *zip(*own))
         return by_reach
 
     def _copy_blocks(self, output: SchedulerOutput) -> None:

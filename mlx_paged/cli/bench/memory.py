@@ -40,7 +40,7 @@ def memory(
     ] = False,
     seed: Annotated[int, typer.Option(help="Of texts and their lengths.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write everything.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write rows.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write results.")] = None,
 ) -> None:
     """Measure the KV memory of N users, and test the claim that paging takes 2-4x less.
 

@@ -168,7 +168,7 @@ def read_json(path: Path, field: str) -> dict[str, Any]:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """One line a row under a header of all keys, in the order in which they first come.
+    """One line an entry under a header of all keys, in the order in which they first occur.
 
     Values that are objects become columns ``key.inner``, and lists ``a/b``; None is empty, and
     ``samples`` are left out.

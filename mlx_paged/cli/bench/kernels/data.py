@@ -156,7 +156,7 @@ def to_float64(a: mx.array) -> np.ndarray:
 OURS = "ours"
 # A peer may round more coarsely than we do; beyond this its result is wrong.
 PEER_TOLERANCE = 0.1
-# Elements of K (or of rows, or of words) that a check looks at: seconds in float64.
+# Elements of K (or of rows, or of words) that a check compares: seconds in float64.
 MOST_CHECKED = 1 << 25
 
 

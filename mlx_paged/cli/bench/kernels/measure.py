@@ -31,7 +31,7 @@ COPY = "copy"  # the variant that is the roof
 # A sample is as many launches as take about this long: starting and waiting must not count.
 SAMPLE_SECONDS = 0.01
 MOST_LAUNCHES = 256
-# Results of a sample's launches live until it ends.
+# Results of a sample's launches are kept until it ends.
 MOST_OUTPUT_BYTES = {"cpu": 512 << 20, "gpu": 4 << 30}
 # Something slow gets fewer rounds, but at least three.
 SECONDS_PER_VARIANT = 2.0

@@ -75,7 +75,7 @@ def copy_line(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def split_fields(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-    """Fields of `Case` with the value that all rows agree on, and those that vary."""
+    """Fields of `Case` with the value that is the same in all results, and those that vary."""
     constant: dict[str, Any] = {}
     varying = []
     for name in _FIELDS:
@@ -93,7 +93,7 @@ def split_fields(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], lis
 
 
 def describe(constant: Mapping[str, Any]) -> str:
-    """What is the same in all rows."""
+    """The fields that are the same in all results."""
     return ", ".join(
         f"{_SHORT.get(name, name)} {value}"
         for name, value in constant.items()
