@@ -29,7 +29,7 @@ def status() -> str:
 def preload() -> str:
     """Loads OpenBLAS in place of MLX's own BLAS where that helps; returns `status()`.
 
-    Runs once; later calls only report. ``MLX_PAGED_BLAS=off`` leaves MLX as it is.
+    Runs once; later calls only report. ``MLX_PAGED_BLAS=off`` leaves MLX unchanged.
 
     Raises:
         ValueError: if ``MLX_PAGED_BLAS`` is neither ``auto`` nor ``off``.

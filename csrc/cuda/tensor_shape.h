@@ -21,7 +21,7 @@ constexpr int tensor_warps(int dim) {
   return dim <= 128 ? 4 : 2;
 }
 
-// Tiles that a warp has room for: one to work on, the other under way. More of them cost more in
+// Tiles that a warp has room for: one in use, the other being copied. More of them cost more in
 // blocks that no longer fit than they gain.
 constexpr int tensor_stages(int) {
   return 2;

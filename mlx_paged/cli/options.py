@@ -96,7 +96,7 @@ def given(**values: Any) -> dict[str, Any]:
 
 
 def refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
-    """Refuses options of the command line that have no effect beside others."""
+    """Refuses options of the command line that have no effect with others."""
     for name in sorted(set(context.params).intersection(names)):
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
             [flag] = [p.opts[0] for p in context.command.params if p.name == name]

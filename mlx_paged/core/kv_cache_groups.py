@@ -344,7 +344,7 @@ class KVCacheGroup(ABC):
         """Whether there is room for what a sequence that has begun will hold at once.
 
         Args:
-            headroom: blocks that must stay available besides.
+            headroom: further blocks that must stay available.
         """
 
     @abstractmethod

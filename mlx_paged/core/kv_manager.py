@@ -270,7 +270,7 @@ class KVManager:
                 otherwise.
             query: what it looks for in the prefix cache; None: all of `tokens` but the last.
             salt: only blocks indexed under the same salt are shared.
-            headroom: blocks that must stay available besides.
+            headroom: further blocks that must stay available.
             read_cache: whether to reuse cached blocks.
             fork_of: tables of a running sequence that begins with the same `num_fork_tokens`
                 tokens, all committed; its blocks are shared where they reach further than the tree

@@ -95,7 +95,7 @@ class SchedulerOutput(NamedTuple):
 
 
 class SequenceOutcome(NamedTuple):
-    """What a step brought for a sequence.
+    """Result of a step for one sequence.
 
     Attributes:
         sequence: The sequence.

@@ -290,7 +290,7 @@ class Scheduler:
         return SequenceOutcome(seq, token, reason)
 
     def take_outcomes(self) -> list[SequenceOutcome]:
-        """Outcomes that no step brought (timeouts); `update_from_output` returns them too."""
+        """Outcomes without a step (timeouts); `update_from_output` returns them too."""
         outcomes, self._unreported = self._unreported, []
         return outcomes
 

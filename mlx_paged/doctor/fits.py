@@ -1,4 +1,4 @@
-"""Which models fit, and how many tokens of keys and values beside them, by the engine's own rule.
+"""Which models fit, and with how many tokens of keys and values, by the engine's own rule.
 
 The rule (`EngineConfig`): on a GPU, 0.9 of the device's memory less weights and the largest step's
 activations; on the CPU 4 GiB, or half of the memory if that is less. Either way no more than

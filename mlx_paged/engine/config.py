@@ -28,7 +28,7 @@ class EngineConfig:
             largest step is run once to measure the activations. None: 0.9 on a GPU; on the CPU the
             pool gets 4 GiB, or half of the machine's memory if that is less, unmeasured.
         typical_context_len: Tokens of a typical sequence. It determines how memory is split where
-            a model has sliding windows or recurrent layers beside full attention: the shorter, the
+            a model has sliding windows or recurrent layers with full attention: the shorter, the
             more of it they get. None: 4096, or four windows if that is more.
         max_model_len: Most tokens of prompt and answer together; None: the model's own limit.
         max_num_seqs: Most sequences that run at once; never more than max_num_batched_tokens.

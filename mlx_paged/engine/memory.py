@@ -115,7 +115,7 @@ def left_for_pool(
 ) -> tuple[int | None, int | None]:
     """Bytes that `gpu_memory_utilization` leaves to the pool, and those the largest step needs.
 
-    (None, None) where another option sets the pool's size; the largest step is not run then.
+    (None, None) where it does not set the pool's size; the largest step is not run then.
 
     Args:
         measure_activations: runs the largest step and returns the bytes it needed.

@@ -1,4 +1,4 @@
-"""OutputProcessor: turns what steps brought into updates and outputs."""
+"""OutputProcessor: turns the results of steps into updates and outputs."""
 
 from __future__ import annotations
 

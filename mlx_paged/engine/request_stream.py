@@ -74,7 +74,7 @@ class Channel:
 
     Args:
         loop: the reader's event loop.
-        num_sequences: the channel ends when so many have finished.
+        num_sequences: the channel ends when this many have finished.
         sleepers: where the channel puts itself when its reader must be woken (`wake`, on its loop);
             the engine's thread wakes them all after a step, with one call into each loop.
     """

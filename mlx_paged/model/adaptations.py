@@ -1,6 +1,6 @@
 """Modules of mlx-lm that need another forward in a flat step, by class.
 
-Most model code runs as it is. These compute attention by hand, or positions on the host; each
+Most model code runs unchanged. These compute attention themselves, or positions on the host; each
 function here is what the module computes, for rows that are one token each. Outside of a step the
 module is as mlx-lm wrote it.
 """

@@ -1,6 +1,6 @@
 """Paged caches in the shape that mlx-lm's model code expects, one for each of its attention caches.
 
-A forward takes its tokens as ``[T, 1]``: every token of every sequence is a row of its own.
+A forward takes its tokens as ``[T, 1]``: each token of each sequence is a batch entry, a *row*.
 ``cache.offset`` is then an int32 array of positions, one a row, which RoPE takes as it is; nothing
 is padded and nothing is masked. ``update_and_fetch`` writes K and V to the pool and returns
 *handles*, which only the attention patch (`mlx_paged.model.patches`) accepts.

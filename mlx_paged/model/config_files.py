@@ -29,7 +29,7 @@ def vocab_size(config: Mapping[str, Any]) -> int:
 
 
 def model_len(config: Mapping[str, Any]) -> int | None:
-    """The model's limit of tokens in context; None where its config gives none."""
+    """The model's context limit in tokens; None where its config gives none."""
     return _find(config, _MODEL_LEN)
 
 

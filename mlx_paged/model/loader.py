@@ -52,7 +52,7 @@ class LoadedModel:
 
     @property
     def max_model_len(self) -> int | None:
-        """The model's limit of tokens in context; None where its config gives none."""
+        """The model's context limit in tokens; None where its config gives none."""
         return model_len(self.config)
 
 

@@ -8,7 +8,7 @@
   costs the host more than any other operation of a decode step. The native forms have no gradient
   and take no batch of sequences, so they are used only on the thread that builds a paged step.
 - **Methods of single modules** (`Overrides`, `OutputRows`): the module keeps its place and its
-  parameters, and its class becomes a subclass of itself. mlx-lm's own classes stay as they are.
+  parameters, and its class becomes a subclass of itself. mlx-lm's own classes do not change.
 
 Any other call, and any argument that a patch does not take, goes to the original function.
 """

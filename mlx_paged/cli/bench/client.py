@@ -43,7 +43,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go, and what they carry besides prompt and limit."""
+    """Where requests go, and their fields besides prompt and limit."""
 
     url: str
     model: str

@@ -110,7 +110,7 @@ def _baseline() -> int:
 
 
 def _dense(model: LoadedModel, requests: list[tuple[list[int], int]]) -> Held:
-    """`mlx_lm.generate` keeps a cache for each conversation; all are alive in the end."""
+    """`mlx_lm.generate` keeps a cache for each conversation; all exist at the end."""
     from mlx_lm.generate import generate_step  # here: mlx-lm's own, once it is unpatched
     from mlx_lm.models.cache import make_prompt_cache
 

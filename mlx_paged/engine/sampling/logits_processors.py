@@ -213,7 +213,7 @@ def _apply_masks(
 def _assign(
     logits: mx.array, at: mx.array | tuple[mx.array, mx.array], values: mx.array
 ) -> mx.array:
-    """`logits` with new values; the array itself stays as it is."""
+    """`logits` with new values; the array itself does not change."""
     changed = mx.array(logits)  # (an assignment rebinds the array of its handle)
     changed[at] = values
     return changed

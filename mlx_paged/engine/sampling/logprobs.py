@@ -1,4 +1,4 @@
-"""Log-probabilities of generated and of prompt tokens, and of the likeliest ones beside them.
+"""Log-probabilities of generated and of prompt tokens, and of the likeliest alternatives.
 
 They are the model's own: the log-softmax of its logits, before any edit, temperature or filter.
 """

@@ -1,6 +1,6 @@
-"""Cases are checked and then timed, beside their peers and a copy, in turns.
+"""Cases are checked and then timed, against their peers and a copy, in turns.
 
-A machine's speed drifts: what is measured in turns drifts together.
+A machine's speed drifts: measuring in turns affects all alike.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def left_out(refused: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def copy_line(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the copy reached beside the cases."""
+    """The copy's bandwidth, measured with the cases."""
     rates = sorted(row["copy_bytes_per_second"] / 1e9 for row in rows)
     middle = rates[len(rates) // 2]
     return (

@@ -135,8 +135,8 @@ def kernels(
 ) -> None:
     """Measure every native primitive against this machine's bandwidth.
 
-    Attention is timed beside MLX's dense attention and beside gathering
-    first; everything beside a plain copy, whose bandwidth is the roof. All
+    Attention is timed against MLX's dense attention and against gathering
+    first; everything against a plain copy, whose bandwidth is the roof. All
     take turns in each round, so that drift affects all alike. Each
     op is first checked against a float64 reference on the same inputs; a
     wrong result ends the run with exit status 1.
