@@ -27,6 +27,7 @@ OPS = ["plan", "write_kv", "copy_blocks", "gather_kv", "paged_attention", "pool_
 ENGINE = ["cuda", "dense_prefill", "engine_faults", "engine_memory", "compiled"]
 PLANTED = "memcheck of a planted fault"
 SANITIZED = ("float32", "bfloat16", "float16")
+ON_TEST_PATH = {"PYTHONPATH": str(TESTS)}  # of scripts in tests/ that pytest does not start
 NOT_THE_MOE = ["decode", "decode-more", "prefill", "prefix", "qwen3-0.6b", "llama-8b-4bit"]
 
 
@@ -91,7 +92,7 @@ def checks() -> list[Stage]:
     """The longest first."""
     return [
         *(
-            Stage(f"{tool} {dtype}", sanitizer(tool, "--dtype", dtype))
+            Stage(f"{tool} {dtype}", sanitizer(tool, "--dtype", dtype), ON_TEST_PATH)
             for tool in ("racecheck", "memcheck", "synccheck")
             for dtype in SANITIZED
         ),
@@ -100,8 +101,8 @@ def checks() -> list[Stage]:
         *pytest("engine", *ENGINE, shards=5),
         *pytest("company", "company", shards=3),
         *pytest("interleaving", "interleaving"),
-        # Checks that the tool sees these kernels at all: here it must report errors.
-        Stage(PLANTED, sanitizer("memcheck", "--fault")),
+        # That the tool sees these kernels at all: here it has to report errors.
+        Stage(PLANTED, sanitizer("memcheck", "--fault"), ON_TEST_PATH),
     ]
 
 

@@ -1,15 +1,13 @@
 """What all tests share: MLX's device, reproducible randomness, reproducible hypothesis.
 
-The device is the CPU, or the GPU with MLX_PAGED_TEST_DEVICE=gpu.
+The device is the CPU, or the GPU with MLX_PAGED_TEST_DEVICE=gpu. mlx-lm is paged, as `import
+mlx_paged` ships it; oracles take mlx-lm as it is from `support.plain`.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-
-# mlx-lm as it is, the oracle of most tests; those of the drop-in patch it themselves (`paged`).
-os.environ["MLX_PAGED_DISABLE"] = "1"
 
 import mlx_paged  # before mlx.core, so that its BLAS takes effect
 
@@ -22,6 +20,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from support.reference import ON_GPU
+
+from mlx_paged import drop_in
 
 # Shells have what they run in the background ignore Ctrl-C, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -51,6 +51,12 @@ def device() -> None:
     mx.set_default_device(mx.gpu if ON_GPU else mx.cpu)
 
 
+@pytest.fixture(autouse=True)
+def shipped_default() -> None:
+    """mlx-lm is paged, if it is loaded, even after a test that unpatched it."""
+    drop_in.arrange()
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
@@ -76,8 +82,9 @@ def llm(shared_llm: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def paged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """mlx-lm with the drop-in, for one test."""
-    monkeypatch.delenv("MLX_PAGED_DISABLE")
+    """mlx-lm with the drop-in, which has seen no model."""
+    monkeypatch.delenv("MLX_PAGED_DISABLE", raising=False)
+    mlx_paged.unpatch()
     assert mlx_paged.patch()
     yield
     mlx_paged.unpatch()

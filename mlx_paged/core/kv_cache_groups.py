@@ -111,68 +111,23 @@ class BlockTable:
 
     Attributes:
         num_shared: Leading entries that came from the cache or a fork.
-        changed: Whether the table differs from the last one exported.
         copy_source: Block whose head is copied to entry `num_shared` by the step being built.
+        dirty_from: First entry that changed since the last export, but for those that slid out.
     """
 
-    __slots__ = (
-        "_dirty_from",
-        "_exported",
-        "blocks",
-        "changed",
-        "copy_source",
-        "first",
-        "num_shared",
-    )
+    __slots__ = ("blocks", "copy_source", "dirty_from", "first", "num_shared")
 
     def __init__(self, blocks: list[int], first: int = 0, copy_source: int | None = None) -> None:
         self.blocks = blocks
         self.first = first
         self.num_shared = len(blocks)
         self.copy_source = copy_source
-        self._dirty_from = 0
-        self.changed = True  # since the last export
-        self._exported = StepTable((), 0)  # the next one, if unchanged
+        self.dirty_from = 0
 
     @property
     def live(self) -> list[int]:
         """The blocks that the sequence references."""
         return self.blocks[self.first :]
-
-    def append(self, block: int) -> None:
-        self._dirty_from = min(self._dirty_from, len(self.blocks))
-        self.blocks.append(block)
-        self.changed = True
-
-    def replace(self, index: int, block: int) -> None:
-        self._dirty_from = min(self._dirty_from, index)
-        self.blocks[index] = block
-        self.changed = True
-
-    def slide(self, index: int) -> None:
-        """Entry `index` is not seen any more."""
-        self.blocks[index] = 0
-        self.changed = True
-
-    def truncate(self, num_blocks: int) -> list[int]:
-        """Takes the blocks from `num_blocks` on out of the table, and returns them."""
-        cut = self.blocks[num_blocks:]
-        del self.blocks[num_blocks:]
-        self._dirty_from = min(self._dirty_from, num_blocks)
-        self.num_shared = min(self.num_shared, num_blocks)
-        self.changed = True
-        return cut
-
-    def export(self) -> StepTable:
-        """The table for a step."""
-        if not self.changed:
-            return self._exported
-        blocks = tuple(self.blocks)
-        table = StepTable(blocks, self._dirty_from)
-        self._dirty_from = len(blocks)
-        self._exported = StepTable(blocks, len(blocks))
-        self.changed = False
-        return table
 
 
 @dataclass
@@ -208,10 +163,11 @@ class BlockTables:
         attention: Its table in each attention group; the first is that of full attention.
         state: Its recurrent state; None where the model has none.
         num_cached_tokens: Leading tokens that need not be computed.
+        exported: What `export` returns next; None where a table has changed since the last time.
         owner: The sequence that has these tables.
     """
 
-    __slots__ = ("_exported", "attention", "num_cached_tokens", "owner", "state", "tip", "tokens")
+    __slots__ = ("attention", "exported", "num_cached_tokens", "owner", "state", "tip", "tokens")
 
     def __init__(self, tokens: Sequence[int], owner: Any = None) -> None:
         self.tokens = tokens
@@ -220,7 +176,7 @@ class BlockTables:
         self.attention: list[BlockTable] = []
         self.state: StateSlot | None = None
         self.num_cached_tokens = 0
-        self._exported: tuple[StepTable, ...] | None = None  # the next export, if no table changes
+        self.exported: tuple[StepTable, ...] | None = None
 
     @property
     def blocks(self) -> list[int]:
@@ -229,13 +185,47 @@ class BlockTables:
 
     def export(self) -> tuple[StepTable, ...]:
         """The tables for a step, in the order of the attention groups."""
+        if self.exported is not None:
+            return self.exported
+        tables, unchanged = [], []
         for table in self.attention:
-            if table.changed:
-                self._exported = None
-                return tuple([table.export() for table in self.attention])
-        if self._exported is None:
-            self._exported = tuple([table.export() for table in self.attention])
-        return self._exported
+            blocks = tuple(table.blocks)
+            tables.append(StepTable(blocks, table.dirty_from))
+            unchanged.append(StepTable(blocks, len(blocks)))
+            table.dirty_from = len(blocks)
+        self.exported = tuple(unchanged)
+        return tuple(tables)
+
+    # Changes of a table. (`number` is that of its group.)
+
+    def append(self, number: int, block: int) -> None:
+        """A block at the end."""
+        table = self.attention[number]
+        table.dirty_from = min(table.dirty_from, len(table.blocks))
+        table.blocks.append(block)
+        self.exported = None
+
+    def replace(self, number: int, index: int, block: int) -> None:
+        """Another block for entry `index`."""
+        table = self.attention[number]
+        table.dirty_from = min(table.dirty_from, index)
+        table.blocks[index] = block
+        self.exported = None
+
+    def slide(self, number: int, index: int) -> None:
+        """Entry `index` is not seen any more."""
+        self.attention[number].blocks[index] = NULL_BLOCK
+        self.exported = None
+
+    def truncate(self, number: int, num_blocks: int) -> list[int]:
+        """Takes the blocks from `num_blocks` on out of a table, and returns them."""
+        table = self.attention[number]
+        cut = table.blocks[num_blocks:]
+        del table.blocks[num_blocks:]
+        table.dirty_from = min(table.dirty_from, num_blocks)
+        table.num_shared = min(table.num_shared, num_blocks)
+        self.exported = None
+        return cut
 
 
 class PrefixSource(NamedTuple):
@@ -474,7 +464,7 @@ class AttentionGroup(KVCacheGroup):
         if present != own:
             self.pool.retain(present)
             self.pool.release(own)
-            table.replace(index, present)
+            tables.replace(self.number, index, present)
             self.num_deduplicated += 1
 
     # The life of a table.
@@ -535,7 +525,7 @@ class AttentionGroup(KVCacheGroup):
         if self.sees_everything:
             self.cover(tables, len(tables.tokens))
         elif table.copy_source is not None:
-            table.append(self.pool.allocate())
+            tables.append(self.number, self.pool.allocate())
         if table.copy_source is not None:
             self._copying.append(table)
 
@@ -565,9 +555,8 @@ class AttentionGroup(KVCacheGroup):
 
     def cover(self, tables: BlockTables, num_tokens: int) -> None:
         """Makes a table cover `num_tokens` tokens; `coverable` made the room."""
-        table = self._table(tables)
-        for _ in range(self._blocks_for(num_tokens) - len(table.blocks)):
-            table.append(self.pool.allocate())
+        for _ in range(self._blocks_for(num_tokens) - len(self._table(tables).blocks)):
+            tables.append(self.number, self.pool.allocate())
 
     def can_cover_later(self, tables: BlockTables, num_tokens: int, num_scheduled: int) -> bool:
         table = self._table(tables)
@@ -582,7 +571,7 @@ class AttentionGroup(KVCacheGroup):
         for index in range(table.first, first):
             # Blocks that came from the cache are likely to be used again.
             self.pool.release(table.blocks[index], passed=index >= table.num_shared)
-            table.slide(index)
+            tables.slide(self.number, index)
         table.first = max(table.first, first)
 
     def end(self, tables: BlockTables) -> None:
@@ -613,6 +602,11 @@ class AttentionGroup(KVCacheGroup):
             if table.copy_source is not None:
                 references[table.copy_source] += 1
                 copying += 1
+            if (
+                tables.exported is not None
+                and list(tables.exported[self.number].blocks) != table.blocks
+            ):
+                raise IntegrityError("a table has changed since its last export, and is not marked")
             if any(table.blocks[: table.first]) or NULL_BLOCK in table.live:
                 raise IntegrityError("block 0 is not just what slid out of a window")
             _check_path(tables, table, self.number)

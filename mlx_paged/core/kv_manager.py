@@ -17,7 +17,7 @@ blocks found, and copies a partial one; `commit` indexes what steps have filled;
 references, and what is indexed stays until it is evicted.
 
 The engine's sequences only grow. Those of the drop-in (`mlx_paged.drop_in`) also shrink, are forked
-as a whole and are overwritten: `fork`, `own` and `shrink` are for them.
+as a whole and are overwritten: `open`, `fork`, `adopt`, `own` and `shrink` are for them.
 """
 
 from __future__ import annotations
@@ -426,44 +426,80 @@ class KVManager:
 
     # Sequences that shrink, are forked and are overwritten. (Full attention only.)
 
-    def fork(self, tables: BlockTables, tokens: Sequence[int], owner: Any = None) -> BlockTables:
-        """The same blocks, partly filled ones included, for another sequence; see `own`."""
-        copy = BlockTables(tokens, owner)
+    def open(self, tokens: Sequence[int]) -> BlockTables:
+        """Tables without a block, which take what they hold by `adopt` and `own`.
+
+        Args:
+            tokens: the live token list of the sequence, as far as it is known. Blocks are indexed
+                under it when they are committed; so a token that changes is written anew (`own`)
+                or cut off (`shrink`) first.
+        """
+        return self._opened(tokens, [], self.tree.root() if self.enable_prefix_caching else None)
+
+    def fork(self, tables: BlockTables, tokens: Sequence[int]) -> BlockTables:
+        """The same blocks, partly filled ones included, for another sequence."""
         for block in tables.blocks:
             self.pool.retain(block)
-        copy.attention.append(BlockTable(list(tables.blocks)))
-        if tables.tip is not None:
-            self.tree.move_tip(copy, tables.tip)
-        self._sequences.add(copy)
-        return copy
+        return self._opened(tokens, list(tables.blocks), tables.tip)
+
+    def _opened(
+        self, tokens: Sequence[int], blocks: list[int], tip: PrefixNode | None
+    ) -> BlockTables:
+        tables = BlockTables(tokens)
+        tables.attention.append(BlockTable(blocks))
+        self.tree.move_tip(tables, tip)
+        self._sequences.add(tables)
+        return tables
+
+    def adopt(self, tables: BlockTables, match: PrefixMatch) -> None:
+        """Replaces what a sequence holds by the blocks of a match, a partial one included.
+
+        All are taken by reference: `own` copies the partial one before it is written.
+        """
+        assert match.node is not None
+        nodes = match.node.path() + ([] if match.partial is None else [match.partial])
+        blocks = [node.blocks[0] for node in nodes]
+        for block in blocks:
+            self.pool.retain(block)
+        for block in reversed(tables.blocks):
+            self.pool.release(block)
+        tables.attention[0] = BlockTable(blocks)
+        tables.exported = None
+        self.tree.move_tip(tables, match.node)
+
+    def num_to_own(self, tables: BlockTables, start: int, end: int) -> int:
+        """Blocks that `own` will take."""
+        blocks, is_own = tables.blocks, self.pool.is_own
+        num_shared = sum(not is_own(block) for block in blocks[start // self.block_size :])
+        return num_shared + max(0, self.blocks_for(end) - len(blocks))
 
     def own(self, tables: BlockTables, start: int, end: int) -> list[BlockCopy] | None:
         """Makes positions ``[start, end)`` of a sequence its own to write.
 
         Returns:
-            Copies to make before anything is written; None, and no change, when there is no room.
+            Copies to make before anything is written, and before a later call's; None, and no
+            change to the sequence, when there is no room for now.
         """
         table, pool = tables.attention[0], self.pool
-        first, last = start // self.block_size, self.blocks_for(end)
-        # (To the end of the table: a block must not be used longer than the one before it.)
-        shared = [i for i in range(first, len(table.blocks)) if not pool.is_own(table.blocks[i])]
-        num_fresh = max(0, last - len(table.blocks))
-        num_needed = len(shared) + num_fresh
+        num_needed = self.num_to_own(tables, start, end)
         if num_needed > pool.num_available or not self.attention[0].make_room(num_needed):
             return None
+        first = start // self.block_size
         self._lower_tip(tables, first)
+        # (To the end of the table: a block must not be used longer than the one before it.)
+        shared = [i for i in range(first, len(table.blocks)) if not pool.is_own(table.blocks[i])]
         copies = [BlockCopy(table.blocks[i], pool.allocate()) for i in shared]
         for i, copy in reversed(list(zip(shared, copies, strict=True))):
-            table.replace(i, copy.dst)
+            tables.replace(0, i, copy.dst)
             pool.release(copy.src)
-        for _ in range(num_fresh):
-            table.append(pool.allocate())
+        while len(table.blocks) * self.block_size < end:
+            tables.append(0, pool.allocate())
         return copies
 
     def shrink(self, tables: BlockTables, num_tokens: int) -> None:
         """Gives back the blocks past the first `num_tokens` tokens."""
         self._lower_tip(tables, num_tokens // self.block_size)
-        for block in reversed(tables.attention[0].truncate(self.blocks_for(num_tokens))):
+        for block in reversed(tables.truncate(0, self.blocks_for(num_tokens))):
             self.pool.release(block)
 
     def _lower_tip(self, tables: BlockTables, depth: int) -> None:

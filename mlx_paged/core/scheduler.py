@@ -341,8 +341,8 @@ class Scheduler:
             if num_left:
                 token_ids, input_from = (tokens[start],), -1
             seq.sampled_index = len(scheduled)
-            rows = tables.export()  # type: ignore[union-attr]
-            scheduled.append(_scheduled((seq, token_ids, start, True, input_from, rows, state)))
+            exported = tables.exported or tables.export()  # type: ignore[union-attr]
+            scheduled.append(_scheduled((seq, token_ids, start, True, input_from, exported, state)))
         self._num_sampled = len(scheduled)
         self._budget -= len(scheduled)
 

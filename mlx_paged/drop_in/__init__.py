@@ -35,7 +35,7 @@ __all__ = [
 
 
 def stats(model: Any) -> StoreStats | None:
-    """Where the store of a model stands; None where it has none (yet)."""
+    """Numbers of a model's newest store; None where it has none (yet)."""
     from mlx_paged.drop_in.registry import stores_of
 
     stores = stores_of(model)

@@ -6,18 +6,167 @@ so long prompts do not hold up those that are answered already.
 
 from __future__ import annotations
 
+import copy
+import inspect
 import time
+from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
+from mlx_lm.models import cache as mlx_lm_cache
 
-from mlx_paged.drop_in.batch_rows import Choice, Row
-from mlx_paged.drop_in.batch_step import LaunchedStep, launch
+from mlx_paged.core import PrefixQuery
+from mlx_paged.core.prefix_tree import TOKEN_TYPE
 from mlx_paged.drop_in.caches import import_dense, is_importable, prompt_cache, sequence_of
+from mlx_paged.drop_in.registry import store_for
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.drop_in.store import PagedStore
+
+
+class Choice(NamedTuple):
+    """How the tokens of a sequence are chosen, and when it ends; as mlx-lm takes them."""
+
+    max_tokens: int
+    sampler: Callable[[mx.array], mx.array]
+    logits_processors: tuple[Any, ...]
+    stop_sequences: Any
+
+
+class BatchSequence:
+    """One sequence, from its insertion to its last token.
+
+    Attributes:
+        tokens: What mlx-lm's caller calls the tokens in the cache: those it said were there, and
+            all since. One that is being chosen is not among them yet.
+        segments: What is left of the prompt. The batch stops at the end of each segment; the last
+            one is the last token alone, which starts the answer.
+        num_total: Tokens of the prompt.
+        num_processed: Those that are in the cache.
+    """
+
+    def __init__(
+        self,
+        uid: int,
+        sequence: PagedSequence,
+        tokens: Sequence[int],
+        segments: list[list[int]],
+        choice: Choice,
+    ) -> None:
+        self.uid = uid
+        self.sequence = sequence
+        self.tokens = list(tokens)
+        self.segments = segments
+        self.choice = choice
+        self.num_total = sum(map(len, segments))
+        self.num_processed = 0
+        self.num_generated = 0
+        self.matcher = choice.stop_sequences.matcher()
+        self.is_alive = True
+        self._context: mlx_lm_cache.TokenBuffer | None = None
+        # What is in the cache, and the rest of the prompt. The caller's `tokens` are not checked
+        # against the cache, so they are not used: only what the sequence itself knows is shared.
+        self._text: array[int] | None = None
+        self._query: PrefixQuery | None = None  # for the present segment
+        if sequence.is_known:
+            self._text = sequence.tokens + array(TOKEN_TYPE, [t for s in segments for t in s])
+
+    @property
+    def is_at_last_token(self) -> bool:
+        """Whether the answer can start."""
+        return len(self.segments) == 1 and len(self.segments[0]) == 1
+
+    def take_cached(self) -> int:
+        """Takes what the store has of the present segment: no step is needed for that.
+
+        Returns:
+            How many tokens that were.
+        """
+        if self._text is None:
+            return 0
+        before = self.sequence.offset
+        end = before + len(self.segments[0])
+        if self._query is None or self._query.num_tokens != end:
+            self._query = PrefixQuery(self._text, limit=end)
+        num_cached = self.sequence.adopt(self._text, self._query) - before
+        if num_cached:
+            self._take(num_cached)
+        return num_cached
+
+    def must_wait_for(self, others: Iterable[BatchSequence]) -> bool:
+        """Whether one of `others` is computing the block that this one needs next."""
+        if self._text is None or self._query is None:
+            return False
+        found = self.sequence.store.kv.computing_next_block(self._text, self._query)
+        return found is not None and any(other.sequence.tables is found for other in others)
+
+    def compute(self, num_tokens: int) -> list[int]:
+        """The next tokens of the prompt, all of one segment, which the step is to compute."""
+        if self._text is not None:
+            self.sequence.announce(self._text)
+        return self._take(num_tokens)
+
+    def _take(self, num_tokens: int) -> list[int]:
+        segment = self.segments[0]
+        taken, self.segments[0] = segment[:num_tokens], segment[num_tokens:]
+        if not self.segments[0]:
+            self.segments.pop(0)
+        self.tokens += taken
+        self.num_processed += len(taken)
+        return taken
+
+    def add(self, token: int) -> str | None:
+        """Takes the newest token of the answer; returns why that was the last, if it was."""
+        self.tokens.append(token)
+        self.num_generated += 1
+        reason = "length" if self.num_generated >= self.choice.max_tokens else None
+        if self.matcher.advance(token):
+            reason = "stop"
+        if reason is not None:
+            self.is_alive = False
+        if self._text is not None:
+            # (The step that was launched since computes it: it is in the cache.)
+            self.sequence.tokens.append(token)
+            if reason is not None or self.sequence.offset % self.sequence.store.block_size == 0:
+                self.sequence.commit()
+        return reason
+
+    def context(self, newest: mx.array) -> mx.array:
+        """Every token up to `newest` (``[1]``, which may be in flight), for logits processors."""
+        if self._context is None:
+            # At the last token of the prompt, which is among `tokens` by then.
+            self._context = mlx_lm_cache.TokenBuffer(self.tokens[:-1])
+        return self._context.update_and_fetch(newest)
+
+
+_Work = list[tuple[BatchSequence, list[int]]]  # sequences with the tokens that a step computes
+
+
+@dataclass
+class PendingTokens:
+    """Tokens that the device is choosing.
+
+    Attributes:
+        sequences: Who gets one.
+        tokens: ``[len(sequences)]``.
+        logprobs: ``[len(sequences), vocab_size]``.
+    """
+
+    sequences: list[BatchSequence]
+    tokens: mx.array
+    logprobs: mx.array
+
+    def without_ended(self) -> PendingTokens | None:
+        """Only the sequences that go on; None where none does."""
+        alive = [i for i, seq in enumerate(self.sequences) if seq.is_alive]
+        if len(alive) == len(self.sequences):
+            return self
+        at = mx.array(alive, dtype=mx.int32)
+        sequences = [self.sequences[i] for i in alive]
+        return PendingTokens(sequences, self.tokens[at], self.logprobs[at]) if alive else None
 
 
 class PagedBatch:
@@ -27,7 +176,7 @@ class PagedBatch:
         prompt_response: makes mlx-lm's response for a piece of a prompt.
         token_response: makes mlx-lm's response for a token.
         counters: mlx-lm's counters of the generator.
-        max_rows: most sequences at work at once.
+        max_sequences: most sequences at work at once.
         max_prompts: most of them that are in their prompt.
         chunk_size: most prompt tokens in a step.
     """
@@ -39,7 +188,7 @@ class PagedBatch:
         prompt_response: Any,
         token_response: Any,
         counters: Any,
-        max_rows: int,
+        max_sequences: int,
         max_prompts: int,
         chunk_size: int,
     ) -> None:
@@ -47,64 +196,57 @@ class PagedBatch:
         self._prompt_response = prompt_response
         self._token_response = token_response
         self._counters = counters
-        self._max_rows = max_rows
+        self._max_sequences = max_sequences
         self._max_prompts = max_prompts
         self._chunk_size = chunk_size
-        self._waiting: deque[Row] = deque()
-        self._prompts: list[Row] = []
-        self._launched: LaunchedStep | None = None
+        self._waiting: deque[BatchSequence] = deque()
+        self._prompts: list[BatchSequence] = []
+        self._pending: PendingTokens | None = None
 
     # Sequences.
 
-    def add(self, row: Row) -> None:
+    def add(self, seq: BatchSequence) -> None:
         """Puts a sequence in the queue."""
-        self.store.num_prompt_tokens += row.num_total
-        self._waiting.append(row)
+        self.store.num_prompt_tokens += seq.num_total
+        self._waiting.append(seq)
 
     def find(self, uids: Iterable[int]) -> dict[int, tuple[int, int]]:
         """Stage (0: waiting, 1: in its prompt, 2: answering) and place of each sequence here."""
         wanted = set(uids)
         return {
-            row.uid: (stage, i)
-            for stage, rows in enumerate(self._stages())
-            for i, row in enumerate(rows)
-            if row.uid in wanted
+            seq.uid: (stage, i)
+            for stage, sequences in enumerate(self._stages())
+            for i, seq in enumerate(sequences)
+            if seq.uid in wanted
         }
 
-    def rows(self, uids: Iterable[int]) -> list[Row]:
+    def sequences(self, uids: Iterable[int]) -> list[BatchSequence]:
         """The sequences that are there."""
         wanted = set(uids)
-        return [row for rows in self._stages() for row in rows if row.uid in wanted]
+        return [seq for stage in self._stages() for seq in stage if seq.uid in wanted]
 
     def remove(self, uids: Iterable[int]) -> None:
-        """Lets go of sequences, wherever they are."""
-        for row in self.rows(uids):
-            row.is_alive = False
-        self._waiting = deque(row for row in self._waiting if row.is_alive)
-        self._prompts = [row for row in self._prompts if row.is_alive]
-        self._drop_ended()
+        """Drops sequences, whatever their stage."""
+        for seq in self.sequences(uids):
+            seq.is_alive = False
+        self._waiting = deque(seq for seq in self._waiting if seq.is_alive)
+        self._prompts = [seq for seq in self._prompts if seq.is_alive]
+        if self._pending is not None:
+            self._pending = self._pending.without_ended()
 
     @property
     def nbytes(self) -> int:
         """Memory of the sequences' blocks; blocks that they share count for each."""
-        layers = range(len(self.store.specs))
-        rows = [row for rows in self._stages() for row in rows]
-        return sum(row.sequence.nbytes(layer) for row in rows for layer in layers)
+        layers = range(len(self.store.flat.specs))
+        sequences = [seq.sequence for stage in self._stages() for seq in stage]
+        return sum(sequence.nbytes(layer) for sequence in sequences for layer in layers)
 
-    def __len__(self) -> int:
-        return sum(len(rows) for rows in self._stages())
-
-    def _stages(self) -> tuple[Sequence[Row], Sequence[Row], Sequence[Row]]:
+    def _stages(self) -> tuple[Sequence[BatchSequence], ...]:
         return self._waiting, self._prompts, self._generating
 
     @property
-    def _generating(self) -> list[Row]:
-        return self._launched.rows if self._launched is not None else []
-
-    def _drop_ended(self) -> None:
-        if self._launched is not None:
-            launched = self._launched.without_ended()
-            self._launched = launched if launched.rows else None
+    def _generating(self) -> list[BatchSequence]:
+        return [] if self._pending is None else self._pending.sequences
 
     # Steps.
 
@@ -117,21 +259,19 @@ class PagedBatch:
         tic = time.perf_counter()
         self._admit()
         starting, chunks, prompt_responses = self._plan_prompts()
-        before = self._launched
+        before = self._pending
         num_decoding = len(self._generating)
-        num_prompt_rows = len(starting) + sum(len(tokens) for _, tokens in chunks)
-        if num_decoding + num_prompt_rows:
-            self._launched = launch(self.store, before, starting, chunks)
-        for row, token in starting:
-            row.tokens.append(token)
-        for row, _ in [*starting, *chunks]:
-            row.learn()
+        num_prompt_tokens = len(starting) + sum(len(tokens) for _, tokens in chunks)
+        if num_decoding + num_prompt_tokens:
+            self._pending = self._launch(before, starting, chunks)
+        for seq, _ in [*starting, *chunks]:
+            seq.sequence.commit()
         token_responses = self._read(before) if before is not None else []
-        if before is None and num_prompt_rows:
+        if before is None and num_prompt_tokens:
             mx.eval(self.store.pools())  # never more than a step ahead of the device
-        # A step's time is shared out by its rows.
+        # A step's time is shared out by its tokens.
         seconds = time.perf_counter() - tic
-        for_tokens = seconds * num_decoding / max(1, num_decoding + num_prompt_rows)
+        for_tokens = seconds * num_decoding / max(1, num_decoding + num_prompt_tokens)
         self._counters.decode_time += for_tokens
         self._counters.prompt_time += seconds - for_tokens
         self._counters.generation_tokens += len(token_responses)
@@ -142,101 +282,244 @@ class PagedBatch:
         while (
             self._waiting
             and len(self._prompts) < self._max_prompts
-            and len(self._prompts) + len(self._generating) < self._max_rows
+            and len(self._prompts) + len(self._generating) < self._max_sequences
         ):
             self._prompts.append(self._waiting.popleft())
 
-    def _plan_prompts(
-        self,
-    ) -> tuple[list[tuple[Row, int]], list[tuple[Row, list[int]]], list[Any]]:
-        """Which rows start to answer, which go on with their prompt, and what to tell of them."""
-        starting: list[tuple[Row, int]] = []
-        chunks: list[tuple[Row, list[int]]] = []
+    def _plan_prompts(self) -> tuple[_Work, _Work, list[Any]]:
+        """Which sequences start to answer, which go on with their prompt, and the responses.
+
+        One whose next block another one is computing in this very step waits, and then takes the
+        block by reference.
+        """
+        starting: _Work = []
+        chunks: _Work = []
         responses = []
-        room = self._chunk_size
-        for row in self._prompts:
-            if row.is_at_last_token:
-                starting.append((row, row.segments.pop()[0]))
-                responses.append(self._prompt_response(row.uid, (row.num_total,) * 2, True, True))
+        budget = self._chunk_size
+        for seq in self._prompts:
+            num_segments, num_processed = len(seq.segments), seq.num_processed
+            if seq.is_at_last_token:
+                starting.append((seq, seq.compute(1)))
+                responses.append(self._prompt_response(seq.uid, (seq.num_total,) * 2, True, True))
                 continue
-            num_segments, num_processed = len(row.segments), row.num_processed
-            self._take_cached(row)
-            if (
-                room > 0
-                and len(row.segments) == num_segments
-                and not any(self._is_computing(other, row) for other, _ in chunks)
-            ):
-                tokens = row.take(min(len(row.segments[0]), room))
-                room -= len(tokens)
-                chunks.append((row, tokens))
-            if row.num_processed > num_processed:
-                self._counters.prompt_tokens += row.num_processed - num_processed
-                progress = (row.num_processed, row.num_total)
-                ended = len(row.segments) < num_segments
-                responses.append(self._prompt_response(row.uid, progress, ended, False))
-        self._prompts = [row for row in self._prompts if row.segments]
+            self.store.num_cached_tokens += seq.take_cached()
+            ended = len(seq.segments) < num_segments
+            computing = (other for other, _ in [*starting, *chunks])
+            if budget > 0 and not ended and not seq.must_wait_for(computing):
+                tokens = seq.compute(min(len(seq.segments[0]), budget))
+                budget -= len(tokens)
+                chunks.append((seq, tokens))
+                ended = len(seq.segments) < num_segments
+            if seq.num_processed > num_processed:
+                self._counters.prompt_tokens += seq.num_processed - num_processed
+                progress = (seq.num_processed, seq.num_total)
+                responses.append(self._prompt_response(seq.uid, progress, ended, False))
+        self._prompts = [seq for seq in self._prompts if seq.segments]
         return starting, chunks, responses
 
-    def _take_cached(self, row: Row) -> None:
-        """Takes what the store has of the present segment: no step is needed for that."""
-        prompt, before = row.prompt(), row.sequence.offset
-        if prompt is None:
-            return
-        num_cached = row.sequence.adopt(prompt, before + len(row.segments[0])) - before
-        if num_cached:
-            row.take(num_cached)
-            self.store.num_cached_tokens += num_cached
+    def _launch(
+        self, decoding: PendingTokens | None, starting: _Work, chunks: _Work
+    ) -> PendingTokens | None:
+        """Builds a step and sets the device to work on it; returns at once.
 
-    def _is_computing(self, other: Row, row: Row) -> bool:
-        """Whether `other` fills in this very step the block that `row` needs next.
+        Args:
+            decoding: sequences whose newest token is the step's input.
+            starting: sequences with the last token of their prompt.
+            chunks: sequences with tokens of their prompt from which nothing is chosen.
 
-        Then that row waits, and takes the block by reference.
+        Returns:
+            The tokens of `decoding` and `starting`, in that order; None where there are none.
         """
-        theirs, ours = other.known(), row.prompt()
-        if theirs is None or ours is None:
-            return False
-        size = self.store.block_size
-        end = (row.sequence.offset // size + 1) * size
-        return len(theirs) >= end and len(ours) > end and theirs[:end] == ours[:end]
+        answering = [*(decoding.sequences if decoding else []), *(seq for seq, _ in starting)]
+        sequences = [seq.sequence for seq in [*answering, *(seq for seq, _ in chunks)]]
+        lengths = [1] * len(answering) + [len(tokens) for _, tokens in chunks]
+        starts = [sequence.offset for sequence in sequences]
+        for sequence, start, length in zip(sequences, starts, lengths):
+            sequence.before_write(start, start + length)
+        known = [token for _, tokens in [*starting, *chunks] for token in tokens]
+        inputs = mx.array(np.array(known, dtype=np.int32))
+        if decoding is not None:
+            inputs = mx.concatenate([decoding.tokens.astype(mx.int32), inputs])
+        leases = [sequence.leases[0] for sequence in sequences]
+        store = self.store
+        logits = store.forward(leases, starts, lengths, inputs, np.arange(len(answering)))
+        for sequence, start, length in zip(sequences, starts, lengths):
+            sequence.move_to(start + length)
+        if not answering:
+            mx.async_eval(store.pools())  # type: ignore[no-untyped-call]
+            return None
+        tokens, logprobs = _choose(answering, inputs, logits)
+        mx.async_eval(tokens, logprobs, store.pools())  # type: ignore[no-untyped-call]
+        return PendingTokens(answering, tokens, logprobs)
 
-    def _read(self, step: LaunchedStep) -> list[Any]:
-        """Waits for a step and tells of its tokens. The step after it, which puts their keys in the
-        caches, has been launched.
+    def _read(self, step: PendingTokens) -> list[Any]:
+        """Waits for the tokens of a step; returns their responses. The step after it, which puts
+        their keys in the caches, has been launched.
         """
         mx.eval(step.tokens, step.logprobs)
         responses = []
         tokens: list[int] = step.tokens.tolist()  # type: ignore[assignment]
-        for row, token, logprobs in zip(step.rows, tokens, step.logprobs):
-            row.tokens.append(token)
-            row.num_generated += 1
-            reason = "length" if row.num_generated >= row.choice.max_tokens else None
-            if row.matcher.advance(token):
-                reason = "stop"
-            if reason is not None or row.sequence.offset % self.store.block_size == 0:
-                row.learn()
-            ended: tuple[Any, Any] = None, None
-            if reason is not None:
-                row.is_alive = False
-                ended = prompt_cache(row.sequence), row.tokens
-            responses.append(self._token_response(row.uid, token, logprobs, reason, *ended))
-        self._drop_ended()
+        for seq, token, logprobs in zip(step.sequences, tokens, step.logprobs):
+            reason = seq.add(token)
+            ended = (None, None) if reason is None else (prompt_cache(seq.sequence), seq.tokens)
+            responses.append(self._token_response(seq.uid, token, logprobs, reason, *ended))
+        if self._pending is not None:
+            self._pending = self._pending.without_ended()
         return responses
 
 
-def row_of(
-    uid: int,
-    segments: list[list[int]],
-    caches: Sequence[Any] | None,
-    all_tokens: Sequence[int],
-    choice: Choice,
-    store: PagedStore,
-) -> Row | None:
-    """A row for a sequence that mlx-lm's `insert_segments` has checked; None: not for the store."""
+def _choose(
+    sequences: list[BatchSequence], inputs: mx.array, logits: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Processes logits and samples, as mlx-lm's `GenerationBatch` does."""
+    if any(seq.choice.logits_processors for seq in sequences):
+        processed = []
+        for i, seq in enumerate(sequences):
+            own = logits[i : i + 1]
+            if seq.choice.logits_processors:
+                context = seq.context(inputs[i : i + 1])
+                for processor in seq.choice.logits_processors:
+                    own = processor(context, own)
+            processed.append(own)
+        logits = mx.concatenate(processed, axis=0)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    samplers = [seq.choice.sampler for seq in sequences]
+    if all(sampler is samplers[0] for sampler in samplers):
+        return samplers[0](logprobs), logprobs
+    chosen = [sampler(logprobs[i : i + 1]) for i, sampler in enumerate(samplers)]
+    return mx.concatenate(chosen, axis=0), logprobs
+
+
+def batch_generator(original: Any) -> Any:
+    """For `mlx_lm.generate.BatchGenerator`.
+
+    The class is mlx-lm's own but for the sequences that the model's store takes: those run in a
+    `PagedBatch`. Sequences with caches of other kinds, and models without a store, run as ever, in
+    the same generator.
+    """
+    from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
+
+    class BatchGenerator(original):  # type: ignore[misc]
+        def __init__(self, model: Any, **options: Any) -> None:
+            super().__init__(model, **options)
+            own_caches = inspect.unwrap(mlx_lm_cache.make_prompt_cache)(model, self.max_kv_size)
+            store = store_for(model, own_caches)
+            self._paged: PagedBatch | None = None
+            if store is not None:
+                self._paged = PagedBatch(
+                    store,
+                    prompt_response=PromptProcessingBatch.Response,
+                    token_response=GenerationBatch.Response,
+                    counters=self._counters,
+                    max_sequences=self.completion_batch_size,
+                    max_prompts=self.prefill_batch_size,
+                    chunk_size=self.prefill_step_size,
+                )
+
+        def insert_segments(
+            self,
+            segments: list[list[list[int]]],
+            max_tokens: list[int] | None = None,
+            caches: list[Any] | None = None,
+            all_tokens: list[list[int]] | None = None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> list[int]:
+            segments, caches, all_tokens = _with_last_tokens(segments, caches, all_tokens)
+            uids: list[int] = super().insert_segments(
+                segments, max_tokens, caches, all_tokens, *args, **kwargs
+            )
+            if self._paged is not None:
+                queue = self._unprocessed_sequences
+                for entry in [queue.pop() for _ in uids][::-1]:
+                    uid, prompt, limit, cache, tokens, sampler, processors, stops = entry
+                    choice = Choice(limit, sampler, processors, stops)
+                    sequence, tokens = _stored(cache, tokens, self._paged.store)
+                    if sequence is None:
+                        queue.append(entry)
+                    else:
+                        self._paged.add(BatchSequence(uid, sequence, tokens, prompt, choice))
+            return uids
+
+        def _next(self) -> tuple[list[Any], list[Any]]:
+            if self._paged is None:
+                return super()._next()
+            prompts, tokens = self._paged.next()
+            if self._unprocessed_sequences or self._prompt_batch or self._generation_batch:
+                more_prompts, more_tokens = super()._next()
+                return prompts + more_prompts, tokens + more_tokens
+            return prompts, tokens
+
+        def _find_uids(self, uids: Iterable[int]) -> dict[int, tuple[int, int]]:
+            found = super()._find_uids(uids)
+            return {**found, **self._paged.find(uids)} if self._paged is not None else found
+
+        def extract_cache(self, uids: Iterable[int]) -> dict[int, Any]:
+            ours = self._paged.sequences(uids) if self._paged is not None else []
+            found = {seq.uid: (prompt_cache(seq.sequence.fork()), seq.tokens) for seq in ours}
+            return {**super().extract_cache(set(uids) - set(found)), **found}
+
+        def remove(self, uids: Iterable[int], return_prompt_caches: bool = False) -> Any:
+            uids = set(uids)
+            caches = self.extract_cache(uids) if return_prompt_caches else {}
+            if self._paged is not None:
+                ours = self._paged.find(uids)
+                self._paged.remove(ours)
+                uids -= ours.keys()
+            super().remove(uids)
+            return caches
+
+        @property
+        def prompt_cache_nbytes(self) -> int:
+            nbytes = super().prompt_cache_nbytes
+            return nbytes + (self._paged.nbytes if self._paged is not None else 0)
+
+    BatchGenerator.__doc__ = original.__doc__
+    BatchGenerator.__qualname__ = original.__qualname__
+    return BatchGenerator
+
+
+def _stored(
+    caches: Sequence[Any] | None, tokens: Sequence[int], store: PagedStore
+) -> tuple[PagedSequence | None, Sequence[int]]:
+    """A sequence of the store that begins with the caches given to mlx-lm, and what is in it; None
+    where they are not for the store.
+    """
     if caches is None:
-        return Row(uid, PagedSequence(store), [], segments, choice)
+        return PagedSequence(store), []
     sequence = sequence_of(caches)
     if sequence is not None and sequence.store is store and len(sequence.leases) == 1:
-        return Row(uid, sequence.fork(), all_tokens, segments, choice)
-    if is_importable(caches, store):
-        return Row(uid, import_dense(caches, store), all_tokens, segments, choice)
-    return None
+        return sequence.fork(), tokens
+    return (import_dense(caches, store) if is_importable(caches, store) else None), tokens
+
+
+def _with_last_tokens(
+    segments: list[list[list[int]]],
+    caches: list[Any] | None,
+    all_tokens: list[list[int]] | None,
+) -> tuple[list[list[list[int]]], list[Any] | None, list[list[int]] | None]:
+    """Gives sequences whose prompt is in their cache to the last token something to compute.
+
+    What follows a token is known only when it is computed, so the last one is computed again.
+    """
+    if caches is None or len(caches) != len(segments):
+        return segments, caches, all_tokens
+    if all_tokens is not None and len(all_tokens) != len(segments):
+        return segments, caches, all_tokens
+    segments, caches = list(segments), list(caches)
+    texts = [[] for _ in segments] if all_tokens is None else list(all_tokens)
+    for i, (segment, cache) in enumerate(zip(segments, caches)):
+        sequence = sequence_of(cache) if cache else None
+        is_empty = all(c.empty() for c in cache or ()) if sequence is None else not sequence.offset
+        if any(segment) or is_empty:
+            continue
+        last = list(texts[i][-1:])
+        if sequence is not None and sequence.is_known:
+            last = [sequence.tokens[-1]]
+        if last and mlx_lm_cache.can_trim_prompt_cache(cache):
+            caches[i] = copy.deepcopy(cache)
+            mlx_lm_cache.trim_prompt_cache(caches[i], 1)
+            segments[i], texts[i] = [last], texts[i][:-1]
+        elif texts[i]:  # what cannot be trimmed is computed again
+            segments[i], caches[i], texts[i] = [texts[i]], None, []
+    return segments, caches, texts

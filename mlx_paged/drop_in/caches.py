@@ -1,4 +1,4 @@
-"""Paged prompt caches that are mlx-lm's own to whoever looks at them, and how they are made."""
+"""Paged prompt caches with mlx-lm's classes, attributes and methods, and how they are made."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ from mlx_paged.model.layout import CacheSpec, LayerSpec
 class _PromptCache:
     """One layer of a sequence, in mlx-lm's cache protocol.
 
-    A model that is called with these runs paged and never looks into them (`reroute`). Whoever does
+    A model that is called with these runs paged and never looks into them (`registry`). Other code
     gets dense keys and values, which are copies.
+
+    Attributes:
+        plain: mlx-lm's class, whose place it takes.
     """
+
+    plain: type[Any] = KVCache
 
     def __init__(self, sequence: PagedSequence, layer: int) -> None:
         self.sequence = sequence
@@ -74,25 +79,30 @@ class _PromptCache:
     def __reduce__(self) -> Any:
         return type(self.dense()).from_state, (self.dense().state,)
 
+    @property
+    def state(self) -> Any:
+        return self.keys, self.values, self.offset, *self._more_state()
+
+    @state.setter
+    def state(self, v: Any) -> None:
+        source = self.plain.from_state(v)
+        self._check(source)
+        _restore(self, source)
+
+    def _more_state(self) -> tuple[Any, ...]:
+        """What mlx-lm's class has in its state besides keys, values and offset."""
+        return ()
+
+    def _check(self, source: Any) -> None:
+        """Raises `ValueError` where a cache of mlx-lm's cannot be taken."""
+
     def dense(self) -> Any:
         """mlx-lm's own cache with the same content."""
-        raise NotImplementedError
+        return self.plain.from_state(self.state)
 
 
 class PagedKVCache(_PromptCache, KVCache):  # type: ignore[misc]
     """Stands where mlx-lm has a `KVCache`."""
-
-    @property
-    def state(self) -> Any:
-        return self.keys, self.values, self.offset
-
-    @state.setter
-    def state(self, v: Any) -> None:
-        keys, values, offset = v
-        _restore(self, keys, values, offset)
-
-    def dense(self) -> KVCache:
-        return KVCache.from_state(self.state)
 
 
 class PagedRotatingKVCache(_PromptCache, RotatingKVCache):  # type: ignore[misc]
@@ -102,12 +112,14 @@ class PagedRotatingKVCache(_PromptCache, RotatingKVCache):  # type: ignore[misc]
     can be trimmed at any length.
     """
 
+    plain = RotatingKVCache
     keep = 0
 
     @property
     def max_size(self) -> int:
         """The window."""
-        window: int = self.sequence.store.specs[self.layer].window
+        window = self.sequence.store.flat.spec(self.layer).window
+        assert window is not None
         return window
 
     @property
@@ -123,19 +135,15 @@ class PagedRotatingKVCache(_PromptCache, RotatingKVCache):  # type: ignore[misc]
         start = self.offset - self.size()
         return keys[:, :, start:], values[:, :, start:]
 
-    @property
-    def state(self) -> Any:
-        return self.keys, self.values, self.offset, self.keep, self.max_size, self._idx
+    def _more_state(self) -> tuple[Any, ...]:
+        return self.keep, self.max_size, self._idx
 
-    @state.setter
-    def state(self, v: Any) -> None:
-        source = RotatingKVCache.from_state(v)
+    def _check(self, source: Any) -> None:
         if source.keep != 0 or source.max_size != self.max_size:
             raise ValueError(
                 f"[paged prompt cache] state must be of keep 0 and max_size {self.max_size} but "
                 f"got {source.keep} and {source.max_size}"
             )
-        _restore(self, *_newest(source), source.offset)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """As mlx-lm's: rows of a longer piece see each its own window, so it returns them all."""
@@ -150,34 +158,24 @@ class PagedRotatingKVCache(_PromptCache, RotatingKVCache):  # type: ignore[misc]
     def make_mask(self, *args: Any, **kwargs: Any) -> Any:
         return self.dense().make_mask(*args, **kwargs)
 
-    def dense(self) -> RotatingKVCache:
-        return RotatingKVCache.from_state(self.state)
-
 
 class PagedChunkedKVCache(_PromptCache, ChunkedKVCache):  # type: ignore[misc]
     """Stands where mlx-lm has a `ChunkedKVCache`: a layer that sees its own chunk of the text."""
 
+    plain = ChunkedKVCache
     start_position = 0
 
     @property
     def chunk_size(self) -> int:
-        chunk: int = self.sequence.store.specs[self.layer].chunk
+        chunk = self.sequence.store.flat.spec(self.layer).chunk
+        assert chunk is not None
         return chunk
 
-    @property
-    def state(self) -> Any:
-        return self.keys, self.values, self.offset, self.chunk_size, self.start_position
-
-    @state.setter
-    def state(self, v: Any) -> None:
-        source = ChunkedKVCache.from_state(v)
-        _restore(self, *_newest(source), source.offset)
+    def _more_state(self) -> tuple[Any, ...]:
+        return self.chunk_size, self.start_position
 
     def maybe_trim_front(self) -> None:
         """Nothing is dropped here."""
-
-    def dense(self) -> ChunkedKVCache:
-        return ChunkedKVCache.from_state(self.state)
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> Any:
@@ -210,7 +208,7 @@ class _WorkingCache(_PromptCache):
     def offset(self) -> int:
         return self.sequence.offset
 
-    @property
+    @property  # type: ignore[misc]
     def state(self) -> Any:
         return self.sequence.store.pools() if self.layer == 0 else []
 
@@ -223,7 +221,7 @@ class _WorkingCache(_PromptCache):
 
 def prompt_cache(sequence: PagedSequence) -> list[Any]:
     """The caches of a sequence, put together as mlx-lm does for the model."""
-    leaves = [_kind_of(spec)(sequence, i) for i, spec in enumerate(sequence.store.specs)]
+    leaves = [_kind_of(spec)(sequence, i) for i, spec in enumerate(sequence.store.flat.specs)]
     return [_assembled(shape, leaves) for shape in sequence.store.flat.layout.tree]
 
 
@@ -281,7 +279,7 @@ def dense_copy(cache: Any) -> Any:
 def is_importable(caches: Sequence[Any], store: PagedStore) -> bool:
     """Whether `import_dense` can take mlx-lm's own caches of a model."""
     leaves = leaves_of(caches)
-    return len(leaves) == len(store.specs) and all(map(_fits, leaves, store.specs))
+    return len(leaves) == len(store.flat.specs) and all(map(_fits, leaves, store.flat.specs))
 
 
 def _fits(cache: Any, spec: CacheSpec) -> bool:
@@ -300,28 +298,21 @@ def import_dense(caches: Sequence[Any], store: PagedStore) -> PagedSequence:
     leaves = leaves_of(caches)
     for source, target in zip(leaves, leaves_of(prompt_cache(sequence))):
         if not source.empty():
-            _restore(target, *_newest(source), source.offset)
+            _restore(target, source)
     sequence.move_to(max(source.offset for source in leaves))  # unused ones move along
     return sequence
 
 
-def _newest(cache: Any) -> tuple[Any, Any]:
-    """Keys and values of the tokens that one of mlx-lm's caches still has, oldest first."""
-    if cache.keys is None:
-        return None, None
-    if not isinstance(cache, RotatingKVCache):
-        return tuple(cache.keys_and_values())
-    num_tokens = cache.size()
-    return tuple(cache._temporal_order(x)[:, :, -num_tokens:] for x in (cache.keys, cache.values))
-
-
-def _restore(cache: _PromptCache, keys: mx.array | None, values: mx.array, offset: int) -> None:
-    """Makes one layer hold `offset` tokens, of which the last are given."""
+def _restore(cache: _PromptCache, source: Any) -> None:
+    """Makes one layer hold what one of mlx-lm's caches does."""
     cache.trim(cache.offset)
-    if keys is None or offset == 0:
+    if source.keys is None or source.offset == 0:
         return
-    keys, values = keys[:, :, :offset], values[:, :, :offset]  # mlx-lm's buffers may be longer
-    sequence, length = cache.sequence, keys.shape[2]
+    if isinstance(source, RotatingKVCache):
+        parts = (source._temporal_order(x) for x in (source.keys, source.values))
+        keys, values = (x[:, :, -source.size() :] for x in parts)
+    else:
+        keys, values = source.keys_and_values()
     # What a window has lost is never read again: it gets its place in the blocks, and no content.
-    sequence.offsets[cache.layer] = offset - length
-    sequence.write(cache.layer, keys, values)
+    cache.sequence.offsets[cache.layer] = source.offset - keys.shape[2]
+    cache.sequence.write(cache.layer, keys, values)

@@ -19,7 +19,6 @@ import numpy as np
 from mlx_paged import ops
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.layout import CacheSpec, LayerSpec
-from mlx_paged.model.plan import build_plan
 from mlx_paged.ops import AttentionPlan
 
 
@@ -116,7 +115,7 @@ class FlatModel:
             logits = self._paged.forward(tokens, inputs)
         finally:
             self._paged.model = None  # type: ignore[assignment]
-        # (A head that was replaced since, by quantising it, say, gives all rows.)
+        # (A head that was replaced since, for example by a quantised one, gives all rows.)
         return logits if len(logits) == len(logit_rows) else logits[mx.array(logit_rows)]
 
     # Layers by themselves, for what is put in and taken out.
@@ -127,7 +126,7 @@ class FlatModel:
         Raises:
             ValueError: for other heads or head dims than the layer has.
         """
-        spec = self._spec(layer)
+        spec = self.spec(layer)
         dims = (spec.key_dim, spec.value_dim)
         if spec.latent:
             dims = (spec.value_dim, spec.key_dim - spec.value_dim)
@@ -149,17 +148,11 @@ class FlatModel:
             plan.slot_mapping,
         )
 
-    def plan(
-        self, tables: Sequence[Sequence[int]], context_lens: Sequence[int], query_lens: list[int]
-    ) -> AttentionPlan:
-        """Of a step in which layers are written one by one."""
-        return build_plan(tables, context_lens, query_lens, block_size=self.block_size)
-
     def read(
         self, layer: int, tables: Sequence[Sequence[int]], num_tokens: int
     ) -> tuple[mx.array, mx.array]:
         """Dense ``[batch, num_kv_heads, num_tokens, head_dim]`` keys and values of one layer."""
-        spec, cache = self._spec(layer), self._caches[layer]
+        spec, cache = self.spec(layer), self._caches[layer]
         width = max(map(len, tables))
         padded = [[*table, *[0] * (width - len(table))] for table in tables]
         keys, values = ops.gather_kv(
@@ -174,7 +167,8 @@ class FlatModel:
             return keys[..., : spec.value_dim], keys[..., spec.value_dim : spec.key_dim]
         return keys[..., : spec.key_dim], values[..., : spec.value_dim]
 
-    def _spec(self, layer: int) -> LayerSpec:
+    def spec(self, layer: int) -> LayerSpec:
+        """What a cache that the model uses holds."""
         spec = self.specs[layer]
         assert isinstance(spec, LayerSpec), f"cache {layer} of the model is not used"
         return spec
@@ -206,7 +200,7 @@ class FlatModel:
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
-    """What a model's ``config.json`` says of its family, as far as the model itself can tell."""
+    """The fields of a model's ``config.json`` that the model itself still has."""
     model_type = str(getattr(model, "model_type", type(model).__name__))
     for base in type(model).__mro__:
         package, _, module = base.__module__.rpartition(".")

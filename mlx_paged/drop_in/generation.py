@@ -1,4 +1,4 @@
-"""What stands in for mlx-lm's functions: prompt caches, and generation for one sequence.
+"""What replaces mlx-lm's functions: prompt caches, and generation for one sequence.
 
 mlx-lm's own loops do the work. They are given what is not in the store yet, and caches that put it
 there.
@@ -12,7 +12,9 @@ from functools import wraps
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models import cache as mlx_lm_cache
 
+from mlx_paged.core import PrefixQuery
 from mlx_paged.drop_in.caches import dense_copy, prompt_cache, sequence_of, working_caches
 from mlx_paged.drop_in.registry import store_for
 from mlx_paged.drop_in.sequence import PagedSequence
@@ -53,17 +55,18 @@ def generate_step(original: Function) -> Function:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         arguments = call.arguments
-        sequence = _sequence_for(arguments)
-        if sequence is None:
+        sequences = _sequences_of(arguments, arguments["model"])
+        if sequences is None:
             yield from original(*args, **kwargs)
             return
+        [sequence] = sequences
         arguments["prompt_cache"] = working_caches(sequence)
         if arguments["input_embeddings"] is not None or not sequence.is_known:
             # Nobody knows which tokens these keys belong to: they are nobody else's.
             yield from original(*call.args, **call.kwargs)
             return
-        prompt = _prompt_or_last_token(arguments["prompt"], [sequence])
-        tokens = sequence.trail.tokens() + prompt
+        prompt = _prompt_or_last_token(arguments["prompt"], sequences)
+        tokens = [*sequence.tokens, *prompt]
         num_cached = sequence.adopt(tokens) - (len(tokens) - len(prompt))
         _count(sequence, len(prompt), num_cached)
         # (An empty array, of an empty prompt, may well be of a type that is no token's.)
@@ -85,17 +88,17 @@ def speculative_generate_step(original: Function) -> Function:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         arguments = call.arguments
-        sequences = _target_and_draft(arguments)
+        sequences = _sequences_of(arguments, arguments["model"], arguments["draft_model"])
         if sequences is None or not all(s.is_known for s in sequences):
             yield from original(*args, **kwargs)
             return
         arguments["prompt_cache"] = [c for s in sequences for c in working_caches(s)]
         prompt = _prompt_or_last_token(arguments["prompt"], sequences)
-        texts = [s.trail.tokens() + prompt for s in sequences]
+        texts = [[*s.tokens, *prompt] for s in sequences]
         # mlx-lm gives both models the same rest of the prompt.
         num_cached = min(s.cached_tokens(text) - s.offset for s, text in zip(sequences, texts))
         for sequence, text in zip(sequences, texts):
-            sequence.adopt(text, sequence.offset + num_cached)
+            sequence.adopt(text, PrefixQuery(text, limit=sequence.offset + num_cached))
             _count(sequence, len(prompt), num_cached)
         arguments["prompt"] = mx.array(prompt[num_cached:], dtype=mx.uint32)
         answer: list[int] = []
@@ -113,55 +116,61 @@ def speculative_generate_step(original: Function) -> Function:
     return speculative_generate_step
 
 
-def _sequence_for(arguments: dict[str, Any]) -> PagedSequence | None:
-    """The sequence that a call of `generate_step` is about; None: it is mlx-lm's business alone."""
+def tokenize(original: Function) -> Function:
+    """For `mlx_lm.server.ResponseGenerator._tokenize`.
+
+    An empty prompt ends the generation thread of mlx-lm's server, and with it the server. Here it
+    begins where every text begins: with the model's first token.
+    """
+
+    @wraps(original)
+    def _tokenize(self: Any, tokenizer: Any, request: Any, args: Any) -> Any:
+        prompt, segments, types, state, vision = original(self, tokenizer, request, args)
+        if not prompt:
+            first = tokenizer.bos_token_id
+            if first is None:
+                first = tokenizer.eos_token_id  # as models without one are trained
+            if first is None:
+                # The server sends its client the message of an exception that is raised here.
+                raise ValueError("the prompt is empty, and this model has no token to begin with")
+            prompt, segments, types = [first], [[first]], ["assistant"]
+        return prompt, segments, types, state, vision
+
+    return _tokenize
+
+
+def _sequences_of(arguments: dict[str, Any], *models: Any) -> list[PagedSequence] | None:
+    """The sequences that a call is about, one for each model; None: mlx-lm's code does it alone."""
     if arguments["kv_bits"] is not None:
         return None  # mlx-lm replaces the caches of the list by quantised ones as it goes
-    model, caches = arguments["model"], arguments["prompt_cache"]
-    if caches is None:
-        return sequence_of(_new_caches(model, arguments["max_kv_size"]))
-    return _given(caches, model)
-
-
-def _target_and_draft(arguments: dict[str, Any]) -> list[PagedSequence] | None:
-    if arguments["kv_bits"] is not None:
-        return None
-    models = [arguments["model"], arguments["draft_model"]]
     caches = arguments["prompt_cache"]
     if caches is None:
-        sequences = [sequence_of(_new_caches(model)) for model in models]
-    else:
+        size = arguments.get("max_kv_size")
+        each = [mlx_lm_cache.make_prompt_cache(model, size) for model in models]
+    elif len(models) == 1:
+        each = [caches]
+    else:  # of the target first, then of the draft
         num_layers = len(models[0].layers)
-        both = [caches[:num_layers], caches[num_layers:]]
-        sequences = [_given(c, model) for c, model in zip(both, models)]
-    found = [s for s in sequences if s is not None]
-    return found if len(found) == 2 else None
-
-
-def _new_caches(model: Any, max_kv_size: int | None = None) -> list[Any]:
-    from mlx_lm.models import cache
-
-    return cache.make_prompt_cache(model, max_kv_size)
-
-
-def _given(caches: list[Any], model: Any) -> PagedSequence | None:
-    """The sequence of caches that were made earlier; notices that weights have changed since."""
-    from mlx_lm.models import cache
-
-    sequence = sequence_of(caches)
-    if sequence is not None:
-        store_for(model, inspect.unwrap(cache.make_prompt_cache)(model))
-    return sequence
+        each = [caches[:num_layers], caches[num_layers:]]
+    found = []
+    for model, own in zip(models, each):
+        sequence = sequence_of(own)
+        if sequence is None:
+            return None
+        if caches is not None:  # made earlier: notices that weights have changed since
+            store_for(model, inspect.unwrap(mlx_lm_cache.make_prompt_cache)(model))
+        found.append(sequence)
+    return found
 
 
 def _prompt_or_last_token(prompt: mx.array, sequences: list[PagedSequence]) -> list[int]:
     """The prompt's tokens. Where it is empty, the cache has all of them: the last is computed anew,
-    because only computing it says what follows.
+    because what follows it is known only then.
     """
     tokens: list[int] = prompt.tolist()  # type: ignore[assignment]
-    if tokens or not all(len(s.trail) for s in sequences):
+    if tokens or not all(len(s.tokens) for s in sequences):
         return tokens
-    tokens = [sequences[0].trail.last()]
+    tokens = [sequences[0].tokens[-1]]
     for sequence in sequences:
         sequence.trim_all(1)
     return tokens
@@ -191,7 +200,7 @@ def _hide_the_cut(arguments: dict[str, Any], cached: list[int], num_tokens: int)
 def _learning(
     steps: Iterator[Any], sequence: PagedSequence, tokens: list[int]
 ) -> Iterator[tuple[int, mx.array]]:
-    """Passes on what `generate_step` yields, and tells the sequence which tokens these are."""
+    """Passes on what `generate_step` yields, and makes the tokens known to the sequence."""
     block_size = sequence.store.block_size
     prompt_is_learnt = False
     try:

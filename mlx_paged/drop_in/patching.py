@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_paged.drop_in.seams import CHECKED_ON, SEAMS, Seam, mismatch, resolve
 from mlx_paged.errors import MlxPagedError
@@ -44,20 +44,19 @@ class MlxLmMismatchError(MlxPagedError, RuntimeError):
         self.reasons = tuple(reasons)
 
 
-class _Replaced:
-    """What stands where, now."""
+class _Replaced(NamedTuple):
+    """What is where now."""
 
-    def __init__(self, seam: Seam, original: Any, replacement: Any) -> None:
-        self.seam = seam
-        self.original = original
-        self.replacement = replacement
+    seam: Seam
+    original: Any
+    replacement: Any
 
 
 _replaced: list[_Replaced] = []
 
 
 def is_disabled() -> bool:
-    """Whether the environment says to leave mlx-lm alone."""
+    """Whether the environment disables the drop-in."""
     return os.environ.get(DISABLE_VARIABLE, "") not in ("", "0")
 
 
@@ -76,10 +75,10 @@ def arrange() -> None:
 
 
 def patch() -> bool:
-    """Makes mlx-lm paged; twice is as good as once.
+    """Makes mlx-lm paged; twice changes nothing.
 
     Returns:
-        Whether it is: false where ``MLX_PAGED_DISABLE`` says that it is not to be.
+        Whether it is: false where ``MLX_PAGED_DISABLE`` is set.
 
     Raises:
         MlxLmMismatchError: a symbol of mlx-lm is missing or takes other parameters; nothing was
@@ -175,7 +174,7 @@ def _is_loaded(name: str) -> bool:
 
 
 class _Finder(MetaPathFinder):
-    """Finds nothing itself; has a word with mlx-lm's modules once they are loaded."""
+    """Finds nothing itself; patches mlx-lm's modules once they are loaded."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -191,7 +190,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """A module's own loader, and what comes after."""
+    """A module's own loader; patches the module that it has loaded."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

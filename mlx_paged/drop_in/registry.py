@@ -1,11 +1,13 @@
-"""Which store belongs to which model, and whether the model can have one."""
+"""Which store belongs to which model, if any, and how the model's calls reach it."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 import weakref
 from collections.abc import Sequence
+from functools import wraps
 from typing import Any
 
 import mlx.core as mx
@@ -13,8 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache
 
-from mlx_paged.drop_in.caches import leaves_of
-from mlx_paged.drop_in.reroute import reroute
+from mlx_paged.drop_in.caches import leaves_of, sequence_of
 from mlx_paged.drop_in.store import PagedStore
 from mlx_paged.errors import MlxPagedError
 
@@ -100,7 +101,7 @@ def stores_of(model: Any) -> list[PagedStore]:
 
 
 def forget_all() -> None:
-    """Lets go of every store. Prompt caches that live keep theirs."""
+    """Drops every store. Live prompt caches keep theirs."""
     for key in list(_stores):
         _drop(key)
 
@@ -118,7 +119,7 @@ def _make(model: nn.Module) -> PagedStore | None:
     if reason is None:
         try:
             store = PagedStore(model, cache_bytes=cache_bytes)
-            reroute(model)
+            _reroute(model)
             return store
         except MlxPagedError as error:
             reason = str(error)
@@ -153,3 +154,39 @@ def _cache_bytes() -> int:
     if not value.isdecimal():
         raise ValueError(f"{CACHE_BYTES_VARIABLE} must be a number of bytes but is {value!r}")
     return int(value)
+
+
+def _reroute(model: nn.Module) -> None:
+    """Makes ``model(tokens, cache=caches)`` a step of the store; twice changes nothing.
+
+    Only the class of the one model changes, to a subclass of itself. With any other cache, or none,
+    the model is as mlx-lm made it.
+    """
+    base: Any = type(model)
+    if getattr(base, "mlx_paged_reroutes", False):
+        return  # (copies of a model have its class)
+    signature = inspect.signature(base.__call__)
+
+    @wraps(base.__call__)  # mlx-lm reads off its parameters what a model can do
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> mx.array:
+        caches = kwargs.get("cache")
+        if caches is None and len(args) > 1:
+            caches = signature.bind(self, *args, **kwargs).arguments.get("cache")
+        sequence = sequence_of(caches) if caches else None
+        if sequence is None:
+            return base.__call__(self, *args, **kwargs)
+        if not sequence.store.flat.is_of(self):
+            raise ValueError("[paged prompt cache] this cache belongs to another model")
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        (_, tokens), *others = ((k, v) for k, v in arguments.items() if v is not self)
+        options = {k: v for k, v in others if k != "cache" and v is not None}
+        embeddings = options.pop("input_embeddings", None)
+        if options:
+            raise TypeError(
+                f"[paged prompt cache] {sorted(options)} must be None: a paged step makes its own. "
+                "Set MLX_PAGED_DISABLE=1 to run this model with mlx-lm's own caches"
+            )
+        return sequence.forward(tokens, embeddings)
+
+    members = {"__call__": __call__, "__module__": base.__module__, "mlx_paged_reroutes": True}
+    model.__class__ = type(base.__name__, (base,), members)

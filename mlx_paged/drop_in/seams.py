@@ -1,6 +1,6 @@
 """Where mlx-lm is replaced: every symbol, why, and what it must look like for that.
 
-This list is all there is. `patching` reads it, refuses as a whole where mlx-lm is not as it says,
+The list is complete. `patching` reads it, replaces nothing where mlx-lm differs from it anywhere,
 and puts everything back on request.
 """
 
@@ -25,7 +25,7 @@ class Seam:
         signature: Its parameters, as `signature_of` writes them.
         why: What it is replaced for; for a symbol that is only relied on, what for.
         maker: ``module:function`` under `mlx_paged.drop_in` that takes the original and returns
-            what stands in for it; None for a symbol that is only relied on.
+            its replacement; None for a symbol that is only relied on.
     """
 
     module: str
@@ -40,23 +40,25 @@ class Seam:
         return f"{self.module}.{self.symbol}"
 
 
+_CACHE, _GENERATE = "mlx_lm.models.cache", "mlx_lm.generate"
+
 SEAMS = (
     Seam(
-        "mlx_lm.models.cache",
+        _CACHE,
         "make_prompt_cache",
         "model, max_kv_size=",
         "caches of the model's paged store, where the family is proven",
         "generation:make_prompt_cache",
     ),
     Seam(
-        "mlx_lm.models.cache",
+        _CACHE,
         "save_prompt_cache",
         "file_name, cache, metadata=",
         "writes dense caches under mlx-lm's class names, so that plain mlx-lm can load the file",
         "generation:save_prompt_cache",
     ),
     Seam(
-        "mlx_lm.generate",
+        _GENERATE,
         "generate_step",
         "prompt, model, stream=, *, max_tokens=, sampler=, logits_processors=, max_kv_size=, "
         "prompt_cache=, prefill_step_size=, kv_bits=, kv_group_size=, quantized_kv_start=, "
@@ -65,7 +67,7 @@ SEAMS = (
         "generation:generate_step",
     ),
     Seam(
-        "mlx_lm.generate",
+        _GENERATE,
         "speculative_generate_step",
         "prompt, model, draft_model, stream=, *, num_draft_tokens=, max_tokens=, sampler=, "
         "logits_processors=, prompt_cache=, prefill_step_size=, kv_bits=, kv_group_size=, "
@@ -74,57 +76,42 @@ SEAMS = (
         "generation:speculative_generate_step",
     ),
     Seam(
-        "mlx_lm.generate",
+        _GENERATE,
         "BatchGenerator",
         "model, *, max_tokens=, stop_tokens=, sampler=, logits_processors=, "
         "completion_batch_size=, prefill_batch_size=, prefill_step_size=, max_kv_size=, stream=",
         "continuous batching over the store: no padding, shared prefixes, mixed steps",
-        "batch_generator:batch_generator",
+        "batch:batch_generator",
     ),
     Seam(
         "mlx_lm.server",
         "ResponseGenerator._tokenize",
         "self, tokenizer, request, args",
-        "an empty prompt begins with the model's first token; mlx-lm's server dies of it",
-        "server:tokenize",
+        "an empty prompt begins with the model's first token; mlx-lm's server ends with it",
+        "generation:tokenize",
     ),
     Seam(
-        "mlx_lm.generate",
+        _GENERATE,
         "BatchGenerator.insert_segments",
         "self, segments, max_tokens=, caches=, all_tokens=, samplers=, logits_processors=, "
         "stop_sequences=",
         "checks and completes what is inserted; the store takes it from there",
     ),
+    Seam(_GENERATE, "BatchGenerator._next", "self", "what `next` and `next_generated` call"),
     Seam(
-        "mlx_lm.generate",
-        "BatchGenerator._next",
-        "self",
-        "what `next` and `next_generated` call",
-    ),
-    Seam(
-        "mlx_lm.generate",
+        _GENERATE,
         "PromptProcessingBatch.Response",
         "uid, progress, end_of_segment, end_of_prompt",
-        "what `next` tells of prompts",
+        "what `next` returns for prompts",
     ),
     Seam(
-        "mlx_lm.generate",
+        _GENERATE,
         "GenerationBatch.Response",
         "uid, token, logprobs, finish_reason, prompt_cache, all_tokens",
-        "what `next` tells of tokens",
+        "what `next` returns for tokens",
     ),
-    Seam(
-        "mlx_lm.models.cache",
-        "KVCache.update_and_fetch",
-        "self, keys, values",
-        "the protocol that models use caches by",
-    ),
-    Seam(
-        "mlx_lm.models.cache",
-        "KVCache.make_mask",
-        "self, *args, **kwargs",
-        "the same",
-    ),
+    Seam(_CACHE, "KVCache.update_and_fetch", "self, keys, values", "how models use a cache"),
+    Seam(_CACHE, "KVCache.make_mask", "self, *args, **kwargs", "the same"),
 )
 
 

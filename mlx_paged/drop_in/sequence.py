@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged.core import BlockTables, PrefixQuery
+from mlx_paged.core.prefix_tree import TOKEN_TYPE
 from mlx_paged.drop_in.store import PagedStore
-from mlx_paged.drop_in.trail import Trail
 from mlx_paged.ops import AttentionPlan
 
 
@@ -21,15 +23,16 @@ class PagedSequence:
 
     ::
 
-        [0, len(trail))        tokens known: these can be found by others with the same prefix
-        [len(trail), offset)   computed from whatever the model was given
+        [0, len(tokens))        known: these can be found by others with the same prefix
+        [len(tokens), offset)   computed from whatever the model was given
+
+    (While a batch computes its prompt, `tokens` goes past `offset`: see `announce`.)
     """
 
     def __init__(self, store: PagedStore) -> None:
         self.store = store
-        self.trail = Trail()
-        self.leases = [store.ledger.lease()]
-        self.offsets = [0] * len(store.specs)
+        self.leases = [store.lease()]  # one for each of the sequences side by side
+        self.offsets = [0] * len(store.flat.specs)
         self._num_written = 0  # positions from here on were never written by this sequence
         self._plan: tuple[tuple[int, int], AttentionPlan] | None = None
 
@@ -39,16 +42,25 @@ class PagedSequence:
         return max(self.offsets)
 
     @property
+    def tables(self) -> BlockTables:
+        """Block tables of the first of the sequences."""
+        return self.leases[0].tables
+
+    @property
+    def tokens(self) -> array[int]:
+        """The known tokens at the head of the sequence; none where several lie side by side."""
+        return self.tables.tokens  # type: ignore[return-value]
+
+    @property
     def is_known(self) -> bool:
         """Whether every token in the cache is known."""
-        return len(self.trail) == self.offset and len(self.leases) == 1
+        return len(self.tokens) >= self.offset and len(self.leases) == 1
 
     def fork(self) -> PagedSequence:
-        """A copy that shares every block until one of the two is written. O(1)."""
+        """A copy that shares every block until one of the two is written."""
         other = PagedSequence.__new__(PagedSequence)
         other.store = self.store
-        other.trail = self.trail.fork()
-        other.leases = [self.store.ledger.fork(lease) for lease in self.leases]
+        other.leases = [self.store.fork(lease, self.offset) for lease in self.leases]
         other.offsets = list(self.offsets)
         # What is written after the fork is written to blocks of its own.
         other._num_written = 0
@@ -74,6 +86,7 @@ class PagedSequence:
                 f"[paged prompt cache] layers must have one offset but are at {self.offsets}"
             )
         self._become(batch)
+        del self.tokens[start:]
         self.before_write(start, start + length)
         if input_embeddings is not None:
             tokens = mx.zeros((batch, length), dtype=mx.int32)  # the embeddings stand for them
@@ -98,15 +111,15 @@ class PagedSequence:
         start, batch, length = self.offsets[layer], keys.shape[0], keys.shape[2]
         if self._plan is None or self._plan[0] != (start, length):
             self._become(batch)
+            del self.tokens[start:]
             self.before_write(start, start + length)
             self._plan = (start, length), self.store.plan_write(self.leases, start, length)
         self.store.flat.write(layer, self._plan[1], keys, values)
         self.offsets[layer] = start + length
 
     def before_write(self, start: int, end: int) -> None:
-        """What is known of ``[start, end)`` is no longer so."""
+        """Makes ready to write ``[start, end)``."""
         self._plan = None
-        self.trail.truncate(start)
         if start < self._num_written:
             # Backends order a write after the reads of a buffer in different ways; finishing them
             # first is right on all.
@@ -133,9 +146,9 @@ class PagedSequence:
         self._shrink()
 
     def _shrink(self) -> None:
-        self.trail.truncate(self.offset)
+        del self.tokens[self.offset :]
         for lease in self.leases:
-            self.store.ledger.truncate(lease, self.offset)
+            self.store.kv.shrink(lease.tables, self.offset)
 
     def _become(self, batch: int) -> None:
         if batch == len(self.leases):
@@ -144,54 +157,64 @@ class PagedSequence:
             raise ValueError(
                 f"[paged prompt cache] batch must be {len(self.leases)} as before but got {batch}"
             )
-        self.leases = [self.store.ledger.lease() for _ in range(batch)]
+        self.leases = [self.store.lease() for _ in range(batch)]
 
     # Prefixes. Token lists count from the start of the sequence, not from its offset.
 
     def cached_tokens(self, tokens: Sequence[int]) -> int:
         """How many leading tokens of `tokens` the store has; at most all but the last."""
-        if not self.is_known or not self.store.ledger.indexing:
+        if not self.is_known:
             return self.offset
-        match = self.store.ledger.match(tokens, len(tokens) - 1)
+        match = self.store.kv.match(PrefixQuery(tokens))
         return max(self.offset, match.num_tokens(self.store.block_size))
 
-    def adopt(self, tokens: Sequence[int], limit: int | None = None) -> int:
+    def adopt(self, tokens: Sequence[int], query: PrefixQuery | None = None) -> int:
         """Takes what the store has of `tokens` by reference; returns the new offset.
 
         Args:
-            limit: most tokens to have afterwards; None: all but the last.
+            query: a search for `tokens` that goes on; None: a new one, which leaves the last token
+                to be computed.
         """
-        limit = len(tokens) - 1 if limit is None else limit
-        if not self.is_known or not self.store.ledger.indexing or limit <= self.offset:
+        query = PrefixQuery(tokens) if query is None else query
+        if not self.is_known or query.num_tokens <= self.offset:
             return self.offset
-        match = self.store.ledger.match(tokens, limit)
+        match = self.store.kv.match(query)
         num_tokens = match.num_tokens(self.store.block_size)
         if num_tokens > self.offset:
-            self.store.ledger.adopt(self.leases[0], match)
-            self.trail.extend(tokens[len(self.trail) : num_tokens])
+            self.store.kv.adopt(self.tables, match)
+            self._extend(tokens, num_tokens)
             self.move_to(num_tokens)
             self._num_written = num_tokens
             self._plan = None
         return self.offset
 
+    def announce(self, tokens: Sequence[int]) -> None:
+        """Says what the sequence is going to compute, so that others wait for it."""
+        self._extend(tokens, len(tokens))
+
     def learn(self, tokens: Sequence[int]) -> None:
         """Says what the sequence's tokens are; from now on their blocks can be shared."""
-        known = min(self.offset, len(tokens))
-        if len(self.leases) != 1 or known <= len(self.trail):
-            return
-        self.trail.extend(tokens[len(self.trail) : known])
-        self.store.ledger.publish(self.leases[0], tokens, known)
+        if len(self.leases) == 1:
+            self._extend(tokens, self.offset)
+            self.commit()
+
+    def commit(self) -> None:
+        """Lets others share the full blocks of known tokens, which steps that were built fill."""
+        self.store.kv.commit(self.tables, min(self.offset, len(self.tokens)))
+
+    def _extend(self, tokens: Sequence[int], num_tokens: int) -> None:
+        self.tokens.extend(array(TOKEN_TYPE, tokens[len(self.tokens) : num_tokens]))
 
     # Dense.
 
     def dense(self, layer: int) -> tuple[Any, Any]:
         """``[batch, num_kv_heads, offset, head_dim]`` keys and values of a layer, copied."""
         self.store.follow_stream()
-        tables = [lease.blocks for lease in self.leases]
+        tables = [lease.tables.blocks for lease in self.leases]
         return self.store.flat.read(layer, tables, self.offsets[layer])
 
     def nbytes(self, layer: int) -> int:
         """Memory of a layer's blocks, those it shares included."""
-        num_blocks = sum(len(lease.blocks) for lease in self.leases)
-        spec = self.store.specs[layer]
+        num_blocks = sum(len(lease.tables.blocks) for lease in self.leases)
+        spec = self.store.flat.specs[layer]
         return num_blocks * self.store.block_size * getattr(spec, "bytes_per_token", 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +12,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_paged.core import BlockTables, KVManager
+from mlx_paged.core.prefix_tree import TOKEN_TYPE
 from mlx_paged.drop_in.flat_model import FlatModel
-from mlx_paged.drop_in.ledger import Lease, Ledger
+from mlx_paged.model.plan import build_plan
 from mlx_paged.ops import AttentionPlan
 
 BLOCK_SIZE = 32
@@ -20,7 +24,7 @@ _INITIAL_TOKENS = 1024
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Where a model's store stands.
+    """Numbers of a model's store.
 
     Attributes:
         num_blocks: Blocks it has memory for; it grows as needed.
@@ -41,12 +45,36 @@ class StoreStats:
     nbytes: int
 
 
+class Lease:
+    """One sequence's hold on its blocks; it ends with the object.
+
+    mlx-lm's prompt caches are objects: a copy is a fork, and one that nobody refers to any more is
+    simply gone.
+    """
+
+    __slots__ = ("_ended", "tables")
+
+    def __init__(self, tables: BlockTables, ended: deque[BlockTables]) -> None:
+        self.tables = tables
+        self._ended = ended
+
+    def __del__(self) -> None:
+        # In any thread, at any moment: the store's next call frees the blocks.
+        self._ended.append(self.tables)
+
+
 class PagedStore:
-    """Pools for every layer of a model, and the ledger of their blocks.
+    """Pools for every layer of a model, and the KV manager of their blocks.
+
+    *When a block is used again.* Steps are built lazily, in an order that only mlx-lm's caller
+    knows. Whatever is released may still be read by what was built since the store last settled, so
+    all of that counts as one step of the KV manager: no block is handed out again before the next
+    `settle`, which waits for everything.
 
     Args:
         model: see `FlatModel`; the store does not keep it alive.
-        cache_bytes: memory up to which prefixes that nobody uses at the moment are kept.
+        cache_bytes: memory up to which prefixes that nobody uses at the moment are kept: the store
+            grows to that size before it evicts any, and past it only for sequences that live.
 
     Raises:
         UnsupportedModelError: the model cannot have one.
@@ -57,23 +85,38 @@ class PagedStore:
         self.block_size = BLOCK_SIZE
         self.flat = FlatModel(model, num_blocks=num_blocks, block_size=BLOCK_SIZE)
         self.block_bytes = BLOCK_SIZE * self.flat.bytes_per_token
-        self.ledger = Ledger(
-            num_blocks,
-            BLOCK_SIZE,
-            settle=self._settle,
-            grow=self._grow,
-            max_cached_blocks=max(2, cache_bytes // self.block_bytes),
-        )
+        self.kv = KVManager(num_blocks, BLOCK_SIZE)
+        self.kv.launch_step(1)
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self._max_cached_blocks = max(2, cache_bytes // self.block_bytes)
+        self._ended: deque[BlockTables] = deque()
         self._stream: Any = None
         # Handles of the pools that are known to have been evaluated.
         self._evaluated = self.pools()
 
-    @property
-    def specs(self) -> Sequence[Any]:
-        """What each of the model's caches holds."""
-        return self.flat.specs
+    # Leases.
+
+    def lease(self) -> Lease:
+        """For a sequence without blocks."""
+        self._collect()
+        return Lease(self.kv.open(array(TOKEN_TYPE)), self._ended)
+
+    def fork(self, lease: Lease, num_tokens: int) -> Lease:
+        """The same blocks, for a sequence that has the first `num_tokens` tokens.
+
+        Nothing happens on the device until one of the two is written.
+        """
+        self._collect()
+        tables = lease.tables
+        return Lease(self.kv.fork(tables, tables.tokens[:num_tokens]), self._ended)
+
+    def _collect(self) -> None:
+        """Takes back what ended leases held."""
+        while self._ended:
+            self.kv.free(self._ended.popleft())
+
+    # Steps.
 
     def forward(
         self,
@@ -94,70 +137,71 @@ class PagedStore:
         Returns:
             ``[len(logit_rows), vocab_size]``.
         """
-        self._reserve(leases, starts, lengths)
         ends = [start + length for start, length in zip(starts, lengths)]
-        tables = [lease.blocks for lease in leases]
+        tables = self._own(leases, starts, ends)
         return self.flat.forward(
             tokens.astype(mx.int32), tables, ends, lengths, logit_rows, input_embeddings
         )
 
     def plan_write(self, leases: Sequence[Lease], start: int, length: int) -> AttentionPlan:
         """Makes ready to write ``[start, start + length)`` of sequences, layer by layer."""
-        self._reserve(leases, [start] * len(leases), [length] * len(leases))
-        tables = [lease.blocks for lease in leases]
-        return self.flat.plan(tables, [start + length] * len(leases), [length] * len(leases))
+        ends = [start + length] * len(leases)
+        tables = self._own(leases, [start] * len(leases), ends)
+        return build_plan(tables, ends, [length] * len(leases), block_size=self.block_size)
 
-    def _reserve(
-        self, leases: Sequence[Lease], starts: Sequence[int], lengths: Sequence[int]
-    ) -> None:
-        """Copies on write what is shared; block tables are the sequences' own afterwards."""
+    def _own(
+        self, leases: Sequence[Lease], starts: Sequence[int], ends: Sequence[int]
+    ) -> list[list[int]]:
+        """Makes ``[start, end)`` of each sequence its own to write; returns the block tables."""
         self.follow_stream()
-        copies = []
-        for lease, start, length in zip(leases, starts, lengths):
-            copies += self.ledger.reserve(lease, start, start + length)
-        if copies:
-            self.flat.copy_blocks(copies)
-        self.ledger.begin_step()
+        self._collect()
+        for lease, start, end in zip(leases, starts, ends):
+            tables, kv = lease.tables, self.kv
+            self._make_room(kv.num_to_own(tables, start, end))
+            copies = kv.own(tables, start, end)
+            if copies is None:  # all that is there is in use
+                missing = kv.num_to_own(tables, start, end) - kv.pool.num_available
+                self._grow(kv.pool.num_blocks + max(missing, kv.pool.num_blocks // 4))
+                copies = kv.own(tables, start, end)
+                assert copies is not None
+            if copies:
+                # Here and now: the next sequence may have a block evicted that was copied from.
+                # Whatever is written later comes after this copy, as it takes the pools from it.
+                self.flat.copy_blocks(copies)
+        return [lease.tables.blocks for lease in leases]
+
+    def _make_room(self, num_blocks: int) -> None:
+        """Grows as far as unused prefixes may take the store; `KVManager.own` evicts the rest."""
+        pool = self.kv.pool
+        if pool.num_free < num_blocks and pool.num_quarantined:
+            self.settle()
+        if pool.num_free < num_blocks and pool.num_blocks < self._max_cached_blocks:
+            enough = pool.num_blocks + num_blocks - pool.num_free
+            self._grow(min(max(2 * pool.num_blocks, enough), self._max_cached_blocks))
+        if pool.num_free < num_blocks:
+            self.settle()  # so that what is evicted is free at once
+
+    def _grow(self, num_blocks: int) -> None:
+        self.flat.grow(num_blocks)
+        self.kv.pool.grow(num_blocks)
+        self._evaluated = self.pools()
 
     def settle(self) -> None:
-        """Waits until all that was read or written has been."""
-        self.ledger.settle()
+        """Waits until all that was read or written has been; what was released is free then."""
+        mx.eval(self.pools())
+        mx.synchronize()
+        self._evaluated = self.pools()
+        step = self.kv.pool.launched_step
+        self.kv.on_step_evaluated(step)
+        self.kv.launch_step(step + 1)
 
     def pools(self) -> list[mx.array]:
         """Every pool as it is now."""
         return self.flat.pools()
 
-    def retire(self) -> None:
-        """The weights have changed: what is stored stays with those who hold it, for nobody new."""
-        self.ledger.forget_prefixes()
-        self.ledger.indexing = False
-
-    def stats(self) -> StoreStats:
-        """Where the store stands."""
-        self.ledger.collect()
-        pool = self.ledger.pool
-        return StoreStats(
-            num_blocks=pool.num_usable,
-            num_used_blocks=pool.num_used,
-            num_cached_blocks=pool.num_cached,
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=self.num_cached_tokens,
-            num_evictions=self.ledger.num_evictions,
-            nbytes=pool.num_blocks * self.block_bytes,
-        )
-
     def rest(self) -> None:
         """Starts on all that was built, so that another thread may go on."""
         mx.async_eval(self.pools())  # type: ignore[no-untyped-call]
-
-    def _settle(self) -> None:
-        mx.eval(self.pools())
-        mx.synchronize()
-        self._evaluated = self.pools()
-
-    def _grow(self, num_blocks: int) -> None:
-        self.flat.grow(num_blocks)
-        self._evaluated = self.pools()
 
     def follow_stream(self) -> None:
         """All reads and writes of a pool go through one stream, or wait for each other."""
@@ -171,3 +215,30 @@ class PagedStore:
                 self.flat.restore(self._evaluated)
             self._evaluated = self.pools()
         self._stream = stream
+
+    # The whole store.
+
+    def retire(self) -> None:
+        """The weights have changed: what is stored stays with those who hold it, for nobody new."""
+        self._collect()
+        self.kv.reset_prefix_cache()
+        self.kv.enable_prefix_caching = False
+
+    def stats(self) -> StoreStats:
+        """Its numbers now."""
+        self._collect()
+        pool = self.kv.pool
+        return StoreStats(
+            num_blocks=pool.num_usable,
+            num_used_blocks=pool.num_used,
+            num_cached_blocks=pool.num_cached,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_evictions=self.kv.counters.num_evictions,
+            nbytes=pool.num_blocks * self.block_bytes,
+        )
+
+    def check_integrity(self) -> None:
+        """Recounts blocks, prefix tree and tables; raises `IntegrityError`."""
+        self._collect()
+        self.kv.check_integrity()

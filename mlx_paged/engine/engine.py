@@ -204,7 +204,7 @@ class Engine:
                 tokens, start = sequence.tokens, request.num_prompt_tokens
                 deferred = DeferredText(request_id, text, tokens, start)
             sequence.answer = AnswerState(
-                state, completion, text if params.stop_strings else deferred, sink
+                state, completion, text if params.stop_strings else deferred
             )
         return output
 

@@ -31,27 +31,41 @@ class AnswerState:
     """One answer of an unfinished request.
 
     Attributes:
-        request: What it belongs to.
+        state: What it belongs to.
+        request_id, index: Which answer of which request.
         completion: The answer so far.
+        token_ids: Its tokens so far (`completion.token_ids`).
         text: Its text; deferred where there are no stop strings.
         sink: Takes its updates.
         is_plain: Whether the next tokens need no check of their text and no report. (It has begun.)
         position: Log-probabilities of the token sampled by the step being processed.
     """
 
-    __slots__ = ("completion", "is_plain", "position", "request", "sink", "text")
+    __slots__ = (
+        "completion",
+        "index",
+        "is_plain",
+        "position",
+        "request_id",
+        "sink",
+        "state",
+        "text",
+        "token_ids",
+    )
 
     def __init__(
         self,
-        request: RequestState,
+        state: RequestState,
         completion: CompletionOutput,
         text: IncrementalDetokenizer | DeferredText,
-        sink: UpdateSink | None,
     ) -> None:
-        self.request = request
+        self.state = state
+        self.request_id = state.output.request_id
+        self.index = completion.index
         self.completion = completion
+        self.token_ids = completion.token_ids
         self.text = text
-        self.sink = sink
+        self.sink = state.sink
         self.is_plain = False
         self.position: PositionLogprobs | None = None
 
@@ -101,21 +115,12 @@ class OutputProcessor:
                 continue  # aborted
             if answer.is_plain and reason is None:
                 # A short path for most tokens; the result is the same as below.
-                completion = answer.completion
-                tokens = completion.token_ids
-                update = _update(
-                    (
-                        seq.request.request_id,
-                        seq.index,
-                        token,
-                        answer.text,
-                        None,
-                        None,
-                        None,
-                        None,
-                        len(tokens),
-                    )
-                )
+                tokens = answer.token_ids
+                num_before = len(tokens)
+                # fmt: off
+                update = _update((answer.request_id, answer.index, token, answer.text,
+                                  None, None, None, None, num_before))
+                # fmt: on
                 tokens.append(token)  # type: ignore[arg-type]
                 updates.append(update)
                 if answer.sink is not None:
@@ -184,7 +189,7 @@ class OutputProcessor:
 
     def _to_update(self, outcome: SequenceOutcome, answer: AnswerState) -> SequenceUpdate:
         seq, token, reason = outcome
-        params, text = answer.request.params, answer.text
+        params, text = answer.state.params, answer.text
         request_id = seq.request.request_id
         ends_text = reason is FinishReason.STOP
         stop_reason: str | int | None = None
@@ -240,7 +245,7 @@ class OutputProcessor:
         return [update]
 
     def _record(self, update: SequenceUpdate, seq: Sequence, answer: AnswerState) -> None:
-        state, completion, text = answer.request, answer.completion, answer.text
+        state, completion, text = answer.state, answer.completion, answer.text
         completion.text = text if isinstance(text, DeferredText) else text.text
         if update.token_id is not None:
             completion.token_ids.append(update.token_id)

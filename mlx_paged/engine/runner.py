@@ -182,57 +182,47 @@ class ModelRunner:
         self, output: SchedulerOutput, previous: LaunchedStep | None, pools_before: list[mx.array]
     ) -> LaunchedStep:
         self._copy_blocks(output)
-        sampled = [s for s in output.sequences if s.samples]
-        targets = _prompt_targets(output)
-        logits = self._forward(output, previous, targets)
+        owners, token_ids, starts, samples, input_from, tables, states = zip(*output.sequences)
+        num_rows = np.fromiter(map(len, token_ids), dtype=np.int64, count=len(token_ids))
+        context_lens = np.array(starts) + num_rows
+        is_decode = False not in samples and len(token_ids) == num_rows.sum()
+        sampled = output.sequences if is_decode else [s for s in output.sequences if s.samples]
+        # (A single token that is sampled from is its prompt's last, or follows it.)
+        targets = [] if is_decode else _prompt_targets(output)
+        ends = np.cumsum(num_rows)
+        is_sampled = np.array(samples)
+        # Rows that are sampled from, then those that prompt tokens to report follow.
+        reported = [ends[i] - num_rows[i] + np.arange(len(t.token_ids)) for i, t in targets]
+        logits = self.model.forward(
+            _input_tokens(token_ids, input_from, previous),
+            StepInputs(
+                context_lens=context_lens,
+                query_lens=num_rows,
+                tables=self._block_tables(tuple([s.seq_id for s in owners]), tables),
+                logit_rows=np.concatenate([(ends - 1)[is_sampled], *reported]),
+                state_slots=None if states[0] is None else StateSlots(*zip(*states)),
+            ),
+        )
         if sampled:
-            metadata = self._metadata(sampled)
+            metadata = self._metadata(sampled, context_lens[is_sampled])
             raw = logits[: len(sampled)] if targets else logits
             edited = raw
             if metadata.edits:
                 edited = apply_edits(raw, metadata.edits, _newest(sampled, metadata, previous))
             tokens = sample(edited, metadata)
-            reported = ops.to_host(mx.where(nan_rows(raw), -1, tokens))
+            for_host = ops.to_host(mx.where(nan_rows(raw), -1, tokens))
             logprobs = _report_samples(raw, tokens, output, metadata)
         else:
             # Nothing to choose: the step's work is what it wrote to the pools.
             tokens, logprobs = mx.zeros((0,), dtype=mx.int32), None
-            reported = tokens
+            for_host = tokens
         prompt_logprobs = _report_prompts(logits[len(sampled) :], targets) if targets else None
         pools = self.model.pools()
         launched = LaunchedStep(
-            output, tokens, pools[-1], reported, pools_before, logprobs, prompt_logprobs
+            output, tokens, pools[-1], for_host, pools_before, logprobs, prompt_logprobs
         )
         mx.async_eval(*launched.results, *pools)  # type: ignore[no-untyped-call]
         return launched
-
-    def _forward(
-        self,
-        output: SchedulerOutput,
-        previous: LaunchedStep | None,
-        targets: list[tuple[int, PromptTargets]],
-    ) -> mx.array:
-        """``[num_sampled + num_targets, vocab_size]`` logits: of the rows that are sampled from,
-        then of those that prompt tokens follow."""
-        sequences = output.sequences
-        owners, token_ids, starts, samples, input_from, tables, states = zip(*sequences)
-        seq_ids = tuple([sequence.seq_id for sequence in owners])
-        num_rows = np.array([len(tokens) for tokens in token_ids])
-        ends = np.cumsum(num_rows)
-        wanted = (ends - 1)[np.array(samples)]
-        if targets:
-            before = [
-                ends[place] - num_rows[place] + np.arange(len(t.token_ids)) for place, t in targets
-            ]
-            wanted = np.concatenate([wanted, *before])
-        inputs = StepInputs(
-            context_lens=np.array(starts) + num_rows,
-            query_lens=num_rows,
-            tables=self._block_tables(seq_ids, tables),
-            logit_rows=wanted,
-            state_slots=None if states[0] is None else StateSlots(*zip(*states)),
-        )
-        return self.model.forward(_input_tokens(token_ids, input_from, previous), inputs)
 
     def _block_tables(
         self, seq_ids: tuple[int, ...], tables: tuple[tuple[Sequence[int], int], ...]
@@ -265,17 +255,16 @@ def _prompt_targets(output: SchedulerOutput) -> list[tuple[int, PromptTargets]]:
     """(place, prompt tokens to report), where a sequence's request asks for any."""
     targets = []
     for place, s in enumerate(output.sequences):
-        # (A single token that is sampled from is the prompt's last, or follows it.)
-        if len(s.token_ids) > 1 or not s.samples:
-            report = s.sequence.prompt_report
-            found = None if report is None else report.targets(s.start, s.context_len)
+        report = s.sequence.prompt_report
+        if report is not None and (len(s.token_ids) > 1 or not s.samples):
+            found = report.targets(s.start, s.context_len)
             if found is not None:
                 targets.append((place, found))
     return targets
 
 
 def _newest(
-    sampled: list[ScheduledSequence], metadata: SamplingMetadata, previous: LaunchedStep | None
+    sampled: Sequence[ScheduledSequence], metadata: SamplingMetadata, previous: LaunchedStep | None
 ) -> InFlight | None:
     """Where the newest tokens are, if an edit needs them and any of them is in flight."""
     if previous is None or not any(sampled[i].awaits_token for i, _ in metadata.edits):

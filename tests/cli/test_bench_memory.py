@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from support.plain import plain_mlx_lm
 from typer.testing import CliRunner
 
 from mlx_paged.cli.bench import memory_runs
@@ -33,7 +34,8 @@ def bytes_per_token(model: LoadedModel) -> int:
 def test_what_is_held_is_what_can_be_counted(model) -> None:
     one = Load(3, 100, 8, 8)
     lens = [len(prompt) + count for prompt, count in one.requests(model.vocab_size, 0)]
-    held = memory_runs.measure(model, one, BLOCK, 0)
+    with plain_mlx_lm():  # as the verb does
+        held = memory_runs.measure(model, one, BLOCK, 0)
     per_token = bytes_per_token(model)
     assert held[DENSE].live_bytes == 3 * DENSE_STEP * per_token
     assert held[DENSE].allocated_bytes is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from support.id_store import IdStore
 
@@ -295,6 +297,199 @@ def test_a_fork_after_a_reset_is_not_indexed_either():
     kv.free(1)
     kv.free(2)
     assert kv.usage.num_free_blocks == 15
+
+
+# --- Sequences that shrink, and are forked and written anew ---------------------------------------
+
+
+def opened(kv: Store, seq_id: int, tokens: list[int]) -> None:
+    """A sequence that has computed all its tokens."""
+    kv.open(seq_id, tokens)
+    assert kv.own(seq_id, 0, len(tokens)) == []
+    kv.commit(seq_id, len(tokens))
+    kv.check_integrity()
+
+
+def blocks_matched(kv: Store, text: str) -> list[int]:
+    match = kv.match([*tokens_of(text), 0])
+    assert match.node is not None
+    return [node.blocks[0] for node in match.node.path()]
+
+
+@pytest.mark.parametrize("start", [4, 6])
+def test_what_is_indexed_is_copied_before_it_is_written(start: int) -> None:
+    kv = Store(16, 4)
+    tokens = tokens_of("abcdefgh")
+    opened(kv, 1, tokens)
+    old = kv.blocks_of(1)
+    del tokens[start:]
+    kv.shrink(1, start)
+    kv.check_integrity()
+    assert kv.usage.num_cached_blocks == (start == 4), "a block that was cut off may be evicted"
+    copies = kv.own(1, start, 8)
+    new = kv.blocks_of(1)
+    assert new[0] == old[0] and new[1] != old[1]
+    assert copies == ([BlockCopy(old[1], new[1])] if start == 6 else [])
+    tokens += tokens_of("wxyz")[: 8 - start]
+    kv.commit(1, 8)
+    kv.check_integrity()
+    # Both texts are known, each by the blocks that hold it.
+    assert blocks_matched(kv, "abcdefgh") == old
+    assert blocks_matched(kv, "abcdwxyz" if start == 4 else "abcdefwx") == new
+
+
+def test_a_text_that_is_written_over_without_being_cut_is_indexed_under_its_own_tokens() -> None:
+    kv = Store(16, 4)
+    tokens = tokens_of("abcdefgh")
+    opened(kv, 1, tokens)
+    assert kv.own(1, 4, 12) == [BlockCopy(2, 3)]
+    tokens[4:] = tokens_of("stuvwxyz")
+    kv.commit(1, 12)
+    kv.check_integrity()
+    assert blocks_matched(kv, "abcdstuvwxyz") == kv.blocks_of(1)
+    assert len(blocks_matched(kv, "abcdefghwxyz")) == 2
+
+
+def test_a_fork_shares_every_block_until_one_of_the_two_is_written() -> None:
+    kv = Store(16, 4)
+    tokens = tokens_of("abcdefghij")
+    opened(kv, 1, tokens)
+    kv.fork(2, 1, tokens.copy())
+    kv.check_integrity()
+    old = kv.blocks_of(1)
+    assert kv.blocks_of(2) == old and kv.usage.num_shared_blocks == 3
+    # The first to write copies; what is left has one owner, who writes in place.
+    copies = kv.own(1, 10, 12)
+    assert copies == [BlockCopy(old[2], kv.blocks_of(1)[2])]
+    assert kv.own(2, 10, 14) == []
+    assert kv.blocks_of(2)[:3] == old
+    tokens += tokens_of("kl")
+    kv.tables[2].tokens += tokens_of("xy")
+    kv.commit(1, 12)
+    kv.commit(2, 12)
+    kv.check_integrity()
+    assert blocks_matched(kv, "abcdefghijkl") == kv.blocks_of(1)
+    assert blocks_matched(kv, "abcdefghijxy") == kv.blocks_of(2)[:3]
+
+
+def test_what_is_written_in_the_middle_is_ones_own_to_its_end() -> None:
+    """Whoever references a block references those before it, so the tail is copied as well."""
+    kv = Store(16, 4)
+    tokens = tokens_of("abcdefghijkl")
+    opened(kv, 1, tokens)
+    kv.fork(2, 1, tokens.copy())
+    old = kv.blocks_of(1)
+    copies = kv.own(2, 4, 5)
+    assert [copy.src for copy in copies or ()] == old[1:]
+    del kv.tables[2].tokens[4:]
+    kv.check_integrity()
+    kv.free(1)
+    # Evicted leaf first, which fails where a child is used longer than its parent.
+    kv.run()
+    opened(kv, 3, tokens_of("z" * 48))
+    assert kv.counters.num_evictions == 2
+    kv.check_integrity()
+
+
+def test_a_match_is_adopted_by_reference_and_its_last_block_copied_when_written() -> None:
+    kv = Store(16, 4)
+    opened(kv, 1, tokens_of("abcdefghijkl"))
+    opened(kv, 2, tokens_of("zz"))
+    match = kv.match(tokens_of("abcdefxy"))
+    assert match.num_tokens(4) == 6
+    kv.adopt(2, match)
+    kv.tables[2].tokens[:] = tokens_of("abcdef")
+    kv.check_integrity()
+    assert kv.blocks_of(2) == kv.blocks_of(1)[:2]
+    assert kv.own(2, 6, 8) == [BlockCopy(kv.blocks_of(1)[1], kv.blocks_of(2)[1])]
+    kv.tables[2].tokens += tokens_of("xy")
+    kv.commit(2, 8)
+    kv.check_integrity()
+    assert blocks_matched(kv, "abcdefxy") == kv.blocks_of(2)
+    kv.free(1)
+    kv.free(2)
+    kv.check_integrity()
+    assert kv.usage.num_used_blocks == 0 and kv.usage.num_cached_blocks == 4
+
+
+def test_without_room_nothing_changes_until_the_pool_has_grown() -> None:
+    kv = Store(4, 4)
+    opened(kv, 1, tokens_of("abcdefgh"))
+    kv.fork(2, 1, tokens_of("abcdefgh"))
+    before = kv.usage
+    assert kv.own(2, 4, 12) is None
+    assert kv.usage == before
+    kv.pool.grow(5)
+    assert kv.own(2, 4, 12) == [BlockCopy(kv.blocks_of(1)[1], kv.blocks_of(2)[1])]
+    del kv.tables[2].tokens[4:]
+    kv.check_integrity()
+
+
+def test_without_prefix_caching_what_is_opened_is_not_indexed() -> None:
+    kv = Store(16, 4, enable_prefix_caching=False)
+    opened(kv, 1, tokens_of("abcdefgh"))
+    kv.fork(2, 1, tokens_of("abcdefgh"))
+    kv.free(1)
+    kv.free(2)
+    assert kv.usage.num_free_blocks == 15
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_lives(seed: int) -> None:
+    """Against the text that each block should hold: written through tables, copied by copies."""
+    rng = random.Random(seed)
+    kv = Store(12, 4)
+    contents: dict[int, list[int]] = {}
+    lives: dict[int, list[int]] = {}  # text of each sequence, all of it computed
+    kv.step = 1
+    kv.launch(1)
+    for number in range(300):
+        action = rng.choice(["open", "fork", "shrink", "free", "adopt", *["write"] * 4, "settle"])
+        if not lives or (action == "open" and len(lives) < 6):
+            lives[number] = []
+            kv.open(number, [])
+        name = rng.choice(list(lives))
+        text, tables = lives[name], kv.tables[name]
+        if action == "fork" and len(lives) < 6:
+            lives[number] = text.copy()
+            kv.fork(number, name, text.copy())
+        elif action == "shrink":
+            del text[rng.randrange(len(text) + 1) :], tables.tokens[len(text) :]
+            kv.shrink(name, len(text))
+        elif action == "free":
+            del lives[name]
+            kv.free(name)
+        elif action == "adopt":
+            wanted = [*text, *(rng.randrange(2) for _ in range(9))]
+            match = kv.match(wanted)
+            if (num_tokens := match.num_tokens(4)) > len(text):
+                kv.adopt(name, match)
+                text[:] = tables.tokens[:] = wanted[:num_tokens]
+        elif action == "write":
+            start = rng.randrange(len(text) + 1)
+            new = [rng.randrange(2) for _ in range(rng.randrange(1, 9))]
+            copies = kv.own(name, start, start + len(new))
+            if copies is None:
+                continue
+            for copy in copies:
+                contents[copy.dst] = contents[copy.src].copy()
+            text[start:] = tables.tokens[start:] = new
+            for position in range(start, len(text)):
+                block = contents.setdefault(tables.blocks[position // 4], [-1] * 4)
+                block[position % 4] = text[position]
+            kv.shrink(name, len(text))
+            kv.commit(name, rng.choice([start, len(text)]))
+        elif action == "settle":
+            kv.on_step_evaluated(kv.step)
+            kv.step += 1
+            kv.launch(kv.step)
+        kv.check_integrity()
+        for name, text in lives.items():
+            held = [token for block in kv.blocks_of(name) for token in contents[block]]
+            assert held[: len(text)] == text
+
+
+# --- The books ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

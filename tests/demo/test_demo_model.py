@@ -104,13 +104,15 @@ def test_demo_prompts(loaded):
 def test_greedy_fibonacci_is_right_and_stops(loaded):
     import mlx.core as mx
     from mlx_lm.generate import generate_step
+    from support.plain import plain_caches
 
     model, tokenizer = loaded
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": FIBONACCI}], add_generation_prompt=True
     )
     answer: list[int] = []
-    for token, _ in generate_step(mx.array(prompt), model, max_tokens=120):
+    caches = plain_caches(model)
+    for token, _ in generate_step(mx.array(prompt), model, max_tokens=120, prompt_cache=caches):
         answer.append(int(token))
         if answer[-1] in tokenizer.eos_token_ids:
             break

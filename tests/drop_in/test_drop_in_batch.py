@@ -95,6 +95,20 @@ def test_prompts_share_what_they_begin_with_even_if_they_come_together(model) ->
     assert response.stats.generation_tokens == expected.stats.generation_tokens
 
 
+@pytest.mark.parametrize("prefill_step_size", [50, 7])
+def test_a_prompt_waits_for_a_block_that_takes_another_several_steps(
+    model, prefill_step_size
+) -> None:
+    text = prompts(1)[0]
+    batch = generator(model, max_tokens=3, prefill_step_size=prefill_step_size)
+    uids = batch.insert([text, [*text, 5], text[:-3]])
+    answers, _ = run(batch)
+    # All but the last block that the first prompt fills in part, and what others have of that.
+    assert drop_in.stats(model).num_cached_tokens >= 2 * (len(text) // 32 * 32 - 32)
+    for uid, prompt in zip(uids, [text, [*text, 5], text[:-3]]):
+        assert answers[uid] == dense(tokens_of, model, prompt, max_tokens=3)
+
+
 def test_sequences_arrive_and_leave_while_others_run(model) -> None:
     texts = prompts(5)
     expected = {i: dense(tokens_of, model, text, max_tokens=20) for i, text in enumerate(texts)}

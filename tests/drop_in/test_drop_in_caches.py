@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.models import embedded_twin, tiny_config, tiny_model
+from support.plain import plain_caches
 from test_drop_in_generate import chat, dense, integrity, tokens_of
 
 # isort: split
@@ -43,11 +44,6 @@ def new_cache(model: nn.Module) -> list[Any]:
     return mlx_lm_cache.make_prompt_cache(model)
 
 
-def own_cache(model: nn.Module) -> list[Any]:
-    """mlx-lm's own, while ours is in place."""
-    return mlx_lm_cache.make_prompt_cache.__wrapped__(model)
-
-
 def last_logits(model: nn.Module, tokens: list[int], caches: list[Any]) -> mx.array:
     return model(mx.array([tokens]), cache=caches)[0, -1]
 
@@ -61,7 +57,7 @@ def close(a: mx.array, b: mx.array) -> bool:
 
 def test_content_and_numbers_are_those_of_mlx_lms_cache(model) -> None:
     text = chat(CHATS[0], SYSTEM_PROMPT)[:70]
-    ours, theirs = new_cache(model), own_cache(model)
+    ours, theirs = new_cache(model), plain_caches(model)
     assert all(isinstance(c, KVCache) for c in ours)
     assert [c.empty() for c in ours] == [c.empty() for c in theirs]
     assert ours[0].keys is None and ours[0].state == (None, None, 0)
@@ -80,7 +76,7 @@ def test_content_and_numbers_are_those_of_mlx_lms_cache(model) -> None:
 
 def test_batches_of_equal_length_work_as_with_mlx_lm(model) -> None:
     tokens = np.random.default_rng(0).integers(3, 4000, (3, 50)).tolist()
-    ours, theirs = new_cache(model), own_cache(model)
+    ours, theirs = new_cache(model), plain_caches(model)
     for part in (slice(0, 40), slice(40, 41), slice(41, 50)):
         batch = mx.array([row[part] for row in tokens])
         assert close(model(batch, cache=ours), model(batch, cache=theirs))
@@ -114,7 +110,7 @@ def test_parts_of_a_model_find_dense_caches(windows) -> None:
     """Code that goes past the model, to its layers, is served as by mlx-lm's caches."""
     model = tiny_model(tiny_config("llama", **(WINDOWS if windows else {})))
     text = [(7 * i) % 90 for i in range(80)]
-    ours, theirs = new_cache(model), own_cache(model)
+    ours, theirs = new_cache(model), plain_caches(model)
     for part in (text[:10], text[10:50], text[50:51], text[51:79], text[79:]):
         tokens = mx.array([part])
         assert close(model.model(tokens, cache=ours), model.model(tokens, cache=theirs))
@@ -135,7 +131,7 @@ def test_trimming(model) -> None:
     assert mlx_lm_cache.can_trim_prompt_cache(caches)
     assert mlx_lm_cache.trim_prompt_cache(caches, 40) == 40
     assert {c.offset for c in caches} == {60}
-    expected = last_logits(model, [*text[:60], 9, 8, 7], own_cache(model))
+    expected = last_logits(model, [*text[:60], 9, 8, 7], plain_caches(model))
     assert close(last_logits(model, [9, 8, 7], caches), expected)
     assert drop_in.stats(model).num_used_blocks == 2
     assert mlx_lm_cache.trim_prompt_cache(caches, 1000) == 63
@@ -153,7 +149,7 @@ def test_results_that_are_asked_for_late_are_those_of_their_time(model) -> None:
         lazy.append((tail, last_logits(model, tail, caches)))
         mlx_lm_cache.trim_prompt_cache(caches, len(tail))
     for tail, logits in reversed(lazy):
-        assert close(logits, last_logits(model, text[:50] + tail, own_cache(model)))
+        assert close(logits, last_logits(model, text[:50] + tail, plain_caches(model)))
     state = caches[0].state[0]
     assert state.shape[2] == 50
 
@@ -172,11 +168,11 @@ def test_copies_part_ways_when_they_are_written(model) -> None:
     tails = [[1, 2, 3], [4, 5], [6], [8, 9]]
     heads = [text, text, text[:45], text]
     for caches, head, tail in zip([original, *copies], heads, tails):
-        expected = last_logits(model, head + tail, own_cache(model))
+        expected = last_logits(model, head + tail, plain_caches(model))
         assert close(last_logits(model, tail, caches), expected)
     for caches, head, tail in zip([original, *copies], heads, tails):
         assert caches[0].offset == len(head) + len(tail)
-        theirs = own_cache(model)
+        theirs = plain_caches(model)
         last_logits(model, head + tail, theirs)
         assert mx.allclose(caches[3].keys, theirs[3].keys_and_values()[0], atol=1e-4)
     # Of the three blocks, the trimmed copy has the first in common with the others; these share two
@@ -187,7 +183,7 @@ def test_copies_part_ways_when_they_are_written(model) -> None:
     integrity(model)
 
 
-def test_a_copy_costs_the_same_however_long_the_cache_is(model) -> None:
+def test_a_copy_costs_references_to_its_blocks_and_no_memory_of_the_device(model) -> None:
     def calls(num_tokens: int) -> int:
         """Calls that a deep copy makes, of Python and of C: its work, counted instead of timed."""
         caches = new_cache(model)
@@ -208,7 +204,8 @@ def test_a_copy_costs_the_same_however_long_the_cache_is(model) -> None:
         assert held[0].offset == num_tokens
         return count
 
-    assert calls(3000) == calls(40)
+    # One call takes a reference, another gives back one of the copy that has gone meanwhile.
+    assert calls(3000) <= calls(40) + 4 * (3000 // 32)
     caches = new_cache(model)
     last_logits(model, [5] * 1000, caches)
     mx.eval([c.keys for c in caches])
@@ -255,7 +252,7 @@ def test_state_can_be_set_and_pickled(model) -> None:
     last_logits(model, text, source)
     for a, b in zip(source, target):
         b.state = a.state
-    expected = last_logits(model, [*text, 5], own_cache(model))
+    expected = last_logits(model, [*text, 5], plain_caches(model))
     assert close(last_logits(model, [5], target), expected)
     loaded = pickle.loads(pickle.dumps(source))
     assert type(loaded[0]) is KVCache
@@ -267,7 +264,7 @@ def test_quantised_and_merged(model) -> None:
     text = chat(CHATS[0], SYSTEM_PROMPT)[:90]
     caches = new_cache(model)
     last_logits(model, text, caches)
-    theirs = own_cache(model)
+    theirs = plain_caches(model)
     last_logits(model, text, theirs)
     for a, b in zip(caches, theirs):
         x, y = a.to_quantized(group_size=32, bits=8), b.to_quantized(group_size=32, bits=8)
@@ -327,7 +324,7 @@ def test_the_store_grows_and_nothing_is_lost(model) -> None:
     assert drop_in.stats(model).num_blocks > num_blocks
     for i, caches in enumerate(held):
         text = [(i * 31 + j) % 4000 for j in range(400)] + [9]
-        expected = last_logits(model, text, own_cache(model))
+        expected = last_logits(model, text, plain_caches(model))
         assert close(last_logits(model, [9], caches), expected)
     assert ops.pool_copies() == 0
     integrity(model)
@@ -349,7 +346,7 @@ def test_prefixes_are_dropped_when_they_would_take_too_much_memory(monkeypatch, 
         held.append(new_cache(model))
         last_logits(model, text, held[-1])
     assert drop_in.stats(model).num_blocks >= 8 * 11
-    expected = last_logits(model, texts[0] + [9], own_cache(model))
+    expected = last_logits(model, texts[0] + [9], plain_caches(model))
     assert close(last_logits(model, [9], held[0]), expected)
     integrity(model)
     monkeypatch.setenv(CACHE_BYTES_VARIABLE, "much")
@@ -404,11 +401,11 @@ def test_random_lives_of_caches(seed) -> None:
             ours = last_logits(model, tail, caches)
             text += tail
             if rng.random() < 0.5:
-                assert close(ours, last_logits(model, text, own_cache(model)))
+                assert close(ours, last_logits(model, text, plain_caches(model)))
         elif action == "generate":
             tail = [rng.randrange(4) for _ in range(rng.choice([1, 5, 40, 70]))]
             answer = tokens_of(model, tail, prompt_cache=caches, max_tokens=3)
-            expected = tokens_of(model, text + tail, prompt_cache=own_cache(model), max_tokens=3)
+            expected = tokens_of(model, text + tail, prompt_cache=plain_caches(model), max_tokens=3)
             assert answer == expected
             text += tail + answer
         elif action == "die":
@@ -417,7 +414,7 @@ def test_random_lives_of_caches(seed) -> None:
         assert all(c[0].offset == len(t) for c, t in lives)
         integrity(model)
     for caches, text in lives:
-        theirs = own_cache(model)
+        theirs = plain_caches(model)
         if text:
             last_logits(model, text, theirs)
             assert mx.allclose(caches[1].keys, theirs[1].keys_and_values()[0], atol=1e-4)

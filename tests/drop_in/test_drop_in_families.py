@@ -12,6 +12,7 @@ from model.test_parity_families import LOOSER, TOLERANCE
 from support.family_configs import VOCAB_SIZE, config_of
 from support.metal_stand_ins import standing_in
 from support.parity import family_model, relative_rms
+from support.plain import plain_caches
 
 # isort: split
 import mlx.core as mx
@@ -41,12 +42,8 @@ def logits(model: nn.Module, tokens: list[int], caches: list[Any]) -> np.ndarray
     return np.array(out.astype(mx.float32), dtype=np.float64)
 
 
-def own_caches(model: nn.Module) -> list[Any]:
-    return mlx_lm_cache.make_prompt_cache.__wrapped__(model)
-
-
 def dense_logits(model: nn.Module, *chunks: list[int]) -> np.ndarray:
-    caches = own_caches(model)
+    caches = plain_caches(model)
     return [logits(model, chunk, caches) for chunk in chunks][-1]
 
 
@@ -77,12 +74,12 @@ def test_a_prompt_in_pieces_forks_and_files(module, model, tmp_path) -> None:
     file = str(tmp_path / "cache.safetensors")
     mlx_lm_cache.save_prompt_cache(file, caches)
     loaded = mlx_lm_cache.load_prompt_cache(file)
-    assert [type(c) for c in loaded] == [type(c) for c in own_caches(model)]
+    assert [type(c) for c in loaded] == [type(c) for c in plain_caches(model)]
     check(logits(model, [5], loaded), dense_logits(model, *pieces, [5]))
     assert mlx_lm_cache.trim_prompt_cache(caches, 9) == 9
     check(logits(model, [3, 4], caches), dense_logits(model, TEXT[:32], [3, 4]))
     for store in stores_of(model):
-        store.ledger.check_integrity()
+        store.check_integrity()
 
 
 @pytest.mark.parametrize("module", PAGED)
@@ -108,7 +105,7 @@ def test_a_batch_and_its_prefixes(module, model) -> None:
 def test_logits_have_the_dtype_that_they_have_in_mlx_lm(module, model, dtype) -> None:
     model.set_dtype(dtype)
     tokens = mx.array([TEXT[:3]])  # (nothing of this is evaluated)
-    expected = model(tokens, cache=own_caches(model)).dtype
+    expected = model(tokens, cache=plain_caches(model)).dtype
     caches = mlx_lm_cache.make_prompt_cache(model)
     assert sequence_of(caches) is not None
     assert model(tokens, cache=caches).dtype == expected

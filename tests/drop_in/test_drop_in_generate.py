@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.models import embedded, embedded_twin, rms, tiny_config, tiny_model
+from support.plain import plain_mlx_lm
 
 # isort: split
 import mlx.core as mx
@@ -50,17 +51,14 @@ def tokens_of(model: nn.Module, prompt: list[int], **options: Any) -> list[int]:
 
 def dense(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The same call without the drop-in; it is in place again afterwards, and its stores empty."""
-    mlx_paged.unpatch()
-    try:
+    with plain_mlx_lm():
         return function(*args, **kwargs)
-    finally:
-        assert mlx_paged.patch()
 
 
 def integrity(*models: nn.Module) -> None:
     for model in models:
         for store in stores_of(model):
-            store.ledger.check_integrity()
+            store.check_integrity()
 
 
 # --- The same tokens ------------------------------------------------------------------------------

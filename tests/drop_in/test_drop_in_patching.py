@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.plain import plain_mlx_lm
 
 # isort: split
 import mlx.core as mx
@@ -49,7 +50,9 @@ def printed(code: str, **env: str) -> list[str]:
 
 @pytest.fixture
 def enabled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("MLX_PAGED_DISABLE")
+    """mlx-lm as it is, free to be patched."""
+    monkeypatch.delenv("MLX_PAGED_DISABLE", raising=False)
+    mlx_paged.unpatch()
     yield
     mlx_paged.unpatch()
 
@@ -252,12 +255,12 @@ def test_a_server_that_differs_undoes_all() -> None:
 
 
 def test_what_cannot_be_made_replaces_nothing(enabled, monkeypatch) -> None:
-    from mlx_paged.drop_in import batch_generator
+    from mlx_paged.drop_in import batch
 
     def fails(original: Any) -> Any:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(batch_generator, "batch_generator", fails)
+    monkeypatch.setattr(batch, "batch_generator", fails)
     before = everything()
     with pytest.raises(RuntimeError, match="no"):
         mlx_paged.patch()
@@ -273,7 +276,8 @@ def test_the_list_is_that_of_the_installed_mlx_lm() -> None:
     import mlx_lm.server
 
     assert mlx_lm.__version__ in patching.CHECKED_ON
-    assert [m for seam in SEAMS if (m := mismatch(sys.modules[seam.module], seam))] == []
+    with plain_mlx_lm():
+        assert [m for seam in SEAMS if (m := mismatch(sys.modules[seam.module], seam))] == []
 
 
 def test_signatures_tell_what_matters() -> None:

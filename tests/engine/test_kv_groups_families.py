@@ -10,10 +10,10 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 from support.family_configs import VOCAB_SIZE, config_of
 from support.models import embedded
 from support.parity import family_model
+from support.plain import plain_caches
 
 from mlx_paged import LLM, LoadedModel, SamplingParams
 from mlx_paged.model.families import PROVEN
@@ -38,7 +38,7 @@ def prompts() -> list[list[int]]:
 def dense_answers(config: dict[str, Any]) -> list[list[int]]:
     model, answers = family_model(config), []
     for prompt in prompts():
-        cache, tokens, answer = make_prompt_cache(model), prompt, []
+        cache, tokens, answer = plain_caches(model), prompt, []
         for _ in range(NUM_TOKENS):
             tokens = [int(mx.argmax(model(mx.array([tokens]), cache=cache)[0, -1]).item())]
             answer += tokens

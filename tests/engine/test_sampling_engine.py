@@ -15,6 +15,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 from support.embedded_llm import make, text_of, tokens_of
 from support.models import dense_greedy, embedded
+from support.plain import plain_caches
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.core import FinishReason
@@ -132,6 +133,7 @@ def test_greedy_penalties_are_mlx_lms(async_scheduling: bool) -> None:
             max_tokens=16,
             sampler=lambda x: mx.argmax(x, axis=-1),
             logits_processors=processors,
+            prompt_cache=plain_caches(embedded().model),
         )
         dense = [int(token) for token, _ in steps]
         assert dense != dense_greedy(tokens_of(prompt), 16), "the penalty changes something"

@@ -36,6 +36,10 @@ def scheduled(sampler: Sampler, start: int, num_tokens: int = 1) -> ScheduledSeq
     return scheduled_sequence(1, "r", (1,) * num_tokens, start, (1,), sampler=sampler)
 
 
+def metadata_of(cache: MetadataCache, sampled: list[ScheduledSequence]) -> SamplingMetadata:
+    return cache(sampled, np.array([s.context_len for s in sampled], dtype=np.int64))
+
+
 def assert_same(got: SamplingMetadata, expected: SamplingMetadata) -> None:
     assert len(got) == len(expected)
     for name in ("temperature", "seed", "position", "top_k", "top_p", "min_p"):
@@ -57,14 +61,14 @@ def test_columns_are_those_of_fresh_rows_whoever_comes_and_goes() -> None:
             starts.update({int(i): int(rng.integers(50)) for i in range(first, first + 3)})
         sampled = [scheduled(samplers[i], start) for i, start in starts.items()]
         fresh = [samplers[i].whole_row(start + 1) for i, start in starts.items()]
-        assert_same(cache(sampled), SamplingMetadata.of(fresh))
+        assert_same(metadata_of(cache, sampled), SamplingMetadata.of(fresh))
         starts = {i: start + 1 for i, start in starts.items()}
 
 
 def test_edits_are_made_anew_for_every_step_and_only_where_there_are_any() -> None:
     cache, plain, edited = MetadataCache(), Sampler(1), Sampler(5)
     for step in range(3):
-        cache([scheduled(plain, step), scheduled(edited, step)])
+        metadata_of(cache, [scheduled(plain, step), scheduled(edited, step)])
     assert plain.asked == [] and edited.asked == [1, 2, 3]
 
 

@@ -1,6 +1,6 @@
 """Launches every kind of kernel once or more, for tools that watch a process: compute-sanitizer.
 
-python tests/support/exercise_kernels.py [--dtype bfloat16] [--only linear]
+PYTHONPATH=tests python tests/support/exercise_kernels.py [--dtype bfloat16] [--only linear]
 
 With --fault it reads far outside a pool instead, which such a tool must report.
 """

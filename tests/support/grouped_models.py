@@ -7,11 +7,11 @@ from typing import Any
 
 from support.models import embedded, tiny_config
 from support.parity import family_model
+from support.plain import plain_caches
 
 # isort: split
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged import LLM
 from mlx_paged.model.loader import LoadedModel
@@ -141,7 +141,7 @@ def dense_answer(name: str, prompt: list[int], num_tokens: int) -> list[int]:
 @cache
 def _dense_answer(name: str, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     model = _model(name)
-    caches = make_prompt_cache(model)
+    caches = plain_caches(model)
     tokens, answer = list(prompt), []
     for _ in range(num_tokens):
         tokens = [int(mx.argmax(model(mx.array([tokens]), cache=caches)[0, -1]).item())]

@@ -52,6 +52,29 @@ class IdStore:
     def commit(self, seq_id: int, num_computed_tokens: int) -> None:
         self.kv.commit(self.tables[seq_id], num_computed_tokens)
 
+    def open(self, seq_id: int, tokens: list[int]) -> None:
+        """A sequence of the drop-in's kind, without blocks."""
+        self.tables[seq_id] = self.kv.open(tokens)
+
+    def fork(self, seq_id: int, source: int, tokens: list[int]) -> None:
+        self.tables[seq_id] = self.kv.fork(self.tables[source], tokens)
+
+    def adopt(self, seq_id: int, match: PrefixMatch) -> None:
+        self.kv.adopt(self.tables[seq_id], match)
+
+    def own(self, seq_id: int, start: int, end: int) -> list[BlockCopy] | None:
+        """Also checks that it takes as many blocks as `num_to_own` says."""
+        needed, before = self.num_to_own(seq_id, start, end), set(self.blocks_of(seq_id))
+        copies = self.kv.own(self.tables[seq_id], start, end)
+        assert len(set(self.blocks_of(seq_id)) - before) == (0 if copies is None else needed)
+        return copies
+
+    def num_to_own(self, seq_id: int, start: int, end: int) -> int:
+        return self.kv.num_to_own(self.tables[seq_id], start, end)
+
+    def shrink(self, seq_id: int, num_tokens: int) -> None:
+        self.kv.shrink(self.tables[seq_id], num_tokens)
+
     def free(self, seq_id: int) -> None:
         self.kv.free(self.tables.pop(seq_id))
 

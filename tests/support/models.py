@@ -20,7 +20,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map_with_path
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
 from mlx_paged.core import (
@@ -39,6 +38,7 @@ from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampling.sampler import SamplingMetadata, SamplingRow
 from mlx_paged.model.loader import LoadedModel, load
 from mlx_paged.model.wrap import page
+from support.plain import plain_caches
 
 VOCAB_SIZE = 96
 GREEDY = SamplingRow(temperature=0, seed=0, position=0)
@@ -136,7 +136,7 @@ def embedded_twin() -> LoadedModel:
 
 def dense_logits(model: nn.Module, chunks: Sequence[Sequence[int]]) -> np.ndarray:
     """``[vocab_size]`` logits after the last token, by mlx-lm's own cache, chunk by chunk."""
-    cache = make_prompt_cache(model)
+    cache = plain_caches(model)
     for chunk in chunks:
         logits = model(mx.array([list(chunk)]), cache=cache)
         mx.eval(logits)
@@ -151,7 +151,7 @@ def dense_greedy(prompt: Sequence[int], num_tokens: int) -> list[int]:
 @lru_cache(maxsize=256)
 def _dense_greedy(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     model = embedded().model
-    cache = make_prompt_cache(model)
+    cache = plain_caches(model)
     tokens, answer = list(prompt), []
     for _ in range(num_tokens):
         tokens = [int(mx.argmax(model(mx.array([tokens]), cache=cache)[0, -1]).item())]

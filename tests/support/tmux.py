@@ -91,5 +91,4 @@ def home(path: Path) -> dict[str, str]:
         "XDG_STATE_HOME": str(path / "state"),
         "PATH": f"{Path(PROGRAM).parent}:{os.environ['PATH']}",
         "LANG": "C.UTF-8",
-        "MLX_PAGED_DISABLE": "1",
     }

@@ -83,21 +83,27 @@ class MetadataCache:
 
     def __init__(self) -> None:
         self._samplers: list[SequenceSampler] = []
+        self._edited: list[int] = []  # those that have edits
         self._columns = SamplingMetadata.of([])
 
-    def __call__(self, sampled: Sequence[ScheduledSequence]) -> SamplingMetadata:
-        """The metadata of a step that samples these sequences."""
-        samplers = [s.sequence.sampler for s in sampled]
+    def __call__(
+        self, sampled: Sequence[ScheduledSequence], positions: npt.NDArray[np.int64]
+    ) -> SamplingMetadata:
+        """The metadata of a step that samples these sequences.
+
+        Args:
+            positions: ``[num_sampled]``, of the tokens to be chosen.
+        """
+        samplers = [s[0].sampler for s in sampled]
         if samplers != self._samplers:
             self._columns = SamplingMetadata.of([sampler.row for sampler in samplers])
             self._samplers = samplers
-        positions = [s.start + len(s.token_ids) for s in sampled]
+            self._edited = [i for i, sampler in enumerate(samplers) if sampler.has_edits]
         edits = [
-            (i, sampler.edits(sampled[i].sequence.tokens, positions[i]))
-            for i, sampler in enumerate(samplers)
-            if sampler.has_edits
+            (i, samplers[i].edits(sampled[i].sequence.tokens, int(positions[i])))
+            for i in self._edited
         ]
-        return replace(self._columns, position=np.array(positions, dtype=np.uint32), edits=edits)
+        return replace(self._columns, position=positions.astype(np.uint32), edits=edits)
 
 
 def sample(logits: mx.array, rows: Sequence[SamplingRow] | SamplingMetadata) -> mx.array:
