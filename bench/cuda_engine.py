@@ -3,7 +3,7 @@
 python bench/cuda_engine.py                         # everything, ten minutes on an H200
 python bench/cuda_engine.py --only decode prefill   # some parts; the others' results are kept
 
-Step time is the median while all rows decode; memory is MLX's peak, from before the engine is made.
+Step time is the median while all sequences decode; memory is MLX's peak, engine included.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
-os.environ["MLX_PAGED_DISABLE"] = "1"  # mlx-lm's BatchGenerator as it is
+os.environ["MLX_PAGED_DISABLE"] = "1"  # unpatched mlx-lm's BatchGenerator
 import mlx_paged.extension  # noqa: F401  (before mlx.core)
 
 # isort: split
@@ -161,7 +161,7 @@ def add_all(engine: Engine, prompts: Prompts, max_tokens: int) -> None:
 
 @contextmanager
 def plain_mlx() -> Any:
-    """MLX as it is without this package."""
+    """MLX without this package's settings."""
     patches.uninstall()
     limits = [(f, f(1 << 62)) for f in (mx.set_cache_limit, mx.set_memory_limit)]
     total = int(mx.device_info()["memory_size"]) if "memory_size" in mx.device_info() else 140 << 30
@@ -182,7 +182,7 @@ def rest() -> None:
 
 
 def decode(who: str, model: LoadedModel, prompts: Prompts, output_tokens: int) -> dict[str, Any]:
-    """Step time while all rows decode, time until they do, and peak memory."""
+    """Step time while all sequences decode, time until they do, and peak memory."""
     rest()
     if who == "mlx-lm":
         with plain_mlx():
@@ -234,7 +234,7 @@ def _decode_batch_generator(
 
 def _summary(stamps: list[float], start: float, full_from: float | None) -> dict[str, Any]:
     if full_from is None:
-        raise RuntimeError("the first rows ended before the last prompt was in")
+        raise RuntimeError("the first sequences ended before the last prompt was in")
     steps = np.diff([t for t in stamps if t >= full_from])[2:]
     return {
         "step_ms": round(float(np.median(steps)) * 1e3, 3),
@@ -312,7 +312,7 @@ def _timed(run: Callable[[], object]) -> float:
 
 
 def attempt(run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """What a run gives, or why it gave nothing: the other side still counts."""
+    """The result of a run, or why it failed: the other engine's result still counts."""
     try:
         return run(*args)
     except Exception as error:

@@ -38,10 +38,10 @@ def prompts_of(workload: str, count: int) -> list[list[dict[str, str]]]:
 
 
 def work(name: str, workload: str, count: int, max_tokens: int) -> dict[str, Any]:
-    """Does the work in this process; seconds do not include loading or a small warm-up."""
+    """Runs the work in this process; seconds do not include loading or a small warm-up."""
     import mlx_paged.extension
 
-    mlx_paged.unpatch()  # mlx-lm as it is, to compare with
+    mlx_paged.unpatch()  # unpatched mlx-lm, to compare with
 
     # isort: split
     import mlx.core as mx
@@ -92,7 +92,7 @@ def main() -> None:
             runs: dict[str, list[dict[str, Any]]] = {name: [] for name in WORKERS}
             for round_ in range(options.rounds):
                 for name, env in WORKERS.items():
-                    # As installed takes minutes: once is enough, where it is asked for.
+                    # As installed takes minutes: once is enough, and only on request.
                     if name.endswith("as installed") and (
                         round_ or f"{workload}:{count}" not in options.as_installed
                     ):

@@ -39,4 +39,4 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
     print(table(header, rows))
 
 
-checkout()  # of the code that is measured: the checkout may move on while it runs
+checkout()  # of the code that is measured: the checkout may change during the run

@@ -1,8 +1,8 @@
 """Host time of a step: what Python spends on 256 running sequences, with no forward to hide it.
 
-The model computes nothing, so a step is the scheduler, the plan, the sampler's rows, the commit and
-the updates. Time inside `mx.eval` and `mx.async_eval` is taken out and shown apart. So is the text
-of requests without stop strings: its readers make it, after the step.
+The model computes nothing, so a step is the scheduler, the plan, the sampling metadata, the commit
+and the updates. Time inside `mx.eval` and `mx.async_eval` is reported separately. So is the text
+of requests without stop strings: it is decoded on the reader's thread, after the step.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from mlx_paged.model.loader import LoadedModel
 
 VOCAB_SIZE = 320
 TOKEN = 312  # " the" of the embedded tokenizer: what greedy requests get
-# Of a step, in its order; then what is no part of its host time.
+# Of a step, in its order; then what does not count as its host time.
 PHASES = ("schedule", "launch", "read", "commit", "publish", "evaluation", "reading text")
 
 
 class Case(NamedTuple):
-    """What all sequences ask for."""
+    """The settings of all sequences."""
 
     name: str
     temperature: float = 0.0
@@ -61,12 +61,12 @@ class _Head(nn.Module):
         return mx.broadcast_to(logits.astype(mx.float32), (rows.shape[0], 1, VOCAB_SIZE))
 
 
-# Its logits depend on nothing that could be compared.
+# Its logits are constant: there is nothing to compare.
 register_family("null", verify=False)
 
 
 class NullModel(nn.Module):
-    """One attention layer by its cache, and no arithmetic."""
+    """One attention layer for its cache, without arithmetic."""
 
     model_type = "null"
 
@@ -78,7 +78,7 @@ class NullModel(nn.Module):
         return [KVCache()]
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        if not isinstance(cache[0], PagedLayerCache):  # asked what its layers store
+        if not isinstance(cache[0], PagedLayerCache):  # asked for the layout of its layers
             kv = mx.zeros((1, 1, 1, 8))
             cache[0].update_and_fetch(kv, kv)
         return self.lm_head(tokens)

@@ -97,7 +97,7 @@ CASES = {
 
 
 def resident_bytes(pools: Iterable[mx.array]) -> int:
-    """Main memory that pools occupy: pages that were never written are not there."""
+    """Main memory that pools occupy: pages that were never written do not count."""
     libc = ctypes.CDLL(None, use_errno=True)
     page, total = mmap.PAGESIZE, 0
     for pool in pools:

@@ -1,4 +1,4 @@
-"""What an Apple GPU makes of the kernels: its tests, then every primitive against copy
+"""The kernels on an Apple GPU: its tests, then every primitive against copy
 bandwidth, MLX's dense attention, and gathering first. Writes bench/results/mac-<chip>.json, .md.
 
 python bench/mac_report.py

@@ -1,4 +1,4 @@
-"""Time of one sampling step, by what its rows ask for: edits, filters, the draw, log-probabilities.
+"""Time of one sampling step, by settings: edits, filters, the draw, log-probabilities.
 
 python bench/sampling.py
 """

@@ -2,7 +2,7 @@
 
     python bench/serve.py --vllm-mlx /path/to/an/environment/bin/vllm-mlx
 
-All three serve one directory with the embedded model's weights in float32, and find the same
+All three serve one directory with the embedded model's weights in float32, and use the same
 OpenBLAS by LD_PRELOAD (Debian: libopenblas0). All run at once and each waits while another is
 measured, workload by workload, round by round; figures are medians over the rounds. A bias against
 the end tokens gives answers their full length.
@@ -50,7 +50,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked."""
+    """The workload."""
 
     name: str
     concurrency: int | None

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What Python sees of the extension. Users meet it through mlx_paged.ops, which documents it.
+// The Python interface of the extension. mlx_paged.ops wraps and documents it for users.
 
 #pragma once
 
@@ -19,6 +19,6 @@ using namespace nb::literals;
 
 void bind_pool_ops(nb::module_& m);   // ops.cpp
 void bind_layer_ops(nb::module_& m);  // layer_ops.cpp
-void bind_extension(nb::module_& m);  // these, and what else mlx_paged._ext has
+void bind_extension(nb::module_& m);  // these, and the rest of mlx_paged._ext
 
 }  // namespace mlx_paged

@@ -11,7 +11,7 @@ inline bool is_dense(const mlx::core::array& a) {
   return a.status() != mlx::core::array::Status::unscheduled && a.flags().row_contiguous;
 }
 
-// Kernels read dense rows. On the CPU eval_cpu sees to that (cpu/dense.h), with CUDA eval_gpu. With
+// Kernels read dense rows. On the CPU eval_cpu makes them (cpu/dense.h), with CUDA eval_gpu. With
 // Metal arrays known to be dense cost nothing here, others a graph node, and a copy only if they
 // turn out not to be.
 inline mlx::core::array dense(const mlx::core::array& a, [[maybe_unused]] mlx::core::Stream s) {

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What a GPU backend (metal/, cuda/) provides. It decides nothing: all decisions are in launch.h.
+// What a GPU backend (metal/, cuda/) provides. All decisions are made in launch.h, none here.
 
 #pragma once
 

@@ -10,7 +10,7 @@ namespace mlx_paged {
 
 namespace {
 
-// With axes of one entry in front: what copy_strided takes.
+// With leading axes of size 1, as copy_strided takes it.
 mx::array of_rank_4(const mx::array& a) {
   mx::Shape shape(4 - a.ndim(), 1);
   mx::Strides strides(4 - a.ndim(), 0);
@@ -53,7 +53,7 @@ void alias_or_copy_pool(const mx::array& in, mx::array& out, mx::Stream stream) 
   copy(in, out, stream);
 }
 
-// array::is_available is also true of what this very evaluation computes: it has no event yet.
+// array::is_available is also true for results of the current evaluation: they have no event yet.
 bool is_on_host(const mx::array& a) {
   return a.status() == mx::array::Status::available || (a.event().valid() && a.is_available());
 }
@@ -85,7 +85,7 @@ void KernelNode::eval_gpu(const Arrays& in, Arrays& out) {
       read_pools.push_back(i);
     }
   }
-  // What the host reads mostly comes from the host, which has kept a copy; what was computed on the
+  // What the host reads usually came from the host, which kept a copy; what was computed on the
   // GPU is waited for.
   for (int i : read_by_host()) {
     bool copied = inputs[i].data_shared_ptr() != in[i].data_shared_ptr();

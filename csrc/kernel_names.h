@@ -19,7 +19,7 @@ struct KernelName {
   bool operator==(const KernelName&) const = default;
 };
 
-// Each names what metal/kernel_table.h has, or throws std::invalid_argument with what it does have.
+// Each names a kernel of metal/kernel_table.h, or throws std::invalid_argument with those it has.
 // `size` is the last template argument and `unit` the letter before it in the host name.
 KernelName attention_kernel(
     const char* function, DType dtype, int key_dim, int value_dim, const char* unit, int size);

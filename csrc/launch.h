@@ -2,7 +2,7 @@
 //
 // What a GPU has to run for each operation: which kernels of metal/, over which grid, with which
 // buffers and constants. KernelNode::launches decides it, once and without knowing any GPU
-// framework; a backend (gpu.h) hands it to its encoder as it is.
+// framework; a backend (gpu.h) hands it to its encoder unchanged.
 
 #pragma once
 
@@ -66,7 +66,7 @@ LaunchList copy_strided_launches(const Arrays& in, const Arrays& out);
 //   - from 4 on: paged_decode_matrix, for decodes of larger groups and for drafts to verify. It
 //     reads every key once, for up to 64 rows (32 for head dims over 256);
 //   - prefill, more than 8 query rows: paged_prefill, in tiles of 32 or 64 rows. Head dims over 256
-//     would not fit its registers and stay with paged_decode_matrix.
+//     would not fit its registers and use paged_decode_matrix.
 enum class AttentionKernel { decode, decode_matrix, prefill };
 struct AttentionVariant {
   AttentionKernel kernel;

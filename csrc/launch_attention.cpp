@@ -80,7 +80,7 @@ PlanSummary read_plan(const Arrays& in) {
 }
 
 // All layers of a step share a plan, and reading it where a GPU has its memory at the time is slow,
-// so what was read is kept for as long as the plan lives.
+// so what was read is kept as long as the plan.
 class PlanCache {
  public:
   PlanSummary get(const Arrays& in) {
@@ -174,7 +174,7 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out) const {
   uint64_t partial_bytes = uint64_t(plan.num_partials) * num_q_heads * (value_dim + 2) * 4;
   list.workspaces = {std::max<uint64_t>(partial_bytes, 16)};
   auto read = [&](int operand) { return Binding{operand, Access::read, in[operand].nbytes()}; };
-  // A kernel that has no sinks reads none; its argument must be some buffer all the same.
+  // A kernel without sinks does not read them, but its argument must still be a buffer.
   Binding sinks = read(has_sinks ? int(kSinks) : int(kPositions));
 
   for (const auto& [variant, rows] : plan.variants) {

@@ -102,7 +102,7 @@ mx::array nucleus_thresholds(
       {dense(logits, s), dense(floors, s), dense(top_p, s)});
 }
 
-// Weights that would have to be made dense in every step are better left to MLX.
+// Weights that would have to be made dense in every step are left to MLX.
 bool served_on_cpu(
     const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias) {
   auto is_float = [](const mx::array& a) { return a.dtype() == mx::float32; };

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Linked without the CUDA backend: elsewhere MLX's own arrays and products serve.
+// Linked without the CUDA backend: there MLX's own arrays and products are used.
 
 #include <stdexcept>
 

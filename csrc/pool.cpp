@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Where pools come from, and the one rule by which they are passed on.
+// Allocates pools, and decides whether an output shares a pool's buffer.
 
 #include <atomic>
 #include <new>
@@ -55,7 +55,7 @@ mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype) {
   std::string refusal = "[allocate_pool] cannot allocate " + std::to_string(bytes) +
                         " bytes for a pool of " + std::to_string(shape[0]) + " blocks";
 #ifdef MLX_PAGED_CUDA
-  // What MLX's allocator hands out is shared with the CPU; the GPU's own comes from its operations.
+  // Memory of MLX's allocator is shared with the CPU; the GPU's own comes from its operations.
   if (mx::default_device() == mx::Device::gpu) {
     auto pool = mx::zeros(mx::Shape(shape.begin(), shape.end()), dtype);
     try {
@@ -70,7 +70,7 @@ mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype) {
   }
 #endif
   auto data = mx::allocator::malloc(bytes);
-  if (!data.buffer().ptr()) {  // MLX's allocator for CPUs says no more than this
+  if (!data.buffer().ptr()) {  // all that MLX's CPU allocator reports
     throw OutOfMemory(refusal);
   }
   if (mx::default_device() == mx::Device::cpu) {

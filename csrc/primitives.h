@@ -8,11 +8,11 @@
 // and values have a pool each, whose head dims may differ. A slot is `block * block_size + offset`.
 //
 // Ownership. WriteKV and CopyBlocks are in place, unconditionally: the arrays they return share the
-// buffers of the pools passed in, whatever else holds those. So
+// buffers of the pools passed in, even if those have other owners. So
 //   - the handle passed in is consumed; use the one returned;
 //   - all reads and writes of a pool go through one stream;
 //   - a freed block is not handed out until the last step that could read it has been evaluated.
-// Donation would not do: a step in flight holds the buffer, and every overlapped step would then
+// Donation would not work: a step in flight holds the buffer, and every overlapped step would then
 // copy the whole pool. `pool_copies()` counts the copies that could not be avoided (a pool that is
 // not row-contiguous); the engine's tests hold it at zero.
 
@@ -58,8 +58,8 @@ class KernelNode : public Node {
 
   // With MLX_PAGED_CHECK=1: compares block ids and slots with the pool before a kernel may follow
   // them, and throws std::out_of_range (Python: IndexError) that names the row and the id. Their
-  // values exist only when the graph runs, and a kernel that trusted a wrong one would read or
-  // overwrite foreign memory. Each eval calls this first. It waits for the inputs, and runs on the
+  // values exist only when the graph runs, and a kernel given a wrong one would read or
+  // overwrite other memory. Each eval calls this first. It waits for the inputs, and runs on the
   // evaluating thread because an exception on a stream's own thread leaves that stream unusable.
   void check_ids(const Arrays& in);
 

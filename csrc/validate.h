@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// One sentence for every refusal: "[op] <what> must be <expectation> but got <actual>".
+// One form for every error: "[op] <what> must be <expectation> but got <actual>".
 
 #pragma once
 

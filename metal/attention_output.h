@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Where the result of an item goes: the output, or an fp32 partial that paged_merge takes up.
+// Where the result of an item goes: the output, or an fp32 partial that paged_merge reads.
 
 #pragma once
 

@@ -104,7 +104,7 @@ kernel void fill_zero(
   }
 }
 
-// Makes a dense copy of an array whose elements do not lie one after the other, or do not begin at
+// Makes a dense copy of an array whose elements are not contiguous, or do not begin at
 // a multiple of 16 bytes. The other kernels read nothing else. Rare: pools and activations do.
 // grid: (elements of the last two dims / 256 rounded up, second dim, first dim).
 template <typename T>

@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // What the host and the kernels agree on: the items of a plan, the params of each kernel, and every
-// instantiation there is. Metal, nvcc, the simulator and the host's C++ include this file, so it
-// names nothing but `int` and `float`, which are 32 bits wide everywhere, and `long`, which is 64.
+// instantiation. Metal, nvcc, the simulator and the host's C++ include this file, so it
+// uses only `int` and `float`, which are 32 bits wide everywhere, and `long`, which is 64.
 
 #pragma once
 
@@ -154,7 +154,7 @@ static_assert(sizeof(FillParams) == 4, "the same for every compiler");
 // The instantiations of the attention kernels, each in the .h file of its function's name. X(...)
 // receives the same. Each list is of one dtype, given by name and type.
 
-// Queries (rows x heads of a group): what vector units keep up with.
+// Queries (rows x heads of a group): as many as vector units keep up with.
 #define PAGED_FOR_EACH_DECODE(X, ...) PAGED_FOR_EACH_HEAD_DIM(PAGED_DECODE_QUERIES, X, __VA_ARGS__)
 #define PAGED_DECODE_QUERIES(X, dtype, type, k_dim, v_dim) \
   PAGED_DECODE(X, dtype, type, k_dim, v_dim, 1)            \

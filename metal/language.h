@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What other compilers that read these kernels spell in another way.
+// What is spelled differently for the other compilers that read these kernels.
 
 #pragma once
 

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Rows of a pool on their way from device memory to the 8 x 8 matrices of a SIMD-group.
+// Loads rows of a pool from device memory into the 8 x 8 matrices of a SIMD-group.
 
 #pragma once
 

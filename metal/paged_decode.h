@@ -4,9 +4,9 @@
 // work item and one KV head: every key and value is read once, for all QUERIES (= query rows x
 // heads of the group) of the item.
 //
-// TOKEN_LANES lanes share a token, 16 bytes each, so a SIMD-group looks at several tokens at once,
+// TOKEN_LANES lanes share a token, 16 bytes each, so a SIMD-group reads several tokens at once,
 // and it takes UNROLL such steps together to have their loads in flight at the same time. Each set
-// of TOKEN_LANES lanes keeps a softmax of its own; they meet at the very end.
+// of TOKEN_LANES lanes keeps its own softmax; they are joined at the end.
 
 #pragma once
 
@@ -60,7 +60,7 @@ struct DecodeLane {
     keys[q] = visible;
   }
 
-  // Takes in UNROLL steps of TOKENS tokens from `first` on; those at `end` and after do not exist.
+  // Adds UNROLL steps of TOKENS tokens from `first` on; those at `end` and after are masked.
   METAL_FUNC void attend(
       device const T* key_pool, device const T* value_pool, BlockTable table, int first, int end,
       int kv_head, constant AttentionParams& params, uint lane) thread {

@@ -3,7 +3,7 @@
 // Decode attention for many query heads a KV head, or several query rows, on the matrix units. The
 // queries of an item (its rows x the heads of a group) are the rows of a matrix.
 //
-// The SIMD-groups share out the head dims, not the tokens: each has the slice [begin, end) of every
+// The SIMD-groups divide the head dims, not the tokens: each has the slice [begin, end) of every
 // query, key, value and result. So a key goes from device memory to one SIMD-group's part of
 // threadgroup memory and on to its matrix units, once, and no result has to be moved at the end.
 // What they exchange is small: the partial dot products of a tile of tokens, and its weights.
@@ -40,8 +40,8 @@ struct TileSoftmax {
     return step * ROWS_AT_ONCE + int(simd_id) * (32 / TOKENS) + int(lane) / TOKENS;
   }
 
-  // Turns the partial dot products of each SIMD-group into weights, and says by which factor the
-  // results of each row shrink.
+  // Turns the partial dot products of each SIMD-group into weights, and gives the factor by which
+  // the results of each row shrink.
   template <typename T>
   METAL_FUNC void step(
       threadgroup const float* dots, threadgroup T* weights, threadgroup float* factors, int first,

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Device memory is read and written 16 bytes a lane: a `chunk` is uint4, whatever lies in it.
+// Device memory is read and written 16 bytes a lane: a `chunk` is uint4, whatever its contents.
 
 #pragma once
 

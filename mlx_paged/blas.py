@@ -27,9 +27,9 @@ def status() -> str:
 
 
 def preload() -> str:
-    """Puts OpenBLAS in front of MLX's own BLAS where that helps; returns `status()`.
+    """Loads OpenBLAS in place of MLX's own BLAS where that helps; returns `status()`.
 
-    Runs once; later calls only report. ``MLX_PAGED_BLAS=off`` leaves MLX as it is.
+    Runs once; later calls only report. ``MLX_PAGED_BLAS=off`` leaves MLX unchanged.
 
     Raises:
         ValueError: if ``MLX_PAGED_BLAS`` is neither ``auto`` nor ``off``.
@@ -41,8 +41,8 @@ def preload() -> str:
 
 
 def limit_threads(most: int) -> None:
-    """Products take no more threads than this, unless ``MLX_PAGED_NUM_THREADS`` is set. Before the
-    first product. BLAS that is not ours to load has rules of its own."""
+    """Limits the threads of products, unless ``MLX_PAGED_NUM_THREADS`` is set. Call it before the
+    first product. A BLAS that is not loaded here is not affected."""
     if _libraries:
         _libraries[-1].mlx_paged_limit_threads(most)
 
@@ -81,7 +81,7 @@ def _preload() -> str:
 
 
 def _mlx_has_cuda() -> bool:
-    """Whether the installed MLX is one of the CUDA builds; told without importing it."""
+    """Whether the installed MLX is one of the CUDA builds; does not import it."""
     for name in ("mlx-cuda-12", "mlx-cuda-13"):
         try:
             metadata.distribution(name)

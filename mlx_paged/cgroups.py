@@ -22,7 +22,7 @@ class Limits:
 
     Attributes:
         memory_bytes: Most memory.
-        memory_file: Which file says so.
+        memory_file: The file with that limit.
         cpus: CPU time in CPUs: 1.5 is 150 ms in every 100 ms.
     """
 

@@ -1,9 +1,9 @@
 """Typed errors of the package.
 
 Everything raised on purpose derives from `MlxPagedError`; each class also derives from the built-in
-exception that a caller would expect (`ValueError` for a bad argument), so that code which knows
-nothing of this package still works. The numbers of a message are attributes too: a server turns
-them into a response without parsing text.
+exception that a caller would expect (`ValueError` for a bad argument), so that code that does not
+know this package still works. The numbers of a message are attributes too: a server turns them
+into a response without parsing text.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ class MlxPagedError(Exception):
 
 
 class InvalidParameterError(MlxPagedError, ValueError):
-    """A parameter has a value that cannot be honoured; it is rejected, never ignored.
+    """A parameter has an invalid or unsupported value; it is rejected, never ignored.
 
     Attributes:
         field: Name of the parameter, as the caller wrote it.
         expected: What would have been accepted.
-        actual: What came.
+        actual: The value given.
     """
 
     def __init__(self, field: str, expected: str, actual: object) -> None:
@@ -66,7 +66,7 @@ class RequestTooLargeError(MlxPagedError, ValueError):
 
 
 class DuplicateRequestError(MlxPagedError, ValueError):
-    """A request carries the id of one that has not finished."""
+    """A request has the id of one that has not finished."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(f"request id {request_id!r} is already in use by an unfinished request")
@@ -74,7 +74,7 @@ class DuplicateRequestError(MlxPagedError, ValueError):
 
 
 class EngineOverloadedError(MlxPagedError, RuntimeError):
-    """The waiting queue is full; try again later (HTTP 503)."""
+    """The waiting queue is full; try again later (HTTP 429)."""
 
     def __init__(self, num_waiting: int, max_num_waiting: int) -> None:
         super().__init__(
@@ -86,7 +86,7 @@ class EngineOverloadedError(MlxPagedError, RuntimeError):
 
 
 class EngineDeadError(MlxPagedError, RuntimeError):
-    """The engine stopped and takes no more work."""
+    """The engine stopped and takes no more requests."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the engine has stopped: {reason}")
@@ -112,7 +112,7 @@ class ModelLoadError(MlxPagedError, RuntimeError):
 
 
 class UnsupportedModelError(MlxPagedError, ValueError):
-    """The model loads, but its architecture is not one that the paged cache is proven for."""
+    """The paged cache is not proven for the model's architecture."""
 
     def __init__(self, model_type: str, reason: str = "", supported: Sequence[str] = ()) -> None:
         message = f"model_type {model_type!r} is not supported"
@@ -136,4 +136,4 @@ class BackendUnavailableError(MlxPagedError, RuntimeError):
 
 
 class IntegrityError(MlxPagedError, AssertionError):
-    """`check_integrity()` found the engine's own books in disagreement: a bug in this package."""
+    """`check_integrity()` found inconsistent state: a bug in this package."""

@@ -1,7 +1,7 @@
-"""The native extension, loaded only beside the MLX that it was built with.
+"""The native extension, loaded only with the MLX that it was built for.
 
-MLX has no stable ABI: an extension built against another version may crash, or be told that an
-``mx.array`` is not an ``mx.array``. Both are checked here, once, with the remedy in the error.
+MLX has no stable ABI: an extension built against another version may crash, or reject every
+``mx.array``. Both are checked here, once, with the remedy in the error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _load() -> ModuleType:
 
 
 def _limit_threads(ext: ModuleType, cpus: float | None) -> None:
-    """More threads than a control group's quota of CPU time only use it up sooner, and all wait."""
+    """Threads beyond a control group's CPU quota only use it up sooner, and then all wait."""
     if cpus is not None:
         most = max(1, math.ceil(cpus))
         ext.limit_threads(most)
@@ -60,7 +60,7 @@ ext = _load()
 def use_supported_device() -> None:
     """Moves MLX's default device to the CPU where this build has no kernels for the GPU.
 
-    Says so once, in a warning: on a Mac everything else would work and be slower than expected.
+    Logs one warning: on a Mac everything else would work and be slower than expected.
     """
     import mlx.core as mx
 

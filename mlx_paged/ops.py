@@ -8,11 +8,11 @@ keys and values have one each, and their head dims may differ. A *slot* is
 buffers of those passed in. The handle passed in is consumed; all reads and writes of a pool go
 through one stream; and a freed block is handed out again only after the last step that could read
 it has been evaluated. ``MLX_PAGED_CHECK=1`` makes every op compare block ids and slots with the
-pool before it follows them.
+pool before it uses them.
 
 Each op takes an optional ``stream`` (an ``mx.Stream`` or ``mx.Device``) and raises ``ValueError``,
 when the graph is built, for an argument that it cannot serve. An op that is said to be CPU only
-raises ``RuntimeError`` when a GPU evaluates it: there MLX's own kernels do the same.
+raises ``RuntimeError`` when a GPU evaluates it: use MLX's own kernels there.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def allocate_pool(
         ``[num_blocks, block_size, num_kv_heads, head_dim]`` of undefined contents.
 
     Raises:
-        MemoryError: there is not as much memory; the message names the bytes.
+        MemoryError: there is not enough memory; the message names the bytes.
     """
     return ext.allocate_pool([num_blocks, block_size, num_kv_heads, head_dim], dtype)
 
@@ -70,7 +70,7 @@ def has_cuda() -> bool:
 
 
 def upload(*arrays: npt.NDArray[Any]) -> list[mx.array]:
-    """Arrays of the host's numbers, which the host may change afterwards.
+    """Arrays of numbers on the host, which may change afterwards.
 
     With CUDA they are sent as one, from pinned memory: what `mx.array` makes lies in memory that
     migrates by page, where the first kernel of a step waits for it. Elsewhere they are `mx.array`s.
@@ -330,5 +330,5 @@ def linear(
 
 
 def pool_copies() -> int:
-    """Whole-pool copies since the process started; zero while pools are used as they should."""
+    """Whole-pool copies since the process started; 0 if pools are used correctly."""
     return ext.pool_copies()

@@ -43,10 +43,10 @@ class Outcome:
     name: str
     status: str
     seconds: float
-    told: str
+    detail: str
 
     def __str__(self) -> str:
-        return f"{self.name:28} {self.status:12} {self.seconds:6.0f} s  {self.told}"
+        return f"{self.name:28} {self.status:12} {self.seconds:6.0f} s  {self.detail}"
 
 
 def python(*arguments: str) -> list[str]:
@@ -79,7 +79,7 @@ def sanitizer(tool: str, *arguments: str) -> list[str]:
 
 
 def build(name: str, architectures: str | None, folder: str) -> Stage:
-    """For the GPU that is here, or with None for all that the package is built for."""
+    """For the GPU of this machine, or with None for all that the package is built for."""
     install = ["install", "-e", "."] if architectures else ["wheel", "-w", folder, "."]
     options = [f"-Ccmake.define.CMAKE_CUDA_ARCHITECTURES={architectures}"] if architectures else []
     return Stage(name, [
@@ -116,10 +116,10 @@ def benchmarks() -> dict[str, Stage]:
 
 
 def summary(output: str) -> str:
-    """The last line that says how it went."""
+    """The last line of output that has the result."""
     lines = [line.strip("= \n") for line in output.splitlines() if line.strip("= \n")]
-    told = [line for line in lines if re.search(r"SUMMARY|passed|failed|rror", line)]
-    return (told or lines or [""])[-1][:100]
+    detail = [line for line in lines if re.search(r"SUMMARY|passed|failed|rror", line)]
+    return (detail or lines or [""])[-1][:100]
 
 
 def run(stage: Stage, logs: Path, timeout: float) -> Outcome:
@@ -135,13 +135,13 @@ def run(stage: Stage, logs: Path, timeout: float) -> Outcome:
         except (subprocess.TimeoutExpired, FileNotFoundError) as error:
             status = type(error).__name__
     output = log.read_text()
-    told = summary(output)
+    detail = summary(output)
     if stage.name == PLANTED:
         found = output.count("Invalid __global__ read")
         status = 0 if found else f"nothing found, {status}"
-        told = f"{found} invalid reads, as it must be"
-    said = "ok" if status == 0 else f"FAILED ({status})"
-    outcome = Outcome(stage.name, said, time.perf_counter() - start, told)
+        detail = f"{found} invalid reads, as it must be"
+    result = "ok" if status == 0 else f"FAILED ({status})"
+    outcome = Outcome(stage.name, result, time.perf_counter() - start, detail)
     print(outcome, flush=True)
     return outcome
 

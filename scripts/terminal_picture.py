@@ -4,7 +4,7 @@
     tmux capture-pane -e -p -t chat | python scripts/terminal_picture.py docs/chat.svg --title chat
 
 The command runs in a terminal of its own, so that it prints colours. Without one, text with colours
-is read from standard input: that is for programs that are talked to, in tmux.
+is read from standard input: that is for interactive programs, in tmux.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-# Whatever moves the cursor or erases, and titles of windows: a picture has only the last state.
+# Sequences that move the cursor or erase, and window titles: a picture has only the last state.
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlnsu]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\r(?!\n)")
 
 
@@ -57,7 +57,7 @@ def run(command: list[str], columns: int) -> tuple[str, int]:
 def _read(descriptor: int) -> bytes:
     try:
         return os.read(descriptor, 1 << 16)
-    except OSError:  # how Linux says that the other end has closed
+    except OSError:  # on Linux: the other end has closed
         return b""
 
 
@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("file", type=Path, help="SVG to write")
     parser.add_argument("--title", help="default: the command")
     parser.add_argument("--columns", type=int, default=100)
-    # Everything after "--" is the command. (argparse would take some of it for its own.)
+    # Everything after "--" is the command. (argparse would parse some of it itself.)
     ours, dashes, command = _split(sys.argv[1:])
     options = parser.parse_args(ours)
     if dashes and not command:

@@ -6,9 +6,9 @@
 // prefix `scipy_`. Loaded with RTLD_GLOBAL before libmlx, this library answers for the plain names;
 // mlx_paged/blas.py opens OpenBLAS with RTLD_GLOBAL first, where the lookups below find it.
 //
-// OpenBLAS runs single-threaded here, and products are dealt out in pieces by our own parallel_for.
+// OpenBLAS runs single-threaded here, and our own parallel_for splits products into pieces.
 // OpenBLAS's threads wait for each other at every product: on a small machine where the host builds
-// the next step meanwhile, one of them is off its core for a scheduler's slice (8 ms) and all wait.
+// the next step at the same time, one of them loses its core for a time slice (8 ms) and all wait.
 // Pieces are claimed instead: a thread that is not running delays no other.
 //
 // A product of few rows with transposed weights, as decode has them, is our own: OpenBLAS packs the
@@ -67,7 +67,7 @@ void split(
 }
 
 const mlx_paged::cpu::ProductKernels& product_kernels() {
-  // None if MLX_PAGED_SIMD names no build: the extension says so, where it can raise.
+  // None if MLX_PAGED_SIMD names no build: the extension, which can raise, reports it.
   static const auto found = [] {
     try {
       return mlx_paged::cpu::kernels().product;

@@ -40,7 +40,7 @@ struct AttentionArgs {
 };
 
 struct AttentionKernels {
-  // Floats of scratch that one task needs for an item of `rows` query rows and so many KV heads.
+  // Floats of scratch that one task needs for an item of `rows` query rows and that many KV heads.
   size_t (*scratch_size)(const AttentionArgs& args, int rows, int num_heads);
   // One work item for the KV heads [head_begin, head_end).
   void (*attend)(const AttentionArgs& args, int item, int head_begin, int head_end, float* scratch);

@@ -57,7 +57,7 @@ inline Item read_item(const AttentionArgs& args, int index) {
   return item;
 }
 
-// Where the pieces of a task's scratch lie, in floats: prefill's tiles, then the state of each
+// Offsets of the pieces of a task's scratch, in floats: prefill's tiles, then the state of each
 // head.
 struct Layout {
   int lanes, key_dim, value_dim;  // dims padded to whole vectors
@@ -71,7 +71,7 @@ struct Layout {
     bool tiles = lanes >= kTransposeFrom;
     keys = 0;
     values = keys + (tiles ? size_t(kTile) * key_dim : 0);
-    // A transposed K tile lives here too: it is dead before the tile's values are converted.
+    // A transposed K tile is stored here too: it is not used once the tile's values are converted.
     shared_end = values + (tiles ? size_t(kTile) * max(key_dim, value_dim) : 0);
     size_t padded_lanes = round_up(lanes, kWidth);
     queries = 0;

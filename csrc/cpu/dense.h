@@ -15,7 +15,7 @@ namespace mlx_paged::cpu {
 
 namespace mx = mlx::core;
 
-// The array itself where its rows are dense, else a copy that lives as long as the queued work.
+// The array itself where its rows are dense, else a copy kept until the queued work is done.
 mx::array dense(const mx::array& in, mx::cpu::CommandEncoder& encoder);
 
 // A primitive's inputs, those from `first` on dense.
@@ -43,7 +43,7 @@ struct Pool {
 // Makes `out` the pool `in` in place or, where its layout rules that out, a counted copy of it.
 void alias_or_copy_pool(const mx::array& in, mx::array& out, mx::cpu::CommandEncoder& encoder);
 
-// The pool itself where it is dense, else a counted copy that lives as long as the queued work.
+// The pool itself where it is dense, else a counted copy kept until the queued work is done.
 mx::array dense_pool(const mx::array& in, mx::cpu::CommandEncoder& encoder);
 
 }  // namespace mlx_paged::cpu

@@ -19,7 +19,7 @@ std::vector<const Kernels*> supported_kernels() {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     found.push_back(&kAvx512Kernels);
   }
-  // F16C came with AVX2's first processors; __builtin_cpu_supports knows it only from GCC 11 on.
+  // F16C came with AVX2's first processors; __builtin_cpu_supports accepts it only from GCC 11 on.
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
       __builtin_cpu_supports("f16c")) {
     found.push_back(&kAvx2Kernels);

@@ -44,7 +44,7 @@ struct Counts {
   size_t out_bytes;
 };
 
-// In how many pieces the KV heads of an item are dealt out. Decode reads memory in order when a
+// Into how many pieces the KV heads of an item are divided. Decode reads memory in order when a
 // task has all heads, so it splits them only to keep the threads busy. Prefill computes more than
 // it reads, and its state for many heads would not fit a core's cache.
 int head_pieces(const cpu::AttentionArgs& args, int num_items, int max_rows) {

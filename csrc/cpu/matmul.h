@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The two products of attention for a handful of lanes, over rows that lie anywhere in memory and
+// The two products of attention for a handful of lanes, over rows anywhere in memory and
 // in any of the pool's types. Compiled once for each instruction set, see simd.h.
 
 #pragma once
@@ -77,7 +77,7 @@ inline void multiply_rows(
     const float* a, int a_stride, const T* const* b, int b_offset, int depth, const float* alpha,
     float* out, int out_stride, int columns) {
   int c = 0;
-#if defined(__AVX512F__)  // has the registers
+#if defined(__AVX512F__)  // has enough registers
   for (; c + 4 * kWidth <= columns; c += 4 * kWidth) {
     multiply<R, 4>(a, a_stride, b, b_offset + c, depth, alpha, out + c, out_stride);
   }

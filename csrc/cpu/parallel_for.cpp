@@ -38,8 +38,8 @@ int choose_num_threads() {
   return std::min(detect_num_processors(), thread_limit.load());
 }
 
-// One parallel_for in progress. Held by every thread that may still look at it, so that a worker
-// that wakes late finds an exhausted job and not a dead one.
+// One parallel_for in progress. Held by every thread that may still read it, so that a worker
+// that wakes late finds an exhausted job and not a freed one.
 struct Job {
   const std::function<void(int, int)>* task;
   int num_tasks;

@@ -10,7 +10,7 @@ namespace mlx_paged::cpu {
 // MLX_PAGED_NUM_THREADS if that is set.
 int num_threads();
 
-// No more than this many, unless MLX_PAGED_NUM_THREADS says so. Before the first use of any.
+// No more than this many, unless MLX_PAGED_NUM_THREADS is set. Call it before their first use.
 void limit_threads(int most);
 
 // Calls task(i, thread) for every i in [0, num_tasks), each once, on up to num_threads() threads of

@@ -22,7 +22,7 @@ constexpr int kMostProductRows = 16;
 #endif
 
 // Fetches `Ahead` vectors for each vector along k, so that memory is read in one long run while
-// the block is computed: four short ones side by side are too short for the processor to foresee.
+// the block is computed: four short ones side by side are too short for the prefetcher.
 template <int Rows, int Columns, int Ahead>
 inline void product_block(
     const ProductArgs& args, int64_t row, int64_t column, const float*& ahead) {

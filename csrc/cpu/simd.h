@@ -103,8 +103,8 @@ inline VecF load(const Half* p) {
 #elif defined(__AVX2__)
   return (VecF)_mm256_cvtph_ps(load_as<__m128i>(p));
 #else
-  // Exponent and mantissa move to their place; multiplying by 2^112 mends the bias and normalises
-  // subnormals; infinities and NaNs get their exponent back.
+  // Exponent and mantissa move to their place; multiplying by 2^112 fixes the bias and normalises
+  // subnormals; infinities and NaNs keep their exponent.
   VecU h = __builtin_convertvector(load_as<VecH>(p), VecU);
   VecU magnitude = h & 0x7fff;
   VecF scaled = as_float(magnitude << 13) * 0x1p112f;
@@ -181,7 +181,7 @@ inline float max(VecF v) {
 // 2^x for x <= 126, to about 1e-7 relative; 0 below -126 (and for -inf); NaN stays NaN.
 inline VecF exp2(VecF x) {
   VecF clamped = select(x < -127.0f, splat(-127.0f), x);
-  // Adding 1.5 * 2^23 rounds to the nearest integer, which then sits in the low mantissa bits.
+  // Adding 1.5 * 2^23 rounds to the nearest integer, which is then in the low mantissa bits.
   VecF shifted = clamped + 0x1.8p23f;
   VecF f = clamped - (shifted - 0x1.8p23f);
   // Taylor of 2^f on [-0.5, 0.5]: ln2^n / n!.

@@ -2,7 +2,7 @@
 //
 // One tile of tokens, in the two ways that attention reads one. With few lanes (decode) reading
 // memory is all that costs. A pool is token-major, so a decode task takes all its heads of a few
-// tokens before it goes on to the next tokens: memory is then read in order, where a pass per head
+// tokens before the next tokens: memory is then read in order, where a pass per head
 // would touch a new page every token or two. With many lanes (prefill) a task has one head, whose
 // tile is converted once, transposed, and multiplied as a small matrix product. Compiled once for
 // each instruction set, see simd.h.
@@ -41,7 +41,7 @@ inline void token_rows(
 }
 
 // One head of some tokens into the cache, while those before them are computed: blocks lie anywhere
-// in memory, and the processor foresees none of them.
+// in memory, so the hardware does not prefetch them.
 template <typename T>
 inline void fetch(const T* const* rows, int begin, int end, int offset, int dim) {
   constexpr int kLine = 64 / sizeof(T);

@@ -25,7 +25,7 @@ namespace mlx_paged::gpu {
 
 namespace {
 
-constexpr uint32_t kFreeSharedMemory = 48 * 1024;  // more has to be asked for
+constexpr uint32_t kFreeSharedMemory = 48 * 1024;  // more must be requested
 
 void check(cudaError_t status, const std::string& what) {
   if (status != cudaSuccess) {
@@ -33,7 +33,7 @@ void check(cudaError_t status, const std::string& what) {
   }
 }
 
-// MLX links a CUDA runtime of its own, to which our symbols mean nothing; a CUfunction does.
+// MLX links its own CUDA runtime, which does not know our symbols; a CUfunction works in both.
 CUfunction function_of(const Launch& launch) {
   static std::mutex mutex;
   static std::unordered_map<std::string, CUfunction> functions;
@@ -130,7 +130,7 @@ void encode(
   for (const auto& launch : list.launches) {
     Extent grid = kernel_grid(launch);
     if (std::find(grid.begin(), grid.end(), 0) != grid.end()) {
-      continue;  // nothing to do, which CUDA takes for a mistake
+      continue;  // nothing to do: CUDA reports an empty grid as an error
     }
     if (launch.cluster) {
       mark_cluster(encoder, launch.cluster);
@@ -140,7 +140,7 @@ void encode(
     pointers.reserve(launch.buffers.size());
     for (const auto& binding : launch.buffers) {
       auto& operand = operands[binding.operand];
-      // A pool or a workspace is written again: whoever reads it counts as a writer.
+      // A pool or a workspace is written again, so its readers are registered as writers.
       bool shared = size_t(binding.operand) >= num_arrays ||
                     std::find(pools.begin(), pools.end(), binding.operand) != pools.end();
       if (binding.access == Access::read && !shared) {

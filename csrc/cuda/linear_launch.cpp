@@ -50,7 +50,7 @@ std::string cluster_kernel(DType dtype, int tiles) {
 // Whether thread blocks can form clusters: sm_90 and later, if this build has code for it.
 bool has_clusters() {
   static const bool has = [] {
-    // Of the code that the driver chose for this device, be it compiled or PTX.
+    // Of the code that the driver chose for this device, compiled or PTX.
     cudaFuncAttributes found;
     auto symbol = find_kernel(cluster_kernel(DType::float16, tiles_of(kLinearMostRows)));
     return cudaFuncGetAttributes(&found, symbol) == cudaSuccess && found.ptxVersion >= 90;
@@ -59,7 +59,7 @@ bool has_clusters() {
 }
 
 // For operands x, weight and `bias` (any of them, if there is none) and the result `output`. (Their
-// sizes, of which CUDA's encoder takes no notice, are left out.)
+// sizes, which CUDA's encoder ignores, are left out.)
 Launch linear_launch(const LinearParams& params, DType dtype, int bias, int output) {
   int tiles = tiles_of(params.num_rows);
   Launch launch;
@@ -73,7 +73,7 @@ Launch linear_launch(const LinearParams& params, DType dtype, int bias, int outp
     launch.threadgroup = {32 * uint32_t(warps), 1, 1};
   } else {
     tiles = std::min(tiles, kLinearBlockRows / 8);
-    // Rows of x are read anew for every group of rows of the weight; larger groups are fewer
+    // Rows of x are read again for every group of rows of the weight; larger groups are fewer
     // blocks.
     int groups = tiles >= kManyTiles && params.n % (2 * kLinearRows) == 0 ? 2 : 1;
     int rows = groups * kLinearRows;
@@ -119,7 +119,7 @@ void Linear::eval_gpu(const Arrays& in, Arrays& out) {
   bool has_bias = in.size() > 2;
   int num_rows = int(in[0].size() / weight.shape(1));
   cuda::LinearParams params{num_rows, weight.shape(0), weight.shape(1), has_bias};
-  // A kernel that has no bias reads none; its argument must be some buffer all the same.
+  // A kernel without bias does not read it, but its argument must still be a buffer.
   auto launch =
       cuda::linear_launch(params, dtype_of(in[0].dtype()), has_bias ? 2 : 1, int(in.size()));
   gpu::encode({{launch}, {}}, inputs, out, {}, stream());

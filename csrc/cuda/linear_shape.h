@@ -16,7 +16,7 @@ struct LinearParams {
 static_assert(sizeof(LinearParams) == 16, "the same for every compiler");
 
 // Columns are added up in one order, whatever the kernel and however many rows x has, so that a
-// row's result does not depend on its company: chunk i of two steps of 32 columns belongs to part
+// row's result does not depend on the others: chunk i of two steps of 32 columns belongs to part
 // i % 8, a part adds its own in order, and the parts are added in pairs, pairs of pairs and so on.
 constexpr int kLinearStep = 32;
 constexpr int kLinearChunkSteps = 2;
@@ -42,7 +42,7 @@ constexpr int cluster_stage_bytes(int tiles, int row_warps) {
   return (cluster_rows(row_warps) + 8 * tiles) * kLinearChunk * 2;
 }
 
-// Of fp32, from one row of x to the next: no two lanes of a warp's store meet in a bank.
+// Of fp32, from one row of x to the next: no two lanes of a warp's store use the same bank.
 constexpr int cluster_result_pitch(int row_warps) {
   return cluster_rows(row_warps) + 4;
 }
@@ -57,8 +57,7 @@ constexpr int cluster_scratch(int tiles, int row_warps, int stages) {
 }  // namespace mlx_paged::cuda
 
 // X(...) receives the arguments given after it, then tiles of eight rows of x, warps of a block,
-// and stages. Small blocks that fit a multiprocessor three times and more were fastest, whatever
-// else they cost.
+// and stages. Small blocks, three or more to a multiprocessor, were fastest.
 #define PAGED_FOR_EACH_LINEAR_CLUSTER(X, ...) \
   X(__VA_ARGS__, 4, 2, 3)                     \
   X(__VA_ARGS__, 8, 4, 3)

@@ -15,13 +15,13 @@ enum {
 };
 
 // Warps of a thread block. Several blocks fit a multiprocessor and start and end at different
-// times, so that the memory always has something to do; head dim 256 leaves room for half as many
+// times, which keeps memory busy; head dim 256 leaves room for half as many
 // warps.
 constexpr int tensor_warps(int dim) {
   return dim <= 128 ? 4 : 2;
 }
 
-// Tiles that a warp has room for: one to work on, the other under way. More of them cost more in
+// Tiles that a warp has room for: one in use, the other being copied. More of them cost more in
 // blocks that no longer fit than they gain.
 constexpr int tensor_stages(int) {
   return 2;
@@ -32,7 +32,7 @@ constexpr int tensor_tile_bytes(int dim) {
 }
 
 // Elements from one query's results to the next, where the warps join them: no two lanes of a
-// fragment meet in a bank.
+// fragment use the same bank.
 constexpr int tensor_result_pitch(int dim) {
   return dim + 4;
 }

@@ -3,7 +3,7 @@
 // Numbers between host and GPU through pinned memory.
 //
 // An array that MLX makes of the host's numbers lies in memory that migrates by page, and so does
-// one that the host has looked at. Both faults cost more than the numbers, and MLX's cache hands
+// one that the host has read. Both faults cost more than the numbers, and MLX's cache hands
 // such buffers out again as activations. Pinned memory never moves, and device memory stays device
 // memory.
 

@@ -42,7 +42,7 @@ struct Attention {
   int num_kv_heads;
 };
 
-// Null where tensor cores do not serve: fp32, whose inputs they would round; two head dims; blocks
+// Null where tensor cores are not used: fp32, whose inputs they would round; two head dims; blocks
 // that end within 16 tokens.
 std::optional<Attention> on_tensor_cores(const Launch& launch, const Arrays& in) {
   constexpr int kLeastBlock = 16;

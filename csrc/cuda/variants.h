@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// NVIDIA's own kernels in the place of portable ones, where measurements asked for them
-// (docs/cuda.md). Knows neither CUDA nor a GPU, so that its rule can be tested anywhere.
+// Kernels for NVIDIA in place of portable ones, where they were measured to be faster
+// (docs/cuda.md). Needs neither CUDA nor a GPU, so that its rule can be tested anywhere.
 
 #pragma once
 
@@ -16,7 +16,7 @@ namespace mlx_paged::cuda {
 //   - prefill chunks in 16 bits go to paged_prefill_tensor, which needs equal head dims of 64 or
 //     128 and blocks of at least 16 tokens;
 //   - merges go to merge_splits.
-// Which kernel serves a row follows from the row alone: its bits do not depend on its company.
+// Which kernel serves a row follows from the row alone: its bits do not depend on other rows.
 LaunchList with_variants(LaunchList list, const Arrays& in);
 
 }  // namespace mlx_paged::cuda

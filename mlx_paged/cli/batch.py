@@ -37,9 +37,9 @@ class Batch:
     Attributes:
         input: JSONL; None: stdin.
         output: None: stdout.
-        overwrite: Empty the output first, whatever it holds.
+        overwrite: Empty the output first.
         model: As for `mlx_paged.load`.
-        model_names: What a body may give as `model`; empty: the model's own name.
+        model_names: Names that a body may give as `model`; empty: the model's own name.
         progress: Whether to show a bar; None: on a terminal.
         engine_options: Fields of `EngineConfig`.
     """
@@ -66,7 +66,7 @@ def run(batch: Batch) -> None:
         try:
             total = journal.check(file)
             if journal.num_torn_bytes:
-                print_line(f"the last line of {batch.output} was cut short: it is done again")
+                print_line(f"the last line of {batch.output} is incomplete: it is done again")
             if journal.done.count:
                 print_line(f"{journal.done.count} of {total} lines are done already")
             if journal.done.count < total:
@@ -83,12 +83,12 @@ def _run(batch: Batch, file: BinaryIO, journal: Journal, total: int) -> None:
             asyncio.run(_answer(batch, file, journal, counts, on_line))
     except KeyboardInterrupt:
         written = done + counts.answered + counts.failed
-        resumed = "" if batch.output is None else "; the same command goes on with the rest"
+        resumed = "" if batch.output is None else "; run the same command again for the rest"
         print_line(f"{written} of {total} lines are done{resumed}")
         raise
     print_line(f"{counts.answered} lines answered, {counts.failed} failed")
     if counts.failed and not counts.answered:
-        raise MlxPagedError("no line could be answered: the output tells why")
+        raise MlxPagedError("no line could be answered: see the errors in the output")
 
 
 async def _answer(
@@ -141,7 +141,7 @@ class BatchRunner:
 
     Args:
         answer: answers a request.
-        journal: where to; lines that it has are skipped.
+        journal: the output; lines that it has are skipped.
         max_in_flight: most lines that are worked on.
         on_line: called for each line that is written.
     """
@@ -164,7 +164,7 @@ class BatchRunner:
         self._custom_ids: set[int] = set()  # hashes: a batch may have many lines
 
     async def run(self, lines: Iterable[Line]) -> None:
-        """Answers all lines. However it ends, what was answered is written.
+        """Answers all lines. Whatever was answered is written, also after an error.
 
         Raises:
             MlxPagedError: the engine or the output failed; the rest can be resumed.
@@ -188,7 +188,7 @@ class BatchRunner:
         try:
             output = await self._output_of(line)
             self._unwritten.append(output)
-            # Whatever else ended in this round of the loop is written, and synced, with it.
+            # Lines that ended in the same round of the loop are written and synced together.
             await asyncio.sleep(0)
             self._flush()
         finally:
@@ -206,7 +206,7 @@ class BatchRunner:
             self.counts.answered += 1
         else:
             self.counts.failed += 1
-        # The body is JSON as the server made it: there is no need to read it.
+        # The body is already JSON: no need to parse it.
         head = {"id": line.id, "custom_id": request.custom_id}
         response = {"status_code": reply.status_code, "request_id": reply.request_id}
         return b'%s, "response": %s, "body": %s}, "error": null}' % (
@@ -216,7 +216,7 @@ class BatchRunner:
         )
 
     def _note(self, line: Line) -> None:
-        """Remembers the custom_id of a line that an earlier run has answered."""
+        """Records the custom_id of a line that an earlier run has answered."""
         try:
             self._custom_ids.add(hash(parse(line).custom_id))
         except LineError:
@@ -263,7 +263,7 @@ class LocalEndpoint:
 
     Args:
         engine: the caller shuts it down.
-        model_names: what a body may give as `model`; the first one is in answers.
+        model_names: names that a body may give as `model`; the first one is in answers.
     """
 
     def __init__(self, engine: AsyncEngine, model_names: tuple[str, ...]) -> None:

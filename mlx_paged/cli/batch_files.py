@@ -48,13 +48,13 @@ class Line:
 
     @property
     def id(self) -> str:
-        """Of the output line: the same in every run over the same input."""
+        """Id of the output line: the same in every run over the same input."""
         return f"batch_req_{self.number}_{self.digest:016x}"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """What a line asks for.
+    """The request of a line.
 
     Attributes:
         body: JSON.
@@ -182,7 +182,7 @@ class Journal:
 
     Args:
         path: None: stdout.
-        overwrite: empty the file first, whatever it holds.
+        overwrite: empty the file first.
 
     Attributes:
         done: The lines that were found in it.
@@ -227,13 +227,13 @@ class Journal:
         os.lseek(self._fd, 0, os.SEEK_END)
         self._sync()
         folder = os.open(path.resolve().parent, os.O_RDONLY)
-        try:  # the file's name must last, too
+        try:  # the file's name must be durable, too
             os.fsync(folder)
         finally:
             os.close(folder)
 
     def _read(self, path: Path, file: BinaryIO) -> int:
-        """Takes what is done; returns where the last whole line ends."""
+        """Records the lines that are done; returns where the last whole line ends."""
         end = 0
         for number, line in enumerate(file, 1):
             found = _ID.match(line)
@@ -272,7 +272,7 @@ class Journal:
         return self.done.digest(line.number) != 0
 
     def append(self, lines: Iterable[bytes]) -> None:
-        """Writes output lines, and returns when they will survive a crash of the machine.
+        """Writes output lines; they survive a crash of the machine once it has returned.
 
         Raises:
             MlxPagedError: they could not be written.

@@ -1,4 +1,4 @@
-"""`mlx-paged demo`: eight chats at once, checked against mlx-lm and measured beside it."""
+"""`mlx-paged demo`: eight chats at once, checked and timed against mlx-lm."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _compare(
     seconds: float,
     max_tokens: int,
 ) -> bool:
-    """Does the same with mlx-lm. Returns whether every greedy token agrees with its dense path."""
+    """Runs the same with mlx-lm. Returns whether every greedy token agrees with its dense path."""
     console.print("\nThe same work by mlx-lm, same weights, same process, same BLAS ...")
     eos = set(llm.tokenizer.eos_token_ids)
     ours = [[t for t in o.outputs[0].token_ids if t not in eos] for o in outputs]

@@ -12,7 +12,7 @@ def doctor(
         bool, typer.Option("--json", help="Print everything as JSON: for a bug report.")
     ] = False,
 ) -> None:
-    """Look at this machine and installation: what is wrong, and what to do about it.
+    """Check this machine and installation: what is wrong, and what to do about it.
 
     Tries every kernel against NumPy and says which models fit. Takes some seconds. The exit status
     is 1 where something is broken, 0 otherwise.

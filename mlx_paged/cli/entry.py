@@ -128,7 +128,7 @@ def print_line(message: str) -> None:
 
 
 def _follows_interrupt(error: BaseException) -> bool:
-    """Whether Ctrl-C came first: the interrupted code may raise other errors on its way out."""
+    """Whether Ctrl-C came first: the interrupted code may raise other errors while it ends."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, KeyboardInterrupt):
         seen = seen.__context__
@@ -154,7 +154,7 @@ def _trace() -> None:
 
 
 def _drop_output() -> None:
-    """The reader is gone: the last flush of the interpreter must not fail."""
+    """The reader of the output closed it: the interpreter's last flush must not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

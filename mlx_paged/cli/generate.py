@@ -84,7 +84,7 @@ def generate(
         option(_BATCH, "JSONL file of answers; lines that it has already are not done again.",
                "--output", "-o", show_default="stdout"),
     ] = None,
-    overwrite: Annotated[bool, option(_BATCH, "Begin the output anew.", "--overwrite")] = False,
+    overwrite: Annotated[bool, option(_BATCH, "Empty the output first.", "--overwrite")] = False,
     served_model_name: Annotated[
         list[str] | None,
         option(_BATCH, "What a line may give as `model`. Repeatable; the first one is in answers.",
@@ -106,8 +106,8 @@ def generate(
       mlx-paged generate -f question.txt --temperature 0.7 --seed 1 -n 3
       mlx-paged generate -i requests.jsonl -o answers.jsonl
 
-    The last one runs a batch in OpenAI's format. Interrupted, it goes on where it stopped when the
-    same command is given again.
+    The last one runs a batch in OpenAI's format. If it was interrupted, the same command continues
+    where it stopped.
     """
     engine_options = {
         "max_num_seqs": max_num_seqs,

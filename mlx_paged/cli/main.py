@@ -1,4 +1,4 @@
-"""`mlx-paged`: the entry point. Verbs import what is heavy when called: `--help` is instant."""
+"""`mlx-paged`: the entry point. Verbs import heavy modules when called, so `--help` is fast."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ app.add_typer(bench, name="bench")
 
 def main() -> None:
     """Runs the command line; see `entry` for how it ends."""
-    unpatch()  # the engine needs no paged mlx-lm, and comparisons are with mlx-lm as it is
+    unpatch()  # the engine needs no paged mlx-lm, and comparisons are with unpatched mlx-lm
     entry.run(app)
 
 

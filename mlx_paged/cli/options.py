@@ -96,7 +96,7 @@ def given(**values: Any) -> dict[str, Any]:
 
 
 def refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
-    """Refuses options of the command line that have no effect beside others."""
+    """Refuses options of the command line that have no effect with others."""
     for name in sorted(set(context.params).intersection(names)):
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
             [flag] = [p.opts[0] for p in context.command.params if p.name == name]
@@ -115,7 +115,7 @@ MaxModelLen = Annotated[
         ENGINE,
         "Most tokens of prompt and answer.",
         min=1,
-        show_default="what the model was made for",
+        show_default="the model's own limit",
     ),
 ]
 MaxNumSeqs = Annotated[int, option(ENGINE, "Most sequences that run at once.", min=1)]
@@ -154,7 +154,7 @@ class SamplingOptions:
         float | None, option(_SAMPLING, "Above 1 discourages repeats.")
     ] = None
     presence_penalty: Annotated[
-        float | None, option(_SAMPLING, "Off the logits of tokens used.")
+        float | None, option(_SAMPLING, "Subtracted from the logits of used tokens.")
     ] = None
     frequency_penalty: Annotated[float | None, option(_SAMPLING, "The same for each use.")] = None
     min_tokens: Annotated[int | None, option(_SAMPLING, "Least tokens of an answer.")] = None
@@ -166,7 +166,7 @@ class SamplingOptions:
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Makes a YAML file's entries the defaults; the command line and the environment win."""
+    """Makes a YAML file's entries the defaults; the command line and environment override them."""
     if path is None:
         return None
     import yaml

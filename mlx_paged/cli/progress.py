@@ -1,4 +1,4 @@
-"""A progress bar on stderr, for people: none where stderr is not a terminal."""
+"""A progress bar on stderr: none where stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def progress_bar(
     Args:
         done: how many of `total` were done before.
         shown: None: on a terminal.
-        passive: draw only when it advances, without a thread that would take time from what is
+        passive: draw only when it advances, without a thread that would slow what is
             measured, and remove the bar in the end.
     """
     console = Console(stderr=True, highlight=False)

@@ -39,7 +39,7 @@ class ServeOptions:
             _MODEL,
             "Most tokens of prompt and answer.",
             min=1,
-            show_default="what the model was made for",
+            show_default="the model's own limit",
         ),
     ] = None
     chat_template: Annotated[
@@ -68,7 +68,7 @@ class ServeOptions:
         bool,
         option(
             _MODEL,
-            "Let requests bring templates of their own: code that may run for ever.",
+            "Let requests bring their own templates: code that may run forever.",
             "--trust-request-chat-template",
         ),
     ] = False
@@ -116,7 +116,7 @@ class ServeOptions:
         bool,
         option(
             _CACHE,
-            "Keep blocks that a layer's window has left behind; for comparisons.",
+            "Keep blocks that have left a layer's window; for comparisons.",
             "--disable-hybrid-kv-cache-manager",
         ),
     ] = False
@@ -143,7 +143,8 @@ class ServeOptions:
         ),
     ] = True
     policy: Annotated[
-        Literal["fcfs", "priority"], option(_SCHED, "Who is served first.", "--scheduling-policy")
+        Literal["fcfs", "priority"],
+        option(_SCHED, "Which requests are served first.", "--scheduling-policy"),
     ] = "fcfs"
     async_scheduling: Annotated[
         bool,
@@ -237,7 +238,7 @@ def serve(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="YAML file with any of these options; the command line and the environment win.",
+            help="YAML file with any of these options; the command line and environment win.",
             is_eager=True,
             callback=read_config,
             exists=True,

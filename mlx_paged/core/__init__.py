@@ -7,7 +7,7 @@ from mlx_paged.core.kv_cache_groups import (
     BlockTables,
     StateGroupSpec,
     StateMove,
-    TableRow,
+    StepTable,
     WindowGroupSpec,
 )
 from mlx_paged.core.kv_manager import KVCounters, KVManager, KVUsage
@@ -47,6 +47,6 @@ __all__ = [
     "StateGroupSpec",
     "StateMove",
     "StopPolicy",
-    "TableRow",
+    "StepTable",
     "WindowGroupSpec",
 ]

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
-from mlx_paged.core.prefix_tree import PrefixNode  # for its type: the pool looks into none
+from mlx_paged.core.prefix_tree import PrefixNode  # for annotations only
 from mlx_paged.errors import IntegrityError, InvalidParameterError
 
 #: Never handed out: padding entries of block tables point at it.
@@ -39,7 +39,7 @@ class BlockPool:
 
     Attributes:
         num_freed: Grows whenever blocks became available (free, or cached and not in use by a step
-            in flight). While it stays the same, there is no more room than before.
+            in flight). While it stays the same, no more blocks are available than before.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -89,7 +89,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that are free, or can be evicted (perhaps not before a step is evaluated)."""
+        """Blocks that are free, or can be evicted (some only once a step is evaluated)."""
         return len(self._free) + len(self._passed) + len(self._kept)
 
     @property
@@ -146,7 +146,7 @@ class BlockPool:
         """Drops a reference; after the last one the block is cached, or on its way to be free.
 
         Args:
-            passed: the sequence goes on without the block (see the module's text).
+            passed: the sequence continues without the block (see the module docstring).
         """
         count = self._ref_counts[block] - 1
         assert count >= 0, f"block {block} is released more often than retained"
@@ -165,13 +165,13 @@ class BlockPool:
     # Ownership by the prefix tree.
 
     def cache(self, block: int, node: PrefixNode) -> None:
-        """A node takes hold of a block that a sequence is using."""
+        """A node starts to hold a block that a sequence is using."""
         assert self._ref_counts[block] > 0 and self._nodes[block] is None
         self._nodes[block] = node
         self._num_indexed += 1
 
     def uncache(self, block: int) -> None:
-        """The node that holds a block lets go of it."""
+        """The node that holds a block releases it."""
         assert self._nodes[block] is not None, f"block {block} is not cached"
         self._nodes[block] = None
         self._num_indexed -= 1
@@ -196,7 +196,7 @@ class BlockPool:
         self.launched_step = step
 
     def on_step_evaluated(self, step: int) -> None:
-        """Steps up to `step` have run to their end: blocks that waited for them are free."""
+        """Steps up to `step` have been evaluated: blocks that waited for them are free."""
         assert self.evaluated_step < step <= self.launched_step, (
             f"step {step} evaluated; launched are {self.evaluated_step + 1}..{self.launched_step}"
         )
@@ -221,7 +221,7 @@ class BlockPool:
         self.num_freed += more
 
     def _leave_queue(self, block: int) -> None:
-        """A cached block is referenced again, or is cached no more."""
+        """A cached block is referenced again, or no longer cached."""
         del (self._kept if block in self._kept else self._passed)[block]
 
     def _reclaim(self, block: int) -> None:

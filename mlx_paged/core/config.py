@@ -10,7 +10,7 @@ from mlx_paged.errors import InvalidParameterError
 
 
 class SchedulingPolicy(StrEnum):
-    """Who is served first."""
+    """Which requests are served first."""
 
     FCFS = "fcfs"  # in order of arrival
     PRIORITY = "priority"  # lower `Request.priority` first, then in order of arrival
@@ -26,8 +26,8 @@ class SchedulerConfig:
             decodes never take the last token from a prompt.
         max_model_len: Most tokens of prompt and answer together; None leaves it to the KV cache.
         long_prefill_token_threshold: A prompt with more tokens left than this is *long*: it gets at
-            most this many a step, and all long ones together leave to short ones what those need,
-            up to half the step. None stands for half of `max_num_batched_tokens`; 0 treats all
+            most this many a step, and long prompts together leave short ones the tokens that they
+            need, up to half the step. None means half of `max_num_batched_tokens`; 0 treats all
             prompts alike.
         enable_chunked_prefill: Cut prompts that do not fit into a step. Otherwise a prompt waits
             until all of it fits, and `max_num_batched_tokens` must be at least `max_model_len`.

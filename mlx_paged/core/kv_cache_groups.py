@@ -1,11 +1,11 @@
-"""KV cache groups: the layers of a model that need the same of the past share blocks and tables.
+"""KV cache groups: layers of a model that need the same past tokens share blocks and tables.
 
 Three kinds of layers, two classes, one protocol (`KVCacheGroup`):
 
-- *Full attention* sees every token. Group 0 is always of this kind, as the prefix tree's nodes live
-  and go with its blocks; where a model has no such layers, no memory stands behind it.
+- *Full attention* sees every token. Group 0 is always of this kind, because a node of the prefix
+  tree exists as long as its block of this group; without such layers the group uses no memory.
 - *Windows* see the newest tokens. Their tables are as long as the sequence, but hold blocks only
-  where tokens that are still to be computed will look; what slid out is block 0, and free::
+  that tokens still to be computed will read; entries that slid out are block 0::
 
       window of 8 tokens, blocks of 4, 14 tokens computed
       full attention  [ 3 | 7 | 2 | 9 ]
@@ -18,7 +18,7 @@ Three kinds of layers, two classes, one protocol (`KVCacheGroup`):
       tokens     0..63    64..95     96       97
       slots      0 -> 5   5 -> 2   2 -> 7   7 -> 4
                       |        |
-                      |        snapshot of 96 tokens: slot 2 stays, for whoever has the same prefix
+                      |        snapshot of 96 tokens: slot 2 stays, for sequences with this prefix
                       freed once step 2 has been evaluated
 
   Slot 0 is the state before the first token. A snapshot costs no copy, and a sequence that
@@ -38,7 +38,7 @@ from mlx_paged.core.prefix_tree import PrefixNode
 from mlx_paged.errors import IntegrityError, InvalidParameterError
 
 #: Slots of a running sequence: one read and one written by the step that runs, and one more written
-#: by the step launched meanwhile.
+#: by the step launched while it runs.
 SLOTS_PER_SEQUENCE = 3
 
 
@@ -93,7 +93,7 @@ class BlockCopy(NamedTuple):
     dst: int
 
 
-class TableRow(NamedTuple):
+class StepTable(NamedTuple):
     """A sequence's table in one attention group, for one step.
 
     Attributes:
@@ -153,7 +153,7 @@ class BlockTables:
 
     ::
 
-        [0, tip.depth)            indexed: shared with whoever has the same prefix
+        [0, tip.depth)            indexed: shared with sequences that have the same prefix
         [tip.depth, len(blocks))  not indexed: its own (or, where it is not indexed, its forks' too)
 
     Attributes:
@@ -163,11 +163,11 @@ class BlockTables:
         attention: Its table in each attention group; the first is that of full attention.
         state: Its recurrent state; None where the model has none.
         num_cached_tokens: Leading tokens that need not be computed.
-        rows: What `export` returns next; None where a table has changed since the last time.
-        owner: The sequence, for whoever finds these tables.
+        exported: What `export` returns next; None where a table has changed since the last time.
+        owner: The sequence that has these tables.
     """
 
-    __slots__ = ("attention", "num_cached_tokens", "owner", "rows", "state", "tip", "tokens")
+    __slots__ = ("attention", "exported", "num_cached_tokens", "owner", "state", "tip", "tokens")
 
     def __init__(self, tokens: Sequence[int], owner: Any = None) -> None:
         self.tokens = tokens
@@ -176,25 +176,25 @@ class BlockTables:
         self.attention: list[BlockTable] = []
         self.state: StateSlot | None = None
         self.num_cached_tokens = 0
-        self.rows: tuple[TableRow, ...] | None = None
+        self.exported: tuple[StepTable, ...] | None = None
 
     @property
     def blocks(self) -> list[int]:
         """Blocks of full attention, in order; not to be changed."""
         return self.attention[0].blocks
 
-    def export(self) -> tuple[TableRow, ...]:
+    def export(self) -> tuple[StepTable, ...]:
         """The tables for a step, in the order of the attention groups."""
-        if self.rows is not None:
-            return self.rows
-        rows, unchanged = [], []
+        if self.exported is not None:
+            return self.exported
+        tables, unchanged = [], []
         for table in self.attention:
             blocks = tuple(table.blocks)
-            rows.append(TableRow(blocks, table.dirty_from))
-            unchanged.append(TableRow(blocks, len(blocks)))
+            tables.append(StepTable(blocks, table.dirty_from))
+            unchanged.append(StepTable(blocks, len(blocks)))
             table.dirty_from = len(blocks)
-        self.rows = tuple(unchanged)
-        return tuple(rows)
+        self.exported = tuple(unchanged)
+        return tuple(tables)
 
     # Changes of a table. (`number` is that of its group.)
 
@@ -203,19 +203,19 @@ class BlockTables:
         table = self.attention[number]
         table.dirty_from = min(table.dirty_from, len(table.blocks))
         table.blocks.append(block)
-        self.rows = None
+        self.exported = None
 
     def replace(self, number: int, index: int, block: int) -> None:
         """Another block for entry `index`."""
         table = self.attention[number]
         table.dirty_from = min(table.dirty_from, index)
         table.blocks[index] = block
-        self.rows = None
+        self.exported = None
 
     def slide(self, number: int, index: int) -> None:
         """Entry `index` is not seen any more."""
         self.attention[number].blocks[index] = NULL_BLOCK
-        self.rows = None
+        self.exported = None
 
     def truncate(self, number: int, num_blocks: int) -> list[int]:
         """Takes the blocks from `num_blocks` on out of a table, and returns them."""
@@ -224,7 +224,7 @@ class BlockTables:
         del table.blocks[num_blocks:]
         table.dirty_from = min(table.dirty_from, num_blocks)
         table.num_shared = min(table.num_shared, num_blocks)
-        self.rows = None
+        self.exported = None
         return cut
 
 
@@ -280,14 +280,14 @@ class KVCacheGroup(ABC):
     # The prefix tree.
 
     def forget(self, node: PrefixNode) -> None:
-        """A node gives up its block; nobody references it."""
+        """A node gives up its block, which no sequence references."""
         block = node.blocks[self.number]
         if block != NULL_BLOCK:
             node.blocks[self.number] = NULL_BLOCK
             self.pool.uncache(block)
 
     def hold(self, node: PrefixNode, block: int) -> int:
-        """A node takes hold of a block in use; returns the one that it has had, if any."""
+        """A node starts to hold a block in use; returns the one that it already held, if any."""
         present = node.blocks[self.number]
         if present != NULL_BLOCK:
             return present
@@ -323,18 +323,18 @@ class KVCacheGroup(ABC):
 
     @abstractmethod
     def can_fork(self, parent: BlockTables, num_tokens: int) -> bool:
-        """Whether `parent` still holds what a fork after `num_tokens` tokens looks into."""
+        """Whether `parent` still holds what a fork after `num_tokens` tokens reads."""
 
     @abstractmethod
     def begin(self, tables: BlockTables, source: PrefixSource) -> None:
         """Takes references to what a new sequence shares."""
 
     @abstractmethod
-    def has_room(self, tables: BlockTables, headroom: int) -> bool:
+    def make_room_for(self, tables: BlockTables, headroom: int) -> bool:
         """Whether there is room for what a sequence that has begun will hold at once.
 
         Args:
-            headroom: blocks that must stay available besides.
+            headroom: further blocks that must stay available.
         """
 
     @abstractmethod
@@ -343,7 +343,7 @@ class KVCacheGroup(ABC):
         flight are evaluated."""
 
     @abstractmethod
-    def coverable(self, tables: BlockTables, num_tokens: int) -> int:
+    def make_coverable(self, tables: BlockTables, num_tokens: int) -> int:
         """Tokens, at most `num_tokens`, that the next step may bring a sequence to.
 
         There is room for them then: whatever is evicted for that has been evicted.
@@ -355,11 +355,11 @@ class KVCacheGroup(ABC):
 
     @abstractmethod
     def on_computed(self, tables: BlockTables, num_tokens: int) -> None:
-        """A sequence has `num_tokens` tokens; what the rest does not need goes."""
+        """A sequence has `num_tokens` tokens; releases what later tokens do not need."""
 
     @abstractmethod
     def end(self, tables: BlockTables) -> None:
-        """Takes back all that a sequence holds; what nodes hold stays until it is evicted."""
+        """Releases all that a sequence holds; what nodes hold stays until it is evicted."""
 
     # Steps.
 
@@ -368,7 +368,7 @@ class KVCacheGroup(ABC):
         """Ends the building of a step: returns its block copies, and dates later releases."""
 
     @abstractmethod
-    def references(self, everyone: Collection[BlockTables]) -> Counter[int]:
+    def references(self, all_tables: Collection[BlockTables]) -> Counter[int]:
         """By block, how often sequences and the step being built name it.
 
         Raises:
@@ -376,10 +376,10 @@ class KVCacheGroup(ABC):
         """
 
     def check_integrity(
-        self, everyone: Collection[BlockTables], nodes: Collection[PrefixNode]
+        self, all_tables: Collection[BlockTables], nodes: Collection[PrefixNode]
     ) -> None:
         """Recounts pool and tables; raises `IntegrityError` with what disagrees."""
-        self.pool.check_integrity(self.references(everyone))
+        self.pool.check_integrity(self.references(all_tables))
         held = {node.blocks[self.number]: node for node in nodes if node.blocks[self.number]}
         for block in range(self.pool.num_blocks):
             if self.pool.node_of(block) is not held.get(block):
@@ -407,7 +407,7 @@ class AttentionGroup(KVCacheGroup):
             raise InvalidParameterError("span", "at least 1", spec.span)
         super().__init__(number, num_blocks, block_size, evict)
         self._first_visible = None if spec is None else spec.first_visible
-        # Most blocks that a row looks into.
+        # Most blocks that a row sees.
         self.view_blocks = None if spec is None else (spec.span + block_size - 2) // block_size + 1
         self._copying: list[BlockTable] = []  # whose copies the step being built makes
         self.num_deduplicated = 0
@@ -418,7 +418,7 @@ class AttentionGroup(KVCacheGroup):
         return self._first_visible is None
 
     def first_block(self, num_tokens: int) -> int:
-        """First block that rows after `num_tokens` tokens look into."""
+        """First block that rows after `num_tokens` tokens see."""
         if self._first_visible is None:
             return 0
         return self._first_visible(num_tokens) // self.block_size
@@ -453,7 +453,7 @@ class AttentionGroup(KVCacheGroup):
     def on_indexed(self, tables: BlockTables, index: int, node: PrefixNode) -> None:
         """Block `index` of a sequence is that of `node` from now on.
 
-        Where an equal block was indexed meanwhile, that one replaces the sequence's own: content is
+        If an equal block has been indexed by now, it replaces the sequence's own: content is
         stored once.
         """
         table = self._table(tables)
@@ -502,14 +502,14 @@ class AttentionGroup(KVCacheGroup):
         tables.attention.append(BlockTable(blocks, first, copy_source))
 
     def drop_copy(self, tables: BlockTables) -> None:
-        """Does without the copy that `begin` prepared, or that the step being built would make."""
+        """Drops the copy that `begin` prepared, or that the step being built would make."""
         table = self._table(tables)
         if table.copy_source is not None:
             self.pool.release(table.copy_source)
             table.copy_source = None
             self._copying = [other for other in self._copying if other is not table]
 
-    def has_room(self, tables: BlockTables, headroom: int) -> bool:
+    def make_room_for(self, tables: BlockTables, headroom: int) -> bool:
         table = self._table(tables)
         most = self._blocks_for(len(tables.tokens))
         if self.view_blocks is not None:
@@ -534,7 +534,7 @@ class AttentionGroup(KVCacheGroup):
         if self.view_blocks is not None:
             num_needed = min(num_needed, self.view_blocks)
         else:
-            # What others use costs nothing. Of a path they use the first part.
+            # Blocks in use by others cost nothing. They are the first part of a path.
             while node is not None and node.depth:
                 if self.pool.ref_count(node.blocks[self.number]):
                     num_needed -= node.depth
@@ -542,19 +542,19 @@ class AttentionGroup(KVCacheGroup):
                 node = node.parent
         return num_needed + headroom <= self.pool.num_available_later
 
-    def coverable(self, tables: BlockTables, num_tokens: int) -> int:
+    def make_coverable(self, tables: BlockTables, num_tokens: int) -> int:
         num_blocks = len(self._table(tables).blocks)
         num_fresh = self._blocks_for(num_tokens) - num_blocks
         if num_fresh <= 0:
             return num_tokens
         if self.sees_everything and num_fresh > self.pool.num_available:
-            return num_blocks * self.block_size  # all or nothing: nothing is evicted in vain
+            return num_blocks * self.block_size  # all or nothing: no block is evicted in vain
         if self.make_room(num_fresh):
             return num_tokens
         return (num_blocks + self.pool.num_free) * self.block_size
 
     def cover(self, tables: BlockTables, num_tokens: int) -> None:
-        """Makes a table cover `num_tokens` tokens; `coverable` made the room."""
+        """Makes a table cover `num_tokens` tokens; `make_coverable` made the room."""
         for _ in range(self._blocks_for(num_tokens) - len(self._table(tables).blocks)):
             tables.append(self.number, self.pool.allocate())
 
@@ -569,7 +569,7 @@ class AttentionGroup(KVCacheGroup):
         table = self._table(tables)
         first = min(self.first_block(num_tokens), len(table.blocks))
         for index in range(table.first, first):
-            # What came from the cache may well be wanted again.
+            # Blocks that came from the cache are likely to be used again.
             self.pool.release(table.blocks[index], passed=index >= table.num_shared)
             tables.slide(self.number, index)
         table.first = max(table.first, first)
@@ -593,16 +593,19 @@ class AttentionGroup(KVCacheGroup):
         self._copying.clear()
         return tuple(copies)
 
-    def references(self, everyone: Collection[BlockTables]) -> Counter[int]:
+    def references(self, all_tables: Collection[BlockTables]) -> Counter[int]:
         references: Counter[int] = Counter()
         copying = 0
-        for tables in everyone:
+        for tables in all_tables:
             table = self._table(tables)
             references.update(table.live)
             if table.copy_source is not None:
                 references[table.copy_source] += 1
                 copying += 1
-            if tables.rows is not None and list(tables.rows[self.number].blocks) != table.blocks:
+            if (
+                tables.exported is not None
+                and list(tables.exported[self.number].blocks) != table.blocks
+            ):
                 raise IntegrityError("a table has changed since its last export, and is not marked")
             if any(table.blocks[: table.first]) or NULL_BLOCK in table.live:
                 raise IntegrityError("block 0 is not just what slid out of a window")
@@ -622,7 +625,7 @@ def _check_path(tables: BlockTables, table: BlockTable, number: int) -> None:
 
 
 class StateGroup(KVCacheGroup):
-    """State slots of all sequences; the recurrent layers of a model move in step."""
+    """State slots of all sequences; all recurrent layers of a model advance together."""
 
     def __init__(self, number: int, spec: StateGroupSpec, block_size: int) -> None:
         super().__init__(number, spec.num_slots, block_size)
@@ -630,7 +633,7 @@ class StateGroup(KVCacheGroup):
         self._num_sequences = 0
         self._num_pending = 0
         self._passed: set[int] = set()  # snapshots on the way through a prompt
-        self._read: list[int] = []  # by the step being built; let go when it is launched
+        self._read: list[int] = []  # by the step being built; released when it is launched
 
     @staticmethod
     def _state(tables: BlockTables) -> StateSlot:
@@ -659,8 +662,8 @@ class StateGroup(KVCacheGroup):
         """Takes over the snapshot that a new sequence continues from, and plans its own ones.
 
         They are due at the last full block of what is known, where an equal prompt or the next turn
-        will continue, and where the sequence leaves what others have computed before it: there the
-        third one will continue.
+        will continue, and where the sequence diverges from what others have computed before it: a
+        third one will continue there.
         """
         slot: int = NULL_BLOCK
         num_full = source.num_full_blocks
@@ -676,7 +679,7 @@ class StateGroup(KVCacheGroup):
         tables.state = StateSlot(slot, positions, num_full * self.block_size)
         self._num_sequences += 1
 
-    def has_room(self, tables: BlockTables, headroom: int) -> bool:
+    def make_room_for(self, tables: BlockTables, headroom: int) -> bool:
         num_needed = SLOTS_PER_SEQUENCE * self._num_sequences
         if self._num_sequences > 1 and num_needed > self.pool.num_usable:
             return False
@@ -686,7 +689,7 @@ class StateGroup(KVCacheGroup):
         num_needed = SLOTS_PER_SEQUENCE * (self._num_sequences + 1)
         return not self._num_sequences or num_needed <= self.pool.num_usable
 
-    def coverable(self, tables: BlockTables, num_tokens: int) -> int:
+    def make_coverable(self, tables: BlockTables, num_tokens: int) -> int:
         """It ends where a snapshot is due, and where it does not reach the end of what is known, at
         the end of a block."""
         state = self._state(tables)
@@ -703,7 +706,7 @@ class StateGroup(KVCacheGroup):
         return self.pool.num_available_later > 0
 
     def move(self, tables: BlockTables, end: int) -> StateMove:
-        """Slots of a step that brings a sequence to `end` tokens; `coverable` made the room."""
+        """Slots of a step that brings a sequence to `end` tokens; `make_coverable` made the room."""
         state = self._state(tables)
         read, write = state.slot, self.pool.allocate()
         self._passed.discard(write)
@@ -730,10 +733,10 @@ class StateGroup(KVCacheGroup):
         num_needed = SLOTS_PER_SEQUENCE * self._num_sequences + self._num_pending
         return num_needed < self.pool.num_usable
 
-    def wait_for(self, running: BlockTables, tokens: Sequence[int]) -> bool:
+    def request_snapshot(self, running: BlockTables, tokens: Sequence[int]) -> bool:
         """Whether `tokens` will find a snapshot if they wait for a running sequence.
 
-        If it is to pass the end of what the two have in common, it will leave one there.
+        If it has yet to pass the end of what the two have in common, it will leave one there.
         """
         state = self._state(running)
         limit = min(len(tokens) - 1, len(running.tokens))
@@ -747,7 +750,7 @@ class StateGroup(KVCacheGroup):
         return True
 
     def on_computed(self, tables: BlockTables, num_tokens: int) -> None:
-        """Gives snapshots to the nodes that are there by now."""
+        """Gives snapshots to the nodes that exist by now."""
         state, tip = self._state(tables), tables.tip
         for depth, slot in state.pending.copy():
             if tip is not None and depth > tip.depth:
@@ -773,24 +776,24 @@ class StateGroup(KVCacheGroup):
     # Steps.
 
     def launch_step(self, step: int) -> tuple[BlockCopy, ...]:
-        """What the step reads is let go, dated with it; states are never copied."""
+        """Releases what the step reads, stamped with the step; states are never copied."""
         self.pool.on_step_launched(step)
         for slot in self._read:
             self._release(slot)
         self._read.clear()
         return ()
 
-    def references(self, everyone: Collection[BlockTables]) -> Counter[int]:
+    def references(self, all_tables: Collection[BlockTables]) -> Counter[int]:
         references = Counter(self._read)
         num_pending = 0
-        for tables in everyone:
+        for tables in all_tables:
             state = self._state(tables)
             num_pending += len(state.pending)
             references.update(slot for _, slot in state.pending)
             references.update([state.slot] if state.slot else [])
-        if (len(everyone), num_pending) != (self._num_sequences, self._num_pending):
+        if (len(all_tables), num_pending) != (self._num_sequences, self._num_pending):
             raise IntegrityError(
                 f"{self._num_sequences} sequences with {self._num_pending} snapshots to come are "
-                f"counted, but there are {len(everyone)} and {num_pending}"
+                f"counted, but there are {len(all_tables)} and {num_pending}"
             )
         return references

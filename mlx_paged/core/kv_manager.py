@@ -12,12 +12,12 @@ in part, and fresh ones for the rest::
                    |        |        '-------------------- copy of [s a w _]: reuses 2 tokens
                    '--------'----------------------------- shared
 
-The life of a match: a waiting sequence asks (`match`), as often as it likes; `admit` references the
-blocks found, and copies a partial one; `commit` indexes what steps have filled; `free` gives the
-references back, and what is indexed stays until it is evicted.
+The order of calls: `match` looks up a waiting sequence, any number of times; `admit` references the
+blocks found, and copies a partial one; `commit` indexes what steps have filled; `free` drops the
+references, and what is indexed stays until it is evicted.
 
 The engine's sequences only grow. Those of the drop-in (`mlx_paged.drop_in`) also shrink, are forked
-as a whole and are written anew: `open`, `fork`, `adopt`, `own` and `shrink` are for them.
+as a whole and are overwritten: `open`, `fork`, `adopt`, `own` and `shrink` are for them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class KVCounters:
         num_copied_tokens: Part of `num_cached_tokens` that came by copy-on-write.
         num_block_copies: Blocks copied on write.
         num_evictions: Blocks of full attention dropped from the prefix tree to make room.
-        num_deduplicated_blocks: Blocks computed although an equal one was indexed meanwhile; the
+        num_deduplicated_blocks: Blocks computed although an equal one was indexed first; the
             equal one is used.
         num_resets: Calls of `reset_prefix_cache`.
     """
@@ -85,7 +85,7 @@ class KVUsage:
 
     Attributes:
         num_used_blocks: Referenced by sequences.
-        num_cached_blocks: Held by the prefix tree alone: free for whoever needs them.
+        num_cached_blocks: Held only by the prefix tree: they can be evicted.
         num_free_blocks: Empty.
         num_quarantined_blocks: Freed, but a step in flight may still read them.
         num_shared_blocks: Part of the used ones: referenced by more than one sequence.
@@ -118,8 +118,8 @@ class KVManager:
     """The KV store of an engine: `num_blocks - 1` usable blocks of `block_size` tokens.
 
     Args:
-        num_blocks: of the layers that see everything. Where a model has none, no memory stands
-            behind them, and they only keep the prefix tree's nodes.
+        num_blocks: of the layers that see everything. Where a model has none, they use no memory,
+            and only keep the prefix tree's nodes.
         windows: the groups of layers that see the newest tokens only.
         states: what recurrent layers need; None where there are none.
 
@@ -212,8 +212,8 @@ class KVManager:
     def computing_next_block(self, tokens: Sequence[int], query: PrefixQuery) -> BlockTables | None:
         """The running sequence about to fill the first block that `tokens` lacks, if any.
 
-        Whoever waits for it need not compute that block. Where `tokens` ends inside the block, it
-        must use at least half of it for the wait to be worthwhile.
+        A sequence that waits for it need not compute that block. Where `tokens` ends inside the
+        block, it must use at least half of it for the wait to be worthwhile.
         """
         match = self.match(query) if self.states is None else self._indexed(query)
         if match.node is None:
@@ -226,15 +226,15 @@ class KVManager:
             return None
         running = self.tree.filler(match.node, wanted)
         assert running is None or isinstance(running, BlockTables)
-        if running is None or self.states is None or self.states.wait_for(running, tokens):
+        if running is None or self.states is None or self.states.request_snapshot(running, tokens):
             return running
         return None
 
     def reset_prefix_cache(self) -> int:
         """Empties the prefix tree; returns how many blocks of full attention it held.
 
-        Running sequences keep their blocks, and are not indexed any more until they are admitted
-        anew.
+        Running sequences keep their blocks, and are no longer indexed until they are admitted
+        again.
         """
         nodes = self.tree.clear()
         for node in nodes:
@@ -270,7 +270,7 @@ class KVManager:
                 otherwise.
             query: what it looks for in the prefix cache; None: all of `tokens` but the last.
             salt: only blocks indexed under the same salt are shared.
-            headroom: blocks that must stay available besides.
+            headroom: further blocks that must stay available.
             read_cache: whether to reuse cached blocks.
             fork_of: tables of a running sequence that begins with the same `num_fork_tokens`
                 tokens, all committed; its blocks are shared where they reach further than the tree
@@ -287,7 +287,7 @@ class KVManager:
         for group in self.groups:
             group.begin(tables, source)
         if not self._has_room(tables, headroom):
-            # In a pool filled to the brim the source of a copy may be the very block that is
+            # In a full pool the source of a copy may be the very block that is
             # missing. (A fork's windows may not reach back to where its copy begins.)
             for attention in self.attention:
                 attention.drop_copy(tables)
@@ -338,7 +338,7 @@ class KVManager:
         )
 
     def _has_room(self, tables: BlockTables, headroom: int) -> bool:
-        return all(g.has_room(tables, self._headroom(g, headroom)) for g in self.groups)
+        return all(g.make_room_for(tables, self._headroom(g, headroom)) for g in self.groups)
 
     def _headroom(self, group: KVCacheGroup, headroom: int) -> int:
         """The same share of a group's pool as `headroom` is of full attention's."""
@@ -358,7 +358,7 @@ class KVManager:
         """Makes tables cover `num_tokens` tokens; false, and no change, when there is no room."""
         # (Full attention last: what it evicts is gone in every group.)
         for group in (*self.groups[1:], self.groups[0]):
-            if group.coverable(tables, num_tokens) < num_tokens:
+            if group.make_coverable(tables, num_tokens) < num_tokens:
                 return False
         for attention in self.attention:
             attention.cover(tables, num_tokens)
@@ -371,7 +371,7 @@ class KVManager:
         the answer; it may be less where a state is to be kept, too.
         """
         for group in self.groups[1:]:
-            num_tokens = group.coverable(tables, num_tokens)
+            num_tokens = group.make_coverable(tables, num_tokens)
         for attention in self.attention[1:]:
             attention.cover(tables, num_tokens)
         return num_tokens
@@ -393,7 +393,7 @@ class KVManager:
         )
 
     def commit(self, tables: BlockTables, num_computed_tokens: int) -> None:
-        """Indexes the blocks of a sequence that are filled by now, and lets go of what slid out of
+        """Indexes the blocks of a sequence that are filled by now, and releases what slid out of
         windows.
 
         ::
@@ -417,14 +417,14 @@ class KVManager:
                 each.on_computed(tables, num_computed_tokens)
 
     def free(self, tables: BlockTables) -> None:
-        """Takes a sequence's blocks back; those that are indexed stay cached."""
+        """Releases a sequence's blocks; those that are indexed stay cached."""
         self._sequences.remove(tables)
         for group in self.groups:
             group.end(tables)
         if tables.tip is not None:
             self.tree.move_tip(tables, None)
 
-    # Sequences that shrink, and are forked and written anew. (Full attention only.)
+    # Sequences that shrink, are forked and are overwritten. (Full attention only.)
 
     def open(self, tokens: Sequence[int]) -> BlockTables:
         """Tables without a block, which take what they hold by `adopt` and `own`.
@@ -464,7 +464,7 @@ class KVManager:
         for block in reversed(tables.blocks):
             self.pool.release(block)
         tables.attention[0] = BlockTable(blocks)
-        tables.rows = None
+        tables.exported = None
         self.tree.move_tip(tables, match.node)
 
     def num_to_own(self, tables: BlockTables, start: int, end: int) -> int:
@@ -528,7 +528,7 @@ class KVManager:
         return None if self.states is None else self.states.move(tables, end)
 
     def on_step_evaluated(self, step: int) -> None:
-        """A step ran to its end: blocks that waited for it are free."""
+        """A step was evaluated: blocks that waited for it are free."""
         for group in self.groups:
             group.pool.on_step_evaluated(step)
 

@@ -1,27 +1,27 @@
-"""What the scheduler hands to the device half for one step, and what it makes of the tokens."""
+"""What the scheduler hands to the device half for one step, and what it reports of the tokens."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from mlx_paged.core.kv_cache_groups import BlockCopy, StateMove, TableRow
+from mlx_paged.core.kv_cache_groups import BlockCopy, StateMove, StepTable
 from mlx_paged.core.request import FinishReason, Sequence
 
-#: Stands in `ScheduledSequence.token_ids` for a token that is not known on the host yet: the one
+#: Placeholder in `ScheduledSequence.token_ids` for a token not yet known on the host: the one
 #: that the step before this one, still in flight, samples for the same sequence. It is only ever
 #: a sequence's sole token in a step.
 IN_FLIGHT_TOKEN = -1
 
 
 class ScheduledSequence(NamedTuple):
-    """One sequence's part of a step; all that the device half needs to know of it.
+    """One sequence's part of a step; all that the device half needs to know about it.
 
     The step computes positions `[start, start + num_tokens)`. `block_table[p // block_size]` holds
     position `p`; the table covers at least `context_len` positions and may cover more (blocks are
     reserved ahead of use).
 
     Attributes:
-        sequence: Whose part it is. Its `sampler` says how to choose the token, and its request what
+        sequence: The sequence. Its `sampler` says how to choose the token, and its request what
             to report of the prompt; its numbers are the scheduler's and may be ahead of this step.
         token_ids: Tokens to compute; `(IN_FLIGHT_TOKEN,)` when the only one is what the previous
             step is sampling.
@@ -40,7 +40,7 @@ class ScheduledSequence(NamedTuple):
     start: int
     samples: bool
     input_from: int
-    tables: tuple[TableRow, ...]
+    tables: tuple[StepTable, ...]
     state: StateMove | None = None
 
     @property
@@ -95,12 +95,12 @@ class SchedulerOutput(NamedTuple):
 
 
 class SequenceOutcome(NamedTuple):
-    """What became of a sequence in a step.
+    """Result of a step for one sequence.
 
     Attributes:
         sequence: The sequence.
         token_id: The token it gained; None when it ended without one (timeout).
-        finish_reason: Why it ended; None while it goes on.
+        finish_reason: Why it ended; None while it continues.
     """
 
     sequence: Sequence

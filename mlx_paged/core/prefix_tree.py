@@ -12,11 +12,11 @@ on the mat" and "the cat ran off" (one letter a token)::
                   '- [r a n _]  block 5
 
 A node holds at most one block of each KV cache group, by the group's number. Group 0 sees every
-token, so its block is there as long as the node; those of the others come and go.
+token, so its block exists as long as the node; those of other groups are added and removed.
 
-*Who may be evicted* is not written here. Whoever uses a node references the blocks of its whole
-path, and gives them back last block first (`AttentionGroup.end`), so a child's block loses its last
-reference before its parent's. The pool evicts in that order: what it evicts next is always a leaf.
+*What may be evicted* is not stored here. A sequence that uses a node references the blocks of its
+whole path, and releases them last block first (`AttentionGroup.end`), so a child's block loses its
+last reference before its parent's. The pool evicts in that order: the next one is always a leaf.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class PrefixNode:
         self.fillers: list[Filler] | None = None
 
     @property
-    def is_cached(self) -> bool:
-        """Whether the node is still in the tree: who takes it out has taken its blocks before
-        (`KVManager`). A root holds no block, and is not asked."""
+    def is_indexed(self) -> bool:
+        """Whether the node is still in the tree: `KVManager` takes its blocks before it removes
+        it. Not for roots, which hold no block."""
         return self.blocks[0] != 0
 
     def ancestor(self, depth: int) -> PrefixNode:
@@ -137,13 +137,13 @@ NO_MATCH = PrefixMatch(None, None, 0)
 class PrefixQuery:
     """The prefix that a waiting sequence looks for, and the node that its search has reached.
 
-    Asked again, the search goes on from there: it costs what was indexed or evicted on the
-    sequence's own path since, and nothing where nothing was.
+    The next search continues from there: it visits only what was indexed or evicted on the
+    sequence's own path since.
 
     Args:
         tokens: all known tokens; the last one is never looked for, as it has to be computed.
         salt: only blocks indexed under the same salt are found.
-        limit: look for so many leading tokens at most; None: all but the last.
+        limit: look for at most this many leading tokens; None: all but the last.
     """
 
     __slots__ = ("node", "num_tokens", "salt", "tokens")
@@ -159,7 +159,7 @@ class PrefixQuery:
 
     @property
     def depth(self) -> int:
-        """Blocks that its search had found when last asked."""
+        """Blocks that its last search found."""
         return 0 if self.node is None else self.node.depth
 
 
@@ -182,12 +182,12 @@ class PrefixTree:
         return self._num_nodes
 
     def match(self, query: PrefixQuery) -> PrefixMatch:
-        """The longest indexed prefix of a query; changes nothing but where its search stands."""
+        """The longest indexed prefix of a query; changes only the state of its search."""
         root = self._roots.get(query.salt)
         if root is None:
             return NO_MATCH
         node = query.node
-        while node is not None and node.parent is not None and not node.is_cached:
+        while node is not None and node.parent is not None and not node.is_indexed:
             node = node.parent  # evicted since
         if node is None or node.parent is None:
             node = root
@@ -237,7 +237,7 @@ class PrefixTree:
         self._drop_idle_root(parent)
 
     def clear(self) -> list[PrefixNode]:
-        """Forgets everything; returns the nodes that were there. Nobody fills them any more."""
+        """Forgets everything; returns the nodes that were there. No sequence fills them now."""
         nodes = list(self.nodes())
         for node in [*self._roots.values(), *nodes]:
             for tables in node.fillers or ():
@@ -256,7 +256,7 @@ class PrefixTree:
                 yield node
             stack.extend(node.children.values())
 
-    # Who fills which block.
+    # Which sequence fills which block.
 
     def move_tip(self, tables: Filler, tip: PrefixNode | None) -> None:
         """A sequence's next block will hang under `tip` from now on; None: it is not indexed."""
@@ -276,8 +276,8 @@ class PrefixTree:
     def filler(self, node: PrefixNode, wanted: bytes) -> Filler | None:
         """The first sequence about to fill a child of `node` that begins with `wanted`.
 
-        Only blocks whose tokens are all known count: the rest of a prompt, never text that is yet
-        to be generated.
+        Only blocks whose tokens are all known count: the rest of a prompt, never text still to
+        be generated.
         """
         start = node.depth * self.block_size
         end = start + self.block_size
@@ -289,7 +289,7 @@ class PrefixTree:
         return None
 
     def _drop_idle_root(self, node: PrefixNode) -> None:
-        """Salts cost nothing once nobody uses them."""
+        """A salt costs nothing once it is no longer used."""
         if not isinstance(node, _Root) or node.children or node.fillers:
             return
         if self._roots.get(node.salt) is node:

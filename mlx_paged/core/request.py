@@ -1,7 +1,7 @@
 """Requests and their sequences: few numbers are stored, the rest is derived.
 
-A `Request` is what a caller submits. It has `n` `Sequence`s, one per answer; the scheduler moves
-those::
+A `Request` is what a caller submits. It has `n` `Sequence`s, one per answer, with a status that
+the scheduler changes::
 
                     admit                          finish
       WAITING -----------------> RUNNING -----------------------> FINISHED
@@ -11,9 +11,9 @@ those::
          +-----------------------------------------------------------+
                        abort, timeout, or a last token still in flight
 
-The life of the tokens of a running sequence (every number counts from the start of the prompt)::
+The tokens of a running sequence (every number counts from the start of the prompt)::
 
-      [0, num_computed)              in the blocks, committed: full blocks are in the prefix index
+      [0, num_computed)              in the blocks, committed: full blocks are in the prefix tree
       [num_computed, num_scheduled)  being written by a step in flight
       [num_scheduled, num_tokens)    known, not scheduled yet (the rest of a prompt)
 """
@@ -42,7 +42,7 @@ class FinishReason(StrEnum):
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is in its life."""
+    """Whether a sequence waits, runs or has finished."""
 
     WAITING = "waiting"  # holds no block; preempted sequences wait too
     RUNNING = "running"  # holds the blocks of all its known tokens
@@ -51,7 +51,7 @@ class SequenceStatus(Enum):
 
 @dataclass(frozen=True)
 class StopPolicy:
-    """When a token ends its sequence. Stop strings are the detokenizer's business, not this one's.
+    """When a token ends its sequence. Stop strings are left to the detokenizer.
 
     Attributes:
         max_tokens: Most tokens to generate; None means as many as the model and the pool allow.
@@ -99,7 +99,7 @@ class StopPolicy:
 
 @dataclass(eq=False)
 class Request:
-    """What a caller asks for. Everything here is fixed once the scheduler took it.
+    """What a caller asks for. It does not change once the scheduler has taken it.
 
     Attributes:
         request_id: Unique among unfinished requests.
@@ -110,9 +110,8 @@ class Request:
         timeout: Seconds from `Scheduler.add` until the request is ended with
             `FinishReason.TIMEOUT`.
         cache_salt: Requests share cached blocks only with requests of the same salt.
-        read_prefix_cache: False computes every prompt token anew (for prompt log-probabilities,
-            which need the logits of all of them); its blocks are shared with later requests all the
-            same.
+        read_prefix_cache: False computes every prompt token again (for prompt log-probabilities,
+            which need the logits of all of them); its blocks are still shared with later requests.
         state: What the engine keeps of the request (`engine.output_processor.RequestState`). The
             engine sets and reads it, not the state half.
     """
@@ -138,7 +137,7 @@ class Request:
         if not self.prompt_token_ids:
             raise InvalidParameterError("prompt_token_ids", "at least one token", ())
         try:
-            array(TOKEN_TYPE, self.prompt_token_ids)  # (faster than a look at each)
+            array(TOKEN_TYPE, self.prompt_token_ids)  # (faster than checking each)
         except OverflowError:
             wrong = next(t for t in self.prompt_token_ids if not 0 <= t < 1 << 32)
             expected = "token ids >= 0" if wrong < 0 else "token ids below 2**32"
@@ -166,16 +165,16 @@ class Sequence:
         index: Which of the request's `n` sequences it is.
         order: (class, arrival, index): smaller is served first, preempted last.
         tokens: Prompt and generated tokens; only ever appended to.
-        status: Where it is in its life.
-        finish_reason: Why it ended; None while it goes on.
+        status: Whether it waits, runs or has finished.
+        finish_reason: Why it ended; None while it continues.
         num_computed_tokens: Committed positions in its blocks.
         num_scheduled_tokens: Positions that launched steps have written or will write.
         max_num_tokens: Most tokens that prompt and answer will have.
         end_token_ids: Tokens that may end it (`StopPolicy.reason_to_stop` decides).
         tables: Its block tables and state slots; None while it waits.
         query: Its search in the prefix cache, while it waits.
-        waits_for: A running sequence that computes a block which this one needs next, and that
-            one's `num_computed_tokens` when last looked at.
+        waits_for: A running sequence that computes a block which this one needs next, and its
+            `num_computed_tokens` at the last check.
         blocked_at: `KVManager.num_freed` when there was no room for it; -1: not tried yet.
         sampler, prompt_report, answer: How its tokens are chosen, what is to be reported of its
             prompt, and where its tokens go. The engine sets and reads them, not the state half.

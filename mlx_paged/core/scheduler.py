@@ -1,8 +1,8 @@
-"""Scheduler: decides what the next step computes, and takes in what a step brought.
+"""Scheduler: decides what the next step computes, and processes what a step sampled.
 
 A sequence is preempted (it loses its blocks and waits again) in four cases: a decode needs a block
 and there is none (`_secure`), a prompt's chunk needs one (`_secure_chunk`), a request of a higher
-class has no place (`_make_way`), and a step failed (`requeue_in_flight`).
+class finds no room (`_make_way`), and a step failed (`requeue_in_flight`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from mlx_paged.errors import (
 )
 
 #: Steps that may be launched and not committed: the one whose tokens are being read, and the one
-#: that runs meanwhile.
+#: that runs at the same time.
 MAX_STEPS_IN_FLIGHT = 2
 
 _IN_FLIGHT = (IN_FLIGHT_TOKEN,)
-# (A third of a constructor call's time.)
+# (Three times as fast as calling the constructor.)
 _scheduled = partial(tuple.__new__, ScheduledSequence)
 _outcome = partial(tuple.__new__, SequenceOutcome)
 
@@ -62,7 +62,7 @@ class Scheduler:
             running = launched
 
     `schedule` may return None while a step is in flight (everything waits for it), never otherwise
-    while `has_unfinished`. Sampled tokens of sequences that finished meanwhile are ignored.
+    while `has_unfinished`. Sampled tokens of sequences that have finished since are ignored.
 
     Attributes:
         waiting, running: The unfinished sequences, in service order.
@@ -206,7 +206,7 @@ class Scheduler:
         In this order:
 
         1. Running decodes, one token each, in service order. Where the pool is exhausted, the last
-           in service order is preempted, even if it is the very sequence that asks.
+           in service order is preempted, even if that is the sequence that needs the block.
         2. Running prompts, in chunks. Their blocks were reserved when they were admitted.
         3. Waiting sequences, in service order, while there is room for *all* their known tokens.
         """
@@ -222,7 +222,7 @@ class Scheduler:
         self._schedule_decodes()
         self._long_budget = self._budget - min(self._short_demand(), self._budget // 2)
         self._schedule_running_prefills()
-        if not self._preempted:  # what was taken from one sequence is not for newcomers
+        if not self._preempted:  # blocks of a preempted sequence do not go to waiting ones
             self._admit_waiting()
         if not self._scheduled:
             self._step -= 1
@@ -235,7 +235,7 @@ class Scheduler:
     def update_from_output(
         self, output: SchedulerOutput, sampled: SequenceOf[int | None]
     ) -> list[SequenceOutcome]:
-        """Takes in the tokens of an evaluated step; steps are committed in order.
+        """Commits the tokens of an evaluated step; steps are committed in order.
 
         Args:
             output: The oldest step in flight; every read and write of it has been evaluated.
@@ -261,8 +261,8 @@ class Scheduler:
             status = seq.status
             if status is finished:
                 continue
-            # Who was preempted meanwhile (and does not run again before this commit) has lost its
-            # blocks, but the token is as good as ever.
+            # A sequence preempted since (it does not run again before this commit) has lost its
+            # blocks, but its token is still valid.
             if samples:
                 tokens = seq.tokens
                 tokens.append(token)  # type: ignore[arg-type]  # (checked above)
@@ -290,15 +290,15 @@ class Scheduler:
         return SequenceOutcome(seq, token, reason)
 
     def take_outcomes(self) -> list[SequenceOutcome]:
-        """Outcomes that no step brought (timeouts); `update_from_output` returns them too."""
+        """Outcomes without a step (timeouts); `update_from_output` returns them too."""
         outcomes, self._unreported = self._unreported, []
         return outcomes
 
     def requeue_in_flight(self) -> int:
         """Forgets the steps in flight, after one failed: their sequences wait again.
 
-        Nothing they wrote is trusted. Call it when the device has come to rest. Returns how many
-        sequences wait anew.
+        Nothing they wrote is trusted. Call it when the device is idle. Returns how many
+        sequences wait again.
         """
         in_flight = {s.sequence for output in self._in_flight for s in output.sequences}
         again = sorted((s for s in in_flight if s.is_running), key=lambda seq: seq.order)
@@ -313,7 +313,7 @@ class Scheduler:
 
     def _schedule_decodes(self) -> None:
         # This loop and the one of `update_from_output` see every running sequence in every step;
-        # all else is for those with which something happens. Hence no properties and few calls.
+        # the rest runs for few of them. Hence no properties and few calls.
         step, block_size = self._step, self.kv.block_size
         scheduled, running = self._scheduled, SequenceStatus.RUNNING
         has_states, move_state = self.kv.states is not None, self.kv.move_state
@@ -325,7 +325,7 @@ class Scheduler:
             if num_left > 1:
                 self._prefilling.append(seq)
                 continue
-            # What is scheduled or in flight now may be all that it will ever have.
+            # What is scheduled or in flight now may include its last token.
             if start + 1 >= seq.max_num_tokens or seq.status is not running:
                 continue  # (not running: preempted for one before it)
             # The blocks hold all that is scheduled: only where they are full is another one needed.
@@ -341,8 +341,8 @@ class Scheduler:
             if num_left:
                 token_ids, input_from = (tokens[start],), -1
             seq.sampled_index = len(scheduled)
-            rows = tables.rows or tables.export()  # type: ignore[union-attr]
-            scheduled.append(_scheduled((seq, token_ids, start, True, input_from, rows, state)))
+            exported = tables.exported or tables.export()  # type: ignore[union-attr]
+            scheduled.append(_scheduled((seq, token_ids, start, True, input_from, exported, state)))
         self._num_sampled = len(scheduled)
         self._budget -= len(scheduled)
 
@@ -352,7 +352,7 @@ class Scheduler:
         num_tokens = seq.num_scheduled_tokens + 1
         while not self.kv.grow(seq.tables, num_tokens):
             if self.kv.can_grow_later(seq.tables, num_tokens, seq.num_scheduled_tokens):
-                return False  # the step in flight holds enough: skip this step, preempt nobody
+                return False  # the step in flight holds enough: skip this step, preempt nothing
             victim = self.running.last
             self._preempt(victim)
             self._preempted = True
@@ -361,7 +361,7 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """Takes a running sequence's blocks and lets it wait; what it committed stays indexed."""
+        """Releases a running sequence's blocks and requeues it; what it committed stays indexed."""
         self.running.remove(seq)
         self._free(seq)
         seq.status = SequenceStatus.WAITING
@@ -384,7 +384,7 @@ class Scheduler:
         Windows and states are not reserved at admission: most of a long prompt's would never be
         needed at the same time. Where there is no room at all, the last in service order is
         preempted, unless it is scheduled in this step already; then this sequence skips the step,
-        and so do newcomers.
+        and no waiting one is admitted.
         """
         assert seq.tables is not None
         start = seq.num_scheduled_tokens
@@ -467,9 +467,9 @@ class Scheduler:
             if self._is_long(len(seq.tokens)) and self._long_budget == 0:
                 continue  # short prompts behind it may use what is left
             if len(seq.tokens) > self._budget and not self.config.enable_chunked_prefill:
-                return  # it is not cut, so it waits for a step with room, and nobody overtakes it
+                return  # it is not cut, so it waits for a step with room, and none overtakes it
             if not self._admit(seq):
-                return  # nobody overtakes who waits for memory
+                return  # none overtakes a sequence that waits for memory
 
     def _admit(self, seq: Sequence) -> bool:
         request = seq.request
@@ -504,7 +504,7 @@ class Scheduler:
         return True
 
     def _query(self, seq: Sequence) -> PrefixQuery:
-        """A waiting sequence's search in the prefix cache, which goes on where it stood."""
+        """A waiting sequence's search in the prefix cache, which continues where it stopped."""
         if seq.query is None or seq.query.num_tokens != len(seq.tokens) - 1:
             seq.query = PrefixQuery(seq.tokens, seq.request.cache_salt)
         return seq.query
@@ -638,7 +638,7 @@ class Scheduler:
         size, num_blocks = self.kv.block_size, len(seq.tables.blocks)
         if num_blocks * size < max(seq.num_scheduled_tokens, len(seq.tokens) - 1):
             raise IntegrityError(f"{seq!r} has only {num_blocks} blocks of {size}")
-        # What this sequence is going to write into is its own.
+        # The blocks that this sequence will write to are its own.
         for group in self.kv.attention:
             blocks = seq.tables.attention[group.number].blocks
             for block in blocks[seq.num_scheduled_tokens // size :]:
@@ -671,7 +671,7 @@ class SequenceQueue:
         return len(self._items)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Goes over the members of now: the queue may change meanwhile."""
+        """Iterates over the present members: the queue may change during the loop."""
         return iter(self._items.copy())
 
     def __contains__(self, seq: Sequence) -> bool:
@@ -700,7 +700,7 @@ def _order(seq: Sequence) -> tuple[int, int, int]:
 
 
 class Deadlines:
-    """The unfinished requests that have a deadline. Asking costs nothing until one is due."""
+    """The unfinished requests that have a deadline. A check costs nothing until one is due."""
 
     def __init__(self) -> None:
         self._requests: set[Request] = set()

@@ -12,7 +12,7 @@ from mlx_paged.doctor.jobs import EXTENSION, MEMORY, MLX, Outcome
 from mlx_paged.doctor.machine import Disk, Machine
 from mlx_paged.doctor.software import Software
 
-# What MLX's installation page asks for (ml-explore.github.io/mlx, "Build and Install").
+# What MLX's installation page requires (ml-explore.github.io/mlx, "Build and Install").
 _LEAST_MACOS = "14.0"
 _LEAST_DRIVER = {"mlx-cuda-12": "550.54.14", "mlx-cuda-13": "580"}
 _LEAST_CAPABILITY = "7.5"
@@ -69,7 +69,7 @@ def verdict(findings: Iterable[Finding]) -> Status:
 def check(
     machine: Machine, software: Software, outcomes: Mapping[str, Outcome], fits: Sequence[Fit]
 ) -> Iterator[Finding]:
-    """Everything that can be said, problem or not.
+    """All findings, problems or not.
 
     Args:
         outcomes: Of the jobs that ran.
@@ -92,7 +92,7 @@ def check(
 
 
 def version(text: str | None) -> tuple[int, ...]:
-    """Numbers of a dotted version, up to the first part that is none."""
+    """Numbers of a dotted version, up to the first part that is not a number."""
     numbers = []
     for part in (text or "").split("."):
         if not part.isdigit():
@@ -165,7 +165,7 @@ def _loading(outcomes: Mapping[str, Outcome]) -> Iterator[Finding]:
     name = "extension loads"
     yield _judged(extension is None, name, none, extension or none, _REBUILD, Status.BROKEN)
     if extension is None:
-        # In a checkout Python's sources are new at once, and the extension when it is built.
+        # In a checkout Python sources take effect at once, the extension only when it is built.
         missing = outcomes[EXTENSION].value["missing"]
         found = f"it lacks {', '.join(missing)}" if missing else "all are there"
         name, expected = "extension is up to date", "every function that the package calls"
@@ -202,7 +202,7 @@ def _blas(status: str) -> Finding:
 
 
 def _self_test(outcomes: Mapping[str, Outcome]) -> Iterator[Finding]:
-    """One finding for each device; or for each case that failed, like failures as one."""
+    """One finding for each device; or for each error of failed cases."""
     for device in ("cpu", "gpu"):
         name, listing = f"self-test on the {device.upper()}", outcomes.get(f"cases/{device}")
         if listing is not None and listing.error is not None:

@@ -1,4 +1,4 @@
-"""Which models fit, and how many tokens of keys and values beside them, by the engine's own rule.
+"""Which models fit, and with how many tokens of keys and values, by the engine's own rule.
 
 The rule (`EngineConfig`): on a GPU, 0.9 of the device's memory less weights and the largest step's
 activations; on the CPU 4 GiB, or half of the memory if that is less. Either way no more than
@@ -132,8 +132,8 @@ def fit(shape: Shape, precision: str, memory: Memory, config: EngineConfig) -> F
         reason = f"weights and activations take {_gib(weights + activations)} of {_gib(usable)}"
     else:
         try:
-            # On the CPU the engine does not look at the weights, as blocks that are never used cost
-            # nothing. What is said here to fit is there when all of it is used.
+            # On the CPU the engine does not count the weights, as blocks that are never used cost
+            # nothing. Here a model fits only if all of it can be used.
             num_blocks = config.num_blocks([per_token], shape.max_len, left if on_gpu else None)
             num_blocks = min(num_blocks, left // (config.block_size * per_token))
         except InvalidParameterError:

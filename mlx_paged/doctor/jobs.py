@@ -1,7 +1,7 @@
 """What needs MLX, in small jobs, each named by a string: ``test/cpu/rope/float32``.
 
-They run in a child process, one after the other. When it crashes or hangs, the job that it was at
-gets the blame and a new child takes the rest.
+They run in a child process, one after the other. When it crashes or hangs, the job that was running
+has failed, and a new child runs the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, TypedDict
 # The first kernels on a GPU are compiled when they are first used: up to ten seconds of NVRTC.
 SECONDS_PER_JOB = 60.0
 MLX, EXTENSION, MEMORY = "mlx", "extension", "memory"
-# Begins the child's lines: whatever starts with the interpreter may print too (sitecustomize).
+# Begins the child's lines: code run at interpreter start may print too (sitecustomize).
 _MARK = "mlx-paged-doctor:"
 
 
@@ -72,7 +72,7 @@ class Outcome:
 def run_in_child(
     names: Sequence[str], *, seconds_per_job: float = SECONDS_PER_JOB
 ) -> dict[str, Outcome]:
-    """Runs jobs in a child process, and those that a crash leaves over in another one."""
+    """Runs jobs in a child process, and those left after a crash in another one."""
     outcomes: dict[str, Outcome] = {}
     while rest := [name for name in names if name not in outcomes]:
         outcomes |= _one_child(rest, seconds_per_job)
@@ -163,14 +163,14 @@ def _mlx() -> Mlx:
 
 
 def _extension() -> Extension:
-    """The extension: does it load beside this MLX, and has it what the package calls?"""
+    """The extension: does it load with this MLX, and has it all that the package calls?"""
     from mlx_paged import blas, extension
 
     calls = re.compile(r"\b_?ext\.(\w+)\(")
     files = Path(__file__).parent.parent.rglob("*.py")
     called = {name for file in files for name in calls.findall(file.read_text())}
     return {
-        # (Not `extension.build_info`: it asks for mlx-lm's version, and mlx-lm may be missing.)
+        # (Not `extension.build_info`: it reads mlx-lm's version, and mlx-lm may be missing.)
         "build_info": {**extension.ext.build_info(), "blas": blas.status()},
         "missing": sorted(called - set(dir(extension.ext))),
     }

@@ -1,4 +1,4 @@
-"""The machine: what it says of itself, taken as text, and what that text means.
+"""The machine: its own reports, captured as text, and their parser.
 
 Text is taken by `take` and read by `read`, so that captures of one system can be read on another.
 """
@@ -44,7 +44,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Captures:
-    """Outputs of commands and contents of files; what could not be had is absent.
+    """Outputs of commands and contents of files; those that could not be read are absent.
 
     Attributes:
         system: `sys.platform`: "linux" or "darwin".
@@ -62,7 +62,7 @@ class Captures:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU of Apple's or NVIDIA's; None is what the machine does not say.
+    """A GPU by Apple or NVIDIA; None is what the machine does not report.
 
     Attributes:
         memory_bytes: Its own memory; None where it shares the main memory.
@@ -77,7 +77,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """Hardware and operating system; None is what the machine does not say.
+    """Hardware and operating system; None is what the machine does not report.
 
     Attributes:
         system: "macOS 15.1" or a Linux distribution.
@@ -110,7 +110,7 @@ class Machine:
 
 
 def take() -> Captures:
-    """Captures what this machine says."""
+    """Captures what this machine reports."""
     files = {path: text for path in _FILES if (text := _contents(path))}
     limiting = cgroups.files_of(files.get(cgroups.OWN, ""))
     files |= {path: text for path in limiting if (text := _contents(path))}
@@ -127,7 +127,7 @@ def take() -> Captures:
 
 
 def read(captures: Captures) -> Machine:
-    """Understands captures; what is missing or strange becomes None, never an exception."""
+    """Parses captures; what is missing or unknown becomes None, never an exception."""
     return _mac(captures) if captures.system == "darwin" else _linux(captures)
 
 
@@ -186,7 +186,7 @@ def nvidia_gpus(output: str) -> tuple[Gpu, ...]:
 
 
 def _fields(text: str, separator: str = ":") -> dict[str, str]:
-    """``name: value`` lines; of a name that comes again, the first."""
+    """``name: value`` lines; of a repeated name, the first."""
     pairs = [line.partition(separator) for line in text.splitlines()]
     return {name.strip(): value.strip() for name, found, value in reversed(pairs) if found}
 

@@ -1,4 +1,4 @@
-"""A report: looks at everything, and writes it as JSON with a schema."""
+"""A report: runs all checks, and writes the results as JSON with a schema."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mlx_paged.doctor.jobs import (
 from mlx_paged.doctor.machine import Captures, Machine, read, take
 from mlx_paged.doctor.software import Software, installed
 
-# Raised when a key goes or changes its meaning, not when one comes.
+# Raised when a key is removed or changes its meaning, not when one is added.
 SCHEMA_VERSION = 2
 
 
@@ -48,7 +48,7 @@ class Report:
     Attributes:
         verdict: The worst finding's status: ok, warning or broken.
         exit_status: 1 where something is broken, else 0.
-        memory: What the engine counts on; None where MLX or the extension does not load.
+        memory: What the engine can use; None where MLX or the extension does not load.
         fits: Empty where `memory` is None.
     """
 
@@ -77,10 +77,10 @@ def examine(
     installed: Callable[[], Software] = installed,
     run: Callable[[Sequence[str]], Mapping[str, Outcome]] = run_in_child,
 ) -> Report:
-    """Looks at this machine and installation. Takes some seconds.
+    """Checks this machine and installation. Takes some seconds.
 
     Args:
-        on_phase: Called with what is looked at next, for a progress line.
+        on_phase: Called with what is checked next, for a progress line.
         capture, installed, run: Where the facts come from; tests replace them.
     """
     on_phase("the machine")

@@ -24,7 +24,7 @@ _SCALE = 0.125
 
 
 class WrongResult(Exception):
-    """A primitive ran, and its result is not what NumPy says."""
+    """A primitive ran, and its result differs from NumPy's."""
 
 
 @dataclass(frozen=True)

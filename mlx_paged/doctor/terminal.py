@@ -28,7 +28,7 @@ _GIB = 1 << 30
 
 
 def show(report: Report, console: Console) -> None:
-    """Machine, checks, what fits, and at the end what to do."""
+    """Prints machine, checks, models that fit, and remedies."""
     _section(console, "[bold]Machine[/bold]", machine_facts(report.machine))
     _section(console, "[bold]Software[/bold]", _software_facts(report))
     checks = ((_MARKS[f.status], escape(f.check), f.found) for f in report.findings)

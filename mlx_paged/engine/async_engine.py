@@ -69,8 +69,8 @@ class AsyncEngine:
         )
 
     async def ready(self) -> None:
-        """Waits until the engine stands; raises what went wrong if it does not."""
-        # Shielded: one caller that is cancelled must not cancel what all wait for.
+        """Waits until the engine is ready; raises what went wrong if it could not be made."""
+        # Shielded: cancelling one caller must not cancel what all wait for.
         await asyncio.shield(asyncio.wrap_future(self._thread.ready))
 
     @property
@@ -80,7 +80,7 @@ class AsyncEngine:
 
     @property
     def engine(self) -> Engine:
-        """The engine, once `ready`. Only its configuration and its tokenizer may be read from here:
+        """The engine, once `ready`. Other threads may read only its configuration and tokenizer:
         everything else belongs to the engine's thread.
         """
         return self._thread.engine
@@ -104,15 +104,15 @@ class AsyncEngine:
         Args:
             prompt: a text, or token ids.
             params: how to choose tokens, and when to stop.
-            request_id: unique among unfinished requests; None makes one up.
+            request_id: unique among unfinished requests; None generates one.
             priority: lower is served first under the priority policy.
             timeout: seconds until the request ends with "timeout".
             cache_salt: requests of different salts share no cached blocks.
-            token_mask: says before each token which ones may follow (grammars); called on the
+            token_mask: gives before each token those that may follow (grammars); called on the
                 engine's thread, which waits for it.
 
         Raises:
-            InvalidParameterError: an empty prompt, or a token that the model does not have, be it
+            InvalidParameterError: an empty prompt, or a token that the model does not have,
                 in the prompt or in `params`.
             RequestTooLargeError: prompt and answer could never fit.
             DuplicateRequestError: an unfinished request has this id.
@@ -173,7 +173,7 @@ class AsyncEngine:
         return await self._call(lambda engine: engine.reset_prefix_cache())
 
     async def stats(self) -> EngineStats:
-        """Where the engine stands, between two steps."""
+        """The engine's statistics, taken between two steps."""
         return await self._call(lambda engine: engine.stats())
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
@@ -204,7 +204,7 @@ class AsyncEngine:
 
     @contextlib.contextmanager
     def _counted_as_adding(self) -> Iterator[None]:
-        """Limits what the engine's thread has not looked at yet: a step may be long."""
+        """Limits the requests that the engine's thread has not taken yet: a step may be long."""
         limit = self._thread.engine.config.max_num_waiting
         with self._lock:
             if limit is not None and self._num_adding >= limit:

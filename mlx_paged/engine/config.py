@@ -27,18 +27,18 @@ class EngineConfig:
         gpu_memory_utilization: Share of the device's memory for weights, activations and pool; the
             largest step is run once to measure the activations. None: 0.9 on a GPU; on the CPU the
             pool gets 4 GiB, or half of the machine's memory if that is less, unmeasured.
-        typical_context_len: Tokens of a typical sequence. It decides how the memory is split where
-            a model has sliding windows or recurrent layers beside full attention: the shorter, the
+        typical_context_len: Tokens of a typical sequence. It determines how memory is split where
+            a model has sliding windows or recurrent layers with full attention: the shorter, the
             more of it they get. None: 4096, or four windows if that is more.
-        max_model_len: Most tokens of prompt and answer together; None: what the model was made for.
+        max_model_len: Most tokens of prompt and answer together; None: the model's own limit.
         max_num_seqs: Most sequences that run at once; never more than max_num_batched_tokens.
         max_num_batched_tokens: Most tokens of one step; longer prompts are prefilled in chunks.
         long_prefill_token_threshold: A prompt with more tokens left than this is long: it gets at
-            most this many a step, and all long ones together leave to short ones what those need,
-            up to half the step. None: half of max_num_batched_tokens; 0 treats all prompts alike.
+            most this many a step, and long prompts together leave short ones the tokens that they
+            need, up to half the step. None: half of max_num_batched_tokens; 0 treats all alike.
         watermark: Share of the blocks that admission leaves free for the growth of what runs.
         max_num_waiting: Most sequences that may wait; more are refused with
-            `EngineOverloadedError`. None refuses nobody.
+            `EngineOverloadedError`. None refuses no request.
         policy: "fcfs", or "priority" (lower `priority` first).
         enable_prefix_caching: Share equal prefixes between requests, and keep them for later ones.
         disable_hybrid_kv_cache_manager: Keep the blocks of all attention layers as long as their
@@ -110,10 +110,10 @@ class EngineConfig:
             raise InvalidParameterError("policy", " or ".join(map(repr, policies)), self.policy)
 
     def model_len(self, model_limit: int | None) -> int | None:
-        """The context limit in force, given what the model was made for.
+        """The context limit in force, given the model's own.
 
         Raises:
-            InvalidParameterError: `max_model_len` is more than the model can do.
+            InvalidParameterError: `max_model_len` is more than the model's own limit.
         """
         if self.max_model_len is None:
             return model_limit
@@ -126,7 +126,7 @@ class EngineConfig:
         return self.max_model_len
 
     def scheduler_config(self, model_limit: int | None) -> SchedulerConfig:
-        """The scheduler's part."""
+        """The scheduler's configuration."""
         return SchedulerConfig(
             # A sequence that runs takes at least one token of every step.
             max_num_seqs=min(self.max_num_seqs, self.max_num_batched_tokens),
@@ -151,7 +151,7 @@ class EngineConfig:
 
         Args:
             bytes_per_token: K and V of one token, for each layer.
-            left_over: bytes that `gpu_memory_utilization` leaves to the pool, where that decides.
+            left_over: bytes that `gpu_memory_utilization` leaves to the pool, where it applies.
             most_blocks: how many of them fit in some bytes, where not all layers have as many.
 
         Raises:

@@ -1,9 +1,9 @@
 """Incremental detokenization: tokens in, text out, and the stop strings of one sequence.
 
 A step needs the text of an answer only to look for stop strings. Decoding a token takes mlx-lm's
-detokenizers a microsecond or more, so answers without stop strings leave that to their readers
-(`DeferredText`): the engine's thread keeps token ids, and a reader pays for its own text, on its
-own thread.
+detokenizers a microsecond or more, so for answers without stop strings the reader does it
+(`DeferredText`): the engine's thread keeps token ids, and the text is decoded on the reader's
+thread.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
         skip: Collection[int] = (),
     ) -> None:
-        # The token map is built once per tokenizer; a shallow copy shares it and nothing else.
+        # The token map is built once per tokenizer; a shallow copy shares only that.
         self._detokenizer: StreamingDetokenizer = copy.copy(tokenizer.detokenizer)
         if type(self._detokenizer) is BPEStreamingDetokenizer:
             self._detokenizer.__class__ = _ExactBPEDetokenizer
@@ -150,13 +150,13 @@ class IncrementalDetokenizer:
 
 
 class DeferredText:
-    """Decodes an answer's tokens one by one and in order, as far as somebody has read.
+    """Decodes an answer's tokens one by one and in order, as far as a reader has asked.
 
-    So each token's text is what `IncrementalDetokenizer` would have given in the step that brought
+    So each token's text is what `IncrementalDetokenizer` would have given in the step that sampled
     it, whatever is read when, and by how many threads.
 
     Args:
-        request_id: whose it is, for errors.
+        request_id: the request, for errors.
         stream: without stop strings; it belongs to this object from now on.
         tokens: prompt and answer; the engine's thread appends.
         start: where the answer begins.
@@ -170,12 +170,12 @@ class DeferredText:
         self._tokens = tokens
         self._start = start
         self._num_text_tokens: int | None = None  # once the answer has ended
-        self._ends = array("Q", [0])  # length of the text after so many tokens
+        self._ends = array("Q", [0])  # length of the text after that many tokens
         self._is_flushed = False
         self._lock = threading.Lock()
 
     def end(self, num_text_tokens: int) -> None:
-        """The answer has ended; tokens after so many are no text (the one that ended it)."""
+        """The answer has ended; tokens past this many are not text (the one that ended it)."""
         self._num_text_tokens = num_text_tokens
 
     def between(self, begin: int, end: int | None) -> str:

@@ -37,7 +37,7 @@ from mlx_paged.model.wrap import serve
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Where the engine stands.
+    """The engine's statistics at one moment.
 
     Attributes:
         usage: Where the blocks are now.
@@ -69,7 +69,7 @@ class EngineStats:
 
 
 class Engine:
-    """Takes requests, runs steps, gives back tokens and text.
+    """Takes requests, runs steps, returns tokens and text.
 
     Not thread-safe: MLX's streams belong to threads, so one thread makes the engine and calls it.
 
@@ -80,7 +80,7 @@ class Engine:
     Attributes:
         max_model_len: Most tokens of prompt and answer together; None where only the pool limits.
         vocab_size: Token ids are below this.
-        generation_config: What the model's makers would sample with; nothing here applies it.
+        generation_config: The model's default sampling settings; the engine does not apply them.
         on_launch: Called with the number of tokens of each step that is launched, on the engine's
             thread (for metrics; it must be quick).
     """
@@ -145,11 +145,11 @@ class Engine:
             priority: lower is served first under the priority policy.
             timeout: seconds until the request ends with "timeout".
             cache_salt: requests of different salts share no cached blocks.
-            token_mask: says before each token which ones may follow (grammars).
+            token_mask: gives before each token those that may follow (grammars).
             sink: takes the request's updates as they are made, on the engine's thread.
 
         Raises:
-            InvalidParameterError: an empty prompt, or a token that the model does not have, be it
+            InvalidParameterError: an empty prompt, or a token that the model does not have,
                 in the prompt or in `params`.
             RequestTooLargeError: prompt and answer could never fit.
             DuplicateRequestError: an unfinished request has this id.
@@ -200,7 +200,7 @@ class Engine:
             sequence.prompt_report = prompt_report
             text = self._detokenizer(params)
             if not params.stop_strings:
-                # Nobody waits for its text: whoever reads it makes it.
+                # The engine does not need its text: it is decoded when it is read.
                 tokens, start = sequence.tokens, request.num_prompt_tokens
                 deferred = DeferredText(request_id, text, tokens, start)
             sequence.answer = AnswerState(
@@ -252,7 +252,7 @@ class Engine:
         With overlap, the next step is planned and launched before the tokens of the one in flight
         are read, so the device does not wait for the host.
 
-        A fault of the model or the device ends the sequences that it belongs to (`StepExecutor`).
+        A fault of the model or the device ends only the sequences it affects (`StepExecutor`).
         """
         launched = self._launch_next()
         if self.config.async_scheduling:
@@ -266,7 +266,7 @@ class Engine:
             updates += self._output_processor.end_failed(sequences, result)
             updates += self._output_processor.record_logprobs(sequences, result)
         if result.poisoned:
-            # NaNs spread through shared keys and values, and a cached block cannot be looked into.
+            # NaNs spread through shared keys and values, and cached blocks cannot be checked.
             self._scheduler.reset_prefix_cache()
         outcomes = self._scheduler.update_from_output(launched.output, result.sampled_token_ids)
         return updates + self._output_processor.process_outputs(outcomes)
@@ -288,7 +288,7 @@ class Engine:
     # Numbers.
 
     def stats(self) -> EngineStats:
-        """Where the engine stands."""
+        """The engine's statistics."""
         return EngineStats(
             usage=self._kv.usage,
             group_usage=self._kv.group_usage,
@@ -306,7 +306,7 @@ class Engine:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pools; what was never written may take no real memory."""
+        """Bytes of all pools; parts that were never written may take no physical memory."""
         return sum(pool.nbytes for pool in self._runner.model.pools())
 
     def reset_prefix_cache(self) -> int:

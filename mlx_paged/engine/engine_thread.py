@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """Runs calls from other threads between an engine's steps, and hands out what steps bring.
+    """Runs calls from other threads between an engine's steps, and delivers what steps return.
 
     Args:
         make_engine: called on the thread.
 
     Attributes:
-        ready: Done when the engine stands, or could not be made.
-        dead: Why the engine takes nothing any more; None while it does.
+        ready: Done when the engine was made, or could not be made.
+        dead: Why the engine takes no more calls; None while it does.
     """
 
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
@@ -106,8 +106,8 @@ class EngineThread:
         failure: BaseException | None = None
         try:
             self.engine = self._make_engine()
-            # The model, its tokenizer and all modules stay until the end: the collector need not
-            # walk them again and again. It cost steps of 256 sequences 40 ms now and then.
+            # The model, its tokenizer and all modules live until the end: the collector need not
+            # walk them repeatedly. That cost some steps of 256 sequences 40 ms.
             gc.collect()
             gc.freeze()
             self.ready.set_result(None)
@@ -121,19 +121,17 @@ class EngineThread:
             self.engine.settle()
         except BaseException as error:
             reason, failure = reason_of(error), error
-            told = (
-                error if not isinstance(error, MlxPagedError) else None
-            )  # those speak for themselves
-            logger.critical("the engine has stopped: %s", reason, exc_info=told)
+            traceback = None if isinstance(error, MlxPagedError) else error
+            logger.critical("the engine has stopped: %s", reason, exc_info=traceback)
         finally:
-            self._die(reason)
-            gc.unfreeze()  # or a dropped engine, which is full of cycles, would keep its memory
-            # Last: who waited for it must find the engine dead.
+            self._fail_all(reason)
+            gc.unfreeze()  # or a dropped engine (reference cycles) would keep its memory
+            # Last: callers that waited for it must find the engine dead.
             if failure is not None and not self.ready.done():
                 self.ready.set_exception(failure)
 
     def _take_calls(self) -> bool:
-        """Runs what was asked for, and waits while there is nothing to do; false: stop."""
+        """Runs the pending calls, and waits while there is nothing to do; false: stop."""
         with self._changed:
             while not (self._calls or self.engine.has_unfinished or self._stop_at is not None):
                 self._changed.wait()
@@ -161,11 +159,11 @@ class EngineThread:
         closed = [loop for loop, channels in by_loop.items() if not _wake(loop, channels)]
         if closed:
             for state in self.engine.request_states():
-                # Nobody will ever read these.
+                # These will never be read.
                 if isinstance(state.sink, Channel) and state.sink.loop in closed:
                     self.engine.abort(state.output.request_id)
 
-    def _die(self, reason: str) -> None:
+    def _fail_all(self, reason: str) -> None:
         with self._changed:
             self.dead = reason
             calls = list(self._calls)
@@ -194,10 +192,10 @@ def _wake(loop: asyncio.AbstractEventLoop, channels: list[Channel]) -> bool:
 
 
 def _await_system_thread(native_id: int | None) -> None:
-    """Waits until the operating system's thread has ended, which is a little later than Python's.
+    """Waits until the operating system's thread has ended, slightly later than Python's.
 
-    Meanwhile it destroys MLX's thread-local objects, for which it takes the GIL. In an interpreter
-    that is being taken down that would abort the process.
+    Until then it destroys MLX's thread-local objects, for which it takes the GIL. During
+    interpreter shutdown that would abort the process.
     """
     if not sys.platform.startswith("linux"):
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""StepExecutor: runs steps so that a fault ends the sequences that it belongs to, and no others.
+"""StepExecutor: runs steps so that a fault ends only the sequences that it affects.
 
 The sequences of a step are independent: none writes what another reads, and writing the same keys
 and values to the same slots twice changes nothing. So a step that failed is run again in parts. The
@@ -40,7 +40,7 @@ class StepExecutor:
     What a sequence's sampler or token mask raises is a fault of the step like any other.
 
     Attributes:
-        max_rows: Most tokens of one launch, since memory ran out; None: any number.
+        max_rows: Most rows of one launch, since memory ran out; None: any number.
         num_faults: Steps, or parts of them, that failed.
     """
 
@@ -52,7 +52,7 @@ class StepExecutor:
         self.num_faults = 0
 
     def launch(self, output: SchedulerOutput, previous: PendingStep | None) -> PendingStep:
-        """Sets the device to work on a step; returns at once.
+        """Starts a step on the device; returns at once.
 
         Args:
             previous: the step before, if it has not been read yet. It must have been launched: see
@@ -68,10 +68,10 @@ class StepExecutor:
             return PendingStep(output, None)
 
     def read(self, step: PendingStep, following: PendingStep | None) -> ModelRunnerOutput:
-        """Waits for a step and returns what it brought.
+        """Waits for a step and returns its results.
 
         Args:
-            following: the step launched after it. If this one fails, so did that one: it will run
+            following: the step launched after it. If this step fails, so did that one: it will run
                 when it is read.
         """
         num_faults = self.num_faults
@@ -132,7 +132,7 @@ class StepExecutor:
 
     def _run_now(self, output: SchedulerOutput, part: Part) -> ModelRunnerOutput:
         # A copy goes with the sequence that continues its target: made later, it would undo what
-        # that one wrote.
+        # that sequence wrote.
         size = self._runner.block_size
         begun = [s for place, s in part if s.start == output.sequences[place].start]
         copies = tuple(
@@ -167,7 +167,7 @@ class StepExecutor:
             self._num_good_steps = 0
             self.max_rows *= 2
             if self.max_rows >= self._rows_too_many:
-                self.max_rows = None  # what was short then may be there now
+                self.max_rows = None  # there may be more memory by now
 
 
 def _with_known_tokens(output: SchedulerOutput) -> Part:
@@ -187,7 +187,7 @@ def _with_known_tokens(output: SchedulerOutput) -> Part:
 
 
 def _merge(result: ModelRunnerOutput, part: Part, found: ModelRunnerOutput) -> None:
-    """Adds what a part of a step brought to what the step did."""
+    """Adds the results of a part of a step to those of the step."""
     for (place, _), token in zip(part, found.sampled_token_ids):
         if token is not None:
             result.sampled_token_ids[place] = token

@@ -10,12 +10,12 @@ from mlx_paged.core.kv_cache_groups import SLOTS_PER_SEQUENCE
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.model.layout import CacheLayout, Reach
 
-# A sequence is thought of as this long, or as a few windows, where the configuration says nothing.
+# Assumed length of a sequence, or a few windows, where the configuration does not give one.
 _TYPICAL_CONTEXT_LEN = 4096
 _TYPICAL_WINDOWS = 4
 _LEAST_SNAPSHOTS = 4
-# Most blocks that are looked for; and where no layer sees everything, so that they cost no memory,
-# but every cached prefix has nodes of the index for them.
+# Most blocks of full attention, and most where no layer sees everything: there they cost no pool
+# memory, but every cached prefix has nodes of the prefix tree.
 _MOST_BLOCKS = 1 << 20
 _MOST_BLOCKS_WITHOUT_LAYERS = 1 << 14
 
@@ -34,8 +34,8 @@ class KVCacheConfig:
 
     Layers that see everything are the *full group*. Layers of each shorter reach are a *window
     group* with tables of their own, unless the window is as long as any sequence. Recurrent layers
-    have state slots. The pools are sized for sequences of `typical_context_len` tokens: whatever
-    such a sequence needs of every group is there as often for all of them.
+    have state slots. The pools are sized for sequences of `typical_context_len` tokens: each
+    group can hold equally many such sequences.
     """
 
     def __init__(self, layout: CacheLayout, config: EngineConfig, model_len: int | None) -> None:
@@ -62,7 +62,7 @@ class KVCacheConfig:
             self._most_blocks = 1 + max(_MOST_BLOCKS_WITHOUT_LAYERS, whole)
 
     def sizes(self, num_blocks: int) -> PoolSizes:
-        """What goes with a full group of `num_blocks` blocks."""
+        """The sizes that go with a full group of `num_blocks` blocks."""
         if not self.windows and not self._layout.has_states:
             return PoolSizes(num_blocks)
         num_sequences = -(-num_blocks // self._typical_blocks)
@@ -111,7 +111,7 @@ class KVCacheConfig:
         return -(-num_tokens // self._block_size)
 
     def _view_blocks(self, reach: Reach) -> int:
-        """Most blocks that a row looks into."""
+        """Most blocks that a row sees."""
         return self._blocks_for((_span(reach) or 0) - 1) + 1
 
     def _typical_share(self, num_blocks: int, per_sequence: int) -> int:

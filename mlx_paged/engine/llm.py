@@ -48,7 +48,7 @@ class LLM:
     ) -> None:
         config = EngineConfig(**options)
         loaded = model if isinstance(model, LoadedModel) else load(model, dtype=dtype)
-        # (No `gc.freeze` here, as the engine's thread has: it would be for the whole process, and
+        # (No `gc.freeze` as on the engine's thread: it would affect the whole process, and
         # keep an `LLM` that is dropped.)
         self.engine = Engine(loaded, config)
         self._ids = itertools.count()
@@ -59,7 +59,7 @@ class LLM:
         return self.engine.tokenizer
 
     def stats(self) -> EngineStats:
-        """Where the engine stands."""
+        """The engine's statistics."""
         return self.engine.stats()
 
     def generate(
@@ -101,7 +101,7 @@ class LLM:
     ) -> Iterator[SequenceUpdate]:
         """Completes prompts, all at once, and yields every token as it comes.
 
-        `SequenceUpdate.request_id` is the prompt's place, "0" for the first. Leaving the loop early
+        `SequenceUpdate.request_id` is the prompt's index, "0" for the first. Leaving the loop early
         aborts what is unfinished.
         """
         outputs, inbox = self._add(_as_prompts(prompts), params)
@@ -145,7 +145,7 @@ class LLM:
                     self.engine.add_request(request_id, tokens, p, prompt=text, sink=inbox)
                 )
         except Exception:
-            # One prompt of many is refused: run none of them, rather than some.
+            # One prompt of several is refused: run none of them.
             self._end(outputs)
             raise
         return outputs, inbox
@@ -153,7 +153,7 @@ class LLM:
     def _run(self, outputs: list[RequestOutput], inbox: _Inbox) -> Iterator[SequenceUpdate]:
         """Steps the engine until these are finished; yields their updates.
 
-        Calls may be open side by side (a `generate` inside a `stream`): whoever steps the engine,
+        Calls may overlap (a `generate` inside a `stream`): whichever steps the engine,
         each one's updates are put in its own inbox.
         """
         try:
@@ -165,7 +165,7 @@ class LLM:
             self._end(outputs)
 
     def _end(self, outputs: list[RequestOutput]) -> None:
-        """Ends what is unfinished of these and lets go of them."""
+        """Ends those of these that are unfinished and forgets them."""
         for output in outputs:
             self.engine.abort(output.request_id)
             output.settle()
@@ -173,7 +173,7 @@ class LLM:
 
 
 class _Inbox(deque[SequenceUpdate]):
-    """Updates of one call that nobody has read yet."""
+    """Updates of one call that have not been read yet."""
 
     def put(self, update: SequenceUpdate) -> None:
         self.append(update)

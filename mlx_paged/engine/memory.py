@@ -1,4 +1,4 @@
-"""How much memory there is, what a step needs of it, and the pools that get the rest."""
+"""Available memory, what a step needs of it, and the size of the pools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_paged.core import (
     SchedulerOutput,
     Sequence,
     StateMove,
-    TableRow,
+    StepTable,
 )
 from mlx_paged.engine.config import EngineConfig, physical_memory
 from mlx_paged.engine.faults import is_out_of_memory
@@ -40,7 +40,7 @@ class MemoryUsage:
     """MLX's memory, in bytes.
 
     Attributes:
-        active: In arrays that live (an untouched pool counts in full).
+        active: In live arrays (an untouched pool counts in full).
         cached: In freed buffers kept for reuse.
         peak: Most that was active.
         cache_limit: Most that is kept for reuse; None where this package set no limit.
@@ -53,16 +53,16 @@ class MemoryUsage:
 
 
 def live_arrays() -> int:
-    """Number of `mx.array` objects that live in this process.
+    """Number of live `mx.array` objects in this process.
 
-    It walks all objects of the interpreter (some ten milliseconds): for tests and for hunting a
+    It walks all objects of the interpreter (some ten milliseconds): for tests and for finding a
     leak. Objects frozen by `gc.freeze` are not seen.
     """
     return sum(isinstance(o, mx.array) for o in gc.get_objects())
 
 
 def available_memory() -> int:
-    """Bytes of main memory that can be had without swapping; all of it where nobody knows."""
+    """Bytes of main memory available without swapping; all of it where that is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -88,7 +88,7 @@ def allocate_pools(
     """Gives a runner the pools of all groups, as large as the configuration allows.
 
     Args:
-        model_limit: most tokens of context that the model can do.
+        model_limit: most tokens of context that the model supports.
 
     Returns:
         The sizes, and the bytes that the largest step needs where they were measured.
@@ -115,7 +115,7 @@ def left_for_pool(
 ) -> tuple[int | None, int | None]:
     """Bytes that `gpu_memory_utilization` leaves to the pool, and those the largest step needs.
 
-    (None, None) where something else decides; the largest step is run only if this does.
+    (None, None) where it does not set the pool's size; the largest step is not run then.
 
     Args:
         measure_activations: runs the largest step and returns the bytes it needed.
@@ -141,7 +141,7 @@ def allocate_fitting(allocate: Callable[[int], None], num_blocks: int, *, exactl
     """Allocates the pool; where memory is short, a smaller one. Returns its number of blocks.
 
     Args:
-        exactly: raise instead, because the caller named this very number.
+        exactly: raise instead of trying a smaller pool.
     """
     while True:
         try:
@@ -156,16 +156,16 @@ def allocate_fitting(allocate: Callable[[int], None], num_blocks: int, *, exactl
 
 
 def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:
-    """Bytes that the largest step needs: all its rows, and as many of them sampled as may be.
+    """Bytes that the largest step needs: all its rows, and as many as possible sampled.
 
-    It runs on small pools of its own, which the runner loses again.
+    It runs on small temporary pools.
     """
     output = largest_step(config, len(runner.windows), has_states=runner.model.layout.has_states)
-    num_blocks = 1 + max(max(row.block_table) for row in output.sequences)
+    num_blocks = 1 + max(max(seq.block_table) for seq in output.sequences)
     blocks = dict.fromkeys(runner.model.layout.reaches, num_blocks)
     runner.allocate(blocks, 1 + len(output.sequences))
     mx.synchronize()
-    gc.collect()  # what it would free during the step is no part of it
+    gc.collect()  # what it would free during the step must not count
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     runner.read(runner.launch(output, None))
@@ -173,7 +173,7 @@ def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:
 
 
 class _ProfileSampler:
-    """Samples as costly as a request may ask for without edits of its logits."""
+    """The costliest sampling that a request can have without edits of its logits."""
 
     row = SamplingRow(1.0, 0, 0)
     has_edits = False
@@ -189,7 +189,7 @@ def largest_step(
     for i in range(config.max_num_seqs):
         begin, end = (num_tokens * k // config.max_num_seqs for k in (i, i + 1))
         num_blocks = -(-(end - begin) // config.block_size)
-        table = TableRow(tuple(range(first_block, first_block + num_blocks)), 0)
+        table = StepTable(tuple(range(first_block, first_block + num_blocks)), 0)
         first_block += num_blocks
         sequence = Sequence(-1 - i, request, i, (0, 0, i))
         sequence.sampler = _ProfileSampler()
@@ -214,12 +214,12 @@ def limit_buffer_cache(activation_bytes: int | None) -> int:
 
 
 def limit_run_ahead() -> None:
-    """Bounds the activations of steps that the device has not come to yet. (With CUDA.)
+    """Bounds the activations of steps that the device has not started yet. (With CUDA.)
 
     MLX encodes operations as fast as it can, and each takes its memory then: all layers of a
     prefill hold theirs at once, and those of the next step. Beyond its memory limit it waits for
-    the device instead. What lives now is weights and pool; some layers more keep the device busy.
-    The limit holds for the whole process, and nothing fails for it.
+    the device instead. Live now are weights and pool; a few more layers keep the device busy.
+    The limit holds for the whole process; exceeding it is no error.
     """
     if ops.has_cuda():
         mx.set_memory_limit(mx.get_active_memory() + _RUN_AHEAD)

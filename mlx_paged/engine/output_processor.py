@@ -1,4 +1,4 @@
-"""OutputProcessor: turns what steps brought into updates and outputs."""
+"""OutputProcessor: turns the results of steps into updates and outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_paged.engine.sampling.logprobs import LogprobReport, PositionLogprobs
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import StepError
 
-_update = partial(tuple.__new__, SequenceUpdate)  # a third of a call's time
+_update = partial(tuple.__new__, SequenceUpdate)  # 3 times as fast
 
 
 class UpdateSink(Protocol):
@@ -28,17 +28,17 @@ class UpdateSink(Protocol):
 
 
 class AnswerState:
-    """One answer of a request on its way.
+    """One answer of an unfinished request.
 
     Attributes:
         state: What it belongs to.
         request_id, index: Which answer of which request.
-        completion: The answer, as far as it has come.
+        completion: The answer so far.
         token_ids: Its tokens so far (`completion.token_ids`).
         text: Its text; deferred where there are no stop strings.
         sink: Takes its updates.
-        is_plain: Whether the next tokens need no look at their text and no report. (It has begun.)
-        position: Log-probabilities of the token that the step being processed brought.
+        is_plain: Whether the next tokens need no check of their text and no report. (It has begun.)
+        position: Log-probabilities of the token sampled by the step being processed.
     """
 
     __slots__ = (
@@ -71,7 +71,7 @@ class AnswerState:
 
 
 class RequestState:
-    """A request on its way: what the engine keeps of it beside the scheduler.
+    """What the engine keeps of an unfinished request, besides the scheduler's part.
 
     Attributes:
         params: How to choose its tokens, and when to stop.
@@ -97,8 +97,8 @@ class OutputProcessor:
     """Fills the outputs of requests and makes their updates.
 
     Args:
-        scheduler: ends sequences that come to a stop string, or fail.
-        report: gives the tokens of log-probabilities their texts.
+        scheduler: ends sequences that reach a stop string, or fail.
+        report: adds the texts of the tokens to log-probabilities.
     """
 
     def __init__(self, scheduler: Scheduler, report: LogprobReport) -> None:
@@ -106,7 +106,7 @@ class OutputProcessor:
         self._report = report
 
     def process_outputs(self, outcomes: SequenceOf[SequenceOutcome]) -> list[SequenceUpdate]:
-        """Records what the sequences gained, and ends those that come to a stop string."""
+        """Records what the sequences gained, and ends those that reach a stop string."""
         updates: list[SequenceUpdate] = []
         for outcome in outcomes:
             seq, token, reason = outcome
@@ -114,7 +114,7 @@ class OutputProcessor:
             if answer is None:
                 continue  # aborted
             if answer.is_plain and reason is None:
-                # What the rest does, for nearly every token of nearly every step.
+                # A short path for most tokens; the result is the same as below.
                 tokens = answer.token_ids
                 num_before = len(tokens)
                 # fmt: off
@@ -128,7 +128,7 @@ class OutputProcessor:
                 continue
             try:
                 update = self._to_update(outcome, answer)
-            except Exception as error:  # a tokenizer that cannot decode what the model said
+            except Exception as error:  # the tokenizer cannot decode the token
                 updates += self._fail(seq, reason_of(error))
                 continue
             if update.finish_reason is not None and reason is None:
@@ -230,7 +230,7 @@ class OutputProcessor:
             text.end(num_tokens)
             piece = text
         else:
-            with suppress(Exception):  # the text may be what failed
+            with suppress(Exception):  # decoding may be what failed
                 piece = text.finish()
         update = SequenceUpdate(
             seq.request.request_id,

@@ -1,4 +1,4 @@
-"""What the engine gives back."""
+"""What the engine returns."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Logprob:
     decoded_token: str
 
 
-#: What is reported of one position, by token id: the token that is there, then the likeliest.
+#: The report on one position, by token id: the token itself, then the likeliest.
 PositionReport = dict[int, Logprob]
 
 
-class SequenceUpdate(NamedTuple):  # (half the time of a dataclass: one is made for every token)
+class SequenceUpdate(NamedTuple):  # (twice as fast as a dataclass: one is made for every token)
     """What one sequence gained in one step.
 
     Attributes:
@@ -37,7 +37,7 @@ class SequenceUpdate(NamedTuple):  # (half the time of a dataclass: one is made 
         index: Which of its `n` answers.
         token_id: The token it gained; None when it ended without one.
         piece: `text`, or where it comes from.
-        finish_reason: Why it ended; None while it goes on.
+        finish_reason: Why it ended; None while it continues.
         stop_reason: The stop string or stop token that ended it; None for the model's own end
             token.
         error: What happened, where `finish_reason` is "error".
@@ -59,7 +59,7 @@ class SequenceUpdate(NamedTuple):  # (half the time of a dataclass: one is made 
     def text(self) -> str:
         """Text that became certain; empty while a character or a stop string is incomplete.
 
-        Unless the request has stop strings it is made here, by whoever reads it.
+        Unless the request has stop strings, it is decoded here, on the reader's thread.
 
         Raises:
             StepError: the tokenizer cannot decode a token.
@@ -71,11 +71,11 @@ class SequenceUpdate(NamedTuple):  # (half the time of a dataclass: one is made 
 
 
 class _Text:
-    """A field that is a string, or makes one when it is read."""
+    """A field that is a string, or a source that is decoded when it is read."""
 
     def __get__(self, output: object, owner: type) -> str:
         if output is None:
-            return ""  # (the dataclass asks for the default)
+            return ""  # (the dataclass reads the default)
         value = vars(output)["_text"]
         return value.whole() if isinstance(value, DeferredText) else value
 
@@ -92,7 +92,7 @@ class CompletionOutput:
         text: The answer, without its stop string or end token (but see
             `include_stop_str_in_output`). It may be made when it is read (`settle`).
         token_ids: Every generated token, the end token included.
-        finish_reason: Why it ended; None while it goes on.
+        finish_reason: Why it ended; None while it continues.
         stop_reason: The stop string or stop token that ended it; None for the model's own end
             token.
         error: What happened, where `finish_reason` is "error".
@@ -111,7 +111,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
 
     def settle(self) -> None:
-        """Makes the text a plain string, if nobody has read it yet.
+        """Makes the text a plain string, if it has not been read yet.
 
         One that cannot be decoded ends there, and is an error of this answer.
         """

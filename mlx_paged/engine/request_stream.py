@@ -1,7 +1,7 @@
-"""The way of a request's tokens from the engine's thread to its reader, at the reader's pace.
+"""Streams a request's tokens from the engine's thread to its reader, at the reader's pace.
 
-The engine puts and never waits. A reader that lags finds what came meanwhile in one piece, so
-nothing is lost, and what is kept for it is never more than the answer itself.
+The engine puts and never waits. A reader that lags gets all pending updates at once, so
+nothing is lost, and no more is kept for it than the answer itself.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SequenceDelta:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the sequence ended; None while it goes on."""
+        """Why the sequence ended; None while it continues."""
         return self.updates[-1].finish_reason
 
     @property
@@ -74,7 +74,7 @@ class Channel:
 
     Args:
         loop: the reader's event loop.
-        num_sequences: the channel ends when so many have finished.
+        num_sequences: the channel ends when this many have finished.
         sleepers: where the channel puts itself when its reader must be woken (`wake`, on its loop);
             the engine's thread wakes them all after a step, with one call into each loop.
     """
@@ -146,7 +146,7 @@ class RequestStream:
 
     Attributes:
         request_id: The request.
-        output: The request and its answers so far; the engine's thread fills it, so look at it when
+        output: The request and its answers so far; the engine's thread fills it, so read it when
             the stream has ended.
     """
 
@@ -192,7 +192,7 @@ class RequestStream:
             self._abort()
 
     async def aclose(self) -> None:
-        """`close`, under the name that asyncio's tools look for."""
+        """`close`, under the name that asyncio's tools use."""
         self.close()
 
     async def __aenter__(self) -> RequestStream:

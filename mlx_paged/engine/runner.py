@@ -1,4 +1,4 @@
-"""Runs the steps that the scheduler plans, on the device. Knows nothing of requests."""
+"""Runs the scheduler's steps on the device. Knows nothing about requests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LaunchedStep:
 
     output: SchedulerOutput
     tokens: mx.array  # [num_sampled] int32, in the order of the sequences that sample
-    # The last pool it writes: a step without samples has nothing else to wait for.
+    # The last pool it writes, to wait for in a step without samples.
     written: mx.array
     reported: mx.array  # [num_sampled] int32, for the host: the tokens; -1: the logits hold a NaN
     pools_before: list[mx.array]  # handles of the pools, before it
@@ -61,7 +61,7 @@ class Reported:
     """Log-probabilities of some sequences of a step."""
 
     arrays: LogprobArrays
-    places: Places  # whose the positions are, in order
+    places: Places  # the sequences of the positions, in order
 
     def read(self) -> list[tuple[int, list[PositionLogprobs]]]:
         """(place, its positions) of each sequence."""
@@ -71,13 +71,13 @@ class Reported:
 
 @dataclass
 class ModelRunnerOutput:
-    """What a step brought; places are those in `SchedulerOutput.sequences`.
+    """Results of a step; places are those in `SchedulerOutput.sequences`.
 
     Attributes:
         sampled_token_ids: For each sequence its token; None where it does not sample, or failed.
-        failures: (place, why there is no token). These sequences cannot go on.
+        failures: (place, why there is no token). These sequences cannot continue.
         logprobs: (place, log-probabilities of its token), where they were asked for.
-        prompt_logprobs: (part of the step, those of the tokens that follow its first ones).
+        prompt_logprobs: (sequence's part of the step, those of the tokens after its first ones).
     """
 
     sampled_token_ids: list[int | None]
@@ -89,12 +89,12 @@ class ModelRunnerOutput:
 
     @property
     def poisoned(self) -> bool:
-        """Whether NaNs were met, so that what is in the prefix cache is not to be trusted."""
+        """Whether there were NaNs, so that the prefix cache cannot be trusted."""
         return any(reason == NOT_A_NUMBER for _, reason in self.failures)
 
 
 class ModelRunner:
-    """A model on its pools, and the one way to run a step.
+    """A model and its pools; runs steps.
 
     Args:
         model: as `model.wrap.page` makes it; it belongs to this runner.
@@ -128,7 +128,7 @@ class ModelRunner:
         self.model.allocate(num_blocks, num_state_slots)
 
     def launch(self, output: SchedulerOutput, previous: LaunchedStep | None) -> LaunchedStep:
-        """Builds a step and sets the device to work on it; returns at once.
+        """Builds a step and starts it on the device; returns at once.
 
         (Unless a sequence has a token mask and its newest token is in flight: then it waits for
         that.) A step that raises leaves no trace: the pools' handles are those of before.
@@ -145,7 +145,7 @@ class ModelRunner:
 
     @staticmethod
     def read(launched: LaunchedStep) -> ModelRunnerOutput:
-        """Waits for a step and returns what it brought.
+        """Waits for a step and returns its results.
 
         A sequence whose logits hold a NaN has no token.
         """
@@ -170,12 +170,12 @@ class ModelRunner:
         return result
 
     def abandon(self, launched: LaunchedStep) -> None:
-        """Gives up a step that failed, and all launched after it; waits for the device to rest."""
+        """Drops a step that failed, and all launched after it; waits until the device is idle."""
         try:
             mx.synchronize()
         except Exception:
-            logger.debug("the device came to rest with an error", exc_info=True)
-        # What a step wrote that did not succeed is written again before anybody reads it.
+            logger.debug("the device reported an error after a failed step", exc_info=True)
+        # What a failed step wrote is overwritten before it is read.
         self.model.restore(launched.pools_before)
 
     def _launch(
@@ -233,8 +233,8 @@ class ModelRunner:
         if not windows:
             return shared
         by_reach = dict.fromkeys(self.model.layout.reaches, shared)
-        for (reach, cache), rows in zip(self._windows.items(), windows):
-            by_reach[reach] = cache.update(seq_ids, *zip(*rows))
+        for (reach, cache), own in zip(self._windows.items(), windows):
+            by_reach[reach] = cache.update(seq_ids, *zip(*own))
         return by_reach
 
     def _copy_blocks(self, output: SchedulerOutput) -> None:
@@ -266,7 +266,7 @@ def _prompt_targets(output: SchedulerOutput) -> list[tuple[int, PromptTargets]]:
 def _newest(
     sampled: Sequence[ScheduledSequence], metadata: SamplingMetadata, previous: LaunchedStep | None
 ) -> InFlight | None:
-    """Where the newest tokens are, if an edit asks and any of them is in flight."""
+    """Where the newest tokens are, if an edit needs them and any of them is in flight."""
     if previous is None or not any(sampled[i].awaits_token for i, _ in metadata.edits):
         return None
     return InFlight(previous.tokens, np.array([s.input_from for s in sampled], dtype=np.int32))
@@ -298,7 +298,7 @@ def _input_tokens(
     input_from: tuple[int, ...],
     previous: LaunchedStep | None,
 ) -> mx.array:
-    """``[num_rows]`` int32. Tokens that the step before is still sampling never visit the host."""
+    """``[num_rows]`` int32. Tokens that the step before is still sampling stay on the device."""
     num_known = input_from.count(-1)
     if num_known == len(input_from):
         return ops.upload(np.fromiter(chain.from_iterable(token_ids), dtype=np.int32))[0]

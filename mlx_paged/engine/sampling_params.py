@@ -1,4 +1,4 @@
-"""What a request asks of the sampler and when it wants to stop."""
+"""How a request is sampled, and when it stops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_LOGPROBS = 20
 class SamplingParams:
     """How to choose tokens, and when to stop. Names, defaults and meanings are vLLM's.
 
-    `docs/sampling.md` says what each does, and in which order.
+    `docs/sampling.md` describes each, and their order.
 
     Args:
         n: answers to generate for the prompt; they share its blocks.
@@ -40,7 +40,7 @@ class SamplingParams:
         skip_special_tokens: leave the tokenizer's special tokens out of the text.
         stop_token_ids: tokens that end the answer, besides the model's end tokens.
         ignore_eos: generate past the model's end tokens.
-        seed: makes a sampled answer repeatable, whoever shares its batch; None: different every
+        seed: makes a sampled answer repeatable in any batch; None: different every
             time.
         logprobs: report the log-probability of each token of the answer, and of this many of the
             likeliest, at most 20; None: none.
@@ -48,7 +48,7 @@ class SamplingParams:
             prefix cache is not read.
 
     Raises:
-        InvalidParameterError: a value that cannot be honoured; it names the field.
+        InvalidParameterError: an invalid value; it names the field.
     """
 
     n: int = 1
@@ -105,7 +105,7 @@ class SamplingParams:
                   f"None or an integer in [0, {MAX_LOGPROBS}]")  # fmt: skip
 
     def _check_sequences(self) -> None:
-        """Checks what has several values, and makes it our own: callers may change their lists."""
+        """Checks fields with several values, and copies them: callers may change their lists."""
         set_field = object.__setattr__
         if isinstance(self.stop, str):
             set_field(self, "stop", (self.stop,))
@@ -149,7 +149,7 @@ class SamplingParams:
         )
 
     def stop_policy(self, eos_token_ids: frozenset[int]) -> StopPolicy:
-        """The part that the scheduler decides on."""
+        """The part that the scheduler applies."""
         return StopPolicy(
             max_tokens=self.max_tokens,
             eos_token_ids=eos_token_ids,
@@ -174,7 +174,7 @@ def _is_number(value: object, least: float, most: float = math.inf) -> bool:
 
 
 def _as_tuple(values: object) -> tuple[object, ...] | None:
-    """None stands for no values, as in vLLM; the result is None where there is no sequence."""
+    """None means no values, as in vLLM; the result is None where there is no sequence."""
     if values is None:
         return ()
     if isinstance(values, (str, bytes)):

@@ -1,1 +1,1 @@
-"""mlx-lm's models on paged caches: plans, caches, attention patches. Knows nothing of requests."""
+"""mlx-lm's models on paged caches: plans, caches, attention patches. Independent of requests."""

@@ -1,6 +1,6 @@
 """Modules of mlx-lm that need another forward in a flat step, by class.
 
-Most model code runs as it is. These compute attention by hand, or positions on the host; each
+Most model code runs unchanged. These compute attention themselves, or positions on the host; each
 function here is what the module computes, for rows that are one token each. Outside of a step the
 module is as mlx-lm wrote it.
 """
@@ -107,7 +107,7 @@ def afm7_reusing_attention(
 
 
 def dynamic_rope(self: Any, x: mx.array, offset: mx.array) -> mx.array:
-    """RoPE whose base grows with contexts beyond `context_limit`; up to there it is what it is."""
+    """RoPE whose base grows with contexts beyond `context_limit`, and is constant up to there."""
     return mx.fast.rope(
         x, self.dims, traditional=self.traditional, base=self.base, scale=1.0, offset=offset
     )

@@ -1,6 +1,6 @@
 """Paged caches in the shape that mlx-lm's model code expects, one for each of its attention caches.
 
-A forward takes its tokens as ``[T, 1]``: every token of every sequence is a batch row of length 1.
+A forward takes its tokens as ``[T, 1]``: each token of each sequence is a batch entry, a *row*.
 ``cache.offset`` is then an int32 array of positions, one a row, which RoPE takes as it is; nothing
 is padded and nothing is masked. ``update_and_fetch`` writes K and V to the pool and returns
 *handles*, which only the attention patch (`mlx_paged.model.patches`) accepts.
@@ -33,7 +33,7 @@ class Step:
         plans: Of layers with another reach. One that is missing here reads through `plan`.
         states: Of recurrent layers; None for a model that has none.
         prefill: Of layers that see everything, where long chunks take MLX's own attention.
-        starts_early: Whether the device is to work on the first layers while the last ones are
+        starts_early: Whether the device begins with the first layers while the last ones are
             still being built.
     """
 
@@ -68,7 +68,7 @@ class StepContext:
         return self._step is not None
 
     def enter(self, step: Step) -> None:
-        """Starts building `step`."""
+        """Begins building `step`."""
         self._step = step
 
     def leave(self) -> None:
@@ -84,7 +84,7 @@ class _Handle(mx.array):
 
     A subclass of ``mx.array`` of shape (0,), because ``array @ object`` raises instead of asking
     the object, while the reflected operators of a subclass are called first. Anything that would
-    treat a handle as dense data fails loudly instead of computing with something else.
+    treat a handle as dense data raises an error instead of computing with something else.
     """
 
     def __new__(cls, *args: Any) -> Any:
@@ -164,7 +164,7 @@ class KVPools:
 
     # mlx-lm's chunked cache counts the tokens that it dropped; nothing is dropped here.
     start_position = 0
-    # Whether what was built of a step so far is worth starting, once this layer has written.
+    # Whether to start the part of a step built so far, once this layer has written.
     begins_part = False
 
     def __init__(

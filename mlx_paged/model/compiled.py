@@ -4,7 +4,7 @@ There a decode step of a small batch waits for the host, half of whose time is m
 `mx.compile` runs that code once for a shape and repeats the graph afterwards. Shapes repeat in
 decoding: there are as many rows as in the step before, and the arrays of a plan grow in strides
 (`plan.build_plan`). A shape is compiled when it occurs for the third time, so that model code has
-run on real arrays before, and what does not repeat costs nothing.
+run on real arrays before, and shapes that do not repeat cost nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CompiledSteps:
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
-        self._times: OrderedDict[object, int] = OrderedDict()  # that a shape came
+        self._times: OrderedDict[object, int] = OrderedDict()  # times a shape occurred
         self._graphs: OrderedDict[object, _Graph] = OrderedDict()
         self._failed = False
 
@@ -76,7 +76,7 @@ class CompiledSteps:
         try:
             result = graph(tokens, arrays, pools)
         except Exception:
-            # Model code that looks at numbers cannot be traced; it runs as it is.
+            # Model code that reads array values cannot be traced; it runs uncompiled.
             logger.info("decode steps of this model are not compiled", exc_info=True)
             self._failed = True
             self._graphs.clear()

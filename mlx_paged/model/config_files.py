@@ -29,7 +29,7 @@ def vocab_size(config: Mapping[str, Any]) -> int:
 
 
 def model_len(config: Mapping[str, Any]) -> int | None:
-    """Most tokens of context the model was made for; None where its config does not say."""
+    """The model's context limit in tokens; None where its config gives none."""
     return _find(config, _MODEL_LEN)
 
 
@@ -43,7 +43,7 @@ def _find(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
-    """What the file of a model directory says; nothing where there is none.
+    """The contents of the file in a model directory; empty where there is none.
 
     Raises:
         InvalidParameterError: it is not a JSON object, or names no end tokens by their ids.

@@ -1,10 +1,10 @@
 """Long prefill chunks by MLX's fused attention over gathered keys and values. (With CUDA.)
 
 There MLX's is cuDNN's, two to eight times as fast as `ops.paged_attention` on such chunks (see
-docs/cuda.md), and gathering costs little beside it. Rows of other sequences, decodes above all,
-take the paged kernels as always.
+docs/cuda.md), and gathering costs little in comparison. Rows of other sequences, mainly decodes,
+use the paged kernels.
 
-cuDNN prepares every new shape for some 35 ms. So a chunk is widened to
+cuDNN takes some 35 ms to prepare a new shape. So a chunk is widened to
 positions that are multiples of `ALIGNMENT`: by rows before it, which are computed and dropped, and
 by rows and keys behind it, which no row of it sees.
 """

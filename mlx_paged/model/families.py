@@ -3,7 +3,7 @@
 A family is a model module of mlx-lm. It is listed here when a mixed step (prefill, decodes, a
 second chunk, a resumed prefix and a preempted prompt at once) matches mlx-lm's dense cache;
 `tests/model/test_parity_families.py` holds every module of mlx-lm to this table. What is not listed
-is refused by name: a family that merely seems to work could be wrong without any sign of it.
+is refused by name: a family that seems to work could give wrong results without an error.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class GatheredLayerCache(KVPools):
         group, own = self.group, self.spec.window
         window, first = window_size or own, self._first_key()
         if group.start is not None:
-            # As mlx-lm's caches answer: a rotating one has dropped what lies before its window.
+            # As in mlx-lm's caches: a rotating one has dropped what is before its window.
             dropped = own is not None and (window is None or window >= own)
             if length == 1 and (window is None or dropped):
                 return None

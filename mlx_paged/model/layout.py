@@ -1,4 +1,4 @@
-"""What the layers of a model ask of the KV store, in plain numbers.
+"""What the layers of a model need from the KV store, in plain numbers.
 
 A model has a tree of caches (mlx-lm gives one entry to a layer, and some entries hold several). Its
 leaves are described here, in order. The leaves of one `Reach` read and write through the same block

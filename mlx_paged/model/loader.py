@@ -52,7 +52,7 @@ class LoadedModel:
 
     @property
     def max_model_len(self) -> int | None:
-        """Most tokens of context the model was made for; None where its config does not say."""
+        """The model's context limit in tokens; None where its config gives none."""
         return model_len(self.config)
 
 
@@ -75,7 +75,7 @@ def load(
 
     Raises:
         InvalidParameterError: for a generation config that cannot be read.
-        ModelLoadError: if the path, its weights or the hub cannot be had; it says which and why.
+        ModelLoadError: if the path, its weights or the hub cannot be read; it says which and why.
         UnsupportedModelError: for a family that the paged cache is not proven for.
     """
     if dtype != "auto" and dtype not in DTYPES:
@@ -92,7 +92,7 @@ def load(
     except (OSError, RepositoryNotFoundError, HFValidationError) as error:
         raise ModelLoadError(name, _reason(name, error)) from error
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        # mlx-lm has no errors of its own: this is what a damaged file or config looks like.
+        # mlx-lm has no error types: a damaged file or config raises these.
         raise ModelLoadError(
             name,
             f"mlx-lm could not make a model of its config.json and safetensors files "
@@ -101,7 +101,7 @@ def load(
     require_family(config)
     _convert(model, dtype)
     if generation_config is None:
-        # (A hub id's files are here by now: this only finds where.)
+        # (A hub id's files have been downloaded: this only finds their path.)
         directory = Path(name) if Path(name).exists() else hf_repo_to_path(name)
         generation_config = read_generation_config(directory)
     tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *eos_token_ids(generation_config)}

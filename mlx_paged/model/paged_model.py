@@ -77,7 +77,7 @@ class PagedModel:
             num_state_slots: slot 0, the initial state, included.
         """
         self.release()
-        self._compiled = CompiledSteps(self._run)  # (graphs hold on to nothing of the old pools)
+        self._compiled = CompiledSteps(self._run)  # (compiled graphs must not keep the old pools)
         leaves: list[object] = []
         for spec in self.layout.specs:
             if isinstance(spec, LayerSpec):
@@ -179,7 +179,7 @@ class PagedModel:
         if self.layout.has_states:
             states = build_state_plan(inputs.query_lens, _slots(inputs))
         reaches = self.layout.reaches
-        # Positions are those of the whole sequence, whatever part of it a layer sees.
+        # Positions count in the whole sequence, whichever part of it a layer sees.
         some = inputs.tables_of(reaches[0]) if reaches else self._no_blocks(inputs)
         tables = inputs.tables_of(FULL) if FULL in reaches else some
         alone = len(reaches) == 1 and reaches[0].chunk is None
@@ -195,7 +195,7 @@ class PagedModel:
             prefill = dense_prefill.plan_dense_prefill(
                 tables, inputs.context_lens, inputs.query_lens, block_size=self.block_size
             )
-        # Decodes alone are built while the step before runs, and repeated as one graph.
+        # A step of decodes only is built while the step before runs, and repeats as one graph.
         early = ops.has_cuda() and longest > 1
         return Step(plan, int32(inputs.logit_rows), plans, states, prefill, early)
 
@@ -213,7 +213,7 @@ class PagedModel:
         )
 
     def _forward_in_groups(self, tokens: mx.array, inputs: StepInputs) -> mx.array:
-        # (The caches have groups of their own: the plan is of no sequence.)
+        # (The caches have their own groups: the plan has no sequences.)
         no_plan = build_plan([], [], [], block_size=self.block_size)
         parts: list[mx.array] = []
         wanted: list[np.ndarray] = []

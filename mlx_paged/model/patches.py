@@ -6,11 +6,11 @@
   RMSNorm six, a linear layer four or five, and SwiGLU is compiled to scalar code. On a GPU each of
   these is one kernel of MLX's own, but with CUDA a linear layer of a few rows is cuBLAS, which
   costs the host more than any other operation of a decode step. The native forms have no gradient
-  and know no batch of sequences, so they serve only the thread that is building a paged step.
+  and take no batch of sequences, so they are used only on the thread that builds a paged step.
 - **Methods of single modules** (`Overrides`, `OutputRows`): the module keeps its place and its
-  parameters, and its class becomes a subclass of itself. mlx-lm's own classes stay as they are.
+  parameters, and its class becomes a subclass of itself. mlx-lm's own classes do not change.
 
-Any other call, and any argument that a patch does not take, goes to what was there before.
+Any other call, and any argument that a patch does not take, goes to the original function.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def scaled_dot_product_attention(
     if kwargs:
         raise TypeError(f"[paged_attention] unexpected arguments {sorted(kwargs)}")
     cache = k.cache
-    # Latent attention takes its values from the keys; what came as values went into the scores.
+    # Latent attention takes its values from the keys; the values given are part of the scores.
     values = cache.values if mask is None else k
     if (
         k is not cache.keys
@@ -136,7 +136,7 @@ def native_ops(positions: mx.array) -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def _inv_freqs(dims: int, base: float) -> mx.array:
-    """The way MLX computes them, to the last bit: far from 0 an angle magnifies any difference."""
+    """Computed exactly as MLX does: far from 0 an angle magnifies any difference."""
     half = dims // 2
     exponents = mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(base) / half)
     inv_freqs = mx.exp(exponents)
@@ -260,20 +260,20 @@ _REBOUND: tuple[tuple[Any, str, Any, Any], ...] = (  # owner, name, MLX's, ours
 
 
 def install() -> None:
-    """Rebinds MLX's names, and mlx-lm's in every model module there is. Twice changes nothing."""
+    """Rebinds MLX's names, and mlx-lm's in every model module. Idempotent."""
     for owner, name, _, own in _REBOUND:
         setattr(owner, name, own)
     _rebind_swiglu(_mlx_lm_swiglu, swiglu)
 
 
 def ensure_installed() -> None:
-    """For every step: another part of the program may have uninstalled it since the last one."""
+    """Called for every step: another part of the program may have uninstalled it since."""
     if mx.fast.scaled_dot_product_attention is not scaled_dot_product_attention:
         install()
 
 
 def uninstall() -> None:
-    """Puts back what was there."""
+    """Restores the originals."""
     for owner, name, original, _ in _REBOUND:
         setattr(owner, name, original)
     _rebind_swiglu(swiglu, _mlx_lm_swiglu)
@@ -290,7 +290,7 @@ def _rebind_swiglu(old: Any, new: Any) -> None:
 
 
 def overridden(base: type, method: str, function: Callable[..., Any]) -> type:
-    """A subclass that goes by the same name, in the same place, with another method."""
+    """A subclass of the same name and module, with another method."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (base,), {method: function, **names})
 
@@ -308,7 +308,7 @@ class Overrides:
         module.__class__ = overridden(base, method, function)
 
     def undo(self) -> None:
-        """Puts everything back."""
+        """Restores everything."""
         for module, base in reversed(self._before):
             module.__class__ = base
         self._before = []
@@ -323,7 +323,7 @@ class OutputProjection:
 
 
 class OutputRows:
-    """Makes a model's logits be those of `step.logit_rows` only, while a step is built.
+    """Limits a model's logits to those of `step.logit_rows`, while a step is built.
 
     A step has a row for every token, but only the last row of a sequence is sampled from, and the
     output projection is the widest layer of most models. The rows are gathered just before it,

@@ -1,7 +1,7 @@
 """Plans one step on the host: block tables, attention work and groups of recurrent layers.
 
 Everything the kernels index with is made and checked here, where the numbers are still plain
-integers; the kernels themselves cannot see a wrong block table before they follow it.
+integers; the kernels cannot check a block table before they use it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class BlockTableCache:
         tables: Sequence[Sequence[int]],
         dirty_from: Sequence[int],
     ) -> PaddedTables:
-        """Takes in the tables of a step.
+        """Updates the array with the tables of a step.
 
         Args:
             seq_ids: the sequences.
@@ -119,7 +119,7 @@ class BlockTableCache:
             wider = np.zeros((len(self._blocks), 2 * length), dtype=np.int32)
             wider[:, : self._blocks.shape[1]] = self._blocks
             self._blocks = wider
-        first = min(dirty_from, known)  # (a new sequence has nothing to keep)
+        first = min(dirty_from, known)  # (a new sequence has no old entries)
         self._blocks[slot, first:length] = table[first:]
         self._blocks[slot, length:known] = 0
         self._lengths[slot] = length
@@ -155,7 +155,7 @@ class BlockTableCache:
         self._free += range(num_slots - 1, old - 1, -1)
 
 
-# --- What a step asks for -------------------------------------------------------------------------
+# --- Inputs of a step -----------------------------------------------------------------------------
 
 Tables = Sequence[Sequence[int]] | PaddedTables
 
@@ -170,7 +170,7 @@ class StateSlots:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """One step, in the host's numbers. All sequences of lists are in the order of the rows.
+    """One step, as numbers on the host. All lists are in the order of the rows.
 
     Attributes:
         context_lens: Tokens of each sequence in the pools once this step's are written.
@@ -252,7 +252,7 @@ def build_plan(
 def _in_strides(
     tables: np.ndarray, items: np.ndarray, merges: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same, grown to sizes that stay while contexts grow by some blocks.
+    """The same, padded to sizes that stay constant while contexts grow by some blocks.
 
     Steps of one shape can be one graph (`model.compiled`). An item or merge of no rows does
     nothing, and no item leads to the additional blocks.

@@ -25,7 +25,7 @@ The contract with the code that hands out slots:
 - A state is known at the end of a sequence's rows in a step, and nowhere between: for the state
   after token *n* (a block boundary) a step must end there.
 
-A recurrence runs along a sequence, while a step has one batch row for each token. So for modules
+A recurrence runs along a sequence, while a step has one row for each token. So for modules
 that hold state the rows are cut into ``[num_seqs, length]`` groups (`plan.StatePlan`), the module
 runs on each group with the states of its sequences, and the results are put back in the order of
 the rows. Everything else of the model (norms, projections outside of the module, experts) sees all
@@ -60,7 +60,7 @@ _NO_VALUES = 8
 class StatePool:
     """One state array of a recurrent layer: ``[num_slots, *shape]``; slot 0 is all zeros.
 
-    It is a KV pool to the native ops, whose write is in place whatever else holds the buffer: a
+    The native ops treat it as a KV pool, and write in place even if the buffer has other owners: a
     slot is a token, and its "keys" are the state's bytes cut into heads. So states cost no copy of
     their pool, and need no kernels of their own.
 

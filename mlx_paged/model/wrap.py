@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 # Sequences and tokens of the forward. A state that grows with its first tokens (n-gram contexts)
 # has its full size after this many.
 _SEQUENCES, _TOKENS = 2, 8
-# What model code raises where it is given handles instead of arrays, positions instead of a number.
+# What model code raises when given handles instead of arrays, or positions instead of a number.
 _MISFITS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, NotImplementedError)
 
 
@@ -137,7 +137,7 @@ def _page_flat(
     context: StepContext,
     overrides: Overrides,
 ) -> PagedModel:
-    """Pages a model that takes every token as a row; raises what goes wrong if it does not."""
+    """Pages a model that takes every token as a row; errors of one that cannot are passed on."""
     if bool(observed.recurrent) != (mode is Mode.REGROUPED):
         raise TypeError("it has recurrent state" if observed.recurrent else "it has no state")
     for i, (spec, window) in enumerate(zip(observed.specs, observed.mask_windows)):
@@ -219,7 +219,7 @@ def observe(model: nn.Module, model_type: str) -> Observed:
     Raises:
         UnsupportedModelError: for a cache of a kind that is not served.
     """
-    # Unwrapped: the drop-in puts paged caches in the place of those that are asked about here.
+    # Unwrapped: the drop-in would give paged caches instead of the model's own.
     leaves, tree = _flatten(unwrap(make_prompt_cache)(model))
     for leaf in leaves:
         _require_known(leaf, model_type)

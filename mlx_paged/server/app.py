@@ -32,7 +32,7 @@ from mlx_paged.server.metrics import Metrics
 from mlx_paged.server.middleware import KeyMiddleware, RequestMiddleware
 
 _WEB = Path(__file__).parent / "web"
-# What needs no key: whether the server lives, and pages without anybody's data.
+# Paths that need no key: health checks, and pages without user data.
 OPEN_PATHS = ("/health", "/live", "/ready", "/", "/web/", "/docs", "/openapi.json")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -126,10 +126,10 @@ API = (
 def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     """The application in front of an engine.
 
-    Nothing is waited for: while the model loads, requests get 503 and `/health` says so.
+    It does not wait for the model: while that loads, requests get 503, and so does `/health`.
 
     Args:
-        engine: whoever made it shuts it down.
+        engine: the caller shuts it down.
     """
     context = Context(engine, config, Metrics())
 
@@ -182,7 +182,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
 def _file(name: str) -> Endpoint:
     async def endpoint(_: Request) -> Response:
         headers = {
-            # Only what this server sends; so it works offline, and nothing foreign runs.
+            # Only resources from this server: it works offline, and no foreign code runs.
             "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; "
             "style-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
             "Cache-Control": "no-cache",

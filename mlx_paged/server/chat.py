@@ -138,7 +138,7 @@ class ChatAdapter(OpenAIAdapter):
 
 
 def _echo(body: requests.ChatBody) -> str:
-    """The last message, where the answer is asked to begin with it."""
+    """The last message, where the answer is to begin with it (`echo`)."""
     last = body.messages[-1]
     if not body.echo or last.role != "assistant" or last.content is None:
         return ""

@@ -23,7 +23,7 @@ _MAX_TOKENS = 16
 
 
 async def completions(request: Request) -> Response:
-    """Goes on with prompts, at once or as a stream."""
+    """Completes prompts, at once or as a stream."""
     body = await read_body(request, CompletionBody)
     context = context_of(request)
     prompts = _prompts(body)
@@ -93,7 +93,7 @@ class CompletionAdapter(OpenAIAdapter):
         self._body = body
         self._echoes = echoes
         self._n = body.n or 1
-        # Only the prompt is wanted. The engine generates one token all the same.
+        # Only the prompt is wanted. The engine generates one token anyway.
         self._drops_answer = body.max_tokens == 0
         self._logprobs: dict[tuple[int, int], responses.CompletionLogprobs] = {}
 
@@ -114,7 +114,7 @@ class CompletionAdapter(OpenAIAdapter):
         return super().piece(self._asked(piece))
 
     def _asked(self, piece: Piece) -> Piece:
-        """A piece with the prompt's text before it, and without an answer, where that is asked."""
+        """A piece with the prompt's text before it, and without an answer, where requested."""
         if self._drops_answer:
             piece.texts, piece.token_ids, piece.logprobs = [], [], []
         if self._echoes and not piece.num_before:

@@ -1,4 +1,4 @@
-"""What endpoints use beside the request: engine, tokenizer, options, metrics, and the log line."""
+"""What endpoints use besides the request: engine, tokenizer, options, metrics, the log line."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mlx_paged.server.metrics import Metrics
 
 @dataclass
 class Trace:
-    """What the log says of one HTTP request when it has ended.
+    """The log line of one HTTP request, written when it has ended.
 
     Attributes:
-        request_id: From the client, or made up.
+        request_id: From the client, or generated.
         status: Of the response; 0 until there is one.
         fields: Of the log line: model, prompt_tokens, cached_tokens, completion_tokens, ttft,
             finish_reason, ...; set by the code that knows them.
@@ -50,7 +50,7 @@ class Trace:
 
 
 class Phase(StrEnum):
-    """Where the server is between its start and its end."""
+    """State of the server, from its start to its end."""
 
     LOADING = "loading"
     READY = "ready"
@@ -63,7 +63,7 @@ class Context:
     """What all requests share: the engine, its tokenizer, options and metrics.
 
     Attributes:
-        defaults: What holds where a request is silent; read from the model once it is loaded.
+        defaults: For fields that a request leaves out; read from the model once it is loaded.
         failure: Why the engine could not be started.
     """
 
@@ -79,7 +79,7 @@ class Context:
 
     @property
     def phase(self) -> Phase:
-        """Where the server is now."""
+        """The state of the server now."""
         if self.draining:
             return Phase.DRAINING
         if self.failure is not None or not self.engine.is_alive:
@@ -98,7 +98,7 @@ class Context:
         return self._renderer
 
     async def start(self) -> None:
-        """Waits for the engine, and makes what depends on it; sets `failure` if that fails."""
+        """Waits for the engine, then sets what depends on it; sets `failure` if that fails."""
         try:
             await self.engine.ready()
             engine = self.engine.engine

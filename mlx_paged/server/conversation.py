@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a chat template makes a prompt of. Every API with messages makes one of its body.
+    """The input of a chat template. Every API with messages makes one from its body.
 
     Attributes:
         messages: As templates take them: `role`, `content` as one text, and any other fields.
@@ -38,7 +38,7 @@ class Conversation:
 
 
 class Renderer:
-    """Tokenizer and chat template for many requests at once, on threads beside the event loop.
+    """Tokenizer and chat template for many requests at once, on threads of their own.
 
     Args:
         tokenizer: mlx-lm's wrapper.
@@ -56,7 +56,7 @@ class Renderer:
         self.vocab_size = vocab_size
         self._config = config
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="mlx-paged-text")
-        # A text of more characters than this has too many tokens for the model, whatever it says.
+        # Any text of more characters than this has too many tokens for the model.
         longest = max(map(len, tokenizer.get_vocab()), default=1)
         self._max_characters = None if max_model_len is None else max_model_len * max(longest, 16)
 

@@ -131,7 +131,7 @@ async def server_info(request: Request) -> Response:
         "version": __version__,
         "status": context.phase.value,
         "uptime_seconds": round(time.time() - context.started, 1),
-        # How many keys, never which.
+        # The number of keys, never the keys.
         "config": {**asdict(context.config), "api_keys": len(context.config.api_keys)},
         "build": extension.build_info(),
     }

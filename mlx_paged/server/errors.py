@@ -34,7 +34,7 @@ _TYPES = {
     500: "server_error",
     503: "overloaded_error",
 }
-# Fields that the API names otherwise than the engine.
+# Fields that have another name in the API than in the engine.
 _PARAMS = {"prompt_token_ids": "prompt"}
 
 

@@ -1,4 +1,4 @@
-"""Prompts in the engine, on behalf of one HTTP request: what its sequences gain, as events."""
+"""The prompts of one HTTP request in the engine; the tokens of its sequences as events."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Piece:
     """An event: what one sequence gained since its last one.
 
     Attributes:
-        prompt: Place of the prompt among those of the request.
+        prompt: Index of the prompt among those of the request.
         index: Which of the prompt's `n` answers.
         num_before: Tokens that earlier pieces of the sequence had.
         texts: The new text, in parts; empty while a character or a stop string is incomplete.
         token_ids: The new tokens.
         logprobs: Of each of `token_ids`; empty where they were not asked for.
-        finish_reason: Why the sequence ended; None while it goes on.
+        finish_reason: Why the sequence ended; None while it continues.
         stop_reason: The stop string or stop token that ended it.
     """
 
@@ -71,7 +71,7 @@ class Piece:
         return self.num_before > 0 and self.finish_reason is None and not self.logprobs
 
     def add(self, delta: SequenceDelta) -> None:
-        """Takes what the engine says the sequence gained."""
+        """Adds a delta of the engine."""
         for update in delta.updates:
             self.texts.append(update.text)
             if update.token_id is not None:
@@ -84,20 +84,20 @@ class Piece:
 
 
 class Generation:
-    """Submits prompts, and hands out what their sequences gain.
+    """Submits prompts, and yields the tokens of their sequences.
 
     Used as ``async with``: entering submits (unless `submit` was called before, so that a refusal
     can still be the status of the response), leaving aborts what is unfinished and writes metrics
     and the fields of the log.
 
     Args:
-        request: whose answer it is.
+        request: the HTTP request.
         prompts: tokens, one list for each engine request.
         params: for all of them.
         priority, cache_salt: see `AsyncEngine.add_request`.
 
     Attributes:
-        num_sent: Tokens of the pieces that were handed out.
+        num_sent: Tokens of the pieces that were yielded.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Generation:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """What the engine keeps, one for each prompt; complete when the generation has ended."""
+        """The engine's outputs, one for each prompt; complete when the generation has ended."""
         return [stream.output for stream in self._streams]
 
     @property
@@ -151,7 +151,7 @@ class Generation:
                     await context.engine.add_request(
                         prompt,
                         self.params,
-                        # Clients may use an id twice; the engine must not meet it twice.
+                        # Clients may use an id twice; in the engine it must be unique.
                         request_id=f"{request_id}-{next(_serial)}",
                         timeout=context.config.request_timeout,
                         **self._options,
@@ -193,11 +193,11 @@ class Generation:
                 self._note(delta)
             for output in self.outputs:
                 for answer in output.outputs:
-                    if answer.error is not None:  # (a text that could not be decoded)
+                    if answer.error is not None:  # (a text that cannot be decoded)
                         raise answer.error
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """What the sequences gain, as it comes: the first token, then every `stream_interval`
+        """Tokens of the sequences as they come: the first token, then every `stream_interval`
         tokens, then the end.
 
         Raises:
@@ -238,7 +238,7 @@ class Generation:
             raise errors.from_engine(error, self.trace.request_id) from error
 
     def _note(self, delta: SequenceDelta) -> tuple[str, int]:
-        """Measures what came; returns the request and index of its sequence.
+        """Records the metrics of a delta; returns the request and index of its sequence.
 
         Raises:
             ApiError, StepError: the sequence ended without being finished.

@@ -1,4 +1,4 @@
-"""Prometheus metrics: vLLM's families by name, label and bucket, and ours beside them."""
+"""Prometheus metrics: vLLM's families by name, label and bucket, and some of our own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to every request: id, key, log line, and errors that nobody expected."""
+"""What happens to every request: id, key, log line, and unexpected errors."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class KeyMiddleware:
     def _has_key(self, scope: Scope) -> bool:
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         given = _digest(key.strip())
-        # All are compared, each in constant time, so that the time reveals nothing.
+        # All are compared, each in constant time, so that timing reveals nothing.
         matches = [hmac.compare_digest(given, known) for known in self._keys]
         return kind.lower() == "bearer" and any(matches)
 

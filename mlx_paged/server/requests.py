@@ -146,7 +146,7 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 
 class GenerationBody(Unsupported):
-    """What chat and plain completions have in common. null stands for the default everywhere."""
+    """What chat and plain completions have in common. null means the default everywhere."""
 
     model: str | None = Field(None, description="One of the served names; null: the first.")
 
@@ -183,7 +183,7 @@ class GenerationBody(Unsupported):
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     ignore_eos: bool | None = None
 
-    # What the answer tells.
+    # What the answer contains.
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = Field(
         None, description="Log-probabilities of the prompt, and of so many alternatives."
     )
@@ -320,7 +320,7 @@ async def read_body(request: Request, model: type[B]) -> B:
     context, trace = context_of(request), trace_of(request)
     context.check_takes_requests()
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
-    # A page of any origin can have a browser send other types without being asked first.
+    # A browser sends other types for pages of any origin without a preflight request.
     if kind.lower() != "application/json" and not kind.lower().endswith("+json"):
         raise ApiError(
             415, f"Content-Type must be application/json but is {shorten(kind, 64)!r}",
@@ -374,13 +374,13 @@ def _too_large(config: ServerConfig) -> ApiError:
         413,
         f"the body must be at most {config.max_body_size} bytes",
         code="body_too_large",
-        headers={"Connection": "close"},  # what is still on its way is not read
+        headers={"Connection": "close"},  # the rest of the body is not read
     )
 
 
 def _from_validation(error: ValidationError) -> ApiError:
     found = error.errors(include_url=False, include_context=False)
-    # Of the branches of a union, the one that came furthest is what the client meant.
+    # Of the branches of a union, the client meant the one that matched most.
     top = [e for e in found if e["loc"][:1] == found[0]["loc"][:1]]
     first = max(top, key=lambda e: len(_param(e["loc"]).split(".")))
     if first["type"] == "json_invalid":
@@ -388,7 +388,7 @@ def _from_validation(error: ValidationError) -> ApiError:
     param = _param(first["loc"]) or None
     if first["type"] == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_field")
-    # A union tells what each of its branches expected.
+    # Each branch of a union reports what it expected.
     same = [e["msg"] for e in found if _param(e["loc"]) == (param or "")]
     expected = ", or ".join(dict.fromkeys(m[:1].lower() + m[1:] for m in same))
     given = "" if isinstance(first["input"], (dict, list)) else f" but got {first['input']!r}"
@@ -500,7 +500,7 @@ def sampling_params(
     """The sampling parameters of a body.
 
     Args:
-        given: fields that the API names otherwise, or gives another meaning; `max_tokens` must be
+        given: fields with another name or meaning in the API; `max_tokens` must be
             among them.
 
     Raises:

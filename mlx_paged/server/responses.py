@@ -344,5 +344,5 @@ def _likeliest(report: PositionReport, count: int) -> list[tuple[int, Logprob]]:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity; -9999 stands for it, as in OpenAI's API."""
+    """JSON has no infinity; -9999 replaces it, as in OpenAI's API."""
     return max(logprob, -9999.0)

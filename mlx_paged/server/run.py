@@ -2,7 +2,7 @@
 
 uvicorn times idle connections between requests, and the application times bodies and readers.
 `ImpatientProtocol` times what comes before: connections that send nothing, heads that come byte by
-byte, bodies that go on when their answer is out.
+byte, bodies that continue after their answer was sent.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ImpatientProtocol(HttpToolsProtocol):
             self.transport.close()  # it never sent a request
 
     def _hang_up(self, status: int, message: str, code: str | None = None) -> None:
-        """Closes the connection; says why, unless that would be in the middle of an answer."""
+        """Closes the connection; sends the reason, unless an answer has begun."""
         if self.transport.is_closing():
             return
         if not self._is_answering:
@@ -124,9 +124,9 @@ def impatient(head_timeout: float) -> type[ImpatientProtocol]:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, whose signals are ours.
+    """uvicorn's server, without its signal handlers.
 
-    uvicorn raises a signal again when it is through, which would end the process by that signal
+    uvicorn raises a signal again when it has ended, which would end the process by that signal
     instead of with status 0.
     """
 
@@ -152,7 +152,7 @@ def bind(host: str, port: int, silence_limit: float) -> socket.socket:
 
     Args:
         silence_limit: seconds until a connection is closed whose other end is gone, or accepts no
-            data; the kernel's own limits are a quarter of an hour and none.
+            data; the kernel's own limits are 15 minutes and none.
 
     Raises:
         InvalidParameterError: the address cannot be used; the message says why.
@@ -191,7 +191,7 @@ def serve(
     ssl_keyfile: Path | None = None,
     ssl_certfile: Path | None = None,
 ) -> int:
-    """Serves until a signal comes or the engine dies.
+    """Serves until a signal arrives or the engine fails.
 
     Args:
         make_engine: called when the socket is bound.
@@ -202,7 +202,7 @@ def serve(
     Raises:
         InvalidParameterError: the address or the certificates cannot be used.
 
-    Where a signal comes while the model is being loaded, it does not return: the process ends.
+    If a signal arrives while the model is being loaded, the process ends without returning.
     """
     sock = bind(host, port, config.read_timeout)
     with contextlib.closing(sock), asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -216,7 +216,7 @@ def serve(
 def _leave(status: int) -> None:
     """Ends the process while a model is being loaded, on a thread that nothing can interrupt.
 
-    The interpreter would wait for that thread, or be taken down under it.
+    The interpreter would wait for that thread, or shut down while it runs.
     """
     logging.shutdown()
     sys.stderr.flush()
@@ -290,7 +290,7 @@ class _Service:
         return self._status
 
     def _on_signal(self, sig: int) -> None:
-        """Runs on the main thread, between two instructions, so the loop does the work."""
+        """Runs on the main thread, between two instructions, so it only schedules the work."""
         self._loop.call_soon_threadsafe(self._stop, signal.Signals(sig).name)
 
     def _stop(self, cause: str) -> None:

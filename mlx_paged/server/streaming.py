@@ -1,6 +1,6 @@
 """From a generation to the HTTP response, whole or as server-sent events: the one way for all APIs.
 
-An API is an adapter: it says how its answer and the events of its stream look. `OpenAIAdapter` is
+An API is an adapter, which formats its answer and the events of its stream. `OpenAIAdapter` is
 what chats and plain completions have in common.
 """
 
@@ -40,7 +40,7 @@ Chunk = responses.ChatChunk | responses.CompletionAnswer
 
 
 class Adapter(ABC):
-    """How one API writes down a generation.
+    """How one API represents a generation.
 
     Args:
         generation: not submitted yet.
@@ -64,7 +64,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def piece(self, piece: Piece) -> bytes | None:
-        """The events of a piece; None where there is nothing to tell yet."""
+        """The events of a piece; None where there is nothing to send yet."""
 
     def end(self) -> Iterable[bytes]:
         """Events after the last piece."""
@@ -93,7 +93,7 @@ async def respond(request: Request, adapter: Adapter, *, stream: bool) -> Respon
         await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return JSONResponse(work.result())
-        # Nobody will read it, but the log.
+        # Only the log will show it.
         raise ApiError(499, "the client has gone", code="client_closed")
     finally:
         for each in (work, watch):
@@ -136,7 +136,7 @@ async def _events(adapter: Adapter) -> AsyncIterator[bytes]:
 
 
 class EventStream(EventSourceResponse):
-    """The events of an adapter; gives up a client that takes none for `read_timeout`."""
+    """The events of an adapter; drops a client that reads none for `read_timeout`."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._trace = adapter.generation.trace
@@ -159,7 +159,7 @@ class EventStream(EventSourceResponse):
             group.cancel_scope.cancel()
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        # A timeout for each chunk cost more than making the chunk: `_watch` looks now and then.
+        # A timeout for each chunk cost more than making the chunk: `_watch` polls instead.
         await send(message)
 
     async def _watch(self, stream: anyio.CancelScope) -> None:
@@ -180,7 +180,7 @@ def sse(body: Mapping[str, Any]) -> bytes:
 
 
 class TextEvent:
-    """An event that is sent again and again with another text: the rest of it is made once.
+    """An event that is sent repeatedly with another text: the rest of it is serialised once.
 
     Args:
         event: with `TextEvent.TEXT` in place of the text.
@@ -214,12 +214,12 @@ class OpenAIAdapter(Adapter):
         options = body.stream_options
         self._usage_at_end = bool(options and options.include_usage)
         self._usage_always = bool(options and options.continuous_usage_stats)
-        # What nearly all events are, by place of the prompt and sequence.
+        # The form of nearly all events, by index of the prompt and sequence.
         self._text_events: dict[tuple[int, int], TextEvent] = {}
 
     @abstractmethod
     def choice(self, piece: Piece) -> ChunkChoice:
-        """The part of a choice that tells a piece."""
+        """The part of a choice that represents a piece."""
 
     @abstractmethod
     def chunk(self, choices: list[Any]) -> Chunk:

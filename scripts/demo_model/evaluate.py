@@ -116,7 +116,7 @@ def answer_all(
 
 
 def parses(text: str) -> bool:
-    """Tells whether a text is Python that defines at least one function."""
+    """Returns whether a text is Python that defines at least one function."""
     try:
         return any(
             isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in ast.parse(text).body
@@ -126,7 +126,7 @@ def parses(text: str) -> bool:
 
 
 def works(text: str, check: str) -> bool:
-    """Runs an answer in a process of its own and tells whether its check holds."""
+    """Runs an answer in its own process and returns whether its check holds."""
     names = (
         [n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
         if parses(text)

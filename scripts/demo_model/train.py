@@ -35,7 +35,7 @@ def _produce(
     progress: Any,
     queue: Any,
 ) -> None:
-    """Worker: queues tokens [rows, LENGTH + 1] int16 and mask [rows, LENGTH] uint8, for ever."""
+    """Worker: queues tokens [rows, LENGTH + 1] int16 and mask [rows, LENGTH] uint8, forever."""
     maker = RowMaker(data, code, LENGTH, seed)
     while True:
         share = shares[0] if progress.value < SWITCH else shares[1]
@@ -167,7 +167,7 @@ def train(options: argparse.Namespace) -> None:
         recent += loss.detach()
         step += 1
         if began is None:
-            recent.item()  # waits for the compilation, which the schedule should not pay for
+            recent.item()  # waits for the compilation, which must not count in the schedule
             began = time.perf_counter()
         if step % options.every == 0:
             value, elapsed = recent.item() / options.every, time.perf_counter() - began

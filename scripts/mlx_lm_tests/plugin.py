@@ -1,7 +1,7 @@
-"""pytest plugin: mlx-lm's tests with the embedded model in the place of every model of the hub.
+"""pytest plugin: mlx-lm's tests with the embedded model in place of every model of the hub.
 
 ``import mlx_paged`` is the import that the tests are run with and without: without it,
-``MLX_PAGED_DISABLE=1`` leaves mlx-lm as it is (and both have the same BLAS).
+``MLX_PAGED_DISABLE=1`` leaves mlx-lm unpatched (and both have the same BLAS).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs mlx-lm's own tests without and with ``import mlx_paged``, and tells the difference.
+"""Runs mlx-lm's own tests without and with ``import mlx_paged``, and prints the differences.
 
     make test-mlx-lm
 
@@ -80,7 +80,7 @@ def prepare_model() -> Path:
     target.mkdir(parents=True, exist_ok=True)
     save_model(target, loaded.model)
     loaded.tokenizer.save_pretrained(target)
-    save_config(config, target / "config.json")  # last: it says that the folder is complete
+    save_config(config, target / "config.json")  # last: it marks the folder as complete
     return target
 
 
@@ -112,7 +112,7 @@ def run(
 
 
 def outcome_of(case: ElementTree.Element) -> Outcome:
-    """What junit's XML says of a test."""
+    """The outcome of a test in junit's XML."""
     for tag, status in (("failure", "fail"), ("error", "fail"), ("skipped", "skip")):
         found = case.find(tag)
         if found is not None:

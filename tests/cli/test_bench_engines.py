@@ -112,7 +112,7 @@ def test_the_median_run_and_the_comparison_of_turns() -> None:
     [
         ([2.0], "a is 2.00x as fast as b; 3 of 4"),
         ([1.5, 3.0], "a is 2.25x as fast as b (median of 2 turns, 1.50 to 3.00); 3 of 4"),
-        ([0.8, 1.2], "1.20), but turns disagree about who is faster; 3 of 4"),
+        ([0.8, 1.2], "1.20), but turns disagree on which is faster; 3 of 4"),
     ],
 )
 def test_the_verdict_tells_how_sure_it_is(ratios, expected) -> None:

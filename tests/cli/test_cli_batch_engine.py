@@ -102,7 +102,7 @@ def test_a_killed_run_is_resumed_with_the_same_results(batch, tmp_path) -> None:
         file.write(b'{"id": "batch_req_40_0123')
     status, _, told = finish(start("-i", source, "-o", output))
     assert status == 0, told
-    assert "cut short" in told and f"{len(before)} of 48 lines are done already" in told
+    assert "is incomplete" in told and f"{len(before)} of 48 lines are done already" in told
     assert output.read_bytes().startswith(kept), "finished lines are left as they are"
     status, _, told = finish(start("-i", source, "-o", tmp_path / "uninterrupted"))
     assert status == 0, told
@@ -118,7 +118,7 @@ def test_ctrl_c_leaves_a_whole_file_and_status_130(batch) -> None:
     status, told, before = interrupt_in_the_middle(batch, signal.SIGINT)
     assert status == 130, told
     assert read(output).keys() == before.keys()
-    assert f"{len(before)} of 48 lines are done; the same command goes on" in told
+    assert f"{len(before)} of 48 lines are done; run the same command again" in told
     assert "Traceback" not in told
     status, _, told = finish(start("-i", source, "-o", output))
     assert status == 0, told
@@ -180,7 +180,7 @@ def test_pipes_and_a_batch_that_fails_as_a_whole(tmp_path) -> None:
         command, input="nonsense\n", check=False, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 1
-    assert "no line could be answered: the output tells why" in done.stderr
+    assert "no line could be answered: see the errors in the output" in done.stderr
 
 
 def test_many_lines_run_in_few_steps(tmp_path) -> None:

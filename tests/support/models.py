@@ -28,7 +28,7 @@ from mlx_paged.core import (
     Request,
     ScheduledSequence,
     SchedulerOutput,
-    TableRow,
+    StepTable,
 )
 from mlx_paged.core import (
     Sequence as CoreSequence,
@@ -66,7 +66,7 @@ def scheduled(
     """A sequence's part of a step that no scheduler planned."""
     sequence = CoreSequence(seq_id, Request(name, (0,)), 0, (0, 0, 0))
     sequence.sampler = FixedSampler() if sampler is None else sampler
-    tables = (TableRow(tuple(blocks), 0),)
+    tables = (StepTable(tuple(blocks), 0),)
     return ScheduledSequence(sequence, tuple(token_ids), start, samples, input_from, tables)
 
 

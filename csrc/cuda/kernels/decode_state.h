@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // One warp's attention over its tokens, on tensor cores. Keys are the 16-row side of a product and
-// queries the 8-column side, so a group of up to 8 query heads wastes nothing it would have to wait
-// for: logits[token][query] = K q, results[dim][query] = V^T p. A lane's columns are the same two
+// queries the 8-column side, so a group of up to 8 query heads wastes little:
+// logits[token][query] = K q, results[dim][query] = V^T p. A lane's columns are the same two
 // queries in both, and so is their softmax.
 
 #pragma once
@@ -53,7 +53,7 @@ struct DecodeState {
     }
   }
 
-  // Takes in the tile of tokens [first, first + 16): keys at shared address `tile`, then values.
+  // Adds the tile of tokens [first, first + 16): keys at shared address `tile`, then values.
   __device__ __forceinline__ void attend(
       unsigned int tile, int first, const AttentionParams& params, int lane) {
     FragmentD logits[COLUMNS] = {};

@@ -21,7 +21,7 @@ class KVRing {
 
   // `first` is the warp's first token, a multiple of 16, and `step` the way to its next tile.
   // Tokens that are not seen become zeros: 0 x NaN would reach the results. `seen_of()` looks at
-  // memory to tell them, so the blocks of the first tokens before `end` are looked up meanwhile.
+  // memory to find them, so the blocks of the first tokens before `end` are looked up in parallel.
   template <typename Seen>
   __device__ __forceinline__ KVRing(
       const void* shared, const T* key_pool, const T* value_pool, BlockTable table, int end,

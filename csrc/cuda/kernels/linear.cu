@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// x @ weight.T + bias for the few rows of a decode step. The weight is read once, at memory speed,
-// and that is all the time there is: its rows are the left operand of mma.m16n8k16, eight rows of x
-// the right one. Both go straight into registers; there is no shared memory before the end.
+// x @ weight.T + bias for the few rows of a decode step. The time is that of reading the weight
+// once, at memory speed: its rows are the left operand of mma.m16n8k16, eight rows of x the right
+// one. Both go straight into registers; there is no shared memory before the end.
 
 #include "../compiled_kernels.h"
 #include "linear_math.h"

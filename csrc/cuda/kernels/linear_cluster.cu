@@ -1,10 +1,10 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // x @ weight.T + bias for up to 64 rows, on sm_90 and later. As in linear.cu the weight should be
-// read once at memory speed, but 64 rows of x are no longer small beside it: what all blocks read
+// read once at memory speed, but 64 rows of x are not small next to it: what all blocks read
 // of x together is 64 / (a block's rows of the weight) times the weight. So a block has up to 128
 // of them, its warps share x through shared memory, and since that makes few blocks, a cluster of
-// eight shares out the columns, a part each, and adds up the sums in each other's shared memory.
+// eight divides the columns, a part each, and adds up the sums in each other's shared memory.
 
 #include "../compiled_kernels.h"
 #include "linear_math.h"

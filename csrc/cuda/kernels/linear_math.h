@@ -2,7 +2,7 @@
 //
 // What the kernels of a linear layer have in common.
 //
-// A product does not care in which order its columns are added up, as long as both operands agree.
+// The columns of a product can be added up in any order, as long as both operands use the same.
 // So a lane takes eight columns in a row, 16 bytes, of each operand and passes them on as the pairs
 // that mma.m16n8k16 expects elsewhere: no shuffles.
 

@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // Decode attention in 16 bits on NVIDIA's tensor cores. A thread block serves one work item and one
-// KV head, as the portable kernels do; its warps share out the tokens, a tile of 16 each in turn,
-// and meet once, at the end.
+// KV head, as the portable kernels do; its warps divide the tokens, a tile of 16 each in turn,
+// and combine their results at the end.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace paged {
 
-// What the warps of a block leave for each other, in shared memory.
+// What the warps of a block exchange, in shared memory.
 template <int DIM, int QUERIES>
 struct WarpResults {
   static constexpr int WARPS = tensor_warps(DIM);

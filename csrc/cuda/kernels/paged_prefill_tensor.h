@@ -15,7 +15,7 @@
 
 namespace paged {
 
-// The keys that any of an item's rows sees, as `keys_of_rows`; but the lanes share out the rows.
+// The keys that any of an item's rows sees, as `keys_of_rows`; but the lanes divide the rows.
 __device__ __forceinline__ KeyRange
 keys_of_tile(const QueryTile& ours, const int* positions, int window, int lane) {
   KeyRange seen = {0x7fffffff, 0};

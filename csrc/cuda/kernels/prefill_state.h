@@ -71,7 +71,7 @@ struct PrefillState {
     return first < any.end && first + TOKENS > any.begin;
   }
 
-  // Takes in the tile of tokens [first, first + 64): keys at shared address `tile`, then values.
+  // Adds the tile of tokens [first, first + 64): keys at shared address `tile`, then values.
   __device__ __forceinline__ void attend(
       unsigned int tile, int first, const AttentionParams& params, int lane) {
     FragmentD logits[TOKENS / 8] = {};
@@ -103,7 +103,8 @@ struct PrefillState {
 #pragma unroll
       for (int c = 0; c < SLICES; c++) {
         FragmentA value;  // 16 tokens x 16 dims
-        load_matrices_transposed(value, values + tile_offset<ROW_CHUNKS>(16 * n + value_token, 2 * c + value_half));
+        load_matrices_transposed(
+            value, values + tile_offset<ROW_CHUNKS>(16 * n + value_token, 2 * c + value_half));
         multiply_accumulate(result[2 * c], weights, {value[0], value[1]}, T(0.0f));
         multiply_accumulate(result[2 * c + 1], weights, {value[2], value[3]}, T(0.0f));
       }

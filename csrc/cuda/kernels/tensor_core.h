@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The instructions of sm_80 and later that attention and linear layers are made of. Fragments are named by
-// their part in D[16 x 8] += A[16 x 16] B[16 x 8]; lane 4 r + c of a warp holds
+// The instructions of sm_80 and later that attention and linear layers are made of. Fragments are
+// named by their part in D[16 x 8] += A[16 x 16] B[16 x 8]; lane 4 r + c of a warp holds
 //   A  rows r, r + 8 x columns {2c, 2c+1}, {2c+8, 2c+9}: [r][2c], [r+8][2c], [r][2c+8], [r+8][2c+8]
 //   B  rows 2c, 2c+1 and 2c+8, 2c+9 of column r
 //   D  [r][2c], [r][2c+1], [r+8][2c], [r+8][2c+1].
@@ -102,7 +102,7 @@ __device__ __forceinline__ void store(float* to, const float (&v)[4], CachePolic
                : "memory");
 }
 
-// 16 bytes from device to shared memory while the warp goes on; zeros if `exists` is false.
+// 16 bytes from device to shared memory, asynchronously; zeros if `exists` is false.
 __device__ __forceinline__ void copy_async(
     unsigned int to, const void* from, bool exists, CachePolicy policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),

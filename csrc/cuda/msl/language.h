@@ -61,12 +61,12 @@ struct ThreadgroupMemory {
 
 }  // namespace metal
 
-// From here on these words are taken: the C++ and CUDA headers come before.
+// These words are macros from here on: C++ and CUDA headers must be included before.
 #define METAL_FUNC __device__ __forceinline__
 #define PAGED_UNROLL _Pragma("unroll")
 #define PAGED_SCRATCH = ::metal::ThreadgroupMemory()
 
-// CUDA's own word is made of `device`, which is about to vanish.
+// CUDA's own word uses `device`, which becomes a macro below.
 #undef __device__
 #define __device__ __attribute__((__device__))
 

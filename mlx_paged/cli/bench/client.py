@@ -43,7 +43,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go, and what they carry besides prompt and limit."""
+    """Where requests go, and their fields besides prompt and limit."""
 
     url: str
     model: str
@@ -66,7 +66,7 @@ async def arrivals(
 
 
 async def one_request(session: aiohttp.ClientSession, target: Target, prompt: Prompt) -> Arrivals:
-    """Sends a prompt and takes down its stream."""
+    """Sends a prompt and records its stream."""
     body: dict[str, Any] = {
         "model": target.model,
         "max_tokens": prompt.max_tokens,
@@ -95,7 +95,7 @@ async def one_request(session: aiohttp.ClientSession, target: Target, prompt: Pr
 
 @dataclass
 class Arrivals:
-    """The bytes of a stream and when they came: what they say is looked at when all is over.
+    """The bytes of a stream and when they came; they are parsed when the benchmark has ended.
 
     The client shares the machine with the server that it measures; reading JSON in between took
     longer than receiving it.

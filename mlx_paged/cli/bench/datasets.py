@@ -1,4 +1,4 @@
-"""What is asked: random tokens, repeated prefixes, a file of conversations, the embedded chats."""
+"""Prompts: random tokens, repeated prefixes, a file of conversations, the embedded chats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlx_paged.errors import InvalidParameterError, ModelLoadError
 
 _T = TypeVar("_T")
 
-# Of a file of conversations vLLM takes these, so that both measure the same requests.
+# vLLM's limits for a file of conversations, so that both measure the same requests.
 _LEAST_TOKENS, _MOST_PROMPT_TOKENS, _MOST_TOKENS = 4, 1024, 2048
 
 
@@ -38,7 +38,7 @@ class Prompt:
     Attributes:
         token_ids: of the prompt.
         max_tokens: of the answer.
-        text: what the tokens say.
+        text: of the tokens.
         messages: the prompt as a conversation, where it is one.
     """
 
@@ -73,7 +73,7 @@ class Workload:
         Dataset,
         option(
             DATA,
-            "random: tokens by chance; prefix_repetition: each prompt begins with one of a few "
+            "random: random tokens; prefix_repetition: each prompt begins with one of a few "
             "prefixes; sharegpt: a file of conversations; embedded: requests to the embedded "
             "model.",
         ),
@@ -97,7 +97,7 @@ class Workload:
     prefix_len: Annotated[
         int | None,
         _own(
-            "random: tokens that all prompts begin with, beside the others.", "0",
+            "random: tokens that all prompts begin with, in addition to the others.", "0",
             "--prefix-len", "--random-prefix-len", min=0,
         ),
     ] = None  # fmt: skip
@@ -149,7 +149,7 @@ class Workload:
         return _SAMPLERS[self.dataset_name](self, tokenizer, rng)
 
 
-# Whose option it is, where it is not everyone's, and its name where that differs.
+# Data sets that have the option, where not all do, and its name where that differs.
 _OWNERS = {
     "dataset_path": (Dataset.SHAREGPT,),
     "input_len": (Dataset.RANDOM,),
@@ -282,7 +282,7 @@ def _embedded(workload: Workload, tokenizer: Any, rng: random.Random) -> list[Pr
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, tuple[int, ...]]:
-    """A conversation by the chat template; without one, its texts in a row."""
+    """A conversation by the chat template; without one, its texts joined."""
     if not tokenizer.has_chat_template:
         text = "\n\n".join(message["content"] for message in messages)
         return text, tuple(tokenizer.encode(text))

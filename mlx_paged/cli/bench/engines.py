@@ -70,7 +70,7 @@ class Runner:
     """An engine with a model, ready to work. The peak of memory is counted from `reset_peak`."""
 
     def run(self, prompts: Sequence[Prompt], *, cold: bool = False) -> Run:
-        """Does all requests, which come at once.
+        """Runs all requests, which arrive at once.
 
         Args:
             cold: forget cached prefixes first.
@@ -84,7 +84,7 @@ class Runner:
         return measure_footprint()
 
     def close(self) -> None:
-        """Ends what the garbage collector does not."""
+        """Releases what the garbage collector does not."""
 
 
 def open_runner(name: EngineName, settings: Settings) -> Runner:
@@ -162,7 +162,7 @@ class PagedRunner(Runner):
 
 
 class MlxLmRunner(Runner):
-    """mlx-lm's `BatchGenerator`, as it is."""
+    """mlx-lm's `BatchGenerator`, unchanged."""
 
     def __init__(self, model: LoadedModel, settings: Settings) -> None:
         self._model = model
@@ -217,7 +217,7 @@ class Footprint:
     Attributes:
         process_peak: most that was resident of this process, loading included.
         mlx_peak: most that MLX's arrays had since `mx.reset_peak_memory`: weights, activations, and
-            a pool in full, be it touched or not.
+            a pool in full, touched or not.
         mlx_cache: freed buffers that MLX keeps.
         pool: of the KV pool; None for an engine without one.
         pool_used: most of it that held tokens at once, by the blocks of full attention; None
@@ -287,7 +287,7 @@ def take_turns(
     cold: bool = False,
     on_done: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Run]]:
-    """Each engine does all prompts, `num_iters` times; every other round in reverse order."""
+    """Each engine runs all prompts, `num_iters` times; every other round in reverse order."""
     runs: dict[str, list[Run]] = {name: [] for name in runners}
     for number in range(num_iters):
         order = list(runners.items())
@@ -355,7 +355,7 @@ class RemoteRunner(Runner):
 
 def _work(pipe: Connection, name: EngineName, settings: Settings) -> None:
     """The other process: runs methods of the runner until the pipe is closed."""
-    mlx_paged.unpatch()  # mlx-lm as it is
+    mlx_paged.unpatch()  # unpatched mlx-lm
     try:
         runner = open_runner(name, settings)
         pipe.send((None, None))

@@ -103,10 +103,10 @@ def latency_lines(made: Mapping[str, Any], shares: Sequence[float]) -> list[str]
 
 @dataclass(frozen=True)
 class Answer:
-    """What one answer was.
+    """One answer.
 
     Attributes:
-        token_ids: its tokens; an end token that the model said is one of them.
+        token_ids: its tokens, with the end token if the model sampled one.
         times: seconds from the start of the run, when all requests came, to each of the tokens.
         num_cached_tokens: of the prompt, that were not computed.
     """
@@ -138,7 +138,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Run:
-    """All requests of a benchmark, done once.
+    """All requests of a benchmark, run once.
 
     Attributes:
         seconds: from the first request to the last answer, its text included.
@@ -173,7 +173,7 @@ def median_run(runs: Sequence[Run]) -> Run:
 
 
 def rates(run: Run) -> dict[str, Any]:
-    """Throughput, under the keys of ``vllm bench throughput``, and what it has beside them."""
+    """Throughput, under the keys of ``vllm bench throughput``, and some more."""
     total = run.num_prompt_tokens + run.num_output_tokens
     return {
         "elapsed_time": run.seconds,
@@ -194,7 +194,7 @@ def token_latencies(runs: Sequence[Run], shares: Sequence[float]) -> dict[str, f
 
 
 def compare(ours: Sequence[Run], theirs: Sequence[Run]) -> dict[str, Any]:
-    """One engine beside another, turn by turn.
+    """Compares two engines, turn by turn.
 
     Returns:
         ``ratios`` (their seconds over ours, of each turn), ``speedup`` (the median of those),

@@ -40,11 +40,11 @@ def memory(
     ] = False,
     seed: Annotated[int, typer.Option(help="Of texts and their lengths.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write everything.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write rows.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write results.")] = None,
 ) -> None:
     """Measure the KV memory of N users, and test the claim that paging takes 2-4x less.
 
-    Users share a system prompt and have an answer in the making at once;
+    Users share a system prompt and have answers in progress at once;
     lengths vary from half to one and a half times their mean. The same
     requests run on mlx-lm with a cache for each user, on its
     BatchGenerator, on the paged engine, and there with prefix sharing.
@@ -72,7 +72,7 @@ def memory(
     from mlx_paged import unpatch
     from mlx_paged.extension import use_supported_device
 
-    unpatch()  # dense caches are mlx-lm's as it is
+    unpatch()  # dense caches are those of unpatched mlx-lm
     checkout()
     use_supported_device()
     from mlx_paged.cli.bench import memory_runs

@@ -68,7 +68,7 @@ class Held:
             paged engine the pools' arrays in a second run whose pool is as small as the first run
             says (None if something was preempted there).
         blocks: that sequences hold; None for dense caches.
-        answer_tokens: generated in all, which must be the same for everyone.
+        answer_tokens: generated in all, which must be the same for all four.
     """
 
     live_bytes: int
@@ -85,7 +85,7 @@ def measure(model: LoadedModel, load: Load, block_size: int, seed: int) -> dict[
             one kind.
     """
     requests = load.requests(model.vocab_size, seed)
-    # (The engine first: it is what may refuse.)
+    # (The engine first: it may refuse the model.)
     held = {
         SHARED: _paged(model, requests, block_size, sharing=True),
         PAGED: _paged(model, requests, block_size, sharing=False),
@@ -110,7 +110,7 @@ def _baseline() -> int:
 
 
 def _dense(model: LoadedModel, requests: list[tuple[list[int], int]]) -> Held:
-    """`mlx_lm.generate` keeps a cache for each conversation; all are alive in the end."""
+    """`mlx_lm.generate` keeps a cache for each conversation; all exist at the end."""
     from mlx_lm.generate import generate_step  # here: mlx-lm's own, once it is unpatched
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -217,7 +217,7 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Two tables: what everyone held, and the claim."""
+    """Two tables: memory of all four, and the claim."""
     loads = ("users", "system_len", "user_len", "answer_len")
     header = ["users", "system", "user", "answer"]
     body = [

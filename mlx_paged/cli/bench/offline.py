@@ -51,13 +51,13 @@ def latency(
     output_len: Annotated[int, option(_BATCH, "Tokens of an answer.", min=1)] = 128,
     batch_size: Annotated[int, option(_BATCH, "Prompts of the batch.", min=1)] = 8,
     n: NumAnswers = 1,
-    num_iters_warmup: Annotated[int, option(_BATCH, "Times before the clock runs.", min=0)] = 10,
-    num_iters: Annotated[int, option(_BATCH, "Times that are measured.", min=1)] = 30,
+    num_iters_warmup: Annotated[int, option(_BATCH, "Runs that are not measured.", min=0)] = 10,
+    num_iters: Annotated[int, option(_BATCH, "Measured runs.", min=1)] = 30,
     seed: Seed = 0,
     setup: EngineOptions = _UNCACHED,
     report: ReportOptions,
 ) -> None:
-    """Generate for one batch of random prompts, again and again, and tell how long it takes.
+    """Generate for one batch of random prompts repeatedly, and report how long it takes.
 
     Examples:
       mlx-paged bench latency --input-len 512 --output-len 64 --batch-size 1
@@ -87,14 +87,14 @@ def throughput(
     workload: Workload,
     seed: Seed = 0,
     n: NumAnswers = 1,
-    num_iters_warmup: Annotated[int, option(_ROUNDS, "Rounds before the clock runs.", min=0)] = 1,
+    num_iters_warmup: Annotated[int, option(_ROUNDS, "Rounds that are not measured.", min=0)] = 1,
     num_iters: Annotated[
-        int, option(_ROUNDS, "Rounds that are measured; the one of median time is told.", min=1)
+        int, option(_ROUNDS, "Rounds that are measured; the one of median time is reported.", min=1)
     ] = 1,
     setup: EngineOptions,
     report: ReportOptions,
 ) -> None:
-    """Generate for many requests that come at once, and tell requests and tokens a second.
+    """Generate for many requests that arrive at once, and report requests and tokens per second.
 
     Examples:
       mlx-paged bench throughput --num-prompts 128 --input-len 256 --output-len 64
@@ -196,7 +196,7 @@ def run(
 def settings_for(
     setup: EngineOptions, prompts: Sequence[Prompt], num_answers: int, seed: int
 ) -> Settings:
-    """What the options say, with a KV pool that has room for the prompts and not more."""
+    """Settings by the options, with a KV pool just large enough for the prompts."""
     from mlx_paged.cli.bench.engines import Settings
     from mlx_paged.engine.config import EngineConfig
 
@@ -218,9 +218,9 @@ def settings_for(
 
 
 def sized(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
-    """Settings whose KV pool has room for all that can run at once, and not more.
+    """Settings whose KV pool is just large enough for all that can run at once.
 
-    So a pool does not take the memory that the other engine needs, and its size can be compared.
+    So the pool leaves memory to the other engine, and its size can be compared.
     """
     longest = max(prompt.num_tokens + prompt.max_tokens for prompt in prompts)
     given = {name: value for name, value in settings.engine_options.items() if value is not None}
@@ -352,7 +352,7 @@ def _verdict(first: str, other: str, found: Mapping[str, Any]) -> str:
     if len(ratios) > 1:
         spread = f" (median of {len(ratios)} turns, {min(ratios):.2f} to {max(ratios):.2f})"
     if min(ratios) < 1 < max(ratios):
-        spread += ", but turns disagree about who is faster"
+        spread += ", but turns disagree on which is faster"
     return (
         f"{first} is {found['speedup']:.2f}x as fast as {other}{spread}; "
         f"{found['same_answers']} of {found['num_answers']} answers have the same tokens"

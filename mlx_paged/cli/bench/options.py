@@ -38,7 +38,7 @@ class EngineOptions:
         list[EngineName],
         option(
             ENGINE,
-            "Who generates. Give it twice to compare: each works in a process of its own, and "
+            "Engine that generates. Give it twice to compare: each runs in its own process, and "
             "they take turns.",
         ),
     ] = field(default_factory=lambda: [EngineName.MLX_PAGED])
@@ -51,7 +51,7 @@ class EngineOptions:
         bool, option(ENGINE, "Every answer has its full length.", "--ignore-eos/--no-ignore-eos")
     ] = True
     disable_detokenize: Annotated[
-        bool, option(ENGINE, "Leave making text out of the time.", "--disable-detokenize")
+        bool, option(ENGINE, "Do not time detokenization.", "--disable-detokenize")
     ] = False
     max_num_seqs: MaxNumSeqs = 256
     max_num_batched_tokens: Annotated[
@@ -89,7 +89,7 @@ class EngineOptions:
 
 
 NumAnswers = Annotated[int, option(ENGINE, "Answers for each prompt.", "--n", min=1)]
-Seed = Annotated[int, option(DATA, "Of all that is by chance.", "--seed")]
+Seed = Annotated[int, option(DATA, "Seed of everything random.", "--seed")]
 MetricPercentiles = Annotated[str, option(_REPORT, "Percentiles of latencies, by commas.")]
 
 
@@ -106,7 +106,7 @@ class ReportOptions:
 # --- Options that take lists ----------------------------------------------------------------------
 
 ListOf = list[str] | None
-#: What `parse_list` needs to know of the values: a description for errors, and what reads a word.
+#: How `parse_list` reads values: a description for errors, and a function that reads a word.
 Values = tuple[str, Callable[[str], Any]]
 BLOCK_SIZES = (8, 16, 32, 64)
 

@@ -18,7 +18,7 @@ from typing import Any
 import mlx_paged
 from mlx_paged.errors import InvalidParameterError
 
-# Of the minute before the measurement: what else ran on the machine.
+# Load in the minute before the measurement.
 _LOAD_AVERAGE = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
@@ -53,10 +53,10 @@ def environment() -> dict[str, Any]:
 
 @cache
 def checkout() -> tuple[str | None, bool | None]:
-    """Commit of the checkout that the package lies in, and whether files differ from it.
+    """Commit of the checkout that contains the package, and whether files differ from it.
 
     Both are None for an installed package, unless ``MLX_PAGED_COMMIT`` names the commit. Read
-    once: call it when measuring begins, as the checkout may move on meanwhile.
+    once: call it when measuring begins, as the checkout may change during the run.
     """
     root = Path(mlx_paged.__file__).resolve().parent.parent
     # (An environment inside some other project's checkout is not ours.)
@@ -68,7 +68,7 @@ def checkout() -> tuple[str | None, bool | None]:
 
 
 def command() -> str:
-    """What was typed, without the directories that the program lies in."""
+    """The command line, without the program's directory."""
     program, *arguments = sys.argv
     name = Path(program).name
     if Path(program).parts[-3:] == ("mlx_paged", "cli", "main.py"):
@@ -168,7 +168,7 @@ def read_json(path: Path, field: str) -> dict[str, Any]:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """One line a row under a header of all keys, in the order in which they first come.
+    """One line an entry under a header of all keys, in the order in which they first occur.
 
     Values that are objects become columns ``key.inner``, and lists ``a/b``; None is empty, and
     ``samples`` are left out.
@@ -197,7 +197,7 @@ def flatten(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check_writable(field: str, path: Path | None) -> None:
-    """Refuses a file that could not be written, before minutes are spent on what goes there."""
+    """Refuses a file that could not be written, before any measurement."""
     if path is not None and not path.absolute().parent.is_dir():
         raise InvalidParameterError(field, "a file in a directory that exists", str(path))
 

@@ -55,7 +55,7 @@ def serve(
     max_concurrency: Annotated[
         int | None, typer.Option(min=1, help="Most requests at once.")
     ] = None,
-    num_warmups: Annotated[int, typer.Option(min=0, help="Requests before the clock runs.")] = 1,
+    num_warmups: Annotated[int, typer.Option(min=0, help="Requests not measured.")] = 1,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     ignore_eos: Annotated[bool, typer.Option(help="Answers of full length.")] = True,
     extra_body: Annotated[str, typer.Option(help="JSON object: more fields.")] = "{}",
@@ -69,7 +69,7 @@ def serve(
         Path | None, typer.Option(help="Where to.", show_default="by time and model")
     ] = None,
 ) -> None:  # fmt: skip
-    """Send a workload to any OpenAI endpoint, and tell latency and throughput.
+    """Send a workload to any OpenAI endpoint, and report latency and throughput.
 
     Examples:
       mlx-paged bench serve --base-url http://127.0.0.1:8000 --num-prompts 200

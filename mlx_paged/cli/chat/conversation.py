@@ -1,4 +1,4 @@
-"""A conversation (what ``/save`` writes), and the protocol of what answers it."""
+"""A conversation (what ``/save`` writes), and the protocol of backends that answer it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Conversation:
     unanswered: str | None = None
 
     def asking(self, text: str) -> list[Message]:
-        """The messages of a request in which the user says `text` next."""
+        """The messages of a request with `text` as the user's next message."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.messages, {"role": "user", "content": text}]
 
@@ -51,7 +51,7 @@ class Conversation:
         self.unanswered = None
 
     def undo(self) -> str | None:
-        """Takes back the last turn; returns what the user had said in it."""
+        """Removes the last turn; returns the user's message."""
         if not self.messages:
             return None
         _, said = self.messages.pop(), self.messages.pop()
@@ -92,7 +92,7 @@ class Conversation:
         }
         text = json.dumps(saved, indent=2, ensure_ascii=False) + "\n"
         try:
-            # Whole or not at all, whatever happens meanwhile.
+            # Written whole or not at all.
             with tempfile.NamedTemporaryFile(
                 "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
             ) as file:
@@ -155,7 +155,7 @@ def _check(params: dict[str, Any]) -> None:
 
 @dataclass
 class Turn:
-    """What is known of one answer.
+    """Numbers of one answer.
 
     Attributes:
         prompt_tokens: Of the whole conversation; None where a server does not report it.
@@ -187,7 +187,7 @@ class Backend(Protocol):
     Attributes:
         model: Its name.
         turn: Of the last answer; complete when its generator has ended or was closed.
-        defaults: What holds for parameters that are not set, as far as it is known.
+        defaults: Values of parameters that are not set, as far as known.
     """
 
     model: str
@@ -212,5 +212,5 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets go of connections."""
+        """Closes connections."""
         ...

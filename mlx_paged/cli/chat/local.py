@@ -35,7 +35,7 @@ class LocalBackend:
             )
         self.model = name
         self.turn = Turn()
-        # Those of the model go before ours; without a limit it is as many tokens as fit.
+        # The model's defaults replace ours; without a limit it is as many tokens as fit.
         own = GenerationDefaults.of(self._llm.engine.generation_config)
         self.defaults: dict[str, Any] = {
             "temperature": 0.7,
@@ -69,7 +69,7 @@ class LocalBackend:
             return self._llm.render_chats(messages)[0]
         except MlxPagedError:
             raise
-        except Exception as error:  # templates refuse what they do not like in any way they like
+        except Exception as error:  # templates may raise any error
             raise MlxPagedError(f"the model's chat template does not take this: {error}") from error
 
     def _note(self, output: RequestOutput) -> None:

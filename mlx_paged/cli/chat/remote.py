@@ -14,7 +14,7 @@ from mlx_paged.cli.chat.conversation import Message, Turn
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
 _CONNECT_TIMEOUT = 10.0
-_READ_TIMEOUT = 600.0  # a long prompt before a busy server
+_READ_TIMEOUT = 600.0  # a long prompt on a busy server
 
 
 class RemoteBackend:
@@ -22,7 +22,7 @@ class RemoteBackend:
 
     Args:
         url: of the server, with or without ``/v1``.
-        model: what to ask for; None: the first model that it names.
+        model: its name on the server; None: the first that the server lists.
         api_key: sent as ``Authorization: Bearer``.
 
     Raises:
@@ -83,7 +83,7 @@ class RemoteBackend:
         finally:
             turn.seconds = time.monotonic() - start
             if turn.completion_tokens is None:
-                turn.completion_tokens = num_pieces  # about: mostly it is one token a piece
+                turn.completion_tokens = num_pieces  # approximate: usually one token a piece
 
     def facts(self) -> list[tuple[str, str]]:
         """See `Backend`."""

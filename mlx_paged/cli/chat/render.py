@@ -50,7 +50,7 @@ def rendered(text: str, markup: Markup) -> RenderableType:
 
 
 def finished_part(text: str, markup: Markup) -> int:
-    """Length of the beginning that nothing that follows can change."""
+    """Length of the beginning that later text cannot change."""
     if markup == "plain":
         return text.rfind("\n") + 1
     if markup == "code":
@@ -73,7 +73,7 @@ class LiveAnswer:
     def __init__(self, console: Console, markup: Markup) -> None:
         self._console = console
         self._markup = markup
-        self._text = ""  # not printed for good yet
+        self._text = ""  # not printed permanently yet
         self._is_first = True
         self._looked = 0.0
         self._live = Live(
@@ -89,12 +89,12 @@ class LiveAnswer:
 
     def __exit__(self, *_: object) -> None:
         text, self._text = self._text, ""
-        self._live.__exit__(None, None, None)  # clears what was drawn for a while
+        self._live.__exit__(None, None, None)  # clears the temporary drawing
         if text.strip():
             self._print(text)
 
     def feed(self, piece: str) -> None:
-        """Takes more of the answer."""
+        """Adds text to the answer."""
         self._text += printable(piece)
         now = time.monotonic()
         if "\n" in piece and now - self._looked >= 1 / _REDRAWS_PER_SECOND:

@@ -27,11 +27,11 @@ class View(Protocol):
         ...
 
     def note(self, what: RenderableType) -> None:
-        """Shows what a command has to say."""
+        """Shows the output of a command."""
         ...
 
     def error(self, message: str) -> None:
-        """Shows in a line what went wrong; the chat goes on."""
+        """Shows in a line what went wrong; the chat continues."""
         ...
 
 
@@ -39,7 +39,7 @@ class ChatSession:
     """One conversation with one backend.
 
     Attributes:
-        turns: What each answer took, since the program began.
+        turns: Numbers of each answer, since the program began.
         failed: Whether something went wrong so far.
     """
 
@@ -52,10 +52,10 @@ class ChatSession:
         self._no_answer = False
 
     def say(self, text: str) -> None:
-        """The user says something; shows the answer.
+        """Sends a message of the user; shows the answer.
 
-        An answer that was stopped is kept as far as it came. Without an answer the message is not
-        part of the conversation; ``/retry`` says it again.
+        The text of a stopped answer is kept. Without an answer the message is not part of the
+        conversation; ``/retry`` sends it again.
         """
         conversation = self.conversation
         conversation.unanswered = text
@@ -77,7 +77,7 @@ class ChatSession:
             self.view.note("(stopped)")
 
     def fail(self, message: str) -> None:
-        """Shows an error; the chat goes on."""
+        """Shows an error; the chat continues."""
         self.failed = self._no_answer = True
         self.view.error(message)
 
@@ -248,12 +248,12 @@ def _exit(_: ChatSession, __: str) -> None:
 COMMANDS: dict[str, Command] = {
     "system": Command(_system, "[TEXT | -]", "Show the system message, set it, or remove it."),
     "params": Command(_params, "[NAME VALUE | -]", "Show sampling parameters, set or reset one."),
-    "stats": Command(_stats, "", "What each answer took, cached tokens too."),
-    "retry": Command(_retry, "", "Have the last message answered again."),
+    "stats": Command(_stats, "", "Time and tokens of each answer, cached tokens too."),
+    "retry": Command(_retry, "", "Answer the last message again."),
     "undo": Command(_undo, "", "Take back the last turn."),
     "clear": Command(_clear, "", "Begin a new conversation."),
     "save": Command(_save, "[FILE]", "Write the conversation to a file."),
-    "load": Command(_load, "FILE", "Go on with a saved conversation."),
+    "load": Command(_load, "FILE", "Continue a saved conversation."),
     "help": Command(_help, "", "This list."),
     "exit": Command(_exit, "", "End; so does Ctrl-D."),
 }
@@ -263,7 +263,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def converse_lines(session: ChatSession, lines: Iterable[str]) -> None:
-    """Talks until the lines end, or one of them is ``/exit``."""
+    """Runs lines until they end, or one of them is ``/exit``."""
     try:
         for entered in _joined(lines):
             handle(session, entered)
@@ -272,7 +272,7 @@ def converse_lines(session: ChatSession, lines: Iterable[str]) -> None:
 
 
 def _joined(lines: Iterable[str]) -> Iterator[str]:
-    """Lines; one that ends with a backslash goes on in the next."""
+    """Lines; one that ends with a backslash continues in the next."""
     begun: list[str] = []
     for line in lines:
         line = line.rstrip("\r\n")

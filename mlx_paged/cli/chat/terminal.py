@@ -29,7 +29,7 @@ def history_path() -> Path:
 
 
 def converse(session: ChatSession, history: Path) -> None:
-    """Talks until the user ends it."""
+    """Runs the chat until the user ends it."""
     prompts: PromptSession[str] = PromptSession(
         history=_history(session, history),
         multiline=True,

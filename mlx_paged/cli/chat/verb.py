@@ -49,7 +49,7 @@ def chat(
     ] = None,
     system_prompt: SystemPrompt = None,
     load: Annotated[
-        Path | None, typer.Option(help="Go on with a chat that /save has written.")
+        Path | None, typer.Option(help="Continue a chat that /save has written.")
     ] = None,
     markup: Annotated[
         Markup,
@@ -58,7 +58,7 @@ def chat(
     history_file: Annotated[
         Path | None,
         typer.Option(
-            help="What was typed before.", show_default="~/.local/state/mlx-paged/chat-history",
+            help="File of typed lines.", show_default="~/.local/state/mlx-paged/chat-history",
             envvar="MLX_PAGED_HISTORY_FILE", show_envvar=True,
         ),
     ] = None,
@@ -76,8 +76,8 @@ def chat(
       mlx-paged chat --server http://127.0.0.1:8000 --temperature 0.2
       printf 'Reverse a string\\n/stats\\n' | mlx-paged chat
 
-    Ctrl-C stops an answer, Ctrl-D ends; /help lists the commands. Piped in, each line is a message
-    or a command: answers go to stdout, all else to stderr, and the exit status is 1 if one failed.
+    Ctrl-C stops an answer, Ctrl-D ends; /help lists the commands. Each line of piped input is a
+    message or a command: answers go to stdout, all else to stderr; exit status 1 if one failed.
     """
     if server is not None:
         refuse(context, _ONLY_LOCAL, "it has no use with --server")
@@ -159,7 +159,7 @@ def _converse(
 
 @contextlib.contextmanager
 def typed_ahead() -> Iterator[None]:
-    """Keys typed before a prompt wait for it unchanged, and are not echoed into the output.
+    """Keeps keys typed before a prompt unchanged for it, and does not echo them into the output.
 
     A terminal would echo them, and make a line feed of Enter, which at the prompt is another key.
     """

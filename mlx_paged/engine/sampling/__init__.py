@@ -1,1 +1,1 @@
-"""The parts of sampling: edits of logits, filters, log-probabilities, and who wants which."""
+"""Sampling: logits processors, filters, log-probabilities, and settings by sequence."""

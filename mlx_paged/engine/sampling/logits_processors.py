@@ -1,8 +1,8 @@
 """Logits processors: biases and bans, penalties, masks, before a token is chosen.
 
-All work on the entries that change and leave the rest of ``[num_rows, vocab_size]`` alone. What
-a row has not asked for is not computed. The newest token of a row may still be on the device; what
-depends on it is decided there.
+They touch only the entries of ``[num_rows, vocab_size]`` that change, and compute only what a
+row asks for. The newest token of a row may still be on the device; what depends on it is computed
+there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Additions(NamedTuple):
 
 
 class Penalties(NamedTuple):
-    """Tokens that a row has had, but for the newest one if that is still on the device."""
+    """Tokens that a row has had, without the newest one if that is still on the device."""
 
     ids: IntArray  # [m], no id twice
     counts: IntArray  # [m]: times the answer has it; 0: only the prompt does
@@ -70,13 +70,13 @@ class InFlight(NamedTuple):
 
     def on_host(self) -> list[int | None]:
         """The same after waiting for it. (`tokens` itself is read: an operation on it would queue
-        up behind the step that has been launched meanwhile.)"""
+        up behind the step that has been launched since.)"""
         tokens = np.array(self.tokens)
         return [None if i < 0 else int(tokens[i]) for i in self.source]
 
 
 class TokenHistory:
-    """Grows with its sequence; a step costs what is new, not what there is.
+    """Grows with its sequence; a step's cost depends only on the new tokens.
 
     Args:
         prompt: tokens that count as seen, though never generated.
@@ -191,8 +191,8 @@ def _apply_masks(
 ) -> mx.array:
     newest: Sequence[int | None] = [None] * logits.shape[0]
     if in_flight is not None and any(edit.mask for _, edit in edited):
-        # A mask is made on the host, which therefore has to see the newest token. The device has
-        # the whole forward to do meanwhile.
+        # A mask is made on the host, which therefore waits for the newest token. The device has
+        # the whole forward to run in the meantime.
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
         newest = in_flight.on_host()
     masks: dict[int, mx.array] = {}
@@ -213,8 +213,8 @@ def _apply_masks(
 def _assign(
     logits: mx.array, at: mx.array | tuple[mx.array, mx.array], values: mx.array
 ) -> mx.array:
-    """`logits` with new values; the array itself stays as it is."""
-    changed = mx.array(logits)  # (an assignment rebinds what its handle stands for)
+    """`logits` with new values; the array itself does not change."""
+    changed = mx.array(logits)  # (an assignment rebinds the array of its handle)
     changed[at] = values
     return changed
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of generated and of prompt tokens, and of the likeliest ones beside them.
+"""Log-probabilities of generated and of prompt tokens, and of the likeliest alternatives.
 
 They are the model's own: the log-softmax of its logits, before any edit, temperature or filter.
 """
@@ -63,8 +63,8 @@ def logprobs_of(logits: mx.array, tokens: mx.array, *, likeliest: bool) -> Logpr
     Args:
         logits: ``[n, vocab_size]`` as the model gave them.
         tokens: ``[n]`` int32.
-        likeliest: find the `MAX_LOGPROBS` likeliest of each row, too. (Always as many: how ties are
-            broken then does not depend on what other rows ask for.)
+        likeliest: find the `MAX_LOGPROBS` likeliest of each row, too. (Always that many: so how
+            ties are broken does not depend on what other rows ask for.)
     """
     logits = logits.astype(mx.float32)
     total = mx.logsumexp(logits, axis=-1)
@@ -81,7 +81,7 @@ def logprobs_of(logits: mx.array, tokens: mx.array, *, likeliest: bool) -> Logpr
 
 
 class LogprobReport:
-    """Turns positions into what a caller gets: the tokens' texts come in.
+    """Turns positions into reports, which have the tokens' texts.
 
     Args:
         tokenizer: of the model.
@@ -91,7 +91,7 @@ class LogprobReport:
         self._text = lru_cache(maxsize=1 << 16)(lambda token: str(tokenizer.decode([token])))
 
     def __call__(self, position: PositionLogprobs, num_likeliest: int) -> dict[int, Logprob]:
-        """The token of a position, and after it the likeliest that are not the same."""
+        """The token of a position, then the likeliest other ones."""
         token = position.token_id
         report = {token: Logprob(position.logprob, position.rank, self._text(token))}
         for rank, (other, logprob) in enumerate(position.likeliest[:num_likeliest], 1):
@@ -114,19 +114,19 @@ class PromptTargets:
 
 
 class PromptReport:
-    """Knows what of a prompt has been reported. All answers of a request share one.
+    """Records which prompt tokens have been reported. All answers of a request share one.
 
     Args:
         prompt: the request's prompt.
         num_likeliest: tokens to report for each position besides its own.
-        report: gives the tokens their texts.
+        report: adds the tokens' texts.
     """
 
     def __init__(self, prompt: Sequence[int], num_likeliest: int, report: LogprobReport) -> None:
         self._prompt = prompt
         self._num_likeliest = num_likeliest
         self._report = report
-        # One for each token so far; the first follows nothing.
+        # One for each token so far; none for the first.
         self.positions: list[PositionReport | None] = [None]
 
     def targets(self, start: int, end: int) -> PromptTargets | None:
@@ -137,7 +137,7 @@ class PromptReport:
         return PromptTargets(self._prompt[start + 1 : end + 1], bool(self._num_likeliest))
 
     def record(self, start: int, found: Sequence[PositionLogprobs]) -> None:
-        """Takes what the step found whose first position was `start`."""
+        """Takes the results of a step whose first position was `start`."""
         for place, position in enumerate(found, start + 1):
             if place == len(self.positions):  # (others are known already)
                 self.positions.append(self._report(position, self._num_likeliest))

@@ -61,7 +61,7 @@ class SamplingMetadata:
         return len(self.temperature)
 
     def only(self, at: npt.NDArray[np.intp]) -> SamplingMetadata:
-        """Some of the rows, as far as drawing from them goes: without edits and reports."""
+        """The settings of some rows that drawing needs: without edits and reports."""
         return SamplingMetadata(
             self.temperature[at],
             self.seed[at],
@@ -112,7 +112,7 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow] | SamplingMetadata) -> 
     Greedy rows cost an argmax; only the others are scaled, filtered and drawn.
 
     Args:
-        logits: ``[num_rows, vocab_size]``, edited (`sampling.edits`).
+        logits: ``[num_rows, vocab_size]``, edited (`logits_processors`).
         rows: one for each row of `logits`.
 
     Returns:
@@ -148,7 +148,7 @@ def nan_rows(logits: mx.array) -> mx.array:
 
 def _draw(logits: mx.array, rows: SamplingMetadata) -> mx.array:
     logits = logits.astype(mx.float32)
-    # The largest becomes 0: the filters then need no other reduction to know probabilities.
+    # The largest becomes 0: the filters then need no other reduction to get probabilities.
     logits = logits - logits.max(axis=-1, keepdims=True)
     temperature, keys = ops.upload(rows.temperature, np.stack([rows.seed, rows.position], axis=1))
     logits = apply_filters(logits / temperature[:, None], rows)
@@ -171,7 +171,7 @@ def apply_filters(logits: mx.array, rows: Sequence[SamplingRow] | SamplingMetada
     rows, vocab_size = SamplingMetadata.of(rows), logits.shape[1]
     with np.errstate(divide="ignore"):
         floor = np.log(rows.min_p.astype(np.float32))
-    # A row's way depends on its own settings alone, or its batch would change its rounding.
+    # A row's code path depends on its own settings alone, or its batch would change its rounding.
     limited = (rows.top_k > 0) & (rows.top_k < vocab_size)
     is_few = (rows.top_k > 0) & (rows.top_k <= vocab_size // _PARTITION_SHARE)
     # Where no top_k helps, a CPU need not sort (MLX's own sort there is a scalar loop).

@@ -19,15 +19,15 @@ from mlx_paged.engine.sampling.logits_processors import (
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
 
-#: What may follow, for a grammar or the like: called before each token with the answer's index and
+#: Which tokens may follow, e.g. by a grammar: called before each token with the answer's index and
 #: its tokens so far; returns ``[vocab_size]`` booleans, or the same packed 32 to an (u)int32,
-#: lowest bit first; None: anything may. It is asked once more after a token that ends the answer
-#: (what it says then is discarded), and may be asked again after a failed step.
+#: lowest bit first; None: any may. It is called once more after a token that ends the answer (the
+#: result is discarded), and may be called again after a failed step.
 TokenMask = Callable[[int, Sequence[int]], Mask | None]
 
 
 class SamplingRow(NamedTuple):
-    """What the sampler needs to know of one row.
+    """The sampler's settings of one row.
 
     Randomness is counter-based: it depends on `seed` and `position` alone, so a row's tokens do not
     depend on who shares its batch, nor on how its prompt was cut into chunks.
@@ -44,15 +44,15 @@ class SamplingRow(NamedTuple):
 
 
 class RequestSampling:
-    """What a request's parameters come to in this model's tokens; its answers share it.
+    """A request's parameters in terms of this model's tokens; its answers share it.
 
     Args:
         prompt: the request's prompt.
         seed: of its first answer; the others count up from it.
         tokenizer: what the parameters mean in tokens depends on it.
         vocab_size: the model's; token ids are below it.
-        token_mask: see `TokenMask`. The host waits for an answer's newest token before it asks, and
-            the device goes on with the forward meanwhile.
+        token_mask: see `TokenMask`. The host waits for an answer's newest token before it calls it;
+            the device runs the forward in the meantime.
 
     Raises:
         InvalidParameterError: a token that the model does not have.
@@ -84,7 +84,7 @@ class RequestSampling:
         bans = {word[0] for word in bad_words if len(word) == 1}
         self.long_bad_words = [word for word in bad_words if len(word) > 1]
         ends = {*(params.stop_token_ids or ()), *tokenizer.eos_token_ids}
-        # (A stop token that the model does not have never comes, and is nothing to ban.)
+        # (A stop token that the model does not have is never sampled.)
         early_bans = bans | {token for token in ends if token < vocab_size}
         self.additions = _additions(bias, bans)
         self.early_additions = _additions(bias, early_bans) if params.min_tokens else None
@@ -103,7 +103,7 @@ class SequenceSampler:
 
     Attributes:
         row: What does not change from token to token.
-        has_edits: Whether `edits` is to be asked before each token.
+        has_edits: Whether `edits` must be called before each token.
     """
 
     def __init__(self, sampling: RequestSampling, index: int) -> None:
@@ -163,7 +163,7 @@ class SequenceSampler:
     def _with_long_bad_words(
         self, additions: Additions | None, generated: list[int], position: int
     ) -> Additions | None:
-        """Adds the last tokens of words of which the answer's end has all the others."""
+        """Adds the last token of each word whose other tokens are the end of the answer."""
         in_flight = len(self._sampling.prompt) + len(generated) < position
         found = []
         for *begin, last in self._sampling.long_bad_words:
@@ -193,7 +193,7 @@ def _spellings(text: str, tokenizer: TokenizerWrapper) -> list[list[int]]:
     alone, spaced = (
         list(tokenizer.encode(t, add_special_tokens=False)) for t in (bare, " " + bare)
     )
-    # A spaced spelling that only puts a token before the bare one says nothing new.
+    # A spaced spelling that only adds a token before the bare one is redundant.
     is_new = spaced[-len(alone) :] != alone
     return [spelling for spelling in ([alone, spaced] if is_new else [alone]) if spelling]
 

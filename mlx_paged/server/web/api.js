@@ -1,4 +1,4 @@
-// The server's API, as any other client would call it.
+// Calls the server's API, as any other client would.
 
 function headers(key) {
   return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
@@ -33,7 +33,7 @@ export function bodyOf(messages, settings) {
   return body;
 }
 
-// Yields {text} as it comes, and at last {usage} and {finish_reason}.
+// Yields {text} as it comes, and finally {usage} and {finish_reason}.
 export async function* chat(body, key, signal) {
   const response = await fetch("v1/chat/completions", {
     method: "POST", headers: headers(key), body: JSON.stringify(body), signal,

@@ -24,7 +24,7 @@ function typeOf(schema) {
 
 function table(schema) {
   const required = new Set(schema.required ?? []);
-  // What is needed first, what is refused last.
+  // Required fields first, refused ones last.
   const rank = ([name, field]) => required.has(name) ? 0 : /400\.$/.test(field.description) ? 2 : 1;
   const fields = Object.entries(schema.properties ?? {}).sort((a, b) => rank(a) - rank(b));
   const rows = fields.map(([name, field]) => element(

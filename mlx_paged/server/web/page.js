@@ -1,4 +1,4 @@
-// The chat page: what is shown, and what keys and buttons do.
+// The chat page: rendering, and actions of keys and buttons.
 
 import { bodyOf, chat as ask, get } from "./api.js";
 import { Store, titleOf } from "./store.js";
@@ -14,7 +14,7 @@ const POLL_MILLISECONDS = 2000;
 let running = null; // {controller, chat, message} while an answer comes
 let editing = null; // index of the message that is edited
 
-// What is shown.
+// Rendering.
 
 function showChats() {
   $("chats").replaceChildren(...store.chats.map((chat) => element(
@@ -62,7 +62,7 @@ function showLast() { // only the answer that grows
   if (follows) box.scrollTop = box.scrollHeight;
 }
 
-// What is done.
+// Actions.
 
 function open(chat) {
   store.current = chat;
@@ -146,7 +146,7 @@ async function answer(chat) {
   }
   const count = message.stats.usage?.completion_tokens;
   if (count && first !== null) {
-    // What came in one piece, from a busy browser or proxy, tells nothing about the time between tokens.
+    // Text that came in one piece, from a busy browser or proxy, gives no time between tokens.
     const [tokens, since] = arrivals > 3 ? [count - 1, first] : [count, started];
     message.stats.tokensPerSecond = tokens / ((last - since) / 1000);
   }

@@ -1,4 +1,4 @@
-// Chats and settings, kept in this browser and nowhere else.
+// Chats and settings, kept only in this browser.
 
 const CHATS = "mlx-paged.chats";
 const SETTINGS = "mlx-paged.settings";
@@ -44,7 +44,7 @@ export class Store {
       localStorage.setItem(CHATS, JSON.stringify(this.chats));
       localStorage.setItem(SETTINGS, JSON.stringify(this.settings));
     } catch {
-      // Full, or forbidden: the page works on, and forgets when it is closed.
+      // Full, or forbidden: the page still works, but keeps nothing when it is closed.
     }
   }
 }

@@ -1,4 +1,4 @@
-// Messages as elements. Text is only ever set as text: what a model says is never markup.
+// Messages as elements. Text is always set as text: model output is never markup.
 
 export function element(tag, properties = {}, ...children) {
   const made = document.createElement(tag);

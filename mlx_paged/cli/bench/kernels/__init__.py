@@ -1,1 +1,1 @@
-"""`mlx-paged bench kernels`: every native primitive against what the machine can do."""
+"""`mlx-paged bench kernels`: every native primitive against the machine's bandwidth."""

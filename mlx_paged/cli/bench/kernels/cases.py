@@ -1,4 +1,4 @@
-"""What is measured: a grid of cases, and why a case cannot be."""
+"""The grid of cases to measure, and why a case cannot be measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 ATTENTION = ("paged_attention",)
 MOVEMENT = ("write_kv", "copy_blocks", "gather_kv")
-# What a layer does around its products: native on the CPU only.
+# Ops of a layer besides its products: native on the CPU only.
 LAYER = ("rope", "rms_norm", "silu_mul", "greedy_tokens", "linear")
 OPS = (*ATTENTION, *MOVEMENT, *LAYER)
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -93,7 +93,7 @@ Grid = dict[str, list[Any]]
 
 
 def defaults(device: str, *, quick: bool) -> Grid:
-    """The grid of a run that names nothing."""
+    """The default grid."""
     grid: Grid = {
         "batch": [1, 16],
         "context": [1024, 4096],
@@ -142,7 +142,7 @@ def refusal(
 
     Args:
         device: "cpu" or "gpu".
-        gpu_head_dims: head dims (of keys and values) that there are GPU kernels for.
+        gpu_head_dims: head dims (of keys and values) with GPU kernels.
         memory_limit: bytes that inputs may take; None: not known.
     """
     if case.op in LAYER:

@@ -100,7 +100,7 @@ class Pools:
         return self.both
 
     def plan(self, set_: int, rows: int, window: int | None) -> ops.AttentionPlan:
-        """The plan of a step in which each sequence of a set has so many query rows."""
+        """The plan of a step in which each sequence of a set has this many query rows."""
         lens = list(self.key.lens)
         return build_plan(
             self.tables[set_],
@@ -154,9 +154,9 @@ def to_float64(a: mx.array) -> np.ndarray:
 
 
 OURS = "ours"
-# A peer may round more coarsely than we do; beyond this it computes something else.
+# A peer may round more coarsely than we do; beyond this its result is wrong.
 PEER_TOLERANCE = 0.1
-# Elements of K (or of rows, or of words) that a check looks at: seconds in float64.
+# Elements of K (or of rows, or of words) that a check compares: seconds in float64.
 MOST_CHECKED = 1 << 25
 
 
@@ -166,7 +166,7 @@ class Variant:
 
     Attributes:
         name: in the results.
-        prepare: builds so many launches, and returns what runs them to their end.
+        prepare: builds this many launches, and returns a function that runs them.
         output_bytes: of one launch.
         warmup: launches before the first sample: kernels are compiled and plans read in them.
     """
@@ -179,12 +179,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check looked at.
+    """Result of a check.
 
     Attributes:
         max_relative_error: of ours, of all rows that were checked; 0 where bits were compared.
-        rows: so many were checked,
-        of: of so many.
+        rows: rows that were checked.
+        of: rows in all.
         peers: the same error of peers, by name.
     """
 
@@ -200,7 +200,7 @@ class Work:
 
     Attributes:
         bytes: read and written by one launch (`COUNTING` says which).
-        flops: of one launch; 0: none to speak of.
+        flops: of one launch; 0: negligible.
         variants: ours first, then peers that do the same.
         check: compares all of them with the reference.
     """

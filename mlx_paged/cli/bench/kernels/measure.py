@@ -1,6 +1,6 @@
-"""Cases are checked and then timed, beside their peers and a copy, in turns.
+"""Cases are checked and then timed, against their peers and a copy, in turns.
 
-A machine's speed drifts: what is measured in turns drifts together.
+A machine's speed drifts: measuring in turns affects all alike.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mlx_paged.cli.bench.kernels.data import OURS, Checked, PoolCache, Variant, 
 from mlx_paged.cli.bench.results import memory_bytes
 from mlx_paged.errors import BackendUnavailableError, MlxPagedError
 
-# Of memory that is there, what pools and dense copies may take.
+# Share of available memory that pools and dense copies may take.
 _MOST_MEMORY = 0.6
 
 COPY = "copy"  # the variant that is the roof
 # A sample is as many launches as take about this long: starting and waiting must not count.
 SAMPLE_SECONDS = 0.01
 MOST_LAUNCHES = 256
-# Results of a sample's launches live until it ends.
+# Results of a sample's launches are kept until it ends.
 MOST_OUTPUT_BYTES = {"cpu": 512 << 20, "gpu": 4 << 30}
 # Something slow gets fewer rounds, but at least three.
 SECONDS_PER_VARIANT = 2.0
@@ -54,7 +54,7 @@ class Settings:
 
 
 def use_device(name: str | None) -> str:
-    """Makes "cpu" or "gpu" MLX's default device; None: the best that this build serves.
+    """Makes "cpu" or "gpu" MLX's default device; None: the best with kernels in this build.
 
     Returns:
         "cpu" or "gpu".
@@ -117,7 +117,7 @@ def measure(
     settings: Settings,
     on_case: Callable[[Case, bool], None] = lambda case, is_done: None,
 ) -> list[dict[str, Any]]:
-    """Rows of results, a case each.
+    """Results, one entry for each case.
 
     Args:
         on_case: called for each case when it begins, and when it is done.
@@ -236,7 +236,7 @@ def interleaved(
     most_output_bytes: int = MOST_OUTPUT_BYTES["cpu"],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Times variants in turns; every second round runs backwards.
+    """Times variants in turns; every second round runs in reverse order.
 
     Args:
         rounds: samples of each.
@@ -313,5 +313,5 @@ class Copy:
     def _on_gpu(self, launches: int) -> Callable[[], None]:
         array = self._array
         for _ in range(launches):
-            array = array + 1.0  # each waits for the one before, whose memory it takes over
+            array = array + 1.0  # each waits for the one before, and reuses its memory
         return lambda: mx.eval(array)

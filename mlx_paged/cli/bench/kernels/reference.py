@@ -1,4 +1,4 @@
-"""What the ops should give, in float64 NumPy, written from their contracts alone."""
+"""Expected results of the ops, in float64 NumPy, written from their contracts alone."""
 
 from __future__ import annotations
 

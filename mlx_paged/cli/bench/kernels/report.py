@@ -65,7 +65,7 @@ def left_out(refused: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def copy_line(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the copy reached beside the cases."""
+    """The copy's bandwidth, measured with the cases."""
     rates = sorted(row["copy_bytes_per_second"] / 1e9 for row in rows)
     middle = rates[len(rates) // 2]
     return (
@@ -75,7 +75,7 @@ def copy_line(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def split_fields(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-    """Fields of `Case` with the value that all rows agree on, and those that vary."""
+    """Fields of `Case` with the value that is the same in all results, and those that vary."""
     constant: dict[str, Any] = {}
     varying = []
     for name in _FIELDS:
@@ -93,7 +93,7 @@ def split_fields(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], lis
 
 
 def describe(constant: Mapping[str, Any]) -> str:
-    """What is the same in all rows."""
+    """The fields that are the same in all results."""
     return ", ".join(
         f"{_SHORT.get(name, name)} {value}"
         for name, value in constant.items()
@@ -143,7 +143,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
     """Compares the cases that both runs have.
 
     Returns:
-        ``results``: a row a case with ``before`` and ``after`` (median seconds), ``time_ratio``
+        ``results``: for each case ``before`` and ``after`` (median seconds), ``time_ratio``
         (after / before), ``copy_ratio`` (of the machine's copy bandwidth) and ``verdict``;
         ``only_before`` and ``only_after``: numbers of cases without a counterpart; ``remarks``:
         what else differs.
@@ -172,11 +172,11 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
 
 
 def verdict(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """What can be said of two rows of the same case.
+    """The comparison of two results of the same case.
 
     A difference counts where the middle halves of the samples do not overlap and the medians are
     at least `LEAST_DIFFERENCE` apart, in seconds *and* in bytes that the machine would have copied
-    meanwhile: a machine that was slower that day is not a slower kernel.
+    in that time: a slower machine does not make a kernel slower.
     """
     said = set()
     for unit in ("seconds", "copied"):
@@ -196,7 +196,7 @@ def _quartiles(row: Mapping[str, Any], unit: str) -> list[float]:
 
 
 def comparison_table(compared: Mapping[str, Any]) -> str:
-    """The table, and what should be known beside it."""
+    """The table, and notes on it."""
     rows = compared["results"]
     lines = [f"note: {remark}" for remark in compared["remarks"]]
     for which, name in (("only_before", "first"), ("only_after", "second")):

@@ -23,7 +23,7 @@ from mlx_paged.cli.options import option, with_options
 from mlx_paged.cli.progress import progress_bar
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
-_GRID, _HOW, _OUT = "What is measured (repeatable, or by commas)", "How", "What becomes of it"
+_GRID, _HOW, _OUT = "What is measured (repeatable, or by commas)", "How", "Output"
 _LONG = 4  # cases
 
 
@@ -60,7 +60,7 @@ class GridOptions:
     skew: Annotated[
         ListOf,
         list_option(
-            _GRID, "An eighth of the sequences is so many times as long as the others.", "1"
+            _GRID, "An eighth of the sequences is this many times as long as the others.", "1"
         ),
     ] = None
 
@@ -95,7 +95,7 @@ class RunOptions:
 
     device: Annotated[
         Literal["cpu", "gpu"] | None,
-        option(_HOW, "Where to run.", show_default="the best there is"),
+        option(_HOW, "Where to run.", show_default="the best available"),
     ] = None
     quick: Annotated[bool, option(_HOW, "A few points, in seconds.", "--quick")] = False
     rounds: Annotated[
@@ -128,16 +128,16 @@ def kernels(
         tuple[Path, Path] | None,
         option(
             _OUT,
-            "Two files of --json: measure nothing, tell what became faster or slower.",
+            "Two files of --json: measure nothing, report what became faster or slower.",
             metavar="BEFORE AFTER",
         ),
     ] = None,
 ) -> None:
-    """Measure every native primitive against what this machine can do.
+    """Measure every native primitive against this machine's bandwidth.
 
-    Attention is timed beside MLX's dense attention and beside gathering
-    first; everything beside a plain copy, whose bandwidth is the roof. All
-    take turns in each round, so that a drifting machine drifts for all. Each
+    Attention is timed against MLX's dense attention and against gathering
+    first; everything against a plain copy, whose bandwidth is the roof. All
+    take turns in each round, so that drift affects all alike. Each
     op is first checked against a float64 reference on the same inputs; a
     wrong result ends the run with exit status 1.
 
@@ -185,7 +185,7 @@ def _measure(given: dict[str, list[Any]], how: RunOptions, files: Files) -> None
     from mlx_paged.cli.bench.kernels.data import COUNTING
     from mlx_paged.cli.bench.results import device_name, processor
 
-    checkout()  # of what is measured: the checkout may move on meanwhile
+    checkout()  # read before measuring: the checkout may change during the run
     where = measure.use_device(how.device)
     ops = given.pop("op") or [name for name in OPS if where == "cpu" or name not in LAYER]
     grid = defaults(where, quick=how.quick) | {name: v for name, v in given.items() if v}

@@ -28,7 +28,7 @@ from mlx_paged.cli.bench.kernels.data import (
 
 DENSE, GATHER, MLX = "dense_sdpa", "gather_sdpa", "mlx"
 _BASE, _EPS = 10000.0, 1e-5
-# Angles are computed in float32: at large positions that would be all that differs.
+# Angles are computed in float32: at large positions only that error would show.
 _MOST_POSITIONS = 64
 
 Op = Callable[[mx.array], mx.array]
@@ -47,7 +47,7 @@ def chained(op: Op, x: mx.array) -> Prepare:
     return prepare
 
 
-# --- Attention, beside MLX's on dense K/V and on K/V gathered first -------------------------------
+# --- Attention, against MLX's on dense K/V and on K/V gathered first ------------------------------
 
 
 def attention(case: Case, pools: Pools, past_cache: int, seed: int) -> Work:
@@ -312,13 +312,13 @@ ON_POOLS = {
 }
 
 
-# --- What a layer does around its products, beside MLX's own; CPU only ----------------------------
+# --- Ops of a layer besides its products, against MLX's own; CPU only -----------------------------
 
 
 def layer_op(case: Case, past_cache: int, seed: int) -> Work:
     """The work of a case of `cases.LAYER`.
 
-    Rows stay where the caches have them, as in a model; the weights of `linear` are turned over.
+    Rows stay where the caches have them, as in a model; `linear` takes several weights in turn.
     """
     make = {
         "rope": _rope,
