@@ -706,7 +706,7 @@ class StateGroup(KVCacheGroup):
         return self.pool.num_available_later > 0
 
     def move(self, tables: BlockTables, end: int) -> StateMove:
-        """Slots of a step that brings a sequence to `end` tokens; `make_coverable` made the room."""
+        """Slots of a step that brings a sequence to `end` tokens, for which there is room."""
         state = self._state(tables)
         read, write = state.slot, self.pool.allocate()
         self._passed.discard(write)
