@@ -92,7 +92,8 @@ void place(mx::array& a, std::shared_ptr<std::byte> pinned, size_t bytes) {
 void copy(const mx::array& from, mx::array& to, mx::Stream stream) {
   Arrays out{to};
   gpu::encode(copy_strided_launches({from}, out), {from}, out, {}, stream);
-  // Pinned memory would be used again as soon as no array holds it, even if the GPU still has to read it.
+  // Pinned memory would be used again as soon as no array holds it, even if the GPU still has to
+  // read it.
   gpu::keep(from, stream);
   gpu::keep(to, stream);
 }

@@ -83,8 +83,8 @@ def test_model_that_looks_at_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_steps_with_prompts_start_before_they_are_built(monkeypatch) -> None:
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
-    model = tiny_model(tiny_config("llama", num_hidden_layers=6))
-    driver = StepDriver(model, "llama", block_size=8)
+    config = tiny_config("llama", num_hidden_layers=6, head_dim=64)  # (16 is gathered on a GPU)
+    driver = StepDriver(tiny_model(config), "llama", block_size=8)
     started: list[int] = []
     async_eval = mx.async_eval
 
