@@ -16,6 +16,9 @@ for file in _ext.pyi py.typed demo/model/model.safetensors demo/model/README.md 
   grep -q "mlx_paged/$file" <<<"$contents" ||
     { echo "the wheel lacks mlx_paged/$file"; exit 1; }
 done
+for part in _sim demo/classics demo/train tests; do  # for tests and training only
+  ! grep -q "mlx_paged/$part" <<<"$contents" || { echo "the wheel contains mlx_paged/$part"; exit 1; }
+done
 
 $python -m venv "$work/use"
 extra=$([ "$(uname -s)" = Linux ] && echo "[cpu]" || true)
