@@ -21,8 +21,10 @@ SOURCES := pyproject.toml CMakeLists.txt \
 demo: $(BIN)/.installed
 	$(BIN)/mlx-paged demo
 
+# One worker a core; `make test WORKERS=0` runs the tests in one process.
+WORKERS ?= $(shell nproc 2> /dev/null || sysctl -n hw.ncpu)
 test: $(BIN)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 # mlx-lm's own tests, fetched from PyPI, without and with `import mlx_paged`. Takes some minutes.
 test-mlx-lm: $(BIN)/.installed
