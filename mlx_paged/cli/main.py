@@ -27,10 +27,10 @@ def _options(
     Examples:
       mlx-paged demo
       mlx-paged chat
-      mlx-paged generate -p "Return the n-th Fibonacci number"
+      mlx-paged generate "Return the n-th Fibonacci number"
       mlx-paged serve mlx-community/Qwen3-0.6B-4bit
 
-    Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+    Exit status: 0 done, 1 failed, 2 wrong usage, 3 lines of a batch failed, 130 interrupted.
     """
     if version:
         typer.echo(__version__)

@@ -173,7 +173,7 @@ def test_pipes_and_a_batch_that_fails_as_a_whole(tmp_path) -> None:
     done = subprocess.run(
         command, input=content, check=False, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 3, done.stderr
     assert {json.loads(x)["custom_id"] for x in done.stdout.splitlines()} == {"a", None}
     assert "1 lines answered, 1 failed" in done.stderr
     done = subprocess.run(
