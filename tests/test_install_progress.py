@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import importlib.util
+import io
 import os
 import subprocess
 import sys
@@ -52,7 +52,10 @@ def test_without_a_terminal_there_are_few_lines(script) -> None:
     assert compiled[0] == "compiling 1/87" and compiled[-1] == "compiling 87/87"
     assert len(compiled) == 11
     others = [line for line in lines if line not in compiled]
-    assert others[0] == "fetching packages" and others[-2:] == ["configuring", "installing packages"]
+    assert others[0] == "fetching packages" and others[-2:] == [
+        "configuring",
+        "installing packages",
+    ]
     assert "\x1b" not in "".join(lines)
 
 

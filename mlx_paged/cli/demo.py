@@ -15,6 +15,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from mlx_paged.cli.options import AsyncScheduling, MaxTokens, Model
+from mlx_paged.cli.progress import loading_bar
 from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
 
 if TYPE_CHECKING:
@@ -43,15 +44,22 @@ def demo(
 
     Exit status 1 if a greedy token differs from mlx-lm's.
     """
-    from mlx_paged import extension
-    from mlx_paged.engine.llm import LLM
-    from mlx_paged.engine.sampling_params import SamplingParams
-    from mlx_paged.model.loader import load
-
     console = Console(highlight=False)
+    with loading_bar(4) as begin:
+        begin("libraries")
+        from mlx_paged import extension
+        from mlx_paged.engine.llm import LLM
+        from mlx_paged.engine.sampling_params import SamplingParams
+        from mlx_paged.model.loader import load
+
+        begin("weights")
+        loaded = load(model)
+        begin("engine")
+        llm = LLM(loaded, async_scheduling=async_scheduling)
+        begin("kernels")  # a first step, so that what is timed later is not the first
+        llm.generate([[0, 0]], SamplingParams(temperature=0, max_tokens=2))
+        llm.engine.reset_prefix_cache()
     info = extension.build_info()
-    loaded = load(model)
-    llm = LLM(loaded, async_scheduling=async_scheduling)
     chats = CHATS[:NUM_CHATS]
     prompts = llm.render_chats(
         [
@@ -66,8 +74,6 @@ def demo(
     )
     limit = max_tokens or 160
     params = SamplingParams(temperature=0, max_tokens=limit)
-    llm.generate([prompts[0][:2]], SamplingParams(temperature=0, max_tokens=2))  # warm-up
-    llm.engine.reset_prefix_cache()
     steps_before = llm.stats().num_steps
     outputs, seconds = _generate(llm, chats, prompts, params, console)
     num_steps = llm.stats().num_steps - steps_before

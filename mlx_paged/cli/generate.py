@@ -139,11 +139,16 @@ def generate(
     refuse(context, _ONLY_BATCH, "it needs --input: it is for a batch")
     given_prompts = [*([] if text is None else [text]), *(prompt or [])]
     prompts = _prompts(context, given_prompts, file or [], keep_breaks=ignore_chat_template)
-    from mlx_paged.engine.llm import LLM
-    from mlx_paged.engine.sampling_params import SamplingParams
+    from mlx_paged.cli.progress import loading_bar
 
-    params = SamplingParams(n=n, **given(**vars(sampling)))
-    llm = LLM(model, **engine_options)
+    with loading_bar(2, shown=progress) as begin:
+        begin("libraries")
+        from mlx_paged.engine.llm import LLM
+        from mlx_paged.engine.sampling_params import SamplingParams
+
+        params = SamplingParams(n=n, **given(**vars(sampling)))
+        begin("model")
+        llm = LLM(model, **engine_options)
     _answer(llm, prompts, params, system_prompt, chat=not ignore_chat_template, progress=progress)
 
 
