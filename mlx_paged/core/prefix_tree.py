@@ -205,14 +205,14 @@ class PrefixTree:
         if node is None or node.parent is None:
             node = root
         tokens, key_bytes = query.tokens, self._key_bytes
-        start = node.depth * key_bytes
-        rest = tokens[start : start + key_bytes]
-        # (What is left of a query may equal a tail, which is no full block.)
-        while len(rest) == key_bytes and (child := node.children.get(rest)) is not None:
+        # (What is left of a query after its full blocks may equal a tail, which is none.)
+        for start in range(node.depth * key_bytes, len(tokens) - key_bytes + 1, key_bytes):
+            child = node.children.get(tokens[start : start + key_bytes])
+            if child is None:
+                break
             node = child
-            start += key_bytes
-            rest = tokens[start : start + key_bytes]
         query.node = node
+        rest = tokens[node.depth * key_bytes : (node.depth + 1) * key_bytes]
         partial, num_partial = node.closest_child(rest) if rest else (None, 0)
         return PrefixMatch(node, partial, num_partial)
 
