@@ -275,6 +275,20 @@ def test_nothing_that_is_not_committed_is_kept():
     assert kv.match(tokens_of("abcdef.")).num_tokens(4) == 6
 
 
+def test_nothing_is_shared_of_a_sequence_whose_own_copy_may_be_yet_to_come():
+    kv = Store(16, 4)
+    kv.compute(1, tokens_of("abcdef"))
+    assert kv.admit(2, tokens_of("abcdefgh")) == 6
+    kv.free(1)
+    tail = kv.match(tokens_of("abcdef.")).partial
+    assert tail is not None
+    kv._remove_node(tail)
+    assert kv.admit(3, tokens_of("abcdefxy")) == 4
+    kv.free(2)
+    kv.check_integrity()
+    assert kv.match(tokens_of("abcdef.")).num_tokens(4) == 4
+
+
 def test_an_equal_block_computed_meanwhile_replaces_ones_own():
     kv = Store(16, 4)
     a, b = tokens_of("abcdefghi"), tokens_of("abcdefghj")
