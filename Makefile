@@ -75,7 +75,8 @@ wheel: $(BIN)/.installed
 $(BIN)/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --config-settings=cmake.define.MLX_PAGED_WERROR=$(WERROR) \
+	$(BIN)/python scripts/install_progress.py $(BIN)/python -m pip install --verbose \
+		--config-settings=cmake.define.MLX_PAGED_WERROR=$(WERROR) \
 		--config-settings=cmake.define.MLX_PAGED_BUILD_TESTS=ON --editable '.[$(EXTRAS)]'
 	touch $@
 WERROR ?= OFF
