@@ -8,12 +8,10 @@ the cache has no limit. If transformers has changed, nothing is done.
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+
+from mlx_paged.import_hooks import around_import
 
 MODULE = "transformers.utils.import_utils"
 FUNCTION = "create_import_structure_from_path"
@@ -21,43 +19,11 @@ FUNCTION = "create_import_structure_from_path"
 
 def arrange() -> None:
     """Lets transformers, when it is first imported, scan its files once."""
-    if MODULE not in sys.modules:
-        sys.meta_path.insert(0, _Finder())
+    around_import(MODULE, _import_once)
 
 
-def _remember_all(module: ModuleType) -> None:
+def _import_once(module: ModuleType, execute: Callable[[], None]) -> None:
+    execute()
     plain = getattr(getattr(module, FUNCTION, None), "__wrapped__", None)
     if plain is not None:
         setattr(module, FUNCTION, functools.cache(plain))
-
-
-class _Finder(MetaPathFinder):
-    """Finds the one module as always, and changes it as soon as it has been executed."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _ChangingLoader(spec.loader)
-        return spec
-
-
-class _ChangingLoader(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__.loader = self._loader  # what others see of it is what it would have been
-        self._loader.exec_module(module)
-        _remember_all(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
