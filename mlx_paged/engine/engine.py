@@ -305,6 +305,11 @@ class Engine:
         )
 
     @property
+    def max_request_len(self) -> int:
+        """Most tokens of prompt and answer that can be served: by the model and by the pool."""
+        return self._scheduler.max_total_tokens
+
+    @property
     def pool_bytes(self) -> int:
         """Bytes of all pools; parts that were never written may take no physical memory."""
         return sum(pool.nbytes for pool in self._runner.model.pools())
