@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
@@ -44,6 +45,7 @@ NumLogprobs = Annotated[int, Field(ge=0)]
 
 _MAX_NAMED_FIELDS = 8
 _SCANNED_AT_ONCE = 1 << 13  # bytes of a body
+_TURN = 0.002  # seconds of scanning after which others have a turn
 # Names that pydantic puts into the path of a field for the branches of a union.
 _BRANCHES = frozenset({"str", "int", "float", "bool"})
 
@@ -389,10 +391,12 @@ async def _read_bytes(request: Request, config: ServerConfig, bounds: BodyBounds
                 if size > config.max_body_size:
                     raise _too_large(config)
                 chunks.append(chunk)
+                began = time.monotonic()
                 for begin in range(0, len(chunk), _SCANNED_AT_ONCE):
+                    if time.monotonic() - began > _TURN:
+                        await asyncio.sleep(0)
+                        began = time.monotonic()
                     bounds.feed(chunk[begin : begin + _SCANNED_AT_ONCE])
-                    if begin + _SCANNED_AT_ONCE < len(chunk):
-                        await asyncio.sleep(0)  # others have a turn
     except TimeoutError:
         raise ApiError(
             408, f"the body did not come within {config.read_timeout:g} s", code="read_timeout",

@@ -167,6 +167,7 @@ def test_too_many_prompt_ids_are_an_overlong_context(client) -> None:
 
 def test_a_large_body_is_scanned_in_turns(monkeypatch) -> None:
     """Between the pieces of one chunk of the network, other tasks run."""
+    monkeypatch.setattr(requests, "_TURN", -1.0)
     turns = []
 
     async def main() -> None:
