@@ -132,6 +132,12 @@ class AsyncEngine:
         else:
             tokens = list(prompt)
 
+        sampling = None
+        if params.bad_words:
+            # Hundreds of them take longer to tokenize than a step, for which others wait.
+            make = self._thread.engine.sampling_of
+            sampling = await loop.run_in_executor(None, make, params, tokens, token_mask)
+
         thread = self._thread
         channel = thread.new_channel(loop, params.n)
         stream = RequestStream(request_id, channel, lambda: thread.abort(request_id, channel))
@@ -147,6 +153,7 @@ class AsyncEngine:
                 cache_salt=cache_salt,
                 token_mask=token_mask,
                 sink=channel,
+                sampling=sampling,
             )
 
         with self._counted_as_adding():

@@ -134,6 +134,7 @@ class Engine:
         cache_salt: str | None = None,
         token_mask: TokenMask | None = None,
         sink: UpdateSink | None = None,
+        sampling: RequestSampling | None = None,
     ) -> RequestOutput:
         """Takes a request. Its output object is filled as the engine steps.
 
@@ -147,6 +148,7 @@ class Engine:
             cache_salt: requests of different salts share no cached blocks.
             token_mask: gives before each token those that may follow (grammars).
             sink: takes the request's updates as they are made, on the engine's thread.
+            sampling: `sampling_of` these arguments, where it was made before.
 
         Raises:
             InvalidParameterError: an empty prompt, or a token that the model does not have,
@@ -162,14 +164,8 @@ class Engine:
                 )
         if not self.has_unfinished:
             memory.limit_run_ahead()  # other parts of the process may have taken memory since
-        sampling = RequestSampling(
-            params,
-            prompt_token_ids,
-            seed=secrets.randbits(32) if params.seed is None else params.seed,
-            tokenizer=self.tokenizer,
-            vocab_size=self.vocab_size,
-            token_mask=token_mask,
-        )
+        if sampling is None:
+            sampling = self.sampling_of(params, prompt_token_ids, token_mask)
         request = Request(
             request_id,
             prompt_token_ids,
@@ -207,6 +203,23 @@ class Engine:
                 state, completion, text if params.stop_strings else deferred
             )
         return output
+
+    def sampling_of(
+        self, params: SamplingParams, prompt_token_ids: list[int], token_mask: TokenMask | None
+    ) -> RequestSampling:
+        """What parameters mean for this model; any thread may ask, as it may take long.
+
+        Raises:
+            InvalidParameterError: a token in `params` that the model does not have.
+        """
+        return RequestSampling(
+            params,
+            prompt_token_ids,
+            seed=secrets.randbits(32) if params.seed is None else params.seed,
+            tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size,
+            token_mask=token_mask,
+        )
 
     def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer:
         return IncrementalDetokenizer(
@@ -303,6 +316,11 @@ class Engine:
             num_faults=self._executor.num_faults,
             pool_copies=ops.pool_copies(),
         )
+
+    @property
+    def max_request_len(self) -> int:
+        """Most tokens of prompt and answer that can be served: by the model and by the pool."""
+        return self._scheduler.max_total_tokens
 
     @property
     def pool_bytes(self) -> int:

@@ -252,7 +252,7 @@ class OutputProcessor:
             if completion.logprobs is not None and update.logprobs is not None:
                 assert completion.cumulative_logprob is not None
                 completion.logprobs.append(update.logprobs)
-                completion.cumulative_logprob += update.logprobs[update.token_id].logprob
+                completion.cumulative_logprob += update.logprobs.logprob
             metrics = state.output.metrics
             if metrics.first_token_time is None:
                 metrics.first_token_time = time.monotonic()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 from mlx_paged.core import FinishReason
 from mlx_paged.engine.detokenizer import DeferredText
@@ -25,8 +28,71 @@ class Logprob:
     decoded_token: str
 
 
-#: The report on one position, by token id: the token itself, then the likeliest.
-PositionReport = dict[int, Logprob]
+class PositionReport(Mapping[int, Logprob]):
+    """The report on one position, by token id: the token itself, then the likeliest others.
+
+    Its entries are made when they are read, on the reader's thread: hundreds of sequences with
+    twenty alternatives each would cost the engine's thread more than the step, and the garbage
+    collector walks objects for as long as the answer lives.
+
+    Args:
+        token_id, logprob, rank: of the token itself.
+        likeliest: ids and log-probabilities, likeliest first; the token may be among them.
+        text: gives the text of a token, decoded alone.
+    """
+
+    __slots__ = ("_likeliest", "_text", "logprob", "rank", "token_id")
+
+    def __init__(
+        self,
+        token_id: int,
+        logprob: float,
+        rank: int,
+        likeliest: tuple[np.ndarray, np.ndarray] | None,
+        text: Callable[[int], str],
+    ) -> None:
+        self.token_id = token_id
+        self.logprob = logprob
+        self.rank = rank
+        self._likeliest = likeliest
+        self._text = text
+
+    @property
+    def decoded_token(self) -> str:
+        """The text of the token itself."""
+        return self._text(self.token_id)
+
+    def entries(self) -> Iterator[tuple[int, Logprob]]:
+        """The token itself, then the others."""
+        token = self.token_id
+        yield token, Logprob(self.logprob, self.rank, self._text(token))
+        for rank, (other, logprob) in enumerate(self._others(), 1):
+            if other != token:
+                yield other, Logprob(logprob, rank, self._text(other))
+
+    def _others(self) -> Iterable[tuple[int, float]]:
+        if self._likeliest is None:
+            return ()
+        ids, logprobs = self._likeliest
+        return zip(ids.tolist(), logprobs.tolist())
+
+    def __getitem__(self, token_id: int) -> Logprob:
+        if token_id == self.token_id:
+            return Logprob(self.logprob, self.rank, self._text(token_id))
+        for rank, (other, logprob) in enumerate(self._others(), 1):
+            if other == token_id:
+                return Logprob(logprob, rank, self._text(other))
+        raise KeyError(token_id)
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.token_id
+        yield from (other for other, _ in self._others() if other != self.token_id)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return repr(dict(self.entries()))
 
 
 class SequenceUpdate(NamedTuple):  # (twice as fast as a dataclass: one is made for every token)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,13 +17,19 @@ from mlx_paged.core import FinishReason
 from mlx_paged.engine.outputs import PositionReport, RequestOutput, SequenceUpdate
 from mlx_paged.errors import StepError
 
+#: Most updates of a delta: what a reader does with one is done at a stretch on its loop.
+MAX_UPDATES = 512
+
+# Seconds after which a reader that finds more each time lets other tasks of its loop run.
+_TURN = 0.002
+
 
 @dataclass(frozen=True)
 class SequenceDelta:
     """What one sequence gained since its reader last looked: one token, or more where it lagged.
 
     Attributes:
-        updates: One for each step, oldest first; never empty.
+        updates: One for each step, oldest first; from 1 to `MAX_UPDATES`.
     """
 
     updates: tuple[SequenceUpdate, ...]
@@ -90,6 +97,7 @@ class Channel:
         self._error: Exception | None = None
         self._reader_sleeps = False
         self._alarm: asyncio.Future[None] | None = None  # of a reader that sleeps; its loop's only
+        self._turn_began = 0.0
 
     # The engine's side.
 
@@ -124,11 +132,19 @@ class Channel:
         Raises:
             EngineDeadError: the engine stopped before they did.
         """
+        # A reader that lags behind hundreds of sequences need not wait, so nothing else would run.
+        if self._pending and time.monotonic() - self._turn_began > _TURN:
+            await asyncio.sleep(0)
+            self._turn_began = time.monotonic()
         while True:
             with self._lock:
                 if self._pending:
                     index = next(iter(self._pending))
-                    return SequenceDelta(tuple(self._pending.pop(index)))
+                    updates = self._pending.pop(index)
+                    if len(updates) > MAX_UPDATES:
+                        self._pending[index] = updates[MAX_UPDATES:]  # after the others'
+                        del updates[MAX_UPDATES:]
+                    return SequenceDelta(tuple(updates))
                 if self._num_unfinished == 0:
                     return None
                 if self._error is not None:
@@ -136,6 +152,7 @@ class Channel:
                 self._reader_sleeps = True
                 self._alarm = self.loop.create_future()
             await self._alarm
+            self._turn_began = time.monotonic()
 
 
 class RequestStream:

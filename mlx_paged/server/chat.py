@@ -8,12 +8,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_paged.engine.outputs import CompletionOutput
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.server import requests, responses
 from mlx_paged.server.config import GenerationDefaults, ServerConfig
 from mlx_paged.server.context import context_of
 from mlx_paged.server.errors import bad_request
 from mlx_paged.server.generation import Generation, Piece
+from mlx_paged.server.responses import Lazy
 from mlx_paged.server.streaming import OpenAIAdapter, respond
 
 
@@ -23,9 +25,10 @@ async def chat_completions(request: Request) -> Response:
     context = context_of(request)
     params = chat_params(body, context.config, context.defaults)
     prompt = await context.renderer.render(requests.conversation_of(body))
+    prompt = context.renderer.truncate(prompt, body.truncate_prompt_tokens, params.max_tokens)
     generation = Generation(
         request,
-        [context.renderer.truncate(prompt, body.truncate_prompt_tokens)],
+        [prompt],
         params,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
@@ -37,19 +40,14 @@ def chat_params(
     body: requests.ChatBody, config: ServerConfig, defaults: GenerationDefaults
 ) -> SamplingParams:
     """The sampling parameters of a body."""
-    limit = body.max_completion_tokens
-    if limit is not None and body.max_tokens not in (None, limit):
-        raise bad_request(
-            "max_completion_tokens", "max_tokens and max_completion_tokens say different things"
-        )
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs", "top_logprobs needs logprobs to be true")
     requests.check_logprobs("top_logprobs", body.top_logprobs, config)
     return requests.sampling_params(
         body,
         config,
         defaults,
-        max_tokens=body.max_tokens if limit is None else limit,
+        max_tokens=requests.max_tokens_of(body),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
 
@@ -64,29 +62,13 @@ class ChatAdapter(OpenAIAdapter):
 
     def whole(self) -> responses.ChatAnswer:
         [output] = self.generation.outputs
-        choices = []
-        for answer in output.outputs:
-            piece = Piece.whole(0, answer)
-            assert piece.finish_reason is not None
-            choice: responses.ChatChoice = {
-                "index": piece.index,
-                "message": {
-                    "role": "assistant",
-                    "content": self._echo + piece.text,
-                    "refusal": None,
-                },
-                "logprobs": self._logprobs(piece),
-                "finish_reason": piece.finish_reason,
-            }
-            choices.append(choice)
-            self.add_ending(choice, piece)
         whole: responses.ChatAnswer = {
             "id": self.id,
             "object": "chat.completion",
             "created": self.created,
             "model": self.model,
             "system_fingerprint": responses.FINGERPRINT,
-            "choices": choices,
+            "choices": Lazy.list(map(self._whole_choice, output.outputs)),
             "usage": self.whole_usage(),
         }
         if self._body.prompt_logprobs is not None:
@@ -94,6 +76,22 @@ class ChatAdapter(OpenAIAdapter):
         if self.return_token_ids:
             whole["prompt_token_ids"] = self.generation.prompts[0]
         return whole
+
+    def _whole_choice(self, answer: CompletionOutput) -> responses.ChatChoice:
+        piece = Piece.whole(0, answer)
+        assert piece.finish_reason is not None
+        choice: responses.ChatChoice = {
+            "index": piece.index,
+            "message": {
+                "role": "assistant",
+                "content": self._echo + piece.text,
+                "refusal": None,
+            },
+            "logprobs": self._logprobs(piece),
+            "finish_reason": piece.finish_reason,
+        }
+        self.add_ending(choice, piece)
+        return choice
 
     def begin(self) -> Iterable[bytes]:
         for index in range(self.generation.params.n):
@@ -132,9 +130,8 @@ class ChatAdapter(OpenAIAdapter):
         if not body.logprobs:
             return None
         as_ids = bool(body.return_tokens_as_token_ids)
-        return responses.chat_logprobs(
-            piece.token_ids, piece.logprobs, body.top_logprobs or 0, as_ids=as_ids
-        )
+        content = responses.chat_logprobs(piece.logprobs, body.top_logprobs or 0, as_ids=as_ids)
+        return {"content": Lazy.list(content), "refusal": None}
 
 
 def _echo(body: requests.ChatBody) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_paged.engine.outputs import CompletionOutput
+from mlx_paged.engine.outputs import CompletionOutput, PositionReport
+from mlx_paged.engine.request_stream import MAX_UPDATES
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.server import responses
 from mlx_paged.server.config import MAX_SEQUENCES_PER_REQUEST, GenerationDefaults, ServerConfig
@@ -16,7 +18,14 @@ from mlx_paged.server.context import context_of
 from mlx_paged.server.conversation import Renderer
 from mlx_paged.server.errors import bad_request
 from mlx_paged.server.generation import Generation, Piece
-from mlx_paged.server.requests import CompletionBody, check_logprobs, read_body, sampling_params
+from mlx_paged.server.requests import (
+    CompletionBody,
+    check_logprobs,
+    max_tokens_of,
+    read_body,
+    sampling_params,
+)
+from mlx_paged.server.responses import Lazy
 from mlx_paged.server.streaming import OpenAIAdapter, respond
 
 _MAX_TOKENS = 16
@@ -32,7 +41,9 @@ async def completions(request: Request) -> Response:
     tokens = []
     for prompt in prompts:
         encoded = await context.renderer.encode(prompt, add_special_tokens=special)
-        tokens.append(context.renderer.truncate(encoded, body.truncate_prompt_tokens))
+        tokens.append(
+            context.renderer.truncate(encoded, body.truncate_prompt_tokens, params.max_tokens)
+        )
     generation = Generation(
         request, tokens, params, priority=body.priority or 0, cache_salt=body.cache_salt
     )
@@ -49,7 +60,9 @@ def completion_params(
         raise bad_request(
             "suffix", "suffix is not supported by this server", "unsupported_parameter"
         )
-    max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = max_tokens_of(body)
+    if max_tokens is None:
+        max_tokens = _MAX_TOKENS
     if max_tokens == 0 and not body.echo:
         raise bad_request("max_tokens", "max_tokens must be at least 1, or 0 with echo")
     check_logprobs("logprobs", body.logprobs, config)
@@ -98,37 +111,64 @@ class CompletionAdapter(OpenAIAdapter):
         self._logprobs: dict[tuple[int, int], responses.CompletionLogprobs] = {}
 
     def whole(self) -> responses.CompletionAnswer:
-        choices: list[responses.CompletionChoice] = []
-        for place, output in enumerate(self.generation.outputs):
-            for answer in _likeliest(output.outputs, self._n):
-                choice = self.choice(self._asked(Piece.whole(place, answer)))
-                choice["index"] = len(choices)
-                if self._body.prompt_logprobs is not None:
-                    choice["prompt_logprobs"] = responses.prompt_logprobs(output.prompt_logprobs)
-                choices.append(choice)
-        whole = self.chunk(choices)
+        whole = self.chunk(Lazy.list(self._whole_choices()))
         whole["usage"] = self.whole_usage()
         return whole
 
-    def piece(self, piece: Piece) -> bytes | None:
-        return super().piece(self._asked(piece))
+    def _whole_choices(self) -> Iterator[responses.CompletionChoice]:
+        count = itertools.count()
+        for place, output in enumerate(self.generation.outputs):
+            for answer in _likeliest(output.outputs, self._n):
+                piece = self._asked(Piece.whole(place, answer))
+                reports = self._prompt_reports(place) + list(piece.logprobs)
+                choice = self._choice(piece, self._echo(place) + piece.text, reports)
+                choice["index"] = next(count)
+                if self._body.prompt_logprobs is not None:
+                    choice["prompt_logprobs"] = responses.prompt_logprobs(output.prompt_logprobs)
+                yield choice
+
+    def piece(self, piece: Piece) -> Iterable[bytes]:
+        piece = self._asked(piece)
+        if self._echoes and not piece.num_before:
+            yield from self._echo_events(piece)
+        yield from super().piece(piece)
+
+    def _echo_events(self, piece: Piece) -> Iterator[bytes]:
+        """The prompt, before the first piece: its log-probabilities may take several events."""
+        text, reports = self._echo(piece.prompt), self._prompt_reports(piece.prompt)
+        for begin in range(0, max(1, len(reports)), MAX_UPDATES):
+            part = Piece(piece.prompt, piece.index, begin)
+            yield self.event(self._choice(part, text, reports[begin : begin + MAX_UPDATES]))
+            text = ""
 
     def _asked(self, piece: Piece) -> Piece:
-        """A piece with the prompt's text before it, and without an answer, where requested."""
+        """A piece without an answer, where none is wanted."""
         if self._drops_answer:
             piece.texts, piece.token_ids, piece.logprobs = [], [], []
-        if self._echoes and not piece.num_before:
-            piece.texts.insert(0, self._echoes[piece.prompt])
         return piece
+
+    def _echo(self, prompt: int) -> str:
+        return self._echoes[prompt] if self._echoes else ""
+
+    def _prompt_reports(self, prompt: int) -> list[PositionReport | None]:
+        """Of the prompt's tokens, where the answer has them."""
+        if not self._body.echo or self._body.logprobs is None:
+            return []
+        return list(self.generation.outputs[prompt].prompt_logprobs or ())
 
     def usage(self, num_completion_tokens: int) -> responses.Usage:
         return super().usage(0 if self._drops_answer else num_completion_tokens)
 
     def choice(self, piece: Piece) -> responses.CompletionChoice:
+        return self._choice(piece, piece.text, piece.logprobs)
+
+    def _choice(
+        self, piece: Piece, text: str, reports: Sequence[PositionReport | None]
+    ) -> responses.CompletionChoice:
         choice: responses.CompletionChoice = {
             "index": piece.prompt * self._n + piece.index,
-            "text": piece.text,
-            "logprobs": self._logprobs_of(piece),
+            "text": text,
+            "logprobs": self._logprobs_of(piece, reports),
             "finish_reason": piece.finish_reason,
         }
         self.add_ending(choice, piece)
@@ -146,24 +186,21 @@ class CompletionAdapter(OpenAIAdapter):
             "choices": choices,
         }
 
-    def _logprobs_of(self, piece: Piece) -> responses.CompletionLogprobsAnswer | None:
-        """Of the next tokens of a sequence; of its prompt too, where the first text has it."""
+    def _logprobs_of(
+        self, piece: Piece, reports: Sequence[PositionReport | None]
+    ) -> responses.CompletionLogprobsAnswer | None:
+        """Of the next tokens of a sequence, or of its prompt."""
         body = self._body
         if body.logprobs is None:
             return None
-        prompt = self.generation.prompts[piece.prompt]
         key = piece.prompt, piece.index
         if key not in self._logprobs:
-            as_ids = bool(body.return_tokens_as_token_ids)
-            first = self.generation.context.renderer.tokenizer.decode(prompt[:1])
+            first = self.generation.prompts[piece.prompt][0]
+            text = self.generation.context.renderer.tokenizer.decode([first])
             self._logprobs[key] = responses.CompletionLogprobs(
-                body.logprobs, as_ids=as_ids, first=first
+                body.logprobs, as_ids=bool(body.return_tokens_as_token_ids), first=(first, text)
             )
-        token_ids, reports = piece.token_ids, piece.logprobs
-        if body.echo and not piece.num_before:
-            of_prompt = self.generation.outputs[piece.prompt].prompt_logprobs or ()
-            return self._logprobs[key].piece([*prompt, *token_ids], [*of_prompt, *reports])
-        return self._logprobs[key].piece(token_ids, reports)
+        return self._logprobs[key].piece(reports)
 
 
 def _prompts(body: CompletionBody) -> list[str | list[int]]:

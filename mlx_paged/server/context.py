@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -11,10 +12,13 @@ from typing import Any
 from starlette.requests import Request
 
 from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.engine.engine import Engine, EngineStats
 from mlx_paged.server.config import GenerationDefaults, ServerConfig
 from mlx_paged.server.conversation import Renderer
 from mlx_paged.server.errors import ApiError, unavailable
 from mlx_paged.server.metrics import Metrics
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -106,13 +110,10 @@ class Context:
                 {**engine.generation_config, **self.config.override_generation_config}
             )
             stats = await self.engine.stats()
-            renderer = Renderer(
-                engine.tokenizer, self.config, engine.max_model_len, engine.vocab_size
-            )
-            pool_tokens = stats.usage.num_usable_blocks * engine.config.block_size
-            self.metrics.attach(
-                engine, self.config.model_name, engine.max_model_len or pool_tokens, stats
-            )
+            limit = engine.max_request_len
+            renderer = Renderer(engine.tokenizer, self.config, limit, engine.vocab_size)
+            self.metrics.attach(engine, self.config.model_name, limit, stats)
+            _log_capacity(engine, stats)
             self._renderer = renderer
         except Exception as error:
             self.failure = error
@@ -149,6 +150,24 @@ class Context:
                 param="model",
                 code="model_not_found",
             )
+
+
+def _log_capacity(engine: Engine, stats: EngineStats) -> None:
+    """What the KV cache holds, in vLLM's words."""
+    block_size, num_blocks = engine.config.block_size, stats.usage.num_usable_blocks
+    limit, model_len = engine.max_request_len, engine.max_model_len
+    # (The last token of an answer needs no slot.)
+    at_once = num_blocks / max(1, -(-(limit - 1) // block_size))
+    logger.info("KV cache size: %s tokens", f"{num_blocks * block_size:,}")
+    logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{limit:,}", at_once)
+    if model_len is not None and limit < model_len:
+        logger.warning(
+            "the KV cache is smaller than the context: requests may have at most %s tokens, not "
+            "%s; --kv-cache-memory, --gpu-memory-utilization or --num-gpu-blocks-override makes it "
+            "larger, --max-model-len the context shorter",
+            f"{limit:,}",
+            f"{model_len:,}",
+        )
 
 
 def context_of(request: Request) -> Context:

@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 import jinja2
 
 from mlx_paged.server.config import ServerConfig
-from mlx_paged.server.errors import bad_request, shorten
+from mlx_paged.server.errors import bad_request, context_exceeded, shorten
 
 T = TypeVar("T")
+
+_ROOM_FOR_ANSWER = 1024  # tokens
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Renderer:
     Args:
         tokenizer: mlx-lm's wrapper.
         config: which templates are allowed.
-        max_model_len: tokens of the longest prompt; longer texts are refused before they are
+        max_model_len: most tokens of prompt and answer; longer texts are refused before they are
             tokenized. None: no limit.
         vocab_size: token ids are below this.
     """
@@ -78,8 +80,8 @@ class Renderer:
         template = self._template(conversation)
         if template is not None:
             kwargs["chat_template"] = template
-        for message in conversation.messages:
-            self._check_length(message.get("content") or "")
+        # (Before the template sees them; it may drop a part of them, but hardly most.)
+        self._check_length(sum(len(m.get("content") or "") for m in conversation.messages))
         tokenizer = self.tokenizer
 
         def render() -> list[int]:
@@ -90,6 +92,7 @@ class Renderer:
                 continue_final_message=conversation.continue_final_message,
                 **kwargs,
             )
+            self._check_length(len(text))
             return list(tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens))
 
         try:
@@ -128,7 +131,7 @@ class Renderer:
         if not isinstance(prompt, str):
             self.check_tokens("prompt", prompt)
             return prompt
-        self._check_length(prompt)
+        self._check_length(len(prompt))
         return await self._run(
             lambda: list(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
         )
@@ -138,38 +141,53 @@ class Renderer:
         self.check_tokens("tokens", tokens)
         return await self._run(lambda: str(self.tokenizer.decode(list(tokens))))
 
-    def token_strings(self, tokens: Sequence[int]) -> list[str]:
+    async def token_strings(self, tokens: Sequence[int]) -> list[str]:
         """Each token as the vocabulary spells it."""
-        return [str(t) for t in self.tokenizer.convert_ids_to_tokens(list(tokens))]
+        convert = self.tokenizer.convert_ids_to_tokens
+        return await self._run(lambda: [str(token) for token in convert(list(tokens))])
 
     def check_tokens(self, param: str, tokens: Sequence[int]) -> None:
         """Refuses token ids that the model does not have."""
-        for token in tokens:
-            if token >= self.vocab_size:
-                raise bad_request(
-                    param, f"{param} must be token ids below {self.vocab_size} but has {token}"
-                )
-
-    def _check_length(self, text: str) -> None:
-        if self._max_characters is not None and len(text) > self._max_characters:
+        highest = max(tokens, default=0)
+        if highest >= self.vocab_size:
             raise bad_request(
-                "prompt",
-                f"this model's context length is {self.max_model_len} tokens, but the request has "
-                f"a text of {len(text)} characters",
-                "context_length_exceeded",
+                param, f"{param} must be token ids below {self.vocab_size} but has {highest}"
             )
 
-    def truncate(self, tokens: list[int], limit: int | None) -> list[int]:
-        """Keeps the last `limit` tokens (-1: as many as the model takes beside an answer)."""
+    def _check_length(self, num_characters: int) -> None:
+        """Refuses texts that are too long whatever their tokens are, before work is done on them.
+
+        Raises:
+            ApiError: it is too long.
+        """
+        if self._max_characters is not None and num_characters > self._max_characters:
+            assert self.max_model_len is not None
+            raise context_exceeded(
+                self.max_model_len, f"the prompt has {num_characters} characters, which is more"
+            )
+
+    def truncate(self, tokens: list[int], limit: int | None, num_answer: int | None) -> list[int]:
+        """Keeps the last tokens of a prompt.
+
+        Args:
+            limit: how many; -1: as many as leave room for the answer; None: all.
+            num_answer: most tokens of the answer; None: a quarter of the context, at most
+                `_ROOM_FOR_ANSWER`, is left free.
+        """
         if limit is None:
             return tokens
-        if limit == -1:
-            return tokens if self.max_model_len is None else tokens[-(self.max_model_len - 1) :]
         if limit == 0:
             raise bad_request("truncate_prompt_tokens", "truncate_prompt_tokens must not be 0")
-        if self.max_model_len is not None and limit > self.max_model_len:
+        most = self.max_model_len
+        if limit == -1:
+            if most is None:
+                return tokens
+            room = min(most // 4, _ROOM_FOR_ANSWER) if num_answer is None else num_answer
+            # (An answer that takes all of the context is refused by the engine.)
+            return tokens[-max(1, most - max(1, room)) :]
+        if most is not None and limit > most:
             raise bad_request(
                 "truncate_prompt_tokens",
-                f"truncate_prompt_tokens must be at most {self.max_model_len} but got {limit}",
+                f"truncate_prompt_tokens must be at most {most} but got {limit}",
             )
         return tokens[-limit:]

@@ -17,6 +17,7 @@ from mlx_paged.server import responses
 from mlx_paged.server.context import Context, Phase, context_of
 from mlx_paged.server.errors import bad_request
 from mlx_paged.server.requests import DetokenizeBody, TokenizeBody, conversation_of, read_body
+from mlx_paged.server.streaming import json_response
 
 # Seconds to wait for the engine's numbers, since a step may be long.
 _STATS_TIMEOUT = 2.0
@@ -72,9 +73,9 @@ async def tokenize(request: Request) -> Response:
         "count": len(tokens),
         "max_model_len": renderer.max_model_len,
         "tokens": tokens,
-        "token_strs": renderer.token_strings(tokens) if body.return_token_strs else None,
+        "token_strs": await renderer.token_strings(tokens) if body.return_token_strs else None,
     }
-    return JSONResponse(answer)
+    return await json_response(answer)
 
 
 async def detokenize(request: Request) -> Response:

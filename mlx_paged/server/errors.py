@@ -95,6 +95,20 @@ def timed_out(seconds: float | None) -> ApiError:
     return ApiError(408, f"the request was not finished{limit}", code="request_timeout")
 
 
+def context_exceeded(limit: int, found: str, param: str = "prompt") -> ApiError:
+    """400 for a request that is too long, in OpenAI's words: clients look for them.
+
+    Args:
+        limit: most tokens of prompt and answer.
+        found: what the request has, as a sentence of its own after "However, ".
+    """
+    message = (
+        f"This model's maximum context length is {limit} tokens. However, {found}. "
+        "Please reduce the length of the prompt or completion."
+    )
+    return bad_request(param, message, "context_length_exceeded")
+
+
 def failed(request_id: str) -> ApiError:
     """500: what happened is in the log, under the request's id."""
     message = f"the server failed on this request; its log has more under id {request_id}"
@@ -109,19 +123,15 @@ def from_engine(error: MlxPagedError, request_id: str) -> ApiError:
         shown = "an empty one" if error.actual in ((), [], "") else shorten(repr(error.actual))
         return bad_request(param, f"{param} must be {error.expected} but got {shown}")
     if isinstance(error, RequestTooLargeError):
-        limit = {
-            "max_model_len": f"this model's context length is {error.limit} tokens",
-            "kv_cache": f"the KV cache of this server holds {error.limit} tokens",
-        }[error.limited_by]
-        wanted = error.num_prompt_tokens + error.max_tokens
-        message = (
-            f"{limit}, but the request needs {wanted} ({error.num_prompt_tokens} in the prompt, "
-            f"{error.max_tokens} for the answer)"
+        num_prompt, num_answer = error.num_prompt_tokens, error.max_tokens
+        found = (
+            f"you requested {num_prompt + num_answer} tokens ({num_prompt} in the prompt, "
+            f"{num_answer} in the completion)"
         )
-        too_long = error.num_prompt_tokens >= error.limit
-        return bad_request(
-            "prompt" if too_long else "max_tokens", message, "context_length_exceeded"
-        )
+        if error.limited_by == "kv_cache":
+            found += ", and the KV cache of this server holds no more"
+        too_long = num_prompt >= error.limit
+        return context_exceeded(error.limit, found, "prompt" if too_long else "max_tokens")
     if isinstance(error, DuplicateRequestError):
         return bad_request("request_id", "request_id is in use by an unfinished request")
     if isinstance(error, EngineOverloadedError):

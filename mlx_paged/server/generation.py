@@ -191,6 +191,8 @@ class Generation:
         with self._engine_errors():
             async for delta in self._deltas():
                 self._note(delta)
+                for update in delta.updates:
+                    _ = update.text  # decoded as it comes, not all of it at the end
             for output in self.outputs:
                 for answer in output.outputs:
                     if answer.error is not None:  # (a text that cannot be decoded)

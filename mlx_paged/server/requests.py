@@ -7,7 +7,9 @@ one entry here; any other is an entry here and a line where it is used.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
@@ -16,7 +18,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.server.config import GenerationDefaults, ServerConfig
+from mlx_paged.server.body_bounds import MAX_TOKEN_IDS, BodyBounds
+from mlx_paged.server.config import (
+    MAX_SEQUENCES_PER_REQUEST,
+    GenerationDefaults,
+    ServerConfig,
+)
 from mlx_paged.server.context import context_of, trace_of
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.errors import ApiError, bad_request, shorten
@@ -26,7 +33,8 @@ logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-TokenIds = list[TokenId]
+# (A list fails at its first wrong entry: to report a hundred thousand takes seconds.)
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -36,8 +44,17 @@ MaxTokens = Annotated[int, Field(ge=1, lt=1 << 31)]
 NumLogprobs = Annotated[int, Field(ge=0)]
 
 _MAX_NAMED_FIELDS = 8
+_SCANNED_AT_ONCE = 1 << 13  # bytes of a body
+_TURN = 0.002  # seconds of scanning after which others have a turn
 # Names that pydantic puts into the path of a field for the branches of a union.
 _BRANCHES = frozenset({"str", "int", "float", "bool"})
+
+
+def _what_works_first(schema: dict[str, Any]) -> None:
+    """The order in documents: a class's own fields, then those of its bases; refused ones last."""
+    refused = Unsupported.model_fields
+    properties = schema.get("properties", {})
+    schema["properties"] = dict(sorted(properties.items(), key=lambda item: item[0] in refused))
 
 
 class Body(BaseModel):
@@ -47,7 +64,9 @@ class Body(BaseModel):
     `model_extra`: the server logs them, or refuses them under ``--strict-requests``.
     """
 
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="allow", strict=True, allow_inf_nan=False, json_schema_extra=_what_works_first
+    )
 
 
 class StreamOptions(Body):
@@ -71,7 +90,7 @@ class Unsupported(Body):
     tool_choice: Any = Field(None, description='Only "none", or "auto" without tools.')
     parallel_tool_calls: bool | None = Field(None, description="Means nothing without tools.")
     functions: list[Any] | None = Field(None, description="Not supported: 400.")
-    function_call: Any = Field(None, description="Not supported: 400.")
+    function_call: Any = Field(None, description='Only "none", or "auto" without functions.')
     response_format: ResponseFormat | None = Field(
         None, description='Only {"type": "text"} so far.'
     )
@@ -83,13 +102,14 @@ class Unsupported(Body):
     prediction: Any = Field(None, description="Not supported: 400.")
     audio: Any = Field(None, description="Not supported: 400.")
     modalities: list[str] | None = Field(None, description='Only ["text"].')
-    store: bool | None = Field(None, description="true is refused: nothing is stored.")
+    store: bool | None = Field(
+        None, description="Taken, and nothing is stored: this API cannot ask for it again."
+    )
     service_tier: str | None = Field(None, description='Only "auto" or "default".')
     web_search_options: Any = Field(None, description="Not supported: 400.")
     prompt_embeds: Any = Field(None, description="Not supported: 400.")
     use_beam_search: bool | None = Field(None, description="true is not supported: 400.")
     length_penalty: float | None = Field(None, description="Of beam search: only 1.")
-    verbosity: str | None = Field(None, description='Only "medium": models are not told.')
     moderation: Any = Field(None, description="Not supported: 400.")
     prompt_cache_retention: str | None = Field(None, description='Only "in_memory".')
     prompt_cache_options: Any = Field(None, description="Not supported: 400.")
@@ -110,9 +130,10 @@ class Unsupported(Body):
                 value = getattr(self, name)
                 if value is not None and value != []:
                     return name, f"{name} {reason}"
-        if self.tool_choice not in (None, "none", "auto"):
-            reason = "is not supported yet by this server: only 'none' and 'auto', without tools"
-            return "tool_choice", f"tool_choice {reason}"
+        for name in ("tool_choice", "function_call"):
+            if getattr(self, name) not in (None, "none", "auto"):
+                reason = "is not supported yet by this server: only 'none' and 'auto'"
+                return name, f"{name} {reason}, without tools"
         if self.response_format is not None and self.response_format.type != "text":
             reason = "is not supported yet by this server: only {'type': 'text'}"
             return "response_format", f"response_format {reason}"
@@ -128,18 +149,16 @@ _LATER = (
     "tools", "functions", "thinking_token_budget",
 )  # fmt: skip
 _NEVER = (
-    "function_call", "prediction", "audio", "web_search_options", "prompt_embeds", "moderation",
+    "prediction", "audio", "web_search_options", "prompt_embeds", "moderation",
     "prompt_cache_options", "logits_processors", "mm_processor_kwargs", "kv_transfer_params",
     "vllm_xargs",
 )  # fmt: skip
 # (field, values that are allowed because they change nothing, why no others are).
 _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("modalities", (["text"],), "this server writes text only"),
-    ("store", (False,), "this server stores nothing"),
     ("service_tier", ("auto", "default"), "there is one tier"),
     ("use_beam_search", (False,), "this server has no beam search"),
     ("length_penalty", (1,), "this server has no beam search"),
-    ("verbosity", ("medium",), "models are not told"),
     ("prompt_cache_retention", ("in_memory",), "prefixes are kept in memory only"),
     ("include_reasoning", (True,), "reasoning is not told apart yet"),
 )
@@ -165,8 +184,8 @@ class GenerationBody(Unsupported):
     logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=4096)] | None = Field(
         None, description="Token id (as a string) to what is added to its logit."
     )
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=1 << 20)] | None = (
-        Field(None, description="Nothing but these tokens is generated.")
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = Field(
+        None, description="Nothing but these tokens is generated."
     )
     bad_words: Annotated[list[StopString], Field(max_length=256)] | None = Field(
         None, description="Texts that are not generated."
@@ -238,14 +257,17 @@ class Message(Body):
     """One message of a conversation; fields that the template knows are handed to it."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_tokens: MaxTokens | None = Field(None, description="null: as many as the context allows.")
     max_completion_tokens: MaxTokens | None = Field(None, description="OpenAI's newer name.")
     logprobs: bool | None = None
@@ -266,12 +288,18 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = Field(None, description="Handed to the template.")
     reasoning_effort: str | None = Field(None, description="Handed to the template.")
+    verbosity: str | None = Field(None, description="A hint; handed to the template.")
 
 
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds]
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(max_length=MAX_SEQUENCES_PER_REQUEST, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(max_length=MAX_SEQUENCES_PER_REQUEST, fail_fast=True)]
+    )
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(
         None, description="16 by default; 0 only with echo."
     )
@@ -281,6 +309,8 @@ class CompletionBody(GenerationBody):
     logprobs: NumLogprobs | None = None
     echo: bool | None = Field(None, description="Begin with the prompt.")
     suffix: str | None = Field(None, description="Not supported: 400.")
+    max_completion_tokens: MaxTokens | None = Field(None, description="The same as max_tokens.")
+    verbosity: Literal["medium"] | None = Field(None, description="There is no template to tell.")
     add_special_tokens: bool | None = Field(
         None, description="Those that the tokenizer adds to a text; true by default."
     )
@@ -291,7 +321,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = Field(
         None, description="true by default for a prompt, false for messages."
     )
@@ -307,7 +337,7 @@ class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=1 << 22)]
+    tokens: TokenIds
 
 
 async def read_body(request: Request, model: type[B]) -> B:
@@ -326,7 +356,9 @@ async def read_body(request: Request, model: type[B]) -> B:
             415, f"Content-Type must be application/json but is {shorten(kind, 64)!r}",
             code="unsupported_media_type", headers={"Connection": "close"},
         )  # fmt: skip
-    raw = await _read_bytes(request, context.config)
+    limit = context.renderer.max_model_len
+    bounds = BodyBounds(max(MAX_TOKEN_IDS, limit or 0), limit)
+    raw = await _read_bytes(request, context.config, bounds)
     try:
         body = model.model_validate_json(raw)
     except ValidationError as error:
@@ -346,7 +378,7 @@ async def read_body(request: Request, model: type[B]) -> B:
     return body
 
 
-async def _read_bytes(request: Request, config: ServerConfig) -> bytes:
+async def _read_bytes(request: Request, config: ServerConfig, bounds: BodyBounds) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > config.max_body_size:
         raise _too_large(config)
@@ -359,6 +391,12 @@ async def _read_bytes(request: Request, config: ServerConfig) -> bytes:
                 if size > config.max_body_size:
                     raise _too_large(config)
                 chunks.append(chunk)
+                began = time.monotonic()
+                for begin in range(0, len(chunk), _SCANNED_AT_ONCE):
+                    if time.monotonic() - began > _TURN:
+                        await asyncio.sleep(0)
+                        began = time.monotonic()
+                    bounds.feed(chunk[begin : begin + _SCANNED_AT_ONCE])
     except TimeoutError:
         raise ApiError(
             408, f"the body did not come within {config.read_timeout:g} s", code="read_timeout",
@@ -366,6 +404,9 @@ async def _read_bytes(request: Request, config: ServerConfig) -> bytes:
         ) from None  # fmt: skip
     except ClientDisconnect:
         raise ApiError(499, "the client has gone", code="client_closed") from None
+    except ApiError as error:
+        error.headers.setdefault("Connection", "close")  # the rest of the body is not read
+        raise
     return b"".join(chunks)
 
 
@@ -374,15 +415,15 @@ def _too_large(config: ServerConfig) -> ApiError:
         413,
         f"the body must be at most {config.max_body_size} bytes",
         code="body_too_large",
-        headers={"Connection": "close"},  # the rest of the body is not read
+        headers={"Connection": "close"},
     )
 
 
 def _from_validation(error: ValidationError) -> ApiError:
     found = error.errors(include_url=False, include_context=False)
-    # Of the branches of a union, the client meant the one that matched most.
+    # Of the branches of a union, the client meant the one that matched most: all but its length.
     top = [e for e in found if e["loc"][:1] == found[0]["loc"][:1]]
-    first = max(top, key=lambda e: len(_param(e["loc"]).split(".")))
+    first = max(top, key=lambda e: (e["type"] == "too_long", len(_param(e["loc"]).split("."))))
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['msg']}", code="invalid_json")
     param = _param(first["loc"]) or None
@@ -391,7 +432,10 @@ def _from_validation(error: ValidationError) -> ApiError:
     # Each branch of a union reports what it expected.
     same = [e["msg"] for e in found if _param(e["loc"]) == (param or "")]
     expected = ", or ".join(dict.fromkeys(m[:1].lower() + m[1:] for m in same))
-    given = "" if isinstance(first["input"], (dict, list)) else f" but got {first['input']!r}"
+    value = first["input"]
+    if isinstance(value, str):
+        value = shorten(value)  # before its repr is made
+    given = "" if isinstance(value, (dict, list)) else f" but got {value!r}"
     where = param or "the body"
     return ApiError(400, f"{where}: {shorten(expected + given)}", param=param, code="invalid_value")
 
@@ -403,7 +447,7 @@ def _param(path: Sequence[int | str]) -> str:
 
 
 def _check_unknown(body: BaseModel, config: ServerConfig, request_id: str) -> None:
-    names = list(_unknown(body))[:_MAX_NAMED_FIELDS]
+    names = list(itertools.islice(_unknown(body), _MAX_NAMED_FIELDS))
     if not names:
         return
     shown = [shorten(name, 64) for name in names]
@@ -439,10 +483,10 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
         name = f"chat_template_kwargs.{min(reserved)}"
         raise bad_request(name, f"{name} must not be given: the server sets it")
     if isinstance(body, ChatBody):
-        if body.documents is not None:
-            kwargs["documents"] = body.documents
-        if body.reasoning_effort is not None:
-            kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+        for name in ("documents", "reasoning_effort", "verbosity"):
+            value = getattr(body, name)
+            if value is not None and kwargs.setdefault(name, value) != value:
+                raise contradiction(name, f"chat_template_kwargs.{name}")
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise bad_request(
@@ -527,11 +571,31 @@ def sampling_params(
     values = {name: getattr(body, name) for name in _SAMPLING}
     if body.logit_bias is not None:
         values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
+    if body.allowed_token_ids is not None:
+        # (There may be many, and each is looked at several times.)
+        values["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids))
     values.update(given)
     limits = (values.pop("max_tokens"), defaults.max_new_tokens)
     asked = {name: value for name, value in values.items() if value is not None}
     max_tokens = min((limit for limit in limits if limit is not None), default=None)
     return SamplingParams(**{**defaults.sampling, **asked}, max_tokens=max_tokens)
+
+
+def max_tokens_of(body: ChatBody | CompletionBody) -> int | None:
+    """The limit of an answer, which has two names; given twice it must be the same.
+
+    Raises:
+        ApiError: 400 for different limits.
+    """
+    limit, same = body.max_tokens, body.max_completion_tokens
+    if limit is not None and same is not None and limit != same:
+        raise contradiction("max_completion_tokens", "max_tokens")
+    return same if limit is None else limit
+
+
+def contradiction(name: str, other: str) -> ApiError:
+    """400 for two fields of one meaning with different values."""
+    return bad_request(name, f"{other} and {name} mean the same but say different things")
 
 
 def check_logprobs(name: str, value: int | None, config: ServerConfig) -> None:

@@ -6,9 +6,10 @@ three times as much. mypy checks the code that builds them, the tests validate w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, NotRequired
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Literal, NotRequired, TypeVar, cast
 
+from pydantic_core import to_json
 from typing_extensions import TypedDict  # (pydantic needs this one before Python 3.12)
 
 from mlx_paged import __version__
@@ -245,12 +246,67 @@ class ServerInfo(TypedDict):
     stats: NotRequired[dict[str, Any]]
 
 
+# Bodies that are serialised in pieces.
+
+T = TypeVar("T")
+
+
+class Lazy(Generic[T]):
+    """A list whose entries are made while it is serialised, once: together they may be large."""
+
+    def __init__(self, entries: Iterable[T]) -> None:
+        self._entries = entries
+
+    @classmethod
+    def list(cls, entries: Iterable[T]) -> list[T]:
+        """In place of a list, for `json_pieces`."""
+        return cast("list[T]", cls(entries))
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._entries)
+
+
+def json_pieces(value: Any) -> Iterator[bytes]:
+    """A body as JSON; each piece takes about as long as one entry of a `Lazy` list.
+
+    Args:
+        value: of dicts; lists in them are serialised at once, unless they are `Lazy`.
+    """
+    if isinstance(value, Lazy):
+        separator = b"["
+        for entry in value:
+            yield separator
+            yield from json_pieces(entry)
+            separator = b","
+        yield b"[]" if separator == b"[" else b"]"
+    elif isinstance(value, Mapping) and _is_lazy(value):
+        separator = b"{"
+        for key, entry in value.items():
+            yield separator + to_json(key) + b":"
+            yield from json_pieces(entry)
+            separator = b","
+        yield b"}"
+    else:
+        yield json_bytes(value)
+
+
+def json_bytes(value: Any) -> bytes:
+    """A body as JSON, at a stretch."""
+    return to_json(value, fallback=list)  # (of `Lazy`)
+
+
+def _is_lazy(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_is_lazy, value.values()))
+    return isinstance(value, Lazy)
+
+
 # Log-probabilities, as the two endpoints report them.
 
 
 def chat_logprobs(
-    tokens: Sequence[int], reports: Sequence[PositionReport], num_top: int, *, as_ids: bool
-) -> ChatLogprobs:
+    reports: Sequence[PositionReport], num_top: int, *, as_ids: bool
+) -> Iterator[ContentLogprob]:
     """An entry for each token, with its `num_top` likeliest alternatives.
 
     Args:
@@ -264,14 +320,12 @@ def chat_logprobs(
             "bytes": list(found.decoded_token.encode()),
         }
 
-    content: list[ContentLogprob] = [
-        {
-            **entry(token, report[token]),
-            "top_logprobs": [entry(*top) for top in _likeliest(report, num_top)],
+    for report in reports:
+        entries = list(report.entries())
+        yield {
+            **entry(*entries[0]),
+            "top_logprobs": [entry(*top) for top in _likeliest(entries, num_top)],
         }
-        for token, report in zip(tokens, reports, strict=True)
-    ]
-    return {"content": content, "refusal": None}
 
 
 class CompletionLogprobs:
@@ -280,67 +334,73 @@ class CompletionLogprobs:
     Args:
         num_top: alternatives of each token.
         as_ids: name tokens "token_id:7".
-        first: text of the prompt's first token, of which nothing is reported.
+        first: the prompt's first token and its text, of which nothing is reported.
     """
 
-    def __init__(self, num_top: int, *, as_ids: bool, first: str = "") -> None:
-        self._first = first
+    def __init__(self, num_top: int, *, as_ids: bool, first: tuple[int, str]) -> None:
+        self._first = f"token_id:{first[0]}" if as_ids else first[1]
+        self._first_text = first[1]
         self._num_top = num_top
         self._as_ids = as_ids
         self._offset = 0
 
-    def piece(
-        self, tokens: Sequence[int], reports: Sequence[PositionReport | None]
-    ) -> CompletionLogprobsAnswer:
-        """Those of the next tokens; None reports the first token of a prompt."""
-        piece: CompletionLogprobsAnswer = {
-            "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
-        }  # fmt: skip
-        for token, report in zip(tokens, reports, strict=True):
-            piece["text_offset"].append(self._offset)
-            if report is None:
-                piece["tokens"].append(f"token_id:{token}" if self._as_ids else self._first)
-                piece["token_logprobs"].append(None)
-                piece["top_logprobs"].append(None)
-                self._offset += len(self._first)
-                continue
-            found = report[token]
-            piece["tokens"].append(_name(token, found, self._as_ids))
-            piece["token_logprobs"].append(_finite(found.logprob))
-            top = [(token, found), *_likeliest(report, self._num_top)]
-            piece["top_logprobs"].append(
-                {_name(t, f, self._as_ids): _finite(f.logprob) for t, f in top}
-            )
-            self._offset += len(found.decoded_token)
-        return piece
+    def piece(self, reports: Sequence[PositionReport | None]) -> CompletionLogprobsAnswer:
+        """Those of the next tokens; None reports the first token of a prompt. Lists are lazy."""
+        return {
+            "tokens": Lazy.list(self._token(report) for report in reports),
+            "token_logprobs": Lazy.list(
+                None if report is None else _finite(report.logprob) for report in reports
+            ),
+            "top_logprobs": Lazy.list(
+                None if report is None else self._top(report) for report in reports
+            ),
+            "text_offset": Lazy.list(map(self._advance, reports)),
+        }
+
+    def _token(self, report: PositionReport | None) -> str:
+        if report is None:
+            return self._first
+        return f"token_id:{report.token_id}" if self._as_ids else report.decoded_token
+
+    def _top(self, report: PositionReport) -> dict[str, float]:
+        entries = list(report.entries())
+        top = [entries[0], *_likeliest(entries, self._num_top)]
+        return {_name(token, found, self._as_ids): _finite(found.logprob) for token, found in top}
+
+    def _advance(self, report: PositionReport | None) -> int:
+        offset = self._offset
+        self._offset += len(self._first_text if report is None else report.decoded_token)
+        return offset
 
 
 def prompt_logprobs(reports: Sequence[PositionReport | None] | None) -> PromptLogprobs | None:
-    """vLLM's `prompt_logprobs`."""
+    """vLLM's `prompt_logprobs`, lazily."""
     if reports is None:
         return None
-    return [
-        None
-        if report is None
-        else {
-            str(token): {
-                "logprob": _finite(found.logprob),
-                "rank": found.rank,
-                "decoded_token": found.decoded_token,
-            }
-            for token, found in report.items()
+    return Lazy.list(map(_prompt_logprob, reports))
+
+
+def _prompt_logprob(report: PositionReport | None) -> dict[str, PromptLogprob] | None:
+    if report is None:
+        return None
+    return {
+        str(token): {
+            "logprob": _finite(found.logprob),
+            "rank": found.rank,
+            "decoded_token": found.decoded_token,
         }
-        for report in reports
-    ]
+        for token, found in report.entries()
+    }
 
 
 def _name(token: int, entry: Logprob, as_ids: bool) -> str:
     return f"token_id:{token}" if as_ids else entry.decoded_token
 
 
-def _likeliest(report: PositionReport, count: int) -> list[tuple[int, Logprob]]:
-    ordered = sorted(report.items(), key=lambda item: item[1].rank)
-    return [item for item in ordered if item[1].rank <= count][:count]
+def _likeliest(entries: list[tuple[int, Logprob]], count: int) -> list[tuple[int, Logprob]]:
+    """Of a report: the token itself comes first there, and is moved to its place."""
+    ordered = sorted(entries, key=lambda entry: entry[1].rank)
+    return [entry for entry in ordered if entry[1].rank <= count][:count]
 
 
 def _finite(logprob: float) -> float:

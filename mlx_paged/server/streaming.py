@@ -17,7 +17,7 @@ import anyio
 from pydantic_core import to_json
 from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from mlx_paged.server import responses
@@ -32,6 +32,10 @@ AppStatus.enable_automatic_graceful_drain = False
 
 #: Seconds between comments that keep an idle connection open, for proxies.
 _PING_INTERVAL = 15
+
+# Bytes that are serialised at a stretch, and of an answer that is held until it is complete.
+_PIECE_SIZE = 1 << 15
+_MAX_HELD = 1 << 20
 
 
 # Of chats and of plain completions.
@@ -63,8 +67,8 @@ class Adapter(ABC):
         return ()
 
     @abstractmethod
-    def piece(self, piece: Piece) -> bytes | None:
-        """The events of a piece; None where there is nothing to send yet."""
+    def piece(self, piece: Piece) -> Iterable[bytes]:
+        """The events of a piece; none where there is nothing to send yet."""
 
     def end(self) -> Iterable[bytes]:
         """Events after the last piece."""
@@ -92,13 +96,52 @@ async def respond(request: Request, adapter: Adapter, *, stream: bool) -> Respon
     try:
         await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
-            return JSONResponse(work.result())
+            return await json_response(work.result())
         # Only the log will show it.
         raise ApiError(499, "the client has gone", code="client_closed")
     finally:
         for each in (work, watch):
             each.cancel()
         await asyncio.gather(work, watch, return_exceptions=True)
+
+
+async def json_response(body: Mapping[str, Any]) -> Response:
+    """A body as a response, serialised in pieces between which other tasks run.
+
+    One of more than `_MAX_HELD` bytes is serialised while it is sent, as fast as the client reads.
+    """
+    pieces = _in_turns(responses.json_pieces(body))
+    held = []
+    size = 0
+    async for piece in pieces:
+        held.append(piece)
+        size += len(piece)
+        if size > _MAX_HELD:
+            rest = _after(held, pieces)
+            return StreamingResponse(rest, media_type="application/json")
+    return Response(b"".join(held), media_type="application/json")
+
+
+async def _after(held: list[bytes], rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield b"".join(held)
+    held.clear()
+    async for piece in rest:
+        yield piece
+
+
+async def _in_turns(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """Joins pieces to larger ones; lets other tasks run before each."""
+    joined = []
+    size = 0
+    for piece in pieces:
+        joined.append(piece)
+        size += len(piece)
+        if size >= _PIECE_SIZE:
+            yield b"".join(joined)
+            joined.clear()
+            size = 0
+            await asyncio.sleep(0)
+    yield b"".join(joined)
 
 
 async def _whole(adapter: Adapter) -> Mapping[str, Any]:
@@ -119,9 +162,12 @@ async def _events(adapter: Adapter) -> AsyncIterator[bytes]:
             for event in adapter.begin():
                 yield event
             async for piece in generation.pieces():
-                events = adapter.piece(piece)
-                if events is not None:
-                    yield events
+                several = False
+                for event in adapter.piece(piece):
+                    if several:
+                        await asyncio.sleep(0)
+                    several = True
+                    yield event
             for event in adapter.end():
                 yield event
     except ApiError as error:
@@ -176,7 +222,7 @@ class EventStream(EventSourceResponse):
 
 def sse(body: Mapping[str, Any]) -> bytes:
     """One event."""
-    return b"data: " + to_json(body) + b"\n\n"
+    return b"data: " + responses.json_bytes(body) + b"\n\n"
 
 
 class TextEvent:
@@ -249,20 +295,20 @@ class OpenAIAdapter(Adapter):
             chunk["usage"] = None
         return sse(chunk)
 
-    def piece(self, piece: Piece) -> bytes | None:
+    def piece(self, piece: Piece) -> Iterable[bytes]:
         text = piece.text
         if piece.is_plain and not (self.return_token_ids or self._usage_always):
             if not text:
-                return None  # a character is not whole yet
+                return ()  # a character is not whole yet
             key = piece.prompt, piece.index
             event = self._text_events.get(key)
             if event is None:
                 pattern = self.choice(Piece(*key, piece.num_before, [TextEvent.TEXT]))
                 event = self._text_events[key] = TextEvent(self.event(pattern))
-            return event(text)
+            return (event(text),)
         if not (text or piece.logprobs or piece.finish_reason or self.return_token_ids):
-            return None
-        return self.event(self.choice(piece))
+            return ()
+        return (self.event(self.choice(piece)),)
 
     def add_ending(self, choice: responses.ChatChoice | ChunkChoice, piece: Piece) -> None:
         """Adds the fields of a choice that are not always there."""

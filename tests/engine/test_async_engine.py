@@ -24,6 +24,7 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.outputs import SequenceUpdate
 from mlx_paged.engine.request_stream import Channel
+from mlx_paged.engine.sampling import sequence_sampler
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import (
     DuplicateRequestError,
@@ -80,6 +81,11 @@ async def until(condition: Callable[[], Coroutine[Any, Any, bool]]) -> None:
 async def idle(engine: AsyncEngine) -> bool:
     stats = await engine.stats()
     return not (stats.num_running or stats.num_waiting or stats.usage.num_used_blocks)
+
+
+async def settled(engine: AsyncEngine) -> bool:
+    """Idle, and no step is in flight either."""
+    return await idle(engine) and not engine.engine.has_unfinished
 
 
 def test_deltas_add_up_to_the_answer(engine, expected) -> None:
@@ -176,6 +182,23 @@ def test_a_blocked_event_loop_stalls_nobody(engine, expected) -> None:
         assert stream.output.outputs[0].token_ids == expected[:60]
 
     run(test())
+
+
+def test_bad_words_are_tokenized_off_the_engines_thread(engine, monkeypatch) -> None:
+    threads: list[str] = []
+    spellings = sequence_sampler._spellings
+
+    def noted(text: str, tokenizer: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return spellings(text, tokenizer)
+
+    monkeypatch.setattr(sequence_sampler, "_spellings", noted)
+
+    async def test() -> None:
+        await engine.generate(PROMPT, params(3, bad_words=["return", "if n"]))
+
+    run(test())
+    assert len(threads) == 2 and "mlx-paged-engine" not in threads
 
 
 def test_a_lagging_reader_is_woken_once() -> None:
@@ -279,8 +302,8 @@ def test_cancelling_while_the_request_is_being_added(engine) -> None:
         release.set()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert blocked.result()
-        await until(lambda: idle(engine))
-        assert not engine.engine.has_unfinished and not engine._thread._sleepers
+        await until(lambda: settled(engine))
+        assert not engine._thread._sleepers
 
     run(test())
 

@@ -197,9 +197,14 @@ def test_a_request_that_takes_an_aborted_ones_id(llm: LLM) -> None:
     check_prompt(output, 1)
 
 
+def pairs(position: PositionLogprobs) -> list[tuple[int, float]]:
+    assert position.likeliest is not None
+    return list(zip(*(array.tolist() for array in position.likeliest)))
+
+
 def test_ties_are_listed_by_id_and_share_a_rank() -> None:
     logits = mx.zeros((2, 50))
-    tops = [p.likeliest for p in logprobs_of(logits, mx.array([3, 4]), likeliest=True).read()]
+    tops = [pairs(p) for p in logprobs_of(logits, mx.array([3, 4]), likeliest=True).read()]
     assert tops[0] == sorted(tops[0]) and tops[0] == tops[1]
     assert [p.rank for p in logprobs_of(logits, mx.array([3, 4]), likeliest=False).read()] == [1, 1]
 
@@ -210,12 +215,12 @@ def test_a_row_does_not_depend_on_its_batch(rng: np.random.Generator) -> None:
     together = logprobs_of(logits, tokens, likeliest=True).read()
     for i in range(40):
         [alone] = logprobs_of(logits[i : i + 1], tokens[i : i + 1], likeliest=True).read()
-        assert alone == together[i]
+        assert alone[:3] == together[i][:3] and pairs(alone) == pairs(together[i])
 
 
 def test_a_small_vocabulary() -> None:
     [position] = logprobs_of(mx.array([[0.0, 1.0, 2.0]]), mx.array([0]), likeliest=True).read()
-    assert [token for token, _ in position.likeliest] == [2, 1, 0] and position.rank == 3
+    assert [token for token, _ in pairs(position)] == [2, 1, 0] and position.rank == 3
 
 
 def test_a_prompt_computed_anew_is_reported_once() -> None:
@@ -226,7 +231,7 @@ def test_a_prompt_computed_anew_is_reported_once() -> None:
         targets = report.targets(start, end)
         if targets is not None:
             assert list(targets.token_ids) == prompt[start + 1 : end + 1]
-            found = [PositionLogprobs(token, -1.0, 1, []) for token in targets.token_ids]
+            found = [PositionLogprobs(token, -1.0, 1, None) for token in targets.token_ids]
             report.record(start, found)
     assert [next(iter(p)) for p in report.positions if p is not None] == prompt[1:]
     assert report.targets(0, 10) is None, "nothing is left to report"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from typing import Any
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
@@ -16,8 +18,19 @@ from mlx_lm.sample_utils import make_logits_processors
 from support.models import embedded
 
 from mlx_paged import SamplingParams
-from mlx_paged.engine.sampling.logits_processors import Edits, InFlight, TokenHistory, apply_edits
-from mlx_paged.engine.sampling.sequence_sampler import RequestSampling, SequenceSampler, TokenMask
+from mlx_paged.engine.sampling.logits_processors import (
+    ALWAYS,
+    Edits,
+    InFlight,
+    TokenHistory,
+    apply_edits,
+)
+from mlx_paged.engine.sampling.sequence_sampler import (
+    RequestSampling,
+    SequenceSampler,
+    TokenMask,
+    _LongBadWords,
+)
 from mlx_paged.errors import InvalidParameterError
 
 VOCAB_SIZE = 4096
@@ -294,3 +307,27 @@ def test_tokens_that_the_model_lacks_are_refused(field: str) -> None:
     value = {VOCAB_SIZE: 1.0} if field == "logit_bias" else [3, VOCAB_SIZE]
     with pytest.raises(InvalidParameterError, match=f"{field} must be token ids below 4096"):
         sampler_of(SamplingParams(**{field: value}))
+
+
+def test_long_bad_words_are_found_by_their_last_known_token() -> None:
+    """Against a comparison of all words with the answer, which took longer than a step."""
+
+    def plain(words: list[list[int]], generated: list[int], in_flight: bool) -> list[Any]:
+        found = []
+        for *begin, last in words:
+            after = begin.pop() if in_flight else ALWAYS
+            if not begin or generated[-len(begin) :] == begin:
+                found.append((last, after))
+        return sorted(found)
+
+    rng = random.Random(3)
+    for _ in range(2000):
+        words = [rng.choices(range(3), k=rng.randrange(2, 5)) for _ in range(rng.randrange(6))]
+        generated = rng.choices(range(3), k=rng.randrange(6))
+        index = _LongBadWords(words)
+        assert bool(index) == bool(words)
+        for in_flight in (False, True):
+            found = sorted(index.possible(generated, in_flight=in_flight))
+            assert found == plain(words, generated, in_flight)
+    index = _LongBadWords([[i, 7] for i in range(100)])
+    assert {len(words) for words in index._known.values()} == {1}, "one is compared, not all"

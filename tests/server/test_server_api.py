@@ -12,7 +12,7 @@ from support.server_helpers import RunningServer, events, running, validate
 from mlx_paged import LLM, SamplingParams, ops
 from mlx_paged.server import responses
 from mlx_paged.server.config import ServerConfig
-from mlx_paged.server.requests import Message, template_message
+from mlx_paged.server.requests import Message, Unsupported, template_message
 
 FIBONACCI = [{"role": "user", "content": "Return the n-th Fibonacci number"}]
 PROMPT = "def is_even(n: int) -> bool:\n"
@@ -277,8 +277,17 @@ def test_truncation_keeps_the_end(client) -> None:
     cut = complete(client, prompt=ids, truncate_prompt_tokens=7, return_token_ids=True)
     assert cut["usage"]["prompt_tokens"] == 7
     assert cut["choices"][0]["prompt_token_ids"] == ids[-7:]
-    long = complete(client, prompt=[100] * 600, truncate_prompt_tokens=-1, max_tokens=1)
-    assert long["usage"]["prompt_tokens"] == 511
+    for room in (1, 40):
+        asked = {"truncate_prompt_tokens": -1, "max_tokens": room, "ignore_eos": True}
+        long = complete(client, prompt=[100] * 600, **asked)
+        assert long["usage"]["prompt_tokens"] == 512 - room
+        assert long["usage"]["completion_tokens"] == room
+    assert complete(client, prompt=ids, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] == 60
+    # A chat without a limit has a quarter of the context for its answer.
+    words = [{"role": "user", "content": "word " * 900}]
+    asked = {"max_tokens": None, "truncate_prompt_tokens": -1, "ignore_eos": True}
+    usage = chat(client, messages=words, **asked)["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (384, 128)
 
 
 # Streams.
@@ -392,7 +401,7 @@ BAD = [
     ({"structured_outputs": {"json": {}}}, "structured_outputs"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"store": True}, "store"),
+    ({"verbosity": 1}, "verbosity"),
     ({"service_tier": "flex"}, "service_tier"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"model": 7}, "model"),
@@ -406,8 +415,11 @@ CHAT_BAD = [
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
     ({"top_logprobs": 3}, "top_logprobs"),
+    ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+     "reasoning_effort"),
+    ({"documents": [], "chat_template_kwargs": {"documents": [1]}}, "documents"),
+    ({"verbosity": "low", "chat_template_kwargs": {"verbosity": "high"}}, "verbosity"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": 3}, "logprobs"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
@@ -454,17 +466,47 @@ def test_a_bad_field_is_named(client, path, change, param) -> None:
 def test_numbers_of_an_overflow(client) -> None:
     found = error(client.post("/v1/completions", json={"prompt": [5] * 500, "max_tokens": 20}), 400)
     assert found["code"] == "context_length_exceeded"
-    for number in ("512", "520", "500", "20"):
-        assert number in found["message"]
+    assert found["message"] == (
+        "This model's maximum context length is 512 tokens. However, you requested 520 tokens (500 "
+        "in the prompt, 20 in the completion). Please reduce the length of the prompt or "
+        "completion."
+    )
+    text = error(client.post("/v1/completions", json={"prompt": "a " * 60_000}), 400)
+    assert text["code"] == "context_length_exceeded" and text["param"] == "prompt"
+    assert text["message"].startswith("This model's maximum context length is 512 tokens. However,")
 
 
-def test_a_prompt_that_can_never_fit_the_pool() -> None:
+def test_the_context_is_what_the_pool_can_serve(caplog) -> None:
+    """Ten blocks of eight tokens; the last token of an answer needs no slot."""
+    caplog.set_level("INFO", "mlx_paged.server")
     with running(num_gpu_blocks_override=11, max_num_seqs=4) as server, server.client() as client:
         found = error(
             client.post("/v1/completions", json={"prompt": [5] * 90, "max_tokens": 20}), 400
         )
         assert "KV cache" in found["message"] and "110" in found["message"]
-        assert complete(client, prompt=[5] * 40, max_tokens=20)["usage"]["total_tokens"] <= 60
+        assert found["message"].startswith("This model's maximum context length is 81 tokens.")
+        [model] = client.get("/v1/models").json()["data"]
+        assert model["max_model_len"] == 81
+        assert client.post("/tokenize", json={"prompt": "x"}).json()["max_model_len"] == 81
+        for length, status in ((81, 200), (82, 400)):
+            body = {"prompt": [5] * 40, "max_tokens": length - 40, "ignore_eos": True}
+            response = client.post("/v1/completions", json=body)
+            assert response.status_code == status, response.text
+    assert "KV cache size: 80 tokens" in caplog.messages
+    assert "Maximum concurrency for 81 tokens per request: 1.00x" in caplog.messages
+    [warning] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "at most 81 tokens, not 4,096" in warning
+
+
+def test_a_pool_that_is_large_enough_is_no_reason_to_warn(caplog) -> None:
+    caplog.set_level("INFO", "mlx_paged.server")
+    options = {"num_gpu_blocks_override": 101, "max_model_len": 161}
+    with running(**options) as server, server.client() as client:
+        [model] = client.get("/v1/models").json()["data"]
+        assert model["max_model_len"] == 161
+    assert "KV cache size: 800 tokens" in caplog.messages
+    assert "Maximum concurrency for 161 tokens per request: 5.00x" in caplog.messages
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
 
 
 NO_BODY = [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"{'a': 1}", b"[" * 100_000,
@@ -564,3 +606,12 @@ def test_the_openapi_document_knows_every_path(client) -> None:
     described = {(p, m.upper()) for p, item in document["paths"].items() for m in item}
     assert described == {(o.path.replace(":path", ""), o.method) for o in API}
     assert client.get("/docs").status_code == 200
+
+
+def test_what_works_comes_first_in_the_document(client) -> None:
+    schemas = client.get("/openapi.json").json()["components"]["schemas"]
+    for name, first in (("ChatBody", "messages"), ("CompletionBody", "prompt")):
+        fields = list(schemas[name]["properties"])
+        refused = [f for f in fields if f in Unsupported.model_fields]
+        assert fields[-len(refused) :] == refused and refused
+        assert {first, "temperature", "max_tokens", "stream"} <= set(fields[: -len(refused)])

@@ -23,7 +23,7 @@ PATHS = {
     "/v1/completions": {"prompt": "x"},
 }
 # They ask for nothing: there are no tools to call in parallel, and one cache.
-HINTS = {"parallel_tool_calls", "prompt_cache_key"}
+HINTS = {"parallel_tool_calls", "prompt_cache_key", "store"}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,8 @@ def test_every_known_field_is_looked_at(body) -> None:
     code = "".join(path.read_text() for path in SERVER.glob("*.py"))
     refused = {*requests._LATER, *requests._NEVER, *(name for name, _, _ in requests._ONLY)}
     assert refused <= ChatBody.model_fields.keys()
-    named = {"tool_choice", "response_format", "stream_options"}  # by methods of the schema
+    named = {"tool_choice", "function_call", "response_format", "stream_options"}  # by methods
+    named.add("verbosity")  # (one value, or with other names)
     passed_on = requests._SAMPLING if issubclass(body, requests.GenerationBody) else set()
     for name in body.model_fields.keys() - refused - named - HINTS - passed_on:
         assert f"body.{name}" in code or f'"{name}"' in code, name
@@ -66,8 +67,9 @@ REFUSED: list[tuple[str, Any]] = [
     *((name, [{"a": 1}]) for name in ("tools", "functions")),
     *((name, "x") for name in requests._LATER if name not in ("tools", "functions")),
     ("tool_choice", "required"), ("response_format", {"type": "json_schema"}),
-    ("modalities", ["text", "audio"]), ("store", True), ("service_tier", "flex"),
-    ("use_beam_search", True), ("length_penalty", 1.5), ("verbosity", "low"),
+    ("modalities", ["text", "audio"]), ("service_tier", "flex"),
+    ("function_call", {"name": "f"}), ("function_call", "f"),
+    ("use_beam_search", True), ("length_penalty", 1.5),
     ("prompt_cache_retention", "24h"), ("include_reasoning", False),
 ]  # fmt: skip
 
@@ -88,11 +90,47 @@ def test_what_asks_for_nothing_special_is_taken(client, path) -> None:
         "modalities": ["text"], "store": False, "service_tier": "auto", "use_beam_search": False,
         "length_penalty": 1, "verbosity": "medium", "prompt_cache_retention": "in_memory",
         "include_reasoning": True, "parallel_tool_calls": True, "prompt_cache_key": "k",
+        "function_call": "none", "max_completion_tokens": 1,
         "spaces_between_special_tokens": True,
     }  # fmt: skip
-    for body in (harmless, dict.fromkeys(harmless)):
+    for body in (harmless, dict.fromkeys(harmless), {**harmless, "store": True}):
         response = client.post(path, json={**PATHS[path], "max_tokens": 1, **body})
         assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_both_names_of_a_limit_mean_the_same(client, path) -> None:
+    for limits in (
+        {"max_tokens": 3, "max_completion_tokens": 3}, {"max_completion_tokens": 3},
+        {"max_tokens": 3}, {"max_tokens": 3, "max_completion_tokens": None},
+    ):  # fmt: skip
+        body = {**PATHS[path], "ignore_eos": True, **limits}
+        usage = client.post(path, json=body).json()["usage"]
+        assert usage["completion_tokens"] == 3, limits
+    body = {**PATHS[path], "max_tokens": 3, "max_completion_tokens": 4}
+    error = client.post(path, json=body).json()["error"]
+    assert error["param"] == "max_completion_tokens" and "max_tokens" in error["message"]
+
+
+def test_no_alternatives_need_no_logprobs(client) -> None:
+    body = {**PATHS["/v1/chat/completions"], "max_tokens": 1, "top_logprobs": 0}
+    for asked in (body, {**body, "logprobs": False}):
+        answer = client.post("/v1/chat/completions", json=asked)
+        assert answer.status_code == 200 and answer.json()["choices"][0]["logprobs"] is None
+
+
+def test_hints_reach_the_template() -> None:
+    body = ChatBody.model_validate(
+        {**PATHS["/v1/chat/completions"], "verbosity": "low", "reasoning_effort": "high",
+         "chat_template_kwargs": {"verbosity": "low", "x": 1}}
+    )  # fmt: skip
+    kwargs = requests.conversation_of(body).template_kwargs
+    assert kwargs == {"verbosity": "low", "reasoning_effort": "high", "x": 1}
+
+
+def test_a_plain_completion_has_no_template_for_a_hint(client) -> None:
+    error = client.post("/v1/completions", json={"prompt": "x", "verbosity": "low"}).json()["error"]
+    assert error["param"] == "verbosity"
 
 
 def test_special_tokens_are_shown_without_spaces_or_not_at_all(client, server) -> None:

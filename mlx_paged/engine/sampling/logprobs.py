@@ -5,7 +5,7 @@ They are the model's own: the log-softmax of its logits, before any edit, temper
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.engine.outputs import Logprob, PositionReport
+from mlx_paged.engine.outputs import PositionReport
 from mlx_paged.engine.sampling_params import MAX_LOGPROBS
 
 
@@ -24,7 +24,8 @@ class PositionLogprobs(NamedTuple):
     token_id: int
     logprob: float
     rank: int  # 1: no token is likelier
-    likeliest: list[tuple[int, float]]  # up to MAX_LOGPROBS (id, logprob), likeliest first
+    # Up to MAX_LOGPROBS ids and log-probabilities, likeliest first; None where not asked for.
+    likeliest: tuple[np.ndarray, np.ndarray] | None  # [k] int32, [k] float32
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,12 @@ class LogprobArrays:
         tokens, logprobs, ranks = (
             np.array(array).tolist() for array in (self.tokens, self.logprobs, self.ranks)
         )
-        tops: Sequence[list[tuple[int, float]]] = [[]] * len(tokens)
+        tops: Iterable[tuple[np.ndarray, np.ndarray] | None] = [None] * len(tokens)
         if self.top_tokens is not None and self.top_logprobs is not None:
             ids, values = np.array(self.top_tokens), np.array(self.top_logprobs)
             order = np.lexsort((ids, -values), axis=-1)  # equal ones by id
             ids, values = (np.take_along_axis(a, order, axis=-1) for a in (ids, values))
-            tops = [list(zip(*pair)) for pair in zip(ids.tolist(), values.tolist())]
+            tops = zip(ids, values)
         return [PositionLogprobs(*position) for position in zip(tokens, logprobs, ranks, tops)]
 
 
@@ -90,14 +91,20 @@ class LogprobReport:
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._text = lru_cache(maxsize=1 << 16)(lambda token: str(tokenizer.decode([token])))
 
-    def __call__(self, position: PositionLogprobs, num_likeliest: int) -> dict[int, Logprob]:
-        """The token of a position, then the likeliest other ones."""
-        token = position.token_id
-        report = {token: Logprob(position.logprob, position.rank, self._text(token))}
-        for rank, (other, logprob) in enumerate(position.likeliest[:num_likeliest], 1):
-            if other != token:
-                report[other] = Logprob(logprob, rank, self._text(other))
-        return report
+    def __call__(self, position: PositionLogprobs, num_likeliest: int) -> PositionReport:
+        """The token of a position, then the likeliest other ones.
+
+        Raises:
+            Exception: the tokenizer cannot decode one of them.
+        """
+        token, logprob, rank, likeliest = position
+        self._text(token)
+        if likeliest is not None:
+            ids, logprobs = (array[:num_likeliest] for array in likeliest)
+            likeliest = ids, logprobs
+            for other in ids.tolist():
+                self._text(other)
+        return PositionReport(token, logprob, rank, likeliest, self._text)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class RequestSampling:
 
         bad_words = [w for text in params.bad_words or () for w in _spellings(text, tokenizer)]
         bans = {word[0] for word in bad_words if len(word) == 1}
-        self.long_bad_words = [word for word in bad_words if len(word) > 1]
+        self.long_bad_words = _LongBadWords([word for word in bad_words if len(word) > 1])
         ends = {*(params.stop_token_ids or ()), *tokenizer.eos_token_ids}
         # (A stop token that the model does not have is never sampled.)
         early_bans = bans | {token for token in ends if token < vocab_size}
@@ -96,6 +96,46 @@ class RequestSampling:
             or token_mask
             or params.penalizes
         )
+
+
+class _LongBadWords:
+    """Words of several tokens, by the token that must come before what is to be banned.
+
+    To compare each answer with hundreds of words of hundreds of tokens took longer than a step.
+    """
+
+    def __init__(self, words: list[list[int]]) -> None:
+        # By the last known token (None: any): what comes before, the token to ban, and the token
+        # in flight that it must follow.
+        self._known: dict[int | None, list[tuple[list[int], int, int]]] = {}
+        self._in_flight: dict[int | None, list[tuple[list[int], int, int]]] = {}
+        for *begin, last in words:
+            self._known.setdefault(begin[-1], []).append((begin, last, ALWAYS))
+            *begin, after = begin
+            key = begin[-1] if begin else None
+            self._in_flight.setdefault(key, []).append((begin, last, after))
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def possible(self, generated: list[int], *, in_flight: bool) -> list[tuple[int, int]]:
+        """The last token of each word whose other tokens are the end of an answer.
+
+        Args:
+            in_flight: whether one token more than `generated` is there, but not known yet.
+
+        Returns:
+            (token, the token in flight that it must follow or `ALWAYS`).
+        """
+        words = self._in_flight if in_flight else self._known
+        candidates = words.get(None, [])
+        if generated:
+            candidates = candidates + words.get(generated[-1], [])
+        return [
+            (last, after)
+            for begin, last, after in candidates
+            if not begin or generated[-len(begin) :] == begin
+        ]
 
 
 class SequenceSampler:
@@ -165,11 +205,7 @@ class SequenceSampler:
     ) -> Additions | None:
         """Adds the last token of each word whose other tokens are the end of the answer."""
         in_flight = len(self._sampling.prompt) + len(generated) < position
-        found = []
-        for *begin, last in self._sampling.long_bad_words:
-            after = begin.pop() if in_flight else ALWAYS
-            if not begin or generated[-len(begin) :] == begin:
-                found.append((last, after))
+        found = self._sampling.long_bad_words.possible(generated, in_flight=in_flight)
         if not found:
             return additions
         ids, after_ids = (np.array(column, dtype=np.int32) for column in zip(*found))
