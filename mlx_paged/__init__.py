@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged import blas
+from mlx_paged import blas, descriptors
 from mlx_paged.drop_in import arrange, patch, unpatch
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ _HOMES = {
 
 # Now, not when MLX is first needed: a program that imports mlx_paged and then mlx.core means both.
 blas.preload()
+descriptors.keep_limit()
 arrange()
 
 
