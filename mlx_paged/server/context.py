@@ -13,7 +13,7 @@ from starlette.requests import Request
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.server.config import GenerationDefaults, ServerConfig
 from mlx_paged.server.conversation import Renderer
-from mlx_paged.server.errors import ApiError, unavailable
+from mlx_paged.server.errors import ApiError, shorten, unavailable
 from mlx_paged.server.metrics import Metrics
 
 
@@ -41,7 +41,7 @@ class Trace:
         return {
             "request_id": self.request_id,
             "method": self.method,
-            "path": self.path,
+            "path": shorten(self.path),
             "client": self.client,
             "status": self.status,
             "seconds": round(time.monotonic() - self.started, 4),
