@@ -7,9 +7,9 @@ byte, bodies that continue after their answer was sent.
 **Clients that close their sending side** (``shutdown(SHUT_WR)``) get their answers. TCP shows the
 same to the server whether a client has closed one side or both; the difference shows only when
 something is sent to it, because a client that is gone answers with a reset. An answer that is
-streamed finds out at its next chunk. Before an answer has begun, clients of HTTP/1.1 are sent
-``100 Continue``, which they skip. HTTP/1.0 has no such response: there the kernel's keep-alive
-finds out, about a minute later.
+streamed finds out at its next chunk, and comments are sent between chunks. Before an answer has
+begun, clients of HTTP/1.1 are sent ``100 Continue``, which they skip. HTTP/1.0 has no such
+response: there the kernel's keep-alive finds out, about a minute later.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REST_OF_HEAD = len("  HTTP/1.1\r\n" "\r\n")  # fmt: skip
 _REST_OF_HEADER = len(": \r\n")
 # Seconds between looks whether a client that stopped sending is gone; first, then at most.
 _FIRST_LOOK, _MOST_LOOK = 0.01, 1.0
-# Seconds between interim responses to it, and between the kernel's probes.
+# Seconds between what is sent to see it, and between the kernel's probes.
 _INTERIM_INTERVAL = 15.0
 _PROBE_INTERVAL = 5
 
@@ -151,14 +151,22 @@ class ImpatientProtocol(HttpToolsProtocol):
             self.transport.abort()
             return
         now = self.loop.time()
-        if now >= interim_at:
+        if now >= interim_at and not self.pipeline:
             interim_at = now + _INTERIM_INTERVAL
-            is_first = not self.pipeline and not self.cycle.response_started
-            if is_first and self.cycle.scope["http_version"] == "1.1":
-                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._send_filler()
         self._look = self.loop.call_later(
             delay, self._look_after_client, min(2 * delay, _MOST_LOOK), interim_at
         )
+
+    def _send_filler(self) -> None:
+        """Sends what the client skips. A stream that may have it says so: ``filler`` of its scope's
+        state."""
+        cycle = self.cycle
+        filler: bytes | None = cycle.scope["state"].get("filler")
+        if cycle.response_started and cycle.chunked_encoding and filler:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(filler), filler))
+        elif not cycle.response_started and cycle.scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     @property
     def _socket(self) -> socket.socket:

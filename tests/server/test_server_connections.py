@@ -14,7 +14,7 @@ import httpx
 import pytest
 from support.server_helpers import RunningServer, running
 
-from mlx_paged.server import connection
+from mlx_paged.server import connection, streaming
 from mlx_paged.server.config import ServerConfig
 
 PROMPT = "def is_even(n: int) -> bool:\n"
@@ -55,9 +55,9 @@ def asked(server: RunningServer, request: bytes, *, half_close: bool = False) ->
         return drained(sock)
 
 
-def num_aborted(server: RunningServer) -> float:
+def num_ended(server: RunningServer, reason: str) -> float:
     text = httpx.get(f"{server.url}/metrics").text
-    [found] = re.findall(r'request_success_total{.*finished_reason="abort".*} (\S+)', text)
+    [found] = re.findall(rf'request_success_total{{.*finished_reason="{reason}".*}} (\S+)', text)
     return float(found)
 
 
@@ -103,27 +103,43 @@ def test_half_a_request_is_no_request(server) -> None:
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_a_client_that_has_left_is_noticed(server, monkeypatch, stream, when) -> None:
     monkeypatch.setattr(connection, "_INTERIM_INTERVAL", 0.05)
-    before = num_aborted(server)
+    before = num_ended(server, "abort")
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
         sock.sendall(post({**LONG, "stream": stream}))
         if when == "later":  # it only stopped sending, for a while
             sock.shutdown(socket.SHUT_WR)
             assert sock.recv(4096)
         server.until(lambda: server.stats().num_running == 8)
-    server.until(lambda: num_aborted(server) == before + 1)
+    server.until(lambda: num_ended(server, "abort") == before + 1)
     server.wait_idle()
+
+
+def test_a_stream_that_waits_is_given_up_where_it_waits(monkeypatch) -> None:
+    """Nothing of it comes that would show that its client has left."""
+    monkeypatch.setattr(streaming, "_PING_INTERVAL", 600)
+    with running(max_num_seqs=1) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as first:
+            first.sendall(post({**LONG, "n": 1, "stream": True}))
+            server.until(lambda: server.stats().num_running == 1)
+            with socket.create_connection(("127.0.0.1", server.port), timeout=60) as second:
+                second.sendall(post({**LONG, "stream": True}))
+                assert second.recv(4096).endswith(b"\r\n\r\n")  # (unread, it would be reset)
+                server.until(lambda: server.stats().num_waiting == 8)
+            server.until(lambda: num_ended(server, "abort") == 1)
+            assert num_ended(server, "length") == 0  # the first goes on
+        server.wait_idle()
 
 
 def test_a_reset_is_noticed_before_the_answer(server, monkeypatch) -> None:
     """Without anything being sent to it, as with HTTP/1.0."""
-    before = num_aborted(server)
+    before = num_ended(server, "abort")
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
         sock.sendall(post(LONG, "1.0"))
         sock.shutdown(socket.SHUT_WR)
         server.until(lambda: server.stats().num_running == 8)
         # A client's kernel sends the same when the server's keep-alive finds nobody there.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    server.until(lambda: num_aborted(server) == before + 1)
+    server.until(lambda: num_ended(server, "abort") == before + 1)
     server.wait_idle()
 
 
