@@ -159,8 +159,11 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
         starting.cancel()
         context.close()
 
+    methods: dict[tuple[str, Endpoint], list[str]] = {}
+    for operation in API:
+        methods.setdefault((operation.path, operation.endpoint), []).append(operation.method)
     routes: list[BaseRoute] = [
-        Route(operation.path, operation.endpoint, methods=[operation.method]) for operation in API
+        Route(path, endpoint, methods=names) for (path, endpoint), names in methods.items()
     ]
     routes.append(Route("/openapi.json", _document))
     routes.append(Route("/docs", _file("docs.html")))

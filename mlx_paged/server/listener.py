@@ -97,14 +97,16 @@ class Listener:
         self._loop.add_reader(sock, self._accept)
 
     def close(self) -> None:
-        """Accepts no more; connections go on."""
+        """Accepts no more; connections go on, but those that have not begun (TLS handshakes)."""
         self._loop.remove_reader(self._socket)
+        for starting in self._starting:
+            starting.cancel()
         for timer in (self._pause, self._silence):
             if timer is not None:
                 timer.cancel()
 
     async def wait_closed(self) -> None:
-        """Waits for handshakes."""
+        """Waits until those have ended."""
         await asyncio.gather(*self._starting, return_exceptions=True)
 
     def _accept(self) -> None:
