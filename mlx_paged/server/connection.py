@@ -55,7 +55,7 @@ class ImpatientProtocol(HttpToolsProtocol):
     _parsed_size = 0
     _received_size = 0
     _is_refused = False
-    _look: asyncio.TimerHandle | None = None
+    _look: asyncio.Handle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -139,7 +139,8 @@ class ImpatientProtocol(HttpToolsProtocol):
             if hasattr(socket, name):
                 with contextlib.suppress(OSError):
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _PROBE_INTERVAL)
-        self._look_after_client(_FIRST_LOOK, self.loop.time())
+        # (Not now: the transport must not be closed while it handles the end of the input.)
+        self._look = self.loop.call_soon(self._look_after_client, _FIRST_LOOK, self.loop.time())
         return True
 
     def _look_after_client(self, delay: float, interim_at: float) -> None:
