@@ -21,8 +21,10 @@ SOURCES := pyproject.toml CMakeLists.txt \
 demo: $(BIN)/.installed
 	$(BIN)/mlx-paged demo
 
+# One worker a core; `make test WORKERS=0` runs the tests in one process.
+WORKERS ?= $(shell nproc 2> /dev/null || sysctl -n hw.ncpu)
 test: $(BIN)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 # mlx-lm's own tests, fetched from PyPI, without and with `import mlx_paged`. Takes some minutes.
 test-mlx-lm: $(BIN)/.installed
@@ -73,7 +75,8 @@ wheel: $(BIN)/.installed
 $(BIN)/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --config-settings=cmake.define.MLX_PAGED_WERROR=$(WERROR) \
+	$(BIN)/python scripts/install_progress.py $(BIN)/python -m pip install --verbose \
+		--config-settings=cmake.define.MLX_PAGED_WERROR=$(WERROR) \
 		--config-settings=cmake.define.MLX_PAGED_BUILD_TESTS=ON --editable '.[$(EXTRAS)]'
 	touch $@
 WERROR ?= OFF

@@ -7,11 +7,30 @@ first used, so that the state half (``mlx_paged.core``) never needs MLX.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged import blas, descriptors
-from mlx_paged.drop_in import arrange, patch, unpatch
+
+def _exit_interrupted(*_: object) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, b"mlx-paged: interrupted\n")
+    os._exit(130)
+
+
+if (
+    os.path.basename(getattr(sys, "argv", [""])[0]).removesuffix(".exe") == "mlx-paged"
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
+    # This is the first line of ours that the program runs. Until its verb begins (`cli.entry.run`),
+    # Ctrl-C is no exception: it would be a traceback from the middle of an import.
+    signal.signal(signal.SIGINT, _exit_interrupted)
+
+from mlx_paged import blas, descriptors  # noqa: E402
+from mlx_paged.drop_in import arrange, patch, unpatch  # noqa: E402
 
 if TYPE_CHECKING:
     from mlx_paged.engine.llm import LLM, RequestOutput

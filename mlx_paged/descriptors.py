@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+
+from mlx_paged.import_hooks import around_import
 
 try:
     import resource
@@ -28,10 +27,8 @@ _STEPS = (MOST, 65_536, 10_240, 4096)
 
 def keep_limit() -> None:
     """From now on the import of mlx-lm leaves the limits as they are."""
-    if resource is None or _MODULE in sys.modules:
-        return
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    if resource is not None:
+        around_import(_MODULE, _guarded)
 
 
 def limit() -> int:
@@ -79,46 +76,18 @@ def _number(value: int) -> int:
     return sys.maxsize if value in (-1, resource.RLIM_INFINITY) else value
 
 
-class _Finder(MetaPathFinder):
-    """Finds nothing itself; has mlx-lm's module loaded by a loader that guards the limits."""
+def _guarded(module: ModuleType, execute: Callable[[], None]) -> None:
+    """Runs the module's own code, which sets no limits meanwhile."""
+    original = resource.setrlimit
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != _MODULE:
-            return None
-        later = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        found = (f.find_spec(name, path, target) for f in later if hasattr(f, "find_spec"))
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
-        return spec
+    def setrlimit(which: int, limits: tuple[int, int]) -> None:
+        # Other threads, and modules that this one imports, set theirs as ever.
+        is_its = sys._getframe(1).f_globals is vars(module)
+        if which != resource.RLIMIT_NOFILE or not is_its:
+            original(which, limits)
 
-
-class _Loader(Loader):
-    """A module's own loader, without the limits that the module sets while it is loaded."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__.loader = module.__loader__ = self._loader  # type: ignore[union-attr]
-        original = resource.setrlimit
-
-        def setrlimit(which: int, limits: tuple[int, int]) -> None:
-            # Other threads, and modules that this one imports, set theirs as ever.
-            is_its = sys._getframe(1).f_globals is vars(module)
-            if which != resource.RLIMIT_NOFILE or not is_its:
-                original(which, limits)
-
-        resource.setrlimit = setrlimit
-        try:
-            self._loader.exec_module(module)
-        finally:
-            resource.setrlimit = original
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+    resource.setrlimit = setrlimit
+    try:
+        execute()
+    finally:
+        resource.setrlimit = original

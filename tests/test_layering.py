@@ -30,24 +30,25 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "blas": (),
     "cgroups": (),
-    "descriptors": (),
+    "import_hooks": (),
+    "descriptors": ("import_hooks",),
     "extension": ("blas", "cgroups", "_build", "_ext"),
     "ops": ("extension",),
     "model": ("ops", "extension", "demo", "descriptors"),
     "core": (),
     "engine": ("cgroups", "core", "model", "ops", "extension"),
-    "drop_in": ("engine", "model", "core", "ops", "extension"),
+    "drop_in": ("engine", "model", "core", "ops", "extension", "import_hooks"),
     "demo": (),
     "doctor": ("_build", "blas", "cgroups", "extension", "ops", "model", "engine"),
     "cli": (
         *("__init__", "engine", "model", "ops", "extension", "blas", "demo", "server"),
-        "doctor",
+        *("doctor", "import_hooks"),
     ),
     "server": ("__init__", "engine", "core", "model", "extension", "descriptors"),
     "__init__": ("blas", "descriptors", "extension", "model", "engine", "drop_in"),
 }
 # Parts that import nothing outside Python's standard library: neither mlx, mlx_lm nor numpy.
-STANDARD_LIBRARY_ONLY = ("errors", "blas", "cgroups", "descriptors", "core")
+STANDARD_LIBRARY_ONLY = ("errors", "blas", "cgroups", "descriptors", "import_hooks", "core")
 # Ways out of that: OpenBLAS's wheel tells where its library lies.
 EXCEPTIONS = {("blas", "scipy_openblas32")}
 

@@ -53,8 +53,11 @@ class Batch:
     engine_options: dict[str, Any] = field(default_factory=dict)
 
 
-def run(batch: Batch) -> None:
+def run(batch: Batch) -> int:
     """Answers the lines that have no answer yet.
+
+    Returns:
+        How many lines of this run failed; their reasons are in the output.
 
     Raises:
         MlxPagedError: the input was changed since the output was begun, the output cannot be
@@ -69,13 +72,12 @@ def run(batch: Batch) -> None:
                 print_line(f"the last line of {batch.output} is incomplete: it is done again")
             if journal.done.count:
                 print_line(f"{journal.done.count} of {total} lines are done already")
-            if journal.done.count < total:
-                _run(batch, file, journal, total)
+            return _run(batch, file, journal, total) if journal.done.count < total else 0
         finally:
             journal.close()
 
 
-def _run(batch: Batch, file: BinaryIO, journal: Journal, total: int) -> None:
+def _run(batch: Batch, file: BinaryIO, journal: Journal, total: int) -> int:
     done = journal.done.count
     counts = Counts()
     try:
@@ -89,6 +91,7 @@ def _run(batch: Batch, file: BinaryIO, journal: Journal, total: int) -> None:
     print_line(f"{counts.answered} lines answered, {counts.failed} failed")
     if counts.failed and not counts.answered:
         raise MlxPagedError("no line could be answered: see the errors in the output")
+    return counts.failed
 
 
 async def _answer(

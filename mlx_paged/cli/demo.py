@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
 from rich.table import Table
 
 from mlx_paged.cli.options import AsyncScheduling, MaxTokens, Model
+from mlx_paged.cli.progress import loading_bar
 from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
 
 if TYPE_CHECKING:
@@ -41,15 +44,22 @@ def demo(
 
     Exit status 1 if a greedy token differs from mlx-lm's.
     """
-    from mlx_paged import extension
-    from mlx_paged.engine.llm import LLM
-    from mlx_paged.engine.sampling_params import SamplingParams
-    from mlx_paged.model.loader import load
-
     console = Console(highlight=False)
+    with loading_bar(4) as begin:
+        begin("libraries")
+        from mlx_paged import extension
+        from mlx_paged.engine.llm import LLM
+        from mlx_paged.engine.sampling_params import SamplingParams
+        from mlx_paged.model.loader import load
+
+        begin("weights")
+        loaded = load(model)
+        begin("engine")
+        llm = LLM(loaded, async_scheduling=async_scheduling)
+        begin("kernels")  # a first step, so that what is timed later is not the first
+        llm.generate([[0, 0]], SamplingParams(temperature=0, max_tokens=2))
+        llm.engine.reset_prefix_cache()
     info = extension.build_info()
-    loaded = load(model)
-    llm = LLM(loaded, async_scheduling=async_scheduling)
     chats = CHATS[:NUM_CHATS]
     prompts = llm.render_chats(
         [
@@ -64,8 +74,6 @@ def demo(
     )
     limit = max_tokens or 160
     params = SamplingParams(temperature=0, max_tokens=limit)
-    llm.generate([prompts[0][:2]], SamplingParams(temperature=0, max_tokens=2))  # warm-up
-    llm.engine.reset_prefix_cache()
     steps_before = llm.stats().num_steps
     outputs, seconds = _generate(llm, chats, prompts, params, console)
     num_steps = llm.stats().num_steps - steps_before
@@ -88,16 +96,19 @@ def _generate(
     console: Console,
 ) -> tuple[list[RequestOutput], float]:
     """Runs the chats with a bar for each."""
+    # (What stands beside the chat takes 36 columns without a bar; lines that are too long are cut.)
+    bar_width = 24 if console.width >= 100 else 0
+    width = max(12, min(46, console.width - 37 - bar_width))
     progress = Progress(
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
+        *([BarColumn(bar_width=bar_width)] if bar_width else []),
         TextColumn("{task.completed:>4.0f} tokens"),
         TimeElapsedColumn(),
         TextColumn("{task.fields[state]}"),
         console=console,
     )
     bars = [
-        progress.add_task(chat[:46].ljust(46), total=params.max_tokens, state="waiting")
+        progress.add_task(_shortened(chat, width), total=params.max_tokens, state="waiting")
         for chat in chats
     ]
     start = time.perf_counter()
@@ -115,6 +126,11 @@ def _generate(
     return outputs, time.perf_counter() - start
 
 
+def _shortened(chat: str, width: int) -> str:
+    """As many whole words of a chat as fit."""
+    return textwrap.shorten(chat, width, placeholder=" ...").ljust(width)
+
+
 def _print_table(
     console: Console,
     chats: list[str],
@@ -123,16 +139,23 @@ def _print_table(
     num_steps: int,
     llm: LLM,
 ) -> None:
-    table = Table(title="\nWhat it took", title_justify="left")
-    table.add_column("chat")
-    for name in ("prompt", "from cache", "TTFT s", "tokens", "tokens/s", "ended by"):
-        table.add_column(name, justify="right")
+    # Narrow enough for a chat's longest word at 60 columns; chats wrap between words.
+    table = Table(
+        title="\nWhat it took",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
+    table.add_column("chat", min_width=max(len(word) for chat in chats for word in chat.split()))
+    for name in ("prompt", "from\ncache", "TTFT\ns", "tokens", "tokens\n/s", "ended\nby"):
+        table.add_column(name, justify="right", no_wrap=True)
     for chat, output in zip(chats, outputs):
         metrics, completion = output.metrics, output.outputs[0]
         assert metrics.finished_time is not None and metrics.time_to_first_token is not None
         count = len(completion.token_ids)
         table.add_row(
-            chat[:40],
+            chat,
             str(len(output.prompt_token_ids)),
             str(output.num_cached_tokens),
             f"{metrics.time_to_first_token:.2f}",
@@ -141,6 +164,7 @@ def _print_table(
             completion.finish_reason.value if completion.finish_reason else "",
         )
     console.print(table)
+    console.print()
     stats = llm.stats()
     count = sum(len(o.outputs[0].token_ids) for o in outputs)
     facts = Table(show_header=False, box=None)

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mlx_paged import _exit_interrupted
 from mlx_paged.errors import MlxPagedError
 
 PROGRAM = "mlx-paged"
@@ -27,6 +28,7 @@ class ExitCode(IntEnum):
     OK = 0
     FAILED = 1  # an error that is printed on stderr, or the reader of our output closed it
     USAGE = 2
+    INCOMPLETE = 3  # some lines of a batch failed
     INTERRUPTED = 130  # Ctrl-C
 
 
@@ -37,8 +39,23 @@ class _Debug:
 
 
 def run(app: typer.Typer) -> None:
-    """Runs the command line and ends the process."""
-    status = status_of(app)
+    """Runs the command line and ends the process.
+
+    Ctrl-C is an exception only while the verb runs: before and after, where it could only become a
+    traceback, it ends the process at once (`mlx_paged._exit_interrupted`).
+    """
+    status: int = ExitCode.INTERRUPTED
+    if signal.getsignal(signal.SIGINT) in (_exit_interrupted, signal.default_int_handler):
+        try:
+            try:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                status = status_of(app)
+            finally:
+                signal.signal(signal.SIGINT, _exit_interrupted)
+        except KeyboardInterrupt:  # another one, while the first was being told
+            signal.signal(signal.SIGINT, _exit_interrupted)
+    else:  # ignored, in the background of a shell
+        status = status_of(app)
     try:
         sys.stdout.flush()
     except BrokenPipeError:

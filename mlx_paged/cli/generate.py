@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlx_paged.cli.entry import deferred_interrupt, needs_extra
+from mlx_paged.cli.entry import ExitCode, deferred_interrupt, needs_extra
 from mlx_paged.cli.options import (
     AsyncScheduling,
     KVCacheMemory,
@@ -54,8 +54,11 @@ _GREEDY = SamplingOptions(
 def generate(
     *,
     context: typer.Context,
+    text: Annotated[
+        str | None, typer.Argument(help="What to answer.", show_default="stdin")
+    ] = None,
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="What to answer. Repeatable.")
+        list[str] | None, typer.Option("--prompt", "-p", help="What else to answer. Repeatable.")
     ] = None,
     file: Annotated[
         list[Path] | None,
@@ -100,14 +103,14 @@ def generate(
     """Answer prompts, or all requests of a batch file, as many at once as there is memory for.
 
     Examples:
-      mlx-paged generate -p "Return the n-th Fibonacci number"
+      mlx-paged generate "Return the n-th Fibonacci number"
       mlx-paged generate -p "Hello" -p "How are you?" --model mlx-community/Qwen3-0.6B-4bit
       git diff | mlx-paged generate --system-prompt "Review this change"
       mlx-paged generate -f question.txt --temperature 0.7 --seed 1 -n 3
       mlx-paged generate -i requests.jsonl -o answers.jsonl
 
     The last one runs a batch in OpenAI's format. If it was interrupted, the same command continues
-    where it stopped.
+    where it stopped. Exit status 3 if some of its lines failed, 1 if all did.
     """
     engine_options = {
         "max_num_seqs": max_num_seqs,
@@ -119,7 +122,7 @@ def generate(
         refuse(context, others, "it has no use with --input: the lines say it")
         with needs_extra("server", "a batch"):
             from mlx_paged.cli import batch
-        batch.run(
+        num_failed = batch.run(
             batch.Batch(
                 _unless_dash(input),
                 None if output is None else _unless_dash(output),
@@ -130,24 +133,32 @@ def generate(
                 engine_options,
             )
         )
+        if num_failed:
+            raise typer.Exit(ExitCode.INCOMPLETE)
         return
     refuse(context, _ONLY_BATCH, "it needs --input: it is for a batch")
-    prompts = _prompts(context, prompt or [], file or [], keep_breaks=ignore_chat_template)
-    from mlx_paged.engine.llm import LLM
-    from mlx_paged.engine.sampling_params import SamplingParams
+    given_prompts = [*([] if text is None else [text]), *(prompt or [])]
+    prompts = _prompts(context, given_prompts, file or [], keep_breaks=ignore_chat_template)
+    from mlx_paged.cli.progress import loading_bar
 
-    params = SamplingParams(n=n, **given(**vars(sampling)))
-    llm = LLM(model, **engine_options)
+    with loading_bar(2, shown=progress) as begin:
+        begin("libraries")
+        from mlx_paged.engine.llm import LLM
+        from mlx_paged.engine.sampling_params import SamplingParams
+
+        params = SamplingParams(n=n, **given(**vars(sampling)))
+        begin("model")
+        llm = LLM(model, **engine_options)
     _answer(llm, prompts, params, system_prompt, chat=not ignore_chat_template, progress=progress)
 
 
 def _prompts(
     context: typer.Context, prompts: list[str], files: list[Path], *, keep_breaks: bool
 ) -> list[str]:
-    """The options' prompts, then the files', or else stdin's."""
+    """The prompts of the command line, then the files', or else stdin's."""
     if not prompts and not files:
         if sys.stdin is None or sys.stdin.isatty():
-            context.fail("there is no prompt: give --prompt, --file or --input, or pipe a text in")
+            context.fail("there is no prompt: give a text, --file or --input, or pipe a text in")
         files = [Path("-")]
     return [*prompts, *(_read(_unless_dash(path), keep_breaks) for path in files)]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mlx_paged import __version__, unpatch
-from mlx_paged.cli import entry
+from mlx_paged.cli import entry, transformers_scan
 from mlx_paged.cli.bench import bench
 from mlx_paged.cli.chat.verb import chat
 from mlx_paged.cli.demo import demo
@@ -27,10 +27,10 @@ def _options(
     Examples:
       mlx-paged demo
       mlx-paged chat
-      mlx-paged generate -p "Return the n-th Fibonacci number"
+      mlx-paged generate "Return the n-th Fibonacci number"
       mlx-paged serve mlx-community/Qwen3-0.6B-4bit
 
-    Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+    Exit status: 0 done, 1 failed, 2 wrong usage, 3 lines of a batch failed, 130 interrupted.
     """
     if version:
         typer.echo(__version__)
@@ -47,6 +47,7 @@ app.add_typer(bench, name="bench")
 
 def main() -> None:
     """Runs the command line; see `entry` for how it ends."""
+    transformers_scan.arrange()
     unpatch()  # the engine needs no paged mlx-lm, and comparisons are with unpatched mlx-lm
     entry.run(app)
 

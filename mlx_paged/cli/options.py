@@ -99,7 +99,8 @@ def refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
     """Refuses options of the command line that have no effect with others."""
     for name in sorted(set(context.params).intersection(names)):
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
-            [flag] = [p.opts[0] for p in context.command.params if p.name == name]
+            [found] = [p for p in context.command.params if p.name == name]
+            flag = found.opts[0] if found.param_type_name == "option" else name.upper()
             raise typer.BadParameter(reason, param_hint=flag)
 
 

@@ -163,11 +163,22 @@ class BlockTables:
         attention: Its table in each attention group; the first is that of full attention.
         state: Its recurrent state; None where the model has none.
         num_cached_tokens: Leading tokens that need not be computed.
+        num_computed_tokens: Leading tokens that are in the blocks: cached, or computed by steps
+            that were committed.
         exported: What `export` returns next; None where a table has changed since the last time.
         owner: The sequence that has these tables.
     """
 
-    __slots__ = ("attention", "exported", "num_cached_tokens", "owner", "state", "tip", "tokens")
+    __slots__ = (
+        "attention",
+        "exported",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "owner",
+        "state",
+        "tip",
+        "tokens",
+    )
 
     def __init__(self, tokens: Sequence[int], owner: Any = None) -> None:
         self.tokens = tokens
@@ -176,6 +187,7 @@ class BlockTables:
         self.attention: list[BlockTable] = []
         self.state: StateSlot | None = None
         self.num_cached_tokens = 0
+        self.num_computed_tokens = 0
         self.exported: tuple[StepTable, ...] | None = None
 
     @property

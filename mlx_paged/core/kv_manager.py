@@ -13,8 +13,8 @@ in part, and fresh ones for the rest::
                    '--------'----------------------------- shared
 
 The order of calls: `match` looks up a waiting sequence, any number of times; `admit` references the
-blocks found, and copies a partial one; `commit` indexes what steps have filled; `free` drops the
-references, and what is indexed stays until it is evicted.
+blocks found, and copies a partial one; `commit` indexes what steps have filled; `free` indexes the
+last block, filled in part, and drops the references. What is indexed stays until it is evicted.
 
 The engine's sequences only grow. Those of the drop-in (`mlx_paged.drop_in`) also shrink, are forked
 as a whole and are overwritten: `open`, `fork`, `adopt`, `own` and `shrink` are for them.
@@ -273,8 +273,8 @@ class KVManager:
             headroom: further blocks that must stay available.
             read_cache: whether to reuse cached blocks.
             fork_of: tables of a running sequence that begins with the same `num_fork_tokens`
-                tokens, all committed; its blocks are shared where they reach further than the tree
-                (which knows no partly filled block).
+                tokens, all committed; its blocks are shared where they reach further than the
+                tree. None: the one that has computed most, if prefixes are shared.
             owner: kept in `BlockTables.owner`.
 
         Returns:
@@ -306,6 +306,7 @@ class KVManager:
             self.tree.move_tip(tables, self.tree.root(query.salt) if is_root else source.tip)
         self._sequences.add(tables)
         tables.num_cached_tokens = source.num_tokens(self.block_size)
+        tables.num_computed_tokens = tables.num_cached_tokens
         self._count_admission(tables, source.num_partial_tokens)
         return tables
 
@@ -316,11 +317,20 @@ class KVManager:
         fork_of: BlockTables | None,
         num_fork_tokens: int,
     ) -> PrefixSource:
-        """Where a new sequence's head comes from: a running one that it forks, or the tree."""
+        """Where a new sequence's head comes from: the tree, or a running sequence, where that has
+        computed more of it than is indexed."""
         indexed = match = self._indexed(query) if read_cache else NO_MATCH
         if not self._has_full_attention_only:
             match = self._limit(indexed)
         size = self.block_size
+        if fork_of is None and read_cache and match.node is not None:
+            start = match.node.depth * size
+            wanted = query.tokens[start * TOKEN_BYTES : (start + size) * TOKEN_BYTES]
+            running, num_tokens = self.tree.computed_by(
+                match.node, wanted, match.num_partial_tokens + 1
+            )
+            assert running is None or isinstance(running, BlockTables)
+            fork_of, num_fork_tokens = running, start + num_tokens
         if (
             fork_of is not None
             and num_fork_tokens > match.num_tokens(size)
@@ -407,22 +417,50 @@ class KVManager:
         while tip is not None and (tip.depth + 1) * size <= num_computed_tokens:
             index = tip.depth
             key = array(TOKEN_TYPE, tables.tokens[index * size : (index + 1) * size]).tobytes()
-            tip = self.tree.extend(tip, key)
-            for group in self.attention:
-                group.on_indexed(tables, index, tip)
+            tip = self._index(tables, tip, index, key)
         if tip is not tables.tip:
             self.tree.move_tip(tables, tip)
+        tables.num_computed_tokens = num_computed_tokens
         if not self._has_full_attention_only:
             for each in self.groups:
                 each.on_computed(tables, num_computed_tokens)
 
+    def _index(self, tables: BlockTables, parent: PrefixNode, index: int, key: bytes) -> PrefixNode:
+        """Indexes block `index` of a sequence as a child of `parent`."""
+        node = self.tree.extend(parent, key)
+        tail = self.tree.tail_within(node)
+        if tail is not None:  # (perhaps of this very block: a fork that was cut has ended)
+            self._remove_node(tail)
+        for group in self.attention:
+            group.on_indexed(tables, index, node)
+        return node
+
     def free(self, tables: BlockTables) -> None:
-        """Releases a sequence's blocks; those that are indexed stay cached."""
+        """Releases a sequence's blocks; those that are indexed stay cached, with its tail."""
         self._sequences.remove(tables)
+        self._index_tail(tables)
         for group in self.groups:
             group.end(tables)
         if tables.tip is not None:
             self.tree.move_tip(tables, None)
+
+    def _index_tail(self, tables: BlockTables) -> None:
+        """Indexes the partly filled block at the end of a sequence that computes no more.
+
+        Nothing that is not committed counts: a step in flight may fail, and until a step of the
+        sequence is committed, so may the copy that it begins with. (A recurrent state in the middle
+        of a block is not kept, so there nobody could continue.)
+        """
+        tip, size = tables.tip, self.block_size
+        end = min(tables.num_computed_tokens, len(tables.tokens))
+        if tip is None or self.states is not None or end <= tables.num_cached_tokens:
+            return
+        start = tip.depth * size
+        if not start < end < start + size:
+            return
+        key = array(TOKEN_TYPE, tables.tokens[start:end]).tobytes()
+        if not self.tree.covers(tip, key):
+            self._index(tables, tip, tip.depth, key)
 
     # Sequences that shrink, are forked and are overwritten. (Full attention only.)
 
@@ -434,18 +472,23 @@ class KVManager:
                 under it when they are committed; so a token that changes is written anew (`own`)
                 or cut off (`shrink`) first.
         """
-        return self._opened(tokens, [], self.tree.root() if self.enable_prefix_caching else None)
+        return self._opened(tokens, [], self.tree.root() if self.enable_prefix_caching else None, 0)
 
     def fork(self, tables: BlockTables, tokens: Sequence[int]) -> BlockTables:
         """The same blocks, partly filled ones included, for another sequence."""
         for block in tables.blocks:
             self.pool.retain(block)
-        return self._opened(tokens, list(tables.blocks), tables.tip)
+        return self._opened(tokens, list(tables.blocks), tables.tip, tables.num_computed_tokens)
 
     def _opened(
-        self, tokens: Sequence[int], blocks: list[int], tip: PrefixNode | None
+        self,
+        tokens: Sequence[int],
+        blocks: list[int],
+        tip: PrefixNode | None,
+        num_computed_tokens: int,
     ) -> BlockTables:
         tables = BlockTables(tokens)
+        tables.num_computed_tokens = num_computed_tokens
         tables.attention.append(BlockTable(blocks))
         self.tree.move_tip(tables, tip)
         self._sequences.add(tables)
@@ -465,6 +508,7 @@ class KVManager:
             self.pool.release(block)
         tables.attention[0] = BlockTable(blocks)
         tables.exported = None
+        tables.num_computed_tokens = match.num_tokens(self.block_size)
         self.tree.move_tip(tables, match.node)
 
     def num_to_own(self, tables: BlockTables, start: int, end: int) -> int:
@@ -485,7 +529,7 @@ class KVManager:
         if num_needed > pool.num_available or not self.attention[0].make_room(num_needed):
             return None
         first = start // self.block_size
-        self._lower_tip(tables, first)
+        self._lower_tip(tables, start)
         # (To the end of the table: a block must not be used longer than the one before it.)
         shared = [i for i in range(first, len(table.blocks)) if not pool.is_own(table.blocks[i])]
         copies = [BlockCopy(table.blocks[i], pool.allocate()) for i in shared]
@@ -498,12 +542,14 @@ class KVManager:
 
     def shrink(self, tables: BlockTables, num_tokens: int) -> None:
         """Gives back the blocks past the first `num_tokens` tokens."""
-        self._lower_tip(tables, num_tokens // self.block_size)
+        self._lower_tip(tables, num_tokens)
         for block in reversed(tables.truncate(0, self.blocks_for(num_tokens))):
             self.pool.release(block)
 
-    def _lower_tip(self, tables: BlockTables, depth: int) -> None:
-        """What comes after the first `depth` blocks is about to differ from what is indexed."""
+    def _lower_tip(self, tables: BlockTables, num_tokens: int) -> None:
+        """What comes after the first `num_tokens` is about to differ from what is indexed."""
+        tables.num_computed_tokens = min(tables.num_computed_tokens, num_tokens)
+        depth = num_tokens // self.block_size
         if tables.tip is not None and tables.tip.depth > depth:
             self.tree.move_tip(tables, tables.tip.ancestor(depth))
 

@@ -1,15 +1,22 @@
 """PrefixTree: from token prefixes to the physical blocks that hold their keys and values.
 
-A tree with one node per *full* block. Children are keyed by the block's tokens, so a node stands
-for the whole prefix that leads to it, and no node ever splits. Block size 4, prompts "the cat sat
-on the mat" and "the cat ran off" (one letter a token)::
+A tree with one node per block. Children are keyed by the block's tokens, so a node stands for the
+whole prefix that leads to it, and no node ever splits. Block size 4, prompts "the cat sat on the
+mat" and "the cat ran off", both ended (one letter a token)::
 
       root(salt)
         '- [t h e _]  block 7
              '- [c a t _]  block 3
                   |- [s a t _]  block 9
                   |    '- [o n _ t]  block 4
+                  |         '- [h e _ m]  block 8
+                  |              '- [a t]  block 2
                   '- [r a n _]  block 5
+                       '- [o f f]  block 6
+
+The last block of a sequence that has ended may be filled in part: a *tail*. It is a leaf, and
+others copy from it. No child's key begins with that of a sibling, so a tail goes as soon as a
+longer block is indexed that begins with its tokens.
 
 A node holds at most one block of each KV cache group, by the group's number. Group 0 sees every
 token, so its block exists as long as the node; those of other groups are added and removed.
@@ -24,6 +31,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from mlx_paged.errors import IntegrityError
@@ -43,10 +51,15 @@ class Filler(Protocol):
         """Its known tokens."""
 
     tip: PrefixNode | None
+    num_cached_tokens: int
+    num_computed_tokens: int
 
 
 class PrefixNode:
-    """A full block of tokens under a prefix; `depth` counts blocks (the root holds none)."""
+    """A block of tokens under a prefix; `depth` counts blocks (the root holds none).
+
+    All but leaves are full. A tail's key is shorter than a block.
+    """
 
     __slots__ = ("blocks", "children", "depth", "fillers", "key", "parent", "sorted_keys")
 
@@ -113,7 +126,7 @@ class PrefixMatch(NamedTuple):
     """The longest match of a query.
 
     Attributes:
-        node: Deepest node whose whole prefix matches; None where the salt has no tree.
+        node: Deepest full node whose whole prefix matches; None where the salt has no tree.
         partial: Child of `node` whose first `num_partial_tokens` tokens match what follows; None
             where none does.
         num_partial_tokens: Matching tokens of `partial`.
@@ -192,12 +205,14 @@ class PrefixTree:
         if node is None or node.parent is None:
             node = root
         tokens, key_bytes = query.tokens, self._key_bytes
-        start = node.depth * key_bytes
-        while (child := node.children.get(tokens[start : start + key_bytes])) is not None:
+        # (What is left of a query after its full blocks may equal a tail, which is none.)
+        for start in range(node.depth * key_bytes, len(tokens) - key_bytes + 1, key_bytes):
+            child = node.children.get(tokens[start : start + key_bytes])
+            if child is None:
+                break
             node = child
-            start += key_bytes
         query.node = node
-        rest = tokens[start : start + key_bytes]
+        rest = tokens[node.depth * key_bytes : (node.depth + 1) * key_bytes]
         partial, num_partial = node.closest_child(rest) if rest else (None, 0)
         return PrefixMatch(node, partial, num_partial)
 
@@ -212,7 +227,7 @@ class PrefixTree:
         """The child of `node` with `key`, made where it is missing (it holds no block then)."""
         child = node.children.get(key)
         if child is None:
-            assert len(key) == self._key_bytes
+            assert 0 < len(key) <= self._key_bytes and len(node.key) in (0, self._key_bytes)
             child = PrefixNode(node, key, self._num_groups)
             if not node.children:
                 node.children = {}
@@ -223,6 +238,24 @@ class PrefixTree:
                 node.sorted_keys = sorted(node.children)
             self._num_nodes += 1
         return child
+
+    def covers(self, node: PrefixNode, key: bytes) -> bool:
+        """Whether a child of `node` begins with all of `key`."""
+        keys = tuple(node.children) if node.sorted_keys is None else node.sorted_keys
+        place = bisect_left(keys, key)  # (those that begin with it follow it)
+        return place < len(keys) and keys[place].startswith(key)
+
+    def tail_within(self, child: PrefixNode) -> PrefixNode | None:
+        """The sibling whose tokens `child`, just indexed, begins with: it is not needed now."""
+        parent = child.parent
+        assert parent is not None
+        if parent.sorted_keys is None:
+            return None
+        # Whatever is sorted between the two would begin with the shorter one as well.
+        place = bisect_left(parent.sorted_keys, child.key) - 1
+        if place < 0 or not child.key.startswith(parent.sorted_keys[place]):
+            return None
+        return parent.children[parent.sorted_keys[place]]
 
     def remove(self, node: PrefixNode) -> None:
         """Takes out a leaf; its blocks have been taken from it."""
@@ -288,6 +321,25 @@ class PrefixTree:
                 return tables
         return None
 
+    def computed_by(self, node: PrefixNode, wanted: bytes, least: int) -> tuple[Filler | None, int]:
+        """The running sequence that has computed most tokens of `wanted`, which follow `node`, and
+        how many.
+
+        None of fewer than `least`. One that has computed nothing yet does not count: the copy that
+        it begins with may be still to come.
+        """
+        start = node.depth * self.block_size
+        best = None
+        for tables in node.fillers or ():
+            end = tables.num_computed_tokens
+            if end - start < least or end == tables.num_cached_tokens:
+                continue
+            computed = array(TOKEN_TYPE, tables.tokens[start:end]).tobytes()
+            length = _common_prefix_len(computed, wanted)
+            if length >= least:
+                best, least = tables, length + 1
+        return (None, 0) if best is None else (best, least - 1)
+
     def _drop_idle_root(self, node: PrefixNode) -> None:
         """A salt costs nothing once it is no longer used."""
         if not isinstance(node, _Root) or node.children or node.fillers:
@@ -308,14 +360,19 @@ class PrefixTree:
             if block in blocks or block == 0:
                 raise IntegrityError(f"{where}: the block is indexed twice, or is block 0")
             blocks.add(block)
-            if len(node.key) != self._key_bytes or parent.children.get(node.key) is not node:
+            if parent.children.get(node.key) is not node:
                 raise IntegrityError(f"{where} is not filed under its tokens")
+            num_bytes, is_leaf = len(node.key), not (node.children or node.fillers)
+            if num_bytes != self._key_bytes and not (is_leaf and 0 < num_bytes < self._key_bytes):
+                raise IntegrityError(f"{where} has {num_bytes // TOKEN_BYTES} tokens")
             if node.depth != parent.depth + 1:
                 raise IntegrityError(f"{where} hangs under a node of depth {parent.depth}")
         for node in [*self._roots.values(), *self.nodes()]:
             children = sorted(node.children)
             if children != (children[:1] if node.sorted_keys is None else node.sorted_keys):
                 raise IntegrityError(f"sorted_keys of {node.key!r} disagree with its children")
+            if any(longer.startswith(key) for key, longer in pairwise(children)):
+                raise IntegrityError(f"a child of {node.key!r} begins with the key of another")
             if any(tables.tip is not node for tables in node.fillers or ()):
                 raise IntegrityError(f"a sequence is filed under {node.key!r}, not its tip")
         for salt, root in self._roots.items():

@@ -167,7 +167,6 @@ class Sequence:
         tokens: Prompt and generated tokens; only ever appended to.
         status: Whether it waits, runs or has finished.
         finish_reason: Why it ended; None while it continues.
-        num_computed_tokens: Committed positions in its blocks.
         num_scheduled_tokens: Positions that launched steps have written or will write.
         max_num_tokens: Most tokens that prompt and answer will have.
         end_token_ids: Tokens that may end it (`StopPolicy.reason_to_stop` decides).
@@ -195,7 +194,6 @@ class Sequence:
         "last_step",
         "max_num_tokens",
         "num_cached_tokens",
-        "num_computed_tokens",
         "num_preemptions",
         "num_scheduled_tokens",
         "order",
@@ -221,7 +219,6 @@ class Sequence:
         self.tokens = array(TOKEN_TYPE, request.prompt_token_ids)
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
-        self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
         self.max_num_tokens = request.num_prompt_tokens + request.max_output_tokens
         self.end_token_ids = request.stop.end_token_ids
@@ -252,6 +249,11 @@ class Sequence:
     @property
     def is_running(self) -> bool:
         return self.status is SequenceStatus.RUNNING
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Committed positions in its blocks."""
+        return 0 if self.tables is None else self.tables.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:

@@ -154,7 +154,7 @@ class Scheduler:
     def finish(self, request_id: str, reason: FinishReason, *, index: int | None = None) -> bool:
         """Ends a request, or one of its sequences, for a reason found outside.
 
-        Its full blocks stay in the prefix tree. No outcome is reported: the caller knows.
+        Its blocks stay in the prefix tree. No outcome is reported: the caller knows.
 
         Returns:
             Whether anything was left to end.
@@ -267,9 +267,10 @@ class Scheduler:
                 tokens = seq.tokens
                 tokens.append(token)  # type: ignore[arg-type]  # (checked above)
             if status is running:
-                seq.num_computed_tokens = now = start + len(token_ids)
+                tables = seq.tables
+                tables.num_computed_tokens = now = start + len(token_ids)  # type: ignore[union-attr]
                 if now % block_size < len(token_ids):  # the end of a block is among them
-                    self.kv.commit(seq.tables, now)  # type: ignore[arg-type]
+                    self.kv.commit(tables, now)  # type: ignore[arg-type]
             if not samples:
                 continue
             # (`max_num_tokens` is never exceeded, so that the token that reaches it is the last.)
@@ -365,7 +366,7 @@ class Scheduler:
         self.running.remove(seq)
         self._free(seq)
         seq.status = SequenceStatus.WAITING
-        seq.num_computed_tokens = seq.num_scheduled_tokens = 0
+        seq.num_scheduled_tokens = 0
         seq.num_preemptions += 1
         self.waiting.add(seq)
         self.num_preemptions += 1
@@ -495,7 +496,7 @@ class Scheduler:
         seq.waits_for = seq.query = None
         seq.blocked_at = -1
         num_cached = tables.num_cached_tokens
-        seq.num_computed_tokens = seq.num_scheduled_tokens = num_cached
+        seq.num_scheduled_tokens = num_cached
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = num_cached
             seq.first_admission = time.monotonic()

@@ -1,7 +1,7 @@
 """Puts the seams in place and takes them out again, as a whole.
 
 A program may import mlx_lm before mlx_paged, after it, or never: `arrange` patches at once in the
-first case and leaves a finder on ``sys.meta_path`` for the others.
+first case and has the import patched in the others.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from mlx_paged.drop_in.seams import CHECKED_ON, SEAMS, Seam, mismatch, resolve
 from mlx_paged.errors import MlxPagedError
+from mlx_paged.import_hooks import around_import, forget_import
 
 DISABLE_VARIABLE = "MLX_PAGED_DISABLE"
 # `import mlx_lm` loads these, the last one last; the others come when a program asks for them.
 _CORE_MODULES = ("mlx_lm.models.cache", "mlx_lm.generate")
 _LAST_MODULE = _CORE_MODULES[-1]
 _LATER_MODULES = tuple({seam.module for seam in SEAMS} - set(_CORE_MODULES))
+_WATCHED_MODULES = (*_LATER_MODULES, _LAST_MODULE)
 
 
 class MlxLmMismatchError(MlxPagedError, RuntimeError):
@@ -99,7 +99,8 @@ def unpatch() -> None:
 
     Prompt caches that live go on working.
     """
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+    for name in _WATCHED_MODULES:
+        forget_import(name)
     for entry in reversed(_replaced):
         _rebind(entry.seam, entry.replacement, entry.original)
     _replaced.clear()
@@ -163,48 +164,19 @@ def _patch_later_module(name: str) -> None:
 
 
 def _watch_imports() -> None:
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    for name in _WATCHED_MODULES:
+        around_import(name, _import_and_patch)
+
+
+def _import_and_patch(module: ModuleType, execute: Callable[[], None]) -> None:
+    execute()
+    if module.__name__ == _LAST_MODULE:
+        _patch_or_warn()
+    else:
+        _patch_later_module(module.__name__)
 
 
 def _is_loaded(name: str) -> bool:
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     return module is not None and not getattr(spec, "_initializing", False)
-
-
-class _Finder(MetaPathFinder):
-    """Finds nothing itself; patches mlx-lm's modules once they are loaded."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name not in (*_LATER_MODULES, _LAST_MODULE):
-            return None
-        others = (f for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
-        found = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
-        return spec
-
-
-class _Loader(Loader):
-    """A module's own loader; patches the module that it has loaded."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__.loader = module.__loader__ = self._loader  # type: ignore[union-attr]
-        self._loader.exec_module(module)
-        if module.__name__ == _LAST_MODULE:
-            _patch_or_warn()
-        else:
-            _patch_later_module(module.__name__)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)

@@ -131,6 +131,8 @@ def test_debug_may_stand_anywhere(place, capsys) -> None:
         (["generate", "-p", "x", "-o", "out"], "--output: it needs --input"),
         (["generate", "-i", "in", "--seed", "1"], "--seed: it has no use with --input"),
         (["generate", "-i", "in", "-p", "x"], "--prompt: it has no use with --input"),
+        (["generate", "-i", "in", "text"], "TEXT: it has no use with --input"),
+        (["generate", "two", "words"], "unexpected extra argument(s) (words)"),
         (["chat", "--server", "http://x", "--max-model-len", "9"], "--max-model-len"),
         (["chat", "--markup", "html"], "--markup"),
         (["nothing"], "No such command 'nothing'"),

@@ -84,10 +84,18 @@ def test_sampling_options_reach_the_engine(made, monkeypatch) -> None:
 def test_prompts_come_from_options_and_files_in_order(prompts, tmp_path, capsys) -> None:
     (tmp_path / "a").write_text("def second(x):\n")
     files = ["-f", str(tmp_path / "a")]
-    assert status_of(app, ["generate", "-p", "def first(x):", *files, *RAW]) == 0
-    assert prompts == ["def first(x):", "def second(x):\n"], "raw prompts are left as they are"
+    given = ["def zeroth(x):", "-p", "def first(x):"]
+    assert status_of(app, ["generate", *given, *files, *RAW]) == 0
+    expected = ["def zeroth(x):", "def first(x):", "def second(x):\n"]
+    assert prompts == expected, "raw prompts are left as they are"
     shown = capsys.readouterr().out
-    assert shown.index("first") < shown.index("second")
+    assert shown.index("zeroth") < shown.index("first") < shown.index("second")
+
+
+def test_a_text_needs_no_flag(prompts) -> None:
+    assert status_of(app, ["generate", "Reverse a string", "--max-tokens", "4"]) == 0
+    [prompt] = prompts
+    assert "Reverse a string" in prompt
 
 
 @pytest.mark.parametrize("flags", [[], ["-f", "-"]])
@@ -101,7 +109,7 @@ def test_stdin_is_one_prompt(flags, prompts, monkeypatch) -> None:
 def test_without_a_prompt_at_a_terminal_it_says_what_to_give(monkeypatch, capsys) -> None:
     pipe(monkeypatch, b"", is_terminal=True)
     assert status_of(app, ["generate"]) == ExitCode.USAGE
-    assert "give --prompt, --file or --input, or pipe a text in" in capsys.readouterr().err
+    assert "give a text, --file or --input, or pipe a text in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,35 @@ def test_a_partial_block_is_copied_in_every_group() -> None:
     kv.check_integrity()
 
 
+def test_a_tail_is_kept_and_copied_in_every_group_or_not_at_all() -> None:
+    kv = Store(32, 4, windows=[window(16, 6), window(16, 3)])
+    tokens = list(range(10))
+    kv.compute(1, tokens)
+    kv.free(1)
+    kv.check_integrity()
+    tail = kv.match([*tokens, 99]).partial
+    assert tail is not None and all(tail.blocks)
+    assert kv.admitted(2, [*tokens, 99]) == 10
+    assert [len(copies) for copies in kv.launch_step(98)] == [1, 1, 1]
+    kv.on_step_evaluated(98)
+    kv.free(2)
+    kv.attention[2].forget(tail)
+    kv.check_integrity()
+    assert kv.match([*tokens, 99]).num_tokens(4) == 8
+    assert kv.admitted(3, [*tokens, 99]) == 8
+
+
+def test_a_block_that_is_being_filled_is_copied_where_its_owner_still_has_the_window() -> None:
+    kv = Store(32, 4, windows=[window(16, 3)])
+    kv.compute(1, list(range(11)))
+    assert kv.admitted(2, [*range(10), 99]) == 10
+    assert [len(copies) for copies in kv.launch_step(98)] == [1, 1]
+    # A row at 8 sees 6; of this the owner of the block keeps nothing.
+    assert kv.blocks_of(1, 1)[1] == 0
+    assert kv.admitted(3, [*range(8), 99]) == 8
+    kv.check_integrity()
+
+
 def test_a_prompt_is_cut_to_the_room_there_is() -> None:
     kv = Store(64, 4, windows=[window(5, 6)])
     kv.admitted(1, list(range(40)))
@@ -162,6 +191,14 @@ def test_there_is_no_hit_between_snapshots() -> None:
     # Who departs from a known prefix without a state leaves one there.
     assert kv.compute(2, [*range(9), *range(50, 58)])[0] == 0
     assert kv.compute(3, [*range(8), *range(60, 63)])[0] == 8
+
+
+def test_no_tail_is_kept_where_no_state_could_continue_from_it() -> None:
+    kv = Store(32, 4, states=StateGroupSpec(16))
+    kv.compute(1, list(range(10)))
+    kv.free(1)
+    assert kv.usage.num_indexed_blocks == 2
+    assert kv.admitted(2, list(range(11))) == 8
 
 
 def test_snapshots_while_tokens_are_generated() -> None:

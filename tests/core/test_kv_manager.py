@@ -153,6 +153,140 @@ def test_generated_tokens_are_reused_in_the_next_turn():
     kv.free(1)
     kv.check_integrity()
     assert kv.compute(2, tokens_of("questionanswer42 and now")) == 16
+    kv.free(2)
+    assert kv.compute(3, tokens_of("questionanswer42 and now then")) == 24
+    kv.free(3)
+    assert kv.compute(4, tokens_of("questionanswer42 and now then?")) == 29
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 9, 31])
+def test_what_a_sequence_has_computed_is_reused_to_the_token_after_its_end(length):
+    kv = Store(32, 4)
+    tokens = list(range(100, 100 + length))
+    kv.compute(1, tokens)
+    kv.free(1)
+    kv.check_integrity()
+    assert kv.usage.num_cached_blocks == kv.usage.num_indexed_blocks == -(-length // 4)
+    # The last token is always computed.
+    assert kv.match(tokens).num_tokens(4) == length - 1
+    assert kv.compute(2, [*tokens, 7, 8, 9]) == length
+    kv.free(2)
+    kv.check_integrity()
+    # What the first one left is in the blocks of the second: nothing is kept twice.
+    assert kv.usage.num_cached_blocks == kv.usage.num_indexed_blocks == -(-(length + 3) // 4)
+
+
+def test_a_block_that_is_being_filled_is_copied_from_while_its_owner_runs():
+    kv = Store(16, 4)
+    tokens = tokens_of("the cat")
+    kv.admit(1, tokens)
+    kv.run()
+    kv.commit(1, 6)
+    assert kv.admit(2, tokens_of("the cat sat")) == 6  # "t" is not computed yet
+    assert kv.admit(3, tokens_of("the cow")) == 5
+    a, b, c = map(kv.blocks_of, (1, 2, 3))
+    assert kv.run() == [BlockCopy(a[1], b[1]), BlockCopy(a[1], c[1])]
+    # Not from one whose own copy may be yet to come; nor before anything is computed.
+    assert kv.admit(4, tokens_of("the cat sa")) == 6
+    copies = kv.run()
+    assert [copy.src for copy in copies] == [a[1]]
+    assert kv.admit(5, tokens_of("a dog")) == kv.admit(6, tokens_of("a dog")) == 0
+    kv.run()
+
+
+def test_the_owner_of_a_block_that_is_to_be_copied_may_end_first():
+    kv = Store(16, 4)
+    kv.compute(1, tokens_of("the cat"))
+    assert kv.admit(2, tokens_of("the cat sat")) == 7
+    source = kv.blocks_of(1)[1]
+    kv.free(1)
+    kv.check_integrity()
+    assert kv.usage.num_indexed_blocks == 2
+    assert kv.run() == [BlockCopy(source, kv.blocks_of(2)[1])]
+
+
+@pytest.mark.parametrize("longer", ["abcdefg", "abcdefgh", "abcdefghijkl"])
+def test_a_tail_goes_when_a_longer_block_begins_with_it(longer):
+    kv = Store(16, 4)
+    for number, text in enumerate(("abcdef", "abcdxy", longer)):
+        kv.compute(number, tokens_of(text))
+        kv.free(number)
+        kv.check_integrity()
+    assert kv.usage.num_indexed_blocks == kv.usage.num_cached_blocks == len(longer + "xy.") // 4 + 1
+    assert kv.match(tokens_of(longer)).num_tokens(4) == len(longer) - 1
+    assert kv.match(tokens_of("abcdxyz")).num_tokens(4) == 6
+    # One that is part of what is there adds nothing.
+    before = kv.usage
+    assert kv.compute(9, tokens_of("abcde")) == 4
+    kv.free(9)
+    kv.check_integrity()
+    assert kv.usage == before
+
+
+def test_a_tail_that_goes_before_its_copy_is_made_is_still_copied():
+    kv = Store(16, 4)
+    kv.compute(1, tokens_of("abcdef"))
+    kv.compute(2, tokens_of("abcdefgh"))
+    kv.free(1)
+    assert kv.usage.num_indexed_blocks == 2  # ...defgh has it
+    kv = Store(16, 4)
+    kv.compute(2, tokens_of("abcd"), read_cache=False)
+    kv.tables[2].tokens += tokens_of("efg")
+    kv.grow(2, 7)
+    kv.compute(1, tokens_of("abcdef"), read_cache=False)
+    kv.free(1)
+    tail = kv.match(tokens_of("abcdefz")).partial
+    assert kv.admit(3, tokens_of("abcdefz")) == 6
+    kv.commit(2, 7)
+    kv.free(2)
+    assert not tail.is_indexed and kv.match(tokens_of("abcdefgz")).num_tokens(4) == 7
+    kv.check_integrity()
+    [copy] = kv.run()
+    assert copy.dst == kv.blocks_of(3)[1]
+
+
+def test_tails_are_evicted_like_other_blocks_the_oldest_first():
+    kv = Store(7, 4)
+    for number, text in enumerate(("aaaaa", "bbbbb", "ccccc")):
+        kv.compute(number, tokens_of(text))
+        kv.free(number)
+    assert (kv.usage.num_cached_blocks, kv.usage.num_free_blocks) == (6, 0)
+    kv.compute(4, tokens_of("d"))
+    kv.check_integrity()
+    assert kv.match(tokens_of("aaaaa.")).num_tokens(4) == 4  # its leaf went
+    assert kv.match(tokens_of("bbbbb.")).num_tokens(4) == 5
+    assert kv.counters.num_evictions == 1
+
+
+def test_nothing_that_is_not_committed_is_kept():
+    kv = Store(16, 4)
+    kv.compute(1, tokens_of("abcdef"))
+    kv.free(1)
+    # The copy of "ef" is planned; the sequence ends before a step of it is committed.
+    assert kv.admit(2, tokens_of("abcdef and")) == 6
+    kv.free(2)
+    kv.check_integrity()
+    assert kv.run() == []
+    # A step that was launched and never committed.
+    kv.admit(3, tokens_of("xyz"))
+    kv.run()
+    kv.free(3)
+    assert kv.match(tokens_of("xyz.")).num_tokens(4) == 0
+    assert kv.match(tokens_of("abcdef.")).num_tokens(4) == 6
+
+
+def test_nothing_is_shared_of_a_sequence_whose_own_copy_may_be_yet_to_come():
+    kv = Store(16, 4)
+    kv.compute(1, tokens_of("abcdef"))
+    assert kv.admit(2, tokens_of("abcdefgh")) == 6
+    kv.free(1)
+    tail = kv.match(tokens_of("abcdef.")).partial
+    assert tail is not None
+    kv._remove_node(tail)
+    assert kv.admit(3, tokens_of("abcdefxy")) == 4
+    kv.free(2)
+    kv.check_integrity()
+    assert kv.match(tokens_of("abcdef.")).num_tokens(4) == 4
 
 
 def test_an_equal_block_computed_meanwhile_replaces_ones_own():
@@ -410,6 +544,45 @@ def test_a_match_is_adopted_by_reference_and_its_last_block_copied_when_written(
     kv.free(2)
     kv.check_integrity()
     assert kv.usage.num_used_blocks == 0 and kv.usage.num_cached_blocks == 4
+
+
+def test_the_tail_of_a_sequence_that_was_cut_or_forked_is_what_it_still_holds() -> None:
+    kv = Store(16, 4)
+    tokens = tokens_of("abcdefghij")
+    opened(kv, 1, tokens)
+    kv.fork(2, 1, tokens.copy())
+    del tokens[6:]
+    kv.shrink(1, 6)
+    kv.free(1)
+    kv.check_integrity()
+    assert kv.usage.num_indexed_blocks == 2, "of the first, all is in the blocks of the second"
+    kv.free(2)
+    kv.check_integrity()
+    assert kv.match(tokens_of("abcdefghij.")).num_tokens(4) == 10
+    # The other way round, the same block is indexed with more of its tokens.
+    kv.reset_prefix_cache()
+    tokens = tokens_of("abcdefghij")
+    opened(kv, 1, tokens)
+    kv.fork(2, 1, tokens[:9])
+    kv.shrink(2, 9)
+    kv.free(2)
+    kv.check_integrity()
+    assert kv.match(tokens_of("abcdefghij.")).num_tokens(4) == 9
+    kv.free(1)
+    kv.check_integrity()
+    assert kv.match(tokens_of("abcdefghij.")).num_tokens(4) == 10
+    # Taken by reference, continued by copy; the tail goes when what came of it is full.
+    opened(kv, 3, tokens_of("z"))
+    kv.adopt(3, kv.match(tokens_of("abcdefghij.")))
+    kv.tables[3].tokens[:] = tokens_of("abcdefghij")
+    old = kv.blocks_of(3)[2]
+    assert kv.own(3, 10, 13) == [BlockCopy(old, kv.blocks_of(3)[2])]
+    kv.tables[3].tokens += tokens_of("klm")
+    kv.commit(3, 13)
+    kv.free(3)
+    kv.check_integrity()
+    assert kv.match(tokens_of("abcdefghijklm.")).num_tokens(4) == 13
+    assert kv.usage.num_cached_blocks == kv.usage.num_indexed_blocks == 4
 
 
 def test_without_room_nothing_changes_until_the_pool_has_grown() -> None:

@@ -154,6 +154,36 @@ def test_clear_returns_every_node_and_ends_indexing():
     tree.check_integrity()
 
 
+def test_a_tail_matches_in_part_and_never_as_a_block():
+    tree = PrefixTree(4)
+    root = tree.root()
+    for block, text in enumerate(("ab", "acd", "adef"), 1):
+        tree.extend(root, key_of(text)).blocks[0] = block
+    tree.check_integrity()
+    assert match(tree, "ab") == ([], 1, 2)  # equal, but no block that others could continue after
+    assert match(tree, "abcd") == ([], 1, 2)
+    assert match(tree, "acdc") == ([], 2, 3)
+    assert match(tree, "adefg") == ([3], None, 0)
+
+
+def test_what_covers_a_tail_and_what_a_block_covers():
+    tree = PrefixTree(4)
+    root = tree.root()
+    assert not tree.covers(root, key_of("a"))
+    for block, text in enumerate(("ab", "aa", "abca"), 1):
+        child = tree.extend(root, key_of(text))
+        child.blocks[0] = block
+    assert tree.covers(root, key_of("abc")) and tree.covers(root, key_of("ab"))
+    assert not tree.covers(root, key_of("ac")) and not tree.covers(root, key_of("abcaa"))
+    with pytest.raises(IntegrityError, match="begins with the key of another"):
+        tree.check_integrity()
+    tail = tree.tail_within(child)
+    assert tail is not None and tail.blocks[0] == 1
+    evict(tree, tail)
+    assert tree.tail_within(child) is None
+    tree.check_integrity()
+
+
 def child_removed(tree: PrefixTree, node: PrefixNode) -> None:
     node.parent.children.clear()
 
@@ -169,6 +199,7 @@ def child_removed(tree: PrefixTree, node: PrefixNode) -> None:
         lambda tree, node: node.fillers.append(BlockTables([])),
         child_removed,
         lambda tree, node: setattr(tree, "_num_nodes", 7),
+        lambda tree, node: setattr(node.parent, "key", key_of("a")),
         lambda tree, node: tree.root("ghost"),
     ],
 )

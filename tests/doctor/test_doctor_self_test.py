@@ -138,15 +138,18 @@ def test_a_crash_is_blamed_on_its_job_and_the_rest_still_runs(tmp_path, monkeypa
 
 
 def test_a_hang_is_ended_and_named(tmp_path, monkeypatch) -> None:
-    plant(tmp_path, monkeypatch, "time.sleep(60)")
+    plant(tmp_path, monkeypatch, "time.sleep(600)")
     names = ["test/cpu/rope/float32", "test/cpu/rms_norm/float32"]
-    outcomes = jobs.run_in_child(names, seconds_per_job=5)
-    assert outcomes[names[0]].error == "Crash: no answer within 5 s"
+    for seconds in (5, 60):  # a busy machine may need longer for the job that does not hang
+        outcomes = jobs.run_in_child(names, seconds_per_job=seconds)
+        assert outcomes[names[0]].error == f"Crash: no answer within {seconds} s"
+        if outcomes[names[1]].error is None:
+            break
     assert outcomes[names[1]].error is None
 
 
 def test_a_child_that_hangs_before_its_first_job_is_ended(tmp_path, monkeypatch) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(60)\n")
+    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     [outcome] = jobs.run_in_child(["mlx"], seconds_per_job=0.5).values()
     assert outcome.error == "Crash: no answer within 0 s"

@@ -81,12 +81,11 @@ def test_a_prompt_is_computed_once(model) -> None:
     first = tokens_of(model, prompt)
     assert drop_in.stats(model).num_cached_tokens == 0
     assert tokens_of(model, prompt) == first
-    # Full blocks are shared: the answer did not fill the one in which the prompt ends.
-    assert drop_in.stats(model).num_cached_tokens == len(prompt) // 32 * 32
+    # Of what is there only the last token of a prompt is computed again.
+    assert drop_in.stats(model).num_cached_tokens == len(prompt) - 1
     assert tokens_of(model, prompt, max_tokens=40)[:24] == first
     assert tokens_of(model, prompt) == first
-    # Now it is full, and of what is there only the last token of a prompt is computed again.
-    assert drop_in.stats(model).num_cached_tokens == 2 * (len(prompt) // 32 * 32) + len(prompt) - 1
+    assert drop_in.stats(model).num_cached_tokens == 3 * (len(prompt) - 1)
     integrity(model)
 
 
@@ -164,7 +163,7 @@ def test_processors_and_progress_see_the_prompt_that_was_not_computed(model) -> 
     )
     assert seen[0] == prompt
     assert seen[1] == [*prompt, answer[0]]
-    assert progress[0] == (len(prompt) // 32 * 32, len(prompt))
+    assert progress[0] == (len(prompt) - 1, len(prompt))
     assert progress[-1] == (len(prompt), len(prompt))
 
 

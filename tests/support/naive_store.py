@@ -43,6 +43,9 @@ class Table:
     indexed: int
     own: list[int]  # ids of private blocks, only to count sharing between forks
     is_indexed: bool = True
+    cached: int = 0  # tokens that it did not compute
+    computed: int = 0  # tokens, those included
+    arrived: int = 0  # when it came to where its next block will be indexed
 
 
 class NaiveStore:
@@ -59,6 +62,7 @@ class NaiveStore:
         self.quarantine: list[int] = []  # the step that each block waits for
         self.clock = self.launched = self.evaluated = 0
         self.next_private = 0
+        self.num_arrived = 0
 
     # Counts.
 
@@ -95,12 +99,15 @@ class NaiveStore:
         limit = len(tokens) - 1
         full: tuple[int, ...] = ()
         for s, p in self.nodes:
+            if len(p) % self.size:
+                continue  # a tail
             if s == salt and len(full) < len(p) <= limit and tuple(tokens[: len(p)]) == p:
                 full = p
         partial, num_partial = None, 0
         # In the order of their tokens: of equally good ones the index takes the smaller.
         for s, p in sorted(self.nodes, key=lambda node: node[1]):
-            if s == salt and len(p) == len(full) + self.size and p[: len(full)] == full:
+            is_child = len(full) < len(p) <= len(full) + self.size
+            if s == salt and is_child and p[: len(full)] == full:
                 length = 0
                 for a, b in zip(p[len(full) :], tokens[len(full) : limit], strict=False):
                     if a != b:
@@ -140,6 +147,8 @@ class NaiveStore:
         num_partial = found.num_partial
         if found.partial is not None:
             source = (found.partial, None, seq_id)
+        if fork_of is None:
+            fork_of, shared = self.running_match(tokens, salt, found)
         is_fork = (
             fork_of is not None
             and shared > found.num_tokens
@@ -185,11 +194,35 @@ class NaiveStore:
                 if table.is_indexed:
                     self.leave((salt, tuple(tokens[: table.indexed * self.size])))
                 return None
+        self.arrive(table)
         table.own += self.fresh(num_fresh)
         for window in self.windows:
             if source is not None:
                 window.append(seq_id)
-        return num_shared * self.size + num_partial
+        table.cached = table.computed = num_shared * self.size + num_partial
+        return table.cached
+
+    def running_match(
+        self, tokens: list[int], salt: str | None, found: NaiveMatch
+    ) -> tuple[int | None, int]:
+        """The sequence that has computed most of the next block, and what it shares in all."""
+        best, most = None, found.num_tokens
+        limit = min(len(tokens) - 1, len(found.full) + self.size)
+        for seq_id, table in sorted(self.tables.items(), key=lambda item: item[1].arrived):
+            if not table.is_indexed or table.salt != salt or table.computed == table.cached:
+                continue
+            if tuple(table.tokens[: table.indexed * self.size]) != found.full:
+                continue
+            end = len(found.full)
+            while end < min(limit, table.computed) and table.tokens[end] == tokens[end]:
+                end += 1
+            if end > most:
+                best, most = seq_id, end
+        return best, most
+
+    def arrive(self, table: Table) -> None:
+        self.num_arrived += 1
+        table.arrived = self.num_arrived
 
     def has_room(self, seq_id: int, num_fresh: int, headroom: int) -> bool:
         share = headroom / self.num_usable
@@ -221,20 +254,67 @@ class NaiveStore:
 
     def commit(self, seq_id: int, num_computed: int) -> None:
         table = self.tables[seq_id]
+        table.computed = num_computed
         while table.is_indexed and (table.indexed + 1) * self.size <= num_computed:
-            table.indexed += 1
-            own = table.own.pop(0)
-            prefix = (table.salt, tuple(table.tokens[: table.indexed * self.size]))
-            if prefix in self.nodes:
-                self.release([own])
-            else:
-                self.nodes[prefix] = Node()
-            for window in self.windows:
-                window.index(seq_id, table.indexed - 1, prefix)
+            self.index(seq_id, (table.indexed + 1) * self.size)
+            self.arrive(table)
         for window in self.windows:
             window.slide(seq_id, num_computed)
 
+    def index(self, seq_id: int, num_tokens: int) -> Prefix:
+        """The first `num_tokens` tokens of a sequence are an indexed prefix from now on."""
+        table = self.tables[seq_id]
+        table.indexed += 1
+        own = table.own.pop(0)
+        prefix = (table.salt, tuple(table.tokens[:num_tokens]))
+        if prefix in self.nodes:
+            self.release([own])
+        else:
+            self.nodes[prefix] = Node()
+            self.copies = [
+                (prefix, None, of) if b == own else (p, b, of) for p, b, of in self.copies
+            ]
+        for window in self.windows:
+            window.index(seq_id, table.indexed - 1, prefix)
+        for tail in [p for p in self.nodes if p != prefix and self.covers(prefix, p)]:
+            self.drop_tail(tail)
+        return prefix
+
+    def covers(self, prefix: Prefix, tail: Prefix) -> bool:
+        """Whether all of a tail is the beginning of one block of another prefix."""
+        (salt, tokens), (other_salt, wanted) = prefix, tail
+        begin = len(wanted) // self.size * self.size
+        return (
+            salt == other_salt
+            and begin < len(wanted) <= len(tokens) <= begin + self.size
+            and tokens[: len(wanted)] == wanted
+        )
+
+    def drop_tail(self, tail: Prefix) -> None:
+        """A longer prefix has what is in its block; a copy that is due is made all the same."""
+        node = self.nodes.pop(tail)
+        [block] = self.fresh(1)
+        waiting = [i for i, (prefix, _, _) in enumerate(self.copies) if prefix == tail]
+        for i in waiting:
+            self.copies[i] = (None, block, self.copies[i][2])
+        if not waiting:
+            self.retire(node.released_in)
+        for window in self.windows:
+            window.forget(tail)
+
+    def index_tail(self, seq_id: int) -> Prefix | None:
+        """What is in the last block of a sequence that ends."""
+        table = self.tables[seq_id]
+        end = min(table.computed, len(table.tokens))
+        if not table.is_indexed or end <= table.cached or end <= table.indexed * self.size:
+            return None
+        tail = (table.salt, tuple(table.tokens[:end]))
+        if any(self.covers(prefix, tail) for prefix in self.nodes):
+            return None
+        return self.index(seq_id, end)
+
     def free(self, seq_id: int) -> None:
+        tail = self.index_tail(seq_id)
         place = next((i for i, copy in enumerate(self.copies) if copy[2] == seq_id), None)
         if place is not None:  # a copy that is not made yet is not made at all
             prefix, own, _ = self.copies.pop(place)
@@ -244,7 +324,8 @@ class NaiveStore:
                 window.drop_copy(place)
         table = self.tables.pop(seq_id)
         if table.is_indexed:
-            self.leave((table.salt, tuple(table.tokens[: table.indexed * self.size])))
+            path = tuple(table.tokens[: table.indexed * self.size])
+            self.leave((table.salt, path) if tail is None else tail)
         self.release(table.own)
         for window in self.windows:
             window.end(seq_id)
@@ -309,7 +390,7 @@ class NaiveStore:
             return
         self.clock += 1
         salt, tokens = prefix
-        for end in range(self.size, len(tokens) + 1, self.size):
+        for end in {*range(self.size, len(tokens), self.size), len(tokens)} - {0}:
             node = self.nodes[salt, tokens[:end]]
             node.last_used = self.clock
             if not self.is_used((salt, tokens[:end])):

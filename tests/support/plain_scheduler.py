@@ -55,10 +55,10 @@ class PlainScheduler(Scheduler):
                 assert token is not None
                 seq.tokens.append(token)
             if seq.is_running:
-                seq.num_computed_tokens = scheduled.context_len
+                assert seq.tables is not None
+                seq.tables.num_computed_tokens = scheduled.context_len
                 size = self.kv.block_size
                 if scheduled.context_len // size > scheduled.start // size:
-                    assert seq.tables is not None
                     self.kv.commit(seq.tables, seq.num_computed_tokens)
             if scheduled.samples:
                 outcomes.append(self._judge(seq))

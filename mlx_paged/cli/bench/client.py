@@ -65,6 +65,11 @@ async def arrivals(
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
 
 
+def hint_of(status: int) -> str:
+    """What to do about an HTTP status, where the command line has something for it."""
+    return " (give --api-key)" if status == 401 else ""
+
+
 async def one_request(session: aiohttp.ClientSession, target: Target, prompt: Prompt) -> Arrivals:
     """Sends a prompt and records its stream."""
     body: dict[str, Any] = {
@@ -84,7 +89,8 @@ async def one_request(session: aiohttp.ClientSession, target: Target, prompt: Pr
     try:
         async with session.post(target.url, json=body, headers=headers) as response:
             if response.status != 200:
-                seen.error = f"{response.status}: {(await response.text())[:500]}"
+                told = (await response.text())[:500]
+                seen.error = f"{response.status}{hint_of(response.status)}: {told}"
                 return seen
             async for data in response.content.iter_any():
                 seen.pieces.append((time.perf_counter(), data))

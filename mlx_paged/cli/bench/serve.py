@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def serve(
     *,
     base_url: Annotated[
-        str, typer.Option(help="Of the server, without /v1.")
+        str, typer.Option(help="Of the server, with or without /v1.")
     ] = "http://127.0.0.1:8000",
     backend: Annotated[
         Literal["openai", "openai-chat"],
@@ -89,7 +89,7 @@ def serve(
     chat = backend == "openai-chat"
     path = "/v1/chat/completions" if chat else "/v1/completions"
     target = client.Target(
-        base_url.rstrip("/") + path,
+        root_of(base_url) + path,
         name,
         chat,
         {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **extra},
@@ -142,16 +142,25 @@ def _extra(given: str) -> dict[str, Any]:
     return extra
 
 
+def root_of(base_url: str) -> str:
+    """A server's address without the /v1 that OpenAI's clients want at its end."""
+    return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 async def _first_model(base_url: str, key: str | None) -> str:
     import aiohttp
 
-    url = base_url.rstrip("/") + "/v1/models"
+    from mlx_paged.cli.bench.client import hint_of
+
+    url = root_of(base_url) + "/v1/models"
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as answer:
-            answer.raise_for_status()
+            if not answer.ok:
+                reason = f"{answer.status} {answer.reason}{hint_of(answer.status)}"
+                raise MlxPagedError(f"{url} does not name a model: {reason}")
             return str((await answer.json())["data"][0]["id"])
-    except (aiohttp.ClientError, OSError, KeyError, IndexError) as error:
+    except (aiohttp.ClientError, OSError, KeyError, IndexError, TypeError, ValueError) as error:
         raise MlxPagedError(f"{url} does not name a model: {error}") from error
 
 

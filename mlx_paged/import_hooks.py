@@ -1,0 +1,74 @@
+"""Has a function run around the import of a module that is not loaded yet."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+Hook = Callable[[ModuleType, Callable[[], None]], None]
+
+
+def around_import(name: str, hook: Hook) -> None:
+    """From now on, when the module `name` is imported, ``hook(module, execute)`` is called in place
+    of ``execute()``, which runs the module's own code.
+
+    Each module has one hook; the same may be given again. A module that is loaded already keeps
+    what it is.
+    """
+    assert _finder.hooks.get(name, hook) == hook, f"{name} has another hook"
+    _finder.hooks[name] = hook
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+def forget_import(name: str) -> None:
+    """Takes the hook of a module back, if it has one."""
+    _finder.hooks.pop(name, None)
+    if not _finder.hooks and _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+
+
+class _Finder(MetaPathFinder):
+    """Finds nothing itself: it has the loaders that others find run the hooks."""
+
+    def __init__(self) -> None:
+        self.hooks: dict[str, Hook] = {}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        hook = self.hooks.get(name)
+        if hook is None:
+            return None
+        others = (f for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, hook)
+        return spec
+
+
+class _Loader(Loader):
+    """A module's own loader with a hook around it."""
+
+    def __init__(self, loader: Loader, hook: Hook) -> None:
+        self._loader = loader
+        self._hook = hook
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # What others see of the module is what it would have been.
+        module.__spec__.loader = module.__loader__ = self._loader  # type: ignore[union-attr]
+        self._hook(module, lambda: self._loader.exec_module(module))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+_finder = _Finder()

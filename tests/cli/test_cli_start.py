@@ -1,0 +1,50 @@
+"""How the program starts: what transformers does only once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def run(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_transformers_reads_its_folders_once() -> None:
+    script = """
+import os, sys
+from collections import Counter
+from mlx_paged.cli import transformers_scan
+
+scanned = Counter()
+def count(event, arguments):
+    if event == "os.scandir" and "transformers" in str(arguments[0]):
+        scanned[os.path.realpath(arguments[0])] += 1
+sys.addaudithook(count)
+transformers_scan.arrange()
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import import_utils
+assert import_utils.__spec__.loader.__class__.__name__ == "SourceFileLoader"
+models = [n for name, n in scanned.items() if f"{os.sep}models{os.sep}" in name]
+print(len(models), sum(models))
+"""
+    num_folders, num_scans = map(int, run(script).split())
+    # (The few that are imported are scanned again, each on its own.)
+    assert num_folders > 100 and num_scans < 1.1 * num_folders
+
+
+def test_a_transformers_without_the_function_is_left_alone() -> None:
+    from types import ModuleType
+
+    from mlx_paged.cli import transformers_scan
+
+    module = ModuleType("changed")
+    transformers_scan._import_once(module, lambda: None)
+    assert not hasattr(module, transformers_scan.FUNCTION)
+    setattr(module, transformers_scan.FUNCTION, len)  # not cached: nothing to lift
+    transformers_scan._import_once(module, lambda: None)
+    assert getattr(module, transformers_scan.FUNCTION) is len
