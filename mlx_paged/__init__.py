@@ -29,7 +29,7 @@ if (
     # Ctrl-C is no exception: it would be a traceback from the middle of an import.
     signal.signal(signal.SIGINT, _exit_interrupted)
 
-from mlx_paged import blas  # noqa: E402
+from mlx_paged import blas, descriptors  # noqa: E402
 from mlx_paged.drop_in import arrange, patch, unpatch  # noqa: E402
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ _HOMES = {
 
 # Now, not when MLX is first needed: a program that imports mlx_paged and then mlx.core means both.
 blas.preload()
+descriptors.keep_limit()
 arrange()
 
 

@@ -7,7 +7,7 @@ cli, server, doctor
             core    model
                         ops
                             extension
-                                blas, cgroups
+                                blas, cgroups, descriptors
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "blas": (),
     "cgroups": (),
     "import_hooks": (),
+    "descriptors": ("import_hooks",),
     "extension": ("blas", "cgroups", "_build", "_ext"),
     "ops": ("extension",),
-    "model": ("ops", "extension", "demo"),
+    "model": ("ops", "extension", "demo", "descriptors"),
     "core": (),
     "engine": ("cgroups", "core", "model", "ops", "extension"),
     "drop_in": ("engine", "model", "core", "ops", "extension", "import_hooks"),
@@ -43,11 +44,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("__init__", "engine", "model", "ops", "extension", "blas", "demo", "server"),
         *("doctor", "import_hooks"),
     ),
-    "server": ("__init__", "engine", "core", "model", "extension"),
-    "__init__": ("blas", "extension", "model", "engine", "drop_in"),
+    "server": ("__init__", "engine", "core", "model", "extension", "descriptors"),
+    "__init__": ("blas", "descriptors", "extension", "model", "engine", "drop_in"),
 }
 # Parts that import nothing outside Python's standard library: neither mlx, mlx_lm nor numpy.
-STANDARD_LIBRARY_ONLY = ("errors", "blas", "cgroups", "import_hooks", "core")
+STANDARD_LIBRARY_ONLY = ("errors", "blas", "cgroups", "descriptors", "import_hooks", "core")
 # Ways out of that: OpenBLAS's wheel tells where its library lies.
 EXCEPTIONS = {("blas", "scipy_openblas32")}
 

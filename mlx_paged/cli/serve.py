@@ -161,7 +161,7 @@ class ServeOptions:
         float | None,
         option(
             _LIMITS,
-            "Seconds until an unfinished request gets 408.",
+            "Seconds until an unfinished request gets 422, which clients do not repeat.",
             min=0.001,
             show_default="no limit",
         ),
@@ -196,6 +196,14 @@ class ServeOptions:
             show_default="none: open to all",
         ),
     ] = None
+    metrics_need_key: Annotated[
+        bool,
+        option(
+            _NET,
+            "/metrics and /load need a key too, where there are keys.",
+            "--metrics-need-key",
+        ),
+    ] = False
     allowed_origins: Annotated[
         list[str] | None,
         option(
@@ -271,34 +279,35 @@ def serve(
     from mlx_paged.engine.config import EngineConfig
 
     logs.configure(options.log_level, options.log_format, options.log_config)
-    engine_options = fields_of(EngineConfig, options)
-    # Wrong options are refused before the model is loaded.
-    checked = EngineConfig(**engine_options)
-    if options.max_model_len is not None:
-        checked.scheduler_config(options.max_model_len)
-    if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
-        raise InvalidParameterError(
-            "ssl_keyfile", "given together with ssl_certfile", options.ssl_keyfile
+    with logs.last_line(options.log_format):
+        engine_options = fields_of(EngineConfig, options)
+        # Wrong options are refused before the model is loaded.
+        checked = EngineConfig(**engine_options)
+        if options.max_model_len is not None:
+            checked.scheduler_config(options.max_model_len)
+        if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
+            raise InvalidParameterError(
+                "ssl_keyfile", "given together with ssl_certfile", options.ssl_keyfile
+            )
+        server_options = fields_of(ServerConfig, options) | {
+            "served_model_names": tuple(options.served_model_names or (default_model_name(model),)),
+            "api_keys": _keys(options.api_keys),
+            "chat_template": _template(options.chat_template),
+            "override_generation_config": overrides_of(options.override_generation_config),
+            "allowed_origins": tuple(options.allowed_origins or ()),
+            "priority_scheduling": options.policy == "priority",
+        }
+        sampling = generation_config_of(options.generation_config)
+        status = run(
+            lambda: AsyncEngine.from_model(
+                model, dtype=options.dtype, generation_config=sampling, **engine_options
+            ),
+            ServerConfig(**server_options),
+            host=options.host,
+            port=options.port,
+            ssl_keyfile=options.ssl_keyfile,
+            ssl_certfile=options.ssl_certfile,
         )
-    server_options = fields_of(ServerConfig, options) | {
-        "served_model_names": tuple(options.served_model_names or (default_model_name(model),)),
-        "api_keys": _keys(options.api_keys),
-        "chat_template": _template(options.chat_template),
-        "override_generation_config": overrides_of(options.override_generation_config),
-        "allowed_origins": tuple(options.allowed_origins or ()),
-        "priority_scheduling": options.policy == "priority",
-    }
-    sampling = generation_config_of(options.generation_config)
-    status = run(
-        lambda: AsyncEngine.from_model(
-            model, dtype=options.dtype, generation_config=sampling, **engine_options
-        ),
-        ServerConfig(**server_options),
-        host=options.host,
-        port=options.port,
-        ssl_keyfile=options.ssl_keyfile,
-        ssl_certfile=options.ssl_certfile,
-    )
     sys.exit(status)
 
 

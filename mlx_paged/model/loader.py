@@ -18,6 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model, hf_repo_to_path
 from mlx_lm.utils import load as load_mlx_lm
 
+from mlx_paged import descriptors
 from mlx_paged.errors import ModelLoadError
 from mlx_paged.model.config_files import (
     eos_token_ids,
@@ -27,6 +28,8 @@ from mlx_paged.model.config_files import (
 )
 from mlx_paged.model.families import require_family
 
+# Open at once while a model of many files is loaded, as mlx-lm wants it.
+_MANY_FILES = 2048
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -88,7 +91,8 @@ def load(
     name = str(path_or_hub_id)
     _check_directory(name)
     try:
-        model, tokenizer, config = load_mlx_lm(name, return_config=True)  # type: ignore[misc]
+        with descriptors.at_least(_MANY_FILES):
+            model, tokenizer, config = load_mlx_lm(name, return_config=True)  # type: ignore[misc]
     except (OSError, RepositoryNotFoundError, HFValidationError) as error:
         raise ModelLoadError(name, _reason(name, error)) from error
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:

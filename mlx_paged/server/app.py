@@ -27,13 +27,15 @@ from mlx_paged.server.chat import chat_completions
 from mlx_paged.server.completions import completions
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import Context, context_of, trace_of
-from mlx_paged.server.errors import ApiError, from_engine
+from mlx_paged.server.errors import ApiError, from_engine, shorten
 from mlx_paged.server.metrics import Metrics
 from mlx_paged.server.middleware import KeyMiddleware, RequestMiddleware
 
 _WEB = Path(__file__).parent / "web"
 # Paths that need no key: health checks, and pages without user data.
-OPEN_PATHS = ("/health", "/live", "/ready", "/", "/web/", "/docs", "/openapi.json")
+OPEN_PATHS = ("/health", "/ping", "/live", "/ready", "/", "/web/", "/docs", "/openapi.json")
+# Need a key only with `metrics_need_key`: numbers for other programs.
+METRICS_PATHS = ("/metrics", "/load")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -41,9 +43,10 @@ _ERRORS = {
     "400": "A field is wrong; `param` names it.",
     "401": "A valid API key is needed.",
     "404": "There is no such model.",
-    "408": "It took longer than the server allows.",
+    "408": "The body came too slowly.",
     "413": "The body is too large.",
     "415": "The body is not JSON.",
+    "422": "The answer took longer than the server allows.",
     "429": "The queue is full; see Retry-After.",
     "500": "The server failed; its log has more under the request's id.",
     "503": "Not now: loading, shutting down, or dead.",
@@ -91,17 +94,30 @@ API = (
         "/v1/models/{model:path}", "GET", endpoints.model, "One name of the model.",
         responses.Model, ("401", "404", "500"),
     ),
-    Operation(
-        "/tokenize", "POST", endpoints.tokenize, "Tokens of a prompt or of messages.",
-        responses.Tokens, _BODY, requests.TokenizeBody,
+    *(
+        Operation(
+            f"{prefix}/tokenize", "POST", endpoints.tokenize, "Tokens of a prompt or of messages.",
+            responses.Tokens, _BODY, requests.TokenizeBody,
+        )
+        for prefix in ("", "/v1")
     ),
-    Operation(
-        "/detokenize", "POST", endpoints.detokenize, "Text of tokens.", responses.Text, _BODY,
-        requests.DetokenizeBody,
+    *(
+        Operation(
+            f"{prefix}/detokenize", "POST", endpoints.detokenize, "Text of tokens.",
+            responses.Text, _BODY, requests.DetokenizeBody,
+        )
+        for prefix in ("", "/v1")
     ),
     Operation(
         "/health", "GET", endpoints.health, "Whether requests are answered.", responses.Status, (),
         refusal=responses.Status,
+    ),
+    *(
+        Operation(
+            "/ping", method, endpoints.health, "The same, for SageMaker.", responses.Status, (),
+            refusal=responses.Status,
+        )
+        for method in ("GET", "POST")
     ),
     Operation(
         "/live", "GET", endpoints.live, "Whether the process should live on.", responses.Status,
@@ -113,6 +129,9 @@ API = (
     ),
     Operation("/version", "GET", endpoints.version, "Versions.", responses.Version),
     Operation("/metrics", "GET", endpoints.metrics, "Metrics in Prometheus's format.", None),
+    Operation(
+        "/load", "GET", endpoints.load, "Requests that are being answered.", responses.Load
+    ),
     Operation(
         "/server_info", "GET", endpoints.server_info, "Options and state.", responses.ServerInfo
     ),
@@ -140,8 +159,11 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
         starting.cancel()
         context.close()
 
+    methods: dict[tuple[str, Endpoint], list[str]] = {}
+    for operation in API:
+        methods.setdefault((operation.path, operation.endpoint), []).append(operation.method)
     routes: list[BaseRoute] = [
-        Route(operation.path, operation.endpoint, methods=[operation.method]) for operation in API
+        Route(path, endpoint, methods=names) for (path, endpoint), names in methods.items()
     ]
     routes.append(Route("/openapi.json", _document))
     routes.append(Route("/docs", _file("docs.html")))
@@ -150,9 +172,13 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     routes.append(Mount("/web", StaticFiles(directory=_WEB)))
     paths = [route.path for route in routes if isinstance(route, Route)]
 
+    generating = [operation.path for operation in API if operation.chunk is not None]
     middleware = [
-        Middleware(RequestMiddleware, context.metrics, log=config.log_requests, paths=paths)
-    ]
+        Middleware(
+            RequestMiddleware, context.metrics,
+            log=config.log_requests, paths=paths, generating=generating,
+        )
+    ]  # fmt: skip
     if config.allowed_origins:
         middleware.append(
             Middleware(
@@ -163,7 +189,8 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
                 expose_headers=["X-Request-Id", "Retry-After"],
             )
         )
-    middleware.append(Middleware(KeyMiddleware, config.api_keys, OPEN_PATHS))
+    open_paths = (*OPEN_PATHS, *(() if config.metrics_need_key else METRICS_PATHS))
+    middleware.append(Middleware(KeyMiddleware, config.api_keys, open_paths))
     app = Starlette(
         routes=routes,
         middleware=middleware,
@@ -205,9 +232,10 @@ async def _on_engine_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    path = shorten(request.url.path)
     message = {
-        404: f"there is no {request.url.path}",
-        405: f"{request.url.path} does not take {request.method}",
+        404: f"there is no {path}",
+        405: f"{path} does not take {request.method}",
     }.get(error.status_code, error.detail)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     return ApiError(error.status_code, message, code=code, headers=error.headers).response()

@@ -27,6 +27,7 @@ class ServerConfig:
         served_model_names: Names that requests may give as `model`; answers
             have the first.
         api_keys: Requests need one of these; none: no request does.
+        metrics_need_key: Whether `/metrics` and `/load` need a key too.
         chat_template: Jinja source that replaces the model's own.
         trust_request_chat_template: Accept `chat_template` from requests: it is code, which runs
             sandboxed but without a time limit.
@@ -36,7 +37,7 @@ class ServerConfig:
         max_logprobs: Most alternatives a request may ask for, at most 20.
         strict_requests: Refuse unknown fields instead of logging them.
         stream_interval: Tokens that a streamed chunk waits for, at most.
-        request_timeout: Seconds until an unfinished request ends with 408; None: no limit.
+        request_timeout: Seconds until an unfinished request ends with 422; None: no limit.
         read_timeout: Seconds a client has to send the head of a request, then its body, and a
             reader of a stream to take a chunk.
         max_body_size: Most bytes of a request's body.
@@ -50,6 +51,7 @@ class ServerConfig:
 
     served_model_names: tuple[str, ...] = ("mlx-paged-demo",)
     api_keys: tuple[str, ...] = ()
+    metrics_need_key: bool = False
     chat_template: str | None = None
     trust_request_chat_template: bool = False
     generation_config: str = "auto"

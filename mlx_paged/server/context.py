@@ -15,7 +15,7 @@ from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.engine import Engine, EngineStats
 from mlx_paged.server.config import GenerationDefaults, ServerConfig
 from mlx_paged.server.conversation import Renderer
-from mlx_paged.server.errors import ApiError, unavailable
+from mlx_paged.server.errors import ApiError, shorten, unavailable
 from mlx_paged.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Trace:
         return {
             "request_id": self.request_id,
             "method": self.method,
-            "path": self.path,
+            "path": shorten(self.path),
             "client": self.client,
             "status": self.status,
             "seconds": round(time.monotonic() - self.started, 4),

@@ -125,6 +125,11 @@ async def metrics(request: Request) -> Response:
     return Response(context.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
 
 
+async def load(request: Request) -> Response:
+    """Requests for answers that have not ended, as in vLLM."""
+    return JSONResponse(responses.Load(server_load=context_of(request).metrics.server_load))
+
+
 async def server_info(request: Request) -> Response:
     """Options in force, and the state of the engine."""
     context = context_of(request)

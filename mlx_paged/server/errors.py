@@ -28,6 +28,7 @@ _TYPES = {
     408: "timeout_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
+    422: "timeout_error",
     431: "invalid_request_error",
     429: "rate_limit_error",
     499: "cancelled_error",
@@ -90,9 +91,18 @@ def unavailable(message: str, code: str) -> ApiError:
 
 
 def timed_out(seconds: float | None) -> ApiError:
-    """408: the request took longer than this server allows."""
-    limit = "" if seconds is None else f" within {seconds:g} s"
-    return ApiError(408, f"the request was not finished{limit}", code="request_timeout")
+    """422: the request took longer than this server allows.
+
+    Clients try again by themselves after 408, which is about requests that arrive too slowly, and
+    after 5xx. The next attempt would take as long; OpenAI's clients heed the header too.
+    """
+    limit = "" if seconds is None else f" within {seconds:g} s, the limit of this server"
+    return ApiError(
+        422,
+        f"the request was not finished{limit}",
+        code="request_timeout",
+        headers={"x-should-retry": "false"},
+    )
 
 
 def context_exceeded(limit: int, found: str, param: str = "prompt") -> ApiError:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import logging.config
+import sys
+import threading
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import yaml
+from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from mlx_paged.errors import InvalidParameterError
+from mlx_paged.errors import InvalidParameterError, MlxPagedError
+
+logger = logging.getLogger(__name__)
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 FORMATS = ("text", "json")
@@ -90,3 +98,51 @@ def configure(level: str = "info", style: str = "text", file: Path | None = None
     for name in ("httpx", "httpcore", "asyncio", "sse_starlette"):
         logging.getLogger(name).setLevel(max(logging.INFO, root.level))
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))
+    _adopt_libraries()
+    logging.captureWarnings(True)
+    if style == "json":
+        disable_progress_bars()  # of downloads
+        sys.excepthook = _log_exception
+        threading.excepthook = _log_thread_exception
+
+
+def _adopt_libraries() -> None:
+    """Has libraries log as we do, that brought handlers of their own (transformers, the hub)."""
+    for each in list(logging.root.manager.loggerDict.values()):
+        if isinstance(each, logging.Logger):
+            if any(isinstance(handler, logging.StreamHandler) for handler in each.handlers):
+                each.handlers = []
+            if not each.handlers:
+                each.propagate = True
+
+
+def _log_exception(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    logger.critical("the program failed", exc_info=(kind, error, traceback))
+
+
+def _log_thread_exception(arguments: threading.ExceptHookArgs) -> None:
+    name = "" if arguments.thread is None else arguments.thread.name
+    error = arguments.exc_value or arguments.exc_type()
+    logger.error(
+        "the thread %s failed", name,
+        exc_info=(arguments.exc_type, error, arguments.exc_traceback),
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def last_line(style: str) -> Iterator[None]:
+    """An error that ends the program is a line of the log, where lines are JSON.
+
+    Raises:
+        SystemExit: in place of an error; its status is 1.
+    """
+    try:
+        yield
+    except Exception as error:
+        if style != "json":
+            raise
+        expected = isinstance(error, MlxPagedError)
+        logger.critical("%s", error, exc_info=None if expected else error)
+        raise SystemExit(1) from None

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -53,6 +60,8 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...] | None]] = {
     "request_params_max_tokens": ("Histogram of the parameter max_tokens.", None),
 }  # fmt: skip
 
+# Why a request was refused: by the phase of the server, or by the engine.
+_REFUSALS = ("loading", "draining", "dead", "queue_full", "invalid")
 _MANY_GAPS = 10_000  # tokens
 
 _LABELS = ("model_name", "engine")
@@ -67,11 +76,12 @@ def _lengths(most: int) -> list[int]:
 class Metrics:
     """The metrics of one server, in a registry of their own.
 
-    Before `attach` there are only rejections and HTTP statuses.
+    Before `attach` there are only rejections, HTTP statuses, and the process's on Linux.
 
     Attributes:
         rejected: Requests refused, by reason.
         responses: HTTP responses, by path and status.
+        server_load: Requests for answers that have not ended.
         time_to_first_token: Seconds from the request's parameters to its first token.
     """
 
@@ -81,10 +91,14 @@ class Metrics:
             "mlx_paged:requests_rejected", "Requests refused, by reason.", ["reason"],
             registry=self.registry,
         )  # fmt: skip
+        for reason in _REFUSALS:  # there from the start, so that the first of each is an increase
+            self.rejected.labels(reason)
         self.responses = Counter(
             "mlx_paged:http_responses", "HTTP responses, by path and status.", ["path", "status"],
             registry=self.registry,
         )  # fmt: skip
+        ProcessCollector(registry=self.registry)
+        self.server_load = 0
         self._collector: _EngineCollector | None = None
         # Seconds between tokens that are not in the histograms yet: observing them takes time, so
         # it is done when metrics are read.

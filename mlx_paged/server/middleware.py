@@ -21,7 +21,9 @@ access_logger = logging.getLogger("mlx_paged.access")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # Polled every few seconds by machines: logged only at level debug.
-_QUIET_PATHS = frozenset({"/health", "/live", "/ready", "/metrics", "/server_info"})
+_QUIET_PATHS = frozenset(
+    {"/health", "/ping", "/live", "/ready", "/metrics", "/load", "/server_info"}
+)
 
 
 class RequestMiddleware:
@@ -29,13 +31,24 @@ class RequestMiddleware:
 
     Args:
         log: whether to write a line for each request.
+        paths: those that metrics tell apart.
+        generating: those whose requests count as the server's load.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, *, log: bool, paths: Sequence[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        *,
+        log: bool,
+        paths: Sequence[str],
+        generating: Sequence[str],
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._log = log
         self._paths = frozenset(paths)
+        self._generating = frozenset(generating)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -58,6 +71,8 @@ class RequestMiddleware:
                 headers["X-Content-Type-Options"] = "nosniff"
             await send(message)
 
+        load = int(trace.path in self._generating)
+        self._metrics.server_load += load
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
@@ -67,6 +82,7 @@ class RequestMiddleware:
                 await response(scope, receive, send_with_id)
             # (Otherwise the connection is closed: the head of the response is out.)
         finally:
+            self._metrics.server_load -= load
             self._log_end(trace)
 
     def _log_end(self, trace: Trace) -> None:

@@ -227,6 +227,12 @@ class Version(TypedDict):
     backends: str
 
 
+class Load(TypedDict):
+    """`GET /load`."""
+
+    server_load: int
+
+
 class Reset(TypedDict):
     """`POST /reset_prefix_cache`."""
 

@@ -1,15 +1,10 @@
-"""Runs the server: the socket, HTTP/1.1 with time limits, signals, and the end of the process.
-
-uvicorn times idle connections between requests, and the application times bodies and readers.
-`ImpatientProtocol` times what comes before: connections that send nothing, heads that come byte by
-byte, bodies that continue after their answer was sent.
-"""
+"""Runs the server: limits of the process, signals, and its end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import ipaddress
 import logging
 import os
 import signal
@@ -18,21 +13,21 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from mlx_paged import descriptors
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 from mlx_paged.server.app import create_app
 from mlx_paged.server.config import GenerationDefaults, ServerConfig
+from mlx_paged.server.connection import impatient
 from mlx_paged.server.context import Context
-from mlx_paged.server.errors import ApiError
+from mlx_paged.server.listener import Listener, bind
 
 logger = logging.getLogger(__name__)
 
-#: Most bytes of a request's line and headers.
-MAX_HEAD_SIZE = 64 << 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds between checks of the engine's thread.
 _WATCH_INTERVAL = 0.25
@@ -41,145 +36,36 @@ _RESPONSE_GRACE = 5.0
 _KEEP_ALIVE = 75  # above the 60 s of most proxies, or they would use closed connections
 
 
-class ImpatientProtocol(HttpToolsProtocol):
-    """A connection whose client has limited time to send a request; see `impatient`.
-
-    Attributes:
-        head_timeout: Seconds from the connection, or from the first byte after an answer, to the
-            end of a request's head.
-    """
-
-    head_timeout = 60.0
-    _deadline: asyncio.TimerHandle | None = None
-    _in_head = False
-    _head_size = 0
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._set_deadline()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._clear_deadline()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.transport.is_closing():
-            return
-        if self._deadline is None and not self._is_answering:
-            self._set_deadline()
-        if self._in_head:
-            self._head_size += len(data)
-            if self._head_size > MAX_HEAD_SIZE:
-                self._hang_up(431, f"the head must be at most {MAX_HEAD_SIZE} bytes")
-
-    def on_message_begin(self) -> None:
-        self._in_head = True
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self._in_head, self._head_size = False, 0
-        self._clear_deadline()
-        super().on_headers_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        self._hang_up(400, "this is not HTTP as this server understands it")
-
-    @property
-    def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _set_deadline(self) -> None:
-        self._deadline = self.loop.call_later(self.head_timeout, self._on_deadline)
-
-    def _clear_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _on_deadline(self) -> None:
-        self._deadline = None
-        if self._is_answering:
-            self._set_deadline()  # the next request may wait while this one is answered
-        elif self._in_head:
-            message = f"the head of the request did not come within {self.head_timeout:g} s"
-            self._hang_up(408, message, "read_timeout")
-        else:
-            self.transport.close()  # it never sent a request
-
-    def _hang_up(self, status: int, message: str, code: str | None = None) -> None:
-        """Closes the connection; sends the reason, unless an answer has begun."""
-        if self.transport.is_closing():
-            return
-        if not self._is_answering:
-            body = json.dumps(ApiError(status, message, code=code).body).encode()
-            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n"
-            self.transport.write(STATUS_LINE[status] + head % len(body) + b"\r\n" + body)
-        self.transport.close()
-
-
-def impatient(head_timeout: float) -> type[ImpatientProtocol]:
-    """The protocol with a timeout, for uvicorn, which makes one for each connection."""
-    return type("Protocol", (ImpatientProtocol,), {"head_timeout": head_timeout})
-
-
 class _Server(uvicorn.Server):
-    """uvicorn's server, without its signal handlers.
+    """uvicorn's server, with our `Listener`, and without its signal handlers.
 
     uvicorn raises a signal again when it has ended, which would end the process by that signal
     instead of with status 0.
     """
 
-    def __init__(self, config: uvicorn.Config, on_signal: Callable[[int], None]) -> None:
-        super().__init__(config)
-        self._on_signal = on_signal
-
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
-        original = {sig: signal.signal(sig, self.handle_exit) for sig in _SIGNALS}
-        try:
-            yield
-        finally:
-            for sig, handler in original.items():
-                signal.signal(sig, handler)
+        yield
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._on_signal(sig)
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        config, state = self.config, self.server_state
 
+        def make_protocol() -> asyncio.Protocol:
+            made: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg, assignment]
+                config=config, server_state=state, app_state=self.lifespan.state
+            )
+            return made
 
-def bind(host: str, port: int, silence_limit: float) -> socket.socket:
-    """A listening socket.
+        for sock in sockets or ():
+            listener = Listener(sock, make_protocol, state.connections, config.ssl)  # type: ignore[arg-type]
+            self.servers.append(listener)  # type: ignore[arg-type]
 
-    Args:
-        silence_limit: seconds until a connection is closed whose other end is gone, or accepts no
-            data; the kernel's own limits are 15 minutes and none.
-
-    Raises:
-        InvalidParameterError: the address cannot be used; the message says why.
-    """
-    try:
-        kind, protocol, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0][0:5]
-        sock = socket.socket(kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        raise InvalidParameterError(
-            "host and port", f"an address to listen on ({error.strerror})", f"{host}:{port}"
-        ) from error
-    # Accepted sockets inherit these.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", max(1, int(silence_limit))),
-        ("TCP_KEEPINTVL", max(1, int(silence_limit) // 4)),
-        ("TCP_USER_TIMEOUT", int(silence_limit * 1000)),
-    ):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    sock.listen(2048)
-    sock.setblocking(False)
-    return sock
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:
+            # uvicorn leaves the application's end out then; the loop would cancel it, loudly.
+            await self.lifespan.shutdown()
 
 
 def serve(
@@ -202,8 +88,11 @@ def serve(
     Raises:
         InvalidParameterError: the address or the certificates cannot be used.
 
-    If a signal arrives while the model is being loaded, the process ends without returning.
+    If a signal arrives while the model is being loaded, the process ends without returning. So it
+    does at a third signal. The handlers of signals stay in place: the process is about to end.
     """
+    most = descriptors.raise_limit()
+    logger.info("at most %d connections and files may be open at once", most)
     sock = bind(host, port, config.read_timeout)
     with contextlib.closing(sock), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         service = _Service(make_engine(), config, sock, ssl_keyfile, ssl_certfile)
@@ -213,8 +102,19 @@ def serve(
     return status
 
 
-def _leave(status: int) -> None:
-    """Ends the process while a model is being loaded, on a thread that nothing can interrupt.
+def warn_if_open_to_all(sock: socket.socket, config: ServerConfig) -> None:
+    """Logs a warning if other machines can use the server, and need no key."""
+    host, port = sock.getsockname()[:2]
+    if not (config.api_keys or ipaddress.ip_address(host.partition("%")[0]).is_loopback):
+        logger.warning(
+            "everyone who can reach port %d of this machine may use this server: it listens on %s, "
+            "and no key is needed; set --api-key (or MLX_PAGED_API_KEY), or listen on 127.0.0.1",
+            port, host,
+        )  # fmt: skip
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends the process while a thread loads a model or computes, which nothing can interrupt.
 
     The interpreter would wait for that thread, or shut down while it runs.
     """
@@ -268,8 +168,10 @@ class _Service:
             raise InvalidParameterError(
                 "ssl_certfile and ssl_keyfile", f"readable PEM files ({error})", str(ssl_certfile)
             ) from error
-        self._server = _Server(settings, self._on_signal)
+        self._server = _Server(settings)
         self._draining: asyncio.Future[None] | None = None
+        self._num_signals = 0
+        self._has_ended = False
         self._status = 0
 
     @property
@@ -279,6 +181,9 @@ class _Service:
 
     async def run(self) -> int:
         self._loop = asyncio.get_running_loop()
+        for sig in _SIGNALS:
+            signal.signal(sig, self._on_signal)
+        warn_if_open_to_all(self._socket, self._config)
         watching = asyncio.create_task(self._watch())
         try:
             await self._server.serve(sockets=[self._socket])
@@ -287,10 +192,14 @@ class _Service:
             await asyncio.gather(watching, return_exceptions=True)
             self._context.draining = True
             await self._drain(0.0)
+            self._has_ended = True
         return self._status
 
-    def _on_signal(self, sig: int) -> None:
+    def _on_signal(self, sig: int, _: FrameType | None) -> None:
         """Runs on the main thread, between two instructions, so it only schedules the work."""
+        self._num_signals += 1
+        if self._has_ended or self._num_signals > 2:
+            _leave(self._status)
         self._loop.call_soon_threadsafe(self._stop, signal.Signals(sig).name)
 
     def _stop(self, cause: str) -> None:
@@ -329,13 +238,11 @@ class _Service:
                 await asyncio.sleep(_WATCH_INTERVAL)
             if self._context.draining:
                 return
-        failure = self._context.failure
-        expected = isinstance(failure, MlxPagedError)
-        reason = str(failure) if failure is not None else "see the log above"
         self._status = 1
-        if expected:
-            print(f"mlx-paged: {reason}", file=sys.stderr)
-        else:
-            logger.critical("the engine has stopped (%s): this process ends", reason)
+        failure = self._context.failure
+        if failure is not None and self._engine.is_alive:
+            # Not the engine's: that has logged its own.
+            expected = isinstance(failure, MlxPagedError)
+            logger.critical("%s", failure, exc_info=None if expected else failure)
         await asyncio.sleep(2 * _WATCH_INTERVAL)  # streams send their errors
         self._server.should_exit = True

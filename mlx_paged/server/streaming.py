@@ -199,6 +199,7 @@ class EventStream(EventSourceResponse):
             await send(message)
             self._sending_since = None
 
+        scope["state"]["filler"] = b":\n\n"  # see `server.connection`
         async with anyio.create_task_group() as group:
             group.start_soon(self._watch, group.cancel_scope)
             await super().__call__(scope, receive, noted_send)

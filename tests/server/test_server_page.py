@@ -18,6 +18,7 @@ from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from support.server_helpers import RunningServer, running
 
 import mlx_paged
+from mlx_paged.server.app import API
 from mlx_paged.server.config import ServerConfig
 
 WEB = Path(mlx_paged.__file__).parent / "server/web"
@@ -246,7 +247,7 @@ def test_keys_reach_everything(page) -> None:
 @in_browser
 def test_the_documentation_page(page, server) -> None:
     page.goto(f"{server.url}/docs")
-    expect(page.locator("details")).to_have_count(13)
+    expect(page.locator("details")).to_have_count(len(API))
     page.get_by_text("/v1/chat/completions").click()
     expect(page.get_by_text("continue_final_message", exact=True).first).to_be_visible()
     shoot(page, "docs")

@@ -75,6 +75,112 @@ def test_what_is_not_finished_in_time_is_told_so() -> None:
         assert server.wait(60) == 0
 
 
+NOISE = """
+import threading, warnings
+import mlx_paged.engine.async_engine as engine
+load = engine.load
+def noisy(*args, **options):
+    from transformers.utils import logging
+    logging.get_logger("transformers.some.module").warning("a word of transformers")
+    from huggingface_hub.utils import logging, tqdm
+    logging.get_logger("huggingface_hub.some").warning("a word of the hub")
+    list(tqdm(range(3), desc="a bar"))
+    warnings.warn("a word of Python")
+    def fail():
+        raise ValueError("a thread's last word")
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+    return load(*args, **options)
+engine.load = noisy
+from mlx_paged.cli.main import main
+main()
+"""
+
+
+def test_every_line_is_json_and_a_second_signal_ends_it_at_once() -> None:
+    options = ("--log-format", "json", "--host", "0.0.0.0", "--shutdown-timeout", "600")
+    lines: list[dict[str, Any]] = []
+    with process(*options, code=NOISE) as (server, url):
+        with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}) as answer:
+            events = answer.iter_lines()
+            next(events)
+            for said in ("SIGINT: finishing", "SIGINT again"):
+                server.send_signal(signal.SIGINT)
+                while not (lines and said in lines[-1]["message"]):
+                    lines.append(json.loads(server.stderr.readline()))
+            assert "shutting_down" in "".join(events)
+        out, log = server.communicate(timeout=60)
+    lines += [json.loads(line) for line in log.splitlines()]
+    assert out == "" and server.returncode == 0
+    told = "\n".join(f"{line['message']} {line.get('exception')}" for line in lines)
+    for word in ("transformers", "the hub", "Python"):
+        assert told.count(f"a word of {word}") == 1, told
+    assert told.count("a thread's last word") == 1 and "a bar" not in told
+    # No other traceback, of uvicorn's for instance.
+    [failed] = [line for line in lines if line["level"] in ("error", "critical")]
+    assert "thread" in failed["message"] and told.count("Traceback") == 1
+    # It listens on all addresses, and nobody needs a key.
+    [warning] = [line for line in lines if "--api-key" in line["message"]]
+    assert warning["level"] == "warning"
+
+
+def test_a_warning_only_for_other_machines_and_without_a_key(caplog) -> None:
+    from mlx_paged.server.config import ServerConfig
+    from mlx_paged.server.listener import bind
+    from mlx_paged.server.run import warn_if_open_to_all
+
+    for host, keys, warnings in (
+        ("127.0.0.1", (), 0), ("localhost", (), 0), ("::1", (), 0), ("0.0.0.0", (), 1),
+        ("0.0.0.0", ("k",), 0),
+    ):  # fmt: skip
+        caplog.clear()
+        try:
+            sock = bind(host, 0, 60)
+        except MlxPagedError:
+            assert ":" in host  # a machine without IPv6
+            continue
+        with sock:
+            warn_if_open_to_all(sock, ServerConfig(api_keys=keys))
+        assert len(caplog.records) == warnings, host
+
+
+FEW = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (150, 200))
+from mlx_paged.cli.main import main
+main()
+"""
+
+
+def test_it_stays_up_when_descriptors_run_out() -> None:
+    """More connections than it may have: idle ones make room, and the log says so."""
+    with process(code=FEW) as (server, url):
+        port = int(url.rpartition(":")[2])
+        idle: list[socket.socket] = []
+        for _ in range(400):
+            idle.append(socket.create_connection(("127.0.0.1", port), timeout=60))
+        lines: list[str] = []
+        read_stream(url, {**LONG, "max_tokens": 20, "stream": True}, lines)
+        assert lines[-2] == "data: [DONE]"
+        families = httpx.get(f"{url}/metrics", timeout=60).text
+        open_now, most = (
+            float(families.partition(f"\nprocess_{name}_fds ")[2].split()[0])
+            for name in ("open", "max")
+        )
+        assert most == 200 and open_now < 200
+        for sock in idle:
+            sock.close()
+        for _ in range(10):
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+        server.send_signal(signal.SIGTERM)
+        _, log = server.communicate(timeout=60)
+    assert server.returncode == 0 and "Traceback" not in log, log
+    assert "at most 200 connections" in log
+    told = [line for line in log.splitlines() if "cannot accept connections" in line]
+    assert told and "too many open files (limit 200" in told[0] and len(told) < 20, log
+
+
 LOADING = """
 import threading
 import mlx_paged.engine.async_engine as engine
@@ -125,13 +231,17 @@ def test_a_crashed_engine_ends_the_process_with_a_message() -> None:
 def test_a_model_that_is_not_there_and_an_address_that_is_taken() -> None:
     with process("/no/such/model") as (server, _):
         _, log = server.communicate(timeout=60)
-        assert server.returncode == 1 and "/no/such/model" in log and "Traceback" not in log
+        assert server.returncode == 1 and log.count("/no/such/model") == 1, log
+        assert "Traceback" not in log
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with process("--port", str(taken.getsockname()[1])) as (server, _):
+        options = ("--port", str(taken.getsockname()[1]), "--log-format", "json")
+        with process(*options) as (server, _):
             _, log = server.communicate(timeout=60)
-            assert server.returncode == 1 and "address" in log and "Traceback" not in log
+            last = [json.loads(line) for line in log.splitlines()][-1]
+            assert server.returncode == 1 and "address" in last["message"], log
+            assert last["level"] == "critical" and "Traceback" not in log
 
 
 def test_options_from_environment_and_file(tmp_path) -> None:

@@ -1,0 +1,234 @@
+"""One connection: HTTP/1.1 with time limits, a limited head, and clients that only stop sending.
+
+uvicorn times idle connections between requests, and the application times bodies and readers.
+`ImpatientProtocol` times what comes before: connections that send nothing, heads that come byte by
+byte, bodies that continue after their answer was sent.
+
+**Clients that close their sending side** (``shutdown(SHUT_WR)``) get their answers. TCP shows the
+same to the server whether a client has closed one side or both; the difference shows only when
+something is sent to it, because a client that is gone answers with a reset. An answer that is
+streamed finds out at its next chunk, and comments are sent between chunks. Before an answer has
+begun, clients of HTTP/1.1 are sent ``100 Continue``, which they skip. HTTP/1.0 has no such
+response: there the kernel's keep-alive finds out, about a minute later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from mlx_paged.server.errors import ApiError
+
+#: Most bytes of a request's line and headers.
+MAX_HEAD_SIZE = 64 << 10
+# Of a request's line, besides its method and target; and the empty line after the headers.
+_REST_OF_HEAD = len("  HTTP/1.1\r\n" "\r\n")  # fmt: skip
+_REST_OF_HEADER = len(": \r\n")
+# Seconds between looks whether a client that stopped sending is gone; first, then at most.
+_FIRST_LOOK, _MOST_LOOK = 0.01, 1.0
+# Seconds between what is sent to see it, and between the kernel's probes.
+_INTERIM_INTERVAL = 15.0
+_PROBE_INTERVAL = 5
+
+
+class ImpatientProtocol(HttpToolsProtocol):
+    """A connection whose client has limited time to send a request; see `impatient`.
+
+    Attributes:
+        head_timeout: Seconds from the connection, or from the first byte after an answer, to the
+            end of a request's head.
+        idle_since: Time of the loop since which nothing is asked; None while a request is sent or
+            answered.
+    """
+
+    head_timeout = 60.0
+    idle_since: float | None = None
+    _deadline: asyncio.TimerHandle | None = None
+    _in_head = False
+    _is_new_head = False
+    # Of the head so far: what was parsed (exact at its end), and whole chunks that were received
+    # (a header that does not end is not parsed).
+    _parsed_size = 0
+    _received_size = 0
+    _is_refused = False
+    _look: asyncio.Handle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.idle_since = self.loop.time()
+        self._set_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._clear_deadline()
+        if self._look is not None:
+            self._look.cancel()
+        self.idle_since = None
+        super().connection_lost(exc)
+
+    # What the client sends.
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._is_new_head = False
+        super().data_received(data)
+        if self._is_refused or self.transport.is_closing():
+            return
+        if self._deadline is None and not self._is_answering:
+            self._set_deadline()
+        if self._in_head:
+            if not self._is_new_head:
+                self._received_size += len(data)
+            if max(self._parsed_size, self._received_size) > MAX_HEAD_SIZE:
+                self._refuse_head()
+
+    def on_message_begin(self) -> None:
+        self._in_head = self._is_new_head = True
+        self._parsed_size = self._received_size = 0
+        self.idle_since = None
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._parsed_size += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._parsed_size += len(name) + len(value) + _REST_OF_HEADER
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self._is_refused:
+            return
+        self._clear_deadline()
+        self._parsed_size += len(self.parser.get_method()) + _REST_OF_HEAD
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if self._parsed_size > MAX_HEAD_SIZE:
+            self._refuse_head()
+        elif hosts > 1 or (hosts == 0 and self.parser.get_http_version() == "1.1"):
+            self._refuse(400, f"a request needs one Host header but has {hosts}")
+        else:
+            self._in_head = False
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_refused:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._is_answering:
+            self.idle_since = self.loop.time()
+
+    # Clients that stop sending.
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Keeps the connection for the answers of whole requests. (TLS cannot be half closed.)"""
+        if not self._is_answering or self.cycle.more_body or self.scheme == "https":
+            return None
+        self.cycle.keep_alive = False  # it closes the connection after the last answer
+        sock = self._socket
+        for name in ("TCP_KEEPIDLE", "TCP_KEEPALIVE", "TCP_KEEPINTVL"):
+            if hasattr(socket, name):
+                with contextlib.suppress(OSError):
+                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _PROBE_INTERVAL)
+        # (Not now: the transport must not be closed while it handles the end of the input.)
+        self._look = self.loop.call_soon(self._look_after_client, _FIRST_LOOK, self.loop.time())
+        return True
+
+    def _look_after_client(self, delay: float, interim_at: float) -> None:
+        """Ends the connection if the client is gone; looks again after `delay` seconds, then later
+        and later. Nobody else would see it, since nothing is read any more."""
+        if self.transport.is_closing():
+            return
+        if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        now = self.loop.time()
+        if now >= interim_at and not self.pipeline:
+            interim_at = now + _INTERIM_INTERVAL
+            self._send_filler()
+        self._look = self.loop.call_later(
+            delay, self._look_after_client, min(2 * delay, _MOST_LOOK), interim_at
+        )
+
+    def _send_filler(self) -> None:
+        """Sends what the client skips. A stream that may have it says so: ``filler`` of its scope's
+        state."""
+        cycle = self.cycle
+        filler: bytes | None = cycle.scope["state"].get("filler")
+        if cycle.response_started and cycle.chunked_encoding and filler:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(filler), filler))
+        elif not cycle.response_started and cycle.scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    @property
+    def _socket(self) -> socket.socket:
+        found: socket.socket = self.transport.get_extra_info("socket")
+        return found
+
+    # Time.
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _set_deadline(self) -> None:
+        self._deadline = self.loop.call_later(self.head_timeout, self._on_deadline)
+
+    def _clear_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _on_deadline(self) -> None:
+        self._deadline = None
+        if self._is_answering:
+            self._set_deadline()  # the next request may wait while this one is answered
+        elif self._in_head:
+            message = f"the head of the request did not come within {self.head_timeout:g} s"
+            self._refuse(408, message, "read_timeout")
+        else:
+            self.transport.close()  # it never sent a request
+
+    # Refusals.
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "this is not HTTP as this server understands it")
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, f"the head must be at most {MAX_HEAD_SIZE} bytes")
+
+    def _refuse(self, status: int, message: str, code: str | None = None) -> None:
+        """Reads no more, and closes the connection when earlier requests have their answers. Sends
+        the reason, unless that would be in the middle of an answer or after it."""
+        if self._is_refused or self.transport.is_closing():
+            return
+        self._is_refused = True
+        self._clear_deadline()
+        cycle = self.cycle
+        in_body = not self._in_head and cycle is not None and cycle.more_body
+        if self._is_answering and not in_body:
+            cycle.keep_alive = False
+            return
+        if in_body and not cycle.response_complete:
+            # It is about the request that is being answered.
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if not in_body or not (cycle.response_started or self.pipeline):
+            body = json.dumps(ApiError(status, message, code=code).body).encode()
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n"
+            self.transport.write(STATUS_LINE[status] + head % len(body) + b"\r\n" + body)
+        self.transport.close()
+
+
+def impatient(head_timeout: float) -> type[ImpatientProtocol]:
+    """The protocol with a timeout, for uvicorn, which makes one for each connection."""
+    return type("Protocol", (ImpatientProtocol,), {"head_timeout": head_timeout})

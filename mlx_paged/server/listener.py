@@ -1,0 +1,177 @@
+"""The listening socket, and what happens when the process runs out of descriptors.
+
+uvloop drops new connections then without a word, and asyncio writes a traceback for each attempt.
+`Listener` accepts connections itself. It keeps some descriptors for files, closes the connections
+that have been idle longest to make room, and otherwise lets new ones wait in the kernel's queue
+until others have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import os
+import socket
+import ssl
+from collections.abc import Callable, Collection
+
+from mlx_paged import descriptors
+from mlx_paged.errors import InvalidParameterError
+from mlx_paged.server.connection import ImpatientProtocol
+
+logger = logging.getLogger(__name__)
+
+# Connections accepted before others get the loop.
+_MOST_AT_ONCE = 64
+# Descriptors that connections leave to files, at most.
+_RESERVE = 64
+# Seconds until it tries again: after connections were closed, and where none could be.
+_SHORT_PAUSE, _LONG_PAUSE = 0.05, 0.25
+# Seconds between lines in the log.
+_LOG_INTERVAL = 10.0
+
+
+def bind(host: str, port: int, silence_limit: float) -> socket.socket:
+    """A listening socket.
+
+    Args:
+        silence_limit: seconds until a connection is closed whose other end is gone, or accepts no
+            data; the kernel's own limits are 15 minutes and none.
+
+    Raises:
+        InvalidParameterError: the address cannot be used; the message says why.
+    """
+    try:
+        kind, protocol, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0][0:5]
+        sock = socket.socket(kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise InvalidParameterError(
+            "host and port", f"an address to listen on ({error.strerror})", f"{host}:{port}"
+        ) from error
+    # Accepted sockets inherit these.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", max(1, int(silence_limit))),
+        ("TCP_KEEPINTVL", max(1, int(silence_limit) // 4)),
+        ("TCP_USER_TIMEOUT", int(silence_limit * 1000)),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    sock.listen(2048)
+    sock.setblocking(False)
+    return sock
+
+
+class Listener:
+    """Accepts connections for uvicorn's server, which closes it as it would close asyncio's.
+
+    Args:
+        sock: bound, listening, not blocking; the caller closes it.
+        make_protocol: makes the protocol of a connection.
+        connections: those that are open; idle ones may be closed.
+        context: for HTTPS.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        make_protocol: Callable[[], asyncio.Protocol],
+        connections: Collection[ImpatientProtocol],
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._socket = sock
+        self._make_protocol = make_protocol
+        self._connections = connections
+        self._context = context
+        self._starting: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        self._silence: asyncio.TimerHandle | None = None
+        self._num_closed = 0  # since the last line in the log
+        self._reason: str | None = None
+        self._loop.add_reader(sock, self._accept)
+
+    def close(self) -> None:
+        """Accepts no more; connections go on, but those that have not begun (TLS handshakes)."""
+        self._loop.remove_reader(self._socket)
+        for starting in self._starting:
+            starting.cancel()
+        for timer in (self._pause, self._silence):
+            if timer is not None:
+                timer.cancel()
+
+    async def wait_closed(self) -> None:
+        """Waits until those have ended."""
+        await asyncio.gather(*self._starting, return_exceptions=True)
+
+    def _accept(self) -> None:
+        for _ in range(_MOST_AT_ONCE):
+            try:
+                if self._num_open() > descriptors.limit() - self._reserve:
+                    self._run_out("too many open files")
+                    return
+                accepted, _ = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._run_out(str(error.strerror or error).lower())
+                return
+            accepted.setblocking(False)
+            starting = self._loop.create_task(self._start(accepted))
+            self._starting.add(starting)
+            starting.add_done_callback(self._starting.discard)
+
+    async def _start(self, accepted: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(
+                self._make_protocol, accepted, ssl=self._context
+            )
+        except (OSError, TimeoutError) as error:  # (OSError: also a handshake that fails)
+            logger.debug("a connection could not be started: %s", error)
+            accepted.close()
+
+    @property
+    def _reserve(self) -> int:
+        return min(_RESERVE, descriptors.limit() // 8)
+
+    def _num_open(self) -> int:
+        """Descriptors in use: a new one is always the lowest number that is free."""
+        free = os.dup(self._socket.fileno())
+        os.close(free)
+        return free
+
+    def _run_out(self, reason: str) -> None:
+        """Closes the sixteenth of the idle connections that has been idle longest; tries later."""
+        idle = [(c.idle_since, id(c), c) for c in self._connections if c.idle_since is not None]
+        oldest = heapq.nsmallest(-(-len(idle) // 16), idle)
+        for _, _, connection in oldest:
+            connection.transport.abort()
+        self._num_closed += len(oldest)
+        self._reason = reason
+        self._tell()
+        self._loop.remove_reader(self._socket)
+        self._pause = self._loop.call_later(
+            _SHORT_PAUSE if oldest else _LONG_PAUSE,
+            self._loop.add_reader, self._socket, self._accept,
+        )  # fmt: skip
+
+    def _tell(self) -> None:
+        """Writes a line; what happens in the next seconds will be in one line together."""
+        if self._silence is not None or self._reason is None:
+            return
+        logger.error(
+            "cannot accept connections: %s (limit %d, see `ulimit -n`); %d connections are open, "
+            "%d idle ones were closed to make room, new ones wait",
+            self._reason, descriptors.limit(), len(self._connections), self._num_closed,
+        )  # fmt: skip
+        self._num_closed, self._reason = 0, None
+        self._silence = self._loop.call_later(_LOG_INTERVAL, self._end_silence)
+
+    def _end_silence(self) -> None:
+        self._silence = None
+        self._tell()
