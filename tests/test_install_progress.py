@@ -74,7 +74,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
         check=False,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
 

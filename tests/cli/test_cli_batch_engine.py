@@ -171,13 +171,13 @@ def test_pipes_and_a_batch_that_fails_as_a_whole(tmp_path) -> None:
     content = json.dumps(line("a", PLAIN, prompt="def a(", max_tokens=2)) + "\nnonsense\n"
     command = [*COMMAND, "-i", "-"]
     done = subprocess.run(
-        command, input=content, check=False, capture_output=True, text=True, timeout=120
+        command, input=content, check=False, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 3, done.stderr
     assert {json.loads(x)["custom_id"] for x in done.stdout.splitlines()} == {"a", None}
     assert "1 lines answered, 1 failed" in done.stderr
     done = subprocess.run(
-        command, input="nonsense\n", check=False, capture_output=True, text=True, timeout=120
+        command, input="nonsense\n", check=False, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 1
     assert "no line could be answered: see the errors in the output" in done.stderr
@@ -209,7 +209,7 @@ batch.run(batch.Batch(Path(sys.argv[1]), Path(sys.argv[2])))
 print(steps)
 """
     command = [sys.executable, "-c", script, str(tmp_path / "in"), str(tmp_path / "out")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert len(read(tmp_path / "out")) == 64
     assert int(done.stdout) < 64 * 8 / 4

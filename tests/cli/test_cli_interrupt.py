@@ -71,7 +71,7 @@ def run(tmp_path: Path, script: str, *arguments: str) -> subprocess.CompletedPro
         check=False,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -104,6 +104,6 @@ def test_a_program_that_imports_the_package_keeps_its_handler(tmp_path: Path) ->
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr

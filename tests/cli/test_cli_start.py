@@ -8,7 +8,7 @@ import sys
 
 def run(script: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

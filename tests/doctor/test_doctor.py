@@ -37,7 +37,7 @@ def doctor(*options: str, site: str | None = None, tmp: Path | None = None, **en
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -199,7 +199,7 @@ def test_no_command_line_is_needed(tmp_path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr
     assert SCHEMA.is_valid(json.loads(run.stdout))

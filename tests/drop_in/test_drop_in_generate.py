@@ -376,7 +376,7 @@ def test_threads_take_turns(model) -> None:
             return work()
 
         with ThreadPoolExecutor(max_workers=1) as pool:
-            return pool.submit(run).result(timeout=60)
+            return pool.submit(run).result(timeout=300)
 
     def left_unasked() -> None:
         """Logits that nobody evaluates, in a thread that is gone."""

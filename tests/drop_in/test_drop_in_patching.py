@@ -37,7 +37,7 @@ def python(code: str, **env: str) -> str:
         check=False,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr
     return f"{run.stdout}\n-----\n{run.stderr}"

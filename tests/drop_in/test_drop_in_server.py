@@ -54,14 +54,14 @@ class Server:
         return self.log.read()
 
     def get(self, path: str) -> tuple[int, str]:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=300)
         connection.request("GET", path)
         response = connection.getresponse()
         return response.status, response.read().decode()
 
     def post(self, path: str, **body: Any) -> Any:
         """The answer as an object; of a stream, its events in order."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=300)
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
         text = response.read().decode()
@@ -84,7 +84,7 @@ class Server:
 
     def stop(self) -> None:
         self.process.terminate()
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=300)
         self.log.close()
 
 

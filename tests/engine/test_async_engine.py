@@ -38,7 +38,7 @@ from mlx_paged.model.loader import load
 
 PROMPT = list(range(20, 60))
 OPTIONS: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 400, "max_num_seqs": 16}
-TIMEOUT = 30.0
+TIMEOUT = 300.0
 
 
 def params(max_tokens: int = 8, **options: Any) -> SamplingParams:

@@ -208,7 +208,7 @@ def test_an_unreachable_hub_is_said_at_once(tmp_path: Path, offline: str) -> Non
         capture_output=True,
         text=True,
         env=environment,
-        timeout=60,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr
     slept, message = run.stdout.split(maxsplit=1)

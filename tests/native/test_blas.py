@@ -36,7 +36,7 @@ def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
         env={**inherited, **env},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
 
 

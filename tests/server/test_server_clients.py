@@ -218,7 +218,7 @@ def test_the_recipe_for_opencode(server, monkeypatch) -> None:
     options = provider["options"]
     assert options["apiKey"] == "{env:MLX_PAGED_API_KEY}"
     base = options["baseURL"].replace("http://127.0.0.1:8000", server.url)
-    with httpx.Client(headers={"Authorization": "Bearer secret"}, timeout=60) as client:
+    with httpx.Client(headers={"Authorization": "Bearer secret"}, timeout=300) as client:
         [served] = client.get(f"{base}/models").json()["data"]
         assert served["id"] == model and limit["output"] < limit["context"]
         body = {

@@ -46,7 +46,7 @@ def drained(sock: socket.socket) -> bytes:
 
 def asked(server: RunningServer, request: bytes, *, half_close: bool = False) -> bytes:
     """What a client gets that sends this, and nothing more."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=300) as sock:
         with contextlib.suppress(ConnectionError):
             sock.sendall(request)
             if half_close:
@@ -109,7 +109,7 @@ def test_half_a_request_is_no_request(server) -> None:
 def test_a_client_that_has_left_is_noticed(server, monkeypatch, stream, when) -> None:
     monkeypatch.setattr(connection, "_INTERIM_INTERVAL", 0.05)
     before = server.stats().num_steps
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=300) as sock:
         sock.sendall(post({**LONG, "stream": stream}))
         if when == "later":  # it only stopped sending, for a while
             sock.shutdown(socket.SHUT_WR)
@@ -122,10 +122,10 @@ def test_a_stream_that_waits_is_given_up_where_it_waits(monkeypatch) -> None:
     """Nothing of it comes that would show that its client has left."""
     monkeypatch.setattr(streaming, "_PING_INTERVAL", 600)
     with running(max_num_seqs=1) as server:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as first:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=300) as first:
             first.sendall(post({**LONG, "n": 1, "stream": True}))
             server.until(lambda: server.stats().num_running == 1)
-            with socket.create_connection(("127.0.0.1", server.port), timeout=60) as second:
+            with socket.create_connection(("127.0.0.1", server.port), timeout=300) as second:
                 second.sendall(post({**LONG, "stream": True}))
                 assert second.recv(4096).endswith(b"\r\n\r\n")  # (unread, it would be reset)
                 server.until(lambda: server.stats().num_waiting == 8)
@@ -137,7 +137,7 @@ def test_a_stream_that_waits_is_given_up_where_it_waits(monkeypatch) -> None:
 def test_a_reset_is_noticed_before_the_answer(server) -> None:
     """Without anything being sent to it, as with HTTP/1.0."""
     before = server.stats().num_steps
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=300) as sock:
         sock.sendall(post(LONG, "1.0"))
         sock.shutdown(socket.SHUT_WR)
         server.until(lambda: server.stats().num_running == 8)
@@ -198,13 +198,13 @@ def test_a_head_behind_a_large_body_is_measured_alone(server) -> None:
     large = post({**BODY, "max_tokens": 1}, padding=200_000)
     rest = b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-A: " + b"a" * 1000
     answers: list[bytes] = []
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=300) as sock:
         reading = threading.Thread(target=lambda: answers.append(drained(sock)))
         reading.start()
         sock.sendall(large + rest)
         sock.sendall(b"a" * 60_000)
         sock.sendall(b"\r\n\r\n")
-        reading.join(60)
+        reading.join(300)
     assert answers[0].count(b"HTTP/1.1 200 OK") == 2, answers[0][-300:]
 
 

@@ -160,7 +160,7 @@ def test_a_storm_leaves_nothing_behind() -> None:
 CLIENT = """
 import sys, httpx
 body = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True, "n": 2}
-with httpx.stream("POST", sys.argv[1] + "/v1/completions", json=body, timeout=60) as response:
+with httpx.stream("POST", sys.argv[1] + "/v1/completions", json=body, timeout=300) as response:
     for line in response.iter_lines():
         print("reading", flush=True)
 """
@@ -229,7 +229,7 @@ def test_sigterm_under_load() -> None:
     with process("--shutdown-timeout", "20", "--disable-log-requests") as (server, url):
         port = int(url.rpartition(":")[2])
         seen = asyncio.run(load(port, lambda: server.send_signal(signal.SIGTERM)))
-        assert server.wait(60) == 0
+        assert server.wait(300) == 0
         assert seen["finished"] >= 24 and seen["refused"] + seen["503"] >= 24, seen
 
 

@@ -279,7 +279,7 @@ def test_a_body_may_come_too_slowly() -> None:
     ):
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n"
                      b"Content-Type: application/json\r\n\r\n{")  # fmt: skip
-        sock.settimeout(20)
+        sock.settimeout(300)
         assert sock.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
@@ -330,7 +330,7 @@ def test_while_the_model_loads() -> None:
     go = threading.Event()
 
     def make() -> Engine:
-        go.wait(30)
+        go.wait(300)
         return Engine(load(), EngineConfig(num_gpu_blocks_override=50))
 
     with (
@@ -395,7 +395,7 @@ def test_a_slow_reader_stalls_nobody_and_is_given_up() -> None:
         server.wait_idle()
         received = b""
         with sock, contextlib.suppress(ConnectionResetError):
-            sock.settimeout(60)
+            sock.settimeout(300)
             while data := sock.recv(1 << 16):
                 received += data
         assert received.startswith(b"HTTP/1.1 200 ") and b"[DONE]" not in received

@@ -85,7 +85,7 @@ class StubServer:
         self._next = "hang", None
 
     def wait_until_hanging(self) -> None:
-        assert self._hanging.wait(30)
+        assert self._hanging.wait(300)
 
     def __enter__(self) -> StubServer:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

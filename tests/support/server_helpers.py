@@ -26,7 +26,7 @@ from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import Context
 from mlx_paged.server.run import bind, impatient
 
-TIMEOUT = 60.0
+TIMEOUT = 300.0
 ENGINE: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 1000, "max_num_seqs": 64}
 
 
@@ -153,7 +153,7 @@ def process(
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while started.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{url}/{until}").status_code == 200:

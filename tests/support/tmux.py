@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-TIMEOUT = 60.0
+TIMEOUT = 300.0
 # The program as it is installed beside this Python.
 PROGRAM = str(Path(sys.executable).with_name("mlx-paged"))
 needs_tmux = pytest.mark.skipif(
