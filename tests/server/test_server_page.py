@@ -391,8 +391,12 @@ def test_a_failed_turn_is_shown_but_not_sent_again(page, visitor) -> None:
     page.reload()
     expect(page.locator(".assistant .note").nth(1)).to_contain_text("the queue is full")
     page.get_by_role("button", name="Try again").click()  # of the second turn
-    answered(page, 2)
+    expect(page.locator(".assistant .note.error")).to_have_count(0)
+    answered(page, 3)
     assert [m["content"] for m in visitor.bodies[-1]["messages"]][::2] == ["One", "Two"]
+    ask(page, "Four", 4)
+    contents = [m["content"] for m in visitor.bodies[-1]["messages"] if m["role"] == "user"]
+    assert contents == ["One", "Two", "Three", "Four"]
 
 
 @in_browser
@@ -434,6 +438,20 @@ def test_a_connection_that_breaks_keeps_what_came(visitor) -> None:
     assert [m["content"] for m in fake(page, "answer.body.messages")][::2] == [
         "Tell me", "Are you there?",
     ]  # fmt: skip
+
+
+@in_browser
+def test_a_continuation_that_is_refused_changes_nothing(visitor) -> None:
+    page = visitor.open(fakes=True)
+    send(page, "Tell me")
+    fake(page, "(answer.say('Half an answer,'), answer.end('length'))")
+    page.get_by_role("button", name="Continue").click()
+    fake(page, "answer.fail('the queue is full')")
+    expect(page.locator(".assistant .note")).to_contain_text("the queue is full")
+    expect(page.locator(".assistant .text")).to_have_text("Half an answer,")
+    expect(page.get_by_role("button", name="Continue")).to_be_visible()
+    send(page, "Go on")
+    assert fake(page, "answer.body.messages")[1]["content"] == "Half an answer,"
 
 
 @in_browser
@@ -545,6 +563,38 @@ def test_chats_of_the_old_page_are_kept(visitor) -> None:
     assert [m["content"] for m in body["messages"]] == [
         "Be old.", "An old question", "An old answer", PROMPT,
     ]  # fmt: skip
+
+
+@in_browser
+def test_a_browser_that_keeps_nothing(visitor) -> None:
+    visitor.context.add_init_script(
+        """for (const name of ["localStorage", "sessionStorage", "indexedDB"]) {
+          Object.defineProperty(window, name, { get() { throw new DOMException("denied", "SecurityError"); } });
+        }"""
+    )
+    page = visitor.open()
+    expect(page.locator("#banner")).to_contain_text("This browser does not keep chats")
+    set_parameters(page, temperature="0", max_tokens="12")
+    ask(page, PROMPT)
+    assert visitor.bodies[0]["max_tokens"] == 12
+    ask(page, "And again", 2)
+    page.click("#open-settings")
+    page.get_by_role("radio", name="Dark").check()
+    page.click("#close-settings")
+    page.click("#new-chat")
+    page.locator("#chats .title").click()
+    expect(page.locator(".user .text")).to_have_text([PROMPT, "And again"])
+
+
+@in_browser
+def test_an_idle_page_is_quiet(page, server) -> None:
+    expect(page.locator("#model option")).to_have_count(1)
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url.removeprefix(server.url)))
+    for _ in range(3):
+        page.wait_for_event("request")
+    # What the server does not log, and nothing else.
+    assert set(requests) == {"/server_info"}
 
 
 @in_browser

@@ -38,9 +38,7 @@ export class Answers extends EventTarget {
 
   // A new message below `parent` (null: the first), and its answer.
   async send(chat, parent, text) {
-    const sent = await this.store.addMessage({ chat, parent, role: "user", content: text });
-    await this.store.write("chats", chat, { leaf: sent.id, used: Date.now() });
-    return this.answer(sent);
+    return this.answer(await this.store.addLeaf({ chat, parent, role: "user", content: text }));
   }
 
   // A new answer to a user's message; it replaces `failed`, which has no text.
@@ -51,14 +49,11 @@ export class Answers extends EventTarget {
       content: "", reasoning: "", status: "streaming", error: null, finish: null, stats: null,
       model: this.settings.model || null, owner: this.store.tab,
     };
-    const fields = { chat, parent: question.id, role: "assistant", ...fresh };
     const saved = failed
       ? this.store.write("messages", failed.id, fresh)
-      : this.store.addMessage(fields);
-    const message = failed ?? this.inChat(chat);
-    const answer = this.begin(message.id);
+      : this.store.addLeaf({ chat, parent: question.id, role: "assistant", ...fresh });
+    const answer = this.begin((failed ?? this.inChat(chat)).id);
     await saved;
-    await this.store.write("chats", chat, { leaf: message.id, used: Date.now() });
     const history = historyOf(pathTo(this.store.messagesOf(chat), question.id));
     await answer.run(bodyOf(history, this.settings, this.settings.model));
   }
@@ -100,6 +95,7 @@ class Answer {
     this.chat = message.chat;
     this.content = message.content;
     this.reasoning = message.reasoning;
+    this.length = message.content.length; // of what was there before
     this.controller = new AbortController();
     this.numTokens = 0; // of deltas, which have one token each unless the server says otherwise
     this.timer = null;
@@ -160,7 +156,9 @@ class Answer {
     }
     if (error.status === 401) this.answers.dispatchEvent(new CustomEvent("unauthorised"));
     const message = error instanceof ApiError ? error.message : `${error.name}: ${error.message}`;
-    return { status: "failed", error: message };
+    // What was there before it was to be continued is good.
+    const isOld = hasText && this.content.length === this.length;
+    return { status: isOld ? "interrupted" : "failed", error: message };
   }
 
   statistics(usage, started, arrivals) {

@@ -83,8 +83,7 @@ export class SettingsDialog {
       });
     }
     $("theme").addEventListener("change", (event) => {
-      localStorage.setItem("mlx-paged.theme", event.target.value);
-      dispatchEvent(new Event("theme"));
+      settings.theme = event.target.value;
     });
     $("export").addEventListener("click", act.exportAll);
     $("import").addEventListener("click", () => $("import-file").click());
@@ -122,13 +121,7 @@ export class SettingsDialog {
     }
     $("key").value = this.settings.key;
     $("keep-key").checked = this.settings.keepsKey;
-    let theme = "system";
-    try {
-      theme = localStorage.getItem("mlx-paged.theme") ?? theme;
-    } catch {
-      // It is the system's then.
-    }
-    $("theme").querySelector(`[value=${theme}]`).checked = true;
+    $("theme").querySelector(`[value=${this.settings.theme}]`).checked = true;
   }
 
   // The server's defaults, as hints in empty fields.

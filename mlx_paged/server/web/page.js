@@ -24,6 +24,7 @@ const touches = matchMedia("(pointer: coarse)");
 const input = $("input");
 let current = NEW_CHAT.id; // id of the chat that is shown
 let models = [];
+let status = null; // of the server; null: not reached
 let follows = true; // whether the end of the messages is kept in view
 
 const chat = () => store.chats.get(current) ?? NEW_CHAT;
@@ -68,26 +69,37 @@ const messages = new Messages($("messages"), store, answers, {
   cancelEdit(message) {
     drafts.set(`edit.${message.id}`, "");
     show();
-    input.focus();
+    focusInput();
   },
   resend(message, text) {
     if (!text.trim() || answers.inChat(message.chat)) return;
     drafts.set(`edit.${message.id}`, "");
     follows = true;
     answers.send(message.chat, message.parent, text.trim());
-    input.focus();
+    focusInput();
   },
-  answer: (message) => answers.answer(message),
+  answer(message) {
+    answers.answer(message);
+    focusInput();
+  },
   again(message) {
     const question = store.get("messages", message.parent);
     const isEmpty = !message.content && !message.reasoning;
     follows = true;
     answers.answer(question, isEmpty ? message : null);
+    focusInput();
   },
-  continue: (message) => answers.continue(message),
+  continue(message) {
+    answers.continue(message);
+    focusInput();
+  },
   choose(message) {
+    const label = document.activeElement.getAttribute("aria-label");
     const leaf = newestLeaf(store.messagesOf(message.chat), message.id);
     store.write("chats", message.chat, { leaf });
+    show();
+    const arrows = [...$(`message-${message.id}`).querySelectorAll(".arrow:enabled")];
+    (arrows.find((a) => a.getAttribute("aria-label") === label) ?? arrows[0])?.focus();
   },
   example(text) {
     input.value = text;
@@ -140,15 +152,16 @@ function showContext() {
 function open(id) {
   current = store.chats.has(id) ? id : NEW_CHAT.id;
   follows = true;
-  try {
-    sessionStorage.setItem("mlx-paged.chat", current);
-  } catch {
-    // The newest chat is opened after a reload then.
-  }
+  settings.chat = current;
   input.value = drafts.get(current) ?? "";
   fitInput();
   sidebar.closeIfNarrow();
   show();
+  focusInput();
+}
+
+// (On a touch screen it would bring up the keyboard.)
+function focusInput() {
   if (!touches.matches) input.focus();
 }
 
@@ -260,15 +273,16 @@ function askForKey() {
 
 async function poll() {
   try {
-    const [info, list] = await Promise.all([
-      get("server_info", settings.key), get("v1/models", settings.key),
-    ]);
+    const info = await get("server_info", settings.key);
+    // Another server may answer after one that was not reached.
+    if (info.status !== status) showModels((await get("v1/models", settings.key)).data);
+    status = info.status;
     banner.clear("connection");
     banner.clear("key");
     $("key-state").textContent = "";
-    showModels(list.data);
     showState(info);
   } catch (error) {
+    status = null;
     if (error instanceof ApiError && error.status === 401) {
       banner.clear("connection");
       $("state").textContent = "no access";
@@ -341,7 +355,7 @@ input.addEventListener("keydown", (event) => {
 $("stop").addEventListener("click", () => {
   const running = answers.inChat(current);
   if (running) answers.stop(running);
-  input.focus();
+  focusInput();
 });
 $("new-chat").addEventListener("click", () => open(NEW_CHAT.id));
 $("model").addEventListener("change", () => {
@@ -398,12 +412,7 @@ document.addEventListener("keydown", (event) => {
 // The start.
 
 await store.open();
-let last = null;
-try {
-  last = sessionStorage.getItem("mlx-paged.chat");
-} catch {
-  // The newest chat, then.
-}
+const last = settings.chat;
 open(last === NEW_CHAT.id || store.chats.get(last)?.deleted === null ? last : store.listed()[0]?.id);
 await poll();
 setInterval(() => { if (!document.hidden) poll(); }, POLL_MILLISECONDS);

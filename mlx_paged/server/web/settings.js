@@ -1,7 +1,7 @@
 // What the user has set, kept in localStorage: parameters, model, key, theme, and unsent texts.
 
 const PREFIX = "mlx-paged.";
-const OLD_SETTINGS = "mlx-paged.settings"; // up to version 0.1, which sent defaults of its own
+// Up to version 0.1 the page sent defaults of its own.
 const OLD_DEFAULTS = { temperature: "0.7", top_p: "0.95", max_tokens: "512" };
 
 const number = (name, label, limits) => ({ name, label, type: "number", ...limits });
@@ -19,18 +19,19 @@ export const PARAMETERS = [
   number("seed", "Seed", { step: 1 }),
 ];
 
-function read(name, storage = localStorage) {
+// (Even naming a storage throws where the browser forbids it.)
+function read(name, storage = "localStorage") {
   try {
-    return storage.getItem(PREFIX + name);
+    return globalThis[storage].getItem(PREFIX + name);
   } catch {
     return null;
   }
 }
 
-function keep(name, value, storage = localStorage) {
+function keep(name, value, storage = "localStorage") {
   try {
-    if (value) storage.setItem(PREFIX + name, value);
-    else storage.removeItem(PREFIX + name);
+    if (value) globalThis[storage].setItem(PREFIX + name, value);
+    else globalThis[storage].removeItem(PREFIX + name);
   } catch {
     // Full, or forbidden: it holds until the page is closed.
   }
@@ -49,12 +50,12 @@ export class Settings {
     this.migrate();
     this.parameters = parsed(read("parameters")); // name to text; also `system`
     this.model = read("model") ?? "";
-    this.keepsKey = read("key", sessionStorage) === null;
-    this.key = read("key", sessionStorage) ?? read("key") ?? "";
+    this.keepsKey = read("key", "sessionStorage") === null;
+    this.key = read("key", "sessionStorage") ?? read("key") ?? "";
   }
 
   setParameter(name, value) {
-    this.parameters = { ...parsed(read("parameters")), [name]: value };
+    this.parameters = { ...this.parameters, ...parsed(read("parameters")), [name]: value };
     keep("parameters", JSON.stringify(this.parameters));
   }
 
@@ -73,13 +74,31 @@ export class Settings {
     this.key = key;
     this.keepsKey = keepsKey;
     keep("key", keepsKey ? key : "");
-    keep("key", keepsKey ? "" : key, sessionStorage);
+    keep("key", keepsKey ? "" : key, "sessionStorage");
   }
 
   // Another tab has changed something.
   reload() {
     this.parameters = parsed(read("parameters"));
-    this.key = read("key", sessionStorage) ?? read("key") ?? "";
+    this.key = read("key", "sessionStorage") ?? read("key") ?? "";
+  }
+
+  get theme() {
+    return read("theme") ?? "system";
+  }
+
+  set theme(theme) {
+    keep("theme", theme);
+    dispatchEvent(new Event("theme"));
+  }
+
+  // Of this tab: the chat that is opened after a reload.
+  get chat() {
+    return read("chat", "sessionStorage");
+  }
+
+  set chat(id) {
+    keep("chat", id, "sessionStorage");
   }
 
   migrate() {
@@ -92,7 +111,7 @@ export class Settings {
     keep("parameters", JSON.stringify(parameters));
     keep("key", old.key);
     keep("model", old.model);
-    localStorage.removeItem(OLD_SETTINGS);
+    keep("settings", "");
   }
 }
 

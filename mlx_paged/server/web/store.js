@@ -81,33 +81,53 @@ export class Store extends EventTarget {
     return this.write("chats", chat.id, chat);
   }
 
+  // A message, and as the leaf of its chat.
+  async addLeaf(fields) {
+    const message = newMessage(fields);
+    await this.writeAll([
+      ["messages", message.id, message],
+      ["chats", message.chat, { leaf: message.id, used: message.created }],
+    ]);
+    return this.get("messages", message.id);
+  }
+
   addMessage(fields) {
-    const message = {
-      id: newId(), reasoning: "", status: "done", error: null, finish: null, stats: null, model: null,
-      owner: null, created: Date.now(), ...fields,
-    };
+    const message = newMessage(fields);
     return this.write("messages", message.id, message);
   }
 
   async write(kind, id, changes) {
-    const known = this.get(kind, id);
-    const updated = Math.max(Date.now(), (known?.updated ?? 0) + 1);
-    const record = { ...known, ...changes, id, updated };
-    if (kind === "messages" && !this.chats.has(record.chat)) return record; // deleted meanwhile
-    this.take(kind, record);
-    this.channel?.postMessage({ kind, id, changes: { ...changes, updated }, record });
-    this.dispatchEvent(new CustomEvent("change", { detail: { kind, record, remote: false } }));
-    if (!this.db) return record;
+    await this.writeAll([[kind, id, changes]]);
+    return this.get(kind, id);
+  }
+
+  // All of them or none: [kind, id, changed fields], each.
+  async writeAll(list) {
+    const written = [];
+    for (const [kind, id, changes] of list) {
+      const known = this.get(kind, id);
+      const updated = Math.max(Date.now(), (known?.updated ?? 0) + 1);
+      const record = { ...known, ...changes, id, updated };
+      if (kind === "messages" && !this.chats.has(record.chat)) continue; // deleted meanwhile
+      this.take(kind, record);
+      written.push({ kind, id, changes: { ...changes, updated }, record });
+    }
+    for (const change of written) this.channel?.postMessage(change);
+    for (const { kind, record } of written) {
+      this.dispatchEvent(new CustomEvent("change", { detail: { kind, record, remote: false } }));
+    }
+    if (!this.db) return;
     try {
-      const { store, done } = this.db.transaction(kind, "readwrite");
-      const stored = await store.get(id);
-      // (Another tab may have changed other fields.)
-      store.put(stored ? { ...stored, ...changes, updated } : record);
-      await done;
+      const tx = this.db.transaction(["chats", "messages"], "readwrite");
+      for (const { kind, id, changes, record } of written) {
+        const stored = await tx.objectStore(kind).get(id);
+        // (Another tab may have changed other fields.)
+        tx.objectStore(kind).put(stored ? { ...stored, ...changes } : record);
+      }
+      await tx.done;
     } catch (error) {
       this.trouble(error.message);
     }
-    return record;
   }
 
   // Deletes chats for good.
@@ -146,7 +166,7 @@ export class Store extends EventTarget {
 
   heard({ kind, id, changes, record }) {
     const known = this.get(kind, id);
-    if (known && known.updated >= changes.updated && kind === "messages") return;
+    if (kind === "messages" && known && (this.owned.has(id) || known.updated >= changes.updated)) return;
     this.take(kind, known ? { ...known, ...changes } : record);
     const detail = { kind, record: this.get(kind, id), remote: true };
     this.dispatchEvent(new CustomEvent("change", { detail }));
@@ -190,18 +210,26 @@ export class Store extends EventTarget {
   async migrate() {
     let old;
     try {
-      old = JSON.parse(localStorage.getItem(OLD_CHATS) ?? "[]");
+      old = JSON.parse(localStorage.getItem(OLD_CHATS));
     } catch {
       return;
     }
+    if (old === null) return;
     const chats = fromOldPage(old);
     for (const { messages, ...chat } of chats) {
       if (this.chats.has(chat.id)) continue; // another tab was faster
       await this.write("chats", chat.id, chat);
       for (const message of messages) await this.write("messages", message.id, message);
     }
-    if (this.db && chats.length) localStorage.removeItem(OLD_CHATS);
+    if (this.db) localStorage.removeItem(OLD_CHATS);
   }
+}
+
+function newMessage(fields) {
+  return {
+    id: newId(), reasoning: "", status: "done", error: null, finish: null, stats: null, model: null,
+    owner: null, created: Date.now(), ...fields,
+  };
 }
 
 // An id that survives a reload of the tab, but is not copied when the tab is duplicated.
