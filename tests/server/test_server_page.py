@@ -367,7 +367,9 @@ def test_two_tabs_merge(page, visitor, server) -> None:
         titles = tab.locator("#chats .title")
         expect(titles).to_have_text(["From the second tab", "Named by the second"])
         titles.last.click()
-        expect(tab.locator(".user .text")).to_have_text(["From the first tab", "More from the first"])
+        expect(tab.locator(".user .text")).to_have_text(
+            ["From the first tab", "More from the first"]
+        )
 
 
 @in_browser
@@ -569,7 +571,8 @@ def test_chats_of_the_old_page_are_kept(visitor) -> None:
 def test_a_browser_that_keeps_nothing(visitor) -> None:
     visitor.context.add_init_script(
         """for (const name of ["localStorage", "sessionStorage", "indexedDB"]) {
-          Object.defineProperty(window, name, { get() { throw new DOMException("denied", "SecurityError"); } });
+          const get = () => { throw new DOMException("denied", "SecurityError"); };
+          Object.defineProperty(window, name, { get });
         }"""
     )
     page = visitor.open()
@@ -705,7 +708,8 @@ def test_a_phone(browser, server) -> None:
         for state in open_everything(page):
             # (Code, tables and formulas scroll in boxes of their own.)
             cut = page.evaluate(
-                """() => [...document.querySelectorAll("button, input, select, textarea, p, .text, .note, label")]
+                """() => [...document.querySelectorAll(
+                  "button, input, select, textarea, p, .text, .note, label")]
                 .filter((e) => e.checkVisibility({ visibilityProperty: true })
                   && !e.closest(".offscreen, .skip, .table, pre, .katex"))
                 .map((e) => [e.outerHTML.slice(0, 80), e.getBoundingClientRect()])
@@ -757,8 +761,8 @@ def test_keys_reach_everything(visitor) -> None:
             )
         )
     assert {
-        "close-sidebar", "new-chat", "search", "title", "more icon-button", "toggle-sidebar", "model",
-        "open-settings", "Edit", "Copy", "copy-code", "Regenerate", "input", "send",
+        "close-sidebar", "new-chat", "search", "title", "more icon-button", "toggle-sidebar",
+        "model", "open-settings", "Edit", "Copy", "copy-code", "Regenerate", "input", "send",
     } <= seen  # fmt: skip
     page.locator("#chats .more").focus()
     page.keyboard.press("Enter")

@@ -58,7 +58,19 @@ def test_markdown_in_full(page) -> None:
     answer = show(page, SAMPLE)
     text = answer.locator(".text")
     for tag in (
-        "h1", "h2", "em", "strong", "s", "a", "ol", "ul", "blockquote", "table", "hr", "sub", "br"
+        "h1",
+        "h2",
+        "em",
+        "strong",
+        "s",
+        "a",
+        "ol",
+        "ul",
+        "blockquote",
+        "table",
+        "hr",
+        "sub",
+        "br",
     ):
         assert text.locator(tag).count(), tag
     labels = text.locator(".language")
@@ -111,35 +123,48 @@ HOSTILE = (
 )
 
 
+# What is wrong with the elements below those of a selector.
+WRONG = """(selector) => {
+  const wrong = [];
+  for (const e of document.querySelectorAll(`${selector} *`)) {
+    const isWrong = /^(SCRIPT|IFRAME|STYLE|BASE|FORM|OBJECT|IMG)$/i.test(e.tagName)
+      || (e.tagName === "A" && !/^https?:/.test(e.href))
+      || [...e.attributes].some(({ name, value }) =>
+        /^on|^id$|^name$/i.test(name) || /^\\s*(java|vb)script:/i.test(value));
+    if (isWrong) wrong.push(e.outerHTML);
+  }
+  return wrong;
+}"""
+
+
 @in_browser
 def test_hostile_answers_stay_text(page, visitor) -> None:
     page.on("dialog", lambda dialog: pytest.fail(dialog.message))
     everything = "\n\n".join(HOSTILE)
-    for text in (*HOSTILE, everything):
-        page.click("#new-chat")
-        send(page, text)
-        fake(page, f"(answer.say({json.dumps(text)}), answer.end())")
-        answered(page)
-        found = page.evaluate(
-            """() => {
-              const all = [...document.querySelectorAll("#messages .assistant *")];
-              const wrong = [];
-              for (const e of all) {
-                if (["SCRIPT", "IFRAME", "STYLE", "BASE", "FORM", "OBJECT", "IMG"].includes(e.tagName)) {
-                  wrong.push(e.outerHTML);
-                }
-                for (const { name, value } of e.attributes) {
-                  if (/^on/i.test(name) || /^\\s*(java|vb)script:/i.test(value)) wrong.push(e.outerHTML);
-                  if (name === "id" || name === "name") wrong.push(e.outerHTML);
-                }
-                if (e.tagName === "A" && !/^https?:/.test(e.href)) wrong.push(e.outerHTML);
-              }
-              return wrong;
-            }"""
-        )
-        assert not found, (text, found)
-        assert page.evaluate("window.hit") is None
-        expect(page.locator(".user .text")).to_have_text(text, use_inner_text=True)
+    answer = show(page, everything)
+    expect(answer.locator(".typeset")).not_to_have_count(0)
+    assert not page.evaluate(WRONG, "#messages .text")
+    expect(answer.locator("> .text")).to_contain_text("<script>window.hit = 1</script>")
+    send(page, everything)  # a user's text is no Markdown
+    fake(page, "answer.end()")
+    answered(page, 2)
+    expect(page.locator(".user .text").last).to_have_text(everything, use_inner_text=True)
+    # One by one: nothing before them changes their meaning.
+    page.evaluate(
+        """async (texts) => {
+          const { Markdown } = await import("/web/markdown.js");
+          for (const text of texts) {
+            const box = document.createElement("div");
+            box.className = "hostile";
+            document.body.append(box);
+            new Markdown(box).update(text, true);
+          }
+        }""",
+        HOSTILE,
+    )
+    expect(page.locator(".hostile")).to_have_count(len(HOSTILE))
+    assert not page.evaluate(WRONG, ".hostile")
+    assert page.evaluate("window.hit") is None
 
 
 @in_browser
@@ -154,8 +179,9 @@ def test_only_the_sanitiser_makes_markup(page, visitor) -> None:
 @in_browser
 def test_text_that_grows_ends_as_if_it_had_come_at_once(page) -> None:
     more = (
-        "A [link][later] first.\n\n- a\n**bold**\n- b\n\n    code\n\n1. x\n\n   y\n\n# T\nsetext\n===\n"
-        "a | b\n--|--\n1 | 2\n\n> q\nlazy\n\n```js\nlet x = `\n\n# no`;\n```\n\n$$\nx\n\\frac12\n$$\n"
+        "A [link][later] first.\n\n- a\n**bold**\n- b\n\n    code\n\n1. x\n\n   y\n\n# T\n"
+        "setext\n===\na | b\n--|--\n1 | 2\n\n> q\nlazy\n\n```js\nlet x = `\n\n# no`;\n```\n\n"
+        "$$\nx\n\\frac12\n$$\n"
         "text $a_1$ \\(b\\) $ 5\n\n[later]: https://example.org\n"
     )
     different = page.evaluate(
@@ -170,7 +196,9 @@ def test_text_that_grows_ends_as_if_it_had_come_at_once(page) -> None:
             for (const size of [1, 3, 7, 50]) {
               const box = document.createElement("div");
               const markdown = new Markdown(box);
-              for (let end = size; end < text.length; end += size) markdown.update(text.slice(0, end), false);
+              for (let end = size; end < text.length; end += size) {
+                markdown.update(text.slice(0, end), false);
+              }
               markdown.update(text, true);
               if (!box.isEqualNode(whole)) wrong.push([size, box.innerHTML, whole.innerHTML]);
             }
@@ -239,7 +267,8 @@ def test_an_answer_is_announced_once(page) -> None:
     page.evaluate(
         """() => {
           window.said = [];
-          for (const region of document.querySelectorAll("[aria-live], [role=status], [role=alert], [role=log]")) {
+          const live = "[aria-live], [role=status], [role=alert], [role=log]";
+          for (const region of document.querySelectorAll(live)) {
             new MutationObserver(() => window.said.push(region.textContent))
               .observe(region, { subtree: true, childList: true, characterData: true });
           }
@@ -261,7 +290,10 @@ def test_an_answer_is_announced_once(page) -> None:
 @in_browser
 def test_reasoning_is_folded_and_not_sent_back(page) -> None:
     for begin, think, end in (
-        ("answer.say('<think>')", "answer.say('Let me **see**.')", "answer.say('</think>\\n\\nIt is 4.')"),
+        (
+            "answer.say('<think>')", "answer.say('Let me **see**.')",
+            "answer.say('</think>\\n\\nIt is 4.')",
+        ),
         ("answer.say('Let me ')", "answer.say('**see**.')", "answer.say('</think>It is 4.')"),
         (
             "answer.delta({ reasoning_content: 'Let me ' })",

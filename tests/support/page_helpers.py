@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
+
 from support.server_helpers import RunningServer
 
 CHROMIUM = (
@@ -22,7 +23,7 @@ in_browser = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)"
 )
 PROMPT = "Return the n-th Fibonacci number"
-PATIENCE = 6_000  # milliseconds that a busy machine may take for one thing
+PATIENCE = 60_000  # milliseconds that a busy machine may take for one thing
 # A name that is not loopback: over plain HTTP, browsers give its pages no clipboard.
 FOREIGN_HOST = "page.test"
 
@@ -58,7 +59,8 @@ window.fetch = (url, options) => {
     answer.controller.error(new DOMException("aborted", "AbortError"));
   });
   window.answers.push(answer);
-  return Promise.resolve(new Response(stream, { headers: { "Content-Type": "text/event-stream" } }));
+  const headers = { "Content-Type": "text/event-stream" };
+  return Promise.resolve(new Response(stream, { headers }));
 };
 """
 
@@ -189,7 +191,8 @@ def saved(page: Page, text: str) -> None:
           });
           const db = await result(indexedDB.open("mlx-paged"));
           for (;;) {
-            const messages = await result(db.transaction("messages").objectStore("messages").getAll());
+            const store = db.transaction("messages").objectStore("messages");
+            const messages = await result(store.getAll());
             if (messages.some((m) => m.content.includes(text))) break;
             await new Promise((done) => setTimeout(done, 20));
           }

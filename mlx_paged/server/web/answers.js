@@ -3,10 +3,11 @@
 
 import { ApiError, bodyOf, chat as ask, ConnectionLost } from "./api.js";
 import { historyOf, pathTo } from "./conversation.js";
+import { drafts } from "./settings.js";
 
 const SAVE_MILLISECONDS = 300;
 
-// Events: "progress" (detail: the message's id) when text has come, "end" (detail: the message's record),
+// Events, with their details: "progress" the id of a message that has more text, "end" its record,
 // "unauthorised" after a 401.
 export class Answers extends EventTarget {
   constructor(store, settings) {
@@ -14,6 +15,7 @@ export class Answers extends EventTarget {
     this.store = store;
     this.settings = settings;
     this.running = new Map(); // message id -> its Answer
+    this.sending = new Set(); // ids of chats whose new question is being saved
     store.addEventListener("stop", ({ detail }) => this.running.get(detail)?.stop());
     store.addEventListener("gone", ({ detail }) => this.stopChats(detail));
     store.addEventListener("change", ({ detail: { kind, record } }) => {
@@ -36,9 +38,15 @@ export class Answers extends EventTarget {
     for (const answer of this.running.values()) if (chats.includes(answer.chat)) answer.stop();
   }
 
-  // A new message below `parent` (null: the first), and its answer.
-  async send(chat, parent, text) {
-    return this.answer(await this.store.addLeaf({ chat, parent, role: "user", content: text }));
+  // A new message below `parent` (null: the first), and its answer. `draft`: where its text was typed;
+  // that is forgotten once the message is saved.
+  async send(chat, parent, text, draft) {
+    if (this.inChat(chat) || this.sending.has(chat)) return;
+    this.sending.add(chat);
+    const question = await this.store.addLeaf({ chat, parent, role: "user", content: text });
+    this.sending.delete(chat);
+    drafts.set(draft, "");
+    await this.answer(question);
   }
 
   // A new answer to a user's message; it replaces `failed`, which has no text.
@@ -83,7 +91,7 @@ export class Answers extends EventTarget {
   ended(answer, record) {
     this.running.delete(answer.id);
     this.store.owned.delete(answer.id);
-    this.dispatchEvent(new CustomEvent("end", { detail: record }));
+    if (record) this.dispatchEvent(new CustomEvent("end", { detail: record })); // else it was deleted
   }
 }
 
@@ -96,6 +104,7 @@ class Answer {
     this.content = message.content;
     this.reasoning = message.reasoning;
     this.length = message.content.length; // of what was there before
+    this.stats = message.stats;
     this.controller = new AbortController();
     this.numTokens = 0; // of deltas, which have one token each unless the server says otherwise
     this.timer = null;
@@ -131,7 +140,7 @@ class Answer {
       Object.assign(changes, this.failure(error));
     }
     clearTimeout(this.timer);
-    changes.stats = this.statistics(usage, started, arrivals);
+    changes.stats = this.statistics(usage, started, arrivals) ?? this.stats;
     const record = await this.store.write("messages", this.id, {
       ...changes, content: this.content, reasoning: this.reasoning,
     });
@@ -143,7 +152,8 @@ class Answer {
     this.timer ??= setTimeout(() => {
       this.timer = null;
       const { content, reasoning } = this;
-      this.store.write("messages", this.id, { content, reasoning, status: "streaming", owner: this.store.tab });
+      const { tab: owner } = this.store;
+      this.store.write("messages", this.id, { content, reasoning, status: "streaming", owner });
     }, SAVE_MILLISECONDS);
   }
 
@@ -162,7 +172,11 @@ class Answer {
   }
 
   statistics(usage, started, arrivals) {
-    if (!usage || this.first === undefined) return null;
+    if (this.first === undefined) return null;
+    if (!usage) { // stopped, or broken
+      const speed = this.tokensPerSecond();
+      return speed ? { tokensPerSecond: speed, ttft: (this.first - started) / 1000 } : null;
+    }
     // Text that came in one piece, from a busy browser or proxy, gives no time between tokens.
     const count = usage.completion_tokens;
     const [tokens, since] = arrivals > 3 ? [count - 1, this.first] : [count, started];

@@ -53,7 +53,8 @@ export function bodyOf(messages, settings, model, unfinished = null) {
   }
   if (unfinished) {
     const { content, reasoning } = unfinished;
-    body.messages.push({ role: "assistant", content, ...(reasoning ? { reasoning_content: reasoning } : {}) });
+    const more = reasoning ? { reasoning_content: reasoning } : {};
+    body.messages.push({ role: "assistant", content, ...more });
     body.continue_final_message = true;
     body.add_generation_prompt = false;
   }

@@ -27,8 +27,10 @@ export function toast(text, action = null, does = null) {
       },
     }));
   }
-  box.append(element("button", { type: "button", className: "icon-button", "aria-label": "Dismiss", onclick: close }, icon("close")));
-  for (const event of ["pointerenter", "focusin"]) box.addEventListener(event, () => clearTimeout(timer));
+  const dismiss = { type: "button", className: "icon-button", "aria-label": "Dismiss", onclick: close };
+  box.append(element("button", dismiss, icon("close")));
+  const stay = () => clearTimeout(timer);
+  for (const event of ["pointerenter", "focusin"]) box.addEventListener(event, stay);
   for (const event of ["pointerleave", "focusout"]) box.addEventListener(event, wait);
   $("toasts").replaceChildren(box);
   wait();

@@ -44,7 +44,8 @@ export class Messages {
     path.forEach((message, i) => {
       let view = this.views.get(message.id);
       if (!view) this.views.set(message.id, (view = new MessageView(message, this)));
-      if (this.list.children[i] !== view.item) this.list.insertBefore(view.item, this.list.children[i]);
+      const there = this.list.children[i];
+      if (there !== view.item) this.list.insertBefore(view.item, there ?? null);
       view.update(message, {
         isBusy, isLast: i === path.length - 1, siblings: siblings(all, message),
       });
@@ -76,11 +77,13 @@ class MessageView {
     this.text = element("div", { className: "text" });
     this.below = element("div", { className: "below" });
     this.note = element("div", { className: "note", hidden: true });
-    this.item = element("li", { className: `message ${message.role}`, id: `message-${message.id}` }, this.role);
+    const properties = { className: `message ${message.role}`, id: `message-${message.id}` };
+    this.item = element("li", properties, this.role);
     if (message.role === "assistant") {
       this.thought = element("div", { className: "thought markdown" });
       this.summary = element("summary");
-      this.reasoning = element("details", { className: "reasoning", hidden: true }, this.summary, this.thought);
+      const folded = { className: "reasoning", hidden: true };
+      this.reasoning = element("details", folded, this.summary, this.thought);
       this.text.classList.add("markdown");
       this.markdown = new Markdown(this.text);
       this.thoughtMarkdown = new Markdown(this.thought);
@@ -176,10 +179,12 @@ class MessageView {
         act.cancelEdit(this.message);
       }
     });
+    const button = (textContent, className, onclick) =>
+      element("button", { type: "button", textContent, className, onclick });
     return element(
       "div", { className: "editor" }, area,
-      element("button", { type: "button", textContent: "Send", className: "primary", onclick: () => act.resend(this.message, area.value) }),
-      element("button", { type: "button", textContent: "Cancel", onclick: () => act.cancelEdit(this.message) }),
+      button("Send", "primary", () => act.resend(this.message, area.value)),
+      button("Cancel", "", () => act.cancelEdit(this.message)),
     );
   }
 
@@ -192,9 +197,9 @@ class MessageView {
     const isUser = message.role === "user";
     if (message.status !== "streaming") {
       if (all.length > 1) parts.push(this.arrows(all, isBusy));
-      if (!isBusy && message.status === "interrupted") button("Continue", "forward", act.continue);
-      else if (!isBusy && canContinue(message)) button("Continue", "forward", act.continue);
-      if (!isBusy && !isUser) button(message.status === "failed" ? "Try again" : "Regenerate", "again", act.again);
+      if (!isBusy && canContinue(message)) button("Continue", "forward", act.continue);
+      const again = message.status === "failed" ? "Try again" : "Regenerate";
+      if (!isBusy && !isUser) button(again, "again", act.again);
       if (!isBusy && isUser && isLast) button("Send", "send", act.answer);
       if (!isBusy && isUser) button("Edit", "edit", act.edit);
       if (message.content) button("Copy", "copy", act.copy);
@@ -215,8 +220,9 @@ class MessageView {
       onclick: () => act.choose(to),
     }, icon(image));
     const name = this.message.role === "user" ? "version" : "answer";
+    const label = `${name} ${place + 1} of ${all.length}`;
     return element(
-      "span", { className: "branches", role: "group", "aria-label": `${name} ${place + 1} of ${all.length}` },
+      "span", { className: "branches", role: "group", "aria-label": label },
       arrow("left", `Previous ${name}`, all[place - 1]),
       element("span", { textContent: `${place + 1}/${all.length}` }),
       arrow("right", `Next ${name}`, all[place + 1]),
@@ -226,15 +232,15 @@ class MessageView {
 
 function canContinue(message) {
   if (message.role !== "assistant" || !message.content.trim()) return false;
-  return message.finish === "length" || ["stopped", "failed"].includes(message.status);
+  return message.finish === "length" || message.status !== "done";
 }
 
 function statistics({ stats, status }) {
   const told = [];
   if (stats?.tokensPerSecond) told.push(`${stats.tokensPerSecond.toFixed(1)} tokens/s`);
-  if (stats) {
-    told.push(`TTFT ${(stats.ttft * 1000).toFixed(0)} ms`, `${stats.completion} tokens`);
-    told.push(`${stats.cached} of ${stats.prompt} prompt tokens cached`);
+  if (stats) told.push(`TTFT ${(stats.ttft * 1000).toFixed(0)} ms`);
+  if (stats?.completion) {
+    told.push(`${stats.completion} tokens`, `${stats.cached} of ${stats.prompt} prompt tokens cached`);
   }
   if (status === "stopped") told.push("stopped");
   return told.join(" · ");

@@ -72,10 +72,9 @@ const messages = new Messages($("messages"), store, answers, {
     focusInput();
   },
   resend(message, text) {
-    if (!text.trim() || answers.inChat(message.chat)) return;
-    drafts.set(`edit.${message.id}`, "");
+    if (!text.trim()) return;
     follows = true;
-    answers.send(message.chat, message.parent, text.trim());
+    answers.send(message.chat, message.parent, text.trim(), `edit.${message.id}`);
     focusInput();
   },
   answer(message) {
@@ -133,7 +132,7 @@ function scrollToEnd() {
 }
 
 function showContext() {
-  const stats = path().findLast((m) => m.stats)?.stats;
+  const stats = path().findLast((m) => m.stats?.total)?.stats;
   const limit = models.find((m) => m.id === settings.model)?.max_model_len;
   $("context").hidden = !stats;
   if (!stats) return;
@@ -171,26 +170,27 @@ async function send() {
   const text = input.value.trim();
   if (!text || answers.inChat(current)) return;
   follows = true;
-  let target = current;
-  if (current === NEW_CHAT.id) target = (await store.addChat()).id;
-  const done = answers.send(target, chat().leaf, text); // saves it
-  drafts.set(current, "");
   input.value = "";
-  if (target !== current) open(target);
-  else show();
   fitInput();
-  await done;
+  const from = current;
+  if (from === NEW_CHAT.id) {
+    const { id } = await store.addChat();
+    navigator.storage?.persist?.(); // asks that the browser does not make room by deleting chats
+    answers.send(id, null, text, from);
+    open(id);
+  } else answers.send(from, chat().leaf, text, from);
 }
 
 function remove(chats) {
   if (!chats.length) return;
   const ids = chats.map((c) => c.id);
   const place = store.listed().findIndex((c) => c.id === current);
-  const what = chats.length === 1 ? `“${shorten(titleOf(chats[0], store.messagesOf(ids[0])))}”` : `${chats.length} chats`;
+  const title = shorten(titleOf(chats[0], store.messagesOf(ids[0])));
+  const what = chats.length === 1 ? `“${title}”` : `${chats.length} chats`;
   const wasOpen = ids.includes(current) ? current : null;
-  for (const id of ids) store.write("chats", id, { deleted: Date.now() });
+  store.writeAll(ids.map((id) => ["chats", id, { deleted: Date.now() }]));
   toast(`Deleted ${what}`, "Undo", async () => {
-    await Promise.all(ids.map((id) => store.write("chats", id, { deleted: null })));
+    await store.writeAll(ids.map((id) => ["chats", id, { deleted: null }]));
     if (wasOpen) open(wasOpen);
   });
   const rest = store.listed();
@@ -256,7 +256,9 @@ answers.addEventListener("end", ({ detail: record }) => {
   if (record.chat === current) {
     // Screen readers are told once, not token by token.
     const text = $(`message-${record.id}`)?.querySelector(":scope > .text")?.innerText ?? "";
-    const how = { done: "Answer", stopped: "Stopped", failed: "Failed", interrupted: "Interrupted" }[record.status];
+    const how = {
+      done: "Answer", stopped: "Stopped", failed: "Failed", interrupted: "Interrupted",
+    }[record.status];
     $("announce").textContent = `${how}: ${record.error ?? text.slice(0, ANNOUNCED)}`;
   }
   showSoon();

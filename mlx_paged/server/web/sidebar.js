@@ -90,7 +90,8 @@ export class Sidebar {
       type: "button", className: "title", title, "aria-current": String(chat.id === this.current),
       onclick: () => this.act.open(chat),
     }, title));
-    if (isUnread) row.firstChild.append(element("span", { className: "unread", role: "img", "aria-label": "new answer" }));
+    const mark = { className: "unread", role: "img", "aria-label": "new answer" };
+    if (isUnread) row.firstChild.append(element("span", mark));
     if (running) {
       row.append(element("button", {
         type: "button", className: "stop icon-button", "aria-label": `Stop ${title}`, title: "Stop",
@@ -98,7 +99,8 @@ export class Sidebar {
       }, icon("stop")));
     }
     row.append(element("button", {
-      type: "button", className: "more icon-button", "aria-label": `Menu of ${title}`, "aria-haspopup": "menu",
+      type: "button", className: "more icon-button", "aria-label": `Menu of ${title}`,
+      "aria-haspopup": "menu",
       onclick: (event) => this.openMenu(chat, event.currentTarget),
     }, icon("more")));
     return row;
@@ -113,7 +115,8 @@ export class Sidebar {
       this.show();
     };
     const input = element("input", {
-      className: "rename", value: titleOf(chat, this.store.messagesOf(chat.id)), "aria-label": "Title", maxLength: 200,
+      className: "rename", value: titleOf(chat, this.store.messagesOf(chat.id)),
+      "aria-label": "Title", maxLength: 200,
       onblur: () => end(input.value),
       onkeydown: (event) => {
         if (event.key === "Enter") end(input.value);

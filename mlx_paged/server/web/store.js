@@ -16,8 +16,8 @@ function databaseName() {
   return path === "/" ? "mlx-paged" : `mlx-paged${path}`;
 }
 
-// Events: "change" (detail: { kind, record, remote }), "gone" (detail: chat ids), "stop" (detail: the id of
-// an answer that another tab wants stopped), "trouble" (detail: why nothing is kept).
+// Events, with their details: "change" { kind, record, remote }, "gone" ids of chats, "stop" the id of an
+// answer that another tab wants stopped, "trouble" why nothing is kept.
 export class Store extends EventTarget {
   constructor() {
     super();
@@ -37,13 +37,7 @@ export class Store extends EventTarget {
         },
         terminated: () => this.trouble("the browser closed its storage; reload the page"),
       });
-      for (const chat of await this.db.getAll("chats")) this.take("chats", chat);
-      const orphans = [];
-      for (const message of await this.db.getAll("messages")) {
-        if (this.chats.has(message.chat)) this.take("messages", message);
-        else orphans.push(message.id);
-      }
-      for (const id of orphans) await this.db.delete("messages", id);
+      await this.load();
     } catch (error) {
       this.db = null;
       this.trouble(error.message);
@@ -53,6 +47,25 @@ export class Store extends EventTarget {
       .filter((chat) => chat.deleted && Date.now() - chat.deleted > UNDO_MILLISECONDS);
     await this.forget(forgotten.map((chat) => chat.id));
     this.findInterrupted();
+    // A page that was frozen or in the browser's cache of pages has not heard other tabs.
+    const wake = () => this.db && this.load();
+    document.addEventListener("resume", wake);
+    addEventListener("pageshow", (event) => event.persisted && wake());
+  }
+
+  async load() {
+    const tx = this.db.transaction(["chats", "messages"]);
+    const chats = await tx.objectStore("chats").getAll();
+    const messages = await tx.objectStore("messages").getAll();
+    for (const [kind, records] of [["chats", chats], ["messages", messages]]) {
+      for (const record of records) {
+        const known = this.get(kind, record.id);
+        if (known?.updated >= record.updated) continue; // heard of it meanwhile
+        if (kind === "messages" && !this.chats.has(record.chat)) continue;
+        this.take(kind, record);
+        this.dispatchEvent(new CustomEvent("change", { detail: { kind, record, remote: true } }));
+      }
+    }
   }
 
   // Reading.
