@@ -294,7 +294,7 @@ def test_reasoning_is_folded_and_not_sent_back(page) -> None:
             "answer.say('<think>')", "answer.say('Let me **see**.')",
             "answer.say('</think>\\n\\nIt is 4.')",
         ),
-        ("answer.say('Let me ')", "answer.say('**see**.')", "answer.say('</think>It is 4.')"),
+        ("answer.say('Let me ')", "answer.say('**see**.')", "answer.say('\\n</think>\\n\\nIt is 4.')"),
         (
             "answer.delta({ reasoning_content: 'Let me ' })",
             "answer.delta({ reasoning_content: '**see**.' })", "answer.say('It is 4.')",
@@ -321,6 +321,9 @@ def test_reasoning_is_folded_and_not_sent_back(page) -> None:
         answered(page, 2)
         page.reload()
         expect(page.locator(".assistant .text").first).to_have_text("It is 4.")
+    page.click("#new-chat")
+    answer = show(page, "Models write `<think>` and `</think>` around it.")
+    expect(answer.locator(".text")).to_have_text("Models write <think> and </think> around it.")
 
 
 @in_browser

@@ -41,11 +41,12 @@ export function titleOf(chat, messages) {
 }
 
 // Models that think write <think>...</think> first; templates may have written the opening tag
-// already. A server that tells reasoning apart sends it in a field of its own.
+// already, then the closing one begins a line. A server that tells reasoning apart sends it in a field
+// of its own.
 export function splitReasoning({ content, reasoning }) {
   if (reasoning) return { reasoning, text: content };
-  const end = content.indexOf("</think>");
   const begins = /^\s*<think>/.exec(content);
+  const end = begins ? content.indexOf("</think>") : content.search(/(?<=^|\n)<\/think>/);
   if (end >= 0) {
     const thought = content.slice(begins ? begins[0].length : 0, end);
     return { reasoning: thought.trim(), text: content.slice(end + 8).trimStart() };
