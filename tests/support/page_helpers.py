@@ -23,7 +23,7 @@ in_browser = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)"
 )
 PROMPT = "Return the n-th Fibonacci number"
-PATIENCE = 8_000  # milliseconds that a busy machine may take for one thing
+PATIENCE = 60_000  # milliseconds that a busy machine may take for one thing
 # A name that is not loopback: over plain HTTP, browsers give its pages no clipboard.
 FOREIGN_HOST = "page.test"
 
@@ -185,12 +185,13 @@ def fake(page: Page, script: str) -> Any:
 def saved(page: Page, text: str) -> None:
     """Waits until the database has a message that contains a text."""
     page.evaluate(
-        """async (text) => {
+        """async ([text, patience]) => {
           const result = (request) => new Promise((done) => {
             request.onsuccess = () => done(request.result);
           });
           const db = await result(indexedDB.open("mlx-paged"));
-          for (;;) {
+          for (const started = Date.now(); ;) {
+            if (Date.now() - started > patience) throw new Error(`not saved: ${text}`);
             const store = db.transaction("messages").objectStore("messages");
             const messages = await result(store.getAll());
             if (messages.some((m) => m.content.includes(text))) break;
@@ -198,5 +199,5 @@ def saved(page: Page, text: str) -> None:
           }
           db.close();
         }""",
-        text,
+        [text, PATIENCE],
     )
