@@ -373,6 +373,21 @@ def test_two_tabs_merge(page, visitor, server) -> None:
 
 
 @in_browser
+def test_a_tab_that_is_closed_in_mid_answer(visitor, server) -> None:
+    page, other = visitor.open(fakes=True), visitor.open()
+    send(page, "Tell me")
+    fake(page, "answer.say('Half an answer')")
+    other.get_by_role("button", name="Tell me").first.click()
+    expect(other.locator(".assistant.busy .text")).to_contain_text("Half an answer")
+    page.close(run_before_unload=False)
+    expect(other.locator(".assistant .note")).to_contain_text("Interrupted")
+    set_parameters(other, max_tokens="5")
+    other.get_by_role("button", name="Continue").click()
+    expect(other.locator(".assistant .note")).to_contain_text("Cut at the length limit")
+    assert other.locator(".assistant .text").inner_text().startswith("Half an answer")
+
+
+@in_browser
 def test_a_failed_turn_is_shown_but_not_sent_again(page, visitor) -> None:
     visitor.expected.append("Failed to load resource")
 

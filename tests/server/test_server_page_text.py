@@ -294,7 +294,10 @@ def test_reasoning_is_folded_and_not_sent_back(page) -> None:
             "answer.say('<think>')", "answer.say('Let me **see**.')",
             "answer.say('</think>\\n\\nIt is 4.')",
         ),
-        ("answer.say('Let me ')", "answer.say('**see**.')", "answer.say('\\n</think>\\n\\nIt is 4.')"),
+        (
+            "answer.say('Let me ')", "answer.say('**see**.')",
+            "answer.say('\\n</think>\\n\\nIt is 4.')",
+        ),
         (
             "answer.delta({ reasoning_content: 'Let me ' })",
             "answer.delta({ reasoning_content: '**see**.' })", "answer.say('It is 4.')",

@@ -8,6 +8,7 @@ import { fromOldPage } from "./transfer.js";
 const OLD_CHATS = "mlx-paged.chats"; // of localStorage, up to version 0.1
 const TAB = "mlx-paged.tab";
 const LIFE_SIGN_MILLISECONDS = 1500;
+const CHECK_MILLISECONDS = 15_000;
 const UNDO_MILLISECONDS = 10 * 60_000;
 
 // Servers under several paths of one host share its storage.
@@ -47,6 +48,8 @@ export class Store extends EventTarget {
       .filter((chat) => chat.deleted && Date.now() - chat.deleted > UNDO_MILLISECONDS);
     await this.forget(forgotten.map((chat) => chat.id));
     this.findInterrupted();
+    setInterval(() => this.findInterrupted(), CHECK_MILLISECONDS); // tabs can crash
+    addEventListener("pagehide", () => this.channel?.postMessage({ closed: this.tab }));
     // A page that was frozen or in the browser's cache of pages has not heard other tabs.
     const wake = () => this.db && this.load();
     document.addEventListener("resume", wake);
@@ -170,6 +173,7 @@ export class Store extends EventTarget {
     this.channel?.addEventListener("message", ({ data }) => {
       if (data.gone) this.forget(data.gone, true);
       else if (data.stop) this.dispatchEvent(new CustomEvent("stop", { detail: data.stop }));
+      else if (data.closed) this.endAnswersOf(data.closed);
       else if (data.alive) this.waiting?.delete(data.alive);
       else if (data.isAlive) {
         if (this.owned.has(data.isAlive)) this.channel.postMessage({ alive: data.isAlive });
@@ -191,21 +195,27 @@ export class Store extends EventTarget {
 
   // Answers that were coming when their tab was closed or reloaded.
   findInterrupted() {
-    const open = [...this.messages.values()].flatMap((messages) => [...messages.values()])
-      .filter((m) => m.status === "streaming" && !this.owned.has(m.id));
-    this.waiting = new Set(open.map((m) => m.id));
-    const end = (id) => {
-      if (this.get("messages", id)?.status === "streaming") {
-        this.write("messages", id, { status: "interrupted", owner: null });
-      }
-    };
-    for (const message of open) {
-      if (message.owner === this.tab) end(message.id);
-      else this.channel?.postMessage({ isAlive: message.id });
-    }
+    this.endAnswersOf(this.tab); // of this tab before it was reloaded
+    this.waiting = new Set(this.foreign().map((m) => m.id));
+    for (const id of this.waiting) this.channel?.postMessage({ isAlive: id });
     setTimeout(() => {
-      for (const id of this.waiting) end(id);
+      for (const id of this.waiting) this.endAnswer(id);
     }, LIFE_SIGN_MILLISECONDS);
+  }
+
+  // Answers that come, but not in this tab.
+  foreign() {
+    return [...this.messages.values()].flatMap((messages) => [...messages.values()])
+      .filter((m) => m.status === "streaming" && !this.owned.has(m.id));
+  }
+
+  endAnswersOf(tab) {
+    for (const { id, owner } of this.foreign()) if (owner === tab) this.endAnswer(id);
+  }
+
+  endAnswer(id) {
+    if (this.get("messages", id)?.status !== "streaming") return;
+    this.write("messages", id, { status: "interrupted", owner: null });
   }
 
   // The rest.
