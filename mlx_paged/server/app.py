@@ -169,7 +169,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     routes.append(Route("/docs", _file("docs.html")))
     if config.serve_page:
         routes.append(Route("/", _file("index.html")))
-    routes.append(Mount("/web", StaticFiles(directory=_WEB)))
+    routes.append(Mount("/web", _WebFiles(directory=_WEB)))
     paths = [route.path for route in routes if isinstance(route, Route)]
 
     generating = [operation.path for operation in API if operation.chunk is not None]
@@ -209,14 +209,27 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
 def _file(name: str) -> Endpoint:
     async def endpoint(_: Request) -> Response:
         headers = {
-            # Only resources from this server: it works offline, and no foreign code runs.
+            # Only resources from this server: it works offline, and no foreign code runs. Only the
+            # sanitiser makes elements from text.
             "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; "
-            "style-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+            "style-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; "
+            "require-trusted-types-for 'script'; trusted-types dompurify",
             "Cache-Control": "no-cache",
         }
         return FileResponse(_WEB / name, media_type="text/html", headers=headers)
 
     return endpoint
+
+
+class _WebFiles(StaticFiles):
+    """Files of the pages. A browser asks each time whether they are new: they change together."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers["Cache-Control"] = "no-cache"
+        if isinstance(response, FileResponse) and str(response.path).endswith(".woff2"):
+            response.headers["Content-Type"] = "font/woff2"  # unknown to Python before 3.14
+        return response
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

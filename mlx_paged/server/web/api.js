@@ -1,62 +1,102 @@
 // Calls the server's API, as any other client would.
 
-function headers(key) {
-  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+import { PARAMETERS } from "./settings.js";
+
+export class ApiError extends Error {
+  constructor(status, message, code) {
+    super(message);
+    this.status = status; // null: of a stream that had begun
+    this.code = code;
+  }
 }
 
-async function failure(response) {
+// The server was not reached, or the connection broke.
+export class ConnectionLost extends Error {}
+
+function headers(key) {
+  // (Only what a header can carry: another text is a wrong key, not an exception of fetch.)
+  const sent = key.replace(/[^\x21-\x7e]/g, "");
+  return { "Content-Type": "application/json", ...(sent ? { Authorization: `Bearer ${sent}` } : {}) };
+}
+
+async function call(path, key, options = {}) {
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers: headers(key) });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ConnectionLost("the server could not be reached");
+  }
+  if (response.ok) return response;
   const body = await response.json().catch(() => null);
-  return new Error(body?.error?.message ?? `${response.status} ${response.statusText}`);
+  const message = body?.error?.message ?? `${response.status} ${response.statusText}`;
+  throw new ApiError(response.status, message, body?.error?.code);
 }
 
 export async function get(path, key) {
-  const response = await fetch(path, { headers: headers(key) });
-  if (!response.ok) throw await failure(response);
-  return response.json();
+  return (await call(path, key)).json();
 }
 
-const NUMBERS = [
-  "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed",
-];
-
-export function bodyOf(messages, settings) {
+// The body of a request. Parameters are only sent when they are set, so that the server's defaults
+// (the model's generation_config) apply otherwise.
+export function bodyOf(messages, settings, model, unfinished = null) {
+  const { system } = settings.parameters;
   const body = {
-    model: settings.model || undefined,
-    messages: messages.map(({ role, content }) => ({ role, content })),
+    model: model || undefined,
+    messages: [...(system?.trim() ? [{ role: "system", content: system }] : []), ...messages],
     stream: true,
     stream_options: { include_usage: true },
   };
-  if (settings.system) body.messages.unshift({ role: "system", content: settings.system });
-  for (const name of NUMBERS) {
-    if (settings[name] !== "") body[name] = Number(settings[name]);
+  for (const { name } of PARAMETERS) {
+    const value = settings.parameters[name];
+    if (value !== undefined && value !== "") body[name] = Number(value);
+  }
+  if (unfinished) {
+    const { content, reasoning } = unfinished;
+    const more = reasoning ? { reasoning_content: reasoning } : {};
+    body.messages.push({ role: "assistant", content, ...more });
+    body.continue_final_message = true;
+    body.add_generation_prompt = false;
   }
   return body;
 }
 
-// Yields {text} as it comes, and finally {usage} and {finish_reason}.
-export async function* chat(body, key, signal) {
-  const response = await fetch("v1/chat/completions", {
-    method: "POST", headers: headers(key), body: JSON.stringify(body), signal,
-  });
-  if (!response.ok) throw await failure(response);
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+// The data of server-sent events.
+async function* dataOf(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let pending = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) throw new Error("the connection was lost");
-    pending += value;
-    const events = pending.split("\n\n");
+    if (done) return;
+    const events = (pending + value).split(/\r?\n\r?\n/);
     pending = events.pop();
     for (const event of events) {
-      if (!event.startsWith("data: ")) continue;
-      const data = event.slice(6);
+      const lines = event.split(/\r?\n/).filter((line) => line.startsWith("data:"));
+      if (lines.length) yield lines.map((line) => line.slice(5).replace(/^ /, "")).join("\n");
+    }
+  }
+}
+
+// Yields { text }, { reasoning }, { finish } and { usage } as they come.
+export async function* chat(body, key, signal) {
+  const response = await call("v1/chat/completions", key, {
+    method: "POST", body: JSON.stringify(body), signal,
+  });
+  try {
+    for await (const data of dataOf(response.body)) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
-      if (chunk.error) throw new Error(chunk.error.message);
+      if (chunk.error) throw new ApiError(null, chunk.error.message, chunk.error.code);
       const choice = chunk.choices[0];
+      const reasoning = choice?.delta?.reasoning_content ?? choice?.delta?.reasoning;
+      if (reasoning) yield { reasoning };
       if (choice?.delta?.content) yield { text: choice.delta.content };
       if (choice?.finish_reason) yield { finish: choice.finish_reason };
       if (chunk.usage) yield { usage: chunk.usage };
     }
+  } catch (error) {
+    if (error instanceof ApiError || error.name === "AbortError") throw error;
+    throw new ConnectionLost("the connection was lost");
   }
+  throw new ConnectionLost("the connection was lost");
 }

@@ -1,194 +1,340 @@
-// The chat page: rendering, and actions of keys and buttons.
+// The chat page: what keys and buttons do, and what the server's state looks like.
 
-import { bodyOf, chat as ask, get } from "./api.js";
-import { Store, titleOf } from "./store.js";
-import { element, renderEditor, renderEmpty, renderMessage } from "./view.js";
+import { Answers } from "./answers.js";
+import { ApiError, get } from "./api.js";
+import { newestLeaf, pathTo, splitReasoning, titleOf } from "./conversation.js";
+import { Banner, SettingsDialog, toast } from "./dialogs.js";
+import { Messages } from "./messages.js";
+import { drafts, Settings } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
+import { Store } from "./store.js";
+import { addTo, fromJson, ImportError, toJson, toMarkdown } from "./transfer.js";
+import { copyText, download, element } from "./view.js";
 
 const $ = (id) => document.getElementById(id);
-const store = new Store();
-const EXAMPLES = [
-  "Return the n-th Fibonacci number", "Check whether a string is a palindrome",
-  "Return the sum of the squares of a list",
-];
 const POLL_MILLISECONDS = 2000;
-let running = null; // {controller, chat, message} while an answer comes
-let editing = null; // index of the message that is edited
+const NEW_CHAT = { id: "new", title: null, leaf: null }; // kept once something is sent
+const ANNOUNCED = 2000; // characters of an answer
 
-// Rendering.
+const store = new Store();
+const settings = new Settings();
+const answers = new Answers(store, settings);
+const banner = new Banner();
+const touches = matchMedia("(pointer: coarse)");
+const input = $("input");
+let current = NEW_CHAT.id; // id of the chat that is shown
+let models = [];
+let status = null; // of the server; null: not reached
+let follows = true; // whether the end of the messages is kept in view
 
-function showChats() {
-  $("chats").replaceChildren(...store.chats.map((chat) => element(
-    "li", {},
-    element("button", {
-      className: "title", textContent: titleOf(chat), title: titleOf(chat),
-      "aria-current": String(chat === store.current), onclick: () => open(chat),
-    }),
-    element("button", {
-      className: "remove", textContent: "×", "aria-label": `Delete ${titleOf(chat)}`,
-      onclick: () => remove(chat),
-    }),
-  )));
+const chat = () => store.chats.get(current) ?? NEW_CHAT;
+const path = () => pathTo(store.messagesOf(current), chat().leaf);
+
+// What the parts of the page ask for.
+
+const dialog = new SettingsDialog(settings, {
+  keyChanged() {
+    banner.clear("key");
+    poll();
+  },
+  exportAll: () => exportJson(store.listed(), "chats"),
+  importFile,
+  deleteAll: () => remove(store.listed()),
+});
+
+const sidebar = new Sidebar(store, answers, {
+  open: (chosen) => open(chosen.id),
+  stop: (message) => answers.stop(message),
+  rename: (chosen, title) => store.write("chats", chosen.id, { title: title || null }),
+  exportMarkdown(chosen) {
+    const messages = store.messagesOf(chosen.id);
+    download(`${fileName(chosen)}.md`, "text/markdown", toMarkdown(chosen, messages));
+  },
+  exportJson: (chosen) => exportJson([chosen], fileName(chosen)),
+  remove: (chosen) => remove([chosen]),
+});
+
+const messages = new Messages($("messages"), store, answers, {
+  sends,
+  grown: scrollToEnd,
+  async copy(message) {
+    const copied = await copyText(splitReasoning(message).text);
+    toast(copied ? "Copied" : "This browser does not let the page copy; select the text instead");
+  },
+  edit(message) {
+    drafts.set(`edit.${message.id}`, message.content);
+    show();
+    $(`message-${message.id}`).querySelector("textarea").focus();
+  },
+  cancelEdit(message) {
+    drafts.set(`edit.${message.id}`, "");
+    show();
+    focusInput();
+  },
+  resend(message, text) {
+    if (!text.trim()) return;
+    follows = true;
+    answers.send(message.chat, message.parent, text.trim(), `edit.${message.id}`);
+    focusInput();
+  },
+  answer(message) {
+    answers.answer(message);
+    focusInput();
+  },
+  again(message) {
+    const question = store.get("messages", message.parent);
+    const isEmpty = !message.content && !message.reasoning;
+    follows = true;
+    answers.answer(question, isEmpty ? message : null);
+    focusInput();
+  },
+  continue(message) {
+    answers.continue(message);
+    focusInput();
+  },
+  choose(message) {
+    const label = document.activeElement.getAttribute("aria-label");
+    const leaf = newestLeaf(store.messagesOf(message.chat), message.id);
+    store.write("chats", message.chat, { leaf });
+    show();
+    const arrows = [...$(`message-${message.id}`).querySelectorAll(".arrow:enabled")];
+    (arrows.find((a) => a.getAttribute("aria-label") === label) ?? arrows[0])?.focus();
+  },
+  example(text) {
+    input.value = text;
+    send();
+  },
+  enterKey: () => dialog.open("key"),
+});
+
+// Showing.
+
+function show() {
+  const box = $("scroll");
+  const before = box.scrollTop;
+  messages.show(chat());
+  sidebar.show(current);
+  const running = answers.inChat(current);
+  $("stop").hidden = !running;
+  $("send").hidden = Boolean(running);
+  const title = titleOf(chat(), store.messagesOf(current));
+  $("title").textContent = title;
+  document.title = current === NEW_CHAT.id ? "mlx-paged" : `${title} · mlx-paged`;
+  showContext();
+  if (follows) scrollToEnd();
+  else box.scrollTop = before;
 }
 
-function showMessages() {
-  const { messages } = store.current;
-  const box = $("messages");
-  const follows = box.scrollHeight - box.scrollTop - box.clientHeight < 80;
-  const items = messages.map((message, i) => {
-    if (i === editing) return renderEditor(message.content, (text) => resend(i, text), () => edit(null));
-    const busy = running?.message === message;
-    return renderMessage(message, actionsOf(message, i), busy);
+function scrollToEnd() {
+  const box = $("scroll");
+  if (follows) box.scrollTop = box.scrollHeight;
+  $("to-end").hidden = box.scrollHeight - box.scrollTop - box.clientHeight < 80;
+}
+
+function showContext() {
+  const stats = path().findLast((m) => m.stats?.total)?.stats;
+  const limit = models.find((m) => m.id === settings.model)?.max_model_len;
+  $("context").hidden = !stats;
+  if (!stats) return;
+  const share = limit ? Math.min(1, stats.total / limit) : 0;
+  $("context-text").textContent = limit
+    ? `${stats.total.toLocaleString("en")} of ${limit.toLocaleString("en")} tokens`
+    : `${stats.total.toLocaleString("en")} tokens`;
+  $("context-used").style.width = `${100 * share}%`;
+  $("context").classList.toggle("nearly-full", share > 0.9);
+  const meter = $("context-meter");
+  meter.hidden = !limit;
+  meter.setAttribute("aria-valuemax", limit ?? 0);
+  meter.setAttribute("aria-valuenow", Math.min(stats.total, limit ?? 0));
+}
+
+function open(id) {
+  current = store.chats.has(id) ? id : NEW_CHAT.id;
+  follows = true;
+  settings.chat = current;
+  input.value = drafts.get(current) ?? "";
+  fitInput();
+  sidebar.closeIfNarrow();
+  show();
+  focusInput();
+}
+
+// (On a touch screen it would bring up the keyboard.)
+function focusInput() {
+  if (!touches.matches) input.focus();
+}
+
+// Chats.
+
+async function send() {
+  const text = input.value.trim();
+  if (!text || answers.inChat(current)) return;
+  follows = true;
+  input.value = "";
+  fitInput();
+  const from = current;
+  if (from === NEW_CHAT.id) {
+    const { id } = await store.addChat();
+    navigator.storage?.persist?.(); // asks that the browser does not make room by deleting chats
+    answers.send(id, null, text, from);
+    open(id);
+  } else answers.send(from, chat().leaf, text, from);
+}
+
+function remove(chats) {
+  if (!chats.length) return;
+  const ids = chats.map((c) => c.id);
+  const place = store.listed().findIndex((c) => c.id === current);
+  const title = shorten(titleOf(chats[0], store.messagesOf(ids[0])));
+  const what = chats.length === 1 ? `“${title}”` : `${chats.length} chats`;
+  const wasOpen = ids.includes(current) ? current : null;
+  store.writeAll(ids.map((id) => ["chats", id, { deleted: Date.now() }]));
+  toast(`Deleted ${what}`, "Undo", async () => {
+    await store.writeAll(ids.map((id) => ["chats", id, { deleted: null }]));
+    if (wasOpen) open(wasOpen);
   });
-  box.replaceChildren(...(items.length ? items : [renderEmpty(EXAMPLES, send)]));
-  if (follows) box.scrollTop = box.scrollHeight;
-  const here = running !== null;
-  $("stop").hidden = !here;
-  $("send").hidden = here;
+  const rest = store.listed();
+  if (wasOpen) open(rest[Math.min(Math.max(place, 0), rest.length - 1)]?.id);
 }
 
-function actionsOf(message, index) {
-  const actions = { Copy: () => navigator.clipboard?.writeText(message.content) };
-  if (running) return actions;
-  if (message.role === "user") actions.Edit = () => edit(index);
-  else actions.Regenerate = () => regenerate(index);
-  return actions;
+function exportJson(chats, name) {
+  download(`${name}.json`, "application/json", toJson(chats, (id) => store.messagesOf(id)));
 }
 
-function showLast() { // only the answer that grows
-  const box = $("messages");
-  if (running?.chat !== store.current) return;
-  const follows = box.scrollHeight - box.scrollTop - box.clientHeight < 80;
-  box.lastElementChild?.replaceWith(renderMessage(running.message, {}, true));
-  if (follows) box.scrollTop = box.scrollHeight;
-}
-
-// Actions.
-
-function open(chat) {
-  store.current = chat;
-  editing = null;
-  document.body.classList.remove("sidebar-open");
-  showChats();
-  showMessages();
-  $("input").focus();
-}
-
-function remove(chat) {
-  if (running?.chat === chat) stop();
-  store.remove(chat);
-  open(store.current);
-}
-
-function edit(index) {
-  editing = index;
-  showMessages();
-  document.querySelector(".editing textarea")?.focus();
-}
-
-function send(text) {
-  if (running || !text.trim()) return;
-  store.current.messages.push({ role: "user", content: text.trim() });
-  answer(store.current);
-}
-
-function resend(index, text) {
-  if (!text.trim()) return;
-  editing = null;
-  store.current.messages.length = index;
-  send(text);
-}
-
-function regenerate(index) {
-  const { messages } = store.current;
-  const last = index ?? messages.findLastIndex((m) => m.role === "assistant");
-  if (running || last < 1) return;
-  messages.length = last;
-  answer(store.current);
-}
-
-function stop() {
-  running?.controller.abort();
-}
-
-async function answer(chat) {
-  const message = { role: "assistant", content: "", stats: {} };
-  const body = bodyOf(chat.messages, store.settings);
-  const controller = new AbortController();
-  chat.messages.push(message);
-  running = { controller, chat, message };
-  showChats();
-  showMessages();
-  const started = performance.now();
-  let first = null;
-  let last = started;
-  let arrivals = 0;
-  let drawn = false;
+async function importFile(file) {
+  const state = $("import-state");
+  state.className = "";
   try {
-    for await (const news of ask(body, store.settings.key, controller.signal)) {
-      if (news.text) {
-        const now = performance.now();
-        if (now - last > 1) arrivals += 1;
-        last = now;
-        first ??= now;
-        message.stats.ttft ??= (first - started) / 1000;
-        message.content += news.text;
-      }
-      if (news.usage) message.stats.usage = news.usage;
-      if (news.finish) message.stats.finish = news.finish;
-      if (!drawn) { // at most once a frame, however fast tokens come
-        drawn = true;
-        requestAnimationFrame(() => { drawn = false; if (running?.message === message) showLast(); });
-      }
-    }
+    const chats = fromJson(await file.text());
+    const added = await addTo(store, chats);
+    const count = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
+    state.textContent = `Imported ${count(chats.length, "chat")}: ${count(added, "new message")}.`;
   } catch (error) {
-    if (error.name === "AbortError") message.stats.stopped = true;
-    else message.error = error.message;
+    state.className = "error";
+    const reason = error instanceof ImportError ? error.message : `it cannot be read: ${error.message}`;
+    state.textContent = `${file.name} was not imported: ${reason}`;
   }
-  const count = message.stats.usage?.completion_tokens;
-  if (count && first !== null) {
-    // Text that came in one piece, from a busy browser or proxy, gives no time between tokens.
-    const [tokens, since] = arrivals > 3 ? [count - 1, first] : [count, started];
-    message.stats.tokensPerSecond = tokens / ((last - since) / 1000);
+}
+
+const shorten = (text) => (text.length > 40 ? `${text.slice(0, 40)}…` : text);
+
+function fileName(chosen) {
+  const title = titleOf(chosen, store.messagesOf(chosen.id));
+  return title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60) || "chat";
+}
+
+// What happens elsewhere.
+
+let isShowing = false;
+function showSoon() {
+  if (isShowing) return;
+  isShowing = true;
+  queueMicrotask(() => {
+    isShowing = false;
+    if (store.chats.get(current)?.deleted || (current !== NEW_CHAT.id && !store.chats.has(current))) {
+      open(store.listed()[0]?.id);
+    } else show();
+  });
+}
+
+store.addEventListener("change", ({ detail: { kind, record, remote } }) => {
+  // An answer that grows in this tab is drawn by "progress".
+  if (!remote && kind === "messages" && record.status === "streaming" && messages.views.has(record.id)) {
+    messages.views.get(record.id).message = record;
+    if (record.content || record.reasoning) return;
   }
-  running = null;
-  store.save();
-  showMessages();
+  showSoon();
+});
+store.addEventListener("gone", showSoon);
+store.addEventListener("trouble", ({ detail }) => {
+  banner.set("storage", `This browser does not keep chats (${detail}). Export them before you close the page.`);
+});
+answers.addEventListener("progress", ({ detail }) => messages.progress(detail));
+answers.addEventListener("unauthorised", askForKey);
+answers.addEventListener("end", ({ detail: record }) => {
+  if (record.chat !== current || document.hidden) sidebar.unread.add(record.chat);
+  if (record.chat === current) {
+    // Screen readers are told once, not token by token.
+    const text = $(`message-${record.id}`)?.querySelector(":scope > .text")?.innerText ?? "";
+    const how = {
+      done: "Answer", stopped: "Stopped", failed: "Failed", interrupted: "Interrupted",
+    }[record.status];
+    $("announce").textContent = `${how}: ${record.error ?? text.slice(0, ANNOUNCED)}`;
+  }
+  showSoon();
   poll();
-}
+});
 
-// The server's state.
+// The server.
 
-async function loadModels() {
-  try {
-    const { data } = await get("v1/models", store.settings.key);
-    $("model").replaceChildren(...data.map((m) => element("option", { value: m.id, textContent: m.id })));
-    if (data.some((m) => m.id === store.settings.model)) $("model").value = store.settings.model;
-    store.settings.model = $("model").value;
-  } catch (error) {
-    $("model").replaceChildren(element("option", { textContent: error.message, value: "" }));
-  }
+function askForKey() {
+  const what = settings.key ? "The server does not accept this API key." : "The server wants an API key.";
+  banner.set("key", `${what} Enter it under Settings, Connection.`, "Enter key", () => dialog.open("key"));
+  $("key-state").textContent = what;
 }
 
 async function poll() {
   try {
-    const { stats, status } = await get("server_info", store.settings.key);
-    $("state").textContent = status;
-    if (!stats) return;
-    const { num_usable_blocks: all, num_used_blocks: used, num_cached_blocks: cached } = stats.usage;
-    const share = (n) => `${(100 * n / all).toFixed(1)}%`;
-    $("pool-used").style.width = share(used);
-    $("pool-cached").style.width = share(cached);
-    $("pool-text").textContent = `${share(used)} used, ${share(cached)} cached`;
-    $("pool").setAttribute("aria-valuenow", (100 * used / all).toFixed(1));
-    $("load").textContent = `${stats.num_running} running, ${stats.num_waiting} waiting`;
+    const info = await get("server_info", settings.key);
+    // Another server may answer after one that was not reached.
+    if (info.status !== status) showModels((await get("v1/models", settings.key)).data);
+    status = info.status;
+    banner.clear("connection");
+    banner.clear("key");
+    $("key-state").textContent = "";
+    showState(info);
   } catch (error) {
-    $("state").textContent = error instanceof TypeError ? "not reachable" : error.message;
+    status = null;
+    if (error instanceof ApiError && error.status === 401) {
+      banner.clear("connection");
+      $("state").textContent = "no access";
+      askForKey();
+    } else {
+      $("state").textContent = "not reachable";
+      const why = navigator.onLine === false ? "This device is offline" : "The server cannot be reached";
+      banner.set("connection", `${why}. Chats are kept; it is tried again every few seconds.`, "Try now", poll);
+    }
   }
 }
 
+function showModels(data) {
+  const ids = data.map((m) => m.id);
+  if (JSON.stringify(data) !== JSON.stringify(models)) {
+    models = data;
+    $("model").replaceChildren(...ids.map((id) => element("option", { value: id, textContent: id })));
+    showContext();
+  }
+  if (!ids.includes(settings.model)) settings.setModel(ids[0] ?? "");
+  $("model").value = settings.model;
+}
+
+function showState({ stats, status, generation_defaults: defaults }) {
+  $("state").textContent = status === "ready" ? "" : status;
+  if (status === "loading") banner.set("loading", "The model is being loaded.");
+  else banner.clear("loading");
+  if (defaults) dialog.showDefaults(defaults);
+  if (!stats) return;
+  const { num_usable_blocks: all, num_used_blocks: used, num_cached_blocks: cached } = stats.usage;
+  const share = (n) => `${(100 * n / all).toFixed(1)}%`;
+  $("pool-used").style.width = share(used);
+  $("pool-cached").style.width = share(cached);
+  $("pool-text").textContent = `${share(used)} used, ${share(cached)} cached`;
+  $("pool").setAttribute("aria-valuenow", (100 * used / all).toFixed(1));
+  $("load").textContent = `${stats.num_running} running, ${stats.num_waiting} waiting`;
+}
+
+addEventListener("online", poll);
+addEventListener("offline", poll);
+addEventListener("storage", (event) => {
+  settings.reload();
+  if (event.key === "mlx-paged.key") poll();
+});
+
 // Keys and buttons.
 
-const input = $("input");
+function sends(event) {
+  return event.key === "Enter" && !event.shiftKey && !event.isComposing && !touches.matches;
+}
 
 function fitInput() {
   input.style.height = "auto";
@@ -197,55 +343,84 @@ function fitInput() {
 
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (running) return;
-  const text = input.value;
-  input.value = "";
+  send();
+});
+input.addEventListener("input", () => {
+  drafts.set(current, input.value);
   fitInput();
-  send(text);
 });
-input.addEventListener("input", fitInput);
 input.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    $("composer").requestSubmit();
-  }
+  if (!sends(event)) return;
+  event.preventDefault();
+  send();
 });
-$("stop").addEventListener("click", stop);
-$("new-chat").addEventListener("click", () => open(store.add()));
-$("toggle-sidebar").addEventListener("click", () => document.body.classList.toggle("sidebar-open"));
-$("toggle-settings").addEventListener("click", () => {
-  const form = $("settings");
-  form.hidden = !form.hidden;
-  $("toggle-settings").setAttribute("aria-expanded", String(!form.hidden));
-  if (!form.hidden) form.querySelector("textarea").focus();
+$("stop").addEventListener("click", () => {
+  const running = answers.inChat(current);
+  if (running) answers.stop(running);
+  focusInput();
 });
-$("settings").addEventListener("submit", (event) => event.preventDefault());
-$("settings").addEventListener("change", (event) => {
-  if (!event.target.checkValidity()) return event.target.reportValidity();
-  store.settings[event.target.name] = event.target.value;
-  store.save();
-  if (event.target.name === "key") { loadModels(); poll(); }
-});
+$("new-chat").addEventListener("click", () => open(NEW_CHAT.id));
 $("model").addEventListener("change", () => {
-  store.settings.model = $("model").value;
-  store.save();
+  settings.setModel($("model").value);
+  showContext();
+});
+$("to-end").addEventListener("click", () => {
+  follows = true;
+  scrollToEnd();
+});
+let top = 0;
+$("scroll").addEventListener("scroll", () => {
+  const box = $("scroll");
+  const isAtEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 80;
+  // Only the user moves up; what grows below does not.
+  if (isAtEnd) follows = true;
+  else if (box.scrollTop < top - 1) follows = false;
+  top = box.scrollTop;
+  $("to-end").hidden = isAtEnd;
+}, { passive: true });
+// (Pictures, maths and fonts come late.)
+const sizes = new ResizeObserver(scrollToEnd);
+sizes.observe($("messages"));
+sizes.observe($("scroll"));
+$("messages").addEventListener("click", async (event) => {
+  const button = event.target.closest(".copy-code");
+  if (!button) return;
+  const copied = await copyText(button.closest(".code").querySelector("code").textContent);
+  toast(copied ? "Copied" : "This browser does not let the page copy; select the text instead");
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") stop();
-  if (!event.altKey || event.ctrlKey || event.metaKey) return;
-  const place = store.chats.indexOf(store.current);
+  if (event.key === "Escape") {
+    const running = answers.inChat(current);
+    if (running) answers.stop(running);
+  }
+  if (event.key === "k" && (event.ctrlKey || event.metaKey)) {
+    event.preventDefault();
+    sidebar.toggle(true);
+    $("search").focus();
+  }
+  if (!event.altKey || event.ctrlKey || event.metaKey || $("settings").open) return;
+  const chats = sidebar.listed();
+  const place = chats.findIndex((c) => c.id === current);
   const step = { ArrowUp: -1, ArrowDown: 1 }[event.key];
-  if (event.code === "KeyN") open(store.add());
-  else if (event.code === "KeyR") regenerate();
-  else if (step && store.chats[place + step]) open(store.chats[place + step]);
+  if (event.code === "KeyN") open(NEW_CHAT.id);
+  else if (event.code === "KeyR") {
+    const last = path().findLast((m) => m.role === "assistant");
+    if (last && !answers.inChat(current)) messages.act.again(last);
+  } else if (step && chats[place + step]) open(chats[place + step].id);
   else return;
   event.preventDefault();
 });
 
-for (const field of $("settings").elements) {
-  if (field.name) field.value = store.settings[field.name];
-}
-open(store.current);
-loadModels();
-poll();
+// The start.
+
+await store.open();
+const last = settings.chat;
+open(last === NEW_CHAT.id || store.chats.get(last)?.deleted === null ? last : store.listed()[0]?.id);
+await poll();
 setInterval(() => { if (!document.hidden) poll(); }, POLL_MILLISECONDS);
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) return;
+  sidebar.unread.delete(current);
+  showSoon();
+  poll();
+});

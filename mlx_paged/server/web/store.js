@@ -1,55 +1,269 @@
-// Chats and settings, kept only in this browser.
+// Chats and messages, kept only in this browser, in IndexedDB. Each is a record of its own and is
+// changed field by field, so tabs merge what they write; they tell each other of every change.
 
-const CHATS = "mlx-paged.chats";
-const SETTINGS = "mlx-paged.settings";
+import { openDB } from "./vendor/idb.js";
+import { newId } from "./conversation.js";
+import { fromOldPage } from "./transfer.js";
 
-export const DEFAULTS = {
-  system: "", temperature: "0.7", top_p: "0.95", top_k: "", min_p: "", repetition_penalty: "",
-  max_tokens: "512", seed: "", key: "", model: "",
-};
+const OLD_CHATS = "mlx-paged.chats"; // of localStorage, up to version 0.1
+const TAB = "mlx-paged.tab";
+const LIFE_SIGN_MILLISECONDS = 1500;
+const CHECK_MILLISECONDS = 15_000;
+const UNDO_MILLISECONDS = 10 * 60_000;
 
-function read(name, fallback) {
-  try {
-    return JSON.parse(localStorage.getItem(name)) ?? fallback;
-  } catch {
-    return fallback;
-  }
+// Servers under several paths of one host share its storage.
+function databaseName() {
+  const path = new URL(".", document.baseURI).pathname;
+  return path === "/" ? "mlx-paged" : `mlx-paged${path}`;
 }
 
-export class Store {
+// Events, with their details: "change" { kind, record, remote }, "gone" ids of chats, "stop" the id of an
+// answer that another tab wants stopped, "trouble" why nothing is kept.
+export class Store extends EventTarget {
   constructor() {
-    this.chats = read(CHATS, []);
-    this.settings = { ...DEFAULTS, ...read(SETTINGS, {}) };
-    if (this.chats.length === 0) this.add();
-    this.current = this.chats[0];
+    super();
+    this.chats = new Map();
+    this.messages = new Map(); // chat id -> Map of its messages
+    this.tab = ownTab();
+    this.owned = new Set(); // ids of answers that come in this tab
   }
 
-  add() {
-    const chat = { id: crypto.randomUUID?.() ?? String(Date.now() + Math.random()), messages: [] };
-    this.chats.unshift(chat);
-    this.current = chat;
-    this.save();
-    return chat;
-  }
-
-  remove(chat) {
-    this.chats = this.chats.filter((c) => c !== chat);
-    if (this.chats.length === 0) this.add();
-    if (chat === this.current) this.current = this.chats[0];
-    this.save();
-  }
-
-  save() {
+  async open() {
+    this.listen();
     try {
-      localStorage.setItem(CHATS, JSON.stringify(this.chats));
-      localStorage.setItem(SETTINGS, JSON.stringify(this.settings));
-    } catch {
-      // Full, or forbidden: the page still works, but keeps nothing when it is closed.
+      this.db = await openDB(databaseName(), 1, {
+        upgrade(db) {
+          db.createObjectStore("chats", { keyPath: "id" });
+          db.createObjectStore("messages", { keyPath: "id" }).createIndex("chat", "chat");
+        },
+        terminated: () => this.trouble("the browser closed its storage; reload the page"),
+      });
+      await this.load();
+    } catch (error) {
+      this.db = null;
+      this.trouble(error.message);
+    }
+    await this.migrate();
+    const forgotten = [...this.chats.values()]
+      .filter((chat) => chat.deleted && Date.now() - chat.deleted > UNDO_MILLISECONDS);
+    await this.forget(forgotten.map((chat) => chat.id));
+    this.findInterrupted();
+    setInterval(() => this.findInterrupted(), CHECK_MILLISECONDS); // tabs can crash
+    addEventListener("pagehide", () => this.channel?.postMessage({ closed: this.tab }));
+    // A page that was frozen or in the browser's cache of pages has not heard other tabs.
+    const wake = () => this.db && this.load();
+    document.addEventListener("resume", wake);
+    addEventListener("pageshow", (event) => event.persisted && wake());
+  }
+
+  async load() {
+    const tx = this.db.transaction(["chats", "messages"]);
+    const chats = await tx.objectStore("chats").getAll();
+    const messages = await tx.objectStore("messages").getAll();
+    for (const [kind, records] of [["chats", chats], ["messages", messages]]) {
+      for (const record of records) {
+        const known = this.get(kind, record.id);
+        if (known?.updated >= record.updated) continue; // heard of it meanwhile
+        if (kind === "messages" && !this.chats.has(record.chat)) continue;
+        this.take(kind, record);
+        this.dispatchEvent(new CustomEvent("change", { detail: { kind, record, remote: true } }));
+      }
     }
   }
+
+  // Reading.
+
+  listed() {
+    return [...this.chats.values()].filter((c) => !c.deleted).sort((a, b) => b.used - a.used);
+  }
+
+  messagesOf(chat) {
+    return this.messages.get(chat) ?? new Map();
+  }
+
+  get(kind, id) {
+    if (kind === "chats") return this.chats.get(id);
+    for (const messages of this.messages.values()) if (messages.has(id)) return messages.get(id);
+    return undefined;
+  }
+
+  // Writing. The promise is kept once the database has it.
+
+  addChat(fields = {}) {
+    const now = Date.now();
+    const chat = {
+      id: newId(), title: null, leaf: null, created: now, used: now, deleted: null, ...fields,
+    };
+    return this.write("chats", chat.id, chat);
+  }
+
+  // A message, and as the leaf of its chat.
+  async addLeaf(fields) {
+    const message = newMessage(fields);
+    await this.writeAll([
+      ["messages", message.id, message],
+      ["chats", message.chat, { leaf: message.id, used: message.created }],
+    ]);
+    return this.get("messages", message.id);
+  }
+
+  addMessage(fields) {
+    const message = newMessage(fields);
+    return this.write("messages", message.id, message);
+  }
+
+  async write(kind, id, changes) {
+    await this.writeAll([[kind, id, changes]]);
+    return this.get(kind, id);
+  }
+
+  // All of them or none: [kind, id, changed fields], each.
+  async writeAll(list) {
+    const written = [];
+    for (const [kind, id, changes] of list) {
+      const known = this.get(kind, id);
+      const updated = Math.max(Date.now(), (known?.updated ?? 0) + 1);
+      const record = { ...known, ...changes, id, updated };
+      if (kind === "messages" && !this.chats.has(record.chat)) continue; // deleted meanwhile
+      this.take(kind, record);
+      written.push({ kind, id, changes: { ...changes, updated }, record });
+    }
+    for (const change of written) this.channel?.postMessage(change);
+    for (const { kind, record } of written) {
+      this.dispatchEvent(new CustomEvent("change", { detail: { kind, record, remote: false } }));
+    }
+    if (!this.db) return;
+    try {
+      const tx = this.db.transaction(["chats", "messages"], "readwrite");
+      for (const { kind, id, changes, record } of written) {
+        const stored = await tx.objectStore(kind).get(id);
+        // (Another tab may have changed other fields.)
+        tx.objectStore(kind).put(stored ? { ...stored, ...changes } : record);
+      }
+      await tx.done;
+    } catch (error) {
+      this.trouble(error.message);
+    }
+  }
+
+  // Deletes chats for good.
+  async forget(ids, remote = false) {
+    if (!ids.length) return;
+    for (const id of ids) {
+      this.chats.delete(id);
+      this.messages.delete(id);
+    }
+    this.dispatchEvent(new CustomEvent("gone", { detail: ids }));
+    if (remote) return;
+    this.channel?.postMessage({ gone: ids });
+    if (!this.db) return;
+    const tx = this.db.transaction(["chats", "messages"], "readwrite");
+    for (const id of ids) {
+      tx.objectStore("chats").delete(id);
+      const keys = await tx.objectStore("messages").index("chat").getAllKeys(id);
+      for (const key of keys) tx.objectStore("messages").delete(key);
+    }
+    await tx.done;
+  }
+
+  // Other tabs.
+
+  listen() {
+    this.channel = globalThis.BroadcastChannel ? new BroadcastChannel(databaseName()) : null;
+    this.channel?.addEventListener("message", ({ data }) => {
+      if (data.gone) this.forget(data.gone, true);
+      else if (data.stop) this.dispatchEvent(new CustomEvent("stop", { detail: data.stop }));
+      else if (data.closed) this.endAnswersOf(data.closed);
+      else if (data.alive) this.waiting?.delete(data.alive);
+      else if (data.isAlive) {
+        if (this.owned.has(data.isAlive)) this.channel.postMessage({ alive: data.isAlive });
+      } else this.heard(data);
+    });
+  }
+
+  heard({ kind, id, changes, record }) {
+    const known = this.get(kind, id);
+    if (kind === "messages" && known && (this.owned.has(id) || known.updated >= changes.updated)) return;
+    this.take(kind, known ? { ...known, ...changes } : record);
+    const detail = { kind, record: this.get(kind, id), remote: true };
+    this.dispatchEvent(new CustomEvent("change", { detail }));
+  }
+
+  askToStop(id) {
+    this.channel?.postMessage({ stop: id });
+  }
+
+  // Answers that were coming when their tab was closed or reloaded.
+  findInterrupted() {
+    this.endAnswersOf(this.tab); // of this tab before it was reloaded
+    this.waiting = new Set(this.foreign().map((m) => m.id));
+    for (const id of this.waiting) this.channel?.postMessage({ isAlive: id });
+    setTimeout(() => {
+      for (const id of this.waiting) this.endAnswer(id);
+    }, LIFE_SIGN_MILLISECONDS);
+  }
+
+  // Answers that come, but not in this tab.
+  foreign() {
+    return [...this.messages.values()].flatMap((messages) => [...messages.values()])
+      .filter((m) => m.status === "streaming" && !this.owned.has(m.id));
+  }
+
+  endAnswersOf(tab) {
+    for (const { id, owner } of this.foreign()) if (owner === tab) this.endAnswer(id);
+  }
+
+  endAnswer(id) {
+    if (this.get("messages", id)?.status !== "streaming") return;
+    this.write("messages", id, { status: "interrupted", owner: null });
+  }
+
+  // The rest.
+
+  take(kind, record) {
+    if (kind === "chats") this.chats.set(record.id, record);
+    else if (this.messages.has(record.chat)) this.messages.get(record.chat).set(record.id, record);
+    else this.messages.set(record.chat, new Map([[record.id, record]]));
+  }
+
+  trouble(reason) {
+    this.dispatchEvent(new CustomEvent("trouble", { detail: reason }));
+  }
+
+  async migrate() {
+    let old;
+    try {
+      old = JSON.parse(localStorage.getItem(OLD_CHATS));
+    } catch {
+      return;
+    }
+    if (old === null) return;
+    const chats = fromOldPage(old);
+    for (const { messages, ...chat } of chats) {
+      if (this.chats.has(chat.id)) continue; // another tab was faster
+      await this.write("chats", chat.id, chat);
+      for (const message of messages) await this.write("messages", message.id, message);
+    }
+    if (this.db) localStorage.removeItem(OLD_CHATS);
+  }
 }
 
-export function titleOf(chat) {
-  const first = chat.messages.find((m) => m.role === "user");
-  return first ? first.content.slice(0, 60) : "New chat";
+function newMessage(fields) {
+  return {
+    id: newId(), reasoning: "", status: "done", error: null, finish: null, stats: null, model: null,
+    owner: null, created: Date.now(), ...fields,
+  };
+}
+
+// An id that survives a reload of the tab, but is not copied when the tab is duplicated.
+function ownTab() {
+  try {
+    const id = sessionStorage.getItem(TAB) ?? newId();
+    sessionStorage.removeItem(TAB);
+    addEventListener("pagehide", () => sessionStorage.setItem(TAB, id));
+    addEventListener("pageshow", () => sessionStorage.removeItem(TAB));
+    return id;
+  } catch {
+    return newId();
+  }
 }

@@ -1,93 +1,69 @@
-// Messages as elements. Text is always set as text: model output is never markup.
+// Elements are made here; text is always set as text, so that nothing in it is markup.
 
 export function element(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (name.includes("-")) made.setAttribute(name, value);
+    else if (name.includes("-") || name === "role") made.setAttribute(name, value);
     else made[name] = value;
   }
   made.append(...children);
   return made;
 }
 
-// Code between fences, or an answer that is code as a whole, is shown as such.
-function renderText(content) {
-  const box = element("div", { className: "text" });
-  const parts = content.split(/^```[^\n]*\n?/m);
-  if (parts.length === 1 && /^(def|class|import|from|@)\b/.test(content)) {
-    box.classList.add("code");
-    box.textContent = content;
-    return box;
-  }
-  parts.forEach((part, i) => {
-    if (i % 2) box.append(element("pre", { textContent: part.trimEnd() }));
-    else if (part) box.append(part);
-  });
-  return box;
+const SVG = "http://www.w3.org/2000/svg";
+
+// A picture of index.html's sprite; what it means is said by the label of its button.
+export function icon(name) {
+  const made = document.createElementNS(SVG, "svg");
+  made.setAttribute("aria-hidden", "true");
+  made.classList.add("icon");
+  const use = document.createElementNS(SVG, "use");
+  use.setAttribute("href", `#icon-${name}`);
+  made.append(use);
+  return made;
 }
 
-function statistics(stats) {
-  const told = [];
-  if (stats.tokensPerSecond) told.push(`${stats.tokensPerSecond.toFixed(1)} tokens/s`);
-  if (stats.ttft !== undefined) told.push(`TTFT ${(stats.ttft * 1000).toFixed(0)} ms`);
-  if (stats.usage) {
-    const cached = stats.usage.prompt_tokens_details?.cached_tokens ?? 0;
-    told.push(`${stats.usage.completion_tokens} tokens`);
-    told.push(`${cached} of ${stats.usage.prompt_tokens} prompt tokens cached`);
+// Makes `old` look like `fresh` and keeps all nodes that need not change: a selection, the scroll
+// position of code and the focus survive.
+export function patch(old, fresh) {
+  if (old.isEqualNode(fresh)) return;
+  if (old.nodeType === Node.TEXT_NODE && fresh.nodeType === Node.TEXT_NODE) {
+    if (fresh.data.startsWith(old.data)) old.appendData(fresh.data.slice(old.data.length));
+    else old.data = fresh.data;
+    return;
   }
-  if (stats.finish === "length") told.push("cut at its length limit");
-  if (stats.stopped) told.push("stopped");
-  return told.join(" · ");
+  if (old.nodeType !== Node.ELEMENT_NODE || !old.cloneNode().isEqualNode(fresh.cloneNode())) {
+    old.replaceWith(fresh);
+    return;
+  }
+  const before = [...old.childNodes];
+  const after = [...fresh.childNodes];
+  after.forEach((node, i) => (i < before.length ? patch(before[i], node) : old.append(node)));
+  for (const node of before.slice(after.length)) node.remove();
 }
 
-export function renderMessage(message, actions, busy) {
-  const below = element("div", { className: "below" });
-  if (message.stats) {
-    below.append(element("span", { className: "muted stats", textContent: statistics(message.stats) }));
+// Works over plain HTTP too, where browsers have no navigator.clipboard.
+export async function copyText(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const area = element("textarea", {
+      value: text, className: "offscreen", readOnly: true, "aria-hidden": "true",
+    });
+    const focused = document.activeElement;
+    (document.querySelector("dialog[open]") ?? document.body).append(area);
+    area.select();
+    const copied = document.execCommand("copy");
+    area.remove();
+    focused?.focus();
+    return copied;
   }
-  if (!busy) {
-    for (const [name, act] of Object.entries(actions)) {
-      below.append(element("button", { type: "button", textContent: name, onclick: act }));
-    }
-  }
-  const item = element(
-    "li", { className: message.role + (busy ? " busy" : "") },
-    element("div", { className: "role", textContent: message.role === "user" ? "You" : "Model" }),
-    renderText(message.content),
-  );
-  if (message.error) {
-    item.append(element("div", { className: "error", textContent: message.error, role: "alert" }));
-  }
-  item.append(below);
-  return item;
 }
 
-export function renderEditor(content, save, cancel) {
-  const area = element("textarea", { value: content, rows: 3, "aria-label": "Edit message" });
-  area.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey) {
-      event.preventDefault();
-      save(area.value);
-    } else if (event.key === "Escape") {
-      event.stopPropagation();
-      cancel();
-    }
-  });
-  return element(
-    "li", { className: "user editing" }, area,
-    element(
-      "div", { className: "below" },
-      element("button", { type: "button", textContent: "Send", onclick: () => save(area.value) }),
-      element("button", { type: "button", textContent: "Cancel", onclick: cancel }),
-    ),
-  );
-}
-
-export function renderEmpty(examples, choose) {
-  return element(
-    "li", { className: "empty" }, "Ask for a Python function, for instance:",
-    ...examples.map((text) =>
-      element("button", { type: "button", textContent: text, onclick: () => choose(text) })),
-  );
+export function download(name, type, text) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  element("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }

@@ -1,0 +1,199 @@
+// Answers that come in this tab: any number of chats at once, one a chat. All of it is saved: the
+// question before it is sent, the answer while it comes.
+
+import { ApiError, bodyOf, chat as ask, ConnectionLost } from "./api.js";
+import { historyOf, pathTo } from "./conversation.js";
+import { drafts } from "./settings.js";
+
+const SAVE_MILLISECONDS = 300;
+
+// Events, with their details: "progress" the id of a message that has more text, "end" its record,
+// "unauthorised" after a 401.
+export class Answers extends EventTarget {
+  constructor(store, settings) {
+    super();
+    this.store = store;
+    this.settings = settings;
+    this.running = new Map(); // message id -> its Answer
+    this.sending = new Set(); // ids of chats whose new question is being saved
+    store.addEventListener("stop", ({ detail }) => this.running.get(detail)?.stop());
+    store.addEventListener("gone", ({ detail }) => this.stopChats(detail));
+    store.addEventListener("change", ({ detail: { kind, record } }) => {
+      if (kind === "chats" && record.deleted) this.stopChats([record.id]);
+    });
+  }
+
+  // The message of a chat that is being answered, in this tab or another; or undefined.
+  inChat(chat) {
+    return [...this.store.messagesOf(chat).values()].find((m) => m.status === "streaming");
+  }
+
+  stop(message) {
+    const answer = this.running.get(message.id);
+    if (answer) answer.stop();
+    else this.store.askToStop(message.id);
+  }
+
+  stopChats(chats) {
+    for (const answer of this.running.values()) if (chats.includes(answer.chat)) answer.stop();
+  }
+
+  // A new message below `parent` (null: the first), and its answer. `draft`: where its text was typed;
+  // that is forgotten once the message is saved.
+  async send(chat, parent, text, draft) {
+    if (this.inChat(chat) || this.sending.has(chat)) return;
+    this.sending.add(chat);
+    const question = await this.store.addLeaf({ chat, parent, role: "user", content: text });
+    this.sending.delete(chat);
+    drafts.set(draft, "");
+    await this.answer(question);
+  }
+
+  // A new answer to a user's message; it replaces `failed`, which has no text.
+  async answer(question, failed = null) {
+    const { chat } = question;
+    if (this.inChat(chat)) return;
+    const fresh = {
+      content: "", reasoning: "", status: "streaming", error: null, finish: null, stats: null,
+      model: this.settings.model || null, owner: this.store.tab,
+    };
+    const saved = failed
+      ? this.store.write("messages", failed.id, fresh)
+      : this.store.addLeaf({ chat, parent: question.id, role: "assistant", ...fresh });
+    const answer = this.begin((failed ?? this.inChat(chat)).id);
+    await saved;
+    const history = historyOf(pathTo(this.store.messagesOf(chat), question.id));
+    await answer.run(bodyOf(history, this.settings, this.settings.model));
+  }
+
+  // Goes on with an answer that was cut, stopped or interrupted.
+  async continue(message) {
+    if (this.inChat(message.chat)) return;
+    // Templates trim what they are given, so the model writes this space again.
+    const content = message.content.trimEnd();
+    const saved = this.store.write("messages", message.id, {
+      content, status: "streaming", error: null, finish: null, owner: this.store.tab,
+    });
+    const answer = this.begin(message.id);
+    await saved;
+    const history = historyOf(pathTo(this.store.messagesOf(message.chat), message.parent));
+    const unfinished = { content, reasoning: message.reasoning };
+    await answer.run(bodyOf(history, this.settings, this.settings.model, unfinished));
+  }
+
+  begin(id) {
+    const answer = new Answer(this, this.store.get("messages", id));
+    this.running.set(id, answer);
+    this.store.owned.add(id);
+    return answer;
+  }
+
+  ended(answer, record) {
+    this.running.delete(answer.id);
+    this.store.owned.delete(answer.id);
+    if (record) this.dispatchEvent(new CustomEvent("end", { detail: record })); // else it was deleted
+  }
+}
+
+class Answer {
+  constructor(answers, message) {
+    this.answers = answers;
+    this.store = answers.store;
+    this.id = message.id;
+    this.chat = message.chat;
+    this.content = message.content;
+    this.reasoning = message.reasoning;
+    this.length = message.content.length; // of what was there before
+    this.stats = message.stats;
+    this.controller = new AbortController();
+    this.numTokens = 0; // of deltas, which have one token each unless the server says otherwise
+    this.timer = null;
+  }
+
+  stop() {
+    this.controller.abort();
+  }
+
+  async run(body) {
+    const started = performance.now();
+    const changes = { status: "done", owner: null, error: null };
+    let usage = null;
+    this.last = started;
+    let arrivals = 0;
+    try {
+      this.controller.signal.throwIfAborted();
+      for await (const news of ask(body, this.answers.settings.key, this.controller.signal)) {
+        if (news.text || news.reasoning) {
+          const now = performance.now();
+          if (now - this.last > 1) arrivals += 1;
+          this.last = now;
+          this.first ??= now;
+          this.numTokens += 1;
+          this.content += news.text ?? "";
+          this.reasoning += news.reasoning ?? "";
+          this.progress();
+        }
+        usage = news.usage ?? usage;
+        changes.finish = news.finish ?? changes.finish;
+      }
+    } catch (error) {
+      Object.assign(changes, this.failure(error));
+    }
+    clearTimeout(this.timer);
+    changes.stats = this.statistics(usage, started, arrivals) ?? this.stats;
+    const record = await this.store.write("messages", this.id, {
+      ...changes, content: this.content, reasoning: this.reasoning,
+    });
+    this.answers.ended(this, record);
+  }
+
+  progress() {
+    this.answers.dispatchEvent(new CustomEvent("progress", { detail: this.id }));
+    this.timer ??= setTimeout(() => {
+      this.timer = null;
+      const { content, reasoning } = this;
+      const { tab: owner } = this.store;
+      this.store.write("messages", this.id, { content, reasoning, status: "streaming", owner });
+    }, SAVE_MILLISECONDS);
+  }
+
+  failure(error) {
+    if (error.name === "AbortError") return { status: "stopped" };
+    const hasText = this.content.trim() !== "" || this.reasoning.trim() !== "";
+    if (error instanceof ConnectionLost) {
+      // What came is good; it can be continued.
+      return { status: hasText ? "interrupted" : "failed", error: error.message };
+    }
+    if (error.status === 401) this.answers.dispatchEvent(new CustomEvent("unauthorised"));
+    const message = error instanceof ApiError ? error.message : `${error.name}: ${error.message}`;
+    // What was there before it was to be continued is good.
+    const isOld = hasText && this.content.length === this.length;
+    return { status: isOld ? "interrupted" : "failed", error: message };
+  }
+
+  statistics(usage, started, arrivals) {
+    if (this.first === undefined) return null;
+    if (!usage) { // stopped, or broken
+      const speed = this.tokensPerSecond();
+      return speed ? { tokensPerSecond: speed, ttft: (this.first - started) / 1000 } : null;
+    }
+    // Text that came in one piece, from a busy browser or proxy, gives no time between tokens.
+    const count = usage.completion_tokens;
+    const [tokens, since] = arrivals > 3 ? [count - 1, this.first] : [count, started];
+    const seconds = (this.last - since) / 1000;
+    return {
+      ...(seconds > 0 && tokens > 0 ? { tokensPerSecond: tokens / seconds } : {}),
+      ttft: (this.first - started) / 1000,
+      prompt: usage.prompt_tokens,
+      completion: count,
+      cached: usage.prompt_tokens_details?.cached_tokens ?? 0,
+      total: usage.total_tokens ?? usage.prompt_tokens + count,
+    };
+  }
+
+  // Of the tokens so far; undefined until there are some.
+  tokensPerSecond() {
+    const seconds = (this.last - this.first) / 1000;
+    return this.numTokens > 8 && seconds > 0.3 ? (this.numTokens - 1) / seconds : undefined;
+  }
+}

@@ -1,0 +1,143 @@
+// What lies above the chat: settings, the banner of what is wrong, and toasts with an undo.
+
+import { PARAMETERS } from "./settings.js";
+import { element, icon } from "./view.js";
+
+const $ = (id) => document.getElementById(id);
+const TOAST_MILLISECONDS = 20_000;
+
+// A line with a button; it stays while the pointer or the focus is on it.
+export function toast(text, action = null, does = null) {
+  const box = element("div", { className: "toast" }, element("span", { textContent: text }));
+  let timer = null;
+  const wait = () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => box.remove(), TOAST_MILLISECONDS);
+  };
+  const close = () => {
+    clearTimeout(timer);
+    box.remove();
+  };
+  if (action) {
+    box.append(element("button", {
+      type: "button", textContent: action,
+      onclick: () => {
+        close();
+        does();
+      },
+    }));
+  }
+  const dismiss = { type: "button", className: "icon-button", "aria-label": "Dismiss", onclick: close };
+  box.append(element("button", dismiss, icon("close")));
+  const stay = () => clearTimeout(timer);
+  for (const event of ["pointerenter", "focusin"]) box.addEventListener(event, stay);
+  for (const event of ["pointerleave", "focusout"]) box.addEventListener(event, wait);
+  $("toasts").replaceChildren(box);
+  wait();
+}
+
+// What is wrong now, by kind: "storage", "key", "connection". Shown until it is not wrong any more.
+export class Banner {
+  constructor() {
+    this.lines = new Map();
+  }
+
+  set(kind, text, action = null, does = null) {
+    if (this.lines.get(kind)?.text === text) return;
+    const line = element("p", {}, element("span", { textContent: text }));
+    if (action) line.append(element("button", { type: "button", textContent: action, onclick: does }));
+    this.lines.set(kind, { text, line });
+    this.show();
+  }
+
+  clear(kind) {
+    if (this.lines.delete(kind)) this.show();
+  }
+
+  show() {
+    $("banner").replaceChildren(...[...this.lines.values()].map(({ line }) => line));
+  }
+}
+
+// `act`: keyChanged, exportAll, importFile, deleteAll.
+export class SettingsDialog {
+  constructor(settings, act) {
+    this.settings = settings;
+    this.dialog = $("settings");
+    $("parameters").replaceChildren(...PARAMETERS.map((parameter) => this.field(parameter)));
+    $("open-settings").addEventListener("click", () => this.open());
+    $("close-settings").addEventListener("click", () => this.dialog.close());
+    this.dialog.addEventListener("click", (event) => { // on what is around it
+      if (event.target === this.dialog) this.dialog.close();
+    });
+    this.dialog.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") event.stopPropagation(); // it closes the dialog, and stops nothing
+    });
+    $("system").addEventListener("input", () => settings.setParameter("system", $("system").value));
+    $("clear-parameters").addEventListener("click", () => {
+      settings.clearParameters();
+      this.fill();
+    });
+    for (const id of ["key", "keep-key"]) {
+      $(id).addEventListener("change", () => {
+        settings.setKey($("key").value.trim(), $("keep-key").checked);
+        act.keyChanged();
+      });
+    }
+    $("theme").addEventListener("change", (event) => {
+      settings.theme = event.target.value;
+    });
+    $("export").addEventListener("click", act.exportAll);
+    $("import").addEventListener("click", () => $("import-file").click());
+    $("import-file").addEventListener("change", async (event) => {
+      const [file] = event.target.files;
+      if (file) await act.importFile(file);
+      event.target.value = "";
+    });
+    $("delete-all").addEventListener("click", () => {
+      this.dialog.close();
+      act.deleteAll();
+    });
+    this.fill();
+  }
+
+  field({ name, label, ...limits }) {
+    const input = element("input", { name, ...limits });
+    const wrong = element("span", { className: "error", id: `wrong-${name}`, role: "status" });
+    input.setAttribute("aria-describedby", wrong.id);
+    input.addEventListener("input", () => {
+      const isValid = input.checkValidity();
+      wrong.textContent = isValid ? "" : `${input.validationMessage} It is not sent.`;
+      input.setAttribute("aria-invalid", String(!isValid));
+      this.settings.setParameter(name, isValid ? input.value : "");
+    });
+    return element("label", {}, label, input, wrong);
+  }
+
+  fill() {
+    const { parameters } = this.settings;
+    $("system").value = parameters.system ?? "";
+    for (const { name } of PARAMETERS) {
+      const input = $("parameters").querySelector(`[name=${name}]`);
+      if (input !== document.activeElement) input.value = parameters[name] ?? "";
+    }
+    $("key").value = this.settings.key;
+    $("keep-key").checked = this.settings.keepsKey;
+    $("theme").querySelector(`[value=${this.settings.theme}]`).checked = true;
+  }
+
+  // The server's defaults, as hints in empty fields.
+  showDefaults(defaults) {
+    for (const { name } of PARAMETERS) {
+      const value = name === "max_tokens" ? defaults.max_new_tokens : defaults.sampling?.[name];
+      const input = $("parameters").querySelector(`[name=${name}]`);
+      input.placeholder = value === undefined || value === null ? "default" : `default: ${value}`;
+    }
+  }
+
+  open(field = null) {
+    this.fill();
+    this.dialog.showModal();
+    if (field) $(field).focus();
+  }
+}

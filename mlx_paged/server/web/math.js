@@ -1,0 +1,105 @@
+// Maths in Markdown: $...$ and \(...\) in a line, $$...$$ and \[...\] as a block. The tokens keep the
+// source; KaTeX sets it later, as elements, once there is some.
+
+const INLINE = [["\\(", "\\)", false], ["\\[", "\\]", true], ["$$", "$$", true]];
+const BLOCK = [["\\[", "\\]"], ["$$", "$$"]];
+
+function inline(state, silent) {
+  const { src, pos } = state;
+  for (const [open, close, display] of INLINE) {
+    if (!src.startsWith(open, pos)) continue;
+    const end = src.indexOf(close, pos + 2);
+    if (end < 0 || end >= state.posMax || !src.slice(pos + 2, end).trim()) continue;
+    return push(state, silent, src.slice(pos + 2, end), display, end + 2);
+  }
+  // A dollar is maths only next to something, and "$5 and $6" is money (as in Pandoc).
+  if (src[pos] !== "$" || /\s|\$|^$/.test(src[pos + 1] ?? "")) return false;
+  for (let end = src.indexOf("$", pos + 1); end > 0; end = src.indexOf("$", end + 1)) {
+    if (end >= state.posMax) return false;
+    if (src[end - 1] === "\\") continue;
+    if (/\s/.test(src[end - 1]) || /\d/.test(src[end + 1] ?? "")) return false;
+    return push(state, silent, src.slice(pos + 1, end), false, end + 1);
+  }
+  return false;
+}
+
+function push(state, silent, content, display, end) {
+  if (!silent) {
+    const token = state.push("math", "span", 0);
+    token.content = content;
+    token.meta = { display };
+  }
+  state.pos = end;
+  return true;
+}
+
+function block(state, startLine, endLine, silent) {
+  const start = state.bMarks[startLine] + state.tShift[startLine];
+  const first = state.src.slice(start, state.eMarks[startLine]);
+  const pair = BLOCK.find(([open]) => first.startsWith(open));
+  if (!pair || state.sCount[startLine] - state.blkIndent >= 4) return false;
+  const [open, close] = pair;
+  const lines = [];
+  let line = startLine;
+  let closed = false;
+  for (; line < endLine; line += 1) {
+    let text = state.getLines(line, line + 1, state.blkIndent, false);
+    if (line === startLine) text = text.trimStart().slice(open.length);
+    else if (!text.trim() && close === "$$") return false; // a paragraph with a $$ in it
+    const end = text.indexOf(close);
+    if (end >= 0) {
+      if (text.slice(end + close.length).trim()) return false; // goes on in the line: not a block
+      lines.push(text.slice(0, end));
+      closed = true;
+      break;
+    }
+    lines.push(text);
+  }
+  if (!closed) return false;
+  if (silent) return true;
+  const token = state.push("math", "div", 0);
+  token.block = true;
+  token.content = lines.join("\n");
+  token.map = [startLine, line + 1];
+  token.meta = { display: true };
+  state.line = line + 1;
+  return true;
+}
+
+export function maths(md) {
+  md.inline.ruler.before("escape", "math", inline);
+  md.block.ruler.before("fence", "math", block, { alt: ["paragraph", "reference", "blockquote", "list"] });
+  md.renderer.rules.math = (tokens, i) => {
+    const { tag, content, meta } = tokens[i];
+    const kind = meta.display ? "math display" : "math";
+    return `<${tag} class="${kind}">${md.utils.escapeHtml(content.trim())}</${tag}>`;
+  };
+}
+
+let loading = null;
+
+// Sets the maths below `root`. KaTeX is loaded when it is first needed; until then, and where it
+// finds an error, the source is shown.
+export function typeset(root) {
+  const open = root.querySelectorAll(".math:not(.typeset)");
+  if (!open.length) return;
+  if (!globalThis.katex) {
+    loading ??= import("./vendor/katex/katex.js").then(() => typeset(document));
+    return;
+  }
+  for (const node of open) {
+    const source = node.textContent;
+    node.classList.add("typeset");
+    try {
+      globalThis.katex.render(source, node, {
+        displayMode: node.classList.contains("display"),
+        trust: false, // no links, images or classes of the author's
+        strict: "ignore", maxExpand: 200, maxSize: 20,
+      });
+    } catch (error) {
+      node.textContent = source;
+      node.classList.add("wrong");
+      node.title = error.message;
+    }
+  }
+}

@@ -1,0 +1,247 @@
+// The messages of the open chat as elements. An answer that grows changes only where it grows.
+
+import { pathTo, siblings, splitReasoning } from "./conversation.js";
+import { Markdown } from "./markdown.js";
+import { drafts } from "./settings.js";
+import { element, icon } from "./view.js";
+
+const EXAMPLES = [
+  "Write a Python function that returns the n-th Fibonacci number",
+  "Explain how a hash table works, with an example",
+  "Draft a short message that moves a meeting to Friday",
+];
+// Drawing a long open block takes a while; the rest of the page has at least as much time.
+const DRAW_SHARE = 0.25;
+
+// `act`: what the buttons do: copy, edit, resend, again, continue, choose, example, enterKey.
+export class Messages {
+  constructor(list, store, answers, act) {
+    this.list = list;
+    this.store = store;
+    this.answers = answers;
+    this.act = act;
+    this.views = new Map(); // message id -> MessageView
+    this.chat = null;
+  }
+
+  // Shows the branch of a chat that ends with its leaf.
+  show(chat) {
+    if (chat.id !== this.chat) {
+      this.views.clear();
+      this.list.replaceChildren();
+      this.chat = chat.id;
+    }
+    const all = this.store.messagesOf(chat.id);
+    const path = pathTo(all, chat.leaf);
+    const shown = new Set(path.map((m) => m.id));
+    for (const [id, view] of this.views) {
+      if (shown.has(id)) continue;
+      view.item.remove();
+      this.views.delete(id);
+    }
+    this.list.querySelector(".empty")?.remove();
+    const isBusy = Boolean(this.answers.inChat(chat.id));
+    path.forEach((message, i) => {
+      let view = this.views.get(message.id);
+      if (!view) this.views.set(message.id, (view = new MessageView(message, this)));
+      const there = this.list.children[i];
+      if (there !== view.item) this.list.insertBefore(view.item, there ?? null);
+      view.update(message, {
+        isBusy, isLast: i === path.length - 1, siblings: siblings(all, message),
+      });
+    });
+    if (!path.length) this.list.append(this.empty());
+  }
+
+  // New text of an answer that comes in this tab.
+  progress(id) {
+    this.views.get(id)?.drawSoon();
+  }
+
+  empty() {
+    return element(
+      "li", { className: "empty" },
+      element("p", { className: "welcome", textContent: "What would you like to know?" }),
+      ...EXAMPLES.map((text) => element("button", {
+        type: "button", textContent: text, onclick: () => this.act.example(text),
+      })),
+    );
+  }
+}
+
+class MessageView {
+  constructor(message, list) {
+    this.list = list;
+    this.id = message.id;
+    this.role = element("div", { className: "role" });
+    this.text = element("div", { className: "text" });
+    this.below = element("div", { className: "below" });
+    this.note = element("div", { className: "note", hidden: true });
+    const properties = { className: `message ${message.role}`, id: `message-${message.id}` };
+    this.item = element("li", properties, this.role);
+    if (message.role === "assistant") {
+      this.thought = element("div", { className: "thought markdown" });
+      this.summary = element("summary");
+      const folded = { className: "reasoning", hidden: true };
+      this.reasoning = element("details", folded, this.summary, this.thought);
+      this.text.classList.add("markdown");
+      this.markdown = new Markdown(this.text);
+      this.thoughtMarkdown = new Markdown(this.thought);
+      this.item.append(this.reasoning);
+    }
+    this.item.append(this.text, this.note, this.below);
+    this.shown = "";
+  }
+
+  update(message, { isBusy, isLast, siblings: all }) {
+    this.message = message;
+    const isStreaming = message.status === "streaming";
+    const isEdited = !isStreaming && drafts.get(`edit.${this.id}`) !== null;
+    // Nothing to do where nothing has changed: focus and selection stay.
+    const shown = JSON.stringify([message.updated, isBusy, isLast, all.length, isEdited]);
+    if (shown === this.shown) return;
+    this.shown = shown;
+    this.item.classList.toggle("busy", isStreaming);
+    this.item.setAttribute("aria-busy", String(isStreaming));
+    this.role.textContent = message.role === "user" ? "You" : message.model || "Model";
+    this.draw();
+    this.drawNote(isLast);
+    this.drawEditor(isEdited);
+    this.drawBelow(isBusy, isLast, all);
+  }
+
+  drawSoon() {
+    if (this.frame) return;
+    this.frame = true;
+    setTimeout(() => requestAnimationFrame(() => {
+      this.frame = false;
+      if (this.message.status === "streaming") this.draw();
+    }), this.pause ?? 0);
+  }
+
+  draw() {
+    const before = performance.now();
+    const running = this.list.answers.running.get(this.id);
+    const { content, reasoning } = running ?? this.message;
+    if (this.markdown) {
+      const isWhole = this.message.status !== "streaming";
+      const parts = splitReasoning({ content, reasoning });
+      this.reasoning.hidden = !parts.reasoning;
+      this.summary.textContent = parts.text || isWhole ? "Reasoning" : "Reasoning…";
+      this.markdown.update(parts.text, isWhole);
+      this.thoughtMarkdown.update(parts.reasoning, isWhole);
+      if (running) this.drawSpeed(running);
+    } else {
+      this.text.textContent = content;
+    }
+    this.pause = (performance.now() - before) * (1 / DRAW_SHARE - 1);
+    this.list.act.grown();
+  }
+
+  drawSpeed(running) {
+    const speed = running.tokensPerSecond();
+    if (speed && this.stats) this.stats.textContent = `${speed.toFixed(1)} tokens/s`;
+  }
+
+  drawNote(isLast) {
+    const { status, error, finish, role } = this.message;
+    let text = null;
+    if (status === "failed") text = `Failed: ${error}. This turn is not sent again.`;
+    else if (status === "interrupted") text = `Interrupted${error ? `: ${error}` : ""}. What came is kept.`;
+    else if (finish === "length") text = "Cut at the length limit.";
+    else if (role === "user" && isLast) text = "Not sent.";
+    this.note.textContent = text ?? "";
+    this.note.hidden = text === null;
+    this.note.classList.toggle("error", status === "failed");
+  }
+
+  drawEditor(isEdited) {
+    if (Boolean(this.editor) === isEdited) return;
+    this.editor?.remove();
+    this.editor = isEdited ? this.makeEditor() : null;
+    this.text.hidden = isEdited;
+    this.item.classList.toggle("editing", isEdited);
+    if (isEdited) this.text.after(this.editor);
+  }
+
+  makeEditor() {
+    const { act } = this.list;
+    const area = element("textarea", {
+      value: drafts.get(`edit.${this.id}`), rows: 3, "aria-label": "Edit message",
+      oninput: () => drafts.set(`edit.${this.id}`, area.value || " "),
+    });
+    area.addEventListener("keydown", (event) => {
+      if (act.sends(event)) {
+        event.preventDefault();
+        act.resend(this.message, area.value);
+      } else if (event.key === "Escape") {
+        event.stopPropagation();
+        act.cancelEdit(this.message);
+      }
+    });
+    const button = (textContent, className, onclick) =>
+      element("button", { type: "button", textContent, className, onclick });
+    return element(
+      "div", { className: "editor" }, area,
+      button("Send", "primary", () => act.resend(this.message, area.value)),
+      button("Cancel", "", () => act.cancelEdit(this.message)),
+    );
+  }
+
+  drawBelow(isBusy, isLast, all) {
+    const { message, list: { act } } = this;
+    const parts = [];
+    const button = (name, image, does, properties = {}) => parts.push(element(
+      "button", { type: "button", onclick: () => does(message), ...properties }, icon(image), name,
+    ));
+    const isUser = message.role === "user";
+    if (message.status !== "streaming") {
+      if (all.length > 1) parts.push(this.arrows(all, isBusy));
+      if (!isBusy && canContinue(message)) button("Continue", "forward", act.continue);
+      const again = message.status === "failed" ? "Try again" : "Regenerate";
+      if (!isBusy && !isUser) button(again, "again", act.again);
+      if (!isBusy && isUser && isLast) button("Send", "send", act.answer);
+      if (!isBusy && isUser) button("Edit", "edit", act.edit);
+      if (message.content) button("Copy", "copy", act.copy);
+      if (message.status === "failed" && /\bkey\b/i.test(message.error)) {
+        button("Enter API key", "settings", act.enterKey);
+      }
+    }
+    this.stats = element("span", { className: "muted stats", textContent: statistics(message) });
+    if (!isUser) parts.push(this.stats);
+    this.below.replaceChildren(...parts);
+  }
+
+  arrows(all, isBusy) {
+    const { act } = this.list;
+    const place = all.findIndex((m) => m.id === this.id);
+    const arrow = (image, label, to) => element("button", {
+      type: "button", className: "arrow", "aria-label": label, disabled: isBusy || !to,
+      onclick: () => act.choose(to),
+    }, icon(image));
+    const name = this.message.role === "user" ? "version" : "answer";
+    const label = `${name} ${place + 1} of ${all.length}`;
+    return element(
+      "span", { className: "branches", role: "group", "aria-label": label },
+      arrow("left", `Previous ${name}`, all[place - 1]),
+      element("span", { textContent: `${place + 1}/${all.length}` }),
+      arrow("right", `Next ${name}`, all[place + 1]),
+    );
+  }
+}
+
+function canContinue(message) {
+  if (message.role !== "assistant" || !message.content.trim()) return false;
+  return message.finish === "length" || message.status !== "done";
+}
+
+function statistics({ stats, status }) {
+  const told = [];
+  if (stats?.tokensPerSecond) told.push(`${stats.tokensPerSecond.toFixed(1)} tokens/s`);
+  if (stats) told.push(`TTFT ${(stats.ttft * 1000).toFixed(0)} ms`);
+  if (stats?.completion) {
+    told.push(`${stats.completion} tokens`, `${stats.cached} of ${stats.prompt} prompt tokens cached`);
+  }
+  if (status === "stopped") told.push("stopped");
+  return told.join(" · ");
+}

@@ -1,0 +1,168 @@
+// The list of chats: search, rename, menus, and which of them are being answered.
+
+import { search, titleOf } from "./conversation.js";
+import { element, icon } from "./view.js";
+
+const $ = (id) => document.getElementById(id);
+
+// `act`: open, stop, rename, exportMarkdown, exportJson, remove; each takes a chat.
+export class Sidebar {
+  constructor(store, answers, act) {
+    this.store = store;
+    this.answers = answers;
+    this.act = act;
+    this.renamed = null; // id of the chat whose title is edited
+    this.unread = new Set();
+    this.narrow = matchMedia("(max-width: 760px)");
+    this.narrow.addEventListener("change", () => this.toggle(!this.narrow.matches));
+    this.toggle(!this.narrow.matches);
+    $("search").addEventListener("input", () => this.show());
+    $("search").addEventListener("keydown", (event) => {
+      if (event.key !== "Escape") return;
+      event.stopPropagation();
+      $("search").value = "";
+      this.show();
+    });
+    $("toggle-sidebar").addEventListener("click", () => this.toggle());
+    $("close-sidebar").addEventListener("click", () => this.close());
+    $("shade").addEventListener("click", () => this.close());
+    $("sidebar").addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && this.narrow.matches) {
+        event.stopPropagation();
+        this.close();
+      }
+    });
+    $("chat-menu").addEventListener("keydown", (event) => this.moveInMenu(event));
+  }
+
+  // Narrow: a drawer above the rest. Wide: a column beside it.
+  toggle(isOpen = document.body.dataset.sidebar !== "open") {
+    document.body.dataset.sidebar = isOpen ? "open" : "closed";
+    $("toggle-sidebar").setAttribute("aria-expanded", String(isOpen));
+    const covers = isOpen && this.narrow.matches;
+    $("shade").hidden = !covers;
+    document.querySelector("main").inert = covers;
+    if (covers) $("close-sidebar").focus();
+  }
+
+  close() {
+    this.toggle(false);
+    $("toggle-sidebar").focus();
+  }
+
+  closeIfNarrow() {
+    if (this.narrow.matches) this.toggle(false);
+  }
+
+  listed() {
+    const query = $("search").value.trim();
+    const all = this.store.listed();
+    return query ? search(all, (id) => this.store.messagesOf(id), query) : all;
+  }
+
+  show(current = this.current) {
+    this.current = current;
+    this.unread.delete(current);
+    if (this.renamed && $("chats").querySelector(".rename")) return; // shown again after that
+    const chats = this.listed();
+    const shown = JSON.stringify(chats.map((chat) => [
+      chat.id, titleOf(chat, this.store.messagesOf(chat.id)), this.answers.inChat(chat.id)?.id,
+      this.unread.has(chat.id), chat.id === current, chat.id === this.renamed,
+    ]));
+    if (shown === this.shown) return;
+    this.shown = shown;
+    const rows = chats.map((chat) => (chat.id === this.renamed ? this.editor(chat) : this.row(chat)));
+    const focused = document.activeElement?.closest("#chats [data-chat]");
+    const kind = document.activeElement?.className;
+    $("chats").replaceChildren(...rows);
+    $("no-chats").hidden = chats.length > 0;
+    $("no-chats").textContent = $("search").value.trim() ? "No chat has these words." : "No chats yet.";
+    if (!focused) return;
+    const row = rows.find((r) => r.dataset.chat === focused.dataset.chat);
+    [...(row?.querySelectorAll("button, input") ?? [])].find((b) => b.className === kind)?.focus();
+  }
+
+  row(chat) {
+    const title = titleOf(chat, this.store.messagesOf(chat.id));
+    const running = this.answers.inChat(chat.id);
+    const isUnread = this.unread.has(chat.id);
+    const row = element("li", { "data-chat": chat.id }, element("button", {
+      type: "button", className: "title", title, "aria-current": String(chat.id === this.current),
+      onclick: () => this.act.open(chat),
+    }, title));
+    const mark = { className: "unread", role: "img", "aria-label": "new answer" };
+    if (isUnread) row.firstChild.append(element("span", mark));
+    if (running) {
+      row.append(element("button", {
+        type: "button", className: "stop icon-button", "aria-label": `Stop ${title}`, title: "Stop",
+        onclick: () => this.act.stop(running),
+      }, icon("stop")));
+    }
+    row.append(element("button", {
+      type: "button", className: "more icon-button", "aria-label": `Menu of ${title}`,
+      "aria-haspopup": "menu",
+      onclick: (event) => this.openMenu(chat, event.currentTarget),
+    }, icon("more")));
+    return row;
+  }
+
+  editor(chat) {
+    const end = async (title) => {
+      if (this.renamed !== chat.id) return;
+      this.renamed = null;
+      input.remove();
+      if (title !== null) await this.act.rename(chat, title.trim());
+      this.show();
+    };
+    const input = element("input", {
+      className: "rename", value: titleOf(chat, this.store.messagesOf(chat.id)),
+      "aria-label": "Title", maxLength: 200,
+      onblur: () => end(input.value),
+      onkeydown: (event) => {
+        if (event.key === "Enter") end(input.value);
+        if (event.key === "Escape") {
+          event.stopPropagation();
+          end(null);
+        }
+      },
+    });
+    return element("li", { "data-chat": chat.id }, input);
+  }
+
+  openMenu(chat, button) {
+    const menu = $("chat-menu");
+    const item = (name, image, does) => element("button", {
+      type: "button", role: "menuitem",
+      onclick: () => {
+        menu.hidePopover();
+        does();
+      },
+    }, icon(image), name);
+    menu.replaceChildren(
+      item("Rename", "edit", () => {
+        this.renamed = chat.id;
+        this.show();
+        $("chats").querySelector(".rename")?.select();
+      }),
+      item("Export as Markdown", "file", () => this.act.exportMarkdown(chat)),
+      item("Export as JSON", "file", () => this.act.exportJson(chat)),
+      item("Delete", "delete", () => this.act.remove(chat)),
+    );
+    menu.showPopover();
+    const { left, bottom } = button.getBoundingClientRect();
+    const { offsetWidth: width, offsetHeight: height } = menu;
+    menu.style.left = `${Math.max(8, Math.min(left, innerWidth - width - 8))}px`;
+    menu.style.top = `${Math.max(8, Math.min(bottom + 4, innerHeight - height - 8))}px`;
+    menu.firstChild.focus();
+  }
+
+  moveInMenu(event) {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (event.key === "Escape") event.stopPropagation(); // it closes the menu, and stops nothing
+    if (!step) return;
+    event.preventDefault();
+    const items = [...$("chat-menu").children];
+    const place = items.indexOf(document.activeElement);
+    items[(place + step + items.length) % items.length].focus();
+  }
+}

@@ -1,0 +1,161 @@
+// Chats as files: JSON, there and back, and Markdown to read. And the chats of the page's old form.
+
+import { byAge, newestLeaf, pathTo, splitReasoning, titleOf } from "./conversation.js";
+
+const FORMAT = "mlx-paged-chats";
+const VERSION = 1;
+const STATUSES = ["done", "stopped", "interrupted", "failed"];
+
+export function toJson(chats, messagesOf) {
+  const file = {
+    format: FORMAT,
+    version: VERSION,
+    exported: new Date().toISOString(),
+    chats: chats.map((chat) => ({
+      id: chat.id, title: chat.title, leaf: chat.leaf, created: chat.created, used: chat.used,
+      messages: [...messagesOf(chat.id).values()].sort(byAge).map((m) => ({
+        id: m.id, parent: m.parent, role: m.role, content: m.content, reasoning: m.reasoning,
+        status: m.status === "streaming" ? "interrupted" : m.status,
+        error: m.error, finish: m.finish, stats: m.stats, model: m.model, created: m.created,
+      })),
+    })),
+  };
+  return JSON.stringify(file, null, 1);
+}
+
+export function toMarkdown(chat, messages) {
+  const parts = [`# ${titleOf(chat, messages)}`];
+  for (const message of pathTo(messages, chat.leaf)) {
+    const { text } = splitReasoning(message);
+    parts.push(`## ${message.role === "user" ? "You" : message.model || "Model"}`, text.trim());
+    if (message.error) parts.push(`> Failed: ${message.error}`);
+  }
+  return `${parts.join("\n\n")}\n`;
+}
+
+export class ImportError extends Error {}
+
+const ID = (value) => typeof value === "string" && /^[\w.-]{1,80}$/.test(value);
+const TEXT = (value) => typeof value === "string";
+const TIME = (value) => Number.isFinite(value) && value >= 0;
+const orNull = (check) => (value) => value === null || check(value);
+const CHAT_FIELDS = {
+  id: [ID, "an id"], title: [orNull(TEXT), "a text or null"], leaf: [orNull(ID), "an id or null"],
+  created: [TIME, "a time in milliseconds"], used: [TIME, "a time in milliseconds"],
+  messages: [Array.isArray, "a list"],
+};
+const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+const MESSAGE_FIELDS = {
+  id: [ID, "an id"], parent: [orNull(ID), "an id or null"],
+  role: [(v) => v === "user" || v === "assistant", '"user" or "assistant"'],
+  content: [TEXT, "a text"], reasoning: [TEXT, "a text"],
+  status: [(v) => STATUSES.includes(v), STATUSES.map((s) => `"${s}"`).join(", ")],
+  error: [orNull(TEXT), "a text or null"], finish: [orNull(TEXT), "a text or null"],
+  stats: [orNull(isStats), "statistics or null"], model: [orNull(TEXT), "a text or null"],
+  created: [TIME, "a time in milliseconds"],
+};
+
+function isStats(stats) {
+  if (!isObject(stats)) return false;
+  return Object.entries(stats).every(([name, value]) => (
+    ["tokensPerSecond", "ttft", "prompt", "completion", "cached", "total"].includes(name) && TIME(value)
+  ));
+}
+
+function show(value) {
+  const text = JSON.stringify(value) ?? "missing";
+  return text.length > 60 ? `${text.slice(0, 60)}…` : text;
+}
+
+function checkFields(where, value, fields) {
+  if (!isObject(value)) throw new ImportError(`${where} must be an object but is ${show(value)}`);
+  for (const name of Object.keys(value)) {
+    if (!(name in fields)) throw new ImportError(`${where} has the unknown field ${show(name)}`);
+  }
+  for (const [name, [check, expected]] of Object.entries(fields)) {
+    if (!check(value[name])) {
+      throw new ImportError(`${where}.${name} must be ${expected} but is ${show(value[name])}`);
+    }
+  }
+}
+
+function checkTree(where, chat) {
+  const messages = new Map();
+  chat.messages.forEach((message, i) => {
+    checkFields(`${where}.messages[${i}]`, message, MESSAGE_FIELDS);
+    if (messages.has(message.id)) {
+      throw new ImportError(`${where}.messages[${i}].id ${show(message.id)} is there twice`);
+    }
+    messages.set(message.id, message);
+  });
+  const known = (id) => id === null || messages.has(id);
+  if (!known(chat.leaf)) throw new ImportError(`${where}.leaf names no message: ${show(chat.leaf)}`);
+  chat.messages.forEach((message, i) => {
+    const at = `${where}.messages[${i}].parent`;
+    if (!known(message.parent)) throw new ImportError(`${at} names no message: ${show(message.parent)}`);
+    let above = message;
+    for (let steps = 0; above; above = messages.get(above.parent)) {
+      if (++steps > messages.size) throw new ImportError(`${at} leads in a circle`);
+    }
+  });
+}
+
+// The chats of an exported file. Throws an ImportError that names what is wrong.
+export function fromJson(text) {
+  let file;
+  try {
+    file = JSON.parse(text);
+  } catch (error) {
+    throw new ImportError(`the file is not JSON: ${error.message}`);
+  }
+  if (!isObject(file) || file.format !== FORMAT) {
+    throw new ImportError(`format must be "${FORMAT}" but is ${show(file?.format)}`);
+  }
+  if (file.version !== VERSION) {
+    throw new ImportError(`version must be ${VERSION} but is ${show(file.version)}`);
+  }
+  if (!Array.isArray(file.chats)) throw new ImportError(`chats must be a list but is ${show(file.chats)}`);
+  const ids = new Set();
+  file.chats.forEach((chat, i) => {
+    checkFields(`chats[${i}]`, chat, CHAT_FIELDS);
+    if (ids.has(chat.id)) throw new ImportError(`chats[${i}].id ${show(chat.id)} is there twice`);
+    ids.add(chat.id);
+    checkTree(`chats[${i}]`, chat);
+  });
+  return file.chats;
+}
+
+// Adds imported chats to a store: what is there already stays. Returns the number of new messages.
+export async function addTo(store, chats) {
+  let added = 0;
+  for (const { messages, ...chat } of chats) {
+    const known = store.get("chats", chat.id);
+    if (!known) await store.addChat(chat);
+    else if (known.deleted) await store.write("chats", chat.id, { deleted: null });
+    for (const message of messages) {
+      if (store.get("messages", message.id)) continue;
+      await store.addMessage({ ...message, chat: chat.id });
+      added += 1;
+    }
+  }
+  return added;
+}
+
+// Chats as the page kept them in localStorage before it had branches. Their ids follow from the
+// old ones, so tabs that do this at the same time write the same.
+export function fromOldPage(old) {
+  if (!Array.isArray(old)) return [];
+  const now = Date.now();
+  return old.filter((chat) => chat?.messages?.length).map((chat, place) => {
+    const id = `old-${chat.id}`;
+    const used = now - place;
+    const messages = chat.messages.map(({ role, content, stats, error }, i) => ({
+      id: `${id}-${i}`, chat: id, parent: i ? `${id}-${i - 1}` : null, role, content: `${content}`,
+      reasoning: "", status: error ? "failed" : "done", error: error ?? null,
+      finish: stats?.finish ?? null, stats: null, model: null, owner: null,
+      created: used - chat.messages.length + i,
+    }));
+    const leaf = newestLeaf(new Map(messages.map((m) => [m.id, m])));
+    return { id, title: null, leaf, created: used, used, deleted: null, messages };
+  });
+}

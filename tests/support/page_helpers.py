@@ -1,0 +1,203 @@
+"""The chat page in a headless Chromium, for its tests. Screenshots go to MLX_PAGED_SCREENSHOTS."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
+
+from support.server_helpers import RunningServer
+
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+SCREENSHOTS = os.environ.get("MLX_PAGED_SCREENSHOTS")
+in_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)"
+)
+PROMPT = "Return the n-th Fibonacci number"
+PATIENCE = 60_000  # milliseconds that a busy machine may take for one thing
+# A name that is not loopback: over plain HTTP, browsers give its pages no clipboard.
+FOREIGN_HOST = "page.test"
+
+# Answers that the test writes piece by piece, in place of the server's.
+FAKE_ANSWERS = """
+window.answers = [];
+const fetched = window.fetch.bind(window);
+window.fetch = (url, options) => {
+  if (!String(url).endsWith("chat/completions")) return fetched(url, options);
+  const answer = { body: JSON.parse(options.body), over: false };
+  const stream = new ReadableStream({ start(controller) { answer.controller = controller; } });
+  const send = (data) => answer.controller.enqueue(new TextEncoder().encode(`data: ${data}\\n\\n`));
+  answer.delta = (delta) => send(JSON.stringify({ choices: [{ index: 0, delta }] }));
+  answer.say = (content) => answer.delta({ content });
+  answer.end = (finish = "stop") => {
+    send(JSON.stringify({ choices: [{ index: 0, delta: {}, finish_reason: finish }] }));
+    const usage = { prompt_tokens: 900, completion_tokens: 100, total_tokens: 1000 };
+    send(JSON.stringify({ choices: [], usage }));
+    send("[DONE]");
+    answer.controller.close();
+    answer.over = true;
+  };
+  answer.fail = (message) => {
+    send(JSON.stringify({ error: { message } }));
+    answer.over = true;
+  };
+  answer.lose = () => {
+    answer.controller.error(new TypeError("network error"));
+    answer.over = true;
+  };
+  options.signal.addEventListener("abort", () => {
+    answer.over = true;
+    answer.controller.error(new DOMException("aborted", "AbortError"));
+  });
+  window.answers.push(answer);
+  const headers = { "Content-Type": "text/event-stream" };
+  return Promise.resolve(new Response(stream, { headers }));
+};
+"""
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A browser for all tests of a module; each has a context, and so a storage, of its own."""
+    expect.set_options(timeout=PATIENCE)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM,
+            args=[
+                "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+                f"--host-resolver-rules=MAP {FOREIGN_HOST} 127.0.0.1",
+            ],
+        )  # fmt: skip
+        yield browser
+        browser.close()
+
+
+class Visitor:
+    """A browser's storage and its tabs. Fails at its end if the console had errors.
+
+    Attributes:
+        bodies: Bodies of the requests for answers that left the page, in order.
+        expected: Parts of console errors that the test provokes.
+    """
+
+    def __init__(self, browser: Browser, url: str, **options: Any) -> None:
+        viewport = options.pop("viewport", {"width": 1200, "height": 800})
+        self.context: BrowserContext = browser.new_context(viewport=viewport, **options)
+        self.context.set_default_timeout(PATIENCE)
+        self.url = url
+        self.bodies: list[dict[str, Any]] = []
+        self.expected: list[str] = []
+        self._problems: list[str] = []
+        self.context.on("weberror", lambda error: self._problems.append(str(error.error)))
+        self.context.on(
+            "console", lambda m: self._problems.append(m.text) if m.type == "error" else None
+        )
+        self.context.on("request", self._on_request)
+
+    def _on_request(self, request: Any) -> None:
+        if not request.url.startswith((self.url, "blob:", "data:")):
+            self._problems.append(f"foreign: {request.url}")
+        if request.url.endswith("/v1/chat/completions") and request.method == "POST":
+            self.bodies.append(request.post_data_json)
+
+    def open(self, *, fakes: bool = False, path: str = "/") -> Page:
+        """A tab with the page, ready."""
+        page = self.context.new_page()
+        if fakes:
+            page.add_init_script(FAKE_ANSWERS)
+        page.goto(self.url + path)
+        expect(page.locator("#messages > li")).not_to_have_count(0)
+        return page
+
+    def close(self) -> None:
+        self.context.close()
+        problems = [p for p in self._problems if not any(part in p for part in self.expected)]
+        assert not problems, problems
+
+
+@contextmanager
+def visiting(browser: Browser, server: RunningServer, **options: Any) -> Iterator[Visitor]:
+    visitor = Visitor(browser, options.pop("url", server.url), **options)
+    try:
+        yield visitor
+    except BaseException:
+        visitor.context.close()
+        raise
+    visitor.close()
+
+
+def shoot(page: Page, name: str) -> None:
+    if SCREENSHOTS:
+        page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png")
+
+
+def send(page: Page, text: str) -> None:
+    """Types and sends; the answer may still come."""
+    page.locator("#input").fill(text)
+    page.locator("#send").click()
+
+
+def answered(page: Page, count: int = 1) -> None:
+    """Waits for the end of the last of `count` answers that are shown."""
+    expect(page.locator("#messages .assistant")).to_have_count(count)
+    expect(page.locator("#stop")).to_be_hidden()
+
+
+def ask(page: Page, text: str, count: int = 1) -> None:
+    send(page, text)
+    answered(page, count)
+
+
+def set_parameters(page: Page, **values: str) -> None:
+    page.click("#open-settings")
+    for name, value in values.items():
+        page.locator(f"#parameters [name={name}]").fill(value)
+    page.click("#close-settings")
+
+
+def never_ending(context: BrowserContext) -> None:
+    """The server's answers go on until they are stopped."""
+
+    def route(route: Route) -> None:
+        body = {**route.request.post_data_json, "ignore_eos": True}
+        route.continue_(post_data=json.dumps(body))
+
+    context.route("**/v1/chat/completions", route)
+
+
+def fake(page: Page, script: str) -> Any:
+    """Does something with the answer of `FAKE_ANSWERS` that comes, once it was asked for."""
+    page.wait_for_function("() => window.answers.some((answer) => !answer.over)")
+    return page.evaluate(
+        f"() => {{ const answer = window.answers.find((a) => !a.over); return {script}; }}"
+    )
+
+
+def saved(page: Page, text: str) -> None:
+    """Waits until the database has a message that contains a text."""
+    page.evaluate(
+        """async ([text, patience]) => {
+          const result = (request) => new Promise((done) => {
+            request.onsuccess = () => done(request.result);
+          });
+          const db = await result(indexedDB.open("mlx-paged"));
+          for (const started = Date.now(); ;) {
+            if (Date.now() - started > patience) throw new Error(`not saved: ${text}`);
+            const store = db.transaction("messages").objectStore("messages");
+            const messages = await result(store.getAll());
+            if (messages.some((m) => m.content.includes(text))) break;
+            await new Promise((done) => setTimeout(done, 20));
+          }
+          db.close();
+        }""",
+        [text, PATIENCE],
+    )
