@@ -11,7 +11,7 @@ import warnings
 from importlib import metadata
 from types import ModuleType
 
-from mlx_paged import blas, cgroups
+from mlx_paged import __version__, blas, cgroups
 
 
 def _load() -> ModuleType:
@@ -29,7 +29,8 @@ def _load() -> ModuleType:
     if found != MLX_VERSION:
         raise ImportError(
             f"mlx_paged was built with MLX {MLX_VERSION} but found MLX {found}, and MLX "
-            f"has no stable ABI. Run: pip install 'mlx=={MLX_VERSION}', or rebuild mlx_paged with "
+            f"has no stable ABI. Run: pip install 'mlx=={MLX_VERSION}' (and its backend, mlx-cpu, "
+            "mlx-metal or mlx-cuda-..., in the same version), or rebuild mlx_paged with "
             "`pip install --force-reinstall --no-deps .` in its checkout."
         )
     import mlx_paged._ext as _ext
@@ -83,7 +84,7 @@ def build_info() -> dict[str, str]:
         ``num_threads`` and ``blas``.
     """
     return {
-        "version": metadata.version("mlx-paged"),
+        "version": __version__,
         "mlx_lm_version": metadata.version("mlx-lm"),
         **ext.build_info(),
         "blas": blas.status(),
