@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from mlx_paged import __version__
 from mlx_paged.doctor.fits import Fit
 from mlx_paged.doctor.jobs import EXTENSION, MEMORY, MLX, Outcome
 from mlx_paged.doctor.machine import Disk, Machine
@@ -20,9 +21,9 @@ _LEAST_DISK = 5 << 30  # the weights of an 8B model in 4 bits
 _GIB = 1 << 30
 
 _REPORT = "report it with the output of `mlx-paged doctor --json`"
-_REBUILD = "pip install --force-reinstall --no-deps . (in mlx_paged's checkout)"
-_REINSTALL = (
-    "pip install --force-reinstall 'mlx-paged[cpu]' (another extra for a GPU; none on a Mac)"
+_REBUILD = (
+    "pip install --force-reinstall --no-deps . in mlx_paged's checkout; without a checkout "
+    f"'mlx-paged=={__version__}' instead of the dot"
 )
 
 
@@ -77,7 +78,7 @@ def check(
     """
     yield from _packages(software)
     yield from _backend_package(software, machine)
-    yield from _loading(outcomes)
+    yield from _loading(outcomes, software)
     if outcomes[EXTENSION].error is None:
         build: dict[str, str] = outcomes[EXTENSION].value["build_info"]
         yield from _backend(machine, build, outcomes[MLX].value["default_device"])
@@ -155,10 +156,14 @@ def _backend_package(software: Software, machine: Machine) -> Iterator[Finding]:
 # --- What ran -------------------------------------------------------------------------------------
 
 
-def _loading(outcomes: Mapping[str, Outcome]) -> Iterator[Finding]:
+def _loading(outcomes: Mapping[str, Outcome], software: Software) -> Iterator[Finding]:
     mlx, extension = outcomes[MLX].error, outcomes[EXTENSION].error
     none = "no error"
-    yield _judged(mlx is None, "MLX imports", none, mlx or none, _REINSTALL, Status.BROKEN)
+    wanted = next((r.specifier for r in software.requirements if r.name == "mlx"), "")
+    remedy = (
+        f"pip install --force-reinstall 'mlx[cpu]{wanted}' (another extra for a GPU; none on a Mac)"
+    )
+    yield _judged(mlx is None, "MLX imports", none, mlx or none, remedy, Status.BROKEN)
     if mlx is not None:
         yield Finding("extension loads", Status.SKIPPED, none, "MLX does not import")
         return
