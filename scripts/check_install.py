@@ -50,7 +50,10 @@ def check_files() -> None:
 
 
 def check_import() -> None:
-    code = "import json, mlx_paged as m; print(json.dumps([m.__file__, m.__version__, m.build_info()]))"
+    code = (
+        "import json, mlx_paged as m\n"
+        "print(json.dumps([m.__file__, m.__version__, m.build_info()]))"
+    )
     file, version, build = json.loads(output_of(sys.executable, "-c", code))
     if not Path(file).is_relative_to(sysconfig.get_path("platlib")):
         sys.exit(f"mlx_paged was imported from {file}, not from the installed package")
