@@ -2,9 +2,9 @@
 
     python scripts/check_release.py v1.2.3 FOLDER
 
-Exit status 1, and the reason, if the tag is not the version of mlx_paged/__init__.py, CHANGELOG.md
-has no section of it, or FOLDER does not hold the source distribution and a wheel for each Python and
-platform.
+Exit status 1, and the reason, if the tag is not the version in mlx_paged/__init__.py, CHANGELOG.md
+has no section of it, or FOLDER does not hold the source distribution and a wheel for each Python
+and platform.
 """
 
 from __future__ import annotations

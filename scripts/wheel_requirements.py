@@ -2,8 +2,8 @@
 
     python scripts/wheel_requirements.py
 
-These are pyproject.toml's build requirements. MLX's wheels are for a newer glibc than the image has,
-so pip takes them only if it is told so; their headers and library are used, but never loaded.
+These are pyproject.toml's build requirements. MLX's wheels are for a newer glibc than the image
+has, so pip takes them only if it is told so; their headers and library are used, but never loaded.
 """
 
 from __future__ import annotations
