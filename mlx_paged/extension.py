@@ -11,7 +11,7 @@ import warnings
 from importlib import metadata
 from types import ModuleType
 
-from mlx_paged import __version__, blas, cgroups
+from mlx_paged import blas, cgroups
 
 
 def _load() -> ModuleType:
@@ -84,7 +84,7 @@ def build_info() -> dict[str, str]:
         ``num_threads`` and ``blas``.
     """
     return {
-        "version": __version__,
+        "version": metadata.version("mlx-paged"),
         "mlx_lm_version": metadata.version("mlx-lm"),
         **ext.build_info(),
         "blas": blas.status(),
