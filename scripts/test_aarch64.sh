@@ -69,6 +69,10 @@ git -C "$source" ls-files -z mlx_paged metal tests scripts bench csrc pyproject.
 cp -r "$root/opt/src/metal" "$root/opt/src/mlx_paged/metal"
 "$tools/bin/cmake" --install "$work/build" --prefix "$root/opt/src" > /dev/null
 mv "$root"/opt/src/mlx_paged/_ext.*.so "$root/opt/src/mlx_paged/_ext.so"
+version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' "$source/mlx_paged/__init__.py")
+mkdir "$root/opt/src/mlx_paged-$version.dist-info"  # as if installed
+printf 'Metadata-Version: 2.1\nName: mlx-paged\nVersion: %s\n' "$version" \
+  > "$root/opt/src/mlx_paged-$version.dist-info/METADATA"
 
 mount --bind /proc "$root/proc"
 mount --bind /dev "$root/dev"
