@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import sys
 import warnings
 from importlib import metadata
 from pathlib import Path
 
 _REMEDY = "pip install 'mlx-paged[cpu]'"
+# From this build of scipy-openblas32 on, products are wrong on Arm with SME, and some builds later
+# with SVE too: found with scripts/test_aarch64.sh. pyproject.toml asks for an earlier one there.
+_WRONG_ON_ARM = (0, 3, 34, 1)
 _status: str | None = None
 # Handles stay open: closing one would unmap code that libmlx is bound to.
 _libraries: list[ctypes.CDLL] = []
@@ -74,10 +78,14 @@ def _preload() -> str:
     forwarder = _forwarder()
     if forwarder is None:
         return "MLX's own (mlx_paged's extension is not built)"
+    version = metadata.version("scipy-openblas32")
+    numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
+    if platform.machine() == "aarch64" and numbers >= _WRONG_ON_ARM:
+        return f"MLX's own (scipy-openblas32 {version} computes wrong products on Arm: {_REMEDY})"
     openblas = Path(scipy_openblas32.get_lib_dir()) / scipy_openblas32.get_library(fullname=True)
     for library in (openblas, forwarder):
         _libraries.append(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
-    return f"OpenBLAS (scipy-openblas32 {metadata.version('scipy-openblas32')})"
+    return f"OpenBLAS (scipy-openblas32 {version})"
 
 
 def _mlx_has_cuda() -> bool:

@@ -29,7 +29,8 @@ def _load() -> ModuleType:
     if found != MLX_VERSION:
         raise ImportError(
             f"mlx_paged was built with MLX {MLX_VERSION} but found MLX {found}, and MLX "
-            f"has no stable ABI. Run: pip install 'mlx=={MLX_VERSION}', or rebuild mlx_paged with "
+            f"has no stable ABI. Run: pip install 'mlx=={MLX_VERSION}' (on Linux with its backend, "
+            f"as in 'mlx[cpu]=={MLX_VERSION}'), or rebuild mlx_paged with "
             "`pip install --force-reinstall --no-deps .` in its checkout."
         )
     import mlx_paged._ext as _ext

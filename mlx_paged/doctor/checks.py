@@ -20,10 +20,6 @@ _LEAST_DISK = 5 << 30  # the weights of an 8B model in 4 bits
 _GIB = 1 << 30
 
 _REPORT = "report it with the output of `mlx-paged doctor --json`"
-_REBUILD = "pip install --force-reinstall --no-deps . (in mlx_paged's checkout)"
-_REINSTALL = (
-    "pip install --force-reinstall 'mlx-paged[cpu]' (another extra for a GPU; none on a Mac)"
-)
 
 
 class Status(StrEnum):
@@ -77,7 +73,7 @@ def check(
     """
     yield from _packages(software)
     yield from _backend_package(software, machine)
-    yield from _loading(outcomes)
+    yield from _loading(outcomes, software)
     if outcomes[EXTENSION].error is None:
         build: dict[str, str] = outcomes[EXTENSION].value["build_info"]
         yield from _backend(machine, build, outcomes[MLX].value["default_device"])
@@ -155,21 +151,29 @@ def _backend_package(software: Software, machine: Machine) -> Iterator[Finding]:
 # --- What ran -------------------------------------------------------------------------------------
 
 
-def _loading(outcomes: Mapping[str, Outcome]) -> Iterator[Finding]:
+def _loading(outcomes: Mapping[str, Outcome], software: Software) -> Iterator[Finding]:
     mlx, extension = outcomes[MLX].error, outcomes[EXTENSION].error
     none = "no error"
-    yield _judged(mlx is None, "MLX imports", none, mlx or none, _REINSTALL, Status.BROKEN)
+    rebuild = (
+        "pip install --force-reinstall --no-deps . in mlx_paged's checkout; without a checkout "
+        f"'mlx-paged=={software.packages.get('mlx-paged')}' instead of the dot"
+    )
+    wanted = next((r.specifier for r in software.requirements if r.name == "mlx"), "")
+    remedy = (
+        f"pip install --force-reinstall 'mlx[cpu]{wanted}' (another extra for a GPU; none on a Mac)"
+    )
+    yield _judged(mlx is None, "MLX imports", none, mlx or none, remedy, Status.BROKEN)
     if mlx is not None:
         yield Finding("extension loads", Status.SKIPPED, none, "MLX does not import")
         return
     name = "extension loads"
-    yield _judged(extension is None, name, none, extension or none, _REBUILD, Status.BROKEN)
+    yield _judged(extension is None, name, none, extension or none, rebuild, Status.BROKEN)
     if extension is None:
         # In a checkout Python sources take effect at once, the extension only when it is built.
         missing = outcomes[EXTENSION].value["missing"]
         found = f"it lacks {', '.join(missing)}" if missing else "all are there"
         name, expected = "extension is up to date", "every function that the package calls"
-        yield _judged(not missing, name, expected, found, _REBUILD, Status.BROKEN)
+        yield _judged(not missing, name, expected, found, rebuild, Status.BROKEN)
 
 
 def _backend(machine: Machine, build: Mapping[str, str], device: str) -> Iterator[Finding]:

@@ -105,6 +105,7 @@ def test_another_mlx_is_named_with_both_versions_and_the_remedy() -> None:
     found = finding(examination, "extension loads")
     assert "with MLX 0.32.4 but found MLX 0.33.0" in found.found
     assert "pip install --force-reinstall --no-deps ." in found.remedy
+    assert "'mlx-paged==0.1.0' instead of the dot" in found.remedy  # for an installed wheel
     assert examination.memory is None and examination.fits == ()
 
 
@@ -167,6 +168,8 @@ def test_no_mlx() -> None:
         "extension loads": SKIPPED,
         "memory for models": SKIPPED,
     }
+    remedy = finding(examination, "MLX imports").remedy
+    assert remedy.startswith("pip install --force-reinstall 'mlx[cpu]")  # from PyPI in any case
 
 
 def test_an_extension_that_crashes_when_it_loads() -> None:

@@ -157,6 +157,33 @@ def test_a_machine_without_openblas_is_told_what_to_install() -> None:
 
 
 @linux_only
+@pytest.mark.parametrize(
+    ("machine", "version", "is_taken"),
+    [
+        ("aarch64", "0.3.34.0.0", True),
+        ("aarch64", "0.3.34.237.2", False),
+        ("aarch64", "0.3.35.0.0", False),
+        ("x86_64", "0.3.35.0.0", True),
+    ],
+)
+def test_an_openblas_that_is_wrong_on_arm_is_not_taken(machine, version, is_taken) -> None:
+    pytest.importorskip("scipy_openblas32")
+    run = python(
+        "import platform\nfrom importlib import metadata\n"
+        f"platform.machine = lambda: {machine!r}\nreal = metadata.version\n"
+        f"metadata.version = lambda n: {version!r} if n == 'scipy-openblas32' else real(n)\n"
+        f"import mlx_paged\nprint(mlx_paged.blas.status())\n{FORWARDER_IS_LOADED}"
+    )
+    status, loaded = run.stdout.splitlines()
+    assert loaded == str(is_taken), run.stderr
+    if is_taken:
+        assert status == f"OpenBLAS (scipy-openblas32 {version})"
+    else:
+        assert status.startswith(f"MLX's own (scipy-openblas32 {version} computes wrong products")
+        assert "pip install 'mlx-paged[cpu]'" in status
+
+
+@linux_only
 def test_a_blas_that_the_user_preloaded_is_kept() -> None:
     run = python(
         "import ctypes\n"

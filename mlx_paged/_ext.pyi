@@ -1,0 +1,58 @@
+"""Native primitives of mlx_paged. Use them through mlx_paged.ops."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import mlx.core
+from numpy.typing import NDArray
+
+
+def write_kv(key_pool: mlx.core.array, value_pool: mlx.core.array, keys: mlx.core.array, values: mlx.core.array, slot_mapping: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> tuple[mlx.core.array, mlx.core.array]: ...
+
+def copy_blocks(pools: Sequence[mlx.core.array], block_pairs: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...
+
+def gather_kv(key_pool: mlx.core.array, value_pool: mlx.core.array, block_tables: mlx.core.array, context_lens: mlx.core.array, max_context_len: int, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> tuple[mlx.core.array, mlx.core.array]: ...
+
+def paged_attention(queries: mlx.core.array, key_pool: mlx.core.array, value_pool: mlx.core.array, positions: mlx.core.array, block_tables: mlx.core.array, work_items: mlx.core.array, merge_items: mlx.core.array, *, scale: float, window: int = 0, softcap: float = 0.0, sinks: mlx.core.array | None = None, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
+
+def rope_rotations(positions: mlx.core.array, inv_freqs: mlx.core.array, *, scale: float, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
+
+def rope(x: mlx.core.array, rotations: mlx.core.array, *, traditional: bool, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
+
+def rms_norm(x: mlx.core.array, weight: mlx.core.array | None, eps: float, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
+
+def silu_mul(gate: mlx.core.array, x: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
+
+def greedy_tokens(logits: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> tuple[mlx.core.array, mlx.core.array]: ...
+
+def nucleus_thresholds(logits: mlx.core.array, floors: mlx.core.array, top_p: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
+
+def linear(x: mlx.core.array, weight: mlx.core.array, bias: mlx.core.array | None, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
+
+def has_transfers() -> bool:
+    """Whether `upload` and `to_host` are there."""
+
+def upload(arrays: Sequence[Annotated[NDArray, dict(order='C', device='cpu', writable=False)]], *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...
+
+def to_host(array: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
+
+def allocate_pool(shape: Sequence[int], dtype: mlx.core.Dtype) -> mlx.core.array: ...
+
+def pool_copies() -> int:
+    """Whole-pool copies made since the process started."""
+
+def accepts(array: mlx.core.array) -> int:
+    """
+    The array's rank. Fails with TypeError where this extension's nanobind and MLX's do not share their types.
+    """
+
+def kernel_names() -> list:
+    """Every GPU kernel: host name, file of metal/, template-id."""
+
+def limit_threads(most: int) -> None:
+    """
+    Threads of the CPU kernels, unless MLX_PAGED_NUM_THREADS is set. Before their first use.
+    """
+
+def build_info() -> dict:
+    """What this extension was built with and what it chose at run time."""

@@ -1,0 +1,43 @@
+"""Installs what building a Linux wheel in a manylinux_2_28 image needs (docs/releasing.md).
+
+    python scripts/wheel_requirements.py
+
+These are pyproject.toml's build requirements. MLX's wheels are for a newer glibc than the image
+has, so pip takes them only if it is told so; their headers and library are used, but never loaded.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+
+# The platform tag of MLX's Linux wheels, and of what they may require.
+GLIBC = "manylinux_2_35"
+
+
+def pip_install(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "install", *arguments], check=True)
+
+
+def main() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    requirements = [line.partition(";")[0] for line in project["build-system"]["requires"]]
+    mlx = [line for line in requirements if line.startswith("mlx[cpu]==")]
+    others = [line for line in requirements if not line.startswith("mlx")]
+    # (In an isolated build scikit-build-core asks for the first two by itself.)
+    pip_install("cmake>=3.25", "ninja", *others)
+    (version,) = (line.partition("==")[2] for line in mlx)
+    pip_install(
+        *("--no-deps", "--only-binary=:all:", "--upgrade"),
+        *("--platform", f"{GLIBC}_{platform.machine()}"),
+        *("--target", sysconfig.get_path("platlib")),
+        *(f"mlx=={version}", f"mlx-cpu=={version}"),
+    )
+
+
+if __name__ == "__main__":
+    main()
