@@ -256,6 +256,8 @@ class Generation:
                 metrics.time_to_first_token.observe(now - self._started)
             if key in self._last:
                 metrics.tokens(now - self._last[key], count)
+            elif count > 1:
+                metrics.tokens(0.0, count - 1)  # they came together
             self._last[key] = now
         reason = delta.finish_reason
         if reason is not None:

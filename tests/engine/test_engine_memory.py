@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged import cgroups
+from mlx_paged import cgroups, ops
 from mlx_paged.engine import config as config_module
 from mlx_paged.engine import memory
 from mlx_paged.engine.config import EngineConfig
@@ -150,6 +150,7 @@ def test_memory_and_live_arrays_are_flat(overlap) -> None:
     config = EngineConfig(
         block_size=8, num_gpu_blocks_override=2000, max_num_seqs=16, async_scheduling=overlap
     )
+    copies = ops.pool_copies()  # other tests make some on purpose
     engine = Engine(hash_model(), config)
     params = SamplingParams(temperature=0, max_tokens=700, ignore_eos=True)
     for i in range(16):
@@ -164,7 +165,7 @@ def test_memory_and_live_arrays_are_flat(overlap) -> None:
     assert max(arrays) - min(arrays) == 0
     # The one array that may grow: 16 tables of at most 88 blocks, in at most two steps.
     assert max(active) - min(active) <= 2 * 16 * 88 * 4
-    assert engine.stats().pool_copies == 0
+    assert engine.stats().pool_copies == copies
 
 
 # --- Block tables, updated where they change ------------------------------------------------------

@@ -14,7 +14,7 @@ from support.family_configs import VOCAB_SIZE, config_of
 from support.models import dense_logits, embedded
 from support.parity import family_model
 
-from mlx_paged import LLM, LoadedModel, SamplingParams
+from mlx_paged import LLM, LoadedModel, SamplingParams, ops
 from mlx_paged.model.families import PROVEN
 from mlx_paged.model.layout import Mode
 
@@ -56,6 +56,7 @@ def expected(family: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engine_answers_as_the_dense_path(family: str) -> None:
+    copies = ops.pool_copies()  # other tests make some on purpose
     llm = LLM(loaded(family), **OPTIONS)
     for _ in range(2):
         outputs = llm.generate(prompts(), GREEDY)
@@ -64,7 +65,7 @@ def test_the_engine_answers_as_the_dense_path(family: str) -> None:
     for prompt, output in zip(prompts(), outputs):
         assert output.num_cached_tokens == len(prompt) - 1
     llm.engine.check_integrity()
-    assert llm.stats().pool_copies == 0
+    assert llm.stats().pool_copies == copies
 
 
 def test_every_mode_without_states_is_tried() -> None:

@@ -40,6 +40,7 @@ def run(**options: Any) -> tuple[list[list[int]], Engine]:
 
 
 def test_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = ops.pool_copies()  # other tests make some on purpose
     expected, engine = run()
     compiled = engine._runner.model._compiled
     assert not compiled._graphs or ops.has_cuda()
@@ -49,7 +50,7 @@ def test_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not engine._runner.model._compiled._failed
     assert actual == expected
     assert engine.stats().num_faults == 0
-    assert ops.pool_copies() == 0
+    assert ops.pool_copies() == copies
 
 
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -89,6 +90,29 @@ def value(families: dict[str, Any], sample: str, **labels: str) -> float:
     ]
     assert len(found) <= 1
     return found[0] if found else 0.0
+
+
+def test_tokens_that_come_together_are_all_counted(server) -> None:
+    """A reader that lags finds several tokens at once, also the first ones."""
+    from mlx_paged.engine.outputs import SequenceUpdate
+    from mlx_paged.engine.request_stream import SequenceDelta
+    from mlx_paged.server.generation import Generation
+
+    observed: list[float] = []
+    generation = Generation.__new__(Generation)
+    generation._num_received, generation._started = 0, 0.0
+    generation._first, generation._last = None, {}
+
+    class Metrics:
+        time_to_first_token = server.context.metrics.time_to_first_token
+
+        def tokens(self, seconds: float, count: int) -> None:
+            observed.extend([seconds / count] * count)
+
+    generation.context = SimpleNamespace(metrics=Metrics())  # type: ignore[assignment]
+    for size in (3, 2):
+        generation._note(SequenceDelta((SequenceUpdate("r", 0, 5, "x"),) * size))
+    assert len(observed) == 4 and observed[:2] == [0, 0]
 
 
 def test_metrics_have_vllms_names_and_right_values(client) -> None:
