@@ -9,6 +9,10 @@ from __future__ import annotations
 import os
 import signal
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # A core for each worker. (`native/test_threads.py` runs the kernels on several threads.)
+    os.environ.setdefault("MLX_PAGED_NUM_THREADS", "1")
+
 import mlx_paged  # before mlx.core, so that its BLAS takes effect
 
 # isort: split

@@ -21,10 +21,11 @@ MLX_VERSION, NANOBIND_VERSION = _build.MLX_VERSION, _build.NANOBIND_VERSION
 
 
 def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    inherited = {k: v for k, v in os.environ.items() if k != "MLX_PAGED_NUM_THREADS"}
     return subprocess.run(
         [sys.executable, "-c", code],
         check=False,
-        env={**os.environ, **env},
+        env={**inherited, **env},
         capture_output=True,
         text=True,
         timeout=300,

@@ -68,6 +68,7 @@ class Translation:
     classes: int = 0  # seen so far
     methods: set[str] = field(default_factory=set)  # with an address space, by class
     _tokens: list[Token] = field(default_factory=list)
+    _position: int = 0  # in _tokens, of the last instantiation: the next one comes after it
 
     @property
     def files(self) -> set[str]:
@@ -335,9 +336,10 @@ def _entry(out: Translation, at: Token, host: str, function: str, kernel: Kernel
     text = entry_point(function, kernel)
     slot = Token("space", "", at.file, at.line)
     # A kernel that is no template is entered after its body: forward declarations do not exist yet.
-    where = next(i for i, t in enumerate(out._tokens) if t is at)
     if kernel.name == function:
         out._tokens.append(slot)
     else:
-        out._tokens.insert(where, slot)
+        while out._tokens[out._position] is not at:
+            out._position += 1
+        out._tokens.insert(out._position, slot)
     out.entries[host] = ([slot], text)
