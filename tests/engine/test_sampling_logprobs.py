@@ -118,6 +118,13 @@ def test_only_who_asks_gets_them(llm: LLM) -> None:
             check_answer(output, answer, wanted.logprobs)
 
 
+def test_an_answer_does_not_keep_the_rows_of_the_others(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=5)
+    outputs = llm.generate(["def add(", "class A", "import"], params)
+    for report in outputs[0].outputs[0].logprobs or ():
+        assert all(array.base is None and array.size == 5 for array in report._likeliest)
+
+
 def test_updates_carry_them(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=2)
     updates = list(llm.stream(PROMPTS[0], params))

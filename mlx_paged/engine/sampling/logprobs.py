@@ -100,7 +100,8 @@ class LogprobReport:
         token, logprob, rank, likeliest = position
         self._text(token)
         if likeliest is not None:
-            ids, logprobs = (array[:num_likeliest] for array in likeliest)
+            # (Copies: a view would keep the rows of the whole batch for as long as the answer lives.)
+            ids, logprobs = (array[:num_likeliest].copy() for array in likeliest)
             likeliest = ids, logprobs
             for other in ids.tolist():
                 self._text(other)
