@@ -100,7 +100,7 @@ class LogprobReport:
         token, logprob, rank, likeliest = position
         self._text(token)
         if likeliest is not None:
-            # (Copies: a view would keep the rows of the whole batch for as long as the answer lives.)
+            # (Views would keep the rows of the whole batch for as long as the answer lives.)
             ids, logprobs = (array[:num_likeliest].copy() for array in likeliest)
             likeliest = ids, logprobs
             for other in ids.tolist():
