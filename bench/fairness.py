@@ -19,21 +19,16 @@ import itertools
 import json
 import multiprocessing
 import os
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from harness import print_table, save
+from harness import free_port, print_table, save, server_process
 
-START_TIMEOUT = 120.0
 POLL_INTERVAL = 0.02
 PATIENCE = 60.0  # seconds until a request is given up
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -250,29 +245,11 @@ async def measure(port: int, pipe: Any, names: list[str], quiet_seconds: float) 
 @contextlib.contextmanager
 def started(python: str) -> Iterator[int]:
     """A running server's port."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = int(sock.getsockname()[1])
+    port = free_port()
     command = [python, "-m", "mlx_paged.cli.main", "serve", "--port", str(port),
                "--disable-log-requests", "--log-level", "error"]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=Path(python).parents[2])
-    try:
-        deadline = time.monotonic() + START_TIMEOUT
-        while True:
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
-                break
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("the server did not start")
-            time.sleep(0.2)
+    with server_process(python, command, port, cwd=Path(python).parents[2]):
         yield port
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def one_round(python: str, names: list[str], quiet_seconds: float) -> dict[str, Any]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import socket
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mlx_paged.cli.bench.results import checkout, environment, table, write_json
 
-__all__ = ["environment", "median_seconds", "print_table", "save"]
+__all__ = ["environment", "free_port", "median_seconds", "print_table", "save", "server_process"]
 
 RESULTS = Path(__file__).parent / "results"
+START_TIMEOUT = 120.0
 
 
 def save(name: str, results: dict[str, Any]) -> Path:
@@ -32,6 +39,44 @@ def median_seconds(run: Callable[[], object], repeat: int = 9, warmup: int = 2) 
         run()
         times.append(time.perf_counter() - start)
     return sorted(times)[repeat // 2]
+
+
+def free_port() -> int:
+    """A port of loopback that nothing listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextlib.contextmanager
+def server_process(name: str, command: list[str], port: int, **options: Any) -> Iterator[str]:
+    """Starts a server and ends it afterwards; yields its address when /health answers.
+
+    Args:
+        name: of the server, for errors.
+        options: of `subprocess.Popen`.
+    """
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, **options)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            deadline = time.monotonic() + START_TIMEOUT
+            while True:
+                with contextlib.suppress(OSError):
+                    urllib.request.urlopen(f"{url}/health", timeout=2).close()
+                    break
+                if process.poll() is not None or time.monotonic() > deadline:
+                    log.seek(0)
+                    raise SystemExit(f"{name} did not start:\n{log.read()[-3000:]}")
+                time.sleep(0.2)
+            yield url
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:

@@ -16,26 +16,19 @@ import contextlib
 import ctypes.util
 import os
 import shutil
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import print_table, save
+from harness import free_port, print_table, save, server_process
 
 from mlx_paged.cli.bench.client import Target, run
 from mlx_paged.cli.bench.datasets import random_prompts
 from mlx_paged.cli.bench.serve import figures
-
-START_TIMEOUT = 120.0
 
 
 @dataclass(frozen=True)
@@ -88,39 +81,14 @@ def export_float32(target: Path) -> None:
         shutil.copy(Path(model_path()) / name, target / name)
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 @contextlib.contextmanager
 def started(server: Server, model: Path, blas: str) -> Iterator[str]:
     """A running server's address."""
     port = free_port()
     command = [part.format(model=model, port=port) for part in server.command]
     env = {**os.environ, "LD_PRELOAD": blas, "MLX_PAGED_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
-        url = f"http://127.0.0.1:{port}"
-        try:
-            deadline = time.monotonic() + START_TIMEOUT
-            while True:
-                with contextlib.suppress(OSError):
-                    urllib.request.urlopen(f"{url}/health", timeout=2).close()
-                    break
-                if process.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    raise SystemExit(f"{server.name} did not start:\n{log.read()[-3000:]}")
-                time.sleep(0.2)
-            yield url
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    with server_process(server.name, command, port, env=env) as url:
+        yield url
 
 
 def measure(

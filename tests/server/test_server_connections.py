@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
-from support.server_helpers import RunningServer, running
+from support.server_helpers import RunningServer, drained, running
 
 from mlx_paged.server import connection, streaming
 
@@ -35,15 +33,6 @@ def post(body: dict[str, Any], version: str = "1.1", padding: int = 0) -> bytes:
     return f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw
 
 
-def drained(sock: socket.socket) -> bytes:
-    """All that comes until the other end hangs up."""
-    parts = []
-    with contextlib.suppress(ConnectionError):
-        while part := sock.recv(65536):
-            parts.append(part)
-    return b"".join(parts)
-
-
 def asked(server: RunningServer, request: bytes, *, half_close: bool = False) -> bytes:
     """What a client gets that sends this, and nothing more."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=300) as sock:
@@ -58,12 +47,6 @@ def until_given_up(server: RunningServer, steps_before: int) -> None:
     """Waits until a request of `LONG` is not computed any more, though it is not finished."""
     server.wait_idle()
     assert server.stats().num_steps - steps_before < LONG["max_tokens"]
-
-
-def num_ended(server: RunningServer, reason: str) -> float:
-    text = httpx.get(f"{server.url}/metrics").text
-    [found] = re.findall(rf'request_success_total{{.*finished_reason="{reason}".*}} (\S+)', text)
-    return float(found)
 
 
 # Clients that stop sending.
@@ -129,8 +112,8 @@ def test_a_stream_that_waits_is_given_up_where_it_waits(monkeypatch) -> None:
                 second.sendall(post({**LONG, "stream": True}))
                 assert second.recv(4096).endswith(b"\r\n\r\n")  # (unread, it would be reset)
                 server.until(lambda: server.stats().num_waiting == 8)
-            server.until(lambda: num_ended(server, "abort") == 1)
-            assert num_ended(server, "length") == 0  # the first goes on
+            server.until(lambda: server.num_ended("abort") == 1)
+            assert server.num_ended("length") == 0  # the first goes on
         server.wait_idle()
 
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
-from support.server_helpers import RunningServer, running
+from support.server_helpers import RunningServer, drained, running
 
 from mlx_paged.server.app import openapi
 from mlx_paged.server.config import ServerConfig
@@ -182,15 +182,6 @@ def test_the_document_is_kept(server, case) -> None:
 
 
 # Heads that do not end.
-
-
-def drained(sock: socket.socket) -> bytes:
-    """All that comes until the other end hangs up."""
-    parts = []
-    with contextlib.suppress(ConnectionError):
-        while part := sock.recv(65536):
-            parts.append(part)
-    return b"".join(parts)
 
 
 def test_heads_that_do_not_end_are_given_up() -> None:

@@ -11,14 +11,13 @@ from pathlib import Path
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Page, Route, expect
 from support.page_helpers import (
     FOREIGN_HOST,
     PROMPT,
     Visitor,
     answered,
     ask,
-    chromium,
     fake,
     in_browser,
     never_ending,
@@ -28,7 +27,7 @@ from support.page_helpers import (
     shoot,
     visiting,
 )
-from support.server_helpers import RunningServer, running
+from support.server_helpers import running
 
 import mlx_paged
 from mlx_paged.server.app import API
@@ -72,43 +71,25 @@ def test_vendored_files_are_those_of_the_manifest() -> None:
     assert fonts == set(re.findall(r"fonts/([\w-]+\.woff2)", css))
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running(ServerConfig(served_model_names=("demo",)), max_model_len=2048) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture
-def visitor(browser: Browser, server: RunningServer) -> Iterator[Visitor]:
-    with visiting(browser, server) as visitor:
-        yield visitor
-
-
 @pytest.fixture
 def page(visitor: Visitor) -> Page:
     return visitor.open()
 
 
-def test_files_are_revalidated_and_typed(server) -> None:
+def test_files_are_revalidated_and_typed(page_server) -> None:
     kinds = {
         "": "text/html", "web/page.js": "text/javascript", "web/page.css": "text/css",
         "web/vendor/katex/fonts/KaTeX_Main-Regular.woff2": "font/woff2",
     }  # fmt: skip
     for path, kind in kinds.items():
-        answer = httpx.get(f"{server.url}/{path}")
+        answer = httpx.get(f"{page_server.url}/{path}")
         assert answer.status_code == 200 and answer.headers["Content-Type"].startswith(kind)
         assert answer.headers["Cache-Control"] == "no-cache"
         tag = {"If-None-Match": answer.headers["ETag"]}
         if path:
-            again = httpx.get(f"{server.url}/{path}", headers=tag)
+            again = httpx.get(f"{page_server.url}/{path}", headers=tag)
             assert again.status_code == 304 and again.headers["Cache-Control"] == "no-cache"
-    policy = httpx.get(server.url).headers["Content-Security-Policy"]
+    policy = httpx.get(page_server.url).headers["Content-Security-Policy"]
     assert "unsafe" not in policy and "require-trusted-types-for 'script'" in policy
 
 
@@ -176,22 +157,22 @@ def test_an_answer_that_was_cut_is_continued(page, visitor) -> None:
 
 
 @in_browser
-def test_stop_by_key_and_by_button(page, visitor, server) -> None:
+def test_stop_by_key_and_by_button(page, visitor, page_server) -> None:
     never_ending(visitor.context)
     send(page, PROMPT)
     expect(page.locator(".assistant .text")).not_to_be_empty()
     page.keyboard.press("Escape")
     answered(page)
     expect(page.locator(".assistant .stats")).to_contain_text("stopped")
-    server.wait_idle()
+    page_server.wait_idle()
     page.get_by_role("button", name="Regenerate").click()
     page.click("#stop")
     answered(page)
-    server.wait_idle()
+    page_server.wait_idle()
 
 
 @in_browser
-def test_two_chats_answer_at_once_and_one_is_stopped(page, visitor, server) -> None:
+def test_two_chats_answer_at_once_and_one_is_stopped(page, visitor, page_server) -> None:
     never_ending(visitor.context)
     for text in ("First of all", "Second of all"):
         page.click("#new-chat")
@@ -203,7 +184,7 @@ def test_two_chats_answer_at_once_and_one_is_stopped(page, visitor, server) -> N
     expect(stops).to_have_count(1)
     expect(page.get_by_role("button", name="Stop Second of all")).to_be_visible()
     expect(page.locator("#stop")).to_be_visible()  # of the second, which goes on
-    server.until(lambda: server.stats().num_running == 1)
+    page_server.until(lambda: page_server.stats().num_running == 1)
     before = page.locator(".assistant .text").inner_text()
     page.wait_for_function(
         "n => document.querySelector('.assistant .text').innerText.length > n", arg=len(before)
@@ -213,7 +194,7 @@ def test_two_chats_answer_at_once_and_one_is_stopped(page, visitor, server) -> N
     expect(page.locator("#chats .unread")).to_have_count(1)  # the first ended out of sight
     page.get_by_role("button", name="First of all").first.click()
     expect(page.locator(".assistant .stats")).to_contain_text("stopped")
-    server.wait_idle()
+    page_server.wait_idle()
 
 
 @in_browser
@@ -304,7 +285,7 @@ def test_what_was_typed_survives_a_reload(page) -> None:
 
 
 @in_browser
-def test_a_reload_in_mid_answer_keeps_what_came(page, visitor, server) -> None:
+def test_a_reload_in_mid_answer_keeps_what_came(page, visitor, page_server) -> None:
     never_ending(visitor.context)
     set_parameters(page, temperature="0")
     send(page, PROMPT)
@@ -314,7 +295,7 @@ def test_a_reload_in_mid_answer_keeps_what_came(page, visitor, server) -> None:
     expect(page.locator(".assistant .note")).to_contain_text("Interrupted")
     kept = page.locator(".assistant .text").inner_text()
     assert "def fibonacci" in kept and "return a" in kept
-    server.wait_idle()
+    page_server.wait_idle()
     set_parameters(page, max_tokens="8")
     page.get_by_role("button", name="Continue").click()
     expect(page.locator(".assistant .note")).to_contain_text("Cut at the length limit")
@@ -334,7 +315,7 @@ def test_a_question_is_saved_before_it_is_sent(visitor) -> None:
 
 
 @in_browser
-def test_two_tabs_merge(page, visitor, server) -> None:
+def test_two_tabs_merge(page, visitor, page_server) -> None:
     other = visitor.open()
     never_ending(visitor.context)
     send(page, "From the first tab")
@@ -352,7 +333,7 @@ def test_two_tabs_merge(page, visitor, server) -> None:
     other.click("#stop")
     answered(page)
     expect(page.locator(".assistant .stats")).to_contain_text("stopped")
-    server.wait_idle()
+    page_server.wait_idle()
     visitor.context.unroute("**/v1/chat/completions")
     # Both write at the same time, to the same chat and to one of their own.
     for tab in (page, other):
@@ -374,7 +355,7 @@ def test_two_tabs_merge(page, visitor, server) -> None:
 
 
 @in_browser
-def test_a_tab_that_is_closed_in_mid_answer(visitor, server) -> None:
+def test_a_tab_that_is_closed_in_mid_answer(visitor, page_server) -> None:
     page, other = visitor.open(fakes=True), visitor.open()
     send(page, "Tell me")
     fake(page, "answer.say('Half an answer')")
@@ -485,7 +466,7 @@ def test_an_answer_in_one_piece_has_a_sober_speed(visitor) -> None:
 
 
 @in_browser
-def test_export_and_import(page, visitor, browser, server, tmp_path) -> None:
+def test_export_and_import(page, visitor, browser, page_server, tmp_path) -> None:
     set_parameters(page, temperature="0", max_tokens="20")
     ask(page, PROMPT)
     page.get_by_role("button", name="Regenerate").click()
@@ -515,7 +496,7 @@ def test_export_and_import(page, visitor, browser, server, tmp_path) -> None:
         return page.locator("#import-state").inner_text()
 
     assert import_file(page, exported) == "Imported 1 chat: 0 new messages."  # all there already
-    with visiting(browser, server) as elsewhere:
+    with visiting(browser, page_server) as elsewhere:
         fresh = elsewhere.open()
         fresh.click("#open-settings")
         assert import_file(fresh, exported) == "Imported 1 chat: 3 new messages."
@@ -606,10 +587,10 @@ def test_a_browser_that_keeps_nothing(visitor) -> None:
 
 
 @in_browser
-def test_an_idle_page_is_quiet(page, server) -> None:
+def test_an_idle_page_is_quiet(page, page_server) -> None:
     expect(page.locator("#model option")).to_have_count(1)
     requests: list[str] = []
-    page.on("request", lambda request: requests.append(request.url.removeprefix(server.url)))
+    page.on("request", lambda request: requests.append(request.url.removeprefix(page_server.url)))
     for _ in range(3):
         page.wait_for_event("request")
     # What the server does not log, and nothing else.
@@ -617,9 +598,9 @@ def test_an_idle_page_is_quiet(page, server) -> None:
 
 
 @in_browser
-def test_copying_over_plain_http_from_another_host(browser, server) -> None:
-    url = f"http://{FOREIGN_HOST}:{server.port}"
-    with visiting(browser, server, url=url) as visitor:
+def test_copying_over_plain_http_from_another_host(browser, page_server) -> None:
+    url = f"http://{FOREIGN_HOST}:{page_server.port}"
+    with visiting(browser, page_server, url=url) as visitor:
         page = visitor.open()
         assert page.evaluate("isSecureContext") is False
         assert page.evaluate("navigator.clipboard") is None
@@ -638,8 +619,8 @@ def test_copying_over_plain_http_from_another_host(browser, server) -> None:
 @in_browser
 def test_a_key_is_asked_for(browser) -> None:
     with (
-        running(ServerConfig(api_keys=("sesame",))) as server,
-        visiting(browser, server) as visitor,
+        running(ServerConfig(api_keys=("sesame",))) as page_server,
+        visiting(browser, page_server) as visitor,
     ):
         visitor.expected.append("401")
         page = visitor.open()
@@ -700,9 +681,9 @@ def open_everything(page: Page) -> Iterator[str]:
 
 @in_browser
 @pytest.mark.parametrize("width", (390, 1200))
-def test_axe_finds_nothing(browser, server, width) -> None:
+def test_axe_finds_nothing(browser, page_server, width) -> None:
     with visiting(
-        browser, server, viewport={"width": width, "height": 780}, reduced_motion="reduce"
+        browser, page_server, viewport={"width": width, "height": 780}, reduced_motion="reduce"
     ) as visitor:
         page = visitor.open(fakes=True)
         for state in open_everything(page):
@@ -717,9 +698,11 @@ def test_axe_finds_nothing(browser, server, width) -> None:
 
 
 @in_browser
-def test_a_phone(browser, server) -> None:
+def test_a_phone(browser, page_server) -> None:
     viewport = {"width": 390, "height": 780}
-    with visiting(browser, server, viewport=viewport, has_touch=True, is_mobile=True) as visitor:
+    with visiting(
+        browser, page_server, viewport=viewport, has_touch=True, is_mobile=True
+    ) as visitor:
         page = visitor.open(fakes=True)
         for state in open_everything(page):
             # (Code, tables and formulas scroll in boxes of their own.)
@@ -807,9 +790,9 @@ def test_the_theme_is_chosen_and_kept(page) -> None:
 
 
 @in_browser
-def test_the_documentation_page(visitor, server) -> None:
+def test_the_documentation_page(visitor, page_server) -> None:
     page = visitor.context.new_page()
-    page.goto(f"{server.url}/docs")
+    page.goto(f"{page_server.url}/docs")
     expect(page.locator("details")).to_have_count(len(API))
     page.get_by_text("/v1/chat/completions").click()
     expect(page.get_by_text("continue_final_message", exact=True).first).to_be_visible()

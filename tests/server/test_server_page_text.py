@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
-from support.page_helpers import Visitor, answered, chromium, fake, in_browser, send, visiting
-from support.server_helpers import RunningServer, running
-
-from mlx_paged.server.config import ServerConfig
+from playwright.sync_api import Page, expect
+from support.page_helpers import Visitor, answered, fake, in_browser, send
 
 SAMPLE = (Path(__file__).parents[1] / "support/page_sample.md").read_text()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running(ServerConfig(served_model_names=("demo",)), max_model_len=2048) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture
-def visitor(browser: Browser, server: RunningServer) -> Iterator[Visitor]:
-    with visiting(browser, server) as visitor:
-        yield visitor
 
 
 @pytest.fixture

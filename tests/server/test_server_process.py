@@ -6,13 +6,11 @@ import json
 import signal
 import socket
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
-from support.server_helpers import process
+from support.server_helpers import process, until
 from typer.testing import CliRunner
 
 from mlx_paged.cli.main import app
@@ -25,14 +23,6 @@ LONG = {"prompt": PROMPT, "max_tokens": 2000, "temperature": 0, "ignore_eos": Tr
 def read_stream(url: str, body: dict[str, Any], lines: list[str]) -> None:
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as response:
         lines.extend(response.iter_lines())
-
-
-def until(condition: Callable[[], Any]) -> None:
-    """Waits for a condition."""
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def refuses(url: str) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -28,6 +29,26 @@ from mlx_paged.server.run import bind, impatient
 
 TIMEOUT = 300.0
 ENGINE: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 1000, "max_num_seqs": 64}
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Waits for a condition; a connection error counts as false."""
+    deadline = time.monotonic() + TIMEOUT
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if condition():
+                return
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def drained(sock: socket.socket) -> bytes:
+    """All that comes until the other end hangs up."""
+    parts = []
+    with contextlib.suppress(ConnectionError):
+        while part := sock.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
 
 
 class RunningServer:
@@ -56,15 +77,7 @@ class RunningServer:
         self._thread.start()
         self.until(lambda: httpx.get(f"{self.url}/live").status_code)
 
-    def until(self, condition: Callable[[], Any], timeout: float = TIMEOUT) -> None:
-        """Waits for a condition; a connection error counts as false."""
-        deadline = time.monotonic() + timeout
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if condition():
-                    return
-            assert time.monotonic() < deadline, "it did not happen in time"
-            time.sleep(0.02)
+    until = staticmethod(until)
 
     def wait_ready(self) -> None:
         self.until(lambda: httpx.get(f"{self.url}/ready").status_code == 200)
@@ -78,6 +91,13 @@ class RunningServer:
 
     def stats(self) -> EngineStats:
         return self.call(self.engine.stats())
+
+    def num_ended(self, reason: str) -> float:
+        """Requests that ended for a reason, as /metrics counts them."""
+        text = httpx.get(f"{self.url}/metrics").text
+        pattern = rf'request_success_total{{.*finished_reason="{reason}".*}} (\S+)'
+        [found] = re.findall(pattern, text)
+        return float(found)
 
     def wait_idle(self) -> EngineStats:
         """Waits until no sequence runs or waits, and no block is held."""

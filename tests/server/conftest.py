@@ -1,0 +1,29 @@
+"""For the tests of the page: a browser, a server, and a visitor with storage of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support.page_helpers import Browser, Visitor, chromium, visiting
+from support.server_helpers import RunningServer, running
+
+from mlx_paged.server.config import ServerConfig
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def page_server() -> Iterator[RunningServer]:
+    with running(ServerConfig(served_model_names=("demo",)), max_model_len=2048) as server:
+        yield server
+
+
+@pytest.fixture
+def visitor(browser: Browser, page_server: RunningServer) -> Iterator[Visitor]:
+    with visiting(browser, page_server) as visitor:
+        yield visitor
