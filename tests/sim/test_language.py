@@ -88,7 +88,10 @@ def one(expression: str, dtype=np.float32, before: str = ""):
         ("float(uniform<int>(make_uniform(7) / make_uniform(2)))", 3),
         ("array<float, 3>{{1, 2, 3}}[1]", 2),
         ("is_convertible_v<bfloat, float> && !is_convertible_v<float, bfloat> ? 1 : 0", 1),
-        ("disjunction_v<is_pointer<int>, is_enum<int>> || !negation_v<is_class<float2>> ? 1 : 0", 1),
+        (
+            "disjunction_v<is_pointer<int>, is_enum<int>> || !negation_v<is_class<float2>> ? 1 : 0",
+            1,
+        ),
         ("sizeof(make_unsigned_t<char>) + is_same_v<int8_t, char>", 2),
     ],
 )
