@@ -34,7 +34,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mlx_paged.core.block_pool import NULL_BLOCK, BlockPool
-from mlx_paged.core.prefix_tree import PrefixNode
+from mlx_paged.core.prefix_tree import (
+    TOKEN_BYTES,
+    PrefixNode,
+    PrefixQuery,
+    common_prefix_len,
+    token_bytes,
+)
 from mlx_paged.errors import IntegrityError, InvalidParameterError
 
 #: Slots of a running sequence: one read and one written by the step that runs, and one more written
@@ -167,6 +173,7 @@ class BlockTables:
             that were committed.
         exported: What `export` returns next; None where a table has changed since the last time.
         owner: The sequence that has these tables.
+        prompt: The tokens that it looked for when it was admitted (`PrefixQuery.tokens`).
     """
 
     __slots__ = (
@@ -175,14 +182,16 @@ class BlockTables:
         "num_cached_tokens",
         "num_computed_tokens",
         "owner",
+        "prompt",
         "state",
         "tip",
         "tokens",
     )
 
-    def __init__(self, tokens: Sequence[int], owner: Any = None) -> None:
+    def __init__(self, tokens: Sequence[int], owner: Any = None, prompt: bytes = b"") -> None:
         self.tokens = tokens
         self.owner = owner
+        self.prompt = prompt
         self.tip: PrefixNode | None = None
         self.attention: list[BlockTable] = []
         self.state: StateSlot | None = None
@@ -194,6 +203,15 @@ class BlockTables:
     def blocks(self) -> list[int]:
         """Blocks of full attention, in order; not to be changed."""
         return self.attention[0].blocks
+
+    def num_equal(self, query: PrefixQuery, start: int = 0) -> int:
+        """Leading tokens of a query that this sequence has too; `start` of them are known."""
+        num_equal = common_prefix_len(query.tokens, self.prompt, start)
+        if num_equal * TOKEN_BYTES >= len(self.prompt):  # (the prompt without its last token)
+            rest = token_bytes(self.tokens[num_equal:])
+            begin = num_equal * TOKEN_BYTES
+            num_equal += common_prefix_len(query.tokens[begin : begin + len(rest)], rest)
+        return num_equal
 
     def export(self) -> tuple[StepTable, ...]:
         """The tables for a step, in the order of the attention groups."""
@@ -745,16 +763,13 @@ class StateGroup(KVCacheGroup):
         num_needed = SLOTS_PER_SEQUENCE * self._num_sequences + self._num_pending
         return num_needed < self.pool.num_usable
 
-    def request_snapshot(self, running: BlockTables, tokens: Sequence[int]) -> bool:
-        """Whether `tokens` will find a snapshot if they wait for a running sequence.
+    def request_snapshot(self, running: BlockTables, query: PrefixQuery) -> bool:
+        """Whether `query` will find a snapshot if it waits for a running sequence.
 
-        If it has yet to pass the end of what the two have in common, it will leave one there.
+        If that has yet to pass the end of what the two have in common, it will leave one there.
         """
         state = self._state(running)
-        limit = min(len(tokens) - 1, len(running.tokens))
-        common = 0
-        while common < limit and tokens[common] == running.tokens[common]:
-            common += 1
+        common = running.num_equal(query)
         end = common // self.block_size * self.block_size
         if end <= state.num_scheduled:
             return any(depth * self.block_size <= end for depth, _ in state.pending)

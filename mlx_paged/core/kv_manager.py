@@ -22,7 +22,6 @@ as a whole and are overwritten: `open`, `fork`, `adopt`, `own` and `shrink` are 
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -44,11 +43,11 @@ from mlx_paged.core.kv_cache_groups import (
 from mlx_paged.core.prefix_tree import (
     NO_MATCH,
     TOKEN_BYTES,
-    TOKEN_TYPE,
     PrefixMatch,
     PrefixNode,
     PrefixQuery,
     PrefixTree,
+    token_bytes,
 )
 from mlx_paged.errors import IntegrityError, InvalidParameterError
 
@@ -226,9 +225,40 @@ class KVManager:
             return None
         running = self.tree.filler(match.node, wanted)
         assert running is None or isinstance(running, BlockTables)
-        if running is None or self.states is None or self.states.request_snapshot(running, tokens):
+        if running is None or self.states is None or self.states.request_snapshot(running, query):
             return running
         return None
+
+    def part_after(self, running: BlockTables, query: PrefixQuery) -> int:
+        """Tokens up to which a waiting sequence can use what a running one computes.
+
+        Args:
+            running: what `computing_next_block` has just found for `query`.
+
+        Returns:
+            The end of the last block of which both have all tokens, or of the very next one, where
+            `query` ends within that.
+        """
+        assert running.tip is not None
+        size, first = self.block_size, running.tip.depth
+        num_equal = running.num_equal(query, first * size)
+        return max(first + 1, num_equal // size) * size
+
+    def can_fork(self, tables: BlockTables, num_tokens: int) -> bool:
+        """Whether a running sequence still holds what a fork after `num_tokens` tokens reads."""
+        if self._has_full_attention_only:
+            return True
+        return all(group.can_fork(tables, num_tokens) for group in self.groups)
+
+    def keeps_last_token_forkable(self, num_tokens: int) -> bool:
+        """Whether a sequence that has computed `num_tokens` tokens can be forked before the last.
+
+        Not where its windows slide with that token, and not where there are recurrent layers.
+        """
+        return self.states is None and all(
+            group.first_block(num_tokens) <= group.first_block(num_tokens - 1)
+            for group in self.attention[1:]
+        )
 
     def reset_prefix_cache(self) -> int:
         """Empties the prefix tree; returns how many blocks of full attention it held.
@@ -283,7 +313,7 @@ class KVManager:
         assert len(tokens)
         query = PrefixQuery(tokens, salt) if query is None else query
         source = self._source(query, read_cache, fork_of, num_fork_tokens)
-        tables = BlockTables(tokens, owner)
+        tables = BlockTables(tokens, owner, query.tokens)
         for group in self.groups:
             group.begin(tables, source)
         if not self._has_room(tables, headroom):
@@ -334,7 +364,7 @@ class KVManager:
         if (
             fork_of is not None
             and num_fork_tokens > match.num_tokens(size)
-            and all(group.can_fork(fork_of, num_fork_tokens) for group in self.groups)
+            and self.can_fork(fork_of, num_fork_tokens)
         ):
             num_full, num_partial = divmod(num_fork_tokens, size)
             tip = None if fork_of.tip is None else fork_of.tip.ancestor(num_full)
@@ -416,7 +446,7 @@ class KVManager:
         tip = tables.tip
         while tip is not None and (tip.depth + 1) * size <= num_computed_tokens:
             index = tip.depth
-            key = array(TOKEN_TYPE, tables.tokens[index * size : (index + 1) * size]).tobytes()
+            key = token_bytes(tables.tokens[index * size : (index + 1) * size])
             tip = self._index(tables, tip, index, key)
         if tip is not tables.tip:
             self.tree.move_tip(tables, tip)
@@ -458,7 +488,7 @@ class KVManager:
         start = tip.depth * size
         if not start < end < start + size:
             return
-        key = array(TOKEN_TYPE, tables.tokens[start:end]).tobytes()
+        key = token_bytes(tables.tokens[start:end])
         if not self.tree.covers(tip, key):
             self._index(tables, tip, tip.depth, key)
 
@@ -619,5 +649,5 @@ class KVManager:
         size = self.block_size
         for node in [] if tables.tip is None else tables.tip.path():
             first = (node.depth - 1) * size
-            if array(TOKEN_TYPE, tables.tokens[first : first + size]).tobytes() != node.key:
+            if token_bytes(tables.tokens[first : first + size]) != node.key:
                 raise IntegrityError(f"block {node.blocks[0]} is indexed under other tokens")

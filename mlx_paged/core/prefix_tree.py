@@ -40,6 +40,12 @@ from mlx_paged.errors import IntegrityError
 TOKEN_TYPE = "I"
 TOKEN_BYTES = array(TOKEN_TYPE).itemsize
 
+#: A search over at least this many blocks is kept, for others that begin with the same tokens.
+LONG_SEARCH = 16
+MAX_LONG_SEARCHES = 8
+
+_PIECE = 2048  # tokens that are compared at once
+
 _NO_CHILDREN: dict[bytes, PrefixNode] = {}  # of every leaf; never written
 
 
@@ -108,7 +114,7 @@ class PrefixNode:
         )
         place = bisect_left(keys, wanted)
         for key in keys[max(0, place - 1) : place + 1]:
-            length = _common_prefix_len(key, wanted)
+            length = common_prefix_len(key, wanted)
             if length > best_len:
                 best, best_len = key, length
         return (None, 0) if best is None else (self.children[best], best_len)
@@ -165,10 +171,16 @@ class PrefixQuery:
         self, tokens: Sequence[int], salt: str | None = None, *, limit: int | None = None
     ) -> None:
         limit = len(tokens) - 1 if limit is None else limit
-        self.tokens = array(TOKEN_TYPE, tokens[:limit]).tobytes()
+        self.tokens = token_bytes(tokens[:limit])
         self.num_tokens = limit
         self.salt = salt
         self.node: PrefixNode | None = None
+
+    def copy(self) -> PrefixQuery:
+        """A search of its own for the same tokens."""
+        query = PrefixQuery((), self.salt, limit=0)
+        query.tokens, query.num_tokens = self.tokens, self.num_tokens
+        return query
 
     @property
     def depth(self) -> int:
@@ -189,6 +201,7 @@ class PrefixTree:
         self._key_bytes = block_size * TOKEN_BYTES
         self._roots: dict[str | None, _Root] = {}
         self._num_nodes = 0
+        self._long_searches: list[PrefixQuery] = []  # the newest first
 
     def __len__(self) -> int:
         """Nodes in all trees."""
@@ -205,16 +218,49 @@ class PrefixTree:
         if node is None or node.parent is None:
             node = root
         tokens, key_bytes = query.tokens, self._key_bytes
+        if len(tokens) >= (node.depth + LONG_SEARCH) * key_bytes:
+            node = self._search_far(query, node)
+        else:
+            node = self._search(query, node)
+        query.node = node
+        rest = tokens[node.depth * key_bytes : (node.depth + 1) * key_bytes]
+        partial, num_partial = node.closest_child(rest) if rest else (None, 0)
+        return PrefixMatch(node, partial, num_partial)
+
+    def _search(self, query: PrefixQuery, node: PrefixNode) -> PrefixNode:
+        """The deepest full node on a query's path, from `node` on."""
+        tokens, key_bytes = query.tokens, self._key_bytes
         # (What is left of a query after its full blocks may equal a tail, which is none.)
         for start in range(node.depth * key_bytes, len(tokens) - key_bytes + 1, key_bytes):
             child = node.children.get(tokens[start : start + key_bytes])
             if child is None:
                 break
             node = child
-        query.node = node
-        rest = tokens[node.depth * key_bytes : (node.depth + 1) * key_bytes]
-        partial, num_partial = node.closest_child(rest) if rest else (None, 0)
-        return PrefixMatch(node, partial, num_partial)
+        return node
+
+    def _search_far(self, query: PrefixQuery, node: PrefixNode) -> PrefixNode:
+        """The same for what may be a long way: starts where an equal search has come to.
+
+        Comparing the tokens of many blocks at once costs less than looking up each block.
+        """
+        tokens, key_bytes = query.tokens, self._key_bytes
+        equal = None
+        for other in self._long_searches:
+            far = other.node
+            if far is None or far.depth < node.depth + LONG_SEARCH or not far.is_indexed:
+                continue
+            end = far.depth * key_bytes
+            if (
+                other.salt == query.salt
+                and tokens[end - key_bytes : end] == far.key
+                and common_prefix_len(tokens, other.tokens) >= far.depth * self.block_size
+            ):
+                node, equal = far, other
+        begin, node = node.depth, self._search(query, node)
+        if node.depth >= begin + LONG_SEARCH:
+            kept = [q for q in self._long_searches if q is not equal and q is not query]
+            self._long_searches = [query, *kept[: MAX_LONG_SEARCHES - 1]]
+        return node
 
     def root(self, salt: str | None = None) -> PrefixNode:
         """The root of a salt's tree, made when missing; it goes with its last child or filler."""
@@ -277,6 +323,7 @@ class PrefixTree:
                 tables.tip = None
             node.fillers = None
         self._roots.clear()
+        self._long_searches.clear()
         self._num_nodes = 0
         return nodes
 
@@ -317,7 +364,7 @@ class PrefixTree:
         first = start + len(wanted) // TOKEN_BYTES
         for tables in node.fillers or ():
             tokens = tables.tokens
-            if len(tokens) >= end and array(TOKEN_TYPE, tokens[start:first]).tobytes() == wanted:
+            if len(tokens) >= end and token_bytes(tokens[start:first]) == wanted:
                 return tables
         return None
 
@@ -334,8 +381,8 @@ class PrefixTree:
             end = tables.num_computed_tokens
             if end - start < least or end == tables.num_cached_tokens:
                 continue
-            computed = array(TOKEN_TYPE, tables.tokens[start:end]).tobytes()
-            length = _common_prefix_len(computed, wanted)
+            computed = token_bytes(tables.tokens[start:end])
+            length = common_prefix_len(computed, wanted)
             if length >= least:
                 best, least = tables, length + 1
         return (None, 0) if best is None else (best, least - 1)
@@ -382,12 +429,30 @@ class PrefixTree:
             raise IntegrityError(f"{self._num_nodes} nodes are counted, but there are {num_nodes}")
 
 
-def _common_prefix_len(a: bytes, b: bytes) -> int:
-    """Leading tokens that two keys share."""
-    low, high = 0, min(len(a), len(b)) // TOKEN_BYTES
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Tokens as the tree compares them."""
+    if not isinstance(tokens, array):
+        tokens = array(TOKEN_TYPE, tokens)
+    return tokens.tobytes()
+
+
+def common_prefix_len(a: bytes, b: bytes, start: int = 0) -> int:
+    """Leading tokens that two keys share, the first `start` of which are known to be equal."""
+    end = min(len(a), len(b)) // TOKEN_BYTES
+    low = start
+    while low < end:  # (pieces that the allocator has at hand: most often they are equal)
+        high = min(low + _PIECE, end)
+        part = slice(low * TOKEN_BYTES, high * TOKEN_BYTES)
+        if a[part] != b[part]:
+            break
+        low = high
+    else:
+        return low
+    high -= 1
     while low < high:  # the first `low` are equal, the first `high + 1` are not
         middle = (low + high + 1) // 2
-        if a[: middle * TOKEN_BYTES] == b[: middle * TOKEN_BYTES]:
+        part = slice(low * TOKEN_BYTES, middle * TOKEN_BYTES)
+        if a[part] == b[part]:
             low = middle
         else:
             high = middle - 1

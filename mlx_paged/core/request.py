@@ -131,6 +131,9 @@ class Request:
     deadline: float | None = field(default=None, init=False)
     max_output_tokens: int = field(default=0, init=False)
     sequences: list[Sequence] = field(default_factory=list, init=False, repr=False)
+    num_unfinished: int = field(default=0, init=False)  # of them
+    # The one of them that the others fork (`Scheduler._prompt_source`).
+    prompt_source: Sequence | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = tuple(self.prompt_token_ids)
@@ -153,7 +156,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        return bool(self.sequences) and all(s.is_finished for s in self.sequences)
+        return bool(self.sequences) and self.num_unfinished == 0
 
 
 class Sequence:
@@ -172,8 +175,9 @@ class Sequence:
         end_token_ids: Tokens that may end it (`StopPolicy.reason_to_stop` decides).
         tables: Its block tables and state slots; None while it waits.
         query: Its search in the prefix cache, while it waits.
-        waits_for: A running sequence that computes a block which this one needs next, and its
-            `num_computed_tokens` at the last check.
+        waits_for: Tables of the running sequence that computes what this one needs next, and the
+            computed tokens with which that will be done; None where it does not wait for any
+            (`WaitingQueue`).
         blocked_at: `KVManager.num_freed` when there was no room for it; -1: not tried yet.
         sampler, prompt_report, answer: How its tokens are chosen, what is to be reported of its
             prompt, and where its tokens go. The engine sets and reads them, not the state half.
@@ -224,7 +228,7 @@ class Sequence:
         self.end_token_ids = request.stop.end_token_ids
         self.tables: BlockTables | None = None
         self.query: PrefixQuery | None = None
-        self.waits_for: tuple[Sequence, int] | None = None
+        self.waits_for: tuple[BlockTables, int] | None = None
         self.blocked_at = -1
         self.sampler: Any = None
         self.prompt_report: Any = None

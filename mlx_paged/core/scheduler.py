@@ -7,15 +7,14 @@ class finds no room (`_make_way`), and a step failed (`requeue_in_flight`).
 
 from __future__ import annotations
 
-import math
 import time
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 
 from mlx_paged.core.config import SchedulerConfig, SchedulingPolicy
+from mlx_paged.core.kv_cache_groups import BlockTables
 from mlx_paged.core.kv_manager import KVManager
 from mlx_paged.core.outputs import (
     IN_FLIGHT_TOKEN,
@@ -24,6 +23,7 @@ from mlx_paged.core.outputs import (
     SequenceOutcome,
 )
 from mlx_paged.core.prefix_tree import PrefixQuery
+from mlx_paged.core.queues import Deadlines, SequenceQueue, WaitingQueue
 from mlx_paged.core.request import FinishReason, Request, Sequence, SequenceStatus
 from mlx_paged.errors import (
     DuplicateRequestError,
@@ -36,6 +36,12 @@ from mlx_paged.errors import (
 #: Steps that may be launched and not committed: the one whose tokens are being read, and the one
 #: that runs at the same time.
 MAX_STEPS_IN_FLIGHT = 2
+
+#: What a step may spend on finding that short sequences wait for running ones, and as much again
+#: for long ones: their tokens, and `PARKING_COST` for each. The others are left to the next step,
+#: so a burst of requests with a common prompt costs no step more than this.
+MAX_PARKED_TOKENS = 1 << 18
+PARKING_COST = 1 << 12
 
 _IN_FLIGHT = (IN_FLIGHT_TOKEN,)
 # (Three times as fast as calling the constructor.)
@@ -66,6 +72,7 @@ class Scheduler:
 
     Attributes:
         waiting, running: The unfinished sequences, in service order.
+        max_parked_tokens: `MAX_PARKED_TOKENS`; tests lower it.
         num_preemptions: Times a sequence lost its blocks to others.
     """
 
@@ -78,12 +85,13 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.kv = kv
-        self.waiting = SequenceQueue()
+        self._long_prefill_threshold = config.long_prefill_threshold
+        self.waiting = WaitingQueue(self._is_long)
         self.running = SequenceQueue()
         self.num_preemptions = 0
+        self.max_parked_tokens = MAX_PARKED_TOKENS
         self._clock = clock
         self._watermark = int(config.watermark * kv.pool.num_usable)
-        self._long_prefill_threshold = config.long_prefill_threshold
         self._requests: dict[str, Request] = {}  # unfinished ones by id
         self._deadlines = Deadlines()
         self._unreported: list[SequenceOutcome] = []
@@ -100,6 +108,7 @@ class Scheduler:
         self._budget = 0
         self._long_budget = 0
         self._preempted = False
+        self._parking_budgets = [0, 0]  # for short and for long ones
 
     # Requests.
 
@@ -125,11 +134,16 @@ class Scheduler:
             request.deadline = self._clock() + request.timeout
             self._deadlines.add(request)
         rank = request.priority if self.config.policy is SchedulingPolicy.PRIORITY else 0
+        query = None
         for index in range(request.n):
             self._next_seq_id += 1
             seq = Sequence(self._next_seq_id, request, index, (rank, request.arrival, index))
+            # (Here, where a request costs its length anyway, and not in a step.)
+            query = self._query(seq) if query is None else query.copy()
+            seq.query = query
             request.sequences.append(seq)
             self.waiting.add(seq)
+        request.num_unfinished = request.n
         self._requests[request.request_id] = request
         return request.sequences
 
@@ -179,7 +193,8 @@ class Scheduler:
             self.waiting.remove(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
-        seq.waits_for = seq.query = None
+        seq.query = None
+        seq.request.num_unfinished -= 1
         if seq.request.is_finished:
             del self._requests[seq.request.request_id]
             self._deadlines.discard(seq.request)
@@ -187,11 +202,12 @@ class Scheduler:
 
     def _free(self, seq: Sequence) -> None:
         assert seq.tables is not None
+        self.waiting.wake_from(seq.tables)
         self.kv.free(seq.tables)
         seq.tables = None
 
     def _expire(self) -> None:
-        if not self._deadlines:
+        if not self._deadlines.heap:
             return
         for request in self._deadlines.pop_due(self._clock()):
             for seq in request.sequences:
@@ -217,12 +233,18 @@ class Scheduler:
         self._num_sampled = 0
         self._budget = self.config.max_num_batched_tokens
         self._preempted = False
-        if self.config.policy is SchedulingPolicy.PRIORITY:
-            self._make_way()
+        self._parking_budgets = [self.max_parked_tokens] * 2
+        waiting = self.waiting
+        if waiting.size:
+            waiting.wake()
+            if self.config.policy is SchedulingPolicy.PRIORITY:
+                self._make_way()
         self._schedule_decodes()
-        self._long_budget = self._budget - min(self._short_demand(), self._budget // 2)
-        self._schedule_running_prefills()
-        if not self._preempted:  # blocks of a preempted sequence do not go to waiting ones
+        if self._prefilling or waiting.size:
+            self._long_budget = self._budget - min(self._short_demand(), self._budget // 2)
+            self._schedule_running_prefills()
+        # (Blocks of a preempted sequence do not go to waiting ones.)
+        if waiting.size and not self._preempted:
             self._admit_waiting()
         if not self._scheduled:
             self._step -= 1
@@ -263,10 +285,13 @@ class Scheduler:
                 continue
             # A sequence preempted since (it does not run again before this commit) has lost its
             # blocks, but its token is still valid.
-            if samples:
-                tokens = seq.tokens
-                tokens.append(token)  # type: ignore[arg-type]  # (checked above)
-            if status is running:
+            tokens = seq.tokens
+            if status is not running:
+                if samples:
+                    self.waiting.add_token(seq, token)  # type: ignore[arg-type]  # (checked above)
+            else:
+                if samples:
+                    tokens.append(token)  # type: ignore[arg-type]
                 tables = seq.tables
                 tables.num_computed_tokens = now = start + len(token_ids)  # type: ignore[union-attr]
                 if now % block_size < len(token_ids):  # the end of a block is among them
@@ -319,7 +344,7 @@ class Scheduler:
         scheduled, running = self._scheduled, SequenceStatus.RUNNING
         has_states, move_state = self.kv.states is not None, self.kv.move_state
         state = None
-        for seq in self.running:
+        for seq in self.running.items.copy():  # (it changes when one is preempted)
             start = seq.num_scheduled_tokens
             tokens = seq.tokens
             num_left = len(tokens) - start
@@ -422,12 +447,11 @@ class Scheduler:
             if seq.is_running and not self._is_long(left):
                 demand += left
         num_free_places = self.config.max_num_seqs - len(self.running)
-        for seq in self.waiting:
+        for seq in self.waiting.ready_short():
             if demand >= enough or num_free_places == 0:
                 break
-            if not self._is_long(len(seq.tokens)):
-                demand += len(seq.tokens)
-                num_free_places -= 1
+            demand += len(seq.tokens)
+            num_free_places -= 1
         return demand
 
     def _add(self, seq: Sequence, num_tokens: int) -> None:
@@ -457,24 +481,34 @@ class Scheduler:
     # Admission.
 
     def _admit_waiting(self) -> None:
-        # `continue` passes a sequence over; `return` also keeps all behind it waiting.
-        for seq in self.waiting:
-            if self._budget == 0 or len(self.running) >= self.config.max_num_seqs:
-                return  # the step is full
-            if seq.last_step > self._committed_step:
-                return  # preempted while in flight: its newest token is not known yet
-            if self._must_wait(seq):
-                continue  # another one is computing a block that it needs
-            if self._is_long(len(seq.tokens)) and self._long_budget == 0:
-                continue  # short prompts behind it may use what is left
+        # Whoever is first is admitted, parked, or keeps all behind it waiting.
+        while self._budget > 0 and len(self.running) < self.config.max_num_seqs:
+            # (Where long prompts have had their share, short ones behind them use what is left.)
+            seq = self._first_to_admit(with_long=self._long_budget > 0)
+            if seq is None:
+                return
             if len(seq.tokens) > self._budget and not self.config.enable_chunked_prefill:
                 return  # it is not cut, so it waits for a step with room, and none overtakes it
             if not self._admit(seq):
                 return  # none overtakes a sequence that waits for memory
 
+    def _first_to_admit(self, *, with_long: bool) -> Sequence | None:
+        """The first waiting sequence for which nothing is being computed; parks those before it."""
+        budgets = self._parking_budgets
+        while budgets[False] > 0:
+            seq = self.waiting.first(with_long=with_long and budgets[True] > 0)
+            if seq is None or seq.last_step > self._committed_step:
+                break  # (preempted while in flight: its newest token is not known yet)
+            awaited = self._awaited(seq)
+            if awaited is None:
+                return seq
+            self.waiting.park(seq, *awaited)
+            budgets[self._is_long(len(seq.tokens))] -= PARKING_COST + len(seq.tokens)
+        return None
+
     def _admit(self, seq: Sequence) -> bool:
         request = seq.request
-        source = self._fork_source(seq)
+        source = self._fork_source(request)
         if self.running and source is None and self._is_still_blocked(seq):
             return False
         tables = self.kv.admit(
@@ -493,7 +527,7 @@ class Scheduler:
         self.running.add(seq)
         seq.status = SequenceStatus.RUNNING
         seq.tables = tables
-        seq.waits_for = seq.query = None
+        seq.query = None
         seq.blocked_at = -1
         num_cached = tables.num_cached_tokens
         seq.num_scheduled_tokens = num_cached
@@ -519,52 +553,68 @@ class Scheduler:
         self.kv.match(query)
         return query.depth <= before  # (otherwise more of its prompt is cached by now)
 
-    def _fork_source(self, seq: Sequence) -> Sequence | None:
-        """A running sibling whose committed blocks hold the whole prompt."""
+    def _awaited(self, seq: Sequence) -> tuple[BlockTables, int] | None:
+        """What a waiting sequence should wait for: the tables of a running one that computes what
+        it needs next, and the computed tokens with which the two part."""
         request = seq.request
-        if request.n == 1:
+        num_prompt_tokens = request.num_prompt_tokens
+        reads_cache = request.read_prefix_cache and self.kv.enable_prefix_caching
+        source = self._prompt_source(request)
+        if source is not None:
+            assert source.tables is not None
+            if source.num_computed_tokens >= num_prompt_tokens:
+                return None  # it forks that one
+            # One sibling computes the prompt, the others fork it; or take the cached prompt, where
+            # that is all there. (Where nothing is cached, and the answer is one token, that sibling
+            # ends when it could be forked.)
+            if not reads_cache:
+                is_worthwhile = request.max_output_tokens > 1
+            else:
+                found = self.kv.match(self._query(seq)).num_tokens(self.kv.block_size)
+                is_worthwhile = found < num_prompt_tokens - 1
+            return (source.tables, num_prompt_tokens) if is_worthwhile else None
+        if not reads_cache:
             return None
-        for sibling in request.sequences:
-            # (One admitted in this very step, whose copy is still to be made, has a whole prompt
-            # only from the tree: this one finds as much there, and the manager prefers that.)
-            if sibling.is_running and sibling.num_computed_tokens >= request.num_prompt_tokens:
-                return sibling
-        return None
-
-    def _must_wait(self, seq: Sequence) -> bool:
-        """Whether a running sequence is computing what this one needs next."""
-        if seq.waits_for is not None:
-            awaited, num_computed = seq.waits_for
-            if awaited.is_running and awaited.num_computed_tokens == num_computed:
-                return True
-            seq.waits_for = None
-        provider = self._provider_for(seq)
+        query = self._query(seq)
+        tables = self.kv.computing_next_block(seq.tokens, query)
         # One of a lower class may be starved for longer than the wait is worth.
-        if provider is None or provider.order[0] > seq.order[0]:
-            return False
-        seq.waits_for = (provider, provider.num_computed_tokens)
-        return True
-
-    def _provider_for(self, seq: Sequence) -> Sequence | None:
-        request = seq.request
-        if request.n > 1:
-            for sibling in request.sequences:
-                # One sibling computes the prompt; the others fork it.
-                if sibling.is_running and sibling.num_computed_tokens < request.num_prompt_tokens:
-                    return sibling
-        if not request.read_prefix_cache:
+        if tables is None or tables.owner.order[0] > seq.order[0]:
             return None
-        tables = self.kv.computing_next_block(seq.tokens, self._query(seq))
-        return None if tables is None else tables.owner
+        return tables, self.kv.part_after(tables, query)
+
+    def _fork_source(self, request: Request) -> Sequence | None:
+        """A running sibling whose committed blocks hold the whole prompt."""
+        source = self._prompt_source(request)
+        # (One admitted in this very step, whose copy is still to be made, has a whole prompt only
+        # from the tree: a sibling finds as much there, and the manager prefers that.)
+        if source is None or source.num_computed_tokens < request.num_prompt_tokens:
+            return None
+        return source
+
+    def _prompt_source(self, request: Request) -> Sequence | None:
+        """The running sibling that the others fork, now or when it has computed the prompt."""
+        if request.n == 1 or not self.kv.keeps_last_token_forkable(request.num_prompt_tokens):
+            return None
+        source = request.prompt_source
+        if source is None or not self._may_be_forked(source):
+            # Rare: the one before it has ended, was preempted or has slid on.
+            candidates = [s for s in request.sequences if self._may_be_forked(s)]
+            source = max(candidates, key=lambda s: s.num_computed_tokens, default=None)
+            request.prompt_source = source
+        return source
+
+    def _may_be_forked(self, seq: Sequence) -> bool:
+        """Whether a sequence runs, and its windows have not slid past the end of the prompt."""
+        return seq.tables is not None and (
+            self.kv.can_fork(seq.tables, seq.request.num_prompt_tokens - 1)
+        )
 
     # Priority.
 
     def _make_way(self) -> None:
-        """Preempts running sequences of a lower class for the first in the queue."""
-        if not self.waiting:
-            return
-        head = self.waiting.first
-        if head.last_step > self._committed_step or self._must_wait(head):
+        """Preempts running sequences of a lower class for the first one that waits for none."""
+        head = self._first_to_admit(with_long=True)
+        if head is None:
             return
         while self.running and self.running.last.request.priority > head.request.priority:
             if len(self.running) < self.config.max_num_seqs and self.kv.will_have_room(
@@ -577,6 +627,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> int:
         """Empties the prefix cache, between any two steps; returns how many blocks it held."""
+        self.waiting.wake_all()  # what they wait for will not be indexed
         return self.kv.reset_prefix_cache()
 
     @property
@@ -613,7 +664,12 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Checks queues, requests and the KV store against each other; raises `IntegrityError`."""
         self.kv.check_integrity()
+        self.waiting.check_integrity()
         alive = [s for r in self._requests.values() for s in r.sequences if not s.is_finished]
+        if any(r.num_unfinished < 1 for r in self._requests.values()) or len(alive) != sum(
+            r.num_unfinished for r in self._requests.values()
+        ):
+            raise IntegrityError("an unfinished request miscounts its sequences")
         if len(alive) != len(self.running) + len(self.waiting):
             raise IntegrityError(
                 f"{len(self.running)} running + {len(self.waiting)} waiting sequences, "
@@ -660,74 +716,3 @@ def _check_sampled(output: SchedulerOutput, sampled: SequenceOf[int | None]) -> 
         expected = f"one entry for each of {len(output.sequences)} sequences"
         expected += f", and a token where one samples (none for {missing})" if missing else ""
         raise InvalidParameterError("sampled", expected, list(sampled))
-
-
-class SequenceQueue:
-    """Sorted by `Sequence.order`, which is unique: first served first, last preempted first."""
-
-    def __init__(self) -> None:
-        self._items: list[Sequence] = []
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        """Iterates over the present members: the queue may change during the loop."""
-        return iter(self._items.copy())
-
-    def __contains__(self, seq: Sequence) -> bool:
-        place = bisect_left(self._items, seq.order, key=_order)
-        return place < len(self._items) and self._items[place] is seq
-
-    @property
-    def first(self) -> Sequence:
-        return self._items[0]
-
-    @property
-    def last(self) -> Sequence:
-        return self._items[-1]
-
-    def add(self, seq: Sequence) -> None:
-        insort(self._items, seq, key=_order)
-
-    def remove(self, seq: Sequence) -> None:
-        place = bisect_left(self._items, seq.order, key=_order)
-        assert self._items[place] is seq
-        del self._items[place]
-
-
-def _order(seq: Sequence) -> tuple[int, int, int]:
-    return seq.order
-
-
-class Deadlines:
-    """The unfinished requests that have a deadline. A check costs nothing until one is due."""
-
-    def __init__(self) -> None:
-        self._requests: set[Request] = set()
-        self._next = math.inf  # never later than the earliest deadline
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def add(self, request: Request) -> None:
-        assert request.deadline is not None
-        self._requests.add(request)
-        self._next = min(self._next, request.deadline)
-
-    def discard(self, request: Request) -> None:
-        self._requests.discard(request)
-
-    def pop_due(self, now: float) -> list[Request]:
-        """Takes out the requests whose time is up, in order of arrival."""
-        if now < self._next:
-            return []
-        due = [request for request in self._requests if _deadline(request) <= now]
-        self._requests.difference_update(due)
-        due.sort(key=lambda request: request.arrival)
-        self._next = min(map(_deadline, self._requests), default=math.inf)
-        return due
-
-
-def _deadline(request: Request) -> float:
-    return math.inf if request.deadline is None else request.deadline

@@ -38,6 +38,7 @@ from mlx_paged.core import (
     StopPolicy,
     WindowGroupSpec,
 )
+from mlx_paged.core.scheduler import MAX_PARKED_TOKENS, PARKING_COST
 
 NUM_OPS = int(os.environ.get("MLX_PAGED_STATE_OPS", "20000"))
 OPS_PER_RUN = 50
@@ -252,7 +253,8 @@ def told(output: SchedulerOutput) -> list[Any]:
 class SchedulerMachine(RuleBasedStateMachine):
     """Scheduler and fake device against the oracle: every request gets its tokens.
 
-    A second scheduler, whose hot loops are the plain ones, must build the same batches all along.
+    A second scheduler, whose hot loops and waiting queue are the plain ones, must build the same
+    batches all along.
     """
 
     EOS = frozenset({3, 4})
@@ -268,6 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlap=st.booleans(),
         groups=st.sampled_from([None, None, *GROUPS]),
         room=st.integers(0, 12),
+        parked=st.sampled_from([1, 3 * PARKING_COST, MAX_PARKED_TOKENS]),
     )
     def begin(
         self,
@@ -281,6 +284,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlap: bool,
         groups: str | None,
         room: int,
+        parked: int,
     ) -> None:
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -303,6 +307,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
             for make in (Scheduler, PlainScheduler)
         )
+        self.scheduler.max_parked_tokens = self.plain.max_parked_tokens = parked
         self.engine = FakeEngine(self.scheduler, overlap=overlap)
         self.plain_engine = FakeEngine(self.plain, overlap=overlap)
         self.num_compared = 0
@@ -311,7 +316,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         prompt=prompts,
         max_tokens=st.integers(1, 12),
-        n=st.sampled_from([1, 1, 1, 2, 3]),
+        n=st.sampled_from([1, 1, 1, 2, 3, 7]),
         priority=st.integers(0, 2),
         salt=salts,
         timeout=st.sampled_from([None, None, None, 3.0]),

@@ -1,14 +1,17 @@
-"""The two loops over all running sequences, as they are defined: one question at a time.
+"""What the scheduler does for speed, as it is defined: one question at a time.
 
 `Scheduler._schedule_decodes` and `Scheduler.update_from_output` see every running sequence in every
-step, and are written for speed. What they must do is written here for the reader.
+step. `WaitingQueue` keeps a step from looking at every waiting one. What they must do is written
+here for the reader.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
-from mlx_paged.core import Scheduler, SchedulerOutput, Sequence, SequenceOutcome
+from mlx_paged.core import BlockTables, Scheduler, SchedulerOutput, Sequence, SequenceOutcome
 
 
 def num_pending_tokens(seq: Sequence) -> int:
@@ -31,7 +34,107 @@ def is_prefilling(seq: Sequence) -> bool:
     return len(seq.tokens) - seq.num_scheduled_tokens > 1
 
 
+class PlainQueue:
+    """`WaitingQueue` as it is defined: every question is asked of every sequence."""
+
+    def __init__(self, is_long: Callable[[int], bool]) -> None:
+        self._is_long = is_long
+        self._sequences: list[Sequence] = []
+        self._waits: dict[Sequence, tuple[BlockTables, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    size = property(__len__)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(sorted(self._sequences, key=lambda seq: seq.order))
+
+    def _is_ready(self, seq: Sequence) -> bool:
+        if seq not in self._waits:
+            return True
+        tables, num_tokens = self._waits[seq]
+        return tables.owner.tables is not tables or tables.num_computed_tokens >= num_tokens
+
+    def first(self, *, with_long: bool = True) -> Sequence | None:
+        for seq in self:
+            if self._is_ready(seq) and (with_long or not self._is_long(len(seq.tokens))):
+                return seq
+        return None
+
+    def ready_short(self) -> Iterator[Sequence]:
+        return (s for s in self if self._is_ready(s) and not self._is_long(len(s.tokens)))
+
+    def add(self, seq: Sequence) -> None:
+        self._sequences.append(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        self._sequences.remove(seq)
+        self._waits.pop(seq, None)
+
+    def park(self, seq: Sequence, tables: BlockTables, num_tokens: int) -> None:
+        self._waits[seq] = (tables, num_tokens)
+
+    def wake(self) -> None:
+        """Nothing is remembered of who is ready."""
+
+    def wake_from(self, tables: BlockTables) -> None:
+        """The same: the tables' owner says that they are given up."""
+
+    def wake_all(self) -> None:
+        self._waits.clear()
+
+
 class PlainScheduler(Scheduler):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.waiting = PlainQueue(self._is_long)  # type: ignore[assignment]
+
+    def _awaited(self, seq: Sequence) -> tuple[BlockTables, int] | None:
+        awaited = super()._awaited(seq)
+        if awaited is not None:
+            tables, num_tokens = awaited
+            assert tables.owner.is_running and tables.num_computed_tokens < num_tokens
+            assert tables.owner.order[0] <= seq.order[0]
+            num_prompt_tokens = seq.request.num_prompt_tokens
+            forks = self.kv.keeps_last_token_forkable(num_prompt_tokens)
+            if forks and tables.owner.request is seq.request:
+                assert num_tokens == num_prompt_tokens
+            else:
+                assert num_tokens == self._part(seq, tables)
+        elif seq.request.n == 1 and seq.request.read_prefix_cache:
+            assert not any(self._computes_next_block(r, seq) for r in self.running)
+        return awaited
+
+    def _part(self, seq: Sequence, tables: BlockTables) -> int:
+        """The end of the last block that two sequences have in common, or of the next one."""
+        assert tables.tip is not None
+        size, known = self.kv.block_size, seq.tokens[:-1]
+        num_blocks = tables.tip.depth + 1
+        while (
+            len(known) >= (num_blocks + 1) * size
+            and known[: (num_blocks + 1) * size] == tables.tokens[: (num_blocks + 1) * size]
+        ):
+            num_blocks += 1
+        return num_blocks * size
+
+    def _computes_next_block(self, running: Sequence, seq: Sequence) -> bool:
+        """Whether `seq` should wait for `running`; only where all layers see everything."""
+        if len(self.kv.groups) > 1 or running.order[0] > seq.order[0]:
+            return False
+        assert running.tables is not None
+        tip, match, size = running.tables.tip, self.kv.match(self._query(seq)), self.kv.block_size
+        if tip is None or tip is not match.node:
+            return False
+        start, end = tip.depth * size, (tip.depth + 1) * size
+        wanted = seq.tokens[start : min(end, len(seq.tokens) - 1)]
+        return (
+            len(running.tokens) >= end
+            and running.tokens[start : start + len(wanted)] == wanted
+            and len(wanted) > match.num_partial_tokens
+            and len(wanted) * 2 >= size
+        )
+
     def _schedule_decodes(self) -> None:
         self._prefilling = [seq for seq in self.running if is_prefilling(seq)]
         for seq in self.running:

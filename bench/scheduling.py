@@ -1,0 +1,127 @@
+"""Host time of scheduling where many sequences wait: for one long prompt, or for a sibling's.
+
+No model and no MLX: the scheduler and the KV store alone, with one step of overlap, as the engine
+runs them. Every sampled token is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from harness import print_table, save
+
+from mlx_paged.core import KVManager, Request, Scheduler, SchedulerConfig, StopPolicy
+
+LONG_PROMPT = 30_000
+
+
+class Engine:
+    """Schedules a step and commits the one before it; times both."""
+
+    def __init__(self, num_blocks: int, **config: Any) -> None:
+        self.scheduler = Scheduler(SchedulerConfig(**config), KVManager(num_blocks, 32))
+        self.in_flight: Any = None
+        self.schedule_ms: list[float] = []
+        self.commit_ms: list[float] = []
+
+    def step(self) -> None:
+        start = time.perf_counter()
+        output = self.scheduler.schedule()
+        scheduled = time.perf_counter()
+        if self.in_flight is not None:
+            tokens = [5 if row.samples else None for row in self.in_flight.sequences]
+            self.scheduler.update_from_output(self.in_flight, tokens)
+        self.in_flight = output
+        self.schedule_ms.append((scheduled - start) * 1e3)
+        self.commit_ms.append((time.perf_counter() - scheduled) * 1e3)
+
+    def run(self) -> Iterator[int]:
+        freeze()
+        while self.scheduler.has_unfinished or self.in_flight is not None:
+            self.step()
+            yield len(self.schedule_ms)
+
+
+def freeze() -> None:
+    """Keeps what is there out of garbage collections, as the engine's thread does."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+def waiting(num_waiting: int, timeout: float | None, distinct: int) -> dict[str, Any]:
+    """Requests that wait for `distinct` long prompts, each its own.
+
+    Only the steps in which those are computed count.
+    """
+    engine = Engine(40_000 + 940 * distinct)
+    scheduler = engine.scheduler
+    stems = [[1 + d, *range(10, 10 + LONG_PROMPT)] for d in range(distinct)]
+    owners = [Request(f"owner{d}", stem, StopPolicy(8)) for d, stem in enumerate(stems)]
+    for owner in owners:
+        scheduler.add(owner)
+    engine.step()
+    for i in range(num_waiting):
+        prompt = [*stems[i % distinct], 50_000 + i, 1, 2, 3]
+        scheduler.add(Request(str(i), prompt, StopPolicy(4), timeout=timeout))
+    first = len(engine.schedule_ms)
+    freeze()
+    while any(owner.sequences[0].num_output_tokens == 0 for owner in owners):
+        engine.step()
+    ms = sorted(engine.schedule_ms[first:])
+    return {
+        "num_waiting": num_waiting,
+        "prompts_awaited": distinct,
+        "timeouts": timeout is not None,
+        "steps": len(ms),
+        "schedule_ms_median": round(ms[len(ms) // 2], 3),
+        "schedule_ms_max": round(ms[-1], 3),
+    }
+
+
+def answers(n: int, prompt_len: int = 100, max_tokens: int = 8) -> dict[str, Any]:
+    """One request of `n` answers, and as many requests of one."""
+    result: dict[str, Any] = {"n": n}
+    for name, requests in (
+        ("n", [Request("a", list(range(prompt_len)), StopPolicy(max_tokens), n=n)]),
+        (
+            "separate",
+            [Request(str(i), list(range(prompt_len)), StopPolicy(max_tokens)) for i in range(n)],
+        ),
+    ):
+        engine = Engine(40_000)
+        for request in requests:
+            engine.scheduler.add(request)
+        steps = sum(1 for _ in engine.run())
+        seconds = (sum(engine.schedule_ms) + sum(engine.commit_ms)) / 1e3
+        result[f"{name}_steps"], result[f"{name}_seconds"] = steps, round(seconds, 3)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--waiting", type=int, nargs="*", default=[0, 1000, 5000])
+    parser.add_argument("--answers", type=int, nargs="*", default=[32, 256, 1024])
+    parser.add_argument("--no-save", action="store_true")
+    args = parser.parse_args()
+    results = {
+        "waiting": [
+            waiting(num, timeout, distinct)
+            for num in args.waiting
+            for timeout, distinct in ((None, 1), (1000.0, 1), (None, 4))
+        ],
+        "answers": [answers(n) for n in args.answers],
+    }
+    for rows in results.values():
+        if rows:
+            print_table(list(rows[0]), [[str(value) for value in row.values()] for row in rows])
+    if not args.no_save:
+        print(save("scheduling", results))
+
+
+if __name__ == "__main__":
+    main()
