@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mlx_paged import ops
 from mlx_paged.core import KVCounters, KVManager, KVUsage, Request, Scheduler
-from mlx_paged.engine import memory
+from mlx_paged.engine import memory, request_options
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer, special_token_ids
 from mlx_paged.engine.executor import PendingStep, StepExecutor
@@ -30,7 +30,6 @@ from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.logprobs import LogprobReport, PromptReport
 from mlx_paged.engine.sampling.sequence_sampler import RequestSampling, SequenceSampler, TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.loader import LoadedModel
 from mlx_paged.model.wrap import serve
 
@@ -140,7 +139,7 @@ class Engine:
 
         Args:
             request_id: unique among unfinished requests.
-            prompt_token_ids: at least one token.
+            prompt_token_ids: at least one token; a list, or an array of integers.
             params: how to choose tokens, and when to stop.
             prompt: the text of the tokens, for the output.
             priority: lower is served first under the priority policy.
@@ -151,17 +150,17 @@ class Engine:
             sampling: `sampling_of` these arguments, where it was made before.
 
         Raises:
-            InvalidParameterError: an empty prompt, or a token that the model does not have,
-                in the prompt or in `params`.
+            InvalidParameterError: an option that is not of its kind; an empty prompt; a token that
+                the model does not have, in the prompt or in `params`; params that leave no token.
             RequestTooLargeError: prompt and answer could never fit.
             DuplicateRequestError: an unfinished request has this id.
             EngineOverloadedError: too many sequences wait.
         """
-        for token in prompt_token_ids:
-            if type(token) is not int or not 0 <= token < self.vocab_size:
-                raise InvalidParameterError(
-                    "prompt_token_ids", f"integers in [0, {self.vocab_size})", token
-                )
+        prompt_token_ids = request_options.token_ids_of(
+            "prompt_token_ids", prompt_token_ids, self.vocab_size
+        )
+        params = request_options.params_of(params)
+        request_options.check_callables(token_mask, sink, prompt)
         if not self.has_unfinished:
             memory.limit_run_ahead()  # other parts of the process may have taken memory since
         if sampling is None:
@@ -210,12 +209,13 @@ class Engine:
         """What parameters mean for this model; any thread may ask, as it may take long.
 
         Raises:
-            InvalidParameterError: a token in `params` that the model does not have.
+            InvalidParameterError: a token in `params` that the model does not have, or params that
+                leave no token.
         """
         return RequestSampling(
             params,
             prompt_token_ids,
-            seed=secrets.randbits(32) if params.seed is None else params.seed,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
             tokenizer=self.tokenizer,
             vocab_size=self.vocab_size,
             token_mask=token_mask,

@@ -11,6 +11,7 @@ from typing import Any
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine, EngineStats
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
+from mlx_paged.engine.request_options import conversations_of, params_for, prompts_of
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.loader import LoadedModel, load
@@ -70,13 +71,13 @@ class LLM:
         """Completes prompts, all at once.
 
         Args:
-            prompts: a text, a list of token ids, or a sequence of either.
+            prompts: a text, a list (or an array) of token ids, or a sequence of either.
             params: for all prompts, or one for each.
 
         Returns:
             One output for each prompt, in their order.
         """
-        outputs, inbox = self._add(_as_prompts(prompts), params)
+        outputs, inbox = self._add(prompts_of(prompts), params)
         for _ in self._run(outputs, inbox):
             pass
         return outputs
@@ -104,7 +105,7 @@ class LLM:
         `SequenceUpdate.request_id` is the prompt's index, "0" for the first. Leaving the loop early
         aborts what is unfinished.
         """
-        outputs, inbox = self._add(_as_prompts(prompts), params)
+        outputs, inbox = self._add(prompts_of(prompts), params)
         place = {output.request_id: str(i) for i, output in enumerate(outputs)}
         for update in self._run(outputs, inbox):
             yield update._replace(request_id=place[update.request_id])
@@ -117,29 +118,23 @@ class LLM:
             raise InvalidParameterError(
                 "messages", "a prompt: the model has no chat template", messages
             )
-        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
         return [
-            self.tokenizer.apply_chat_template(list(chat), add_generation_prompt=True)
-            for chat in chats
+            self.tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+            for chat in conversations_of(messages)
         ]
 
     def _add(
         self,
-        prompts: Sequence[Prompt],
+        prompts: list[str | list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> tuple[list[RequestOutput], _Inbox]:
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise InvalidParameterError(
-                "params", f"one for all or one for each of {len(prompts)} prompts", len(params)
-            )
+        each = params_for(params, len(prompts))
         outputs: list[RequestOutput] = []
         inbox = _Inbox()
         try:
-            for prompt, p in zip(prompts, params):
+            for prompt, p in zip(prompts, each):
                 text = prompt if isinstance(prompt, str) else None
-                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
                 request_id = str(next(self._ids))
                 outputs.append(
                     self.engine.add_request(request_id, tokens, p, prompt=text, sink=inbox)
@@ -177,9 +172,3 @@ class _Inbox(deque[SequenceUpdate]):
 
     def put(self, update: SequenceUpdate) -> None:
         self.append(update)
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from mlx_paged.core import FinishReason, Request, Scheduler, Sequence, SequenceOutcome
 from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer
-from mlx_paged.engine.faults import reason_of
+from mlx_paged.engine.faults import is_interrupt, reason_of
 from mlx_paged.engine.outputs import CompletionOutput, RequestOutput, SequenceUpdate
 from mlx_paged.engine.runner import ModelRunnerOutput
 from mlx_paged.engine.sampling.logprobs import LogprobReport, PositionLogprobs
@@ -24,7 +24,7 @@ class UpdateSink(Protocol):
     """Where the updates of a request go, besides `Engine.step`'s return value."""
 
     def put(self, update: SequenceUpdate) -> None:
-        """Takes an update; it must be quick and must not raise."""
+        """Takes an update; it must be quick. If it raises, that ends its answer."""
 
 
 class AnswerState:
@@ -124,7 +124,7 @@ class OutputProcessor:
                 tokens.append(token)  # type: ignore[arg-type]
                 updates.append(update)
                 if answer.sink is not None:
-                    answer.sink.put(update)
+                    updates += self._deliver(update, seq, answer)
                 continue
             try:
                 update = self._to_update(outcome, answer)
@@ -133,8 +133,8 @@ class OutputProcessor:
                 continue
             if update.finish_reason is not None and reason is None:
                 self._scheduler.finish_sequence(seq, update.finish_reason)
-            self._record(update, seq, answer)
-            updates.append(update)
+            ended = self._record(update, seq, answer)
+            updates += [update, *ended]
         return updates
 
     def end_failed(
@@ -182,10 +182,27 @@ class OutputProcessor:
             update = SequenceUpdate(request_id, seq.index, None, "", FinishReason.ABORT)
             updates.append(update)
             if answer.sink is not None:
-                answer.sink.put(update)
+                self._deliver(update, seq, answer)
         return updates
 
     # Parts.
+
+    def _deliver(
+        self, update: SequenceUpdate, seq: Sequence, answer: AnswerState
+    ) -> list[SequenceUpdate]:
+        """Puts an update into its sink; returns the update of the end, if that raised.
+
+        The sink is a caller's: what it raises must not end other requests.
+        """
+        assert answer.sink is not None
+        try:
+            answer.sink.put(update)
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            answer.sink = None
+            return self._fail(seq, f"its sink raised {reason_of(error)}")
+        return []
 
     def _to_update(self, outcome: SequenceOutcome, answer: AnswerState) -> SequenceUpdate:
         seq, token, reason = outcome
@@ -244,7 +261,10 @@ class OutputProcessor:
         self._record(update, seq, answer)
         return [update]
 
-    def _record(self, update: SequenceUpdate, seq: Sequence, answer: AnswerState) -> None:
+    def _record(
+        self, update: SequenceUpdate, seq: Sequence, answer: AnswerState
+    ) -> list[SequenceUpdate]:
+        """Writes an update into its output and its sink; returns the update of what that ended."""
         state, completion, text = answer.state, answer.completion, answer.text
         completion.text = text if isinstance(text, DeferredText) else text.text
         if update.token_id is not None:
@@ -268,5 +288,4 @@ class OutputProcessor:
             completion.error = update.error
             if state.output.finished:
                 state.output.metrics.finished_time = time.monotonic()
-        if answer.sink is not None:
-            answer.sink.put(update)
+        return [] if answer.sink is None else self._deliver(update, seq, answer)

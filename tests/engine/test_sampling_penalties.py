@@ -83,7 +83,9 @@ def edited(logits: np.ndarray, rows: list[Edits | None], newest: Sequence[int] |
                 tokens[place] = token
         in_flight = InFlight(mx.array(tokens), source)
     edited_rows = [(i, edits) for i, edits in enumerate(rows) if edits is not None]
-    return np.array(apply_edits(mx.array(logits), edited_rows, in_flight))
+    result = apply_edits(mx.array(logits), edited_rows, in_flight)
+    assert not result.failed
+    return np.array(result.logits)
 
 
 def logits_of(num_rows: int, rng: np.random.Generator) -> np.ndarray:
@@ -186,7 +188,7 @@ def test_plain_rows_cost_nothing(rng: np.random.Generator) -> None:
     logits = mx.array(logits_of(3, rng)).astype(mx.float16)
     plain = row_for(SamplingParams(temperature=0.7, top_p=0.9, seed=1), [1])
     assert plain is None
-    assert apply_edits(logits, [], None) is logits
+    assert apply_edits(logits, [], None).logits is logits
 
 
 def test_end_and_stop_tokens_are_banned_until_min_tokens(rng: np.random.Generator) -> None:
@@ -298,8 +300,10 @@ def test_a_mask_and_allowed_tokens_hold_together() -> None:
 )
 def test_a_mask_that_does_not_fit_is_refused(mask: np.ndarray) -> None:
     row = edits_of(sampler_of(SamplingParams(), mask=lambda *_: mask), PROMPT, len(PROMPT))
-    with pytest.raises(InvalidParameterError, match="token_mask"):
-        edited(np.zeros((1, VOCAB_SIZE), np.float32), [row])
+    result = apply_edits(mx.zeros((2, VOCAB_SIZE)), [(1, row)], None)
+    assert list(result.failed) == [1] and "token_mask must be at most 4096" in result.failed[1]
+    assert np.isneginf(np.array(result.logits[1])).all()
+    assert (np.array(result.logits[0]) == 0).all()
 
 
 @pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids"])
