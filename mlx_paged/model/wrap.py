@@ -165,21 +165,22 @@ def _as_latent(spec: CacheSpec, found: LayerSpec) -> CacheSpec:
 
 
 def _tried(paged: PagedModel) -> PagedModel:
-    """Builds a step of four sequences of one and two rows, on pools of a few blocks.
+    """Builds a step of eight sequences of one and two rows, on pools of a few blocks.
 
-    Two of each length, as code that takes an array of positions for a number fails on two and not
-    on one.
+    Half of them begin in it. Two of each kind, as code that takes an array of positions for a
+    number fails on two and not on one.
     """
-    paged.allocate(5, 5)
-    lens = np.array([1, 2, 1, 2])
+    paged.allocate(9, 13)
+    lens = np.array([1, 2, 1, 2] * 2)
+    slots = StateSlots([0, 0, 0, 0, 9, 10, 11, 12], range(1, 9))
     inputs = StepInputs(
-        context_lens=lens + 1,
+        context_lens=lens + np.repeat([0, 1], 4),
         query_lens=lens,
-        tables=[[1], [2], [3], [4]],
-        logit_rows=np.array([0, 2, 5]),
-        state_slots=StateSlots([0, 0, 0, 0], [1, 2, 3, 4]) if paged.layout.has_states else None,
+        tables=[[block] for block in range(1, 9)],
+        logit_rows=np.array([0, 2, 8]),
+        state_slots=slots if paged.layout.has_states else None,
     )
-    logits = paged.forward(mx.zeros((6,), dtype=mx.int32), inputs)
+    logits = paged.forward(mx.zeros((int(lens.sum()),), dtype=mx.int32), inputs)
     if logits.ndim != 2 or logits.shape[0] != 3:
         raise ValueError(f"its logits are of shape {logits.shape}, not (3, vocab_size)")
     paged.release()
