@@ -40,7 +40,7 @@ _REGROUPED = """
     prism_hadamard_qwen35 qwen3_5 qwen3_5_moe qwen3_next recurrent_gemma rwkv7
 """
 _GATHERED = "baichuan_m1 deepseek_v32 glm_moe_dsa"
-_UNIFORM = "minimax_m3_vl plamo3"
+_UNIFORM = "minimax_m3_vl"
 
 #: Proven families, and how each is run. A model may turn out to need a later mode of `Mode`
 #: (dynamic RoPE scaling does), but never an earlier one.
@@ -64,6 +64,10 @@ REFUSED: dict[str, str] = {
     "phi3small": (
         "mlx-lm's block-sparse mask for it depends on where a prompt is cut into chunks, so "
         "answers would depend on the other requests of a step"
+    ),
+    "plamo3": (
+        "mlx-lm masks a window for it that is one token wider than its cache, so answers would "
+        "depend on where a prompt is cut into chunks, and on what is cached of it"
     ),
 }
 

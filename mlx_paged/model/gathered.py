@@ -72,10 +72,16 @@ class GatheredGroup:
 
 
 def groups_of(inputs: StepInputs, *, uniform: bool) -> list[np.ndarray]:
-    """The sequences (by number) of a step that run together; those without rows are in none."""
-    keys = inputs.query_lens[:, None]
+    """The sequences (by number) of a step that run together; those without rows are in none.
+
+    With recurrent state all sequences of a group have one, or all begin in this step.
+    """
+    columns = [inputs.query_lens]
     if uniform:
-        keys = np.stack([inputs.query_lens, inputs.context_lens], axis=1)
+        columns.append(inputs.context_lens)
+    if inputs.state_slots is not None:
+        columns.append(np.asarray(inputs.state_slots.reads) == 0)
+    keys = np.stack(columns, axis=1)
     kinds, which = np.unique(keys, axis=0, return_inverse=True)
     groups = [np.flatnonzero(which.reshape(-1) == i) for i in range(len(kinds))]
     return [group for group in groups if inputs.query_lens[group[0]] > 0]

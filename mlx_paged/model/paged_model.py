@@ -257,4 +257,5 @@ def _slots(inputs: StepInputs) -> StateSlots:
 def _state_group(inputs: StepInputs, members: np.ndarray, length: int) -> SequenceGroup:
     slots = _slots(inputs)
     reads, writes = (np.asarray(s)[members] for s in (slots.reads, slots.writes))
-    return SequenceGroup(None, len(members), length, int32(reads), int32(writes))
+    begins = bool(reads[0] == 0)  # (of all alike, see `groups_of`)
+    return SequenceGroup(None, len(members), length, int32(reads), int32(writes), begins)

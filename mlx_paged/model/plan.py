@@ -434,13 +434,14 @@ def build_chunk_plan(
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """Sequences of a step that have the same number of rows."""
+    """Sequences of a step that have the same number of rows, and all a state or all none yet."""
 
     rows: mx.array | None  # [num_seqs * length] int32; None: all rows of the step, as they are
     num_seqs: int
     length: int
     reads: mx.array  # [num_seqs] int32
     writes: mx.array  # [num_seqs] int32
+    begins: bool  # their first tokens: model code finds no state, as in mlx-lm
 
 
 @dataclass(frozen=True)
@@ -452,7 +453,7 @@ class StatePlan:
 
 
 def build_state_plan(query_lens: Sequence[int] | np.ndarray, slots: StateSlots) -> StatePlan:
-    """Groups the sequences of a step by their number of rows.
+    """Groups the sequences of a step by their number of rows, and whether they begin in it.
 
     Args:
         query_lens: rows of each sequence.
@@ -468,17 +469,19 @@ def build_state_plan(query_lens: Sequence[int] | np.ndarray, slots: StateSlots) 
     _validate_slots(lens, reads, writes)
     starts = np.cumsum(lens) - lens
     rows, groups = [], []
-    lengths = [int(n) for n in np.unique(lens) if n > 0]
-    for length in lengths:
-        members = np.flatnonzero(lens == length)
+    kinds = 2 * lens + (reads == 0)
+    some = [int(kind) for kind in np.unique(kinds) if kind > 1]
+    for kind in some:
+        members, length = np.flatnonzero(kinds == kind), kind // 2
         rows.append((starts[members][:, None] + np.arange(length)).reshape(-1))
         groups.append(
             SequenceGroup(
-                None if len(lengths) == 1 else int32(rows[-1]),
+                None if len(some) == 1 else int32(rows[-1]),
                 len(members),
                 length,
                 int32(reads[members]),
                 int32(writes[members]),
+                begins=kind % 2 == 1,
             )
         )
     if len(groups) <= 1:

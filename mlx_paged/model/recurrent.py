@@ -8,8 +8,10 @@ The contract with the code that hands out slots:
 
 - In a step every sequence names the slot that it **reads** (its state before the step's tokens)
   and the slot that it **writes** (its state after them): `StateSlots`.
-- **Slot 0 is the initial state**, all zeros. It is never handed out and never written; a sequence
-  whose first token is in the step reads slot 0. Writing to -1 writes nothing.
+- **Slot 0 is the initial state.** It is never handed out and never written; a sequence whose first
+  token is in the step reads slot 0. Model code finds no state then (``None``), as with mlx-lm's own
+  cache: to some layers a first token is not the same as a token behind a state of zeros.
+  Writing to -1 writes nothing.
 - A slot that is read keeps what it holds unless it is also the one written. So
   - a *snapshot* costs no copy: leave the slot that was written where it is, and let the next step
     read it and write another;
@@ -26,10 +28,10 @@ The contract with the code that hands out slots:
   after token *n* (a block boundary) a step must end there.
 
 A recurrence runs along a sequence, while a step has one row for each token. So for modules
-that hold state the rows are cut into ``[num_seqs, length]`` groups (`plan.StatePlan`), the module
-runs on each group with the states of its sequences, and the results are put back in the order of
-the rows. Everything else of the model (norms, projections outside of the module, experts) sees all
-rows at once.
+that hold state the rows are cut into ``[num_seqs, length]`` groups (`plan.StatePlan`) of sequences
+that all begin or all go on, the module runs on each group with the states of its sequences, and the
+results are put back in the order of the rows. Everything else of the model (norms, projections
+outside of the module, experts) sees all rows at once.
 """
 
 from __future__ import annotations
@@ -92,6 +94,16 @@ class StatePool:
         words = self.pool.reshape(-1, width)[slots][:, : self._num_words]
         return words.view(self._dtype).reshape(slots.shape[0], *self._shape)
 
+    def grown(self, states: mx.array) -> mx.array:
+        """``[num_seqs, *shape]`` of states of few tokens, with zeros before them.
+
+        The contexts of n-grams grow with the first tokens; to their code zeros are no tokens.
+        """
+        missing = [whole - size for whole, size in zip(self._shape, states.shape[1:])]
+        if states.ndim != 1 + len(self._shape) or not any(missing) or min(missing) < 0:
+            return states  # (`write` has its own word on what does not fit)
+        return mx.pad(states, [(0, 0), *((n, 0) for n in missing)])
+
     def write(self, states: mx.array, slots: mx.array) -> None:
         """Writes ``[num_seqs, *shape]`` to ``[num_seqs]`` int32 slots, in place; -1: nowhere."""
         num = slots.shape[0]
@@ -139,7 +151,8 @@ class RecurrentCache(ArraysCache):  # type: ignore[misc]
             for i in sorted(self._changed):
                 pool = self.pools[i]
                 assert pool is not None, f"state {i} was not there in the observed forward"
-                pool.write(self._states[i], group.writes)
+                state = self._states[i]
+                pool.write(pool.grown(state) if group.begins else state, group.writes)
         finally:
             self._group = None
             self._states = {}
@@ -148,8 +161,8 @@ class RecurrentCache(ArraysCache):  # type: ignore[misc]
     def __getitem__(self, index: int) -> mx.array | None:
         if self._group is None:
             raise RuntimeError("recurrent state was read outside of a group of a step")
-        pool = self.pools[index]
-        if index not in self._states and pool is not None:
+        pool = self.pools[index]  # (an IndexError past the last: some code unpacks its states)
+        if index not in self._states and pool is not None and not self._group.begins:
             self._states[index] = pool.read(self._group.reads)
         return self._states.get(index)
 
@@ -167,8 +180,8 @@ class RecurrentCache(ArraysCache):  # type: ignore[misc]
         """mlx-lm counts padding down here."""
 
     def empty(self) -> bool:
-        """False: there always is a state, if only the initial one."""
-        return False
+        """Whether the group's sequences have no state yet, as mlx-lm's own cache says it."""
+        return self[0] is None
 
 
 def regrouped(module: nn.Module, context: StepContext) -> Callable[..., Any]:

@@ -41,8 +41,7 @@ def difference_from_dense(paged: PagedModel, vocab_size: int) -> float:
     Returns:
         The largest RMS difference of a sequence's logits, relative to the RMS of the logits.
     """
-    reaches = [r.window or r.chunk or 0 for r in paged.layout.reaches]
-    length = max([*reaches, _BEYOND]) + _BEYOND
+    length = _length(paged)
     rng = np.random.default_rng(0)
 
     def new(count: int) -> list[int]:
@@ -56,6 +55,26 @@ def difference_from_dense(paged: PagedModel, vocab_size: int) -> float:
         _relative(got, _dense(paged.model, run.sequences[name].chunks))
         for name, got in logits.items()
     )
+
+
+def difference_where_cut(paged: PagedModel, vocab_size: int) -> float:
+    """Runs one prompt densely: as a whole, in two chunks, and with a decode behind the rest.
+
+    These are one answer, or a family has none: what else is in a step decides where chunks end.
+
+    Returns:
+        The largest RMS difference from the logits of the whole, relative to their RMS.
+    """
+    prompt = np.random.default_rng(1).integers(0, vocab_size, _length(paged)).tolist()
+    whole = _dense(paged.model, [prompt])
+    cuts = (len(prompt) // 2, len(prompt) - 1)
+    return max(_relative(_dense(paged.model, [prompt[:c], prompt[c:]]), whole) for c in cuts)
+
+
+def _length(paged: PagedModel) -> int:
+    """Tokens of a prompt in which every window and chunk is seen to end."""
+    reaches = [r.window or r.chunk or 0 for r in paged.layout.reaches]
+    return max([*reaches, _BEYOND]) + _BEYOND
 
 
 def tolerance_of(paged: PagedModel) -> float:

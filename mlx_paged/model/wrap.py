@@ -47,7 +47,7 @@ from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.patches import OutputProjection, OutputRows, Overrides
 from mlx_paged.model.plan import StateSlots, StepInputs
 from mlx_paged.model.recurrent import regrouped
-from mlx_paged.model.verify import difference_from_dense, tolerance_of
+from mlx_paged.model.verify import difference_from_dense, difference_where_cut, tolerance_of
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,13 @@ def serve(model: nn.Module, config: Mapping[str, Any], *, block_size: int) -> Pa
                 f"its logits on paged caches ({paged.layout.mode}) differ from the dense ones by "
                 f"{difference:.1e} of their size",
             )
+        difference_of_cuts = difference_where_cut(paged, vocab_size(config))
+        if not difference_of_cuts < tolerance_of(paged):
+            raise UnsupportedModelError(
+                model_type,
+                "its logits on mlx-lm's own caches depend on where a prompt is cut into chunks: "
+                f"they differ by {difference_of_cuts:.1e} of their size",
+            )
         logger.warning(
             "model_type %r is not proven as this model runs (%s); it was compared with mlx-lm's "
             "dense cache and differs by %.1e",
@@ -108,6 +115,7 @@ def page(
     """
     patches.install()
     observed = observe(model, model_type)
+    _require_one_answer(observed, model_type)
     context = StepContext()
     make = partial(
         PagedModel,
@@ -127,6 +135,22 @@ def page(
             overrides.undo()
             reasons.append(f"{mode}: {str(error) or type(error).__name__}")
     raise UnsupportedModelError(model_type, "; ".join(reasons))
+
+
+def _require_one_answer(observed: Observed, model_type: str) -> None:
+    """Refuses masks that are wider than a rotating cache.
+
+    Behind it mlx-lm's prompts see tokens that its decodes do not, and the first row of a chunk sees
+    fewer than the next one. So there is no answer that others could be compared with.
+    """
+    for i, (spec, window) in enumerate(zip(observed.specs, observed.mask_windows)):
+        kept = spec.window if isinstance(spec, LayerSpec) else None
+        if kept is not None and window is not None and window > kept:
+            raise UnsupportedModelError(
+                model_type,
+                f"layer {i} masks a window of {window} tokens over a cache of {kept}, so mlx-lm's "
+                "own answers depend on where a prompt is cut into chunks",
+            )
 
 
 def _page_flat(
@@ -165,21 +189,22 @@ def _as_latent(spec: CacheSpec, found: LayerSpec) -> CacheSpec:
 
 
 def _tried(paged: PagedModel) -> PagedModel:
-    """Builds a step of four sequences of one and two rows, on pools of a few blocks.
+    """Builds a step of eight sequences of one and two rows, on pools of a few blocks.
 
-    Two of each length, as code that takes an array of positions for a number fails on two and not
-    on one.
+    Half of them begin in it. Two of each kind, as code that takes an array of positions for a
+    number fails on two and not on one.
     """
-    paged.allocate(5, 5)
-    lens = np.array([1, 2, 1, 2])
+    paged.allocate(9, 13)
+    lens = np.array([1, 2, 1, 2] * 2)
+    slots = StateSlots([0, 0, 0, 0, 9, 10, 11, 12], range(1, 9))
     inputs = StepInputs(
-        context_lens=lens + 1,
+        context_lens=lens + np.repeat([0, 1], 4),
         query_lens=lens,
-        tables=[[1], [2], [3], [4]],
-        logit_rows=np.array([0, 2, 5]),
-        state_slots=StateSlots([0, 0, 0, 0], [1, 2, 3, 4]) if paged.layout.has_states else None,
+        tables=[[block] for block in range(1, 9)],
+        logit_rows=np.array([0, 2, 8]),
+        state_slots=slots if paged.layout.has_states else None,
     )
-    logits = paged.forward(mx.zeros((6,), dtype=mx.int32), inputs)
+    logits = paged.forward(mx.zeros((int(lens.sum()),), dtype=mx.int32), inputs)
     if logits.ndim != 2 or logits.shape[0] != 3:
         raise ValueError(f"its logits are of shape {logits.shape}, not (3, vocab_size)")
     paged.release()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from model.test_parity_families import LOOSER, TOLERANCE
+from model.test_parity_families import TOLERANCE
 from support.family_configs import VOCAB_SIZE, config_of
 from support.metal_stand_ins import standing_in
 from support.parity import family_model, relative_rms
@@ -31,9 +31,6 @@ pytestmark = pytest.mark.usefixtures("paged")
 
 DENSE = sorted({*(m for m, mode in PROVEN.items() if mode is Mode.REGROUPED), "baichuan_m1"})
 PAGED = sorted(PROVEN.keys() - set(DENSE))
-# Its masks are one token wider than its cache, so only the pieces of a prompt see that token: with
-# mlx-lm alone, answers depend on where a prompt is cut.
-TOLERANCES = {**LOOSER, "plamo3": 0.1}
 TEXT = [int(t) for t in np.random.default_rng(5).integers(1, VOCAB_SIZE, 60)]
 
 
@@ -55,12 +52,11 @@ def model(module: str) -> Iterator[nn.Module]:
 
 @pytest.mark.parametrize("module", PAGED)
 def test_a_prompt_in_pieces_forks_and_files(module, model, tmp_path) -> None:
-    tolerance = TOLERANCES.get(module, TOLERANCE)
     caches = mlx_lm_cache.make_prompt_cache(model)
     assert sequence_of(caches) is not None, "it runs on dense caches"
 
     def check(got: np.ndarray, expected: np.ndarray) -> None:
-        assert relative_rms(got, expected) < tolerance
+        assert relative_rms(got, expected) < TOLERANCE
 
     pieces = [TEXT[:17], TEXT[17:18], TEXT[18:19], TEXT[19:41]]
     for i, piece in enumerate(pieces):
@@ -94,7 +90,7 @@ def test_a_batch_and_its_prefixes(module, model) -> None:
         for uid, text in zip(uids, texts):
             expected = mx.array(dense_logits(model, text[:-1], text[-1:]))
             expected = np.array(expected - mx.logsumexp(expected))
-            assert relative_rms(found[uid], expected) < TOLERANCES.get(module, TOLERANCE)
+            assert relative_rms(found[uid], expected) < TOLERANCE
     assert drop_in.stats(model).num_cached_tokens >= 32 + 2 * 32
 
 

@@ -76,6 +76,17 @@ class Mixing(Mine):
         return self.out(x)
 
 
+class Cutting(Mine):
+    """Has no one answer: tokens see all others of their chunk."""
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        x = self.embed(tokens)
+        x = x + x.mean(axis=1, keepdims=True)
+        for layer, layer_cache in zip(self.layers, cache):
+            x = x + layer(x, layer_cache)
+        return self.out(x)
+
+
 class ByHand(Attention):
     """Computes attention itself, so it needs dense keys and values."""
 
@@ -143,6 +154,15 @@ def test_a_model_that_answers_otherwise_is_refused() -> None:
         serve(mine(Mixing), CONFIG, block_size=8)
     register_family("mine", verify=False)
     serve(mine(Mixing), CONFIG, block_size=8)  # as asked
+
+
+def test_a_model_whose_answers_depend_on_the_cut_of_a_prompt_is_refused() -> None:
+    register_family("mine", mode="gathered alone")  # as mlx-lm computes the same chunks
+    with pytest.raises(UnsupportedModelError, match=r"'mine'.*depend on where a prompt is cut"):
+        serve(mine(Cutting), CONFIG, block_size=8)
+    register_family("mine", mode="gathered alone", verify=False)
+    paged = serve(mine(Cutting), CONFIG, block_size=8)
+    assert difference_from_dense(paged, VOCAB_SIZE) < 1e-5
 
 
 def test_attention_by_hand_is_given_dense_keys() -> None:

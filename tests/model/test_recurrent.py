@@ -34,26 +34,34 @@ def rows_of(group: SequenceGroup) -> list[int] | None:
 
 
 def test_sequences_of_one_length_are_one_group_in_place() -> None:
-    plan = build_state_plan([1, 1, 1], StateSlots([3, 0, 5], [4, 1, 6]))
+    plan = build_state_plan([1, 1, 1], StateSlots([3, 8, 5], [4, 1, 6]))
     [group] = plan.groups
     assert plan.order is None and rows_of(group) is None
-    assert (group.num_seqs, group.length) == (3, 1)
-    assert group.reads.tolist() == [3, 0, 5] and group.writes.tolist() == [4, 1, 6]
+    assert (group.num_seqs, group.length, group.begins) == (3, 1, False)
+    assert group.reads.tolist() == [3, 8, 5] and group.writes.tolist() == [4, 1, 6]
+    plan = build_state_plan([2, 2], StateSlots([0, 0], [4, 1]))
+    [group] = plan.groups
+    assert plan.order is None and rows_of(group) is None
+    assert (group.num_seqs, group.length, group.begins) == (2, 2, True)
 
 
-def test_rows_are_grouped_by_length_and_put_back_in_order() -> None:
+def test_rows_are_grouped_by_length_and_beginning_and_put_back_in_order() -> None:
     plan = build_state_plan(
-        [1, 3, 1, 2, 3, 0], StateSlots([1, 2, 3, 4, 0, 5], [-1, 7, 8, 9, 10, 11])
+        [1, 3, 1, 2, 3, 0, 3, 0],
+        StateSlots([1, 2, 3, 4, 0, 5, 6, 0], [-1, 7, 8, 9, 10, 11, 12, 13]),
     )
-    assert [(g.length, rows_of(g)) for g in plan.groups] == [
-        (1, [0, 4]),
-        (2, [5, 6]),
-        (3, [1, 2, 3, 7, 8, 9]),
+    assert [(g.length, g.begins, rows_of(g)) for g in plan.groups] == [
+        (1, False, [0, 4]),
+        (2, False, [5, 6]),
+        (3, False, [1, 2, 3, 10, 11, 12]),
+        (3, True, [7, 8, 9]),
     ]
-    assert [g.reads.tolist() for g in plan.groups] == [[1, 3], [4], [2, 0]]
+    assert [g.reads.tolist() for g in plan.groups] == [[1, 3], [4], [2, 6], [0]]
+    assert [g.writes.tolist() for g in plan.groups] == [[-1, 8], [9], [7, 12], [10]]
+    assert [g.num_seqs for g in plan.groups] == [2, 1, 2, 1]
     grouped = [row for g in plan.groups for row in rows_of(g) or []]
     assert plan.order is not None
-    assert [grouped[i] for i in plan.order.tolist()] == list(range(10))
+    assert [grouped[i] for i in plan.order.tolist()] == list(range(13))
 
 
 @pytest.mark.parametrize(
@@ -125,18 +133,33 @@ def group_of(reads: list[int], writes: list[int]) -> SequenceGroup:
 
 def test_a_group_reads_its_slots_and_writes_what_was_replaced(cache: RecurrentCache) -> None:
     with cache.grouped(group_of([0, 0], [4, 2])):
-        assert cache[0].tolist() == [[0, 0, 0], [0, 0, 0]]
-        assert cache[1] is None
+        assert cache.empty() and cache[0] is cache[1] is cache[2] is None  # as in mlx-lm
         cache[0] = mx.array([[1.0, 2, 3], [4, 5, 6]])
-        assert cache[0][1].tolist() == [4, 5, 6]
+        assert cache[0][1].tolist() == [4, 5, 6] and not cache.empty()
     with cache.grouped(group_of([2, 4], [-1, -1])):
         assert cache[0].tolist() == [[4, 5, 6], [1, 2, 3]]
+        assert cache[1] is None and not cache.empty()
+        assert len(list(cache)) == 3  # as some code unpacks its states
     # The other state has a slot of the same number, which nobody wrote.
     assert cache.pools[2] is not None
     cache.pools[2].write(mx.ones((1, 2, 2), mx.float16), int32(4))
     with cache.grouped(group_of([4, 2], [-1, -1])):
         assert cache[0].tolist() == [[1, 2, 3], [4, 5, 6]]
         assert cache[2][0].tolist() == [[1, 1], [1, 1]]
+
+
+def test_a_state_that_grows_with_the_first_tokens_is_kept_behind_zeros() -> None:
+    cache = RecurrentCache(StateSpec(((4,), (2, 3)), (mx.int64, mx.float32)), num_slots=8)
+    with cache.grouped(group_of([0, 0], [4, 2])):
+        cache[0] = mx.array([[7, 8], [9, 6]], mx.int64)
+        cache[1] = mx.ones((2, 2, 3))
+    with cache.grouped(group_of([2], [-1])):
+        assert cache[0].tolist() == [[0, 0, 9, 6]] and cache[1].tolist() == [[[1] * 3] * 2]
+    for wrong in (mx.zeros((1, 5)), mx.zeros((1, 4, 1)), mx.zeros((2, 4))):
+        with pytest.raises(ValueError, match="states must be"), cache.grouped(group_of([0], [1])):
+            cache[0] = wrong
+    with pytest.raises(ValueError, match="states must be"), cache.grouped(group_of([2], [1])):
+        cache[0] = mx.zeros((1, 2))  # (its sequence has begun)
 
 
 def test_a_group_that_fails_writes_nothing(cache: RecurrentCache) -> None:
@@ -154,7 +177,7 @@ def test_states_mean_nothing_outside_of_a_group(cache: RecurrentCache) -> None:
         cache[0]
     with pytest.raises(RuntimeError, match="written outside"):
         cache[0] = mx.zeros((1, 3))
-    assert cache.make_mask(5) is None and not cache.empty()
+    assert cache.make_mask(5) is None
 
 
 # --- Steps ----------------------------------------------------------------------------------------

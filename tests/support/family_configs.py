@@ -798,6 +798,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(module: str) -> dict[str, Any]:
-    """The ``config.json`` of a module's small model."""
-    return {**BASE, "model_type": module, **CONFIGS[module]}
+def config_of(module: str, *, window: int = WINDOW) -> dict[str, Any]:
+    """The ``config.json`` of a module's small model.
+
+    Args:
+        window: of the layers that have one.
+    """
+    return _with_window({**BASE, "model_type": module, **CONFIGS[module]}, window)
+
+
+def _with_window(config: dict[str, Any], window: int) -> dict[str, Any]:
+    def value(name: str, given: Any) -> Any:
+        if isinstance(given, dict):
+            return _with_window(given, window)
+        return window if "window" in name and given == WINDOW else given
+
+    return {name: value(name, given) for name, given in config.items()}
