@@ -11,6 +11,14 @@ inline bool is_dense(const mlx::core::array& a) {
   return a.status() != mlx::core::array::Status::unscheduled && a.flags().row_contiguous;
 }
 
+// Whether the numbers of `a` are known now. array::is_available is also true for results of the
+// current evaluation: they have no event yet.
+inline bool is_on_host(const mlx::core::array& a) {
+  using Status = mlx::core::array::Status;
+  return a.status() == Status::available ||
+         (a.status() == Status::evaluated && a.event().valid() && a.is_available());
+}
+
 // Kernels read dense rows. On the CPU eval_cpu makes them (cpu/dense.h), with CUDA eval_gpu. With
 // Metal arrays known to be dense cost nothing here, others a graph node, and a copy only if they
 // turn out not to be.

@@ -26,7 +26,7 @@ void encode(
     const LaunchList& list, const Arrays& in, Arrays& out, const std::vector<int>& pools,
     mx::Stream stream);
 
-// The array itself where kernels can read it 16 bytes at a time, else a dense copy (gpu_eval.cpp).
+// The array itself where kernels can read it (can_read_on_gpu), else a dense copy (gpu_eval.cpp).
 mx::array readable(const mx::array& a, mx::Stream stream);
 
 }  // namespace mlx_paged::gpu

@@ -2,6 +2,7 @@
 //
 // eval_gpu of every KernelNode: allocate or alias the outputs, make the inputs readable, encode.
 
+#include "dense.h"
 #include "gpu.h"
 #include "host_copies.h"
 #include "primitives.h"
@@ -36,7 +37,7 @@ mx::array dense_copy(const mx::array& a, mx::Stream stream) {
 }
 
 mx::array readable_pool(const mx::array& pool, mx::Stream stream) {
-  if (can_alias_pool(pool)) {
+  if (can_alias_pool_on_gpu(pool)) {
     return pool;
   }
   count_pool_copy();
@@ -44,7 +45,7 @@ mx::array readable_pool(const mx::array& pool, mx::Stream stream) {
 }
 
 void alias_or_copy_pool(const mx::array& in, mx::array& out, mx::Stream stream) {
-  if (can_alias_pool(in)) {
+  if (can_alias_pool_on_gpu(in)) {
     out.copy_shared_buffer(in);
     return;
   }
@@ -53,15 +54,10 @@ void alias_or_copy_pool(const mx::array& in, mx::array& out, mx::Stream stream) 
   copy(in, out, stream);
 }
 
-// array::is_available is also true for results of the current evaluation: they have no event yet.
-bool is_on_host(const mx::array& a) {
-  return a.status() == mx::array::Status::available || (a.event().valid() && a.is_available());
-}
-
 }  // namespace
 
 mx::array gpu::readable(const mx::array& a, mx::Stream stream) {
-  return a.flags().row_contiguous && a.offset() % 16 == 0 ? a : dense_copy(a, stream);
+  return can_read_on_gpu(a) ? a : dense_copy(a, stream);
 }
 
 void KernelNode::eval_gpu(const Arrays& in, Arrays& out) {

@@ -12,31 +12,38 @@ namespace mlx_paged {
 namespace {
 
 struct Entry {
-  std::weak_ptr<mx::array::Data> data;
+  std::shared_ptr<mx::array::Data> data;
   std::shared_ptr<const std::byte> copy;
 };
 
+using Entries = std::array<Entry, 32>;  // plans of a step, of steps under way, of several threads
+
 std::mutex mutex;
-std::array<Entry, 32> entries;  // the plans of a step, of steps under way, and of several threads
 size_t next = 0;
+
+// Never destroyed: when the process ends, MLX's allocator may be gone before its buffers are.
+Entries& entries() {
+  static auto* kept = new Entries;
+  return *kept;
+}
 
 }  // namespace
 
 void remember_host_copy(const mx::array& a, std::shared_ptr<const std::byte> copy) {
   std::lock_guard lock(mutex);
-  for (auto& entry : entries) {
-    if (entry.copy && entry.data.expired()) {
+  for (auto& entry : entries()) {
+    if (entry.data.use_count() == 1) {
       entry = {};
     }
   }
-  entries[next++ % entries.size()] = {a.data_shared_ptr(), std::move(copy)};
+  entries()[next++ % entries().size()] = {a.data_shared_ptr(), std::move(copy)};
 }
 
 std::shared_ptr<const std::byte> find_host_copy(const mx::array& a) {
   const auto& data = a.data_shared_ptr();
   std::lock_guard lock(mutex);
-  for (const auto& entry : entries) {
-    if (entry.copy && entry.data.lock() == data) {
+  for (const auto& entry : entries()) {
+    if (data && entry.data == data) {
       return {entry.copy, entry.copy.get() + a.offset()};
     }
   }

@@ -7,11 +7,13 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cstring>
 #include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include "../metal/attention_shape.h"
 #include "../metal/kernel_table.h"
@@ -79,38 +81,41 @@ PlanSummary read_plan(const Arrays& in) {
   return plan;
 }
 
-// All layers of a step share a plan, and reading it where a GPU has its memory at the time is slow,
-// so what was read is kept as long as the plan.
+// All layers of a step share a plan, so what was read of it is kept. A plan is known by its
+// numbers: its buffer may have others by now, where MLX let an operation write to it (donation).
 class PlanCache {
  public:
   PlanSummary get(const Arrays& in) {
-    const auto &work = in[Inputs::kWork], &merge = in[Inputs::kMerge];
-    auto same = [](const std::weak_ptr<mx::array::Data>& kept, const mx::array& a) {
-      return kept.lock() == a.data_shared_ptr();
-    };
-    std::array<int64_t, 6> key{
+    std::array<int, 2> key{
         in[Inputs::kQueries].shape(1) / in[Inputs::kKeyPool].shape(2),
-        in[Inputs::kKeyPool].shape(3),
-        work.shape(0),
-        work.offset(),
-        merge.shape(0),
-        merge.offset()};
+        in[Inputs::kKeyPool].shape(3)};
+    auto [work_copy, work] = host_view<WorkItem>(in[Inputs::kWork]);
+    auto [merge_copy, merge] = host_view<MergeItem>(in[Inputs::kMerge]);
+    size_t work_bytes = in[Inputs::kWork].nbytes(), merge_bytes = in[Inputs::kMerge].nbytes();
+    auto same = [](const std::vector<std::byte>& kept, const void* items, size_t bytes) {
+      return kept.size() == bytes && (!bytes || !std::memcmp(kept.data(), items, bytes));
+    };
     std::lock_guard lock(mutex_);
     for (const auto& entry : entries_) {
-      if (entry.key == key && same(entry.work, work) && same(entry.merge, merge)) {
+      if (entry.key == key && same(entry.work, work, work_bytes) &&
+          same(entry.merge, merge, merge_bytes)) {
         return entry.plan;
       }
     }
+    auto bytes_at = [](const void* items, size_t bytes) {
+      auto* begin = static_cast<const std::byte*>(items);
+      return std::vector<std::byte>(begin, begin + bytes);
+    };
     auto& entry = entries_[next_++ % entries_.size()];
-    entry = {key, work.data_shared_ptr(), merge.data_shared_ptr(), read_plan(in)};
+    entry = {key, bytes_at(work, work_bytes), bytes_at(merge, merge_bytes), read_plan(in)};
     return entry.plan;
   }
 
  private:
   struct Entry {
-    std::array<int64_t, 6> key;
-    std::weak_ptr<mx::array::Data> work;
-    std::weak_ptr<mx::array::Data> merge;
+    std::array<int, 2> key;
+    std::vector<std::byte> work;
+    std::vector<std::byte> merge;
     PlanSummary plan;
   };
   std::mutex mutex_;

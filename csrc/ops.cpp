@@ -4,8 +4,8 @@
 // and slots, whose values exist only when the graph runs, are checked then (KernelNode::check).
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
+#include <limits>
 #include <memory>
 #include <set>
 #include <sstream>
@@ -80,6 +80,11 @@ std::pair<mx::array, mx::array> gather_kv(
   v.require(
       max_context_len <= room, "max_context_len",
       "at most " + std::to_string(room) + " (the slots of a row of block_tables)", max_context_len);
+  int most = std::numeric_limits<int>::max() / std::max(key_pool.shape(3), value_pool.shape(3));
+  v.require(
+      max_context_len <= most, "max_context_len",
+      "at most " + std::to_string(most) + " for heads of fewer than 2^31 elements",
+      max_context_len);
 
   auto primitive = std::make_shared<GatherKV>(s, max_context_len);
   Arrays inputs{key_pool, value_pool, dense(block_tables, s), dense(context_lens, s)};
@@ -87,6 +92,33 @@ std::pair<mx::array, mx::array> gather_kv(
   auto out = mx::array::make_arrays(
       std::move(shapes), {key_pool.dtype(), value_pool.dtype()}, primitive, inputs);
   return {out[0], out[1]};
+}
+
+// Logits are multiplied by log2(e) before they are used, and must stay finite.
+constexpr float kLargestLogit = 2e38f;
+const std::string kPositive = "positive and at most 2e+38";
+
+template <typename T>
+void require_logits_of(const Validator& v, const mx::array& sinks) {
+  for (int i = 0; i < sinks.shape(0); i++) {
+    float sink = float(sinks.data<T>()[i * sinks.strides(0)]);
+    v.require(
+        sink <= kLargestLogit, "sinks[" + std::to_string(i) + "]", "at most 2e+38, or -inf", sink);
+  }
+}
+
+// One larger, or a NaN, would make NaNs of all rows of its head.
+void require_logits(const Validator& v, const mx::array& sinks) {
+  switch (sinks.dtype()) {
+    case mx::float16:
+      return require_logits_of<mx::float16_t>(v, sinks);
+    case mx::bfloat16:
+      return require_logits_of<mx::bfloat16_t>(v, sinks);
+    case mx::float64:
+      return require_logits_of<double>(v, sinks);
+    default:
+      return require_logits_of<float>(v, sinks);
+  }
 }
 
 mx::array paged_attention(
@@ -112,9 +144,10 @@ mx::array paged_attention(
   v.require(
       num_q_heads > 0 && num_q_heads % num_kv_heads == 0, "num_q_heads",
       "a multiple of num_kv_heads " + std::to_string(num_kv_heads), num_q_heads);
-  v.require(std::isfinite(scale) && scale > 0, "scale", "positive", scale);
+  v.require(scale > 0 && scale <= kLargestLogit, "scale", kPositive, scale);
   v.require(window >= 0, "window", "at least 1, or 0 for none", window);
-  v.require(std::isfinite(softcap) && softcap >= 0, "softcap", "positive, or 0 for none", softcap);
+  v.require(
+      softcap >= 0 && softcap <= kLargestLogit, "softcap", kPositive + ", or 0 for none", softcap);
 
   Arrays inputs{
       dense(queries, s),
@@ -128,6 +161,11 @@ mx::array paged_attention(
     v.shape(*sinks, "sinks", {num_q_heads});
     v.require(
         mx::issubdtype(sinks->dtype(), mx::floating), "sinks", "floating point", sinks->dtype());
+#ifndef MLX_PAGED_CUDA  // there, reading an array moves it away from the GPU
+    if (is_on_host(*sinks)) {
+      require_logits(v, *sinks);
+    }
+#endif
     inputs.push_back(dense(mx::astype(*sinks, mx::float32, s), s));
   }
   return mx::array(
@@ -262,6 +300,9 @@ void PagedAttention::check(const Arrays& in) const {
         item.partial_begin >= 0 && item.num_splits >= 0 && end <= num_partials,
         "[paged_attention] the partials of merge_items[", i, "] must be in [0, ", num_partials,
         "] but got [", item.partial_begin, ", ", end, ")");
+  }
+  if (in.size() > kSinks) {
+    require_logits(Validator("paged_attention"), in[kSinks]);
   }
 }
 

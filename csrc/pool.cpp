@@ -48,7 +48,7 @@ class OutOfMemory : public std::bad_alloc {
 
 mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype) {
   Validator("allocate_pool").pool_layout(shape, dtype, "pool");
-  size_t bytes = mx::size_of(dtype);
+  size_t bytes = mx::size_of(dtype);  // (cannot overflow: see pool_layout)
   for (int extent : shape) {
     bytes *= extent;
   }
@@ -89,6 +89,15 @@ void count_pool_copy() {
 
 bool can_alias_pool(const mx::array& pool) {
   return pool.flags().row_contiguous && pool.data_size() == pool.size();
+}
+
+bool can_read_on_gpu(const mx::array& a) {
+  constexpr int64_t kAlignment = 16;
+  return a.flags().row_contiguous && a.offset() % kAlignment == 0;
+}
+
+bool can_alias_pool_on_gpu(const mx::array& pool) {
+  return can_alias_pool(pool) && can_read_on_gpu(pool);
 }
 
 }  // namespace mlx_paged

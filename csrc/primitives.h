@@ -14,7 +14,8 @@
 //   - a freed block is not handed out until the last step that could read it has been evaluated.
 // Donation would not work: a step in flight holds the buffer, and every overlapped step would then
 // copy the whole pool. `pool_copies()` counts the copies that could not be avoided (a pool that is
-// not row-contiguous); the engine's tests hold it at zero.
+// not row-contiguous, or on a GPU one that begins in the middle of 16 bytes of its buffer); the
+// engine's tests hold it at zero.
 
 #pragma once
 
@@ -283,5 +284,12 @@ void count_pool_copy();
 
 // Whether an output can share the pool's buffer; otherwise a copy is due, and is counted.
 bool can_alias_pool(const mx::array& pool);
+
+// The same for GPUs, whose kernels read and write 16 bytes at a time. Buffers begin at a multiple
+// of that, but an array may begin anywhere in its buffer.
+bool can_alias_pool_on_gpu(const mx::array& pool);
+
+// Whether kernels of GPUs can read an array that is no pool; otherwise a dense copy is due.
+bool can_read_on_gpu(const mx::array& a);
 
 }  // namespace mlx_paged

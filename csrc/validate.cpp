@@ -2,6 +2,8 @@
 
 #include "validate.h"
 
+#include <limits>
+
 #include "mlx/primitives.h"
 #include "mlx/utils.h"
 
@@ -81,6 +83,19 @@ void Validator::pool_layout(
   require(
       head_dim > 0 && head_dim <= 576 && head_dim % 8 == 0, "head_dim" + of,
       "a multiple of 8 up to 576", head_dim);
+  // Kernels count within a block in 32 bits, and slots are 32 bits. The bytes of a pool fit 64.
+  constexpr int kMost = std::numeric_limits<int>::max();
+  int most_blocks = kMost / block_size;
+  require(
+      shape[0] <= most_blocks, "num_blocks" + of,
+      "at most " + std::to_string(most_blocks) + " at block_size " + std::to_string(block_size),
+      shape[0]);
+  int most_heads = kMost / (block_size * head_dim);
+  require(
+      shape[2] <= most_heads, "num_kv_heads" + of,
+      "at most " + std::to_string(most_heads) + " at block_size " + std::to_string(block_size) +
+          " and head_dim " + std::to_string(head_dim),
+      shape[2]);
 }
 
 void Validator::pool(const mx::array& a, const char* what, mx::Stream stream) const {

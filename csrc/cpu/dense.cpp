@@ -25,8 +25,9 @@ void copy_strided(
   }
 }
 
-// Allocates `out` and queues the copy.
-void copy(const mx::array& in, mx::array& out, mx::cpu::CommandEncoder& encoder) {
+}  // namespace
+
+void copy_to_dense(const mx::array& in, mx::array& out, mx::cpu::CommandEncoder& encoder) {
   out.set_data(mx::allocator::malloc(out.nbytes()));
   encoder.dispatch([shape = in.shape(), strides = in.strides(), item = int64_t(in.itemsize()),
                     src = in.data<char>(), dst = out.data<char>()]() mutable {
@@ -34,14 +35,12 @@ void copy(const mx::array& in, mx::array& out, mx::cpu::CommandEncoder& encoder)
   });
 }
 
-}  // namespace
-
 mx::array dense(const mx::array& in, mx::cpu::CommandEncoder& encoder) {
   if (in.flags().row_contiguous) {
     return mx::array::unsafe_weak_copy(in);
   }
   mx::array out(in.shape(), in.dtype(), nullptr, {});
-  copy(in, out, encoder);
+  copy_to_dense(in, out, encoder);
   encoder.add_temporary(out);
   return mx::array::unsafe_weak_copy(out);
 }
@@ -61,7 +60,7 @@ void alias_or_copy_pool(const mx::array& in, mx::array& out, mx::cpu::CommandEnc
     return;
   }
   count_pool_copy();
-  copy(in, out, encoder);
+  copy_to_dense(in, out, encoder);
 }
 
 mx::array dense_pool(const mx::array& in, mx::cpu::CommandEncoder& encoder) {

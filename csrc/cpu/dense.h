@@ -18,6 +18,9 @@ namespace mx = mlx::core;
 // The array itself where its rows are dense, else a copy kept until the queued work is done.
 mx::array dense(const mx::array& in, mx::cpu::CommandEncoder& encoder);
 
+// Allocates `out` and queues a copy of `in`, whatever its strides.
+void copy_to_dense(const mx::array& in, mx::array& out, mx::cpu::CommandEncoder& encoder);
+
 // A primitive's inputs, those from `first` on dense.
 std::vector<mx::array> dense_inputs(
     const std::vector<mx::array>& in, size_t first, mx::cpu::CommandEncoder& encoder);

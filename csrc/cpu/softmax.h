@@ -67,8 +67,9 @@ inline void finish_lane(
   if (args.sinks) {
     float sink = args.sinks[head] * kLog2e;
     float new_max = sink > row_max ? sink : row_max;
-    scale = exp2(row_max - new_max);
-    row_sum = row_sum * scale + exp2(sink - new_max);
+    float reference = new_max == -kInf ? 0.0f : new_max;  // as in softmax_tile
+    scale = exp2(row_max - reference);
+    row_sum = row_sum * scale + exp2(sink - reference);
   }
   // A row that sees no key at all is defined as zero.
   float factor = row_sum == 0.0f ? 0.0f : scale / row_sum;

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from support import reference
-from support.reference import DTYPES, address, bits
-from support.simulated import launches, needs_simulator, simulated
+from support.reference import DTYPES, address, assert_close, bits, make_batch
+from support.simulated import launches, needs_simulator, sim_ext, simulated
 
 from mlx_paged import ops
 
@@ -89,3 +91,102 @@ def test_movement_touches_each_byte_once(rng) -> None:
         assert write["traffic"][buffer] == (rows[0].nbytes, 0)
         assert write["traffic"][3 + buffer] == (0, rows[0].nbytes)
     assert copy["traffic"][1] == (2 * block, 2 * block)
+
+
+# --- Where pools begin ----------------------------------------------------------------------------
+
+
+def shifted(pool: mx.array, elements: int) -> mx.array:
+    """The same numbers, beginning so many elements past the start of their buffer."""
+    flat = mx.concatenate([mx.zeros(elements, pool.dtype), pool.reshape(-1)])
+    mx.eval(flat)
+    view = flat[elements:].reshape(pool.shape)
+    mx.eval(view)
+    return view
+
+
+@pytest.mark.parametrize(("elements", "copies"), [(1, 1), (4, 1), (7, 1), (8, 0), (24, 0)])
+def test_a_pool_is_used_where_it_lies_if_16_bytes_can_be_read_there(rng, elements, copies) -> None:
+    dense = [random_pool(rng, 5, 16, 2, 64, dtype=mx.float16) for _ in range(2)]
+    rows = [random_pool(rng, 2, 2, 64, dtype=mx.float16) for _ in range(2)]
+    pools = [shifted(dense[0], elements), dense[1]]
+    original = [bits(pool) for pool in pools]
+    written = [reference.write_kv(p, bits(r), [3, 79]) for p, r in zip(original, rows)]
+    copied = [reference.copy_blocks(p, [(0, 1)]) for p in original]
+    before, where = sim_ext.pool_copies(), address(pools[0])
+    with simulated():
+        out = ops.write_kv(*pools, *rows, mx.array([3, 79], mx.int32))
+        mx.eval(out)
+    assert sim_ext.pool_copies() - before == copies
+    assert (address(out[0]) == where) == (copies == 0)
+    np.testing.assert_array_equal(bits(out[0]), written[0])
+    pools = [shifted(dense[0], elements), mx.array(dense[1])]
+    np.testing.assert_array_equal(bits(pools[0]), original[0])
+    with simulated():
+        out = ops.copy_blocks(pools, mx.array([[0, 1]], mx.int32))
+        mx.eval(out)
+    assert sim_ext.pool_copies() - before == 2 * copies
+    np.testing.assert_array_equal(bits(out[0]), copied[0])
+    pools[0] = shifted(dense[0], elements)
+    with simulated():
+        keys, _ = ops.gather_kv(*pools, mx.array([[2, 1]]), mx.array([20]), 20)
+        mx.eval(keys)
+    assert sim_ext.pool_copies() - before == 3 * copies
+    np.testing.assert_array_equal(bits(keys), reference.gather_kv(original[0], [[2, 1]], [20], 20))
+
+
+def test_rows_and_tables_may_begin_anywhere(rng) -> None:
+    pools = [random_pool(rng, 5, 16, 2, 64, dtype=mx.float16) for _ in range(2)]
+    rows = [random_pool(rng, 3, 2, 64, dtype=mx.float16) for _ in range(2)]
+    expected = reference.write_kv(bits(pools[0]), bits(rows[0]), [3, 79, 20])
+    with simulated():
+        slots = shifted(mx.array([3, 79, 20], mx.int32), 1)
+        out = ops.write_kv(*pools, shifted(rows[0], 1), shifted(rows[1], 3), slots)
+        mx.eval(out)
+    np.testing.assert_array_equal(bits(out[0]), expected)
+
+
+# --- What is kept of earlier plans ----------------------------------------------------------------
+
+
+def test_a_plan_whose_buffer_was_donated_is_read_anew(rng) -> None:
+    """MLX lets `items + changes` write to the buffer of `items`, which nothing else has."""
+    one, two = (make_batch(rng, [40, 40], [n, n], key_dim=64) for n in (1, 5))
+    items = mx.array(np.array(one.plan().work_items))
+    mx.eval(items)
+    changes = two.plan().work_items - items
+    mx.eval(changes)
+    with simulated():
+        for batch in (one, two):
+            if batch is two:
+                before = address(items)
+                items = items + changes
+                assert address(items) == before, "MLX has not donated the buffer"
+            plan = replace(batch.plan(), work_items=items)
+            pools = (batch.key_pool, batch.value_pool)
+            out = ops.paged_attention(batch.queries, *pools, plan, scale=0.125)
+            mx.eval(out)
+            del plan
+            assert_close(out, batch.expected(scale=0.125))
+            del out
+
+
+def test_a_buffer_whose_numbers_the_host_knows_is_not_donated() -> None:
+    kept = mx.array(np.arange(1000, dtype=np.int32))
+    sim_ext.remember_host_copy(kept)
+    assert sim_ext.has_host_copy(kept)
+    changed = kept + 1
+    del kept
+    mx.eval(changed)
+    assert not sim_ext.has_host_copy(changed)
+
+
+def test_host_copies_go_with_their_buffers() -> None:
+    """One that only the list still has is dropped with the next that is remembered."""
+    mx.synchronize()
+    sim_ext.remember_host_copy(mx.array([1]))
+    before = mx.get_active_memory()
+    for _ in range(3):
+        sim_ext.remember_host_copy(mx.array(np.zeros(1 << 20, np.int32)))
+        sim_ext.remember_host_copy(mx.array([1]))
+    assert mx.get_active_memory() - before < 1 << 20

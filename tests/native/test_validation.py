@@ -124,6 +124,14 @@ BAD_POOLS = {
         f32(4, 12, 2, 16),
         "block_size of {} must be 8, 16, 32 or 64 but got 12",
     ),
+    "block_size of 4": (
+        f32(8, 4, 2, 16),
+        "block_size of {} must be 8, 16, 32 or 64 but got 4",
+    ),
+    "block_size of 128": (
+        f32(1, 128, 2, 16),
+        "block_size of {} must be 8, 16, 32 or 64 but got 128",
+    ),
     "odd head_dim": (
         f32(4, 8, 2, 20),
         "head_dim of {} must be a multiple of 8 up to 576 but got 20",
@@ -166,6 +174,24 @@ def test_allocate_pool(name) -> None:
     refuses(
         lambda: ops.allocate_pool(*pool.shape, pool.dtype),
         f"[allocate_pool] {message.format('pool')}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2**26, 32, 1, 8), "num_blocks of pool must be at most 67108863 at block_size 32"),
+        ((2**30, 64, 2**24, 8), "num_blocks of pool must be at most 33554431 at block_size 64"),
+        (
+            (1, 64, 2**20, 64),
+            "num_kv_heads of pool must be at most 524287 at block_size 64 and head_dim 64",
+        ),
+    ],
+)
+def test_allocate_pool_counts_slots_and_blocks_in_32_bits(shape, message) -> None:
+    actual = shape[0] if "num_blocks" in message else shape[2]
+    refuses(
+        lambda: ops.allocate_pool(*shape, mx.float32), f"[allocate_pool] {message} but got {actual}"
     )
 
 
@@ -235,6 +261,9 @@ def test_a_device_that_is_not_there(op) -> None:
             {"values": f32(3, 2, 16)},
             "values must be of shape (3,2,24) but got (3,2,16)",
         ),
+        # An extent of 0 is that extent, and not any.
+        ({"slot_mapping": i32(0)}, "keys must be of shape (0,2,16) but got (3,2,16)"),
+        ({"keys": f32(0, 2, 16)}, "keys must be of shape (3,2,16) but got (0,2,16)"),
         (
             {"keys": mx.zeros((3, 2, 16), mx.bfloat16)},
             "keys must be float32 like key_pool but got bfloat16",
@@ -288,6 +317,12 @@ def test_copy_blocks(changed, message) -> None:
             "context_lens must be of shape (2) but got (2,1)",
         ),
         ({"context_lens": f32(2)}, "context_lens must be int32 but got float32"),
+        ({"block_tables": i32(0, 3)}, "context_lens must be of shape (0) but got (2)"),
+        (
+            {"block_tables": i32(2, 2**27), "max_context_len": 2**27},
+            "max_context_len must be at most 89478485 for heads of fewer than 2^31 elements but "
+            "got 134217728",
+        ),
         ({"max_context_len": -1}, "max_context_len must be at least 0 but got -1"),
         (
             {"max_context_len": 25},
@@ -323,6 +358,8 @@ def test_gather_kv(changed, message) -> None:
             "queries must be of shape (3,*,16) but got (3,4,24)",
         ),
         ({"queries": f32(3, 64)}, "queries must be of shape (3,*,16) but got (3,64)"),
+        ({"positions": i32(0)}, "queries must be of shape (0,*,16) but got (3,4,16)"),
+        ({"merge_items": i32(0, 0)}, "merge_items must be of shape (*,4) but got (0,0)"),
         (
             {"queries": mx.zeros((3, 4, 16), mx.float16)},
             "queries must be float32 like key_pool but got float16",
@@ -339,21 +376,26 @@ def test_gather_kv(changed, message) -> None:
             {"queries": f32(3, 0, 16)},
             "num_q_heads must be a multiple of num_kv_heads 2 but got 0",
         ),
-        ({"scale": 0.0}, "scale must be positive but got 0"),
-        ({"scale": -1.5}, "scale must be positive but got -1.5"),
-        ({"scale": float("inf")}, "scale must be positive but got inf"),
-        ({"scale": float("nan")}, "scale must be positive but got nan"),
+        ({"scale": 0.0}, "scale must be positive and at most 2e+38 but got 0"),
+        ({"scale": -1.5}, "scale must be positive and at most 2e+38 but got -1.5"),
+        ({"scale": float("inf")}, "scale must be positive and at most 2e+38 but got inf"),
+        ({"scale": 3e38}, "scale must be positive and at most 2e+38 but got 3e+38"),
+        (
+            {"softcap": 3e38},
+            "softcap must be positive and at most 2e+38, or 0 for none but got 3e+38",
+        ),
+        ({"scale": float("nan")}, "scale must be positive and at most 2e+38 but got nan"),
         ({"window": 0}, "window must be None or at least 1 but got 0"),
         ({"window": -4}, "window must be None or at least 1 but got -4"),
         ({"softcap": 0.0}, "softcap must be None or positive but got 0.0"),
         ({"softcap": -2.0}, "softcap must be None or positive but got -2.0"),
         (
             {"softcap": float("inf")},
-            "softcap must be positive, or 0 for none but got inf",
+            "softcap must be positive and at most 2e+38, or 0 for none but got inf",
         ),
         (
             {"softcap": float("nan")},
-            "softcap must be positive, or 0 for none but got nan",
+            "softcap must be positive and at most 2e+38, or 0 for none but got nan",
         ),
         ({"sinks": f32(3)}, "sinks must be of shape (4) but got (3)"),
         ({"sinks": f32(4, 1)}, "sinks must be of shape (4) but got (4,1)"),
@@ -369,7 +411,7 @@ def test_paged_attention(changed, message) -> None:
     ("changed", "message"),
     [
         ({"window": -1}, "window must be at least 1, or 0 for none but got -1"),
-        ({"softcap": -1.0}, "softcap must be positive, or 0 for none but got -1"),
+        ({"softcap": -1.0}, "softcap must be positive and at most 2e+38, or 0 for none but got -1"),
     ],
 )
 def test_the_extension_checks_for_itself(changed, message) -> None:
@@ -386,6 +428,7 @@ SHORT = "must be at least 1 blocks for context length 7 at block size 16"
     ("tables", "context_lens", "query_lens", "block_size", "message"),
     [
         ([[1]], [5], [1], 12, "block_size must be 8, 16, 32 or 64 but got 12"),
+        ([[1, 2]], [5], [1], 4, "block_size must be 8, 16, 32 or 64 but got 4"),
         (
             [[1], [2]],
             [5],

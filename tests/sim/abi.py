@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-ABI = 1
+ABI = 2
 ACCESS = {"read": 1, "write": 2, "readwrite": 3}
 OK, FAULTS, NOT_LAUNCHED = 0, 1, 2
 MAX_BUFFERS = 32
@@ -22,6 +22,7 @@ class CBuffer(Structure):
         ("data", c_void_p),
         ("bytes", c_uint64),
         ("label", c_char_p),
+        ("offset", c_uint64),
     )
 
 
@@ -146,6 +147,7 @@ def buffers_of(buffers: dict[int, Buffer | np.ndarray]) -> Any:
         slot.data = array.ctypes.data + buffer.offset
         slot.bytes = array.nbytes - buffer.offset
         slot.label = buffer.label.encode()
+        slot.offset = slot.data % 16  # numpy's arrays begin at a multiple of that
     return out
 
 

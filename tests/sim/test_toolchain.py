@@ -64,4 +64,4 @@ def test_a_launcher_compiles_runs_and_reports_what_is_wrong() -> None:
     launch.kernel = b"thrice"
     assert call(launch, report) == abi.NOT_LAUNCHED and b"thrice" in report.faults
     launch.abi, launch.kernel = 7, b"twice"
-    assert call(launch, report) == abi.NOT_LAUNCHED and b"abi must be 1" in report.faults
+    assert call(launch, report) == abi.NOT_LAUNCHED and b"abi must be 2" in report.faults

@@ -18,7 +18,7 @@ from sim import Buffer, SimLibrary
 from sim.checks import check
 
 from mlx_paged import ops
-from support import reference
+from support import big_pools, reference
 from support.reference import PagedBatch, assert_close, make_batch, to_numpy
 from support.simulated import launches, simulated
 
@@ -272,3 +272,66 @@ def strided(library: SimLibrary) -> None:
         constants={2: params},
     )
     np.testing.assert_array_equal(out, view)
+
+
+# --- Pools that do not fit 32 bits ----------------------------------------------------------------
+
+
+@check
+def big_write(library: SimLibrary) -> None:
+    pools = big_pools.make()
+    rows = [mx.random.normal((2, big_pools.HEADS, big_pools.DIM)).astype(mx.float16)] * 2
+    mx.eval(rows)
+    slots = [block * big_pools.SIZE + 5 for block in big_pools.BLOCKS]
+    with simulated(library):
+        pools = ops.write_kv(*pools, *rows, mx.array(slots, mx.int32))
+        mx.eval(pools)
+    for pool, row in zip(pools, rows):
+        written = mx.stack([pool[block, 5] for block in big_pools.BLOCKS])
+        np.testing.assert_array_equal(to_numpy(written), to_numpy(row))
+
+
+@check
+def big_copy(library: SimLibrary) -> None:
+    _, big = big_pools.fill(np.random.default_rng(0), big_pools.make(), [70], [1])
+    pools, (first, second) = [big.key_pool, big.value_pool], big_pools.BLOCKS
+    for pair in ([first, 4], [4, second]):
+        with simulated(library):
+            pools = ops.copy_blocks(pools, mx.array([pair], mx.int32))
+            mx.eval(pools)
+    for pool in pools:
+        for block in (4, second):
+            np.testing.assert_array_equal(to_numpy(pool[block]), to_numpy(pool[first]))
+
+
+@check
+def big_gather(library: SimLibrary) -> None:
+    batch, big = big_pools.fill(np.random.default_rng(0), big_pools.make(), [70], [1])
+    with simulated(library):
+        tables, lens = mx.array([big.tables[0]], mx.int32), mx.array([70], mx.int32)
+        dense = ops.gather_kv(big.key_pool, big.value_pool, tables, lens, 70)
+        mx.eval(dense)
+    for out, pool in zip(dense, (batch.key_pool, batch.value_pool)):
+        want = reference.gather_kv(to_numpy(pool), batch.tables, [70], 70)
+        np.testing.assert_array_equal(to_numpy(out), want)
+
+
+def _attend_in_big_pools(library: SimLibrary, rows: int, group: int) -> None:
+    pools = big_pools.make()
+    batch, big = big_pools.fill(np.random.default_rng(0), pools, [70], [rows], group)
+    assert_close(attend(library, big), batch.expected(scale=0.125))
+
+
+@check
+def big_decode(library: SimLibrary) -> None:
+    _attend_in_big_pools(library, 1, 1)
+
+
+@check
+def big_matrix(library: SimLibrary) -> None:
+    _attend_in_big_pools(library, 1, 6)
+
+
+@check
+def big_prefill(library: SimLibrary) -> None:
+    _attend_in_big_pools(library, 9, 1)

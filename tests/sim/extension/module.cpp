@@ -3,9 +3,19 @@
 // mlx_paged._sim: the extension on a simulated GPU, and what tests want to know of its launches.
 // Built with -DMLX_PAGED_BUILD_TESTS=ON only.
 
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <memory>
+#include <new>
+#include <utility>
+#include <vector>
+
 #include "../../../csrc/bindings.h"
 #include "../../../csrc/cuda/variants.h"
+#include "../../../csrc/host_copies.h"
 #include "../../../csrc/kernel_source.h"
+#include "mlx/allocator.h"
 #include "mlx/transforms.h"
 #include "simulator.h"
 
@@ -33,7 +43,42 @@ nb::dict describe(const Launch& launch) {
 
 }  // namespace
 
+// A pool of which only what is touched takes memory, and whose size is not held against the
+// machine's. Zeros.
+mx::array virtual_pool(const std::vector<int>& shape, mx::Dtype dtype) {
+  size_t bytes = mx::size_of(dtype);
+  for (int extent : shape) {
+    bytes *= extent;
+  }
+  size_t header = 16;  // MLX's CPU buffers begin with their size, arrays 8 bytes later
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* memory = mmap(nullptr, bytes + header, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (memory == MAP_FAILED) {
+    throw std::bad_alloc();
+  }
+  *static_cast<size_t*>(memory) = bytes;
+  auto release = [bytes, header](mx::allocator::Buffer b) { munmap(b.ptr(), bytes + header); };
+  mx::allocator::Data data(mx::allocator::Buffer(memory), release);
+  return mx::array(std::move(data), mx::Shape(shape.begin(), shape.end()), dtype);
+}
+
 void bind_simulator(nb::module_& m) {
+  m.def(
+      "virtual_pool", &virtual_pool, "shape"_a, "dtype"_a,
+      "A pool of zeros that takes as much memory as is touched of it.");
+
+  m.def(
+      "remember_host_copy",
+      [](const mx::array& a) {
+        auto bytes = std::make_shared<std::vector<std::byte>>(a.offset() + a.nbytes());
+        remember_host_copy(a, {bytes, bytes->data()});
+      },
+      "array"_a, "As if an evaluated array had been sent to a GPU.");
+
+  m.def(
+      "has_host_copy", [](const mx::array& a) { return find_host_copy(a) != nullptr; }, "array"_a,
+      "Whether the host is taken to know an evaluated array's numbers.");
+
   m.def(
       "set_simulator",
       [](uintptr_t address) { sim::set_simulator(reinterpret_cast<sim::Simulator>(address)); },

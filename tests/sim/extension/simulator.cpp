@@ -3,7 +3,6 @@
 #include "simulator.h"
 
 #include <atomic>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -32,33 +31,9 @@ Simulator simulator() {
   return found;
 }
 
-// An operand where a GPU would have it: at a multiple of 16 bytes. MLX's CPU arrays begin 8 bytes
-// past one.
-class Operand {
- public:
-  Operand(void* data, uint64_t bytes) : data_(data), bytes_(bytes) {
-    if (reinterpret_cast<uintptr_t>(data) % sizeof(Chunk)) {
-      copy_.resize((bytes + sizeof(Chunk) - 1) / sizeof(Chunk));
-      std::memcpy(copy_.data(), data, bytes);
-    }
-  }
-
-  void* data() { return copy_.empty() ? data_ : copy_.data(); }
-
-  // After the launches, for what they wrote.
-  void write_back() {
-    if (!copy_.empty()) {
-      std::memcpy(data_, copy_.data(), bytes_);
-    }
-  }
-
- private:
-  struct alignas(16) Chunk {
-    char bytes[16];
-  };
-  void* data_;
-  uint64_t bytes_;
-  std::vector<Chunk> copy_;
+struct Operand {
+  void* data;
+  uint64_t offset;  // in its buffer, which a GPU would have aligned
 };
 
 // A buffer that an earlier launch of the list wrote is not poisoned again.
@@ -79,7 +54,7 @@ void run_launch(const Launch& launch, std::vector<Operand>& operands, std::set<i
   for (const auto& binding : launch.buffers) {
     buffers.push_back(
         {uint32_t(buffers.size()), access_of(binding, written.count(binding.operand)),
-         operands[binding.operand].data(), binding.bytes, nullptr});
+         operands[binding.operand].data, binding.bytes, nullptr, operands[binding.operand].offset});
   }
   for (const auto& binding : launch.buffers) {
     if (binding.access != Access::read) {
@@ -115,15 +90,25 @@ void run_launch(const Launch& launch, std::vector<Operand>& operands, std::set<i
 // fault is an exception there: std::runtime_error with the simulator's report.
 void simulate(KernelNode& node, const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(node.stream());
-  auto in = cpu::dense_inputs(inputs, 0, encoder);
-  node.check_ids(in);
   auto [first, count, in_place] = node.pools(inputs);
-  for (int i = first; i < first + count; i++) {
-    in[i] = in_place ? inputs[i] : cpu::dense_pool(inputs[i], encoder);
+  Arrays in;
+  for (int i = 0; i < int(inputs.size()); i++) {
+    const auto& a = inputs[i];
+    bool is_pool = i >= first && i < first + count;
+    if ((is_pool ? can_alias_pool_on_gpu : can_read_on_gpu)(a)) {
+      in.push_back(a);
+      continue;
+    }
+    if (is_pool) {
+      count_pool_copy();
+    }
+    in.emplace_back(a.shape(), a.dtype(), nullptr, Arrays{});
+    cpu::copy_to_dense(a, in.back(), encoder);
   }
+  node.check_ids(in);
   for (size_t i = 0; i < out.size(); i++) {
     if (in_place) {
-      cpu::alias_or_copy_pool(in[first + i], out[i], encoder);
+      out[i].copy_shared_buffer(in[first + i]);
     } else {
       out[i].set_data(mx::allocator::malloc(out[i].nbytes()));
     }
@@ -132,7 +117,7 @@ void simulate(KernelNode& node, const Arrays& inputs, Arrays& out) {
   LaunchList list = node.launches(in, out);
   std::vector<Operand> operands;
   auto add = [&](const mx::array& a) {
-    operands.emplace_back(const_cast<char*>(a.data<char>()), a.nbytes());
+    operands.push_back({const_cast<char*>(a.data<char>()), uint64_t(a.offset())});
   };
   for (const auto& a : in) {
     add(a);
@@ -143,14 +128,11 @@ void simulate(KernelNode& node, const Arrays& inputs, Arrays& out) {
   std::vector<std::vector<float>> workspaces;
   for (uint64_t bytes : list.workspaces) {
     workspaces.emplace_back((bytes + 3) / 4);
-    operands.emplace_back(workspaces.back().data(), bytes);
+    operands.push_back({workspaces.back().data(), 0});
   }
   std::set<int> written;
   for (const auto& launch : list.launches) {
     run_launch(launch, operands, written);
-  }
-  for (int operand : written) {
-    operands[operand].write_back();
   }
 }
 

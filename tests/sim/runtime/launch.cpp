@@ -67,6 +67,10 @@ std::string bind(const MetalSimLaunch& args) {
       return "the access of buffer " + std::to_string(b.index) + " must be 1, 2 or 3 but is " +
              std::to_string(b.access);
     }
+    if (b.bytes > 1ull << 37) {
+      return "buffer " + std::to_string(b.index) + " must have at most 2^37 bytes but has " +
+             std::to_string(b.bytes);
+    }
     if (!b.data && b.bytes) return "buffer " + std::to_string(b.index) + " has bytes but no data";
     bind_buffer(b);
   }

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "shadow.h"
 #include "state.h"
@@ -16,6 +17,12 @@ namespace {
 // Regions lie 4 GB apart, so an index that leaves its buffer does not land in another one.
 constexpr int kRegionBits = 32;
 constexpr uint64_t kRegionBytes = 1ull << kRegionBits;
+// Buffers of gigabytes, such as pools that are mostly untouched, lie 256 GB apart in an arena of
+// their own. They are copied in page by page, when a page is touched first.
+constexpr int kLargeBits = 38;
+constexpr uint64_t kLarge = 1ull << 30;
+constexpr uint32_t kMaxLarge = 4;
+constexpr uint64_t kPage = 4096;
 constexpr uint32_t kMaxRegions = 64;
 constexpr uint32_t kThreadgroupRegion = 0, kFirstBuffer = 1;
 // Threadgroup variables: 64 places of 128 KB in their region.
@@ -29,6 +36,8 @@ struct Region {
   void* host = nullptr;
   uint64_t mapped = 0;
   std::string name;
+  bool large = false;
+  std::vector<bool> fetched;  // pages of a large one
   Shadow shadow;
   Touched read, written;
   uint64_t bytes_read = 0, bytes_written = 0;
@@ -40,23 +49,29 @@ struct Variable {
   uint32_t run = 0;  // threadgroup that it was last made for
 };
 
-uint64_t arena;
+uint64_t arena, large_arena;
+uint32_t large_regions[kMaxLarge], num_large;
 Region regions[kMaxRegions];
 uint32_t num_regions = kFirstBuffer;
 uint32_t region_of_index[METAL_SIM_MAX_BUFFERS];
 Variable variables[kMaxVariables];
 uint32_t num_variables;
 
-void reserve_arena() {
-  if (arena) return;
+// `count` places of 2^bits bytes.
+void reserve(uint64_t& start, int bits, uint32_t count) {
+  if (start) return;
+  uint64_t each = 1ull << bits;
   void* memory = mmap(
-      nullptr, kRegionBytes * (kMaxRegions + 1), PROT_NONE,
-      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      nullptr, each * (count + 1), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) {
     perror("metal simulator: mmap of the arena");
     abort();
   }
-  arena = (reinterpret_cast<uint64_t>(memory) + kRegionBytes - 1) & ~(kRegionBytes - 1);
+  start = (reinterpret_cast<uint64_t>(memory) + each - 1) & ~(each - 1);
+}
+
+void reserve_arena() {
+  reserve(arena, kRegionBits, kMaxRegions);
 }
 
 uint64_t region_start(uint32_t region) {
@@ -71,7 +86,41 @@ void open_memory(uint64_t start, uint64_t bytes) {
   }
 }
 
-uint32_t new_region(const void* host, uint64_t bytes, uint32_t access, const std::string& name) {
+uint64_t place_of(uint32_t number, bool large) {
+  if (!large) return region_start(number);
+  reserve(large_arena, kLargeBits, kMaxLarge);
+  if (num_large == kMaxLarge) {
+    fprintf(stderr, "metal simulator: more than %u buffers of a gigabyte\n", kMaxLarge);
+    abort();
+  }
+  large_regions[num_large] = number;
+  return large_arena + (uint64_t(num_large++) << kLargeBits) + (1ull << kLargeBits) / 4;
+}
+
+// The region that an address belongs to, or lies just outside of; num_regions: none.
+uint32_t region_at(uint64_t address) {
+  uint64_t number = (address - arena) >> kRegionBits;
+  if (number < num_regions) return uint32_t(number);
+  uint64_t large = (address - large_arena) >> kLargeBits;
+  return large < num_large ? large_regions[large] : num_regions;
+}
+
+void copy_page(Region& r, uint64_t page, bool in) {
+  uint64_t offset = page * kPage, bytes = std::min(kPage, r.bytes - offset);
+  void* ours = reinterpret_cast<char*>(r.base) + offset;
+  void* theirs = static_cast<char*>(r.host) + offset;
+  memcpy(in ? ours : theirs, in ? theirs : ours, bytes);
+}
+
+void fetch(Region& r, uint64_t offset, uint64_t bytes) {
+  for (uint64_t page = offset / kPage; page <= (offset + bytes - 1) / kPage; page++) {
+    if (!r.fetched[page]) copy_page(r, page, true);
+    r.fetched[page] = true;
+  }
+}
+
+uint32_t new_region(
+    const void* host, uint64_t bytes, uint32_t access, const std::string& name, uint64_t offset) {
   reserve_arena();
   if (num_regions == kMaxRegions) {
     fprintf(stderr, "metal simulator: more than %u buffers\n", kMaxRegions);
@@ -80,15 +129,17 @@ uint32_t new_region(const void* host, uint64_t bytes, uint32_t access, const std
   uint32_t number = num_regions++;
   Region& r = regions[number];
   r = Region{};
-  // Aligned like the host's memory, as far as allocators promise.
-  r.base = region_start(number) + reinterpret_cast<uint64_t>(host) % 16;
+  r.large = bytes >= kLarge && access & METAL_SIM_READ;
+  r.base = place_of(number, r.large) + offset % 256;
   r.bytes = bytes;
   r.access = access;
   r.host = const_cast<void*>(host);
   r.name = name;
   open_memory(r.base, std::max<uint64_t>(bytes, 1));
   r.mapped = bytes;
-  if (access & METAL_SIM_READ)
+  if (r.large)
+    r.fetched.assign(bytes / kPage + 1, false);
+  else if (access & METAL_SIM_READ)
     memcpy(reinterpret_cast<void*>(r.base), host, bytes);
   else
     memset(reinterpret_cast<void*>(r.base), kPoison, bytes);
@@ -183,7 +234,7 @@ void check_program_scope(uint64_t address, uint64_t bytes, bool writes, uint32_t
 }
 
 void check(uint64_t address, uint64_t bytes, bool reads, bool writes, bool atomic, uint32_t site) {
-  uint64_t number = (address - arena) >> kRegionBits;
+  uint32_t number = region_at(address);
   if (number >= num_regions || bytes == 0) {
     if (bytes && !on_own_stack(address)) check_program_scope(address, bytes, writes, site);
     return;
@@ -222,6 +273,7 @@ void check(uint64_t address, uint64_t bytes, bool reads, bool writes, bool atomi
         "write to byte " + std::to_string(offset) + " of " + r.name + ", which is only read, at " +
             place(site) + " by " + thread_name(group.current->index, launch.run));
   }
+  if (r.large) fetch(r, offset, bytes);
   if (reads) {
     r.bytes_read += bytes;
     r.read.mark(offset, bytes);
@@ -247,13 +299,13 @@ uint64_t bind_buffer(const MetalSimBuffer& buffer) {
     if (r.host != buffer.data || r.bytes != buffer.bytes || !buffer.bytes) continue;
     if (r.access != buffer.access) {  // as input here and as output there
       r.access |= buffer.access | METAL_SIM_READ;
-      memcpy(reinterpret_cast<void*>(r.base), buffer.data, buffer.bytes);
+      if (!r.large) memcpy(reinterpret_cast<void*>(r.base), buffer.data, buffer.bytes);
       if (!r.shadow.is_open()) r.shadow.open(r.bytes), r.written.open(r.bytes);
     }
     region_of_index[buffer.index] = i;
     return r.base;
   }
-  region_of_index[buffer.index] = new_region(buffer.data, buffer.bytes, buffer.access, name);
+  region_of_index[buffer.index] = new_region(buffer.data, buffer.bytes, buffer.access, name, buffer.offset);
   return buffer_address(buffer.index);
 }
 
@@ -261,7 +313,7 @@ uint64_t bind_bytes(const MetalSimBytes& bytes) {
   alignas(16) static char copy[4096];  // aligned as Metal's are; setBytes takes no more
   memcpy(copy, bytes.data, bytes.bytes);
   std::string name = "the bytes at index " + std::to_string(bytes.index);
-  region_of_index[bytes.index] = new_region(copy, bytes.bytes, METAL_SIM_READ, name);
+  region_of_index[bytes.index] = new_region(copy, bytes.bytes, METAL_SIM_READ, name, 0);
   regions[region_of_index[bytes.index]].host = nullptr;
   return buffer_address(bytes.index);
 }
@@ -292,8 +344,12 @@ void end_launch(const MetalSimLaunch& args, MetalSimReport& report) {
   }
   for (uint32_t i = kFirstBuffer; i < num_regions; i++) {
     Region& r = regions[i];
-    if (r.access & METAL_SIM_WRITE && r.host)
+    if (r.large) {
+      for (uint64_t page = 0; r.access & METAL_SIM_WRITE && page < r.fetched.size(); page++)
+        if (r.fetched[page]) copy_page(r, page, false);
+    } else if (r.access & METAL_SIM_WRITE && r.host) {
       memcpy(r.host, reinterpret_cast<void*>(r.base), r.bytes);
+    }
     r.shadow.close(), r.read.close(), r.written.close();
     uint64_t first = r.base & ~uint64_t(16383),
              last = (r.base + r.bytes + 16384) & ~uint64_t(16383);
@@ -303,6 +359,7 @@ void end_launch(const MetalSimLaunch& args, MetalSimReport& report) {
   }
   regions[kThreadgroupRegion].shadow.close();
   num_regions = kFirstBuffer;
+  num_large = 0;
   num_variables = 0;
   memset(region_of_index, 0, sizeof region_of_index);
   (void)args;

@@ -7,7 +7,7 @@
 extern "C" {
 #endif
 
-#define METAL_SIM_ABI 1
+#define METAL_SIM_ABI 2
 #define METAL_SIM_MAX_BUFFERS 32
 
 enum { METAL_SIM_READ = 1, METAL_SIM_WRITE = 2, METAL_SIM_READ_WRITE = 3 };
@@ -20,6 +20,8 @@ typedef struct {
   void* data;
   uint64_t bytes;
   const char* label; /* for messages, may be NULL */
+  uint64_t offset;   /* of `data` in its allocation: kernels see an address as far past a multiple
+                        of 256 */
 } MetalSimBuffer;
 
 typedef struct { /* setBytes */

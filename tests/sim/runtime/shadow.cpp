@@ -28,8 +28,10 @@ void LazyMemory::close() {
 uint64_t Touched::count() const {
   const auto* bytes = static_cast<const unsigned char*>(map_.get());
   uint64_t sum = 0;
-  if (bytes) {
-    for (uint64_t i = 0; i < map_.bytes(); i++) sum += bytes[i];
+  for (uint64_t page = 0; bytes && page < pages_.size(); page++) {
+    if (!pages_[page]) continue;
+    uint64_t end = std::min(map_.bytes(), (page + 1) * kPage);
+    for (uint64_t i = page * kPage; i < end; i++) sum += bytes[i];
   }
   return sum;
 }

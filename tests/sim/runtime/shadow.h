@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "state.h"
 
@@ -57,15 +58,22 @@ class Shadow {
 // Which bytes of a buffer were accessed at all.
 class Touched {
  public:
-  void open(uint64_t bytes) { map_.open(bytes); }
+  void open(uint64_t bytes) {
+    map_.open(bytes);
+    pages_.assign(bytes / kPage + 1, false);
+  }
   void close() { map_.close(); }
   void mark(uint64_t offset, uint64_t bytes) {
     __builtin_memset(static_cast<char*>(map_.get()) + offset, 1, bytes);
+    for (uint64_t page = offset / kPage; page <= (offset + bytes - 1) / kPage; page++)
+      pages_[page] = true;
   }
   uint64_t count() const;
 
  private:
+  static constexpr uint64_t kPage = 4096;
   LazyMemory map_;
+  std::vector<bool> pages_;  // that have marks
 };
 
 }  // namespace sim
