@@ -40,7 +40,7 @@ MAX_STEPS_IN_FLIGHT = 2
 #: What a step may spend on finding that short sequences wait for running ones, and as much again
 #: for long ones: their tokens, and `PARKING_COST` for each. The others are left to the next step,
 #: so a burst of requests with a common prompt costs no step more than this.
-MAX_PARKED_TOKENS = 1 << 18
+MAX_PARKED_TOKENS = 1 << 17
 PARKING_COST = 1 << 12
 
 _IN_FLIGHT = (IN_FLIGHT_TOKEN,)

@@ -369,6 +369,28 @@ def test_who_needs_the_block_that_is_being_computed_learns_of_it():
     assert kv.computing_next_block(tokens_of("anything else")) is None
 
 
+def test_who_needs_what_is_being_computed_learns_how_far_that_goes():
+    kv = Store(32, 4)
+    prompt = tokens_of("systemprompt hello, y")  # (a last block of one token)
+    kv.admit(1, prompt)
+    kv.run()
+
+    def part_after(text: str) -> int:
+        query = PrefixQuery(tokens_of(text))
+        running = kv.kv.computing_next_block(tokens_of(text), query)
+        assert running is kv.tables[1]
+        return kv.kv.part_after(running, query)
+
+    assert part_after("systemprompt world") == 12
+    assert part_after("systemprompt hello, you") == part_after("systemprompt hello, y") == 20
+    assert part_after("systempr") == 4
+    kv.commit(1, 4)
+    assert part_after("systemprompt world") == 12
+    assert part_after("systempr") == 8  # it ends within the next block
+    prompt += tokens_of("ou there")  # what is generated counts too
+    assert part_after("systemprompt hello, you there") == 28
+
+
 def test_admission_leaves_the_headroom_it_was_told():
     kv = Store(6, 4)
     assert kv.admit(1, [1] * 12, headroom=3) is None

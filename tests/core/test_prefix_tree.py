@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_paged.core import BlockTables, PrefixNode, PrefixQuery, PrefixTree
+from mlx_paged.core.prefix_tree import common_prefix_len, token_bytes
 from mlx_paged.errors import IntegrityError
 
 
@@ -241,3 +242,79 @@ def test_matching_agrees_with_a_search_through_all_prefixes(texts, query):
     )
     assert (2 * len(blocks), num_partial) == (num_full, best)
     tree.check_integrity()
+
+
+# Long searches.
+
+
+def index(tree: PrefixTree, tokens: list[int], salt: str | None = None) -> PrefixNode:
+    node = tree.root(salt)
+    for start in range(0, len(tokens) - tree.block_size + 1, tree.block_size):
+        node = tree.extend(node, token_bytes(tokens[start : start + tree.block_size]))
+        node.blocks[0] = node.blocks[0] or len(tree)
+    return node
+
+
+def test_a_long_search_starts_where_an_equal_one_has_come_to(monkeypatch):
+    tree = PrefixTree(4)
+    tokens = list(range(400))
+    index(tree, tokens)
+    starts = []
+    search = tree._search
+
+    def noted(query: PrefixQuery, node: PrefixNode) -> PrefixNode:
+        starts.append(node.depth)
+        return search(query, node)
+
+    monkeypatch.setattr(tree, "_search", noted)
+
+    def depth(tokens: list[int], salt: str | None = None) -> int:
+        return tree.match(PrefixQuery([*tokens, 0], salt)).num_full_blocks
+
+    assert depth(tokens) == 100 and depth([*tokens, 1, 2]) == 100
+    assert starts == [0, 100]
+    # Others that have less in common, or a longer way.
+    assert depth([*tokens[:200], 7, *tokens[201:]]) == 50
+    assert depth([7, *tokens[1:]]) == 0 and depth(tokens[:300]) == 75
+    index(tree, [*tokens, *range(600, 900)])
+    assert depth([*tokens, *range(600, 900)]) == 175
+    assert starts[2:] == [0, 0, 50, 100]
+    # Other salts have other nodes.
+    index(tree, tokens[:120], "a")
+    assert depth(tokens, "a") == 30 and depth(tokens, "b") == 0
+    # What is no longer indexed is not found.
+    tree.clear()
+    assert depth(tokens) == 0 and tree._long_searches == []
+
+
+def test_a_long_search_does_not_trust_a_node_that_was_evicted():
+    tree = PrefixTree(4)
+    tokens = list(range(80))
+    leaf = index(tree, tokens)
+    assert tree.match(PrefixQuery([*tokens, 0])).node is leaf
+    leaf.blocks[0] = 0
+    tree.remove(leaf)
+    assert tree.match(PrefixQuery([*tokens, 0])).num_full_blocks == 19
+
+
+def test_only_a_few_long_searches_are_kept():
+    tree = PrefixTree(1)
+    for i in range(20):
+        index(tree, [i, *range(30)])
+        tree.match(PrefixQuery([i, *range(40)]))
+        tree.match(PrefixQuery([i, *range(40)]))
+    assert len(tree._long_searches) == 8
+    assert {query.tokens[:4] for query in tree._long_searches} == {
+        token_bytes([i]) for i in range(12, 20)
+    }
+
+
+def test_common_prefixes_of_any_length():
+    for length in (0, 1, 2, 2047, 2048, 2049, 4096, 5000):
+        tokens = list(range(length))
+        a = token_bytes([*tokens, 1, 5, 5])
+        for b in ([*tokens], [*tokens, 2], [*tokens, 2, 5, 5, 5], [*tokens, 1]):
+            expected = length + (b[length:] == [1])
+            for start in {0, length // 2, length}:
+                assert common_prefix_len(a, token_bytes(b), start) == expected
+                assert common_prefix_len(token_bytes(b), a, start) == expected

@@ -417,6 +417,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("machine", [StoreMachine, SchedulerMachine])
-def test_random_operations(machine: type[RuleBasedStateMachine]) -> None:
+def test_random_operations(
+    machine: type[RuleBasedStateMachine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_paged.core.prefix_tree.LONG_SEARCH", 2)  # prompts are short here
     for num_runs in ROUNDS:
         run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=num_runs))
