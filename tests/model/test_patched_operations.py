@@ -135,6 +135,7 @@ OTHER_ROPE_CALLS: dict[str, Callable[[mx.array], dict[str, Any]]] = {
     "a number": lambda positions: {"offset": 7},
     "other positions": lambda positions: {"offset": positions + 1},
     "a sequence": lambda positions: {"a": X.reshape(1, 2, 3, 16), "offset": 0},
+    "rows of several tokens": lambda positions: {"a": mx.ones((3, 2, 4, 16)), "offset": positions},
     "three axes": lambda positions: {"a": X.squeeze(2), "offset": 0},
     "an explicit stream": lambda positions: {"offset": positions, "stream": mx.cpu},
 }
