@@ -5,6 +5,8 @@ from __future__ import annotations
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
 # isort: split
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from support.family_configs import LLAMA4, VOCAB_SIZE, config_of, text
@@ -12,8 +14,11 @@ from support.models import dense_logits
 from support.parity import Driver, family_model, relative_difference, relative_rms
 
 from mlx_paged.errors import UnsupportedModelError
-from mlx_paged.model.layout import FULL, Mode, Reach
-from mlx_paged.model.plan import build_chunk_plan, build_plan
+from mlx_paged.model.caches import StepContext
+from mlx_paged.model.layout import FULL, CacheLayout, LayerSpec, Mode, Reach
+from mlx_paged.model.paged_model import PagedModel
+from mlx_paged.model.patches import OutputRows
+from mlx_paged.model.plan import StepInputs, build_chunk_plan, build_plan
 from mlx_paged.model.wrap import page
 
 
@@ -52,6 +57,22 @@ def test_llama4_over_many_chunks(block_size: int) -> None:
         for name, got in logits.items():
             expected = dense_logits(model, driver.sequences[name].chunks)
             assert relative_rms(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize("reaches", [[Reach(chunk=16)], [Reach(window=5)], [Reach(chunk=16), FULL]])
+def test_positions_count_in_the_sequence_whatever_layers_see(reaches: list[Reach]) -> None:
+    specs = tuple(LayerSpec(1, 8, 8, mx.float32, window=r.window, chunk=r.chunk) for r in reaches)
+    layout = CacheLayout(Mode.NATIVE, specs, tuple(range(len(specs))))
+    context = StepContext()
+    paged = PagedModel(
+        nn.Module(), layout, context=context, output_rows=OutputRows(None, context), block_size=8
+    )
+    lens, rows = np.array([37, 17]), np.array([3, 1])
+    step = paged._step(StepInputs(lens, rows, [[3, 1, 4, 5, 9], [2, 6, 8]], np.array([2, 3])))
+    assert step.plan.positions.tolist() == [34, 35, 36, 16]
+    for reach in reaches:
+        positions = step.plan_for(reach).positions.tolist()
+        assert positions == ([2, 3, 4, 0] if reach.chunk else [34, 35, 36, 16])
 
 
 def test_chunks_that_are_no_whole_blocks_are_gathered() -> None:

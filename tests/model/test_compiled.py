@@ -19,6 +19,7 @@ from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.model import compiled as compiled_module
 from mlx_paged.model.caches import Step
 from mlx_paged.model.loader import load
+from mlx_paged.model.plan import build_plan
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 40, 65, 17)]
 
@@ -71,8 +72,6 @@ def test_model_that_looks_at_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(tokens.sum().item())
         return tokens + 1, pools
 
-    from mlx_paged.model.plan import build_plan
-
     steps = compiled_module.CompiledSteps(forward)
     for i in range(5):
         plan = build_plan([[1]], [3], [1], block_size=16)
@@ -100,3 +99,63 @@ def test_only_steps_with_prompts_start_before_they_are_built(monkeypatch) -> Non
     assert started == [0, 4]  # of six layers
     driver.step({"a": [4]})
     assert started == [0, 4]
+
+
+def decode_step(num_seqs: int, **fields: Any) -> tuple[mx.array, Step]:
+    ones = [1] * num_seqs
+    plan = build_plan([[i + 1] for i in range(num_seqs)], ones, ones, block_size=16)
+    return mx.zeros((num_seqs,), dtype=mx.int32), Step(plan, mx.array([0]), **fields)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> compiled_module.CompiledSteps:
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    monkeypatch.setattr(compiled_module, "_MOST_GRAPHS", 2)
+    return compiled_module.CompiledSteps(lambda tokens, step, pools: (tokens + 1, pools))
+
+
+def test_a_shape_is_compiled_when_it_occurs_for_the_third_time(steps) -> None:
+    for i in range(4):
+        steps.run(*decode_step(1), [])
+        assert len(steps._graphs) == (1 if i >= 2 else 0)
+
+
+def test_the_graph_that_was_not_used_for_longest_is_dropped(steps) -> None:
+    def kept() -> set[int]:
+        return {shape[1] for shape in steps._graphs}
+
+    for num_seqs in (1, 2):
+        for _ in range(3):
+            steps.run(*decode_step(num_seqs), [])
+    steps.run(*decode_step(1), [])
+    assert kept() == {1, 2}
+    for _ in range(3):
+        steps.run(*decode_step(3), [])
+    assert kept() == {1, 3}
+
+
+def test_shapes_that_do_not_repeat_are_forgotten(steps) -> None:
+    for num_seqs in range(1, 30):
+        steps.run(*decode_step(num_seqs), [])
+    assert len(steps._times) == 4 * 2 and not steps._graphs
+
+
+@pytest.mark.parametrize("field", ["states", "prefill"])
+def test_steps_that_are_more_than_arrays_are_not_compiled(steps, field: str) -> None:
+    for _ in range(5):
+        steps.run(*decode_step(1, **{field: object()}), [])
+    step = decode_step(2)[1]
+    for _ in range(5):
+        steps.run(mx.zeros((3,), dtype=mx.int32), step, [])  # (a row more than sequences)
+    assert not steps._graphs and not steps._times
+
+
+def test_new_pools_have_no_graphs_of_the_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    driver = StepDriver(tiny_model(tiny_config("llama", head_dim=64)), "llama", block_size=8)
+    paged = driver.runner.model
+    for token in range(5):
+        driver.step({"a": [token]})
+    assert paged._compiled._graphs
+    paged.allocate(8)
+    assert not paged._compiled._graphs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import mlx_paged  # before mlx.core, so that its BLAS takes effect
@@ -14,12 +15,14 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import RotatingKVCache
 from support.family_configs import VOCAB_SIZE, config_of
 from support.models import dense_logits, embedded, random_tokens
 from support.parity import family_model
 
 from mlx_paged import LLM, SamplingParams, ops, register_family
 from mlx_paged.errors import UnsupportedModelError
+from mlx_paged.model import verify, wrap
 from mlx_paged.model.families import require_family, unregister_family
 from mlx_paged.model.layout import Mode
 from mlx_paged.model.loader import LoadedModel
@@ -82,6 +85,16 @@ class Cutting(Mine):
     def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
         x = self.embed(tokens)
         x = x + x.mean(axis=1, keepdims=True)
+        for layer, layer_cache in zip(self.layers, cache):
+            x = x + layer(x, layer_cache)
+        return self.out(x)
+
+
+class Decoding(Mine):
+    """Has no one answer: a token alone is another than one of a chunk."""
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        x = self.embed(tokens) * (1.5 if tokens.shape[1] == 1 else 1)
         for layer, layer_cache in zip(self.layers, cache):
             x = x + layer(x, layer_cache)
         return self.out(x)
@@ -156,13 +169,43 @@ def test_a_model_that_answers_otherwise_is_refused() -> None:
     serve(mine(Mixing), CONFIG, block_size=8)  # as asked
 
 
-def test_a_model_whose_answers_depend_on_the_cut_of_a_prompt_is_refused() -> None:
+@pytest.mark.parametrize("kind", [Cutting, Decoding])
+def test_a_model_whose_answers_depend_on_the_cut_of_a_prompt_is_refused(kind: type[Mine]) -> None:
     register_family("mine", mode="gathered alone")  # as mlx-lm computes the same chunks
     with pytest.raises(UnsupportedModelError, match=r"'mine'.*depend on where a prompt is cut"):
-        serve(mine(Cutting), CONFIG, block_size=8)
+        serve(mine(kind), CONFIG, block_size=8)
     register_family("mine", mode="gathered alone", verify=False)
-    paged = serve(mine(Cutting), CONFIG, block_size=8)
+    paged = serve(mine(kind), CONFIG, block_size=8)
     assert difference_from_dense(paged, VOCAB_SIZE) < 1e-5
+
+
+@pytest.mark.parametrize("compared", ["difference_from_dense", "difference_where_cut"])
+def test_a_comparison_without_a_number_is_no_proof(
+    compared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register_family("mine")
+    monkeypatch.setattr(wrap, compared, lambda *args: float("nan"))
+    with pytest.raises(UnsupportedModelError, match="nan of their size"):
+        serve(mine(), CONFIG, block_size=8)
+
+
+def test_what_a_model_rules_out_is_compared_too() -> None:
+    """Minus infinity is no number that a difference could be taken of."""
+    inf = np.inf
+    assert verify._relative(np.array([1.0, -inf, 2]), np.array([1.0, -inf, 2])) == 0
+    assert verify._relative(np.array([1.0, 5, 2]), np.array([1.0, -inf, 2])) == inf
+    assert verify._relative(np.array([1.0, -inf, 2]), np.array([1.0, 5, 2])) == inf
+    assert verify._relative(np.array([1.0, 2]), np.array([1.0, 2, 3])) == inf
+    assert np.isnan(verify._relative(np.array([1.0, np.nan]), np.array([1.0, 2])))
+
+
+def test_the_coarsest_pool_decides_how_exact_an_answer_can_be() -> None:
+    paged = page(mine(), "mine", block_size=8)
+    exact = verify.tolerance_of(paged)
+    first, second = paged.layout.specs
+    mixed = (first, replace(second, dtype=mx.bfloat16))
+    paged.layout = replace(paged.layout, specs=mixed)
+    assert exact < 0.01 < verify.tolerance_of(paged) < 0.2
 
 
 def test_attention_by_hand_is_given_dense_keys() -> None:
@@ -201,6 +244,23 @@ def test_the_comparison_goes_past_the_end_of_every_window(
 
     monkeypatch.setattr(ops, "paged_attention", one_token_short)
     assert difference_from_dense(paged, VOCAB_SIZE) > 1e-3
+
+
+@pytest.mark.parametrize("window", [12, 200])
+def test_a_prompt_is_cut_behind_the_end_of_every_window(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong only there would not show in a shorter one."""
+    model = family_model(config_of("gemma3_text") | {"sliding_window": window})
+    paged = page(model, "gemma3_text", block_size=8)
+    assert verify.difference_where_cut(paged, VOCAB_SIZE) < 1e-4
+    make_mask = RotatingKVCache.make_mask
+
+    def one_token_more(self: Any, N: int, window_size: int, **kwargs: Any) -> Any:
+        return make_mask(self, N, window_size=window_size + 1, **kwargs)
+
+    monkeypatch.setattr(RotatingKVCache, "make_mask", one_token_more)
+    assert verify.difference_where_cut(paged, VOCAB_SIZE) > 1e-3
 
 
 def test_another_mlx_lm_makes_every_family_unproven(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ prefill of n tokens differs from a prefill of n - 1 and a decode has no answer t
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support.family_configs import VOCAB_SIZE, config_of
 from support.metal_stand_ins import standing_in
@@ -109,9 +111,40 @@ def test_a_mask_that_is_wider_than_its_cache_is_refused() -> None:
         page(model, "llama", block_size=8)
 
 
+def test_the_window_of_a_mask_is_seen_whatever_else_is_asked_of_the_cache() -> None:
+    model = sliding_llama(6, 5)
+    base = type(model).__call__
+
+    def call(self: nn.Module, tokens: mx.array, cache: Any) -> mx.array:
+        logits = base(self, tokens, cache=cache)
+        cache[0].make_mask(tokens.shape[1])
+        return logits
+
+    model.__class__ = type("Asking", (type(model),), {"__call__": call})
+    with pytest.raises(UnsupportedModelError, match="masks a window of 6 tokens over a cache of 5"):
+        page(model, "llama", block_size=8)
+
+
 def test_a_mask_that_is_narrower_than_its_cache_is_what_rows_see() -> None:
     model = sliding_llama(5, 9)
     assert max(differences_of_cuts(model, all_logits(model, TOKENS))) < TOLERANCE
     paged = page(model, "llama", block_size=8)
     assert paged.layout.mode.is_gathered
+    assert max(relative_difference(model, Driver(paged), VOCAB_SIZE).values()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("module", "mode"),
+    [
+        ("gemma3_text", Mode.GATHERED),
+        ("gemma3_text", Mode.UNIFORM),
+        ("qwen3_next", Mode.GATHERED),
+        ("qwen3_next", Mode.UNIFORM),
+        ("llama4", Mode.UNIFORM),
+    ],
+)
+def test_dense_copies_are_right_for_layers_of_every_kind(module: str, mode: Mode) -> None:
+    """Whatever an unusual checkpoint of a family has beside what must be copied."""
+    model = family_model(config_of(module, window=WINDOW))
+    paged = page(model, module, modes=[mode], block_size=8)
     assert max(relative_difference(model, Driver(paged), VOCAB_SIZE).values()) < TOLERANCE

@@ -5,12 +5,17 @@ It runs with CUDA only. What it computes does not depend on that, so here it run
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_paged import ops
 from mlx_paged.model import dense_prefill
+from mlx_paged.model.caches import PagedLayerCache, Step, StepContext
+from mlx_paged.model.layout import LayerSpec
 from mlx_paged.model.plan import build_plan
 
 BLOCK, HEADS, KV_HEADS, DIM = 16, 4, 2, 64
@@ -37,6 +42,7 @@ def tables_of(context_lens: list[int]) -> list[list[int]]:
         ([1000], [600]),  # begins and ends between aligned positions
         ([70, 900, 33], [1, 700, 1]),  # decodes on both sides
         ([40, 41, 1600, 600, 300], [1, 1, 520, 600, 90]),  # a short chunk stays with the decodes
+        ([40, 600, 30, 50], [0, 600, 0, 1]),  # sequences without rows
     ],
 )
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
@@ -67,3 +73,61 @@ def test_short_rows_are_not_touched() -> None:
         dense_prefill.plan_dense_prefill(tables_of([100, 600]), lens, rows, block_size=BLOCK)
         is None
     )
+
+
+SERVED = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.bfloat16)
+
+
+def test_layers_that_mlx_can_compute_are_served() -> None:
+    assert dense_prefill.serves(SERVED, sinks=None, softcap=None)
+    for change in ({"dtype": mx.float16}, {"key_dim": 128, "value_dim": 128}):
+        assert dense_prefill.serves(replace(SERVED, **change), sinks=None, softcap=None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"window": 8},
+        {"dtype": mx.float32},
+        {"value_dim": 32},
+        {"key_dim": 32},
+        {"key_dim": 136, "value_dim": 136},
+        {"key_dim": 60, "value_dim": 60},  # (padded in the pools)
+        {"key_dim": 72, "latent": True},
+    ],
+    ids=str,
+)
+def test_layers_of_another_kind_are_not(change: dict[str, Any]) -> None:
+    assert not dense_prefill.serves(replace(SERVED, **change), sinks=None, softcap=None)
+
+
+def test_sinks_and_soft_caps_are_not_served() -> None:
+    assert not dense_prefill.serves(SERVED, sinks=mx.zeros(4), softcap=None)
+    assert not dense_prefill.serves(SERVED, sinks=None, softcap=30.0)
+
+
+@pytest.mark.parametrize("reach", [{}, {"window": 4}, {"chunk": 16}], ids=str)
+def test_only_layers_that_see_everything_take_it(reach: dict[str, int]) -> None:
+    """The chunks of a step are planned for these; others have plans of their own."""
+    lens = np.array([600])
+    table = [list(range(1, 39))]
+    plan = build_plan(table, lens, lens, block_size=BLOCK)
+    prefill = dense_prefill.plan_dense_prefill(table, lens, lens, block_size=BLOCK)
+    assert prefill is not None
+    calls: list[int] = []
+
+    class Counted(dense_prefill.DensePrefill):
+        def attend(self, *args: Any) -> mx.array:
+            calls.append(1)
+            return super().attend(*args)
+
+    context = StepContext()
+    counted = Counted(prefill.chunks, prefill.others, prefill.plan)
+    context.enter(Step(plan, mx.array([599], dtype=mx.int32), prefill=counted))
+    spec = replace(SERVED, **reach)
+    cache = PagedLayerCache(context, spec, num_blocks=40, block_size=BLOCK)
+    keys = mx.random.normal((600, KV_HEADS, 1, DIM), key=mx.random.key(1)).astype(mx.bfloat16)
+    cache.update_and_fetch(keys, keys)
+    queries = mx.random.normal((600, HEADS, 1, DIM), key=mx.random.key(2)).astype(mx.bfloat16)
+    assert cache.attend(queries, scale=0.1, sinks=None).shape == (600, HEADS, 1, DIM)
+    assert calls == ([] if reach else [1])

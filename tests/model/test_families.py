@@ -145,6 +145,13 @@ def test_dynamic_rope_is_served_up_to_where_it_changes(family: str, limit: int) 
     assert relative_rms(whole, cut) > 1e-2
 
 
+def test_the_rope_that_changes_first_sets_the_limit() -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    model = family_model(tiny_config("llama", rope_scaling=scaling, max_position_embeddings=64))
+    model.layers[2].self_attn.rope.max_position_embeddings = 48
+    assert page(model, "llama", block_size=8).layout.max_context_len == 48
+
+
 @pytest.mark.parametrize("block_size", [8, 32])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_contexts_longer_than_the_window(family: str, block_size: int) -> None:
@@ -352,6 +359,27 @@ def test_a_model_without_an_output_module_makes_all_logits() -> None:
     assert max(relative_difference(expected, driver, 96).values()) < TOLERANCE
 
 
+def test_blocks_are_copied_in_the_layers_of_one_reach() -> None:
+    """A block id means another block in each group."""
+    paged = page(tiny_model(tiny_config("llama", **SLIDING)), "llama", block_size=8)
+    paged.allocate(4)
+    for cache in paged.attention_caches:
+        cache.key_pool = mx.arange(4.0).reshape(4, 1, 1, 1) + mx.zeros(cache.key_pool.shape)
+    paged.copy_blocks(mx.array([[3, 1]], dtype=mx.int32), Reach(window=WINDOW))
+    held = [cache.key_pool[:, 0, 0, 0].tolist() for cache in paged.attention_caches]
+    assert held == [[0, 3, 2, 3], [0, 1, 2, 3]] * 2
+    paged.copy_blocks(mx.array([[2, 0]], dtype=mx.int32))
+    held = [cache.key_pool[:, 0, 0, 0].tolist() for cache in paged.attention_caches]
+    assert held == [[2, 3, 2, 3], [2, 1, 2, 3]] * 2
+
+
+def test_what_a_token_costs_is_what_its_pools_hold() -> None:
+    spec = LayerSpec(num_kv_heads=3, key_dim=100, value_dim=4, dtype=mx.float16)
+    assert spec.bytes_per_token == 3 * (104 + 8) * 2
+    states = StateSpec(((4, 2), None, (3,)), (mx.float32, mx.float32, mx.bfloat16))
+    assert states.bytes_per_slot == 8 * 4 + 3 * 2
+
+
 def test_latents_are_stored_once() -> None:
     spec = LayerSpec(num_kv_heads=1, key_dim=576, value_dim=512, dtype=mx.bfloat16, latent=True)
     assert spec.pool_dims == (576, 8)
@@ -364,6 +392,12 @@ def test_head_dims_that_the_kernels_do_not_take_are_padded(head_dim: int) -> Non
     model = family_model(tiny_config("llama", head_dim=head_dim))
     driver = Driver(page(model, "llama", block_size=8))
     assert max(relative_difference(model, driver, 96).values()) < TOLERANCE
+
+
+@pytest.mark.parametrize("architectures", [None, [], ["LlamaForCausalLM"]])
+def test_architectures_may_say_nothing(architectures: Any) -> None:
+    config = {"model_type": "llama", "architectures": architectures}
+    assert require_family(config).name == "llama"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "llama4", "qwen3_next", "deepseek_v3"])

@@ -82,6 +82,22 @@ def test_a_config_without_a_length_sets_no_limit(directory: Path) -> None:
     assert load(directory).max_model_len is None
 
 
+def test_end_tokens_of_the_tokenizer_and_the_generation_config_are_both_end_tokens(
+    directory: Path,
+) -> None:
+    own = load(directory).tokenizer.eos_token_ids
+    assert own and not own & {5, 6}
+    (directory / "generation_config.json").write_text('{"eos_token_id": [5, 6], "top_k": 3}')
+    loaded = load(directory)
+    assert loaded.tokenizer.eos_token_ids == own | {5, 6}
+    assert loaded.generation_config["top_k"] == 3
+    # One that is given stands for the file, if it is empty too. (mlx-lm reads its end tokens.)
+    assert load(directory, generation_config={}).generation_config == {}
+    given = load(directory, generation_config={"eos_token_id": 7})
+    assert given.tokenizer.eos_token_ids == own | {5, 6, 7}
+    assert "top_k" not in given.generation_config
+
+
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3", "smollm3"])
 def test_every_family_loads_and_runs(tmp_path: Path, model_type: str) -> None:
     config = tiny_config(model_type, tied=False)

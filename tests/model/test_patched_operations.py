@@ -135,6 +135,7 @@ OTHER_ROPE_CALLS: dict[str, Callable[[mx.array], dict[str, Any]]] = {
     "a number": lambda positions: {"offset": 7},
     "other positions": lambda positions: {"offset": positions + 1},
     "a sequence": lambda positions: {"a": X.reshape(1, 2, 3, 16), "offset": 0},
+    "rows of several tokens": lambda positions: {"a": mx.ones((3, 2, 4, 16)), "offset": positions},
     "three axes": lambda positions: {"a": X.squeeze(2), "offset": 0},
     "an explicit stream": lambda positions: {"offset": positions, "stream": mx.cpu},
 }
@@ -149,6 +150,62 @@ def test_any_other_rope_is_mlxs(calls, name: str) -> None:
     with native_ops(positions):
         assert np.array_equal(np.array(mx.fast.rope(**given)), expected)
     assert not calls
+
+
+def test_ropes_of_one_step_do_not_share_what_differs(calls) -> None:
+    """Two layers may differ in nothing but the scale, the base or the frequencies."""
+    positions = mx.array([4001, 0, 17], dtype=mx.int32)
+    given = {"dims": 16, "traditional": False}
+    kinds: list[dict[str, Any]] = [
+        {"base": base, "scale": scale} for base in (10000.0, 500.0) for scale in (1.0, 0.25)
+    ]
+    kinds += [{"base": None, "scale": 1.0, "freqs": mx.arange(1.0, 9.0) * n} for n in (1, 3)]
+    expected = [patches._mlx_rope(X, offset=positions, **given, **kind) for kind in kinds]
+    with native_ops(positions):
+        got = [mx.fast.rope(X, offset=positions, **given, **kind) for kind in kinds * 2]
+        # An array of frequencies that is gone must not be taken for another one at its place.
+        for n in range(2, 12):
+            freqs = mx.arange(1.0, 9.0) * n
+            want = patches._mlx_rope(
+                X, offset=positions, base=None, scale=1.0, freqs=freqs, **given
+            )
+            have = mx.fast.rope(X, offset=positions, base=None, scale=1.0, freqs=freqs, **given)
+            assert_close(have, np.array(want).astype(np.float64), TOLERANCE[mx.float32])
+            del freqs
+    assert calls["rope_rotations"] == len(kinds) + 10
+    for have, want in zip(got, expected * 2):
+        assert_close(have, np.array(want).astype(np.float64), TOLERANCE[mx.float32])
+
+
+def test_with_cuda_a_quantised_layer_sees_one_matrix_within_a_step_only(monkeypatch) -> None:
+    layer = nn.QuantizedLinear(64, 8, group_size=32)
+    shapes: list[tuple[int, ...]] = []
+    multiply = patches._mlx_quantized_linear
+
+    def seen(self: nn.Module, x: mx.array) -> mx.array:
+        shapes.append(x.shape)
+        return multiply(self, x)
+
+    monkeypatch.setattr(patches, "_mlx_quantized_linear", seen)
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    x = mx.ones((3, 1, 64))
+    with native_ops(mx.arange(3)):
+        inside = layer(x)
+    assert inside.shape == layer(x).shape == (3, 1, 8)
+    assert shapes == [(3, 64), (3, 1, 64)]
+
+
+def test_a_module_that_was_replaced_twice_is_itself_again() -> None:
+    module = nn.Linear(4, 4)
+    overrides = patches.Overrides()
+    for n in (1, 2):
+        overrides.replace(module, "__call__", lambda self, x, n=n: n)
+    assert module(mx.ones(4)) == 2
+    overrides.undo()
+    assert type(module) is nn.Linear
+    overrides.undo()  # nothing is left to undo
+    assert type(module) is nn.Linear
 
 
 def test_mixed_dtypes_are_mlxs(calls) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_paged import ops
-from mlx_paged.model.plan import build_plan
+from mlx_paged.model.plan import BlockTableCache, build_plan
 from mlx_paged.ops import AttentionPlan
 
 BLOCK_SIZE = 16
@@ -92,6 +92,8 @@ def test_rows_blocks_and_partials_are_covered_exactly_once(lengths, split_tokens
         assert pieces[0][0] == 0
         assert all(a[1] == b[0] for a, b in pairwise(pieces))
         assert pieces[-1][1] == positions[end - 1] // BLOCK_SIZE + 1
+        num_tokens = positions[end - 1] + 1
+        assert len(pieces) == min(-(-num_tokens // split_tokens), pieces[-1][1])
         if len(pieces) == 1:
             assert pieces[0][2] == -1 and (begin, end) not in merges
             continue
@@ -149,6 +151,15 @@ def test_a_step_without_rows_has_no_work(lengths) -> None:
 def test_padding_points_at_block_zero() -> None:
     plan = build_plan([[5], [7, 8, 9]], [3, 40], [1, 1], block_size=16)
     assert plan.block_tables.tolist() == [[5, 0, 0], [7, 8, 9]]
+
+
+def test_a_step_that_was_lost_is_made_up_for() -> None:
+    """Its tables never came here, but those of the next step say what is new since."""
+    cache = BlockTableCache()
+    cache.update([7], [[1, 2, 3]], [0])
+    found = cache.update([7, 8], [[1, 2, 3, 4, 5], [6]], [4, 0])
+    assert found.blocks.tolist() == [[1, 2, 3, 4, 5], [6, 0, 0, 0, 0]]
+    assert found.lengths.tolist() == [5, 1]
 
 
 def test_longest_work_comes_first() -> None:

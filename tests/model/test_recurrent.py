@@ -140,6 +140,8 @@ def test_a_group_reads_its_slots_and_writes_what_was_replaced(cache: RecurrentCa
         assert cache[0].tolist() == [[4, 5, 6], [1, 2, 3]]
         assert cache[1] is None and not cache.empty()
         assert len(list(cache)) == 3  # as some code unpacks its states
+        cache[0] = cache[0] + 1
+        assert cache[0].tolist() == [[5, 6, 7], [2, 3, 4]]
     # The other state has a slot of the same number, which nobody wrote.
     assert cache.pools[2] is not None
     cache.pools[2].write(mx.ones((1, 2, 2), mx.float16), int32(4))
