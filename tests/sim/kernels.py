@@ -64,7 +64,7 @@ def _parameter(part: list[Token]) -> Parameter:
                 raise MetalError(f"{token.place}: unknown parameter attribute {attribute.name}")
     if not kind:
         outside = {t.text for t in outside_templates([t for t in part if t.is_code])}
-        if not outside & {"*", "&"}:
+        if not outside & {"*", "&", "["}:
             raise MetalError(
                 f"{part[0].place}: kernel parameter `{spelled(part)}` has no attribute"
             )

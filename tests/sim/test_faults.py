@@ -194,6 +194,8 @@ def test_a_misaligned_vector() -> None:
 
 def test_threadgroup_memory_is_not_what_was_there_before() -> None:
     assert "uninitialised" in faults("data[tid] = shared[tid];")
+    # Apple's compiler takes this initial value, and nothing says that it stores it.
+    assert "uninitialised" in faults("threadgroup float mine[64] = {0}; data[tid] = mine[tid];")
     # ... and not what the last threadgroup left.
     body = "if (group == 0) shared[tid] = 1;\ndata[64 * group + tid] = shared[tid];"
     assert "uninitialised" in faults(body, grid=2)
@@ -257,6 +259,8 @@ def test_launches_that_no_gpu_takes() -> None:
         ("half4 h = float4(1);", "no viable conversion"),
         ("data[0] = float4(1).xyq;", "xyq"),
         ("threadgroup float x = 1;", "initial value"),
+        ("threadgroup float x[2] = {1, 2};", "initial value"),
+        ("bfloat b = n ? bfloat(1.5f) : 2.5f;", "no viable conversion"),
         ("bfloat b = 1.5f;", "no viable conversion"),
         ("bfloat b = bfloat(1.5f); b = max(b, b);", "no viable"),
     ],

@@ -82,6 +82,17 @@ def one(expression: str, dtype=np.float32, before: str = ""):
         ("pow(2.0f, 10.0f)", 1024),
         ("length(float2(3, 4))", 5),
         ("extract_bits(0xabcdu, 4, 8)", 0xBC),
+        ("median3(3.0f, 1.0f, 2.0f) + max3(1, 5, 3) + fmin3(4.0f, 2.0f, 9.0f)", 9),
+        ("cospi(1.0f) + divide(6.0f, 4.0f)", 0.5),
+        ("uint4{1, 2, 3}.w + uint4{1, 2, 3}.z", 3),
+        ("float(uniform<int>(make_uniform(7) / make_uniform(2)))", 3),
+        ("array<float, 3>{{1, 2, 3}}[1]", 2),
+        ("is_convertible_v<bfloat, float> && !is_convertible_v<float, bfloat> ? 1 : 0", 1),
+        (
+            "disjunction_v<is_pointer<int>, is_enum<int>> || !negation_v<is_class<float2>> ? 1 : 0",
+            1,
+        ),
+        ("sizeof(make_unsigned_t<char>) + is_same_v<int8_t, char>", 2),
     ],
 )
 def test_expressions(expression, value) -> None:
@@ -119,6 +130,9 @@ def test_arithmetic_of_half_rounds_every_time() -> None:
         ("simd_shuffle_rotate_down(x[tid], 3)", lambda lane, x: x[(lane + 3) % 32]),
         ("simd_shuffle_and_fill_down(x[tid], 100 + x[tid], 2)", lambda lane, x: x[lane + 2] if lane < 30 else 100 + x[lane - 30]),
         ("simd_shuffle_and_fill_up(x[tid], 100 + x[tid], 2)", lambda lane, x: x[lane - 2] if lane >= 2 else 100 + x[lane + 30]),
+        ("simd_shuffle_and_fill_down(x[tid], 100 + x[tid], 2, 8)", lambda lane, x: x[lane + 2] if lane % 8 < 6 else 100 + x[lane - 6]),
+        ("simd_shuffle_and_fill_up(x[tid], 100 + x[tid], 2, 8)", lambda lane, x: x[lane - 2] if lane % 8 >= 2 else 100 + x[lane + 6]),
+        ("simd_shuffle_down(float2(lane, x[tid]), 1).y", lambda lane, x: x[min(lane + 1, 31)]),
         ("simd_broadcast(x[tid], 7)", lambda lane, x: x[7]),
         ("simd_broadcast_first(x[tid])", lambda lane, x: x[0]),
         ("simd_prefix_inclusive_sum(x[tid])", lambda lane, x: x[: lane + 1].sum()),
@@ -211,6 +225,56 @@ def test_elements_of_a_simdgroup_matrix_lie_as_apples_hardware_has_them() -> Non
         quad = lane // 4
         row, column = (quad & 4) + lane // 2 % 4, (quad & 2) * 2 + lane % 2 * 2
         assert out[lane].tolist() == [8 * row + column, 8 * row + column + 1]
+
+
+def test_operands_of_conditionals_may_lie_in_different_address_spaces() -> None:
+    before = """struct Pair { float a; float b; };
+    template <class T> struct Limits { static constexpr constant T low = T(-1.0f); };
+    constant Pair zero = {0, 0};
+    constant Pair tables[2] = {{1, 2}, {3, 4}};"""
+    body = """threadgroup Pair shared;
+    threadgroup bfloat halves[64];
+    if (tid == 0) shared = {5, 6};
+    halves[tid] = bfloat(x[tid]);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    Pair mine = tid < 3 ? tid < 2 ? tables[tid] : shared : zero;
+    bfloat b = tid < 8 ? halves[tid] : Limits<bfloat>::low;
+    threadgroup bfloat* none = tid < 64 ? nullptr : halves;
+    device float* at = tid < 40 ? out : out;
+    at[tid] = mine.a + 10 * float(b) + (none ? 1000 : 0);"""
+    out = run(body, before)
+    assert out.tolist() == [1, 13, 25, *range(30, 80, 10), *[-10] * 56]
+
+
+def test_program_scope_objects_and_loggers() -> None:
+    before = """struct Range { int first, last; constexpr Range(int a, int b) : first(a), last(b) {} };
+    constant Range range(3, 8);
+    constant os_log logger("kernels", "tests");
+    """
+    body = 'logger.log_debug("%d", range.first); out[0] = range.last - range.first;'
+    assert run(body, before, count=1, threads=1)[0] == 5
+
+
+def test_an_instantiation_with_its_type_written_out() -> None:
+    source = f"""{HEAD}template <typename T, int n>
+    [[kernel]] void k(device T* out [[buffer(0)]], constant int by[2] [[buffer(1)]],
+                      uint i [[thread_position_in_grid]]) {{ out[i] = n * by[1]; }}
+    template [[host_name("k4")]] [[kernel]] void k<float, 4>(
+        device float* out [[buffer(0)]], constant int by[2] [[buffer(1)]],
+        uint i [[thread_position_in_grid]]);
+    """
+    out = np.zeros(3, np.float32)
+    by = np.array([1, 5], np.int32)
+    SimLibrary(source=source).launch("k4", {0: Buffer(out, "write"), 1: by}, 1, 3)
+    assert out.tolist() == [20, 20, 20]
+
+
+def test_arguments_by_reference() -> None:
+    """A converted value for `thread const short&`, and a pointer that is moved."""
+    before = """inline float at(thread const short& i, const device float*& from) { from += i; return *from; }
+    """
+    body = "int i = 3; const device float* from = x; float y = at(i, from); out[0] = y + *from;"
+    assert run(body, before, threads=1)[0] == 6
 
 
 def test_function_constants() -> None:

@@ -27,9 +27,7 @@ def _threadgroup_variable(decl: list[Token]) -> None:
         t.text == "alignas" for t in outside
     ):
         return  # a pointer into threadgroup memory
-    if any(t.text == "=" for t in outside):
-        raise MetalError(f"{decl[0].place}: a threadgroup variable cannot have an initial value")
-    decl = list(decl)
+    decl = _without_initial_value(list(decl))
     align = ""
     if decl[0].text == "alignas":
         end = closing(decl, 1)
@@ -51,6 +49,19 @@ def _threadgroup_variable(decl: list[Token]) -> None:
     for token in decl:
         token.drop()
     head.kind, head.text = "name", text
+
+
+def _without_initial_value(decl: list[Token]) -> list[Token]:
+    """Apple's compiler takes `= {0}` and `= {}` but stores nothing, so neither does the simulator:
+    reading such a variable before it is written is a fault."""
+    at = next((i for i, t in enumerate(decl) if t.text == "="), None)
+    if at is None:
+        return decl
+    if spelled(decl[at:]) not in ("= { 0 }", "= { }"):
+        raise MetalError(f"{decl[0].place}: a threadgroup variable cannot have an initial value")
+    for token in decl[at:]:
+        token.drop()
+    return decl[:at]
 
 
 def _declared_name(part: list[Token]) -> int:

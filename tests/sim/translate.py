@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from .conditionals import conditional_operands
 from .kernels import Kernel, entry_point, parameters_of
 from .lexer import MetalError, Token, closing, outside_templates, spelled, text_of, tokens
 from .threadgroup import threadgroup_variables
@@ -92,6 +93,7 @@ def translate(preprocessed: str) -> Translation:
     out = Translation(_tokens=tokens(preprocessed))
     _check_and_rename(out)
     _scope(out, [t for t in out._tokens if t.is_code or t.kind == "attribute"], "")
+    conditional_operands(out._tokens)
     for token in out._tokens:
         if token.kind == "name":
             token.text = SPACES.get(token.text, token.text)
@@ -119,6 +121,8 @@ def _check_and_rename(out: Translation) -> None:
                 token.text = f"__msl_{token.text}"
             if token.text in _PLAIN_TYPES and after in ("*", "&"):
                 _check_address_space(code, i)
+        if token.text == "&" and before == "*" and code[i - 3].text in SPACES:
+            token.text = "__private &"  # a reference to a pointer: the pointer is the thread's
         if token.text == "private" and after != ":":
             token.text = "private_"
     for token in out._tokens:
@@ -202,7 +206,20 @@ def _function(out: Translation, head: list[Token], body: list[Token], class_name
     if class_name:
         _qualify_method(out, head, body, name, class_name)
     _kernel(out, head, name)
+    _scalars_by_value(head)
     threadgroup_variables(body)
+
+
+def _scalars_by_value(head: list[Token]) -> None:
+    """`thread const short& n` takes a converted value in Metal. In the dialect a temporary object
+    has no address space that could be named, so such a parameter becomes a value."""
+    for i in range(len(head) - 3):
+        words = head[i : i + 4]
+        pattern = [t.text for t in words]
+        is_reference = {"thread", "const"} == set(pattern[:2]) and pattern[3] == "&"
+        if is_reference and pattern[2] in _SCALARS:
+            words[pattern.index("thread")].drop()
+            words[3].drop()
 
 
 def _function_name(head: list[Token]) -> str:
@@ -258,6 +275,8 @@ def _statement(out: Translation, decl: list[Token], class_name: str) -> None:
         _instantiation(out, decl)
     elif words & {"using", "typedef", "static_assert", "friend"}:
         return
+    elif "constant" in words and _is_constructed(code):
+        _program_scope_constant(out, decl)
     elif "(" in words and ("=" not in words or "operator" in words):
         name = _function_name(code)
         if class_name:
@@ -265,6 +284,16 @@ def _statement(out: Translation, decl: list[Token], class_name: str) -> None:
         _kernel(out, decl, name)
     elif "constant" in words:
         _program_scope_constant(out, decl)
+
+
+def _is_constructed(code: list[Token]) -> bool:
+    """Whether this is a variable with arguments of a constructor, `constant T x("a", 1)`."""
+    outside = outside_templates(code)
+    return (
+        outside[-1].text == "("
+        and code[code.index(outside[-1]) + 1].kind in ("string", "number")
+        and "constant" in (code[0].text, code[1].text)
+    )
 
 
 def _program_scope_constant(out: Translation, decl: list[Token]) -> None:
@@ -278,6 +307,9 @@ def _program_scope_constant(out: Translation, decl: list[Token]) -> None:
         if not index[0].isdigit():
             raise MetalError(f"{at.place}: function_constant needs a number, not {index[0]}")
         out.constants[name.text] = int(index[0])
+        for token in decl:
+            if token.text in ("static", "constexpr", "const"):  # the simulator stores its value
+                token.drop()
         space.text, at.text = "__global", f' __asm__("__sim_constant_{index[0]}")'
     elif "constexpr" in words:
         space.text = "const"
@@ -307,17 +339,22 @@ def _kernel(out: Translation, head: list[Token], name: str) -> None:
 
 
 def _instantiation(out: Translation, decl: list[Token]) -> None:
-    """template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;"""
+    """template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;  or with its type written out,
+    template [[host_name("x")]] [[kernel]] void f<T>(device T* out [[buffer(0)]]);"""
     host = [a.arguments for t in decl for a in t.attributes if a.name == "host_name"]
     code = [t for t in decl if t.is_code]
-    if len(code) < 2 or code[1].text != "decltype":
-        if host:
-            raise MetalError(
-                f"{code[0].place}: instantiate as template [[host_name(..)]] [[kernel]] "
-                "decltype(f<..>) f<..>;"
-            )
+    if len(code) > 1 and code[1].text == "decltype":
+        function = code[closing(code, 2) + 1 :]
+    elif host and code[1].text == "void" and code[-1].text == ")":
+        last = next(i for i in range(len(code)) if code[i].text == "(" and _ends(code, i))
+        function = code[2:last]
+    elif host:
+        raise MetalError(
+            f"{code[0].place}: instantiate as template [[host_name(..)]] [[kernel]] "
+            "decltype(f<..>) f<..>;"
+        )
+    else:
         return
-    function = code[closing(code, 2) + 1 :]
     name = next(t for t in reversed(outside_templates(function)) if t.kind == "name").text
     if name not in out.kernels:
         raise MetalError(f"{code[0].place}: {name} is not a kernel")
@@ -328,6 +365,10 @@ def _instantiation(out: Translation, decl: list[Token]) -> None:
         token.drop()
     decl[0].text = ""
     _entry(out, decl[0], re.sub(r'"\s*"', "", host[0]).strip('"'), expression, out.kernels[name])
+
+
+def _ends(code: list[Token], opening: int) -> bool:
+    return closing(code, opening) == len(code) - 1
 
 
 def _entry(out: Translation, at: Token, host: str, function: str, kernel: Kernel) -> None:

@@ -30,6 +30,7 @@ namespace metal {
   F(ceil, __builtin_ceilf(x))                          \
   F(cos, __builtin_cosf(x))                            \
   F(cosh, __builtin_coshf(x))                          \
+  F(cospi, __builtin_cosf(x * 3.14159265358979f))      \
   F(exp, __builtin_expf(x))                            \
   F(exp2, __builtin_exp2f(x))                          \
   F(exp10, __builtin_exp2f(x * 3.32192809488736f))     \
@@ -44,9 +45,11 @@ namespace metal {
   F(rsqrt, (1.0f / __builtin_sqrtf(x)))                \
   F(sin, __builtin_sinf(x))                            \
   F(sinh, __builtin_sinhf(x))                          \
+  F(sinpi, __builtin_sinf(x * 3.14159265358979f))      \
   F(sqrt, __builtin_sqrtf(x))                          \
   F(tan, __builtin_tanf(x))                            \
   F(tanh, __builtin_tanhf(x))                          \
+  F(tanpi, __builtin_tanf(x * 3.14159265358979f))      \
   F(trunc, __builtin_truncf(x))                        \
   F(saturate, (x > 0.0f ? x < 1.0f ? x : 1.0f : 0.0f)) \
   F(sign, (x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : 0.0f))
@@ -65,15 +68,17 @@ __MSL_FLOAT_FUNCTIONS(__MSL_UNARY)
     for (int i = 0; i < N; i++) r[i] = T(name(x[i], y[i]));             \
     return r;                                                           \
   }
-#define __MSL_FLOAT_FUNCTIONS2(F)        \
-  F(atan2, __builtin_atan2f(x, y))       \
-  F(copysign, __builtin_copysignf(x, y)) \
-  F(fdim, __builtin_fdimf(x, y))         \
-  F(fmax, __builtin_fmaxf(x, y))         \
-  F(fmin, __builtin_fminf(x, y))         \
-  F(fmod, __builtin_fmodf(x, y))         \
-  F(pow, __builtin_powf(x, y))           \
-  F(powr, __builtin_powf(x, y))          \
+#define __MSL_FLOAT_FUNCTIONS2(F)          \
+  F(atan2, __builtin_atan2f(x, y))         \
+  F(copysign, __builtin_copysignf(x, y))   \
+  F(divide, (x / y))                       \
+  F(fdim, __builtin_fdimf(x, y))           \
+  F(fmax, __builtin_fmaxf(x, y))           \
+  F(fmin, __builtin_fminf(x, y))           \
+  F(fmod, __builtin_fmodf(x, y))           \
+  F(nextafter, __builtin_nextafterf(x, y)) \
+  F(pow, __builtin_powf(x, y))             \
+  F(powr, __builtin_powf(x, y))            \
   F(step, (y < x ? 0.0f : 1.0f))
 __MSL_FLOAT_FUNCTIONS2(__MSL_BINARY)
 
@@ -144,6 +149,22 @@ __MSL_INLINE float abs(float x) {
 __MSL_INLINE half abs(half x) {
   return fabs(x);
 }
+
+#define __MSL_OF_THREE(low, middle, high, least, most)               \
+  template <class T>                                                 \
+  __MSL_INLINE T low(T a, __identity_t<T> b, __identity_t<T> c) {    \
+    return least(a, least(b, c));                                    \
+  }                                                                  \
+  template <class T>                                                 \
+  __MSL_INLINE T high(T a, __identity_t<T> b, __identity_t<T> c) {   \
+    return most(a, most(b, c));                                      \
+  }                                                                  \
+  template <class T>                                                 \
+  __MSL_INLINE T middle(T a, __identity_t<T> b, __identity_t<T> c) { \
+    return most(least(a, b), least(most(a, b), c));                  \
+  }
+__MSL_OF_THREE(min3, median3, max3, min, max)
+__MSL_OF_THREE(fmin3, fmedian3, fmax3, fmin, fmax)
 
 #define __MSL_VEC_PAIR(name)                                            \
   template <class T, int N>                                             \

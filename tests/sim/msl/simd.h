@@ -102,9 +102,10 @@ __MSL_PREFIX(product, multiply, 1)
   if (__from < 0 || __from >= int(lanes.active)) __sim_bad_lane(__from, __MSL_SITE); \
   return lanes[__from];
 // Shuffles by a distance leave lanes that have no partner as they are.
-#define __MSL_LANE_OR_MINE(index) \
-  int __from = int(index);        \
-  return __from < 0 || __from >= int(lanes.active) ? __mine : lanes[__from];
+#define __MSL_LANE_OR_MINE(index)                               \
+  int __from = int(index);                                      \
+  if (__from < 0 || __from >= int(lanes.active)) return __mine; \
+  return lanes[__from];
 #define __MSL_SHUFFLES(group, width)                                                           \
   __MSL_SIMD_FUNCTION group##_shuffle(A value, ushort lane){                                   \
       __MSL_GATHER(T, width, value)                                                            \
@@ -130,18 +131,19 @@ __MSL_PREFIX(product, multiply, 1)
   }
 __MSL_SHUFFLES(simd, 32)
 __MSL_SHUFFLES(quad, 4)
-__MSL_SIMD_FUNCTION simd_shuffle_and_fill_down(A value, A fill, ushort delta) {
-  __MSL_GATHER(T, 32, value)
-  uint from = lanes.lane + delta;
-  T filled = simd_shuffle(fill, ushort(from % 32));
-  return from < 32 ? lanes[from] : filled;
+// Vectors of `modulo` lanes side by side; a lane without a partner in its vector takes the filling.
+template <class T>
+__MSL_INLINE T __shuffle_and_fill(T value, T fill, int delta, ushort modulo) {
+  int first = __sim_lane() / modulo * modulo, from = int(__sim_lane()) - first + delta;
+  ushort lane = ushort(first + (from + modulo) % modulo);
+  T shuffled = simd_shuffle(value, lane), filled = simd_shuffle(fill, lane);
+  return from < 0 || from >= modulo ? filled : shuffled;
 }
-__MSL_SIMD_FUNCTION simd_shuffle_and_fill_up(A value, A fill, ushort delta) {
-  __MSL_GATHER(T, 32, value)
-  int from = int(lanes.lane) - int(delta);
-  T kept = from < 0 ? T(value) : lanes[from];
-  T filled = simd_shuffle(fill, ushort((from + 32) % 32));
-  return from < 0 ? filled : kept;
+__MSL_SIMD_FUNCTION simd_shuffle_and_fill_down(A value, A fill, ushort delta, ushort modulo = 32) {
+  return __shuffle_and_fill(T(value), T(fill), delta, modulo);
+}
+__MSL_SIMD_FUNCTION simd_shuffle_and_fill_up(A value, A fill, ushort delta, ushort modulo = 32) {
+  return __shuffle_and_fill(T(value), T(fill), -int(delta), modulo);
 }
 
 class simd_vote {

@@ -14,7 +14,7 @@ typedef unsigned char uchar;
 typedef unsigned short ushort;
 typedef unsigned int uint;
 typedef unsigned long ulong;
-typedef signed char int8_t;
+typedef char int8_t;
 typedef short int16_t;
 typedef int int32_t;
 typedef long int64_t;
@@ -88,6 +88,10 @@ struct remove_addrspace {
   using type = T;
 };
 template <class T>
+struct remove_addrspace<__global T> {
+  using type = T;
+};
+template <class T>
 struct remove_addrspace<__attribute__((opencl_global_device)) T> {
   using type = T;
 };
@@ -119,6 +123,8 @@ template <class T>
 struct remove_cv<const T> : remove_cv<T> {};
 template <class T>
 struct remove_cv<volatile T> : remove_cv<T> {};
+template <class T>
+struct remove_cv<__global T> : remove_cv<T> {};
 template <class T>
 struct remove_cv<__attribute__((opencl_global_device)) T> : remove_cv<T> {};
 template <class T>
@@ -168,14 +174,93 @@ template <class T>
 struct is_unsigned : bool_constant<is_unsigned_v<T>> {};
 template <class T>
 struct __is_object : bool_constant<__is_class(T)>{};
+template <class T, class U>
+struct is_convertible : bool_constant<__is_convertible_to(T, U)> {};
+template <class T, class U>
+constexpr const bool is_convertible_v = __is_convertible_to(T, U);
+template <class T, class U>
+struct is_base_of : bool_constant<__is_base_of(T, U)> {};
 template <class T>
-struct is_void : is_same<T, void> {};
+struct is_void : is_same<remove_cv_t<T>, void> {};
 template <class T>
 struct is_pointer : false_type {};
 template <class T>
 struct is_pointer<T*> : true_type {};
-template <class T, class U>
-struct is_convertible : bool_constant<__is_convertible_to(T, U)> {};
+template <class T>
+struct is_reference : bool_constant<!__is_same(T, remove_reference_t<T>)> {};
+template <class T>
+struct is_array : bool_constant<__is_array(T)> {};
+template <class T>
+struct is_class : bool_constant<__is_class(T)> {};
+template <class T>
+struct is_union : bool_constant<__is_union(T)> {};
+template <class T>
+struct is_enum : bool_constant<__is_enum(T)> {};
+template <class T>
+struct is_const : bool_constant<__is_const(T)> {};
+template <class T>
+struct is_scalar : bool_constant<is_arithmetic_v<T> || __is_enum(T) || is_pointer<T>::value> {};
+template <class T>
+struct is_trivially_copyable : bool_constant<__is_trivially_copyable(T)> {};
+#define __MSL_TRAIT_VALUE(name) \
+  template <class T>            \
+  constexpr const bool name##_v = name<T>::value;
+__MSL_TRAIT_VALUE(is_void)
+__MSL_TRAIT_VALUE(is_pointer)
+__MSL_TRAIT_VALUE(is_reference)
+__MSL_TRAIT_VALUE(is_array)
+__MSL_TRAIT_VALUE(is_class)
+__MSL_TRAIT_VALUE(is_union)
+__MSL_TRAIT_VALUE(is_enum)
+__MSL_TRAIT_VALUE(is_const)
+__MSL_TRAIT_VALUE(is_scalar)
+__MSL_TRAIT_VALUE(is_trivially_copyable)
+
+template <class...>
+struct conjunction : true_type {};
+template <class B, class... Others>
+struct conjunction<B, Others...> : conditional_t<bool(B::value), conjunction<Others...>, B> {};
+template <class...>
+struct disjunction : false_type {};
+template <class B, class... Others>
+struct disjunction<B, Others...> : conditional_t<bool(B::value), B, disjunction<Others...>> {};
+template <class B>
+struct negation : bool_constant<!bool(B::value)> {};
+template <class... B>
+constexpr const bool conjunction_v = conjunction<B...>::value;
+template <class... B>
+constexpr const bool disjunction_v = disjunction<B...>::value;
+template <class B>
+constexpr const bool negation_v = negation<B>::value;
+
+// Apple's own names of these, which kernels reach by `#pragma METAL internals`.
+template <class... B>
+using _conjunction = conjunction<B...>;
+template <class... B>
+using _disjunction = disjunction<B...>;
+
+template <class T>
+struct remove_const {
+  using type = T;
+};
+template <class T>
+struct remove_const<const T> {
+  using type = T;
+};
+template <class T>
+using remove_const_t = typename remove_const<T>::type;
+template <class T>
+struct make_unsigned {
+  using type = __make_unsigned(T);
+};
+template <class T>
+struct make_signed {
+  using type = __make_signed(T);
+};
+template <class T>
+using make_unsigned_t = typename make_unsigned<T>::type;
+template <class T>
+using make_signed_t = typename make_signed<T>::type;
 template <class T>
 struct __identity {
   using type = T;
@@ -183,6 +268,14 @@ struct __identity {
 template <class T>
 using __identity_t = typename __identity<T>::type;
 
+}  // namespace metal
+
+namespace metal {
+// What the translator puts around the operands of ?:.
+template <class T>
+__MSL_INLINE constexpr remove_cv_t<T> __value(const T& operand) {
+  return operand;
+}
 }  // namespace metal
 
 template <class To, class From>

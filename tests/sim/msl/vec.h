@@ -111,6 +111,7 @@ struct alignas(4 * sizeof(T)) vec<T, 4> {
   vec() = default;
   __MSL_INLINE constexpr vec(T s) : x(s), y(s), z(s), w(s) {}
   __MSL_INLINE constexpr vec(T a, T b, T c, T d) : x(a), y(b), z(c), w(d) {}
+  __MSL_INLINE constexpr vec(T a, T b, T c) : x(a), y(b), z(c), w(0) {}  // as a list: {a, b, c}
   __MSL_INLINE constexpr vec(vec<T, 2> u, vec<T, 2> v) : x(u.x), y(u.y), z(v.x), w(v.y) {}
   __MSL_INLINE constexpr vec(vec<T, 2> v, T c, T d) : x(v.x), y(v.y), z(c), w(d) {}
   __MSL_INLINE constexpr vec(T a, vec<T, 2> v, T d) : x(a), y(v.x), z(v.y), w(d) {}
