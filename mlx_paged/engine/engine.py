@@ -97,7 +97,9 @@ class Engine:
         sizes, activations = memory.allocate_pools(
             self._runner, kv_config, self.config, model_limit
         )
-        self._cache_limit = memory.limit_buffer_cache(activations)
+        self._cache_limit = memory.limit_buffer_cache(
+            activations, self.pool_bytes, 4 * self.config.max_num_seqs * model.vocab_size
+        )
         memory.limit_run_ahead()
         self._kv = KVManager(
             sizes.num_blocks,

@@ -65,6 +65,21 @@ def test_top_k_is_mlx_lms(rng: np.random.Generator, top_k: int) -> None:
     np.testing.assert_array_equal(ours, np.isfinite(np.array(expected)))
 
 
+@pytest.mark.parametrize("top_p", [1e-30, 1e-38, 1e-40, 1e-46, 5e-324])
+@pytest.mark.parametrize(
+    "filters",
+    [{}, {"top_k": 5}, {"top_k": 100}, {"min_p": 0.01}, {"top_k": 5, "min_p": 0.5}],
+    ids=str,
+)
+def test_a_top_p_that_rounds_to_zero_keeps_the_likeliest(
+    rng: np.random.Generator, top_p: float, filters: dict
+) -> None:
+    logits = logits_of(5, rng)
+    kept = kept_by_ours(logits, [row_of(top_p=top_p, **filters)] * 5)
+    assert (kept.sum(axis=1) == 1).all()
+    assert (kept.argmax(axis=1) == logits.argmax(axis=1)).all()
+
+
 @pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.95, 0.999])
 def test_top_p_is_mlx_lms(rng: np.random.Generator, top_p: float) -> None:
     logits = logits_of(20, rng)

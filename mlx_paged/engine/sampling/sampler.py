@@ -273,6 +273,6 @@ def _thresholds(x: mx.array, rows: SamplingMetadata, floors: FloatArray, largest
     top_p = mx.array(rows.top_p)
     wanted = top_p * (mass[:, -1] + ties)
     inside = (mass_above < wanted[:, None]) & (ordered >= kept[:, None])
-    least = mx.maximum(inside.sum(axis=-1) - 1, 0)
+    least = inside.sum(axis=-1) - 1  # (the likeliest is inside: no top_p is 0)
     nucleus = mx.take_along_axis(ordered, least[:, None], axis=-1).squeeze(1)
     return mx.where(top_p < 1, mx.maximum(nucleus, kept), kept)
