@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
@@ -185,7 +186,7 @@ class Engine:
             DuplicateRequestError: an unfinished request has this id.
             EngineOverloadedError: too many sequences wait.
         """
-        self._guard.check()
+        self._enter()
         for token in prompt_token_ids:
             if type(token) is not int or not 0 <= token < self.vocab_size:
                 raise InvalidParameterError(
@@ -211,7 +212,7 @@ class Engine:
             RequestMetrics(arrival_time=time.monotonic()),
         )
         with self._guard.lock:
-            self._guard.check_reentry()
+            self._refuse_within_call()
             with self._guard.busy:
                 self._begin()
                 if not self._has_work:
@@ -293,7 +294,7 @@ class Engine:
         While a step runs, of another thread or of this one (a garbage collection may close a stream
         there), this does not wait for it: the request ends before the next one.
         """
-        self._guard.check()
+        self._enter()
         if self.is_busy:
             self._left.append(request_id)
             return self.request_state(request_id) is not None
@@ -312,7 +313,7 @@ class Engine:
 
     def settle(self) -> None:
         """Waits for a step in flight that no request needs any more, so that it holds no blocks."""
-        self._guard.check()
+        self._enter()
         with self._guard.lock:
             if self.is_busy:
                 return  # (within a step)
@@ -354,11 +355,21 @@ class Engine:
         Returns:
             Whether there was anything to repair.
         """
-        self._guard.check()
+        self._enter()
         with self._guard.lock:
-            self._guard.check_reentry()
+            self._refuse_within_call()
             with self._guard.busy:
                 return self._recover()
+
+    def _enter(self) -> None:
+        guard = self._guard
+        if guard.is_closed or os.getpid() != guard.pid:
+            guard.refuse()
+
+    def _refuse_within_call(self) -> None:
+        """Refuses a call from within a call: a sink, a token mask or `on_launch` made it."""
+        if self.is_busy:  # (by this thread, as it has the lock)
+            raise RuntimeError("an engine was called from within its own step")
 
     def _begin(self) -> None:
         """At the beginning of every call that changes the engine."""
@@ -415,9 +426,9 @@ class Engine:
         A fault of the model or the device ends only the sequences it affects (`StepExecutor`). See
         `recover` for what any other exception does.
         """
-        self._guard.check()
+        self._enter()
         with self._guard.lock:
-            self._guard.check_reentry()
+            self._refuse_within_call()
             with self._guard.busy:
                 self._begin()
                 return self._run_step()
@@ -471,7 +482,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The engine's statistics."""
-        self._guard.check()
+        self._enter()
         with self._guard.lock:
             if self.needs_recovery:
                 self.recover()
@@ -506,9 +517,9 @@ class Engine:
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached prefix; returns how many blocks that were."""
-        self._guard.check()
+        self._enter()
         with self._guard.lock:
-            self._guard.check_reentry()
+            self._refuse_within_call()
             with self._guard.busy:
                 self._begin()
                 self._is_whole = False
@@ -518,7 +529,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Checks the KV store and the scheduler against each other; raises `IntegrityError`."""
-        self._guard.check()
+        self._enter()
         with self._guard.lock:
             if self.needs_recovery:
                 self.recover()

@@ -31,18 +31,19 @@ def check_process() -> None:
 class EngineGuard:
     """Lets one thread at a time into an engine::
 
-        guard.check()
-        with guard.lock:
-            guard.check_reentry()
-            with guard.busy:
-                ...
+        if guard.is_closed or os.getpid() != guard.pid:
+            guard.refuse()
+        with guard.lock, guard.busy:
+            ...
 
-    (Both are locks of the interpreter, and not a context manager of our own, because an exception
-    that comes from outside cannot leave one of those locked.)
+    (Both are locks of the interpreter, and this is no context manager of our own, because an
+    exception that comes from outside cannot leave one of those locked.)
 
     Attributes:
         lock: Reentrant; held by the thread whose call runs.
         busy: Held while a call changes the engine.
+        pid: The process that made the engine.
+        is_closed: Whether the interpreter is about to exit.
     """
 
     def __init__(self) -> None:
@@ -51,33 +52,28 @@ class EngineGuard:
         _user = os.getpid()
         self.lock = threading.RLock()
         self.busy = threading.Lock()
-        self._pid = os.getpid()
-        self._is_closed = False
+        self.pid = os.getpid()
+        self.is_closed = False
         _guards.add(self)
 
-    def check(self) -> None:
-        """To be called first.
+    def refuse(self) -> None:
+        """Keeps a call out, where it may not enter.
 
-        Does not return where the interpreter is about to exit and another thread than the one that
-        exits calls: a thread that is in MLX then, or enters it, would abort the process.
+        Does not return to a thread that calls while another one lets the interpreter exit: a thread
+        that is in MLX then would abort the process.
 
         Raises:
             ForkedProcessError: in a child of the process that made the engine.
         """
-        if os.getpid() != self._pid:
-            raise ForkedProcessError(self._pid)
-        if self._is_closed and threading.current_thread() is not threading.main_thread():
+        if os.getpid() != self.pid:
+            raise ForkedProcessError(self.pid)
+        if self.is_closed and threading.current_thread() is not threading.main_thread():
             threading.Event().wait()
-
-    def check_reentry(self) -> None:
-        """Refuses a call from within a call: a sink, a token mask or `on_launch` made it."""
-        if self.busy.locked():
-            raise RuntimeError("an engine was called from within its own step")
 
     def close(self, timeout: float) -> None:
         """Waits for the call that runs, and keeps every other thread out from now on."""
-        if os.getpid() == self._pid:
-            self._is_closed = True
+        if os.getpid() == self.pid:
+            self.is_closed = True
             self.lock.acquire(timeout=timeout)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,16 @@ from typing import Any
 import mlx_paged
 
 PACKAGE = str(Path(mlx_paged.__file__).parent)
+
+
+def _is_with(frame: FrameType) -> bool:
+    """Whether the line is that of a `with`.
+
+    Python lets exceptions from outside come after calls and jumps only, so none can come between
+    the end of the block and the release of its lock. A trace function is called there.
+    """
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return line.lstrip().startswith("with ")
 
 
 class Interrupter:
@@ -49,7 +60,7 @@ class Interrupter:
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        if event == "line":
+        if event == "line" and not _is_with(frame):
             self.num_lines += 1
             if self.num_lines == self.at:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
