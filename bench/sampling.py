@@ -52,7 +52,8 @@ def measure(num_rows: int, vocab_size: int) -> dict[str, float]:
     def seconds(rows: list[SamplingRow], logprobs: bool = False) -> float:
         def step() -> None:
             metadata = SamplingMetadata.of(rows)
-            tokens = sample(apply_edits(logits, metadata.edits, in_flight), metadata)
+            edited, _ = apply_edits(logits, metadata.edits, in_flight)
+            tokens, _ = sample(edited, metadata)
             found = logprobs_of(logits, tokens, likeliest=True).arrays if logprobs else []
             mx.eval(tokens, *found)
 

@@ -82,7 +82,7 @@ std::pair<mx::array, mx::array> greedy_tokens(const mx::array& logits, mx::Strea
   v.require(logits.shape(1) > 0, "vocab_size", "at least 1", logits.shape(1));
   mx::Shape rows{logits.shape(0)};
   auto out = mx::array::make_arrays(
-      {rows, rows}, {mx::int32, mx::bool_}, std::make_shared<GreedyTokens>(s), {logits});
+      {rows, rows}, {mx::int32, mx::float32}, std::make_shared<GreedyTokens>(s), {logits});
   return {out[0], out[1]};
 }
 

@@ -227,8 +227,8 @@ class SiluMul : public Node {
   std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[0].shape()}; }
 };
 
-// in: logits [num_rows, vocab_size]. out: the first largest of each row, int32, and whether the row
-// holds a NaN, bool (its token is then any).
+// in: logits [num_rows, vocab_size]. out: the first largest of each row, int32, and its logit,
+// float32; NaN where the row holds one (its token is then any).
 class GreedyTokens : public Node {
  public:
   using Node::Node;

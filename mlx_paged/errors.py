@@ -10,6 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+_MAX_SHOWN = 200  # characters of a value in a message
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # a caller's class, or an integer of more digits than Python spells
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+
 
 class MlxPagedError(Exception):
     """Base of every error this package raises on purpose."""
@@ -25,7 +35,7 @@ class InvalidParameterError(MlxPagedError, ValueError):
     """
 
     def __init__(self, field: str, expected: str, actual: object) -> None:
-        super().__init__(f"{field} must be {expected} but got {actual!r}")
+        super().__init__(f"{field} must be {expected} but got {_shown(actual)}")
         self.field = field
         self.expected = expected
         self.actual = actual
@@ -110,7 +120,7 @@ class ForkedProcessError(MlxPagedError, RuntimeError):
 
 
 class StepError(MlxPagedError, RuntimeError):
-    """A forward step failed for a request (an exception, or NaN logits in its row)."""
+    """A forward step failed for a request, or gave no token (NaN logits, or no permitted token)."""
 
     def __init__(self, request_id: str, reason: str) -> None:
         super().__init__(f"request {request_id!r} failed in a step: {reason}")

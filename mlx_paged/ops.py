@@ -271,14 +271,14 @@ def silu_mul(
 def greedy_tokens(
     logits: mx.array, *, stream: mx.Stream | mx.Device | None = None
 ) -> tuple[mx.array, mx.array]:
-    """Greedy sampling and the search for NaNs, in one pass. CPU only.
+    """Greedy sampling and the logits that it finds, in one pass. CPU only.
 
     Args:
         logits: ``[num_rows, vocab_size]`` float32, float16 or bfloat16.
 
     Returns:
-        ``[num_rows]`` int32, the first of each row's largest, and ``[num_rows]`` bool, whether the
-        row holds a NaN (its token is then any).
+        ``[num_rows]`` int32, the first of each row's largest, and ``[num_rows]`` float32, its
+        logit: -inf where all are, NaN where the row holds one (its token is then any).
     """
     return ext.greedy_tokens(logits, stream=stream)
 

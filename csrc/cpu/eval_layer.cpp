@@ -112,7 +112,7 @@ void GreedyTokens::eval_cpu(const Arrays& inputs, Arrays& out) {
   args.dtype = dtype_of(in[0].dtype());
   args.logits = in[0].data<void>();
   args.tokens = out[0].data<int32_t>();
-  args.holds_nan = out[1].data<bool>();
+  args.largest = out[1].data<float>();
   args.size = in[0].shape(1);
   int64_t num_rows = in[0].shape(0);
   int64_t row_bytes = args.size * int64_t(in[0].itemsize());

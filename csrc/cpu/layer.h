@@ -46,7 +46,7 @@ struct GreedyArgs {
   DType dtype;
   const void* logits;  // [num_rows, size]
   int32_t* tokens;     // [num_rows]
-  bool* holds_nan;     // [num_rows]
+  float* largest;      // [num_rows]: their logits; NaN where the row holds one
   int64_t size;
 };
 

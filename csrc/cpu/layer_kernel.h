@@ -136,7 +136,8 @@ inline void silu_mul(const SiluMulArgs& args, int64_t begin, int64_t end) {
 }
 
 template <typename T>
-inline void greedy_row(const GreedyArgs& args, const T* logits, int32_t* token, bool* holds_nan) {
+inline void greedy_row(
+    const GreedyArgs& args, const T* logits, int32_t* token, float* largest_logit) {
   // Each lane keeps the first largest of its own column.
   VecF best = splat(-kInf);
   VecI at = {};
@@ -174,7 +175,7 @@ inline void greedy_row(const GreedyArgs& args, const T* logits, int32_t* token, 
     }
   }
   *token = first;
-  *holds_nan = found_nan;
+  *largest_logit = found_nan ? __builtin_nanf("") : largest;
 }
 
 inline void greedy(const GreedyArgs& args, int64_t begin, int64_t end) {
@@ -183,7 +184,7 @@ inline void greedy(const GreedyArgs& args, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
       greedy_row(
           args, static_cast<const T*>(args.logits) + row * args.size, args.tokens + row,
-          args.holds_nan + row);
+          args.largest + row);
     }
   });
 }

@@ -20,10 +20,12 @@ The tokens of a running sequence (every number counts from the start of the prom
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from numbers import Integral, Real
 from typing import Any
 
 from mlx_paged.core.kv_cache_groups import BlockTables
@@ -142,10 +144,22 @@ class Request:
             wrong = next(t for t in self.prompt_token_ids if not 0 <= t < 1 << 32)
             expected = "token ids >= 0" if wrong < 0 else "token ids below 2**32"
             raise InvalidParameterError("prompt_token_ids", expected, wrong) from None
-        if self.n < 1:
-            raise InvalidParameterError("n", "at least 1", self.n)
-        if self.timeout is not None and self.timeout < 0:
-            raise InvalidParameterError("timeout", "at least 0 seconds", self.timeout)
+        self._check("request_id", isinstance(self.request_id, str), "a string")
+        self._check("n", _is_integer(self.n), "an integer")
+        self._check("n", self.n >= 1, "at least 1")
+        self._check("priority", _is_integer(self.priority), "an integer")
+        if self.timeout is not None:
+            seconds = _as_float(self.timeout)
+            self._check("timeout", seconds >= 0, "at least 0 seconds, or None")
+            self.timeout = seconds
+        if self.cache_salt is not None:
+            ok = isinstance(self.cache_salt, str) and self.cache_salt != ""
+            self._check("cache_salt", ok, "None or a string that is not empty")
+        self.n, self.priority = int(self.n), int(self.priority)
+
+    def _check(self, field: str, ok: bool, expected: str) -> None:
+        if not ok:
+            raise InvalidParameterError(field, expected, getattr(self, field))
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -154,6 +168,18 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return bool(self.sequences) and all(s.is_finished for s in self.sequences)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _as_float(value: object) -> float:
+    """A number as a float; NaN where it is none, or too large for one."""
+    try:
+        return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 class Sequence:

@@ -18,6 +18,7 @@ from mlx_paged.engine.engine import Engine, EngineStats
 from mlx_paged.engine.engine_thread import EngineThread
 from mlx_paged.engine.guard import check_process
 from mlx_paged.engine.outputs import RequestOutput
+from mlx_paged.engine.request_options import params_of, prompt_of, token_ids_of
 from mlx_paged.engine.request_stream import RequestStream, SequenceDelta
 from mlx_paged.engine.sampling.sequence_sampler import TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
@@ -107,7 +108,7 @@ class AsyncEngine:
         computed stays in the prefix cache.
 
         Args:
-            prompt: a text, or token ids.
+            prompt: a text, or token ids (a list, or an array of integers).
             params: how to choose tokens, and when to stop.
             request_id: unique among unfinished requests; None generates one.
             priority: lower is served first under the priority policy.
@@ -117,14 +118,13 @@ class AsyncEngine:
                 engine's thread, which waits for it.
 
         Raises:
-            InvalidParameterError: an empty prompt, or a token that the model does not have,
-                in the prompt or in `params`.
+            InvalidParameterError: see `Engine.add_request`.
             RequestTooLargeError: prompt and answer could never fit.
             DuplicateRequestError: an unfinished request has this id.
             EngineOverloadedError: too many requests wait.
             EngineDeadError: the engine stopped.
         """
-        params = params or SamplingParams()
+        params, prompt = params_of(params), prompt_of("prompt", prompt)
         request_id = f"request-{next(self._ids)}" if request_id is None else request_id
         if self._thread.dead is not None:
             raise EngineDeadError(self._thread.dead)
@@ -135,7 +135,7 @@ class AsyncEngine:
             encode = self._thread.engine.tokenizer.encode
             tokens = await loop.run_in_executor(None, encode, prompt)
         else:
-            tokens = list(prompt)
+            tokens = token_ids_of("prompt", prompt, self._thread.engine.vocab_size)
 
         sampling = None
         if params.bad_words:

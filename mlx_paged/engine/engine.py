@@ -14,7 +14,7 @@ from functools import partial
 
 from mlx_paged import ops
 from mlx_paged.core import KVCounters, KVManager, KVUsage, Request, Scheduler, Sequence
-from mlx_paged.engine import memory
+from mlx_paged.engine import memory, request_options
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer, special_token_ids
 from mlx_paged.engine.executor import PendingStep, StepExecutor
@@ -37,7 +37,7 @@ from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.logprobs import LogprobReport, PromptReport
 from mlx_paged.engine.sampling.sequence_sampler import RequestSampling, SequenceSampler, TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.errors import InvalidParameterError, MlxPagedError
+from mlx_paged.errors import MlxPagedError
 from mlx_paged.model.loader import LoadedModel
 from mlx_paged.model.wrap import serve
 
@@ -116,7 +116,9 @@ class Engine:
         sizes, activations = memory.allocate_pools(
             self._runner, kv_config, self.config, model_limit
         )
-        self._cache_limit = memory.limit_buffer_cache(activations)
+        self._cache_limit = memory.limit_buffer_cache(
+            activations, self.pool_bytes, 4 * self.config.max_num_seqs * model.vocab_size
+        )
         memory.limit_run_ahead()
         self._make_kv = partial(
             KVManager,
@@ -169,7 +171,7 @@ class Engine:
 
         Args:
             request_id: unique among unfinished requests.
-            prompt_token_ids: at least one token.
+            prompt_token_ids: at least one token; a list, or an array of integers.
             params: how to choose tokens, and when to stop.
             prompt: the text of the tokens, for the output.
             priority: lower is served first under the priority policy.
@@ -180,18 +182,18 @@ class Engine:
             sampling: `sampling_of` these arguments, where it was made before.
 
         Raises:
-            InvalidParameterError: an empty prompt, or a token that the model does not have,
-                in the prompt or in `params`.
+            InvalidParameterError: an option that is not of its kind; an empty prompt; a token that
+                the model does not have, in the prompt or in `params`; params that leave no token.
             RequestTooLargeError: prompt and answer could never fit.
             DuplicateRequestError: an unfinished request has this id.
             EngineOverloadedError: too many sequences wait.
         """
         self._enter()
-        for token in prompt_token_ids:
-            if type(token) is not int or not 0 <= token < self.vocab_size:
-                raise InvalidParameterError(
-                    "prompt_token_ids", f"integers in [0, {self.vocab_size})", token
-                )
+        prompt_token_ids = request_options.token_ids_of(
+            "prompt_token_ids", prompt_token_ids, self.vocab_size
+        )
+        params = request_options.params_of(params)
+        request_options.check_callables(token_mask, sink, prompt)
         if sampling is None:
             sampling = self.sampling_of(params, prompt_token_ids, token_mask)
         request = Request(
@@ -260,12 +262,13 @@ class Engine:
         """What parameters mean for this model; any thread may ask, as it may take long.
 
         Raises:
-            InvalidParameterError: a token in `params` that the model does not have.
+            InvalidParameterError: a token in `params` that the model does not have, or params that
+                leave no token.
         """
         return RequestSampling(
             params,
             prompt_token_ids,
-            seed=secrets.randbits(32) if params.seed is None else params.seed,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
             tokenizer=self.tokenizer,
             vocab_size=self.vocab_size,
             token_mask=token_mask,

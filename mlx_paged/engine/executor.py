@@ -38,7 +38,8 @@ class PendingStep:
 class StepExecutor:
     """Launches and reads steps; neither raises for a fault of the device or the model.
 
-    What a sequence's sampler or token mask raises is a fault of the step like any other.
+    What a sequence's sampler raises is a fault of the step like any other. (A token mask that
+    raises concerns its row only, see `apply_edits`.)
 
     Attributes:
         max_rows: Most rows of one launch, since memory ran out; None: any number.

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-#: Why a sequence got no token (`ModelRunner.read`).
+import math
+import threading
+
+# Why a sequence got no token (`ModelRunner.read`).
 NOT_A_NUMBER = "its logits are not numbers (NaN)"
+INFINITE = "its logits are infinite"
+NO_PERMITTED_TOKEN = (
+    "no token may follow: its token mask, allowed_token_ids, bad_words and min_tokens leave none"
+)
+OVERFLOW = "its logits overflow with its penalties"
+
+#: Those that are the model's: its keys and values may be just as wrong.
+POISONS = frozenset({NOT_A_NUMBER, INFINITE})
 
 # MLX raises plain RuntimeErrors; its allocators and drivers use these words.
 _OUT_OF_MEMORY = (
@@ -14,6 +25,26 @@ _OUT_OF_MEMORY = (
     "insufficient memory",
     "memory allocation failed",
 )
+
+
+def why_no_token(model_largest: float, largest: float) -> str:
+    """Why there is no token for a row of logits.
+
+    Args:
+        model_largest: the row's largest logit as the model gave it, or NaN.
+        largest: the same after its edits.
+    """
+    if math.isnan(model_largest):
+        return NOT_A_NUMBER
+    if math.isinf(model_largest):
+        return INFINITE
+    return NO_PERMITTED_TOKEN if largest == -math.inf else OVERFLOW
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether the user pressed Ctrl-C: Python raises that on the main thread, and only there."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return isinstance(error, KeyboardInterrupt) and is_main
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -15,6 +15,7 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine, EngineStats
 from mlx_paged.engine.guard import check_process
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
+from mlx_paged.engine.request_options import conversations_of, params_for, prompts_of
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import ForkedProcessError, InvalidParameterError
 from mlx_paged.model.loader import LoadedModel, load
@@ -84,7 +85,7 @@ class LLM:
         """Completes prompts, all at once.
 
         Args:
-            prompts: a text, a list of token ids, or a sequence of either.
+            prompts: a text, a list (or an array) of token ids, or a sequence of either.
             params: for all prompts, or one for each.
 
         Returns:
@@ -93,7 +94,7 @@ class LLM:
         call = _Call()
         # (No generator, as in `stream`: an exception in this frame would not end it.)
         try:
-            self._add(call, _as_prompts(prompts), params, sink=None)
+            self._add(call, prompts_of(prompts), params, sink=None)
             while not call.finished:
                 self._step()
         finally:
@@ -125,7 +126,7 @@ class LLM:
         """
         call, inbox = _Call(), _Inbox()
         try:
-            self._add(call, _as_prompts(prompts), params, sink=inbox)
+            self._add(call, prompts_of(prompts), params, sink=inbox)
             place = {request_id: str(i) for i, request_id in enumerate(call.request_ids)}
             while inbox or not call.finished:
                 while inbox:
@@ -144,30 +145,24 @@ class LLM:
             raise InvalidParameterError(
                 "messages", "a prompt: the model has no chat template", messages
             )
-        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
         return [
-            self.tokenizer.apply_chat_template(list(chat), add_generation_prompt=True)
-            for chat in chats
+            self.tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+            for chat in conversations_of(messages)
         ]
 
     def _add(
         self,
         call: _Call,
-        prompts: Sequence[Prompt],
+        prompts: list[str | list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         sink: _Inbox | None,
     ) -> None:
         check_process()
         self._end_left()
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise InvalidParameterError(
-                "params", f"one for all or one for each of {len(prompts)} prompts", len(params)
-            )
-        for prompt, p in zip(prompts, params):
+        each = params_for(params, len(prompts))
+        for prompt, p in zip(prompts, each):
             text = prompt if isinstance(prompt, str) else None
-            tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             request_id = str(next(self._ids))
             call.request_ids.append(request_id)  # (before: it may be added, and then interrupted)
             with self._turn:
@@ -241,9 +236,3 @@ class _Inbox(deque[SequenceUpdate]):
                 return  # (see `UpdateSink.put`)
             self._ended.add(sequence)
         self.append(update)
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]

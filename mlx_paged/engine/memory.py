@@ -29,8 +29,11 @@ logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _DEFAULT_GPU_UTILIZATION = 0.9
-# MLX keeps freed buffers for the next step. Without a measured activation peak, this many bytes.
-_DEFAULT_CACHE_LIMIT = 1 * _GIB
+# MLX keeps freed buffers for the next step. Without a measured activation peak, this share of the
+# pool is kept, but a few arrays of logits, and no more than a GiB.
+_CACHE_SHARE = 4
+_LOGITS_KEPT = 4
+_MOST_UNMEASURED_CACHE = 1 * _GIB
 _LEAST_CACHE_LIMIT = 64 << 20
 _RUN_AHEAD = 5 * _GIB // 4
 
@@ -200,13 +203,21 @@ def largest_step(
     return SchedulerOutput(0, tuple(sequences), ((),) * (1 + num_windows))
 
 
-def limit_buffer_cache(activation_bytes: int | None) -> int:
+def limit_buffer_cache(activation_bytes: int | None, pool_bytes: int, logits_bytes: int) -> int:
     """Caps what MLX keeps of freed buffers at what a step can use again; returns the limit.
 
-    The limit holds for the whole process: MLX has one cache.
+    Steps differ in size, and a buffer serves only arrays of nearly its size: without a limit the
+    cache grows by buffers that no step uses. The limit holds for the whole process: MLX has one
+    cache.
+
+    Args:
+        activation_bytes: what the largest step needs; None where that was not measured.
+        pool_bytes: of all pools.
+        logits_bytes: of the logits of a step, in float32.
     """
     if activation_bytes is None:
-        limit = min(_DEFAULT_CACHE_LIMIT, physical_memory() // 8)
+        wanted = max(_LEAST_CACHE_LIMIT, pool_bytes // _CACHE_SHARE, logits_bytes * _LOGITS_KEPT)
+        limit = min(wanted, _MOST_UNMEASURED_CACHE, physical_memory() // 8)
     else:
         limit = max(_LEAST_CACHE_LIMIT, activation_bytes)
     mx.set_cache_limit(limit)

@@ -19,7 +19,7 @@ from mlx_paged.core import (
     SequenceStatus,
 )
 from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer
-from mlx_paged.engine.faults import reason_of
+from mlx_paged.engine.faults import is_interrupt, reason_of
 from mlx_paged.engine.outputs import CompletionOutput, RequestOutput, SequenceUpdate
 from mlx_paged.engine.runner import ModelRunnerOutput
 from mlx_paged.engine.sampling.logprobs import LogprobReport, PositionLogprobs
@@ -35,7 +35,7 @@ class UpdateSink(Protocol):
     """Where the updates of a request go, besides `Engine.step`'s return value."""
 
     def put(self, update: SequenceUpdate) -> None:
-        """Takes an update; it must be quick and must not raise.
+        """Takes an update; it must be quick. If it raises, that ends its answer.
 
         After an exception out of a step the last update of a sequence may come a second time.
         """
@@ -144,7 +144,7 @@ class OutputProcessor:
                 tokens.append(token)  # type: ignore[arg-type]
                 updates.append(update)
                 if answer.sink is not None:
-                    answer.sink.put(update)
+                    updates += self._deliver(update, seq, answer)
                 continue
             try:
                 update = self._to_update(outcome, answer)
@@ -153,8 +153,8 @@ class OutputProcessor:
                 continue
             if update.finish_reason is not None and reason is None:
                 self._scheduler.finish_sequence(seq, update.finish_reason)
-            self._record(update, seq, answer)
-            updates.append(update)
+            ended = self._record(update, seq, answer)
+            updates += [update, *ended]
         self._current = None
         return updates
 
@@ -202,7 +202,10 @@ class OutputProcessor:
                 continue
             answer.completion.finish_reason = FinishReason.ABORT
             seq.answer = None
-            updates.append(self._put_end(seq))
+            update = _end_of(seq, answer.completion)
+            updates.append(update)
+            if answer.sink is not None:
+                self._deliver(update, seq, answer)
         self._forget(state)
         self._current = None
         return updates
@@ -239,6 +242,23 @@ class OutputProcessor:
         self._current = None
 
     # Parts.
+
+    def _deliver(
+        self, update: SequenceUpdate, seq: Sequence, answer: AnswerState
+    ) -> list[SequenceUpdate]:
+        """Puts an update into its sink; returns the update of the end, if that raised.
+
+        The sink is a caller's: what it raises must not end other requests.
+        """
+        assert answer.sink is not None
+        try:
+            answer.sink.put(update)
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            answer.sink = None
+            return self._fail(seq, f"its sink raised {reason_of(error)}")
+        return []
 
     def _to_update(self, outcome: SequenceOutcome, answer: AnswerState) -> SequenceUpdate:
         seq, token, reason = outcome
@@ -304,33 +324,21 @@ class OutputProcessor:
         """Ends an answer that was being changed, wherever that was broken off."""
         state: RequestState = seq.request.state
         try:
-            if state.output.outputs[seq.index].finish_reason is None:
+            completion = state.output.outputs[seq.index]
+            if completion.finish_reason is None:
                 self._end_with_error(seq, seq.answer, reason)
-            else:
-                self._put_end(seq)  # its reader may not have been told
+            elif state.sink is not None:  # its reader may not have been told
+                state.sink.put(_end_of(seq, completion))
         except Exception:  # (of a sink: it must not keep the engine from going on)
             logger.exception("the end of request %r was not delivered", seq.request.request_id)
-
-    def _put_end(self, seq: Sequence) -> SequenceUpdate:
-        state: RequestState = seq.request.state
-        completion = state.output.outputs[seq.index]
-        update = SequenceUpdate(
-            seq.request.request_id,
-            seq.index,
-            None,
-            "",
-            completion.finish_reason,
-            completion.stop_reason,
-            completion.error,
-        )
-        if state.sink is not None:
-            state.sink.put(update)
-        return update
 
     def _forget(self, state: RequestState) -> None:
         self.request_states.pop(state.output.request_id, None)
 
-    def _record(self, update: SequenceUpdate, seq: Sequence, answer: AnswerState) -> None:
+    def _record(
+        self, update: SequenceUpdate, seq: Sequence, answer: AnswerState
+    ) -> list[SequenceUpdate]:
+        """Writes an update into its output and its sink; returns the update of what that ended."""
         state, completion, text = answer.state, answer.completion, answer.text
         completion.text = text if isinstance(text, DeferredText) else text.text
         if update.token_id is not None:
@@ -355,5 +363,17 @@ class OutputProcessor:
             if state.output.finished:
                 state.output.metrics.finished_time = time.monotonic()
                 self._forget(state)
-        if answer.sink is not None:
-            answer.sink.put(update)
+        return [] if answer.sink is None else self._deliver(update, seq, answer)
+
+
+def _end_of(seq: Sequence, completion: CompletionOutput) -> SequenceUpdate:
+    """The update that says why an answer ended, and no more."""
+    return SequenceUpdate(
+        seq.request.request_id,
+        seq.index,
+        None,
+        "",
+        completion.finish_reason,
+        completion.stop_reason,
+        completion.error,
+    )

@@ -6,14 +6,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
 from mlx_paged.core import IN_FLIGHT_TOKEN, ScheduledSequence, SchedulerOutput
-from mlx_paged.engine.faults import NOT_A_NUMBER
-from mlx_paged.engine.sampling.logits_processors import InFlight, apply_edits
+from mlx_paged.engine.faults import POISONS, why_no_token
+from mlx_paged.engine.sampling.logits_processors import Edited, InFlight, apply_edits
 from mlx_paged.engine.sampling.logprobs import (
     LogprobArrays,
     PositionLogprobs,
@@ -22,8 +23,9 @@ from mlx_paged.engine.sampling.logprobs import (
 )
 from mlx_paged.engine.sampling.sampler import (
     MetadataCache,
+    Sampled,
     SamplingMetadata,
-    nan_rows,
+    largest_of,
     sample,
 )
 from mlx_paged.model.layout import Reach
@@ -44,8 +46,9 @@ class LaunchedStep:
     tokens: mx.array  # [num_sampled] int32, in the order of the sequences that sample
     # The last pool it writes, to wait for in a step without samples.
     written: mx.array
-    reported: mx.array  # [num_sampled] int32, for the host: the tokens; -1: the logits hold a NaN
+    reported: mx.array  # [num_sampled] int32, for the host: the tokens; -1: see `why_none`
     pools_before: list[mx.array]  # handles of the pools, before it
+    why_none: WhyNone | None = None  # None where nothing is sampled
     logprobs: Reported | None = None  # of sampled tokens, where some were asked for
     prompt_logprobs: Reported | None = None  # of prompt tokens, likewise
 
@@ -54,6 +57,23 @@ class LaunchedStep:
         """All that the host reads of it."""
         reports = [r for r in (self.logprobs, self.prompt_logprobs) if r is not None]
         return [self.reported, *(a for r in reports for a in r.arrays.arrays)]
+
+
+class WhyNone(NamedTuple):
+    """What says why a row has no token. It is read only if there is such a row."""
+
+    sampled: Sampled
+    model_largest: mx.array | None  # [num_sampled], before edits; None where there are none
+    failed_masks: dict[int, str]  # by row
+
+    def __call__(self, row: int) -> str:
+        """One line for the caller."""
+        if row in self.failed_masks:
+            return self.failed_masks[row]
+        largest = self.sampled.largest
+        before = largest if self.model_largest is None else self.model_largest
+        pair = mx.stack([before[row], largest[row]]).astype(mx.float32)
+        return why_no_token(*np.array(pair).tolist())
 
 
 @dataclass(frozen=True)
@@ -89,8 +109,8 @@ class ModelRunnerOutput:
 
     @property
     def poisoned(self) -> bool:
-        """Whether there were NaNs, so that the prefix cache cannot be trusted."""
-        return any(reason == NOT_A_NUMBER for _, reason in self.failures)
+        """Whether there were NaNs or infinities, so that the prefix cache cannot be trusted."""
+        return any(reason in POISONS for _, reason in self.failures)
 
 
 class ModelRunner:
@@ -148,7 +168,7 @@ class ModelRunner:
     def read(launched: LaunchedStep) -> ModelRunnerOutput:
         """Waits for a step and returns its results.
 
-        A sequence whose logits hold a NaN has no token.
+        A sequence has no token where its logits hold a NaN, or permit none.
         """
         mx.eval(*launched.results, launched.written)
         sequences = launched.output.sequences
@@ -158,11 +178,12 @@ class ModelRunner:
             rest = iter(sampled)
             tokens = [next(rest) if s.samples else None for s in sequences]
         result = ModelRunnerOutput(tokens)
-        if min(sampled, default=0) < 0:
-            for place, token in enumerate(tokens):
-                if token is not None and token < 0:
+        if min(sampled, default=0) < 0 and launched.why_none is not None:
+            places = [place for place, s in enumerate(sequences) if s.samples]
+            for row, (place, token) in enumerate(zip(places, sampled)):
+                if token < 0:
                     tokens[place] = None
-                    result.failures.append((place, NOT_A_NUMBER))
+                    result.failures.append((place, launched.why_none(row)))
         if launched.logprobs is not None:
             result.logprobs = [(at, found[0]) for at, found in launched.logprobs.read()]
         if launched.prompt_logprobs is not None:
@@ -231,20 +252,23 @@ class ModelRunner:
         if sampled:
             metadata = self._metadata(sampled, context_lens[is_sampled])
             raw = logits[: len(sampled)] if targets else logits
-            edited = raw
+            edited = Edited(raw, {})
+            model_largest = None
             if metadata.edits:
                 edited = apply_edits(raw, metadata.edits, _newest(sampled, metadata, previous))
-            tokens = sample(edited, metadata)
-            for_host = ops.to_host(mx.where(nan_rows(raw), -1, tokens))
+                model_largest = largest_of(raw)
+            chosen = sample(edited.logits, metadata)
+            tokens, why_none = chosen.tokens, WhyNone(chosen, model_largest, edited.failed)
+            for_host = ops.to_host(chosen.for_host(model_largest))
             logprobs = _report_samples(raw, tokens, output, metadata)
         else:
             # Nothing to choose: the step's work is what it wrote to the pools.
-            tokens, logprobs = mx.zeros((0,), dtype=mx.int32), None
+            tokens, logprobs, why_none = mx.zeros((0,), dtype=mx.int32), None, None
             for_host = tokens
         prompt_logprobs = _report_prompts(logits[len(sampled) :], targets) if targets else None
         pools = self.model.pools()
         launched = LaunchedStep(
-            output, tokens, pools[-1], for_host, pools_before, logprobs, prompt_logprobs
+            output, tokens, pools[-1], for_host, pools_before, why_none, logprobs, prompt_logprobs
         )
         mx.async_eval(*launched.results, *pools)  # type: ignore[no-untyped-call]
         return launched

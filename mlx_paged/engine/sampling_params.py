@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+
+import numpy as np
 
 from mlx_paged.core import StopPolicy
 from mlx_paged.errors import InvalidParameterError
 
 #: Most alternatives that `logprobs` and `prompt_logprobs` report for a position, as in vLLM.
 MAX_LOGPROBS = 20
+#: Most answers to one prompt, as in vLLM.
+MAX_N = 16384
+
+# Whole numbers that are compared or counted with, and nothing else.
+_MAX_INT = (1 << 63) - 1
+# The device computes with these: a number outside is infinite there, or 0.
+_LEAST_FLOAT, _MAX_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +29,7 @@ class SamplingParams:
     `docs/sampling.md` describes each, and their order.
 
     Args:
-        n: answers to generate for the prompt; they share its blocks.
+        n: answers to generate for the prompt, at most 16384; they share its blocks.
         temperature: 0 is greedy.
         top_k: sample among the k likeliest tokens; 0 or -1: all.
         top_p: sample among the likeliest tokens that together have this probability, in (0, 1].
@@ -40,15 +49,16 @@ class SamplingParams:
         skip_special_tokens: leave the tokenizer's special tokens out of the text.
         stop_token_ids: tokens that end the answer, besides the model's end tokens.
         ignore_eos: generate past the model's end tokens.
-        seed: makes a sampled answer repeatable in any batch; None: different every
-            time.
+        seed: makes a sampled answer repeatable in any batch: an integer of 64 bits with its sign,
+            all of which count. None and, as in vLLM, -1: different every time.
         logprobs: report the log-probability of each token of the answer, and of this many of the
             likeliest, at most 20; None: none.
         prompt_logprobs: the same for the tokens of the prompt. It computes the whole prompt: the
             prefix cache is not read.
 
     Raises:
-        InvalidParameterError: an invalid value; it names the field.
+        InvalidParameterError: an invalid value; it names the field. (NumPy's numbers and arrays
+            are taken for Python's.)
     """
 
     n: int = 1
@@ -75,60 +85,72 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_sequences()
-        at_least_one, share = "an integer of at least 1", "a number in [0, 1]"
-        check = self._check
-        check("n", _is_int(self.n, 1), at_least_one)
-        check("temperature", _is_number(self.temperature, 0), "a number of at least 0")
-        check("top_k", _is_int(self.top_k, -1), "an integer of at least -1 (0 and -1 mean all)")
-        check("top_p", _is_number(self.top_p, 0, 1) and self.top_p > 0, "a number in (0, 1]")
-        check("min_p", _is_number(self.min_p, 0, 1), share)
-        check(
-            "repetition_penalty",
-            _is_number(self.repetition_penalty, 0) and self.repetition_penalty > 0,
-            "a number above 0",
-        )
+        self._take_several_values()
+        natural, share = "an integer of at least", "a number in [0, 1]"
+        float32 = "that float32 can hold"
+        self._take_integer("n", f"an integer in [1, {MAX_N}]", 1, MAX_N)
+        self._take_number("temperature", f"a number of at least 0 {float32}", 0, _MAX_FLOAT)
+        self._take_integer("top_k", f"{natural} -1 (0 and -1 mean all)", -1)
+        self._take_number("top_p", "a number in (0, 1]", 0, 1)
+        self._check("top_p", self.top_p > 0, "a number in (0, 1]")
+        self._take_number("min_p", share, 0, 1)
+        expected = f"a number above 0 {float32}"
+        self._take_number("repetition_penalty", expected, _LEAST_FLOAT, _MAX_FLOAT)
         for name in ("presence_penalty", "frequency_penalty"):
-            check(name, _is_number(getattr(self, name), -2, 2), "a number in [-2, 2]")
-        check("max_tokens", self.max_tokens is None or _is_int(self.max_tokens, 1),
-              f"None or {at_least_one}")  # fmt: skip
-        check("min_tokens", _is_int(self.min_tokens, 0), "an integer of at least 0")
+            self._take_number(name, "a number in [-2, 2]", -2, 2)
         if self.max_tokens is not None:
-            check("min_tokens", self.min_tokens <= self.max_tokens,
-                  f"at most max_tokens ({self.max_tokens})")  # fmt: skip
+            self._take_integer("max_tokens", f"None or {natural} 1", 1)
+        self._take_integer("min_tokens", f"{natural} 0", 0)
+        if self.max_tokens is not None:
+            expected = f"at most max_tokens ({self.max_tokens})"
+            self._check("min_tokens", self.min_tokens <= self.max_tokens, expected)
         for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos"):
-            check(name, isinstance(getattr(self, name), bool), "a boolean")
-        check("seed", self.seed is None or _is_int(self.seed), "None or an integer")
+            self._check(name, isinstance(getattr(self, name), bool), "a boolean")
+        if self.seed is not None:
+            expected = "None or an integer in [-2**63, 2**63)"
+            self._take_integer("seed", expected, -_MAX_INT - 1, _MAX_INT)
+            if self.seed == -1:
+                object.__setattr__(self, "seed", None)
         for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            check(name, value is None or _is_int(value, 0, MAX_LOGPROBS),
-                  f"None or an integer in [0, {MAX_LOGPROBS}]")  # fmt: skip
+            if getattr(self, name) is not None:
+                expected = f"None or an integer in [0, {MAX_LOGPROBS}]"
+                self._take_integer(name, expected, 0, MAX_LOGPROBS)
 
-    def _check_sequences(self) -> None:
+    def _take_several_values(self) -> None:
         """Checks fields with several values, and copies them: callers may change their lists."""
         set_field = object.__setattr__
         if isinstance(self.stop, str):
             set_field(self, "stop", (self.stop,))
         for name in ("stop", "bad_words"):
             texts = _as_tuple(getattr(self, name))
-            ok = texts is not None and all(isinstance(s, str) and s for s in texts)
-            self._check(name, ok, "strings that are not empty")
+            ok = texts is not None and all(s and is_text(s) for s in texts)
+            self._check(name, ok, "strings of Unicode characters that are not empty")
             set_field(self, name, texts)
         for name in ("stop_token_ids", "allowed_token_ids"):
             given = getattr(self, name)
             ids = _as_tuple(given)
-            ok = ids is not None and all(_is_int(i, 0) for i in ids)
+            ok = ids is not None and all(_is_integer(i, 0) for i in ids)
             self._check(name, ok, "token ids of at least 0")
             if name == "allowed_token_ids" and given is None:
                 continue
-            set_field(self, name, ids)
+            set_field(self, name, tuple(int(i) for i in ids or ()))  # type: ignore[call-overload]
         self._check("allowed_token_ids", self.allowed_token_ids != (), "None or at least one id")
         if self.logit_bias is not None:
             ok = isinstance(self.logit_bias, Mapping) and all(
-                _is_int(i, 0) and _is_number(b, -100, 100) for i, b in self.logit_bias.items()
+                _is_integer(i, 0) and _is_number(b, -100, 100) for i, b in self.logit_bias.items()
             )
             self._check("logit_bias", ok, "token ids of at least 0 to numbers in [-100, 100]")
-            set_field(self, "logit_bias", dict(self.logit_bias))
+            set_field(self, "logit_bias", {int(i): float(b) for i, b in self.logit_bias.items()})
+
+    def _take_integer(self, name: str, expected: str, least: int, most: int = _MAX_INT) -> None:
+        value = getattr(self, name)
+        self._check(name, _is_integer(value, least, most), expected)
+        object.__setattr__(self, name, int(value))
+
+    def _take_number(self, name: str, expected: str, least: float, most: float) -> None:
+        value = getattr(self, name)
+        self._check(name, _is_number(value, least, most), expected)
+        object.__setattr__(self, name, float(value))
 
     def _check(self, name: str, ok: bool, expected: str) -> None:
         if not ok:
@@ -159,27 +181,38 @@ class SamplingParams:
         )
 
 
-def _is_int(value: object, least: float = -math.inf, most: float = math.inf) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+def is_text(value: object) -> bool:
+    """Whether it is a string that UTF-8 can spell: a lone surrogate is no character."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
-def _is_number(value: object, least: float, most: float = math.inf) -> bool:
-    """Whether a finite number lies in [least, most]."""
-    return (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and least <= value <= most
-    )
+def _is_integer(value: object, least: int, most: int = _MAX_INT) -> bool:
+    """Whether an integer, Python's or NumPy's, lies in [least, most]."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        return False
+    return least <= int(value) <= most
+
+
+def _is_number(value: object, least: float, most: float) -> bool:
+    """Whether a number lies in [least, most], which are finite."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    return least <= value <= most  # type: ignore[operator,no-any-return]
 
 
 def _as_tuple(values: object) -> tuple[object, ...] | None:
-    """None means no values, as in vLLM; the result is None where there is no sequence."""
+    """None means no values, as in vLLM; the result is None where there is no collection."""
     if values is None:
         return ()
-    if isinstance(values, (str, bytes)):
+    if isinstance(values, (str, bytes, bytearray, memoryview, Mapping)):
         return None
     try:
-        return tuple(values)  # type: ignore[arg-type]
-    except TypeError:
+        return tuple(values) if isinstance(values, Collection) else None
+    except TypeError:  # an array without dimensions
         return None

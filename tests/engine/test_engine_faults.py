@@ -20,7 +20,6 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.faults import is_out_of_memory
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner, ModelRunnerOutput
-from mlx_paged.engine.sampling.sampler import nan_rows
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import StepError
 from mlx_paged.model.loader import load
@@ -438,15 +437,6 @@ def test_copies_are_not_made_again_over_what_was_written(expected) -> None:
     outputs = run(engine, requests)
     assert failed
     check(outputs, want, set(), "")
-
-
-def test_nan_rows() -> None:
-    logits = np.zeros((4, 70), dtype=np.float32)
-    logits[1, 69] = np.nan
-    logits[2, 3] = -np.inf
-    logits[2, 4] = np.inf
-    for dtype in (mx.float32, mx.float16, mx.bfloat16):
-        assert nan_rows(mx.array(logits).astype(dtype)).tolist() == [False, True, False, False]
 
 
 def test_what_counts_as_a_lack_of_memory() -> None:

@@ -144,6 +144,39 @@ def test_a_container_limitsphysical_memory(monkeypatch) -> None:
     assert 0 < memory.available_memory() <= config_module.physical_memory()
 
 
+@pytest.mark.parametrize(
+    ("activations", "pool", "logits", "limit"),
+    [
+        (None, 64 << 20, 1 << 20, 64 << 20),
+        (None, 1 << 20, 1 << 20, 64 << 20),
+        (None, 1 * GIB, 1 << 20, 256 << 20),
+        (None, 4 * GIB, 1 << 20, 1 * GIB),
+        (None, 64 * GIB, 1 << 20, 1 * GIB),
+        (None, 64 << 20, 100 << 20, 400 << 20),
+        (None, 64 << 20, 1 * GIB, 1 * GIB),
+        (3 * GIB, 64 << 20, 1 << 20, 3 * GIB),
+        (1 << 20, 64 * GIB, 1 * GIB, 64 << 20),
+    ],
+)
+def test_the_buffer_cache_is_in_proportion(monkeypatch, activations, pool, logits, limit) -> None:
+    set_to = []
+    monkeypatch.setattr(mx, "set_cache_limit", set_to.append)
+    monkeypatch.setattr(memory, "physical_memory", lambda: 64 * GIB)
+    assert memory.limit_buffer_cache(activations, pool, logits) == limit and set_to == [limit]
+    if activations is None:
+        monkeypatch.setattr(memory, "physical_memory", lambda: 256 << 20)
+        assert memory.limit_buffer_cache(None, pool, logits) == 32 << 20
+
+
+def test_an_engine_with_a_small_pool_has_a_small_cache() -> None:
+    engine = Engine(hash_model(), EngineConfig(kv_cache_memory=64 << 20))
+    limit = engine.stats().memory.cache_limit
+    assert limit == 64 << 20 and mx.set_cache_limit(limit) == limit, "and MLX has been told"
+    for size in range(1, 30):
+        mx.eval(mx.zeros((size, 1 << 18)))
+    assert mx.get_cache_memory() <= limit
+
+
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "sync"])
 def test_memory_and_live_arrays_are_flat(overlap) -> None:
     """Sequences that decode 600 steps; each sample is taken where the tables have one size."""

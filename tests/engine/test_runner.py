@@ -137,7 +137,7 @@ def test_every_sequence_is_sampled_with_its_own_row(
     logits, columns = sample.call_args.args
     assert logits.shape == (2, CONFIG["vocab_size"])
     assert columns.temperature.tolist() == [0, 50]
-    assert columns.seed.tolist() == [0, 4] and columns.position.tolist() == [3, 3]
+    assert columns.key.tolist() == [[0, 0], [4, 0]] and columns.position.tolist() == [3, 3]
 
 
 # --- Overlap --------------------------------------------------------------------------------------

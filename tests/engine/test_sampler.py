@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_paged.engine.sampling.sampler import SamplingRow, sample
+from mlx_paged.engine.sampling import sampler
+from mlx_paged.engine.sampling.sampler import SamplingRow, keys_of, sample
 
 VOCAB_SIZE = 50
 GREEDY = SamplingRow(0.0, 0, 0)
@@ -22,7 +23,7 @@ def logits_of(num_rows: int, seed: int = 0, scale: float = 2.0) -> mx.array:
 
 
 def tokens_of(logits: mx.array, rows: list[SamplingRow]) -> list[int]:
-    tokens = sample(logits, rows)
+    tokens = sample(logits, rows).tokens
     assert tokens.shape == (len(rows),) and tokens.dtype == mx.int32
     return tokens.tolist()  # type: ignore[return-value]
 
@@ -57,13 +58,13 @@ def test_tokens_follow_the_distribution(temperature: float, counter: str) -> Non
         for i in range(num_draws)
     ]
     batch = mx.broadcast_to(mx.array(logits), (num_draws, num_tokens))
-    counts = np.bincount(np.array(sample(batch, rows)), minlength=num_tokens)
+    counts = np.bincount(np.array(sample(batch, rows).tokens), minlength=num_tokens)
     weights = np.exp(logits.astype(np.float64) / temperature)
     expected = num_draws * weights / weights.sum()
     chi_square = ((counts - expected) ** 2 / expected).sum()
     assert chi_square < 24.3, "the 0.1% point of chi-square with 7 degrees of freedom"
     # The draws of neighbouring counters are independent, too: as many repeats as chance has.
-    tokens = np.array(sample(batch, rows))
+    tokens = np.array(sample(batch, rows).tokens)
     repeats = (tokens[1:] == tokens[:-1]).mean()
     assert abs(repeats - (expected**2).sum() / num_draws**2) < 0.02
 
@@ -132,10 +133,86 @@ def test_seed_and_position_are_two_counters() -> None:
 
 @pytest.mark.parametrize("seed", [0, -1, 2**31, 2**32, 2**63, -(2**40)])
 def test_any_integer_is_a_seed(seed: int) -> None:
-    rows = [SamplingRow(1.0, seed, 2)]
-    assert tokens_of(logits_of(1), rows) == tokens_of(
-        logits_of(1), [SamplingRow(1.0, seed & 0xFFFFFFFF, 2)]
+    rows = [SamplingRow(1.0, seed, i) for i in range(40)]
+    tokens = tokens_of(mx.zeros((40, VOCAB_SIZE)), rows)
+    assert tokens == tokens_of(mx.zeros((40, VOCAB_SIZE)), rows)
+    # 64 bits count, each of them, and no others.
+    assert tokens == tokens_of(
+        mx.zeros((40, VOCAB_SIZE)), [row._replace(seed=seed + 2**64) for row in rows]
     )
+    for bit in range(64):
+        others = [row._replace(seed=seed ^ 1 << bit) for row in rows]
+        same = sum(a == b for a, b in zip(tokens, tokens_of(mx.zeros((40, VOCAB_SIZE)), others)))
+        assert same < 10, f"bit {bit}: 1 of 40 is expected by chance"
+
+
+def test_answers_of_seeds_of_32_bits_do_not_change() -> None:
+    """Their key is (seed, position): what earlier releases answered to a seed stays."""
+    seeds = [0, 1, 2**31 - 1, 2**31, 2**32 - 1]
+    assert keys_of(seeds).tolist() == [[seed, 0] for seed in seeds]
+    [token] = tokens_of(logits_of(1), [SamplingRow(1.0, 2**31 + 5, 7)])
+    key = mx.array([2**31 + 5, 7], dtype=mx.uint32)
+    assert token == mx.random.categorical(logits_of(1)[0], key=key).item()
+
+
+@given(st.lists(st.integers(-(2**63), 2**64 - 1), unique_by=lambda seed: seed % 2**64))
+def test_different_seeds_have_different_keys(seeds: list[int]) -> None:
+    keys = keys_of(seeds)
+    assert keys.dtype == np.uint32 and keys.shape == (len(seeds), 2)
+    assert len({tuple(key) for key in keys.tolist()}) == len(seeds)
+
+
+# --- Rows without a token -------------------------------------------------------------------------
+
+NAN, INF = float("nan"), float("inf")
+WAYS = {
+    "greedy": GREEDY,
+    "drawn": SamplingRow(1.0, 3, 4),
+    "hot": SamplingRow(3e38, 3, 4),
+    "top_k": SamplingRow(0.8, 3, 4, top_k=3),
+    "top_k of many": SamplingRow(0.8, 3, 4, top_k=30),
+    "top_p": SamplingRow(0.8, 3, 4, top_p=0.7),
+    "min_p": SamplingRow(0.8, 3, 4, min_p=0.1),
+    "top_k, top_p": SamplingRow(0.8, 3, 4, top_k=5, top_p=0.7, min_p=0.01),
+}
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_row_without_a_token_says_so(way: str, dtype: mx.Dtype) -> None:
+    values = np.array(logits_of(9))
+    values[1] = -INF
+    values[2] = NAN
+    values[3] = INF
+    values[4, 17] = NAN
+    values[5, 49] = INF
+    values[6] = -INF
+    values[6, 23] = -5.0  # one token is left
+    values[7, ::2] = -INF
+    logits = mx.array(values).astype(dtype)
+    chosen = sample(logits, [WAYS[way]] * 9)
+    tokens = np.array(chosen.tokens)
+    assert ((tokens >= 0) & (tokens < VOCAB_SIZE)).all(), "a step may be built on it already"
+    found = np.array(chosen.for_host(None))
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(found, np.where([0, 1, 1, 1, 1, 1, 0, 0, 0], -1, tokens))
+    assert tokens[6] == 23 and tokens[7] % 2 == 1
+    # Its neighbours in the batch have no part in it.
+    good = mx.array([0, 6, 7, 8])
+    assert tokens_of(logits[good], [WAYS[way]] * 4) == tokens[[0, 6, 7, 8]].tolist()
+
+
+def test_a_mask_does_not_hide_what_is_wrong_with_the_model() -> None:
+    chosen = sample(mx.zeros((4, VOCAB_SIZE)), [GREEDY] * 4)
+    before = mx.array([1.0, NAN, INF, -INF])
+    assert chosen.for_host(before).tolist() == [0, -1, -1, -1]
+
+
+def test_the_only_token_is_drawn_whatever_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its noise is -inf once in 2**32 draws; the first token of all must not come instead."""
+    monkeypatch.setattr(sampler, "_categorical", lambda logits, key: mx.argmax(logits * 0))
+    logits = mx.where(mx.arange(VOCAB_SIZE) == 31, 2.0, -mx.inf)[None]
+    assert tokens_of(logits, [SamplingRow(1.0, 0, 0)]) == [31]
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])

@@ -65,6 +65,21 @@ def test_top_k_is_mlx_lms(rng: np.random.Generator, top_k: int) -> None:
     np.testing.assert_array_equal(ours, np.isfinite(np.array(expected)))
 
 
+@pytest.mark.parametrize("top_p", [1e-30, 1e-38, 1e-40, 1e-46, 5e-324])
+@pytest.mark.parametrize(
+    "filters",
+    [{}, {"top_k": 5}, {"top_k": 100}, {"min_p": 0.01}, {"top_k": 5, "min_p": 0.5}],
+    ids=str,
+)
+def test_a_top_p_that_rounds_to_zero_keeps_the_likeliest(
+    rng: np.random.Generator, top_p: float, filters: dict
+) -> None:
+    logits = logits_of(5, rng)
+    kept = kept_by_ours(logits, [row_of(top_p=top_p, **filters)] * 5)
+    assert (kept.sum(axis=1) == 1).all()
+    assert (kept.argmax(axis=1) == logits.argmax(axis=1)).all()
+
+
 @pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.95, 0.999])
 def test_top_p_is_mlx_lms(rng: np.random.Generator, top_p: float) -> None:
     logits = logits_of(20, rng)
@@ -223,7 +238,7 @@ def test_draws_follow_the_filtered_distribution(filters: dict, temperature: floa
     kept = kept_by_reference(tempered, row_of(**filters))
     rows = [row_of(i, 3, temperature, **filters) for i in range(num_draws)]
     batch = mx.broadcast_to(mx.array(logits), (num_draws, VOCAB_SIZE))
-    counts = np.bincount(np.array(sample(batch, rows)), minlength=VOCAB_SIZE)
+    counts = np.bincount(np.array(sample(batch, rows).tokens), minlength=VOCAB_SIZE)
     assert counts[~kept].sum() == 0, "a token was sampled that the filters leave out"
     weights = np.exp(tempered.astype(np.float64)) * kept
     expected = (num_draws * weights / weights.sum())[kept]
@@ -237,7 +252,7 @@ def test_draws_follow_the_filtered_distribution(filters: dict, temperature: floa
 def test_greedy_rows_ignore_filters_and_seeds(rng: np.random.Generator) -> None:
     logits = mx.array(logits_of(6, rng))
     rows = [row_of(i, temperature=0 if i % 2 else 1.0, top_p=0.9) for i in range(6)]
-    tokens = np.array(sample(logits, rows))
+    tokens = np.array(sample(logits, rows).tokens)
     np.testing.assert_array_equal(tokens[1::2], np.array(logits).argmax(axis=1)[1::2])
-    alone = [int(sample(logits[i : i + 1], rows[i : i + 1]).item()) for i in range(6)]
+    alone = [int(sample(logits[i : i + 1], rows[i : i + 1]).tokens.item()) for i in range(6)]
     assert tokens.tolist() == alone

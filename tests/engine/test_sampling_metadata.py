@@ -42,7 +42,7 @@ def metadata_of(cache: MetadataCache, sampled: list[ScheduledSequence]) -> Sampl
 
 def assert_same(got: SamplingMetadata, expected: SamplingMetadata) -> None:
     assert len(got) == len(expected)
-    for name in ("temperature", "seed", "position", "top_k", "top_p", "min_p"):
+    for name in ("temperature", "key", "position", "top_k", "top_p", "min_p"):
         a, b = getattr(got, name), getattr(expected, name)
         assert a.dtype == b.dtype and a.tolist() == b.tolist(), name
     assert [i for i, _ in got.edits] == [i for i, _ in expected.edits]

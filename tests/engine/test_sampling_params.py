@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mlx_paged.engine.sampling_params import SamplingParams
@@ -13,22 +15,61 @@ NAN, INF = float("nan"), float("inf")
 EOS = frozenset({2})
 
 INVALID: dict[str, list[Any]] = {
-    "n": [0, -1, 1.0, 1.5, "1", None, True],
-    "temperature": [-0.1, -1, NAN, INF, -INF, "0.7", None, [1.0]],
-    "max_tokens": [0, -1, 1.0, 2.5, "16", True],
-    "stop": ["", [""], ["ok", ""], [3], 3, b"bytes", [b"bytes"], [None]],
-    "stop_token_ids": [[-1], [1.5], ["1"], [True], [None], 3, "3"],
+    "n": [0, -1, 1.0, 1.5, "1", None, True, 16385, 10**6, 10**400],
+    "temperature": [-0.1, -1, NAN, INF, -INF, "0.7", None, [1.0], 1e39, 10**400, 1j],
+    "max_tokens": [0, -1, 1.0, 2.5, "16", True, 10**400],
+    "stop": [
+        "",
+        [""],
+        ["ok", ""],
+        [3],
+        3,
+        b"bytes",
+        [b"bytes"],
+        [None],
+        {"a": 1},
+        iter("a"),
+        "\ud800",
+        ["ok", "no\udfff"],
+        np.array(3),
+    ],
+    "stop_token_ids": [
+        [-1],
+        [1.5],
+        ["1"],
+        [True],
+        [None],
+        3,
+        "3",
+        [[1]],
+        np.array([[1]]),
+        np.array([1.0]),
+        {5: 1},
+        itertools.count(),
+    ],
     "ignore_eos": ["no", None, 2],
-    "seed": [1.5, "1", True, [1]],
+    "seed": [1.5, "1", True, [1], 2**63, -(2**63) - 1, 10**400],
     "top_k": [-2, 1.0, "5", None, True],
     "top_p": [0, 0.0, -0.1, 1.01, NAN, "0.9", None, True],
     "min_p": [-0.01, 1.5, NAN, INF, "0", None],
-    "repetition_penalty": [0, -1, NAN, INF, "1.1", None],
+    "repetition_penalty": [0, -1, NAN, INF, "1.1", None, 1e39, 1e-39],
     "presence_penalty": [-2.1, 2.1, NAN, "0", None],
     "frequency_penalty": [-2.1, 2.1, INF, [0.5], None],
-    "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: 101}, {5: -INF}, {5: NAN}, {5: None}, [5], "5", 5],
+    "logit_bias": [
+        {-1: 1.0},
+        {"5": 1.0},
+        {5: 101},
+        {5: -INF},
+        {5: NAN},
+        {5: None},
+        [5],
+        "5",
+        5,
+        {True: 1.0},
+        {5: 10**400},
+    ],
     "allowed_token_ids": [[], [-1], ["a"], [1.0], 5, "5"],
-    "bad_words": ["word", [""], [3], 3],
+    "bad_words": ["word", [""], [3], 3, ["\ud800"], {"a": 1}],
     "min_tokens": [-1, 1.0, None, True, 17],
     "include_stop_str_in_output": [1, None, "yes"],
     "logprobs": [-1, 21, 1.0, True, "5"],
@@ -62,7 +103,12 @@ def test_an_invalid_value_is_refused_with_its_name(field: str, value: Any) -> No
         {"ignore_eos": True},
         {"seed": 0},
         {"seed": -5},
-        {"seed": 2**70},
+        {"seed": 2**63 - 1},
+        {"seed": -(2**63)},
+        {"n": 16384},
+        {"temperature": 3.4e38},
+        {"top_k": 2**62},
+        {"stop_token_ids": range(3)},
         {"seed": None},
         {"top_k": -1},
         {"top_k": 10**9},
@@ -85,7 +131,41 @@ def test_valid_values_are_kept(fields: dict[str, Any]) -> None:
     params = SamplingParams(**fields)
     for name, value in fields.items():
         kept = getattr(params, name)
-        assert kept == (tuple(value) if isinstance(value, list) else value) or kept == (value,)
+        several = isinstance(value, (list, range))
+        assert kept == (tuple(value) if several else value) or kept == (value,)
+
+
+def test_a_value_that_python_does_not_spell_out_is_refused() -> None:
+    with pytest.raises(InvalidParameterError, match=r"^max_tokens must be .* of type int$"):
+        SamplingParams(max_tokens=10**5000)
+    with pytest.raises(InvalidParameterError) as caught:
+        SamplingParams(stop_token_ids=[*range(10**5), -1])
+    assert len(str(caught.value)) < 400
+
+
+def test_numpys_values_become_pythons() -> None:
+    params = SamplingParams(
+        n=np.int64(3),
+        temperature=np.float32(0.5),
+        seed=np.uint64(7),
+        logit_bias={np.int32(4): np.float64(1.5)},
+        stop_token_ids=np.array([1, 2], np.uint32),
+        allowed_token_ids=np.array([3]),
+    )
+    plain = SamplingParams(
+        n=3,
+        temperature=0.5,
+        seed=7,
+        logit_bias={4: 1.5},
+        stop_token_ids=[1, 2],
+        allowed_token_ids=[3],
+    )
+    assert params == plain and repr(params) == repr(plain)
+
+
+def test_seed_minus_one_is_none() -> None:
+    """As in vLLM."""
+    assert SamplingParams(seed=-1).seed is None
 
 
 def test_none_stands_for_no_stops() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
@@ -83,7 +85,9 @@ def edited(logits: np.ndarray, rows: list[Edits | None], newest: Sequence[int] |
                 tokens[place] = token
         in_flight = InFlight(mx.array(tokens), source)
     edited_rows = [(i, edits) for i, edits in enumerate(rows) if edits is not None]
-    return np.array(apply_edits(mx.array(logits), edited_rows, in_flight))
+    result = apply_edits(mx.array(logits), edited_rows, in_flight)
+    assert not result.failed
+    return np.array(result.logits)
 
 
 def logits_of(num_rows: int, rng: np.random.Generator) -> np.ndarray:
@@ -171,6 +175,44 @@ def test_history_counts(pieces: list[list[int]]) -> None:
         assert found == {t: answer.count(t) for t in {7, 300, *answer}}
 
 
+@pytest.mark.parametrize("num_seen", [0, 1, 10, 200])
+def test_a_history_grows_with_its_answer(num_seen: int) -> None:
+    """Beyond the room that it began with, again and again; none of its counts is lost."""
+    prompt = list(range(1000, 1000 + num_seen))
+    history = TokenHistory(prompt)
+    answer: list[int] = []
+    sizes = {len(history._ids)}
+    for token in range(2000):
+        answer += [token, token // 3, *prompt[:1]]
+        history.update([*prompt, *answer], num_seen)
+        sizes.add(len(history._ids))
+        assert len(history._ids) == len(history._counts)
+    assert 3 < len(sizes) < 9, "in few steps"
+    found = dict(zip(history.ids.tolist(), history.counts.tolist(), strict=True))
+    assert found == {**dict.fromkeys(prompt, 0), **Counter(answer)}
+
+
+@pytest.mark.parametrize("wrong", [-1, -5, VOCAB_SIZE, 10**6])
+def test_an_end_token_that_is_none_bans_nothing(wrong: int, rng: np.random.Generator) -> None:
+    """Some configurations have an eos_token_id of -1: as an index it is the last of all tokens."""
+    logits = logits_of(1, rng)
+    tokenizer = SimpleNamespace(eos_token_ids={wrong, 9}, encode=embedded().tokenizer.encode)
+    sampling = RequestSampling(
+        SamplingParams(min_tokens=2), PROMPT, seed=0, tokenizer=tokenizer, vocab_size=VOCAB_SIZE
+    )
+    result = edited(logits, [edits_of(sampling, PROMPT, len(PROMPT))])
+    assert np.flatnonzero(np.isneginf(result[0])).tolist() == [9]
+
+
+def test_bad_words_with_tokens_that_the_model_lacks_ban_nothing() -> None:
+    """A tokenizer may have more tokens than its model."""
+    params = SamplingParams(bad_words=["return", "while"])
+    sampling = RequestSampling(
+        params, PROMPT, seed=0, tokenizer=embedded().tokenizer, vocab_size=300
+    )
+    assert sampling.additions is None and not sampling.long_bad_words
+
+
 def test_untouched_rows_share_a_batch_with_edited_ones(rng: np.random.Generator) -> None:
     logits = logits_of(4, rng)
     params = SamplingParams(repetition_penalty=1.5, logit_bias={9: 3.0}, bad_words=["return"])
@@ -186,7 +228,7 @@ def test_plain_rows_cost_nothing(rng: np.random.Generator) -> None:
     logits = mx.array(logits_of(3, rng)).astype(mx.float16)
     plain = row_for(SamplingParams(temperature=0.7, top_p=0.9, seed=1), [1])
     assert plain is None
-    assert apply_edits(logits, [], None) is logits
+    assert apply_edits(logits, [], None).logits is logits
 
 
 def test_end_and_stop_tokens_are_banned_until_min_tokens(rng: np.random.Generator) -> None:
@@ -298,8 +340,10 @@ def test_a_mask_and_allowed_tokens_hold_together() -> None:
 )
 def test_a_mask_that_does_not_fit_is_refused(mask: np.ndarray) -> None:
     row = edits_of(sampler_of(SamplingParams(), mask=lambda *_: mask), PROMPT, len(PROMPT))
-    with pytest.raises(InvalidParameterError, match="token_mask"):
-        edited(np.zeros((1, VOCAB_SIZE), np.float32), [row])
+    result = apply_edits(mx.zeros((2, VOCAB_SIZE)), [(1, row)], None)
+    assert list(result.failed) == [1] and "token_mask must be at most 4096" in result.failed[1]
+    assert np.isneginf(np.array(result.logits[1])).all()
+    assert (np.array(result.logits[0]) == 0).all()
 
 
 @pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids"])

@@ -190,10 +190,10 @@ def test_linear_of_other_operands_equals_mlx(rng, name: str) -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 16), (5, 100), (40, 4097), (0, 9)])
 def test_greedy_tokens(rng, dtype, shape) -> None:
     logits, exact = values_of(rng, *shape, dtype=dtype)
-    tokens, bad = ops.greedy_tokens(logits)
-    assert tokens.dtype == mx.int32 and bad.dtype == mx.bool_
+    tokens, largest = ops.greedy_tokens(logits)
+    assert tokens.dtype == mx.int32 and largest.dtype == mx.float32
     assert np.array_equal(np.array(tokens), exact.argmax(axis=-1))
-    assert not np.array(bad).any() and bad.shape == tokens.shape
+    assert np.array_equal(np.array(largest), exact.max(axis=-1))
 
 
 @pytest.mark.parametrize("size", [5, 16, 37, 500])
@@ -203,12 +203,15 @@ def test_greedy_tokens_takes_the_first_of_equals_and_finds_every_nan(rng, size: 
     values[1, size // 2] = np.inf
     values[2, :] = -np.inf
     values[2, -1] = -1e30
-    assert np.array_equal(np.array(ops.greedy_tokens(mx.array(values))[0]), values.argmax(axis=-1))
+    tokens, largest = ops.greedy_tokens(mx.array(values))
+    assert np.array_equal(np.array(tokens), values.argmax(axis=-1))
+    assert np.array_equal(np.array(largest), values.max(axis=-1))
     for column in range(size):
         values[column % 200, column] = np.nan
     values[3, 1] = -np.nan
-    bad = ops.greedy_tokens(mx.array(values))[1]
-    assert np.array_equal(np.array(bad), np.isnan(values).any(axis=-1))
+    tokens, largest = map(np.array, ops.greedy_tokens(mx.array(values)))
+    assert np.array_equal(largest, values.max(axis=-1), equal_nan=True)
+    assert ((tokens >= 0) & (tokens < size)).all()
 
 
 def test_silu_mul_far_from_zero() -> None:

@@ -77,7 +77,8 @@ def test_what_the_sources_give(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "field"),
     [("[]", "generation_config"), ("{", "generation_config"),
-     ('{"eos_token_id": "end"}', "eos_token_id"), ('{"eos_token_id": [2, true]}', "eos_token_id")],
+     ('{"eos_token_id": "end"}', "eos_token_id"), ('{"eos_token_id": [2, true]}', "eos_token_id"),
+     ('{"eos_token_id": -1}', "eos_token_id"), ('{"eos_token_id": [2, -7]}', "eos_token_id")],
 )  # fmt: skip
 def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, field: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)

@@ -35,7 +35,7 @@ from mlx_paged.core import (
 )
 from mlx_paged.engine import runner as runner_module
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
-from mlx_paged.engine.sampling.sampler import SamplingMetadata, SamplingRow
+from mlx_paged.engine.sampling.sampler import Sampled, SamplingMetadata, SamplingRow
 from mlx_paged.model.loader import LoadedModel, load
 from mlx_paged.model.wrap import page
 from support.plain import plain_caches
@@ -249,7 +249,7 @@ class StepDriver:
         captured: list[mx.array] = []
         real_sample = runner_module.sample
 
-        def capture(logits: mx.array, sampling_rows: SamplingMetadata) -> mx.array:
+        def capture(logits: mx.array, sampling_rows: SamplingMetadata) -> Sampled:
             captured.append(logits)
             return real_sample(logits, sampling_rows)
 

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_paged.engine.faults import is_interrupt, reason_of
 from mlx_paged.errors import InvalidParameterError
 
 IntArray = npt.NDArray[np.int32]
@@ -111,24 +112,29 @@ class TokenHistory:
         return self._counts[: len(self._entry)]
 
 
+class Edited(NamedTuple):
+    """What `apply_edits` returns."""
+
+    logits: mx.array  # [num_rows, vocab_size] float32, or as they were where no row is edited
+    failed: dict[int, str]  # rows whose token mask raised: why; all their logits are -inf
+
+
 def apply_edits(
     logits: mx.array, edited: list[tuple[int, Edits]], in_flight: InFlight | None
-) -> mx.array:
+) -> Edited:
     """Applies the rows' edits, in vLLM's order: mask, biases and bans, penalties.
 
     Args:
         logits: ``[num_rows, vocab_size]``.
         edited: (row, its edits), for the rows that ask for any.
         in_flight: where the newest tokens are; None: all are known.
-
-    Returns:
-        ``[num_rows, vocab_size]`` float32, or `logits` itself where no row asks for an edit.
     """
+    failed: dict[int, str] = {}
     if not edited:
-        return logits
+        return Edited(logits, failed)
     edits = logits.astype(mx.float32)
     if any(edit.mask or edit.allowed is not None for _, edit in edited):
-        edits = _apply_masks(edits, edited, in_flight)
+        edits = _apply_masks(edits, edited, in_flight, failed)
     newest = None if in_flight is None else in_flight.on_device()
     additions = [(i, edit.additions) for i, edit in edited if edit.additions is not None]
     if additions:
@@ -136,7 +142,7 @@ def apply_edits(
     penalties = [(i, edit.penalties) for i, edit in edited if edit.penalties is not None]
     if penalties:
         edits = _penalize(edits, penalties, in_flight, newest)
-    return edits
+    return Edited(edits, failed)
 
 
 def _add(
@@ -187,7 +193,10 @@ def _penalize(
 
 
 def _apply_masks(
-    logits: mx.array, edited: list[tuple[int, Edits]], in_flight: InFlight | None
+    logits: mx.array,
+    edited: list[tuple[int, Edits]],
+    in_flight: InFlight | None,
+    failed: dict[int, str],
 ) -> mx.array:
     newest: Sequence[int | None] = [None] * logits.shape[0]
     if in_flight is not None and any(edit.mask for _, edit in edited):
@@ -197,10 +206,21 @@ def _apply_masks(
         newest = in_flight.on_host()
     masks: dict[int, mx.array] = {}
     for i, edit in edited:
-        for mask in (edit.allowed, edit.mask(newest[i]) if edit.mask else None):
-            if mask is not None:
-                allowed = _unpack(mask, logits.shape[1])
-                masks[i] = masks[i] & allowed if i in masks else allowed
+        if edit.allowed is not None:
+            masks[i] = _unpack(edit.allowed, logits.shape[1])
+        if edit.mask is None:
+            continue
+        try:
+            mask = edit.mask(newest[i])
+            allowed = None if mask is None else _unpack(mask, logits.shape[1])
+        except BaseException as error:
+            # It is a caller's: what it raises, SystemExit included, must not end other requests.
+            if is_interrupt(error):
+                raise
+            failed[i] = reason_of(error)
+            allowed = mx.zeros(logits.shape[1], dtype=mx.bool_)
+        if allowed is not None:
+            masks[i] = masks[i] & allowed if i in masks else allowed
     if not masks:
         return logits
     at = mx.array(np.array(list(masks), dtype=np.int32))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -24,6 +25,9 @@ from mlx_paged.engine.sampling.sequence_sampler import SamplingRow, SequenceSamp
 _GREEDY_BELOW = 1e-5
 # Up to this share of the vocabulary, finding the k largest and sorting those beats sorting all.
 _PARTITION_SHARE = 8
+_LEAST_TOP_P = np.finfo(np.float32).tiny
+
+UIntArray = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,11 @@ class SamplingMetadata:
     """How to choose the tokens of a step, a column for each setting; n is the rows of logits."""
 
     temperature: FloatArray  # [n] float32
-    seed: npt.NDArray[np.uint32]  # [n]: their low 32 bits
-    position: npt.NDArray[np.uint32]  # [n]
+    key: UIntArray  # [n, 2], of their seeds
+    position: UIntArray  # [n]
     top_k: npt.NDArray[np.int64]  # [n]
-    top_p: npt.NDArray[np.float64]  # [n]
-    min_p: npt.NDArray[np.float64]  # [n]
+    top_p: FloatArray  # [n] float32, above 0
+    min_p: FloatArray  # [n] float32
     edits: list[tuple[int, Edits]]  # of those rows that have any
     logprobs: list[tuple[int, int]]  # of those rows that ask for them: how many
 
@@ -48,11 +52,12 @@ class SamplingMetadata:
         temperature, seeds, positions, top_k, top_p, min_p, edits, logprobs = columns
         return cls(
             np.array(temperature, dtype=np.float32),
-            np.array([seed & 0xFFFFFFFF for seed in seeds], dtype=np.uint32),
+            keys_of(seeds),
             np.array(positions, dtype=np.uint32),
             np.array(top_k, dtype=np.int64),
-            np.array(top_p, dtype=np.float64),
-            np.array(min_p, dtype=np.float64),
+            # (A tiny one must not become 0: that would keep no token, or all of them.)
+            np.maximum(np.array(top_p, dtype=np.float32), _LEAST_TOP_P),
+            np.array(min_p, dtype=np.float32),
             [(i, edit) for i, edit in enumerate(edits) if edit is not None],
             [(i, count) for i, count in enumerate(logprobs) if count is not None],
         )
@@ -64,7 +69,7 @@ class SamplingMetadata:
         """The settings of some rows that drawing needs: without edits and reports."""
         return SamplingMetadata(
             self.temperature[at],
-            self.seed[at],
+            self.key[at],
             self.position[at],
             self.top_k[at],
             self.top_p[at],
@@ -72,6 +77,22 @@ class SamplingMetadata:
             [],
             [],
         )
+
+
+def keys_of(seeds: Sequence[int]) -> UIntArray:
+    """``[n, 2]`` keys of a random generator, all 64 bits of each seed in them.
+
+    Different seeds have different keys. The second word is to be combined with a position, so what
+    a seed has above 32 bits goes into both, mixed (the end of MurmurHash3, which is a bijection):
+    the first word alone tells most seeds apart. Below 2**32 the key is (seed, 0).
+    """
+    wide = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
+    low, mixed = wide & np.uint64(0xFFFFFFFF), wide >> np.uint64(32)
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        mixed = (mixed ^ mixed >> np.uint64(33)) * np.uint64(factor)
+    mixed ^= mixed >> np.uint64(33)
+    words = low ^ mixed >> np.uint64(32), mixed & np.uint64(0xFFFFFFFF)
+    return np.stack(words, axis=1).astype(np.uint32)
 
 
 class MetadataCache:
@@ -106,7 +127,31 @@ class MetadataCache:
         return replace(self._columns, position=positions.astype(np.uint32), edits=edits)
 
 
-def sample(logits: mx.array, rows: Sequence[SamplingRow] | SamplingMetadata) -> mx.array:
+class Sampled(NamedTuple):
+    """The tokens of a step, and whether they are any.
+
+    A row's token means nothing where its largest logit is not finite: the row holds a NaN, or no
+    token may follow (-inf). It is a token of the model all the same: the step after this one may
+    have been built on it already.
+    """
+
+    tokens: mx.array  # [num_rows] int32
+    largest: mx.array  # [num_rows], of the edited logits
+
+    def for_host(self, model_largest: mx.array | None) -> mx.array:
+        """``[num_rows]`` int32: the tokens; -1 for a row without one.
+
+        Args:
+            model_largest: ``[num_rows]``, of the logits before they were edited, which must be
+                finite too (a mask may hide a NaN); None: they were not edited.
+        """
+        largest = self.largest
+        if model_largest is not None:
+            largest = largest + 0 * model_largest  # (0 times infinity is NaN)
+        return mx.where(mx.abs(largest) < mx.inf, self.tokens, -1)
+
+
+def sample(logits: mx.array, rows: Sequence[SamplingRow] | SamplingMetadata) -> Sampled:
     """Chooses a token for each row: temperature, then min-p, top-k and top-p, then the draw.
 
     Greedy rows cost an argmax; only the others are scaled, filtered and drawn.
@@ -114,45 +159,42 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow] | SamplingMetadata) -> 
     Args:
         logits: ``[num_rows, vocab_size]``, edited (`logits_processors`).
         rows: one for each row of `logits`.
-
-    Returns:
-        ``[num_rows]`` int32 token ids.
     """
     rows = SamplingMetadata.of(rows)
     drawn = np.flatnonzero(rows.temperature.astype(np.float64) >= _GREEDY_BELOW)
+    tokens, largest = _greedy(logits)
     if len(drawn) == len(rows):
-        return _draw(logits, rows)
-    tokens = _argmax(logits)
-    if len(drawn):
+        tokens = _draw(logits, Sampled(tokens, largest), rows)
+    elif len(drawn):
         [at] = ops.upload(drawn.astype(np.int32))
-        tokens[at] = _draw(logits[at], rows.only(drawn))
-    return tokens
+        drawn_from = Sampled(tokens[at], largest[at])
+        tokens[at] = _draw(logits[at], drawn_from, rows.only(drawn))
+    return Sampled(tokens, largest)
 
 
-def _argmax(logits: mx.array) -> mx.array:
+def largest_of(logits: mx.array) -> mx.array:
+    """``[num_rows]``: the largest of each row of ``[num_rows, vocab_size]`` logits, or NaN."""
+    return _greedy(logits).largest
+
+
+def _greedy(logits: mx.array) -> Sampled:
     if mx.default_device() == mx.cpu:  # where MLX's own is a scalar loop
-        return ops.greedy_tokens(logits)[0]
-    return mx.argmax(logits, axis=-1).astype(mx.int32)
+        return Sampled(*ops.greedy_tokens(logits))
+    # (What is not asked for is not computed.)
+    return Sampled(mx.argmax(logits, axis=-1).astype(mx.int32), logits.max(axis=-1))
 
 
-def nan_rows(logits: mx.array) -> mx.array:
-    """``[num_rows]`` bool: which rows of ``[num_rows, vocab_size]`` logits hold a NaN.
-
-    It is evaluated and read together with the tokens. (A sum would be one pass less, but half
-    precision sums may reach both infinities and become NaN without there being one.)
-    """
-    if mx.default_device() == mx.cpu:  # one vectorised pass instead of two
-        return ops.greedy_tokens(logits)[1]
-    return mx.any(mx.isnan(logits), axis=-1)
-
-
-def _draw(logits: mx.array, rows: SamplingMetadata) -> mx.array:
-    logits = logits.astype(mx.float32)
+def _draw(logits: mx.array, greedy: Sampled, rows: SamplingMetadata) -> mx.array:
     # The largest becomes 0: the filters then need no other reduction to get probabilities.
-    logits = logits - logits.max(axis=-1, keepdims=True)
-    temperature, keys = ops.upload(rows.temperature, np.stack([rows.seed, rows.position], axis=1))
+    logits = logits.astype(mx.float32) - greedy.largest.astype(mx.float32)[:, None]
+    keys = rows.key.copy()
+    keys[:, 1] ^= rows.position
+    temperature, on_device = ops.upload(rows.temperature, keys)
     logits = apply_filters(logits / temperature[:, None], rows)
-    return mx.vmap(_categorical)(logits, keys).astype(mx.int32)
+    tokens = mx.vmap(_categorical)(logits, on_device).astype(mx.int32)
+    # The noise of a token is -inf once in 2**32: if no other is left, it is no likelier than any.
+    chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1).squeeze(1)
+    return mx.where(chosen == -mx.inf, greedy.tokens, tokens)
 
 
 def _categorical(logits: mx.array, key: mx.array) -> mx.array:
@@ -170,7 +212,7 @@ def apply_filters(logits: mx.array, rows: Sequence[SamplingRow] | SamplingMetada
     """
     rows, vocab_size = SamplingMetadata.of(rows), logits.shape[1]
     with np.errstate(divide="ignore"):
-        floor = np.log(rows.min_p.astype(np.float32))
+        floor = np.log(rows.min_p)
     # A row's code path depends on its own settings alone, or its batch would change its rounding.
     limited = (rows.top_k > 0) & (rows.top_k < vocab_size)
     is_few = (rows.top_k > 0) & (rows.top_k <= vocab_size // _PARTITION_SHARE)
@@ -204,8 +246,7 @@ def _of_all_in_order(logits: mx.array, rows: SamplingMetadata, floor: FloatArray
 
 
 def _of_the_nucleus(logits: mx.array, rows: SamplingMetadata, floor: FloatArray) -> mx.array:
-    top_p = mx.array(rows.top_p.astype(np.float32))
-    return ops.nucleus_thresholds(logits, mx.array(floor), top_p)
+    return ops.nucleus_thresholds(logits, mx.array(floor), mx.array(rows.top_p))
 
 
 def _thresholds(x: mx.array, rows: SamplingMetadata, floors: FloatArray, largest: int) -> mx.array:
@@ -229,7 +270,7 @@ def _thresholds(x: mx.array, rows: SamplingMetadata, floors: FloatArray, largest
     mass_above = mx.concatenate([mx.zeros((num_rows, 1)), mass[:, :-1]], axis=-1)
     num_ties = (x == kth[:, None]).sum(axis=-1)
     ties = mx.where(kth >= floor, num_ties * mx.exp(kth), 0.0)
-    top_p = mx.array(rows.top_p.astype(np.float32))
+    top_p = mx.array(rows.top_p)
     wanted = top_p * (mass[:, -1] + ties)
     inside = (mass_above < wanted[:, None]) & (ordered >= kept[:, None])
     least = mx.maximum(inside.sum(axis=-1) - 1, 0)

@@ -26,6 +26,9 @@ from mlx_paged.errors import InvalidParameterError
 TokenMask = Callable[[int, Sequence[int]], Mask | None]
 
 
+_ALL = 1 << 30  # as a top_k: no vocabulary is as large
+
+
 class SamplingRow(NamedTuple):
     """The sampler's settings of one row.
 
@@ -34,7 +37,7 @@ class SamplingRow(NamedTuple):
     """
 
     temperature: float  # 0: greedy
-    seed: int  # any integer; its low 32 bits count
+    seed: int  # any integer; its low 64 bits count
     position: int  # of the token to be chosen
     top_k: int = 0  # below 1: all
     top_p: float = 1.0
@@ -55,7 +58,8 @@ class RequestSampling:
             the device runs the forward in the meantime.
 
     Raises:
-        InvalidParameterError: a token that the model does not have.
+        InvalidParameterError: a token that the model does not have, or parameters that together
+            leave no token to begin with.
     """
 
     def __init__(
@@ -80,14 +84,17 @@ class RequestSampling:
             self.allowed = np.zeros(vocab_size, np.bool_)
             self.allowed[list(params.allowed_token_ids)] = True
 
-        bad_words = [w for text in params.bad_words or () for w in _spellings(text, tokenizer)]
+        spellings = [w for text in params.bad_words or () for w in _spellings(text, tokenizer)]
+        # (What has a token that the model does not have is never generated.)
+        bad_words = [word for word in spellings if max(word) < vocab_size]
         bans = {word[0] for word in bad_words if len(word) == 1}
         self.long_bad_words = _LongBadWords([word for word in bad_words if len(word) > 1])
         ends = {*(params.stop_token_ids or ()), *tokenizer.eos_token_ids}
-        # (A stop token that the model does not have is never sampled.)
-        early_bans = bans | {token for token in ends if token < vocab_size}
+        # (Neither is an end token that is none: a -1 would stand for the last of all tokens.)
+        early_bans = bans | {token for token in ends if 0 <= token < vocab_size}
         self.additions = _additions(bias, bans)
         self.early_additions = _additions(bias, early_bans) if params.min_tokens else None
+        _require_a_token(params, bans, early_bans if params.min_tokens else bans, vocab_size)
         self.has_edits = bool(
             self.additions
             or self.early_additions
@@ -153,7 +160,7 @@ class SequenceSampler:
             params.temperature,
             sampling.seed + index,
             0,
-            params.top_k,
+            min(params.top_k, _ALL),
             params.top_p,
             params.min_p,
             None,
@@ -236,6 +243,30 @@ def _spellings(text: str, tokenizer: TokenizerWrapper) -> list[list[int]]:
     # A spaced spelling that only adds a token before the bare one is redundant.
     is_new = spaced[-len(alone) :] != alone
     return [spelling for spelling in ([alone, spaced] if is_new else [alone]) if spelling]
+
+
+def _require_a_token(
+    params: SamplingParams, bans: set[int], first_bans: set[int], vocab_size: int
+) -> None:
+    """Refuses parameters that leave no token, at all or as the first one.
+
+    Args:
+        bans: tokens that are never generated.
+        first_bans: these, and those that are not the first one.
+    """
+    allowed = params.allowed_token_ids
+    if allowed is None:
+        if len(first_bans) == vocab_size:
+            field = "bad_words" if len(bans) == vocab_size else "min_tokens"
+            expected = f"such that one of {vocab_size} tokens may be the first"
+            raise InvalidParameterError(field, expected, getattr(params, field))
+    elif first_bans.issuperset(allowed):
+        others = "bad_words do not ban"
+        if not bans.issuperset(allowed):
+            others += " and min_tokens does not delay"
+        raise InvalidParameterError(
+            "allowed_token_ids", f"at least one token that {others}", allowed
+        )
 
 
 def _require_known(field: str, ids: dict[int, float] | Sequence[int], vocab_size: int) -> None:

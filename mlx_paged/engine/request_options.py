@@ -1,0 +1,143 @@
+"""What callers give with a request, checked where it enters: what is wrong never reaches a step.
+
+`SamplingParams` checks its own fields, and `core.Request` what the scheduler works with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+
+from mlx_paged.engine.sampling_params import SamplingParams, is_text
+from mlx_paged.errors import InvalidParameterError
+
+_PROMPT = "a text, or token ids as a list or an array of integers"
+_BYTES = (str, bytes, bytearray, memoryview)
+
+
+def token_ids_of(field: str, given: Any, vocab_size: int) -> list[int]:
+    """Token ids as plain integers; NumPy's and MLX's arrays of one dimension are taken too.
+
+    Raises:
+        InvalidParameterError: anything but integers in [0, vocab_size).
+    """
+    ids = _as_list(field, given)
+    if any(kind is not int for kind in set(map(type, ids))):  # (faster than to look at each)
+        wrong = [i for i in ids if not isinstance(i, Integral) or isinstance(i, bool)]
+        if wrong:
+            raise InvalidParameterError(field, f"integers in [0, {vocab_size})", wrong[0])
+        ids = [int(i) for i in ids]
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong_id = next(i for i in ids if not 0 <= i < vocab_size)
+        raise InvalidParameterError(field, f"integers in [0, {vocab_size})", wrong_id)
+    return ids
+
+
+def prompt_of(field: str, given: Any) -> str | list[Any]:
+    """A prompt as a text, or as a list; `token_ids_of` checks what is in that.
+
+    Raises:
+        InvalidParameterError: neither of them, or a text with a lone surrogate.
+    """
+    if not isinstance(given, str):
+        return _as_list(field, given)
+    if not is_text(given):
+        raise InvalidParameterError(field, "a text of Unicode characters", given)
+    return given
+
+
+def prompts_of(given: Any) -> list[str | list[Any]]:
+    """The prompts of `LLM.generate`: one, or a sequence of them (an array of rows, too).
+
+    Raises:
+        InvalidParameterError: see `prompt_of`; the name has the prompt's place.
+    """
+    if isinstance(given, str):
+        return [prompt_of("prompts", given)]
+    dimensions = getattr(given, "ndim", None)
+    if dimensions == 2:
+        return [prompt_of(f"prompts[{i}]", row) for i, row in enumerate(given)]
+    prompts = _as_list("prompts", given)
+    if dimensions == 1 or (prompts and isinstance(prompts[0], Integral)):
+        return [prompts]
+    return [prompt_of(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
+
+
+def params_of(given: Any) -> SamplingParams:
+    """The parameters of one request; None stands for the default.
+
+    Raises:
+        InvalidParameterError: something else.
+    """
+    return SamplingParams() if given is None else _require_params("params", given)
+
+
+def params_for(given: Any, num_prompts: int) -> list[SamplingParams]:
+    """The parameters of each of some prompts, from one for all or a sequence of one for each.
+
+    Raises:
+        InvalidParameterError: something else, or another number of them.
+    """
+    if not isinstance(given, Sequence) or isinstance(given, _BYTES):
+        return [params_of(given)] * num_prompts
+    if len(given) != num_prompts:
+        raise InvalidParameterError(
+            "params", f"one for all or one for each of {num_prompts} prompts", len(given)
+        )
+    return [_require_params(f"params[{i}]", params) for i, params in enumerate(given)]
+
+
+def conversations_of(given: Any) -> list[list[Mapping[str, Any]]]:
+    """The conversations of `LLM.chat`: one, or a sequence of them.
+
+    Raises:
+        InvalidParameterError: something else than messages.
+    """
+    chats = given if isinstance(given, Sequence) and not isinstance(given, _BYTES) else None
+    if chats and isinstance(chats[0], Mapping):
+        chats = [chats]
+    for chat in () if chats is None else chats:
+        if not isinstance(chat, Sequence) or not all(isinstance(m, Mapping) for m in chat):
+            chats = None
+            break
+    if chats is None:
+        expected = "messages with role and content, or a sequence of such conversations"
+        raise InvalidParameterError("messages", expected, given)
+    return [list(chat) for chat in chats]
+
+
+def check_callables(token_mask: object, sink: object, prompt: object) -> None:
+    """Checks the options of `Engine.add_request` that nothing else looks at until they are used.
+
+    Raises:
+        InvalidParameterError: one that cannot be.
+    """
+    if token_mask is not None and not callable(token_mask):
+        raise InvalidParameterError("token_mask", "None or a function", token_mask)
+    if sink is not None and not callable(getattr(sink, "put", None)):
+        raise InvalidParameterError("sink", "None or an object with a method put", sink)
+    if prompt is not None and not isinstance(prompt, str):
+        raise InvalidParameterError("prompt", "None or a text", prompt)
+
+
+def _require_params(field: str, given: Any) -> SamplingParams:
+    if not isinstance(given, SamplingParams):
+        raise InvalidParameterError(field, "SamplingParams", given)
+    return given
+
+
+def _as_list(field: str, given: Any) -> list[Any]:
+    """A sequence's elements; what has none, or has them as something else, is refused."""
+    if isinstance(given, Sequence) and not isinstance(given, _BYTES):
+        return list(given)
+    if getattr(given, "ndim", None) == 1:
+        try:
+            array = np.asarray(given)
+        except Exception:  # of a dtype that NumPy lacks, or on another device
+            array = np.empty(0)
+        if array.dtype.kind in "iu":
+            return array.tolist()  # type: ignore[no-any-return]
+    raise InvalidParameterError(field, _PROMPT, given)
