@@ -161,9 +161,6 @@ class EngineThread:
                 if self._num_failures >= _MOST_FAILURES:
                     raise
                 logger.exception("the engine goes on after %s", reason_of(error))
-                # A reader whose turn it was may have been forgotten.
-                states = self.engine.request_states()
-                self._sleepers += [s.sink for s in states if isinstance(s.sink, Channel)]
 
     def _take_calls(self) -> bool:
         """Runs the pending calls, and waits while there is nothing to do; false: stop.

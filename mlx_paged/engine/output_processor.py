@@ -256,8 +256,13 @@ class OutputProcessor:
         except BaseException as error:
             if is_interrupt(error):
                 raise
-            answer.sink = None
-            return self._fail(seq, f"its sink raised {reason_of(error)}")
+            sink, answer.sink = answer.sink, None
+            ended = self._fail(seq, f"its sink raised {reason_of(error)}")
+            with suppress(
+                Exception, SystemExit
+            ):  # (a reader that was only interrupted must hear of the end)
+                sink.put(ended[0] if ended else _end_of(seq, answer.completion))
+            return ended
         return []
 
     def _to_update(self, outcome: SequenceOutcome, answer: AnswerState) -> SequenceUpdate:
