@@ -103,6 +103,22 @@ class EngineDeadError(MlxPagedError, RuntimeError):
         self.reason = reason
 
 
+class ForkedProcessError(MlxPagedError, RuntimeError):
+    """An engine was used in a child process made by `fork`, where MLX's threads do not exist.
+
+    Attributes:
+        pid: The process that used MLX before.
+    """
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(
+            f"process {pid} used MLX and was forked: MLX's threads do not exist in the child, "
+            "so nothing can be computed here. Start processes with multiprocessing's 'spawn' "
+            "method, or make the first engine after the fork"
+        )
+        self.pid = pid
+
+
 class StepError(MlxPagedError, RuntimeError):
     """A forward step failed for a request, or gave no token (NaN logits, or no permitted token)."""
 

@@ -272,6 +272,14 @@ class Sequence:
             f"scheduled={self.num_scheduled_tokens}, computed={self.num_computed_tokens})"
         )
 
+    def start_over(self, seq_id: int) -> None:
+        """Makes it a waiting sequence of another scheduler; it keeps its tokens."""
+        self.seq_id = seq_id
+        self.status, self.finish_reason = SequenceStatus.WAITING, None
+        self.num_scheduled_tokens = self.last_step = 0
+        self.tables = self.query = self.waits_for = None
+        self.blocked_at = self.sampled_index = -1
+
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 
@@ -334,6 +334,24 @@ class Scheduler:
             self.kv.on_step_evaluated(self._in_flight.popleft().step)
         self._committed_step = self._step
         return len(again)
+
+    def restore(self, requests: Iterable[Request]) -> None:
+        """Takes over the requests of another scheduler, which is not used any more.
+
+        Their unfinished sequences wait, with the tokens that they have; nothing is taken from that
+        scheduler or its KV store. Call it on a new scheduler.
+        """
+        for request in sorted(requests, key=lambda request: request.arrival):
+            self._num_arrived = request.arrival
+            for seq in request.sequences:
+                if not seq.is_finished:
+                    self._next_seq_id += 1
+                    seq.start_over(self._next_seq_id)
+                    self.waiting.add(seq)
+            if not request.is_finished:
+                self._requests[request.request_id] = request
+                if request.deadline is not None:
+                    self._deadlines.add(request)
 
     # Decodes.
 

@@ -16,15 +16,19 @@ from typing import Any, TypeVar
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine, EngineStats
 from mlx_paged.engine.engine_thread import EngineThread
+from mlx_paged.engine.guard import check_process
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.request_options import params_of, prompt_of, token_ids_of
 from mlx_paged.engine.request_stream import RequestStream, SequenceDelta
 from mlx_paged.engine.sampling.sequence_sampler import TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.errors import EngineDeadError, EngineOverloadedError
+from mlx_paged.errors import EngineDeadError, EngineOverloadedError, ForkedProcessError
 from mlx_paged.model.loader import load
 
 T = TypeVar("T")
+
+# Seconds that the interpreter's exit waits for the engine's thread.
+_EXIT_TIMEOUT = 60.0
 
 __all__ = ["AsyncEngine", "RequestStream", "SequenceDelta"]
 
@@ -41,6 +45,7 @@ class AsyncEngine:
     """
 
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
+        check_process()
         self._thread = EngineThread(make_engine)
         self._ids = itertools.count()
         self._lock = threading.Lock()
@@ -143,6 +148,10 @@ class AsyncEngine:
         stream = RequestStream(request_id, channel, lambda: thread.abort(request_id, channel))
 
         def add(engine: Engine) -> None:
+            state = engine.request_state(request_id)
+            if state is not None and state.sink is channel:  # (broken off, and run again)
+                stream.output = state.output
+                return
             stream.output = engine.add_request(
                 request_id,
                 tokens,
@@ -225,6 +234,6 @@ class AsyncEngine:
 
     def _at_exit(self) -> None:
         # A thread inside MLX while the interpreter is taken down would crash.
-        with contextlib.suppress(EngineDeadError):
+        with contextlib.suppress(ForkedProcessError):
             self._thread.stop(0.0)
-        self._thread.join(timeout=10.0)
+            self._thread.join(timeout=_EXIT_TIMEOUT)

@@ -81,12 +81,17 @@ class IncrementalDetokenizer:
         self._detokenizer: StreamingDetokenizer = copy.copy(tokenizer.detokenizer)
         if type(self._detokenizer) is BPEStreamingDetokenizer:
             self._detokenizer.__class__ = _ExactBPEDetokenizer
-        self._detokenizer.reset()
         self._stop = tuple(stop)
         self._first_characters = frozenset(s[0] for s in stop)
         self._include_stop = include_stop
         self._skip = skip
-        self._num_tokens_to_stop = min_tokens  # tokens to come that complete no stop string
+        self._min_tokens = min_tokens
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forgets all tokens."""
+        self._detokenizer.reset()
+        self._num_tokens_to_stop = self._min_tokens  # tokens to come that complete no stop string
         self._held = ""
         self.text = ""
         self.matched_stop: str | None = None
@@ -172,6 +177,7 @@ class DeferredText:
         self._num_text_tokens: int | None = None  # once the answer has ended
         self._ends = array("Q", [0])  # length of the text after that many tokens
         self._is_flushed = False
+        self._is_decoding = False
         self._lock = threading.Lock()
 
     def end(self, num_text_tokens: int) -> None:
@@ -210,6 +216,10 @@ class DeferredText:
         stop = self._num_text_tokens if num_tokens is None else num_tokens
         if stop is None:
             stop = len(self._tokens) - self._start
+        if self._is_decoding:  # an exception (Ctrl-C) came in between
+            self._stream.start_over()
+            self._ends, self._is_flushed = array("Q", [0]), False
+        self._is_decoding = True
         try:
             for i in range(self._start + len(self._ends) - 1, self._start + stop):
                 self._stream.add(self._tokens[i])
@@ -218,4 +228,6 @@ class DeferredText:
                 self._stream.finish()
                 self._is_flushed = True
         except Exception as error:
+            self._is_decoding = False
             raise StepError(self._request_id, reason_of(error)) from error
+        self._is_decoding = False

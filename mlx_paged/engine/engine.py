@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import secrets
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 
 from mlx_paged import ops
-from mlx_paged.core import KVCounters, KVManager, KVUsage, Request, Scheduler
+from mlx_paged.core import KVCounters, KVManager, KVUsage, Request, Scheduler, Sequence
 from mlx_paged.engine import memory, request_options
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer, special_token_ids
 from mlx_paged.engine.executor import PendingStep, StepExecutor
+from mlx_paged.engine.faults import reason_of
+from mlx_paged.engine.guard import EngineGuard
 from mlx_paged.engine.kv_cache_config import KVCacheConfig
 from mlx_paged.engine.output_processor import (
     AnswerState,
@@ -30,8 +37,11 @@ from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.logprobs import LogprobReport, PromptReport
 from mlx_paged.engine.sampling.sequence_sampler import RequestSampling, SequenceSampler, TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.errors import MlxPagedError
 from mlx_paged.model.loader import LoadedModel
 from mlx_paged.model.wrap import serve
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ class EngineStats:
         memory: MLX's memory.
         num_faults: Steps that failed and were run again in parts.
         pool_copies: Whole-pool copies in this process; anything but 0 is a fault.
+        num_recoveries: Times the engine was repaired after an exception out of a call.
     """
 
     usage: KVUsage
@@ -65,12 +76,19 @@ class EngineStats:
     memory: memory.MemoryUsage
     num_faults: int
     pool_copies: int
+    num_recoveries: int = 0
 
 
 class Engine:
     """Takes requests, runs steps, returns tokens and text.
 
-    Not thread-safe: MLX's streams belong to threads, so one thread makes the engine and calls it.
+    Any thread may call it; a call waits for the one that runs. A step that follows one of another
+    thread does not overlap with it.
+
+    An exception out of a call, of whatever kind and from wherever (Ctrl-C, `MemoryError`, a
+    callback), leaves an engine that goes on: the next call repairs it first (`recover`).
+
+    A child process made by `fork` cannot use it: every method raises `ForkedProcessError` there.
 
     Args:
         model: as `mlx_paged.load` returns it; it belongs to this engine from now on.
@@ -80,11 +98,12 @@ class Engine:
         max_model_len: Most tokens of prompt and answer together; None where only the pool limits.
         vocab_size: Token ids are below this.
         generation_config: The model's default sampling settings; the engine does not apply them.
-        on_launch: Called with the number of tokens of each step that is launched, on the engine's
-            thread (for metrics; it must be quick).
+        on_launch: Called with the number of tokens of each step that is launched, by the thread
+            that steps (for metrics; it must be quick).
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
+        self._guard = EngineGuard()
         self.config = config or EngineConfig()
         self.tokenizer = model.tokenizer
         self.generation_config = model.generation_config
@@ -101,13 +120,15 @@ class Engine:
             activations, self.pool_bytes, 4 * self.config.max_num_seqs * model.vocab_size
         )
         memory.limit_run_ahead()
-        self._kv = KVManager(
+        self._make_kv = partial(
+            KVManager,
             sizes.num_blocks,
             self.config.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
             windows=kv_config.window_specs(sizes),
             states=kv_config.state_spec(sizes),
         )
+        self._kv = self._make_kv()
         self._scheduler = Scheduler(self.config.scheduler_config(model_limit), self._kv)
         self._executor = StepExecutor(self._runner)
         self.vocab_size = model.vocab_size
@@ -120,6 +141,15 @@ class Engine:
         self._num_steps = 0
         self._max_used_blocks = 0
         self._max_shared_blocks = 0
+        self._thread = threading.current_thread()  # that launched what is in flight
+        self._left: deque[str] = deque()  # requests that were aborted in the middle of a call
+        # Recovery.
+        self._is_whole = True  # false while a call changes the engine, and after one that raised
+        self._failed: Exception | None = None  # what the step before raised
+        self._num_failed_steps = 0  # in a row
+        self._num_recoveries = 0
+        self._past = KVCounters()  # of KV stores that were given up,
+        self._past_preemptions = 0  # and of their schedulers
 
     # Requests.
 
@@ -158,13 +188,12 @@ class Engine:
             DuplicateRequestError: an unfinished request has this id.
             EngineOverloadedError: too many sequences wait.
         """
+        self._enter()
         prompt_token_ids = request_options.token_ids_of(
             "prompt_token_ids", prompt_token_ids, self.vocab_size
         )
         params = request_options.params_of(params)
         request_options.check_callables(token_mask, sink, prompt)
-        if not self.has_unfinished:
-            memory.limit_run_ahead()  # other parts of the process may have taken memory since
         if sampling is None:
             sampling = self.sampling_of(params, prompt_token_ids, token_mask)
         request = Request(
@@ -177,7 +206,6 @@ class Engine:
             cache_salt=cache_salt,
             read_prefix_cache=params.prompt_logprobs is None,
         )
-        self._scheduler.add(request)
         output = RequestOutput(
             request_id,
             prompt,
@@ -185,11 +213,35 @@ class Engine:
             [CompletionOutput(i) for i in range(params.n)],
             RequestMetrics(arrival_time=time.monotonic()),
         )
+        with self._guard.lock:
+            self._refuse_within_call()
+            with self._guard.busy:
+                self._begin()
+                if not self._has_work:
+                    # Other parts of the process may have taken memory since.
+                    memory.limit_run_ahead()
+                self._is_whole = False
+                try:
+                    self._scheduler.add(request)
+                except MlxPagedError:  # refused, and nothing has changed
+                    self._is_whole = True
+                    raise
+                state = RequestState(params, request, output, sink)
+                self._prepare(state, sampling)
+                self._output_processor.request_states[request_id] = state  # (from here on it is in)
+                self._is_whole = True
+        return output
+
+    def _prepare(self, state: RequestState, sampling: RequestSampling) -> None:
+        """Adds to a request's sequences how their tokens are chosen, and where they go."""
+        request, params, output = state.request, state.params, state.output
         prompt_report = None
         if params.prompt_logprobs is not None:
-            prompt_report = PromptReport(prompt_token_ids, params.prompt_logprobs, self._report)
+            prompt_report = PromptReport(
+                output.prompt_token_ids, params.prompt_logprobs, self._report
+            )
             output.prompt_logprobs = prompt_report.positions
-        request.state = state = RequestState(params, request, output, sink)
+        request.state = state
         for sequence, completion in zip(request.sequences, output.outputs):
             if params.logprobs is not None:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
@@ -199,11 +251,10 @@ class Engine:
             if not params.stop_strings:
                 # The engine does not need its text: it is decoded when it is read.
                 tokens, start = sequence.tokens, request.num_prompt_tokens
-                deferred = DeferredText(request_id, text, tokens, start)
+                deferred = DeferredText(request.request_id, text, tokens, start)
             sequence.answer = AnswerState(
                 state, completion, text if params.stop_strings else deferred
             )
-        return output
 
     def sampling_of(
         self, params: SamplingParams, prompt_token_ids: list[int], token_mask: TokenMask | None
@@ -234,30 +285,138 @@ class Engine:
 
     def request_state(self, request_id: str) -> RequestState | None:
         """What the engine keeps of an unfinished request."""
-        request = self._scheduler.request(request_id)
-        return None if request is None else request.state
+        return self._output_processor.request_states.get(request_id)
 
     def request_states(self) -> list[RequestState]:
         """The unfinished requests, in order of arrival."""
-        return [request.state for request in self._scheduler.requests()]
+        return list(self._output_processor.request_states.values())
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request now; what it computed stays cached. Returns whether it was there."""
+        """Ends a request; what it computed stays cached. Returns whether it was there.
+
+        While a step runs, of another thread or of this one (a garbage collection may close a stream
+        there), this does not wait for it: the request ends before the next one.
+        """
+        self._enter()
+        if self.is_busy:
+            self._left.append(request_id)
+            return self.request_state(request_id) is not None
+        with self._guard.lock, self._guard.busy:
+            self._begin()
+            return self._abort(request_id)
+
+    def _abort(self, request_id: str) -> bool:
         state = self.request_state(request_id)
         if state is None:
             return False
+        self._is_whole = False
         self._output_processor.abort(state)
+        self._is_whole = True
         return True
 
     def settle(self) -> None:
         """Waits for a step in flight that no request needs any more, so that it holds no blocks."""
-        while self._in_flight is not None and not self._scheduler.has_unfinished:
-            self.step()
+        self._enter()
+        with self._guard.lock:
+            if self.is_busy:
+                return  # (within a step)
+            with self._guard.busy:
+                self._begin()
+                while self._in_flight is not None and not self._scheduler.has_unfinished:
+                    self._run_step()
 
     @property
     def has_unfinished(self) -> bool:
         """Whether another `step` has anything to do."""
+        return self._has_work or not self._is_whole
+
+    @property
+    def _has_work(self) -> bool:
         return self._scheduler.has_unfinished or self._in_flight is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread is in a call at this moment."""
+        return self._guard.busy.locked()
+
+    # Recovery.
+
+    @property
+    def needs_recovery(self) -> bool:
+        """Whether a call raised in the middle of a change, so that the next one repairs."""
+        return not self._is_whole and not self.is_busy
+
+    def recover(self) -> bool:
+        """Repairs the engine after an exception out of a call; every later call does so itself.
+
+        Steps in flight are given up. Scheduler, block tables and prefix cache are made anew, and
+        the unfinished requests wait in them with the tokens that their answers have: they go on,
+        and their tokens are computed again. The one whose answer was just being changed ends with
+        `finish_reason` "error"; and so do all that have run, where a second step in a row raised an
+        `Exception`. The pools keep their memory.
+
+        Returns:
+            Whether there was anything to repair.
+        """
+        self._enter()
+        with self._guard.lock:
+            self._refuse_within_call()
+            with self._guard.busy:
+                return self._recover()
+
+    def _enter(self) -> None:
+        guard = self._guard
+        if guard.is_closed or os.getpid() != guard.pid:
+            guard.refuse()
+
+    def _refuse_within_call(self) -> None:
+        """Refuses a call from within a call: a sink, a token mask or `on_launch` made it."""
+        if self.is_busy:  # (by this thread, as it has the lock)
+            raise RuntimeError("an engine was called from within its own step")
+
+    def _begin(self) -> None:
+        """At the beginning of every call that changes the engine."""
+        if not self._is_whole:
+            self._recover()
+        while self._left:
+            self._abort(self._left[0])
+            self._left.popleft()
+        thread = threading.current_thread()
+        if thread is not self._thread:
+            # MLX's streams belong to threads: an operation of this one's stream must not wait for
+            # what another one's has in flight.
+            if self._in_flight is not None:
+                self._executor.wait(self._in_flight)
+            self._thread = thread
+
+    def _recover(self) -> bool:
+        if self._is_whole:
+            return False
+        failed, num_failed_steps = self._failed, self._num_failed_steps + (self._failed is not None)
+        logger.warning(
+            "recovering from %s",
+            "an interrupted call" if failed is None else f"a failed step: {reason_of(failed)}",
+        )
+        self._executor.reset()
+        self._in_flight = None
+        kv = self._make_kv()
+        scheduler = Scheduler(self._scheduler.config, kv)
+
+        def end(sequence: Sequence) -> str | None:
+            has_run = sequence.first_admission is not None
+            return reason_of(failed) if failed and has_run and num_failed_steps > 1 else None
+
+        self._output_processor.restore(scheduler, end)
+        self._past, self._past_preemptions, self._kv, self._scheduler = (
+            _sum(self._past, self._kv.counters),
+            self._past_preemptions + self._scheduler.num_preemptions,
+            kv,
+            scheduler,
+        )
+        self._num_failed_steps, self._failed = num_failed_steps, None
+        self._num_recoveries += 1
+        self._is_whole = True
+        return True
 
     # Steps.
 
@@ -267,8 +426,30 @@ class Engine:
         With overlap, the next step is planned and launched before the tokens of the one in flight
         are read, so the device does not wait for the host.
 
-        A fault of the model or the device ends only the sequences it affects (`StepExecutor`).
+        A fault of the model or the device ends only the sequences it affects (`StepExecutor`). See
+        `recover` for what any other exception does.
         """
+        self._enter()
+        with self._guard.lock:
+            self._refuse_within_call()
+            with self._guard.busy:
+                self._begin()
+                return self._run_step()
+
+    def _run_step(self) -> list[SequenceUpdate]:
+        # What raises in between leaves `_is_whole` false, and no handler that could be interrupted
+        # in its turn has to see to it.
+        self._is_whole = False
+        try:
+            updates = self._step()
+        except Exception as error:
+            self._failed = error
+            raise
+        self._num_failed_steps = 0
+        self._is_whole = True
+        return updates
+
+    def _step(self) -> list[SequenceUpdate]:
         launched = self._launch_next()
         if self.config.async_scheduling:
             launched, self._in_flight = self._in_flight, launched
@@ -304,19 +485,27 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The engine's statistics."""
+        self._enter()
+        with self._guard.lock:
+            if self.needs_recovery:
+                self.recover()
+            return self._stats()
+
+    def _stats(self) -> EngineStats:
         return EngineStats(
             usage=self._kv.usage,
             group_usage=self._kv.group_usage,
-            counters=self._kv.counters,
+            counters=_sum(self._past, self._kv.counters),
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
-            num_preemptions=self._scheduler.num_preemptions,
+            num_preemptions=self._past_preemptions + self._scheduler.num_preemptions,
             num_steps=self._num_steps,
             max_used_blocks=self._max_used_blocks,
             max_shared_blocks=self._max_shared_blocks,
             memory=memory.usage(self._cache_limit),
             num_faults=self._executor.num_faults,
             pool_copies=ops.pool_copies(),
+            num_recoveries=self._num_recoveries,
         )
 
     @property
@@ -331,8 +520,26 @@ class Engine:
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached prefix; returns how many blocks that were."""
-        return self._scheduler.reset_prefix_cache()
+        self._enter()
+        with self._guard.lock:
+            self._refuse_within_call()
+            with self._guard.busy:
+                self._begin()
+                self._is_whole = False
+                num_blocks = self._scheduler.reset_prefix_cache()
+                self._is_whole = True
+                return num_blocks
 
     def check_integrity(self) -> None:
         """Checks the KV store and the scheduler against each other; raises `IntegrityError`."""
-        self._scheduler.check_integrity()
+        self._enter()
+        with self._guard.lock:
+            if self.needs_recovery:
+                self.recover()
+            self._scheduler.check_integrity()
+
+
+def _sum(one: KVCounters, other: KVCounters) -> KVCounters:
+    return KVCounters(
+        **{f.name: getattr(one, f.name) + getattr(other, f.name) for f in fields(KVCounters)}
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import sys
 import threading
 import time
@@ -17,11 +18,14 @@ from typing import Any, TypeVar
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.request_stream import Channel
-from mlx_paged.errors import EngineDeadError, MlxPagedError
+from mlx_paged.errors import EngineDeadError, ForkedProcessError, MlxPagedError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# Exceptions out of steps, with no good step in between, that end the engine.
+_MOST_FAILURES = 3
 
 
 class EngineThread:
@@ -41,8 +45,14 @@ class EngineThread:
         self.engine: Engine  # once `ready` is done; other threads only read its config
         self._make_engine = make_engine
         self._calls: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
+        self._begun: Future[Any] | None = None  # of the call that runs, or was broken off
+        self._num_failures = 0  # in a row
+        self._pid = os.getpid()
         # Reentrant: a stream that is garbage-collected while this thread holds it aborts itself.
-        self._changed = threading.Condition(threading.RLock())
+        # (`with self._lock`, and not `with self._changed`: an exception from outside cannot leave
+        # an interpreter's lock locked.)
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._stop_at: float | None = None
         self._sleepers: list[Channel] = []  # whose readers are to be woken; this thread's only
         self._thread = threading.Thread(target=self._run, name="mlx-paged-engine", daemon=True)
@@ -58,9 +68,11 @@ class EngineThread:
 
         Raises:
             EngineDeadError: the engine stopped, or stops.
+            ForkedProcessError: in a child of the process that made the engine.
         """
         future: Future[T] = Future()
-        with self._changed:
+        self._check_process()
+        with self._lock:
             if self.dead is not None:
                 raise EngineDeadError(self.dead)
             if self._stop_at is not None:
@@ -77,14 +89,21 @@ class EngineThread:
             if state is not None and state.sink is channel:  # (the id may be used again)
                 engine.abort(request_id)
 
-        with self._changed:
+        if os.getpid() != self._pid:
+            return  # (a child drops the stream that it inherited)
+        with self._lock:
             if self.dead is None:
                 self._calls.append((leave, Future()))
                 self._changed.notify()
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedProcessError(self._pid)
+
     def stop(self, drain_timeout: float) -> None:
         """Takes no more calls; ends when all requests have, or aborts them after the timeout."""
-        with self._changed:
+        self._check_process()
+        with self._lock:
             stop_at = time.monotonic() + drain_timeout
             self._stop_at = stop_at if self._stop_at is None else min(stop_at, self._stop_at)
             self._changed.notify()
@@ -111,10 +130,7 @@ class EngineThread:
             gc.collect()
             gc.freeze()
             self.ready.set_result(None)
-            while self._take_calls():
-                if self.engine.has_unfinished:
-                    self.engine.step()
-                self._wake_readers()
+            self._serve()
             for state in self.engine.request_states():
                 self.engine.abort(state.output.request_id)
             self._wake_readers()
@@ -130,20 +146,51 @@ class EngineThread:
             if failure is not None and not self.ready.done():
                 self.ready.set_exception(failure)
 
-    def _take_calls(self) -> bool:
-        """Runs the pending calls, and waits while there is nothing to do; false: stop."""
-        with self._changed:
-            while not (self._calls or self.engine.has_unfinished or self._stop_at is not None):
-                self._changed.wait()
-            calls = list(self._calls)
-            self._calls.clear()
-        for function, future in calls:
-            if not future.set_running_or_notify_cancel():
-                continue
+    def _serve(self) -> None:
+        """Steps until the engine is stopped, or until exceptions come out of step after step."""
+        while True:
             try:
-                future.set_result(function(self.engine))
-            except Exception as error:
-                future.set_exception(error)
+                while self._take_calls():
+                    if self.engine.has_unfinished:
+                        self.engine.step()
+                        self._num_failures = 0
+                    self._wake_readers()
+                return
+            except BaseException as error:
+                self._num_failures += 1
+                if self._num_failures >= _MOST_FAILURES:
+                    raise
+                logger.exception("the engine goes on after %s", reason_of(error))
+
+    def _take_calls(self) -> bool:
+        """Runs the pending calls, and waits while there is nothing to do; false: stop.
+
+        A call that is broken off is run once more: all of them may be.
+        """
+        with self._lock:
+            while not (
+                self._calls
+                or self._sleepers
+                or self.engine.has_unfinished
+                or self._stop_at is not None
+            ):
+                self._changed.wait()
+        for _ in range(len(self._calls)):
+            function, future = self._calls[0]
+            is_second_time, self._begun = future is self._begun, future
+            if is_second_time or future.set_running_or_notify_cancel():
+                try:
+                    result = function(self.engine)
+                except BaseException as error:
+                    if not is_second_time and not isinstance(error, Exception):
+                        raise
+                    if not future.done():
+                        future.set_exception(error)
+                else:
+                    if not future.done():
+                        future.set_result(result)
+            self._calls.popleft()
+            self._begun = None
         if self._stop_at is None:
             return True
         return self.engine.has_unfinished and time.monotonic() < self._stop_at
@@ -155,8 +202,8 @@ class EngineThread:
         by_loop: dict[asyncio.AbstractEventLoop, list[Channel]] = {}
         for channel in self._sleepers:
             by_loop.setdefault(channel.loop, []).append(channel)
-        self._sleepers.clear()
         closed = [loop for loop, channels in by_loop.items() if not _wake(loop, channels)]
+        self._sleepers.clear()  # (last: to be woken twice does no harm)
         if closed:
             for state in self.engine.request_states():
                 # These will never be read.
@@ -164,7 +211,7 @@ class EngineThread:
                     self.engine.abort(state.output.request_id)
 
     def _fail_all(self, reason: str) -> None:
-        with self._changed:
+        with self._lock:
             self.dead = reason
             calls = list(self._calls)
             self._calls.clear()

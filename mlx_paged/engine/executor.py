@@ -8,7 +8,8 @@ scheduler does not see this: it planned one step and gets that step's tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -66,6 +67,7 @@ class StepExecutor:
             return PendingStep(output, self._runner.launch(output, before))
         except Exception as error:
             self._note(error, output.num_tokens)
+            _reset_samplers(output.sequences)
             return PendingStep(output, None)
 
     def read(self, step: PendingStep, following: PendingStep | None) -> ModelRunnerOutput:
@@ -97,6 +99,16 @@ class StepExecutor:
                 following.launched = None
             return None
 
+    def wait(self, step: PendingStep) -> None:
+        """Waits for a step that another thread launched; `read` finds out whether it failed."""
+        if step.launched is not None:
+            with suppress(Exception):
+                self._runner.wait(step.launched)
+
+    def reset(self) -> None:
+        """Drops all steps that were launched, and waits until the device is idle."""
+        self._runner.reset()
+
     # Steps that failed, or that are too large for the memory there is.
 
     def _run_in_parts(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -119,6 +131,7 @@ class StepExecutor:
                 continue
             except Exception as error:
                 self._note(error, num_rows)
+                _reset_samplers([s for _, s in part])
                 if not _is_state_spent(first):
                     if len(part) > 1 or (num_rows > 1 and is_out_of_memory(error)):
                         parts += reversed(_halves(part))
@@ -169,6 +182,12 @@ class StepExecutor:
             self.max_rows *= 2
             if self.max_rows >= self._rows_too_many:
                 self.max_rows = None  # there may be more memory by now
+
+
+def _reset_samplers(sequences: Iterable[ScheduledSequence]) -> None:
+    """What raised may have been a sampler, in the middle of counting tokens."""
+    for s in sequences:
+        s.sequence.sampler.start_over()
 
 
 def _with_known_tokens(output: SchedulerOutput) -> Part:

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine, EngineStats
+from mlx_paged.engine.guard import check_process
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
 from mlx_paged.engine.request_options import conversations_of, params_for, prompts_of
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.errors import InvalidParameterError
+from mlx_paged.errors import ForkedProcessError, InvalidParameterError
 from mlx_paged.model.loader import LoadedModel, load
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+
+# Seconds after which a thread looks whether another one's steps have served it.
+_TURN = 0.001
 
 __all__ = ["LLM", "RequestOutput", "SamplingParams"]
 
 
 class LLM:
     """A model with an engine around it.
+
+    Several threads may call it: their requests run in the same steps. Ctrl-C, or any other
+    exception, ends the requests of the call that it leaves; the next call works
+    (`Engine.recover`). A process made by `fork` cannot use it, and says so.
 
     Example:
         >>> llm = LLM()
@@ -47,12 +58,15 @@ class LLM:
         dtype: str = "auto",
         **options: Any,
     ) -> None:
+        check_process()
         config = EngineConfig(**options)
         loaded = model if isinstance(model, LoadedModel) else load(model, dtype=dtype)
         # (No `gc.freeze` as on the engine's thread: it would affect the whole process, and
         # keep an `LLM` that is dropped.)
         self.engine = Engine(loaded, config)
         self._ids = itertools.count()
+        self._turn = threading.RLock()  # held by a thread that waits to add a request
+        self._left: deque[_Call] = deque()  # calls whose requests are to be ended
 
     @property
     def tokenizer(self) -> Any:
@@ -77,10 +91,15 @@ class LLM:
         Returns:
             One output for each prompt, in their order.
         """
-        outputs, inbox = self._add(prompts_of(prompts), params)
-        for _ in self._run(outputs, inbox):
-            pass
-        return outputs
+        call = _Call()
+        # (No generator, as in `stream`: an exception in this frame would not end it.)
+        try:
+            self._add(call, prompts_of(prompts), params, sink=None)
+            while not call.finished:
+                self._step()
+        finally:
+            self._end(call)
+        return call.outputs
 
     def chat(
         self,
@@ -105,10 +124,18 @@ class LLM:
         `SequenceUpdate.request_id` is the prompt's index, "0" for the first. Leaving the loop early
         aborts what is unfinished.
         """
-        outputs, inbox = self._add(prompts_of(prompts), params)
-        place = {output.request_id: str(i) for i, output in enumerate(outputs)}
-        for update in self._run(outputs, inbox):
-            yield update._replace(request_id=place[update.request_id])
+        call, inbox = _Call(), _Inbox()
+        try:
+            self._add(call, prompts_of(prompts), params, sink=inbox)
+            place = {request_id: str(i) for i, request_id in enumerate(call.request_ids)}
+            while inbox or not call.finished:
+                while inbox:
+                    update = inbox.popleft()
+                    yield update._replace(request_id=place[update.request_id])
+                if not call.finished:
+                    self._step()
+        finally:
+            self._end(call)
 
     def render_chats(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]]
@@ -125,50 +152,87 @@ class LLM:
 
     def _add(
         self,
+        call: _Call,
         prompts: list[str | list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> tuple[list[RequestOutput], _Inbox]:
+        sink: _Inbox | None,
+    ) -> None:
+        check_process()
+        self._end_left()
         each = params_for(params, len(prompts))
-        outputs: list[RequestOutput] = []
-        inbox = _Inbox()
-        try:
-            for prompt, p in zip(prompts, each):
-                text = prompt if isinstance(prompt, str) else None
-                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-                request_id = str(next(self._ids))
-                outputs.append(
-                    self.engine.add_request(request_id, tokens, p, prompt=text, sink=inbox)
-                )
-        except Exception:
-            # One prompt of several is refused: run none of them.
-            self._end(outputs)
-            raise
-        return outputs, inbox
+        for prompt, p in zip(prompts, each):
+            text = prompt if isinstance(prompt, str) else None
+            tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            request_id = str(next(self._ids))
+            call.request_ids.append(request_id)  # (before: it may be added, and then interrupted)
+            with self._turn:
+                output = self.engine.add_request(request_id, tokens, p, prompt=text, sink=sink)
+            call.outputs.append(output)
 
-    def _run(self, outputs: list[RequestOutput], inbox: _Inbox) -> Iterator[SequenceUpdate]:
-        """Steps the engine until these are finished; yields their updates.
+    def _step(self) -> None:
+        """Steps the engine, unless another thread does: its steps serve all calls.
 
-        Calls may overlap (a `generate` inside a `stream`): whichever steps the engine,
-        each one's updates are put in its own inbox.
+        Calls of one thread may overlap too (a `generate` inside a `stream`): whichever steps the
+        engine, the updates of each are put in its own inbox.
         """
-        try:
-            while inbox or not all(output.finished for output in outputs):
-                while inbox:
-                    yield inbox.popleft()
-                self.engine.step()
-        finally:
-            self._end(outputs)
+        if self.engine.is_busy:
+            time.sleep(_TURN)
+            return
+        with self._turn:  # others that wait to add a request come first
+            pass
+        self.engine.step()
 
-    def _end(self, outputs: list[RequestOutput]) -> None:
-        """Ends those of these that are unfinished and forgets them."""
-        for output in outputs:
-            self.engine.abort(output.request_id)
+    def _end(self, call: _Call) -> None:
+        """Ends those requests of a call that are unfinished, and forgets them."""
+        self._left.append(call)
+        with suppress(ForkedProcessError):  # (a child drops the stream that it inherited)
+            self._end_left()
+        for output in call.outputs:
             output.settle()
-        self.engine.settle()
+
+    def _end_left(self) -> None:
+        """Ends what calls have left; here and not in `_end`, as that may be interrupted too."""
+        for call in list(self._left):
+            if not call.finished:
+                for request_id in call.request_ids:
+                    self.engine.abort(request_id)
+            if not self.engine.is_busy:  # (another thread's steps leave nothing behind, either)
+                self.engine.settle()
+            with suppress(ValueError):  # (another thread did the same)
+                self._left.remove(call)
+
+
+class _Call:
+    """The requests of one call.
+
+    Attributes:
+        request_ids: Of all that may have been added.
+        outputs: Of those that are known to have been.
+    """
+
+    def __init__(self) -> None:
+        self.request_ids: list[str] = []
+        self.outputs: list[RequestOutput] = []
+
+    @property
+    def finished(self) -> bool:
+        """Whether all its requests have ended."""
+        return len(self.outputs) == len(self.request_ids) and all(
+            output.finished for output in self.outputs
+        )
 
 
 class _Inbox(deque[SequenceUpdate]):
     """Updates of one call that have not been read yet."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._ended: set[tuple[str, int]] = set()
+
     def put(self, update: SequenceUpdate) -> None:
+        if update.finish_reason is not None:
+            sequence = update.request_id, update.index
+            if sequence in self._ended:
+                return  # (see `UpdateSink.put`)
+            self._ended.add(sequence)
         self.append(update)

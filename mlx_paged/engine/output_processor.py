@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
-from mlx_paged.core import FinishReason, Request, Scheduler, Sequence, SequenceOutcome
+from mlx_paged.core import (
+    FinishReason,
+    Request,
+    Scheduler,
+    Sequence,
+    SequenceOutcome,
+    SequenceStatus,
+)
 from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer
 from mlx_paged.engine.faults import is_interrupt, reason_of
 from mlx_paged.engine.outputs import CompletionOutput, RequestOutput, SequenceUpdate
@@ -17,6 +26,8 @@ from mlx_paged.engine.sampling.logprobs import LogprobReport, PositionLogprobs
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import StepError
 
+logger = logging.getLogger(__name__)
+
 _update = partial(tuple.__new__, SequenceUpdate)  # 3 times as fast
 
 
@@ -24,7 +35,10 @@ class UpdateSink(Protocol):
     """Where the updates of a request go, besides `Engine.step`'s return value."""
 
     def put(self, update: SequenceUpdate) -> None:
-        """Takes an update; it must be quick. If it raises, that ends its answer."""
+        """Takes an update; it must be quick. If it raises, that ends its answer.
+
+        After an exception out of a step the last update of a sequence may come a second time.
+        """
 
 
 class AnswerState:
@@ -99,11 +113,16 @@ class OutputProcessor:
     Args:
         scheduler: ends sequences that reach a stop string, or fail.
         report: adds the texts of the tokens to log-probabilities.
+
+    Attributes:
+        request_states: The unfinished requests by id, in order of arrival.
     """
 
     def __init__(self, scheduler: Scheduler, report: LogprobReport) -> None:
+        self.request_states: dict[str, RequestState] = {}
         self._scheduler = scheduler
         self._report = report
+        self._current: Sequence | None = None  # whose answer is being changed
 
     def process_outputs(self, outcomes: SequenceOf[SequenceOutcome]) -> list[SequenceUpdate]:
         """Records what the sequences gained, and ends those that reach a stop string."""
@@ -113,6 +132,7 @@ class OutputProcessor:
             answer: AnswerState | None = seq.answer
             if answer is None:
                 continue  # aborted
+            self._current = seq
             if answer.is_plain and reason is None:
                 # A short path for most tokens; the result is the same as below.
                 tokens = answer.token_ids
@@ -135,6 +155,7 @@ class OutputProcessor:
                 self._scheduler.finish_sequence(seq, update.finish_reason)
             ended = self._record(update, seq, answer)
             updates += [update, *ended]
+        self._current = None
         return updates
 
     def end_failed(
@@ -148,6 +169,7 @@ class OutputProcessor:
         updates = []
         for place, reason in result.failures:
             updates += self._fail(sequences[place], reason)
+        self._current = None
         return updates
 
     def record_logprobs(
@@ -166,24 +188,58 @@ class OutputProcessor:
                 seq.prompt_report.record(scheduled.start, positions)
             except Exception as error:  # as in `process_outputs`
                 updates += self._fail(seq, reason_of(error))
+        self._current = None
         return updates
 
     def abort(self, state: RequestState) -> list[SequenceUpdate]:
         """Ends what is unfinished of a request."""
         updates = []
         for seq in state.request.sequences:
+            self._current = seq
             answer: AnswerState | None = seq.answer
-            seq.answer = None
             self._scheduler.finish_sequence(seq, FinishReason.ABORT)
             if answer is None or answer.completion.finish_reason is not None:
                 continue
             answer.completion.finish_reason = FinishReason.ABORT
-            request_id = state.request.request_id
-            update = SequenceUpdate(request_id, seq.index, None, "", FinishReason.ABORT)
+            seq.answer = None
+            update = _end_of(seq, answer.completion)
             updates.append(update)
             if answer.sink is not None:
                 self._deliver(update, seq, answer)
+        self._forget(state)
+        self._current = None
         return updates
+
+    def restore(self, scheduler: Scheduler, end: Callable[[Sequence], str | None]) -> None:
+        """Moves the unfinished requests to a new scheduler, after an exception out of a step.
+
+        What the answers hold is the truth: a sequence keeps the tokens that its answer has. Only
+        one whose answer was being changed must end. Where this is broken off, call it again.
+
+        Args:
+            end: why a sequence is to end with an error; None: it continues.
+        """
+        self._scheduler = scheduler
+        if self._current is not None:
+            self._close(self._current, "a step was broken off while its answer was being changed")
+        for state in list(self.request_states.values()):
+            num_prompt_tokens = state.request.num_prompt_tokens
+            for seq, completion in zip(state.request.sequences, state.output.outputs):
+                reason = None if completion.finish_reason is not None else end(seq)
+                if reason is not None:
+                    self._current = seq
+                    self._close(seq, reason)
+                if completion.finish_reason is not None:
+                    seq.status = SequenceStatus.FINISHED
+                    continue
+                seq.status = SequenceStatus.WAITING
+                del seq.tokens[num_prompt_tokens + len(completion.token_ids) :]
+                seq.sampler.start_over()
+                seq.answer.position = None
+            if state.output.finished:
+                self._forget(state)
+        scheduler.restore([state.request for state in self.request_states.values()])
+        self._current = None
 
     # Parts.
 
@@ -200,8 +256,13 @@ class OutputProcessor:
         except BaseException as error:
             if is_interrupt(error):
                 raise
-            answer.sink = None
-            return self._fail(seq, f"its sink raised {reason_of(error)}")
+            sink, answer.sink = answer.sink, None
+            ended = self._fail(seq, f"its sink raised {reason_of(error)}")
+            with suppress(
+                Exception, SystemExit
+            ):  # (a reader that was only interrupted must hear of the end)
+                sink.put(ended[0] if ended else _end_of(seq, answer.completion))
+            return ended
         return []
 
     def _to_update(self, outcome: SequenceOutcome, answer: AnswerState) -> SequenceUpdate:
@@ -237,10 +298,13 @@ class OutputProcessor:
         )
 
     def _fail(self, seq: Sequence, reason: str) -> list[SequenceUpdate]:
-        answer: AnswerState | None = seq.answer
-        if answer is None or answer.completion.finish_reason is not None:
+        if seq.answer is None or seq.answer.completion.finish_reason is not None:
             return []
+        self._current = seq
         self._scheduler.finish_sequence(seq, FinishReason.ERROR)
+        return [self._end_with_error(seq, seq.answer, reason)]
+
+    def _end_with_error(self, seq: Sequence, answer: AnswerState, reason: str) -> SequenceUpdate:
         text, num_tokens = answer.text, len(answer.completion.token_ids)
         piece: str | DeferredText = ""
         if isinstance(text, DeferredText):
@@ -259,7 +323,22 @@ class OutputProcessor:
             num_tokens_before=num_tokens,
         )
         self._record(update, seq, answer)
-        return [update]
+        return update
+
+    def _close(self, seq: Sequence, reason: str) -> None:
+        """Ends an answer that was being changed, wherever that was broken off."""
+        state: RequestState = seq.request.state
+        try:
+            completion = state.output.outputs[seq.index]
+            if completion.finish_reason is None:
+                self._end_with_error(seq, seq.answer, reason)
+            elif state.sink is not None:  # its reader may not have been told
+                state.sink.put(_end_of(seq, completion))
+        except Exception:  # (of a sink: it must not keep the engine from going on)
+            logger.exception("the end of request %r was not delivered", seq.request.request_id)
+
+    def _forget(self, state: RequestState) -> None:
+        self.request_states.pop(state.output.request_id, None)
 
     def _record(
         self, update: SequenceUpdate, seq: Sequence, answer: AnswerState
@@ -282,10 +361,24 @@ class OutputProcessor:
         if update.finish_reason is None:
             answer.is_plain = isinstance(text, DeferredText) and state.params.logprobs is None
         else:
-            seq.answer = None
-            completion.finish_reason = update.finish_reason
             completion.stop_reason = update.stop_reason
             completion.error = update.error
+            completion.finish_reason = update.finish_reason
+            seq.answer = None  # (last: `restore` needs it where there is no reason)
             if state.output.finished:
                 state.output.metrics.finished_time = time.monotonic()
+                self._forget(state)
         return [] if answer.sink is None else self._deliver(update, seq, answer)
+
+
+def _end_of(seq: Sequence, completion: CompletionOutput) -> SequenceUpdate:
+    """The update that says why an answer ended, and no more."""
+    return SequenceUpdate(
+        seq.request.request_id,
+        seq.index,
+        None,
+        "",
+        completion.finish_reason,
+        completion.stop_reason,
+        completion.error,
+    )

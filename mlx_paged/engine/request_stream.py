@@ -93,7 +93,7 @@ class Channel:
         self._sleepers = sleepers
         self._lock = threading.Lock()
         self._pending: dict[int, list[SequenceUpdate]] = {}  # by index of the sequence
-        self._num_unfinished = num_sequences
+        self._unfinished = set(range(num_sequences))
         self._error: Exception | None = None
         self._reader_sleeps = False
         self._alarm: asyncio.Future[None] | None = None  # of a reader that sleeps; its loop's only
@@ -104,8 +104,10 @@ class Channel:
     def put(self, update: SequenceUpdate) -> None:
         """Takes an update."""
         with self._lock:
-            self._pending.setdefault(update.index, []).append(update)
-            self._num_unfinished -= update.finish_reason is not None
+            if update.index in self._unfinished:  # (see `UpdateSink.put`)
+                self._pending.setdefault(update.index, []).append(update)
+                if update.finish_reason is not None:
+                    self._unfinished.remove(update.index)
             self._note_sleeper()
 
     def fail(self, error: Exception) -> None:
@@ -116,8 +118,8 @@ class Channel:
 
     def _note_sleeper(self) -> None:
         if self._reader_sleeps:
+            self._sleepers.append(self)  # (first: to be woken twice does no harm)
             self._reader_sleeps = False
-            self._sleepers.append(self)
 
     # The reader's side.
 
@@ -145,7 +147,7 @@ class Channel:
                         self._pending[index] = updates[MAX_UPDATES:]  # after the others'
                         del updates[MAX_UPDATES:]
                     return SequenceDelta(tuple(updates))
-                if self._num_unfinished == 0:
+                if not self._unfinished:
                     return None
                 if self._error is not None:
                     raise self._error
@@ -173,6 +175,7 @@ class RequestStream:
         self._channel = channel
         self._abort = abort
         self._open = True
+        self._is_read = False
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -182,14 +185,26 @@ class RequestStream:
 
         Raises:
             EngineDeadError: the engine stopped before the request was finished.
+            RuntimeError: another task reads the stream, or its event loop is another one.
         """
         if not self._open:
             raise StopAsyncIteration
+        if self._is_read:
+            raise RuntimeError(
+                f"the stream of request {self.request_id!r} is being read by another task"
+            )
+        if self._channel.loop is not asyncio.get_running_loop():
+            raise RuntimeError(
+                f"the stream of request {self.request_id!r} belongs to another event loop"
+            )
+        self._is_read = True
         try:
             delta = await self._channel.get()
         except BaseException:
             self.close()
             raise
+        finally:
+            self._is_read = False
         if delta is None:
             self._open = False
             self.output.settle()

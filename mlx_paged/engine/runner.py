@@ -161,6 +161,7 @@ class ModelRunner:
             return self._launch(output, previous, before)
         except Exception:
             self.model.restore(before)
+            self._forget()
             raise
 
     @staticmethod
@@ -198,6 +199,30 @@ class ModelRunner:
             logger.debug("the device reported an error after a failed step", exc_info=True)
         # What a failed step wrote is overwritten before it is read.
         self.model.restore(launched.pools_before)
+
+    @staticmethod
+    def wait(launched: LaunchedStep) -> None:
+        """Waits for a step that another thread launched, so that this one may build on it."""
+        mx.eval(*launched.results, launched.tokens, launched.written)
+
+    def reset(self) -> None:
+        """Drops all steps, one that was given up while it was built included.
+
+        What the pools hold stays as it is, and is not to be relied on. Waits until the device is
+        idle.
+        """
+        try:
+            mx.synchronize()
+        except Exception:
+            logger.debug("the device reported an error after a failed step", exc_info=True)
+        self.model.reset()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Empties what is kept from step to step, as an exception may have come in between."""
+        self._tables = BlockTableCache()
+        self._windows = {reach: BlockTableCache() for reach in self._windows}
+        self._metadata = MetadataCache()
 
     def _launch(
         self, output: SchedulerOutput, previous: LaunchedStep | None, pools_before: list[mx.array]

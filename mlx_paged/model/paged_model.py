@@ -67,6 +67,7 @@ class PagedModel:
         self._attention: list[PagedLayerCache | GatheredLayerCache] = []
         self._states: list[RecurrentCache] = []
         self.caches: list[object] = []
+        self._allocated: list[mx.array] = []  # the first handles of the pools
         self._compiled = CompiledSteps(self._run)
 
     def allocate(self, num_blocks: int | Mapping[Reach, int], num_state_slots: int = 0) -> None:
@@ -99,10 +100,11 @@ class PagedModel:
                 self._states.append(RecurrentCache(spec, num_slots=num_state_slots))
                 leaves.append(self._states[-1])
         self.caches = assemble(self.layout.tree, leaves)
+        self._allocated = self.pools()
 
     def release(self) -> None:
         """Drops the pools."""
-        self.caches, self._attention, self._states = [], [], []
+        self.caches, self._attention, self._states, self._allocated = [], [], [], []
 
     def _cache_type(self, spec: LayerSpec) -> type[PagedLayerCache | GatheredLayerCache]:
         if self._is_gathered:
@@ -128,6 +130,18 @@ class PagedModel:
             cache.key_pool, cache.value_pool = next(kept), next(kept)
         for state in (p for c in self._states for p in c.pools if p is not None):
             state.pool = next(kept)
+
+    def reset(self) -> None:
+        """Forgets a step that was given up while it was built, at whatever point.
+
+        Call it when the device is idle. The pools' handles are those they were allocated with,
+        which stand for the same memory and wait for nothing.
+        """
+        self._context.leave()
+        patches.leave_native_ops()
+        self.restore(self._allocated)
+        for state in (p for c in self._states for p in c.pools if p is not None):
+            state.reset()
 
     def copy_blocks(self, block_pairs: mx.array, reach: Reach | None = None) -> None:
         """Copies blocks in the pools of all layers, or of those of one reach.

@@ -130,8 +130,13 @@ def native_ops(positions: mx.array) -> Iterator[None]:
     try:
         yield
     finally:
-        _building.rotations, _building.linear_dtypes = None, ()
-        _building.on_cuda = False
+        leave_native_ops()
+
+
+def leave_native_ops() -> None:
+    """Ends `native_ops` on this thread, also where an exception kept it from ending."""
+    _building.rotations, _building.linear_dtypes = None, ()
+    _building.on_cuda = False
 
 
 @lru_cache(maxsize=64)

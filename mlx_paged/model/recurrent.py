@@ -84,6 +84,11 @@ class StatePool:
         self.pool = self._allocate(blocks, self._head_dim)
         self._beside = self._allocate(blocks, _NO_VALUES)
         self.write(mx.zeros((1, *shape), dtype), mx.zeros((1,), dtype=mx.int32))
+        self._allocated = self.pool, self._beside
+
+    def reset(self) -> None:
+        """Puts back the handles it was allocated with; see `PagedModel.reset`."""
+        self.pool, self._beside = self._allocated
 
     def _allocate(self, num_blocks: int, dim: int) -> mx.array:
         return ops.allocate_pool(num_blocks, _BLOCK, self._num_heads, dim, self._word)
@@ -145,7 +150,7 @@ class RecurrentCache(ArraysCache):  # type: ignore[misc]
     @contextmanager
     def grouped(self, group: SequenceGroup) -> Iterator[None]:
         """Shows the states of these sequences, and writes what was replaced to their slots."""
-        self._group = group
+        self._group, self._states, self._changed = group, {}, set()
         try:
             yield
             for i in sorted(self._changed):

@@ -8,6 +8,7 @@ compares the result with the dense cache where the family is not proven.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -325,10 +326,18 @@ def _spec(cache: Any) -> CacheSpec:
     )
 
 
+# The classes are wrapped by one thread at a time, which therefore restores what it found.
+_wrapping = threading.Lock()
+
+
 class _Calls:
-    """Records the calls of a model's modules, by wrapping their classes for a while."""
+    """Records this thread's calls of a model's modules, by wrapping their classes for a while.
+
+    (Other threads may run models of the same classes in the meantime.)
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        self._thread = threading.current_thread()
         self._types = {type(m) for m in model.modules()}
         self._stack: list[tuple[nn.Module, set[int]]] = []
         self._holders: dict[int, tuple[nn.Module, bool]] = {}
@@ -338,15 +347,16 @@ class _Calls:
     def recorded(self) -> Iterator[None]:
         """Wraps `__call__` (and `as_linear`) of every class of the model's modules."""
         wrapped: list[tuple[type, str, Any]] = []
-        try:
-            for kind, method in self._methods():
-                original = kind.__dict__[method]
-                wrapped.append((kind, method, original))
-                setattr(kind, method, self._wrap(original, method))
-            yield
-        finally:
-            for kind, method, original in wrapped:
-                setattr(kind, method, original)
+        with _wrapping:
+            try:
+                for kind, method in self._methods():
+                    original = kind.__dict__[method]
+                    wrapped.append((kind, method, original))
+                    setattr(kind, method, self._wrap(original, method))
+                yield
+            finally:
+                for kind, method, original in wrapped:
+                    setattr(kind, method, original)
 
     def _methods(self) -> set[tuple[type, str]]:
         return {
@@ -361,6 +371,8 @@ class _Calls:
         calls = self
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is not calls._thread:
+                return original(module, *args, **kwargs)
             given = (*args, *kwargs.values())
             states = {id(c) for c in _leaves_of(given, lambda c: isinstance(c, ArraysCache))}
             for _, outer in calls._stack:

@@ -431,17 +431,20 @@ def test_calls_that_wait_when_the_engine_dies_are_answered() -> None:
         await engine.ready()
         reached, release = threading.Event(), threading.Event()
 
-        def die(_: Engine) -> None:
+        def broken() -> None:
             reached.set()
             release.wait()
             raise SystemExit("injected")
 
-        engine._thread.submit(die)
+        engine._thread.submit(lambda e: setattr(e, "step", broken))
+        engine._thread.submit(lambda _: setattr(engine._thread, "_num_failures", 2))
+        stream = await engine.add_request(PROMPT, params(300))
         reached.wait()
-        calls = [asyncio.create_task(engine.stats()) for _ in range(3)]
-        await asyncio.sleep(0.02)
+        calls: list[asyncio.Task[Any]] = [asyncio.create_task(engine.stats()) for _ in range(3)]
+        while len(engine._thread._calls) < len(calls):
+            await asyncio.sleep(0)
         release.set()
-        for call in calls:
+        for call in [*calls, asyncio.create_task(stream.result())]:
             with pytest.raises(EngineDeadError, match="injected"):
                 await call
         await engine.shutdown()

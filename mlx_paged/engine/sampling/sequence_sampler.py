@@ -170,6 +170,10 @@ class SequenceSampler:
         self._index = index
         self._history: TokenHistory | None = None
 
+    def start_over(self) -> None:
+        """Forgets what it knows of the tokens so far, as an exception may have come in between."""
+        self._history = None
+
     def edits(self, tokens: Sequence[int], position: int) -> Edits:
         """How to change the logits of the token at `position`.
 

@@ -1,0 +1,86 @@
+"""EngineGuard: who may enter an engine. One thread at a time, not after a fork, not at the exit."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from weakref import WeakSet
+
+from mlx_paged.errors import ForkedProcessError
+
+# Seconds that the interpreter's exit waits for a call that another thread has begun.
+_EXIT_TIMEOUT = 60.0
+
+_user: int | None = None  # the process that made the first engine
+
+
+def check_process() -> None:
+    """Refuses to work in a child of a process that has used MLX.
+
+    `fork` copies the thread that calls it and none of MLX's: whatever waits for those waits for
+    ever.
+
+    Raises:
+        ForkedProcessError: in such a child.
+    """
+    if _user is not None and _user != os.getpid():
+        raise ForkedProcessError(_user)
+
+
+class EngineGuard:
+    """Lets one thread at a time into an engine::
+
+        if guard.is_closed or os.getpid() != guard.pid:
+            guard.refuse()
+        with guard.lock, guard.busy:
+            ...
+
+    (Both are locks of the interpreter, and this is no context manager of our own, because an
+    exception that comes from outside cannot leave one of those locked.)
+
+    Attributes:
+        lock: Reentrant; held by the thread whose call runs.
+        busy: Held while a call changes the engine.
+        pid: The process that made the engine.
+        is_closed: Whether the interpreter is about to exit.
+    """
+
+    def __init__(self) -> None:
+        global _user
+        check_process()
+        _user = os.getpid()
+        self.lock = threading.RLock()
+        self.busy = threading.Lock()
+        self.pid = os.getpid()
+        self.is_closed = False
+        _guards.add(self)
+
+    def refuse(self) -> None:
+        """Keeps a call out, where it may not enter.
+
+        Does not return to a thread that calls while another one lets the interpreter exit: a thread
+        that is in MLX then would abort the process.
+
+        Raises:
+            ForkedProcessError: in a child of the process that made the engine.
+        """
+        if os.getpid() != self.pid:
+            raise ForkedProcessError(self.pid)
+        if self.is_closed and threading.current_thread() is not threading.main_thread():
+            threading.Event().wait()
+
+    def close(self, timeout: float) -> None:
+        """Waits for the call that runs, and keeps every other thread out from now on."""
+        if os.getpid() == self.pid:
+            self.is_closed = True
+            self.lock.acquire(timeout=timeout)
+
+
+_guards: WeakSet[EngineGuard] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for guard in list(_guards):
+        guard.close(_EXIT_TIMEOUT)
