@@ -77,9 +77,12 @@ $(BIN)/.installed: $(SOURCES)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python scripts/install_progress.py $(BIN)/python -m pip install --verbose \
 		--config-settings=cmake.define.MLX_PAGED_WERROR=$(WERROR) \
+		--config-settings=cmake.define.MLX_PAGED_SANITIZE=$(SANITIZE) \
 		--config-settings=cmake.define.MLX_PAGED_BUILD_TESTS=ON --editable '.[$(EXTRAS)]'
 	touch $@
 WERROR ?= OFF
+# ON: also what tests/native/test_sanitizers.py runs. Needs GCC's libasan and libubsan.
+SANITIZE ?= OFF
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,10 +5,11 @@ keys and values have one each, and their head dims may differ. A *slot* is
 ``block * block_size + offset``.
 
 `write_kv` and `copy_blocks` work **in place, unconditionally**: the arrays they return share the
-buffers of those passed in. The handle passed in is consumed; all reads and writes of a pool go
-through one stream; and a freed block is handed out again only after the last step that could read
-it has been evaluated. ``MLX_PAGED_CHECK=1`` makes every op compare block ids and slots with the
-pool before it uses them.
+buffers of those passed in. (A pool that is not dense, or that on a GPU does not begin at a multiple
+of 16 bytes of its buffer, is copied; `pool_copies` counts that.) The handle passed in is consumed;
+all reads and writes of a pool go through one stream; and a freed block is handed out again only
+after the last step that could read it has been evaluated. ``MLX_PAGED_CHECK=1`` makes every op
+compare block ids and slots with the pool before it uses them.
 
 Each op takes an optional ``stream`` (an ``mx.Stream`` or ``mx.Device``) and raises ``ValueError``,
 when the graph is built, for an argument that it cannot serve. An op that is said to be CPU only
@@ -60,6 +61,7 @@ def allocate_pool(
 
     Raises:
         MemoryError: there is not enough memory; the message names the bytes.
+        ValueError: for a shape of 2^31 slots or more, or of as many elements in a block.
     """
     return ext.allocate_pool([num_blocks, block_size, num_kv_heads, head_dim], dtype)
 
@@ -109,7 +111,8 @@ def write_kv(
     Args:
         keys: ``[num_tokens, num_kv_heads, key_dim]``, the pool's dtype.
         values: ``[num_tokens, num_kv_heads, value_dim]``, the pool's dtype.
-        slot_mapping: ``[num_tokens]`` int32; -1 writes nothing. No slot may occur twice.
+        slot_mapping: ``[num_tokens]`` int32; -1 writes nothing, nor does any other negative number
+            (which ``MLX_PAGED_CHECK=1`` refuses). No slot may occur twice.
 
     Returns:
         The key pool and the value pool.
@@ -177,15 +180,17 @@ def paged_attention(
     Args:
         queries: ``[num_rows, num_q_heads, key_dim]``, the pool's dtype; ``num_q_heads`` is a
             multiple of ``num_kv_heads``.
-        scale: factor on ``q . k``.
+        scale: factor on ``q . k``, at most 2e38.
         window: a row at position p sees keys at positions in ``(p - window, p]``; None: all up to
             p.
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
         sinks: ``[num_q_heads]`` logits that take part in the softmax but carry no value (gpt-oss).
+            -inf is no sink. More than 2e38, or NaN, is refused where the host has the numbers
+            already (not with CUDA), and makes the head NaN where it has not.
 
     Returns:
         ``[num_rows, num_q_heads, value_dim]`` in the dtype of `queries`. Rows that the plan gives
-        no work are zero.
+        no work are zero, and so are rows that see no key, or none with a logit above -inf.
     """
     if window is not None and window < 1:
         raise ValueError(f"[paged_attention] window must be None or at least 1 but got {window}")

@@ -24,7 +24,13 @@ SHIPPED = (
     "metal/README.md",
     "server/web/index.html",
 )
-NOT_SHIPPED = ("_sim", "demo/classics", "demo/train", "tests")  # for tests and training only
+NOT_SHIPPED = (
+    "_sim",
+    "_asan",
+    "demo/classics",
+    "demo/train",
+    "tests",
+)  # for tests and training only
 COMMAND = Path(sysconfig.get_path("scripts")) / "mlx-paged"
 
 

@@ -14,7 +14,9 @@ namespace mlx_paged::cpu::MLX_PAGED_ISA {
 inline float softmax_tile(
     const AttentionArgs& args, int position, int token, int count, float* scores, float* row_max,
     float* row_sum) {
-  int visible_begin = args.window ? max(0, position - args.window + 1 - token) : 0;
+  // (A window may be as long as an int goes.)
+  bool cut = args.window && position >= args.window;
+  int visible_begin = cut ? max(0, position - args.window + 1 - token) : 0;
   int visible_end = min(count, position + 1 - token);
   if (args.softcap) {
     for (int t = 0; t < kTile; t += kWidth) {

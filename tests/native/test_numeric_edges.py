@@ -180,6 +180,7 @@ def test_a_sink_that_is_no_logit_is_refused_where_it_is_known(dtype, bad, named)
     batch = batch_for("decode")
     sinks = mx.array([0, 1, -np.inf, 0, bad, 0]).astype(dtype)
     mx.eval(sinks)
+    assert len(sinks.tolist()) == 6  # the host has read them
     message = rf"\[paged_attention\] sinks\[4\] must be at most 2e\+38, or -inf but got {named}"
     with pytest.raises(ValueError, match=message):
         ops.paged_attention(

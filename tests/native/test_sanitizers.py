@@ -1,0 +1,95 @@
+"""The CPU kernels, and what calls them, under AddressSanitizer and UndefinedBehaviorSanitizer.
+
+``mlx_paged._asan`` is the extension with that part compiled for them (-DMLX_PAGED_SANITIZE=ON, as
+.ci/run has it). Tests of the operations run on it in processes that load the sanitizer first, as it
+must be. MLX's buffers come from malloc, so that the sanitizer sees where each ends.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from support.simd_processes import instruction_sets
+
+HERE = Path(__file__).parent
+FOUND = importlib.util.find_spec("mlx_paged._asan")
+needs_sanitizers = pytest.mark.skipif(
+    FOUND is None,
+    reason="mlx_paged._asan is not built: install with -Ccmake.define.MLX_PAGED_SANITIZE=ON, as "
+    ".ci/run does (GCC on Linux)",
+)
+
+# Shapes of every kind; what only repeats them is left out.
+SELECTED = "not this_file and not in_a_process and not many_large and not explicit_stream"
+
+# Reads outside of a pool of two blocks, by an id that nothing checks here.
+FAULT = """
+import support.sanitized_plugin, mlx.core as mx
+from mlx_paged import ops
+mx.set_default_device(mx.cpu)
+pools = [mx.zeros((2, 8, 1, 8)) for _ in range(2)]
+mx.eval(pools)
+mx.eval(ops.gather_kv(*pools, mx.array([[2]]), mx.array([1]), 1))
+print("not seen")
+"""
+
+
+@cache
+def libraries() -> str:
+    """Those that the module names, for LD_PRELOAD: they have to be there before all others."""
+    assert FOUND and FOUND.origin
+    text = subprocess.run(["ldd", FOUND.origin], capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"lib(?:a|ub)san\.so\S* => (\S+)", text)
+    assert len(found) == 2, text
+    return " ".join(found)
+
+
+def run_sanitized(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    options = {"LD_PRELOAD": libraries(), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": path}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, **options, **env},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_ci_has_the_sanitized_extension() -> None:
+    if not os.environ.get("CI") or sys.platform != "linux":
+        pytest.skip("for CI on Linux; elsewhere these tests are skipped where it is not built")
+    assert FOUND
+
+
+@needs_sanitizers
+@pytest.mark.parametrize("simd", ["avx512", "avx2", "baseline", "neon"])
+def test_the_operations_pass_under_sanitizers(simd) -> None:
+    if simd not in instruction_sets():
+        pytest.skip(f"this processor has {', '.join(instruction_sets())}")
+    names = ("paged_attention", "write_kv", "copy_blocks", "gather_kv", "layer_ops")
+    run = run_sanitized(
+        *("-m", "pytest", "-q", "-s", "--tb=short", "-p", "no:cacheprovider"),
+        *("-p", "support.sanitized_plugin", "--hypothesis-profile=sanitized", "-k", SELECTED),
+        *(str(HERE / f"test_{name}.py") for name in names),
+        MLX_PAGED_SIMD=simd,
+        MLX_PAGED_NUM_THREADS="2",
+    )
+    report = re.search(r"ERROR: AddressSanitizer.*|.*runtime error:.*", run.stderr + run.stdout)
+    assert run.returncode == 0, (report and report[0], run.stdout[-3000:], run.stderr[-3000:])
+
+
+@needs_sanitizers
+def test_a_read_outside_of_a_pool_is_seen() -> None:
+    run = run_sanitized("-c", FAULT)
+    assert run.returncode != 0 and "not seen" not in run.stdout
+    assert "AddressSanitizer: heap-buffer-overflow" in run.stderr
+    assert "csrc/cpu/eval.cpp" in run.stderr
