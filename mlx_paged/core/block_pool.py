@@ -220,6 +220,17 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_freed += more
 
+    def recount(self, references: Counter[int]) -> None:
+        """Starts anew from the references of sequences; the prefix tree holds nothing any more."""
+        launched_step, num_freed = self.launched_step, self.num_freed
+        BlockPool.__init__(self, self.num_blocks)
+        self.launched_step = self.evaluated_step = launched_step
+        for block, count in references.items():
+            self._ref_counts[block] = count
+        self._free = [block for block in self._free if not self._ref_counts[block]]
+        self._num_shared = sum(count > 1 for count in self._ref_counts)
+        self.num_freed = num_freed + len(self._free)
+
     def _leave_queue(self, block: int) -> None:
         """A cached block is referenced again, or no longer cached."""
         del (self._kept if block in self._kept else self._passed)[block]

@@ -474,6 +474,10 @@ class KVManager:
         """
         return self._opened(tokens, [], self.tree.root() if self.enable_prefix_caching else None, 0)
 
+    def is_open(self, tables: BlockTables) -> bool:
+        """Whether tables hold blocks: they have not been freed."""
+        return tables in self._sequences
+
     def fork(self, tables: BlockTables, tokens: Sequence[int]) -> BlockTables:
         """The same blocks, partly filled ones included, for another sequence."""
         for block in tables.blocks:
@@ -552,6 +556,18 @@ class KVManager:
         depth = num_tokens // self.block_size
         if tables.tip is not None and tables.tip.depth > depth:
             self.tree.move_tip(tables, tables.tip.ancestor(depth))
+
+    def recount(self) -> None:
+        """Makes everything agree with the tables that are open, after something was cut off in the
+        middle: forgets the prefix tree, and frees what no table names. No step is in flight.
+        """
+        self.tree = PrefixTree(self.block_size, len(self.groups))
+        for tables in self._sequences:
+            tables.tip = tables.exported = None
+        for group in self.groups:
+            references = group.references(self._sequences)
+            group.pool.recount(references)
+        self._counters.num_resets += 1
 
     # Steps.
 

@@ -22,6 +22,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_paged.core import PrefixQuery
 from mlx_paged.core.prefix_tree import TOKEN_TYPE
 from mlx_paged.drop_in.caches import import_dense, is_importable, prompt_cache, sequence_of
+from mlx_paged.drop_in.locking import exclusive
 from mlx_paged.drop_in.registry import store_for
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.drop_in.store import PagedStore
@@ -100,7 +101,7 @@ class BatchSequence:
         """Whether one of `others` is computing the block that this one needs next."""
         if self._text is None or self._query is None:
             return False
-        found = self.sequence.store.kv.computing_next_block(self._text, self._query)
+        found = self.sequence.store.computing_next_block(self._text, self._query)
         return found is not None and any(other.sequence.tables is found for other in others)
 
     def compute(self, num_tokens: int) -> list[int]:
@@ -207,7 +208,7 @@ class PagedBatch:
 
     def add(self, seq: BatchSequence) -> None:
         """Puts a sequence in the queue."""
-        self.store.num_prompt_tokens += seq.num_total
+        self.store.count(seq.num_total, 0)
         self._waiting.append(seq)
 
     def find(self, uids: Iterable[int]) -> dict[int, tuple[int, int]]:
@@ -264,11 +265,10 @@ class PagedBatch:
         num_prompt_tokens = len(starting) + sum(len(tokens) for _, tokens in chunks)
         if num_decoding + num_prompt_tokens:
             self._pending = self._launch(before, starting, chunks)
-        for seq, _ in [*starting, *chunks]:
-            seq.sequence.commit()
+        self._commit([*starting, *chunks])
         token_responses = self._read(before) if before is not None else []
         if before is None and num_prompt_tokens:
-            mx.eval(self.store.pools())  # never more than a step ahead of the device
+            mx.eval(self.store.written())  # never more than a step ahead of the device
         # A step's time is shared out by its tokens.
         seconds = time.perf_counter() - tic
         for_tokens = seconds * num_decoding / max(1, num_decoding + num_prompt_tokens)
@@ -286,6 +286,12 @@ class PagedBatch:
         ):
             self._prompts.append(self._waiting.popleft())
 
+    @exclusive
+    def _commit(self, work: _Work) -> None:
+        for seq, _ in work:
+            seq.sequence.commit()
+
+    @exclusive
     def _plan_prompts(self) -> tuple[_Work, _Work, list[Any]]:
         """Which sequences start to answer, which go on with their prompt, and the responses.
 
@@ -302,7 +308,7 @@ class PagedBatch:
                 starting.append((seq, seq.compute(1)))
                 responses.append(self._prompt_response(seq.uid, (seq.num_total,) * 2, True, True))
                 continue
-            self.store.num_cached_tokens += seq.take_cached()
+            self.store.count(0, seq.take_cached())
             ended = len(seq.segments) < num_segments
             computing = (other for other, _ in [*starting, *chunks])
             if budget > 0 and not ended and not seq.must_wait_for(computing):
@@ -346,10 +352,9 @@ class PagedBatch:
         for sequence, start, length in zip(sequences, starts, lengths):
             sequence.move_to(start + length)
         if not answering:
-            mx.async_eval(store.pools())  # type: ignore[no-untyped-call]
             return None
         tokens, logprobs = _choose(answering, inputs, logits)
-        mx.async_eval(tokens, logprobs, store.pools())  # type: ignore[no-untyped-call]
+        mx.async_eval(tokens, logprobs)  # type: ignore[no-untyped-call]
         return PendingTokens(answering, tokens, logprobs)
 
     def _read(self, step: PendingTokens) -> list[Any]:

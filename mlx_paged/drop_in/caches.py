@@ -200,8 +200,8 @@ class _UnusedCache(PagedKVCache):
 class _WorkingCache(_PromptCache):
     """What mlx-lm's own loops are given: one in the place of each of a model's caches.
 
-    After every chunk of a prompt they evaluate the state of the caches: here that is the store's
-    pools, which finishes the chunk and copies nothing.
+    After every chunk of a prompt they evaluate the state of the caches: here that waits for the
+    chunk and copies nothing.
     """
 
     @property
@@ -210,7 +210,7 @@ class _WorkingCache(_PromptCache):
 
     @property  # type: ignore[misc]
     def state(self) -> Any:
-        return self.sequence.store.pools() if self.layer == 0 else []
+        return self.sequence.store.written() if self.layer == 0 else []
 
     def trim(self, n: int) -> int:
         n = min(n, self.offset)

@@ -14,7 +14,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
-from mlx_paged.core import PrefixQuery
 from mlx_paged.drop_in.caches import dense_copy, prompt_cache, sequence_of, working_caches
 from mlx_paged.drop_in.registry import store_for
 from mlx_paged.drop_in.sequence import PagedSequence
@@ -68,7 +67,7 @@ def generate_step(original: Function) -> Function:
         prompt = _prompt_or_last_token(arguments["prompt"], sequences)
         tokens = [*sequence.tokens, *prompt]
         num_cached = sequence.adopt(tokens) - (len(tokens) - len(prompt))
-        _count(sequence, len(prompt), num_cached)
+        sequence.store.count(len(prompt), num_cached)
         # (An empty array, of an empty prompt, may well be of a type that is no token's.)
         dtype = arguments["prompt"].dtype if arguments["prompt"].size else mx.uint32
         arguments["prompt"] = mx.array(prompt[num_cached:], dtype=dtype)
@@ -96,10 +95,12 @@ def speculative_generate_step(original: Function) -> Function:
         prompt = _prompt_or_last_token(arguments["prompt"], sequences)
         texts = [[*s.tokens, *prompt] for s in sequences]
         # mlx-lm gives both models the same rest of the prompt.
-        num_cached = min(s.cached_tokens(text) - s.offset for s, text in zip(sequences, texts))
-        for sequence, text in zip(sequences, texts):
-            sequence.adopt(text, PrefixQuery(text, limit=sequence.offset + num_cached))
-            _count(sequence, len(prompt), num_cached)
+        found = [s.adopt(text) - (len(text) - len(prompt)) for s, text in zip(sequences, texts)]
+        num_cached = min(found)
+        for sequence, number in zip(sequences, found):
+            if number > num_cached:
+                sequence.trim_all(number - num_cached)
+            sequence.store.count(len(prompt), num_cached)
         arguments["prompt"] = mx.array(prompt[num_cached:], dtype=mx.uint32)
         answer: list[int] = []
         steps = original(*call.args, **call.kwargs)
@@ -111,7 +112,6 @@ def speculative_generate_step(original: Function) -> Function:
             steps.close()  # forgets the drafts that were not accepted
             for sequence, text in zip(sequences, texts):
                 sequence.learn(text + answer)
-                sequence.store.rest()
 
     return speculative_generate_step
 
@@ -176,15 +176,11 @@ def _prompt_or_last_token(prompt: mx.array, sequences: list[PagedSequence]) -> l
     return tokens
 
 
-def _count(sequence: PagedSequence, num_tokens: int, num_cached: int) -> None:
-    sequence.store.num_prompt_tokens += num_tokens
-    sequence.store.num_cached_tokens += num_cached
-
-
 def _hide_the_cut(arguments: dict[str, Any], cached: list[int], num_tokens: int) -> None:
     """Callbacks and logits processors see the whole prompt, whatever of it need not be computed."""
     report = arguments["prompt_progress_callback"]
     if report is not None:
+        report(0, num_tokens)  # as mlx-lm begins
         arguments["prompt_progress_callback"] = lambda done, _: report(
             done + len(cached), num_tokens
         )
@@ -214,4 +210,3 @@ def _learning(
     finally:
         steps.close()  # type: ignore[attr-defined]
         sequence.learn(tokens)
-        sequence.store.rest()

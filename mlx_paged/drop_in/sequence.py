@@ -11,6 +11,7 @@ import numpy as np
 
 from mlx_paged.core import BlockTables, PrefixQuery
 from mlx_paged.core.prefix_tree import TOKEN_TYPE
+from mlx_paged.drop_in.locking import exclusive
 from mlx_paged.drop_in.store import PagedStore
 from mlx_paged.ops import AttentionPlan
 
@@ -56,6 +57,7 @@ class PagedSequence:
         """Whether every token in the cache is known."""
         return len(self.tokens) >= self.offset and len(self.leases) == 1
 
+    @exclusive
     def fork(self) -> PagedSequence:
         """A copy that shares every block until one of the two is written."""
         other = PagedSequence.__new__(PagedSequence)
@@ -72,8 +74,9 @@ class PagedSequence:
 
     # Writing.
 
+    @exclusive
     def forward(self, tokens: mx.array, input_embeddings: mx.array | None = None) -> mx.array:
-        """``[batch, length]`` tokens -> ``[batch, length, vocab_size]`` logits, lazily.
+        """``[batch, length]`` tokens -> ``[batch, length, vocab_size]`` logits.
 
         Raises:
             ValueError: for another number of sequences than the cache holds, or for layers that
@@ -102,6 +105,7 @@ class PagedSequence:
         self.move_to(start + length)
         return logits.reshape(batch, length, -1)
 
+    @exclusive
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
         """Moves one layer on by ``[batch, num_kv_heads, length, head_dim]`` keys and values.
 
@@ -114,7 +118,7 @@ class PagedSequence:
             del self.tokens[start:]
             self.before_write(start, start + length)
             self._plan = (start, length), self.store.plan_write(self.leases, start, length)
-        self.store.flat.write(layer, self._plan[1], keys, values)
+        self.store.write(layer, self._plan[1], keys, values)
         self.offsets[layer] = start + length
 
     def before_write(self, start: int, end: int) -> None:
@@ -130,6 +134,7 @@ class PagedSequence:
         """Sets the offset of every layer: a step of all layers at once has been built."""
         self.offsets = [offset] * len(self.offsets)
 
+    @exclusive
     def trim(self, layer: int, num_tokens: int) -> int:
         """Forgets the last tokens of one layer; returns how many that were."""
         num_tokens = max(0, min(self.offsets[layer], num_tokens))
@@ -139,6 +144,7 @@ class PagedSequence:
             self._shrink()
         return num_tokens
 
+    @exclusive
     def trim_all(self, num_tokens: int) -> None:
         """Forgets the last tokens of every layer."""
         self.move_to(self.offset - num_tokens)
@@ -161,6 +167,7 @@ class PagedSequence:
 
     # Prefixes. Token lists count from the start of the sequence, not from its offset.
 
+    @exclusive
     def cached_tokens(self, tokens: Sequence[int]) -> int:
         """How many leading tokens of `tokens` the store has; at most all but the last."""
         if not self.is_known:
@@ -168,6 +175,7 @@ class PagedSequence:
         match = self.store.kv.match(PrefixQuery(tokens))
         return max(self.offset, match.num_tokens(self.store.block_size))
 
+    @exclusive
     def adopt(self, tokens: Sequence[int], query: PrefixQuery | None = None) -> int:
         """Takes what the store has of `tokens` by reference; returns the new offset.
 
@@ -192,12 +200,14 @@ class PagedSequence:
         """Says what the sequence is going to compute, so that others wait for it."""
         self._extend(tokens, len(tokens))
 
+    @exclusive
     def learn(self, tokens: Sequence[int]) -> None:
         """Says what the sequence's tokens are; from now on their blocks can be shared."""
         if len(self.leases) == 1:
             self._extend(tokens, self.offset)
             self.commit()
 
+    @exclusive
     def commit(self) -> None:
         """Lets others share the full blocks of known tokens, which steps that were built fill."""
         self.store.kv.commit(self.tables, min(self.offset, len(self.tokens)))
@@ -209,9 +219,7 @@ class PagedSequence:
 
     def dense(self, layer: int) -> tuple[Any, Any]:
         """``[batch, num_kv_heads, offset, head_dim]`` keys and values of a layer, copied."""
-        self.store.follow_stream()
-        tables = [lease.tables.blocks for lease in self.leases]
-        return self.store.flat.read(layer, tables, self.offsets[layer])
+        return self.store.read(layer, self.leases, self.offsets[layer])
 
     def nbytes(self, layer: int) -> int:
         """Memory of a layer's blocks, those it shares included."""

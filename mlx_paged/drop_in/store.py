@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -12,9 +13,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_paged.core import BlockTables, KVManager
+from mlx_paged.core import BlockTables, KVManager, PrefixQuery
 from mlx_paged.core.prefix_tree import TOKEN_TYPE
 from mlx_paged.drop_in.flat_model import FlatModel
+from mlx_paged.drop_in.locking import exclusive
 from mlx_paged.model.plan import build_plan
 from mlx_paged.ops import AttentionPlan
 
@@ -52,10 +54,11 @@ class Lease:
     simply gone.
     """
 
-    __slots__ = ("_ended", "tables")
+    __slots__ = ("_ended", "is_torn", "tables")
 
     def __init__(self, tables: BlockTables, ended: deque[BlockTables]) -> None:
         self.tables = tables
+        self.is_torn = False  # what it was to be a copy of may not have been copied
         self._ended = ended
 
     def __del__(self) -> None:
@@ -66,21 +69,31 @@ class Lease:
 class PagedStore:
     """Pools for every layer of a model, and the KV manager of their blocks.
 
-    *When a block is used again.* Steps are built lazily, in an order that only mlx-lm's caller
-    knows. Whatever is released may still be read by what was built since the store last settled, so
-    all of that counts as one step of the KV manager: no block is handed out again before the next
+    *When a block is used again.* The store does not know when the device has done what was built.
+    Whatever is released may still be read by what was built since the store last settled, so all of
+    that counts as one step of the KV manager: no block is handed out again before the next
     `settle`, which waits for everything.
+
+    *Threads.* MLX's streams belong to threads: nobody else can run what a thread has built on its
+    own. So whoever builds reads or writes of the pools sets the device to work on them before it
+    gives the store away (`_schedule`); they depend on all that was built before, whatever its
+    stream. The arrays of the pools are touched by the thread that has the store only.
 
     Args:
         model: see `FlatModel`; the store does not keep it alive.
         cache_bytes: memory up to which prefixes that nobody uses at the moment are kept: the store
             grows to that size before it evicts any, and past it only for sequences that live.
+        lock: see `exclusive`. Stores of one model have one.
 
     Raises:
         UnsupportedModelError: the model cannot have one.
     """
 
-    def __init__(self, model: nn.Module, *, cache_bytes: int) -> None:
+    def __init__(
+        self, model: nn.Module, *, cache_bytes: int, lock: threading.RLock | None = None
+    ) -> None:
+        self.lock: Any = threading.RLock() if lock is None else lock
+        self.is_interrupted = False  # by an exception, in the middle of something
         num_blocks = 1 + _INITIAL_TOKENS // BLOCK_SIZE
         self.block_size = BLOCK_SIZE
         self.flat = FlatModel(model, num_blocks=num_blocks, block_size=BLOCK_SIZE)
@@ -91,17 +104,23 @@ class PagedStore:
         self.num_cached_tokens = 0
         self._max_cached_blocks = max(2, cache_bytes // self.block_bytes)
         self._ended: deque[BlockTables] = deque()
-        self._stream: Any = None
-        # Handles of the pools that are known to have been evaluated.
-        self._evaluated = self.pools()
+        self._is_retired = False
+        self._scheduled = self.pools()  # as they were when the device was last set to work
+
+    @property
+    def store(self) -> PagedStore:
+        """For `exclusive`."""
+        return self
 
     # Leases.
 
+    @exclusive
     def lease(self) -> Lease:
         """For a sequence without blocks."""
         self._collect()
         return Lease(self.kv.open(array(TOKEN_TYPE)), self._ended)
 
+    @exclusive
     def fork(self, lease: Lease, num_tokens: int) -> Lease:
         """The same blocks, for a sequence that has the first `num_tokens` tokens.
 
@@ -114,10 +133,16 @@ class PagedStore:
     def _collect(self) -> None:
         """Takes back what ended leases held."""
         while self._ended:
-            self.kv.free(self._ended.popleft())
+            if self.kv.is_open(self._ended[0]):
+                self.kv.free(self._ended[0])
+            self._ended.popleft()
+        if self._is_retired and self.kv.enable_prefix_caching:
+            self.kv.reset_prefix_cache()
+            self.kv.enable_prefix_caching = False
 
     # Steps.
 
+    @exclusive
     def forward(
         self,
         leases: Sequence[Lease],
@@ -127,7 +152,9 @@ class PagedStore:
         logit_rows: np.ndarray,
         input_embeddings: mx.array | None = None,
     ) -> mx.array:
-        """Builds a step that computes ``[start, start + length)`` of each sequence.
+        """Starts a step that computes ``[start, start + length)`` of each sequence.
+
+        The device is at work on the keys and values then; logits are computed when asked for.
 
         Args:
             tokens: ``[num_rows]``: those of the first sequence, then those of the next.
@@ -139,10 +166,13 @@ class PagedStore:
         """
         ends = [start + length for start, length in zip(starts, lengths)]
         tables = self._own(leases, starts, ends)
-        return self.flat.forward(
+        logits = self.flat.forward(
             tokens.astype(mx.int32), tables, ends, lengths, logit_rows, input_embeddings
         )
+        self._schedule()
+        return logits
 
+    @exclusive
     def plan_write(self, leases: Sequence[Lease], start: int, length: int) -> AttentionPlan:
         """Makes ready to write ``[start, start + length)`` of sequences, layer by layer."""
         ends = [start + length] * len(leases)
@@ -153,10 +183,15 @@ class PagedStore:
         self, leases: Sequence[Lease], starts: Sequence[int], ends: Sequence[int]
     ) -> list[list[int]]:
         """Makes ``[start, end)`` of each sequence its own to write; returns the block tables."""
-        self.follow_stream()
         self._collect()
         for lease, start, end in zip(leases, starts, ends):
             tables, kv = lease.tables, self.kv
+            if lease.is_torn:
+                raise RuntimeError(
+                    "[paged prompt cache] an exception ended this thread's work while the cache "
+                    "was being copied: make a new one"
+                )
+            lease.is_torn = True
             self._make_room(kv.num_to_own(tables, start, end))
             copies = kv.own(tables, start, end)
             if copies is None:  # all that is there is in use
@@ -168,6 +203,8 @@ class PagedStore:
                 # Here and now: the next sequence may have a block evicted that was copied from.
                 # Whatever is written later comes after this copy, as it takes the pools from it.
                 self.flat.copy_blocks(copies)
+                self._schedule()
+            lease.is_torn = False
         return [lease.tables.blocks for lease in leases]
 
     def _make_room(self, num_blocks: int) -> None:
@@ -184,13 +221,14 @@ class PagedStore:
     def _grow(self, num_blocks: int) -> None:
         self.flat.grow(num_blocks)
         self.kv.pool.grow(num_blocks)
-        self._evaluated = self.pools()
+        self._scheduled = self.pools()
 
+    @exclusive
     def settle(self) -> None:
         """Waits until all that was read or written has been; what was released is free then."""
         mx.eval(self.pools())
         mx.synchronize()
-        self._evaluated = self.pools()
+        self._scheduled = self.pools()
         step = self.kv.pool.launched_step
         self.kv.on_step_evaluated(step)
         self.kv.launch_step(step + 1)
@@ -199,31 +237,72 @@ class PagedStore:
         """Every pool as it is now."""
         return self.flat.pools()
 
-    def rest(self) -> None:
-        """Starts on all that was built, so that another thread may go on."""
-        mx.async_eval(self.pools())  # type: ignore[no-untyped-call]
+    def _schedule(self, *others: mx.array) -> None:
+        """Sets the device to work on all that was built, and on other arrays."""
+        mx.async_eval(*others, self.pools())  # type: ignore[no-untyped-call]
+        self._scheduled = self.pools()
 
-    def follow_stream(self) -> None:
-        """All reads and writes of a pool go through one stream, or wait for each other."""
-        stream = mx.default_stream(mx.default_device())
-        if self._stream is not None and stream != self._stream:
-            try:
-                mx.eval(self.pools())
-            except RuntimeError:
-                # Built in another thread and never asked for: only that thread could still run it.
-                # An older handle is the same memory, without what was never written there.
-                self.flat.restore(self._evaluated)
-            self._evaluated = self.pools()
-        self._stream = stream
+    @exclusive
+    def write(self, layer: int, plan: AttentionPlan, keys: mx.array, values: mx.array) -> None:
+        """Writes ``[batch, num_kv_heads, length, head_dim]`` keys and values of one layer."""
+        self.flat.write(layer, plan, keys, values)
+        self._schedule()
+
+    @exclusive
+    def read(
+        self, layer: int, leases: Sequence[Lease], num_tokens: int
+    ) -> tuple[mx.array, mx.array]:
+        """Dense ``[batch, num_kv_heads, num_tokens, head_dim]`` keys and values of one layer."""
+        tables = [lease.tables.blocks for lease in leases]
+        keys, values = self.flat.read(layer, tables, num_tokens)
+        self._schedule(keys, values)
+        return keys, values
+
+    @exclusive
+    def written(self) -> mx.array:
+        """An array that is there once all that was built so far is done.
+
+        To wait for it holds nobody up; to wait for the pools is for those who have the store.
+        """
+        [done] = mx.depends([mx.zeros(1)], self.pools())
+        self._schedule(done)
+        return done
+
+    # Prefixes.
+
+    @exclusive
+    def computing_next_block(self, tokens: Sequence[int], query: PrefixQuery) -> Any:
+        """See `KVManager.computing_next_block`."""
+        return self.kv.computing_next_block(tokens, query)
+
+    @exclusive
+    def count(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """Counts tokens of prompts, and those of them that were found."""
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_cached_tokens += num_cached_tokens
 
     # The whole store.
 
     def retire(self) -> None:
-        """The weights have changed: what is stored stays with those who hold it, for nobody new."""
-        self._collect()
-        self.kv.reset_prefix_cache()
-        self.kv.enable_prefix_caching = False
+        """The weights have changed: what is stored stays with those who hold it, for nobody new.
 
+        From the next call on: a model may be collected at any moment, in any thread.
+        """
+        self._is_retired = True
+
+    def recover(self) -> None:
+        """Makes the store whole again after an exception in the middle of something.
+
+        What was built and not begun is dropped, which only those lose who got the exception.
+        """
+        self.flat.restore(self._scheduled)
+        try:
+            self.kv.check_integrity()
+        except Exception:
+            self.settle()
+            self.kv.recount()
+
+    @exclusive
     def stats(self) -> StoreStats:
         """Its numbers now."""
         self._collect()
@@ -238,6 +317,7 @@ class PagedStore:
             nbytes=pool.num_blocks * self.block_bytes,
         )
 
+    @exclusive
     def check_integrity(self) -> None:
         """Recounts blocks, prefix tree and tables; raises `IntegrityError`."""
         self._collect()
