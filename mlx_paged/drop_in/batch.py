@@ -23,9 +23,9 @@ from mlx_paged.core import PrefixQuery
 from mlx_paged.core.prefix_tree import TOKEN_TYPE
 from mlx_paged.drop_in.caches import import_dense, is_importable, prompt_cache, sequence_of
 from mlx_paged.drop_in.locking import exclusive
+from mlx_paged.drop_in.paged_store import PagedStore
 from mlx_paged.drop_in.registry import store_for
 from mlx_paged.drop_in.sequence import PagedSequence
-from mlx_paged.drop_in.store import PagedStore
 
 
 class Choice(NamedTuple):

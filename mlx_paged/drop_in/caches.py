@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
+from mlx_paged.drop_in.paged_store import PagedStore
 from mlx_paged.drop_in.sequence import PagedSequence
-from mlx_paged.drop_in.store import PagedStore
 from mlx_paged.model.layout import CacheSpec, LayerSpec
 
 

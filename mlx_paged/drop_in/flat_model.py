@@ -187,6 +187,15 @@ class FlatModel:
         """Copies blocks, as (src, dst), in every layer."""
         self._paged.copy_blocks(mx.array(list(pairs), dtype=mx.int32))
 
+    def cut(self, num_blocks: int) -> None:
+        """Gives the memory of the blocks from `num_blocks` on back."""
+        for cache in self._paged.attention_caches:
+            for name in ("key_pool", "value_pool"):
+                pool = mx.contiguous(getattr(cache, name)[:num_blocks])
+                mx.eval(pool)
+                setattr(cache, name, pool)
+        mx.clear_cache()  # (MLX would keep it)
+
     def grow(self, num_blocks: int) -> None:
         """Makes room for more blocks; what is there stays."""
         for cache in self._paged.attention_caches:

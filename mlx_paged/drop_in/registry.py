@@ -18,7 +18,7 @@ from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_paged.drop_in.caches import leaves_of, sequence_of
 from mlx_paged.drop_in.locking import InterruptsDeferred
-from mlx_paged.drop_in.store import PagedStore
+from mlx_paged.drop_in.paged_store import PagedStore
 from mlx_paged.errors import MlxPagedError
 
 #: Memory for prefixes that nobody uses at the moment, in bytes, for each model.
@@ -43,6 +43,8 @@ class _Entry:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.stores: dict[tuple[Any, ...], PagedStore | None] = {}
+        self.limit: int | None = None  # bytes for unused prefixes; None: as the environment says
+        self.why_none = ""  # there is no store
         self._weights: dict[str, _Weight] | None = None
 
     def store(self, model: nn.Module, kinds: tuple[Any, ...]) -> PagedStore | None:
@@ -52,8 +54,26 @@ class _Entry:
                 self.retire()
                 self._weights = {path: _Weight(array) for path, array in _weights(model)}
             if kinds not in self.stores:
-                self.stores[kinds] = _make(model, self.lock)
+                self.stores[kinds] = self._make(model)
             return self.stores[kinds]
+
+    def _make(self, model: nn.Module) -> PagedStore | None:
+        cache_bytes = _cache_bytes() if self.limit is None else self.limit
+        reason = _unusable_device()
+        if reason is None:
+            try:
+                store = PagedStore(model, cache_bytes=cache_bytes, lock=self.lock)
+                _reroute(model)
+                return store
+            except MlxPagedError as error:
+                reason = str(error)
+            except Exception as error:
+                # Whatever a model does with caches that it was not made for, it is not proven.
+                kind = str(getattr(model, "model_type", type(model).__name__))
+                reason = f"model_type {kind!r} is not supported: {type(error).__name__}: {error}"
+        self.why_none = reason
+        _warn(reason)
+        return None
 
     def retire(self) -> None:
         """The stores are for nobody new."""
@@ -117,6 +137,11 @@ def store_for(model: Any, caches: Sequence[Any]) -> PagedStore | None:
     return entry.store(model, kinds)
 
 
+def entry_of(model: Any) -> _Entry | None:
+    """All that is known of a model."""
+    return _stores.get(id(model))
+
+
 def stores_of(model: Any) -> list[PagedStore]:
     """Every store of a model."""
     entry = _stores.get(id(model))
@@ -136,28 +161,14 @@ def _drop(key: int) -> None:
         entry.retire()
 
 
-def _make(model: nn.Module, lock: threading.RLock) -> PagedStore | None:
-    cache_bytes = _cache_bytes()
-    reason = _unusable_device()
-    if reason is None:
-        try:
-            store = PagedStore(model, cache_bytes=cache_bytes, lock=lock)
-            _reroute(model)
-            return store
-        except MlxPagedError as error:
-            reason = str(error)
-        except Exception as error:
-            # Whatever a model does with caches that it was not made for, it is not proven.
-            model_type = str(getattr(model, "model_type", type(model).__name__))
-            reason = f"model_type {model_type!r} is not supported: {type(error).__name__}: {error}"
+def _warn(reason: str) -> None:
     if reason not in _warned:
         _warned.add(reason)
         warnings.warn(
             f"mlx_paged leaves this model to mlx-lm's own dense caches: {reason}",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
-    return None
 
 
 def _unusable_device() -> str | None:

@@ -12,7 +12,7 @@ import numpy as np
 from mlx_paged.core import BlockTables, PrefixQuery
 from mlx_paged.core.prefix_tree import TOKEN_TYPE
 from mlx_paged.drop_in.locking import exclusive
-from mlx_paged.drop_in.store import PagedStore
+from mlx_paged.drop_in.paged_store import PagedStore
 from mlx_paged.ops import AttentionPlan
 
 
@@ -35,7 +35,7 @@ class PagedSequence:
         self.leases = [store.lease()]  # one for each of the sequences side by side
         self.offsets = [0] * len(store.flat.specs)
         self._num_written = 0  # positions from here on were never written by this sequence
-        self._plan: tuple[tuple[int, int], AttentionPlan] | None = None
+        self._plan: tuple[tuple[int, int, int], AttentionPlan] | None = None
 
     @property
     def offset(self) -> int:
@@ -113,11 +113,13 @@ class PagedSequence:
             ValueError: for another number of sequences than the cache holds, or other heads.
         """
         start, batch, length = self.offsets[layer], keys.shape[0], keys.shape[2]
-        if self._plan is None or self._plan[0] != (start, length):
+        where = start, length, self.store.num_compactions
+        if self._plan is None or self._plan[0] != where:
             self._become(batch)
             del self.tokens[start:]
             self.before_write(start, start + length)
-            self._plan = (start, length), self.store.plan_write(self.leases, start, length)
+            plan = self.store.plan_write(self.leases, start, length)
+            self._plan = (start, length, self.store.num_compactions), plan
         self.store.write(layer, self._plan[1], keys, values)
         self.offsets[layer] = start + length
 

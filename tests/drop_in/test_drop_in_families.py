@@ -22,8 +22,8 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_paged import drop_in
 from mlx_paged.drop_in.caches import dense_copy, sequence_of
+from mlx_paged.drop_in.paged_store import PagedStore
 from mlx_paged.drop_in.registry import stores_of
-from mlx_paged.drop_in.store import PagedStore
 from mlx_paged.model.families import PROVEN
 from mlx_paged.model.layout import Mode
 

@@ -30,8 +30,8 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_paged import drop_in, ops
 from mlx_paged.core import BlockTables, KVManager
+from mlx_paged.drop_in.paged_store import PagedStore
 from mlx_paged.drop_in.registry import stores_of
-from mlx_paged.drop_in.store import PagedStore
 
 mlx_lm_generate = sys.modules["mlx_lm.generate"]
 pytestmark = pytest.mark.usefixtures("paged")

@@ -6,7 +6,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +21,7 @@ from mlx_paged.model.plan import build_plan
 from mlx_paged.ops import AttentionPlan
 
 BLOCK_SIZE = 32
-_INITIAL_TOKENS = 1024
+_INITIAL_BLOCKS = 1 + 1024 // BLOCK_SIZE
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,16 @@ class StoreStats:
     num_cached_tokens: int
     num_evictions: int
     nbytes: int
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Empty ones, or on their way to be."""
+        return self.num_blocks - self.num_used_blocks - self.num_cached_blocks
+
+    @classmethod
+    def sum(cls, stats: Sequence[StoreStats]) -> StoreStats:
+        """Of all stores of a model."""
+        return cls(**{f.name: sum(getattr(s, f.name) for s in stats) for f in fields(cls)})
 
 
 class Lease:
@@ -94,7 +104,7 @@ class PagedStore:
     ) -> None:
         self.lock: Any = threading.RLock() if lock is None else lock
         self.is_interrupted = False  # by an exception, in the middle of something
-        num_blocks = 1 + _INITIAL_TOKENS // BLOCK_SIZE
+        num_blocks = _INITIAL_BLOCKS
         self.block_size = BLOCK_SIZE
         self.flat = FlatModel(model, num_blocks=num_blocks, block_size=BLOCK_SIZE)
         self.block_bytes = BLOCK_SIZE * self.flat.bytes_per_token
@@ -102,10 +112,23 @@ class PagedStore:
         self.kv.launch_step(1)
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        self._max_cached_blocks = max(2, cache_bytes // self.block_bytes)
+        self.limit = cache_bytes
         self._ended: deque[BlockTables] = deque()
+        self.num_compactions = 0  # after each of them blocks have other ids
         self._is_retired = False
         self._scheduled = self.pools()  # as they were when the device was last set to work
+
+    @property
+    def _max_cached_blocks(self) -> int:
+        """Up to here the store grows for prefixes that nobody uses."""
+        return max(2, self.limit // self.block_bytes)
+
+    @property
+    def _least_blocks(self) -> int:
+        """As many blocks would do for what lives, and for unused prefixes within the limit."""
+        pool = self.kv.pool
+        within = max(0, self._max_cached_blocks - 1 - pool.num_used)
+        return max(_INITIAL_BLOCKS, 1 + pool.num_used + min(pool.num_cached, within))
 
     @property
     def store(self) -> PagedStore:
@@ -131,11 +154,15 @@ class PagedStore:
         return Lease(self.kv.fork(tables, tables.tokens[:num_tokens]), self._ended)
 
     def _collect(self) -> None:
-        """Takes back what ended leases held."""
-        while self._ended:
-            if self.kv.is_open(self._ended[0]):
-                self.kv.free(self._ended[0])
-            self._ended.popleft()
+        """Takes back what ended leases held, and gives memory back where there is much of it."""
+        if self._ended:
+            while self._ended:
+                if self.kv.is_open(self._ended[0]):
+                    self.kv.free(self._ended[0])
+                self._ended.popleft()
+            num_blocks, least = self.kv.pool.num_blocks, self._least_blocks
+            if num_blocks >= 4 * least or num_blocks > max(self._max_cached_blocks, 2 * least):
+                self._cut(max(least, min(2 * least, self._max_cached_blocks)))
         if self._is_retired and self.kv.enable_prefix_caching:
             self.kv.reset_prefix_cache()
             self.kv.enable_prefix_caching = False
@@ -223,6 +250,18 @@ class PagedStore:
         self.kv.pool.grow(num_blocks)
         self._scheduled = self.pools()
 
+    def _cut(self, num_blocks: int) -> None:
+        """Gives memory back; blocks that are used move to what remains."""
+        if num_blocks >= self.kv.pool.num_blocks:
+            return
+        self.settle()
+        copies = self.kv.compact(num_blocks)
+        self.num_compactions += 1
+        if copies:
+            self.flat.copy_blocks(copies)
+        self.flat.cut(num_blocks)
+        self._scheduled = self.pools()
+
     @exclusive
     def settle(self) -> None:
         """Waits until all that was read or written has been; what was released is free then."""
@@ -289,6 +328,21 @@ class PagedStore:
         From the next call on: a model may be collected at any moment, in any thread.
         """
         self._is_retired = True
+
+    @exclusive
+    def set_limit(self, limit: int) -> None:
+        """Another `cache_bytes`; what is over it goes at once."""
+        self.limit = limit
+        self._collect()
+        if self.kv.pool.num_blocks > self._max_cached_blocks:
+            self._cut(self._least_blocks)
+
+    @exclusive
+    def clear(self) -> None:
+        """Forgets every prefix that no live cache holds, and gives their memory back."""
+        self._collect()
+        self.kv.reset_prefix_cache()
+        self._cut(self._least_blocks)
 
     def recover(self) -> None:
         """Makes the store whole again after an exception in the middle of something.
