@@ -12,14 +12,18 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_paged.core import BlockTables, KVManager
-from mlx_paged.core.prefix_tree import TOKEN_TYPE
+from mlx_paged.core import BlockTables, KVManager, PrefixQuery
+from mlx_paged.core.prefix_tree import TOKEN_TYPE, PrefixMatch
 from mlx_paged.drop_in.flat_model import FlatModel
+from mlx_paged.drop_in.states import Snapshots, State
 from mlx_paged.model.plan import build_plan
 from mlx_paged.ops import AttentionPlan
 
 BLOCK_SIZE = 32
 _INITIAL_TOKENS = 1024
+# What a block of the prefix cache takes on the host, in about; where no layer has attention, it is
+# all that a block takes.
+_NODE_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,15 @@ class Lease:
     simply gone.
     """
 
-    __slots__ = ("_ended", "tables")
+    __slots__ = ("_ended", "state", "tables")
 
-    def __init__(self, tables: BlockTables, ended: deque[BlockTables]) -> None:
+    def __init__(
+        self, tables: BlockTables, ended: deque[BlockTables], state: State | None = None
+    ) -> None:
         self.tables = tables
+        self.state = (
+            state  # of the recurrent layers; None: before the first token, or there are none
+        )
         self._ended = ended
 
     def __del__(self) -> None:
@@ -85,15 +94,21 @@ class PagedStore:
         self.block_size = BLOCK_SIZE
         self.flat = FlatModel(model, num_blocks=num_blocks, block_size=BLOCK_SIZE)
         self.block_bytes = BLOCK_SIZE * self.flat.bytes_per_token
+        self.has_states = self.flat.layout.has_states
         self.kv = KVManager(num_blocks, BLOCK_SIZE)
         self.kv.launch_step(1)
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        self._max_cached_blocks = max(2, cache_bytes // self.block_bytes)
+        if self.has_states:
+            cache_bytes //= 2  # the other half is for their snapshots
+        self._max_cached_blocks = max(2, cache_bytes // max(_NODE_BYTES, self.block_bytes))
+        self.snapshots = Snapshots(
+            self.kv, max_bytes=cache_bytes, state_bytes=self.flat.layout.bytes_per_slot
+        )
         self._ended: deque[BlockTables] = deque()
         self._stream: Any = None
         # Handles of the pools that are known to have been evaluated.
-        self._evaluated = self.pools()
+        self._evaluated = self.flat.pools()
 
     # Leases.
 
@@ -109,7 +124,8 @@ class PagedStore:
         """
         self._collect()
         tables = lease.tables
-        return Lease(self.kv.fork(tables, tables.tokens[:num_tokens]), self._ended)
+        state = None if lease.state is None else self.flat.alone(lease.state)
+        return Lease(self.kv.fork(tables, tables.tokens[:num_tokens]), self._ended, state)
 
     def _collect(self) -> None:
         """Takes back what ended leases held."""
@@ -139,9 +155,18 @@ class PagedStore:
         """
         ends = [start + length for start, length in zip(starts, lengths)]
         tables = self._own(leases, starts, ends)
-        return self.flat.forward(
-            tokens.astype(mx.int32), tables, ends, lengths, logit_rows, input_embeddings
+        logits, states = self.flat.forward(
+            tokens.astype(mx.int32),
+            tables,
+            ends,
+            lengths,
+            logit_rows,
+            input_embeddings,
+            [lease.state for lease in leases],
         )
+        for lease, state in zip(leases, states):
+            lease.state = state
+        return logits
 
     def plan_write(self, leases: Sequence[Lease], start: int, length: int) -> AttentionPlan:
         """Makes ready to write ``[start, start + length)`` of sequences, layer by layer."""
@@ -184,20 +209,20 @@ class PagedStore:
     def _grow(self, num_blocks: int) -> None:
         self.flat.grow(num_blocks)
         self.kv.pool.grow(num_blocks)
-        self._evaluated = self.pools()
+        self._evaluated = self.flat.pools()
 
     def settle(self) -> None:
         """Waits until all that was read or written has been; what was released is free then."""
         mx.eval(self.pools())
         mx.synchronize()
-        self._evaluated = self.pools()
+        self._evaluated = self.flat.pools()
         step = self.kv.pool.launched_step
         self.kv.on_step_evaluated(step)
         self.kv.launch_step(step + 1)
 
     def pools(self) -> list[mx.array]:
-        """Every pool as it is now."""
-        return self.flat.pools()
+        """Every pool as it is now, and new states: waiting for them is waiting for all steps."""
+        return self.flat.unfinished()
 
     def rest(self) -> None:
         """Starts on all that was built, so that another thread may go on."""
@@ -213,8 +238,15 @@ class PagedStore:
                 # Built in another thread and never asked for: only that thread could still run it.
                 # An older handle is the same memory, without what was never written there.
                 self.flat.restore(self._evaluated)
-            self._evaluated = self.pools()
+            self._evaluated = self.flat.pools()
         self._stream = stream
+
+    # Prefixes.
+
+    def match(self, query: PrefixQuery) -> PrefixMatch:
+        """The longest stored prefix that a sequence can continue from."""
+        match = self.kv.match(query)
+        return self.snapshots.limit(match) if self.has_states else match
 
     # The whole store.
 
@@ -222,6 +254,7 @@ class PagedStore:
         """The weights have changed: what is stored stays with those who hold it, for nobody new."""
         self._collect()
         self.kv.reset_prefix_cache()
+        self.snapshots.clear()
         self.kv.enable_prefix_caching = False
 
     def stats(self) -> StoreStats:
@@ -235,7 +268,7 @@ class PagedStore:
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_evictions=self.kv.counters.num_evictions,
-            nbytes=pool.num_blocks * self.block_bytes,
+            nbytes=pool.num_blocks * self.block_bytes + self.flat.state_bytes,
         )
 
     def check_integrity(self) -> None:
