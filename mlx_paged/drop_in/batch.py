@@ -165,12 +165,13 @@ class BatchSequence:
             reason = "stop"
         if reason is not None:
             self.is_alive = False
-            self.sequence.own_states()
         if self._text is not None:
             # (The step that was launched since computes it: it is in the cache.)
             self.sequence.tokens.append(token)
             if reason is not None or self.sequence.offset % self.sequence.store.block_size == 0:
                 self.sequence.commit()
+        if reason is not None:
+            self.sequence.finish()
         return reason
 
     def context(self, newest: mx.array) -> mx.array:

@@ -19,7 +19,15 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.drop_in.states import Arrays, ArrayStateCache, State, StateBatch, StepStates, fitted
+from mlx_paged.drop_in.states import (
+    Arrays,
+    ArrayStateCache,
+    Entries,
+    State,
+    StateBatch,
+    StepStates,
+    fitted,
+)
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.layout import CacheSpec, LayerSpec, StateSpec
 from mlx_paged.ops import AttentionPlan
@@ -50,6 +58,13 @@ class FlatModel:
         self.block_size = block_size
         self._model = weakref.ref(model)
         self._paged = paged
+        # Of each cache with recurrent state, its number among them.
+        self.state_numbers = {
+            layer: number
+            for number, layer in enumerate(
+                i for i, spec in enumerate(paged.layout.specs) if isinstance(spec, StateSpec)
+            )
+        }
         self._step_states = StepStates(paged.layout.states)
         self._batches: WeakSet[StateBatch] = WeakSet()
         self._unfinished: WeakSet[StateBatch] = WeakSet()  # of these nobody has asked for yet
@@ -197,23 +212,31 @@ class FlatModel:
 
     # Recurrent states.
 
-    def state_number(self, layer: int) -> int:
-        """Which of the recurrent caches a cache is."""
-        return sum(isinstance(spec, StateSpec) for spec in self.specs[:layer])
-
-    def state_of(self, arrays: Arrays) -> list[State]:
-        """The states of sequences side by side, from ``[num_seqs, ...]`` arrays of each cache.
+    def checked_states(self, number: int, entries: Sequence[mx.array | None]) -> Entries:
+        """``[num_seqs, ...]`` arrays from outside, as a recurrent cache holds them.
 
         Raises:
-            ValueError: for other shapes than the layers have.
+            ValueError: for other shapes than the layer has, or different numbers of sequences.
         """
-        checked, size = [], 1
-        for spec, entries in zip(self.layout.states, arrays, strict=True):
-            checked.append([fitted(a, s, d) for a, s, d in zip(entries, spec.shapes, spec.dtypes)])
-            size = max([size, *(len(a) for a in entries if a is not None)])
-        batch = StateBatch(checked, size)
+        spec = self.layout.states[number]
+        if len(entries) != len(spec.shapes):
+            raise ValueError(
+                f"[paged prompt cache] recurrent state must be {len(spec.shapes)} arrays but got "
+                f"{len(entries)}: this cache belongs to another model"
+            )
+        checked = [fitted(a, s, d) for a, s, d in zip(entries, spec.shapes, spec.dtypes)]
+        sizes = {len(array) for array in checked if array is not None}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"[paged prompt cache] recurrent state must be of one batch but got {sorted(sizes)}"
+            )
+        return checked
+
+    def states_of(self, arrays: Arrays, num_seqs: int) -> list[State]:
+        """The states of sequences side by side, from ``[num_seqs, ...]`` arrays of each cache."""
+        batch = StateBatch(arrays, num_seqs)
         self._remember(batch)
-        return [State(batch, row) for row in range(size)]
+        return [State(batch, row) for row in range(num_seqs)]
 
     def alone(self, state: State) -> State:
         """See `State.alone`."""

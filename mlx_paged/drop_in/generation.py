@@ -217,4 +217,5 @@ def _learning(
     finally:
         steps.close()  # type: ignore[attr-defined]
         sequence.learn(tokens)
+        sequence.finish()
         sequence.store.rest()

@@ -11,7 +11,7 @@ import numpy as np
 
 from mlx_paged.core import BlockTables, PrefixQuery
 from mlx_paged.core.prefix_tree import TOKEN_TYPE, PrefixNode
-from mlx_paged.drop_in.states import Arrays, State
+from mlx_paged.drop_in.states import Arrays, State, unshared
 from mlx_paged.drop_in.store import PagedStore
 from mlx_paged.model.layout import StateSpec
 from mlx_paged.ops import AttentionPlan
@@ -150,9 +150,8 @@ class PagedSequence:
             self._plan = (start, length), self.store.plan_write(self.leases, start, length)
         self.store.flat.write(layer, self._plan[1], keys, values)
         self.offsets[layer] = start + length
-        for other, spec in enumerate(self.store.flat.specs):
-            if isinstance(spec, StateSpec):  # nobody says how far these are
-                self.offsets[other] = max(self.offsets[other], start + length)
+        for other in self.store.flat.state_numbers:  # nobody says how far these are
+            self.offsets[other] = max(self.offsets[other], start + length)
 
     def before_write(self, start: int, end: int) -> None:
         """Makes ready to write ``[start, end)``."""
@@ -184,7 +183,8 @@ class PagedSequence:
 
     def states(self, layer: int) -> list[mx.array | None]:
         """``[batch, ...]`` arrays of a recurrent layer."""
-        return self._state_arrays()[self.store.flat.state_number(layer)]
+        entries = self._state_arrays()[self.store.flat.state_numbers[layer]]
+        return [None if array is None else unshared(array) for array in entries]
 
     def _state_arrays(self) -> Arrays:
         states = [lease.state for lease in self.leases if lease.state is not None]
@@ -203,27 +203,26 @@ class PagedSequence:
         Raises:
             ValueError: for another number of sequences than the cache holds, or other shapes.
         """
+        number = self.store.flat.state_numbers[layer]
+        checked = self.store.flat.checked_states(number, entries)
+        self._become(next((len(a) for a in checked if a is not None), len(self.leases)))
         arrays = list(self._state_arrays())
-        arrays[self.store.flat.state_number(layer)] = list(entries)
-        present = [array for caches in arrays for array in caches if array is not None]
-        self._become(len(present[0]) if present else len(self.leases))
-        if any(len(array) != len(self.leases) for array in present):
-            raise ValueError(
-                f"[paged prompt cache] states must be of {len(self.leases)} sequences but "
-                f"got {[len(array) for array in present]}"
-            )
-        states: list[State | None] = [None] * len(self.leases)
-        if present:
-            states = [*self.store.flat.state_of(arrays)]
-        for lease, state in zip(self.leases, states):
+        arrays[number] = checked
+        for lease, state in zip(self.leases, self.store.flat.states_of(arrays, len(self.leases))):
             lease.state = state
         self._is_foreign = True
 
-    def own_states(self) -> None:
-        """The sequence rests: it keeps nothing of those that it was computed with."""
+    def finish(self) -> None:
+        """The answer is complete.
+
+        The sequence keeps nothing of those that it was computed with, and no states for others.
+        """
         for lease in self.leases:
             if lease.state is not None:
                 lease.state = self.store.flat.alone(lease.state)
+        self._due.clear()
+        self._kept.clear()
+        self._answer_from = self._newest = None
 
     def restart(self) -> list[int]:
         """Forgets everything; returns the tokens that were known."""
@@ -280,7 +279,7 @@ class PagedSequence:
     def _become(self, batch: int) -> None:
         if batch == len(self.leases):
             return
-        if self.offset:
+        if not self.is_empty:
             raise ValueError(
                 f"[paged prompt cache] batch must be {len(self.leases)} as before but got {batch}"
             )

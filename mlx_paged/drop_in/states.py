@@ -23,8 +23,10 @@ from mlx_paged.model.layout import StateSpec
 from mlx_paged.model.plan import SequenceGroup, int32
 from mlx_paged.model.recurrent import RecurrentCache
 
-#: The arrays of all recurrent caches of a model, in their order. None: never used, or not set yet.
-Arrays = list[list[mx.array | None]]
+#: The arrays of a recurrent cache. None: never used, or not set yet.
+Entries = list[mx.array | None]
+#: Those of all recurrent caches of a model, in their order.
+Arrays = list[Entries]
 
 
 class StateBatch:
@@ -160,7 +162,12 @@ class _Gather:
         if self._num_zeros:
             parts.append(mx.zeros((1, *shape), dtype))
         whole = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-        return whole if self._at is None else whole[self._at]
+        return unshared(whole) if self._at is None else whole[self._at]
+
+
+def unshared(array: mx.array) -> mx.array:
+    """The same array as an object of its own: ``a += b`` changes an object and all who have it."""
+    return array.astype(array.dtype)
 
 
 class ArrayStateCache(RecurrentCache):
