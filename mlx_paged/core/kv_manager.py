@@ -570,6 +570,7 @@ class KVManager:
             node = pool.next_to_evict()
             assert node is not None
             self._remove_node(node)
+            self.attention[0].num_evictions += 1
         moved = pool.compact(num_blocks)
         for tables in self._sequences:
             for index, block in enumerate(tables.blocks):

@@ -74,6 +74,8 @@ class BatchSequence:
         self._query: PrefixQuery | None = None  # for the present segment
         if sequence.is_known:
             self._text = sequence.tokens + array(TOKEN_TYPE, [t for s in segments for t in s])
+        # With recurrent state: prompts that run too, and how many tokens are taken from each.
+        self._shared: list[tuple[BatchSequence, int]] = []
 
     @property
     def is_at_last_token(self) -> bool:
@@ -97,18 +99,54 @@ class BatchSequence:
             self._take(num_cached)
         return num_cached
 
+    def begin(self, others: Iterable[BatchSequence]) -> None:
+        """The sequence is at work from now on, beside `others`.
+
+        A recurrent state is only there where a step ended. So what is shared with prompts that are
+        being computed is settled now, and their steps will end there.
+        """
+        if self._text is None:
+            return
+        self.sequence.plan_snapshots(self._text)
+        if not self.sequence.store.has_states:
+            return
+        size = self.sequence.store.block_size
+        for other in others:
+            if other._text is None:
+                continue
+            num_tokens = _num_common(self._text[:-1], other._text[:-1]) // size * size
+            if num_tokens > max(self.sequence.offset, other.sequence.offset):
+                other.sequence.stop_at(num_tokens)
+                self._shared.append((other, num_tokens))
+
     def must_wait_for(self, others: Iterable[BatchSequence]) -> bool:
         """Whether one of `others` is computing the block that this one needs next."""
         if self._text is None or self._query is None:
             return False
+        if self.sequence.store.has_states:
+            # The one that began first waits for none of these.
+            self._shared = [
+                (other, num_tokens)
+                for other, num_tokens in self._shared
+                if other.is_alive
+                and self.sequence.offset < num_tokens
+                and other.sequence.offset < num_tokens
+            ]
+            return bool(self._shared)
         found = self.sequence.store.computing_next_block(self._text, self._query)
         return found is not None and any(other.sequence.tables is found for other in others)
 
     def compute(self, num_tokens: int) -> list[int]:
-        """The next tokens of the prompt, all of one segment, which the step is to compute."""
+        """The next tokens of the prompt, all of one segment, which the step is to compute.
+
+        Args:
+            num_tokens: how many at most.
+        """
         if self._text is not None:
             self.sequence.announce(self._text)
-        return self._take(num_tokens)
+        start = self.sequence.offset
+        end = start + min(num_tokens, len(self.segments[0]))
+        return self._take(self.sequence.next_stop(end) - start)
 
     def _take(self, num_tokens: int) -> list[int]:
         segment = self.segments[0]
@@ -133,6 +171,8 @@ class BatchSequence:
             self.sequence.tokens.append(token)
             if reason is not None or self.sequence.offset % self.sequence.store.block_size == 0:
                 self.sequence.commit()
+        if reason is not None:
+            self.sequence.finish()
         return reason
 
     def context(self, newest: mx.array) -> mx.array:
@@ -284,7 +324,9 @@ class PagedBatch:
             and len(self._prompts) < self._max_prompts
             and len(self._prompts) + len(self._generating) < self._max_sequences
         ):
-            self._prompts.append(self._waiting.popleft())
+            seq = self._waiting.popleft()
+            seq.begin(self._prompts)
+            self._prompts.append(seq)
 
     @exclusive
     def _commit(self, work: _Work) -> None:
@@ -312,7 +354,7 @@ class PagedBatch:
             ended = len(seq.segments) < num_segments
             computing = (other for other, _ in [*starting, *chunks])
             if budget > 0 and not ended and not seq.must_wait_for(computing):
-                tokens = seq.compute(min(len(seq.segments[0]), budget))
+                tokens = seq.compute(budget)
                 budget -= len(tokens)
                 chunks.append((seq, tokens))
                 ended = len(seq.segments) < num_segments
@@ -350,7 +392,7 @@ class PagedBatch:
         store = self.store
         logits = store.forward(leases, starts, lengths, inputs, np.arange(len(answering)))
         for sequence, start, length in zip(sequences, starts, lengths):
-            sequence.move_to(start + length)
+            sequence.advance_to(start + length)
         if not answering:
             return None
         tokens, logprobs = _choose(answering, inputs, logits)
@@ -371,6 +413,13 @@ class PagedBatch:
         if self._pending is not None:
             self._pending = self._pending.without_ended()
         return responses
+
+
+def _num_common(a: array[int], b: array[int]) -> int:
+    """Leading tokens that two texts share."""
+    length = min(len(a), len(b))
+    differs = np.flatnonzero(np.asarray(a[:length]) != np.asarray(b[:length]))
+    return int(differs[0]) if len(differs) else length
 
 
 def _choose(
@@ -515,7 +564,7 @@ def _with_last_tokens(
     texts = [[] for _ in segments] if all_tokens is None else list(all_tokens)
     for i, (segment, cache) in enumerate(zip(segments, caches)):
         sequence = sequence_of(cache) if cache else None
-        is_empty = all(c.empty() for c in cache or ()) if sequence is None else not sequence.offset
+        is_empty = all(c.empty() for c in cache or ()) if sequence is None else sequence.is_empty
         if any(segment) or is_empty:
             continue
         last = list(texts[i][-1:])

@@ -67,6 +67,7 @@ def generate_step(original: Function) -> Function:
         prompt = _prompt_or_last_token(arguments["prompt"], sequences)
         tokens = [*sequence.tokens, *prompt]
         num_cached = sequence.adopt(tokens) - (len(tokens) - len(prompt))
+        sequence.plan_snapshots(tokens)
         sequence.store.count(len(prompt), num_cached)
         # (An empty array, of an empty prompt, may well be of a type that is no token's.)
         dtype = arguments["prompt"].dtype if arguments["prompt"].size else mx.uint32
@@ -88,8 +89,8 @@ def speculative_generate_step(original: Function) -> Function:
         call.apply_defaults()
         arguments = call.arguments
         sequences = _sequences_of(arguments, arguments["model"], arguments["draft_model"])
-        if sequences is None or not all(s.is_known for s in sequences):
-            yield from original(*args, **kwargs)
+        if sequences is None or any(s.store.has_states or not s.is_known for s in sequences):
+            yield from original(*args, **kwargs)  # (recurrent state cannot take drafts back)
             return
         arguments["prompt_cache"] = [c for s in sequences for c in working_caches(s)]
         prompt = _prompt_or_last_token(arguments["prompt"], sequences)
@@ -170,6 +171,8 @@ def _prompt_or_last_token(prompt: mx.array, sequences: list[PagedSequence]) -> l
     tokens: list[int] = prompt.tolist()  # type: ignore[assignment]
     if tokens or not all(len(s.tokens) for s in sequences):
         return tokens
+    if sequences[0].store.has_states:
+        return sequences[0].restart()
     tokens = [sequences[0].tokens[-1]]
     for sequence in sequences:
         sequence.trim_all(1)
@@ -210,3 +213,4 @@ def _learning(
     finally:
         steps.close()  # type: ignore[attr-defined]
         sequence.learn(tokens)
+        sequence.finish()

@@ -41,6 +41,7 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
                 store.recover()
             store.is_interrupted = True
             result = method(self, *args, **kwargs)
+            store.leave()
             store.is_interrupted = False
             return result
 

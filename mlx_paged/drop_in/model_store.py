@@ -103,12 +103,16 @@ class ModelStore:
     @property
     def limit_tokens(self) -> int:
         """The same in tokens."""
-        return self.limit // self.bytes_per_token
+        return self.limit // max(1, self.bytes_per_token)
 
     @limit_tokens.setter
     def limit_tokens(self, value: int) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise InvalidParameterError("limit_tokens", "a number of tokens, at least 0,", value)
+        if not self.bytes_per_token:
+            raise InvalidParameterError(
+                "limit_tokens", "left alone (this model keeps states, no tokens: set limit)", value
+            )
         self.limit = value * self.bytes_per_token
 
     def clear(self) -> int:

@@ -14,14 +14,18 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_paged.core import BlockTables, KVManager, PrefixQuery
-from mlx_paged.core.prefix_tree import TOKEN_TYPE
+from mlx_paged.core.prefix_tree import TOKEN_TYPE, PrefixMatch
 from mlx_paged.drop_in.flat_model import FlatModel
 from mlx_paged.drop_in.locking import exclusive
+from mlx_paged.drop_in.states import Snapshots, State
 from mlx_paged.model.plan import build_plan
 from mlx_paged.ops import AttentionPlan
 
 BLOCK_SIZE = 32
 _INITIAL_BLOCKS = 1 + 1024 // BLOCK_SIZE
+# What a block of the prefix cache takes on the host, in about; where no layer has attention, it is
+# all that a block takes.
+_NODE_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,15 @@ class Lease:
     simply gone.
     """
 
-    __slots__ = ("_ended", "is_torn", "tables")
+    __slots__ = ("_ended", "is_torn", "state", "tables")
 
-    def __init__(self, tables: BlockTables, ended: deque[BlockTables]) -> None:
+    def __init__(
+        self, tables: BlockTables, ended: deque[BlockTables], state: State | None = None
+    ) -> None:
         self.tables = tables
         self.is_torn = False  # what it was to be a copy of may not have been copied
+        # Of the recurrent layers; None: before the first token, or there are none.
+        self.state = state
         self._ended = ended
 
     def __del__(self) -> None:
@@ -108,20 +116,33 @@ class PagedStore:
         self.block_size = BLOCK_SIZE
         self.flat = FlatModel(model, num_blocks=num_blocks, block_size=BLOCK_SIZE)
         self.block_bytes = BLOCK_SIZE * self.flat.bytes_per_token
+        self.has_states = self.flat.layout.has_states
         self.kv = KVManager(num_blocks, BLOCK_SIZE)
         self.kv.launch_step(1)
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.limit = cache_bytes
+        self.snapshots = Snapshots(
+            self.kv,
+            max_bytes=self._share_of_limit,
+            state_bytes=self.flat.layout.bytes_per_slot,
+        )
         self._ended: deque[BlockTables] = deque()
         self.num_compactions = 0  # after each of them blocks have other ids
         self._is_retired = False
-        self._scheduled = self.pools()  # as they were when the device was last set to work
+        # As they were when the device was last set to work, and the states of that time.
+        self._scheduled = self.flat.pools()
+        self._newest_states: list[mx.array] = []
+
+    @property
+    def _share_of_limit(self) -> int:
+        """Of blocks, and of snapshots, where there are any."""
+        return self.limit // 2 if self.has_states else self.limit
 
     @property
     def _max_cached_blocks(self) -> int:
         """Up to here the store grows for prefixes that nobody uses."""
-        return max(2, self.limit // self.block_bytes)
+        return max(2, self._share_of_limit // max(_NODE_BYTES, self.block_bytes))
 
     @property
     def _least_blocks(self) -> int:
@@ -151,7 +172,8 @@ class PagedStore:
         """
         self._collect()
         tables = lease.tables
-        return Lease(self.kv.fork(tables, tables.tokens[:num_tokens]), self._ended)
+        state = None if lease.state is None else self.flat.alone(lease.state)
+        return Lease(self.kv.fork(tables, tables.tokens[:num_tokens]), self._ended, state)
 
     def _collect(self) -> None:
         """Takes back what ended leases held, and gives memory back where there is much of it."""
@@ -165,6 +187,7 @@ class PagedStore:
                 self._cut(max(least, min(2 * least, self._max_cached_blocks)))
         if self._is_retired and self.kv.enable_prefix_caching:
             self.kv.reset_prefix_cache()
+            self.snapshots.clear()
             self.kv.enable_prefix_caching = False
 
     # Steps.
@@ -193,10 +216,18 @@ class PagedStore:
         """
         ends = [start + length for start, length in zip(starts, lengths)]
         tables = self._own(leases, starts, ends)
-        logits = self.flat.forward(
-            tokens.astype(mx.int32), tables, ends, lengths, logit_rows, input_embeddings
+        logits, states = self.flat.forward(
+            tokens.astype(mx.int32),
+            tables,
+            ends,
+            lengths,
+            logit_rows,
+            input_embeddings,
+            [lease.state for lease in leases],
         )
         self._schedule()
+        for lease, state in zip(leases, states):
+            lease.state = state
         return logits
 
     @exclusive
@@ -248,7 +279,7 @@ class PagedStore:
     def _grow(self, num_blocks: int) -> None:
         self.flat.grow(num_blocks)
         self.kv.pool.grow(num_blocks)
-        self._scheduled = self.pools()
+        self._scheduled = self.flat.pools()
 
     def _cut(self, num_blocks: int) -> None:
         """Gives memory back; blocks that are used move to what remains."""
@@ -260,14 +291,14 @@ class PagedStore:
         if copies:
             self.flat.copy_blocks(copies)
         self.flat.cut(num_blocks)
-        self._scheduled = self.pools()
+        self._scheduled = self.flat.pools()
 
     @exclusive
     def settle(self) -> None:
         """Waits until all that was read or written has been; what was released is free then."""
-        mx.eval(self.pools())
+        mx.eval(self.flat.pools(), self.flat.unfinished())
         mx.synchronize()
-        self._scheduled = self.pools()
+        self._scheduled = self.flat.pools()
         step = self.kv.pool.launched_step
         self.kv.on_step_evaluated(step)
         self.kv.launch_step(step + 1)
@@ -278,8 +309,15 @@ class PagedStore:
 
     def _schedule(self, *others: mx.array) -> None:
         """Sets the device to work on all that was built, and on other arrays."""
-        mx.async_eval(*others, self.pools())  # type: ignore[no-untyped-call]
-        self._scheduled = self.pools()
+        states = self.flat.unfinished()
+        mx.async_eval(*others, states, self.flat.pools())  # type: ignore[no-untyped-call]
+        self._newest_states = states or self._newest_states
+        self._scheduled = self.flat.pools()
+
+    def leave(self) -> None:
+        """For `exclusive`: the thread gives the store away."""
+        if self.flat.has_unfinished:
+            self._schedule()
 
     @exclusive
     def write(self, layer: int, plan: AttentionPlan, keys: mx.array, values: mx.array) -> None:
@@ -303,7 +341,7 @@ class PagedStore:
 
         To wait for it holds nobody up; to wait for the pools is for those who have the store.
         """
-        [done] = mx.depends([mx.zeros(1)], self.pools())
+        [done] = mx.depends([mx.zeros(1)], self.flat.pools() + self._newest_states)
         self._schedule(done)
         return done
 
@@ -320,6 +358,13 @@ class PagedStore:
         self.num_prompt_tokens += num_prompt_tokens
         self.num_cached_tokens += num_cached_tokens
 
+    # Prefixes.
+
+    def match(self, query: PrefixQuery) -> PrefixMatch:
+        """The longest stored prefix that a sequence can continue from."""
+        match = self.kv.match(query)
+        return self.snapshots.limit(match) if self.has_states else match
+
     # The whole store.
 
     def retire(self) -> None:
@@ -333,6 +378,7 @@ class PagedStore:
     def set_limit(self, limit: int) -> None:
         """Another `cache_bytes`; what is over it goes at once."""
         self.limit = limit
+        self.snapshots.set_limit(self._share_of_limit)
         self._collect()
         if self.kv.pool.num_blocks > self._max_cached_blocks:
             self._cut(self._least_blocks)
@@ -342,6 +388,7 @@ class PagedStore:
         """Forgets every prefix that no live cache holds, and gives their memory back."""
         self._collect()
         self.kv.reset_prefix_cache()
+        self.snapshots.clear()
         self._cut(self._least_blocks)
 
     def recover(self) -> None:
@@ -350,11 +397,13 @@ class PagedStore:
         What was built and not begun is dropped, which only those lose who got the exception.
         """
         self.flat.restore(self._scheduled)
+        self.flat.unfinished()
         try:
             self.kv.check_integrity()
         except Exception:
             self.settle()
             self.kv.recount()
+            self.snapshots.clear()
 
     @exclusive
     def stats(self) -> StoreStats:
@@ -368,7 +417,7 @@ class PagedStore:
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_evictions=self.kv.counters.num_evictions,
-            nbytes=pool.num_blocks * self.block_bytes,
+            nbytes=pool.num_blocks * self.block_bytes + self.flat.state_bytes,
         )
 
     @exclusive

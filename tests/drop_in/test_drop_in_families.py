@@ -30,8 +30,8 @@ from mlx_paged.model.layout import Mode
 mlx_lm_generate = sys.modules["mlx_lm.generate"]
 pytestmark = pytest.mark.usefixtures("paged")
 
-DENSE = sorted({*(m for m, mode in PROVEN.items() if mode is Mode.REGROUPED), "baichuan_m1"})
-PAGED = sorted(PROVEN.keys() - set(DENSE))
+PAGED = sorted(PROVEN)
+RECURRENT = {*(m for m, mode in PROVEN.items() if mode is Mode.REGROUPED), "baichuan_m1"}
 # Its masks are one token wider than its cache, so only the pieces of a prompt see that token: with
 # mlx-lm alone, answers depend on where a prompt is cut.
 TOLERANCES = {**LOOSER, "plamo3": 0.1}
@@ -77,8 +77,12 @@ def test_a_prompt_in_pieces_forks_and_files(module, model, tmp_path) -> None:
     loaded = mlx_lm_cache.load_prompt_cache(file)
     assert [type(c) for c in loaded] == [type(c) for c in plain_caches(model)]
     check(logits(model, [5], loaded), dense_logits(model, *pieces, [5]))
-    assert mlx_lm_cache.trim_prompt_cache(caches, 9) == 9
-    check(logits(model, [3, 4], caches), dense_logits(model, TEXT[:32], [3, 4]))
+    if module in RECURRENT:  # as in mlx-lm
+        assert not mlx_lm_cache.can_trim_prompt_cache(caches)
+        check(logits(model, [3, 4], caches), dense_logits(model, *pieces, [3, 4]))
+    else:
+        assert mlx_lm_cache.trim_prompt_cache(caches, 9) == 9
+        check(logits(model, [3, 4], caches), dense_logits(model, TEXT[:32], [3, 4]))
     for store in stores_of(model):
         store.check_integrity()
 
@@ -111,13 +115,3 @@ def test_logits_have_the_dtype_that_they_have_in_mlx_lm(module, model, dtype, mo
     caches = mlx_lm_cache.make_prompt_cache(model)
     assert sequence_of(caches) is not None
     assert model(tokens, cache=caches).dtype == expected
-
-
-@pytest.mark.parametrize("module", DENSE)
-def test_families_with_recurrent_state_are_left_to_mlx_lm(module, model) -> None:
-    with pytest.warns(RuntimeWarning, match=f"model_type '{module}' is not supported: its layers"):
-        caches = mlx_lm_cache.make_prompt_cache(model)
-    assert sequence_of(caches) is None
-    expected = dense_logits(model, TEXT[:20], TEXT[20:21])
-    logits(model, TEXT[:20], caches)
-    assert np.array_equal(logits(model, TEXT[20:21], caches), expected)
