@@ -299,9 +299,14 @@ class PagedStore:
         mx.eval(self.flat.pools(), self.flat.unfinished())
         mx.synchronize()
         self._scheduled = self.flat.pools()
-        step = self.kv.pool.launched_step
-        self.kv.on_step_evaluated(step)
-        self.kv.launch_step(step + 1)
+        if not self._is_between_steps:
+            self.kv.on_step_evaluated(self.kv.pool.launched_step)
+        self.kv.launch_step(self.kv.pool.launched_step + 1)
+
+    @property
+    def _is_between_steps(self) -> bool:
+        """Whether `settle` was cut off: what is built is always part of a step."""
+        return self.kv.pool.evaluated_step == self.kv.pool.launched_step
 
     def pools(self) -> list[mx.array]:
         """Every pool as it is now."""
@@ -404,6 +409,8 @@ class PagedStore:
             self.settle()
             self.kv.recount()
             self.snapshots.clear()
+        if self._is_between_steps:
+            self.kv.launch_step(self.kv.pool.launched_step + 1)
 
     @exclusive
     def stats(self) -> StoreStats:

@@ -18,7 +18,9 @@ from functools import lru_cache, partial
 from typing import Any
 
 import pytest
+from support.family_configs import config_of
 from support.models import embedded, random_tokens, tiny_config, tiny_model
+from support.parity import family_model
 from support.plain import plain_caches, plain_mlx_lm
 
 # isort: split
@@ -143,6 +145,18 @@ def test_two_models_in_two_threads(model) -> None:
     check(model, other)
 
 
+def test_threads_share_a_model_with_recurrent_state() -> None:
+    model = family_model(config_of("nemotron_h"))
+    single = [way for way in WAYS if way is not batched]  # (mlx-lm's batches of it are wrong)
+    with plain_mlx_lm():
+        expected = {(way, i): way(model, i) for way in single for i in (0, 1, 4)}
+    for n in range(ROUNDS):
+        tasks = [(single[(n + t) % len(single)], (0, 1, 4)[t % 3]) for t in range(4)]
+        works = [partial(way, model, i) for way, i in tasks]
+        assert in_threads(works) == [expected[task] for task in tasks]
+        check(model)
+
+
 def test_threads_that_meet_a_model_for_the_first_time_make_one_store(model, monkeypatch) -> None:
     made = []
     real = PagedStore.__init__
@@ -184,17 +198,18 @@ class Ended(BaseException):
     """Not an `Exception`, as `KeyboardInterrupt`."""
 
 
+def raise_ended(*args: Any) -> Any:
+    raise Ended
+
+
 @pytest.mark.parametrize("where", ["progress", "sampler", "processor"])
 def test_a_callback_that_raises_ends_its_own_thread_only(model, where) -> None:
     expected = plain_answers()
 
-    def fail(*args: Any) -> Any:
-        raise Ended
-
     options: dict[str, Any] = {
-        "progress": {"prompt_progress_callback": fail},
-        "sampler": {"sampler": fail},
-        "processor": {"logits_processors": [fail]},
+        "progress": {"prompt_progress_callback": raise_ended},
+        "sampler": {"sampler": raise_ended},
+        "processor": {"logits_processors": [raise_ended]},
     }[where]
 
     def ends() -> Any:
@@ -279,6 +294,11 @@ def test_what_is_cut_off_in_the_middle_of_the_kv_manager_is_counted_anew(
         mlx_lm_generate.generate_step(mx.array(PROMPTS[5] * 9), model).__next__()
     [store] = stores_of(model)
     assert store.kv.counters.num_resets == 1
+    store.settle()
+    with monkeypatch.context() as patch, pytest.raises(Ended):
+        patch.setattr(KVManager, "launch_step", raise_ended)
+        store.settle()
+    store.settle()
     for i in range(len(PROMPTS)):
         assert streamed(model, i) == expected[streamed, i]
     check(model)
