@@ -146,7 +146,7 @@ def _sequences_of(arguments: dict[str, Any], *models: Any) -> list[PagedSequence
         return None  # mlx-lm replaces the caches of the list by quantised ones as it goes
     caches = arguments["prompt_cache"]
     if caches is None:
-        size = arguments.get("max_kv_size")
+        size = _limit_that_is_reached(arguments)
         each = [mlx_lm_cache.make_prompt_cache(model, size) for model in models]
     elif len(models) == 1:
         each = [caches]
@@ -162,6 +162,17 @@ def _sequences_of(arguments: dict[str, Any], *models: Any) -> list[PagedSequence
             store_for(model, inspect.unwrap(mlx_lm_cache.make_prompt_cache)(model))
         found.append(sequence)
     return found
+
+
+def _limit_that_is_reached(arguments: dict[str, Any]) -> int | None:
+    """`max_kv_size` where prompt and answer may exceed it: until then a rotating cache holds what
+    any other does.
+    """
+    size: int | None = arguments.get("max_kv_size")
+    embeddings, max_tokens = arguments["input_embeddings"], arguments["max_tokens"]
+    num_tokens = len(arguments["prompt"] if embeddings is None else embeddings)
+    fits = size is not None and max_tokens >= 0 and num_tokens + max_tokens <= size
+    return None if fits else size
 
 
 def _prompt_or_last_token(prompt: mx.array, sequences: list[PagedSequence]) -> list[int]:

@@ -220,6 +220,27 @@ def test_caches_of_a_given_size_are_mlx_lms_own(recwarn) -> None:
     assert not list(recwarn)  # it is what was asked for
 
 
+@pytest.mark.usefixtures("paged")
+@pytest.mark.parametrize("max_tokens", [12, -1])
+@pytest.mark.parametrize("size", [51, 52, 53, 60])
+def test_a_size_that_is_not_reached_changes_nothing(size, max_tokens) -> None:
+    model = tiny_model(tiny_config("qwen2"))
+    prompt = [i % 90 for i in range(40)]
+
+    def answer() -> list[int]:
+        steps = mlx_lm_generate.generate_step(
+            mx.array(prompt), model, max_tokens=max_tokens, max_kv_size=size
+        )
+        return [token for (token, _), _ in zip(steps, range(30))]
+
+    expected = dense(answer)
+    for _ in range(2):
+        assert answer() == expected
+    is_paged = max_tokens == 12 and size >= 52
+    stats = drop_in.stats(model)
+    assert (stats is not None and stats.num_cached_tokens) == (39 if is_paged else False)
+
+
 # --- Empty prompts and exact hits -----------------------------------------------------------------
 
 
