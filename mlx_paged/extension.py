@@ -15,7 +15,7 @@ from mlx_paged import blas, cgroups
 
 
 def _load() -> ModuleType:
-    blas.preload()  # before mlx.core, or it has no effect
+    blas.preload()  # before mlx.core, if there is still time
     try:
         from mlx_paged._build import MLX_VERSION, NANOBIND_VERSION
     except ImportError as error:

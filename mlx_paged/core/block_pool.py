@@ -220,6 +220,41 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_freed += more
 
+    def compact(self, num_blocks: int) -> dict[int, int]:
+        """Gives up the ids from `num_blocks` on; no block waits for a step.
+
+        Returns:
+            Where the blocks that had these ids are now.
+        """
+        assert not self._quarantine, "a step in flight may read what is to move"
+        free = sorted((block for block in self._free if block < num_blocks), reverse=True)
+        moved: dict[int, int] = {}
+        for block in range(num_blocks, self.num_blocks):
+            if self._ref_counts[block] or self._nodes[block] is not None:
+                moved[block] = to = free.pop()
+                self._ref_counts[to] = self._ref_counts[block]
+                self._nodes[to] = self._nodes[block]
+                self._last_step[to] = self._last_step[block]
+        for name in ("_passed", "_kept"):
+            queue = getattr(self, name)
+            setattr(self, name, OrderedDict((moved.get(block, block), None) for block in queue))
+        for per_block in (self._ref_counts, self._nodes, self._last_step):
+            del per_block[num_blocks:]  # type: ignore[attr-defined]
+        self._free = free
+        self.num_blocks = num_blocks
+        return moved
+
+    def recount(self, references: Counter[int]) -> None:
+        """Starts anew from the references of sequences; the prefix tree holds nothing any more."""
+        launched_step, num_freed = self.launched_step, self.num_freed
+        BlockPool.__init__(self, self.num_blocks)
+        self.launched_step = self.evaluated_step = launched_step
+        for block, count in references.items():
+            self._ref_counts[block] = count
+        self._free = [block for block in self._free if not self._ref_counts[block]]
+        self._num_shared = sum(count > 1 for count in self._ref_counts)
+        self.num_freed = num_freed + len(self._free)
+
     def _leave_queue(self, block: int) -> None:
         """A cached block is referenced again, or no longer cached."""
         del (self._kept if block in self._kept else self._passed)[block]

@@ -504,6 +504,10 @@ class KVManager:
         """
         return self._opened(tokens, [], self.tree.root() if self.enable_prefix_caching else None, 0)
 
+    def is_open(self, tables: BlockTables) -> bool:
+        """Whether tables hold blocks: they have not been freed."""
+        return tables in self._sequences
+
     def fork(self, tables: BlockTables, tokens: Sequence[int]) -> BlockTables:
         """The same blocks, partly filled ones included, for another sequence."""
         for block in tables.blocks:
@@ -582,6 +586,43 @@ class KVManager:
         depth = num_tokens // self.block_size
         if tables.tip is not None and tables.tip.depth > depth:
             self.tree.move_tip(tables, tables.tip.ancestor(depth))
+
+    def compact(self, num_blocks: int) -> list[BlockCopy]:
+        """Makes the pool of full attention one of `num_blocks` blocks, all that are used among
+        them; evicts what has no place. No step is in flight.
+
+        Returns:
+            Copies to make before the pools are cut.
+        """
+        pool = self.pool
+        assert pool.num_used < num_blocks, f"{pool.num_used} blocks are used"
+        while pool.num_used + pool.num_cached >= num_blocks:
+            node = pool.next_to_evict()
+            assert node is not None
+            self._remove_node(node)
+            self.attention[0].num_evictions += 1
+        moved = pool.compact(num_blocks)
+        for tables in self._sequences:
+            for index, block in enumerate(tables.blocks):
+                if block in moved:
+                    tables.replace(0, index, moved[block])
+        for block in moved.values():
+            node = pool.node_of(block)
+            if node is not None:
+                node.blocks[0] = block
+        return [BlockCopy(src, dst) for src, dst in moved.items()]
+
+    def recount(self) -> None:
+        """Makes everything agree with the tables that are open, after something was cut off in the
+        middle: forgets the prefix tree, and frees what no table names. No step is in flight.
+        """
+        self.tree = PrefixTree(self.block_size, len(self.groups))
+        for tables in self._sequences:
+            tables.tip = tables.exported = None
+        for group in self.groups:
+            references = group.references(self._sequences)
+            group.pool.recount(references)
+        self._counters.num_resets += 1
 
     # Steps.
 

@@ -199,7 +199,7 @@ def _blas(status: str) -> Finding:
     is_fast = status.startswith(("OpenBLAS", "Accelerate", "preloaded")) or "on a GPU" in status
     remedy = "pip install 'mlx-paged[cpu]'"
     if "before mlx_paged" in status:
-        remedy = "import mlx_paged before mlx.core: the linker binds BLAS once"
+        remedy = "put `import mlx_paged` above the first import of mlx or mlx_lm"
     elif "MLX_PAGED_BLAS=off" in status:
         remedy = "unset MLX_PAGED_BLAS, unless you meant it"
     return _judged(is_fast, "BLAS", "OpenBLAS, Accelerate, or MLX on a GPU", status, remedy)

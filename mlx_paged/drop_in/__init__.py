@@ -21,7 +21,8 @@ from mlx_paged.drop_in.patching import (
 )
 
 if TYPE_CHECKING:
-    from mlx_paged.drop_in.store import StoreStats
+    from mlx_paged.drop_in.model_store import ModelStore
+    from mlx_paged.drop_in.paged_store import StoreStats
 
 __all__ = [
     "MlxLmMismatchError",
@@ -30,8 +31,21 @@ __all__ = [
     "is_patched",
     "patch",
     "stats",
+    "store",
     "unpatch",
 ]
+
+
+def store(model: Any) -> ModelStore:
+    """The paged memory of a model: its size, its limit, and `clear`.
+
+    Raises:
+        InvalidParameterError: `model` is no model.
+        NoStoreError: (a `RuntimeError`) the model has no store; the message says why.
+    """
+    from mlx_paged.drop_in.model_store import ModelStore
+
+    return ModelStore(model)
 
 
 def stats(model: Any) -> StoreStats | None:

@@ -22,9 +22,10 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_paged.core import PrefixQuery
 from mlx_paged.core.prefix_tree import TOKEN_TYPE
 from mlx_paged.drop_in.caches import import_dense, is_importable, prompt_cache, sequence_of
+from mlx_paged.drop_in.locking import exclusive
+from mlx_paged.drop_in.paged_store import PagedStore
 from mlx_paged.drop_in.registry import store_for
 from mlx_paged.drop_in.sequence import PagedSequence
-from mlx_paged.drop_in.store import PagedStore
 
 
 class Choice(NamedTuple):
@@ -73,6 +74,8 @@ class BatchSequence:
         self._query: PrefixQuery | None = None  # for the present segment
         if sequence.is_known:
             self._text = sequence.tokens + array(TOKEN_TYPE, [t for s in segments for t in s])
+        # With recurrent state: prompts that run too, and how many tokens are taken from each.
+        self._shared: list[tuple[BatchSequence, int]] = []
 
     @property
     def is_at_last_token(self) -> bool:
@@ -96,18 +99,54 @@ class BatchSequence:
             self._take(num_cached)
         return num_cached
 
+    def begin(self, others: Iterable[BatchSequence]) -> None:
+        """The sequence is at work from now on, beside `others`.
+
+        A recurrent state is only there where a step ended. So what is shared with prompts that are
+        being computed is settled now, and their steps will end there.
+        """
+        if self._text is None:
+            return
+        self.sequence.plan_snapshots(self._text)
+        if not self.sequence.store.has_states:
+            return
+        size = self.sequence.store.block_size
+        for other in others:
+            if other._text is None:
+                continue
+            num_tokens = _num_common(self._text[:-1], other._text[:-1]) // size * size
+            if num_tokens > max(self.sequence.offset, other.sequence.offset):
+                other.sequence.stop_at(num_tokens)
+                self._shared.append((other, num_tokens))
+
     def must_wait_for(self, others: Iterable[BatchSequence]) -> bool:
         """Whether one of `others` is computing the block that this one needs next."""
         if self._text is None or self._query is None:
             return False
-        found = self.sequence.store.kv.computing_next_block(self._text, self._query)
+        if self.sequence.store.has_states:
+            # The one that began first waits for none of these.
+            self._shared = [
+                (other, num_tokens)
+                for other, num_tokens in self._shared
+                if other.is_alive
+                and self.sequence.offset < num_tokens
+                and other.sequence.offset < num_tokens
+            ]
+            return bool(self._shared)
+        found = self.sequence.store.computing_next_block(self._text, self._query)
         return found is not None and any(other.sequence.tables is found for other in others)
 
     def compute(self, num_tokens: int) -> list[int]:
-        """The next tokens of the prompt, all of one segment, which the step is to compute."""
+        """The next tokens of the prompt, all of one segment, which the step is to compute.
+
+        Args:
+            num_tokens: how many at most.
+        """
         if self._text is not None:
             self.sequence.announce(self._text)
-        return self._take(num_tokens)
+        start = self.sequence.offset
+        end = start + min(num_tokens, len(self.segments[0]))
+        return self._take(self.sequence.next_stop(end) - start)
 
     def _take(self, num_tokens: int) -> list[int]:
         segment = self.segments[0]
@@ -132,6 +171,8 @@ class BatchSequence:
             self.sequence.tokens.append(token)
             if reason is not None or self.sequence.offset % self.sequence.store.block_size == 0:
                 self.sequence.commit()
+        if reason is not None:
+            self.sequence.finish()
         return reason
 
     def context(self, newest: mx.array) -> mx.array:
@@ -207,7 +248,7 @@ class PagedBatch:
 
     def add(self, seq: BatchSequence) -> None:
         """Puts a sequence in the queue."""
-        self.store.num_prompt_tokens += seq.num_total
+        self.store.count(seq.num_total, 0)
         self._waiting.append(seq)
 
     def find(self, uids: Iterable[int]) -> dict[int, tuple[int, int]]:
@@ -264,11 +305,10 @@ class PagedBatch:
         num_prompt_tokens = len(starting) + sum(len(tokens) for _, tokens in chunks)
         if num_decoding + num_prompt_tokens:
             self._pending = self._launch(before, starting, chunks)
-        for seq, _ in [*starting, *chunks]:
-            seq.sequence.commit()
+        self._commit([*starting, *chunks])
         token_responses = self._read(before) if before is not None else []
         if before is None and num_prompt_tokens:
-            mx.eval(self.store.pools())  # never more than a step ahead of the device
+            mx.eval(self.store.written())  # never more than a step ahead of the device
         # A step's time is shared out by its tokens.
         seconds = time.perf_counter() - tic
         for_tokens = seconds * num_decoding / max(1, num_decoding + num_prompt_tokens)
@@ -284,8 +324,16 @@ class PagedBatch:
             and len(self._prompts) < self._max_prompts
             and len(self._prompts) + len(self._generating) < self._max_sequences
         ):
-            self._prompts.append(self._waiting.popleft())
+            seq = self._waiting.popleft()
+            seq.begin(self._prompts)
+            self._prompts.append(seq)
 
+    @exclusive
+    def _commit(self, work: _Work) -> None:
+        for seq, _ in work:
+            seq.sequence.commit()
+
+    @exclusive
     def _plan_prompts(self) -> tuple[_Work, _Work, list[Any]]:
         """Which sequences start to answer, which go on with their prompt, and the responses.
 
@@ -302,11 +350,11 @@ class PagedBatch:
                 starting.append((seq, seq.compute(1)))
                 responses.append(self._prompt_response(seq.uid, (seq.num_total,) * 2, True, True))
                 continue
-            self.store.num_cached_tokens += seq.take_cached()
+            self.store.count(0, seq.take_cached())
             ended = len(seq.segments) < num_segments
             computing = (other for other, _ in [*starting, *chunks])
             if budget > 0 and not ended and not seq.must_wait_for(computing):
-                tokens = seq.compute(min(len(seq.segments[0]), budget))
+                tokens = seq.compute(budget)
                 budget -= len(tokens)
                 chunks.append((seq, tokens))
                 ended = len(seq.segments) < num_segments
@@ -344,12 +392,11 @@ class PagedBatch:
         store = self.store
         logits = store.forward(leases, starts, lengths, inputs, np.arange(len(answering)))
         for sequence, start, length in zip(sequences, starts, lengths):
-            sequence.move_to(start + length)
+            sequence.advance_to(start + length)
         if not answering:
-            mx.async_eval(store.pools())  # type: ignore[no-untyped-call]
             return None
         tokens, logprobs = _choose(answering, inputs, logits)
-        mx.async_eval(tokens, logprobs, store.pools())  # type: ignore[no-untyped-call]
+        mx.async_eval(tokens, logprobs)  # type: ignore[no-untyped-call]
         return PendingTokens(answering, tokens, logprobs)
 
     def _read(self, step: PendingTokens) -> list[Any]:
@@ -366,6 +413,13 @@ class PagedBatch:
         if self._pending is not None:
             self._pending = self._pending.without_ended()
         return responses
+
+
+def _num_common(a: array[int], b: array[int]) -> int:
+    """Leading tokens that two texts share."""
+    length = min(len(a), len(b))
+    differs = np.flatnonzero(np.asarray(a[:length]) != np.asarray(b[:length]))
+    return int(differs[0]) if len(differs) else length
 
 
 def _choose(
@@ -402,8 +456,7 @@ def batch_generator(original: Any) -> Any:
     class BatchGenerator(original):  # type: ignore[misc]
         def __init__(self, model: Any, **options: Any) -> None:
             super().__init__(model, **options)
-            own_caches = inspect.unwrap(mlx_lm_cache.make_prompt_cache)(model, self.max_kv_size)
-            store = store_for(model, own_caches)
+            store = store_for(model, inspect.unwrap(mlx_lm_cache.make_prompt_cache)(model))
             self._paged: PagedBatch | None = None
             if store is not None:
                 self._paged = PagedBatch(
@@ -431,9 +484,13 @@ def batch_generator(original: Any) -> Any:
             )
             if self._paged is not None:
                 queue = self._unprocessed_sequences
-                for entry in [queue.pop() for _ in uids][::-1]:
+                entries = [queue.pop() for _ in uids][::-1]
+                for entry, given in zip(entries, caches or [None] * len(uids)):
                     uid, prompt, limit, cache, tokens, sampler, processors, stops = entry
                     choice = Choice(limit, sampler, processors, stops)
+                    if given is None and sum(map(len, prompt)) + limit <= (self.max_kv_size or 0):
+                        # Until it is full, a rotating cache holds what any other does.
+                        cache = mlx_lm_cache.make_prompt_cache(self.model)
                     sequence, tokens = _stored(cache, tokens, self._paged.store)
                     if sequence is None:
                         queue.append(entry)
@@ -510,7 +567,7 @@ def _with_last_tokens(
     texts = [[] for _ in segments] if all_tokens is None else list(all_tokens)
     for i, (segment, cache) in enumerate(zip(segments, caches)):
         sequence = sequence_of(cache) if cache else None
-        is_empty = all(c.empty() for c in cache or ()) if sequence is None else not sequence.offset
+        is_empty = all(c.empty() for c in cache or ()) if sequence is None else sequence.is_empty
         if any(segment) or is_empty:
             continue
         last = list(texts[i][-1:])

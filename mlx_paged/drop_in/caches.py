@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
+from mlx_paged.drop_in.paged_store import PagedStore
 from mlx_paged.drop_in.sequence import PagedSequence
-from mlx_paged.drop_in.store import PagedStore
-from mlx_paged.model.layout import CacheSpec, LayerSpec
+from mlx_paged.model.layout import CacheSpec, LayerSpec, StateSpec
 
 
 class _PromptCache:
     """One layer of a sequence, in mlx-lm's cache protocol.
 
     A model that is called with these runs paged and never looks into them (`registry`). Other code
-    gets dense keys and values, which are copies.
+    gets dense arrays, which are copies.
 
     Attributes:
         plain: mlx-lm's class, whose place it takes.
@@ -34,6 +34,28 @@ class _PromptCache:
     def offset(self) -> int:
         """Tokens in the cache: the position of the next one."""
         return self.sequence.offsets[self.layer]
+
+    @property
+    def nbytes(self) -> int:
+        return self.sequence.nbytes(self.layer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # All layers of a prompt cache find the same fork in `memo`.
+        return type(self)(copy.deepcopy(self.sequence, memo), self.layer)
+
+    def __copy__(self) -> Any:
+        return copy.deepcopy(self)
+
+    def __reduce__(self) -> Any:
+        return type(self.dense()).from_state, (self.dense().state,)
+
+    def dense(self) -> Any:
+        """mlx-lm's own cache with the same content."""
+        return self.plain.from_state(self.state)  # type: ignore[attr-defined]
+
+
+class _KVPromptCache(_PromptCache):
+    """A layer with attention."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Stores ``[batch, num_kv_heads, length, head_dim]``; returns all that is there."""
@@ -53,10 +75,6 @@ class _PromptCache:
     def empty(self) -> bool:
         return self.offset == 0
 
-    @property
-    def nbytes(self) -> int:
-        return self.sequence.nbytes(self.layer)
-
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """``[batch, num_kv_heads, offset, head_dim]`` keys and values."""
         return self.sequence.dense(self.layer)
@@ -68,16 +86,6 @@ class _PromptCache:
     @property
     def values(self) -> mx.array | None:
         return None if self.empty() else self.keys_and_values()[1]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # All layers of a prompt cache find the same fork in `memo`.
-        return type(self)(copy.deepcopy(self.sequence, memo), self.layer)
-
-    def __copy__(self) -> Any:
-        return copy.deepcopy(self)
-
-    def __reduce__(self) -> Any:
-        return type(self.dense()).from_state, (self.dense().state,)
 
     @property
     def state(self) -> Any:
@@ -96,16 +104,12 @@ class _PromptCache:
     def _check(self, source: Any) -> None:
         """Raises `ValueError` where a cache of mlx-lm's cannot be taken."""
 
-    def dense(self) -> Any:
-        """mlx-lm's own cache with the same content."""
-        return self.plain.from_state(self.state)
 
-
-class PagedKVCache(_PromptCache, KVCache):  # type: ignore[misc]
+class PagedKVCache(_KVPromptCache, KVCache):  # type: ignore[misc]
     """Stands where mlx-lm has a `KVCache`."""
 
 
-class PagedRotatingKVCache(_PromptCache, RotatingKVCache):  # type: ignore[misc]
+class PagedRotatingKVCache(_KVPromptCache, RotatingKVCache):  # type: ignore[misc]
     """Stands where mlx-lm has a `RotatingKVCache`: a layer with a sliding window.
 
     The dense view has what the window holds. The store has the tokens before it too, so this one
@@ -159,7 +163,7 @@ class PagedRotatingKVCache(_PromptCache, RotatingKVCache):  # type: ignore[misc]
         return self.dense().make_mask(*args, **kwargs)
 
 
-class PagedChunkedKVCache(_PromptCache, ChunkedKVCache):  # type: ignore[misc]
+class PagedChunkedKVCache(_KVPromptCache, ChunkedKVCache):  # type: ignore[misc]
     """Stands where mlx-lm has a `ChunkedKVCache`: a layer that sees its own chunk of the text."""
 
     plain = ChunkedKVCache
@@ -183,6 +187,40 @@ class PagedChunkedKVCache(_PromptCache, ChunkedKVCache):  # type: ignore[misc]
         raise ValueError("chunked caches cannot be merged into a dense batch")
 
 
+class PagedArraysCache(_PromptCache, ArraysCache):  # type: ignore[misc]
+    """Stands where mlx-lm has an `ArraysCache`: a layer with recurrent state."""
+
+    plain = ArraysCache
+    # mlx-lm's batches are padded, and these say how; here nothing is.
+    left_padding = None
+    lengths = None
+
+    @property
+    def cache(self) -> list[mx.array | None]:
+        """``[batch, ...]`` arrays; None before the first token."""
+        return list(self.sequence.states(self.layer))
+
+    @cache.setter
+    def cache(self, entries: Sequence[mx.array | None]) -> None:
+        self.sequence.set_states(self.layer, entries)
+
+    def __setitem__(self, idx: int, value: mx.array | None) -> None:
+        entries = self.cache
+        entries[idx] = value
+        self.cache = entries
+
+    @property
+    def state(self) -> Any:
+        return self.cache, self.left_padding, self.lengths
+
+    @state.setter
+    def state(self, v: Any) -> None:
+        source = self.plain.from_state(v)
+        if source.left_padding is not None or source.lengths is not None:
+            raise ValueError("[paged prompt cache] state must be of sequences without padding")
+        self.cache = source.cache
+
+
 class _UnusedCache(PagedKVCache):
     """Stands for a cache that the model makes and does not use."""
 
@@ -200,17 +238,20 @@ class _UnusedCache(PagedKVCache):
 class _WorkingCache(_PromptCache):
     """What mlx-lm's own loops are given: one in the place of each of a model's caches.
 
-    After every chunk of a prompt they evaluate the state of the caches: here that is the store's
-    pools, which finishes the chunk and copies nothing.
+    After every chunk of a prompt they evaluate the state of the caches: here that waits for the
+    chunk and copies nothing.
     """
 
     @property
     def offset(self) -> int:
         return self.sequence.offset
 
-    @property  # type: ignore[misc]
+    @property
     def state(self) -> Any:
-        return self.sequence.store.pools() if self.layer == 0 else []
+        return self.sequence.store.written() if self.layer == 0 else []
+
+    def is_trimmable(self) -> bool:
+        return not self.sequence.store.has_states
 
     def trim(self, n: int) -> int:
         n = min(n, self.offset)
@@ -234,6 +275,8 @@ def _assembled(shape: Any, leaves: list[Any]) -> Any:
 
 
 def _kind_of(spec: CacheSpec) -> type[_PromptCache]:
+    if isinstance(spec, StateSpec):
+        return PagedArraysCache
     if not isinstance(spec, LayerSpec):
         return _UnusedCache
     if spec.chunk is not None:
@@ -283,6 +326,13 @@ def is_importable(caches: Sequence[Any], store: PagedStore) -> bool:
 
 
 def _fits(cache: Any, spec: CacheSpec) -> bool:
+    if type(cache) is ArraysCache:
+        is_padded = cache.left_padding is not None or cache.lengths is not None
+        return (
+            isinstance(spec, StateSpec) and not is_padded and len(cache.cache) == len(spec.shapes)
+        )
+    if isinstance(spec, StateSpec):
+        return False
     if type(cache) is RotatingKVCache:
         return cache.keep == 0 and cache.max_size == getattr(spec, "window", None)
     if type(cache) is ChunkedKVCache:
@@ -297,13 +347,17 @@ def import_dense(caches: Sequence[Any], store: PagedStore) -> PagedSequence:
     sequence = PagedSequence(store)
     leaves = leaves_of(caches)
     for source, target in zip(leaves, leaves_of(prompt_cache(sequence))):
-        if not source.empty():
+        if isinstance(target, PagedArraysCache):
+            if any(array is not None for array in source.cache):
+                target.cache = source.cache
+        elif not source.empty():
             _restore(target, source)
-    sequence.move_to(max(source.offset for source in leaves))  # unused ones move along
+    # Unused ones move along.
+    sequence.move_to(max((s.offset for s in leaves if hasattr(s, "offset")), default=0))
     return sequence
 
 
-def _restore(cache: _PromptCache, source: Any) -> None:
+def _restore(cache: _KVPromptCache, source: Any) -> None:
     """Makes one layer hold what one of mlx-lm's caches does."""
     cache.trim(cache.offset)
     if source.keys is None or source.offset == 0:

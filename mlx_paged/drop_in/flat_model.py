@@ -10,15 +10,26 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, is_dataclass
 from functools import partial
+from itertools import count
 from typing import Any
+from weakref import WeakSet
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from mlx_paged import ops
+from mlx_paged.drop_in.states import (
+    Arrays,
+    ArrayStateCache,
+    Entries,
+    State,
+    StateBatch,
+    StepStates,
+    fitted,
+)
 from mlx_paged.errors import UnsupportedModelError
-from mlx_paged.model.layout import CacheSpec, LayerSpec
+from mlx_paged.model.layout import CacheSpec, LayerSpec, StateSpec
 from mlx_paged.ops import AttentionPlan
 
 
@@ -38,11 +49,6 @@ class FlatModel:
 
         config = _config_of(model)
         paged = serve(model, config, block_size=block_size)
-        if paged.layout.has_states:
-            raise UnsupportedModelError(
-                config["model_type"],
-                "its layers keep recurrent state, which paged prompt caches do not yet",
-            )
         if paged.layout.max_context_len is not None:
             raise UnsupportedModelError(
                 config["model_type"],
@@ -52,7 +58,21 @@ class FlatModel:
         self.block_size = block_size
         self._model = weakref.ref(model)
         self._paged = paged
-        paged.allocate(num_blocks)
+        # Of each cache with recurrent state, its number among them.
+        self.state_numbers = {
+            layer: number
+            for number, layer in enumerate(
+                i for i, spec in enumerate(paged.layout.specs) if isinstance(spec, StateSpec)
+            )
+        }
+        self._step_states = StepStates(paged.layout.states)
+        self._batches: WeakSet[StateBatch] = WeakSet()
+        self._unfinished: WeakSet[StateBatch] = WeakSet()  # of these nobody has asked for yet
+        numbers = count()
+        paged.allocate(
+            num_blocks,
+            state_cache=lambda spec: ArrayStateCache(spec, next(numbers), self._step_states),
+        )
         paged.model = None  # type: ignore[assignment]
         caches = iter(paged.attention_caches)
         self._caches: list[Any] = [
@@ -85,22 +105,34 @@ class FlatModel:
         query_lens: Sequence[int],
         logit_rows: np.ndarray,
         input_embeddings: mx.array | None = None,
-    ) -> mx.array:
+        states: Sequence[State | None] = (),
+    ) -> tuple[mx.array, list[State]]:
         """``[num_rows]`` int32 tokens -> ``[len(logit_rows), vocab_size]`` logits, lazily.
+
+        Returns:
+            The logits, and the recurrent state of each sequence after the step (none where the
+            model has none).
 
         Args:
             tables: blocks of each sequence.
             context_lens: tokens of each sequence once this step's are written.
             query_lens: how many of them are this step's rows.
             input_embeddings: ``[num_rows, hidden_size]``, in the place of the tokens'.
+            states: of each sequence before the step, for a model that has recurrent state; None:
+                before the first token.
         """
-        from mlx_paged.model.plan import StepInputs
+        from mlx_paged.model.plan import StateSlots, StepInputs
 
+        slots = None
+        if self.layout.has_states:  # (no slots here, but the step is to see which sequences begin)
+            writes = range(1, 1 + len(query_lens))
+            slots = StateSlots([0 if s is None else i for i, s in zip(writes, states)], writes)
         inputs = StepInputs(
             np.array(context_lens, dtype=np.int64),
             np.array(query_lens, dtype=np.int64),
             tables,
             logit_rows,
+            slots,
         )
         model: Any = self._model()
         if input_embeddings is not None:
@@ -111,12 +143,20 @@ class FlatModel:
                 )
             model = partial(model, input_embeddings=input_embeddings[:, None])
         self._paged.model = model
-        try:
-            logits = self._paged.forward(tokens, inputs)
-        finally:
-            self._paged.model = None  # type: ignore[assignment]
+        made: list[State] = []
+        with self._step_states.read_by(states):
+            try:
+                logits = self._paged.forward(tokens, inputs)
+            finally:
+                self._paged.model = None  # type: ignore[assignment]
+            if self.layout.has_states:
+                made = self._step_states.made()
+                for state in made:
+                    self._remember(state.batch)
         # (A head that was replaced since, for example by a quantised one, gives all rows.)
-        return logits if len(logits) == len(logit_rows) else logits[mx.array(logit_rows)]
+        if len(logits) != len(logit_rows):
+            logits = logits[mx.array(logit_rows)]
+        return logits, made
 
     # Layers by themselves, for what is put in and taken out.
 
@@ -173,11 +213,65 @@ class FlatModel:
         assert isinstance(spec, LayerSpec), f"cache {layer} of the model is not used"
         return spec
 
+    # Recurrent states.
+
+    def checked_states(self, number: int, entries: Sequence[mx.array | None]) -> Entries:
+        """``[num_seqs, ...]`` arrays from outside, as a recurrent cache holds them.
+
+        Raises:
+            ValueError: for other shapes than the layer has, or different numbers of sequences.
+        """
+        spec = self.layout.states[number]
+        if len(entries) != len(spec.shapes):
+            raise ValueError(
+                f"[paged prompt cache] recurrent state must be {len(spec.shapes)} arrays but got "
+                f"{len(entries)}: this cache belongs to another model"
+            )
+        checked = [fitted(a, s, d) for a, s, d in zip(entries, spec.shapes, spec.dtypes)]
+        sizes = {len(array) for array in checked if array is not None}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"[paged prompt cache] recurrent state must be of one batch but got {sorted(sizes)}"
+            )
+        return checked
+
+    def states_of(self, arrays: Arrays, num_seqs: int) -> list[State]:
+        """The states of sequences side by side, from ``[num_seqs, ...]`` arrays of each cache."""
+        batch = StateBatch(arrays, num_seqs)
+        self._remember(batch)
+        return [State(batch, row) for row in range(num_seqs)]
+
+    def alone(self, state: State) -> State:
+        """See `State.alone`."""
+        alone = state.alone()
+        self._remember(alone.batch)
+        return alone
+
+    def _remember(self, batch: StateBatch) -> None:
+        self._batches.add(batch)
+        self._unfinished.add(batch)
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of all states that are there."""
+        return sum(batch.nbytes for batch in list(self._batches))
+
     # Pools.
 
     def pools(self) -> list[mx.array]:
         """Every pool as it is now."""
         return self._paged.pools()
+
+    def unfinished(self) -> list[mx.array]:
+        """The states that were made since the last call: what is to be evaluated."""
+        states = [array for batch in self._unfinished for array in batch.present]
+        self._unfinished.clear()
+        return states
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether states were made since."""
+        return bool(self._unfinished)
 
     def restore(self, pools: list[mx.array]) -> None:
         """Puts back what `pools` returned: the same memory, as writing is in place."""
@@ -185,7 +279,17 @@ class FlatModel:
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copies blocks, as (src, dst), in every layer."""
-        self._paged.copy_blocks(mx.array(list(pairs), dtype=mx.int32))
+        if self._paged.attention_caches:
+            self._paged.copy_blocks(mx.array(list(pairs), dtype=mx.int32))
+
+    def cut(self, num_blocks: int) -> None:
+        """Gives the memory of the blocks from `num_blocks` on back."""
+        for cache in self._paged.attention_caches:
+            for name in ("key_pool", "value_pool"):
+                pool = mx.contiguous(getattr(cache, name)[:num_blocks])
+                mx.eval(pool)
+                setattr(cache, name, pool)
+        mx.clear_cache()  # (MLX would keep it)
 
     def grow(self, num_blocks: int) -> None:
         """Makes room for more blocks; what is there stays."""

@@ -14,7 +14,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
-from mlx_paged.core import PrefixQuery
 from mlx_paged.drop_in.caches import dense_copy, prompt_cache, sequence_of, working_caches
 from mlx_paged.drop_in.registry import store_for
 from mlx_paged.drop_in.sequence import PagedSequence
@@ -68,7 +67,8 @@ def generate_step(original: Function) -> Function:
         prompt = _prompt_or_last_token(arguments["prompt"], sequences)
         tokens = [*sequence.tokens, *prompt]
         num_cached = sequence.adopt(tokens) - (len(tokens) - len(prompt))
-        _count(sequence, len(prompt), num_cached)
+        sequence.plan_snapshots(tokens)
+        sequence.store.count(len(prompt), num_cached)
         # (An empty array, of an empty prompt, may well be of a type that is no token's.)
         dtype = arguments["prompt"].dtype if arguments["prompt"].size else mx.uint32
         arguments["prompt"] = mx.array(prompt[num_cached:], dtype=dtype)
@@ -89,17 +89,19 @@ def speculative_generate_step(original: Function) -> Function:
         call.apply_defaults()
         arguments = call.arguments
         sequences = _sequences_of(arguments, arguments["model"], arguments["draft_model"])
-        if sequences is None or not all(s.is_known for s in sequences):
-            yield from original(*args, **kwargs)
+        if sequences is None or any(s.store.has_states or not s.is_known for s in sequences):
+            yield from original(*args, **kwargs)  # (recurrent state cannot take drafts back)
             return
         arguments["prompt_cache"] = [c for s in sequences for c in working_caches(s)]
         prompt = _prompt_or_last_token(arguments["prompt"], sequences)
         texts = [[*s.tokens, *prompt] for s in sequences]
         # mlx-lm gives both models the same rest of the prompt.
-        num_cached = min(s.cached_tokens(text) - s.offset for s, text in zip(sequences, texts))
-        for sequence, text in zip(sequences, texts):
-            sequence.adopt(text, PrefixQuery(text, limit=sequence.offset + num_cached))
-            _count(sequence, len(prompt), num_cached)
+        found = [s.adopt(text) - (len(text) - len(prompt)) for s, text in zip(sequences, texts)]
+        num_cached = min(found)
+        for sequence, number in zip(sequences, found):
+            if number > num_cached:
+                sequence.trim_all(number - num_cached)
+            sequence.store.count(len(prompt), num_cached)
         arguments["prompt"] = mx.array(prompt[num_cached:], dtype=mx.uint32)
         answer: list[int] = []
         steps = original(*call.args, **call.kwargs)
@@ -111,7 +113,6 @@ def speculative_generate_step(original: Function) -> Function:
             steps.close()  # forgets the drafts that were not accepted
             for sequence, text in zip(sequences, texts):
                 sequence.learn(text + answer)
-                sequence.store.rest()
 
     return speculative_generate_step
 
@@ -145,7 +146,7 @@ def _sequences_of(arguments: dict[str, Any], *models: Any) -> list[PagedSequence
         return None  # mlx-lm replaces the caches of the list by quantised ones as it goes
     caches = arguments["prompt_cache"]
     if caches is None:
-        size = arguments.get("max_kv_size")
+        size = _limit_that_is_reached(arguments)
         each = [mlx_lm_cache.make_prompt_cache(model, size) for model in models]
     elif len(models) == 1:
         each = [caches]
@@ -163,6 +164,17 @@ def _sequences_of(arguments: dict[str, Any], *models: Any) -> list[PagedSequence
     return found
 
 
+def _limit_that_is_reached(arguments: dict[str, Any]) -> int | None:
+    """`max_kv_size` where prompt and answer may exceed it: until then a rotating cache holds what
+    any other does.
+    """
+    size: int | None = arguments.get("max_kv_size")
+    embeddings, max_tokens = arguments["input_embeddings"], arguments["max_tokens"]
+    num_tokens = len(arguments["prompt"] if embeddings is None else embeddings)
+    fits = size is not None and max_tokens >= 0 and num_tokens + max_tokens <= size
+    return None if fits else size
+
+
 def _prompt_or_last_token(prompt: mx.array, sequences: list[PagedSequence]) -> list[int]:
     """The prompt's tokens. Where it is empty, the cache has all of them: the last is computed anew,
     because what follows it is known only then.
@@ -170,21 +182,19 @@ def _prompt_or_last_token(prompt: mx.array, sequences: list[PagedSequence]) -> l
     tokens: list[int] = prompt.tolist()  # type: ignore[assignment]
     if tokens or not all(len(s.tokens) for s in sequences):
         return tokens
+    if sequences[0].store.has_states:
+        return sequences[0].restart()
     tokens = [sequences[0].tokens[-1]]
     for sequence in sequences:
         sequence.trim_all(1)
     return tokens
 
 
-def _count(sequence: PagedSequence, num_tokens: int, num_cached: int) -> None:
-    sequence.store.num_prompt_tokens += num_tokens
-    sequence.store.num_cached_tokens += num_cached
-
-
 def _hide_the_cut(arguments: dict[str, Any], cached: list[int], num_tokens: int) -> None:
     """Callbacks and logits processors see the whole prompt, whatever of it need not be computed."""
     report = arguments["prompt_progress_callback"]
     if report is not None:
+        report(0, num_tokens)  # as mlx-lm begins
         arguments["prompt_progress_callback"] = lambda done, _: report(
             done + len(cached), num_tokens
         )
@@ -214,4 +224,4 @@ def _learning(
     finally:
         steps.close()  # type: ignore[attr-defined]
         sequence.learn(tokens)
-        sequence.store.rest()
+        sequence.finish()

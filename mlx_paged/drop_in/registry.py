@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_paged.drop_in.caches import leaves_of, sequence_of
-from mlx_paged.drop_in.store import PagedStore
+from mlx_paged.drop_in.locking import InterruptsDeferred
+from mlx_paged.drop_in.paged_store import PagedStore
 from mlx_paged.errors import MlxPagedError
 
 #: Memory for prefixes that nobody uses at the moment, in bytes, for each model.
@@ -26,21 +28,66 @@ _SMALL = 1 << 16  # bytes
 
 _stores: dict[int, _Entry] = {}  # by id(model): modules cannot be hashed
 _warned: set[str] = set()
+_finding = threading.Lock()  # of entries; what an entry holds has a lock of its own
 
 
 class _Entry:
-    """The stores of one model with its present weights."""
+    """The stores of one model.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.weights = {path: _Weight(array) for path, array in _weights(model)}
-        # One for each set of caches that the model may ask for (they can be changed at run time).
+    Attributes:
+        lock: Of all of them. Whoever has it may run the model in steps and look at its weights.
+        stores: With the model's present weights, one for each set of caches that it may ask for
+            (they can be changed at run time).
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
         self.stores: dict[tuple[Any, ...], PagedStore | None] = {}
+        self.limit: int | None = None  # bytes for unused prefixes; None: as the environment says
+        self.why_none = ""  # there is no store
+        self._weights: dict[str, _Weight] | None = None
 
-    def is_current(self, model: nn.Module) -> bool:
+    def store(self, model: nn.Module, kinds: tuple[Any, ...]) -> PagedStore | None:
+        """The store for a set of caches, made when it is first asked for."""
+        with InterruptsDeferred(), self.lock:
+            if self._weights is None or not self._is_current(model, self._weights):
+                self.retire()
+                self._weights = {path: _Weight(array) for path, array in _weights(model)}
+            if kinds not in self.stores:
+                self.stores[kinds] = self._make(model)
+            return self.stores[kinds]
+
+    def _make(self, model: nn.Module) -> PagedStore | None:
+        cache_bytes = _cache_bytes() if self.limit is None else self.limit
+        reason = _unusable_device()
+        if reason is None:
+            try:
+                store = PagedStore(model, cache_bytes=cache_bytes, lock=self.lock)
+                _reroute(model)
+                return store
+            except MlxPagedError as error:
+                reason = str(error)
+            except Exception as error:
+                # Whatever a model does with caches that it was not made for, it is not proven.
+                kind = str(getattr(model, "model_type", type(model).__name__))
+                reason = f"model_type {kind!r} is not supported: {type(error).__name__}: {error}"
+        self.why_none = reason
+        _warn(reason)
+        return None
+
+    def retire(self) -> None:
+        """The stores are for nobody new."""
+        stores, self.stores = self.stores, {}
+        for store in stores.values():
+            if store is not None:
+                store.retire()
+
+    @staticmethod
+    def _is_current(model: nn.Module, known: dict[str, _Weight]) -> bool:
         """Whether the weights are there that the stored keys and values were computed with."""
         weights = _weights(model)
-        return len(weights) == len(self.weights) and all(
-            path in self.weights and self.weights[path].is_still(array) for path, array in weights
+        return len(weights) == len(known) and all(
+            path in known and known[path].is_still(array) for path, array in weights
         )
 
 
@@ -81,17 +128,18 @@ def store_for(model: Any, caches: Sequence[Any]) -> PagedStore | None:
         return None
     if any(isinstance(c, RotatingKVCache) and c.keep for c in caches):
         return None  # asked for with `max_kv_size`: a cache that forgets the middle of its text
-    entry = _stores.get(id(model))
-    if entry is not None and not entry.is_current(model):
-        _drop(id(model))
-        entry = None
-    if entry is None:
-        entry = _stores[id(model)] = _Entry(model)
-        weakref.finalize(model, _drop, id(model))
+    with _finding:
+        entry = _stores.get(id(model))
+        if entry is None:
+            entry = _stores[id(model)] = _Entry()
+            weakref.finalize(model, _drop, id(model))
     kinds = tuple((type(c), getattr(c, "max_size", None)) for c in leaves_of(caches))
-    if kinds not in entry.stores:
-        entry.stores[kinds] = _make(model)
-    return entry.stores[kinds]
+    return entry.store(model, kinds)
+
+
+def entry_of(model: Any) -> _Entry | None:
+    """All that is known of a model."""
+    return _stores.get(id(model))
 
 
 def stores_of(model: Any) -> list[PagedStore]:
@@ -107,34 +155,20 @@ def forget_all() -> None:
 
 
 def _drop(key: int) -> None:
+    # (A finalizer, too: at any moment, in any thread, so it waits for no lock.)
     entry = _stores.pop(key, None)
-    for store in entry.stores.values() if entry is not None else ():
-        if store is not None:
-            store.retire()
+    if entry is not None:
+        entry.retire()
 
 
-def _make(model: nn.Module) -> PagedStore | None:
-    cache_bytes = _cache_bytes()
-    reason = _unusable_device()
-    if reason is None:
-        try:
-            store = PagedStore(model, cache_bytes=cache_bytes)
-            _reroute(model)
-            return store
-        except MlxPagedError as error:
-            reason = str(error)
-        except Exception as error:
-            # Whatever a model does with caches that it was not made for, it is not proven.
-            model_type = str(getattr(model, "model_type", type(model).__name__))
-            reason = f"model_type {model_type!r} is not supported: {type(error).__name__}: {error}"
+def _warn(reason: str) -> None:
     if reason not in _warned:
         _warned.add(reason)
         warnings.warn(
             f"mlx_paged leaves this model to mlx-lm's own dense caches: {reason}",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=6,
         )
-    return None
 
 
 def _unusable_device() -> str | None:

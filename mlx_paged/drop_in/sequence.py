@@ -10,9 +10,15 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.core import BlockTables, PrefixQuery
-from mlx_paged.core.prefix_tree import TOKEN_TYPE
-from mlx_paged.drop_in.store import PagedStore
+from mlx_paged.core.prefix_tree import TOKEN_TYPE, PrefixNode
+from mlx_paged.drop_in.locking import exclusive
+from mlx_paged.drop_in.paged_store import PagedStore
+from mlx_paged.drop_in.states import Arrays, State, unshared
+from mlx_paged.model.layout import StateSpec
 from mlx_paged.ops import AttentionPlan
+
+# Blocks between two states that are kept on the way through an answer, as in the engine.
+_INTERVAL = 8
 
 
 class PagedSequence:
@@ -27,14 +33,26 @@ class PagedSequence:
         [len(tokens), offset)   computed from whatever the model was given
 
     (While a batch computes its prompt, `tokens` goes past `offset`: see `announce`.)
+
+    Recurrent layers have a state in the place of keys and values, which is that of `offset` and of
+    no other length. Where it is kept for others (`plan_snapshots`) a step ends.
     """
 
     def __init__(self, store: PagedStore) -> None:
         self.store = store
         self.leases = [store.lease()]  # one for each of the sequences side by side
         self.offsets = [0] * len(store.flat.specs)
+        self._begin()
+
+    def _begin(self) -> None:
         self._num_written = 0  # positions from here on were never written by this sequence
-        self._plan: tuple[tuple[int, int], AttentionPlan] | None = None
+        self._plan: tuple[tuple[int, int, int], AttentionPlan] | None = None
+        self._is_foreign = False  # a state was set from outside, which says nothing of its tokens
+        # Where the state is kept for others: at these positions of the prompt, and in the answer.
+        self._due: set[int] = set()
+        self._answer_from: int | None = None
+        self._kept: dict[int, State] = {}  # by depth in blocks: their nodes are not there yet
+        self._newest: PrefixNode | None = None  # has the last state of the answer that was kept
 
     @property
     def offset(self) -> int:
@@ -54,17 +72,22 @@ class PagedSequence:
     @property
     def is_known(self) -> bool:
         """Whether every token in the cache is known."""
-        return len(self.tokens) >= self.offset and len(self.leases) == 1
+        return len(self.tokens) >= self.offset and len(self.leases) == 1 and not self._is_foreign
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in the cache."""
+        return self.offset == 0 and all(lease.state is None for lease in self.leases)
+
+    @exclusive
     def fork(self) -> PagedSequence:
         """A copy that shares every block until one of the two is written."""
         other = PagedSequence.__new__(PagedSequence)
         other.store = self.store
         other.leases = [self.store.fork(lease, self.offset) for lease in self.leases]
         other.offsets = list(self.offsets)
-        # What is written after the fork is written to blocks of its own.
-        other._num_written = 0
-        other._plan = None
+        other._begin()  # what is written after the fork is written to blocks of its own
+        other._is_foreign = self._is_foreign
         return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedSequence:
@@ -72,8 +95,9 @@ class PagedSequence:
 
     # Writing.
 
+    @exclusive
     def forward(self, tokens: mx.array, input_embeddings: mx.array | None = None) -> mx.array:
-        """``[batch, length]`` tokens -> ``[batch, length, vocab_size]`` logits, lazily.
+        """``[batch, length]`` tokens -> ``[batch, length, vocab_size]`` logits.
 
         Raises:
             ValueError: for another number of sequences than the cache holds, or for layers that
@@ -90,6 +114,19 @@ class PagedSequence:
         self.before_write(start, start + length)
         if input_embeddings is not None:
             tokens = mx.zeros((batch, length), dtype=mx.int32)  # the embeddings stand for them
+        pieces: list[mx.array] = []
+        done = 0
+        while done < length or not pieces:
+            end = self.next_stop(start + length) - start
+            embeddings = None if input_embeddings is None else input_embeddings[:, done:end]
+            pieces.append(self._step(tokens[:, done:end], embeddings))
+            done = end
+        return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
+
+    def _step(self, tokens: mx.array, input_embeddings: mx.array | None) -> mx.array:
+        batch, length = tokens.shape
+        start = self.offset
+        if input_embeddings is not None:
             input_embeddings = input_embeddings.reshape(batch * length, -1)
         logits = self.store.forward(
             self.leases,
@@ -99,9 +136,10 @@ class PagedSequence:
             np.arange(batch * length),
             input_embeddings,
         )
-        self.move_to(start + length)
+        self.advance_to(start + length)
         return logits.reshape(batch, length, -1)
 
+    @exclusive
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
         """Moves one layer on by ``[batch, num_kv_heads, length, head_dim]`` keys and values.
 
@@ -109,13 +147,17 @@ class PagedSequence:
             ValueError: for another number of sequences than the cache holds, or other heads.
         """
         start, batch, length = self.offsets[layer], keys.shape[0], keys.shape[2]
-        if self._plan is None or self._plan[0] != (start, length):
+        where = start, length, self.store.num_compactions
+        if self._plan is None or self._plan[0] != where:
             self._become(batch)
             del self.tokens[start:]
             self.before_write(start, start + length)
-            self._plan = (start, length), self.store.plan_write(self.leases, start, length)
-        self.store.flat.write(layer, self._plan[1], keys, values)
+            plan = self.store.plan_write(self.leases, start, length)
+            self._plan = (start, length, self.store.num_compactions), plan
+        self.store.write(layer, self._plan[1], keys, values)
         self.offsets[layer] = start + length
+        for other in self.store.flat.state_numbers:  # nobody says how far these are
+            self.offsets[other] = max(self.offsets[other], start + length)
 
     def before_write(self, start: int, end: int) -> None:
         """Makes ready to write ``[start, end)``."""
@@ -127,9 +169,107 @@ class PagedSequence:
         self._num_written = end
 
     def move_to(self, offset: int) -> None:
-        """Sets the offset of every layer: a step of all layers at once has been built."""
+        """Sets the offset of every layer."""
         self.offsets = [offset] * len(self.offsets)
 
+    def advance_to(self, offset: int) -> None:
+        """A step of all layers at once has been built."""
+        self.move_to(offset)
+        depth, rest = divmod(offset, self.store.block_size)
+        state = self.leases[0].state
+        if self._answer_from is None or rest or state is None:
+            return
+        # A state costs nothing as long as its sequence runs alone; else it is copied.
+        is_answer = offset >= self._answer_from
+        if offset in self._due or (is_answer and (state.batch.size == 1 or depth % _INTERVAL == 0)):
+            self._due.discard(offset)
+            self._kept[depth] = state
+
+    # Recurrent layers.
+
+    @exclusive
+    def states(self, layer: int) -> list[mx.array | None]:
+        """``[batch, ...]`` arrays of a recurrent layer."""
+        entries = self._state_arrays()[self.store.flat.state_numbers[layer]]
+        out = [None if array is None else unshared(array) for array in entries]
+        mx.async_eval([array for array in out if array is not None])  # type: ignore[no-untyped-call]
+        return out
+
+    def _state_arrays(self) -> Arrays:
+        states = [lease.state for lease in self.leases if lease.state is not None]
+        if not states:
+            return [[None] * len(spec.shapes) for spec in self.store.flat.layout.states]
+        if len(states) == states[0].batch.size and [s.row for s in states] == [*range(len(states))]:
+            return states[0].batch.arrays
+        return [
+            [None if rows[0] is None else mx.concatenate(list(rows)) for rows in zip(*caches)]
+            for caches in zip(*(state.arrays for state in states))
+        ]
+
+    @exclusive
+    def set_states(self, layer: int, entries: Sequence[mx.array | None]) -> None:
+        """Sets the arrays of a recurrent layer; the tokens before it are not known any more.
+
+        Raises:
+            ValueError: for another number of sequences than the cache holds, or other shapes.
+        """
+        number = self.store.flat.state_numbers[layer]
+        checked = self.store.flat.checked_states(number, entries)
+        self._become(next((len(a) for a in checked if a is not None), len(self.leases)))
+        arrays = list(self._state_arrays())
+        arrays[number] = checked
+        for lease, state in zip(self.leases, self.store.flat.states_of(arrays, len(self.leases))):
+            lease.state = state
+        self._is_foreign = True
+
+    @exclusive
+    def finish(self) -> None:
+        """The answer is complete.
+
+        The sequence keeps nothing of those that it was computed with, and no states for others.
+        """
+        for lease in self.leases:
+            if lease.state is not None:
+                lease.state = self.store.flat.alone(lease.state)
+        self._due.clear()
+        self._kept.clear()
+        self._answer_from = self._newest = None
+
+    @exclusive
+    def restart(self) -> list[int]:
+        """Forgets everything; returns the tokens that were known."""
+        tokens = list(self.tokens)
+        self._become_empty()
+        return tokens
+
+    @exclusive
+    def plan_snapshots(self, tokens: Sequence[int]) -> None:
+        """Has the recurrent state kept where others may continue: a prompt is about to be computed.
+
+        At the last full block, for an equal prompt or the next turn; and where the prompt leaves
+        what is stored, as a third one may do there too. Further positions: `stop_at`.
+
+        Args:
+            tokens: what the sequence has and the prompt.
+        """
+        if not self.store.has_states or not self.is_known:
+            return
+        query = PrefixQuery(tokens)
+        num_known = self.store.kv.match(query).num_full_blocks
+        self._answer_from = len(tokens)
+        for depth in (query.num_tokens // self.store.block_size, num_known):
+            self.stop_at(depth * self.store.block_size)
+
+    def stop_at(self, position: int) -> None:
+        """Has the state kept after `position` tokens, the end of a block, if it is not past it."""
+        if position > self.offset:
+            self._due.add(position)
+
+    def next_stop(self, end: int) -> int:
+        """Where a step that would go to `end` ends."""
+        return min([end, *(due for due in self._due if due > self.offset)])
+
+    @exclusive
     def trim(self, layer: int, num_tokens: int) -> int:
         """Forgets the last tokens of one layer; returns how many that were."""
         num_tokens = max(0, min(self.offsets[layer], num_tokens))
@@ -139,6 +279,7 @@ class PagedSequence:
             self._shrink()
         return num_tokens
 
+    @exclusive
     def trim_all(self, num_tokens: int) -> None:
         """Forgets the last tokens of every layer."""
         self.move_to(self.offset - num_tokens)
@@ -153,21 +294,28 @@ class PagedSequence:
     def _become(self, batch: int) -> None:
         if batch == len(self.leases):
             return
-        if self.offset:
+        if not self.is_empty:
             raise ValueError(
                 f"[paged prompt cache] batch must be {len(self.leases)} as before but got {batch}"
             )
         self.leases = [self.store.lease() for _ in range(batch)]
 
+    def _become_empty(self) -> None:
+        self.leases = [self.store.lease()]
+        self.move_to(0)
+        self._begin()
+
     # Prefixes. Token lists count from the start of the sequence, not from its offset.
 
+    @exclusive
     def cached_tokens(self, tokens: Sequence[int]) -> int:
         """How many leading tokens of `tokens` the store has; at most all but the last."""
         if not self.is_known:
             return self.offset
-        match = self.store.kv.match(PrefixQuery(tokens))
+        match = self.store.match(PrefixQuery(tokens))
         return max(self.offset, match.num_tokens(self.store.block_size))
 
+    @exclusive
     def adopt(self, tokens: Sequence[int], query: PrefixQuery | None = None) -> int:
         """Takes what the store has of `tokens` by reference; returns the new offset.
 
@@ -178,10 +326,14 @@ class PagedSequence:
         query = PrefixQuery(tokens) if query is None else query
         if not self.is_known or query.num_tokens <= self.offset:
             return self.offset
-        match = self.store.kv.match(query)
+        match = self.store.match(query)
         num_tokens = match.num_tokens(self.store.block_size)
         if num_tokens > self.offset:
             self.store.kv.adopt(self.tables, match)
+            if self.store.has_states:
+                assert match.node is not None
+                self.leases[0].state = self.store.snapshots.take(match.node)
+                self._kept.clear()
             self._extend(tokens, num_tokens)
             self.move_to(num_tokens)
             self._num_written = num_tokens
@@ -192,15 +344,36 @@ class PagedSequence:
         """Says what the sequence is going to compute, so that others wait for it."""
         self._extend(tokens, len(tokens))
 
+    @exclusive
     def learn(self, tokens: Sequence[int]) -> None:
         """Says what the sequence's tokens are; from now on their blocks can be shared."""
         if len(self.leases) == 1:
             self._extend(tokens, self.offset)
             self.commit()
 
+    @exclusive
     def commit(self) -> None:
         """Lets others share the full blocks of known tokens, which steps that were built fill."""
         self.store.kv.commit(self.tables, min(self.offset, len(self.tokens)))
+        for depth in [*self._kept]:
+            self._keep(depth)
+
+    def _keep(self, depth: int) -> None:
+        """Gives a state to the node of its block, if that exists by now."""
+        tip, store = self.tables.tip, self.store
+        if tip is not None and depth > tip.depth:
+            return
+        state = self._kept.pop(depth)
+        if tip is None:
+            return
+        node = tip.ancestor(depth)
+        if node not in store.snapshots:
+            store.snapshots.add(node, store.flat.alone(state))
+        if self._answer_from is not None and depth * store.block_size >= self._answer_from:
+            # Of an answer, only the newest state is likely to be wanted, and a few on the way.
+            if self._newest is not None and self._newest.depth % _INTERVAL:
+                store.snapshots.drop(self._newest)
+            self._newest = node
 
     def _extend(self, tokens: Sequence[int], num_tokens: int) -> None:
         self.tokens.extend(array(TOKEN_TYPE, tokens[len(self.tokens) : num_tokens]))
@@ -209,12 +382,12 @@ class PagedSequence:
 
     def dense(self, layer: int) -> tuple[Any, Any]:
         """``[batch, num_kv_heads, offset, head_dim]`` keys and values of a layer, copied."""
-        self.store.follow_stream()
-        tables = [lease.tables.blocks for lease in self.leases]
-        return self.store.flat.read(layer, tables, self.offsets[layer])
+        return self.store.read(layer, self.leases, self.offsets[layer])
 
     def nbytes(self, layer: int) -> int:
         """Memory of a layer's blocks, those it shares included."""
         num_blocks = sum(len(lease.tables.blocks) for lease in self.leases)
         spec = self.store.flat.specs[layer]
+        if isinstance(spec, StateSpec):
+            return sum(lease.state is not None for lease in self.leases) * spec.bytes_per_slot
         return num_blocks * self.store.block_size * getattr(spec, "bytes_per_token", 0)

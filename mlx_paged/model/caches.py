@@ -8,6 +8,7 @@ is padded and nothing is masked. ``update_and_fetch`` writes K and V to the pool
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -49,8 +50,10 @@ class Step:
         return self.plans.get(reach, self.plan)
 
 
-class StepContext:
-    """Holds the step that is being built. One per model; its caches and output head look here."""
+class StepContext(threading.local):
+    """Holds the step that this thread is building. One per model; its caches and output head look
+    here. (Another thread may well run the model with other caches meanwhile.)
+    """
 
     def __init__(self) -> None:
         self._step: Step | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 import mlx.core as mx
@@ -22,7 +22,16 @@ from mlx_paged.model.caches import (
 )
 from mlx_paged.model.compiled import CompiledSteps
 from mlx_paged.model.gathered import GatheredGroup, GatheredLayerCache, groups_of
-from mlx_paged.model.layout import FULL, CacheLayout, LayerSpec, Mode, Reach, UnusedSpec, assemble
+from mlx_paged.model.layout import (
+    FULL,
+    CacheLayout,
+    LayerSpec,
+    Mode,
+    Reach,
+    StateSpec,
+    UnusedSpec,
+    assemble,
+)
 from mlx_paged.model.plan import (
     PaddedTables,
     SequenceGroup,
@@ -70,12 +79,20 @@ class PagedModel:
         self._allocated: list[mx.array] = []  # the first handles of the pools
         self._compiled = CompiledSteps(self._run)
 
-    def allocate(self, num_blocks: int | Mapping[Reach, int], num_state_slots: int = 0) -> None:
+    def allocate(
+        self,
+        num_blocks: int | Mapping[Reach, int],
+        num_state_slots: int = 0,
+        *,
+        state_cache: Callable[[StateSpec], RecurrentCache] | None = None,
+    ) -> None:
         """Makes new pools; what the old ones held is lost.
 
         Args:
             num_blocks: of the pools, for all layers or for those of each reach; block 0 included.
             num_state_slots: slot 0, the initial state, included.
+            state_cache: makes the cache of a recurrent layer where it is to keep its states
+                elsewhere than in slots.
         """
         self.release()
         self._compiled = CompiledSteps(self._run)  # (compiled graphs must not keep the old pools)
@@ -91,6 +108,9 @@ class PagedModel:
                 leaves.append(cache)
             elif isinstance(spec, UnusedSpec):
                 leaves.append(UnusedCache())
+            elif state_cache is not None:
+                self._states.append(state_cache(spec))
+                leaves.append(self._states[-1])
             else:
                 if num_state_slots < 2:
                     raise ValueError(
@@ -272,4 +292,4 @@ def _state_group(inputs: StepInputs, members: np.ndarray, length: int) -> Sequen
     slots = _slots(inputs)
     reads, writes = (np.asarray(s)[members] for s in (slots.reads, slots.writes))
     begins = bool(reads[0] == 0)  # (of all alike, see `groups_of`)
-    return SequenceGroup(None, len(members), length, int32(reads), int32(writes), begins)
+    return SequenceGroup(None, members, length, int32(reads), int32(writes), begins)

@@ -264,11 +264,15 @@ _REBOUND: tuple[tuple[Any, str, Any, Any], ...] = (  # owner, name, MLX's, ours
 )
 
 
+_installing = threading.Lock()
+
+
 def install() -> None:
     """Rebinds MLX's names, and mlx-lm's in every model module. Idempotent."""
-    for owner, name, _, own in _REBOUND:
-        setattr(owner, name, own)
-    _rebind_swiglu(_mlx_lm_swiglu, swiglu)
+    with _installing:
+        _rebind_swiglu(_mlx_lm_swiglu, swiglu)
+        for owner, name, _, own in reversed(_REBOUND):  # attention last: it says that all are there
+            setattr(owner, name, own)
 
 
 def ensure_installed() -> None:
@@ -279,9 +283,10 @@ def ensure_installed() -> None:
 
 def uninstall() -> None:
     """Restores the originals."""
-    for owner, name, original, _ in _REBOUND:
-        setattr(owner, name, original)
-    _rebind_swiglu(swiglu, _mlx_lm_swiglu)
+    with _installing:
+        for owner, name, original, _ in _REBOUND:
+            setattr(owner, name, original)
+        _rebind_swiglu(swiglu, _mlx_lm_swiglu)
 
 
 def _rebind_swiglu(old: Any, new: Any) -> None:

@@ -437,11 +437,15 @@ class SequenceGroup:
     """Sequences of a step that have the same number of rows, and all a state or all none yet."""
 
     rows: mx.array | None  # [num_seqs * length] int32; None: all rows of the step, as they are
-    num_seqs: int
+    members: np.ndarray  # [num_seqs]: which of the step's sequences
     length: int
     reads: mx.array  # [num_seqs] int32
     writes: mx.array  # [num_seqs] int32
     begins: bool  # their first tokens: model code finds no state, as in mlx-lm
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.members)
 
 
 @dataclass(frozen=True)
@@ -477,7 +481,7 @@ def build_state_plan(query_lens: Sequence[int] | np.ndarray, slots: StateSlots) 
         groups.append(
             SequenceGroup(
                 None if len(some) == 1 else int32(rows[-1]),
-                len(members),
+                members,
                 length,
                 int32(reads[members]),
                 int32(writes[members]),

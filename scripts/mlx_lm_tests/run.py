@@ -2,9 +2,11 @@
 
     make test-mlx-lm
 
-The tests are those of the installed version's source distribution. They are fetched into
+The tests are all those of the installed version's source distribution. They are fetched into
 ``.mlx-lm-tests`` when first needed, and never become part of this repository. Models of the hub are
-replaced by the embedded one, so tests that expect a certain model's words fail either way.
+replaced by a stand-in, so tests that expect a certain model's words fail either way. There are two
+stand-ins: the embedded model, a Llama, whose class makes its own caches, and the same weights as a
+Qwen 2, whose class leaves that to mlx-lm (`max_kv_size` counts there).
 
 Exit status 1: a test that passes without the import does not pass with it.
 """
@@ -21,10 +23,12 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parent.parent / ".mlx-lm-tests"
-FILES = ("generate", "prompt_cache", "models", "server", "sample_utils", "chat")
+STAND_INS = ("llama", "qwen2")
+FILE_LIMIT = 1800  # seconds
 
 
 @dataclass(frozen=True)
@@ -37,18 +41,32 @@ class Outcome:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="*", default=FILES, help="for example: generate server")
+    parser.add_argument("files", nargs="*", help="for example: generate server; default: all")
     parser.add_argument("-k", default="", help="only tests that match, as pytest's -k")
+    parser.add_argument("--stand-in", choices=STAND_INS, help="default: one after the other")
     options = parser.parse_args()
     if find_spec("requests") is None:
         sys.exit("mlx-lm's tests need requests: pip install requests")
     tests = fetch_tests()
-    model = prepare_model()
-    runs = {
-        name: run(tests, options.files, options.k, model, name, disabled)
-        for name, disabled in (("without", "1"), ("with", "0"))
-    }
+    paths = [p for p in sorted(tests.glob("*.py")) if p.stem != "__init__"]
+    if options.files:
+        paths = [p for p in paths if p.stem.removeprefix("test_") in options.files]
+    runs: dict[str, dict[str, Outcome]] = {"without": {}, "with": {}}
+    for stand_in in STAND_INS if options.stand_in is None else (options.stand_in,):
+        model = prepare_model(stand_in)
+        for path in paths:
+            if stand_in != STAND_INS[0] and options.stand_in is None and not uses_hub(path):
+                continue
+            for name, disabled in (("without", "1"), ("with", "0")):
+                print(f"--- {path.stem}, {stand_in}, {name} the import", flush=True)
+                outcomes = run(path, options.k, model, disabled)
+                runs[name].update({f"[{stand_in}] {k}": v for k, v in outcomes.items()})
     sys.exit(report(runs["without"], runs["with"]))
+
+
+def uses_hub(path: Path) -> bool:
+    """Whether a test file loads models of the hub."""
+    return "mlx-community/" in path.read_text()
 
 
 def fetch_tests() -> Path:
@@ -65,9 +83,9 @@ def fetch_tests() -> Path:
     return tests
 
 
-def prepare_model() -> Path:
+def prepare_model(stand_in: str) -> Path:
     """The embedded model in float32: in 8 bits, as stored, MLX's CPU backend takes minutes."""
-    target = FOLDER / "model"
+    target = FOLDER / stand_in
     if (target / "config.json").is_file():
         return target
     os.environ["MLX_PAGED_DISABLE"] = "1"
@@ -78,21 +96,37 @@ def prepare_model() -> Path:
     loaded = mlx_paged.load(dtype="float32")
     config = {k: v for k, v in loaded.config.items() if not k.startswith("quantization")}
     target.mkdir(parents=True, exist_ok=True)
-    save_model(target, loaded.model)
+    model = loaded.model
+    if stand_in == "qwen2":
+        model, config = as_qwen2(model, config)
+    save_model(target, model)
     loaded.tokenizer.save_pretrained(target)
     save_config(config, target / "config.json")  # last: it marks the folder as complete
     return target
 
 
-def run(
-    tests: Path, files: list[str], matching: str, model: Path, name: str, disabled: str
-) -> dict[str, Outcome]:
-    """Runs the tests in a process of their own; returns outcomes by test."""
-    print(f"--- {name} the import", flush=True)
-    results = FOLDER / f"{name}.xml"
+def as_qwen2(model: Any, config: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The same function as a Qwen 2: Llama's, with biases, which are 0."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import _get_classes
+
+    config = {**config, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    model_class, args_class = _get_classes(config=config)
+    twin = model_class(args_class.from_dict(config))
+    assert not hasattr(twin, "make_cache")
+    biases = [(k, mx.zeros_like(v)) for k, v in tree_flatten(twin.parameters()) if "bias" in k]
+    twin.load_weights([*tree_flatten(model.parameters()), *biases])
+    return twin, config
+
+
+def run(path: Path, matching: str, model: Path, disabled: str) -> dict[str, Outcome]:
+    """Runs a file of tests in a process of its own; returns outcomes by test."""
+    tests = path.parent
+    results = FOLDER / "results.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "plugin", "-p", "no:cacheprovider"]
     command += ["-c", os.devnull, "--rootdir", str(tests), f"--junitxml={results}", "--tb=line"]
-    command += ["-k", matching, *(str(tests / f"test_{file}.py") for file in files)]
+    command += ["-k", matching, str(path)]
     env = {
         **os.environ,
         "MLX_PAGED_DISABLE": disabled,
@@ -102,13 +136,21 @@ def run(
     }
     results.unlink(missing_ok=True)
     (FOLDER / "hub").mkdir(exist_ok=True)
-    subprocess.run(command, cwd=tests, env=env, check=False)
+    try:
+        status = subprocess.run(command, cwd=tests, env=env, check=False, timeout=FILE_LIMIT)
+    except subprocess.TimeoutExpired:
+        return {path.stem: Outcome("fail", f"did not end within {FILE_LIMIT} s")}
     if not results.is_file():
-        sys.exit(f"pytest gave no results {name} the import")
-    return {
-        f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}": outcome_of(case)
+        return {path.stem: Outcome("fail", f"no results, exit status {status.returncode}")}
+    outcomes = {
+        f"{path.stem}.{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}": (
+            outcome_of(case)
+        )
         for case in ElementTree.parse(results).iter("testcase")
     }
+    if not outcomes and not matching:
+        outcomes[path.stem] = Outcome("fail", "no tests")
+    return outcomes
 
 
 def outcome_of(case: ElementTree.Element) -> Outcome:

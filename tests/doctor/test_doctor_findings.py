@@ -208,7 +208,7 @@ def test_a_self_test_that_does_not_even_load() -> None:
 @pytest.mark.parametrize(
     ("blas", "remedy"),
     [
-        ("MLX's own (mlx.core was imported before mlx_paged)", "import mlx_paged before mlx.core"),
+        ("MLX's own (mlx.core was imported before mlx_paged)", "put `import mlx_paged` above"),
         ("MLX's own (MLX_PAGED_BLAS=off)", "unset MLX_PAGED_BLAS"),
         ("MLX's own (scipy-openblas32 is not installed: ...)", "pip install 'mlx-paged[cpu]'"),
     ],

@@ -341,6 +341,28 @@ def test_nothing_is_held_once_all_have_gone(model) -> None:
     assert stats.num_cached_blocks > 0
 
 
+def test_sequences_that_fit_into_the_size_of_the_caches_are_paged() -> None:
+    model = tiny_model(tiny_config("qwen2"))
+    texts = [[i % 90 for i in range(start, start + n)] for start, n in [(0, 40), (0, 42), (5, 9)]]
+    long = [[i % 90 for i in range(3, 90)], [i % 90 for i in range(7, 60)]]
+    fitting = [dense(tokens_of, model, text, max_tokens=8) for text in texts]
+
+    def answers(texts: list[list[int]]) -> list[list[int]]:
+        batch = generator(model, max_tokens=8, max_kv_size=50)
+        batch.insert(texts)
+        return [answer for _, answer in sorted(run(batch)[0].items())]
+
+    # (mlx-lm's batches forget the first tokens too, which its single runs keep.)
+    rotating = dense(answers, long)
+    assert answers(texts) == fitting
+    assert drop_in.stats(model).num_cached_tokens == 32
+    assert answers([*long, *texts]) == [*rotating, *fitting]
+    batch = generator(model, max_tokens=8, max_kv_size=50)
+    caches = [mlx_lm_cache.make_prompt_cache(model, 50)]  # asked for: they stay what they are
+    assert not batch._paged.sequences(batch.insert(texts[:1], caches=caches))
+    integrity(model)
+
+
 def test_windows(recwarn) -> None:
     model = tiny_model(tiny_config("mistral", sliding_window=20))
     model.make_cache = lambda: [mlx_lm_cache.RotatingKVCache(max_size=20) for _ in model.layers]

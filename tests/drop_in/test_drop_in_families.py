@@ -22,6 +22,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_paged import drop_in
 from mlx_paged.drop_in.caches import dense_copy, sequence_of
+from mlx_paged.drop_in.paged_store import PagedStore
 from mlx_paged.drop_in.registry import stores_of
 from mlx_paged.model.families import PROVEN
 from mlx_paged.model.layout import Mode
@@ -29,8 +30,8 @@ from mlx_paged.model.layout import Mode
 mlx_lm_generate = sys.modules["mlx_lm.generate"]
 pytestmark = pytest.mark.usefixtures("paged")
 
-DENSE = sorted({*(m for m, mode in PROVEN.items() if mode is Mode.REGROUPED), "baichuan_m1"})
-PAGED = sorted(PROVEN.keys() - set(DENSE))
+PAGED = sorted(PROVEN)
+RECURRENT = {*(m for m, mode in PROVEN.items() if mode is Mode.REGROUPED), "baichuan_m1"}
 TEXT = [int(t) for t in np.random.default_rng(5).integers(1, VOCAB_SIZE, 60)]
 
 
@@ -72,8 +73,12 @@ def test_a_prompt_in_pieces_forks_and_files(module, model, tmp_path) -> None:
     loaded = mlx_lm_cache.load_prompt_cache(file)
     assert [type(c) for c in loaded] == [type(c) for c in plain_caches(model)]
     check(logits(model, [5], loaded), dense_logits(model, *pieces, [5]))
-    assert mlx_lm_cache.trim_prompt_cache(caches, 9) == 9
-    check(logits(model, [3, 4], caches), dense_logits(model, TEXT[:32], [3, 4]))
+    if module in RECURRENT:  # as in mlx-lm
+        assert not mlx_lm_cache.can_trim_prompt_cache(caches)
+        check(logits(model, [3, 4], caches), dense_logits(model, *pieces, [3, 4]))
+    else:
+        assert mlx_lm_cache.trim_prompt_cache(caches, 9) == 9
+        check(logits(model, [3, 4], caches), dense_logits(model, TEXT[:32], [3, 4]))
     for store in stores_of(model):
         store.check_integrity()
 
@@ -98,20 +103,11 @@ def test_a_batch_and_its_prefixes(module, model) -> None:
 # its experts, and MLX's CPU backend multiplies those in float32 only.
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("module", [m for m in PAGED if m != "llama4"])
-def test_logits_have_the_dtype_that_they_have_in_mlx_lm(module, model, dtype) -> None:
+def test_logits_have_the_dtype_that_they_have_in_mlx_lm(module, model, dtype, monkeypatch) -> None:
     model.set_dtype(dtype)
     tokens = mx.array([TEXT[:3]])  # (nothing of this is evaluated)
+    monkeypatch.setattr(PagedStore, "_schedule", lambda store: None)
     expected = model(tokens, cache=plain_caches(model)).dtype
     caches = mlx_lm_cache.make_prompt_cache(model)
     assert sequence_of(caches) is not None
     assert model(tokens, cache=caches).dtype == expected
-
-
-@pytest.mark.parametrize("module", DENSE)
-def test_families_with_recurrent_state_are_left_to_mlx_lm(module, model) -> None:
-    with pytest.warns(RuntimeWarning, match=f"model_type '{module}' is not supported: its layers"):
-        caches = mlx_lm_cache.make_prompt_cache(model)
-    assert sequence_of(caches) is None
-    expected = dense_logits(model, TEXT[:20], TEXT[20:21])
-    logits(model, TEXT[:20], caches)
-    assert np.array_equal(logits(model, TEXT[20:21], caches), expected)

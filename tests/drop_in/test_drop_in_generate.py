@@ -26,6 +26,7 @@ from mlx_paged import drop_in
 from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
 from mlx_paged.drop_in import caches as drop_in_caches
 from mlx_paged.drop_in.registry import stores_of
+from mlx_paged.model import families
 
 mlx_lm_generate = sys.modules["mlx_lm.generate"]  # (the package has a function of that name)
 
@@ -163,8 +164,8 @@ def test_processors_and_progress_see_the_prompt_that_was_not_computed(model) -> 
     )
     assert seen[0] == prompt
     assert seen[1] == [*prompt, answer[0]]
-    assert progress[0] == (len(prompt) - 1, len(prompt))
-    assert progress[-1] == (len(prompt), len(prompt))
+    total = len(prompt)
+    assert progress == [(0, total), (total - 1, total), (total, total)]
 
 
 @pytest.mark.usefixtures("paged")
@@ -217,6 +218,27 @@ def test_caches_of_a_given_size_are_mlx_lms_own(recwarn) -> None:
     assert type(mlx_lm_cache.make_prompt_cache(model, 32)[0]) is mlx_lm_cache.RotatingKVCache
     assert isinstance(mlx_lm_cache.make_prompt_cache(model)[0], drop_in_caches.PagedKVCache)
     assert not list(recwarn)  # it is what was asked for
+
+
+@pytest.mark.usefixtures("paged")
+@pytest.mark.parametrize("max_tokens", [12, -1])
+@pytest.mark.parametrize("size", [51, 52, 53, 60])
+def test_a_size_that_is_not_reached_changes_nothing(size, max_tokens) -> None:
+    model = tiny_model(tiny_config("qwen2"))
+    prompt = [i % 90 for i in range(40)]
+
+    def answer() -> list[int]:
+        steps = mlx_lm_generate.generate_step(
+            mx.array(prompt), model, max_tokens=max_tokens, max_kv_size=size
+        )
+        return [token for (token, _), _ in zip(steps, range(30))]
+
+    expected = dense(answer)
+    for _ in range(2):
+        assert answer() == expected
+    is_paged = max_tokens == 12 and size >= 52
+    stats = drop_in.stats(model)
+    assert (stats is not None and stats.num_cached_tokens) == (39 if is_paged else False)
 
 
 # --- Empty prompts and exact hits -----------------------------------------------------------------
@@ -304,21 +326,13 @@ def test_new_weights_do_not_meet_old_keys(model) -> None:
 
 
 @pytest.mark.usefixtures("paged")
-def test_a_model_of_another_type_is_left_to_mlx_lm_with_one_warning(recwarn) -> None:
-    from mlx_lm.models import mamba2
-
-    args = mamba2.ModelArgs(
-        model_type="mamba2", num_heads=4, head_dim=16, vocab_size=64, hidden_size=32,
-        intermediate_size=64, state_size=8, num_hidden_layers=2, layer_norm_epsilon=1e-4,
-        conv_kernel=3, n_groups=2, use_bias=False, use_conv_bias=False, tie_word_embeddings=True,
-        time_step_limit=(0.01, 10), time_step_rank="auto",
-    )  # fmt: skip
-    mx.random.seed(0)
-    other = mamba2.Model(args)
+def test_a_model_of_another_type_is_left_to_mlx_lm_with_one_warning(recwarn, monkeypatch) -> None:
+    monkeypatch.delitem(families.PROVEN, "qwen2")  # as if nobody had proven it
+    other = tiny_model(tiny_config("qwen2"))
     expected = dense(tokens_of, other, [1, 2, 3])
     for _ in range(3):
         assert tokens_of(other, [1, 2, 3]) == expected
-    named = [w for w in recwarn if "mamba2" in str(w.message)]
+    named = [w for w in recwarn if "qwen2" in str(w.message)]
     assert len(named) == 1
     assert drop_in.stats(other) is None
 

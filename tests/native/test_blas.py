@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import subprocess
 import sys
@@ -131,18 +133,65 @@ def test_any_other_value_is_refused() -> None:
     assert "ValueError: MLX_PAGED_BLAS must be 'auto' or 'off' but got 'fast'" in run.stderr
 
 
+MLX_FIRST = f"""
+import mlx.core as mx, numpy as np
+mx.eval(mx.ones((4, 8)) @ mx.ones((8, 3)))  # (libmlx has called its own BLAS by now)
+import mlx_paged, mlx_paged.extension
+from mlx_paged import blas
+blas.preload()
+{PRODUCT}
+print(blas.status())
+"""
+
+CALLED = """
+import ctypes
+slots = blas._import_slots(blas._loaded_libmlx(), blas._NAMES)
+forwarder = {n: ctypes.cast(getattr(blas._libraries[-1], n), ctypes.c_void_p).value for n in slots}
+assert {n: ctypes.c_uint64.from_address(at).value for n, at in slots.items()} == forwarder
+assert len(slots) == 3
+"""
+
+
 @linux_only
-def test_mlx_imported_first_warns_once_and_says_how_to_mend_it() -> None:
-    run = python(
-        "import mlx.core as mx, numpy as np\n"
-        "import mlx_paged, mlx_paged.extension\n"
-        "from mlx_paged import blas\n"
-        f"blas.preload()\n{PRODUCT}\nprint(blas.status())"
-    )
+def test_mlx_imported_first_makes_no_difference() -> None:
+    pytest.importorskip("scipy_openblas32")
+    run = python(f"{MLX_FIRST}{CALLED}")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("OpenBLAS (scipy-openblas32 ")
+    assert "Warning" not in run.stderr
+
+
+@linux_only
+def test_a_page_that_is_read_only_is_written_and_stays_so() -> None:
+    page = mmap.mmap(-1, mmap.PAGESIZE)  # as a table of a library that is linked with `-z now`
+    slot = ctypes.addressof(ctypes.c_char.from_buffer(page)) + 16
+    libc = ctypes.CDLL(None)
+    start = ctypes.c_void_p(slot - 16)
+    assert blas._is_writable(slot)
+    assert libc.mprotect(start, ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ) == 0
+    assert not blas._is_writable(slot)
+    blas._write_address(slot, 1234)
+    assert not blas._is_writable(slot)
+    assert ctypes.c_uint64.from_address(slot).value == 1234
+
+
+@linux_only
+def test_where_it_cannot_be_mended_one_warning_says_what_to_do() -> None:
+    pytest.importorskip("scipy_openblas32")
+    run = python(f"import mlx.core, numpy, sys\nsys.byteorder = 'big'\n{MLX_FIRST}")
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "MLX's own (mlx.core was imported before mlx_paged)"
     assert run.stderr.count("RuntimeWarning") == 1
-    assert "Import mlx_paged first" in run.stderr
+    assert "Put `import mlx_paged` above the first import of mlx or mlx_lm" in run.stderr
+
+
+@linux_only
+def test_a_library_that_lacks_a_name_is_left_alone() -> None:
+    library = blas._loaded_libmlx()
+    with pytest.raises(OSError, match="does not import no_such_name"):
+        blas._import_slots(library, ["cblas_sgemm", "no_such_name"])
+    with pytest.raises(OSError):
+        blas._import_slots("/no/such/file", [])
 
 
 @linux_only

@@ -1,0 +1,83 @@
+"""One thread at a time in a store, and Ctrl-C only between two of its operations."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from functools import wraps
+from types import FrameType, TracebackType
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _HasStore(Protocol):
+    @property
+    def store(self) -> Any: ...
+
+
+S = TypeVar("S", bound=_HasStore)
+
+
+def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """For methods of a store, and of what has a `store`: other threads wait until it returns.
+
+    The lock is the store's; it may be taken again by the thread that has it. A method that ends
+    with an exception, whichever and wherever it came from, leaves the store to be checked by
+    whoever takes the lock next (`PagedStore.recover`).
+    """
+
+    @wraps(method)
+    def run(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        store = self.store
+        lock = store.lock
+        if lock._is_owned():  # (what `threading.Condition` asks, too)
+            return method(self, *args, **kwargs)
+        # The lock last, by `with`: there is no moment at which it is held and not released.
+        with InterruptsDeferred(), lock:
+            if store.is_interrupted:
+                store.recover()
+            store.is_interrupted = True
+            result = method(self, *args, **kwargs)
+            store.leave()
+            store.is_interrupted = False
+            return result
+
+    return run
+
+
+class InterruptsDeferred:
+    """Within it Ctrl-C waits, on the main thread, which alone is interrupted by it."""
+
+    __slots__ = ("_came", "_handler")
+
+    def __init__(self) -> None:
+        self._handler: Any = None
+        self._came: tuple[int, FrameType | None] | None = None
+
+    def __enter__(self) -> None:
+        if threading.get_ident() == threading.main_thread().ident:
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler) and getattr(handler, "__func__", None) is not _NOTE:
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+            if self._came is not None:
+                handler(*self._came)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._came = number, frame
+
+
+_NOTE = InterruptsDeferred._note

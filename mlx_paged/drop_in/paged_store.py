@@ -1,0 +1,434 @@
+"""PagedStore: the keys and values of everything that a model of mlx-lm's has cached."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_paged.core import BlockTables, KVManager, PrefixQuery
+from mlx_paged.core.prefix_tree import TOKEN_TYPE, PrefixMatch
+from mlx_paged.drop_in.flat_model import FlatModel
+from mlx_paged.drop_in.locking import exclusive
+from mlx_paged.drop_in.states import Snapshots, State
+from mlx_paged.model.plan import build_plan
+from mlx_paged.ops import AttentionPlan
+
+BLOCK_SIZE = 32
+_INITIAL_BLOCKS = 1 + 1024 // BLOCK_SIZE
+# What a block of the prefix cache takes on the host, in about; where no layer has attention, it is
+# all that a block takes.
+_NODE_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Numbers of a model's store.
+
+    Attributes:
+        num_blocks: Blocks it has memory for; it grows as needed.
+        num_used_blocks: Held by prompt caches that live and by sequences being generated.
+        num_cached_blocks: Kept only because their prefix may come again.
+        num_prompt_tokens: Tokens of prompts so far.
+        num_cached_tokens: Part of them that was found in the store and not computed.
+        num_evictions: Blocks dropped to make room.
+        nbytes: Memory of the whole store.
+    """
+
+    num_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_evictions: int
+    nbytes: int
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Empty ones, or on their way to be."""
+        return self.num_blocks - self.num_used_blocks - self.num_cached_blocks
+
+    @classmethod
+    def sum(cls, stats: Sequence[StoreStats]) -> StoreStats:
+        """Of all stores of a model."""
+        return cls(**{f.name: sum(getattr(s, f.name) for s in stats) for f in fields(cls)})
+
+
+class Lease:
+    """One sequence's hold on its blocks; it ends with the object.
+
+    mlx-lm's prompt caches are objects: a copy is a fork, and one that nobody refers to any more is
+    simply gone.
+    """
+
+    __slots__ = ("_ended", "is_torn", "state", "tables")
+
+    def __init__(
+        self, tables: BlockTables, ended: deque[BlockTables], state: State | None = None
+    ) -> None:
+        self.tables = tables
+        self.is_torn = False  # what it was to be a copy of may not have been copied
+        # Of the recurrent layers; None: before the first token, or there are none.
+        self.state = state
+        self._ended = ended
+
+    def __del__(self) -> None:
+        # In any thread, at any moment: the store's next call frees the blocks.
+        self._ended.append(self.tables)
+
+
+class PagedStore:
+    """Pools for every layer of a model, and the KV manager of their blocks.
+
+    *When a block is used again.* The store does not know when the device has done what was built.
+    Whatever is released may still be read by what was built since the store last settled, so all of
+    that counts as one step of the KV manager: no block is handed out again before the next
+    `settle`, which waits for everything.
+
+    *Threads.* MLX's streams belong to threads: nobody else can run what a thread has built on its
+    own. So whoever builds reads or writes of the pools sets the device to work on them before it
+    gives the store away (`_schedule`); they depend on all that was built before, whatever its
+    stream. The arrays of the pools are touched by the thread that has the store only.
+
+    Args:
+        model: see `FlatModel`; the store does not keep it alive.
+        cache_bytes: memory up to which prefixes that nobody uses at the moment are kept: the store
+            grows to that size before it evicts any, and past it only for sequences that live.
+        lock: see `exclusive`. Stores of one model have one.
+
+    Raises:
+        UnsupportedModelError: the model cannot have one.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, cache_bytes: int, lock: threading.RLock | None = None
+    ) -> None:
+        self.lock: Any = threading.RLock() if lock is None else lock
+        self.is_interrupted = False  # by an exception, in the middle of something
+        num_blocks = _INITIAL_BLOCKS
+        self.block_size = BLOCK_SIZE
+        self.flat = FlatModel(model, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+        self.block_bytes = BLOCK_SIZE * self.flat.bytes_per_token
+        self.has_states = self.flat.layout.has_states
+        self.kv = KVManager(num_blocks, BLOCK_SIZE)
+        self.kv.launch_step(1)
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.limit = cache_bytes
+        self.snapshots = Snapshots(
+            self.kv,
+            max_bytes=self._share_of_limit,
+            state_bytes=self.flat.layout.bytes_per_slot,
+        )
+        self._ended: deque[BlockTables] = deque()
+        self.num_compactions = 0  # after each of them blocks have other ids
+        self._is_retired = False
+        # As they were when the device was last set to work, and the states of that time.
+        self._scheduled = self.flat.pools()
+        self._newest_states: list[mx.array] = []
+
+    @property
+    def _share_of_limit(self) -> int:
+        """Of blocks, and of snapshots, where there are any."""
+        return self.limit // 2 if self.has_states else self.limit
+
+    @property
+    def _max_cached_blocks(self) -> int:
+        """Up to here the store grows for prefixes that nobody uses."""
+        return max(2, self._share_of_limit // max(_NODE_BYTES, self.block_bytes))
+
+    @property
+    def _least_blocks(self) -> int:
+        """As many blocks would do for what lives, and for unused prefixes within the limit."""
+        pool = self.kv.pool
+        within = max(0, self._max_cached_blocks - 1 - pool.num_used)
+        return max(_INITIAL_BLOCKS, 1 + pool.num_used + min(pool.num_cached, within))
+
+    @property
+    def store(self) -> PagedStore:
+        """For `exclusive`."""
+        return self
+
+    # Leases.
+
+    @exclusive
+    def lease(self) -> Lease:
+        """For a sequence without blocks."""
+        self._collect()
+        return Lease(self.kv.open(array(TOKEN_TYPE)), self._ended)
+
+    @exclusive
+    def fork(self, lease: Lease, num_tokens: int) -> Lease:
+        """The same blocks, for a sequence that has the first `num_tokens` tokens.
+
+        Nothing happens on the device until one of the two is written.
+        """
+        self._collect()
+        tables = lease.tables
+        state = None if lease.state is None else self.flat.alone(lease.state)
+        return Lease(self.kv.fork(tables, tables.tokens[:num_tokens]), self._ended, state)
+
+    def _collect(self) -> None:
+        """Takes back what ended leases held, and gives memory back where there is much of it."""
+        if self._ended:
+            while self._ended:
+                if self.kv.is_open(self._ended[0]):
+                    self.kv.free(self._ended[0])
+                self._ended.popleft()
+            num_blocks, least = self.kv.pool.num_blocks, self._least_blocks
+            if num_blocks >= 4 * least or num_blocks > max(self._max_cached_blocks, 2 * least):
+                self._cut(max(least, min(2 * least, self._max_cached_blocks)))
+        if self._is_retired and self.kv.enable_prefix_caching:
+            self.kv.reset_prefix_cache()
+            self.snapshots.clear()
+            self.kv.enable_prefix_caching = False
+
+    # Steps.
+
+    @exclusive
+    def forward(
+        self,
+        leases: Sequence[Lease],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        tokens: mx.array,
+        logit_rows: np.ndarray,
+        input_embeddings: mx.array | None = None,
+    ) -> mx.array:
+        """Starts a step that computes ``[start, start + length)`` of each sequence.
+
+        The device is at work on the keys and values then; logits are computed when asked for.
+
+        Args:
+            tokens: ``[num_rows]``: those of the first sequence, then those of the next.
+            logit_rows: rows whose logits are wanted.
+            input_embeddings: ``[num_rows, hidden_size]`` in the place of the tokens'.
+
+        Returns:
+            ``[len(logit_rows), vocab_size]``.
+        """
+        ends = [start + length for start, length in zip(starts, lengths)]
+        tables = self._own(leases, starts, ends)
+        logits, states = self.flat.forward(
+            tokens.astype(mx.int32),
+            tables,
+            ends,
+            lengths,
+            logit_rows,
+            input_embeddings,
+            [lease.state for lease in leases],
+        )
+        self._schedule()
+        for lease, state in zip(leases, states):
+            lease.state = state
+        return logits
+
+    @exclusive
+    def plan_write(self, leases: Sequence[Lease], start: int, length: int) -> AttentionPlan:
+        """Makes ready to write ``[start, start + length)`` of sequences, layer by layer."""
+        ends = [start + length] * len(leases)
+        tables = self._own(leases, [start] * len(leases), ends)
+        return build_plan(tables, ends, [length] * len(leases), block_size=self.block_size)
+
+    def _own(
+        self, leases: Sequence[Lease], starts: Sequence[int], ends: Sequence[int]
+    ) -> list[list[int]]:
+        """Makes ``[start, end)`` of each sequence its own to write; returns the block tables."""
+        self._collect()
+        for lease, start, end in zip(leases, starts, ends):
+            tables, kv = lease.tables, self.kv
+            if lease.is_torn:
+                raise RuntimeError(
+                    "[paged prompt cache] an exception ended this thread's work while the cache "
+                    "was being copied: make a new one"
+                )
+            lease.is_torn = True
+            self._make_room(kv.num_to_own(tables, start, end))
+            copies = kv.own(tables, start, end)
+            if copies is None:  # all that is there is in use
+                missing = kv.num_to_own(tables, start, end) - kv.pool.num_available
+                self._grow(kv.pool.num_blocks + max(missing, kv.pool.num_blocks // 4))
+                copies = kv.own(tables, start, end)
+                assert copies is not None
+            if copies:
+                # Here and now: the next sequence may have a block evicted that was copied from.
+                # Whatever is written later comes after this copy, as it takes the pools from it.
+                self.flat.copy_blocks(copies)
+                self._schedule()
+            lease.is_torn = False
+        return [lease.tables.blocks for lease in leases]
+
+    def _make_room(self, num_blocks: int) -> None:
+        """Grows as far as unused prefixes may take the store; `KVManager.own` evicts the rest."""
+        pool = self.kv.pool
+        if pool.num_free < num_blocks and pool.num_quarantined:
+            self.settle()
+        if pool.num_free < num_blocks and pool.num_blocks < self._max_cached_blocks:
+            enough = pool.num_blocks + num_blocks - pool.num_free
+            self._grow(min(max(2 * pool.num_blocks, enough), self._max_cached_blocks))
+        if pool.num_free < num_blocks:
+            self.settle()  # so that what is evicted is free at once
+
+    def _grow(self, num_blocks: int) -> None:
+        self.flat.grow(num_blocks)
+        self.kv.pool.grow(num_blocks)
+        self._scheduled = self.flat.pools()
+
+    def _cut(self, num_blocks: int) -> None:
+        """Gives memory back; blocks that are used move to what remains."""
+        if num_blocks >= self.kv.pool.num_blocks:
+            return
+        self.settle()
+        copies = self.kv.compact(num_blocks)
+        self.num_compactions += 1
+        if copies:
+            self.flat.copy_blocks(copies)
+        self.flat.cut(num_blocks)
+        self._scheduled = self.flat.pools()
+
+    @exclusive
+    def settle(self) -> None:
+        """Waits until all that was read or written has been; what was released is free then."""
+        mx.eval(self.flat.pools(), self.flat.unfinished())
+        mx.synchronize()
+        self._scheduled = self.flat.pools()
+        if not self._is_between_steps:
+            self.kv.on_step_evaluated(self.kv.pool.launched_step)
+        self.kv.launch_step(self.kv.pool.launched_step + 1)
+
+    @property
+    def _is_between_steps(self) -> bool:
+        """Whether `settle` was cut off: what is built is always part of a step."""
+        return self.kv.pool.evaluated_step == self.kv.pool.launched_step
+
+    def pools(self) -> list[mx.array]:
+        """Every pool as it is now."""
+        return self.flat.pools()
+
+    def _schedule(self, *others: mx.array) -> None:
+        """Sets the device to work on all that was built, and on other arrays."""
+        states = self.flat.unfinished()
+        mx.async_eval(*others, states, self.flat.pools())  # type: ignore[no-untyped-call]
+        self._newest_states = states or self._newest_states
+        self._scheduled = self.flat.pools()
+
+    def leave(self) -> None:
+        """For `exclusive`: the thread gives the store away."""
+        if self.flat.has_unfinished:
+            self._schedule()
+
+    @exclusive
+    def write(self, layer: int, plan: AttentionPlan, keys: mx.array, values: mx.array) -> None:
+        """Writes ``[batch, num_kv_heads, length, head_dim]`` keys and values of one layer."""
+        self.flat.write(layer, plan, keys, values)
+        self._schedule()
+
+    @exclusive
+    def read(
+        self, layer: int, leases: Sequence[Lease], num_tokens: int
+    ) -> tuple[mx.array, mx.array]:
+        """Dense ``[batch, num_kv_heads, num_tokens, head_dim]`` keys and values of one layer."""
+        tables = [lease.tables.blocks for lease in leases]
+        keys, values = self.flat.read(layer, tables, num_tokens)
+        self._schedule(keys, values)
+        return keys, values
+
+    @exclusive
+    def written(self) -> mx.array:
+        """An array that is there once all that was built so far is done.
+
+        To wait for it holds nobody up; to wait for the pools is for those who have the store.
+        """
+        [done] = mx.depends([mx.zeros(1)], self.flat.pools() + self._newest_states)
+        self._schedule(done)
+        return done
+
+    # Prefixes.
+
+    @exclusive
+    def computing_next_block(self, tokens: Sequence[int], query: PrefixQuery) -> Any:
+        """See `KVManager.computing_next_block`."""
+        return self.kv.computing_next_block(tokens, query)
+
+    @exclusive
+    def count(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """Counts tokens of prompts, and those of them that were found."""
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_cached_tokens += num_cached_tokens
+
+    # Prefixes.
+
+    def match(self, query: PrefixQuery) -> PrefixMatch:
+        """The longest stored prefix that a sequence can continue from."""
+        match = self.kv.match(query)
+        return self.snapshots.limit(match) if self.has_states else match
+
+    # The whole store.
+
+    def retire(self) -> None:
+        """The weights have changed: what is stored stays with those who hold it, for nobody new.
+
+        From the next call on: a model may be collected at any moment, in any thread.
+        """
+        self._is_retired = True
+
+    @exclusive
+    def set_limit(self, limit: int) -> None:
+        """Another `cache_bytes`; what is over it goes at once."""
+        self.limit = limit
+        self.snapshots.set_limit(self._share_of_limit)
+        self._collect()
+        if self.kv.pool.num_blocks > self._max_cached_blocks:
+            self._cut(self._least_blocks)
+
+    @exclusive
+    def clear(self) -> None:
+        """Forgets every prefix that no live cache holds, and gives their memory back."""
+        self._collect()
+        self.kv.reset_prefix_cache()
+        self.snapshots.clear()
+        self._cut(self._least_blocks)
+
+    def recover(self) -> None:
+        """Makes the store whole again after an exception in the middle of something.
+
+        What was built and not begun is dropped, which only those lose who got the exception.
+        """
+        self.flat.restore(self._scheduled)
+        self.flat.unfinished()
+        try:
+            self.kv.check_integrity()
+        except Exception:
+            self.settle()
+            self.kv.recount()
+            self.snapshots.clear()
+        if self._is_between_steps:
+            self.kv.launch_step(self.kv.pool.launched_step + 1)
+
+    @exclusive
+    def stats(self) -> StoreStats:
+        """Its numbers now."""
+        self._collect()
+        pool = self.kv.pool
+        return StoreStats(
+            num_blocks=pool.num_usable,
+            num_used_blocks=pool.num_used,
+            num_cached_blocks=pool.num_cached,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_evictions=self.kv.counters.num_evictions,
+            nbytes=pool.num_blocks * self.block_bytes + self.flat.state_bytes,
+        )
+
+    @exclusive
+    def check_integrity(self) -> None:
+        """Recounts blocks, prefix tree and tables; raises `IntegrityError`."""
+        self._collect()
+        self.kv.check_integrity()

@@ -1,0 +1,304 @@
+"""Recurrent state in the drop-in: plain arrays, which no step changes.
+
+The engine keeps states in numbered slots (`mlx_paged.model.recurrent`), because its steps are
+evaluated in order. What mlx-lm's callers build is lazy, and prompt caches are copied, kept and
+dropped at any time. So here a step makes new arrays: a copy of a sequence and a snapshot of a
+prefix are one more reference, and nothing has to wait.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import ArraysCache
+
+from mlx_paged.core import KVManager
+from mlx_paged.core.prefix_tree import PrefixMatch, PrefixNode
+from mlx_paged.model.layout import StateSpec
+from mlx_paged.model.plan import SequenceGroup, int32
+from mlx_paged.model.recurrent import RecurrentCache
+
+#: The arrays of a recurrent cache. None: never used, or not set yet.
+Entries = list[mx.array | None]
+#: Those of all recurrent caches of a model, in their order.
+Arrays = list[Entries]
+
+
+class StateBatch:
+    """The states of sequences that were computed side by side.
+
+    Attributes:
+        arrays: Each ``[size, ...]``.
+        size: How many sequences.
+    """
+
+    __slots__ = ("__weakref__", "arrays", "size")
+
+    def __init__(self, arrays: Arrays, size: int) -> None:
+        self.arrays = arrays
+        self.size = size
+
+    @property
+    def present(self) -> list[mx.array]:
+        """The arrays that are there."""
+        return [array for entries in self.arrays for array in entries if array is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all sequences of the batch: it is there as long as one of them is."""
+        return sum(array.nbytes for array in self.present)
+
+
+class State(NamedTuple):
+    """The state of one sequence: a row of a batch."""
+
+    batch: StateBatch
+    row: int
+
+    @property
+    def arrays(self) -> Arrays:
+        """Each ``[1, ...]``."""
+        if self.batch.size == 1:
+            return self.batch.arrays
+        at = slice(self.row, self.row + 1)
+        return [[a if a is None else a[at] for a in entries] for entries in self.batch.arrays]
+
+    def alone(self) -> State:
+        """The same state in memory of its own, for one that is kept longer than its batch."""
+        if self.batch.size == 1:
+            return self
+        arrays = [
+            [a if a is None else mx.contiguous(a) for a in entries] for entries in self.arrays
+        ]
+        return State(StateBatch(arrays, 1), 0)
+
+
+class StepStates:
+    """The states that a step reads, and those that it makes.
+
+    Args:
+        specs: of the model's recurrent caches.
+    """
+
+    def __init__(self, specs: Sequence[StateSpec]) -> None:
+        self.specs = specs
+        self._reads: Sequence[State | None] = ()
+        self._gathers: dict[int, _Gather] = {}
+        self._made: dict[int, tuple[SequenceGroup, dict[tuple[int, int], mx.array | None]]] = {}
+
+    @contextmanager
+    def read_by(self, reads: Sequence[State | None]) -> Iterator[None]:
+        """Begins a step of sequences with these states; None: before the first token."""
+        self._reads = reads
+        try:
+            yield
+        finally:
+            self._reads, self._gathers, self._made = (), {}, {}
+
+    def read(self, cache: int, entry: int, group: SequenceGroup) -> mx.array | None:
+        """``[num_seqs, ...]`` of a group; None where it begins, and for an entry never used."""
+        if group.begins:
+            return None
+        gather = self._gathers.get(id(group))
+        if gather is None:
+            reads = [self._reads[i] for i in group.members]
+            gather = self._gathers[id(group)] = _Gather(reads)
+        spec = self.specs[cache]
+        shape = spec.shapes[entry]
+        return None if shape is None else gather(cache, entry, shape, spec.dtypes[entry])
+
+    def write(self, cache: int, entry: int, group: SequenceGroup, state: mx.array) -> None:
+        """Takes what one entry holds after the group's rows."""
+        _, made = self._made.setdefault(id(group), (group, {}))
+        spec = self.specs[cache]
+        made[cache, entry] = fitted(state, spec.shapes[entry], spec.dtypes[entry])
+
+    def made(self) -> list[State]:
+        """The state of every sequence after the step."""
+        states: list[State | None] = list(self._reads)
+        for group, made in self._made.values():
+            arrays = [
+                [
+                    made[cache, entry] if (cache, entry) in made else self.read(cache, entry, group)
+                    for entry in range(len(spec.shapes))
+                ]
+                for cache, spec in enumerate(self.specs)
+            ]
+            batch = StateBatch(arrays, group.num_seqs)
+            for row, member in enumerate(group.members):
+                states[member] = State(batch, row)
+        assert all(state is not None for state in states), "a sequence had no rows"
+        return states  # type: ignore[return-value]
+
+
+class _Gather:
+    """Puts the states of a group together, from the batches that they lie in.
+
+    As long as the same sequences run together, that is no operation at all.
+    """
+
+    def __init__(self, reads: Sequence[State | None]) -> None:
+        self._num_seqs = len(reads)
+        self._batches = list({id(s.batch): s.batch for s in reads if s is not None}.values())
+        starts, end = {}, 0
+        for batch in self._batches:
+            starts[id(batch)] = end
+            end += batch.size
+        # Sequences without a state share a row of zeros behind all batches.
+        at = [end if s is None else starts[id(s.batch)] + s.row for s in reads]
+        self._num_zeros = int(end in at)
+        whole = at == list(range(end + self._num_zeros))
+        self._at = None if whole or not self._batches else int32(np.array(at))
+
+    def __call__(self, cache: int, entry: int, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        if not self._batches:
+            return mx.zeros((self._num_seqs, *shape), dtype)
+        parts = []
+        for batch in self._batches:
+            array = batch.arrays[cache][entry]
+            parts.append(mx.zeros((batch.size, *shape), dtype) if array is None else array)
+        if self._num_zeros:
+            parts.append(mx.zeros((1, *shape), dtype))
+        whole = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        return unshared(whole) if self._at is None else whole[self._at]
+
+
+def unshared(array: mx.array) -> mx.array:
+    """The same array as an object of its own: ``a += b`` changes an object and all who have it."""
+    return array.astype(array.dtype)
+
+
+class ArrayStateCache(RecurrentCache):
+    """The states of one recurrent layer while a step is built; nothing of it outlives the step.
+
+    Several modules of a layer may use it, each an entry of its own.
+    """
+
+    def __init__(self, spec: StateSpec, number: int, states: StepStates) -> None:
+        ArraysCache.__init__(self, len(spec.shapes))
+        self.spec = spec
+        self.pools = []
+        self._number = number
+        self._source = states
+        self._group: SequenceGroup | None = None
+        self._states: dict[int, mx.array] = {}
+        self._changed: set[int] = set()
+
+    @contextmanager
+    def grouped(self, group: SequenceGroup) -> Iterator[None]:
+        """Shows the states of these sequences, and keeps what was replaced for after the step."""
+        self._group = group
+        try:
+            yield
+            for index in sorted(self._changed):
+                self._source.write(self._number, index, group, self._states[index])
+        finally:
+            self._group = None
+            self._states = {}
+            self._changed = set()
+
+    def __getitem__(self, index: int) -> mx.array | None:
+        if self._group is None:
+            raise RuntimeError("recurrent state was read outside of a group of a step")
+        if index not in self._states:
+            state = self._source.read(self._number, index, self._group)
+            if state is None:
+                return None
+            self._states[index] = state
+        return self._states[index]
+
+    def __setitem__(self, index: int, state: mx.array) -> None:
+        if self._group is None:
+            raise RuntimeError("recurrent state was written outside of a group of a step")
+        self._states[index] = state
+        self._changed.add(index)
+
+
+class Snapshots:
+    """States that are kept with nodes of the prefix tree, so that other sequences continue there.
+
+    Args:
+        kv: has the tree.
+        max_bytes: those that were used least recently go beyond it.
+        state_bytes: of one of them.
+    """
+
+    def __init__(self, kv: KVManager, *, max_bytes: int, state_bytes: int) -> None:
+        self._kv = kv
+        self._state_bytes = max(1, state_bytes)
+        self._max = max(1, max_bytes // self._state_bytes)
+        self._states: OrderedDict[PrefixNode, State] = OrderedDict()
+        self._swept_at = 0
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, node: PrefixNode) -> bool:
+        return node in self._states
+
+    def add(self, node: PrefixNode, state: State) -> None:
+        """Keeps the state after the tokens of a node, in memory of its own."""
+        num_evictions = self._kv.attention[0].num_evictions
+        if self._swept_at != num_evictions:
+            self._swept_at = num_evictions
+            for gone in [n for n in self._states if not n.is_indexed]:
+                del self._states[gone]
+        self._states[node] = state
+        if len(self._states) > self._max:
+            self._states.popitem(last=False)
+
+    def set_limit(self, max_bytes: int) -> None:
+        """Another `max_bytes`."""
+        self._max = max(1, max_bytes // self._state_bytes)
+        while len(self._states) > self._max:
+            self._states.popitem(last=False)
+
+    def drop(self, node: PrefixNode) -> None:
+        """Forgets a state, if it is there."""
+        self._states.pop(node, None)
+
+    def take(self, node: PrefixNode) -> State:
+        """The state after a node that `limit` returned."""
+        self._states.move_to_end(node)
+        return self._states[node]
+
+    def limit(self, match: PrefixMatch) -> PrefixMatch:
+        """The part of a match after which a state was kept."""
+        node = match.node
+        while node is not None and node.parent is not None and node not in self._states:
+            node = node.parent
+        return PrefixMatch(node, None, 0)
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._states.clear()
+
+
+def fitted(
+    state: mx.array | None, shape: tuple[int, ...] | None, dtype: mx.Dtype
+) -> mx.array | None:
+    """A state from outside, as a layer keeps it.
+
+    Some states grow with the first tokens (n-gram contexts) to the size that is kept here; zeros
+    before them mean the same.
+
+    Raises:
+        ValueError: for another shape than the layer has.
+    """
+    if state is None:
+        return None
+    present = state.shape[1:]
+    if shape is None or present[1:] != shape[1:] or present[:1] > shape[:1]:
+        raise ValueError(
+            f"[paged prompt cache] recurrent state must be of shape {shape} but got {present}: "
+            "this cache belongs to another model"
+        )
+    if present != shape:
+        missing = [(0, 0), (shape[0] - present[0], 0)]
+        state = mx.pad(state, missing + [(0, 0)] * (len(shape) - 1))
+    return state.astype(dtype)
