@@ -456,7 +456,8 @@ def batch_generator(original: Any) -> Any:
     class BatchGenerator(original):  # type: ignore[misc]
         def __init__(self, model: Any, **options: Any) -> None:
             super().__init__(model, **options)
-            store = store_for(model, inspect.unwrap(mlx_lm_cache.make_prompt_cache)(model))
+            own_caches = inspect.unwrap(mlx_lm_cache.make_prompt_cache)(model, self.max_kv_size)
+            store = store_for(model, own_caches)
             self._paged: PagedBatch | None = None
             if store is not None:
                 self._paged = PagedBatch(
@@ -484,13 +485,9 @@ def batch_generator(original: Any) -> Any:
             )
             if self._paged is not None:
                 queue = self._unprocessed_sequences
-                entries = [queue.pop() for _ in uids][::-1]
-                for entry, given in zip(entries, caches or [None] * len(uids)):
+                for entry in [queue.pop() for _ in uids][::-1]:
                     uid, prompt, limit, cache, tokens, sampler, processors, stops = entry
                     choice = Choice(limit, sampler, processors, stops)
-                    if given is None and sum(map(len, prompt)) + limit <= (self.max_kv_size or 0):
-                        # Until it is full, a rotating cache holds what any other does.
-                        cache = mlx_lm_cache.make_prompt_cache(self.model)
                     sequence, tokens = _stored(cache, tokens, self._paged.store)
                     if sequence is None:
                         queue.append(entry)

@@ -341,26 +341,20 @@ def test_nothing_is_held_once_all_have_gone(model) -> None:
     assert stats.num_cached_blocks > 0
 
 
-def test_sequences_that_fit_into_the_size_of_the_caches_are_paged() -> None:
+def test_caches_of_a_given_size_are_mlx_lms_own() -> None:
     model = tiny_model(tiny_config("qwen2"))
-    texts = [[i % 90 for i in range(start, start + n)] for start, n in [(0, 40), (0, 42), (5, 9)]]
-    long = [[i % 90 for i in range(3, 90)], [i % 90 for i in range(7, 60)]]
-    fitting = [dense(tokens_of, model, text, max_tokens=8) for text in texts]
+    texts = [[i % 90 for i in range(start, start + n)] for start, n in [(0, 40), (3, 90), (5, 9)]]
 
-    def answers(texts: list[list[int]]) -> list[list[int]]:
+    def answers() -> Answers:
         batch = generator(model, max_tokens=8, max_kv_size=50)
         batch.insert(texts)
-        return [answer for _, answer in sorted(run(batch)[0].items())]
+        answers, last = run(batch)
+        caches = [c for r in last.values() for c in r.prompt_cache]
+        assert {(type(c), c.max_size) for c in caches} == {(mlx_lm_cache.RotatingKVCache, 50)}
+        return answers
 
-    # (mlx-lm's batches forget the first tokens too, which its single runs keep.)
-    rotating = dense(answers, long)
-    assert answers(texts) == fitting
-    assert drop_in.stats(model).num_cached_tokens == 32
-    assert answers([*long, *texts]) == [*rotating, *fitting]
-    batch = generator(model, max_tokens=8, max_kv_size=50)
-    caches = [mlx_lm_cache.make_prompt_cache(model, 50)]  # asked for: they stay what they are
-    assert not batch._paged.sequences(batch.insert(texts[:1], caches=caches))
-    integrity(model)
+    expected = dense(answers)
+    assert answers() == expected
 
 
 def test_windows(recwarn) -> None:
