@@ -102,15 +102,15 @@ class StepStates:
 
     def read(self, cache: int, entry: int, group: SequenceGroup) -> mx.array | None:
         """``[num_seqs, ...]`` of a group; None where it begins, and for an entry never used."""
-        if group.begins:
+        spec = self.specs[cache]
+        shape = spec.shapes[entry]  # (an IndexError past the last: some code unpacks its states)
+        if shape is None or group.begins:
             return None
         gather = self._gathers.get(id(group))
         if gather is None:
             reads = [self._reads[i] for i in group.members]
             gather = self._gathers[id(group)] = _Gather(reads)
-        spec = self.specs[cache]
-        shape = spec.shapes[entry]
-        return None if shape is None else gather(cache, entry, shape, spec.dtypes[entry])
+        return gather(cache, entry, shape, spec.dtypes[entry])
 
     def write(self, cache: int, entry: int, group: SequenceGroup, state: mx.array) -> None:
         """Takes what one entry holds after the group's rows."""
