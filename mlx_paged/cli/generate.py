@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -141,14 +142,14 @@ def generate(
     prompts = _prompts(context, given_prompts, file or [], keep_breaks=ignore_chat_template)
     from mlx_paged.cli.progress import loading_bar
 
-    with loading_bar(2, shown=progress) as begin:
+    with loading_bar(3, shown=progress) as begin:
         begin("libraries")
         from mlx_paged.engine.llm import LLM
         from mlx_paged.engine.sampling_params import SamplingParams
 
         params = SamplingParams(n=n, **given(**vars(sampling)))
         begin("model")
-        llm = LLM(model, **engine_options)
+        llm = LLM(model, on_kernel=partial(begin, "kernels"), **engine_options)
     _answer(llm, prompts, params, system_prompt, chat=not ignore_chat_template, progress=progress)
 
 

@@ -14,6 +14,7 @@ from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.loader import LoadedModel, load
+from mlx_paged.ops import OnKernel
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -33,6 +34,7 @@ class LLM:
         model: a directory in mlx-lm's format, a Hugging Face id, or a model already loaded; None:
             the model embedded in this package.
         dtype: see `mlx_paged.load`.
+        on_kernel: see `Engine`.
         options: fields of `EngineConfig`.
 
     Raises:
@@ -44,13 +46,14 @@ class LLM:
         model: str | Path | LoadedModel | None = None,
         *,
         dtype: str = "auto",
+        on_kernel: OnKernel | None = None,
         **options: Any,
     ) -> None:
         config = EngineConfig(**options)
         loaded = model if isinstance(model, LoadedModel) else load(model, dtype=dtype)
         # (No `gc.freeze` as on the engine's thread: it would affect the whole process, and
         # keep an `LLM` that is dropped.)
-        self.engine = Engine(loaded, config)
+        self.engine = Engine(loaded, config, on_kernel=on_kernel)
         self._ids = itertools.count()
 
     @property
