@@ -142,7 +142,7 @@ def generate(
     prompts = _prompts(context, given_prompts, file or [], keep_breaks=ignore_chat_template)
     from mlx_paged.cli.progress import loading_bar
 
-    with loading_bar(3, shown=progress) as begin:
+    with loading_bar(2, shown=progress) as begin:
         begin("libraries")
         from mlx_paged.engine.llm import LLM
         from mlx_paged.engine.sampling_params import SamplingParams

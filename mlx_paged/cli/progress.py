@@ -66,7 +66,7 @@ def loading_bar(
 ) -> Iterator[Callable[..., None]]:
     """Yields ``begin(stage)``, to be called before each stage of a start. In the end the bar goes.
 
-    Within a stage of steps ``begin(stage, done, total)`` may be called before each of them.
+    Before each step of a stage that has steps, ``begin(step, done, total)`` may be called.
 
     Args:
         shown: None: on a terminal.
@@ -83,14 +83,16 @@ def loading_bar(
     )
     with progress, _without_collection():
         bar = progress.add_task("loading", total=num_stages)
-        stages: list[str] = []
+        begun = -1
 
         def begin(stage: str, done: int = 0, total: int = 0) -> None:
-            if stage not in stages:
-                stages.append(stage)
-            completed = len(stages) - 1 + (done / total if total else 0)
-            steps = f" {min(done + 1, total)} of {total}" if total else ""
-            progress.update(bar, description=f"loading {stage}{steps}", completed=completed)
+            nonlocal begun
+            if total:
+                stage = f"{stage} {min(done + 1, total)} of {total}"
+            else:
+                begun += 1
+            completed = begun + (done / total if total else 0)
+            progress.update(bar, description=f"loading {stage}", completed=completed)
 
         yield begin
 

@@ -117,6 +117,34 @@ def test_every_launch_is_compiled_for_its_options(rng, window, softcap, has_sink
         assert launch["function_constants"] == (window > 0, softcap > 0, has_sinks)
 
 
+@needs_simulator
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "group"), [((64, 64), 1), ((64, 64), 7), ((128, 128), 4), ((256, 256), 2)]
+)
+def test_pipelines_are_foreseen_whatever_the_rows(rng, dims, group, dtype) -> None:
+    shape = {"num_q_heads": group, "num_kv_heads": 1, "key_dim": dims[0], "dtype": dtype}
+    options = {"window": 50, "sinks": mx.zeros(group)}
+    sim_ext.forget_attention_layers()
+    ran = set()
+    with simulated():
+        for rows in (*range(1, 12), 16, 17, 32, 33, 65):
+            batch = make_batch(rng, [rows], [rows], **shape)
+            pools = (batch.key_pool, batch.value_pool)
+            plan = batch.plan(split_tokens=16)
+            if rows == 1:  # of it a graph is built, and not run
+                ops.paged_attention(batch.queries, *pools, plan, scale=0.125, **options)
+                assert not launches()
+            for launch in described(batch, plan, **options):
+                ran.add((launch["kernel"], launch["function_constants"]))
+    foreseen = {(name, constants) for name, constants in sim_ext.pipelines_to_come()}
+    assert ran <= foreseen, ran - foreseen
+    unused = {name for name, constants in foreseen - ran if constants}
+    # What no step needs is not compiled; only the kernels do not know that a plan's items have at
+    # most 32 rows.
+    assert all(group == 1 and name.endswith("prefill_bfloat16_64_64_m64") for name in unused)
+
+
 def test_launches_of_one_step_wait_only_for_what_they_need(rng) -> None:
     batch = make_batch(rng, [90, 40, 70], [1, 32, 5], num_q_heads=6, key_dim=64)
     planned = described(batch, batch.plan(split_tokens=32))

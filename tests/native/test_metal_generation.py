@@ -57,5 +57,5 @@ def test_a_request_meets_no_kernel_that_is_not_compiled() -> None:
             ran = {(launch["kernel"], launch["function_constants"]) for launch in launches()}
     assert ran <= set(prepared), ran - set(prepared)
     names = {name.split("_float32")[0] for name, _ in ran}
-    assert {"paged_decode", "paged_prefill", "paged_merge", "write_kv"} <= names
+    assert {"paged_decode", "paged_prefill", "copy_blocks", "write_kv"} <= names
     assert len(prepared) == len(set(prepared)) < 20
