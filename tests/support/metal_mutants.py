@@ -97,7 +97,7 @@ MUTANTS = [
     _mutant(PREFILL, "int token = first + 8 * n + matrix_column(lane) + e;", "int token = first + 8 * n + matrix_column(lane);", "the causal edge is one token late", *CHUNKS),
     _mutant(PREFILL, "bool visible = token < end && sees(", "bool visible = sees(", "zeros past a split are weighed", *CHUNKS),
     _mutant(PREFILL, "result[band][c].thread_elements()[1] *= factor;", "", "every second column keeps its scale", *CHUNKS),
-    _mutant(PREFILL, "share[band][n], value", "share[0][n], value", "all bands use the first one's weights", *CHUNKS),
+    _mutant(PREFILL, "share[band][n], value", "share[0][n], value", "all bands use the first one's weights", "prefill_of_64_rows"),
     _mutant(PREFILL, "} else if (matrix_column(lane) == 0) {", "} else {", "four lanes write one partial", *CHUNKS),
     # Merge
     _mutant("paged_merge.h", "split < item.num_splits; split += 32", "split < min(item.num_splits, 32); split += 32", "splits past the 32nd are left out of the sum", "many_splits"),
