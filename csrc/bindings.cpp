@@ -4,6 +4,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/parallel_for.h"
+#include "gpu.h"
 #include "kernel_names.h"
 #include "mlx/version.h"
 #include "primitives.h"
@@ -93,6 +94,32 @@ void bind_extension(nb::module_& m) {
         return names;
       },
       "Every GPU kernel: host name, file of metal/, template-id.");
+
+  m.def(
+      "pipelines_to_come",
+      [] {
+        nb::list pipelines;
+        for (const auto& [kernel, function_constants] : pipelines_to_come(gpu::kind())) {
+          nb::list values;
+          for (bool value : function_constants) {
+            values.append(value);
+          }
+          pipelines.append(nb::make_tuple(kernel.host_name, nb::tuple(values)));
+        }
+        return pipelines;
+      },
+      "Every GPU pipeline that steps of the layers seen so far may need: host name of the kernel, "
+      "function constants.");
+
+  m.def(
+      "prepare_pipeline",
+      [](const std::string& host_name, const std::vector<bool>& function_constants) {
+        Pipeline pipeline{
+            kernel_named(host_name), {function_constants.begin(), function_constants.end()}};
+        nb::gil_scoped_release release;
+        gpu::prepare(pipeline);
+      },
+      "host_name"_a, "function_constants"_a, "Compiles a pipeline, unless that has been done.");
 
   m.def(
       "limit_threads", &cpu::limit_threads, "most"_a,

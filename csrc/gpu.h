@@ -12,6 +12,12 @@
 
 namespace mlx_paged::gpu {
 
+// Whose GPU this backend is for.
+Gpu kind();
+
+// Compiles or loads a pipeline, unless that has been done.
+void prepare(const Pipeline& pipeline);
+
 // Gives `a` memory of the GPU, in the order of the stream. Only within eval_gpu, before arrays are
 // registered with the encoder.
 void allocate(mx::array& a, mx::Stream stream);

@@ -89,7 +89,7 @@ void KernelNode::eval_gpu(const Arrays& in, Arrays& out) {
       mx::synchronize(stream());
     }
   }
-  gpu::encode(launches(inputs, out), inputs, out, read_pools, stream());
+  gpu::encode(launches(inputs, out, gpu::kind()), inputs, out, read_pools, stream());
 }
 
 }  // namespace mlx_paged

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "../metal/kernel_table.h"
+#include "cuda/portable_shape.h"
 
 namespace mlx_paged {
 
@@ -26,6 +27,13 @@ const std::vector<KernelName> kKernels = {
     PAGED_FOR_EACH_ATTENTION_TEMPLATE(ATTENTION_TEMPLATE)
     // clang-format on
 };
+
+// The attention kernels of NVIDIA's GPUs, which nvcc has compiled.
+#define PORTABLE_ATTENTION(X)                       \
+  PAGED_FOR_EACH_DTYPE(PORTABLE_FOR_EACH_DECODE, X) \
+  PAGED_FOR_EACH_DTYPE(PORTABLE_FOR_EACH_MATRIX, X) \
+  PAGED_FOR_EACH_DTYPE(PORTABLE_FOR_EACH_PREFILL, X)
+const std::vector<KernelName> kPortableKernels = {PORTABLE_ATTENTION(ATTENTION_TEMPLATE)};
 
 #define DIMS(unused, k_dim, v_dim) {k_dim, v_dim},
 const std::set<std::pair<int, int>> kHeadDims = {PAGED_FOR_EACH_HEAD_DIM(DIMS, unused)};
@@ -53,20 +61,17 @@ void require_dims(int key_dim, int value_dim) {
       " on a GPU but got ", key_dim, "/", value_dim));
 }
 
-}  // namespace
+using ByName = std::unordered_map<std::string, const KernelName*>;
 
-const std::vector<KernelName>& kernel_names() {
-  return kKernels;
+ByName map_of(const std::vector<KernelName>& kernels) {
+  ByName map;
+  for (const auto& kernel : kernels) {
+    map.emplace(kernel.host_name, &kernel);
+  }
+  return map;
 }
 
-KernelName kernel_named(const std::string& name) {
-  static const auto by_name = [] {
-    std::unordered_map<std::string, const KernelName*> map;
-    for (const auto& kernel : kKernels) {
-      map.emplace(kernel.host_name, &kernel);
-    }
-    return map;
-  }();
+KernelName find(const std::string& name, const ByName& by_name) {
   auto found = by_name.find(name);
   if (found == by_name.end()) {
     throw std::invalid_argument("[metal] there is no kernel " + name);
@@ -74,11 +79,31 @@ KernelName kernel_named(const std::string& name) {
   return *found->second;
 }
 
+}  // namespace
+
+const std::vector<KernelName>& kernel_names() {
+  return kKernels;
+}
+
+KernelName kernel_named(const std::string& name) {
+  static const auto by_name = map_of(kKernels);
+  return find(name, by_name);
+}
+
+bool has_kernels(int key_dim, int value_dim) {
+  return kHeadDims.count({key_dim, value_dim}) > 0;
+}
+
 KernelName attention_kernel(
-    const char* function, DType dtype, int key_dim, int value_dim, const char* unit, int size) {
+    Gpu gpu, const char* function, DType dtype, int key_dim, int value_dim, const char* unit,
+    int size) {
   require_dims(key_dim, value_dim);
-  return kernel_named(
-      join(function, "_", name_of(dtype), "_", key_dim, "_", value_dim, "_", unit, size));
+  auto name = join(function, "_", name_of(dtype), "_", key_dim, "_", value_dim, "_", unit, size);
+  if (gpu == Gpu::nvidia) {
+    static const auto by_name = map_of(kPortableKernels);
+    return find(name, by_name);
+  }
+  return kernel_named(name);
 }
 
 KernelName merge_kernel(DType dtype, int value_dim) {

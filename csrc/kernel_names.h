@@ -19,10 +19,18 @@ struct KernelName {
   bool operator==(const KernelName&) const = default;
 };
 
-// Each names a kernel of metal/kernel_table.h, or throws std::invalid_argument with those it has.
-// `size` is the last template argument and `unit` the letter before it in the host name.
+// Whose GPU: tiles are as large as a thread's registers allow.
+enum class Gpu { apple, nvidia };
+
+// Each names a kernel of metal/kernel_table.h (with Gpu::nvidia of cuda/portable_shape.h), or
+// throws std::invalid_argument with those it has. `size` is the last template argument and `unit`
+// the letter before it in the host name.
 KernelName attention_kernel(
-    const char* function, DType dtype, int key_dim, int value_dim, const char* unit, int size);
+    Gpu gpu, const char* function, DType dtype, int key_dim, int value_dim, const char* unit,
+    int size);
+// Whether there are attention kernels for these head dims.
+bool has_kernels(int key_dim, int value_dim);
+
 KernelName merge_kernel(DType dtype, int value_dim);
 KernelName kernel_named(const std::string& name);
 

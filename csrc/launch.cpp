@@ -12,7 +12,7 @@ namespace mlx_paged {
 
 namespace {
 
-constexpr uint32_t kThreads = 256;
+constexpr uint32_t kThreads = paged::DATA_THREADS;
 constexpr int64_t kChunk = 16;  // bytes that a thread moves at once
 
 uint32_t ceil_div(int64_t n, int64_t m) {
@@ -32,7 +32,7 @@ int chunks(const mx::array& a, int64_t elements) {
 
 }  // namespace
 
-LaunchList WriteKV::launches(const Arrays& in, const Arrays& out) const {
+LaunchList WriteKV::launches(const Arrays& in, const Arrays& out, Gpu) const {
   int num_tokens = in[4].shape(0);
   if (num_tokens == 0) {
     return {};
@@ -54,7 +54,7 @@ LaunchList WriteKV::launches(const Arrays& in, const Arrays& out) const {
   return {{launch}, {}};
 }
 
-LaunchList CopyBlocks::launches(const Arrays& in, const Arrays& out) const {
+LaunchList CopyBlocks::launches(const Arrays& in, const Arrays& out, Gpu) const {
   constexpr int kLoads = 4;  // of a thread
   int num_pairs = in.back().shape(0);
   LaunchList list;
@@ -74,7 +74,7 @@ LaunchList CopyBlocks::launches(const Arrays& in, const Arrays& out) const {
   return list;
 }
 
-LaunchList GatherKV::launches(const Arrays& in, const Arrays& out) const {
+LaunchList GatherKV::launches(const Arrays& in, const Arrays& out, Gpu) const {
   LaunchList list;
   for (int i = 0; i < 2; i++) {
     const auto& pool = in[i];

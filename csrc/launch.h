@@ -33,14 +33,24 @@ struct Binding {
 
 using Extent = std::array<uint32_t, 3>;
 
-struct Launch {
+// A kernel compiled for what it is given here.
+struct Pipeline {
   KernelName kernel;
+  std::vector<uint8_t> function_constants;  // [i] is the bool [[function_constant(i)]]
+
+  bool operator==(const Pipeline&) const = default;
+};
+
+struct Launch : Pipeline {
   std::vector<Binding> buffers;      // buffers[i] is [[buffer(i)]]
   std::vector<std::byte> constants;  // the params struct, at [[buffer(buffers.size())]]
   Extent grid;                       // threadgroups
   Extent threadgroup;                // threads
   uint32_t threadgroup_memory = 0;   // bytes at [[threadgroup(0)]]; 0: the kernel has none
   uint32_t cluster = 0;  // threadgroups along x that see each other's memory; NVIDIA's only
+  // It neither reads nor overwrites what the launch before it writes, though they write to other
+  // rows of the same buffers: no barrier between them.
+  bool beside_previous = false;
 
   bool operator==(const Launch&) const = default;
 };
@@ -62,11 +72,13 @@ LaunchList copy_strided_launches(const Arrays& in, const Arrays& out);
 
 // Which attention kernel serves an item. The rule, in terms of the rows of its score matrix (query
 // rows x query heads of a group):
-//   - up to 3: paged_decode. The vector units keep up with memory, and nothing is padded to 8;
-//   - from 4 on: paged_decode_matrix, for decodes of larger groups and for drafts to verify. It
-//     reads every key once, for up to 64 rows (32 for head dims over 256);
-//   - prefill, more than 8 query rows: paged_prefill, in tiles of 32 or 64 rows. Head dims over 256
-//     would not fit its registers and use paged_decode_matrix.
+//   - up to 3 (1 for head dims over 256): paged_decode. The vector units keep up with memory, and
+//     nothing is padded to 8;
+//   - more: paged_decode_matrix, for decodes of larger groups and for drafts to verify. It reads
+//     every key once for as many rows as registers allow (matrix_most_rows in attention_shape.h);
+//   - prefill, more than 8 query rows: paged_prefill, in tiles of 32 or 64 rows. Head dims that do
+//     not fit its registers (prefill_most_rows) use paged_decode_matrix.
+// NVIDIA's limits are those of cuda/portable_shape.h.
 enum class AttentionKernel { decode, decode_matrix, prefill };
 struct AttentionVariant {
   AttentionKernel kernel;
@@ -74,6 +86,30 @@ struct AttentionVariant {
 
   auto operator<=>(const AttentionVariant&) const = default;
 };
-AttentionVariant attention_variant(int query_rows, int group, int key_dim);
+AttentionVariant attention_variant(Gpu gpu, int query_rows, int group, int key_dim, int item_size);
+
+// A kind of attention layer.
+struct AttentionLayer {
+  DType dtype;
+  int group;  // query heads of a KV head
+  int key_dim;
+  int value_dim;
+  bool has_window;
+  bool has_softcap;
+  bool has_sinks;
+
+  bool operator==(const AttentionLayer&) const = default;
+};
+
+// Every pipeline that some step may need for such a layer, whatever its rows. None where no kernel
+// is made for the head dims.
+std::vector<Pipeline> attention_pipelines(Gpu gpu, const AttentionLayer& layer);
+
+// Remembers a kind of layer of which a graph was built.
+void note_attention_layer(const AttentionLayer& layer);
+void forget_attention_layers();
+
+// Every pipeline that later steps of the layers noted so far may need, and those that move data.
+std::vector<Pipeline> pipelines_to_come(Gpu gpu);
 
 }  // namespace mlx_paged

@@ -12,11 +12,14 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include "../metal/attention_shape.h"
 #include "../metal/kernel_table.h"
+#include "cuda/portable_shape.h"
 #include "host_copies.h"
 #include "primitives.h"
 
@@ -25,14 +28,16 @@ namespace mlx_paged {
 namespace {
 
 constexpr float kLog2e = 1.44269504088896340736f;
-constexpr int kMostVectorQueries = 3;
 constexpr int kMostDraftRows = 8;
-constexpr int kWideHead = 257;         // from this key dim on, a matrix has at most 32 rows
-constexpr int kWidePrefillHead = 129;  // likewise in paged_prefill
 
 using Inputs = PagedAttention;
 using paged::MergeItem;
 using paged::WorkItem;
+
+// In the order of attention_options.h.
+std::vector<uint8_t> function_constants(bool window, bool softcap, bool sinks) {
+  return {uint8_t(window), uint8_t(softcap), uint8_t(sinks)};
+}
 
 struct Rows {
   int fewest = std::numeric_limits<int>::max();
@@ -54,7 +59,50 @@ std::pair<std::shared_ptr<const std::byte>, const Item*> host_view(const mx::arr
   return {std::move(copy), static_cast<const Item*>(items)};
 }
 
-PlanSummary read_plan(const Arrays& in) {
+// How far the kernels go on a GPU.
+struct Limits {
+  int decode_queries;
+  int matrix_rows;
+  int prefill_rows;  // 0: no paged_prefill
+};
+
+Limits limits_of(Gpu gpu, int key_dim, int item_size) {
+  if (gpu == Gpu::nvidia) {
+    return {
+        paged::portable_decode_most_queries(key_dim), paged::portable_matrix_most_rows(key_dim),
+        paged::portable_prefill_most_rows(key_dim)};
+  }
+  return {
+      paged::decode_most_queries(key_dim), paged::matrix_most_rows(key_dim, item_size),
+      paged::prefill_most_rows(key_dim, item_size)};
+}
+
+int prefill_tokens(Gpu gpu, int key_dim, int value_dim, int item_size, int rows) {
+  return gpu == Gpu::nvidia ? paged::portable_prefill_tokens(key_dim, value_dim, item_size)
+                            : paged::prefill_tokens(key_dim, value_dim, item_size, rows);
+}
+
+int matrix_groups(Gpu gpu, int key_dim) {
+  return gpu == Gpu::nvidia ? paged::portable_matrix_simd_groups(key_dim)
+                            : paged::matrix_simd_groups(key_dim);
+}
+
+KernelName kernel_of(
+    const AttentionVariant& variant, Gpu gpu, DType dtype, int key_dim, int value_dim) {
+  switch (variant.kernel) {
+    case AttentionKernel::decode:
+      return attention_kernel(gpu, "paged_decode", dtype, key_dim, value_dim, "q", variant.queries);
+    case AttentionKernel::decode_matrix:
+      return attention_kernel(
+          gpu, "paged_decode_matrix", dtype, key_dim, value_dim, "m", variant.queries);
+    case AttentionKernel::prefill:
+      return attention_kernel(
+          gpu, "paged_prefill", dtype, key_dim, value_dim, "m", variant.queries);
+  }
+  throw std::logic_error("[launch] unknown attention kernel");
+}
+
+PlanSummary read_plan(const Arrays& in, Gpu gpu) {
   PlanSummary plan;
   int heads = in[Inputs::kQueries].shape(1) / in[Inputs::kKeyPool].shape(2);
   auto [work_copy, work] = host_view<WorkItem>(in[Inputs::kWork]);
@@ -63,7 +111,8 @@ PlanSummary read_plan(const Arrays& in) {
     if (rows <= 0) {
       continue;
     }
-    auto& range = plan.variants[attention_variant(rows, heads, in[Inputs::kKeyPool].shape(3))];
+    auto& range = plan.variants[attention_variant(
+        gpu, rows, heads, in[Inputs::kKeyPool].shape(3), int(in[Inputs::kQueries].itemsize()))];
     range.fewest = std::min(range.fewest, rows);
     range.most = std::max(range.most, rows);
     if (work[i].partial_begin < 0) {
@@ -85,8 +134,10 @@ PlanSummary read_plan(const Arrays& in) {
 // numbers: its buffer may have others by now, where MLX let an operation write to it (donation).
 class PlanCache {
  public:
-  PlanSummary get(const Arrays& in) {
-    std::array<int, 2> key{
+  PlanSummary get(const Arrays& in, Gpu gpu) {
+    std::array<int, 4> key{
+        int(gpu),
+        int(in[Inputs::kQueries].itemsize()),
         in[Inputs::kQueries].shape(1) / in[Inputs::kKeyPool].shape(2),
         in[Inputs::kKeyPool].shape(3)};
     auto [work_copy, work] = host_view<WorkItem>(in[Inputs::kWork]);
@@ -107,13 +158,13 @@ class PlanCache {
       return std::vector<std::byte>(begin, begin + bytes);
     };
     auto& entry = entries_[next_++ % entries_.size()];
-    entry = {key, bytes_at(work, work_bytes), bytes_at(merge, merge_bytes), read_plan(in)};
+    entry = {key, bytes_at(work, work_bytes), bytes_at(merge, merge_bytes), read_plan(in, gpu)};
     return entry.plan;
   }
 
  private:
   struct Entry {
-    std::array<int, 2> key;
+    std::array<int, 4> key;
     std::vector<std::byte> work;
     std::vector<std::byte> merge;
     PlanSummary plan;
@@ -123,29 +174,99 @@ class PlanCache {
   size_t next_ = 0;
 };
 
-PlanSummary summarize(const Arrays& in) {
+PlanSummary summarize(const Arrays& in, Gpu gpu) {
   static PlanCache cache;
-  return cache.get(in);
+  return cache.get(in, gpu);
 }
 
 }  // namespace
 
-AttentionVariant attention_variant(int query_rows, int group, int key_dim) {
+AttentionVariant attention_variant(Gpu gpu, int query_rows, int group, int key_dim, int item_size) {
+  Limits limits = limits_of(gpu, key_dim, item_size);
   int queries = query_rows * group;
-  if (queries <= kMostVectorQueries) {
+  if (queries <= limits.decode_queries) {
     return {AttentionKernel::decode, queries};
   }
-  if (query_rows > kMostDraftRows && key_dim < kWideHead) {
-    return {AttentionKernel::prefill, queries <= 32 || key_dim >= kWidePrefillHead ? 32 : 64};
+  if (query_rows > kMostDraftRows && limits.prefill_rows > 0) {
+    return {AttentionKernel::prefill, queries <= 32 ? 32 : limits.prefill_rows};
   }
   int rows = 8;
-  while (rows < std::min(queries, key_dim < kWideHead ? 64 : 32)) {
+  while (rows < std::min(queries, limits.matrix_rows)) {
     rows *= 2;
   }
   return {AttentionKernel::decode_matrix, rows};
 }
 
-LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out) const {
+std::vector<Pipeline> attention_pipelines(Gpu gpu, const AttentionLayer& layer) {
+  if (!has_kernels(layer.key_dim, layer.value_dim)) {
+    return {};
+  }
+  int item_size = layer.dtype == DType::float32 ? 4 : 2;
+  Limits limits = limits_of(gpu, layer.key_dim, item_size);
+  std::set<AttentionVariant> variants;
+  int most = std::max(limits.matrix_rows, limits.prefill_rows) + kMostDraftRows;
+  for (int rows = 1; rows <= most; rows++) {  // beyond it tiles are of the largest size
+    variants.insert(attention_variant(gpu, rows, layer.group, layer.key_dim, item_size));
+  }
+  std::vector<uint8_t> constants =
+      function_constants(layer.has_window, layer.has_softcap, layer.has_sinks);
+  std::vector<Pipeline> pipelines;
+  for (const auto& variant : variants) {
+    pipelines.push_back(
+        {kernel_of(variant, gpu, layer.dtype, layer.key_dim, layer.value_dim), constants});
+  }
+  pipelines.push_back({merge_kernel(layer.dtype, layer.value_dim), constants});
+  return pipelines;
+}
+
+namespace {
+
+struct NotedLayers {
+  std::mutex mutex;
+  std::vector<AttentionLayer> layers;  // a few at most
+};
+
+NotedLayers& noted() {
+  static NotedLayers layers;
+  return layers;
+}
+
+}  // namespace
+
+void note_attention_layer(const AttentionLayer& layer) {
+  auto& [mutex, layers] = noted();
+  std::lock_guard lock(mutex);
+  if (std::find(layers.begin(), layers.end(), layer) == layers.end()) {
+    layers.push_back(layer);
+  }
+}
+
+void forget_attention_layers() {
+  auto& [mutex, layers] = noted();
+  std::lock_guard lock(mutex);
+  layers.clear();
+}
+
+std::vector<Pipeline> pipelines_to_come(Gpu gpu) {
+  std::vector<Pipeline> pipelines;
+  for (const auto& kernel : kernel_names()) {
+    if (kernel.file == "data.h") {
+      pipelines.push_back({kernel, {}});
+    }
+  }
+  auto& [mutex, layers] = noted();
+  std::lock_guard lock(mutex);
+  for (const auto& layer : layers) {
+    for (auto& pipeline : attention_pipelines(gpu, layer)) {
+      if (std::find(pipelines.begin(), pipelines.end(), pipeline) == pipelines.end()) {
+        pipelines.push_back(std::move(pipeline));
+      }
+    }
+  }
+  return pipelines;
+}
+
+LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu) const {
   const auto& queries = in[kQueries];
   const auto& keys = in[kKeyPool];
   auto dtype = dtype_of(queries.dtype());
@@ -163,7 +284,7 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out) const {
   if (out[0].size() == 0) {
     return list;
   }
-  PlanSummary plan = summarize(in);
+  PlanSummary plan = summarize(in, gpu);
 
   if (plan.covered_rows < queries.shape(0)) {
     paged::FillParams params{int(out[0].nbytes() / 16)};
@@ -182,6 +303,8 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out) const {
   // A kernel without sinks does not read them, but its argument must still be a buffer.
   Binding sinks = read(has_sinks ? int(kSinks) : int(kPositions));
 
+  std::vector<uint8_t> constants =
+      function_constants(options_.window > 0, options_.softcap > 0, has_sinks);
   for (const auto& [variant, rows] : plan.variants) {
     paged::AttentionParams params{};
     params.num_q_heads = num_q_heads;
@@ -206,29 +329,29 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out) const {
     launch.constants = bytes_of(params);
     int tiles = paged::ceil_div(rows.most * (num_q_heads / num_kv_heads), variant.queries);
     launch.grid = {uint32_t(num_items), uint32_t(num_kv_heads), uint32_t(tiles)};
+    launch.kernel = kernel_of(variant, gpu, dtype, key_dim, value_dim);
+    launch.function_constants = constants;
     int simd_groups = 0;
     switch (variant.kernel) {
       case AttentionKernel::decode:
-        launch.kernel =
-            attention_kernel("paged_decode", dtype, key_dim, value_dim, "q", variant.queries);
         launch.threadgroup_memory = paged::decode_scratch(value_dim);
         simd_groups = paged::DECODE_SIMD_GROUPS;
         break;
       case AttentionKernel::decode_matrix:
-        launch.kernel = attention_kernel(
-            "paged_decode_matrix", dtype, key_dim, value_dim, "m", variant.queries);
+        simd_groups = matrix_groups(gpu, key_dim);
         launch.threadgroup_memory =
-            paged::matrix_scratch(key_dim, value_dim, item_size, variant.queries).size;
-        simd_groups = paged::matrix_simd_groups(key_dim);
+            paged::matrix_scratch(key_dim, value_dim, item_size, variant.queries, simd_groups).size;
         break;
       case AttentionKernel::prefill:
-        launch.kernel =
-            attention_kernel("paged_prefill", dtype, key_dim, value_dim, "m", variant.queries);
-        launch.threadgroup_memory = paged::prefill_scratch(key_dim, value_dim, item_size);
+        launch.threadgroup_memory = paged::prefill_scratch(
+            key_dim, value_dim, item_size,
+            prefill_tokens(gpu, key_dim, value_dim, item_size, variant.queries));
         simd_groups = paged::PREFILL_SIMD_GROUPS;
         break;
     }
     launch.threadgroup = {32 * uint32_t(simd_groups), 1, 1};
+    // Every kind of item has rows of its own, of the output and of the workspace.
+    launch.beside_previous = variant != plan.variants.begin()->first;
     list.launches.push_back(launch);
   }
 
@@ -236,6 +359,7 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out) const {
     paged::MergeParams params{num_q_heads, plan.num_partials, has_sinks};
     Launch launch;
     launch.kernel = merge_kernel(dtype, value_dim);
+    launch.function_constants = constants;
     launch.buffers = {
         read(kMerge),
         {workspace, Access::read, list.workspaces[0]},

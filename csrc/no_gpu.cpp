@@ -5,9 +5,16 @@
 #include <stdexcept>
 #include <string>
 
+#include "gpu.h"
 #include "primitives.h"
 
 namespace mlx_paged {
+
+Gpu gpu::kind() {
+  return Gpu::apple;
+}
+
+void gpu::prepare(const Pipeline&) {}
 
 void KernelNode::eval_gpu(const Arrays&, Arrays&) {
   throw std::runtime_error(

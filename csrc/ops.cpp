@@ -168,6 +168,9 @@ mx::array paged_attention(
 #endif
     inputs.push_back(dense(mx::astype(*sinks, mx::float32, s), s));
   }
+  note_attention_layer(
+      {dtype_of(queries.dtype()), num_q_heads / num_kv_heads, key_pool.shape(3),
+       value_pool.shape(3), window > 0, softcap > 0, sinks.has_value()});
   return mx::array(
       {queries.shape(0), num_q_heads, value_pool.shape(3)}, queries.dtype(),
       std::make_shared<PagedAttention>(s, AttentionOptions{scale, window, softcap}),

@@ -45,7 +45,7 @@ class KernelNode : public Node {
 
   // What a GPU runs. Only the shapes and dtypes of `in` and `out` matter, and the contents of the
   // inputs that `read_by_host` names.
-  virtual LaunchList launches(const Arrays& in, const Arrays& out) const = 0;
+  virtual LaunchList launches(const Arrays& in, const Arrays& out, Gpu gpu) const = 0;
   virtual std::vector<int> read_by_host() const { return {}; }
 
   // Which inputs are pools: `count` of them from `first` on. Those that are written are returned as
@@ -74,9 +74,9 @@ class KernelNode : public Node {
     return NAME;                                         \
   }
 
-#define MLX_PAGED_KERNEL_NODE(NAME)                                        \
-  MLX_PAGED_NODE(NAME)                                                     \
-  LaunchList launches(const Arrays& in, const Arrays& out) const override; \
+#define MLX_PAGED_KERNEL_NODE(NAME)                                                 \
+  MLX_PAGED_NODE(NAME)                                                              \
+  LaunchList launches(const Arrays& in, const Arrays& out, Gpu gpu) const override; \
   void check(const Arrays& in) const override;
 
 // Writes token i's key and value to slot slot_mapping[i]; -1 writes nothing.

@@ -34,14 +34,26 @@ constexpr int decode_lane_chunks(int dim, int chunk, int token_lanes) {
   return ceil_div(dim, chunk * token_lanes);
 }
 
-// Steps whose loads are issued together: eight loads of 16 bytes a lane, K and V.
-constexpr int decode_unroll(int chunks) {
-  return chunks >= 4 ? 1 : 4 / chunks;
+// Loads of keys that a lane has under way, 16 bytes each, and as many of values. Three queries
+// leave registers for half as many.
+constexpr int decode_loads(int queries) {
+  return queries < 3 ? 4 : 2;
+}
+
+// Steps whose loads are issued together.
+constexpr int decode_unroll(int chunks, int loads) {
+  return chunks >= loads ? 1 : loads / chunks;
 }
 
 // Bytes: the values, maximum and sum of one query from each SIMD-group.
 constexpr int decode_scratch(int v_dim) {
   return DECODE_SIMD_GROUPS * (v_dim + 2) * 4;
+}
+
+// Most queries: from four on the padding of the matrix units costs less, and a lane's share of the
+// widest heads leaves registers for one.
+constexpr int decode_most_queries(int k_dim) {
+  return k_dim > 256 ? 1 : 3;
 }
 
 // --- paged_merge
@@ -50,9 +62,18 @@ enum { MERGE_SIMD_GROUPS = 4 };
 
 // --- paged_decode_matrix: a SIMD-group's slice of the head dims
 
-// So many that a slice of the results fits a SIMD-group's registers.
+// So many that a slice of the results fits a SIMD-group's registers. The kernel takes the number as
+// an argument, as other GPUs have more registers a thread.
 constexpr int matrix_simd_groups(int k_dim) {
-  return k_dim < 256 ? 4 : 8;
+  return k_dim < 192 ? 4 : 8;
+}
+
+// Rows of the largest matrix: queries, results and scores of a SIMD-group's slice must fit 112 of
+// the 128 registers that a thread of an Apple GPU can address
+// (tests/native/test_metal_registers.py).
+constexpr int matrix_most_rows(int k_dim, int item_size) {
+  int rows = k_dim > 256 ? 16 : k_dim >= 80 ? 32 : 64;
+  return item_size == 4 && (rows == 64 || k_dim >= 112) ? rows / 2 : rows;
 }
 
 // 8-wide columns of one SIMD-group's slice of a dim.
@@ -62,8 +83,7 @@ constexpr int matrix_slice(int dim, int simd_groups) {
 
 // Elements from one token to the next in a slice's tile; 16 bytes more than the slice is wide, so
 // that the rows of a fragment lie in different banks.
-constexpr int matrix_pitch(int k_dim, int v_dim, int item_size) {
-  int groups = matrix_simd_groups(k_dim);
+constexpr int matrix_pitch(int k_dim, int v_dim, int item_size, int groups) {
   return 8 * larger(matrix_slice(k_dim, groups), matrix_slice(v_dim, groups)) + 16 / item_size;
 }
 
@@ -76,10 +96,9 @@ struct MatrixScratch {
 };
 
 constexpr MatrixScratch matrix_scratch_of(
-    int k_dim, int v_dim, int item_size, int rows, int tokens) {
-  int groups = matrix_simd_groups(k_dim);
+    int k_dim, int v_dim, int item_size, int rows, int groups, int tokens) {
   MatrixScratch at = {0, 0, 0, 0};
-  at.scores = groups * tokens * matrix_pitch(k_dim, v_dim, item_size) * item_size;
+  at.scores = groups * tokens * matrix_pitch(k_dim, v_dim, item_size, groups) * item_size;
   at.weights = at.scores + groups * rows * tokens * 4;
   at.factors = at.weights + rows * tokens * item_size;
   at.size = at.factors + rows * 4;
@@ -87,22 +106,29 @@ constexpr MatrixScratch matrix_scratch_of(
 }
 
 // Tokens of a tile: as many as leave room for a second threadgroup in 32 KB.
-constexpr int matrix_tokens(int k_dim, int v_dim, int item_size, int rows) {
+constexpr int matrix_tokens(int k_dim, int v_dim, int item_size, int rows, int groups) {
   int tokens = 32;
-  while (tokens > 8 && matrix_scratch_of(k_dim, v_dim, item_size, rows, tokens).size > 16 * 1024) {
+  while (tokens > 8 &&
+         matrix_scratch_of(k_dim, v_dim, item_size, rows, groups, tokens).size > 16 * 1024) {
     tokens /= 2;
   }
   return tokens;
 }
 
-constexpr MatrixScratch matrix_scratch(int k_dim, int v_dim, int item_size, int rows) {
+constexpr MatrixScratch matrix_scratch(int k_dim, int v_dim, int item_size, int rows, int groups) {
   return matrix_scratch_of(
-      k_dim, v_dim, item_size, rows, matrix_tokens(k_dim, v_dim, item_size, rows));
+      k_dim, v_dim, item_size, rows, groups, matrix_tokens(k_dim, v_dim, item_size, rows, groups));
 }
 
 // --- paged_prefill: a SIMD-group's rows of the score matrix
 
 enum { PREFILL_SIMD_GROUPS = 4 };
+
+// Rows of the largest tile; 0: the head's queries and results do not fit the registers of the
+// SIMD-groups that divide only the rows, and paged_decode_matrix serves it.
+constexpr int prefill_most_rows(int k_dim, int item_size) {
+  return k_dim > 128 ? 0 : k_dim >= 80 || item_size == 4 ? 32 : 64;
+}
 
 // Elements from one token to the next in a tile.
 constexpr int prefill_pitch(int dim, int item_size) {
@@ -110,20 +136,20 @@ constexpr int prefill_pitch(int dim, int item_size) {
 }
 
 // Bytes: a tile of keys and one of values.
-constexpr int prefill_scratch_of(int k_dim, int v_dim, int item_size, int tokens) {
+constexpr int prefill_scratch(int k_dim, int v_dim, int item_size, int tokens) {
   return tokens * (prefill_pitch(k_dim, item_size) + prefill_pitch(v_dim, item_size)) * item_size;
 }
 
-constexpr int prefill_tokens(int k_dim, int v_dim, int item_size) {
-  int tokens = 32;
-  while (tokens > 8 && prefill_scratch_of(k_dim, v_dim, item_size, tokens) > 16 * 1024) {
+// Tokens of a tile. The scores of a SIMD-group with 16 rows take twice the registers, and so do its
+// queries in fp32, which leaves room for fewer keys and values that are under way.
+constexpr int prefill_tokens(int k_dim, int v_dim, int item_size, int rows) {
+  int tokens = rows > 32 ? 16 : 32;
+  int most_chunks = item_size == 4 ? 384 : 512;  // of 16 bytes, a tile of keys
+  while (tokens > 8 && (prefill_scratch(k_dim, v_dim, item_size, tokens) > 16 * 1024 ||
+                        tokens * k_dim * item_size > 16 * most_chunks)) {
     tokens /= 2;
   }
   return tokens;
-}
-
-constexpr int prefill_scratch(int k_dim, int v_dim, int item_size) {
-  return prefill_scratch_of(k_dim, v_dim, item_size, prefill_tokens(k_dim, v_dim, item_size));
 }
 
 }  // namespace paged

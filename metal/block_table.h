@@ -6,6 +6,7 @@
 
 #include <metal_stdlib>
 
+#include "attention_options.h"
 #include "kernel_table.h"
 
 using namespace metal;
@@ -28,24 +29,32 @@ struct KeyRange {
   int end;
 };
 
-METAL_FUNC KeyRange keys_of_row(int position, int window) {
+// The same as a question, which costs a register less a row. Rows that do not exist have the
+// position -1.
+METAL_FUNC bool sees(int position, int token, constant AttentionParams& params) {
+  return token <= position && (!PAGED_HAS_WINDOW(params) || token > position - params.window);
+}
+
+METAL_FUNC KeyRange keys_of_row(int position, constant AttentionParams& params) {
   KeyRange keys;
-  keys.begin = position >= window ? position - window + 1 : 0;
+  bool is_cut = PAGED_HAS_WINDOW(params) && position >= params.window;
+  keys.begin = is_cut ? position - params.window + 1 : 0;
   keys.end = position + 1;
   return keys;
 }
 
 // The keys of an item that any of the rows [row_begin, row_end) sees.
 METAL_FUNC KeyRange keys_of_rows(
-    WorkItem item, device const int* positions, int row_begin, int row_end, int window, int shift) {
-  KeyRange seen = keys_of_row(positions[row_begin], window);
+    WorkItem item, device const int* positions, int row_begin, int row_end,
+    constant AttentionParams& params) {
+  KeyRange seen = keys_of_row(positions[row_begin], params);
   for (int row = row_begin + 1; row < row_end; row++) {
-    KeyRange keys = keys_of_row(positions[row], window);
+    KeyRange keys = keys_of_row(positions[row], params);
     seen.begin = min(seen.begin, keys.begin);
     seen.end = max(seen.end, keys.end);
   }
-  seen.begin = max(seen.begin, item.first_block << shift);
-  seen.end = min(seen.end, item.last_block << shift);
+  seen.begin = max(seen.begin, item.first_block << params.block_shift);
+  seen.end = min(seen.end, item.last_block << params.block_shift);
   return seen;
 }
 

@@ -15,7 +15,8 @@ using namespace metal;
 // Copies the key and the value of each token to its slot, in place. A token's heads lie one after
 // the other on both sides, so this moves bytes: 16 a thread, whatever the dtype.
 // grid: (chunks of a token / 256 rounded up, tokens).
-kernel void write_kv(
+PAGED_KERNEL(paged::DATA_THREADS)
+write_kv(
     device const uint4* keys [[buffer(0)]], device const uint4* values [[buffer(1)]],
     device const int* slot_mapping [[buffer(2)]], device uint4* key_pool [[buffer(3)]],
     device uint4* value_pool [[buffer(4)]], constant paged::WriteParams& params [[buffer(5)]],
@@ -39,7 +40,8 @@ kernel void write_kv(
 // Copies whole blocks of one pool, for each pair (source, destination), in place. Four chunks of 16
 // bytes a thread, all loaded before the first is stored.
 // grid: (chunks of a block / 1024 rounded up, pairs).
-kernel void copy_blocks(
+PAGED_KERNEL(paged::DATA_THREADS)
+copy_blocks(
     device const int2* block_pairs [[buffer(0)]], device uint4* pool [[buffer(1)]],
     constant paged::CopyParams& params [[buffer(2)]],
     uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
@@ -69,7 +71,8 @@ kernel void copy_blocks(
 // Dense [num_seqs, num_kv_heads, max_context_len, dim] keys or values of whole sequences, zeros
 // past each context. Moves bytes: 16 a thread, whatever the dtype.
 // grid: (chunks of a head's tokens / 256 rounded up, KV heads, sequences).
-kernel void gather_kv(
+PAGED_KERNEL(paged::DATA_THREADS)
+gather_kv(
     device const uint4* pool [[buffer(0)]], device const int* block_tables [[buffer(1)]],
     device const int* context_lens [[buffer(2)]], device uint4* dense [[buffer(3)]],
     constant paged::GatherParams& params [[buffer(4)]],
@@ -94,7 +97,8 @@ kernel void gather_kv(
 
 // Zeros an output of which the attention kernels will write only some rows.
 // grid: chunks of 16 bytes / 256 rounded up.
-kernel void fill_zero(
+PAGED_KERNEL(paged::DATA_THREADS)
+fill_zero(
     device uint4* out [[buffer(0)]], constant paged::FillParams& params [[buffer(1)]],
     uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
     uint thread_id [[thread_index_in_threadgroup]]) {
@@ -108,7 +112,8 @@ kernel void fill_zero(
 // a multiple of 16 bytes. The other kernels read nothing else. Rare: pools and activations do.
 // grid: (elements of the last two dims / 256 rounded up, second dim, first dim).
 template <typename T>
-kernel void copy_strided(
+PAGED_KERNEL(paged::DATA_THREADS)
+copy_strided(
     device const T* in [[buffer(0)]], device T* out [[buffer(1)]],
     constant paged::StridedParams& params [[buffer(2)]],
     uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],

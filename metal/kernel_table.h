@@ -43,9 +43,10 @@ struct AttentionParams {
   int min_rows;      // a launch serves the items of [min_rows, max_rows] query rows; others are
   int max_rows;      // another launch's
   int window;        // keys in (position - window, position]
-  int has_sinks;
-  float scale;    // of the dot product; with log2(e) folded in unless there is a soft-cap
-  float softcap;  // 0: none
+  int has_sinks;     // this, and whether there are a window and a soft-cap, is a function constant
+                     // too (attention_options.h)
+  float scale;       // of the dot product; with log2(e) folded in unless there is a soft-cap
+  float softcap;     // 0: none
 };
 static_assert(sizeof(AttentionParams) == 44, "the same for every compiler");
 
@@ -55,6 +56,8 @@ struct MergeParams {
   int has_sinks;
 };
 static_assert(sizeof(MergeParams) == 12, "the same for every compiler");
+
+enum { DATA_THREADS = 256 };  // of a threadgroup of data.h
 
 // All counts of `chunks` are in units of 16 bytes.
 struct WriteParams {
@@ -118,12 +121,16 @@ static_assert(sizeof(FillParams) == 4, "the same for every compiler");
   X("copy_strided_32", copy_strided, uint)
 
 // Head dims of keys and values. 576 and 512: latent attention.
+#define PAGED_FOR_EACH_NARROW_DIM(X, ...) \
+  X(__VA_ARGS__, 32, 32)                  \
+  X(__VA_ARGS__, 64, 64)
+
 #define PAGED_FOR_EACH_SMALL_DIM(X, ...) \
-  X(__VA_ARGS__, 32, 32)                 \
-  X(__VA_ARGS__, 64, 64)                 \
   X(__VA_ARGS__, 80, 80)                 \
-  X(__VA_ARGS__, 96, 96)                 \
-  X(__VA_ARGS__, 112, 112)               \
+  X(__VA_ARGS__, 96, 96)
+
+#define PAGED_FOR_EACH_MIDDLE_DIM(X, ...) \
+  X(__VA_ARGS__, 112, 112)                \
   X(__VA_ARGS__, 128, 128)
 
 #define PAGED_FOR_EACH_LARGE_DIM(X, ...) \
@@ -135,9 +142,11 @@ static_assert(sizeof(FillParams) == 4, "the same for every compiler");
   X(__VA_ARGS__, 512, 512)              \
   X(__VA_ARGS__, 576, 512)
 
-#define PAGED_FOR_EACH_HEAD_DIM(X, ...)    \
-  PAGED_FOR_EACH_SMALL_DIM(X, __VA_ARGS__) \
-  PAGED_FOR_EACH_LARGE_DIM(X, __VA_ARGS__) \
+#define PAGED_FOR_EACH_HEAD_DIM(X, ...)     \
+  PAGED_FOR_EACH_NARROW_DIM(X, __VA_ARGS__) \
+  PAGED_FOR_EACH_SMALL_DIM(X, __VA_ARGS__)  \
+  PAGED_FOR_EACH_MIDDLE_DIM(X, __VA_ARGS__) \
+  PAGED_FOR_EACH_LARGE_DIM(X, __VA_ARGS__)  \
   PAGED_FOR_EACH_WIDE_DIM(X, __VA_ARGS__)
 
 #define PAGED_FOR_EACH_V_DIM(X, ...) \
@@ -152,46 +161,71 @@ static_assert(sizeof(FillParams) == 4, "the same for every compiler");
   X(__VA_ARGS__, 512)
 
 // The instantiations of the attention kernels, each in the .h file of its function's name. X(...)
-// receives the same. Each list is of one dtype, given by name and type.
+// receives the same. Each list is of one dtype, given by name and type. How far the lists go
+// follows from the registers of Apple's GPUs, see attention_shape.h; NVIDIA's have a list of their
+// own (csrc/cuda/portable_shape.h).
 
 // Queries (rows x heads of a group): as many as vector units keep up with.
-#define PAGED_FOR_EACH_DECODE(X, ...) PAGED_FOR_EACH_HEAD_DIM(PAGED_DECODE_QUERIES, X, __VA_ARGS__)
+#define PAGED_FOR_EACH_DECODE(X, ...)                             \
+  PAGED_FOR_EACH_NARROW_DIM(PAGED_DECODE_QUERIES, X, __VA_ARGS__) \
+  PAGED_FOR_EACH_SMALL_DIM(PAGED_DECODE_QUERIES, X, __VA_ARGS__)  \
+  PAGED_FOR_EACH_MIDDLE_DIM(PAGED_DECODE_QUERIES, X, __VA_ARGS__) \
+  PAGED_FOR_EACH_LARGE_DIM(PAGED_DECODE_QUERIES, X, __VA_ARGS__)  \
+  PAGED_FOR_EACH_WIDE_DIM(PAGED_DECODE_QUERY, X, __VA_ARGS__)
 #define PAGED_DECODE_QUERIES(X, dtype, type, k_dim, v_dim) \
   PAGED_DECODE(X, dtype, type, k_dim, v_dim, 1)            \
   PAGED_DECODE(X, dtype, type, k_dim, v_dim, 2)            \
   PAGED_DECODE(X, dtype, type, k_dim, v_dim, 3)
+#define PAGED_DECODE_QUERY(X, dtype, type, k_dim, v_dim) \
+  PAGED_DECODE(X, dtype, type, k_dim, v_dim, 1)
 #define PAGED_DECODE(X, dtype, type, k_dim, v_dim, queries)                                       \
   X("paged_decode_" #dtype "_" #k_dim "_" #v_dim "_q" #queries, paged_decode, type, k_dim, v_dim, \
     queries)
 
-// Rows of the matrix. More of them hold more results in registers, so wide heads stop earlier.
+// Rows of the matrix.
 #define PAGED_FOR_EACH_MATRIX(X, ...)                             \
-  PAGED_FOR_EACH_SMALL_DIM(PAGED_NARROW_MATRICES, X, __VA_ARGS__) \
-  PAGED_FOR_EACH_LARGE_DIM(PAGED_NARROW_MATRICES, X, __VA_ARGS__) \
-  PAGED_FOR_EACH_WIDE_DIM(PAGED_WIDE_MATRICES, X, __VA_ARGS__)
-#define PAGED_NARROW_MATRICES(X, dtype, type, k_dim, v_dim) \
-  PAGED_WIDE_MATRICES(X, dtype, type, k_dim, v_dim)         \
-  PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 64)
-#define PAGED_WIDE_MATRICES(X, dtype, type, k_dim, v_dim) \
-  PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 8)           \
-  PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 16)          \
+  PAGED_FOR_EACH_NARROW_DIM(PAGED_MATRICES_64, X, __VA_ARGS__)    \
+  PAGED_FOR_EACH_SMALL_DIM(PAGED_MATRICES_32, X, __VA_ARGS__)     \
+  PAGED_FOR_EACH_MIDDLE_DIM(PAGED_MATRICES_32_16, X, __VA_ARGS__) \
+  PAGED_FOR_EACH_LARGE_DIM(PAGED_MATRICES_32_16, X, __VA_ARGS__)  \
+  PAGED_FOR_EACH_WIDE_DIM(PAGED_MATRICES_16_8, X, __VA_ARGS__)
+#define PAGED_MATRICES_16(X, dtype, type, k_dim, v_dim) \
+  PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 8)         \
+  PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 16)
+#define PAGED_MATRICES_32(X, dtype, type, k_dim, v_dim) \
+  PAGED_MATRICES_16(X, dtype, type, k_dim, v_dim)       \
   PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 32)
+// With more rows in 16 bits than in 32.
+#define PAGED_MATRICES_16_8(X, dtype, type, k_dim, v_dim) \
+  PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 8)           \
+  PAGED_IF_16_BITS_##dtype(PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 16))
+#define PAGED_MATRICES_32_16(X, dtype, type, k_dim, v_dim) \
+  PAGED_MATRICES_16(X, dtype, type, k_dim, v_dim)          \
+  PAGED_IF_16_BITS_##dtype(PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 32))
+#define PAGED_MATRICES_64(X, dtype, type, k_dim, v_dim) \
+  PAGED_MATRICES_32(X, dtype, type, k_dim, v_dim)       \
+  PAGED_IF_16_BITS_##dtype(PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 64))
 #define PAGED_MATRIX(X, dtype, type, k_dim, v_dim, rows)                                       \
   X("paged_decode_matrix_" #dtype "_" #k_dim "_" #v_dim "_m" #rows, paged_decode_matrix, type, \
     k_dim, v_dim, rows)
 
-// Rows of the matrix, likewise; the widest heads have none.
-#define PAGED_FOR_EACH_PREFILL(X, ...)                           \
-  PAGED_FOR_EACH_SMALL_DIM(PAGED_SMALL_PREFILLS, X, __VA_ARGS__) \
-  PAGED_FOR_EACH_LARGE_DIM(PAGED_LARGE_PREFILLS, X, __VA_ARGS__)
-#define PAGED_SMALL_PREFILLS(X, dtype, type, k_dim, v_dim) \
-  PAGED_PREFILL(X, dtype, type, k_dim, v_dim, 32)          \
-  PAGED_PREFILL(X, dtype, type, k_dim, v_dim, 64)
-#define PAGED_LARGE_PREFILLS(X, dtype, type, k_dim, v_dim) \
+// Rows of the matrix, likewise; the larger heads have none.
+#define PAGED_FOR_EACH_PREFILL(X, ...)                         \
+  PAGED_FOR_EACH_NARROW_DIM(PAGED_PREFILLS_64, X, __VA_ARGS__) \
+  PAGED_FOR_EACH_SMALL_DIM(PAGED_PREFILLS_32, X, __VA_ARGS__)  \
+  PAGED_FOR_EACH_MIDDLE_DIM(PAGED_PREFILLS_32, X, __VA_ARGS__)
+#define PAGED_PREFILLS_32(X, dtype, type, k_dim, v_dim) \
   PAGED_PREFILL(X, dtype, type, k_dim, v_dim, 32)
+#define PAGED_PREFILLS_64(X, dtype, type, k_dim, v_dim) \
+  PAGED_PREFILLS_32(X, dtype, type, k_dim, v_dim)       \
+  PAGED_IF_16_BITS_##dtype(PAGED_PREFILL(X, dtype, type, k_dim, v_dim, 64))
 #define PAGED_PREFILL(X, dtype, type, k_dim, v_dim, rows)                                        \
   X("paged_prefill_" #dtype "_" #k_dim "_" #v_dim "_m" #rows, paged_prefill, type, k_dim, v_dim, \
     rows)
+
+#define PAGED_IF_16_BITS_float32(...)
+#define PAGED_IF_16_BITS_float16(...) __VA_ARGS__
+#define PAGED_IF_16_BITS_bfloat16(...) __VA_ARGS__
 
 #define PAGED_FOR_EACH_MERGE(X, ...) PAGED_FOR_EACH_V_DIM(PAGED_MERGE, X, __VA_ARGS__)
 #define PAGED_MERGE(X, dtype, type, v_dim) \

@@ -15,6 +15,12 @@
 #define PAGED_SCRATCH [[threadgroup(0)]]
 #endif
 
+// Before a kernel's name. A pipeline of it takes at most THREADS threads, and the compiler gives
+// each of them as many registers as so few can have.
+#ifndef PAGED_KERNEL
+#define PAGED_KERNEL(THREADS) [[kernel, max_total_threads_per_threadgroup(THREADS)]] void
+#endif
+
 // One instantiation of a kernel template under its host name.
 #define PAGED_INSTANTIATE(name, ...) \
   template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;

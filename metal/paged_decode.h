@@ -26,24 +26,24 @@ using namespace metal;
 namespace paged {
 
 // One lane's share of the queries and of their results.
-template <typename T, int K_DIM, int V_DIM, int QUERIES>
+template <typename T, int K_DIM, int V_DIM, int QUERIES, int LOADS>
 struct DecodeLane {
   static constexpr constant int CHUNK = chunk_size<T>();
   static constexpr constant int TOKEN_LANES = decode_token_lanes(K_DIM, V_DIM, CHUNK);
   static constexpr constant int TOKENS = 32 / TOKEN_LANES;  // of a SIMD-group at once
   static constexpr constant int K_CHUNKS = decode_lane_chunks(K_DIM, CHUNK, TOKEN_LANES);
   static constexpr constant int V_CHUNKS = decode_lane_chunks(V_DIM, CHUNK, TOKEN_LANES);
-  static constexpr constant int UNROLL = decode_unroll(K_CHUNKS);
+  static constexpr constant int UNROLL = decode_unroll(K_CHUNKS, LOADS);
 
   float query[QUERIES][K_CHUNKS * CHUNK];
   float value[QUERIES][V_CHUNKS * CHUNK];
   SoftmaxState state[QUERIES];
-  KeyRange keys[QUERIES];
+  int position[QUERIES];
 
   // Chunk c of lane `index` among TOKEN_LANES lies at element (c * TOKEN_LANES + index) * CHUNK.
   METAL_FUNC static int element(int c, int index) { return (c * TOKEN_LANES + index) * CHUNK; }
 
-  METAL_FUNC void load_query(device const T* row, int q, int index, KeyRange visible) thread {
+  METAL_FUNC void load_query(device const T* row, int q, int index, int at) thread {
     PAGED_UNROLL
     for (int c = 0; c < K_CHUNKS; c++) {
       uint4 chunk = uint4(0);
@@ -57,7 +57,7 @@ struct DecodeLane {
       value[q][d] = 0.0f;
     }
     state[q].clear();
-    keys[q] = visible;
+    position[q] = at;
   }
 
   // Adds UNROLL steps of TOKENS tokens from `first` on; those at `end` and after are masked.
@@ -115,8 +115,8 @@ struct DecodeLane {
         for (ushort offset = TOKEN_LANES / 2; offset > 0; offset /= 2) {
           dots[q] += simd_shuffle_xor(dots[q], offset);
         }
-        bool visible = tokens[u] >= keys[q].begin && tokens[u] < keys[q].end && tokens[u] < end;
-        weights[u][q] = visible ? logit(dots[q], params.scale, params.softcap) : -INFINITY;
+        bool visible = sees(position[q], tokens[u], params) && tokens[u] < end;
+        weights[u][q] = visible ? logit(dots[q], params) : -INFINITY;
       }
     }
 
@@ -181,8 +181,9 @@ struct DecodeLane {
 }  // namespace paged
 
 // grid: (work items, KV heads), DECODE_SIMD_GROUPS SIMD-groups each.
-template <typename T, int K_DIM, int V_DIM, int QUERIES>
-kernel void paged_decode(
+template <typename T, int K_DIM, int V_DIM, int QUERIES, int LOADS = paged::decode_loads(QUERIES)>
+PAGED_KERNEL(32 * paged::DECODE_SIMD_GROUPS)
+paged_decode(
     device const T* queries [[buffer(0)]], device const T* key_pool [[buffer(1)]],
     device const T* value_pool [[buffer(2)]], device const int* positions [[buffer(3)]],
     device const int* block_tables [[buffer(4)]],
@@ -192,7 +193,7 @@ kernel void paged_decode(
     uint3 group_id [[threadgroup_position_in_grid]], uint thread_id [[thread_index_in_threadgroup]],
     uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   using namespace paged;
-  typedef DecodeLane<T, K_DIM, V_DIM, QUERIES> Lane;
+  typedef DecodeLane<T, K_DIM, V_DIM, QUERIES, LOADS> Lane;
   constexpr int STEP = Lane::TOKENS * Lane::UNROLL;
   constexpr int NUM_THREADS = 32 * DECODE_SIMD_GROUPS;
 
@@ -200,14 +201,13 @@ kernel void paged_decode(
   if (ours.num_queries <= 0) {
     return;
   }
-  KeyRange seen = ours.keys(positions, params.window);
+  KeyRange seen = ours.keys(positions, params);
 
   Lane state;
   PAGED_UNROLL
   for (int q = 0; q < QUERIES; q++) {
     state.load_query(
-        queries + ours.query(q) * K_DIM, q, lane % Lane::TOKEN_LANES,
-        keys_of_row(positions[ours.row(q)], params.window));
+        queries + ours.query(q) * K_DIM, q, lane % Lane::TOKEN_LANES, positions[ours.row(q)]);
   }
   for (int token = seen.begin + int(simd_id) * STEP; token < seen.end;
        token += DECODE_SIMD_GROUPS * STEP) {
@@ -258,8 +258,8 @@ kernel void paged_decode(
     ulong result = ours.result(q);
     float normaliser = 1.0f;
     if (ours.whole()) {
-      float sink = params.has_sinks ? sinks[ours.head(q)] : 0.0f;
-      normaliser = joined.normaliser(params.has_sinks, sink);
+      float sink = PAGED_HAS_SINKS(params) ? sinks[ours.head(q)] : 0.0f;
+      normaliser = joined.normaliser(PAGED_HAS_SINKS(params), sink);
     } else if (thread_id == 0) {
       partials.maxima[result] = joined.maximum;
       partials.sums[result] = joined.sum;

@@ -34,7 +34,7 @@ struct TileSoftmax {
   static constexpr constant int STEPS = ceil_div(ROWS, ROWS_AT_ONCE);
 
   SoftmaxState state[STEPS];
-  KeyRange keys[STEPS];
+  int position[STEPS];
 
   METAL_FUNC static int row_of(int step, uint simd_id, uint lane) {
     return step * ROWS_AT_ONCE + int(simd_id) * (32 / TOKENS) + int(lane) / TOKENS;
@@ -45,19 +45,19 @@ struct TileSoftmax {
   template <typename T>
   METAL_FUNC void step(
       threadgroup const float* dots, threadgroup T* weights, threadgroup float* factors, int first,
-      constant AttentionParams& params, uint simd_id, uint lane) thread {
+      int end, constant AttentionParams& params, uint simd_id, uint lane) thread {
     int column = lane % TOKENS;
     int token = first + column;
     PAGED_UNROLL
     for (int i = 0; i < STEPS; i++) {
       int row = row_of(i, simd_id, lane);
       float value = -INFINITY;
-      if (row < ROWS && token >= keys[i].begin && token < keys[i].end) {
+      if (row < ROWS && token < end && sees(position[i], token, params)) {
         float dot = 0.0f;
         for (int s = 0; s < SIMD_GROUPS; s++) {
           dot += dots[(s * ROWS + row) * TOKENS + column];
         }
-        value = logit(dot, params.scale, params.softcap);
+        value = logit(dot, params);
       }
       float maximum = max(state[i].maximum, value);
       for (ushort offset = TOKENS / 2; offset > 0; offset /= 2) {
@@ -89,8 +89,10 @@ struct TileSoftmax {
 }  // namespace paged
 
 // grid: (work items, KV heads, tiles of ROWS queries).
-template <typename T, int K_DIM, int V_DIM, int ROWS>
-kernel void paged_decode_matrix(
+template <
+    typename T, int K_DIM, int V_DIM, int ROWS, int SIMD_GROUPS = paged::matrix_simd_groups(K_DIM)>
+PAGED_KERNEL(32 * SIMD_GROUPS)
+paged_decode_matrix(
     device const T* queries [[buffer(0)]], device const T* key_pool [[buffer(1)]],
     device const T* value_pool [[buffer(2)]], device const int* positions [[buffer(3)]],
     device const int* block_tables [[buffer(4)]],
@@ -100,13 +102,12 @@ kernel void paged_decode_matrix(
     uint3 group_id [[threadgroup_position_in_grid]],
     uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   using namespace paged;
-  constexpr int SIMD_GROUPS = matrix_simd_groups(K_DIM);
-  constexpr int TOKENS = matrix_tokens(K_DIM, V_DIM, sizeof(T), ROWS);
-  constexpr int PITCH = matrix_pitch(K_DIM, V_DIM, sizeof(T));
+  constexpr int TOKENS = matrix_tokens(K_DIM, V_DIM, sizeof(T), ROWS, SIMD_GROUPS);
+  constexpr int PITCH = matrix_pitch(K_DIM, V_DIM, sizeof(T), SIMD_GROUPS);
   constexpr int K_COLUMNS = matrix_slice(K_DIM, SIMD_GROUPS);  // of 8
   constexpr int V_COLUMNS = matrix_slice(V_DIM, SIMD_GROUPS);
   constexpr int BANDS = ROWS / 8;  // of 8 rows
-  constexpr MatrixScratch AT = matrix_scratch(K_DIM, V_DIM, sizeof(T), ROWS);
+  constexpr MatrixScratch AT = matrix_scratch(K_DIM, V_DIM, sizeof(T), ROWS, SIMD_GROUPS);
   typedef TileSoftmax<ROWS, TOKENS, SIMD_GROUPS> Softmax;
 
   QueryTile ours = query_tile(
@@ -114,7 +115,7 @@ kernel void paged_decode_matrix(
   if (ours.num_queries <= 0) {
     return;
   }
-  KeyRange seen = ours.keys(positions, params.window);
+  KeyRange seen = ours.keys(positions, params);
 
   threadgroup T* tile = (threadgroup T*)scratch + int(simd_id) * TOKENS * PITCH;
   threadgroup float* dots = (threadgroup float*)(scratch + AT.scores);
@@ -152,13 +153,7 @@ kernel void paged_decode_matrix(
   for (int i = 0; i < Softmax::STEPS; i++) {
     int q = Softmax::row_of(i, simd_id, lane);
     softmax.state[i].clear();
-    softmax.keys[i].begin = 0;
-    softmax.keys[i].end = 0;
-    if (q < ours.num_queries) {
-      KeyRange keys = keys_of_row(positions[ours.row(q)], params.window);
-      softmax.keys[i].begin = keys.begin;
-      softmax.keys[i].end = min(keys.end, seen.end);
-    }
+    softmax.position[i] = q < ours.num_queries ? positions[ours.row(q)] : -1;
   }
   simdgroup_matrix<float, 8, 8> result[BANDS][V_COLUMNS];
   PAGED_UNROLL
@@ -207,7 +202,7 @@ kernel void paged_decode_matrix(
     values.store(tile, PITCH, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
-    softmax.step(dots, weights, factors, first, params, simd_id, lane);
+    softmax.step(dots, weights, factors, first, seen.end, params, simd_id, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     PAGED_UNROLL
@@ -247,8 +242,8 @@ kernel void paged_decode_matrix(
     int q = Softmax::row_of(i, simd_id, lane);
     if (q < ours.num_queries && lane % TOKENS == 0) {
       if (ours.whole()) {
-        float sink = params.has_sinks ? sinks[ours.head(q)] : 0.0f;
-        factors[q] = softmax.state[i].normaliser(params.has_sinks, sink);
+        float sink = PAGED_HAS_SINKS(params) ? sinks[ours.head(q)] : 0.0f;
+        factors[q] = softmax.state[i].normaliser(PAGED_HAS_SINKS(params), sink);
       } else {
         partials.maxima[ours.result(q)] = softmax.state[i].maximum;
         partials.sums[ours.result(q)] = softmax.state[i].sum;

@@ -7,6 +7,7 @@
 
 #include <metal_stdlib>
 
+#include "attention_options.h"
 #include "attention_output.h"
 #include "attention_shape.h"
 #include "kernel_table.h"
@@ -17,7 +18,8 @@ using namespace metal;
 
 // grid: (merge items, query heads / MERGE_SIMD_GROUPS rounded up, most rows of an item).
 template <typename T, int V_DIM>
-kernel void paged_merge(
+PAGED_KERNEL(32 * paged::MERGE_SIMD_GROUPS)
+paged_merge(
     device const paged::MergeItem* merge_items [[buffer(0)]],
     device const float* workspace [[buffer(1)]], device const float* sinks [[buffer(2)]],
     device T* out [[buffer(3)]], constant paged::MergeParams& params [[buffer(4)]],
@@ -67,8 +69,8 @@ kernel void paged_merge(
     }
   }
 
-  float sink = params.has_sinks ? sinks[head] : 0.0f;
-  float normaliser = joined.normaliser(params.has_sinks, sink);
+  float sink = PAGED_HAS_SINKS(params) ? sinks[head] : 0.0f;
+  float normaliser = joined.normaliser(PAGED_HAS_SINKS(params), sink);
   device T* result = out + (ulong(item.row_begin + row) * params.num_q_heads + head) * V_DIM;
   PAGED_UNROLL
   for (int i = 0; i < PAIRS; i++) {

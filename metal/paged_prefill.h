@@ -39,7 +39,7 @@ METAL_FUNC float row_sum(float value) {
 template <typename T, int COLUMNS>
 METAL_FUNC float softmax_row(
     thread simdgroup_matrix<float, 8, 8>* dot, thread simdgroup_matrix<T, 8, 8>* share,
-    thread SoftmaxState& state, KeyRange keys, int first, constant AttentionParams& params,
+    thread SoftmaxState& state, int position, int first, int end, constant AttentionParams& params,
     uint lane) {
   float values[COLUMNS][2];
   float maximum = state.maximum;
@@ -48,8 +48,8 @@ METAL_FUNC float softmax_row(
     PAGED_UNROLL
     for (int e = 0; e < 2; e++) {
       int token = first + 8 * n + matrix_column(lane) + e;
-      bool visible = token >= keys.begin && token < keys.end;
-      float value = logit(dot[n].thread_elements()[e], params.scale, params.softcap);
+      bool visible = token < end && sees(position, token, params);
+      float value = logit(dot[n].thread_elements()[e], params);
       values[n][e] = visible ? value : -INFINITY;
       maximum = max(maximum, values[n][e]);
     }
@@ -74,8 +74,11 @@ METAL_FUNC float softmax_row(
 }  // namespace paged
 
 // grid: (work items, KV heads, tiles of ROWS queries).
-template <typename T, int K_DIM, int V_DIM, int ROWS>
-kernel void paged_prefill(
+template <
+    typename T, int K_DIM, int V_DIM, int ROWS,
+    int TOKENS = paged::prefill_tokens(K_DIM, V_DIM, sizeof(T), ROWS)>
+PAGED_KERNEL(32 * paged::PREFILL_SIMD_GROUPS)
+paged_prefill(
     device const T* queries [[buffer(0)]], device const T* key_pool [[buffer(1)]],
     device const T* value_pool [[buffer(2)]], device const int* positions [[buffer(3)]],
     device const int* block_tables [[buffer(4)]],
@@ -87,7 +90,6 @@ kernel void paged_prefill(
   using namespace paged;
   constexpr int THREADS = 32 * PREFILL_SIMD_GROUPS;
   constexpr int BANDS = ROWS / 8 / PREFILL_SIMD_GROUPS;  // of 8 rows, of a SIMD-group
-  constexpr int TOKENS = prefill_tokens(K_DIM, V_DIM, sizeof(T));
   constexpr int K_PITCH = prefill_pitch(K_DIM, sizeof(T));
   constexpr int V_PITCH = prefill_pitch(V_DIM, sizeof(T));
 
@@ -96,7 +98,7 @@ kernel void paged_prefill(
   if (ours.num_queries <= 0) {
     return;
   }
-  KeyRange seen = ours.keys(positions, params.window);
+  KeyRange seen = ours.keys(positions, params);
   threadgroup T* key_tile = (threadgroup T*)scratch;
   threadgroup T* value_tile = key_tile + TOKENS * K_PITCH;
 
@@ -129,7 +131,7 @@ kernel void paged_prefill(
 
   // This lane's row of each band.
   SoftmaxState state[BANDS];
-  KeyRange keys[BANDS];
+  int position[BANDS];
   int query_of_lane[BANDS];
   simdgroup_matrix<float, 8, 8> result[BANDS][V_DIM / 8];
   PAGED_UNROLL
@@ -137,12 +139,7 @@ kernel void paged_prefill(
     int q = (int(simd_id) * BANDS + band) * 8 + matrix_row(lane);
     query_of_lane[band] = q;
     state[band].clear();
-    keys[band].begin = 0;
-    keys[band].end = 0;
-    if (q < ours.num_queries) {
-      keys[band] = keys_of_row(positions[ours.row(q)], params.window);
-      keys[band].end = min(keys[band].end, seen.end);
-    }
+    position[band] = q < ours.num_queries ? positions[ours.row(q)] : -1;
     PAGED_UNROLL
     for (int c = 0; c < V_DIM / 8; c++) {
       result[band][c] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
@@ -185,7 +182,7 @@ kernel void paged_prefill(
     PAGED_UNROLL
     for (int band = 0; band < BANDS; band++) {
       float factor = softmax_row<T, TOKENS / 8>(
-          dot[band], share[band], state[band], keys[band], first, params, lane);
+          dot[band], share[band], state[band], position[band], first, seen.end, params, lane);
       PAGED_UNROLL
       for (int c = 0; c < V_DIM / 8; c++) {
         result[band][c].thread_elements()[0] *= factor;
@@ -215,8 +212,8 @@ kernel void paged_prefill(
       ulong at = ours.result(q);
       float factor = 1.0f;
       if (ours.whole()) {
-        float sink = params.has_sinks ? sinks[ours.head(q)] : 0.0f;
-        factor = state[band].normaliser(params.has_sinks, sink);
+        float sink = PAGED_HAS_SINKS(params) ? sinks[ours.head(q)] : 0.0f;
+        factor = state[band].normaliser(PAGED_HAS_SINKS(params), sink);
       } else if (matrix_column(lane) == 0) {
         partials.maxima[at] = state[band].maximum;
         partials.sums[at] = state[band].sum;

@@ -40,8 +40,9 @@ struct QueryTile {
   }
 
   // The keys of the item that any of these queries sees.
-  METAL_FUNC KeyRange keys(device const int* positions, int window) const thread {
-    return keys_of_rows(item, positions, row(0), row(num_queries - 1) + 1, window, table.shift);
+  METAL_FUNC KeyRange
+  keys(device const int* positions, constant AttentionParams& params) const thread {
+    return keys_of_rows(item, positions, row(0), row(num_queries - 1) + 1, params);
   }
 };
 

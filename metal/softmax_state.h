@@ -7,6 +7,8 @@
 
 #include <metal_stdlib>
 
+#include "attention_options.h"
+
 using namespace metal;
 
 namespace paged {
@@ -25,9 +27,12 @@ METAL_FUNC float weight(float logit, float maximum) {
 }
 
 // A dot product as a logit in base 2. fast::tanh overflows to a NaN where tanh is 1.
-METAL_FUNC float logit(float dot, float scale, float softcap) {
-  float scaled = dot * scale;
-  return softcap > 0.0f ? softcap * PAGED_LOG2E * precise::tanh(scaled / softcap) : scaled;
+METAL_FUNC float logit(float dot, constant AttentionParams& params) {
+  float scaled = dot * params.scale;
+  if (PAGED_HAS_SOFTCAP(params)) {
+    return params.softcap * PAGED_LOG2E * precise::tanh(scaled / params.softcap);
+  }
+  return scaled;
 }
 
 struct SoftmaxState {

@@ -49,6 +49,14 @@ def accepts(array: mlx.core.array) -> int:
 def kernel_names() -> list:
     """Every GPU kernel: host name, file of metal/, template-id."""
 
+def pipelines_to_come() -> list:
+    """
+    Every GPU pipeline that steps of the layers seen so far may need: host name of the kernel, function constants.
+    """
+
+def prepare_pipeline(host_name: str, function_constants: Sequence[bool]) -> None:
+    """Compiles a pipeline, unless that has been done."""
+
 def limit_threads(most: int) -> None:
     """
     Threads of the CPU kernels, unless MLX_PAGED_NUM_THREADS is set. Before their first use.

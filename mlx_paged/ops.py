@@ -18,7 +18,8 @@ raises ``RuntimeError`` when a GPU evaluates it: use MLX's own kernels there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_paged.extension import ext
+
+OnKernel = Callable[[int, int], None]  # how many kernels are done, of how many
 
 
 @dataclass(frozen=True)
@@ -337,3 +340,32 @@ def linear(
 def pool_copies() -> int:
     """Whole-pool copies since the process started; 0 if pools are used correctly."""
     return ext.pool_copies()
+
+
+def compiles_kernels() -> bool:
+    """Whether GPU kernels are compiled on this machine, when they are first needed (Metal)."""
+    if os.environ.get("MLX_PAGED_SIM") == "1":
+        return True
+    is_metal = "metal" in ext.build_info()["backends"].split()
+    return is_metal and mx.default_device() == mx.Device(mx.gpu)
+
+
+def prepare_kernels(on_kernel: OnKernel | None = None) -> int:
+    """Compiles every GPU kernel that later steps may need, for the kinds of attention of which
+    graphs have been built in this process; on Metal that takes a part of a second each.
+
+    Args:
+        on_kernel: called before each with how many are done and how many there are, and after the
+            last.
+
+    Returns:
+        How many there are.
+    """
+    pipelines = ext.pipelines_to_come()
+    for done, (name, function_constants) in enumerate(pipelines):
+        if on_kernel is not None:
+            on_kernel(done, len(pipelines))
+        ext.prepare_pipeline(name, function_constants)
+    if on_kernel is not None:
+        on_kernel(len(pipelines), len(pipelines))
+    return len(pipelines)

@@ -2,6 +2,9 @@
 //
 // Apple GPUs: hands launches to MLX's Metal encoder.
 
+#include <optional>
+#include <string>
+
 #include "../gpu.h"
 #include "../kernel_source.h"
 #include "mlx/allocator.h"
@@ -12,7 +15,8 @@ namespace mlx_paged::gpu {
 
 namespace {
 
-MTL::ComputePipelineState* pipeline(mx::metal::Device& device, const KernelName& kernel) {
+MTL::ComputePipelineState* pipeline(mx::metal::Device& device, const Pipeline& wanted) {
+  const KernelName& kernel = wanted.kernel;
 #ifdef MLX_PAGED_METALLIB
   static const std::filesystem::path path = kernel_folder() / "mlx_paged.metallib";
   auto* library = device.get_library("mlx_paged", path.string());
@@ -21,7 +25,16 @@ MTL::ComputePipelineState* pipeline(mx::metal::Device& device, const KernelName&
     return kernel_source(kernel, kernel_folder());
   });
 #endif
-  return device.get_kernel(kernel.host_name, library);
+  if (wanted.function_constants.empty()) {
+    return device.get_kernel(kernel.host_name, library);
+  }
+  std::string name = kernel.host_name;
+  mx::metal::MTLFCList constants;
+  for (size_t i = 0; i < wanted.function_constants.size(); i++) {
+    constants.push_back({&wanted.function_constants[i], MTL::DataType::DataTypeBool, i});
+    name += wanted.function_constants[i] ? "_1" : "_0";
+  }
+  return device.get_kernel(kernel.host_name, library, name, constants);
 }
 
 MTL::Size size(const Extent& extent) {
@@ -29,6 +42,14 @@ MTL::Size size(const Extent& extent) {
 }
 
 }  // namespace
+
+Gpu kind() {
+  return Gpu::apple;
+}
+
+void prepare(const Pipeline& wanted) {
+  pipeline(mx::metal::device(mx::Device::gpu), wanted);
+}
 
 void allocate(mx::array& a, mx::Stream) {
   a.set_data(mx::allocator::malloc(a.nbytes()));
@@ -38,7 +59,9 @@ void keep(const mx::array& a, mx::Stream stream) {
   mx::metal::get_command_encoder(stream).add_temporary(a);
 }
 
-// Metal's encoder orders reads and writes of a pool by itself.
+// Metal's encoder orders reads and writes of a pool by itself, by buffer. Launches beside each
+// other write other rows of one buffer; within a ConcurrentContext MLX puts no barrier between
+// them.
 void encode(
     const LaunchList& list, const Arrays& in, Arrays& out, const std::vector<int>&,
     mx::Stream stream) {
@@ -52,8 +75,16 @@ void encode(
     keep(workspace, stream);
     operands.push_back(std::move(workspace));
   }
-  for (const auto& launch : list.launches) {
-    auto* kernel = pipeline(device, launch.kernel);
+  std::optional<mx::metal::CommandEncoder::ConcurrentContext> beside;
+  for (size_t i = 0; i < list.launches.size(); i++) {
+    const auto& launch = list.launches[i];
+    if (!launch.beside_previous) {
+      beside.reset();
+    }
+    if (!beside && i + 1 < list.launches.size() && list.launches[i + 1].beside_previous) {
+      beside.emplace(encoder);
+    }
+    auto* kernel = pipeline(device, launch);
     encoder.set_compute_pipeline_state(kernel);
     int index = 0;
     for (const auto& binding : launch.buffers) {

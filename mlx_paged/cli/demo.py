@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import textwrap
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -55,7 +56,8 @@ def demo(
         begin("weights")
         loaded = load(model)
         begin("engine")
-        llm = LLM(loaded, async_scheduling=async_scheduling)
+        on_kernel = partial(begin, "kernels")
+        llm = LLM(loaded, async_scheduling=async_scheduling, on_kernel=on_kernel)
         begin("kernels")  # a first step, so that what is timed later is not the first
         llm.generate([[0, 0]], SamplingParams(temperature=0, max_tokens=2))
         llm.engine.reset_prefix_cache()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -148,7 +149,7 @@ def generate(
 
         params = SamplingParams(n=n, **given(**vars(sampling)))
         begin("model")
-        llm = LLM(model, **engine_options)
+        llm = LLM(model, on_kernel=partial(begin, "kernels"), **engine_options)
     _answer(llm, prompts, params, system_prompt, chat=not ignore_chat_template, progress=progress)
 
 

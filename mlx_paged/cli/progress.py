@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import logging
 from collections.abc import Callable, Iterator
 
@@ -64,8 +63,10 @@ def progress_bar(
 @contextlib.contextmanager
 def loading_bar(
     num_stages: int, *, shown: bool | None = None, console: Console | None = None
-) -> Iterator[Callable[[str], None]]:
+) -> Iterator[Callable[..., None]]:
     """Yields ``begin(stage)``, to be called before each stage of a start. In the end the bar goes.
+
+    Before each step of a stage that has steps, ``begin(step, done, total)`` may be called.
 
     Args:
         shown: None: on a terminal.
@@ -82,12 +83,36 @@ def loading_bar(
     )
     with progress, _without_collection():
         bar = progress.add_task("loading", total=num_stages)
-        begun = itertools.count()
+        begun = -1
 
-        def begin(stage: str) -> None:
-            progress.update(bar, description=f"loading {stage}", completed=next(begun))
+        def begin(stage: str, done: int = 0, total: int = 0) -> None:
+            nonlocal begun
+            if total:
+                stage = f"{stage} {min(done + 1, total)} of {total}"
+            else:
+                begun += 1
+            completed = begun + (done / total if total else 0)
+            progress.update(bar, description=f"loading {stage}", completed=completed)
 
         yield begin
+
+
+def kernel_bar(shown: bool | None = None) -> Callable[[int, int], None]:
+    """For `on_kernel` of an engine: a bar from the first kernel to the last."""
+    bar = contextlib.ExitStack()
+    advance: list[Callable[..., None]] = []
+
+    def on_kernel(done: int, total: int) -> None:
+        if done == 0:
+            advance[:] = [
+                bar.enter_context(progress_bar("compiling GPU kernels", total, shown=shown))
+            ]
+        else:
+            advance[0]()
+        if done == total:
+            bar.close()
+
+    return on_kernel
 
 
 @contextlib.contextmanager

@@ -275,6 +275,7 @@ def serve(
             overrides_of,
         )
         from mlx_paged.server.run import serve as run
+    from mlx_paged.cli.progress import kernel_bar
     from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.engine.config import EngineConfig
 
@@ -300,7 +301,11 @@ def serve(
         sampling = generation_config_of(options.generation_config)
         status = run(
             lambda: AsyncEngine.from_model(
-                model, dtype=options.dtype, generation_config=sampling, **engine_options
+                model,
+                dtype=options.dtype,
+                generation_config=sampling,
+                on_kernel=kernel_bar(),
+                **engine_options,
             ),
             ServerConfig(**server_options),
             host=options.host,

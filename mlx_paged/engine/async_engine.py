@@ -24,6 +24,7 @@ from mlx_paged.engine.sampling.sequence_sampler import TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import EngineDeadError, EngineOverloadedError, ForkedProcessError
 from mlx_paged.model.loader import load
+from mlx_paged.ops import OnKernel
 
 T = TypeVar("T")
 
@@ -60,6 +61,7 @@ class AsyncEngine:
         *,
         dtype: str = "auto",
         generation_config: Mapping[str, Any] | None = None,
+        on_kernel: OnKernel | None = None,
         **options: Any,
     ) -> AsyncEngine:
         """Loads a model (None: the embedded one) and makes its engine, in the background.
@@ -67,11 +69,16 @@ class AsyncEngine:
         Args:
             model: a directory in mlx-lm's format, or a Hugging Face id.
             dtype, generation_config: see `mlx_paged.load`.
+            on_kernel: see `Engine`; called on the engine's thread.
             options: fields of `EngineConfig`.
         """
         config = EngineConfig(**options)
         return cls(
-            lambda: Engine(load(model, dtype=dtype, generation_config=generation_config), config)
+            lambda: Engine(
+                load(model, dtype=dtype, generation_config=generation_config),
+                config,
+                on_kernel=on_kernel,
+            )
         )
 
     async def ready(self) -> None:

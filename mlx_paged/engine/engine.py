@@ -39,6 +39,7 @@ from mlx_paged.engine.sampling.sequence_sampler import RequestSampling, Sequence
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.model.loader import LoadedModel
+from mlx_paged.model.prepare import prepare_kernels
 from mlx_paged.model.wrap import serve
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,8 @@ class Engine:
     Args:
         model: as `mlx_paged.load` returns it; it belongs to this engine from now on.
         config: options.
+        on_kernel: where GPU kernels are compiled (Metal), called before each with how many are done
+            and how many there are, and after the last.
 
     Attributes:
         max_model_len: Most tokens of prompt and answer together; None where only the pool limits.
@@ -102,7 +105,13 @@ class Engine:
             that steps (for metrics; it must be quick).
     """
 
-    def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig | None = None,
+        *,
+        on_kernel: ops.OnKernel | None = None,
+    ) -> None:
         self._guard = EngineGuard()
         self.config = config or EngineConfig()
         self.tokenizer = model.tokenizer
@@ -119,6 +128,7 @@ class Engine:
         self._cache_limit = memory.limit_buffer_cache(
             activations, self.pool_bytes, 4 * self.config.max_num_seqs * model.vocab_size
         )
+        prepare_kernels(paged, on_kernel)
         memory.limit_run_ahead()
         self._make_kv = partial(
             KVManager,

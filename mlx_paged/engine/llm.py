@@ -19,6 +19,7 @@ from mlx_paged.engine.request_options import conversations_of, params_for, promp
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import ForkedProcessError, InvalidParameterError
 from mlx_paged.model.loader import LoadedModel, load
+from mlx_paged.ops import OnKernel
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -45,6 +46,7 @@ class LLM:
         model: a directory in mlx-lm's format, a Hugging Face id, or a model already loaded; None:
             the model embedded in this package.
         dtype: see `mlx_paged.load`.
+        on_kernel: see `Engine`.
         options: fields of `EngineConfig`.
 
     Raises:
@@ -56,6 +58,7 @@ class LLM:
         model: str | Path | LoadedModel | None = None,
         *,
         dtype: str = "auto",
+        on_kernel: OnKernel | None = None,
         **options: Any,
     ) -> None:
         check_process()
@@ -63,7 +66,7 @@ class LLM:
         loaded = model if isinstance(model, LoadedModel) else load(model, dtype=dtype)
         # (No `gc.freeze` as on the engine's thread: it would affect the whole process, and
         # keep an `LLM` that is dropped.)
-        self.engine = Engine(loaded, config)
+        self.engine = Engine(loaded, config, on_kernel=on_kernel)
         self._ids = itertools.count()
         self._turn = threading.RLock()  # held by a thread that waits to add a request
         self._left: deque[_Call] = deque()  # calls whose requests are to be ended

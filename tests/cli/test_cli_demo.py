@@ -72,6 +72,15 @@ def test_a_bar_shows_what_is_being_loaded_and_goes() -> None:
     assert shown.endswith("\x1b[1A\x1b[2K"), "its line is erased"
 
 
+def test_the_steps_of_a_stage_are_counted() -> None:
+    console = Console(file=io.StringIO(), width=60, force_terminal=True)
+    with loading_bar(2, console=console) as begin:
+        begin("model")
+        begin("kernels", 1, 3)  # drawn at the end at the latest
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "loading kernels 2 of 3" in shown
+
+
 def test_without_a_terminal_nothing_is_drawn() -> None:
     console = Console(file=io.StringIO(), width=60)
     with loading_bar(1, console=console) as begin:

@@ -42,12 +42,12 @@ def described(batch: PagedBatch, plan: ops.AttentionPlan | None = None, **option
     )
 
 
-def kernel_of(rows: int, group: int, key_dim: int) -> str:
+def kernel_of(rows: int, group: int, key_dim: int, dtype: mx.Dtype) -> str:
     shape = {"num_q_heads": group, "num_kv_heads": 1, "key_dim": key_dim}
-    batch = make_batch(np.random.default_rng(0), [rows], [rows], dtype=mx.float16, **shape)
+    batch = make_batch(np.random.default_rng(0), [rows], [rows], dtype=dtype, **shape)
     (launch,) = described(batch)
     kernel, dims, size = re.fullmatch(
-        r"(\w+)_float16_(\d+_\d+)_([qm]\d+)", launch["kernel"]
+        r"(\w+)_float\d+_(\d+_\d+)_([qm]\d+)", launch["kernel"]
     ).groups()
     assert dims == f"{key_dim}_{key_dim}"
     return f"{kernel} {size}"
@@ -64,18 +64,99 @@ def kernel_of(rows: int, group: int, key_dim: int) -> str:
         (1, 9, 128, "paged_decode_matrix m16"),
         (2, 3, 128, "paged_decode_matrix m8"),
         (8, 1, 128, "paged_decode_matrix m8"),
-        (8, 8, 256, "paged_decode_matrix m64"),
-        (8, 8, 512, "paged_decode_matrix m32"),
-        (8, 16, 128, "paged_decode_matrix m64"),  # two tiles
+        (8, 8, 64, "paged_decode_matrix m64"),
+        (8, 8, 96, "paged_decode_matrix m32"),
+        (8, 8, 128, "paged_decode_matrix m32"),  # two tiles
+        (8, 8, 256, "paged_decode_matrix m32"),
+        (8, 8, 512, "paged_decode_matrix m16"),
+        (1, 2, 512, "paged_decode_matrix m8"),
+        (1, 1, 512, "paged_decode q1"),
         (9, 1, 128, "paged_prefill m32"),
-        (32, 1, 128, "paged_prefill m32"),
-        (32, 4, 128, "paged_prefill m64"),
-        (32, 4, 256, "paged_prefill m32"),
-        (32, 4, 512, "paged_decode_matrix m32"),
+        (32, 1, 64, "paged_prefill m32"),
+        (32, 4, 64, "paged_prefill m64"),
+        (32, 4, 96, "paged_prefill m32"),
+        (32, 4, 128, "paged_prefill m32"),
+        (32, 4, 192, "paged_decode_matrix m32"),
+        (32, 4, 256, "paged_decode_matrix m32"),
+        (32, 4, 512, "paged_decode_matrix m16"),
     ],
 )
 def test_the_rule_that_chooses_a_kernel(rows, group, key_dim, expected) -> None:
-    assert kernel_of(rows, group, key_dim) == expected
+    assert kernel_of(rows, group, key_dim, mx.float16) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "group", "key_dim", "expected"),
+    [
+        (8, 8, 64, "paged_decode_matrix m32"),
+        (8, 8, 96, "paged_decode_matrix m32"),
+        (8, 8, 128, "paged_decode_matrix m16"),
+        (8, 8, 256, "paged_decode_matrix m16"),
+        (8, 8, 512, "paged_decode_matrix m8"),
+        (32, 4, 64, "paged_prefill m32"),
+        (32, 4, 128, "paged_prefill m32"),
+        (32, 4, 256, "paged_decode_matrix m16"),
+    ],
+)
+def test_fp32_has_half_the_rows_where_they_would_not_fit(rows, group, key_dim, expected) -> None:
+    assert kernel_of(rows, group, key_dim, mx.float32) == expected
+
+
+@pytest.mark.parametrize("window", [0, 30])
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_every_launch_is_compiled_for_its_options(rng, window, softcap, has_sinks) -> None:
+    batch = make_batch(rng, [90, 40, 70], [1, 32, 5], num_q_heads=6, key_dim=64)
+    sinks = mx.zeros(6) if has_sinks else None
+    options = {"window": window, "softcap": softcap, "sinks": sinks}
+    planned = described(batch, batch.plan(split_tokens=32), **options)
+    assert [launch["kernel"].split("_float32")[0] for launch in planned] == [
+        *("paged_decode", "paged_decode_matrix", "paged_prefill", "paged_merge")
+    ]
+    for launch in planned:
+        assert launch["function_constants"] == (window > 0, softcap > 0, has_sinks)
+
+
+@needs_simulator
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "group"), [((64, 64), 1), ((64, 64), 7), ((128, 128), 4), ((256, 256), 2)]
+)
+def test_pipelines_are_foreseen_whatever_the_rows(rng, dims, group, dtype) -> None:
+    shape = {"num_q_heads": group, "num_kv_heads": 1, "key_dim": dims[0], "dtype": dtype}
+    options = {"window": 50, "sinks": mx.zeros(group)}
+    sim_ext.forget_attention_layers()
+    ran = set()
+    with simulated():
+        for rows in (*range(1, 12), 16, 17, 32, 33, 65):
+            batch = make_batch(rng, [rows], [rows], **shape)
+            pools = (batch.key_pool, batch.value_pool)
+            plan = batch.plan(split_tokens=16)
+            if rows == 1:  # of it a graph is built, and not run
+                ops.paged_attention(batch.queries, *pools, plan, scale=0.125, **options)
+                assert not launches()
+            for launch in described(batch, plan, **options):
+                ran.add((launch["kernel"], launch["function_constants"]))
+    foreseen = {(name, constants) for name, constants in sim_ext.pipelines_to_come()}
+    assert ran <= foreseen, ran - foreseen
+    unused = {name for name, constants in foreseen - ran if constants}
+    # What no step needs is not compiled; only the kernels do not know that a plan's items have at
+    # most 32 rows.
+    assert all(group == 1 and name.endswith("prefill_bfloat16_64_64_m64") for name in unused)
+
+
+def test_launches_of_one_step_wait_only_for_what_they_need(rng) -> None:
+    batch = make_batch(rng, [90, 40, 70], [1, 32, 5], num_q_heads=6, key_dim=64)
+    planned = described(batch, batch.plan(split_tokens=32))
+    assert [launch["beside_previous"] for launch in planned] == [False, True, True, False]
+    plan = batch.plan()
+    partial = planned_launches(  # an item is left out, so the output is filled with zeros before
+        *(batch.queries, batch.key_pool, batch.value_pool, plan.positions, plan.block_tables),
+        *(plan.work_items[:-1], plan.merge_items),
+        scale=0.125,
+    )
+    assert partial[0]["kernel"] == "fill_zero"
+    assert [launch["beside_previous"] for launch in partial[:3]] == [False, False, True]
 
 
 @needs_simulator

@@ -133,7 +133,9 @@ def line_of(launch: dict[str, Any]) -> str:
     constants = [len(launch["buffers"]), launch["constants"].hex()]
     buffers = [f"{n}{'r' if access == 'read' else 'w'}" for _, access, n in launch["buffers"]]
     memory = launch["threadgroup_memory"]
-    return " ".join(map(str, [launch["kernel"], *extents, memory, *constants, *buffers]))
+    values = "".join(str(int(value)) for value in launch["function_constants"])
+    names = [launch["kernel"], f"[{values}]", *["beside"] * launch["beside_previous"]]
+    return " ".join(map(str, [*names, *extents, memory, *constants, *buffers]))
 
 
 @pytest.mark.skipif(
@@ -163,6 +165,8 @@ def test_mlx_is_told_what_the_simulator_is_told(record, rng) -> None:
     run = subprocess.run([str(record), *plans], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == simulator_told
+    beside = [line.split("_float16")[0] for line in simulator_told if " beside " in line]
+    assert beside == ["paged_decode_matrix", "paged_prefill"]
     kernels = [line.split("_float16")[0].split()[0] for line in simulator_told]
     assert {"write_kv", "copy_blocks", "gather_kv", "paged_decode"} <= set(kernels)
     assert {"paged_decode_matrix", "paged_prefill", "paged_merge"} <= set(kernels)

@@ -81,8 +81,8 @@ def decode_options(library: SimLibrary) -> None:
 
 @check
 def decode_splits(library: SimLibrary) -> None:
-    batch = batch_of([1, 1, 1], 6, window=60)
-    compare(library, batch, {"split_tokens": 40}, sinks=sinks_for(batch), window=60)
+    batch = batch_of([1, 1, 1], 6, window=61)  # a first split of 7 tokens: not a whole step
+    compare(library, batch, {"split_tokens": 40}, sinks=sinks_for(batch), window=61)
 
 
 @check
@@ -151,10 +151,18 @@ def prefill_splits(library: SimLibrary) -> None:
 
 
 @check
+def prefill_of_64_rows(library: SimLibrary) -> None:
+    """A SIMD-group has two bands of 8 rows."""
+    batch = batch_of([27, 9], 6, key_dim=64, dtype=mx.float16)
+    compare(library, batch)
+    assert any(launch["kernel"].endswith("_m64") for launch in launches())
+
+
+@check
 def prefill_window(library: SimLibrary) -> None:
-    """Each tile reads what its own rows see: 64 queries are rows 0 to 21 of a group of 3."""
+    """Each tile reads what its own rows see: 32 queries are rows 0 to 10 of a group of 3."""
     batch = batch_of([27], 6, window=20)  # the last row is token 149
-    rows = [(123, 144), (144, 149)]
+    rows = [(123, 133), (133, 144), (144, 149)]
     assert tokens_read(library, batch, window=20) == sum(b + 1 - (a - 19) for a, b in rows)
 
 

@@ -3,13 +3,15 @@
 #include "../../../metal/kernel_table.h"
 #include "../compiled_kernels.h"
 #include "../msl/metal_stdlib"
+#include "../portable_shape.h"
 #include "attention_arguments.h"
 #include "paged_decode.h"
 
 template <typename T, int K_DIM, int V_DIM, int QUERIES>
 __global__ void __launch_bounds__(32 * paged::DECODE_SIMD_GROUPS) paged_decode_entry(ATTENTION_PARAMETERS) {
-  paged_decode<T, K_DIM, V_DIM, QUERIES>(ATTENTION_ARGUMENTS);
+  paged_decode<T, K_DIM, V_DIM, QUERIES, paged::portable_decode_loads(QUERIES)>(
+      ATTENTION_ARGUMENTS);
 }
 
 static const bool added =
-    mlx_paged::cuda::add_kernels({PAGED_FOR_EACH_DECODE(ATTENTION_ENTRY, PAGED_DTYPE)});
+    mlx_paged::cuda::add_kernels({PORTABLE_FOR_EACH_DECODE(ATTENTION_ENTRY, PAGED_DTYPE)});

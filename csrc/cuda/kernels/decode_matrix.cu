@@ -4,13 +4,15 @@
 #include "../compiled_kernels.h"
 #include "../msl/metal_simdgroup_matrix"
 #include "../msl/metal_stdlib"
+#include "../portable_shape.h"
 #include "attention_arguments.h"
 #include "paged_decode_matrix.h"
 
 template <typename T, int K_DIM, int V_DIM, int ROWS>
-__global__ void __launch_bounds__(32 * paged::matrix_simd_groups(K_DIM)) paged_decode_matrix_entry(ATTENTION_PARAMETERS) {
-  paged_decode_matrix<T, K_DIM, V_DIM, ROWS>(ATTENTION_ARGUMENTS);
+__global__ void __launch_bounds__(32 * paged::portable_matrix_simd_groups(K_DIM)) paged_decode_matrix_entry(ATTENTION_PARAMETERS) {
+  paged_decode_matrix<T, K_DIM, V_DIM, ROWS, paged::portable_matrix_simd_groups(K_DIM)>(
+      ATTENTION_ARGUMENTS);
 }
 
 static const bool added =
-    mlx_paged::cuda::add_kernels({PAGED_FOR_EACH_MATRIX(ATTENTION_ENTRY, PAGED_DTYPE)});
+    mlx_paged::cuda::add_kernels({PORTABLE_FOR_EACH_MATRIX(ATTENTION_ENTRY, PAGED_DTYPE)});

@@ -4,13 +4,16 @@
 #include "../compiled_kernels.h"
 #include "../msl/metal_simdgroup_matrix"
 #include "../msl/metal_stdlib"
+#include "../portable_shape.h"
 #include "attention_arguments.h"
 #include "paged_prefill.h"
 
 template <typename T, int K_DIM, int V_DIM, int ROWS>
 __global__ void __launch_bounds__(32 * paged::PREFILL_SIMD_GROUPS) paged_prefill_entry(ATTENTION_PARAMETERS) {
-  paged_prefill<T, K_DIM, V_DIM, ROWS>(ATTENTION_ARGUMENTS);
+  paged_prefill<
+      T, K_DIM, V_DIM, ROWS, paged::portable_prefill_tokens(K_DIM, V_DIM, sizeof(T))>(
+      ATTENTION_ARGUMENTS);
 }
 
 static const bool added =
-    mlx_paged::cuda::add_kernels({PAGED_FOR_EACH_PREFILL(ATTENTION_ENTRY, PAGED_DTYPE)});
+    mlx_paged::cuda::add_kernels({PORTABLE_FOR_EACH_PREFILL(ATTENTION_ENTRY, PAGED_DTYPE)});

@@ -65,12 +65,15 @@ struct ThreadgroupMemory {
 #define METAL_FUNC __device__ __forceinline__
 #define PAGED_UNROLL _Pragma("unroll")
 #define PAGED_SCRATCH = ::metal::ThreadgroupMemory()
+#define PAGED_KERNEL(THREADS) __device__ __forceinline__ void
+#define PAGED_HAS_WINDOW(params) true
+#define PAGED_HAS_SOFTCAP(params) ((params).softcap > 0.0f)
+#define PAGED_HAS_SINKS(params) ((params).has_sinks)
 
 // CUDA's own word uses `device`, which becomes a macro below.
 #undef __device__
 #define __device__ __attribute__((__device__))
 
-#define kernel __device__ __forceinline__
 #define device
 #define thread
 #define threadgroup

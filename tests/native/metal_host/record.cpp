@@ -1,9 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // Evaluates the operations below on the Metal backend and prints, a line for each dispatch, what
-// MLX's encoder was told: kernel, grid, threads, threadgroup memory, index and bytes of the
-// constants, then size and access of each buffer. The test compares that with what the simulator
-// was told.
+// MLX's encoder was told: kernel, function constants, whether without a barrier before it, grid,
+// threads, threadgroup memory, index and bytes of the constants, then size and access of each
+// buffer. The test compares that with what the simulator was told.
 //
 // record ITEMS MERGES: the plan's work and merge items, as comma-separated numbers.
 
@@ -49,7 +49,8 @@ mx::array blank(mx::Shape shape, mx::Dtype dtype) {
 
 void print(const recorder::Call& call) {
   auto extent = [](const auto& e) { std::printf(" %zu,%zu,%zu", e[0], e[1], e[2]); };
-  std::printf("%s", call.kernel.c_str());
+  std::printf("%s [%s]", call.kernel.c_str(), call.function_constants.c_str());
+  std::printf("%s", call.beside_previous ? " beside" : "");
   extent(call.grid);
   extent(call.threadgroup);
   std::printf(" %zu %zu ", call.threadgroup_memory, call.constants_index);

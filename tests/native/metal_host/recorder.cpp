@@ -17,7 +17,21 @@ namespace {
 
 Call current;
 std::map<std::string, std::string> libraries;  // name -> source
-std::map<std::string, std::string> pipelines;  // kernel -> name of its library
+
+struct Pipeline {
+  std::string kernel;
+  std::string function_constants;
+  std::string library;
+};
+std::map<std::string, Pipeline> pipelines;  // by the name that tells them apart
+bool concurrent_before = false;
+
+// Whether the encoder is in a concurrent context, which it keeps to itself.
+bool concurrent(mlx::core::metal::CommandEncoder& encoder);
+template <bool mlx::core::metal::CommandEncoder::* Member>
+struct Reveal {
+  friend bool concurrent(mlx::core::metal::CommandEncoder& encoder) { return encoder.*Member; }
+};
 
 // Objects that Metal would make; only their addresses count.
 template <typename T>
@@ -34,6 +48,8 @@ void bind(const mlx::core::array& a, int index, bool written) {
   current.buffers.push_back({a.nbytes(), written});
 }
 
+template struct Reveal<&mlx::core::metal::CommandEncoder::concurrent_>;
+
 }  // namespace
 
 // What metal-cpp sends to Objective-C objects.
@@ -41,8 +57,10 @@ extern "C" uintptr_t recorder_message(
     void* object, const char* selector, uintptr_t a, uintptr_t b, uintptr_t c) {
   std::string name = selector;
   if (name == "setComputePipelineState:") {
-    current.kernel = *reinterpret_cast<std::string*>(a);
-    current.source = libraries.at(pipelines.at(current.kernel));
+    auto* pipeline = reinterpret_cast<Pipeline*>(a);
+    current.kernel = pipeline->kernel;
+    current.function_constants = pipeline->function_constants;
+    current.source = libraries.at(pipeline->library);
   } else if (name == "maxTotalThreadsPerThreadgroup") {
     return 1024;
   } else if (name == "setBytes:length:atIndex:") {
@@ -95,11 +113,24 @@ MTL::Library* Device::get_library(
 }
 
 MTL::ComputePipelineState* Device::get_kernel(
-    const std::string& base_name, MTL::Library* library, const std::string&, const MTLFCList&,
-    const std::vector<MTL::Function*>&) {
-  auto found =
-      recorder::pipelines.try_emplace(base_name, *reinterpret_cast<std::string*>(library)).first;
-  return reinterpret_cast<MTL::ComputePipelineState*>(const_cast<std::string*>(&found->first));
+    const std::string& base_name, MTL::Library* library, const std::string& name,
+    const MTLFCList& constants, const std::vector<MTL::Function*>&) {
+  std::string values;
+  for (auto [value, type, index] : constants) {
+    if (type != MTL::DataTypeBool || index != values.size()) {
+      std::fprintf(stderr, "function constant %zu is not the next bool\n", size_t(index));
+      std::abort();
+    }
+    values += *static_cast<const uint8_t*>(value) ? '1' : '0';
+  }
+  auto [found, added] = recorder::pipelines.try_emplace(
+      name.empty() ? base_name : name,
+      recorder::Pipeline{base_name, values, *reinterpret_cast<std::string*>(library)});
+  if (!added && found->second.function_constants != values) {
+    std::fprintf(stderr, "two pipelines are called %s\n", found->first.c_str());
+    std::abort();
+  }
+  return reinterpret_cast<MTL::ComputePipelineState*>(&found->second);
 }
 
 MTL::ComputeCommandEncoder* CommandEncoder::get_command_encoder() {
@@ -117,6 +148,9 @@ void CommandEncoder::set_output_array(array& a, int index, int64_t) {
 void CommandEncoder::add_temporary(array) {}
 
 void CommandEncoder::dispatch_threadgroups(MTL::Size grid, MTL::Size threads) {
+  bool concurrent = recorder::concurrent(*this);
+  recorder::current.beside_previous = concurrent && recorder::concurrent_before;
+  recorder::concurrent_before = concurrent;
   recorder::current.grid = {grid.width, grid.height, grid.depth};
   recorder::current.threadgroup = {threads.width, threads.height, threads.depth};
   recorder::calls.push_back(std::exchange(recorder::current, {}));

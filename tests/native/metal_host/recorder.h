@@ -20,8 +20,10 @@ struct Buffer {
 
 struct Call {
   std::string kernel;
+  std::string function_constants;  // a digit each, by index
   std::string source;
-  std::vector<Buffer> buffers;  // in the order of their indices
+  bool beside_previous = false;  // no barrier before it: both are in one concurrent context
+  std::vector<Buffer> buffers;   // in the order of their indices
   std::vector<std::byte> constants;
   uint64_t constants_index = 0;
   uint64_t threadgroup_memory = 0;

@@ -35,6 +35,12 @@ nb::dict describe(const Launch& launch) {
   d["buffers"] = buffers;
   d["constants"] =
       nb::bytes(reinterpret_cast<const char*>(launch.constants.data()), launch.constants.size());
+  nb::list function_constants;
+  for (bool value : launch.function_constants) {
+    function_constants.append(value);
+  }
+  d["function_constants"] = nb::tuple(function_constants);
+  d["beside_previous"] = launch.beside_previous;
   d["grid"] = extent(launch.grid);
   d["threadgroup"] = extent(launch.threadgroup);
   d["threadgroup_memory"] = launch.threadgroup_memory;
@@ -118,7 +124,7 @@ void bind_simulator(nb::module_& m) {
             {queries.shape(0), queries.shape(1), value_pool.shape(3)}, queries.dtype(), nullptr,
             {});
         PagedAttention node(mx::default_stream(mx::Device::cpu), {scale, window, softcap});
-        auto list = node.launches(in, {out});
+        auto list = node.launches(in, {out}, cuda ? Gpu::nvidia : Gpu::apple);
         if (cuda) {
           list = cuda::with_variants(std::move(list), in);
         }
@@ -132,6 +138,10 @@ void bind_simulator(nb::module_& m) {
       "merge_items"_a, nb::kw_only(), "scale"_a, "window"_a = 0, "softcap"_a = 0.0f,
       "sinks"_a = nb::none(), "cuda"_a = false,
       "What a GPU would run for a call of paged_attention: Apple's, or with `cuda` NVIDIA's.");
+
+  m.def(
+      "forget_attention_layers", &forget_attention_layers,
+      "`pipelines_to_come` then counts only layers seen from now on.");
 
   m.def(
       "kernel_source",

@@ -63,6 +63,10 @@ void run_launch(const Launch& launch, std::vector<Operand>& operands, std::set<i
   }
   MetalSimBytes constants{
       uint32_t(buffers.size()), uint32_t(launch.constants.size()), launch.constants.data()};
+  std::vector<MetalSimConstant> function_constants;
+  for (const auto& value : launch.function_constants) {
+    function_constants.push_back({uint32_t(function_constants.size()), 1, &value});
+  }
   MetalSimThreadgroup threadgroup{0, launch.threadgroup_memory};
   MetalSimLaunch call{};
   call.abi = METAL_SIM_ABI;
@@ -71,6 +75,8 @@ void run_launch(const Launch& launch, std::vector<Operand>& operands, std::set<i
   call.num_buffers = uint32_t(buffers.size());
   call.bytes = &constants;
   call.num_bytes = 1;
+  call.constants = function_constants.data();
+  call.num_constants = uint32_t(function_constants.size());
   call.threadgroup = &threadgroup;
   call.num_threadgroup = launch.threadgroup_memory > 0;
   for (int i = 0; i < 3; i++) {
@@ -114,7 +120,7 @@ void simulate(KernelNode& node, const Arrays& inputs, Arrays& out) {
     }
   }
   mx::synchronize(node.stream());
-  LaunchList list = node.launches(in, out);
+  LaunchList list = node.launches(in, out, Gpu::apple);
   std::vector<Operand> operands;
   auto add = [&](const mx::array& a) {
     operands.push_back({const_cast<char*>(a.data<char>()), uint64_t(a.offset())});

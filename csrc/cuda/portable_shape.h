@@ -1,0 +1,65 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// The kernels of metal/ on NVIDIA's GPUs, whose threads have twice the registers of Apple's: larger
+// tiles, of which each key serves more queries. The host includes this file too.
+
+#pragma once
+
+#include "../../metal/attention_shape.h"
+#include "../../metal/kernel_table.h"
+
+namespace paged {
+
+constexpr int portable_matrix_simd_groups(int k_dim) {
+  return k_dim < 256 ? 4 : 8;
+}
+
+constexpr int portable_matrix_most_rows(int k_dim) {
+  return k_dim <= 256 ? 64 : 32;
+}
+
+constexpr int portable_decode_most_queries(int) {
+  return 3;
+}
+
+// Loads of keys that a lane has under way.
+constexpr int portable_decode_loads(int) {
+  return 4;
+}
+
+constexpr int portable_prefill_tokens(int k_dim, int v_dim, int item_size) {
+  int tokens = 32;
+  while (tokens > 8 && prefill_scratch(k_dim, v_dim, item_size, tokens) > 16 * 1024) {
+    tokens /= 2;
+  }
+  return tokens;
+}
+
+constexpr int portable_prefill_most_rows(int k_dim) {
+  return k_dim > 256 ? 0 : k_dim > 128 ? 32 : 64;
+}
+
+}  // namespace paged
+
+// Like the lists of metal/kernel_table.h.
+#define PORTABLE_FOR_EACH_DECODE(X, ...) \
+  PAGED_FOR_EACH_HEAD_DIM(PAGED_DECODE_QUERIES, X, __VA_ARGS__)
+
+#define PORTABLE_FOR_EACH_MATRIX(X, ...)                          \
+  PAGED_FOR_EACH_NARROW_DIM(PORTABLE_MATRICES_64, X, __VA_ARGS__) \
+  PAGED_FOR_EACH_SMALL_DIM(PORTABLE_MATRICES_64, X, __VA_ARGS__)  \
+  PAGED_FOR_EACH_MIDDLE_DIM(PORTABLE_MATRICES_64, X, __VA_ARGS__) \
+  PAGED_FOR_EACH_LARGE_DIM(PORTABLE_MATRICES_64, X, __VA_ARGS__)  \
+  PAGED_FOR_EACH_WIDE_DIM(PAGED_MATRICES_32, X, __VA_ARGS__)
+#define PORTABLE_MATRICES_64(X, dtype, type, k_dim, v_dim) \
+  PAGED_MATRICES_32(X, dtype, type, k_dim, v_dim)          \
+  PAGED_MATRIX(X, dtype, type, k_dim, v_dim, 64)
+
+#define PORTABLE_FOR_EACH_PREFILL(X, ...)                         \
+  PAGED_FOR_EACH_NARROW_DIM(PORTABLE_PREFILLS_64, X, __VA_ARGS__) \
+  PAGED_FOR_EACH_SMALL_DIM(PORTABLE_PREFILLS_64, X, __VA_ARGS__)  \
+  PAGED_FOR_EACH_MIDDLE_DIM(PORTABLE_PREFILLS_64, X, __VA_ARGS__) \
+  PAGED_FOR_EACH_LARGE_DIM(PAGED_PREFILLS_32, X, __VA_ARGS__)
+#define PORTABLE_PREFILLS_64(X, dtype, type, k_dim, v_dim) \
+  PAGED_PREFILLS_32(X, dtype, type, k_dim, v_dim)          \
+  PAGED_PREFILL(X, dtype, type, k_dim, v_dim, 64)

@@ -1,0 +1,38 @@
+"""Compiles the GPU kernels that a model's steps will need, before the first request needs one."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged import ops
+from mlx_paged.model.paged_model import PagedModel
+from mlx_paged.model.plan import StateSlots, StepInputs
+
+
+def prepare_kernels(paged: PagedModel, on_kernel: ops.OnKernel | None = None) -> int:
+    """Compiles them, where a user's machine does that (Apple's GPUs).
+
+    The graph of a step is built, which shows what the layers' attention is like, and dropped:
+    nothing of it is evaluated.
+
+    Args:
+        paged: with its pools.
+        on_kernel: see `ops.prepare_kernels`.
+
+    Returns:
+        How many there are; 0 where nothing is compiled.
+    """
+    if not ops.compiles_kernels():
+        return 0
+    inputs = StepInputs(
+        context_lens=np.array([1]),
+        query_lens=np.array([1]),
+        tables=[[0]],
+        logit_rows=np.array([0]),
+        state_slots=StateSlots([0], [0]) if paged.layout.has_states else None,
+    )
+    before = paged.pools()
+    paged.forward(mx.array([0], dtype=mx.int32), inputs)
+    paged.restore(before)
+    return ops.prepare_kernels(on_kernel)
