@@ -199,12 +199,15 @@ def test_sequences_that_have_ended_hold_no_state_of_others(module, model) -> Non
 def test_other_weights_do_not_meet_old_states(module, model) -> None:
     prompt = TEXT[:70]
     tokens_of(model, prompt)
+    [store] = stores_of(model)
+    assert len(store.snapshots) == 1
     embeddings = model.model.embed_tokens
     weight = embeddings.weight
     try:
         embeddings.weight = weight[::-1]
         assert tokens_of(model, prompt) == plain_tokens(model, prompt)
         assert known_tokens(model) == 0
+        assert len(store.snapshots) == 0  # nobody will ask for these again
     finally:
         embeddings.weight = weight
 
@@ -293,6 +296,28 @@ def test_the_model_can_be_called_by_hand(module, model) -> None:
         assert mx.allclose(out, dense, rtol=1e-3, atol=1e-3)
     assert sequence_of(caches) is not None
     assert same_content(caches, expected)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+@pytest.mark.parametrize("module", ["longcat_flash_ngram"])
+def test_a_state_that_still_grows_is_taken_in(module, model, num_tokens) -> None:
+    caches = plain_caches(model)
+    tokens_of(model, TEXT[:num_tokens], prompt_cache=caches, max_tokens=0)
+    batch = mlx_lm_generate.BatchGenerator(model, max_tokens=NUM_TOKENS)
+    uids = batch.insert([TEXT[num_tokens:9]], caches=[caches])
+    assert batch._paged.sequences(uids)
+    assert run(batch, uids) == [plain_tokens(model, TEXT[:9])]
+
+
+@HYBRID
+def test_states_are_evaluated_with_the_pools_and_once(module, model) -> None:
+    caches = mlx_lm_cache.make_prompt_cache(model)
+    [store] = stores_of(model)
+    num_pools = len(store.flat.pools())
+    num_states = sum(len(spec.shapes) for spec in store.flat.layout.states)
+    model(mx.array([TEXT[:5]]), cache=caches)
+    assert len(store.pools()) == num_pools + num_states
+    assert len(store.pools()) == num_pools
 
 
 @HYBRID
