@@ -169,10 +169,11 @@ def _limit_that_is_reached(arguments: dict[str, Any]) -> int | None:
     any other does.
     """
     size: int | None = arguments.get("max_kv_size")
+    if size is None:
+        return None  # (speculative decoding knows no such limit)
     embeddings, max_tokens = arguments["input_embeddings"], arguments["max_tokens"]
     num_tokens = len(arguments["prompt"] if embeddings is None else embeddings)
-    fits = size is not None and max_tokens >= 0 and num_tokens + max_tokens <= size
-    return None if fits else size
+    return None if max_tokens >= 0 and num_tokens + max_tokens <= size else size
 
 
 def _prompt_or_last_token(prompt: mx.array, sequences: list[PagedSequence]) -> list[int]:
