@@ -136,8 +136,7 @@ class PlanCache {
  public:
   PlanSummary get(const Arrays& in, Gpu gpu) {
     std::array<int, 4> key{
-        int(gpu),
-        int(in[Inputs::kQueries].itemsize()),
+        int(gpu), int(in[Inputs::kQueries].itemsize()),
         in[Inputs::kQueries].shape(1) / in[Inputs::kKeyPool].shape(2),
         in[Inputs::kKeyPool].shape(3)};
     auto [work_copy, work] = host_view<WorkItem>(in[Inputs::kWork]);
