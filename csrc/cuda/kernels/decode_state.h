@@ -122,7 +122,7 @@ struct DecodeState {
     for (int i = 0; i < 2; i++) {
       float& value = logits[2 * i + e];
       bool visible = token + 8 * i >= keys[n][e].begin && token + 8 * i < keys[n][e].end;
-      value = visible ? logit(value, params.scale, params.softcap) : -INFINITY;
+      value = visible ? logit(value, params) : -INFINITY;
       maximum = fmaxf(maximum, value);
     }
 #pragma unroll

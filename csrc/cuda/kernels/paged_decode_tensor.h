@@ -102,8 +102,7 @@ __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM))
   int num_queries = num_rows * heads;
   BlockTable table = {block_tables + size_t(item.sequence) * params.max_blocks, params.block_shift};
   auto seen_of = [&]() -> KeyRange {
-    return keys_of_rows(
-        item, positions, item.row_begin, item.row_end, params.window, params.block_shift);
+    return keys_of_rows(item, positions, item.row_begin, item.row_end, params);
   };
 
   WarpResults<DIM, COLUMNS * TENSOR_QUERIES> meeting = {shared};
@@ -122,7 +121,7 @@ __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM))
     if (q >= num_queries) {
       return {0, 0};
     }
-    KeyRange keys = keys_of_row(positions[item.row_begin + q / heads], params.window);
+    KeyRange keys = keys_of_row(positions[item.row_begin + q / heads], params);
     return {max(keys.begin, seen.begin), min(keys.end, seen.end)};
   };
   DecodeState<T, DIM, COLUMNS> state(query_of, keys_of, lane);

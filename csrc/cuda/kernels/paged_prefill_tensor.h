@@ -16,11 +16,11 @@
 namespace paged {
 
 // The keys that any of an item's rows sees, as `keys_of_rows`; but the lanes divide the rows.
-__device__ __forceinline__ KeyRange
-keys_of_tile(const QueryTile& ours, const int* positions, int window, int lane) {
+__device__ __forceinline__ KeyRange keys_of_tile(
+    const QueryTile& ours, const int* positions, const AttentionParams& params, int lane) {
   KeyRange seen = {0x7fffffff, 0};
   for (int row = ours.row(0) + lane; row <= ours.row(ours.num_queries - 1); row += 32) {
-    KeyRange keys = keys_of_row(positions[row], window);
+    KeyRange keys = keys_of_row(positions[row], params);
     seen.begin = min(seen.begin, keys.begin);
     seen.end = max(seen.end, keys.end);
   }
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(32 * WARPS) prefill_tensor_entry(ATTENTION_PAR
   }
   int lane = threadIdx.x % 32;
   int first_query = threadIdx.x / 32 * PREFILL_TENSOR_QUERIES;
-  KeyRange seen = keys_of_tile(ours, positions, params.window, lane);
+  KeyRange seen = keys_of_tile(ours, positions, params, lane);
   int first = seen.begin / 16 * 16;
   Tiles tiles(
       shared, key_pool, value_pool, ours.table, seen, params.num_kv_heads, ours.kv_head, first);
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(32 * WARPS) prefill_tensor_entry(ATTENTION_PAR
     if (first_query + q >= ours.num_queries) {
       return {0, 0};
     }
-    KeyRange keys = keys_of_row(positions[ours.row(first_query + q)], params.window);
+    KeyRange keys = keys_of_row(positions[ours.row(first_query + q)], params);
     return {max(keys.begin, seen.begin), min(keys.end, seen.end)};
   };
   PrefillState<T, DIM> state(query_of, keys_of, lane);

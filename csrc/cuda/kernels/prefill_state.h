@@ -131,7 +131,7 @@ struct PrefillState {
       for (int n = 0; n < TOKENS / 8; n++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          logits[n][i] = logit(logits[n][i], params.scale, params.softcap);
+          logits[n][i] = logit(logits[n][i], params);
         }
       }
     } else {
