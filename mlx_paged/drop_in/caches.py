@@ -289,6 +289,11 @@ def working_caches(sequence: PagedSequence) -> list[Any]:
     return [_WorkingCache(sequence, i) for i in range(len(sequence.store.flat.layout.tree))]
 
 
+def is_loops(caches: Sequence[Any]) -> bool:
+    """Whether these are `working_caches`."""
+    return isinstance(caches[0], _WorkingCache)
+
+
 def sequence_of(caches: Sequence[Any]) -> PagedSequence | None:
     """The sequence behind a whole prompt cache; None where that is not one of ours."""
     leaves = leaves_of(caches)

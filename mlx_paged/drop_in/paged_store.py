@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
+from weakref import WeakSet
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -68,7 +69,7 @@ class Lease:
     simply gone.
     """
 
-    __slots__ = ("_ended", "is_torn", "state", "tables")
+    __slots__ = ("__weakref__", "_ended", "is_torn", "state", "tables")
 
     def __init__(
         self, tables: BlockTables, ended: deque[BlockTables], state: State | None = None
@@ -91,6 +92,11 @@ class PagedStore:
     Whatever is released may still be read by what was built since the store last settled, so all of
     that counts as one step of the KV manager: no block is handed out again before the next
     `settle`, which waits for everything.
+
+    *Lazy calls.* A program that is alone (one thread) and calls the model itself may never ask for
+    the result, or not yet: such a step is only built, and begun by whoever needs the pools next.
+    It is built on a stream that any thread can run. If its input was not, and another thread comes
+    before anybody has asked for the result, that cache is lost, and says so.
 
     *Threads.* MLX's streams belong to threads: nobody else can run what a thread has built on its
     own. So whoever builds reads or writes of the pools sets the device to work on them before it
@@ -133,6 +139,11 @@ class PagedStore:
         # As they were when the device was last set to work, and the states of that time.
         self._scheduled = self.flat.pools()
         self._newest_states: list[mx.array] = []
+        self._stream: mx.Stream | None = None  # of lazy calls
+        # What they have built, if the device is not at work on it yet.
+        self._lazy_leases: WeakSet[Lease] = WeakSet()
+        self._lazy_thread: int | None = None
+        self._begun = self._scheduled
 
     @property
     def _share_of_limit(self) -> int:
@@ -201,6 +212,8 @@ class PagedStore:
         tokens: mx.array,
         logit_rows: np.ndarray,
         input_embeddings: mx.array | None = None,
+        *,
+        is_lazy: bool = False,
     ) -> mx.array:
         """Starts a step that computes ``[start, start + length)`` of each sequence.
 
@@ -210,10 +223,35 @@ class PagedStore:
             tokens: ``[num_rows]``: those of the first sequence, then those of the next.
             logit_rows: rows whose logits are wanted.
             input_embeddings: ``[num_rows, hidden_size]`` in the place of the tokens'.
+            is_lazy: builds the step only, if no other thread is there.
 
         Returns:
             ``[len(logit_rows), vocab_size]``.
         """
+        if is_lazy and threading.active_count() == 1:
+            if self._stream is None:
+                self._begin()
+                self._stream = mx.new_thread_unsafe_stream(mx.default_device())
+            with mx.stream(self._stream):
+                logits = self._build(leases, starts, lengths, tokens, logit_rows, input_embeddings)
+            self._scheduled = self.flat.pools()
+            self._lazy_thread = threading.get_ident()
+            self._lazy_leases.update(leases)
+            return logits
+        self._begin()
+        logits = self._build(leases, starts, lengths, tokens, logit_rows, input_embeddings)
+        self._schedule()
+        return logits
+
+    def _build(
+        self,
+        leases: Sequence[Lease],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        tokens: mx.array,
+        logit_rows: np.ndarray,
+        input_embeddings: mx.array | None,
+    ) -> mx.array:
         ends = [start + length for start, length in zip(starts, lengths)]
         tables = self._own(leases, starts, ends)
         logits, states = self.flat.forward(
@@ -225,7 +263,6 @@ class PagedStore:
             input_embeddings,
             [lease.state for lease in leases],
         )
-        self._schedule()
         for lease, state in zip(leases, states):
             lease.state = state
         return logits
@@ -233,6 +270,7 @@ class PagedStore:
     @exclusive
     def plan_write(self, leases: Sequence[Lease], start: int, length: int) -> AttentionPlan:
         """Makes ready to write ``[start, start + length)`` of sequences, layer by layer."""
+        self._begin()
         ends = [start + length] * len(leases)
         tables = self._own(leases, [start] * len(leases), ends)
         return build_plan(tables, ends, [length] * len(leases), block_size=self.block_size)
@@ -246,8 +284,9 @@ class PagedStore:
             tables, kv = lease.tables, self.kv
             if lease.is_torn:
                 raise RuntimeError(
-                    "[paged prompt cache] an exception ended this thread's work while the cache "
-                    "was being copied: make a new one"
+                    "[paged prompt cache] what was to be in it was never computed (an exception "
+                    "came between, or another thread before the result was asked for): make a "
+                    "new one"
                 )
             lease.is_torn = True
             self._make_room(kv.num_to_own(tables, start, end))
@@ -279,7 +318,7 @@ class PagedStore:
     def _grow(self, num_blocks: int) -> None:
         self.flat.grow(num_blocks)
         self.kv.pool.grow(num_blocks)
-        self._scheduled = self.flat.pools()
+        self._schedule()
 
     def _cut(self, num_blocks: int) -> None:
         """Gives memory back; blocks that are used move to what remains."""
@@ -291,14 +330,14 @@ class PagedStore:
         if copies:
             self.flat.copy_blocks(copies)
         self.flat.cut(num_blocks)
-        self._scheduled = self.flat.pools()
+        self._schedule()
 
     @exclusive
     def settle(self) -> None:
         """Waits until all that was read or written has been; what was released is free then."""
+        self._begin()
         mx.eval(self.flat.pools(), self.flat.unfinished())
         mx.synchronize()
-        self._scheduled = self.flat.pools()
         if not self._is_between_steps:
             self.kv.on_step_evaluated(self.kv.pool.launched_step)
         self.kv.launch_step(self.kv.pool.launched_step + 1)
@@ -317,16 +356,34 @@ class PagedStore:
         states = self.flat.unfinished()
         mx.async_eval(*others, states, self.flat.pools())  # type: ignore[no-untyped-call]
         self._newest_states = states or self._newest_states
-        self._scheduled = self.flat.pools()
+        self._scheduled = self._begun = self.flat.pools()
+        self._lazy_thread = None
+        self._lazy_leases.clear()
+
+    def _begin(self) -> None:
+        """Sets the device to work on what lazy calls have built."""
+        if self._lazy_thread is None:
+            return
+        try:
+            self._schedule()
+        except RuntimeError:
+            if self._lazy_thread == threading.get_ident():
+                raise
+            # Only that thread could run it. Older handles are the same memory, unwritten there.
+            for lease in list(self._lazy_leases):
+                lease.is_torn = True
+            self.flat.restore(self._begun)
+            self._schedule()
 
     def leave(self) -> None:
         """For `exclusive`: the thread gives the store away."""
-        if self.flat.has_unfinished:
+        if self.flat.has_unfinished and self._lazy_thread is None:
             self._schedule()
 
     @exclusive
     def write(self, layer: int, plan: AttentionPlan, keys: mx.array, values: mx.array) -> None:
         """Writes ``[batch, num_kv_heads, length, head_dim]`` keys and values of one layer."""
+        self._begin()
         self.flat.write(layer, plan, keys, values)
         self._schedule()
 
@@ -335,6 +392,7 @@ class PagedStore:
         self, layer: int, leases: Sequence[Lease], num_tokens: int
     ) -> tuple[mx.array, mx.array]:
         """Dense ``[batch, num_kv_heads, num_tokens, head_dim]`` keys and values of one layer."""
+        self._begin()
         tables = [lease.tables.blocks for lease in leases]
         keys, values = self.flat.read(layer, tables, num_tokens)
         self._schedule(keys, values)
@@ -346,6 +404,7 @@ class PagedStore:
 
         To wait for it holds nobody up; to wait for the pools is for those who have the store.
         """
+        self._begin()
         [done] = mx.depends([mx.zeros(1)], self.flat.pools() + self._newest_states)
         self._schedule(done)
         return done

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache
 
-from mlx_paged.drop_in.caches import leaves_of, sequence_of
+from mlx_paged.drop_in.caches import is_loops, leaves_of, sequence_of
 from mlx_paged.drop_in.locking import InterruptsDeferred
 from mlx_paged.drop_in.paged_store import PagedStore
 from mlx_paged.errors import MlxPagedError
@@ -207,7 +207,7 @@ def _reroute(model: nn.Module) -> None:
         if caches is None and len(args) > 1:
             caches = signature.bind(self, *args, **kwargs).arguments.get("cache")
         sequence = sequence_of(caches) if caches else None
-        if sequence is None:
+        if caches is None or sequence is None:
             return base.__call__(self, *args, **kwargs)
         if not sequence.store.flat.is_of(self):
             raise ValueError("[paged prompt cache] this cache belongs to another model")
@@ -220,7 +220,7 @@ def _reroute(model: nn.Module) -> None:
                 f"[paged prompt cache] {sorted(options)} must be None: a paged step makes its own. "
                 "Set MLX_PAGED_DISABLE=1 to run this model with mlx-lm's own caches"
             )
-        return sequence.forward(tokens, embeddings)
+        return sequence.forward(tokens, embeddings, is_lazy=not is_loops(caches))
 
     members = {"__call__": __call__, "__module__": base.__module__, "mlx_paged_reroutes": True}
     model.__class__ = type(base.__name__, (base,), members)

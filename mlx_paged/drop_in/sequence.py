@@ -96,7 +96,13 @@ class PagedSequence:
     # Writing.
 
     @exclusive
-    def forward(self, tokens: mx.array, input_embeddings: mx.array | None = None) -> mx.array:
+    def forward(
+        self,
+        tokens: mx.array,
+        input_embeddings: mx.array | None = None,
+        *,
+        is_lazy: bool = False,
+    ) -> mx.array:
         """``[batch, length]`` tokens -> ``[batch, length, vocab_size]`` logits.
 
         Raises:
@@ -119,11 +125,11 @@ class PagedSequence:
         while done < length or not pieces:
             end = self.next_stop(start + length) - start
             embeddings = None if input_embeddings is None else input_embeddings[:, done:end]
-            pieces.append(self._step(tokens[:, done:end], embeddings))
+            pieces.append(self._step(tokens[:, done:end], embeddings, is_lazy))
             done = end
         return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
 
-    def _step(self, tokens: mx.array, input_embeddings: mx.array | None) -> mx.array:
+    def _step(self, tokens: mx.array, input_embeddings: mx.array | None, is_lazy: bool) -> mx.array:
         batch, length = tokens.shape
         start = self.offset
         if input_embeddings is not None:
@@ -135,6 +141,7 @@ class PagedSequence:
             tokens.reshape(-1),
             np.arange(batch * length),
             input_embeddings,
+            is_lazy=is_lazy,
         )
         self.advance_to(start + length)
         return logits.reshape(batch, length, -1)

@@ -191,6 +191,41 @@ def test_dense_calls_of_another_thread_are_dense_while_a_step_is_built(model, mo
     np.testing.assert_allclose(seen[0], expected, rtol=1e-5, atol=1e-5)
 
 
+def test_lazy_calls_of_a_program_that_is_alone_are_run_by_whoever_comes_next(
+    model, monkeypatch
+) -> None:
+    """mlx-lm's own tests call models of gigabytes and never ask for the result."""
+    text = PROMPTS[0]
+    expected = np.array(model(mx.array([text]), cache=plain_caches(model)))
+    caches = mlx_lm_cache.make_prompt_cache(model)
+    [store] = stores_of(model)
+    scheduled = []
+    real = PagedStore._schedule
+    monkeypatch.setattr(
+        PagedStore, "_schedule", lambda *args: (scheduled.append(None), real(*args))[1]
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "active_count", lambda: 1)
+        model(mx.array([text[:40]]), cache=caches)
+        logits = model(mx.array([text[40:]]), cache=caches)
+        assert not scheduled
+        mx.eval(logits)
+    assert in_threads([lambda: streamed(model, 1)]) == [plain_answers()[streamed, 1]]
+    assert scheduled
+    more = np.array(model(mx.array([text[:3]]), cache=caches))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "active_count", lambda: 1)
+        unasked = mlx_lm_cache.make_prompt_cache(model)
+        model(mx.array([text[40:]]), cache=unasked)
+    assert in_threads([lambda: streamed(model, 0)]) == [plain_answers()[streamed, 0]]
+    with pytest.raises(RuntimeError, match="never computed"):
+        model(mx.array([text[:3]]), cache=unasked)
+    np.testing.assert_allclose(np.array(logits), expected[:, 40:], rtol=1e-4, atol=1e-4)
+    dense = np.array(model(mx.array([[*text, *text[:3]]]), cache=plain_caches(model)))
+    np.testing.assert_allclose(more, dense[:, -3:], rtol=1e-4, atol=1e-4)
+    store.check_integrity()
+
+
 # --- Threads that end in the middle ---------------------------------------------------------------
 
 
