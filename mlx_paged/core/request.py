@@ -277,7 +277,6 @@ class Sequence:
         self.seq_id = seq_id
         self.status, self.finish_reason = SequenceStatus.WAITING, None
         self.num_scheduled_tokens = self.last_step = 0
-        self.tables = self.query = self.waits_for = None
         self.blocked_at = self.sampled_index = -1
 
     @property

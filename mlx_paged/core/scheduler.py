@@ -343,12 +343,15 @@ class Scheduler:
         """
         for request in sorted(requests, key=lambda request: request.arrival):
             self._num_arrived = request.arrival
+            unfinished = [seq for seq in request.sequences if not seq.is_finished]
+            request.num_unfinished, request.prompt_source = len(unfinished), None
             for seq in request.sequences:
-                if not seq.is_finished:
-                    self._next_seq_id += 1
-                    seq.start_over(self._next_seq_id)
-                    self.waiting.add(seq)
-            if not request.is_finished:
+                seq.tables = seq.query = seq.waits_for = None  # of a store that is not used any more
+            for seq in unfinished:
+                self._next_seq_id += 1
+                seq.start_over(self._next_seq_id)
+                self.waiting.add(seq)
+            if unfinished:
                 self._requests[request.request_id] = request
                 if request.deadline is not None:
                     self._deadlines.add(request)
