@@ -345,8 +345,8 @@ class Scheduler:
             self._num_arrived = request.arrival
             unfinished = [seq for seq in request.sequences if not seq.is_finished]
             request.num_unfinished, request.prompt_source = len(unfinished), None
-            for seq in request.sequences:
-                seq.tables = seq.query = seq.waits_for = None  # of a store that is not used any more
+            for seq in request.sequences:  # (the ended ones too may hold what the old store had)
+                seq.tables = seq.query = seq.waits_for = None
             for seq in unfinished:
                 self._next_seq_id += 1
                 seq.start_over(self._next_seq_id)

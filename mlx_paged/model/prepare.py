@@ -30,7 +30,7 @@ def prepare_kernels(paged: PagedModel, on_kernel: ops.OnKernel | None = None) ->
         query_lens=np.array([1]),
         tables=[[0]],
         logit_rows=np.array([0]),
-        state_slots=StateSlots([0], [0]) if paged.layout.has_states else None,
+        state_slots=StateSlots([0], [-1]) if paged.layout.has_states else None,
     )
     before = paged.pools()
     paged.forward(mx.array([0], dtype=mx.int32), inputs)
