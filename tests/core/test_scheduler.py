@@ -14,6 +14,7 @@ from mlx_paged.core import (
     KVManager,
     Scheduler,
     SchedulerConfig,
+    SequenceStatus,
     StopPolicy,
 )
 from mlx_paged.errors import (
@@ -433,3 +434,36 @@ def test_without_chunked_prefill_a_prompt_is_never_cut() -> None:
 def test_without_chunked_prefill_a_step_must_hold_the_longest_prompt() -> None:
     with pytest.raises(InvalidParameterError, match="at least the context length"):
         SchedulerConfig(max_model_len=4096, enable_chunked_prefill=False)
+
+
+# Another scheduler takes over.
+
+
+def test_requests_go_on_in_another_scheduler() -> None:
+    """As after an exception out of a step: nothing of the first scheduler or its store is used."""
+    engine = make()
+    one, many = request("one", [1, 2, 3], 6), request("many", [4] * 9, 6, n=3, timeout=50)
+    for r in (one, many):
+        engine.scheduler.add(r)
+    engine.step()
+    engine.scheduler.schedule()  # (and this step is lost)
+    assert many.prompt_source is not None and any(s.tables for s in many.sequences)
+    many.sequences[0].status = SequenceStatus.FINISHED  # its answer has an end already
+    del one.sequences[0].tokens[one.num_prompt_tokens :]
+
+    after = make()
+    after.scheduler.restore([many, one])
+    assert all(s.tables is s.waits_for is None for r in (one, many) for s in r.sequences)
+    assert many.num_unfinished == 2
+    after.scheduler.check_integrity()
+    newest = request("newest", [7], 2)
+    after.scheduler.add(newest)
+    assert newest.arrival > many.arrival > one.arrival
+    after.run()
+    assert [s.finish_reason for s in many.sequences[1:]] == [FinishReason.LENGTH] * 2
+    for r in (one, many):
+        for seq in r.sequences[r is many :]:
+            expected = generate(r.prompt_token_ids, 6, r.stop.eos_token_ids, seq.index)
+            assert list(seq.tokens[r.num_prompt_tokens :]) == expected
+    assert many.is_finished and not after.scheduler.has_unfinished
+    after.scheduler.check_integrity()
