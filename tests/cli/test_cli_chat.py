@@ -344,7 +344,7 @@ def test_a_server_of_ours_answers_as_the_engine_does(local) -> None:
         handle(session, "/params temperature 150")  # the engine's limit is above the server's
         handle(session, "x")
         assert session.view.errors == [
-            "seed must be None or an integer but got inf",
+            "seed must be None or an integer in [-2**63, 2**63) but got inf",
             "the server answers 400: temperature: input should be less than or equal to 100 but "
             "got 150",
         ]

@@ -26,6 +26,7 @@ def test_every_case_passes(job) -> None:
 
 NOT_PRIMITIVES = {
     *("accepts", "build_info", "kernel_names", "pool_copies", "has_transfers", "limit_threads"),
+    *("pipelines_to_come", "prepare_pipeline"),
 }
 
 
