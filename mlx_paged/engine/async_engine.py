@@ -22,7 +22,12 @@ from mlx_paged.engine.request_options import params_of, prompt_of, token_ids_of
 from mlx_paged.engine.request_stream import RequestStream, SequenceDelta
 from mlx_paged.engine.sampling.sequence_sampler import TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.errors import EngineDeadError, EngineOverloadedError, ForkedProcessError
+from mlx_paged.errors import (
+    EngineDeadError,
+    EngineOverloadedError,
+    ForkedProcessError,
+    InvalidParameterError,
+)
 from mlx_paged.model.loader import load
 from mlx_paged.ops import OnKernel
 
@@ -133,6 +138,8 @@ class AsyncEngine:
         """
         params, prompt = params_of(params), prompt_of("prompt", prompt)
         request_id = f"request-{next(self._ids)}" if request_id is None else request_id
+        if not isinstance(request_id, str):
+            raise InvalidParameterError("request_id", "a string", request_id)
         if self._thread.dead is not None:
             raise EngineDeadError(self._thread.dead)
         await self.ready()

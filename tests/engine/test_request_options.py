@@ -293,7 +293,9 @@ def test_a_sink_that_raises_ends_its_answer(
         engine.check_integrity()
     assert good.outputs[0].token_ids == follows([4, 5], 6)
     assert bad.outputs[0].token_ids == follows(PROMPT, 6)[:at]
-    assert len(sink.taken) == at
+    # It is told why its answer ended, which may be for the second time.
+    assert len(sink.taken) == at + 1
+    assert sink.taken[-1].finish_reason == bad.outputs[0].finish_reason
     if at < 6:
         assert bad.outputs[0].finish_reason == "error"
         assert f"its sink raised {type(error).__name__}" in str(bad.outputs[0].error)

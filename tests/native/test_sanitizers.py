@@ -94,4 +94,5 @@ def test_a_read_outside_of_a_pool_is_seen() -> None:
     run = run_sanitized("-c", FAULT)
     assert run.returncode != 0 and "not seen" not in run.stdout
     assert "AddressSanitizer: heap-buffer-overflow" in run.stderr
-    assert "csrc/cpu/eval.cpp" in run.stderr
+    # (An installed module has no names of its functions.)
+    assert re.search(r"/_asan\.|csrc/cpu/eval\.cpp", run.stderr)
