@@ -365,7 +365,7 @@ def decode(engine: Engine, steps: int, rounds: int) -> dict[str, Any]:
         "step_ms": compared("step"),
         # Of all threads: what a step costs whatever else the machine does.
         "cpu_ms": compared("cpu"),
-        # The host's own, under the forward unless that is shorter.
+        # A thread's, under the host's building and encoding of the forward.
         "follow_and_fill_ms": round(statistics.median(medians(True, "follow")), 3),
         "fill_ms": {
             "median": round(statistics.median(fill), 3),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -14,7 +15,15 @@ import numpy as np
 from mlx_paged import ops
 from mlx_paged.core import IN_FLIGHT_TOKEN, ScheduledSequence, SchedulerOutput
 from mlx_paged.engine.faults import POISONS, why_no_token
-from mlx_paged.engine.sampling.logits_processors import Edited, InFlight, apply_edits
+from mlx_paged.engine.grammar.worker import MaskWorker
+from mlx_paged.engine.sampling.logits_processors import (
+    Edited,
+    GrammarMasks,
+    InFlight,
+    apply_edits,
+    has_grammars,
+    make_grammar_masks,
+)
 from mlx_paged.engine.sampling.logprobs import (
     LogprobArrays,
     PositionLogprobs,
@@ -132,6 +141,7 @@ class ModelRunner:
         self._tables = BlockTableCache()
         self._windows = {reach: BlockTableCache() for reach in windows}
         self._metadata = MetadataCache()
+        self._mask_worker = MaskWorker[GrammarMasks]()
         if num_blocks is not None:
             self.allocate(num_blocks)
 
@@ -222,6 +232,7 @@ class ModelRunner:
 
     def _forget(self) -> None:
         """Empties what is kept from step to step, as an exception may have come in between."""
+        self._mask_worker.wait()
         self._tables = BlockTableCache()
         self._windows = {reach: BlockTableCache() for reach in self._windows}
         self._metadata = MetadataCache()
@@ -242,6 +253,13 @@ class ModelRunner:
         is_sampled = np.array(samples)
         # Rows that are sampled from, then those that prompt tokens to report follow.
         reported = [ends[i] - num_rows[i] + np.arange(len(t.token_ids)) for i, t in targets]
+        if sampled:
+            metadata = self._metadata(sampled, context_lens[is_sampled])
+            newest = _newest(sampled, metadata, previous)
+            grammars = None
+            if has_grammars(metadata.edits):
+                make = partial(make_grammar_masks, metadata.edits, newest)
+                grammars = self._mask_worker.start(make)
         logits = self.model.forward(
             _input_tokens(token_ids, input_from, previous),
             self._inputs(
@@ -249,12 +267,11 @@ class ModelRunner:
             ),
         )
         if sampled:
-            metadata = self._metadata(sampled, context_lens[is_sampled])
             raw = logits[: len(sampled)] if targets else logits
             edited = Edited(raw, {})
             model_largest = None
             if metadata.edits:
-                edited = apply_edits(raw, metadata.edits, _newest(sampled, metadata, previous))
+                edited = apply_edits(raw, metadata.edits, newest, grammars)
                 model_largest = largest_of(raw)
             chosen = sample(edited.logits, metadata)
             tokens, why_none = chosen.tokens, WhyNone(chosen, model_largest, edited.failed)

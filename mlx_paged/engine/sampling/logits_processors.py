@@ -8,6 +8,7 @@ there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -140,21 +141,25 @@ class Edited(NamedTuple):
 
 
 def apply_edits(
-    logits: mx.array, edited: list[tuple[int, Edits]], in_flight: InFlight | None
+    logits: mx.array,
+    edited: list[tuple[int, Edits]],
+    in_flight: InFlight | None,
+    grammars: Future[GrammarMasks] | None = None,
 ) -> Edited:
     """Applies the rows' edits, in vLLM's order: mask, biases and bans, penalties.
 
     Args:
         logits: ``[num_rows, vocab_size]``.
-        edited: (row, its edits), for the rows that ask for any.
+        edited: (row, its edits) in the order of rows, for the rows that ask for any.
         in_flight: where the newest tokens are; None: all are known.
+        grammars: what `make_grammar_masks` returns for these edits; not None where `has_grammars`.
     """
     failed: dict[int, str] = {}
     if not edited:
         return Edited(logits, failed)
     edits = logits
     if any(edit.has_mask for _, edit in edited):
-        edits = _apply_masks(edits, edited, in_flight, failed)
+        edits = _apply_masks(edits, edited, in_flight, grammars, failed)
     if all(edit.additions is None and edit.penalties is None for _, edit in edited):
         return Edited(edits, failed)
     edits = edits.astype(mx.float32)
@@ -215,22 +220,66 @@ def _penalize(
     return _assign(logits, (at, ids), values)
 
 
+class GrammarMasks(NamedTuple):
+    """What the grammars of a step allow."""
+
+    newest: Sequence[int | None]  # [num_rows]; None: known before, or there is none
+    rows: list[int]  # those with a grammar
+    words: Words  # [len(rows), num_words of the tokenizer]
+    failed: dict[int, str]  # rows whose mask could not be made: why; it is empty
+
+
+def has_grammars(edited: list[tuple[int, Edits]]) -> bool:
+    """Whether the edits of a step need `make_grammar_masks`."""
+    return any(edit.grammar is not None for _, edit in edited)
+
+
+def make_grammar_masks(edited: list[tuple[int, Edits]], in_flight: InFlight | None) -> GrammarMasks:
+    """Waits for the newest tokens, follows them, and fills the masks. Any thread may do it."""
+    return _grammar_masks(edited, _newest_of(edited, in_flight))
+
+
+def _grammar_masks(edited: list[tuple[int, Edits]], newest: Sequence[int | None]) -> GrammarMasks:
+    rows, followers = [], []
+    for i, edit in edited:
+        if edit.grammar is not None:
+            edit.grammar.follower.follow(edit.grammar.tokens, newest[i])
+            rows.append(i)
+            followers.append(edit.grammar.follower)
+    # (A tokenizer may have more tokens than its model.)
+    words = np.empty((len(rows), followers[0].num_words), np.int32)
+    fill_masks(followers, words)
+    failed = {i: f.failed for i, f in zip(rows, followers) if f.failed is not None}
+    return GrammarMasks(newest, rows, words, failed)
+
+
+def _newest_of(edited: list[tuple[int, Edits]], in_flight: InFlight | None) -> Sequence[int | None]:
+    if in_flight is not None:
+        return in_flight.on_host()
+    return [None] * (edited[-1][0] + 1)
+
+
 def _apply_masks(
     logits: mx.array,
     edited: list[tuple[int, Edits]],
     in_flight: InFlight | None,
+    grammars: Future[GrammarMasks] | None,
     failed: dict[int, str],
 ) -> mx.array:
     masked = [(i, edit) for i, edit in edited if edit.has_mask]
-    newest: Sequence[int | None] = [None] * logits.shape[0]
+    newest: Sequence[int | None] = []
+    made: GrammarMasks | None = None
     if any(edit.mask or edit.grammar for _, edit in masked):
         # Masks are made on the host, which waits for the newest tokens first. The device has the
         # whole forward to run in the meantime.
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
-        if in_flight is not None:
-            newest = in_flight.on_host()
-    num_words = -(-logits.shape[1] // 32)
-    words = _grammar_masks(masked, newest, num_words, failed)
+        if grammars is not None:
+            made = grammars.result()
+            newest = made.newest
+            failed |= made.failed
+        else:
+            newest = _newest_of(masked, in_flight)
+    words = _words(masked, made, -(-logits.shape[1] // 32))
     for place, (i, edit) in enumerate(masked):
         if edit.allowed is not None:
             words[place] &= packed(edit.allowed, logits.shape[1])
@@ -251,33 +300,16 @@ def _apply_masks(
     return ops.apply_token_bitmask(logits, bitmask, at)
 
 
-def _grammar_masks(
-    masked: list[tuple[int, Edits]],
-    newest: Sequence[int | None],
-    num_words: int,
-    failed: dict[int, str],
-) -> Words:
+def _words(masked: list[tuple[int, Edits]], made: GrammarMasks | None, num_words: int) -> Words:
     """``[len(masked), num_words]``: what the grammars allow; all tokens in rows without one."""
-    places = [place for place, (_, edit) in enumerate(masked) if edit.grammar is not None]
-    if not places:
+    if made is None:
         return np.full((len(masked), num_words), -1, np.int32)
-    followers = []
-    for place in places:
-        i, edit = masked[place]
-        assert edit.grammar is not None
-        edit.grammar.follower.follow(edit.grammar.tokens, newest[i])
-        followers.append(edit.grammar.follower)
-    # (A tokenizer may have more tokens than its model.)
-    words = np.empty((len(places), followers[0].num_words), np.int32)
-    fill_masks(followers, words)
-    for place, follower in zip(places, followers):
-        if follower.failed is not None:
-            failed[masked[place][0]] = follower.failed
-    if len(places) == len(masked) and words.shape[1] == num_words:
-        return words
-    all_words = np.full((len(masked), num_words), -1, np.int32)
-    all_words[places] = words[:, :num_words]
-    return all_words
+    if len(made.rows) == len(masked) and made.words.shape[1] == num_words:
+        return made.words
+    words = np.full((len(masked), num_words), -1, np.int32)
+    places = [place for place, (_, edit) in enumerate(masked) if edit.grammar is not None]
+    words[places] = made.words[:, :num_words]
+    return words
 
 
 def _assign(
