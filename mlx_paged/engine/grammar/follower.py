@@ -91,6 +91,7 @@ class Follower:
     __slots__ = (
         "_ended",
         "_forced",
+        "_is_stopped",
         "_matcher",
         "_num_matched",
         "_num_reasoning",
@@ -113,6 +114,7 @@ class Follower:
         """Forgets what it has followed, as an exception may have come in between."""
         rules = self._rules
         self._matcher: LLMatcher | None = None
+        self._is_stopped = False  # the matcher: nothing can follow
         self._seen: list[int] = []
         self._num_matched = 0  # of the last ones seen
         self._num_reasoning = 0
@@ -166,6 +168,7 @@ class Follower:
         if not self._ended and self.failed is None and count <= self._num_matched:
             assert self._matcher is not None
             if self._matcher.rollback(count):
+                self._is_stopped = self._matcher.is_stopped()
                 self._seen = kept
                 self._num_matched -= count
                 return
@@ -241,21 +244,20 @@ class Follower:
             tokens = self._rules.grammar.tokenize(begun)  # type: ignore[union-attr]
             if matcher.try_consume_tokens(tokens) != len(tokens):
                 self.failed = f"its reasoning ended with {begun!r}, with which no answer begins"
+            self._is_stopped = matcher.is_stopped()
 
     def _match(self, token: int) -> None:
         matcher = self._begun()
         if matcher is None or self._ended or self.failed is not None:
             self._num_matched = 0  # (what follows an end is discarded)
             return
-        if (
-            self._rules.is_end(token)
-            and not (
-                token in self._rules.eos and not matcher.is_stopped() and matcher.is_accepting()
-            )
-        ) or matcher.is_stopped():
+        if self._is_stopped or (
+            self._rules.is_end(token) and not (token in self._rules.eos and matcher.is_accepting())
+        ):
             self._ended = True
         elif matcher.consume_token(token):
             self._num_matched += 1
+            self._is_stopped = matcher.is_stopped()
         elif self._phase is not _Phase.BEGINNING:
             self.failed = f"its grammar does not allow a token: {why(matcher)}"
         else:
@@ -264,6 +266,7 @@ class Follower:
     def _begun(self) -> LLMatcher | None:
         if self._matcher is None and self._rules.grammar is not None:
             self._matcher = self._rules.grammar.matcher()
+            self._is_stopped = self._matcher.is_stopped()
         return self._matcher
 
     @property
@@ -276,9 +279,8 @@ class Follower:
         """Whether nothing can follow, so that the answer ends."""
         if self._phase is not _Phase.ANSWER or self.failed is not None:
             return False
-        matcher = self._begun()
-        return matcher is not None and (
-            self._ended or (matcher.is_stopped() and not matcher.is_error() and bool(self._seen))
+        return self._begun() is not None and (
+            self._ended or (self._is_stopped and bool(self._seen))
         )
 
     # Masks.
@@ -325,7 +327,7 @@ class Follower:
         else:
             matcher = self._begun()
             assert matcher is not None
-            if not self._ended and not matcher.is_stopped():
+            if not self._ended and not self._is_stopped:
                 return matcher
             words.fill(-1)  # the answer ends: this token is discarded
         return None
