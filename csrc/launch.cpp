@@ -123,7 +123,7 @@ LaunchList ApplyTokenBitmask::launches(const Arrays& in, const Arrays& out, Gpu)
   }
   Launch launch;
   launch.kernel = kernel_named("apply_token_bitmask_" + std::to_string(8 * logits.itemsize()));
-  // In place the logits are not read, but the argument must still be a buffer.
+  // In place they are read through `out`, but the argument must still be a buffer.
   launch.buffers = {
       bind(in, out, in_place ? 1 : 0), bind(in, out, 1), bind(in, out, 2), bind(in, out, 3)};
   launch.buffers[3].access = in_place ? Access::read_write : Access::write;

@@ -243,9 +243,9 @@ class GreedyTokens : public Node {
 };
 
 // Sets the logits of tokens that must not come to -inf: those whose bit is 0 in the bitmask of
-// their row. Other rows do not change. In place where nothing else needs the logits. in: logits
-// [num_rows, vocab_size], bitmask [num_masks, ceil(vocab_size / 32)] int32 or uint32, lowest bit
-// first, rows [num_masks] int32: distinct rows of logits. out: like logits.
+// their row. A NaN or inf stays, and other rows do not change. In place where nothing else needs
+// the logits. in: logits [num_rows, vocab_size], bitmask [num_masks, ceil(vocab_size / 32)] int32
+// or uint32, lowest bit first, rows [num_masks] int32: distinct rows of logits. out: like logits.
 class ApplyTokenBitmask : public KernelNode {
  public:
   using KernelNode::KernelNode;

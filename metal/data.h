@@ -130,10 +130,18 @@ copy_strided(
   out[(ulong(group_id.z) * grid.y + group_id.y) * row_size + element] = in[from];
 }
 
-// Logits of tokens that must not come become -inf; T is as wide as a logit. The rows of a
-// vocabulary begin anywhere, so this goes by elements: four a thread, all loaded before the first
-// is stored. The 32 lanes of a SIMD-group need one word of the mask. grid: (elements of a row /
-// 1024 rounded up, masks; where logits are copied: rows).
+// Whether a number, given by its bits, is not finite; `infinite` has the bits of an infinity.
+template <typename T>
+inline bool is_not_finite(T number, T infinite) {
+  T magnitude = T(~T(0)) >> 1;
+  return (number & magnitude) >= (infinite & magnitude);
+}
+
+// Logits of tokens that must not come become -inf, unless they are NaN or inf, which a mask must
+// not hide; T is an unsigned integer as wide as a logit. The rows of a vocabulary begin anywhere,
+// so this goes by elements: four a thread, all loaded before the first is stored. The 32 lanes of
+// a SIMD-group need one word of the mask. grid: (elements of a row / 1024 rounded up, masks; where
+// logits are copied: rows).
 template <typename T>
 PAGED_KERNEL(paged::DATA_THREADS)
 apply_token_bitmask(
@@ -170,8 +178,8 @@ apply_token_bitmask(
     int token = first + i * int(group_size.x);
     if (token < params.vocab_size) {
       uint word = mask < 0 ? ~0u : bitmask[mask_begin + token / 32];
-      allowed[i] = word >> (token % 32) & 1;
-      values[i] = params.in_place ? T(0) : logits[row_begin + token];
+      values[i] = params.in_place ? out[row_begin + token] : logits[row_begin + token];
+      allowed[i] = (word >> (token % 32) & 1) || is_not_finite(values[i], T(params.forbidden));
     }
   }
   PAGED_UNROLL

@@ -321,10 +321,11 @@ def apply_token_bitmask(
     *,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
-    """Sets the logits of tokens that must not come to -inf.
+    """Sets the logits of tokens that must not come to -inf, unless they are NaN or inf.
 
-    The numbers of the others do not change, nor do rows without a mask. Where nothing else needs
-    `logits`, their buffer is changed in place; else this is one pass that copies. No gradient.
+    (A row with one of these means nothing, which a mask must not hide.) The numbers of the others
+    do not change, nor do rows without a mask. Where nothing else needs `logits`, their buffer is
+    changed in place; else this is one pass that copies. No gradient.
 
     Args:
         logits: ``[num_rows, vocab_size]`` float32, float16 or bfloat16.

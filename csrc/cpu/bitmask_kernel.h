@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Logits of tokens that must not come become -inf, by a bit a token. Compiled once for each
-// instruction set, see simd.h.
+// Logits of tokens that must not come become -inf, by a bit a token; a NaN or inf stays. Compiled
+// once for each instruction set, see simd.h.
 
 #pragma once
 
@@ -24,6 +24,13 @@ struct BitmaskVector<uint16_t> {
   typedef VecH Type;
 };
 
+// Whether numbers, given by their bits, are not finite; `infinite` has the bits of infinities.
+template <typename Word>
+inline auto is_not_finite(Word number, Word infinite) {
+  Word magnitude = Word(~Word{}) >> 1;
+  return (number & magnitude) >= (infinite & magnitude);
+}
+
 // `word` has the bits of the 32 tokens at `logits`, of which there are `count`. Where `logits` is
 // `out`, what is allowed is not touched.
 template <typename Word>
@@ -39,7 +46,7 @@ inline void mask_tokens(
   }
   if (count < 32) {
     for (int64_t i = 0; i < count; i++) {
-      out[i] = word >> i & 1 ? logits[i] : forbidden;
+      out[i] = (word >> i & 1) || is_not_finite(logits[i], forbidden) ? logits[i] : forbidden;
     }
     return;
   }
@@ -51,7 +58,9 @@ inline void mask_tokens(
     // (A variable: with UBSan, GCC takes the cast's operand for the scalar, which is too wide.)
     Word shifted = Word(word >> i);
     Vector bits = shifted & bit_of_lane;
-    Vector masked = bits != 0 ? load_as<Vector>(logits + i) : forbidden - Vector{};
+    auto values = load_as<Vector>(logits + i);
+    auto kept = (bits != 0) | is_not_finite(values, Vector(forbidden - Vector{}));
+    Vector masked = kept ? values : forbidden - Vector{};
     __builtin_memcpy(out + i, &masked, sizeof(masked));
   }
 }

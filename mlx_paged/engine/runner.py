@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -14,15 +16,15 @@ import numpy as np
 
 from mlx_paged import ops
 from mlx_paged.core import IN_FLIGHT_TOKEN, ScheduledSequence, SchedulerOutput
-from mlx_paged.engine.faults import POISONS, why_no_token
+from mlx_paged.engine.faults import NO_PERMITTED_TOKEN, POISONS, why_no_token
 from mlx_paged.engine.grammar.worker import MaskWorker
 from mlx_paged.engine.sampling.logits_processors import (
-    Edited,
     GrammarMasks,
     InFlight,
     apply_edits,
     has_grammars,
     make_grammar_masks,
+    only_masks,
 )
 from mlx_paged.engine.sampling.logprobs import (
     LogprobArrays,
@@ -72,7 +74,9 @@ class WhyNone(NamedTuple):
     """What says why a row has no token. It is read only if there is such a row."""
 
     sampled: Sampled
-    model_largest: mx.array | None  # [num_sampled], before edits; None where there are none
+    # [num_sampled], before edits; None where they leave what is not finite as it is.
+    model_largest: mx.array | None
+    is_masked: bool  # some row may be
     failed_masks: dict[int, str]  # by row
 
     def __call__(self, row: int) -> str:
@@ -82,7 +86,10 @@ class WhyNone(NamedTuple):
         largest = self.sampled.largest
         before = largest if self.model_largest is None else self.model_largest
         pair = mx.stack([before[row], largest[row]]).astype(mx.float32)
-        return why_no_token(*np.array(pair).tolist())
+        model_largest, edited_largest = np.array(pair).tolist()
+        if self.is_masked and self.model_largest is None and edited_largest == -math.inf:
+            return NO_PERMITTED_TOKEN
+        return why_no_token(model_largest, edited_largest)
 
 
 @dataclass(frozen=True)
@@ -268,20 +275,17 @@ class ModelRunner:
         )
         if sampled:
             raw = logits[: len(sampled)] if targets else logits
-            edited = Edited(raw, {})
-            model_largest = None
-            if metadata.edits:
-                edited = apply_edits(raw, metadata.edits, newest, grammars)
-                model_largest = largest_of(raw)
-            chosen = sample(edited.logits, metadata)
-            tokens, why_none = chosen.tokens, WhyNone(chosen, model_largest, edited.failed)
-            for_host = ops.to_host(chosen.for_host(model_largest))
+            why_none = _choose(raw, metadata, newest, grammars)
+            tokens = why_none.sampled.tokens
+            for_host = ops.to_host(why_none.sampled.for_host(why_none.model_largest))
             logprobs = _report_samples(raw, tokens, output, metadata)
+            del raw
         else:
             # Nothing to choose: the step's work is what it wrote to the pools.
             tokens, logprobs, why_none = mx.zeros((0,), dtype=mx.int32), None, None
             for_host = tokens
         prompt_logprobs = _report_prompts(logits[len(sampled) :], targets) if targets else None
+        del logits  # (so that their memory can be masked in place)
         pools = self.model.pools()
         launched = LaunchedStep(
             output, tokens, pools[-1], for_host, pools_before, why_none, logprobs, prompt_logprobs
@@ -360,6 +364,25 @@ def _newest(
         return None
     source = np.array([s.input_from for s in sampled], dtype=np.int32)
     return InFlight(previous.tokens, source, previous.reported)
+
+
+def _choose(
+    raw: mx.array,
+    metadata: SamplingMetadata,
+    newest: InFlight | None,
+    grammars: Future[GrammarMasks] | None,
+) -> WhyNone:
+    """The tokens of a step, and what says why a row has none.
+
+    Args:
+        raw: ``[num_sampled, vocab_size]`` logits.
+    """
+    if not metadata.edits:
+        return WhyNone(sample(raw, metadata), None, False, {})
+    # (A mask hides nothing that is not finite.)
+    model_largest = None if only_masks(metadata.edits) else largest_of(raw)
+    edited = apply_edits(raw, metadata.edits, newest, grammars)
+    return WhyNone(sample(edited.logits, metadata), model_largest, True, edited.failed)
 
 
 def _report_samples(

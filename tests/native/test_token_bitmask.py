@@ -47,7 +47,10 @@ def expected(logits: np.ndarray, masks: np.ndarray, rows: list[int], dtype: mx.D
     out = logits.copy()
     for mask, row in zip(masks, rows):
         allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: logits.shape[1]]
-        out[row, allowed == 0] = NEGATIVE_INFINITY[dtype]
+        lowest = NEGATIVE_INFINITY[dtype]
+        magnitude = (1 << 8 * dtype.size - 1) - 1
+        is_finite = out[row] & magnitude < lowest & magnitude
+        out[row, (allowed == 0) & is_finite] = lowest
     return out
 
 
@@ -198,13 +201,19 @@ def test_each_logit_is_moved_at_most_once(rng, dtype) -> None:
     (copied,) = launches()
     assert copied["kernel"] == f"apply_token_bitmask_{8 * dtype.size}"
     assert copied["traffic"][3] == (0, logits.nbytes)
+    words = bits(logits)[1:3].astype(np.int64)
+    lowest = NEGATIVE_INFINITY[dtype]
+    num_finite = np.sum(
+        words & lowest - (1 << 8 * dtype.size - 1) < lowest - (1 << 8 * dtype.size - 1)
+    )
     held = [mx.array(logits)]
     mx.eval(held)
     with simulated():
         out = ops.apply_token_bitmask(held.pop(), mx.array(masks), int32([1, 2]))
         mx.eval(out)
     (in_place,) = launches()
-    assert in_place["traffic"][3] == (0, 2 * 2000 * dtype.size)  # only what is forbidden
+    # Only what is forbidden is written, and what is not finite stays.
+    assert in_place["traffic"][3] == (2 * 2000 * dtype.size, num_finite * dtype.size)
     assert in_place["grid"][1] == 2 and copied["grid"][1] == 4
 
 

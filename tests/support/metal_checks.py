@@ -290,12 +290,15 @@ def bitmask(library: SimLibrary) -> None:
     """Copied and in place; the last threadgroup and the last word of a row go past its end."""
     rng = np.random.default_rng(0)
     for dtype in (mx.float32, mx.bfloat16):
-        values = mx.array(rng.standard_normal((5, 1100)).astype(np.float32)).astype(dtype)
+        numbers = rng.standard_normal((5, 1100)).astype(np.float32)
+        numbers[:, ::100], numbers[:, 7::100] = np.inf, np.nan
+        values = mx.array(numbers).astype(dtype)
         masks = rng.integers(-(2**31), 2**31, (3, 35)).astype(np.int32)
         rows = [3, 0, 4]
         expected = to_numpy(values)
         allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, :1100]
-        expected[rows] = np.where(allowed == 1, expected[rows], -np.inf)
+        is_kept = (allowed == 1) | ~np.isfinite(expected[rows])
+        expected[rows] = np.where(is_kept, expected[rows], -np.inf)
         place = mx.array(rows, mx.int32)
         with simulated(library):
             copied = ops.apply_token_bitmask(values, mx.array(masks), place)

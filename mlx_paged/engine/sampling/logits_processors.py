@@ -160,7 +160,7 @@ def apply_edits(
     edits = logits
     if any(edit.has_mask for _, edit in edited):
         edits = _apply_masks(edits, edited, in_flight, grammars, failed)
-    if all(edit.additions is None and edit.penalties is None for _, edit in edited):
+    if only_masks(edited):
         return Edited(edits, failed)
     edits = edits.astype(mx.float32)
     newest = None if in_flight is None else in_flight.on_device()
@@ -227,6 +227,11 @@ class GrammarMasks(NamedTuple):
     rows: list[int]  # those with a grammar
     words: Words  # [len(rows), num_words of the tokenizer]
     failed: dict[int, str]  # rows whose mask could not be made: why; it is empty
+
+
+def only_masks(edited: list[tuple[int, Edits]]) -> bool:
+    """Whether a logit that is not finite is the same afterwards."""
+    return all(edit.additions is None and edit.penalties is None for _, edit in edited)
 
 
 def has_grammars(edited: list[tuple[int, Edits]]) -> bool:

@@ -145,7 +145,7 @@ class Sampled(NamedTuple):
 
         Args:
             model_largest: ``[num_rows]``, of the logits before they were edited, which must be
-                finite too (a mask may hide a NaN); None: they were not edited.
+                finite too (a ban may hide an inf); None: edits have left what is not finite.
         """
         largest = self.largest
         if model_largest is not None:
