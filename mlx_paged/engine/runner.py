@@ -279,13 +279,11 @@ class ModelRunner:
             tokens = why_none.sampled.tokens
             for_host = ops.to_host(why_none.sampled.for_host(why_none.model_largest))
             logprobs = _report_samples(raw, tokens, output, metadata)
-            del raw
         else:
             # Nothing to choose: the step's work is what it wrote to the pools.
             tokens, logprobs, why_none = mx.zeros((0,), dtype=mx.int32), None, None
             for_host = tokens
         prompt_logprobs = _report_prompts(logits[len(sampled) :], targets) if targets else None
-        del logits  # (so that their memory can be masked in place)
         pools = self.model.pools()
         launched = LaunchedStep(
             output, tokens, pools[-1], for_host, pools_before, why_none, logprobs, prompt_logprobs
