@@ -211,6 +211,23 @@ def test_logits_that_are_not_finite(
     assert engine.stats().counters.num_resets == resets + 1, "its keys may be just as wrong"
 
 
+@pytest.mark.parametrize(
+    ("value", "at", "reason"),
+    [
+        (float("nan"), None, faults.NOT_A_NUMBER),
+        (float("nan"), 4095, faults.NOT_A_NUMBER),
+        (float("inf"), 5, faults.INFINITE),
+    ],
+)
+def test_a_mask_hides_nothing_that_is_not_finite(
+    engine: Engine, value: float, at: int | None, reason: str
+) -> None:
+    params = replace(GREEDY, allowed_token_ids=[100, 101])
+    with Answers(engine, PROMPT[-1], value, at):
+        [answer] = run(engine, (PROMPT, params, None))
+    assert_ended(answer, [], reason)
+
+
 def test_one_logit_of_minus_infinity_is_a_token_that_never_comes(engine: Engine) -> None:
     """As models with a padded vocabulary have them."""
     with Answers(engine, PROMPT[-1], float("-inf"), 5):
