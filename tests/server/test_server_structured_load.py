@@ -65,7 +65,7 @@ def together(server: RunningServer, bodies: list[dict[str, Any]]) -> list[dict[s
 
 def test_sixteen_schemas_in_each_batch(server) -> None:
     """Of whatever company, every answer that ended is valid."""
-    num_ended = {name: 0 for name in SIXTEEN}
+    num_ended = dict.fromkeys(SIXTEEN, 0)
     seeds = itertools.count()
     for _ in range(ROUNDS):
         names = [SIXTEEN[i % len(SIXTEEN)] for i in range(AT_ONCE)]
