@@ -86,6 +86,19 @@ class ToolFormat(ABC):
             parallel: whether there may be more than one call.
         """
 
+    def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
+        """Limits of the number of parameters that `forced` enforces by itself, by keyword."""
+        return {}
+
+    def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
+        """What `forced` leaves out of a tool's schema, beyond `prepare_schema`: paths of keywords,
+        and their values.
+
+        Raises:
+            InvalidParameterError: the schema cannot be used at all.
+        """
+        return ()
+
     def literal(self, text: str) -> str:
         """A text in Lark, where the added tokens in it are tokens."""
         return lark_literal(text, self.vocabulary)
