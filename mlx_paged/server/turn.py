@@ -26,7 +26,7 @@ from mlx_paged.server.streaming import Adapter
 from mlx_paged.server.tools.answer import Answer, AnswerReader, answer_reader
 from mlx_paged.server.tools.definitions import Tool, ToolChoice
 from mlx_paged.server.tools.events import ContentText, Event
-from mlx_paged.server.tools.format import ToolFormat, lark_json
+from mlx_paged.server.tools.format import ToolFormat, arguments_schema, lark_json
 from mlx_paged.server.tools.parameters import refuse_or_tell
 
 
@@ -215,10 +215,12 @@ def _constraint(
     prepared = []
     for tool in tools:
         about[0] = tool.field, tool.parameters
-        # (What the format counts by itself is not left to llguidance, which counts less.)
+        # (What the format counts by itself is not left to llguidance, which counts less. And what is
+        # prepared says of all properties whether they may be there: it must be closed before.)
         counts = tool_format.counts(tool.parameters)
         others = {key: value for key, value in tool.parameters.items() if key not in counts}
-        found = prepare_schema(others, strict=tool.strict, field=tool.field)
+        closed = arguments_schema(others)
+        found = prepare_schema(closed, strict=tool.strict, field=tool.field)
         schema_of_tool = {**cast(dict[str, Any], found.schema), **counts}
         prepared.append(replace(tool, parameters=schema_of_tool))
         relaxed += found.relaxed

@@ -9,11 +9,13 @@ from support.tool_reading import Walker, check, read
 
 from mlx_paged.engine.grammar.schema import prepare_schema
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.server.tools.definitions import Tool
+from mlx_paged.server.conversation import Conversation
+from mlx_paged.server.tools.definitions import Tool, ToolChoice
 from mlx_paged.server.tools.format import ToolFormat
 from mlx_paged.server.tools.parameters import parameter_lists, refuse_or_tell
 from mlx_paged.server.tools.registry import format_of
 from mlx_paged.server.tools.schemas import ArgumentsWriter, types_of
+from mlx_paged.server.turn import Turn, _constraint
 
 FAMILIES = ["qwen3_coder", "glm45", "minimax_m2", "pythonic", "gemma4"]
 BIT = {"enum": [0, 1]}
@@ -53,6 +55,26 @@ def prepared(format: ToolFormat, schema: dict[str, Any]) -> Tool:
     found = prepare_schema(schema, strict=True, field="tools")
     assert isinstance(found.schema, dict)
     return Tool("f", parameters={**found.schema, **counts})
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_properties_that_are_not_listed_are_not_written(name: str) -> None:
+    """Schemas of most clients do not say that there are no others."""
+    walker = Walker(("<tool_call>", "</tool_call>"))
+    parameters = {"properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+    tool = Tool("f", parameters={"type": "object", **parameters})
+    wanted = Turn(Conversation(()), (tool,), ToolChoice("required"))
+    format = format_of(name, walker.tokenizer.added)
+    constraint, relaxed = _constraint(wanted, (tool,), format, [("tools", None)])
+    assert constraint is not None and not relaxed
+    calls = {
+        "hermes": '<tool_call>\n{"name": "f", "arguments": {"city": "Oslo"%s}}\n</tool_call>',
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=city>\nOslo\n</parameter>%s\n"
+        "</function>\n</tool_call>",
+    }
+    more = {"hermes": ', "Richard": 1', "qwen3_coder": "\n<parameter=x>\n1\n</parameter>"}
+    assert walker.accepts(constraint.grammar, calls[name] % "")
+    assert not walker.accepts(constraint.grammar, calls[name] % more[name])
 
 
 @pytest.fixture(scope="module")
