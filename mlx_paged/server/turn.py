@@ -215,8 +215,8 @@ def _constraint(
     prepared = []
     for tool in tools:
         about[0] = tool.field, tool.parameters
-        # (What the format counts by itself is not left to llguidance, which counts less. And what is
-        # prepared says of all properties whether they may be there: it must be closed before.)
+        # (What the format counts by itself is not left to llguidance, which counts less. And what
+        # is prepared says of all properties whether they may be there: it is closed before.)
         counts = tool_format.counts(tool.parameters)
         others = {key: value for key, value in tool.parameters.items() if key not in counts}
         closed = arguments_schema(others)
@@ -293,7 +293,9 @@ class AnswerReaders:
     def read(self, piece: Piece) -> list[Event]:
         """The events of a piece; the answer that it belongs to has them afterwards."""
         reader = self._readers[piece.index]
-        events = [event for token, text in piece.updates for event in reader.feed(token, text)]
+        events: list[Event] = []
+        for token, text in piece.updates:
+            events += reader.feed(token, text)
         if piece.finish_reason is not None:
             events += reader.finish()
         return events

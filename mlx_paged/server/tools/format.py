@@ -22,6 +22,12 @@ class Parser(Protocol):
     def finish(self) -> Iterable[Event]:
         """The answer has ended: what is held comes out, and an open call ends."""
 
+    def passes(self, text: str) -> bool:
+        """Whether a text without markers is the answer's text as it is, and changes nothing here.
+
+        (Most tokens do, and need not be fed.)
+        """
+
 
 class PlainText:
     """The parser of a model without a syntax of calls, or of a request without tools."""
@@ -31,6 +37,9 @@ class PlainText:
 
     def finish(self) -> Iterable[Event]:
         return ()
+
+    def passes(self, text: str) -> bool:
+        return True
 
 
 class ToolFormat(ABC):

@@ -169,6 +169,9 @@ class TaggedParser:
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
         return self._state(lexeme)
 
+    def passes(self, text: str) -> bool:
+        return self._state == self._outside
+
     def finish(self) -> Iterator[Event]:
         state, self._state = self._state, self._outside
         if state == self._outside:
