@@ -111,7 +111,6 @@ class Engine:
         max_model_len: Most tokens of prompt and answer together; None where only the pool limits.
         vocab_size: Token ids are below this.
         generation_config: The model's default sampling settings; the engine does not apply them.
-        grammar_compiler: Makes the grammars of structured outputs; any thread may use it.
         reasoning_format: How the model reasons; None: it does not, or in no known way.
         on_launch: Called with the number of tokens of each step that is launched, by the thread
             that steps (for metrics; it must be quick).
@@ -130,13 +129,15 @@ class Engine:
         )
         self.tokenizer = model.tokenizer
         self.generation_config = model.generation_config
-        self.grammar_compiler = GrammarCompiler(  # (begins while the pools are made)
-            self.tokenizer,
-            model.vocab_size,
-            self.tokenizer.eos_token_ids,
-            timeout=self.config.structured_outputs_timeout,
-            cache_size=self.config.structured_outputs_cache_size,
-        )
+        self._grammar_compiler: GrammarCompiler | None = None
+        if self.config.runner == "generate":
+            self._grammar_compiler = GrammarCompiler(  # (begins while the pools are made)
+                self.tokenizer,
+                model.vocab_size,
+                self.tokenizer.eos_token_ids,
+                timeout=self.config.structured_outputs_timeout,
+                cache_size=self.config.structured_outputs_cache_size,
+            )
         self.reasoning_format = format_of(self.config.reasoning_parser, self.tokenizer)
         paged = serve(model.model, model.config, block_size=self.config.block_size)
         limits = [model.max_model_len, paged.layout.max_context_len]
@@ -349,6 +350,17 @@ class Engine:
     def scores_pairs(self) -> bool:
         """Whether what it pools are pairs of texts, of which it makes scores and no embeddings."""
         return self._classifier is not None
+
+    @property
+    def grammar_compiler(self) -> GrammarCompiler:
+        """Makes the grammars of structured outputs; any thread may use it.
+
+        Raises:
+            InvalidParameterError: the engine's runner is "pooling".
+        """
+        self._require_runner("generate")
+        assert self._grammar_compiler is not None
+        return self._grammar_compiler
 
     def _require_runner(self, runner: str) -> None:
         if self.config.runner != runner:

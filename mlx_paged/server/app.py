@@ -37,6 +37,7 @@ from mlx_paged.server.middleware import KeyMiddleware, RequestMiddleware
 from mlx_paged.server.responses_api import answers as response_answers
 from mlx_paged.server.responses_api import endpoints as response_endpoints
 from mlx_paged.server.responses_api.body import InputTokensBody, ResponseBody
+from mlx_paged.server.streaming import RELAXED
 
 _WEB = Path(__file__).parent / "web"
 # Paths that need no key: health checks, and pages without user data.
@@ -282,7 +283,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
                 allow_origins=config.allowed_origins,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
-                expose_headers=["X-Request-Id", "request-id", "Retry-After"],
+                expose_headers=["X-Request-Id", "request-id", "Retry-After", RELAXED],
             )
         )
     open_paths = (*OPEN_PATHS, *(() if config.metrics_need_key else METRICS_PATHS))

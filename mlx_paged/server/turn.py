@@ -26,7 +26,8 @@ from mlx_paged.server.streaming import Adapter
 from mlx_paged.server.tools.answer import Answer, AnswerReader, answer_reader
 from mlx_paged.server.tools.definitions import Tool, ToolChoice
 from mlx_paged.server.tools.events import ContentText, Event
-from mlx_paged.server.tools.format import ToolFormat, lark_json
+from mlx_paged.server.tools.format import ToolFormat, arguments_schema, lark_json
+from mlx_paged.server.tools.parameters import refuse_or_tell
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ async def prepare(request: Request, turn: Turn, params: SamplingParams) -> Prepa
                 "unsupported_parameter",
             )
     prompt = await renderer.render(replace(turn.conversation, tools=offered))
-    constraint, relaxed = await renderer.run(lambda: _constraint(turn, callable_tools, tool_format))
+    constraint, relaxed = await _constraint_in_time(context, turn, callable_tools)
     values: dict[str, Any] = {"structured_outputs": constraint}
     reads_markers = turn.parses and (
         bool(tool_format and (offered or tool_format.reads_everything))
@@ -168,29 +169,65 @@ def check_takes_tools(context: Context, param: str = "tools") -> None:
     )
 
 
+_Constraint = tuple[StructuredOutputs | None, tuple[str, ...]]
+
+
+async def _constraint_in_time(context: Context, turn: Turn, tools: tuple[Tool, ...]) -> _Constraint:
+    """`_constraint`, which a hostile schema does not make last."""
+    if turn.structured_outputs is None and not (tools and _follows_grammar(turn, tools)):
+        return None, ()
+    # Which field it is about by now. (A thread changes it.)
+    about: list[tuple[str, Any]] = [(turn.schema_field, turn.structured_outputs)]
+    return await context.engine.engine.grammar_compiler.prepare_async(
+        lambda: _constraint(turn, tools, context.tool_format, about), lambda: about[0]
+    )
+
+
+def _follows_grammar(turn: Turn, tools: tuple[Tool, ...]) -> bool:
+    """Whether answers in which there may be calls are not free."""
+    choice = turn.choice
+    strict = any(tool.strict for tool in tools)
+    is_limited = choice.names is not None or not choice.parallel
+    return choice.forces_a_call or turn.structured_outputs is not None or strict or is_limited
+
+
 def _constraint(
-    turn: Turn, tools: tuple[Tool, ...], tool_format: ToolFormat | None
-) -> tuple[StructuredOutputs | None, tuple[str, ...]]:
+    turn: Turn,
+    tools: tuple[Tool, ...],
+    tool_format: ToolFormat | None,
+    about: list[tuple[str, Any]],
+) -> _Constraint:
     """The grammar of an answer, and which parts of schemas it leaves out; None: it is free.
+
+    Args:
+        about: its item is kept at the field that is worked on, and its value.
 
     Raises:
         ApiError, InvalidParameterError: a schema that is none, or (strict) cannot be enforced.
     """
     choice, wanted = turn.choice, turn.structured_outputs
     schema, relaxed = _schema_of(turn, must_be_one=bool(tools) and not choice.forces_a_call)
-    strict = any(tool.strict for tool in tools)
-    is_limited = choice.names is not None or not choice.parallel
-    follows_grammar = choice.forces_a_call or wanted is not None or strict or is_limited
-    if not tools or not follows_grammar:
+    if not tools or not _follows_grammar(turn, tools):
         return wanted, relaxed
     assert tool_format is not None
     if choice.forces_a_call:
         relaxed = ()
     prepared = []
     for tool in tools:
-        found = prepare_schema(dict(tool.parameters), strict=tool.strict, field=tool.field)
-        prepared.append(replace(tool, parameters=cast(dict[str, Any], found.schema)))
+        about[0] = tool.field, tool.parameters
+        # (What the format counts by itself is not left to llguidance, which counts less. And what
+        # is prepared says of all properties whether they may be there: it is closed before.)
+        counts = tool_format.counts(tool.parameters)
+        others = {key: value for key, value in tool.parameters.items() if key not in counts}
+        closed = arguments_schema(others)
+        found = prepare_schema(closed, strict=tool.strict, field=tool.field)
+        schema_of_tool = {**cast(dict[str, Any], found.schema), **counts}
+        prepared.append(replace(tool, parameters=schema_of_tool))
         relaxed += found.relaxed
+        left_out = refuse_or_tell(
+            list(tool_format.unenforced(tool)), tool.field, strict=tool.strict
+        )
+        relaxed += tuple(path for path in left_out if path not in relaxed)
     if choice.forces_a_call:
         parallel = choice.parallel and choice.mode == "required"
         grammar = tool_format.forced(prepared, required=True, parallel=parallel)
@@ -256,7 +293,9 @@ class AnswerReaders:
     def read(self, piece: Piece) -> list[Event]:
         """The events of a piece; the answer that it belongs to has them afterwards."""
         reader = self._readers[piece.index]
-        events = [event for token, text in piece.updates for event in reader.feed(token, text)]
+        events: list[Event] = []
+        for token, text in piece.updates:
+            events += reader.feed(token, text)
         if piece.finish_reason is not None:
             events += reader.finish()
         return events

@@ -30,6 +30,7 @@ from support.parity import family_model
 from support.plain import plain_caches
 
 from mlx_paged import LLM, LoadedModel, PoolingParams, SamplingParams, ops
+from mlx_paged.engine import engine as engine_module
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.pooling.params import PoolerConfig
@@ -608,3 +609,20 @@ def test_a_word_of_several_tokens_is_refused() -> None:
     pooler = {"classifier_from_token": ["no such token"]}
     with pytest.raises(InvalidParameterError, match="tokens of the model's vocabulary"):
         LLM(embedded_twin(), num_gpu_blocks_override=64, pooler_config=pooler)
+
+
+def test_an_engine_that_pools_has_no_grammars(monkeypatch) -> None:
+    """A large vocabulary's take seconds of its start, and memory."""
+    made = []
+    monkeypatch.setattr(
+        engine_module, "GrammarCompiler", lambda *_, **__: made.append("a compiler")
+    )
+    llm = LLM(embedded_twin(), runner="pooling", num_gpu_blocks_override=64)
+    assert not made
+    wanted = SamplingParams(structured_outputs={"choice": ["a"]}, max_tokens=1)
+    for ask in (
+        lambda: llm.generate("x", wanted),
+        lambda: llm.engine.grammar_compiler,
+    ):
+        with pytest.raises(InvalidParameterError, match="runner must be 'generate'"):
+            ask()

@@ -439,3 +439,10 @@ def test_a_crashed_engine_is_503() -> None:
         for path in ("/health", "/live", "/ready"):
             assert client.get(path).status_code == 503
         assert client.get("/metrics").status_code == 200
+
+
+def test_pages_of_other_origins_may_read_the_headers_of_answers(server) -> None:
+    with server.client() as client:
+        answer = client.get("/live", headers={"Origin": "http://a"})
+    shown = answer.headers["access-control-expose-headers"]
+    assert {"X-Request-Id", "X-Structured-Outputs-Relaxed"} <= set(shown.split(", "))

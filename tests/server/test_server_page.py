@@ -807,3 +807,40 @@ def test_the_documentation_page(visitor, page_server) -> None:
     shoot(page, "docs")
     page.emulate_media(color_scheme="dark")
     shoot(page, "docs-dark")
+
+
+@in_browser
+def test_a_page_that_goes_before_all_is_saved_loses_nothing(page, visitor) -> None:
+    """A busy database is slower than a reload."""
+    set_parameters(page, max_tokens="5")
+    ask(page, "First of all")
+    page.keyboard.press("Alt+n")
+    expect(page.locator("#messages .assistant")).to_have_count(0)
+    ask(page, "Second of all")
+    other = visitor.open()
+    other.evaluate("""async () => {
+      const result = (request) => new Promise((done) => {
+        request.onsuccess = () => done(request.result);
+      });
+      const db = await result(indexedDB.open("mlx-paged"));
+      const store = db.transaction(["chats", "messages"], "readwrite").objectStore("chats");
+      window.isHeld = true;
+      const again = () => { if (window.isHeld) store.get("none").onsuccess = again; };
+      await result(store.get("none"));
+      again();
+    }""")
+    page.bring_to_front()
+    titles = page.locator("#chats .title")
+    page.get_by_role("button", name="Menu of First of all").click()
+    page.get_by_role("menuitem", name="Delete").click()
+    expect(titles).to_have_text(["Second of all"])
+    page.get_by_role("button", name="Menu of Second of all").click()
+    page.get_by_role("menuitem", name="Rename").click()
+    page.keyboard.type("Renamed")
+    page.keyboard.press("Enter")
+    expect(titles).to_have_text(["Renamed"])
+    page.reload(wait_until="commit")
+    other.evaluate("() => { window.isHeld = false; }")
+    expect(titles).to_have_text(["Renamed"])
+    page.reload()
+    expect(titles).to_have_text(["Renamed"])

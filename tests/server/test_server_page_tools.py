@@ -225,3 +225,27 @@ def test_chats_of_the_page_before_are_shown_sent_and_imported(
                     "buffer": json.dumps(file).encode()}  # fmt: skip
             fresh.locator("#import-file").set_input_files(body)
             expect(fresh.locator("#import-state")).to_contain_text(told)
+
+
+@in_browser
+def test_what_is_not_enforced_of_a_schema_is_told_beside_the_answer(visitor) -> None:
+    page = visitor.open()
+    page.click("#open-settings")
+    numbers = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2, "uniqueItems": True}
+    schema = {**SCHEMA, "properties": {"n": numbers}}
+    page.locator("#schema").fill(json.dumps(schema))
+    page.click("#close-settings")
+    send(page, "Numbers")
+    answered(page)
+    note = page.locator(".assistant .note")
+    told = "Not enforced of the schema: properties.n.uniqueItems."
+    expect(note).to_have_text(told)
+    page.reload()
+    expect(note).to_have_text(told)
+    page.click("#open-settings")
+    page.locator("#schema").fill(json.dumps(SCHEMA))
+    page.click("#close-settings")
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator(".assistant .branches")).to_contain_text("2/2")
+    answered(page)
+    expect(note).to_be_hidden()

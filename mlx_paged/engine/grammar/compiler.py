@@ -125,18 +125,37 @@ class GrammarCompiler:
         try:
             return self._begun(wanted).result(self._timeout)
         except FutureTimeoutError:
-            raise self._too_slow(wanted) from None
+            raise self._too_slow(f"{_FIELD}.{wanted.kind}", wanted.canonical_text) from None
 
     async def compile_async(self, wanted: StructuredOutputs) -> CompiledGrammar:
         """The same; no thread waits."""
         await asyncio.shield(asyncio.wrap_future(self._tokenizer))
-        compiling = asyncio.wrap_future(self._begun(wanted))
+        too_slow = self._too_slow(f"{_FIELD}.{wanted.kind}", wanted.canonical_text)
+        return await self._within_limit(self._begun(wanted), lambda: too_slow)
+
+    async def prepare_async(self, work: Callable[[], T], about: Callable[[], tuple[str, Any]]) -> T:
+        """What `work` returns, which makes schemas ready to be compiled; it has the same limits.
+
+        Args:
+            about: which field is worked on now, and its value, for the error.
+
+        Raises:
+            InvalidParameterError: it takes too long, or what `work` raises.
+        """
+        too_slow = lambda: self._too_slow(*about())  # noqa: E731
+        begun = _in_background(lambda: self._in_turn(work, too_slow))
+        return await self._within_limit(begun, too_slow)
+
+    async def _within_limit(
+        self, begun: Future[T], too_slow: Callable[[], InvalidParameterError]
+    ) -> T:
+        waiting = asyncio.wrap_future(begun)
         # (Where nobody waits any more, its failure is nobody's.)
-        compiling.add_done_callback(lambda done: done.cancelled() or done.exception())
+        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            return await asyncio.wait_for(asyncio.shield(compiling), self._timeout)
+            return await asyncio.wait_for(asyncio.shield(waiting), self._timeout)
         except TimeoutError:
-            raise self._too_slow(wanted) from None
+            raise too_slow() from None
 
     def _begun(self, wanted: StructuredOutputs) -> Future[CompiledGrammar]:
         """What is compiled, or kept, for the same text."""
@@ -145,7 +164,10 @@ class GrammarCompiler:
             found = self._cache.get(key)
             if found is None:
                 self.num_compiled += 1
-                found = self._cache[key] = _in_background(lambda: self._compile_in_turn(wanted))
+                too_slow = self._too_slow(f"{_FIELD}.{wanted.kind}", key)
+                found = self._cache[key] = _in_background(
+                    lambda: self._in_turn(lambda: self._compile(wanted), lambda: too_slow)
+                )
             self._cache.move_to_end(key)
             while len(self._cache) > self._cache_size:
                 # (One that is still compiled may be waited for; it is dropped all the same.)
@@ -159,19 +181,19 @@ class GrammarCompiler:
                 if self._cache.get(key) is compiled:
                     del self._cache[key]
 
-    def _compile_in_turn(self, wanted: StructuredOutputs) -> CompiledGrammar:
+    def _in_turn(self, work: Callable[[], T], too_slow: Callable[[], InvalidParameterError]) -> T:
         if not self._slots.acquire(timeout=self._timeout):
-            raise self._too_slow(wanted)  # others that take too long are before it
+            raise too_slow()  # others that take too long are before it
         try:
-            return self._compile(wanted)
+            return work()
         finally:
             self._slots.release()
 
-    def _too_slow(self, wanted: StructuredOutputs) -> InvalidParameterError:
+    def _too_slow(self, field: str, given: Any) -> InvalidParameterError:
         expected = (
             f"a grammar that compiles within {self._timeout:g} s (structured_outputs_timeout)"
         )
-        return InvalidParameterError(f"{_FIELD}.{wanted.kind}", expected, wanted.canonical_text)
+        return InvalidParameterError(field, expected, given)
 
     def _compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
         text, relaxed = self._grammar_of(wanted)

@@ -131,8 +131,8 @@ def prepare_schema(
     path, keyword_value, unsupported = _located(clean, error)
     if strict or not unsupported:
         raise _refusal(field + path, error, keyword_value, unsupported)
-    # (A pattern that looks around is an error even where unknown keywords are not.)
-    looks_around = [f"{field}{path}" for path in _drop_look_around(clean)]
+    # (These are errors even where unknown keywords are not.)
+    dropped = [f"{field}{path}" for path in (*_drop_look_around(clean), *_drop_counts(clean))]
     options |= {"lenient": True, "coerce_one_of": True}
     error, warnings = _problems(clean, options)
     if error is not None:
@@ -140,7 +140,7 @@ def prepare_schema(
         raise _refusal(field + path, error, keyword_value, unsupported)
     # (What is relaxed in a schema that is not the request's, as a meta-schema, has no place in it.)
     relaxed = [field + path for text in warnings for path in _places(clean, text) or [""]]
-    relaxed = [*looks_around, *relaxed, *(path for path, _ in repeats)]
+    relaxed = [*dropped, *relaxed, *(path for path, _ in repeats)]
     return Prepared(_final(clean, options, field), tuple(dict.fromkeys(relaxed)))
 
 
@@ -400,6 +400,25 @@ def _drop_look_around(schema: dict[str, Any]) -> list[str]:
     return found
 
 
+def _drop_counts(schema: dict[str, Any]) -> list[str]:
+    """Takes out how many properties there are at least, where llguidance takes those that may be
+    missing for missing; returns where that was."""
+    found = []
+    for path, each in list(_subschemas(schema)):
+        properties, required = each.get("properties"), each.get("required", [])
+        counts = each.get("minProperties"), each.get("maxProperties")
+        if (
+            counts[0] is not None
+            and counts not in ((1, None), (1, 1))  # (these it counts)
+            and each.get("additionalProperties") is False
+            and isinstance(properties, dict)
+            and any(name not in required for name in properties)
+        ):
+            del each["minProperties"]
+            found.append(f"{path}.minProperties")
+    return found
+
+
 def _places(schema: dict[str, Any], message: str) -> list[str]:
     """The paths of the keywords that an error or a warning of llguidance is about."""
     return [path for path, _ in _found(schema, message)]
@@ -423,6 +442,8 @@ def _matcher_of(message: str) -> Callable[[str, Any], bool]:
         except ValueError:
             names = re.findall(r'"([^"]+)"', unknown.group(1))
         return lambda key, value: key in names
+    if "min/maxProperties" in message:
+        return lambda key, value: key in ("minProperties", "maxProperties")
     if "oneOf" in message:
         return lambda key, value: key == "oneOf"
     if unknown := re.search(r"Unknown format: (.*)", message):
@@ -461,7 +482,7 @@ def _located(schema: dict[str, Any], error: str) -> tuple[str, object, bool]:
     found = _found(schema, error)
     path, value = found[0] if found else ("", schema)
     unsupported = (
-        error.startswith(("Unimplemented keys", "Unknown format", "oneOf"))
+        error.startswith(("Unimplemented keys", "Unknown format", "oneOf", "min/maxProperties"))
         or "look-around" in error
         or "lookarounds" in error
         or "Unable to determine if regex is empty" in error

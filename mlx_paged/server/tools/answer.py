@@ -94,6 +94,14 @@ class Answer:
         """The calls."""
         return [i for i in self._items if isinstance(i, ToolCall)]
 
+    def extend_content(self, text: str) -> bool:
+        """Takes more text, if there was some last."""
+        last = self._items[-1] if self._items else None
+        if not isinstance(last, tuple) or last[0] is not ContentText:
+            return False
+        last[1].add(text)
+        return True
+
     def add(self, event: Event, tools: Sequence[Tool]) -> None:
         """Takes the next event."""
         last = self._items[-1] if self._items else None
@@ -135,13 +143,22 @@ class AnswerReader:
         self.answer = Answer()
         self.num_reasoning_tokens = 0
 
-    def feed(self, token: int | None, text: str) -> Iterator[Event]:
-        """Takes an update of the sequence; yields what became certain. Every call has an id."""
+    def feed(self, token: int | None, text: str) -> Sequence[Event]:
+        """Takes an update of the sequence; returns what became certain. Every call has an id."""
+        if (
+            self._lexer.passes(token, text)
+            and self._parser.passes(text)
+            and (self._trimmer is None or self._trimmer.passes(text))
+            and self.answer.extend_content(text)
+        ):
+            return (ContentText(text),)
+        found: list[Event] = []
         for lexeme in self._lexer.feed(token, text):
             for event in self._parser.feed(lexeme):
-                yield from self._take(event)
+                found += self._take(event)
         if token is not None and self.answer.ends_with_reasoning:
             self.num_reasoning_tokens += 1
+        return found
 
     def finish(self) -> Iterator[Event]:
         """The answer has ended."""

@@ -68,6 +68,15 @@ class BareCallsParser:
             )
         return out
 
+    def passes(self, text: str) -> bool:
+        return (
+            self._calls is None
+            and not self._held
+            and not self._at_line_start
+            and not self._follows_call
+            and "\n" not in text
+        )
+
     def finish(self) -> Iterable[Event]:
         out: list[Event] = []
         self._close(out)

@@ -22,6 +22,12 @@ class Parser(Protocol):
     def finish(self) -> Iterable[Event]:
         """The answer has ended: what is held comes out, and an open call ends."""
 
+    def passes(self, text: str) -> bool:
+        """Whether a text without markers is the answer's text as it is, and changes nothing here.
+
+        (Most tokens do, and need not be fed.)
+        """
+
 
 class PlainText:
     """The parser of a model without a syntax of calls, or of a request without tools."""
@@ -31,6 +37,9 @@ class PlainText:
 
     def finish(self) -> Iterable[Event]:
         return ()
+
+    def passes(self, text: str) -> bool:
+        return True
 
 
 class ToolFormat(ABC):
@@ -85,6 +94,19 @@ class ToolFormat(ABC):
                 call must be valid from its first marker on.
             parallel: whether there may be more than one call.
         """
+
+    def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
+        """Limits of the number of parameters that `forced` enforces by itself, by keyword."""
+        return {}
+
+    def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
+        """What `forced` leaves out of a tool's schema, beyond `prepare_schema`: paths of keywords,
+        and their values.
+
+        Raises:
+            InvalidParameterError: the schema cannot be used at all.
+        """
+        return ()
 
     def literal(self, text: str) -> str:
         """A text in Lark, where the added tokens in it are tokens."""

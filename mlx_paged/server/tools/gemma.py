@@ -16,8 +16,9 @@ from mlx_paged.errors import InvalidParameterError
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, ContentText, Event
 from mlx_paged.server.tools.format import Parser, ToolFormat
-from mlx_paged.server.tools.lark import Lark, parameter_lists, strings
+from mlx_paged.server.tools.lark import Lark, strings
 from mlx_paged.server.tools.lexer import Lexeme
+from mlx_paged.server.tools.parameters import counts, parameter_lists, unenforced
 from mlx_paged.server.tools.schemas import (
     ALL_TYPES,
     Parameter,
@@ -50,6 +51,12 @@ class Gemma4Format(ToolFormat):
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
         return GemmaParser(self.begin, self.end, self.quote, tools)
+
+    def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
+        return counts(parameters)
+
+    def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
+        return unenforced(tool.parameters, tool.field, nested=True)
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         """See the base. Keys are in the order in which the chat template sorts them."""
@@ -106,6 +113,9 @@ class GemmaParser:
         out: list[Event] = []
         self._state(lexeme, out)
         return out
+
+    def passes(self, text: str) -> bool:
+        return self._state == self._outside
 
     def finish(self) -> Iterable[Event]:
         out: list[Event] = []
@@ -397,7 +407,7 @@ class _Values:
 # Of numbers, `lark_json` takes care.
 _NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _NOT_ENFORCED = {
-    *("contains", "dependentRequired", "dependentSchemas", "else", "if", "maxProperties"),
-    *("minProperties", "not", "patternProperties", "prefixItems", "propertyNames", "then"),
+    *("contains", "dependentRequired", "dependentSchemas", "else", "if", "not", "prefixItems"),
+    *("propertyNames", "then"),
     *("unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
 }

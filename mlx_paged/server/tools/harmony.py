@@ -108,6 +108,9 @@ class HarmonyParser:
         self._state(lexeme, out)
         return out
 
+    def passes(self, text: str) -> bool:
+        return self._state == self._in_text and self._make is ContentText
+
     def finish(self) -> Iterable[Event]:
         out: list[Event] = []
         if self._state == self._in_header:

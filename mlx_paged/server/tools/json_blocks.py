@@ -80,6 +80,9 @@ class CallBlockParser:
         self._close(out)
         return at
 
+    def passes(self, text: str) -> bool:
+        return self._calls is None and not self._follows_call
+
     def finish(self) -> Iterable[Event]:
         out: list[Event] = []
         self._close(out)

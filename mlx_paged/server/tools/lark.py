@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.server.tools.format import lark_escape, lark_json, lark_literal
-from mlx_paged.server.tools.schemas import Schema, resolved, types_of
+from mlx_paged.server.tools.schemas import Budget, Schema, resolved, types_of
 
 _ANY_TEXT = "/(?s:.*)/"
 # Texts that a parameter which may be more than a string would have as something else.
@@ -124,9 +124,6 @@ class Lark:
         Args:
             root: the document that references (``$ref``) point into.
             strict: see `lark_json`.
-
-        Raises:
-            InvalidParameterError: a pattern cannot be enforced.
         """
         types = types_of(schema, root if isinstance(root, Mapping) else {})
         others = types - {"string"}
@@ -200,58 +197,18 @@ class Lark:
         return self.text()
 
 
-def parameter_lists(parameters: Schema) -> list[tuple[list[tuple[str, Schema, bool]], Schema]]:
-    """What an object's parameters may be: name, schema and whether it must be there, in order.
+def strings(schema: Schema, root: Schema, depth: int = 0, budget: Budget | None = None) -> str:
+    """The strings that a schema allows, as a terminal's expression.
 
-    There is one list for each branch of ``anyOf`` or ``oneOf``.
+    Patterns for which there is no `as_text_pattern` are left out.
 
-    Returns:
-        For each branch its parameters, and the document that their references point into.
+    Raises:
+        InvalidParameterError: references let it stand for too much.
     """
-    schema = resolved(parameters, parameters if isinstance(parameters, Mapping) else {})
-    return [(branch, parameters) for branch in _branches(schema, parameters, 0)]
-
-
-def _branches(schema: Schema, root: Schema, depth: int) -> list[list[tuple[str, Schema, bool]]]:
-    schema = resolved(schema, root if isinstance(root, Mapping) else {})
-    if not isinstance(schema, Mapping) or depth > 8:
-        return [[]]
-    properties = dict(schema.get("properties") or {})
-    required = list(schema.get("required") or [])
-    own = [(name, of_name, name in required) for name, of_name in properties.items()]
-    own += [(name, True, True) for name in required if name not in properties]
-    branches = [own]
-    for part in schema.get("allOf") or ():
-        branches = [_merged(a, b) for a in branches for b in _branches(part, root, depth + 1)]
-    for keyword in ("anyOf", "oneOf"):
-        if schema.get(keyword):
-            parts = [b for part in schema[keyword] for b in _branches(part, root, depth + 1)]
-            branches = [_merged(a, b) for a in branches for b in parts]
-    return branches
-
-
-def _merged(
-    first: list[tuple[str, Schema, bool]], second: list[tuple[str, Schema, bool]]
-) -> list[tuple[str, Schema, bool]]:
-    merged = {name: (schema, needed) for name, schema, needed in first}
-    for name, schema, needed in second:
-        if name in merged:
-            before, was_needed = merged[name]
-            both = (
-                schema
-                if before is True
-                else before
-                if schema is True
-                else {"allOf": [before, schema]}
-            )
-            merged[name] = (both, needed or was_needed)
-        else:
-            merged[name] = (schema, needed)
-    return [(name, schema, needed) for name, (schema, needed) in merged.items()]
-
-
-def strings(schema: Schema, root: Schema, depth: int = 0) -> str:
-    """The strings that a schema allows, as a terminal's expression."""
+    budget = budget or Budget()
+    if not budget.spend():
+        expected = "schemas of fewer alternatives, as this model's calls are not JSON"
+        raise InvalidParameterError("tools", expected, schema)
     schema = resolved(schema, root if isinstance(root, Mapping) else {})
     if not isinstance(schema, Mapping) or depth > 16:
         return _ANY_TEXT
@@ -263,17 +220,20 @@ def strings(schema: Schema, root: Schema, depth: int = 0) -> str:
     if shortest is not None or longest is not None:
         parts.append(f"/(?s:.){{{int(shortest or 0)},{'' if longest is None else int(longest)}}}/")
     if isinstance(schema.get("pattern"), str):
-        parts.append(_pattern(schema["pattern"]))
+        pattern = as_text_pattern(schema["pattern"])
+        if pattern is not None:
+            parts.append(pattern)
     if schema.get("format") in _FORMATS:
         parts.append(f"/{_FORMATS[schema['format']]}/")
     for part in schema.get("allOf") or ():
-        parts.append(strings(part, root, depth + 1))
+        parts.append(strings(part, root, depth + 1, budget))
     for keyword in ("anyOf", "oneOf"):
         if schema.get(keyword):
             texts = [
-                strings(part, root, depth + 1)
+                strings(part, root, depth + 1, budget)
                 for part in schema[keyword]
-                if "string" in types_of(part, root if isinstance(root, Mapping) else {})
+                if "string"
+                in types_of(part, root if isinstance(root, Mapping) else {}, depth + 1, budget)
             ]
             parts.append("(" + " | ".join(dict.fromkeys(texts)) + ")")
     parts = [part for part in dict.fromkeys(parts) if part != _ANY_TEXT]
@@ -281,8 +241,11 @@ def strings(schema: Schema, root: Schema, depth: int = 0) -> str:
     return "(" + " & ".join(parts) + ")" if parts else _ANY_TEXT
 
 
-def _pattern(pattern: str) -> str:
-    """A JSON Schema's pattern, which is found anywhere in a string, as one of the whole string."""
+def as_text_pattern(pattern: str) -> str | None:
+    """A JSON Schema's pattern, which is found anywhere in a string, as one of the whole string.
+
+    None where there is none: it looks around, refers to groups, or has anchors within.
+    """
     body, begin, end = pattern, "(?s:.*)", "(?s:.*)"
     if body.startswith("^"):
         body, begin = body[1:], ""
@@ -294,10 +257,10 @@ def _pattern(pattern: str) -> str:
     for at, c in enumerate(body):
         is_split = c == "|" and depth == 0 and not (begin and end)
         if escaped and c.isdigit():
-            raise _unsupported(pattern)
+            return None
         if not escaped and not in_class:
             if c in "^$" or body.startswith(("(?=", "(?!", "(?<"), at) or is_split:
-                raise _unsupported(pattern)
+                return None
             depth += (c == "(") - (c == ")")
         if not escaped:
             in_class = c == "[" or (in_class and c != "]")
@@ -305,20 +268,13 @@ def _pattern(pattern: str) -> str:
             digits, word = "0-9", "0-9A-Za-z_"
             out.pop()
             if c.isupper() and in_class:
-                raise _unsupported(pattern)
+                return None
             inside = digits if c in "dD" else word
             out.append(inside if in_class else f"[{'^' if c.isupper() else ''}{inside}]")
         else:
             out.append("\\/" if c == "/" and not escaped else c)
         escaped = c == "\\" and not escaped
     return f"/{begin}({''.join(out)}){end}/"
-
-
-def _unsupported(pattern: str) -> InvalidParameterError:
-    expected = (
-        "without lookaround, references and anchors within, as this model's calls are not JSON"
-    )
-    return InvalidParameterError("tools: pattern", expected, pattern)
 
 
 def _rebased(schema: Any) -> Any:

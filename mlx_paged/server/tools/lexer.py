@@ -67,6 +67,18 @@ class Lexer:
         self._spelled = re.compile("|".join(map(re.escape, spelled))) if spelled else None
         self._beginnings = {m[:length] for m in spelled for length in range(1, len(m))}
         self._longest_beginning = max(map(len, self._beginnings), default=0)
+        self._first_letters = frozenset(marker[0] for marker in spelled)
+
+    def passes(self, token: int | None, text: str) -> bool:
+        """Whether an update is one text, as it is: then it need not be fed."""
+        return (
+            text != ""
+            and token not in self._tokens
+            and not self._held
+            and not self._awaited
+            and not self._unseen
+            and self._first_letters.isdisjoint(text)
+        )
 
     def feed(self, token: int | None, text: str) -> Iterator[Lexeme]:
         """Takes one update of a sequence: its token, and the text that became certain with it.

@@ -94,6 +94,9 @@ class MistralParser:
             self._state(lexeme, out)
         return out
 
+    def passes(self, text: str) -> bool:
+        return self._state == self._in_text and self._array is None
+
     def finish(self) -> Iterable[Event]:
         out: list[Event] = []
         self._close(out)

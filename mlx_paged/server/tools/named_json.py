@@ -69,6 +69,9 @@ class NamedJsonParser:
         self._state(lexeme, out)
         return out
 
+    def passes(self, text: str) -> bool:
+        return self._state == self._outside
+
     def finish(self) -> Iterable[Event]:
         out: list[Event] = []
         if self._state == self._in_arguments:

@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from mlx_paged.server.tools.bare_json import BareCallsParser
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.format import ToolFormat
 from mlx_paged.server.tools.json_blocks import json_array
-from mlx_paged.server.tools.lark import Lark, parameter_lists
+from mlx_paged.server.tools.lark import Lark
+from mlx_paged.server.tools.parameters import counts, parameter_lists, unenforced
 from mlx_paged.server.tools.python_calls import PythonCalls
 from mlx_paged.server.tools.schemas import Schema, types_of
 
@@ -32,6 +34,12 @@ class PythonicFormat(ToolFormat):
     def parser(self, tools: Sequence[Tool]) -> BareCallsParser:
         ends = [marker for marker in self.markers if marker not in self.begins_call]
         return BareCallsParser(lambda: PythonCalls(tools), "[", self.begins_call, ends)
+
+    def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
+        return counts(parameters)
+
+    def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
+        return unenforced(tool.parameters, tool.field)
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)

@@ -71,6 +71,14 @@ class ReasoningParser:
                 return
         yield from self._answer(lexeme)
 
+    def passes(self, text: str) -> bool:
+        return (
+            not self._is_inside
+            and not self._follows_reasoning
+            and self._has_answered
+            and self._inner.passes(text)
+        )
+
     def finish(self) -> Iterable[Event]:
         return self._inner.finish()
 
@@ -114,6 +122,10 @@ class ContentTrimmer:
     def __init__(self) -> None:
         self._space = ""
         self._after_call = False
+
+    def passes(self, text: str) -> bool:
+        """Whether a text comes out as it is, and changes nothing here."""
+        return not (self._space or self._after_call or text[-1].isspace())
 
     def take(self, event: Event) -> Iterator[Event]:
         """An event in, those that are certain out."""

@@ -19,6 +19,8 @@ _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)(\.0+)?")
 _LENIENT_INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
 _LENIENT_DECIMAL = re.compile(r"([+-]?)(?=\.?[0-9])0*([0-9]*)\.([0-9]*)")
 _MOST_REFERENCES = 64
+# Parts of a schema that are looked at: references let a few stand for any number.
+_MOST_PARTS = 1 << 12
 _LONGEST_NULL = 16  # characters, with space around it
 
 
@@ -42,13 +44,26 @@ def resolved(schema: Schema, root: Mapping[str, Any]) -> Schema:
     return True
 
 
+class Budget:
+    """Counts the parts of a schema that are looked at."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_PARTS
+
+    def spend(self) -> bool:
+        """Whether one more may be."""
+        self._left -= 1
+        return self._left >= 0
+
+
 def properties_of(parameters: Mapping[str, Any]) -> dict[str, Schema]:
     """The schema of each parameter, also of those that only a part of the schema names."""
     found: dict[str, list[Schema]] = {}
+    budget = Budget()
 
     def look(schema: Schema, depth: int) -> None:
         schema = resolved(schema, parameters)
-        if not isinstance(schema, Mapping) or depth > 8:
+        if not isinstance(schema, Mapping) or depth > 8 or not budget.spend():
             return
         for name, of_name in dict(schema.get("properties") or {}).items():
             if of_name not in found.setdefault(name, []):
@@ -63,10 +78,13 @@ def properties_of(parameters: Mapping[str, Any]) -> dict[str, Schema]:
     return {n: of[0] if len(of) == 1 else {"anyOf": list(of)} for n, of in found.items()}
 
 
-def types_of(schema: Schema, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """The JSON types that a value may have."""
+def types_of(
+    schema: Schema, root: Mapping[str, Any], depth: int = 0, budget: Budget | None = None
+) -> frozenset[str]:
+    """The JSON types that a value may have. (All, where it takes too long to find out.)"""
+    budget = budget or Budget()
     schema = resolved(schema, root)
-    if not isinstance(schema, Mapping) or depth > 16:
+    if not isinstance(schema, Mapping) or depth > 16 or not budget.spend():
         return ALL_TYPES
     types = ALL_TYPES
     if "const" in schema:
@@ -87,10 +105,10 @@ def types_of(schema: Schema, root: Mapping[str, Any], depth: int = 0) -> frozens
             types = frozenset({"array"})
     for keyword in ("anyOf", "oneOf"):
         if schema.get(keyword):
-            parts = [types_of(part, root, depth + 1) for part in schema[keyword]]
+            parts = [types_of(part, root, depth + 1, budget) for part in schema[keyword]]
             types &= frozenset().union(*parts)
     for part in schema.get("allOf") or ():
-        types &= types_of(part, root, depth + 1)
+        types &= types_of(part, root, depth + 1, budget)
     if schema.get("nullable") is True:
         types |= {"null"}
     return types

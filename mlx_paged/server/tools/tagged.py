@@ -6,9 +6,9 @@ The families differ in their tags; what the tags mean is the same.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import (
@@ -20,8 +20,9 @@ from mlx_paged.server.tools.events import (
 )
 from mlx_paged.server.tools.format import Parser, ToolFormat
 from mlx_paged.server.tools.json_calls import JsonCalls, JsonValue
-from mlx_paged.server.tools.lark import Lark, parameter_lists
+from mlx_paged.server.tools.lark import Lark
 from mlx_paged.server.tools.lexer import Lexeme
+from mlx_paged.server.tools.parameters import counts, parameter_lists, unenforced
 from mlx_paged.server.tools.schemas import ArgumentsWriter, types_of
 
 _LONGEST_NAME = 256  # characters; what is longer is no name
@@ -79,6 +80,12 @@ class TaggedFormat(ToolFormat):
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
         return TaggedParser(self.tags, tools, takes_json=self.takes_json)
+
+    def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
+        return counts(parameters)
+
+    def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
+        return unenforced(tool.parameters, tool.field)
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
@@ -161,6 +168,9 @@ class TaggedParser:
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
         return self._state(lexeme)
+
+    def passes(self, text: str) -> bool:
+        return self._state == self._outside
 
     def finish(self) -> Iterator[Event]:
         state, self._state = self._state, self._outside

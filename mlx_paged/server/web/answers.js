@@ -57,7 +57,7 @@ export class Answers extends EventTarget {
     if (this.inChat(chat)) return;
     const fresh = {
       content: "", reasoning: "", calls: [], status: "streaming", error: null, finish: null, stats: null,
-      model: this.settings.model || null, owner: this.store.tab,
+      relaxed: null, model: this.settings.model || null, owner: this.store.tab,
     };
     const saved = failed
       ? this.store.write("messages", failed.id, fresh)
@@ -75,7 +75,7 @@ export class Answers extends EventTarget {
     // Templates trim what they are given, so the model writes this space again.
     const content = message.content.trimEnd();
     const saved = this.store.write("messages", message.id, {
-      content, status: "streaming", error: null, finish: null, owner: this.store.tab,
+      content, status: "streaming", error: null, finish: null, relaxed: null, owner: this.store.tab,
     });
     const answer = this.begin(message.id);
     await saved;
@@ -120,7 +120,7 @@ class Answer {
 
   async run(body) {
     const started = performance.now();
-    const changes = { status: "done", owner: null, error: null };
+    const changes = { status: "done", owner: null, error: null, relaxed: null };
     let usage = null;
     this.last = started;
     let arrivals = 0;
@@ -138,6 +138,7 @@ class Answer {
           if (news.call) this.takeCall(news.call);
           this.progress();
         }
+        changes.relaxed = news.relaxed ?? changes.relaxed;
         usage = news.usage ?? usage;
         changes.finish = news.finish ?? changes.finish;
       }

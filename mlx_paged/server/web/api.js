@@ -95,11 +95,14 @@ async function* dataOf(stream) {
 }
 
 // Yields { text }, { reasoning }, { call }, { finish } and { usage } as they come. `call` is a piece:
-// { index, id, name, arguments }; the first of a call has its id and name.
+// { index, id, name, arguments }; the first of a call has its id and name. Before them, { relaxed } where
+// the server does not enforce all of the schemas: which parts it leaves out.
 export async function* chat(body, key, signal) {
   const response = await call("v1/chat/completions", key, {
     method: "POST", body: JSON.stringify(body), signal,
   });
+  const relaxed = response.headers.get("X-Structured-Outputs-Relaxed");
+  if (relaxed) yield { relaxed };
   try {
     for await (const data of dataOf(response.body)) {
       if (data === "[DONE]") return;

@@ -2,7 +2,8 @@
 //
 // A chat: { id, title (null: from its first message), leaf, created, updated, deleted }.
 // A message: { id, chat, parent, role, content, reasoning, calls, status, error, finish, stats, model,
-// owner, created, updated }. `status` of an answer: streaming, done, stopped, interrupted, failed.
+// owner, created, updated }. `status` of an answer: streaming, done, stopped, interrupted, failed. One to
+// a JSON schema also has `relaxed`: the parts of it that were not enforced.
 //
 // `calls` of an answer are those of tools (messages of older pages have none): { id, name, arguments,
 // result }. `arguments` is JSON text; `result` is null, or { text, status } with status done, failed or

@@ -13,6 +13,8 @@ const EXAMPLES = [
 ];
 // Drawing a long open block takes a while; the rest of the page has at least as much time.
 const DRAW_SHARE = 0.25;
+// Where a request has the schema; parts of it are told by what follows.
+const SCHEMA_FIELD = "response_format.json_schema.schema.";
 
 // `act`: what the buttons do: copy, edit, resend, again, continue, choose, example, enterKey, editSchema,
 // and those of a `CallView`.
@@ -174,14 +176,15 @@ class MessageView {
   }
 
   drawNote(isLast) {
-    const { status, error, finish, role } = this.message;
-    let text = null;
-    if (status === "failed") text = `Failed: ${error}. This turn is not sent again.`;
-    else if (status === "interrupted") text = `Interrupted${error ? `: ${error}` : ""}. What came is kept.`;
-    else if (finish === "length") text = "Cut at the length limit.";
-    else if (role === "user" && isLast) text = "Not sent.";
-    this.note.textContent = text ?? "";
-    this.note.hidden = text === null;
+    const { status, error, finish, relaxed, role } = this.message;
+    const told = [];
+    if (status === "failed") told.push(`Failed: ${error}. This turn is not sent again.`);
+    else if (status === "interrupted") told.push(`Interrupted${error ? `: ${error}` : ""}. What came is kept.`);
+    else if (finish === "length") told.push("Cut at the length limit.");
+    else if (role === "user" && isLast) told.push("Not sent.");
+    if (relaxed) told.push(`Not enforced of the schema: ${relaxed.replaceAll(SCHEMA_FIELD, "")}.`);
+    this.note.textContent = told.join(" ");
+    this.note.hidden = !told.length;
     this.note.classList.toggle("error", status === "failed");
   }
 

@@ -7,6 +7,7 @@ import { fromOldPage } from "./transfer.js";
 
 const OLD_CHATS = "mlx-paged.chats"; // of localStorage, up to version 0.1
 const TAB = "mlx-paged.tab";
+const UNSAVED = "mlx-paged.unsaved"; // of localStorage, before the database's name
 const LIFE_SIGN_MILLISECONDS = 1500;
 const CHECK_MILLISECONDS = 15_000;
 const UNDO_MILLISECONDS = 10 * 60_000;
@@ -26,6 +27,7 @@ export class Store extends EventTarget {
     this.messages = new Map(); // chat id -> Map of its messages
     this.tab = ownTab();
     this.owned = new Set(); // ids of answers that come in this tab
+    this.unsaved = new Set(); // lists of changes that the database does not have yet
   }
 
   async open() {
@@ -39,6 +41,7 @@ export class Store extends EventTarget {
         terminated: () => this.trouble("the browser closed its storage; reload the page"),
       });
       await this.load();
+      await this.takeUnsaved();
     } catch (error) {
       this.db = null;
       this.trouble(error.message);
@@ -49,7 +52,10 @@ export class Store extends EventTarget {
     await this.forget(forgotten.map((chat) => chat.id));
     this.findInterrupted();
     setInterval(() => this.findInterrupted(), CHECK_MILLISECONDS); // tabs can crash
-    addEventListener("pagehide", () => this.channel?.postMessage({ closed: this.tab }));
+    addEventListener("pagehide", () => {
+      this.keepUnsaved();
+      this.channel?.postMessage({ closed: this.tab });
+    });
     // A page that was frozen or in the browser's cache of pages has not heard other tabs.
     const wake = () => this.db && this.load();
     document.addEventListener("resume", wake);
@@ -133,6 +139,7 @@ export class Store extends EventTarget {
       this.dispatchEvent(new CustomEvent("change", { detail: { kind, record, remote: false } }));
     }
     if (!this.db) return;
+    this.unsaved.add(written);
     try {
       const tx = this.db.transaction(["chats", "messages"], "readwrite");
       for (const { kind, id, changes, record } of written) {
@@ -143,6 +150,36 @@ export class Store extends EventTarget {
       await tx.done;
     } catch (error) {
       this.trouble(error.message);
+    }
+    this.unsaved.delete(written);
+  }
+
+  // A page that goes aborts what the database has not done yet: it is done when the next page starts.
+  keepUnsaved() {
+    const changes = [...this.unsaved].flat();
+    if (!changes.length) return;
+    try {
+      const key = UNSAVED + databaseName();
+      const others = JSON.parse(localStorage.getItem(key)) ?? [];
+      localStorage.setItem(key, JSON.stringify([...others, ...changes]));
+    } catch {
+      // There is no storage, or no room in it.
+    }
+  }
+
+  async takeUnsaved() {
+    let kept;
+    try {
+      const key = UNSAVED + databaseName();
+      kept = JSON.parse(localStorage.getItem(key)) ?? [];
+      localStorage.removeItem(key);
+    } catch {
+      return;
+    }
+    for (const { kind, id, changes, record } of kept) {
+      const known = this.get(kind, id);
+      if (known?.updated >= changes.updated) continue; // it was saved after all, or changed again
+      await this.write(kind, id, known ? changes : record);
     }
   }
 
