@@ -6,8 +6,10 @@ mlx_paged` ships it; oracles take mlx-lm as it is from `support.plain`.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # A core for each worker. (`native/test_threads.py` runs the kernels on several threads.)
@@ -30,6 +32,9 @@ from support.reference import ON_GPU
 
 from mlx_paged import drop_in
 
+# The tests' own files, too, are compiled once and not by each worker of each run.
+sys.dont_write_bytecode = False
+
 # Shells have what they run in the background ignore Ctrl-C, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -42,6 +47,38 @@ _common = {
 settings.register_profile("ci", max_examples=100, **_common)
 settings.register_profile("quick", max_examples=25, **_common)
 settings.load_profile("ci")
+
+
+_freeze, _unfreeze = gc.freeze, gc.unfreeze
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Tests and libraries, a million objects, are not for the garbage collector to walk.
+
+    A collection of them takes most of a second, and models are full of cycles that ask for one.
+    Engines freeze what there is, too, and unfreeze all of it when they end, the tests with it; so
+    that does nothing here (but see `real_freezing`, and the tests that start processes).
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.freeze = gc.unfreeze = lambda: None
+        gc.enable()
+
+
+@pytest.fixture
+def real_freezing() -> Iterator[None]:
+    """`gc.freeze` and `gc.unfreeze` as they are elsewhere."""
+    stand_in = gc.freeze
+    gc.freeze, gc.unfreeze = _freeze, _unfreeze
+    yield
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = stand_in
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

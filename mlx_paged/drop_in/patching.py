@@ -101,8 +101,7 @@ def unpatch() -> None:
     """
     for name in _WATCHED_MODULES:
         forget_import(name)
-    for entry in reversed(_replaced):
-        _rebind(entry.seam, entry.replacement, entry.original)
+    _rebind([(entry.seam, entry.replacement, entry.original) for entry in reversed(_replaced)])
     _replaced.clear()
     if "mlx_paged.drop_in.registry" in sys.modules:
         import_module("mlx_paged.drop_in.registry").forget_all()
@@ -125,23 +124,25 @@ def _apply(seams: Sequence[Seam]) -> None:
             )
             _, _, original = resolve(modules[seam.module], seam.symbol)
             made.append(_Replaced(seam, original, maker(original)))
-    for entry in made:
-        _rebind(entry.seam, entry.original, entry.replacement)
+    _rebind([(entry.seam, entry.original, entry.replacement) for entry in made])
     _replaced.extend(made)
 
 
-def _rebind(seam: Seam, old: Any, new: Any) -> None:
-    """Puts `new` wherever mlx-lm's modules have `old`: many import it by name."""
-    owner, name, _ = resolve(sys.modules[seam.module], seam.symbol)
-    setattr(owner, name, new)
-    if isinstance(owner, type):
-        return
+def _rebind(replacements: Sequence[tuple[Seam, Any, Any]]) -> None:
+    """Puts the new object wherever mlx-lm's modules have the old: many import it by name."""
+    new_of: dict[int, Any] = {}  # by the old object's id: not everything has a hash
+    for seam, old, new in replacements:
+        owner, name, _ = resolve(sys.modules[seam.module], seam.symbol)
+        setattr(owner, name, new)
+        if not isinstance(owner, type):
+            new_of[id(old)] = new
+    # (Programs with many libraries have ten thousand modules, so these are gone through once.)
     for module_name, module in list(sys.modules.items()):
-        if module is None or module_name.partition(".")[0] != "mlx_lm":
+        if module is None or not (module_name == "mlx_lm" or module_name.startswith("mlx_lm.")):
             continue
         for attribute, value in list(vars(module).items()):
-            if value is old:
-                setattr(module, attribute, new)
+            if id(value) in new_of:
+                setattr(module, attribute, new_of[id(value)])
 
 
 def _patch_or_warn() -> None:

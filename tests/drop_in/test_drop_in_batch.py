@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.models import embedded, embedded_twin, tiny_config, tiny_model
-from test_drop_in_generate import chat, dense, integrity, tokens_of
+from test_drop_in_generate import SYSTEM, chat, dense, integrity, tokens_of
 
 # isort: split
 import mlx.core as mx
@@ -18,7 +18,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_paged import drop_in
-from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
+from mlx_paged.demo.prompts import CHATS
 from mlx_paged.drop_in.caches import PagedKVCache
 
 mlx_lm_generate = sys.modules["mlx_lm.generate"]
@@ -48,7 +48,7 @@ def run(batch: Any) -> tuple[Answers, dict[int, Any]]:
     return answers, last
 
 
-def prompts(n: int = 6, system: str | None = SYSTEM_PROMPT) -> list[list[int]]:
+def prompts(n: int = 6, system: str | None = SYSTEM) -> list[list[int]]:
     return [chat(request, system) for request in CHATS[:n]]
 
 

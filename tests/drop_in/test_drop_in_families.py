@@ -23,7 +23,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_paged import drop_in
 from mlx_paged.drop_in.caches import dense_copy, sequence_of
 from mlx_paged.drop_in.paged_store import PagedStore
-from mlx_paged.drop_in.registry import stores_of
+from mlx_paged.drop_in.registry import forget_all, stores_of
 from mlx_paged.model.families import PROVEN
 from mlx_paged.model.layout import Mode
 
@@ -101,13 +101,14 @@ def test_a_batch_and_its_prefixes(module, model) -> None:
 
 # Llama 4's chunks are no whole blocks here, so it is compared at its first use, which evaluates
 # its experts, and MLX's CPU backend multiplies those in float32 only.
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("module", [m for m in PAGED if m != "llama4"])
-def test_logits_have_the_dtype_that_they_have_in_mlx_lm(module, model, dtype, monkeypatch) -> None:
-    model.set_dtype(dtype)
+def test_logits_have_the_dtype_that_they_have_in_mlx_lm(module, model, monkeypatch) -> None:
     tokens = mx.array([TEXT[:3]])  # (nothing of this is evaluated)
     monkeypatch.setattr(PagedStore, "_schedule", lambda store: None)
-    expected = model(tokens, cache=plain_caches(model)).dtype
-    caches = mlx_lm_cache.make_prompt_cache(model)
-    assert sequence_of(caches) is not None
-    assert model(tokens, cache=caches).dtype == expected
+    for dtype in (mx.float16, mx.bfloat16):
+        model.set_dtype(dtype)
+        forget_all()
+        expected = model(tokens, cache=plain_caches(model)).dtype
+        caches = mlx_lm_cache.make_prompt_cache(model)
+        assert sequence_of(caches) is not None
+        assert model(tokens, cache=caches).dtype == expected

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from support.models import embedded, save_tiny, tiny_config
 
 TIMEOUT = 300
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -18,11 +19,10 @@ import mlx.core as mx
 import mlx_lm
 from mlx_lm.models import cache as cache_module
 from mlx_paged import drop_in
-from mlx_paged.demo import model_path
 from mlx_paged.drop_in.registry import entry_of
 from mlx_paged.errors import ForkedProcessError
 
-model, tokenizer = mlx_lm.load(str(model_path()))
+model, tokenizer = mlx_lm.load(sys.argv[1])
 step = sys.modules["mlx_lm.generate"].generate_step
 Batch = sys.modules["mlx_lm.generate"].BatchGenerator
 
@@ -103,9 +103,11 @@ works()
 """
 
 
-def test_a_forked_child_is_told_instead_of_hanging() -> None:
+def test_a_forked_child_is_told_instead_of_hanging(tmp_path) -> None:
+    # (The embedded model is quantised, and a CPU takes seconds for a prompt.)
+    save_tiny(tmp_path / "model", tiny_config("llama", vocab_size=embedded().vocab_size))
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "model")],
         capture_output=True,
         text=True,
         timeout=TIMEOUT,

@@ -112,12 +112,15 @@ def test_names_that_mlx_lm_imported_before_are_replaced_too() -> None:
     assert out == ["all"]
 
 
-def test_functions_imported_before_are_paged_all_the_same() -> None:
-    out = printed("""
+def test_functions_imported_before_are_paged_all_the_same(tmp_path) -> None:
+    from support.models import embedded, save_tiny, tiny_config
+
+    # (The embedded model is quantised, and a CPU takes 15 s for such a prompt.)
+    save_tiny(tmp_path / "model", tiny_config("llama", vocab_size=embedded().vocab_size))
+    out = printed(f"""
         from mlx_lm import generate, load
         import mlx_paged
-        from mlx_paged.demo import model_path
-        model, tokenizer = load(str(model_path()))
+        model, tokenizer = load({str(tmp_path / "model")!r})
         for _ in range(2):
             generate(model, tokenizer, [5] * 40, max_tokens=1)
         print(mlx_paged.drop_in.stats(model).num_cached_tokens)
@@ -133,13 +136,20 @@ def test_importing_is_cheap_until_mlx_lm_is_there() -> None:
     assert out == ["[]"]
 
 
-@pytest.mark.parametrize("value", ["1", "yes"])
-def test_the_environment_can_forbid_it(value) -> None:
+def test_the_environment_can_forbid_it() -> None:
     program = f"import mlx_paged\n{SHOW}\nprint(mlx_paged.patch())"
-    *files, patched = printed(program, MLX_PAGED_DISABLE=value)
+    *files, patched = printed(program, MLX_PAGED_DISABLE="yes")
     assert not any("mlx_paged/drop_in" in file for file in files)
     assert patched == "False"
     assert printed(program, MLX_PAGED_DISABLE="0")[-1] == "True"
+
+
+@pytest.mark.parametrize(
+    ("value", "disabled"), [("1", True), ("yes", True), ("0", False), ("", False)]
+)
+def test_values_of_the_environment(value, disabled, monkeypatch) -> None:
+    monkeypatch.setenv("MLX_PAGED_DISABLE", value)
+    assert drop_in.is_disabled() is disabled
 
 
 def test_what_is_unpatched_before_mlx_lm_is_loaded_stays_so() -> None:

@@ -507,6 +507,7 @@ def test_shutdown_waits_for_the_system_thread() -> None:
     run(engine.shutdown())
 
 
+@pytest.mark.usefixtures("real_freezing")
 def test_an_engine_that_was_shut_down_gives_its_memory_back() -> None:
     """Its thread froze it for the collector; it is full of cycles."""
 

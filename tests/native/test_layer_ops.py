@@ -160,7 +160,7 @@ def test_a_nan_in_a_row_of_a_linear_layer_stays_in_it(rng) -> None:
 
 @pytest.mark.parametrize("simd", ["avx2", "baseline"])
 def test_linear_layers_in_a_process_of(simd: str) -> None:
-    run_in_process_of(simd, 4, __file__, "linear and not in_a_process_of")
+    run_in_process_of(simd, 4, [__file__], "linear and not in_a_process_of")
 
 
 LINEAR_OPERANDS: dict[str, Callable[[mx.array, mx.array, mx.array], Any]] = {

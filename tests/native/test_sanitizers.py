@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.simd_processes import instruction_sets
+from support.simd_processes import ONLY_HYPOTHESIS, instruction_sets
 
 HERE = Path(__file__).parent
 FOUND = importlib.util.find_spec("mlx_paged._asan")
@@ -91,6 +91,7 @@ def test_the_operations_pass_under_sanitizers(which) -> None:
         *(str(HERE / f"test_{name}.py") for name in names),
         MLX_PAGED_SIMD=simd,
         MLX_PAGED_NUM_THREADS="2",
+        **ONLY_HYPOTHESIS,
     )
     report = re.search(r"ERROR: AddressSanitizer.*|.*runtime error:.*", run.stderr + run.stdout)
     assert run.returncode == 0, (report and report[0], run.stdout[-3000:], run.stderr[-3000:])

@@ -182,7 +182,7 @@ def test_more_rows_than_a_threadgroup_has_threads(rng, device) -> None:
 
 @pytest.mark.parametrize("simd", ["avx2", "baseline"])
 def test_other_instruction_sets_and_threads_in_a_process(simd) -> None:
-    run_in_process_of(simd, 3, __file__, "own and (vocabulary or in_place) or asked")
+    run_in_process_of(simd, 3, [__file__], "own and (vocabulary or in_place) or asked")
 
 
 def test_the_instruction_set_is_the_one_that_was_asked_for() -> None:

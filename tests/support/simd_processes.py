@@ -6,9 +6,16 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
+
+# Other installed plugins take two seconds to import.
+ONLY_HYPOTHESIS = {
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "PYTEST_PLUGINS": "_hypothesis_pytestplugin",
+}
 
 
 @cache
@@ -24,8 +31,8 @@ def instruction_sets() -> tuple[str, ...]:
     return tuple(match[1].split(", "))
 
 
-def run_in_process_of(simd: str, num_threads: int, file: str, expression: str) -> None:
-    """Runs the tests of `file` that `expression` (``pytest -k``) selects; all have to pass."""
+def run_in_process_of(simd: str, num_threads: int, files: Sequence[str], expression: str) -> None:
+    """Runs the tests of `files` that `expression` (``pytest -k``) selects; all have to pass."""
     if simd not in instruction_sets():
         pytest.skip(f"this processor has {', '.join(instruction_sets())}")
     env = {
@@ -33,10 +40,11 @@ def run_in_process_of(simd: str, num_threads: int, file: str, expression: str) -
         "MLX_PAGED_SIMD": simd,
         "MLX_PAGED_NUM_THREADS": str(num_threads),
         "EXPECTED_SIMD": simd,
+        **ONLY_HYPOTHESIS,
     }
     options = ["-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-profile=quick"]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-k", expression, file],
+        [sys.executable, "-m", "pytest", *options, "-k", expression, *files],
         env=env,
         check=False,
         capture_output=True,
