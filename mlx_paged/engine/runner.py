@@ -262,11 +262,12 @@ class ModelRunner:
         reported = [ends[i] - num_rows[i] + np.arange(len(t.token_ids)) for i, t in targets]
         if sampled:
             metadata = self._metadata(sampled, context_lens[is_sampled])
-            newest = _newest(sampled, metadata, previous)
-            grammars = None
-            if has_grammars(metadata.edits):
-                make = partial(make_grammar_masks, metadata.edits, newest)
-                grammars = self._mask_worker.start(make)
+            newest, grammars = None, None
+            if metadata.edits:
+                newest = _newest(sampled, metadata, previous)
+                if has_grammars(metadata.edits):
+                    make = partial(make_grammar_masks, metadata.edits, newest)
+                    grammars = self._mask_worker.start(make)
         logits = self.model.forward(
             _input_tokens(token_ids, input_from, previous),
             self._inputs(
