@@ -480,6 +480,8 @@ def batch_generator(original: Any) -> Any:
             **kwargs: Any,
         ) -> list[int]:
             segments, caches, all_tokens = _with_last_tokens(segments, caches, all_tokens)
+            if self._paged is not None and caches is None and len(segments) > 1:
+                caches = self._new_caches(len(segments))
             uids: list[int] = super().insert_segments(
                 segments, max_tokens, caches, all_tokens, *args, **kwargs
             )
@@ -494,6 +496,18 @@ def batch_generator(original: Any) -> Any:
                     else:
                         self._paged.add(BatchSequence(uid, sequence, tokens, prompt, choice))
             return uids
+
+        def _new_caches(self, count: int) -> list[Any]:
+            """A prompt cache for each new sequence; None: mlx-lm makes it.
+
+            Whether the weights are still those of the store is asked once for all of them.
+            """
+            first = mlx_lm_cache.make_prompt_cache(self.model, self.max_kv_size)
+            sequence = sequence_of(first)
+            if sequence is None:
+                return [first, *[None] * (count - 1)]
+            store = sequence.store
+            return [first, *(prompt_cache(PagedSequence(store)) for _ in range(count - 1))]
 
         def _next(self) -> tuple[list[Any], list[Any]]:
             if self._paged is None:

@@ -14,11 +14,13 @@ from test_drop_in_generate import SYSTEM, chat, dense, integrity, tokens_of
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+from mlx.utils import tree_flatten
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_paged import drop_in
 from mlx_paged.demo.prompts import CHATS
+from mlx_paged.drop_in import registry
 from mlx_paged.drop_in.caches import PagedKVCache
 
 mlx_lm_generate = sys.modules["mlx_lm.generate"]
@@ -381,3 +383,15 @@ def test_windows(recwarn) -> None:
         model, more, prompt_cache=last[0].prompt_cache
     )
     assert not [w for w in recwarn if "mlx_paged" in str(w.message)]
+
+
+def test_weights_are_looked_over_once_for_all_that_are_inserted(model, monkeypatch) -> None:
+    batch = generator(model, max_tokens=2)
+    looked: list[int] = []
+    weights = registry._weights
+    monkeypatch.setattr(registry, "_weights", lambda m: looked.append(1) or weights(m))
+    batch.insert(prompts(5))
+    assert len(looked) == 1
+    assert len(run(batch)[0]) == 5
+    found, expected = weights(model), tree_flatten(model.parameters())
+    assert [id(array) for _, array in found] == [id(array) for _, array in expected]
