@@ -67,7 +67,12 @@ class _Judge:
         path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "sim.checks", module],
-            env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "OPENBLAS_NUM_THREADS": "1",
+                "MLX_PAGED_SIM_OPTIMISATION": "-O0",
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -38,6 +38,8 @@ FRONT_FLAGS = [
     "-ftrivial-auto-var-init=pattern",
     *("-fsanitize=array-bounds,integer-divide-by-zero", "-fno-sanitize-recover=all"),
 ]
+# Kernels that run once, like those of a mutant, are not worth the optimiser's time.
+OPTIMISATION = os.environ.get("MLX_PAGED_SIM_OPTIMISATION", "-O2")
 # -undef: of the predefined names only Metal's.
 PREPROCESS_FLAGS = ["-E", "-x", "c++", "-std=c++17", "-undef", "-nostdinc", "-nostdinc++"]
 METAL_NAMES = {"__METAL__": "1", "__METAL_VERSION__": "320", "__HAVE_BFLOAT__": "1"}
@@ -129,7 +131,16 @@ def link(module: str, tables: str, target: Path) -> None:
         table_file, library = Path(folder, "tables.cpp"), Path(folder, "kernels.so")
         ir.write_text(module)
         table_file.write_text(tables)
-        optimise = ["-O2", "-fPIC", "-w", *cpu_flags(), "-c", str(ir), "-o", str(object_file)]
+        optimise = [
+            OPTIMISATION,
+            "-fPIC",
+            "-w",
+            *cpu_flags(),
+            "-c",
+            str(ir),
+            "-o",
+            str(object_file),
+        ]
         run([*_clang(), *optimise])
         run(
             [
@@ -189,7 +200,7 @@ def make_cache() -> None:
 @functools.cache
 def sources_hash() -> str:
     """Of everything that a compiled library depends on besides the kernels."""
-    digest = hashlib.sha256(repr((clang(), cxx(), FRONT_FLAGS, cpu_flags())).encode())
+    digest = hashlib.sha256(repr((clang(), cxx(), FRONT_FLAGS, OPTIMISATION, cpu_flags())).encode())
     ours = sorted([*HERE.glob("*.py"), *HERE.glob("msl/*.h"), *HERE.glob("runtime/*")])
     for path in ours:
         if not path.name.startswith(("test_", "checks_")):
