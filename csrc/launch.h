@@ -88,7 +88,7 @@ struct AttentionVariant {
 };
 AttentionVariant attention_variant(Gpu gpu, int query_rows, int group, int key_dim, int item_size);
 
-// A kind of attention layer.
+// A kind of attention layer, in steps with or without bounds.
 struct AttentionLayer {
   DType dtype;
   int group;  // query heads of a KV head
@@ -97,6 +97,7 @@ struct AttentionLayer {
   bool has_window;
   bool has_softcap;
   bool has_sinks;
+  bool has_bounds;  // of a step
 
   bool operator==(const AttentionLayer&) const = default;
 };

@@ -35,8 +35,8 @@ using paged::MergeItem;
 using paged::WorkItem;
 
 // In the order of attention_options.h.
-std::vector<uint8_t> function_constants(bool window, bool softcap, bool sinks) {
-  return {uint8_t(window), uint8_t(softcap), uint8_t(sinks)};
+std::vector<uint8_t> function_constants(bool window, bool softcap, bool sinks, bool bounds) {
+  return {uint8_t(window), uint8_t(softcap), uint8_t(sinks), uint8_t(bounds)};
 }
 
 struct Rows {
@@ -208,7 +208,7 @@ std::vector<Pipeline> attention_pipelines(Gpu gpu, const AttentionLayer& layer) 
     variants.insert(attention_variant(gpu, rows, layer.group, layer.key_dim, item_size));
   }
   std::vector<uint8_t> constants =
-      function_constants(layer.has_window, layer.has_softcap, layer.has_sinks);
+      function_constants(layer.has_window, layer.has_softcap, layer.has_sinks, layer.has_bounds);
   std::vector<Pipeline> pipelines;
   for (const auto& variant : variants) {
     pipelines.push_back(
@@ -302,8 +302,9 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
   // A kernel without sinks does not read them, but its argument must still be a buffer.
   Binding sinks = read(has_sinks ? int(kSinks) : int(kPositions));
 
+  bool has_bounds = in[kPositions].ndim() == 2;
   std::vector<uint8_t> constants =
-      function_constants(options_.window > 0, options_.softcap > 0, has_sinks);
+      function_constants(options_.window > 0, options_.softcap > 0, has_sinks, has_bounds);
   for (const auto& [variant, rows] : plan.variants) {
     paged::AttentionParams params{};
     params.num_q_heads = num_q_heads;
@@ -316,6 +317,7 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
     params.window = options_.window ? options_.window : std::numeric_limits<int>::max();
     params.has_sinks = has_sinks;
     params.softcap = options_.softcap;
+    params.bounded_rows = has_bounds ? in[kPositions].shape(1) : 0;
     params.scale = options_.softcap ? options_.scale : options_.scale * kLog2e;
 
     Launch launch;

@@ -130,7 +130,12 @@ mx::array paged_attention(
   auto s = mx::to_stream(s_);
   Validator v("paged_attention");
   v.pools(key_pool, value_pool, s);
-  v.shape(positions, "positions", {-1});
+  bool has_bounds = positions.ndim() == 2;
+  if (has_bounds) {
+    v.shape(positions, "positions", {3, -1});
+  } else {
+    v.shape(positions, "positions", {-1});
+  }
   v.shape(block_tables, "block_tables", {-1, -1});
   v.shape(work_items, "work_items", {-1, int(sizeof(paged::WorkItem) / sizeof(int32_t))});
   v.shape(merge_items, "merge_items", {-1, int(sizeof(paged::MergeItem) / sizeof(int32_t))});
@@ -138,7 +143,7 @@ mx::array paged_attention(
   v.int32(block_tables, "block_tables");
   v.int32(work_items, "work_items");
   v.int32(merge_items, "merge_items");
-  v.shape(queries, "queries", {positions.shape(0), -1, key_pool.shape(3)});
+  v.shape(queries, "queries", {positions.shape(-1), -1, key_pool.shape(3)});
   v.same_dtype(queries, "queries", key_pool, "key_pool");
   int num_q_heads = queries.shape(1);
   int num_kv_heads = key_pool.shape(2);
@@ -171,7 +176,7 @@ mx::array paged_attention(
   }
   note_attention_layer(
       {dtype_of(queries.dtype()), num_q_heads / num_kv_heads, key_pool.shape(3),
-       value_pool.shape(3), window > 0, softcap > 0, sinks.has_value()});
+       value_pool.shape(3), window > 0, softcap > 0, sinks.has_value(), has_bounds});
   return mx::array(
       {queries.shape(0), num_q_heads, value_pool.shape(3)}, queries.dtype(),
       std::make_shared<PagedAttention>(s, AttentionOptions{scale, window, softcap}),
@@ -305,6 +310,14 @@ void PagedAttention::check(const Arrays& in) const {
   int num_rows = in[kQueries].shape(0);
   int num_blocks = in[kKeyPool].shape(0);
   const auto& tables = in[kTables];
+  const int32_t* positions = in[kPositions].data<int32_t>();
+  for (int i = 0; in[kPositions].ndim() == 2 && i < num_rows; i++) {
+    int first = positions[num_rows + i], last = positions[2 * num_rows + i];
+    require_id(
+        first >= 0 && first <= positions[i] && last >= positions[i],
+        "[paged_attention] the bounds of row ", i, " must hold its position ", positions[i],
+        " but are ", first, " and ", last);
+  }
   const auto* work = reinterpret_cast<const paged::WorkItem*>(in[kWork].data<int32_t>());
   const auto* merges = reinterpret_cast<const paged::MergeItem*>(in[kMerge].data<int32_t>());
   int num_partials = 0;

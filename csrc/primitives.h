@@ -147,9 +147,11 @@ struct AttentionOptions {
 // item names come out as zeros.
 // in: queries [num_rows, num_q_heads, key_dim], key_pool, value_pool, and the arrays of a plan,
 // built once a step and shared by all layers: positions [num_rows] int32 of the rows' tokens in
-// their sequences, block_tables [num_seqs, max_blocks] int32, work_items [num_items, 6] int32 and
-// merge_items [num_merges, 4] int32 (metal/kernel_table.h has their columns); [sinks [num_q_heads]
-// float32: logits that join the softmax]. out: [num_rows, num_q_heads, value_dim].
+// their sequences, or with bounds [3, num_rows]: then also the first and the last of the keys that
+// each row sees besides those that its position and the window let it see; block_tables
+// [num_seqs, max_blocks] int32, work_items [num_items, 6] int32 and merge_items [num_merges, 4]
+// int32 (metal/kernel_table.h has their columns); [sinks [num_q_heads] float32: logits that join
+// the softmax]. out: [num_rows, num_q_heads, value_dim].
 class PagedAttention : public KernelNode {
  public:
   enum { kQueries, kKeyPool, kValuePool, kPositions, kTables, kWork, kMerge, kSinks };  // inputs

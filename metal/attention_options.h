@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What a layer's attention has and another's lacks. In Metal these are function constants: a
-// pipeline has no code for what its layers lack. The host gives them with a launch
+// What a layer's attention, or a step, has and another lacks. In Metal these are function
+// constants: a pipeline has no code for what they lack. The host gives them with a launch
 // (csrc/launch.h), in this order. A compiler without function constants defines the words below
 // as conditions on the params.
 
@@ -17,7 +17,9 @@ using namespace metal;
 constant bool paged_has_window [[function_constant(0)]];
 constant bool paged_has_softcap [[function_constant(1)]];
 constant bool paged_has_sinks [[function_constant(2)]];
+constant bool paged_has_bounds [[function_constant(3)]];
 #define PAGED_HAS_WINDOW(params) paged_has_window
 #define PAGED_HAS_SOFTCAP(params) paged_has_softcap
 #define PAGED_HAS_SINKS(params) paged_has_sinks
+#define PAGED_HAS_BOUNDS(params) paged_has_bounds
 #endif

@@ -43,12 +43,13 @@ struct AttentionParams {
   int min_rows;      // a launch serves the items of [min_rows, max_rows] query rows; others are
   int max_rows;      // another launch's
   int window;        // keys in (position - window, position]
-  int has_sinks;     // this, and whether there are a window and a soft-cap, is a function constant
-                     // too (attention_options.h)
+  int has_sinks;     // this, and whether there are a window, a soft-cap and bounds, is a function
+                     // constant too (attention_options.h)
   float scale;       // of the dot product; with log2(e) folded in unless there is a soft-cap
   float softcap;     // 0: none
+  int bounded_rows;  // row length of positions and bounds [3, num_rows]; 0: there are no bounds
 };
-static_assert(sizeof(AttentionParams) == 44, "the same for every compiler");
+static_assert(sizeof(AttentionParams) == 48, "the same for every compiler");
 
 struct MergeParams {
   int num_q_heads;

@@ -38,12 +38,12 @@ struct DecodeLane {
   float query[QUERIES][K_CHUNKS * CHUNK];
   float value[QUERIES][V_CHUNKS * CHUNK];
   SoftmaxState state[QUERIES];
-  int position[QUERIES];
+  RowBounds bounds[QUERIES];
 
   // Chunk c of lane `index` among TOKEN_LANES lies at element (c * TOKEN_LANES + index) * CHUNK.
   METAL_FUNC static int element(int c, int index) { return (c * TOKEN_LANES + index) * CHUNK; }
 
-  METAL_FUNC void load_query(device const T* row, int q, int index, int at) thread {
+  METAL_FUNC void load_query(device const T* row, int q, int index, RowBounds keys) thread {
     PAGED_UNROLL
     for (int c = 0; c < K_CHUNKS; c++) {
       uint4 chunk = uint4(0);
@@ -57,7 +57,7 @@ struct DecodeLane {
       value[q][d] = 0.0f;
     }
     state[q].clear();
-    position[q] = at;
+    bounds[q] = keys;
   }
 
   // Adds UNROLL steps of TOKENS tokens from `first` on; those at `end` and after are masked.
@@ -115,7 +115,7 @@ struct DecodeLane {
         for (ushort offset = TOKEN_LANES / 2; offset > 0; offset /= 2) {
           dots[q] += simd_shuffle_xor(dots[q], offset);
         }
-        bool visible = sees(position[q], tokens[u], params) && tokens[u] < end;
+        bool visible = sees(bounds[q], tokens[u], params) && tokens[u] < end;
         weights[u][q] = visible ? logit(dots[q], params) : -INFINITY;
       }
     }
@@ -207,7 +207,8 @@ paged_decode(
   PAGED_UNROLL
   for (int q = 0; q < QUERIES; q++) {
     state.load_query(
-        queries + ours.query(q) * K_DIM, q, lane % Lane::TOKEN_LANES, positions[ours.row(q)]);
+        queries + ours.query(q) * K_DIM, q, lane % Lane::TOKEN_LANES,
+        bounds_of_row(positions, ours.row(q), params));
   }
   for (int token = seen.begin + int(simd_id) * STEP; token < seen.end;
        token += DECODE_SIMD_GROUPS * STEP) {

@@ -34,7 +34,7 @@ struct TileSoftmax {
   static constexpr constant int STEPS = ceil_div(ROWS, ROWS_AT_ONCE);
 
   SoftmaxState state[STEPS];
-  int position[STEPS];
+  RowBounds bounds[STEPS];
 
   METAL_FUNC static int row_of(int step, uint simd_id, uint lane) {
     return step * ROWS_AT_ONCE + int(simd_id) * (32 / TOKENS) + int(lane) / TOKENS;
@@ -52,7 +52,7 @@ struct TileSoftmax {
     for (int i = 0; i < STEPS; i++) {
       int row = row_of(i, simd_id, lane);
       float value = -INFINITY;
-      if (row < ROWS && token < end && sees(position[i], token, params)) {
+      if (row < ROWS && token < end && sees(bounds[i], token, params)) {
         float dot = 0.0f;
         for (int s = 0; s < SIMD_GROUPS; s++) {
           dot += dots[(s * ROWS + row) * TOKENS + column];
@@ -153,7 +153,8 @@ paged_decode_matrix(
   for (int i = 0; i < Softmax::STEPS; i++) {
     int q = Softmax::row_of(i, simd_id, lane);
     softmax.state[i].clear();
-    softmax.position[i] = q < ours.num_queries ? positions[ours.row(q)] : -1;
+    softmax.bounds[i] =
+        q < ours.num_queries ? bounds_of_row(positions, ours.row(q), params) : no_keys();
   }
   simdgroup_matrix<float, 8, 8> result[BANDS][V_COLUMNS];
   PAGED_UNROLL

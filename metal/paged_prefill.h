@@ -39,8 +39,8 @@ METAL_FUNC float row_sum(float value) {
 template <typename T, int COLUMNS>
 METAL_FUNC float softmax_row(
     thread simdgroup_matrix<float, 8, 8>* dot, thread simdgroup_matrix<T, 8, 8>* share,
-    thread SoftmaxState& state, int position, int first, int end, constant AttentionParams& params,
-    uint lane) {
+    thread SoftmaxState& state, RowBounds bounds, int first, int end,
+    constant AttentionParams& params, uint lane) {
   float values[COLUMNS][2];
   float maximum = state.maximum;
   PAGED_UNROLL
@@ -48,7 +48,7 @@ METAL_FUNC float softmax_row(
     PAGED_UNROLL
     for (int e = 0; e < 2; e++) {
       int token = first + 8 * n + matrix_column(lane) + e;
-      bool visible = token < end && sees(position, token, params);
+      bool visible = token < end && sees(bounds, token, params);
       float value = logit(dot[n].thread_elements()[e], params);
       values[n][e] = visible ? value : -INFINITY;
       maximum = max(maximum, values[n][e]);
@@ -131,7 +131,7 @@ paged_prefill(
 
   // This lane's row of each band.
   SoftmaxState state[BANDS];
-  int position[BANDS];
+  RowBounds bounds[BANDS];
   int query_of_lane[BANDS];
   simdgroup_matrix<float, 8, 8> result[BANDS][V_DIM / 8];
   PAGED_UNROLL
@@ -139,7 +139,7 @@ paged_prefill(
     int q = (int(simd_id) * BANDS + band) * 8 + matrix_row(lane);
     query_of_lane[band] = q;
     state[band].clear();
-    position[band] = q < ours.num_queries ? positions[ours.row(q)] : -1;
+    bounds[band] = q < ours.num_queries ? bounds_of_row(positions, ours.row(q), params) : no_keys();
     PAGED_UNROLL
     for (int c = 0; c < V_DIM / 8; c++) {
       result[band][c] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
@@ -182,7 +182,7 @@ paged_prefill(
     PAGED_UNROLL
     for (int band = 0; band < BANDS; band++) {
       float factor = softmax_row<T, TOKENS / 8>(
-          dot[band], share[band], state[band], position[band], first, seen.end, params, lane);
+          dot[band], share[band], state[band], bounds[band], first, seen.end, params, lane);
       PAGED_UNROLL
       for (int c = 0; c < V_DIM / 8; c++) {
         result[band][c].thread_elements()[0] *= factor;

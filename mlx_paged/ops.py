@@ -47,6 +47,9 @@ class AttentionPlan:
     # The columns are the fields of WorkItem and MergeItem in metal/kernel_table.h.
     work_items: mx.array  # [num_items, 6] int32: sequence, rows [b, e), blocks [b, e), partial
     merge_items: mx.array  # [num_merges, 4] int32: rows [b, e), first partial, splits
+    # [3, num_rows] int32: positions, and the first and the last position of the span that a row
+    # sees as a whole, besides what its position and the window let it see; None: no row has one.
+    bounds: mx.array | None = None
 
 
 def allocate_pool(
@@ -178,14 +181,15 @@ def paged_attention(
     sinks: mx.array | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
-    """Causal attention of every query row over its own sequence's blocks.
+    """Attention of every query row over its own sequence's blocks: causal, and within the spans
+    of ``plan.bounds``.
 
     Args:
         queries: ``[num_rows, num_q_heads, key_dim]``, the pool's dtype; ``num_q_heads`` is a
             multiple of ``num_kv_heads``.
         scale: factor on ``q . k``, at most 2e38.
         window: a row at position p sees keys at positions in ``(p - window, p]``; None: all up to
-            p.
+            p. What the plan's bounds add it sees beyond the window too.
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
         sinks: ``[num_q_heads]`` logits that take part in the softmax but carry no value (gpt-oss).
             -inf is no sink. More than 2e38, or NaN, is refused where the host has the numbers
@@ -203,7 +207,7 @@ def paged_attention(
         queries,
         key_pool,
         value_pool,
-        plan.positions,
+        plan.positions if plan.bounds is None else plan.bounds,
         plan.block_tables,
         plan.work_items,
         plan.merge_items,

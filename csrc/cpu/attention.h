@@ -23,6 +23,7 @@ struct AttentionArgs {
   PoolView values;
   void* out;                            // [num_rows, num_q_heads, values.head_dim]
   const int32_t* positions;             // [num_rows]
+  const int32_t* bounds;                // [2, num_rows] or null
   const int32_t* block_tables;          // [num_seqs, max_blocks]
   const paged::WorkItem* work_items;    // [num_items]
   const paged::MergeItem* merge_items;  // [num_merges]
@@ -30,6 +31,7 @@ struct AttentionArgs {
   float* partial_out;  // [partial rows, num_q_heads, values.head_dim], not normalised
   float* partial_max;  // [partial rows, num_q_heads], base-2 logits
   float* partial_sum;  // [partial rows, num_q_heads]
+  int num_rows;
   int num_q_heads;
   int num_kv_heads;
   int block_size;

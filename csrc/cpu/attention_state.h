@@ -36,6 +36,23 @@ struct Item {
   int partial_begin;
 };
 
+// Positions of the first and of the last key that a row sees; the first may be negative.
+struct RowBounds {
+  int first;
+  int last;
+};
+
+inline RowBounds bounds_of_row(const AttentionArgs& args, int row) {
+  int last = args.positions[row];
+  // (A window may be as long as an int goes.)
+  int first = args.window ? last - args.window + 1 : 0;
+  if (args.bounds) {
+    first = min(first, args.bounds[row]);
+    last = max(last, args.bounds[args.num_rows + row]);
+  }
+  return {first, last};
+}
+
 inline Item read_item(const AttentionArgs& args, int index) {
   const paged::WorkItem& work = args.work_items[index];
   Item item;
@@ -45,13 +62,11 @@ inline Item read_item(const AttentionArgs& args, int index) {
   int lowest = 0x7fffffff;
   int highest = -1;
   for (int r = work.row_begin; r < work.row_end; r++) {
-    lowest = min(lowest, args.positions[r]);
-    highest = max(highest, args.positions[r]);
+    RowBounds bounds = bounds_of_row(args, r);
+    lowest = min(lowest, bounds.first);
+    highest = max(highest, bounds.last);
   }
-  item.token_begin = work.first_block * args.block_size;
-  if (args.window) {
-    item.token_begin = max(item.token_begin, lowest - args.window + 1);
-  }
+  item.token_begin = max(work.first_block * args.block_size, lowest);
   item.token_end = min(work.last_block * args.block_size, highest + 1);
   item.partial_begin = work.partial_begin;
   return item;

@@ -130,6 +130,8 @@ void PagedAttention::eval_cpu(const Arrays& inputs, Arrays& out) {
   args.values = {value_pool.data<void>(), value_pool.shape(3)};
   args.out = out[0].data<void>();
   args.positions = in[kPositions].data<int32_t>();
+  args.num_rows = queries.shape(0);
+  args.bounds = in[kPositions].ndim() == 2 ? args.positions + args.num_rows : nullptr;
   args.block_tables = tables.data<int32_t>();
   args.work_items = reinterpret_cast<const paged::WorkItem*>(in[kWork].data<int32_t>());
   args.merge_items = reinterpret_cast<const paged::MergeItem*>(in[kMerge].data<int32_t>());

@@ -12,12 +12,10 @@ namespace mlx_paged::cpu::MLX_PAGED_ISA {
 // Turns one lane's scores into probabilities relative to its new running maximum. Returns what
 // earlier sums must be multiplied by.
 inline float softmax_tile(
-    const AttentionArgs& args, int position, int token, int count, float* scores, float* row_max,
-    float* row_sum) {
-  // (A window may be as long as an int goes.)
-  bool cut = args.window && position >= args.window;
-  int visible_begin = cut ? max(0, position - args.window + 1 - token) : 0;
-  int visible_end = min(count, position + 1 - token);
+    const AttentionArgs& args, RowBounds bounds, int token, int count, float* scores,
+    float* row_max, float* row_sum) {
+  int visible_begin = max(bounds.first, token) - token;
+  int visible_end = min(count, bounds.last + 1 - token);
   if (args.softcap) {
     for (int t = 0; t < kTile; t += kWidth) {
       store(scores + t, (args.softcap * kLog2e) * tanh(load(scores + t) / args.softcap));
@@ -54,9 +52,9 @@ inline void softmax_lanes(
     const State& state) {
   int group = args.num_q_heads / args.num_kv_heads;
   for (int lane = 0; lane < at.lanes; lane++) {
-    int position = args.positions[item.row_begin + lane / group];
+    RowBounds bounds = bounds_of_row(args, item.row_begin + lane / group);
     state.alpha[lane] = softmax_tile(
-        args, position, token, count, state.scores + lane * kTile, state.row_max + lane,
+        args, bounds, token, count, state.scores + lane * kTile, state.row_max + lane,
         state.row_sum + lane);
   }
 }

@@ -12,6 +12,7 @@
 
 #include "../../metal/kernel_table.h"
 #include "../primitives.h"
+#include "portable_shape.h"
 #include "tensor_shape.h"
 
 namespace mlx_paged::cuda {
@@ -91,6 +92,32 @@ void prefill_on_tensor_cores(Launch& launch, const Attention& attention) {
   launch.threadgroup_memory = paged::prefill_tensor_scratch(attention.dim);
 }
 
+// The portable kernel for bounds, which has the largest tiles, in place of a portable one.
+void with_bounds(Launch& launch, const Arrays& in) {
+  auto params = params_of<paged::AttentionParams>(launch);
+  int key_dim = in[Inputs::kKeyPool].shape(3);
+  int value_dim = in[Inputs::kValuePool].shape(3);
+  int item_size = int(in[Inputs::kQueries].itemsize());
+  bool prefill = launch.kernel.file == "paged_prefill.h";
+  int rows = prefill ? paged::portable_prefill_most_rows(key_dim)
+                     : paged::portable_matrix_most_rows(key_dim);
+  int groups =
+      prefill ? int(paged::PREFILL_SIMD_GROUPS) : paged::portable_matrix_simd_groups(key_dim);
+  std::ostringstream name;
+  name << (prefill ? "paged_prefill_" : "paged_decode_matrix_")
+       << name_of(dtype_of(in[Inputs::kQueries].dtype())) << "_" << key_dim << "_" << value_dim
+       << "_m" << rows << "_bounds";
+  launch.kernel = {name.str(), "bounds", ""};
+  int group = params.num_q_heads / params.num_kv_heads;
+  launch.grid[2] = uint32_t(tiles_of(params.max_rows * group, rows));
+  launch.threadgroup = {32 * uint32_t(groups), 1, 1};
+  launch.threadgroup_memory =
+      prefill ? paged::prefill_scratch(
+                    key_dim, value_dim, item_size,
+                    paged::portable_prefill_tokens(key_dim, value_dim, item_size))
+              : paged::matrix_scratch(key_dim, value_dim, item_size, rows, groups).size;
+}
+
 void merge_by_warps(Launch& launch, const Arrays& in) {
   auto params = params_of<paged::MergeParams>(launch);
   std::ostringstream name;
@@ -117,6 +144,10 @@ LaunchList with_variants(LaunchList list, const Arrays& in) {
     }
     if (auto attention = on_tensor_cores(launch, in)) {
       (decode ? decode_on_tensor_cores : prefill_on_tensor_cores)(launch, *attention);
+    }
+    bool portable = launch.kernel.file == file;
+    if (portable && params_of<paged::AttentionParams>(launch).bounded_rows > 0) {
+      with_bounds(launch, in);
     }
   }
   return list;

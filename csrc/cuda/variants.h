@@ -15,8 +15,10 @@ namespace mlx_paged::cuda {
 //     (there up to 8 queries) and blocks of at least 16 tokens, as a tile of 16 must lie in one;
 //   - prefill chunks in 16 bits go to paged_prefill_tensor, which needs equal head dims of 64 or
 //     128 and blocks of at least 16 tokens;
-//   - merges go to merge_splits.
-// Which kernel serves a row follows from the row alone: its bits do not depend on other rows.
+//   - merges go to merge_splits;
+//   - what is left goes to the portable kernels for bounds where the step has some.
+// Without bounds, which kernel serves a row follows from the row alone: its bits do not depend on
+// other rows.
 LaunchList with_variants(LaunchList list, const Arrays& in);
 
 }  // namespace mlx_paged::cuda

@@ -304,6 +304,8 @@ class LatentLayerCache(PagedLayerCache):
         """``[T, num_q_heads, 1, latent_dim]`` queries -> the same shape."""
         if scores is None:
             raise TypeError("[paged_attention] latent attention came without its rotary scores")
+        if self._context.step.plan_for(self._reach).bounds is not None:
+            raise ValueError("[paged_attention] bounds must be None for latent attention")
         whole = mx.concatenate([queries * scale, scores.queries], axis=-1).squeeze(2)
         return self._attend(whole, self.key_pool, scale=1.0, sinks=sinks, softcap=softcap)
 

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_GRAPHS = 32
 _SEEN_BEFORE = 2
-_PLAN_FIELDS = tuple(field.name for field in fields(AttentionPlan))
+# (Decodes have no bounds.)
+_PLAN_FIELDS = tuple(field.name for field in fields(AttentionPlan) if field.name != "bounds")
 
 Pools = list[mx.array]
 # Tokens, the step and the pools' handles -> logits and the new handles.
@@ -93,6 +94,7 @@ def _serves(tokens: mx.array, step: Step) -> bool:
         ops.has_cuda()
         and step.states is None
         and step.prefill is None
+        and all(plan.bounds is None for plan in (step.plan, *step.plans.values()))
         and tokens.shape[0] == step.plan.context_lens.shape[0]
     )
 

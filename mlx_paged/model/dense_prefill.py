@@ -88,15 +88,26 @@ def plan_dense_prefill(
     query_lens: np.ndarray,
     *,
     block_size: int,
+    bounds: np.ndarray | None = None,
 ) -> DensePrefill | None:
-    """Plans one step; None where it has no long chunk, or no CUDA. See `build_plan`."""
+    """Plans one step; None where it has no long chunk, or no CUDA. See `build_plan`.
+
+    A chunk of which some row sees behind its position is not MLX's causal attention, and is left
+    to the paged kernels.
+    """
     long = query_lens >= LEAST_ROWS
     if not (ops.has_cuda() and long.any()):
         return None
-    if not isinstance(tables, PaddedTables):
-        tables = PaddedTables.of(tables)
     ends = np.cumsum(query_lens)
     starts = ends - query_lens
+    if bounds is not None:
+        sequence = np.repeat(np.arange(len(query_lens)), query_lens)
+        positions = np.arange(len(sequence)) + (context_lens - ends)[sequence]
+        long[sequence[bounds[1] > positions]] = False
+        if not long.any():
+            return None
+    if not isinstance(tables, PaddedTables):
+        tables = PaddedTables.of(tables)
     chunks = tuple(
         _chunk(
             tables.blocks[i], int(context_lens[i]), int(query_lens[i]), int(starts[i]), block_size
@@ -117,6 +128,7 @@ def plan_dense_prefill(
         context_lens[rest],
         query_lens[rest],
         block_size=block_size,
+        bounds=None if bounds is None else bounds[:, np.isin(sequence, rest)],
     )
     return DensePrefill(chunks, tuple(others), plan)
 

@@ -203,6 +203,7 @@ def build_plan(
     window: int | None = None,
     rows_per_item: int = _ROWS_PER_ITEM,
     split_tokens: int | None = None,
+    bounds: np.ndarray | None = None,
 ) -> AttentionPlan:
     """Plans one step over ragged sequences.
 
@@ -217,10 +218,16 @@ def build_plan(
         split_tokens: most tokens of context that one work item covers, about; a longer context is
             split evenly, in pieces that run in parallel and are merged afterwards. None: as the
             device needs (`tokens_per_piece`), from a row's own context alone.
+        bounds: ``[2, num_rows]`` int32: the first and the last position of the span that each row
+            sees as a whole, besides what its position and the window let it see: of a picture
+            whose tokens see each other, or of a prompt's prefix. Its own position, twice: none.
+            None: no row has one. A span ends within what its sequence has once this step is
+            written.
 
     Raises:
         ValueError: for lists of different lengths, negative lengths, more query rows than context,
-            or a block table too short for its context.
+            a block table too short for its context, or bounds that do not hold the row's position
+            or go beyond the context.
     """
     lens = np.asarray(context_lens, dtype=np.int64)
     rows = np.asarray(query_lens, dtype=np.int64)
@@ -242,11 +249,48 @@ def build_plan(
         positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - (lens - rows), rows)
     block, offset = positions // block_size, positions % block_size
     slots = tables[sequence, block] * block_size + offset
-    items, merges = _work_items(lens, rows, starts, block_size, window, rows_per_item, split_tokens)
+    seen = None
+    if bounds is not None:
+        bounds = _spans(bounds, positions, lens[sequence])
+        if bounds is not None:
+            seen = _seen(positions, bounds, window)
+    items, merges = _work_items(
+        lens, rows, starts, block_size, window, rows_per_item, split_tokens, seen
+    )
     if ops.has_cuda() and len(positions) == len(rows):
         tables, items, merges = _in_strides(tables, items, merges)
-    arrays = (positions, slots, tables, lens, starts, items, merges)
+    arrays = [positions, slots, tables, lens, starts, items, merges]
+    if bounds is not None:
+        arrays.append(np.vstack([positions, bounds]))
     return AttentionPlan(*ops.upload(*(a.astype(np.int32) for a in arrays)))
+
+
+def _spans(bounds: np.ndarray, positions: np.ndarray, lens: np.ndarray) -> np.ndarray | None:
+    """The same, checked; None where no row sees more than without them."""
+    bounds = np.asarray(bounds)
+    if bounds.shape != (2, len(positions)):
+        _refuse("bounds", f"of shape (2, {len(positions)})", bounds.shape)
+    if not np.issubdtype(bounds.dtype, np.integer):
+        _refuse("bounds", "integers", bounds.dtype)
+    first, last = bounds
+    wrong = (first < 0) | (first > positions) | (last < positions) | (last >= lens)
+    if wrong.any():
+        i = int(wrong.argmax())
+        _refuse(
+            f"bounds[:, {i}]",
+            f"around position {positions[i]} and in [0, {lens[i]})",
+            f"{first[i]} and {last[i]}",
+        )
+    return bounds if (first < positions).any() or (last > positions).any() else None
+
+
+def _seen(
+    positions: np.ndarray, bounds: np.ndarray, window: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The first and the last position that each row sees."""
+    if window is None:
+        return np.zeros_like(positions), bounds[1]
+    return np.maximum(np.minimum(bounds[0], positions - (window - 1)), 0), bounds[1]
 
 
 def _in_strides(
@@ -308,8 +352,13 @@ def _work_items(
     window: int | None,
     rows_per_item: int,
     split_tokens: int | None,
+    seen: tuple[np.ndarray, np.ndarray] | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``[num_items, 6]`` work items, longest context first, and ``[num_merges, 4]`` merges."""
+    """``[num_items, 6]`` work items, longest context first, and ``[num_merges, 4]`` merges.
+
+    Args:
+        seen: the first and the last position that each row sees, where they have bounds.
+    """
     if (rows == 1).all():  # one tile each
         sequence, row_begin, row_end, num_tokens = starts[:-1], starts[:-1], starts[1:], lens
         num_tiles = rows
@@ -321,9 +370,14 @@ def _work_items(
         row_end = np.minimum(row_begin + rows_per_item, starts[sequence + 1])
         # The last row of a tile sees the most: everything up to its own position.
         num_tokens = lens[sequence] - (starts[sequence + 1] - row_end)
+    if seen is not None:  # (tiles come in the order of their rows and leave none out)
+        num_tokens = np.maximum.reduceat(seen[1], row_begin) + 1
     num_blocks = -(-num_tokens // block_size)
     first_block = no_partial = np.zeros_like(sequence)
-    if window is not None:
+    if seen is not None:
+        first_block = np.minimum.reduceat(seen[0], row_begin) // block_size
+        num_tokens = num_tokens - first_block * block_size
+    elif window is not None:
         # The first row of a tile looks furthest back.
         first_seen = num_tokens - (row_end - row_begin) - (window - 1)
         first_block = np.maximum(first_seen, 0) // block_size

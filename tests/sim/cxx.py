@@ -53,12 +53,15 @@ def strict_errors(kernels: Iterable[Kernel], root: Path, source: str = "") -> st
     return subprocess.run(command, input=text, capture_output=True, text=True, check=False).stderr
 
 
-def registers(kernels: Iterable[Kernel], root: Path, limit: int) -> dict[str, Registers]:
-    """What each attention kernel needs if a thread has `limit` registers."""
+def registers(
+    kernels: Iterable[Kernel], root: Path, limit: int, *, bounds: bool = False
+) -> dict[str, Registers]:
+    """What each attention kernel needs if a thread has `limit` registers; `bounds`: in steps that
+    have some."""
     kernels = [kernel for kernel in kernels if kernel[2] and kernel[1] != "data.h"]
     groups = [kernels[i : i + TOGETHER] for i in range(0, len(kernels), TOGETHER)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        parts = pool.map(lambda group: _registers(group, root, limit), groups)
+        parts = pool.map(lambda group: _registers(group, root, limit, bounds), groups)
         return {name: count for part in parts for name, count in part.items()}
 
 
@@ -106,9 +109,12 @@ def _entry(kernel: Kernel, limit: int) -> str:
     )
 
 
-def _registers(kernels: list[Kernel], root: Path, limit: int) -> dict[str, Registers]:
+def _registers(
+    kernels: list[Kernel], root: Path, limit: int, bounds: bool
+) -> dict[str, Registers]:
     text = _includes() + "".join(_entry(kernel, limit) for kernel in kernels)
-    command = [*_clang(), *GPU, *STANDARD, f"-I{root}", "-S", "-o", "-", "-"]
+    value = f"-DPAGED_BOUNDS={str(bounds).lower()}"
+    command = [*_clang(), *GPU, *STANDARD, value, f"-I{root}", "-S", "-o", "-", "-"]
     digest = hashlib.sha256(repr(command).encode() + text.encode())
     for path in sorted([*HEADERS.iterdir(), *root.glob("*.h"), Path(__file__)]):
         digest.update(path.read_bytes())

@@ -19,7 +19,7 @@ from sim.checks import check
 
 from mlx_paged import ops
 from support import big_pools, reference
-from support.reference import PagedBatch, assert_close, make_batch, to_numpy
+from support.reference import PagedBatch, assert_close, make_batch, spans_of, to_numpy
 from support.simulated import launches, simulated
 
 mx.set_default_device(mx.cpu)
@@ -164,6 +164,37 @@ def prefill_window(library: SimLibrary) -> None:
     batch = batch_of([27], 6, window=20)  # the last row is token 149
     rows = [(123, 133), (133, 144), (144, 149)]
     assert tokens_read(library, batch, window=20) == sum(b + 1 - (a - 19) for a, b in rows)
+
+
+# --- Bounds ---------------------------------------------------------------------------------------
+
+
+def bounded(rows: list[int], heads: int, window: int | None = None, **shape) -> PagedBatch:
+    """The first row sees the last token, the last but one sees the tenth; between them is a span.
+    The rows of the second sequence are within a span that begins before them."""
+    lens = [150, 33][: len(rows)]
+    bounds = spans_of(lens, rows, [[(150 - rows[0] + 1, 148)], [(5, 31)]][: len(rows)])
+    bounds[1, 0] = 149
+    bounds[0, rows[0] - 2] = 10
+    return batch_of(rows, heads, window, bounds=bounds, **shape)
+
+
+@check
+def bounds_decode(library: SimLibrary) -> None:
+    compare(library, bounded([3, 3], 2))
+    compare(library, bounded([3, 3], 2, window=2), window=2)
+
+
+@check
+def bounds_matrix(library: SimLibrary) -> None:
+    compare(library, bounded([8, 5], 8))
+    compare(library, bounded([8, 5], 8, window=3), window=3)
+
+
+@check
+def bounds_prefill(library: SimLibrary) -> None:
+    compare(library, bounded([27, 9], 6))
+    compare(library, bounded([27, 9], 6, window=5), window=5)
 
 
 # --- All of them ----------------------------------------------------------------------------------

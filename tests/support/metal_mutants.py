@@ -14,6 +14,7 @@ BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 VECTOR = ("decode", "decode_options", "decode_splits")
 MATRICES = ("matrix", "matrix_options", "matrix_splits")
 CHUNKS = ("prefill", "prefill_options", "prefill_splits")
+BOUNDS = ("bounds_decode", "bounds_matrix", "bounds_prefill")
 
 
 def _mutant(file: str, old: str, new: str, what: str, *checks: str) -> Mutant:
@@ -30,8 +31,8 @@ MUTANTS = [
     _mutant(DECODE, "offset = TOKEN_LANES / 2; offset > 0", "offset = TOKEN_LANES / 2; offset > 1", "a dot product lacks its last shuffle", *VECTOR),
     _mutant(DECODE, "offset = TOKEN_LANES; offset < 32", "offset = TOKEN_LANES / 2; offset < 32", "lanes of one token are joined twice", *VECTOR),
     _mutant(DECODE, "tokens[u], params) && tokens[u] < end;", "tokens[u], params);", "tokens of the next split are weighed too", *VECTOR),
-    _mutant(TABLE, "token > position - params.window);", "token >= position - params.window);", "the window of a draft is one too long", "decode_drafts"),
-    _mutant(TABLE, "return token <= position &&", "return token <= position + 1 &&", "a draft sees the next", "decode_drafts"),
+    _mutant(TABLE, "token > row.last - params.window);", "token >= row.last - params.window);", "the window of a draft is one too long", "decode_drafts"),
+    _mutant(TABLE, "return token <= row.last && (!PAGED_HAS_WINDOW(params) || token > ", "return token <= row.last + 1 && (!PAGED_HAS_WINDOW(params) || token > ", "a draft sees the next", "decode_drafts"),
     _mutant(DECODE, "value[q][d] *= factor;", "", "values keep their scale when the maximum grows", *VECTOR),
     _mutant(DECODE, "token += DECODE_SIMD_GROUPS * STEP", "token += STEP", "SIMD-groups overlap", *VECTOR),
     _mutant(DECODE, "float other_sum = simd_shuffle_xor(state[q].sum, offset);", "float other_sum = state[q].sum;", "a lane adds its own sum twice", *VECTOR),
@@ -57,8 +58,8 @@ MUTANTS = [
     _mutant(SOFTMAX, "total = sum * factor + weight(sink * PAGED_LOG2E, joined);", "total = sum * factor + weight(sink, joined);", "a sink in base e", "decode_options"),
     _mutant(SOFTMAX, "return total == 0.0f ? 0.0f : factor / total;", "return 1.0f / total;", "results are not relative to the sink", "decode_options", "a_sink_alone"),
     _mutant(SOFTMAX, "softcap * PAGED_LOG2E * precise::tanh", "softcap * precise::tanh", "a soft-cap in base e", "decode_options"),
-    _mutant(TABLE, "is_cut ? position - params.window + 1 : 0", "is_cut ? position - params.window + 2 : 0", "a window one too short", *VECTOR),
-    _mutant(TABLE, "keys.end = position + 1;", "keys.end = position;", "a row does not see itself", *VECTOR),
+    _mutant(TABLE, "bounds.last - params.window + 1 : 0", "bounds.last - params.window + 2 : 0", "a window one too short", *VECTOR),
+    _mutant(TABLE, "keys.end = bounds.last + 1;", "keys.end = bounds.last;", "a row does not see itself", *VECTOR),
     _mutant(TABLE, "blocks[token >> shift]", "blocks[(token + 1) >> shift]", "the last token of a block is looked up in the next", *VECTOR),
     _mutant(TABLE, "seen.begin = max(seen.begin, item.first_block << params.block_shift);", "", "a split begins at the window's start", *VECTOR),
     _mutant(TABLE, "seen.end = min(seen.end, item.last_block << params.block_shift);", "", "a split ends with the context", *VECTOR),
@@ -70,6 +71,19 @@ MUTANTS = [
     _mutant("paged_merge.h", "normaliser(PAGED_HAS_SINKS(params), sink)", "normaliser(false, sink)", "merged rows have no sink", "decode_splits"),
     _mutant(TABLE, "((1 << shift) - 1)", "(1 << shift)", "another slot of the block", *VECTOR),
     _mutant(TABLE, "row < row_end; row++", "row < row_end - 1; row++", "the last draft's keys are left out", "decode_drafts"),
+    # Bounds
+    _mutant(TABLE, "    bounds.first = min(bounds.first, positions[params.bounded_rows + row]);\n", "", "the first bound is left out", *BOUNDS),
+    _mutant(TABLE, "min(bounds.first, positions[params.bounded_rows + row])", "positions[params.bounded_rows + row]", "the window is left out where there are bounds", *BOUNDS),
+    _mutant(TABLE, "    bounds.last = max(bounds.last, positions[2 * params.bounded_rows + row]);\n", "", "the last bound is left out", *BOUNDS),
+    _mutant(TABLE, "positions[2 * params.bounded_rows + row]", "positions[2 * params.bounded_rows]", "all rows have the first one's last bound", *BOUNDS),
+    _mutant(TABLE, "positions[params.bounded_rows + row]", "positions[params.bounded_rows]", "all rows have the first one's first bound", *BOUNDS),
+    _mutant(TABLE, "token >= row.first);", "token >= row.first - 1);", "a row sees one before its first bound", *BOUNDS),
+    _mutant(TABLE, "    return token <= row.last && (!PAGED_HAS_WINDOW(params) || token >= row.first);", "    return token <= row.last + 1 && (!PAGED_HAS_WINDOW(params) || token >= row.first);", "a row sees one behind its last bound", *BOUNDS),
+    _mutant(DECODE, "bounds_of_row(positions, ours.row(q), params)", "bounds_of_row(positions, ours.row(0), params)", "all queries have the first one's bounds", "bounds_decode"),
+    _mutant(MATRIX, "bounds_of_row(positions, ours.row(q), params)", "bounds_of_row(positions, ours.row(0), params)", "all steps have the first one's bounds", "bounds_matrix"),
+    _mutant(PREFILL, "bounds_of_row(positions, ours.row(q), params)", "bounds_of_row(positions, ours.row(0), params)", "all bands have the first one's bounds", "bounds_prefill"),
+    _mutant(TABLE, "seen.end = max(seen.end, keys.end);", "seen.end = keys.end;", "an item ends with what its last row sees", *BOUNDS),
+    _mutant("attention_options.h", "(params) paged_has_bounds", "(params) paged_has_sinks", "another option's constant for bounds", *BOUNDS),
     # Matrix units
     _mutant(MATRIX, f"    values.store(tile, PITCH, lane);\n    {BARRIER}", "    values.store(tile, PITCH, lane);", "weights are made of unfinished dot products", *MATRICES),
     _mutant(MATRIX, f"first, seen.end, params, simd_id, lane);\n    {BARRIER}", "first, seen.end, params, simd_id, lane);", "no barrier before weights are used", *MATRICES),

@@ -2,7 +2,8 @@
 
 The token at position p of a sequence lives in block ``table[p // block_size]`` at offset
 ``p % block_size``. The query rows of a step are the last ``query_len`` tokens of each sequence, one
-sequence after the other, and a row sees the tokens up to and including itself.
+sequence after the other, and a row sees the tokens up to and including itself. With bounds it also
+sees every token from its first bound to its last.
 
 Below the oracle: paged data to ask it about, in which every slot that nothing may read is NaN.
 """
@@ -81,6 +82,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: np.ndarray | None = None,
+    bounds: np.ndarray | None = None,
 ) -> np.ndarray:
     """``[num_rows, num_q_heads, value_dim]`` float64."""
     rows = []
@@ -89,7 +91,11 @@ def paged_attention(
         values = tokens_of(value_pool, table, context_len).astype(np.float64)
         for position in range(context_len - query_len, context_len):
             first = 0 if window is None else max(0, position - window + 1)
-            seen = slice(first, position + 1)
+            seen: slice | np.ndarray = slice(first, position + 1)
+            if bounds is not None:
+                tokens = np.arange(context_len)
+                in_span = (bounds[0, len(rows)] <= tokens) & (tokens <= bounds[1, len(rows)])
+                seen = ((first <= tokens) & (tokens <= position)) | in_span
             query = queries[len(rows)].astype(np.float64)
             rows.append(_attend(query, keys[seen], values[seen], scale, softcap, sinks))
     return np.stack(rows) if rows else np.zeros((0, queries.shape[1], value_pool.shape[3]))
@@ -147,6 +153,7 @@ class PagedBatch:
     tables: list[list[int]]
     context_lens: list[int]
     query_lens: list[int]
+    bounds: np.ndarray | None = None  # [2, num_rows]
 
     def plan(self, **limits: int) -> AttentionPlan:
         block_size = self.key_pool.shape[1]
@@ -155,6 +162,7 @@ class PagedBatch:
             self.context_lens,
             self.query_lens,
             block_size=block_size,
+            bounds=self.bounds,
             **limits,
         )
 
@@ -167,6 +175,7 @@ class PagedBatch:
             self.context_lens,
             self.query_lens,
             sinks=None if sinks is None else to_numpy(sinks),
+            bounds=self.bounds,
             **options,
         )
 
@@ -183,8 +192,11 @@ def make_batch(
     block_size: int = 16,
     dtype: mx.Dtype = mx.float32,
     window: int | None = None,
+    bounds: np.ndarray | None = None,
 ) -> PagedBatch:
     """Random sequences; slots outside every context, or before every window, hold NaN.
+
+    `bounds` are those of the rows, `spans_of` makes some; what a row sees of them is no NaN.
 
     On a GPU, head dims that it has no kernel for become the next larger ones that it has, or
     its largest.
@@ -200,8 +212,12 @@ def make_batch(
 
     def pool(head_dim: int) -> mx.array:
         data = np.full((len(ids) + 1, block_size, num_kv_heads, head_dim), np.nan, np.float32)
+        row = 0
         for table, context_len, query_len in zip(tables, context_lens, query_lens):
             first = 0 if window is None else max(0, context_len - query_len - window + 1)
+            if bounds is not None and query_len:
+                first = min(first, int(bounds[0, row : row + query_len].min()))
+            row += query_len
             for p in range(first, context_len):
                 token = rng.standard_normal((num_kv_heads, head_dim))
                 data[table[p // block_size], p % block_size] = token
@@ -215,7 +231,29 @@ def make_batch(
         tables,
         list(context_lens),
         list(query_lens),
+        bounds,
     )
+
+
+def spans_of(
+    context_lens: Sequence[int],
+    query_lens: Sequence[int],
+    spans: Sequence[Sequence[tuple[int, int]]],
+) -> np.ndarray:
+    """``[2, num_rows]`` bounds of rows that see their whole span.
+
+    Args:
+        spans: for each sequence the first and the last position of its spans.
+    """
+    positions = [np.arange(n - rows, n) for n, rows in zip(context_lens, query_lens)]
+    bounds = np.stack([np.concatenate(positions)] * 2).astype(np.int32)
+    row = 0
+    for at, of_sequence in zip(positions, spans):
+        for first, last in of_sequence:
+            inside = row + np.flatnonzero((at >= first) & (at <= last))
+            bounds[0, inside], bounds[1, inside] = first, last
+        row += len(at)
+    return bounds
 
 
 def assert_close(actual: mx.array, expected: np.ndarray, tolerance: float | None = None) -> None:

@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM))
     if (q >= num_queries) {
       return {0, 0};
     }
-    KeyRange keys = keys_of_row(positions[item.row_begin + q / heads], params);
+    KeyRange keys = keys_of_row(positions, item.row_begin + q / heads, params);
     return {max(keys.begin, seen.begin), min(keys.end, seen.end)};
   };
   DecodeState<T, DIM, COLUMNS> state(query_of, keys_of, lane);

@@ -20,7 +20,7 @@ __device__ __forceinline__ KeyRange keys_of_tile(
     const QueryTile& ours, const int* positions, const AttentionParams& params, int lane) {
   KeyRange seen = {0x7fffffff, 0};
   for (int row = ours.row(0) + lane; row <= ours.row(ours.num_queries - 1); row += 32) {
-    KeyRange keys = keys_of_row(positions[row], params);
+    KeyRange keys = keys_of_row(positions, row, params);
     seen.begin = min(seen.begin, keys.begin);
     seen.end = max(seen.end, keys.end);
   }
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(32 * WARPS) prefill_tensor_entry(ATTENTION_PAR
     if (first_query + q >= ours.num_queries) {
       return {0, 0};
     }
-    KeyRange keys = keys_of_row(positions[ours.row(first_query + q)], params);
+    KeyRange keys = keys_of_row(positions, ours.row(first_query + q), params);
     return {max(keys.begin, seen.begin), min(keys.end, seen.end)};
   };
   PrefillState<T, DIM> state(query_of, keys_of, lane);

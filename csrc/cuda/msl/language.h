@@ -69,6 +69,9 @@ struct ThreadgroupMemory {
 #define PAGED_HAS_WINDOW(params) true
 #define PAGED_HAS_SOFTCAP(params) ((params).softcap > 0.0f)
 #define PAGED_HAS_SINKS(params) ((params).has_sinks)
+#ifndef PAGED_HAS_BOUNDS  // a file of kernels may know
+#define PAGED_HAS_BOUNDS(params) ((params).bounded_rows > 0)
+#endif
 
 // CUDA's own word uses `device`, which becomes a macro below.
 #undef __device__
