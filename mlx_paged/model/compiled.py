@@ -52,7 +52,7 @@ class CompiledSteps:
             return self._forward(tokens, step, pools)
         arrays = _arrays_of(step)
         has_rope = _has_rope_positions(step)
-        shape = (tuple(step.plans), has_rope, tokens.shape[0], *(tuple(a.shape) for a in arrays))
+        shape = (tuple(step.plans), tokens.shape[0], has_rope, *(tuple(a.shape) for a in arrays))
         graph = self._graphs.get(shape)
         if graph is not None:
             self._graphs.move_to_end(shape)
