@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
@@ -197,34 +196,3 @@ class MediaPrompt:
     inputs: list[MediaInputs] = field(default_factory=list)
     rope_positions: np.ndarray | None = None
     rope_delta: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class VideoFrames:
-    """A decoded video.
-
-    Attributes:
-        frames: ``[num_frames, height, width, 3]`` uint8.
-        fps: Frames of these a second of the video.
-    """
-
-    frames: np.ndarray
-    fps: float = 1.0
-
-    @cached_property
-    def timestamps(self) -> np.ndarray:
-        """``[num_frames]`` float64: seconds from the beginning."""
-        return np.arange(len(self.frames)) / self.fps
-
-
-@dataclass(frozen=True, eq=False)
-class AudioClip:
-    """A decoded sound.
-
-    Attributes:
-        samples: ``[num_samples]`` float32, one channel.
-        rate: Samples a second.
-    """
-
-    samples: np.ndarray
-    rate: int

@@ -237,7 +237,8 @@ def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalMo
 
     vlm = load_model(path)
     try:
-        processor = load_processor(path, add_detokenizer=False)
+        # (mlx-vlm's default is to run code that comes with a checkpoint.)
+        processor = load_processor(path, add_detokenizer=False, trust_remote_code=False)
         image_processor = load_image_processor(path)
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error).strip().splitlines()
