@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
@@ -23,7 +26,8 @@ from support.media_parity import (
 )
 
 from mlx_paged.model.media import MediaFeatures, MediaRows, StepMedia
-from mlx_paged.model.media_families import MEDIA_FAMILIES
+from mlx_paged.model.media_families import MEDIA_FAMILIES, MLX_VLM_VERSION
+from mlx_paged.model.multimodal import installed_version
 from mlx_paged.model.plan import StepInputs
 
 TOLERANCE = 1e-5  # RMS of the log-probabilities' difference over theirs, float32
@@ -173,3 +177,21 @@ def test_what_a_model_does_not_take_is_refused(qwen3: Case) -> None:
 def test_a_step_without_media_uploads_nothing() -> None:
     media = MediaRows.of(StepMedia(np.zeros(0, np.int32), None, None))
     assert media == MediaRows(None, None, None)
+
+
+def test_one_version_of_mlx_vlm_is_named_everywhere() -> None:
+    root = Path(__file__).resolve().parents[2]
+    assert f"\nMLX_VLM := {MLX_VLM_VERSION}\n" in (root / "Makefile").read_text()
+    pyproject = (root / "pyproject.toml").read_text()
+    assert f"pip install --no-deps mlx-vlm=={MLX_VLM_VERSION}`" in pyproject
+    assert installed_version() == MLX_VLM_VERSION
+
+
+def test_mlx_vlm_is_not_imported_before_a_multimodal_model_is_loaded() -> None:
+    code = (
+        "import sys, mlx_paged\n"
+        "from mlx_paged.model import loader, media_processor, multimodal\n"
+        "found = [m for m in ('mlx_vlm', 'av') if m in sys.modules]\n"
+        "assert not found, found\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
