@@ -1,4 +1,4 @@
-"""Modules of mlx-lm that need another forward in a flat step, by class.
+"""Modules of mlx-lm and mlx-vlm that need another forward in a flat step, by class.
 
 Most model code runs unchanged. These compute attention themselves, or positions on the host; each
 function here is what the module computes, for rows that are one token each. Outside of a step the
@@ -89,6 +89,20 @@ def llama4_model(self: Any, inputs: mx.array, cache: Any = None) -> mx.array:
     return self.norm(h)
 
 
+def mlx_vlm_llama4_model(
+    self: Any,
+    input_ids: mx.array,
+    input_embeds: mx.array | None = None,
+    mask: Any = None,
+    cache: Any = None,
+) -> mx.array:
+    """Llama 4 of mlx-vlm: likewise, also with embeddings instead of tokens."""
+    h = self.embed_tokens(input_ids) if input_embeds is None else input_embeds
+    for layer, layer_cache in zip(self.layers, cache):
+        h = layer(h, None, cache=layer_cache)
+    return self.norm(h)
+
+
 def gpt_bigcode_model(self: Any, inputs: mx.array, cache: Any = None) -> mx.array:
     """GPT BigCode: learned positions, one for each row."""
     h = self.wte(inputs) + self.wpe(cache[0].offset[:, None])
@@ -133,6 +147,8 @@ _ADAPTED: dict[str, Callable[..., Any]] = {
     "gpt_bigcode.GPTBigCodeModel": gpt_bigcode_model,
     "llama4.Attention": llama4_attention,
     "llama4.LlamaModel": llama4_model,
+    "mlx_vlm.llama4.Attention": llama4_attention,
+    "mlx_vlm.llama4.LlamaModel": mlx_vlm_llama4_model,
     "plamo.Attention": plamo_attention,
 }
 
@@ -162,9 +178,16 @@ def context_limit(model: nn.Module) -> int | None:
 
 
 def _kind(module: nn.Module) -> str:
-    """Module and class of mlx-lm, without the package; empty for modules of other packages."""
+    """Module and class of mlx-lm, without the package; empty for modules of other packages.
+
+    Of mlx-vlm: "mlx_vlm", the family's package, and the class.
+    """
     package, _, name = type(module).__module__.rpartition(".")
-    return f"{name}.{type(module).__qualname__}" if package == "mlx_lm.models" else ""
+    if package == "mlx_lm.models":
+        return f"{name}.{type(module).__qualname__}"
+    if package.startswith("mlx_vlm.models."):
+        return f"mlx_vlm.{package.split('.')[2]}.{type(module).__qualname__}"
+    return ""
 
 
 def _during_steps(

@@ -147,7 +147,7 @@ class MediaInputs:
     Attributes:
         kind: What the item is.
         arrays: By the names that mlx-vlm's model takes them; read only.
-        token_ids: ``[span]`` int32: the prompt's tokens from the item's first to its last row.
+        token_ids: ``[num_tokens]`` int32: what the processor made of the item's placeholder.
         rows: ``[num_rows]`` int32: which of these are rows.
     """
 
