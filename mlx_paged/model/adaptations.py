@@ -103,6 +103,37 @@ def mlx_vlm_llama4_model(
     return self.norm(h)
 
 
+def qwen3_omni_language_model(
+    self: Any,
+    inputs: mx.array,
+    inputs_embeds: mx.array | None = None,
+    cache: Any = None,
+    position_ids: mx.array | None = None,
+    visual_pos_masks: mx.array | None = None,
+    deepstack_visual_embeds: Any = (),
+) -> Any:
+    """Qwen 3 Omni of mlx-vlm: without evaluating every fourth layer while it is built.
+
+    Args:
+        visual_pos_masks: ``[m, 1]``: the rows that each of `deepstack_visual_embeds` is added to.
+    """
+    from mlx_vlm.models.base import LanguageModelOutput
+
+    model = self.model
+    h = model.embed_tokens(inputs) if inputs_embeds is None else inputs_embeds
+    rotary = model.layers[0].self_attn.rotary_emb
+    turned = None if rotary.fused_apply else rotary(h, position_ids)
+    for i, (layer, layer_cache) in enumerate(zip(model.layers, cache)):
+        h = layer(h, None, layer_cache, position_ids, turned)
+        if i < len(deepstack_visual_embeds):
+            assert visual_pos_masks is not None
+            added = deepstack_visual_embeds[i].astype(h.dtype)
+            h = h.at[visual_pos_masks[:, 0], 0].add(added)
+    h = model.norm(h)
+    tied = self.args.tie_word_embeddings
+    return LanguageModelOutput(logits=model.embed_tokens.as_linear(h) if tied else self.lm_head(h))
+
+
 def gpt_bigcode_model(self: Any, inputs: mx.array, cache: Any = None) -> mx.array:
     """GPT BigCode: learned positions, one for each row."""
     h = self.wte(inputs) + self.wpe(cache[0].offset[:, None])
@@ -149,6 +180,7 @@ _ADAPTED: dict[str, Callable[..., Any]] = {
     "llama4.LlamaModel": llama4_model,
     "mlx_vlm.llama4.Attention": llama4_attention,
     "mlx_vlm.llama4.LlamaModel": mlx_vlm_llama4_model,
+    "mlx_vlm.qwen3_omni_moe.LanguageModel": qwen3_omni_language_model,
     "plamo.Attention": plamo_attention,
 }
 

@@ -82,6 +82,14 @@ def _qwen3_tower(vlm: Any, kind: Kind, arrays: Mapping[str, Any]) -> MediaFeatur
     return MediaFeatures(embeds, tuple(deepstack or ()))
 
 
+def _omni_tower(vlm: Any, kind: Kind, arrays: Mapping[str, Any]) -> MediaFeatures:
+    if kind == "audio":
+        names = ("input_features", "feature_attention_mask", "audio_feature_lengths")
+        given = {name: arrays[name] for name in names if name in arrays}
+        return MediaFeatures(vlm.thinker.get_audio_features(**given))
+    return _qwen3_tower(vlm.thinker, kind, arrays)
+
+
 def _one_crop_a_tile(arrays: dict[str, Any]) -> dict[str, Any]:
     """mlx-vlm looks at as many crops as there are tiles, up to one of zeros."""
     crops, tiles = arrays["images_spatial_crop"], arrays["pixel_values"].shape[1]
@@ -122,7 +130,23 @@ _FAMILIES = (
     MediaFamily("mistral3"),
     MediaFamily("idefics2"),
     MediaFamily("internvl_chat"),
-    MediaFamily("gemma4", atomic=_gemma4_atomic),
+    MediaFamily("gemma4", ("image", "video", "audio"), atomic=_gemma4_atomic),
+    # (mlx-vlm's generation leaves the scale of prompts' embeddings out, and has it in decodes.)
+    MediaFamily(
+        "gemma3n",
+        ("image", "audio"),
+        embeds=lambda vlm, tokens: (
+            _embed_tokens(vlm, tokens) * vlm.language_model.model.hidden_size**0.5
+        ),
+    ),
+    MediaFamily(
+        "qwen3_omni_moe",
+        ("image", "video", "audio"),
+        uses_rope_positions=True,
+        takes_positions=True,
+        embeds=_embed_tokens,
+        tower=_omni_tower,
+    ),
     MediaFamily("paligemma", atomic=_paligemma_atomic, sees_whole_prompt=True),
     MediaFamily("aya_vision"),
     MediaFamily("llama4"),
@@ -147,6 +171,10 @@ MEDIA_REFUSED: dict[str, str] = {
     "llava_next": (
         "mlx-vlm's forward of it takes the first picture only, and not in the layout of tiles that "
         "its processor counts"
+    ),
+    "phi4mm": (
+        "mlx-vlm gives its language model other weights (LoRA) for pictures and for sounds, so "
+        "that requests cannot share a step"
     ),
     "florence2": "it is an encoder-decoder model, whose decoder attends to an encoder's output",
     "diffusion_gemma": "it makes text by diffusion, not token by token",

@@ -133,7 +133,7 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
     def _merged(self, tokens: mx.array, rows: mx.array, features: MediaFeatures) -> dict[str, Any]:
         """What the language model takes instead of tokens, where some rows have features."""
         if self.family.embeds is not None:
-            text = {"inputs_embeds": self.family.embeds(self.vlm, tokens)}
+            text: Mapping[str, Any] = {"inputs_embeds": self.family.embeds(self.vlm, tokens)}
         else:
             text = self.vlm.get_input_embeddings(tokens, None).to_dict()
         # New arrays: some models scale what they are given in place.
@@ -141,7 +141,9 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
         embeds[rows, 0] = features.embeds.astype(embeds.dtype)
         merged: dict[str, Any] = {"inputs_embeds": embeds}
         if features.per_layer_inputs is not None:
-            per_layer = text["per_layer_inputs"]
+            per_layer = text.get("per_layer_inputs")
+            if per_layer is None:
+                per_layer = self.language_model.model.get_per_layer_inputs(tokens)
             per_layer[rows, 0] = features.per_layer_inputs.astype(per_layer.dtype)
             merged["per_layer_inputs"] = per_layer
         if features.deepstack:

@@ -17,7 +17,10 @@ import pytest
 
 pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed: make test installs it")
 
-from support.media_models import CASES, Case, Prompt, vary
+from mlx.utils import tree_flatten
+from mlx_lm.models import gemma3n as gemma3n_of_mlx_lm
+from mlx_lm.models.cache import make_prompt_cache
+from support.media_models import CASES, Case, Prompt, gemma3n, vary
 from support.media_parity import (
     MediaDriver,
     difference,
@@ -54,6 +57,32 @@ def test_mixed_steps_with_pictures_give_what_mlx_vlm_generates(
 
 def test_every_family_in_the_table_has_a_case() -> None:
     assert {case().module for case in CASES.values()} == MEDIA_FAMILIES.keys()
+
+
+def test_layers_of_gemma3n_that_share_keys_are_those_of_mlx_lm() -> None:
+    """mlx-vlm's own turn queries by positions behind the chunk, unlike Hugging Face's."""
+    case = gemma3n(num_shared=2)
+    vary(case.model)
+    language = case.model.language_model
+    config = {**vars(case.model.config.text_config), "rope_scaling": None}
+    model = gemma3n_of_mlx_lm.Model(
+        gemma3n_of_mlx_lm.ModelArgs(model_type="gemma3n", text_config=config)
+    )
+    weights = [
+        (f"model.language_model.{name.removeprefix('model.')}", weight)
+        for name, weight in tree_flatten(language.parameters())
+    ]
+    model.load_weights(weights, strict=True)
+    model.eval()
+    prompt = Prompt([list(range(11, 40))])
+    logits = model(mx.array([prompt.token_ids]), cache=make_prompt_cache(model))[0, -1]
+    driver = MediaDriver(paged(case))
+    found = driver.add(prompt)
+    driver.step([(found, 10)])
+    driver.step([(found, 19)])
+    expected = np.array(logits - mx.logsumexp(logits))
+    assert difference(found.logprobs[-1], expected) < TOLERANCE
+    assert difference(generated(case, prompt, 1)[1][0], expected) > 1e-3
 
 
 @pytest.fixture(scope="module")

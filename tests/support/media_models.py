@@ -22,7 +22,7 @@ from mlx.utils import tree_map_with_path
 from mlx_paged.model.media import MediaInputs
 from mlx_paged.model.rope_positions import Grid, rope_positions
 
-V, IMG, VIDEO, START = 200, 190, 191, 188
+V, IMG, VIDEO, SOUND, START = 200, 190, 191, 192, 188
 TEXT = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -93,6 +93,7 @@ class Case:
     axes: dict[str, int] = field(default_factory=dict)
     # Arrays of a whole prompt, where they are not those of its pictures put together.
     join: Callable[[Prompt], dict[str, Any]] | None = None
+    sound: Callable[[int], Item] | None = None
     most_pictures: int = 2
     only_pictures: bool = False  # prompts are one item each, and see each other as a whole
 
@@ -106,6 +107,14 @@ class Case:
             parts += [self.picture(seed), [189, *(20 + (seed * 7 + i) % 60 for i in range(9))]]
         return Prompt(parts)
 
+    def sounds(self, *seeds: int, picture: int | None = None) -> Prompt:
+        """Text, a sound for each seed with text behind it; and a picture before them."""
+        assert self.sound is not None
+        found = Prompt([[5, 6, 7]]) if picture is None else self.prompt(picture)
+        for seed in seeds:
+            found.parts += [self.sound(seed), [187, *(20 + (seed * 3 + i) % 60 for i in range(9))]]
+        return found
+
     def whole(self, prompt: Prompt) -> tuple[mx.array, mx.array | None, dict[str, Any]]:
         """What mlx-vlm takes: tokens, pixels, other arrays."""
         tokens = mx.array([prompt.short_ids])
@@ -116,8 +125,13 @@ class Case:
             joined = self.join(prompt)
             return tokens, joined.pop("pixel_values", None), joined
         joined = {
-            name: mx.array(np.concatenate([i.arrays[name] for i in items], self.axes.get(name, 0)))
-            for name in items[0].arrays
+            name: mx.array(
+                np.concatenate(
+                    [i.arrays[name] for i in items if name in i.arrays], self.axes.get(name, 0)
+                )
+            )
+            for item in items
+            for name in item.arrays
         }
         return tokens, joined.pop("pixel_values", None), joined
 
@@ -178,6 +192,10 @@ def _square(
     if between:
         ids = [*ids[: rows // 2], *between, *ids[rows // 2 :]]
     return Item(ids, arrays, rows=np.flatnonzero(np.array(ids) == token).astype(np.int32))
+
+
+def _noise(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def _vision(model_type: str, size: int = 28, **more: Any) -> dict[str, Any]:
@@ -495,7 +513,153 @@ def gemma4() -> Case:
         "default_output_length": 16,
         "position_embedding_size": 64,
     }
-    return _plain("gemma4", text, vision, lambda seed: _square(seed, size=128, rows=16))
+    m = package("gemma4")
+    audio = m.AudioConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        subsampling_conv_channels=(8, 4),
+        output_proj_dims=32,
+    )
+    case = _plain(
+        "gemma4",
+        text,
+        vision,
+        lambda seed: _square(seed, size=128, rows=16),
+        audio_config=audio,
+        audio_token_id=SOUND,
+    )
+
+    def sound(seed: int) -> Item:
+        arrays = {
+            "input_features": _noise(seed, 1, 32, 128),
+            "input_features_mask": np.ones((1, 32), dtype=bool),
+        }
+        return Item([SOUND] * 8, arrays, "audio", np.arange(8, dtype=np.int32))
+
+    case.sound = sound
+    return case
+
+
+def gemma3n(*, num_shared: int = 0) -> Case:
+    """(mlx-vlm's own layers that share keys turn queries by positions behind the chunk.)
+
+    (The picture tower is one of 300 M parameters whatever the config says: another is here.)
+    """
+    m = package("gemma3n")
+    text = {
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "vocab_size_per_layer_input": V,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+        "sliding_window": 16,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": num_shared,
+        "intermediate_size": [96] * 4,
+        "final_logit_softcapping": 30.0,
+        "altup_num_inputs": 2,
+    }
+
+    class Tower(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 32, 14, 14)
+
+        def __call__(self, pixels: mx.array, output_hidden_states: bool = False) -> mx.array:
+            return self.conv(pixels.transpose(0, 2, 3, 1))
+
+    inner = importlib.import_module("mlx_vlm.models.gemma3n.gemma3n")
+    tower, inner.VisionModel = inner.VisionModel, Tower
+    audio = m.AudioConfig(
+        input_feat_size=32,
+        hidden_size=32,
+        conf_num_attention_heads=2,
+        conf_num_hidden_layers=2,
+        sscp_conv_channel_size=(8, 4),
+        vocab_size=8,
+        vocab_offset=V - 8,  # (padding of sounds is the last token)
+    )
+    try:
+        case = _plain(
+            "gemma3n",
+            text,
+            {"model_type": "gemma3n_vision", "hidden_size": 32, "vocab_size": 8},
+            lambda seed: _square(seed, size=56, rows=16),
+            audio_config=audio,
+            audio_token_id=SOUND,
+            vision_soft_tokens_per_image=16,
+            audio_soft_tokens_per_image=12,
+        )
+    finally:
+        inner.VisionModel = tower
+    case.model.embed_vision.vocab_offset = 1000
+    base = type(case.model)
+
+    def scaled(self: Any, input_ids: mx.array, *args: Any, **kwargs: Any) -> Any:
+        """(mlx-vlm leaves this out for prompts, and has it for the tokens that follow.)"""
+        found = base.get_input_embeddings(self, input_ids, *args, **kwargs)
+        text = (input_ids != IMG) & (input_ids != SOUND)
+        found.inputs_embeds = mx.where(text[..., None], 8.0, 1.0) * found.inputs_embeds
+        return found
+
+    case.model.__class__ = type(base.__name__, (base,), {"get_input_embeddings": scaled})
+
+    def sound(seed: int) -> Item:
+        arrays = {
+            "input_features": _noise(seed, 1, 64, 32),
+            "input_features_mask": np.arange(64)[None] < 50,
+        }
+        return Item([SOUND] * 12, arrays, "audio", np.arange(12, dtype=np.int32))
+
+    case.sound = sound
+    return case
+
+
+def qwen3_omni_moe() -> Case:
+    m = package("qwen3_omni_moe")
+    text = {
+        **TEXT,
+        **_EXPERTS,
+        "head_dim": 16,
+        "rope_theta": 1e4,
+        "max_position_embeddings": 1000,
+        "rope_scaling": _MROPE,
+    }
+    thinker = m.config.ThinkerConfig.from_dict(
+        {
+            "text_config": text,
+            "vision_config": {
+                **_QWEN3_VISION,
+                "deepstack_visual_indexes": [0, 1],
+            },
+            "audio_config": {
+                "d_model": 32,
+                "encoder_layers": 2,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 48,
+                "num_mel_bins": 16,
+                "output_dim": 64,
+                "downsample_hidden_size": 8,
+            },
+            "image_token_id": IMG,
+            "video_token_id": VIDEO,
+            "audio_token_id": SOUND,
+            "vision_start_token_id": START,
+        }
+    )
+    config = m.ModelConfig(thinker, None, None, enable_audio_output=False)
+
+    def sound(seed: int) -> Item:
+        arrays = {
+            "input_features": _noise(seed, 1, 16, 96),
+            "audio_feature_lengths": np.array([96]),
+        }
+        return Item([SOUND] * 12, arrays, "audio", np.arange(12, dtype=np.int32))
+
+    return Case(m.Model(config), "qwen3_omni_moe", _patches, sound=sound)
 
 
 def paligemma() -> Case:
@@ -817,6 +981,8 @@ CASES: dict[str, Callable[[], Case]] = {
         idefics2,
         internvl_chat,
         gemma4,
+        gemma3n,
+        qwen3_omni_moe,
         paligemma,
         aya_vision,
         llama4,

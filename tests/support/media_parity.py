@@ -176,6 +176,8 @@ def differences(case: Case, *, count: int = 5, chunk: int = 7) -> dict[str, floa
         del prompts["two pictures"]
     if case.only_pictures:
         del prompts["text"]
+    if case.sound is not None:
+        prompts |= {"sound": case.sounds(1), "picture and sound": case.sounds(2, picture=3)}
     longest = max(len(prompt.token_ids) for prompt in prompts.values())
     # (A tower may make hundreds of rows; prompts that see each other are not cut.)
     chunk = longest if case.only_pictures else max(chunk, longest // 12)
