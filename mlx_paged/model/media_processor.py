@@ -242,6 +242,8 @@ class MediaModel:
                     f"{len(given[kind])}"
                 )
         items = {kind: iter(found) for kind, found in given.items()}
+        if self.family.sees_whole_prompt and places:
+            return self._whole(text, places, items)
         expanded = [(kind, self._expand(kind, next(items[kind]))) for _, _, kind in places]
         if self._recipe.text is not None:
             tokens, offsets = self._with_texts(text, places, expanded)
@@ -251,10 +253,6 @@ class MediaModel:
         for offset, (kind, item) in zip(offsets, expanded):
             length = int(item.rows[-1] - item.rows[0]) + 1
             rows = offset + item.rows - item.rows[0]
-            if self.family.sees_whole_prompt:
-                if len(expanded) > 1:
-                    raise ValueError(f"the model takes one {kind} a prompt but got {len(expanded)}")
-                offset, length = 0, len(tokens)
             spans.append(Span(offset, length, rows.astype(np.int32), kind))
             inputs.append(item.inputs)
         result = MediaPrompt(tokens, spans, inputs)
@@ -262,6 +260,17 @@ class MediaModel:
             return result
         positions, delta = rope_positions(len(tokens), self._grids(spans, inputs))
         return replace(result, rope_positions=positions, rope_delta=delta)
+
+    def _whole(
+        self, text: str, places: Sequence[tuple[int, int, Kind]], items: Mapping[Kind, Any]
+    ) -> MediaPrompt:
+        """A prompt whose only item has all of it as its span."""
+        kind = places[0][2]
+        if len(places) > 1:
+            raise ValueError(f"the model takes one {kind} a prompt but got {len(places)}")
+        item = self._expand(kind, next(items[kind]), marker=text).inputs
+        tokens = item.token_ids.tolist()
+        return MediaPrompt(tokens, [Span(0, len(tokens), item.rows, kind)], [item])
 
     # Text.
 
@@ -271,7 +280,7 @@ class MediaModel:
         return getattr(self._processor, "tokenizer", self._processor)
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        for processor in (self._processor, self.tokenizer):
+        for processor in (self.tokenizer, self._processor):
             if getattr(processor, "chat_template", None):
                 return processor.apply_chat_template(
                     [dict(message) for message in messages],
@@ -360,10 +369,10 @@ class MediaModel:
 
     # Items.
 
-    def _expand(self, kind: Kind, item: Any) -> _Expanded:
-        """Runs the processor for one item and its placeholder alone."""
-        marker = self.placeholder(kind)
-        output = self._recipe.call(self._processor, kind, marker, item, self.options)
+    def _expand(self, kind: Kind, item: Any, *, marker: str | None = None) -> _Expanded:
+        """Runs the processor for one item and its placeholder alone, or another text with it."""
+        text = self.placeholder(kind) if marker is None else marker
+        output = self._recipe.call(self._processor, kind, text, item, self.options)
         made = _one_row(output["input_ids"])
         arrays = {
             name: _as_numpy(value)

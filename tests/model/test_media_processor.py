@@ -65,7 +65,7 @@ def media_of(model: LoadedModel) -> MediaModel:
     return model.media
 
 
-@pytest.mark.parametrize("name", sorted(CHECKPOINTS))
+@pytest.mark.parametrize("name", sorted(set(CHECKPOINTS) - {"paligemma"}))
 def test_a_prompt_is_what_the_processor_makes_of_it_as_a_whole(
     name: str, loaded: Callable[[str], LoadedModel]
 ) -> None:
@@ -81,7 +81,7 @@ def test_a_prompt_is_what_the_processor_makes_of_it_as_a_whole(
     arrays = {
         key: value if isinstance(value, mx.array) else mx.array(np.array(value))
         for key, value in whole.items()
-        if key not in ("input_ids", "attention_mask")
+        if key not in ("input_ids", "attention_mask", "mm_token_type_ids")
     }
     pixels = arrays.pop("pixel_values")
     tokens = mx.array([prompt.token_ids])
@@ -93,6 +93,7 @@ def test_a_prompt_is_what_the_processor_makes_of_it_as_a_whole(
         made = item.token_ids[item.rows[0] : item.rows[-1] + 1].tolist()
         assert prompt.token_ids[span.offset : span.offset + span.length] == made
         features = model.model.encode(item)
+        assert media.is_atomic("image") == (name == "gemma3")
         rows = expected.inputs_embeds[0][mx.array(span.rows)]
         assert mx.allclose(features.embeds, rows, atol=1e-5).item()
     assert len(prompt.spans) == 2
@@ -104,7 +105,8 @@ def test_a_prompt_is_what_the_processor_makes_of_it_as_a_whole(
         assert prompt.rope_positions is None
 
 
-@pytest.mark.parametrize("name", sorted(CHECKPOINTS))
+# (PaliGemma's prompts see themselves as a whole; without a picture they are causal here.)
+@pytest.mark.parametrize("name", sorted(set(CHECKPOINTS) - {"paligemma"}))
 def test_a_text_alone_is_served_by_the_engine(
     name: str, loaded: Callable[[str], LoadedModel]
 ) -> None:
@@ -167,6 +169,37 @@ def test_frames_of_qwen3_have_their_times_between_them(
     )
     assert np.array_equal(prompt.rope_positions, np.array(positions)[:, 0])
     assert prompt.rope_delta == deltas.item()
+
+
+def test_a_prompt_that_sees_itself_as_a_whole_is_one_span(
+    loaded: Callable[[str], LoadedModel],
+) -> None:
+    model = loaded("paligemma")
+    media = media_of(model)
+    prompt = media.process("<image>what is this", images=[picture(1)])
+    whole = media._processor(text=["<image>what is this"], images=[picture(1)])
+    assert prompt.token_ids == np.array(whole["input_ids"]).reshape(-1).tolist()
+    [span] = prompt.spans
+    assert (span.offset, span.length) == (0, len(prompt.token_ids))
+    assert len(span.rows) == 16
+    assert media.is_atomic("image")
+    assert model.model.encode(prompt.inputs[0]).embeds.shape == (16, 32)
+    with pytest.raises(ValueError, match="one image a prompt but got 2"):
+        media.process("<image><image>", images=[picture(1), picture(2)])
+
+
+def test_a_sound_is_as_long_as_its_rows(loaded: Callable[[str], LoadedModel]) -> None:
+    model = loaded("gemma4")
+    media = media_of(model)
+    assert media.sampling_rate == 16_000
+    samples = np.random.default_rng(0).standard_normal(8_000).astype(np.float32)
+    clips = [SimpleNamespace(samples=samples[:n], rate=16_000) for n in (8_000, 4_000)]
+    prompt = media.process("a<|audio|>b<|audio|>", audios=clips)
+    assert [len(span.rows) for span in prompt.spans] == [13, 7]  # 40 ms each
+    for span, item in zip(prompt.spans, prompt.inputs):
+        features = model.model.encode(item)
+        assert features.embeds.shape == (len(span.rows), 32)
+        assert features.per_layer_inputs is not None
 
 
 def test_placeholders_must_be_as_many_as_items(loaded: Callable[[str], LoadedModel]) -> None:
