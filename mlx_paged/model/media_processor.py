@@ -13,7 +13,7 @@ import inspect
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,14 @@ def _gemma3_marker(processor: Any, kind: Kind, index: int) -> str:
     return str(processor.boi_token)
 
 
+def _phi3_marker(processor: Any, kind: Kind, index: int) -> str:
+    return f"<|image_{index}|>"
+
+
+def _negative(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
+    return np.flatnonzero(np.array(tokens) < 0)
+
+
 def _qwen3_marker(processor: Any, kind: Kind, index: int) -> str:
     if kind == "video":  # frames with their times take the place of all three
         return f"{processor.vision_start_token}{processor.video_token}{processor.vision_end_token}"
@@ -56,7 +64,7 @@ def _qwen3_marker(processor: Any, kind: Kind, index: int) -> str:
 def _call_processor(
     processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    given: dict[str, Any] = {"text": [marker], **options}
+    given: dict[str, Any] = {"text": [marker], "return_tensors": "np", **options}
     if kind == "image":
         given["images"] = [item]
     elif kind == "video":
@@ -241,7 +249,7 @@ class MediaModel:
                     f"the prompt has placeholders for {counts[kind]} {_PLURAL[kind]} but there are "
                     f"{len(given[kind])}"
                 )
-        items = {kind: iter(found) for kind, found in given.items()}
+        items: dict[Kind, Iterator[Any]] = {kind: iter(given[kind]) for kind in KINDS}
         if self.family.sees_whole_prompt and places:
             return self._whole(text, places, items)
         expanded = [(kind, self._expand(kind, next(items[kind]))) for _, _, kind in places]
@@ -262,7 +270,10 @@ class MediaModel:
         return replace(result, rope_positions=positions, rope_delta=delta)
 
     def _whole(
-        self, text: str, places: Sequence[tuple[int, int, Kind]], items: Mapping[Kind, Any]
+        self,
+        text: str,
+        places: Sequence[tuple[int, int, Kind]],
+        items: Mapping[Kind, Iterator[Any]],
     ) -> MediaPrompt:
         """A prompt whose only item has all of it as its span."""
         kind = places[0][2]

@@ -675,6 +675,85 @@ def internvl_chat() -> Checkpoint:
     )
 
 
+def llama4() -> Checkpoint:
+    special = ["<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>"]
+    special += ["<|tile_x_separator|>", "<|tile_y_separator|>"]
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "llama4",
+            "image_token_index": ids["<|patch|>"],
+            "text_config": {
+                "model_type": "llama4_text",
+                **_TEXT,
+                "head_dim": 16,
+                "intermediate_size_mlp": 48,
+                "num_local_experts": 4,
+                "attention_chunk_size": 64,
+                "interleave_moe_layer_step": 2,
+                "no_rope_layers": [1, 1],
+            },
+            "vision_config": {
+                **_SIGLIP,
+                "model_type": "llama4_vision_model",
+                "initializer_range": 0.02,
+                "norm_eps": 1e-5,
+                "pixel_shuffle_ratio": 0.5,
+                "projector_dropout": 0.0,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+                "rope_theta": 10000,
+                "vision_feature_layer": -1,
+                "vision_feature_select_strategy": "default",
+                "vision_output_dim": 32,
+                "intermediate_size": 64,
+            },
+        },
+        special=special,
+        marks={"image": "<|image|>"},
+        processor={"size": {"height": 56, "width": 56}, "max_patches": 1},
+    )
+
+
+def aya_vision() -> Checkpoint:
+    special = ["<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>"]
+    special += ["<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL"]
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "aya_vision",
+            "image_token_index": ids["<|IMG_PATCH|>"],
+            "text_config": {
+                "model_type": "cohere2",
+                **_TEXT,
+                "head_dim": 16,
+                "sliding_window": 64,
+                "sliding_window_pattern": 2,
+            },
+            "vision_config": {"model_type": "siglip_vision_model", **_SIGLIP},
+            "alignment_intermediate_size": 32,
+        },
+        special=special,
+        marks={"image": "<image>"},
+        processor={
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "processor_class": "AyaVisionProcessor",
+            "size": {"height": 56, "width": 56},
+            "crop_to_patches": True,
+            "min_patches": 1,
+            "max_patches": 4,
+            **_NORMALIZED,
+        },
+        more={
+            "processor_config.json": {
+                "processor_class": "AyaVisionProcessor",
+                "patch_size": 14,
+                "img_size": 56,
+                "downsample_factor": 2,
+                "image_token": "<image>",
+            }
+        },
+    )
+
+
 CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
     make.__name__: make
     for make in (
@@ -695,5 +774,7 @@ CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
         lfm2_vl,
         idefics2,
         internvl_chat,
+        llama4,
+        aya_vision,
     )
 }
