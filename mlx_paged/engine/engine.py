@@ -165,7 +165,7 @@ class Engine:
         #: Numbers of an embedding before `dimensions` cuts it; None where the engine generates.
         self.hidden_size = getattr(self._runner, "hidden_size", None)
         sizes, activations = memory.allocate_pools(
-            self._runner, kv_config, self.config, model_limit
+            self._runner, kv_config, self.config, model_limit, model.media
         )
         self._cache_limit = memory.limit_buffer_cache(
             activations, self.pool_bytes, 4 * self.config.max_num_seqs * model.vocab_size
