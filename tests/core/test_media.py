@@ -252,6 +252,20 @@ def test_ids_that_are_all_given_out_begin_anew(overlap: bool) -> None:
 
 
 @OVERLAP
+def test_who_waits_while_ids_begin_anew_gets_new_ones(overlap: bool) -> None:
+    engine = make(overlap=overlap, max_num_seqs=1)
+    engine.scheduler.kv.media_ids = MediaIds(num_ids=18)
+    run(engine, asked("a", picture("a", 0)), asked("b", picture("b", 0)))
+    # "c" takes the last ids, "d" makes all begin anew, and "e" is given those that "c" had.
+    requests = [asked(name, picture(name, 0)) for name in "cde"]
+    for each in requests:
+        engine.scheduler.add(each)
+    engine.run()
+    check_outputs(engine, *requests)
+    assert [cached(each) for each in requests] == [[0], [3], [3]]
+
+
+@OVERLAP
 def test_answers_of_one_request_fork_a_prompt_that_ends_with_a_picture(overlap: bool) -> None:
     engine = make(overlap=overlap, encoder_cache_bytes=1)
     for atomic in (False, True):
@@ -370,7 +384,10 @@ def test_a_new_scheduler_names_the_pictures_anew() -> None:
         for seq in each.sequences:
             seq.status = type(seq.status).WAITING
     again.scheduler.restore([r for r in requests if not r.is_finished])
-    run(again, asked("new", picture("0", 0)), asked("strange", picture("someone else's", 0)))
+    new, strange = asked("new", picture("0", 0)), asked("strange", picture("someone else's", 0))
+    run(again, new, strange)
+    check_outputs(again, new, strange)
+    assert cached(new) == [10] and cached(strange)[0] <= 3
     for each in requests:
         tokens = list(each.sequences[0].tokens[each.num_prompt_tokens :])
         fresh = make()

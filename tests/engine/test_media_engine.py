@@ -376,6 +376,7 @@ def _spoiled(**changes: Any) -> Prepared:
         (_spoiled(prompt={"token_ids": [1, 2]}), "media"),
         (_spoiled(spans=()), "media.spans"),
         (_spoiled(spans=[]), "media"),
+        (_spoiled(spans=("a span",)), "media.spans"),
         (_spoiled(prompt={"inputs": []}), "media.spans"),
         (_spoiled(span={"offset": 2}), "media.spans"),
         (_spoiled(span={"num_rows": 3}), "media.spans"),
