@@ -1,0 +1,1 @@
+"""Pictures, clips and sounds in prompts."""
