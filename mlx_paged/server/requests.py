@@ -571,7 +571,7 @@ def conversation_of(body: ChatBody | TokenizeBody, io: IoOptions | None = None) 
     )
 
 
-def template_message(message: Message, index: int, io: IoOptions) -> dict[str, Any]:
+def template_message(message: Message, index: int, io: IoOptions | None = None) -> dict[str, Any]:
     """A message of a `Conversation`: its content is one text, or texts and media.
 
     Raises:
