@@ -2,6 +2,7 @@
 
 from mlx_paged.core.block_pool import NULL_BLOCK, BlockPool
 from mlx_paged.core.config import SchedulerConfig, SchedulingPolicy
+from mlx_paged.core.encoder_cache import EncoderCacheStats, ScheduledMedia
 from mlx_paged.core.kv_cache_groups import (
     BlockCopy,
     BlockTables,
@@ -11,6 +12,7 @@ from mlx_paged.core.kv_cache_groups import (
     WindowGroupSpec,
 )
 from mlx_paged.core.kv_manager import KVCounters, KVManager, KVUsage
+from mlx_paged.core.media import MediaSpan, PromptMedia
 from mlx_paged.core.outputs import (
     IN_FLIGHT_TOKEN,
     ScheduledSequence,
@@ -27,15 +29,19 @@ __all__ = [
     "BlockCopy",
     "BlockPool",
     "BlockTables",
+    "EncoderCacheStats",
     "FinishReason",
     "KVCounters",
     "KVManager",
     "KVUsage",
+    "MediaSpan",
     "PrefixMatch",
     "PrefixNode",
     "PrefixQuery",
     "PrefixTree",
+    "PromptMedia",
     "Request",
+    "ScheduledMedia",
     "ScheduledSequence",
     "Scheduler",
     "SchedulerConfig",

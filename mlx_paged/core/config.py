@@ -34,6 +34,11 @@ class SchedulerConfig:
         policy: "fcfs" or "priority".
         watermark: Share of the blocks that admission leaves free for the growth of what runs.
         max_num_waiting: `add` refuses a request when this many sequences wait; None never refuses.
+        max_num_encoder_tokens: Most rows of media items that one step encodes; an item that has
+            more is encoded alone. None means `max_num_batched_tokens`.
+        encoder_cache_bytes: Most bytes of features that are kept; an item that has more is held
+            alone.
+        encoder_bytes_per_row: An estimate for features that have not been made yet.
     """
 
     max_num_seqs: int = 256
@@ -44,6 +49,9 @@ class SchedulerConfig:
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     watermark: float = 0.01
     max_num_waiting: int | None = None
+    max_num_encoder_tokens: int | None = None
+    encoder_cache_bytes: int = 1 << 29
+    encoder_bytes_per_row: int = 1 << 13
 
     def __post_init__(self) -> None:
         try:
@@ -78,6 +86,10 @@ class SchedulerConfig:
             raise InvalidParameterError("watermark", "in [0, 1)", self.watermark)
         if self.max_num_waiting is not None and self.max_num_waiting < 1:
             raise InvalidParameterError("max_num_waiting", "at least 1", self.max_num_waiting)
+        for name in ("max_num_encoder_tokens", "encoder_cache_bytes", "encoder_bytes_per_row"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidParameterError(name, "at least 1", value)
 
     @property
     def long_prefill_threshold(self) -> int:

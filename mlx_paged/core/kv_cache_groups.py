@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mlx_paged.core.block_pool import NULL_BLOCK, BlockPool
+from mlx_paged.core.media import outside
 from mlx_paged.core.prefix_tree import (
     TOKEN_BYTES,
     PrefixNode,
@@ -174,9 +175,11 @@ class BlockTables:
         exported: What `export` returns next; None where a table has changed since the last time.
         owner: The sequence that has these tables.
         prompt: The tokens that it looked for when it was admitted (`PrefixQuery.tokens`).
+        atomic: Spans that are computed in one step (`PrefixQuery.atomic`).
     """
 
     __slots__ = (
+        "atomic",
         "attention",
         "exported",
         "num_cached_tokens",
@@ -188,10 +191,17 @@ class BlockTables:
         "tokens",
     )
 
-    def __init__(self, tokens: Sequence[int], owner: Any = None, prompt: bytes = b"") -> None:
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        owner: Any = None,
+        prompt: bytes = b"",
+        atomic: Sequence[tuple[int, int]] = (),
+    ) -> None:
         self.tokens = tokens
         self.owner = owner
         self.prompt = prompt
+        self.atomic = atomic
         self.tip: PrefixNode | None = None
         self.attention: list[BlockTable] = []
         self.state: StateSlot | None = None
@@ -447,7 +457,8 @@ class AttentionGroup(KVCacheGroup):
         self._first_visible = None if spec is None else spec.first_visible
         # Most blocks that a row sees.
         self.view_blocks = None if spec is None else (spec.span + block_size - 2) // block_size + 1
-        self._copying: list[BlockTable] = []  # whose copies the step being built makes
+        self._copying: list[BlockTable] = []  # whose copies the step being built makes,
+        self._deferred: list[BlockTable] = []  # and those that a later one makes
         self.num_deduplicated = 0
 
     @property
@@ -546,6 +557,21 @@ class AttentionGroup(KVCacheGroup):
             self.pool.release(table.copy_source)
             table.copy_source = None
             self._copying = [other for other in self._copying if other is not table]
+            self._deferred = [other for other in self._deferred if other is not table]
+
+    def defer_copy(self, tables: BlockTables) -> None:
+        """The copy that `reserve` prepared is left to a later step."""
+        table = self._table(tables)
+        if table.copy_source is not None:
+            self._copying = [other for other in self._copying if other is not table]
+            self._deferred.append(table)
+
+    def resume_copy(self, tables: BlockTables) -> None:
+        """The step being built makes a copy that was deferred, if there is one."""
+        table = self._table(tables)
+        if any(other is table for other in self._deferred):
+            self._deferred = [other for other in self._deferred if other is not table]
+            self._copying.append(table)
 
     def make_room_for(self, tables: BlockTables, headroom: int) -> bool:
         table = self._table(tables)
@@ -648,8 +674,9 @@ class AttentionGroup(KVCacheGroup):
             if any(table.blocks[: table.first]) or NULL_BLOCK in table.live:
                 raise IntegrityError("block 0 is not just what slid out of a window")
             _check_path(tables, table, self.number)
-        if copying != len(self._copying):
-            raise IntegrityError(f"{copying} copies are due, but {len(self._copying)} will be made")
+        num_copies = len(self._copying) + len(self._deferred)
+        if copying != num_copies:
+            raise IntegrityError(f"{copying} copies are due, but {num_copies} will be made")
         return references
 
 
@@ -712,8 +739,11 @@ class StateGroup(KVCacheGroup):
             self.pool.retain(slot)
             self._passed.discard(slot)
         last = (len(tables.tokens) - 1) // self.block_size
-        due = {last, min(last, source.num_known_blocks)}
-        positions = {depth * self.block_size for depth in due if depth > num_full}
+        due = {
+            self._boundary(tables, depth * self.block_size)
+            for depth in (last, min(last, source.num_known_blocks))
+        }
+        positions = {position for position in due if position > num_full * self.block_size}
         tables.state = StateSlot(slot, positions, num_full * self.block_size)
         self._num_sequences += 1
 
@@ -736,9 +766,17 @@ class StateGroup(KVCacheGroup):
             return start
         end = min([num_tokens, *(due for due in state.due if due > start)])
         if end < len(tables.tokens):
-            aligned = end // self.block_size * self.block_size
+            aligned = self._boundary(tables, end)
             end = aligned if aligned > start else end
         return end
+
+    def _boundary(self, tables: BlockTables, position: int) -> int:
+        """The last end of a block up to a position, where no atomic span is cut."""
+        while True:
+            aligned = position // self.block_size * self.block_size
+            position = outside(tables.atomic, aligned)
+            if position == aligned:
+                return aligned
 
     def can_cover_later(self, tables: BlockTables, num_tokens: int, num_scheduled: int) -> bool:
         return self.pool.num_available_later > 0
@@ -778,7 +816,7 @@ class StateGroup(KVCacheGroup):
         """
         state = self._state(running)
         common = running.num_equal(query)
-        end = common // self.block_size * self.block_size
+        end = self._boundary(running, common)
         if end <= state.num_scheduled:
             return any(depth * self.block_size <= end for depth, _ in state.pending)
         state.due.add(end)

@@ -40,6 +40,7 @@ from mlx_paged.core.kv_cache_groups import (
     StateMove,
     WindowGroupSpec,
 )
+from mlx_paged.core.media import MediaIds, outside
 from mlx_paged.core.prefix_tree import (
     NO_MATCH,
     TOKEN_BYTES,
@@ -125,6 +126,7 @@ class KVManager:
     Attributes:
         groups: All KV cache groups; `attention` are those with blocks, full attention first, then
             the windows in their order; `states` is the one with slots.
+        media_ids: What stands for media in the prefix tree.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class KVManager:
         if self.states is not None:
             self.groups += (self.states,)
         self.tree = PrefixTree(block_size, len(self.groups))
+        self.media_ids = MediaIds()
         self._has_full_attention_only = len(self.groups) == 1
         self._counters = KVCounters()
         self._sequences: set[BlockTables] = set()  # that hold blocks
@@ -183,8 +186,8 @@ class KVManager:
 
     def match(self, query: PrefixQuery) -> PrefixMatch:
         """The longest cached prefix that a new sequence can continue from, in every group."""
-        match = self._indexed(query)
-        return match if self._has_full_attention_only else self.limit(match)
+        match = self._continuable(query)
+        return self._cut(match, query) if query.atomic else match
 
     def num_indexed_blocks(self, query: PrefixQuery) -> int:
         """Leading full blocks that are indexed, whether or not every group can continue there."""
@@ -193,6 +196,28 @@ class KVManager:
     def _indexed(self, query: PrefixQuery) -> PrefixMatch:
         """The longest indexed prefix, whether or not every group can continue from there."""
         return self.tree.match(query) if self.enable_prefix_caching else NO_MATCH
+
+    def _continuable(self, query: PrefixQuery) -> PrefixMatch:
+        """The longest cached prefix, also in the middle of an atomic span."""
+        match = self._indexed(query)
+        return match if self._has_full_attention_only else self.limit(match)
+
+    def _cut(self, match: PrefixMatch, query: PrefixQuery) -> PrefixMatch:
+        """The part of a match that does not end in the middle of an atomic span."""
+        while True:
+            num_tokens = match.num_tokens(self.block_size)
+            end = outside(query.atomic, num_tokens)
+            if end == num_tokens:
+                return match
+            node = match.node
+            assert node is not None
+            depth, num_partial = divmod(end, self.block_size)
+            partial = None
+            if num_partial:
+                partial = match.partial if depth == node.depth else node.ancestor(depth + 1)
+            match = PrefixMatch(node.ancestor(depth), partial, num_partial)
+            if not self._has_full_attention_only:
+                match = self.limit(match)
 
     def limit(self, match: PrefixMatch) -> PrefixMatch:
         """The part of a match that every group can continue from."""
@@ -218,7 +243,7 @@ class KVManager:
         A sequence that waits for it need not compute that block. Where `tokens` ends inside the
         block, it must use at least half of it for the wait to be worthwhile.
         """
-        match = self.match(query) if self.states is None else self._indexed(query)
+        match = self._continuable(query) if self.states is None else self._indexed(query)
         if match.node is None:
             return None
         size, first = self.block_size, match.node.depth
@@ -317,15 +342,19 @@ class KVManager:
         assert len(tokens)
         query = PrefixQuery(tokens, salt) if query is None else query
         source = self._source(query, read_cache, fork_of, num_fork_tokens)
-        tables = BlockTables(tokens, owner, query.tokens)
-        for group in self.groups:
-            group.begin(tables, source)
+        tables = self._begin(tokens, query, owner, source)
         if not self._has_room(tables, headroom):
             # In a full pool the source of a copy may be the very block that is
             # missing. (A fork's windows may not reach back to where its copy begins.)
-            for attention in self.attention:
-                attention.drop_copy(tables)
-            source = source._replace(partial=None, num_partial_tokens=0)
+            num_full_blocks = source.num_full_blocks
+            source = self._without_copy(source, query)
+            if source.num_full_blocks == num_full_blocks:
+                for attention in self.attention:
+                    attention.drop_copy(tables)
+            else:
+                for group in self.groups:
+                    group.end(tables)
+                tables = self._begin(tokens, query, owner, source)
             is_fork = source.fork_of is not None and not self._has_full_attention_only
             if is_fork or not self._has_room(tables, headroom):
                 for group in self.groups:
@@ -343,6 +372,27 @@ class KVManager:
         tables.num_computed_tokens = tables.num_cached_tokens
         self._count_admission(tables, source.num_partial_tokens)
         return tables
+
+    def _begin(
+        self, tokens: Sequence[int], query: PrefixQuery, owner: Any, source: PrefixSource
+    ) -> BlockTables:
+        tables = BlockTables(tokens, owner, query.tokens, query.atomic)
+        for group in self.groups:
+            group.begin(tables, source)
+        return tables
+
+    def _without_copy(self, source: PrefixSource, query: PrefixQuery) -> PrefixSource:
+        """The same without a copy; it ends earlier where it would cut an atomic span."""
+        tip, depth, size = source.tip, source.num_full_blocks, self.block_size
+        while (end := outside(query.atomic, depth * size)) < depth * size:
+            depth = end // size
+            if source.fork_of is None and not self._has_full_attention_only:
+                assert tip is not None
+                tip = self.limit(PrefixMatch(tip.ancestor(depth), None, 0)).node
+                assert tip is not None
+                depth = tip.depth
+        tip = None if tip is None else tip.ancestor(depth)
+        return source._replace(num_full_blocks=depth, tip=tip, partial=None, num_partial_tokens=0)
 
     def _source(
         self,
@@ -365,6 +415,9 @@ class KVManager:
             )
             assert running is None or isinstance(running, BlockTables)
             fork_of, num_fork_tokens = running, start + num_tokens
+        if query.atomic:
+            match = self._cut(match, query)
+            num_fork_tokens = outside(query.atomic, num_fork_tokens)
         if (
             fork_of is not None
             and num_fork_tokens > match.num_tokens(size)
@@ -397,6 +450,29 @@ class KVManager:
         counters.num_cached_tokens += tables.num_cached_tokens
         counters.num_copied_tokens += num_copied
         counters.num_block_copies += num_copied > 0
+
+    def defer_copy(self, tables: BlockTables) -> None:
+        """A sequence has just been admitted, and is not part of the step being built: the copy that
+        it begins with is left to the step that it will be part of."""
+        for attention in self.attention:
+            attention.defer_copy(tables)
+
+    def resume_copy(self, tables: BlockTables) -> None:
+        """The sequence is part of the step being built: a copy that was deferred is made in it."""
+        for attention in self.attention:
+            attention.resume_copy(tables)
+
+    def most_atomic_tokens(self) -> int | None:
+        """The longest span that every group can take in one step; None where only the pool limits.
+
+        (A window group needs room for what the span's first row sees, and for a copy's source.)
+        """
+        limits = [
+            (group.pool.num_usable - group.view_blocks - 1) * self.block_size
+            for group in self.attention
+            if group.view_blocks is not None
+        ]
+        return max(0, min(limits)) if limits else None
 
     def grow(self, tables: BlockTables, num_tokens: int) -> bool:
         """Makes tables cover `num_tokens` tokens; false, and no change, when there is no room."""

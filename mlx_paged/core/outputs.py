@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mlx_paged.core.encoder_cache import ScheduledMedia
 from mlx_paged.core.kv_cache_groups import BlockCopy, StateMove, StepTable
 from mlx_paged.core.request import FinishReason, Sequence
 
@@ -73,6 +74,12 @@ class ScheduledSequence(NamedTuple):
         """Whether the input token is still being sampled by the step before this one."""
         return self.input_from >= 0
 
+    @property
+    def media_items(self) -> range:
+        """The items of its prompt whose features this part of the step needs."""
+        media = self.sequence.request.prompt_media
+        return range(0) if media is None else media.between(self.start, self.context_len)
+
 
 class SchedulerOutput(NamedTuple):
     """One step of the engine.
@@ -82,11 +89,13 @@ class SchedulerOutput(NamedTuple):
         sequences: Decodes first, then prefill chunks. Never empty.
         block_copies: For each attention group, full attention first; executed in order before
             anything else of the step. No block is both a source and a destination.
+        media: Features that the step makes and gives up; None where it computes no media item.
     """
 
     step: int
     sequences: tuple[ScheduledSequence, ...]
     block_copies: tuple[tuple[BlockCopy, ...], ...]
+    media: ScheduledMedia | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -163,22 +163,29 @@ class PrefixQuery:
         tokens: all known tokens; the last one is never looked for, as it has to be computed.
         salt: only blocks indexed under the same salt are found.
         limit: look for at most this many leading tokens; None: all but the last.
+        atomic: spans (start, end) that are found whole or not at all, in order.
     """
 
-    __slots__ = ("node", "num_tokens", "salt", "tokens")
+    __slots__ = ("atomic", "node", "num_tokens", "salt", "tokens")
 
     def __init__(
-        self, tokens: Sequence[int], salt: str | None = None, *, limit: int | None = None
+        self,
+        tokens: Sequence[int],
+        salt: str | None = None,
+        *,
+        limit: int | None = None,
+        atomic: Sequence[tuple[int, int]] = (),
     ) -> None:
         limit = len(tokens) - 1 if limit is None else limit
         self.tokens = token_bytes(tokens[:limit])
         self.num_tokens = limit
         self.salt = salt
+        self.atomic = atomic
         self.node: PrefixNode | None = None
 
     def copy(self) -> PrefixQuery:
         """A search of its own for the same tokens."""
-        query = PrefixQuery((), self.salt, limit=0)
+        query = PrefixQuery((), self.salt, limit=0, atomic=self.atomic)
         query.tokens, query.num_tokens = self.tokens, self.num_tokens
         return query
 

@@ -28,7 +28,9 @@ from enum import Enum, StrEnum
 from numbers import Integral, Real
 from typing import Any
 
+from mlx_paged.core.encoder_cache import HeldFeatures
 from mlx_paged.core.kv_cache_groups import BlockTables
+from mlx_paged.core.media import MediaSpan, PromptMedia, TreeTokens
 from mlx_paged.core.prefix_tree import TOKEN_TYPE, PrefixQuery
 from mlx_paged.errors import InvalidParameterError
 
@@ -114,6 +116,7 @@ class Request:
         cache_salt: Requests share cached blocks only with requests of the same salt.
         read_prefix_cache: False computes every prompt token again (for prompt log-probabilities,
             which need the logits of all of them); its blocks are still shared with later requests.
+        media: The media items of the prompt, in order.
         state: What the engine keeps of the request (`engine.output_processor.RequestState`). The
             engine sets and reads it, not the state half.
     """
@@ -126,6 +129,7 @@ class Request:
     timeout: float | None = None
     cache_salt: str | None = None
     read_prefix_cache: bool = True
+    media: SequenceOf[MediaSpan] = ()
     state: Any = None
 
     # Set by `Scheduler.add`.
@@ -136,6 +140,10 @@ class Request:
     num_unfinished: int = field(default=0, init=False)  # of them
     # The one of them that the others fork (`Scheduler._prompt_source`).
     prompt_source: Sequence | None = field(default=None, init=False, repr=False)
+
+    # Of a prompt with media: its items, and its tokens as the prefix tree is given them.
+    prompt_media: PromptMedia | None = field(default=None, init=False, repr=False)
+    tree_prompt: array[int] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = tuple(self.prompt_token_ids)
@@ -159,6 +167,9 @@ class Request:
             ok = isinstance(self.cache_salt, str) and self.cache_salt != ""
             self._check("cache_salt", ok, "None or a string that is not empty")
         self.n, self.priority = int(self.n), int(self.priority)
+        self.media = tuple(self.media)
+        if self.media:
+            self.prompt_media = PromptMedia(self.media, len(self.prompt_token_ids), self.cache_salt)
 
     def _check(self, field: str, ok: bool, expected: str) -> None:
         if not ok:
@@ -205,17 +216,21 @@ class Sequence:
             computed tokens with which that will be done; None where it does not wait for any
             (`WaitingQueue`).
         blocked_at: `KVManager.num_freed` when there was no room for it; -1: not tried yet.
-        sampler, prompt_report, answer: How its tokens are chosen, what is to be reported of its
-            prompt, and where its tokens go. The engine sets and reads them, not the state half.
+        sampler, prompt_report, answer, media: How its tokens are chosen, what is to be reported of
+            its prompt, where its tokens go, and what the device half needs of its media. The engine
+            sets and reads them, not the state half.
         sampled_index: Entry of its newest token among those that its last step samples.
         last_step: Last step it was part of (0: none).
         num_cached_tokens: Tokens its first admission found in the cache.
         first_admission: When that was, in seconds of a monotonic clock.
         num_preemptions: Times it lost its blocks.
+        tree_tokens: Its tokens as the prefix tree is given them; `tokens` where it has no media.
+        begun: Features of the media item that it is in the middle of, which it pins.
     """
 
     __slots__ = (
         "answer",
+        "begun",
         "blocked_at",
         "end_token_ids",
         "finish_reason",
@@ -223,6 +238,7 @@ class Sequence:
         "index",
         "last_step",
         "max_num_tokens",
+        "media",
         "num_cached_tokens",
         "num_preemptions",
         "num_scheduled_tokens",
@@ -236,6 +252,7 @@ class Sequence:
         "status",
         "tables",
         "tokens",
+        "tree_tokens",
         "waits_for",
     )
 
@@ -247,6 +264,10 @@ class Sequence:
         self.index = index
         self.order = order
         self.tokens = array(TOKEN_TYPE, request.prompt_token_ids)
+        self.tree_tokens: SequenceOf[int] = self.tokens
+        if request.tree_prompt is not None:
+            self.tree_tokens = TreeTokens(request.tree_prompt, self.tokens)
+        self.begun: HeldFeatures | None = None
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.num_scheduled_tokens = 0
@@ -259,6 +280,7 @@ class Sequence:
         self.sampler: Any = None
         self.prompt_report: Any = None
         self.answer: Any = None
+        self.media: Any = None
         self.sampled_index = -1
         self.last_step = 0
         self.num_cached_tokens: int | None = None
@@ -278,6 +300,9 @@ class Sequence:
         self.status, self.finish_reason = SequenceStatus.WAITING, None
         self.num_scheduled_tokens = self.last_step = 0
         self.blocked_at = self.sampled_index = -1
+        self.begun = None
+        if self.request.tree_prompt is not None:
+            self.tree_tokens = TreeTokens(self.request.tree_prompt, self.tokens)
 
     @property
     def is_finished(self) -> bool:

@@ -14,8 +14,10 @@ from collections.abc import Sequence as SequenceOf
 from functools import partial
 
 from mlx_paged.core.config import SchedulerConfig, SchedulingPolicy
+from mlx_paged.core.encoder_cache import EncoderCache, ScheduledMedia
 from mlx_paged.core.kv_cache_groups import BlockTables
 from mlx_paged.core.kv_manager import KVManager
+from mlx_paged.core.media import MediaIdsExhaustedError, outside
 from mlx_paged.core.outputs import (
     IN_FLIGHT_TOKEN,
     ScheduledSequence,
@@ -74,6 +76,7 @@ class Scheduler:
         waiting, running: The unfinished sequences, in service order.
         max_parked_tokens: `MAX_PARKED_TOKENS`; tests lower it.
         num_preemptions: Times a sequence lost its blocks to others.
+        encoder_cache: The features of media items that the device holds.
     """
 
     def __init__(
@@ -90,6 +93,11 @@ class Scheduler:
         self.running = SequenceQueue()
         self.num_preemptions = 0
         self.max_parked_tokens = MAX_PARKED_TOKENS
+        self.encoder_cache = EncoderCache(
+            config.encoder_cache_bytes,
+            config.max_num_encoder_tokens or config.max_num_batched_tokens,
+            config.encoder_bytes_per_row,
+        )
         self._clock = clock
         self._watermark = int(config.watermark * kv.pool.num_usable)
         self._requests: dict[str, Request] = {}  # unfinished ones by id
@@ -104,8 +112,9 @@ class Scheduler:
         # Of the step being built.
         self._scheduled: list[ScheduledSequence] = []
         self._num_sampled = 0
-        self._prefilling: list[Sequence] = []  # running, with more than one token to go
+        self._prefilling: list[Sequence] = []  # running, with prompt tokens to go
         self._budget = 0
+        self._prompt_budget = 0  # what decodes have left of it
         self._long_budget = 0
         self._preempted = False
         self._parking_budgets = [0, 0]  # for short and for long ones
@@ -119,6 +128,8 @@ class Scheduler:
             RequestTooLargeError: It could never be served, even alone.
             DuplicateRequestError: An unfinished request has its id.
             EngineOverloadedError: The waiting queue is full.
+            InvalidParameterError: A media item has to be computed in one step, and none is so
+                large.
         """
         if request.request_id in self._requests or request.sequences:
             raise DuplicateRequestError(request.request_id)
@@ -126,6 +137,9 @@ class Scheduler:
         max_num_waiting = self.config.max_num_waiting
         if max_num_waiting is not None and self.num_waiting + request.n > max_num_waiting:
             raise EngineOverloadedError(self.num_waiting, max_num_waiting)
+        if request.prompt_media is not None:
+            self._check_atomic(request)
+            self._name_media(request)
 
         self._num_arrived += 1
         request.arrival = self._num_arrived
@@ -160,6 +174,44 @@ class Scheduler:
                 limited_by="max_model_len" if by_model else "kv_cache",
             )
         return request.stop.max_tokens or limit - request.num_prompt_tokens
+
+    def _check_atomic(self, request: Request) -> None:
+        """Refuses items that are computed in one step and fit in none."""
+        assert request.prompt_media is not None
+        longest = max((end - start for start, end in request.prompt_media.atomic), default=0)
+        name, limit = "max_num_batched_tokens", self.config.max_num_batched_tokens
+        of_windows = self.kv.most_atomic_tokens()
+        if of_windows is not None and of_windows < limit:
+            name, limit = "the KV cache of its sliding windows", of_windows
+        if longest > limit:
+            expected = (
+                f"items of at most {limit} positions, which are computed in one step ({name})"
+            )
+            raise InvalidParameterError("media", expected, longest)
+
+    def _name_media(self, request: Request) -> None:
+        """Gives the media of a request their ids in the prefix tree."""
+        media, kv = request.prompt_media, self.kv
+        if media is None:
+            return
+        token_ids = request.prompt_token_ids
+        try:
+            request.tree_prompt = kv.media_ids.prompt_ids(token_ids, media.spans)
+        except MediaIdsExhaustedError:
+            # (After two billion positions of different content.) All begins anew; what runs keeps
+            # its blocks, which are not shared any more.
+            self.reset_prefix_cache()
+            kv.media_ids.clear()
+            for other in self._requests.values():
+                if other.prompt_media is not None and other.tree_prompt is not None:
+                    spans = other.prompt_media.spans
+                    other.tree_prompt[:] = kv.media_ids.prompt_ids(other.prompt_token_ids, spans)
+            for seq in self.waiting:
+                seq.query = None
+            try:
+                request.tree_prompt = kv.media_ids.prompt_ids(token_ids, media.spans)
+            except MediaIdsExhaustedError:
+                raise EngineOverloadedError(self.num_waiting, self.num_waiting) from None
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now, wherever it is; false when there is no such unfinished request."""
@@ -205,6 +257,9 @@ class Scheduler:
         self.waiting.wake_from(seq.tables)
         self.kv.free(seq.tables)
         seq.tables = None
+        if seq.begun is not None:
+            self.encoder_cache.unpin(seq.begun)
+            seq.begun = None
 
     def _expire(self) -> None:
         if not self._deadlines.heap:
@@ -240,6 +295,7 @@ class Scheduler:
             if self.config.policy is SchedulingPolicy.PRIORITY:
                 self._make_way()
         self._schedule_decodes()
+        self._prompt_budget = self._budget
         if self._prefilling or waiting.size:
             self._long_budget = self._budget - min(self._short_demand(), self._budget // 2)
             self._schedule_running_prefills()
@@ -250,7 +306,10 @@ class Scheduler:
             self._step -= 1
             return None
         copies = self.kv.launch_step(self._step)
-        output = SchedulerOutput(self._step, tuple(self._scheduled), copies)
+        media: ScheduledMedia | None = None
+        if self.encoder_cache.step == self._step:
+            media = self.encoder_cache.end()
+        output = SchedulerOutput(self._step, tuple(self._scheduled), copies, media)
         self._in_flight.append(output)
         return output
 
@@ -330,6 +389,7 @@ class Scheduler:
         again = sorted((s for s in in_flight if s.is_running), key=lambda seq: seq.order)
         for seq in again:
             self._preempt(seq)
+        self.encoder_cache.forget_after(self._committed_step)
         while self._in_flight:
             self.kv.on_step_evaluated(self._in_flight.popleft().step)
         self._committed_step = self._step
@@ -347,6 +407,8 @@ class Scheduler:
             request.num_unfinished, request.prompt_source = len(unfinished), None
             for seq in request.sequences:  # (the ended ones too may hold what the old store had)
                 seq.tables = seq.query = seq.waits_for = None
+            request.tree_prompt = None
+            self._name_media(request)
             for seq in unfinished:
                 self._next_seq_id += 1
                 seq.start_over(self._next_seq_id)
@@ -369,7 +431,10 @@ class Scheduler:
             start = seq.num_scheduled_tokens
             tokens = seq.tokens
             num_left = len(tokens) - start
-            if num_left > 1:
+            # (The last token of a prompt may be a media item's.)
+            if num_left > 1 or (
+                num_left and seq.tree_tokens is not tokens and start < seq.request.num_prompt_tokens
+            ):
                 self._prefilling.append(seq)
                 continue
             # What is scheduled or in flight now may include its last token.
@@ -423,6 +488,8 @@ class Scheduler:
         for seq in self._prefilling:
             if seq.is_running:  # (not preempted for one before it)
                 num_tokens = self._chunk_for(len(seq.tokens) - seq.num_scheduled_tokens)
+                if seq.request.prompt_media is not None:
+                    num_tokens = self._media_chunk(seq, num_tokens)
                 self._add(seq, self._secure_chunk(seq, num_tokens))
 
     def _secure_chunk(self, seq: Sequence, num_tokens: int) -> int:
@@ -437,9 +504,13 @@ class Scheduler:
         start = seq.num_scheduled_tokens
         if num_tokens == 0:
             return 0
-        while (end := self.kv.reach(seq.tables, start + num_tokens)) <= start:
+        atomic = seq.tables.atomic
+        while (end := outside(atomic, self.kv.reach(seq.tables, start + num_tokens))) <= start:
             self._preempted = True
-            if self.kv.can_grow_later(seq.tables, start + 1, start):
+            least = start + 1
+            if outside(atomic, least) == start:
+                least = next(end for _, end in atomic if end > start)
+            if self.kv.can_grow_later(seq.tables, least, start):
                 return 0
             victim = self.running.last
             if victim.last_step == self._step:
@@ -448,6 +519,47 @@ class Scheduler:
             if victim is seq:
                 return 0
         return end - start
+
+    def _media_chunk(self, seq: Sequence, num_tokens: int) -> int:
+        """How much of a chunk can be computed: it ends before the first item that the step may not
+        encode, and where it would cut an atomic one, in front of that.
+
+        An atomic item that begins a step's first chunk may exceed what decodes have left.
+        """
+        media, cache = seq.request.prompt_media, self.encoder_cache
+        assert media is not None
+        start = seq.num_scheduled_tokens
+        end = outside(media.atomic, start + num_tokens)
+        if end <= start < start + num_tokens:
+            end = next(end for _, end in media.atomic if end > start)
+            if end - start > self._budget and self._budget < self._prompt_budget:
+                return 0
+        items = media.between(start, end)
+        if not items:
+            return end - start
+        cache.begin(self._step, self._committed_step)
+        whole = not self.config.enable_chunked_prefill
+        num_items = cache.num_affordable(media, items, whole=whole)
+        if num_items < len(items):
+            if whole:
+                return 0
+            end = max(start, media.spans[items[num_items]].offset)
+        return end - start
+
+    def _use_media(self, seq: Sequence, start: int, end: int) -> None:
+        """A sequence's rows of the step use the features of their items."""
+        media, cache, begun = seq.request.prompt_media, self.encoder_cache, seq.begun
+        assert media is not None and seq.tables is not None
+        self.kv.resume_copy(seq.tables)
+        items = media.between(start, end)
+        if items:
+            cache.begin(self._step, self._committed_step)
+            cache.use(media, items, begun)
+        seq.begun = None
+        if items and media.spans[items[-1]].end > end:
+            seq.begun = cache.pin(media.keys[items[-1]])
+        if begun is not None:
+            cache.unpin(begun)
 
     def _is_long(self, num_tokens: int) -> bool:
         return num_tokens > self._long_prefill_threshold
@@ -490,12 +602,14 @@ class Scheduler:
             self._num_sampled += 1
         seq.last_step = self._step
         state = self.kv.move_state(seq.tables, end)
+        if seq.request.prompt_media is not None:
+            self._use_media(seq, start, end)
         self._scheduled.append(
             ScheduledSequence(
                 seq, token_ids or _IN_FLIGHT, start, samples, input_from, seq.tables.export(), state
             )
         )
-        self._budget -= num_tokens
+        self._budget = max(0, self._budget - num_tokens)
         if self._is_long(len(seq.tokens) - start):
             self._long_budget = max(0, self._long_budget - num_tokens)
 
@@ -533,7 +647,7 @@ class Scheduler:
         if self.running and source is None and self._is_still_blocked(seq):
             return False
         tables = self.kv.admit(
-            seq.tokens,
+            seq.tree_tokens,
             query=self._query(seq),
             headroom=self._watermark if self.running else 0,
             read_cache=request.read_prefix_cache,
@@ -552,17 +666,33 @@ class Scheduler:
         seq.blocked_at = -1
         num_cached = tables.num_cached_tokens
         seq.num_scheduled_tokens = num_cached
-        if seq.num_cached_tokens is None:
+        is_first = seq.num_cached_tokens is None
+        if is_first:
             seq.num_cached_tokens = num_cached
             seq.first_admission = time.monotonic()
         num_tokens = self._chunk_for(len(seq.tokens) - num_cached)
-        self._add(seq, self.kv.reach(tables, num_cached + num_tokens) - num_cached)
+        media = request.prompt_media
+        if media is None:
+            self._add(seq, self.kv.reach(tables, num_cached + num_tokens) - num_cached)
+            return True
+        if is_first:
+            self.encoder_cache.count_prefix_hits(media.num_before(num_cached))
+        end = num_cached + self._media_chunk(seq, num_tokens)
+        end = outside(media.atomic, self.kv.reach(tables, end))
+        if end <= num_cached < request.num_prompt_tokens:
+            self.kv.defer_copy(tables)
+        self._add(seq, end - num_cached)
         return True
 
     def _query(self, seq: Sequence) -> PrefixQuery:
         """A waiting sequence's search in the prefix cache, which continues where it stopped."""
         if seq.query is None or seq.query.num_tokens != len(seq.tokens) - 1:
-            seq.query = PrefixQuery(seq.tokens, seq.request.cache_salt)
+            media = seq.request.prompt_media
+            seq.query = PrefixQuery(
+                seq.tree_tokens,
+                seq.request.cache_salt,
+                atomic=() if media is None else media.atomic,
+            )
         return seq.query
 
     def _is_still_blocked(self, seq: Sequence) -> bool:
@@ -597,7 +727,7 @@ class Scheduler:
         if not reads_cache:
             return None
         query = self._query(seq)
-        tables = self.kv.computing_next_block(seq.tokens, query)
+        tables = self.kv.computing_next_block(seq.tree_tokens, query)
         # One of a lower class may be starved for longer than the wait is worth.
         if tables is None or tables.owner.order[0] > seq.order[0]:
             return None
@@ -686,6 +816,7 @@ class Scheduler:
         """Checks queues, requests and the KV store against each other; raises `IntegrityError`."""
         self.kv.check_integrity()
         self.waiting.check_integrity()
+        self.encoder_cache.check_integrity([s.begun for s in self.running if s.begun is not None])
         alive = [s for r in self._requests.values() for s in r.sequences if not s.is_finished]
         if any(r.num_unfinished < 1 for r in self._requests.values()) or len(alive) != sum(
             r.num_unfinished for r in self._requests.values()

@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx_paged import ops
 from mlx_paged.model import dense_prefill
 from mlx_paged.model.layout import FULL, LayerSpec, Reach
+from mlx_paged.model.media import MediaRows
 from mlx_paged.model.plan import StatePlan
 from mlx_paged.ops import AttentionPlan
 
@@ -36,6 +37,7 @@ class Step:
         prefill: Of layers that see everything, where long chunks take MLX's own attention.
         starts_early: Whether the device begins with the first layers while the last ones are
             still being built.
+        media: What the rows bring besides tokens, for a multimodal model.
     """
 
     plan: AttentionPlan
@@ -44,6 +46,7 @@ class Step:
     states: StatePlan | None = None
     prefill: dense_prefill.DensePrefill | None = None
     starts_early: bool = False
+    media: MediaRows | None = None
 
     def plan_for(self, reach: Reach) -> AttentionPlan:
         """The plan that layers of this reach read and write through."""
@@ -167,6 +170,8 @@ class KVPools:
 
     # mlx-lm's chunked cache counts the tokens that it dropped; nothing is dropped here.
     start_position = 0
+    # mlx-vlm asks for the column that a batch shares, and without one reads positions on the host.
+    _idx = 0
     # Whether to start the part of a step built so far, once this layer has written.
     begins_part = False
 

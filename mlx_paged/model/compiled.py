@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from mlx_paged import ops
 from mlx_paged.model.caches import Step
+from mlx_paged.model.media import MediaRows
 from mlx_paged.ops import AttentionPlan
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ class CompiledSteps:
         if self._failed or not _serves(tokens, step):
             return self._forward(tokens, step, pools)
         arrays = _arrays_of(step)
-        shape = (tuple(step.plans), tokens.shape[0], *(tuple(a.shape) for a in arrays))
+        has_rope = _has_rope_positions(step)
+        shape = (tuple(step.plans), tokens.shape[0], has_rope, *(tuple(a.shape) for a in arrays))
         graph = self._graphs.get(shape)
         if graph is not None:
             self._graphs.move_to_end(shape)
@@ -65,12 +67,12 @@ class CompiledSteps:
     def _compile(
         self, shape: object, tokens: mx.array, step: Step, arrays: list[mx.array], pools: Pools
     ) -> tuple[mx.array, Pools]:
-        reaches = tuple(step.plans)
+        reaches, has_rope = tuple(step.plans), _has_rope_positions(step)
 
         def forward(
             tokens: mx.array, arrays: list[mx.array], pools: Pools
         ) -> tuple[mx.array, Pools]:
-            return self._forward(tokens, _step_of(arrays, reaches), pools)
+            return self._forward(tokens, _step_of(arrays, reaches, has_rope), pools)
 
         graph = mx.compile(forward)
         try:
@@ -93,19 +95,37 @@ def _serves(tokens: mx.array, step: Step) -> bool:
         ops.has_cuda()
         and step.states is None
         and step.prefill is None
+        # (Features are as many as a step's pictures have rows: such a step does not repeat.)
+        and (step.media is None or step.media.rows is None)
         and tokens.shape[0] == step.plan.context_lens.shape[0]
     )
 
 
 def _arrays_of(step: Step) -> list[mx.array]:
     plans = (step.plan, *step.plans.values())
-    return [step.logit_rows, *(getattr(plan, name) for plan in plans for name in _PLAN_FIELDS)]
+    arrays = [step.logit_rows, *(getattr(plan, name) for plan in plans for name in _PLAN_FIELDS)]
+    if step.media is not None and step.media.rope_positions is not None:
+        arrays.append(step.media.rope_positions)
+    return arrays
 
 
-def _step_of(arrays: list[mx.array], reaches: tuple[object, ...]) -> Step:
+def _has_rope_positions(step: Step) -> bool:
+    return step.media is not None and step.media.rope_positions is not None
+
+
+def _step_of(arrays: list[mx.array], reaches: tuple[object, ...], has_rope: bool) -> Step:
+    media = None
+    if has_rope:
+        *arrays, positions = arrays
+        media = MediaRows(None, None, positions)
     count = len(_PLAN_FIELDS)
     plans = [
         AttentionPlan(*arrays[i : i + count])
         for i in range(1, 1 + count * (1 + len(reaches)), count)
     ]
-    return Step(plans[0], arrays[0], dict(zip(reaches, plans[1:])))  # type: ignore[arg-type]
+    return Step(
+        plans[0],
+        arrays[0],
+        dict(zip(reaches, plans[1:])),  # type: ignore[arg-type]
+        media=media,
+    )

@@ -28,6 +28,11 @@ def vocab_size(config: Mapping[str, Any]) -> int:
     return size
 
 
+def has_vocab_size(config: Mapping[str, Any]) -> bool:
+    """Whether the config says it."""
+    return _find(config, _VOCAB_SIZE) is not None
+
+
 def model_len(config: Mapping[str, Any]) -> int | None:
     """The model's context limit in tokens; None where its config gives none."""
     return _find(config, _MODEL_LEN)

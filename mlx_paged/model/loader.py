@@ -1,8 +1,9 @@
-"""Loads a model directory or hub id with mlx-lm's own loader."""
+"""Loads a model directory or hub id: with mlx-lm, or with mlx-vlm where it has towers."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ import mlx.nn as nn
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import (
+    _download,
     _get_classes,
     dequantize_model,
     hf_repo_to_path,
@@ -23,32 +25,54 @@ from mlx_lm.utils import (
     load_tokenizer,
 )
 from mlx_lm.utils import load as load_mlx_lm
+from safetensors import safe_open
 
 from mlx_paged import descriptors
-from mlx_paged.errors import ModelLoadError
+from mlx_paged.errors import ModelLoadError, UnsupportedModelError
 from mlx_paged.model.config_files import (
     eos_token_ids,
+    has_vocab_size,
     model_len,
     read_generation_config,
     vocab_size,
 )
 from mlx_paged.model.families import require_family
+from mlx_paged.model.media_families import (
+    MEDIA_FAMILIES,
+    MEDIA_REFUSED,
+    MediaFamily,
+    package_of,
+)
+from mlx_paged.model.media_processor import MediaModel
+from mlx_paged.model.multimodal import INSTALL, installed_version
+from mlx_paged.model.multimodal import load as load_mlx_vlm
 from mlx_paged.model.patches import overridden
+
+logger = logging.getLogger(__name__)
 
 # Open at once while a model of many files is loaded, as mlx-lm wants it.
 _MANY_FILES = 2048
+# Parts of the names of towers' weights.
+_TOWERS = ("vision", "visual", "audio", "image", "img_", "mm_projector", "multi_modal", "vpm.")
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model, its tokenizer, and what its ``config.json`` and ``generation_config.json`` say."""
+    """A model, its tokenizer, and what its ``config.json`` and ``generation_config.json`` say.
+
+    Attributes:
+        media: What it takes besides text; None: nothing, and `media_reason` says why.
+        media_reason: Why a checkpoint of a multimodal model takes text only; None for text models.
+    """
 
     model: nn.Module
     tokenizer: TokenizerWrapper
     config: dict[str, Any]
     name: str
     generation_config: Mapping[str, Any] = field(default_factory=dict)
+    media: MediaModel | None = None
+    media_reason: str | None = None
 
     @property
     def model_type(self) -> str:
@@ -97,25 +121,83 @@ def load(
         path_or_hub_id = model_path()
     name = str(path_or_hub_id)
     _check_directory(name)
+    media, reason, library = None, None, "mlx-lm"
     try:
         with descriptors.at_least(_MANY_FILES):
-            model, tokenizer, config = _load(name)
+            family, reason = _media_family(_download(name))
+            if family is None:
+                model, tokenizer, config = _load(name)
+            else:
+                library = "mlx-vlm"
+                model, tokenizer, config, media = _load_multimodal(_download(name), family)
     except (OSError, RepositoryNotFoundError, HFValidationError) as error:
         raise ModelLoadError(name, _reason(name, error)) from error
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         # mlx-lm has no error types: a damaged file or config raises these.
         raise ModelLoadError(
             name,
-            f"mlx-lm could not make a model of its config.json and safetensors files "
+            f"{library} could not make a model of its config.json and safetensors files "
             f"({type(error).__name__}: {error})",
         ) from error
-    require_family(config)
+    if media is None:
+        require_family(config)
     _convert(model, dtype)
     if generation_config is None:
         # (A hub id's files have been downloaded: this only finds their path.)
         generation_config = read_generation_config(_directory_of(name))
     tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *eos_token_ids(generation_config)}
-    return LoadedModel(model, tokenizer, config, name, generation_config)
+    if reason is not None:
+        logger.warning("%s is served for text only: %s", name, reason)
+    return LoadedModel(model, tokenizer, config, name, generation_config, media, reason)
+
+
+def _media_family(path: Path) -> tuple[MediaFamily | None, str | None]:
+    """How to load a checkpoint with its towers; or None, and for a multimodal one why not."""
+    config = json.loads((path / "config.json").read_text())
+    package = package_of(config)
+    if package is None or "model_file" in config:  # (mlx-lm has its word on code in checkpoints)
+        return None, None
+    family = MEDIA_FAMILIES.get(package)
+    if family is None:
+        reason = MEDIA_REFUSED.get(package, f"media are not proven for model_type {package!r}")
+        return None, reason
+    if not _has_towers(path):
+        return None, "its files have no weights of a tower"
+    if installed_version() is None:
+        return None, INSTALL
+    return family, None
+
+
+def _has_towers(path: Path) -> bool:
+    """Whether a checkpoint has more weights than a language model's. (mlx-lm leaves them out.)"""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        names = list(json.loads(index.read_text()).get("weight_map", {}))
+    else:
+        names = []
+        for file in path.glob("*.safetensors"):
+            with safe_open(file, framework="numpy") as weights:
+                names += list(weights.keys())
+    return any(part in name for name in names for part in _TOWERS)
+
+
+def _load_multimodal(
+    path: Path, family: MediaFamily
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any], MediaModel]:
+    config = json.loads((path / "config.json").read_text())
+    model, processor = load_mlx_vlm(path, family, str(config["model_type"]))
+    media = MediaModel(processor, model.vlm.config, family)
+    text = getattr(model.vlm.config, "text_config", model.vlm.config)
+    if not has_vocab_size(config):  # (configs leave out what their library takes by default)
+        config["vocab_size"] = int(text.vocab_size)
+    inner = config.get("text_config")
+    ends = config.get("eos_token_id")
+    if ends is None and isinstance(inner, dict):
+        ends = inner.get("eos_token_id")
+    tokenizer = load_tokenizer(path, eos_token_ids=ends)
+    if not tokenizer.has_chat_template and media.chat_template is not None:
+        tokenizer = load_tokenizer(path, {"chat_template": media.chat_template}, ends)
+    return model, tokenizer, config, media
 
 
 def _load(name: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
@@ -180,9 +262,30 @@ def _check_directory(name: str) -> None:
         raise ModelLoadError(name, f"its config.json must be an object but is {config!r}")
     if "model_type" not in config:
         raise ModelLoadError(name, "its config.json names no model_type")
-    require_family(config)
+    _require_served(config)
     if not any(path.glob("model*.safetensors")):
         raise ModelLoadError(name, "the directory has no weights (model*.safetensors)")
+
+
+def _require_served(config: Mapping[str, Any]) -> None:
+    """Refuses a family that neither mlx-lm's nor mlx-vlm's models are proven for.
+
+    Raises:
+        UnsupportedModelError: it says why.
+    """
+    package = package_of(config)
+    family = MEDIA_FAMILIES.get(package or "")
+    if family is not None and installed_version() is not None:
+        return
+    try:
+        require_family(config)
+    except UnsupportedModelError as error:
+        model_type = str(config.get("model_type"))
+        if family is not None:
+            raise UnsupportedModelError(model_type, INSTALL) from error
+        if package in MEDIA_REFUSED:
+            raise UnsupportedModelError(model_type, MEDIA_REFUSED[package]) from error
+        raise
 
 
 def _reason(name: str, error: Exception) -> str:

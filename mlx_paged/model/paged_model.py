@@ -32,6 +32,8 @@ from mlx_paged.model.layout import (
     UnusedSpec,
     assemble,
 )
+from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaRows
+from mlx_paged.model.multimodal import MultiModalModel
 from mlx_paged.model.plan import (
     PaddedTables,
     SequenceGroup,
@@ -188,7 +190,8 @@ class PagedModel:
         the model's final norm applied.
 
         Raises:
-            ValueError: for a context beyond `CacheLayout.max_context_len`.
+            ValueError: for a context beyond `CacheLayout.max_context_len`, and for media that the
+                model does not take or that do not belong to these rows.
         """
         patches.ensure_installed()  # (unpatching mlx-lm uninstalls it)
         limit = self.layout.max_context_len
@@ -197,12 +200,25 @@ class PagedModel:
                 f"context_lens must be at most {limit}, beyond which this model's RoPE changes "
                 f"with the context, but got {inputs.context_lens.max()}"
             )
+        if inputs.media is not None:
+            _check_media(self.model, inputs)
         if self._is_gathered:
             return self._forward_in_groups(tokens, inputs)
         step = self._step(inputs)
         logits, pools = self._compiled.run(tokens, step, self.pools())
         self.restore(pools)
         return logits
+
+    def encode(self, item: MediaInputs) -> MediaFeatures:
+        """Runs the tower of a picture, video or sound, lazily.
+
+        Raises:
+            ValueError: the model takes no such item, or the item is not what its tower takes.
+        """
+        if not isinstance(self.model, MultiModalModel):
+            raise ValueError(f"the model takes text only but got {item.kind}")
+        patches.ensure_installed()
+        return self.model.encode(item)
 
     def _run(
         self, tokens: mx.array, step: Step, pools: list[mx.array]
@@ -213,7 +229,8 @@ class PagedModel:
         self._context.enter(step)
         try:
             with patches.native_ops(step.plan.positions):
-                logits = self.model(tokens[:, None], cache=self.caches)
+                more = {} if step.media is None else {"media": step.media}
+                logits = self.model(tokens[:, None], cache=self.caches, **more)
                 return self._output_rows.finish(logits), self.pools()
         finally:
             self._context.leave()
@@ -242,7 +259,8 @@ class PagedModel:
             )
         # A step of decodes only is built while the step before runs, and repeats as one graph.
         early = ops.has_cuda() and longest > 1
-        return Step(plan, int32(inputs.logit_rows), plans, states, prefill, early)
+        media = None if inputs.media is None else MediaRows.of(inputs.media)
+        return Step(plan, int32(inputs.logit_rows), plans, states, prefill, early, media)
 
     def _plan(self, inputs: StepInputs, tables: Tables, reach: Reach) -> AttentionPlan:
         rows = (inputs.context_lens, inputs.query_lens)
@@ -291,6 +309,17 @@ class PagedModel:
         if not parts:
             return logits[:0]
         return mx.concatenate(parts)[int32(np.argsort(np.concatenate(wanted)))]
+
+
+def _check_media(model: nn.Module, inputs: StepInputs) -> None:
+    assert inputs.media is not None
+    if not isinstance(model, MultiModalModel):
+        raise ValueError("[step media] the model takes text only")
+    inputs.media.check(int(inputs.query_lens.sum()))
+    if inputs.media.rope_positions is not None and not model.family.uses_rope_positions:
+        raise ValueError(
+            f"[step media] rope_positions must be None for model_type {model.model_type!r}"
+        )
 
 
 def _slots(inputs: StepInputs) -> StateSlots:

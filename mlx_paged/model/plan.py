@@ -17,6 +17,7 @@ import numpy as np
 
 from mlx_paged import ops
 from mlx_paged.model.layout import Reach
+from mlx_paged.model.media import StepMedia
 from mlx_paged.ops import AttentionPlan
 
 # Query rows that share one pass over K and V. A prefill chunk is cut into items of this many rows.
@@ -178,6 +179,7 @@ class StepInputs:
         tables: Block tables of the sequences: one list for all layers, or one for each reach.
         logit_rows: Rows whose logits are wanted.
         state_slots: Slots of the sequences, for a model that has recurrent state.
+        media: What the rows bring besides tokens; None: nothing.
     """
 
     context_lens: np.ndarray
@@ -185,6 +187,7 @@ class StepInputs:
     tables: Tables | Mapping[Reach, Tables]
     logit_rows: np.ndarray
     state_slots: StateSlots | None = None
+    media: StepMedia | None = None
 
     def tables_of(self, reach: Reach) -> Tables:
         """The block tables that layers of this reach use."""

@@ -129,7 +129,24 @@ class StatePool:
         )
 
 
-class RecurrentCache(ArraysCache):  # type: ignore[misc]
+class WindowedStates:
+    """Methods of mlx-vlm's cache of recurrent state that mlx-lm's has not."""
+
+    def update_window(
+        self: Any, index: int, source: mx.array, width: int, *, lengths: None = None
+    ) -> mx.array:
+        """Keeps the last `width` inputs of ``[num_seqs, length, dim]``. (Nothing is padded.)"""
+        self[index] = state = mx.contiguous(source[:, source.shape[1] - width :])
+        return state
+
+    def update_recurrent(self: Any, index: int, length: int, update: Callable[..., Any]) -> Any:
+        """Replaces a state by what `update(state, None)` makes: ``(output, state, ...)``."""
+        output, state = update(self[index], None)[:2]
+        self[index] = state
+        return output, state
+
+
+class RecurrentCache(WindowedStates, ArraysCache):  # type: ignore[misc]
     """The states of one recurrent layer, in slots; an ``ArraysCache``, as model code asks for one.
 
     Model code sees one group of sequences at a time (`grouped`): then this is a list of

@@ -44,6 +44,7 @@ from mlx_paged.model.layout import (
     UnusedSpec,
     assemble,
 )
+from mlx_paged.model.multimodal import MultiModalModel, StateArrays
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.patches import OutputProjection, OutputRows, Overrides
 from mlx_paged.model.plan import StateSlots, StepInputs
@@ -71,7 +72,7 @@ def serve(model: nn.Module, config: Mapping[str, Any], *, block_size: int) -> Pa
         UnsupportedModelError: for a family that is neither, a model that runs in none of the
             family's modes, and one whose logits are not those of the dense cache.
     """
-    family = require_family(config)
+    family = model.paged_family if isinstance(model, MultiModalModel) else require_family(config)
     model_type = str(config.get("model_type", family.name))
     paged = page(model, model_type, modes=family.modes, block_size=block_size)
     if family.must_compare(paged.layout.mode):
@@ -286,7 +287,7 @@ def _leaves_of(caches: Any, is_leaf: Callable[[Any], bool]) -> Iterator[Any]:
 
 
 def _require_known(cache: Any, model_type: str) -> None:
-    if type(cache) in (KVCache, ChunkedKVCache, ArraysCache):
+    if type(cache) in (KVCache, ChunkedKVCache, ArraysCache, StateArrays):
         return
     if type(cache) is RotatingKVCache and cache.keep == 0:
         return

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.fake_model import FakeEngine, generate
+from support.fake_model import PLACEHOLDER, FakeEngine, contents, generate
 from support.id_store import IdStore
 from support.naive_groups import NaiveWindow
 from support.naive_store import NaiveStore
@@ -30,6 +32,7 @@ from support.plain_scheduler import PlainScheduler
 from mlx_paged.core import (
     FinishReason,
     KVManager,
+    MediaSpan,
     Request,
     Scheduler,
     SchedulerConfig,
@@ -38,7 +41,9 @@ from mlx_paged.core import (
     StopPolicy,
     WindowGroupSpec,
 )
+from mlx_paged.core.media import MediaIds
 from mlx_paged.core.scheduler import MAX_PARKED_TOKENS, PARKING_COST
+from mlx_paged.errors import EngineOverloadedError, InvalidParameterError
 
 NUM_OPS = int(os.environ.get("MLX_PAGED_STATE_OPS", "20000"))
 OPS_PER_RUN = 50
@@ -61,6 +66,37 @@ prompts = st.tuples(
     st.lists(st.integers(0, 2), min_size=1, max_size=4),
 ).map(lambda parts: [*parts[0][: parts[1]], *parts[2]])
 salts = st.sampled_from([None, None, None, "a"])
+
+# Pictures: two of equal size of each kind, so that one may be taken for another. (length, rows,
+# whether it is atomic)
+SIZES = [(1, 1, False), (3, 2, False), (6, 6, False), (2, 2, True), (5, 4, True)]
+PICTURES = [
+    MediaSpan(0, length, sha256(bytes([which, number])).digest(), num_rows, is_atomic)
+    for number, (length, num_rows, is_atomic) in enumerate(SIZES)
+    for which in range(2)
+]
+# (tokens in front of it, the picture)
+pictures = st.lists(
+    st.tuples(st.sampled_from([0, 0, 1, 3, 6]), st.sampled_from(PICTURES)), max_size=3
+)
+
+
+def with_pictures(
+    prompt: list[int], chosen: list[tuple[int, MediaSpan]], limit: int
+) -> tuple[list[int], list[MediaSpan]]:
+    """A prompt of at most `limit` tokens with as many of the pictures as it has room for."""
+    tokens: list[int] = []
+    spans: list[MediaSpan] = []
+    rest = prompt[:limit]
+    for num_before, picture in chosen:
+        before = rest[:num_before]
+        if len(tokens) + len(before) + picture.length > limit:
+            break
+        rest = rest[num_before:]
+        tokens += before
+        spans.append(replace(picture, offset=len(tokens)))
+        tokens += [PLACEHOLDER] * picture.length
+    return (tokens + rest)[:limit], spans
 
 
 def sliding(window: int) -> Callable[[int], int]:
@@ -246,6 +282,7 @@ def told(output: SchedulerOutput) -> list[Any]:
     return [
         output.step,
         output.block_copies,
+        output.media,
         *((s.seq_id, *s[1:]) for s in output.sequences),
     ]
 
@@ -271,6 +308,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         groups=st.sampled_from([None, None, *GROUPS]),
         room=st.integers(0, 12),
         parked=st.sampled_from([1, 3 * PARKING_COST, MAX_PARKED_TOKENS]),
+        encoder_rows=st.sampled_from([None, 1, 4, 7]),
+        encoder_bytes=st.sampled_from([1, 6, 9, 1000]),
+        media_ids=st.sampled_from([(1000, 1 << 31), (1, 1 << 31), (1000, 40), (2, 20)]),
     )
     def begin(
         self,
@@ -285,6 +325,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         groups: str | None,
         room: int,
         parked: int,
+        encoder_rows: int | None,
+        encoder_bytes: int,
+        media_ids: tuple[int, int],
     ) -> None:
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -292,6 +335,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold,
             policy=policy,  # type: ignore[arg-type]
             watermark=0.1,
+            max_num_encoder_tokens=encoder_rows,
+            encoder_cache_bytes=encoder_bytes,
+            encoder_bytes_per_row=1,
         )
         self.now = 0.0
         self.scheduler, self.plain = (
@@ -307,6 +353,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
             for make in (Scheduler, PlainScheduler)
         )
+        for scheduler in (self.scheduler, self.plain):
+            scheduler.kv.media_ids = MediaIds(*media_ids)
         self.scheduler.max_parked_tokens = self.plain.max_parked_tokens = parked
         self.engine = FakeEngine(self.scheduler, overlap=overlap)
         self.plain_engine = FakeEngine(self.plain, overlap=overlap)
@@ -321,6 +369,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=salts,
         timeout=st.sampled_from([None, None, None, 3.0]),
         reads_cache=st.sampled_from([True, True, True, False]),
+        chosen=st.one_of(st.just([]), pictures),
     )
     def add(
         self,
@@ -331,9 +380,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str | None,
         timeout: float | None,
         reads_cache: bool,
+        chosen: list[tuple[int, MediaSpan]],
     ) -> None:
         limit = self.scheduler.max_total_tokens
-        prompt = prompt[: limit - 1]
+        prompt, media = with_pictures(list(prompt), chosen, limit - 1)
         stop = StopPolicy(min(max_tokens, limit - len(prompt)), eos_token_ids=self.EOS)
         request = Request(
             f"r{len(self.requests)}",
@@ -344,8 +394,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             timeout=timeout,
             cache_salt=salt,
             read_prefix_cache=reads_cache,
+            media=media,
         )
-        self.plain.add(copy.deepcopy(request))
+        try:
+            self.plain.add(copy.deepcopy(request))
+        except (InvalidParameterError, EngineOverloadedError) as error:
+            assert media  # (no step is so large, or no ids are left)
+            with pytest.raises(type(error)):
+                self.scheduler.add(request)
+            return
         self.scheduler.add(request)
         self.requests.append(request)
         self.scheduler.check_integrity()
@@ -403,7 +460,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in self.requests:
             for seq in request.sequences:
                 expected = generate(
-                    request.prompt_token_ids, request.max_output_tokens, self.EOS, seq.index
+                    contents(request), request.max_output_tokens, self.EOS, seq.index
                 )
                 got = self.engine.outputs.get(seq.seq_id, [])
                 generated = list(seq.tokens[request.num_prompt_tokens :])

@@ -19,6 +19,7 @@ from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.model import compiled as compiled_module
 from mlx_paged.model.caches import Step
 from mlx_paged.model.loader import load
+from mlx_paged.model.media import MediaFeatures, MediaRows
 from mlx_paged.model.plan import build_plan
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 40, 65, 17)]
@@ -159,3 +160,26 @@ def test_new_pools_have_no_graphs_of_the_old_ones(monkeypatch: pytest.MonkeyPatc
     assert paged._compiled._graphs
     paged.allocate(8)
     assert not paged._compiled._graphs
+
+
+def test_positions_of_rope_are_those_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that a step had when it was compiled."""
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    steps = compiled_module.CompiledSteps(
+        lambda tokens, step, pools: (step.media.rope_positions + tokens[0], pools)
+    )
+    for i in range(6):
+        positions = mx.full((3, 2, 1), i, dtype=mx.int32)
+        found, _ = steps.run(*decode_step(2, media=MediaRows(None, None, positions)), [])
+        assert found.tolist() == positions.tolist()
+    assert len(steps._graphs) == 1
+    # Another graph than that of a step without.
+    with pytest.raises(AttributeError):
+        steps.run(*decode_step(2), [])
+
+
+def test_a_step_with_features_is_not_compiled(steps) -> None:
+    features = MediaFeatures(mx.zeros((1, 4)))
+    for _ in range(4):
+        steps.run(*decode_step(2, media=MediaRows(mx.array([0]), features, None)), [])
+    assert not steps._graphs

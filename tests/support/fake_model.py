@@ -5,17 +5,21 @@ token of a sequence is a hash of all tokens read back through its block table, s
 missed copy, a stale or foreign slot either breaks a check here or changes every token that follows.
 
 Window groups have pools of their own, in which every visible position must hold what the full one
-holds; a state slot holds all tokens that went into it.
+holds; a state slot holds all tokens that went into it. The positions of a media item hold its
+content (`contents`), whose features must be there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from typing import NamedTuple
 
 from mlx_paged.core import (
     FinishReason,
     KVManager,
+    MediaSpan,
+    Request,
     ScheduledSequence,
     Scheduler,
     SchedulerOutput,
@@ -23,6 +27,7 @@ from mlx_paged.core import (
 )
 
 VOCAB_SIZE = 61
+PLACEHOLDER = 1
 
 
 def next_token(tokens: Sequence[int], seed: int = 0) -> int:
@@ -32,6 +37,19 @@ def next_token(tokens: Sequence[int], seed: int = 0) -> int:
         state = ((state ^ (token + 1)) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 32
     return state % VOCAB_SIZE
+
+
+def content(span: MediaSpan, row: int) -> int:
+    """What a position of a media item stands for: it follows from the item's key."""
+    return 1000 + int.from_bytes(sha256(span.key + row.to_bytes(4, "big")).digest()[:4], "big")
+
+
+def contents(request: Request) -> list[int]:
+    """What the model sees of a prompt."""
+    tokens = list(request.prompt_token_ids)
+    for span in request.media:
+        tokens[span.offset : span.end] = [content(span, row) for row in range(span.length)]
+    return tokens
 
 
 def generate(
@@ -106,9 +124,12 @@ class FakeDevice:
         self.last: dict[int, int] = {}  # tokens sampled by the step evaluated last, by seq_id
         self.sampled: list[int] = []  # the same in the order of the step
         self.num_tokens_computed = 0
+        self.features: set[bytes] = set()
+        self.encoded: list[bytes] = []  # the keys of all that was ever encoded
 
     def launch(self, batch: SchedulerOutput) -> Launched:
         launched = Launched(batch)
+        self._check_media(batch)
         self._check_batch(batch)
         self._check_nothing_in_flight_is_overwritten(launched)
         for row in batch.sequences:
@@ -124,12 +145,12 @@ class FakeDevice:
             pool[dst * size : (dst + 1) * size] = pool[src * size : (src + 1) * size]
         for row in launched.batch.sequences:
             tokens = (self.last[row.seq_id],) if row.awaits_token else row.token_ids
-            for position, token in enumerate(tokens, row.start):
+            for position, token in enumerate(self._seen(row, tokens), row.start):
                 for group, table, _ in tables_of(row):
                     self.slots[group][self._slot(table, position)] = (position, token)
             if row.state is not None:
                 before = self.states[row.state.read]
-                self.states[row.state.write] = (*(before or ()), *tokens)
+                self.states[row.state.write] = (*(before or ()), *self._seen(row, tokens))
         for row in launched.batch.sequences:
             self._check_context(row)
         self.num_tokens_computed += launched.batch.num_tokens
@@ -146,6 +167,35 @@ class FakeDevice:
             if row.awaits_token:
                 assert self.sampled[row.input_from] == self.last[row.seq_id]
 
+    @staticmethod
+    def _seen(row: ScheduledSequence, tokens: Sequence[int]) -> list[int]:
+        """What the model sees of the tokens of a row."""
+        seen = list(tokens)
+        for i in row.media_items:
+            span = row.sequence.request.media[i]
+            for position in range(max(span.offset, row.start), min(span.end, row.context_len)):
+                seen[position - row.start] = content(span, position - span.offset)
+        return seen
+
+    def _check_media(self, batch: SchedulerOutput) -> None:
+        """Features are there for what needs them, and atomic items are not cut."""
+        media = batch.media
+        used = {key for launched in self.in_flight for key in _keys_of(launched.batch)}
+        if media is not None:
+            assert not set(media.evicted) & used, "features in use by a step in flight are dropped"
+            self.features -= set(media.evicted)
+            assert not set(media.encoded) & self.features, "encoded, although it is held"
+            assert set(media.encoded) <= _keys_of(batch), "encoded, but not needed by the step"
+            self.features |= set(media.encoded)
+            self.encoded += media.encoded
+        assert _keys_of(batch) <= self.features, "features are missing"
+        for row in batch.sequences:
+            prompt_media = row.sequence.request.prompt_media
+            for start, end in () if prompt_media is None else prompt_media.atomic:
+                assert not start < row.start < end and not start < row.context_len < end, (
+                    f"an atomic item is cut by {row}"
+                )
+
     def drop_in_flight(self) -> None:
         """A failure: steps in flight never run, and what they would have written is garbage."""
         for launched in self.in_flight:
@@ -155,6 +205,8 @@ class FakeDevice:
                         self.slots[group][self._slot(table, position)] = None
                 if row.state is not None:
                     self.states[row.state.write] = None
+            if launched.batch.media is not None:
+                self.features -= set(launched.batch.media.encoded)
         self.in_flight.clear()
 
     def _context(self, row: ScheduledSequence) -> list[int]:
@@ -260,6 +312,16 @@ class FakeDevice:
                 )
 
 
+def _keys_of(batch: SchedulerOutput) -> set[bytes]:
+    """The items that the rows of a step need."""
+    return {
+        row.sequence.request.prompt_media.keys[i]
+        for row in batch.sequences
+        for i in row.media_items
+        if row.sequence.request.prompt_media is not None
+    }
+
+
 class FakeEngine:
     """The engine's loop over a scheduler and a fake device, one half step at a time."""
 
@@ -277,7 +339,7 @@ class FakeEngine:
         assert batch or self.running or not self.scheduler.has_unfinished, "livelock"
         launched = None
         if batch is not None:
-            assert batch.num_tokens <= self.scheduler.config.max_num_batched_tokens
+            self._check_budgets(batch)
             assert len(batch.sequences) <= self.scheduler.config.max_num_seqs
             self.batches.append(batch)
             for row in batch.sequences:
@@ -290,6 +352,25 @@ class FakeEngine:
             self._take(self.scheduler.update_from_output(done.batch, self.device.evaluate(done)))
         self.running = launched
         self._take(self.scheduler.take_outcomes())
+
+    def _check_budgets(self, batch: SchedulerOutput) -> None:
+        config = self.scheduler.config
+        chunks = [row for row in batch.sequences if row.num_tokens > 1]
+        if batch.num_tokens > config.max_num_batched_tokens:
+            # One atomic item may exceed what decodes have left.
+            [row] = chunks
+            ends = [span.end for span in row.sequence.request.media if span.is_atomic]
+            assert row.context_len in ends and row.num_tokens <= config.max_num_batched_tokens
+        encoded = () if batch.media is None else batch.media.encoded
+        rows = {
+            key: span.num_rows
+            for row in batch.sequences
+            if row.sequence.request.prompt_media is not None
+            for key, span in zip(row.sequence.request.prompt_media.keys, row.sequence.request.media)
+        }
+        limit = config.max_num_encoder_tokens or config.max_num_batched_tokens
+        if config.enable_chunked_prefill:
+            assert len(encoded) <= 1 or sum(rows[key] for key in encoded) <= limit
 
     def run(self, max_steps: int = 100_000) -> None:
         while self.scheduler.has_unfinished or self.running:

@@ -30,8 +30,11 @@ def num_schedulable_tokens(seq: Sequence) -> int:
 
 
 def is_prefilling(seq: Sequence) -> bool:
-    """Whether more than the newest token is still to be computed."""
-    return len(seq.tokens) - seq.num_scheduled_tokens > 1
+    """Whether more than the newest token is still to be computed, or the last token of a prompt
+    that may be a media item's."""
+    num_left = len(seq.tokens) - seq.num_scheduled_tokens
+    of_prompt = seq.num_scheduled_tokens < seq.request.num_prompt_tokens
+    return num_left > 1 or (num_left == 1 and bool(seq.request.media) and of_prompt)
 
 
 class PlainQueue:
@@ -109,7 +112,7 @@ class PlainScheduler(Scheduler):
     def _part(self, seq: Sequence, tables: BlockTables) -> int:
         """The end of the last block that two sequences have in common, or of the next one."""
         assert tables.tip is not None
-        size, known = self.kv.block_size, seq.tokens[:-1]
+        size, known = self.kv.block_size, seq.tree_tokens[:-1]
         num_blocks = tables.tip.depth + 1
         while (
             len(known) >= (num_blocks + 1) * size
@@ -123,14 +126,15 @@ class PlainScheduler(Scheduler):
         if len(self.kv.groups) > 1 or running.order[0] > seq.order[0]:
             return False
         assert running.tables is not None
-        tip, match, size = running.tables.tip, self.kv.match(self._query(seq)), self.kv.block_size
+        tip, size = running.tables.tip, self.kv.block_size
+        match = self.kv._continuable(self._query(seq))
         if tip is None or tip is not match.node:
             return False
         start, end = tip.depth * size, (tip.depth + 1) * size
-        wanted = seq.tokens[start : min(end, len(seq.tokens) - 1)]
+        wanted = seq.tree_tokens[start : min(end, len(seq.tokens) - 1)]
         return (
             len(running.tokens) >= end
-            and running.tokens[start : start + len(wanted)] == wanted
+            and running.tree_tokens[start : start + len(wanted)] == wanted
             and len(wanted) > match.num_partial_tokens
             and len(wanted) * 2 >= size
         )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlx_paged.core import KVManager, Request, Scheduler, SchedulerConfig, StopPolicy
-from support.fake_model import FakeEngine, generate
+from support.fake_model import FakeEngine, contents, generate
 
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
 
@@ -41,9 +41,7 @@ def request(name: str, prompt: list[int], max_tokens: int | None = 4, **options:
 def check_outputs(engine: FakeEngine, *requests: Request) -> None:
     for r in requests:
         for seq in r.sequences:
-            expected = generate(
-                r.prompt_token_ids, r.max_output_tokens, r.stop.eos_token_ids, seq.index
-            )
+            expected = generate(contents(r), r.max_output_tokens, r.stop.eos_token_ids, seq.index)
             assert engine.outputs[seq.seq_id] == list(seq.tokens[r.num_prompt_tokens :]) == expected
             assert engine.reasons[seq.seq_id] is seq.finish_reason
     usage = engine.scheduler.kv.usage

@@ -1,0 +1,198 @@
+"""What a prompt's pictures, videos and sounds are to the model half, as plain values.
+
+The *rows* of an item are the prompt positions whose input embeddings its tower makes; its *span*
+goes from its first to its last row, and may hold text tokens in between. `model.media_processor`
+makes prompts with spans, `model.multimodal` runs the towers and the language model. Neither mlx-vlm
+nor Pillow is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged import ops
+
+Kind = Literal["image", "video", "audio"]
+KINDS: tuple[Kind, ...] = ("image", "video", "audio")
+
+
+class MediaFeatures(NamedTuple):
+    """What a tower makes of one item, or what the rows of a step take of several.
+
+    Attributes:
+        embeds: ``[num_rows, hidden_size]`` input embeddings.
+        deepstack: Each ``[num_rows, hidden_size]``: added to the outputs of the first layers.
+        per_layer_inputs: ``[num_rows, num_layers, dim]``, for models that have such inputs.
+    """
+
+    embeds: mx.array
+    deepstack: tuple[mx.array, ...] = ()
+    per_layer_inputs: mx.array | None = None
+
+    def take(self, rows: mx.array) -> MediaFeatures:
+        """The features of some rows."""
+        return self._each(lambda array: array[rows])
+
+    def arrays(self) -> list[mx.array]:
+        """All arrays: what to evaluate, and what the features cost in bytes."""
+        last = [] if self.per_layer_inputs is None else [self.per_layer_inputs]
+        return [self.embeds, *self.deepstack, *last]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays())
+
+    @staticmethod
+    def concatenate(parts: list[MediaFeatures]) -> MediaFeatures:
+        """The rows of several features of one model, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        first = parts[0]
+        deepstack = tuple(
+            mx.concatenate([part.deepstack[i] for part in parts])
+            for i in range(len(first.deepstack))
+        )
+        per_layer = None
+        if first.per_layer_inputs is not None:
+            per_layer = mx.concatenate([part.per_layer_inputs for part in parts])  # type: ignore[misc]
+        return MediaFeatures(mx.concatenate([part.embeds for part in parts]), deepstack, per_layer)
+
+    def _each(self, function: Any) -> MediaFeatures:
+        per_layer = self.per_layer_inputs
+        return MediaFeatures(
+            function(self.embeds),
+            tuple(function(array) for array in self.deepstack),
+            None if per_layer is None else function(per_layer),
+        )
+
+
+class StepMedia(NamedTuple):
+    """What the rows of a step bring besides tokens.
+
+    Attributes:
+        rows: ``[m]`` int32, ascending: rows of the step whose embeddings come from `features`.
+        features: Of these rows, in their order; None where there are none.
+        rope_positions: ``[3, T]`` int32: time, height and width, for a model whose RoPE has these;
+            None: all three are a row's position in its sequence.
+        bounds: ``[2, T]`` int32: first and last visible position of each row; None: causal.
+    """
+
+    rows: np.ndarray
+    features: MediaFeatures | None
+    rope_positions: np.ndarray | None
+    bounds: np.ndarray | None = None
+
+    def check(self, num_rows: int) -> None:
+        """Raises ValueError for arrays that do not belong to a step of `num_rows` rows."""
+        rows = np.asarray(self.rows)
+        if rows.ndim != 1 or (np.diff(rows) <= 0).any():
+            raise ValueError("[step media] rows must be ascending and of one dimension")
+        if len(rows) and not 0 <= rows[0] <= rows[-1] < num_rows:
+            raise ValueError(
+                f"[step media] rows must be rows of the step, in [0, {num_rows}), but got "
+                f"{rows[0]} to {rows[-1]}"
+            )
+        found = 0 if self.features is None else self.features.embeds.shape[0]
+        if found != len(rows):
+            raise ValueError(
+                f"[step media] features must be of {len(rows)} rows but are of {found}"
+            )
+        for name, array, first in (
+            ("rope_positions", self.rope_positions, 3),
+            ("bounds", self.bounds, 2),
+        ):
+            if array is not None and np.shape(array) != (first, num_rows):
+                raise ValueError(
+                    f"[step media] {name} must be of shape {(first, num_rows)} but got "
+                    f"{np.shape(array)}"
+                )
+
+
+@dataclass(frozen=True)
+class MediaRows:
+    """`StepMedia` on the device, as the language model takes it.
+
+    Attributes:
+        rows: ``[m]`` int32; None: no row has features.
+        features: Of these rows.
+        rope_positions: ``[3, T, 1]`` int32, or None.
+    """
+
+    rows: mx.array | None
+    features: MediaFeatures | None
+    rope_positions: mx.array | None
+
+    @classmethod
+    def of(cls, media: StepMedia) -> MediaRows:
+        """Uploads the host's arrays."""
+        rows, positions = None, None
+        if len(media.rows):
+            rows = ops.upload(np.ascontiguousarray(media.rows, dtype=np.int32))[0]
+        if media.rope_positions is not None:
+            found = np.ascontiguousarray(media.rope_positions, dtype=np.int32)
+            positions = ops.upload(found)[0][:, :, None]
+        return cls(rows, media.features if rows is not None else None, positions)
+
+
+@dataclass(frozen=True, eq=False)
+class MediaInputs:
+    """What the processor made of one item: what its tower takes.
+
+    Attributes:
+        kind: What the item is.
+        arrays: By the names that mlx-vlm's model takes them; read only.
+        token_ids: ``[span]`` int32: the prompt's tokens from the item's first to its last row.
+        rows: ``[num_rows]`` int32: which of these are rows.
+    """
+
+    kind: Kind
+    arrays: Mapping[str, Any]
+    token_ids: np.ndarray
+    rows: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        """Prompt positions that the tower writes."""
+        return len(self.rows)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where an item is in its prompt.
+
+    Attributes:
+        offset: First prompt position.
+        length: Positions up to its last row.
+        rows: ``[num_rows]`` int32 prompt positions.
+        kind: What the item is.
+    """
+
+    offset: int
+    length: int
+    rows: np.ndarray
+    kind: Kind
+
+
+@dataclass(frozen=True, eq=False)
+class MediaPrompt:
+    """A prompt with its media, processed.
+
+    Attributes:
+        token_ids: Of the whole prompt; the rows of an item hold the id of its placeholder.
+        spans: One for each item, in the order of the prompt.
+        inputs: One for each span.
+        rope_positions: ``[3, len(token_ids)]`` int32; None: RoPE's positions are the tokens'.
+        rope_delta: A generated token at index i has position ``i + rope_delta``.
+    """
+
+    token_ids: list[int]
+    spans: list[Span] = field(default_factory=list)
+    inputs: list[MediaInputs] = field(default_factory=list)
+    rope_positions: np.ndarray | None = None
+    rope_delta: int = 0

@@ -1,0 +1,457 @@
+"""Prompts with pictures, videos and sounds: their tokens, and what the towers take.
+
+Each item goes through the checkpoint's own processor alone, so that equal items give equal arrays
+whatever else a prompt holds, and what the processor makes of the item's *placeholder* (the text
+that stands for it) takes the placeholder's place in the prompt. Nothing here touches the device or
+the engine's thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.model.media import KINDS, Kind, MediaInputs, MediaPrompt, Span
+from mlx_paged.model.media_families import MLX_VLM_VERSION, MediaFamily
+from mlx_paged.model.rope_positions import Grid, rope_positions
+
+# What processors return beside the arrays of towers.
+_TEXT_OUTPUTS = frozenset(
+    ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels")
+)
+_PLURAL = {"image": "images", "video": "videos", "audio": "audios"}
+
+# --- What families do in ways of their own --------------------------------------------------------
+
+# The processor, the kind, the placeholder, the item, options -> the processor's output.
+_Call = Callable[[Any, Kind, str, Any, Mapping[str, Any]], Mapping[str, Any]]
+
+
+def _attribute_marker(processor: Any, kind: Kind, index: int) -> str:
+    found = getattr(processor, f"{kind}_token", None)
+    if found is None:
+        found = getattr(getattr(processor, "tokenizer", None), f"{kind}_token", None)
+    return str(found) if found is not None else f"<{kind}>"
+
+
+def _gemma3_marker(processor: Any, kind: Kind, index: int) -> str:
+    return str(processor.boi_token)
+
+
+def _qwen3_marker(processor: Any, kind: Kind, index: int) -> str:
+    if kind == "video":  # frames with their times take the place of all three
+        return f"{processor.vision_start_token}{processor.video_token}{processor.vision_end_token}"
+    return str(processor.image_token)
+
+
+def _call_processor(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    given: dict[str, Any] = {"text": [marker], **options}
+    if kind == "image":
+        given["images"] = [item]
+    elif kind == "video":
+        # [num_frames, 3, height, width], as mlx-vlm loads a video.
+        given["videos"] = [np.ascontiguousarray(np.transpose(item.frames, (0, 3, 1, 2)))]
+        accepted = inspect.signature(type(processor).__call__).parameters
+        if "fps" in accepted:
+            given["fps"] = [float(item.fps)]
+    else:
+        given["audio"] = [item.samples]
+    return processor(**given)
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How a family's processor is used.
+
+    Attributes:
+        marker: The placeholder of an item in a text.
+        call: Runs the processor for one item.
+        text: What the processor writes for a placeholder, where it makes one text of all and
+            tokens join across the borders; None: tokens take a placeholder's place.
+    """
+
+    marker: Callable[[Any, Kind, int], str] = _attribute_marker
+    call: _Call = _call_processor
+    text: Callable[[Any, Kind], str] | None = None
+
+
+_RECIPES: dict[str, _Recipe] = {
+    "gemma3": _Recipe(_gemma3_marker, text=lambda processor, kind: processor.full_image_sequence),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _Recipe(_qwen3_marker)),
+}
+# Names of a placeholder's id in configs.
+_PLACEHOLDER_IDS = ("{}_token_id", "{}_token_index", "media_placeholder_token_id")
+
+
+# --- Prompts --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Expanded:
+    """What takes a placeholder's place."""
+
+    token_ids: list[int]
+    rows: np.ndarray  # [num_rows] of `token_ids`
+    arrays: Mapping[str, Any]
+
+
+class MediaModel:
+    """What a model takes besides text, and its processor. Any thread may use it.
+
+    Args:
+        processor: mlx-vlm's or transformers', for one checkpoint.
+        config: mlx-vlm's config of the model.
+        family: how the model is run.
+        options: keyword arguments for the processor, as ``min_pixels``.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        config: Any,
+        family: MediaFamily,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._processor = _with_locked_tokenizer(processor)
+        self._config = config
+        self._recipe = _RECIPES.get(family.module, _Recipe())
+        # Some processors compute with mlx, whose streams belong to threads.
+        self._stream = mx.new_thread_local_stream(mx.cpu)
+        self.family = family
+        self.options = dict(options or {})
+
+    def with_options(self, options: Mapping[str, Any]) -> MediaModel:
+        """The same with these keyword arguments for the processor."""
+        return MediaModel(self._processor, self._config, self.family, options)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What prompts may hold."""
+        return self.family.kinds
+
+    @property
+    def uses_rope_positions(self) -> bool:
+        """Whether RoPE turns by time, height and width."""
+        return self.family.uses_rope_positions
+
+    def is_atomic(self, kind: Kind) -> bool:
+        """Whether the positions of such an item see each other."""
+        return kind in self.family.atomic
+
+    @property
+    def sampling_rate(self) -> int | None:
+        """Samples a second of the sounds that the processor takes; None: it takes none."""
+        extractor = getattr(self._processor, "feature_extractor", None)
+        if extractor is None:
+            extractor = getattr(self._processor, "audio_processor", None)
+        rate = getattr(extractor, "sampling_rate", None)
+        if rate is None:
+            return 16_000 if "audio" in self.kinds else None
+        return int(rate)
+
+    @property
+    def chat_template(self) -> str | None:
+        """Of the processor, for tokenizers that have none of their own."""
+        template = getattr(self._processor, "chat_template", None)
+        return template if isinstance(template, str) else None
+
+    @property
+    def settings_digest(self) -> bytes:
+        """32 bytes: of whatever decides what the processor makes of an item."""
+        parts: dict[str, Any] = {
+            "mlx_vlm": MLX_VLM_VERSION,
+            "family": self.family.module,
+            "options": self.options,
+        }
+        for name in ("", "image_processor", "video_processor", "feature_extractor"):
+            part = getattr(self._processor, name, None) if name else self._processor
+            if part is not None:
+                settings = {k: v for k, v in vars(part).items() if _is_setting(v)}
+                parts[name] = {"type": type(part).__name__, **settings}
+        text = json.dumps(parts, sort_keys=True, default=lambda value: type(value).__name__)
+        return hashlib.sha256(text.encode()).digest()
+
+    def placeholder(self, kind: Kind, index: int = 1) -> str:
+        """The text that stands for the item number `index` of its kind, from 1 on.
+
+        Raises:
+            ValueError: the model takes no such items.
+        """
+        self._require(kind)
+        return self._recipe.marker(self._processor, kind, index)
+
+    def _require(self, kind: Kind) -> None:
+        if kind not in self.kinds:
+            raise ValueError(f"the model takes {', '.join(self.kinds)} but got {kind}")
+
+    def process(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        audios: Sequence[Any] = (),
+    ) -> MediaPrompt:
+        """Makes the tokens of a prompt, and what towers take of its items. It computes for a while.
+
+        Args:
+            prompt: text that holds a placeholder for each item; or messages, whose contents are
+                texts or lists of ``{"type": "text", "text": ...}`` and ``{"type": "image"}`` (or
+                "video", "audio") parts, for the model's own template.
+            images: PIL images, in the order of their placeholders.
+            videos: objects with ``frames`` ``[num_frames, height, width, 3]`` uint8 and ``fps``.
+            audios: objects with ``samples`` ``[num_samples]`` float32 and ``rate``.
+
+        Raises:
+            ValueError: for placeholders that are not as many as the items, and items that the
+                processor does not take.
+        """
+        text = prompt if isinstance(prompt, str) else self._rendered(prompt)
+        given = {"image": list(images), "video": list(videos), "audio": list(audios)}
+        with mx.stream(self._stream):
+            return self._process(text, given)
+
+    def _process(self, text: str, given: Mapping[str, list[Any]]) -> MediaPrompt:
+        places = self._places(text, given)
+        counts = {kind: [k for _, _, k in places].count(kind) for kind in KINDS}
+        for kind in KINDS:
+            if given[kind]:
+                self._require(kind)
+            if counts[kind] != len(given[kind]):
+                raise ValueError(
+                    f"the prompt has placeholders for {counts[kind]} {_PLURAL[kind]} but there are "
+                    f"{len(given[kind])}"
+                )
+        items = {kind: iter(found) for kind, found in given.items()}
+        expanded = [(kind, self._expand(kind, next(items[kind]))) for _, _, kind in places]
+        if self._recipe.text is not None:
+            tokens, offsets = self._with_texts(text, places, expanded)
+        else:
+            tokens, offsets = self._with_tokens(text, places, expanded)
+        spans, inputs = [], []
+        for offset, (kind, item) in zip(offsets, expanded):
+            first, last = int(item.rows[0]), int(item.rows[-1])
+            rows = item.rows.astype(np.int32) - first
+            ids = np.array(item.token_ids[first : last + 1], dtype=np.int32)
+            spans.append(Span(offset, last - first + 1, offset + rows, kind))
+            inputs.append(MediaInputs(kind, item.arrays, ids, rows))
+        result = MediaPrompt(tokens, spans, inputs)
+        if not (self.uses_rope_positions and spans):
+            return result
+        positions, delta = rope_positions(len(tokens), self._grids(spans, inputs))
+        return replace(result, rope_positions=positions, rope_delta=delta)
+
+    # Text.
+
+    @property
+    def tokenizer(self) -> Any:
+        """The processor's."""
+        return getattr(self._processor, "tokenizer", self._processor)
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        for processor in (self._processor, self.tokenizer):
+            if getattr(processor, "chat_template", None):
+                return processor.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                )
+        raise ValueError("the model has no chat template: give its prompt as text")
+
+    def _encode(self, text: str, *, begins: bool) -> list[int]:
+        tokenizer = self.tokenizer
+        start = getattr(tokenizer, "bos_token", None)
+        special = begins and not (start and text.startswith(start))
+        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def _places(self, text: str, given: Mapping[str, list[Any]]) -> list[tuple[int, int, Kind]]:
+        """Begin and end of each placeholder in a text, and what it stands for."""
+        markers: dict[str, Kind] = {}
+        for kind in self.kinds:
+            for i in range(max(1, len(given[kind]))):  # (they may be numbered)
+                markers[self.placeholder(kind, i + 1)] = kind
+        if not markers:
+            return []
+        longest_first = sorted(markers, key=len, reverse=True)
+        pattern = re.compile("|".join(re.escape(marker) for marker in longest_first))
+        return [(*m.span(), markers[m.group()]) for m in pattern.finditer(text)]
+
+    def _with_tokens(
+        self,
+        text: str,
+        places: Sequence[tuple[int, int, Kind]],
+        expanded: Sequence[tuple[Kind, _Expanded]],
+    ) -> tuple[list[int], list[int]]:
+        """The prompt's tokens, and the offset of each span, with tokens for placeholders."""
+        between = self._between(text, places)
+        tokens, offsets = list(between[0]), []
+        for (_, item), following in zip(expanded, between[1:]):
+            offsets.append(len(tokens) + int(item.rows[0]))
+            tokens += [*item.token_ids, *following]
+        return tokens, offsets
+
+    def _between(self, text: str, places: Sequence[tuple[int, int, Kind]]) -> list[list[int]]:
+        """The tokens before, between and behind placeholders."""
+        whole = self._encode(text, begins=True)
+        found, done = [], 0
+        for begin, end, _ in places:
+            marker = self._encode(text[begin:end], begins=False)
+            size = len(marker)
+            at = next((i for i in range(done, len(whole)) if whole[i : i + size] == marker), None)
+            if at is None:
+                break
+            found.append(whole[done:at])
+            done = at + size
+        else:
+            return [*found, whole[done:]]
+        # A placeholder that is no token: then the text around it is encoded apart from it.
+        edges = [0, *(edge for place in places for edge in place[:2]), len(text)]
+        return [
+            self._encode(text[edges[i] : edges[i + 1]], begins=i == 0)
+            for i in range(0, len(edges), 2)
+        ]
+
+    def _with_texts(
+        self,
+        text: str,
+        places: Sequence[tuple[int, int, Kind]],
+        expanded: Sequence[tuple[Kind, _Expanded]],
+    ) -> tuple[list[int], list[int]]:
+        """Likewise, with texts for placeholders."""
+        assert self._recipe.text is not None
+        parts, done = [], 0
+        for begin, end, kind in places:
+            parts += [text[done:begin], self._recipe.text(self._processor, kind)]
+            done = end
+        tokens = self._encode("".join(parts) + text[done:], begins=True)
+        offsets, at = [], 0
+        for kind, item in expanded:
+            ids = self._placeholder_ids(kind)
+            first = next(i for i in range(at, len(tokens)) if tokens[i] in ids)
+            length = int(item.rows[-1] - item.rows[0]) + 1
+            span = item.token_ids[int(item.rows[0]) :][:length]
+            if tokens[first : first + length] != span:
+                raise ValueError(f"the processor's {kind} is not as its placeholder is written")
+            offsets.append(first)
+            at = first + length
+        return tokens, offsets
+
+    # Items.
+
+    def _expand(self, kind: Kind, item: Any) -> _Expanded:
+        """Runs the processor for one item and its placeholder alone."""
+        marker = self.placeholder(kind)
+        output = self._recipe.call(self._processor, kind, marker, item, self.options)
+        tokens = _one_row(output["input_ids"])
+        before, after = self._special()
+        if before and tokens[: len(before)] == before:
+            tokens = tokens[len(before) :]
+        if after and tokens[-len(after) :] == after:
+            tokens = tokens[: -len(after)]
+        rows = np.flatnonzero(np.isin(tokens, self._placeholder_ids(kind)))
+        if not len(rows):
+            raise ValueError(f"the processor made no rows of this {kind}")
+        arrays = {
+            name: _as_numpy(value)
+            for name, value in output.items()
+            if name not in _TEXT_OUTPUTS and value is not None
+        }
+        return _Expanded(tokens, rows, arrays)
+
+    def _placeholder_ids(self, kind: Kind) -> list[int]:
+        """Of the rows of an item."""
+        names = [name.format(kind) for name in _PLACEHOLDER_IDS]
+        found = [getattr(self._config, name, None) for name in names]
+        return [token for token in found if isinstance(token, int)]
+
+    def _special(self) -> tuple[list[int], list[int]]:
+        """Tokens that the tokenizer puts before and after any text."""
+        plain = list(self.tokenizer("a", add_special_tokens=False)["input_ids"])
+        whole = list(self.tokenizer("a")["input_ids"])
+        for at in range(len(whole) - len(plain) + 1):
+            if whole[at : at + len(plain)] == plain:
+                return whole[:at], whole[at + len(plain) :]
+        return [], []
+
+    def _grids(self, spans: Sequence[Span], inputs: Sequence[MediaInputs]) -> list[Grid]:
+        merge = int(self._config.vision_config.spatial_merge_size)
+        grids = []
+        for span, item in zip(spans, inputs):
+            if item.kind == "audio":
+                continue
+            grid = item.arrays["video_grid_thw" if item.kind == "video" else "image_grid_thw"]
+            frames, height, width = np.array(grid).reshape(-1)[:3].tolist()
+            # Adjacent rows: all of a picture, or a frame of a video with text between frames.
+            runs = np.split(span.rows, np.flatnonzero(np.diff(span.rows) > 1) + 1)
+            seconds = self._positions_of_frame(item)
+            for run in runs:
+                size = (frames // len(runs), height // merge, width // merge)
+                grids.append(Grid(int(run[0]), *size, seconds))
+        return grids
+
+    def _positions_of_frame(self, item: MediaInputs) -> float:
+        """Positions in time that a frame lasts (Qwen2.5-VL's rule; 1 where there is none)."""
+        a_second = getattr(self._config.vision_config, "tokens_per_second", None)
+        seconds = item.arrays.get("second_per_grid_ts")
+        if item.kind != "video" or not a_second or seconds is None:
+            return 1.0
+        return float(a_second) * float(np.array(seconds).reshape(-1)[0])
+
+
+def _one_row(token_ids: Any) -> list[int]:
+    found = np.array(token_ids)
+    return found.reshape(-1).tolist()
+
+
+def _as_numpy(value: Any) -> Any:
+    if isinstance(value, mx.array):
+        if value.dtype == mx.bfloat16:
+            value = value.astype(mx.float32)
+        return np.array(value)
+    if isinstance(value, (list, tuple)):
+        return [_as_numpy(part) for part in value]
+    return value
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_setting(part) for part in value)
+    if isinstance(value, dict):
+        return all(_is_setting(part) for part in value.values())
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+class _LockedTokenizer:
+    """A tokenizer that one thread uses at a time: Rust's are borrowed for as long as they run."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return self._tokenizer(*args, **kwargs)
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return self._tokenizer.encode(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def _with_locked_tokenizer(processor: Any) -> Any:
+    tokenizer = getattr(processor, "tokenizer", None)
+    if tokenizer is not None and not isinstance(tokenizer, _LockedTokenizer):
+        processor.tokenizer = _LockedTokenizer(tokenizer)
+    return processor

@@ -1,0 +1,252 @@
+"""mlx-vlm's models on flat rows: their language models in a step, and their towers beside it.
+
+A `MultiModalModel` looks like a model of mlx-lm to `model.wrap` and `PagedModel`: tokens and caches
+in, logits out. mlx-vlm's language models end in `mx.fast.scaled_dot_product_attention` as mlx-lm's
+do, so nothing else is needed to page them. What a step brings besides tokens (`MediaRows`) is an
+argument, and never kept on a module: mlx-vlm keeps the RoPE state of one request there.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models import cache as mlx_lm_caches
+
+from mlx_paged.errors import ModelLoadError, UnsupportedModelError
+from mlx_paged.model.families import Family
+from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaRows
+from mlx_paged.model.media_families import MLX_VLM_VERSION, MediaFamily
+from mlx_paged.model.patches import overridden
+from mlx_paged.model.recurrent import WindowedStates
+
+#: What to say where mlx-vlm is missing.
+INSTALL = (
+    "pictures, videos and sounds need mlx-vlm: run pip install 'mlx-paged[vision]' && "
+    f"pip install --no-deps mlx-vlm=={MLX_VLM_VERSION}"
+)
+
+
+def installed_version() -> str | None:
+    """Of mlx-vlm, without importing it; None: it is not installed."""
+    try:
+        return importlib.metadata.version("mlx-vlm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+class StateArrays(WindowedStates, mlx_lm_caches.ArraysCache):  # type: ignore[misc]
+    """mlx-lm's cache of recurrent state, with the methods of mlx-vlm's."""
+
+
+class MultiModalModel(nn.Module):  # type: ignore[misc]
+    """One of mlx-vlm's models, called as mlx-lm's are.
+
+    Args:
+        vlm: mlx-vlm's ``Model``; its modules are changed in place.
+        family: how it is run.
+        model_type: names it in errors.
+    """
+
+    def __init__(self, vlm: nn.Module, family: MediaFamily, model_type: str) -> None:
+        super().__init__()
+        self.vlm = vlm
+        self.family = family
+        self.model_type = model_type
+        _scatter_deepstack(vlm)
+
+    # What `model.wrap` asks of a model.
+
+    @property
+    def paged_family(self) -> Family:
+        """The modes in which the language model may run."""
+        return Family(
+            self.family.module,
+            (self.family.mode,),
+            verify=installed_version() != MLX_VLM_VERSION,
+            proven=self.family.mode,
+        )
+
+    @property
+    def language_model(self) -> Any:
+        """mlx-vlm's language model."""
+        return self.vlm.language_model
+
+    @property
+    def layers(self) -> Any:
+        """Of the language model."""
+        return self.language_model.layers
+
+    def make_cache(self) -> list[Any]:
+        """The language model's caches, as mlx-lm's classes."""
+        make = getattr(self.language_model, "make_cache", None) or getattr(
+            self.vlm, "make_cache", None
+        )
+        caches = [mlx_lm_caches.KVCache() for _ in self.layers] if make is None else make()
+        return [self._as_mlx_lm(cache) for cache in caches]
+
+    def _as_mlx_lm(self, cache: Any) -> Any:
+        kind = type(cache).__name__
+        if kind in ("KVCache", "SimpleKVCache"):
+            return mlx_lm_caches.KVCache()
+        if kind == "RotatingKVCache":
+            return mlx_lm_caches.RotatingKVCache(max_size=cache.max_size, keep=cache.keep)
+        if kind == "ChunkedKVCache":
+            return mlx_lm_caches.ChunkedKVCache(cache.chunk_size)
+        if kind == "ArraysCache":
+            return StateArrays(len(cache.cache))
+        if kind == "CacheList":
+            return mlx_lm_caches.CacheList(*(self._as_mlx_lm(c) for c in cache.caches))
+        raise UnsupportedModelError(self.model_type, f"its {kind} layers are not served")
+
+    # Steps.
+
+    def __call__(
+        self, tokens: mx.array, cache: list[Any] | None = None, media: MediaRows | None = None
+    ) -> mx.array:
+        """``[B, L]`` tokens -> ``[B, L, vocab_size]`` logits.
+
+        Args:
+            media: of a step, whose tokens are ``[T, 1]``.
+        """
+        arguments: dict[str, Any] = {}
+        if self.family.uses_rope_positions:
+            positions = None if media is None else media.rope_positions
+            if positions is None:
+                positions = _positions(tokens, cache or [])
+            arguments["position_ids"] = positions
+        if media is not None and media.rows is not None:
+            assert media.features is not None
+            # A placeholder's id may be beyond the embedding.
+            known = mx.array(tokens)
+            known[media.rows] = 0
+            arguments |= self._merged(known, media.rows, media.features)
+        return self.language_model(tokens, cache=cache, **arguments).logits
+
+    def _merged(self, tokens: mx.array, rows: mx.array, features: MediaFeatures) -> dict[str, Any]:
+        """What the language model takes instead of tokens, where some rows have features."""
+        if self.family.uses_rope_positions:
+            # (`get_input_embeddings` would compute positions too, on the host.)
+            text = {"inputs_embeds": self.language_model.model.embed_tokens(tokens)}
+        else:
+            text = self.vlm.get_input_embeddings(tokens, None).to_dict()
+        # New arrays: some models scale what they are given in place.
+        embeds = text["inputs_embeds"]
+        embeds[rows, 0] = features.embeds.astype(embeds.dtype)
+        merged: dict[str, Any] = {"inputs_embeds": embeds}
+        if features.per_layer_inputs is not None:
+            per_layer = text["per_layer_inputs"]
+            per_layer[rows, 0] = features.per_layer_inputs.astype(per_layer.dtype)
+            merged["per_layer_inputs"] = per_layer
+        if features.deepstack:
+            merged["visual_pos_masks"] = rows[:, None]  # see `_scatter_deepstack`
+            merged["deepstack_visual_embeds"] = list(features.deepstack)
+        return merged
+
+    # Towers.
+
+    def encode(self, item: MediaInputs) -> MediaFeatures:
+        """Runs the tower of an item, lazily.
+
+        Raises:
+            ValueError: the item is of a kind that the model does not take, or its tower made
+                another number of rows than the prompt has.
+        """
+        if item.kind not in self.family.kinds:
+            raise ValueError(
+                f"model_type {self.model_type!r} takes {', '.join(self.family.kinds)} but got "
+                f"{item.kind}"
+            )
+        arrays = {name: _on_device(value) for name, value in item.arrays.items()}
+        if self.family.tower is not None:
+            features = self.family.tower(self.vlm, item.kind, arrays)
+        else:
+            features = self._from_embeddings(item, arrays)
+        if features.embeds.shape[0] != item.num_rows:
+            raise ValueError(
+                f"the tower of model_type {self.model_type!r} made {features.embeds.shape[0]} rows "
+                f"for an item ({item.kind}) that has {item.num_rows} in the prompt"
+            )
+        return features
+
+    def _from_embeddings(self, item: MediaInputs, arrays: Mapping[str, Any]) -> MediaFeatures:
+        """Lets the model merge the item into the embeddings of its own span, and takes the rows."""
+        tokens = mx.array(item.token_ids.astype(np.int32))[None]
+        rows = mx.array(item.rows.astype(np.int32))
+        given = {name: value for name, value in arrays.items() if name != "pixel_values"}
+        if "mask" not in given:
+            given["mask"] = mx.ones_like(tokens)
+        pixels = arrays.get("pixel_values")
+        found = self.vlm.get_input_embeddings(tokens, pixels, **given).to_dict()
+        per_layer = found.get("per_layer_inputs")
+        return MediaFeatures(
+            found["inputs_embeds"][0][rows],
+            per_layer_inputs=None if per_layer is None else per_layer[0][rows],
+        )
+
+
+def _on_device(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return mx.array(value)
+    if isinstance(value, (list, tuple)):
+        return [_on_device(part) for part in value]
+    return value
+
+
+def _positions(tokens: mx.array, caches: list[Any]) -> mx.array:
+    """``[3, B, L]``: of text alone, the positions in the sequence."""
+    batch, length = tokens.shape
+    offset = next((c.offset for c in caches if hasattr(c, "offset")), 0)
+    if isinstance(offset, mx.array):
+        offset = offset[:, None]
+    positions = offset + mx.arange(length, dtype=mx.int32)[None]
+    return mx.broadcast_to(positions, (3, batch, length))
+
+
+def _scatter_deepstack(vlm: nn.Module) -> None:
+    """Replaces mlx-vlm's loop over rows, which reads the mask on the host for each layer."""
+    model = getattr(vlm.language_model, "model", None)
+    if not hasattr(model, "_deepstack_process"):
+        return
+
+    def add(self: Any, hidden: mx.array, rows: mx.array, embeds: mx.array) -> mx.array:
+        """``rows`` is ``[m, 1]``: the rows of ``[T, 1, hidden]`` that `embeds` are added to."""
+        return hidden.at[rows[:, 0], 0].add(embeds.astype(hidden.dtype))
+
+    model.__class__ = overridden(type(model), "_deepstack_process", add)
+
+
+# --- Loading --------------------------------------------------------------------------------------
+
+
+def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalModel, Any]:
+    """Loads a checkpoint with mlx-vlm.
+
+    Returns:
+        The model, and mlx-vlm's or transformers' processor of it.
+
+    Raises:
+        ModelLoadError: mlx-vlm has no processor for its files.
+    """
+    from mlx_vlm.utils import load_image_processor, load_model, load_processor
+
+    vlm = load_model(path)
+    try:
+        # (mlx-vlm's default is to run code that comes with a checkpoint.)
+        processor = load_processor(path, add_detokenizer=False, trust_remote_code=False)
+        image_processor = load_image_processor(path)
+    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = str(error).strip().splitlines()
+        raise ModelLoadError(
+            str(path),
+            f"mlx-vlm could not make a processor of its files ({type(error).__name__}: "
+            f"{reason[0] if reason else ''})",
+        ) from error
+    if image_processor is not None:
+        processor.image_processor = image_processor
+    return MultiModalModel(vlm, family, model_type), processor

@@ -1,0 +1,63 @@
+"""Positions of RoPE in time, height and width, for the whole of a prompt, on the host.
+
+Qwen2-VL's rule (arXiv:2409.12191, section 2.1): text counts on in all three; the patches of a
+picture have their place in its grid, behind the highest position so far, and what follows goes on
+behind the highest of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A run of adjacent rows that lie on a grid.
+
+    Attributes:
+        offset: First prompt position.
+        frames: Steps in time.
+        height: Rows of a frame after merging.
+        width: Columns of a frame after merging.
+        seconds: Positions in time that a frame lasts.
+    """
+
+    offset: int
+    frames: int
+    height: int
+    width: int
+    seconds: float = 1.0
+
+    @property
+    def length(self) -> int:
+        """Prompt positions."""
+        return self.frames * self.height * self.width
+
+
+def rope_positions(num_tokens: int, grids: Sequence[Grid]) -> tuple[np.ndarray, int]:
+    """The positions of a prompt, and by how much those of generated tokens differ.
+
+    Args:
+        num_tokens: of the prompt.
+        grids: in the order of the prompt.
+
+    Returns:
+        ``[3, num_tokens]`` int32, and the delta: a token at index i >= num_tokens has i + delta.
+    """
+    positions = np.empty((3, num_tokens), dtype=np.int32)
+    done = following = 0  # prompt positions, and the next RoPE position
+    for grid in grids:
+        text = grid.offset - done
+        positions[:, done : grid.offset] = following + np.arange(text)
+        following += text
+        place = np.indices((grid.frames, grid.height, grid.width)).reshape(3, -1).astype(np.float64)
+        place[0] = np.floor(place[0] * grid.seconds)
+        done = grid.offset + grid.length
+        positions[:, grid.offset : done] = following + place.astype(np.int32)
+        following = int(positions[:, grid.offset : done].max()) + 1
+    positions[:, done:] = following + np.arange(num_tokens - done)
+    following += num_tokens - done
+    return positions, following - num_tokens

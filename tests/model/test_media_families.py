@@ -1,0 +1,175 @@
+"""Families of mlx-vlm with pictures in mixed steps, held to mlx-vlm's own generation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed: make test installs it")
+
+from support.media_models import CASES, Case, Prompt, vary
+from support.media_parity import (
+    MediaDriver,
+    difference,
+    differences,
+    generated,
+    paged,
+)
+
+from mlx_paged.model.media import MediaFeatures, MediaRows, StepMedia
+from mlx_paged.model.media_families import MEDIA_FAMILIES
+from mlx_paged.model.plan import StepInputs
+
+TOLERANCE = 1e-5  # RMS of the log-probabilities' difference over theirs, float32
+
+
+def case_of(name: str) -> Case:
+    case = CASES[name]()
+    vary(case.model)
+    return case
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_mixed_steps_with_pictures_give_what_mlx_vlm_generates(
+    name: str, record_property: Any
+) -> None:
+    found = differences(case_of(name))
+    record_property("difference", max(found.values()))
+    assert all(d < TOLERANCE for d in found.values()), found
+
+
+def test_every_family_in_the_table_has_a_case() -> None:
+    assert {case().module for case in CASES.values()} == MEDIA_FAMILIES.keys()
+
+
+@pytest.fixture(scope="module")
+def qwen3() -> Case:
+    return case_of("qwen3_vl")
+
+
+def test_a_picture_changes_what_is_generated(qwen3: Case) -> None:
+    """Parity would also hold if neither side looked at the picture."""
+    one, other = (generated(qwen3, qwen3.prompt(seed), 1)[1] for seed in (1, 3))
+    assert difference(one, other) > 1e-3
+
+
+def test_features_of_equal_pictures_are_equal_and_of_others_are_not(qwen3: Case) -> None:
+    model = paged(qwen3)
+    first, again, other = (model.encode(qwen3.picture(seed).inputs()) for seed in (1, 1, 3))
+    for a, b, c in zip(first.arrays(), again.arrays(), other.arrays()):
+        assert mx.array_equal(a, b).item()
+        assert not mx.array_equal(a, c).item()
+    assert len(first.deepstack) == 2
+    assert first.nbytes == 3 * first.embeds.nbytes
+
+
+def test_features_can_be_used_again(qwen3: Case) -> None:
+    """No step changes the features that it is given: gemma3 scales embeddings in place."""
+    for case in (qwen3, case_of("gemma3")):
+        driver = MediaDriver(paged(case))
+        prompt = case.prompt(1)
+        first = driver.add(prompt)
+        kept = [np.array(array) for array in first.features[0].arrays()]
+        driver.step([(first, len(prompt.token_ids))])
+        again = driver.add(prompt)
+        again.features = first.features
+        driver.step([(again, len(prompt.token_ids))])
+        assert difference(again.logprobs[0], first.logprobs[0]) < 1e-6
+        for array, before in zip(first.features[0].arrays(), kept):
+            assert np.array_equal(np.array(array), before)
+
+
+def test_positions_of_one_request_are_not_kept_for_the_next(qwen3: Case) -> None:
+    driver = MediaDriver(paged(qwen3))
+    picture, text = qwen3.prompt(1), Prompt([list(range(11, 24))])
+    alone = driver.add(text)
+    driver.step([(alone, 13)])
+    before = driver.add(picture)
+    driver.step([(before, len(before.tokens))])
+    after = driver.add(text)
+    driver.step([(after, 13)])
+    assert difference(after.logprobs[0], alone.logprobs[0]) < 1e-6
+    assert qwen3.model.language_model._rope_deltas is None
+    assert qwen3.model.language_model._position_ids is None
+
+
+def test_building_a_step_reads_nothing_from_the_device(
+    qwen3: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mlx-vlm's own deepstack reads its mask for every row of every layer."""
+    driver = MediaDriver(paged(qwen3))
+    text, picture = Prompt([list(range(11, 24))]), qwen3.prompt(1, 2)
+    sequences = [driver.add(text), driver.add(picture)]
+    mx.eval([array for seq in sequences for f in seq.features for array in f.arrays()])
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a step was evaluated while it was built")
+
+    forward = driver.model.forward
+
+    def watched(tokens: mx.array, inputs: StepInputs) -> mx.array:
+        with monkeypatch.context() as patch:
+            patch.setattr(mx, "eval", refuse)
+            patch.setattr(np, "where", refuse)
+            before = mx.get_active_memory()
+            logits = forward(tokens, inputs)
+            assert mx.get_active_memory() - before < 1 << 16
+        return logits
+
+    monkeypatch.setattr(driver.model, "forward", watched)
+    driver.step([(seq, len(seq.tokens)) for seq in sequences])
+
+
+def test_arrays_that_do_not_belong_to_the_step_are_refused(qwen3: Case) -> None:
+    driver = MediaDriver(paged(qwen3))
+    features = MediaFeatures(mx.zeros((2, 64)))
+    rope = np.zeros((3, 4), dtype=np.int32)
+
+    def forward(media: StepMedia) -> None:
+        inputs = StepInputs(np.array([4]), np.array([4]), [[1]], np.array([3]), media=media)
+        driver.model.forward(mx.zeros((4,), dtype=mx.int32), inputs)
+
+    for rows in ([0, 4], [1, 0], [1, 1], [-1, 0]):
+        with pytest.raises(ValueError, match="rows must be"):
+            forward(StepMedia(np.array(rows), features, rope))
+    with pytest.raises(ValueError, match="features must be of 1 rows but are of 2"):
+        forward(StepMedia(np.array([1]), features, rope))
+    with pytest.raises(ValueError, match="features must be of 1 rows but are of 0"):
+        forward(StepMedia(np.array([1]), None, rope))
+    with pytest.raises(ValueError, match=r"rope_positions must be of shape \(3, 4\)"):
+        forward(StepMedia(np.array([0, 1]), features, rope[:, :3]))
+    with pytest.raises(ValueError, match=r"bounds must be of shape \(2, 4\)"):
+        forward(StepMedia(np.array([0, 1]), features, rope, rope))
+
+
+def test_what_a_model_does_not_take_is_refused(qwen3: Case) -> None:
+    plain = paged(case_of("llava"))
+    inputs = StepInputs(
+        np.array([1]),
+        np.array([1]),
+        [[1]],
+        np.array([0]),
+        media=StepMedia(np.zeros(0, np.int32), None, np.zeros((3, 1), np.int32)),
+    )
+    plain.allocate(4)
+    with pytest.raises(ValueError, match="rope_positions must be None for model_type 'llava'"):
+        plain.forward(mx.zeros((1,), dtype=mx.int32), inputs)
+    item = qwen3.picture(1)
+    item.kind = "audio"
+    with pytest.raises(ValueError, match="takes image, video but got audio"):
+        paged(qwen3).encode(item.inputs())
+    item = qwen3.picture(1)
+    item.rows = item.rows[1:]
+    with pytest.raises(ValueError, match=r"made 12 rows for an item .* that has 11"):
+        paged(qwen3).encode(item.inputs())
+
+
+def test_a_step_without_media_uploads_nothing() -> None:
+    media = MediaRows.of(StepMedia(np.zeros(0, np.int32), None, None))
+    assert media == MediaRows(None, None, None)

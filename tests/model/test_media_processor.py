@@ -1,0 +1,300 @@
+"""Checkpoints of multimodal models: how they are loaded, and the prompts of their processors."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed: make test installs it")
+
+from PIL import Image
+from support.media_checkpoints import CHECKPOINTS, Checkpoint, write
+
+from mlx_paged import LLM, SamplingParams
+from mlx_paged.errors import ModelLoadError, UnsupportedModelError
+from mlx_paged.model import loader, multimodal
+from mlx_paged.model.loader import LoadedModel, load
+from mlx_paged.model.media import MediaPrompt
+from mlx_paged.model.media_processor import MediaModel
+
+QUESTION: list[dict[str, Any]] = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "look:"},
+            {"type": "image"},
+            {"type": "text", "text": " and\n"},
+            {"type": "image"},
+        ],
+    }
+]
+
+
+def picture(seed: int, width: int = 90, height: int = 60) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LoadedModel]:
+    folder, models = tmp_path_factory.mktemp("checkpoints"), {}
+
+    def get(name: str) -> LoadedModel:
+        if name not in models:
+            models[name] = load(write(folder / name, CHECKPOINTS[name]()))
+        return models[name]
+
+    return get
+
+
+def media_of(model: LoadedModel) -> MediaModel:
+    assert model.media is not None
+    return model.media
+
+
+@pytest.mark.parametrize("name", sorted(CHECKPOINTS))
+def test_a_prompt_is_what_the_processor_makes_of_it_as_a_whole(
+    name: str, loaded: Callable[[str], LoadedModel]
+) -> None:
+    model = loaded(name)
+    media = media_of(model)
+    # (Of one size: processors pad several pictures to the largest of them.)
+    images = [picture(1), picture(2)]
+    prompt = media.process(QUESTION, images=images)
+    text = media._rendered(QUESTION)
+    whole = media._processor(text=[text], images=images)
+    assert prompt.token_ids == np.array(whole["input_ids"]).reshape(-1).tolist()
+    # The model's own merge of all pictures into the whole prompt, against item for item.
+    arrays = {
+        key: value if isinstance(value, mx.array) else mx.array(np.array(value))
+        for key, value in whole.items()
+        if key not in ("input_ids", "attention_mask")
+    }
+    pixels = arrays.pop("pixel_values")
+    tokens = mx.array([prompt.token_ids])
+    vlm = model.model.vlm
+    expected = vlm.get_input_embeddings(tokens, pixels, mask=mx.ones_like(tokens), **arrays)
+    for span, item in zip(prompt.spans, prompt.inputs):
+        assert span.offset == span.rows[0]
+        assert span.length == span.rows[-1] - span.rows[0] + 1
+        assert prompt.token_ids[span.offset : span.offset + span.length] == item.token_ids.tolist()
+        features = model.model.encode(item)
+        rows = expected.inputs_embeds[0][mx.array(span.rows)]
+        assert mx.allclose(features.embeds, rows, atol=1e-5).item()
+    assert len(prompt.spans) == 2
+    if media.uses_rope_positions:
+        positions, deltas = vlm.language_model.get_rope_index(tokens, arrays["image_grid_thw"])
+        assert np.array_equal(prompt.rope_positions, np.array(positions)[:, 0])
+        assert prompt.rope_delta == deltas.item()
+    else:
+        assert prompt.rope_positions is None
+
+
+@pytest.mark.parametrize("name", sorted(CHECKPOINTS))
+def test_a_text_alone_is_served_by_the_engine(
+    name: str, loaded: Callable[[str], LoadedModel]
+) -> None:
+    from mlx_vlm.generate import generate_step
+
+    model = loaded(name)
+    llm = LLM(model, kv_cache_memory=4 << 20, block_size=16)
+    prompt = "what is this?"
+    [output] = llm.generate([prompt], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+    tokens = mx.array([output.prompt_token_ids])
+    vlm = model.model.vlm
+    steps = generate_step(tokens, vlm, None, None, max_tokens=3, temperature=0)
+    expected = [int(np.array(token).reshape(-1)[0]) for (token, _), _ in zip(steps, range(3))]
+    for state in ("_rope_deltas", "_position_ids"):
+        if hasattr(vlm.language_model, state):
+            setattr(vlm.language_model, state, None)
+    assert list(output.outputs[0].token_ids) == expected
+
+
+def clip(frames: int = 5, fps: float = 2.0) -> Any:
+    pixels = np.random.default_rng(0).integers(0, 255, (frames, 64, 96, 3), dtype=np.uint8)
+    return SimpleNamespace(frames=pixels, fps=fps)
+
+
+def video_prompt(media: MediaModel, video: Any) -> MediaPrompt:
+    messages = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "?"}]}]
+    return media.process(messages, videos=[video])
+
+
+def test_a_video_is_one_item_in_a_grid_of_time(loaded: Callable[[str], LoadedModel]) -> None:
+    model = loaded("qwen2_vl")
+    prompt = video_prompt(media_of(model), clip())
+    [span], [item] = prompt.spans, prompt.inputs
+    frames, height, width = item.arrays["video_grid_thw"][0]
+    assert frames == 3  # of two pictures each
+    assert len(span.rows) == span.length == frames * height * width // 4
+    assert model.model.encode(item).embeds.shape == (span.length, 32)
+    tokens = mx.array([prompt.token_ids])
+    positions, deltas = model.model.language_model.get_rope_index(
+        tokens, None, mx.array(item.arrays["video_grid_thw"])
+    )
+    assert np.array_equal(prompt.rope_positions, np.array(positions)[:, 0])
+    assert prompt.rope_delta == deltas.item()
+
+
+def test_frames_of_qwen3_have_their_times_between_them(
+    loaded: Callable[[str], LoadedModel],
+) -> None:
+    model = loaded("qwen3_vl")
+    prompt = video_prompt(media_of(model), clip(frames=4, fps=2.0))
+    [span], [item] = prompt.spans, prompt.inputs
+    assert len(span.rows) < span.length
+    text = model.tokenizer.decode(prompt.token_ids)
+    assert "<0.2 seconds><|vision_start|>" in text or "<0.3 seconds><|vision_start|>" in text
+    assert text.count("seconds>") == 2
+    assert model.model.encode(item).embeds.shape[0] == len(span.rows)
+    tokens = mx.array([prompt.token_ids])
+    positions, deltas = model.model.language_model.get_rope_index(
+        tokens, None, mx.array(item.arrays["video_grid_thw"])
+    )
+    assert np.array_equal(prompt.rope_positions, np.array(positions)[:, 0])
+    assert prompt.rope_delta == deltas.item()
+
+
+def test_placeholders_must_be_as_many_as_items(loaded: Callable[[str], LoadedModel]) -> None:
+    media = media_of(loaded("llava"))
+    with pytest.raises(ValueError, match="placeholders for 1 images but there are 0"):
+        media.process("<image> what?")
+    with pytest.raises(ValueError, match="placeholders for 0 images but there are 1"):
+        media.process("what?", images=[picture(1)])
+    with pytest.raises(ValueError, match="takes image but got video"):
+        media.process("what?", videos=[clip()])
+    with pytest.raises(ValueError, match="takes image but got audio"):
+        media.placeholder("audio")
+
+
+def test_text_alone_makes_no_spans(loaded: Callable[[str], LoadedModel]) -> None:
+    model = loaded("qwen2_vl")
+    prompt = media_of(model).process("what?")
+    assert prompt.token_ids == model.tokenizer.encode("what?")
+    assert (prompt.spans, prompt.inputs, prompt.rope_positions) == ([], [], None)
+
+
+def test_equal_pictures_have_equal_arrays_whatever_else_the_prompt_holds(
+    loaded: Callable[[str], LoadedModel],
+) -> None:
+    media = media_of(loaded("idefics3"))
+    alone = media.process("<image>", images=[picture(1, 50, 50)])
+    beside = media.process("<image><image>", images=[picture(2, 200, 90), picture(1, 50, 50)])
+    for name, array in alone.inputs[0].arrays.items():
+        assert np.array_equal(array, beside.inputs[1].arrays[name]), name
+
+
+def test_options_reach_the_processor_and_the_digest(loaded: Callable[[str], LoadedModel]) -> None:
+    media = media_of(loaded("qwen2_vl"))
+    smaller = media.with_options({"max_pixels": 4 * 28 * 28})
+    mark = media.placeholder("image")
+    many, few = (m.process(mark, images=[picture(1, 200, 200)]) for m in (media, smaller))
+    assert len(few.spans[0].rows) < len(many.spans[0].rows)
+    assert media.settings_digest == media.with_options({}).settings_digest
+    assert media.settings_digest != smaller.settings_digest
+    assert len(media.settings_digest) == 32
+
+
+def test_threads_share_a_processor(loaded: Callable[[str], LoadedModel]) -> None:
+    media = media_of(loaded("smolvlm"))
+
+    def process(seed: int) -> MediaPrompt:
+        return media.process("a<image>b", images=[picture(seed, 40 + seed, 60)])
+
+    expected = [process(seed) for seed in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(process, range(8)))
+    for a, b in zip(expected, found):
+        assert a.token_ids == b.token_ids
+        for name, array in a.inputs[0].arrays.items():
+            assert np.array_equal(array, b.inputs[0].arrays[name])
+
+
+# --- Loading --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write(tmp_path / "gemma3", CHECKPOINTS["gemma3"]())
+
+
+def test_without_mlx_vlm_a_model_of_mlx_lm_is_served_for_text_only(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loader, "installed_version", lambda: None)
+    family, reason = loader._media_family(checkpoint)
+    assert family is None
+    assert reason == multimodal.INSTALL
+    assert "pip install --no-deps mlx-vlm==0.7.10" in reason
+
+
+def test_without_mlx_vlm_other_models_say_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "smolvlm", CHECKPOINTS["smolvlm"]())
+    monkeypatch.setattr(loader, "installed_version", lambda: None)
+    with pytest.raises(UnsupportedModelError, match="pip install --no-deps mlx-vlm"):
+        load(path)
+
+
+def test_a_checkpoint_without_its_tower_is_served_for_text_only(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """mlx-lm's conversions keep the section of the tower in the config, and not its weights."""
+    weights = mx.load(str(checkpoint / "model.safetensors"))
+    text = {k: v for k, v in weights.items() if k.startswith("language_model.")}
+    (checkpoint / "model.safetensors").unlink()
+    mx.save_safetensors(str(checkpoint / "model.safetensors"), text, {"format": "mlx"})
+    with caplog.at_level(logging.WARNING):
+        model = load(checkpoint)
+    assert model.media is None
+    assert model.media_reason == "its files have no weights of a tower"
+    assert "served for text only: its files have no weights of a tower" in caplog.text
+
+
+def test_refused_families_say_why(tmp_path: Path) -> None:
+    for name, reason in (("mllama", "cross-attention"), ("florence2", "encoder-decoder")):
+        (tmp_path / "config.json").write_text(
+            json.dumps({"model_type": name, "vision_config": {"hidden_size": 8}})
+        )
+        with pytest.raises(UnsupportedModelError, match=reason):
+            load(tmp_path)
+
+
+def test_a_checkpoint_without_a_processor_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "preprocessor_config.json").unlink()
+    with pytest.raises(ModelLoadError, match="mlx-vlm could not make a processor of its files"):
+        load(checkpoint)
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    def with_code(made: Checkpoint) -> Checkpoint:
+        made.more["tokenizer_config.json"] = {
+            "tokenizer_class": "Mine",
+            "auto_map": {"AutoTokenizer": ["code.Mine", None]},
+        }
+        return made
+
+    path = write(tmp_path / "model", CHECKPOINTS["llava"]())
+    made = with_code(CHECKPOINTS["llava"]())
+    (path / "tokenizer_config.json").write_text(json.dumps(made.more["tokenizer_config.json"]))
+    mark = tmp_path / "ran"
+    (path / "code.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Mine: pass\n")
+    (path / "tokenizer.json").unlink()
+    with pytest.raises(ModelLoadError):
+        load(path)
+    assert not mark.exists()
+    shutil.rmtree(path)
