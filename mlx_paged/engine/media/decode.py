@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import numpy as np
 
 from mlx_paged.engine.media.items import AudioClip, Unusable, VideoFrames, Work
-from mlx_paged.engine.media.options import IoOptions, Kind, MediaLimits
+from mlx_paged.engine.media.options import IoOptions, MediaLimits
+from mlx_paged.model.media import Kind
 
 if TYPE_CHECKING:
     from av.container import InputContainer

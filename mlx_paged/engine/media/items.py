@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mlx_paged.engine.media.options import IoOptions, Kind
+from mlx_paged.engine.media.options import IoOptions
+from mlx_paged.model.media import Kind
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class VideoFrames:
-    """Frames of a clip.
+    """Frames of a clip, as `MediaModel.process` takes them.
 
     Attributes:
         frames: ``[num_frames, height, width, 3]`` uint8, RGB.
@@ -32,7 +33,7 @@ class VideoFrames:
 
 @dataclass(frozen=True, eq=False)
 class AudioClip:
-    """A sound.
+    """A sound, as `MediaModel.process` takes it.
 
     Attributes:
         samples: ``[num_samples]`` float32, one channel, in [-1, 1].

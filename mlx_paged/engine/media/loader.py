@@ -29,9 +29,10 @@ from mlx_paged.engine.media.items import (
     digest_of,
     num_bytes,
 )
-from mlx_paged.engine.media.options import IoOptions, Kind, MediaOptions
+from mlx_paged.engine.media.options import IoOptions, MediaOptions
 from mlx_paged.engine.media.source import read_file, read_url
 from mlx_paged.errors import InvalidMediaError
+from mlx_paged.model.media import Kind
 
 T = TypeVar("T")
 

@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from mlx_paged.errors import InvalidParameterError
-
-Kind = Literal["image", "video", "audio"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+from mlx_paged.model.media import KINDS, Kind
 
 #: What `media_io_kwargs` may have for each kind.
 _IO_FIELDS: dict[str, tuple[str, ...]] = {

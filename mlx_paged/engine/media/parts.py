@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_paged.engine.media.items import Content, MediaSource
-from mlx_paged.engine.media.options import IoOptions, Kind
+from mlx_paged.engine.media.options import IoOptions
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError
+from mlx_paged.model.media import Kind
 
 #: Parts that APIs over HTTP take.
 URL_PARTS: dict[str, Kind] = {

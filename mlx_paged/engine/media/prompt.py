@@ -12,9 +12,9 @@ import numpy as np
 
 from mlx_paged.core.media import MediaSpan
 from mlx_paged.engine.media.items import Content, MediaItem, MediaSource
-from mlx_paged.engine.media.options import KINDS, Kind
 from mlx_paged.engine.media.parts import joined
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError, MlxPagedError
+from mlx_paged.model.media import KINDS, Kind, MediaInputs, MediaPrompt, Span
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class PreparedMedia:
         spans: Where the items are, for the scheduler and the KV store.
     """
 
-    prompt: Any
+    prompt: MediaPrompt
     spans: tuple[MediaSpan, ...]
 
 
@@ -211,7 +211,7 @@ def prepare(model: Any, text: str, items: Sequence[MediaItem], where: str) -> Pr
     """
     by_kind = {kind: [item for item in items if item.kind == kind] for kind in KINDS}
     try:
-        prompt = model.process(
+        prompt: MediaPrompt = model.process(
             text,
             images=[item.data for item in by_kind["image"]],
             videos=[item.data for item in by_kind["video"]],
@@ -228,12 +228,13 @@ def prepare(model: Any, text: str, items: Sequence[MediaItem], where: str) -> Pr
             part, f"the model's processor does not take it: {reason[:200]}"
         ) from error
     _check_places(prompt, by_kind, where)
+    settings = model.settings_digest
     used = {kind: iter(found) for kind, found in by_kind.items()}
     spans = tuple(
         MediaSpan(
             span.offset,
             span.length,
-            _key(next(used[span.kind]), model, prompt, span, inputs),
+            _key(next(used[span.kind]), settings, prompt, span, inputs),
             len(span.rows),
             bool(model.is_atomic(span.kind)),
         )
@@ -242,7 +243,9 @@ def prepare(model: Any, text: str, items: Sequence[MediaItem], where: str) -> Pr
     return PreparedMedia(prompt, spans)
 
 
-def _check_places(prompt: Any, by_kind: Mapping[Kind, Sequence[MediaItem]], where: str) -> None:
+def _check_places(
+    prompt: MediaPrompt, by_kind: Mapping[Kind, Sequence[MediaItem]], where: str
+) -> None:
     """A text of a user may have placeholders too, and a template may have left some out."""
     for kind, items in by_kind.items():
         places = sum(span.kind == kind for span in prompt.spans)
@@ -253,12 +256,14 @@ def _check_places(prompt: Any, by_kind: Mapping[Kind, Sequence[MediaItem]], wher
             )
 
 
-def _key(item: MediaItem, model: Any, prompt: Any, span: Any, inputs: Any) -> bytes:
+def _key(
+    item: MediaItem, settings: bytes, prompt: MediaPrompt, span: Span, inputs: MediaInputs
+) -> bytes:
     """The identity of what a span holds: source, processor settings, grid, and its tokens."""
     hashed = hashlib.sha256(b"mlx-paged media")
     tokens = np.asarray(prompt.token_ids[span.offset : span.offset + span.length], np.int64)
     rows = np.asarray(span.rows, np.int64) - span.offset
-    parts = [item.digest, model.settings_digest, tokens.tobytes(), rows.tobytes()]
+    parts = [item.digest, settings, tokens.tobytes(), rows.tobytes()]
     for name, array in sorted(inputs.arrays.items()):
         parts.append(f"{name} {getattr(array, 'shape', None)}".encode())
         if isinstance(array, np.ndarray) and array.size <= _MAX_GRID and array.dtype.kind in "iub":
