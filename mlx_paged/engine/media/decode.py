@@ -8,8 +8,10 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from fractions import Fraction
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
@@ -75,7 +77,7 @@ def image_of(content: bytes, limits: MediaLimits, options: IoOptions) -> Image:
     except ImportError:
         raise missing("Pillow", "pictures") from None
     try:
-        with Image.open(io.BytesIO(content), formats=_IMAGE_FORMATS) as image:
+        with Image.open(io.BytesIO(content), formats=_image_formats()) as image:
             _check_pixels(image.width, image.height, limits)
             image.load()
             return rgb(upright(image), options)
@@ -89,6 +91,15 @@ def image_of(content: bytes, limits: MediaLimits, options: IoOptions) -> Image:
         raise Unusable("there is not enough memory for it") from None
     except Exception as error:  # plugins raise whatever they meet: struct.error, SyntaxError, ...
         raise Unusable(f"its picture is broken: {_reason(error)}") from None
+
+
+@lru_cache(maxsize=1)
+def _image_formats() -> tuple[str, ...]:
+    """Of the formats that are allowed, those that this build of Pillow reads."""
+    from PIL import Image
+
+    Image.init()
+    return tuple(name for name in _IMAGE_FORMATS if name in Image.OPEN)
 
 
 def rgb(image: Image, options: IoOptions) -> Image:
@@ -123,12 +134,13 @@ def _from_numbers(image: Image) -> Image:
 
     levels: np.ndarray = np.asarray(image).astype(np.float32)
     if image.mode == "F":
-        levels = np.nan_to_num(levels, nan=0.0, posinf=255.0, neginf=0.0)
-        if levels.size and levels.max() <= 1:
-            levels = levels * 255
-    elif image.mode != "I" or (levels.size and levels.max() > 255):
-        levels = levels / 257
-    return Image.fromarray(np.clip(np.rint(levels), 0, 255).astype(np.uint8), "L").convert("RGB")
+        np.nan_to_num(levels, copy=False, nan=0.0, posinf=255.0, neginf=0.0)
+        if levels.max() <= 1:
+            levels *= 255
+    elif image.mode != "I" or levels.max() > 255:
+        levels /= 257
+    np.clip(np.rint(levels, out=levels), 0, 255, out=levels)
+    return Image.fromarray(levels.astype(np.uint8)).convert("RGB")
 
 
 def upright(image: Image) -> Image:
@@ -173,6 +185,8 @@ def video_of(content: bytes, limits: MediaLimits, options: IoOptions, work: Work
     """
     with _opened(content, "video") as container:
         stream = container.streams.video[0]
+        if stream.codec_context is None:
+            raise Unusable("its codec is not known")
         _check_pixels(stream.codec_context.width, stream.codec_context.height, limits)
         times = sorted(_packet_times(container, stream, limits.max_video_seconds, work))
     if not times:
@@ -312,6 +326,8 @@ def audio_of(content: bytes, limits: MediaLimits, rate: int, work: Work) -> Audi
     size = 0
     with _opened(content, "audio") as container:
         stream = container.streams.audio[0]
+        if stream.codec_context is None:
+            raise Unusable("its codec is not known")
         if stream.codec_context.channels > _MAX_CHANNELS:
             raise Unusable(f"it has more than {_MAX_CHANNELS} channels")
         resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
@@ -373,12 +389,16 @@ def _opened(content: bytes, kind: Kind) -> Iterator[InputContainer]:
                 raise Unusable(f"it has no {kind}")
             yield cast("InputContainer", container)
     except av.error.FFmpegError as error:
-        reason = "" if isinstance(error, av.error.InvalidDataError) else f": {_reason(error)}"
+        # (FFmpeg's words for bytes of no format, or of one that is not allowed, say nothing.)
+        is_usual = isinstance(error, av.error.InvalidDataError | av.error.ArgumentError)
+        reason = "" if is_usual else f": {_reason(error)}"
         looks = _looks_like(content)
         raise Unusable(f"it is no {what} that can be read ({looks}){reason}") from None
     except MemoryError:
         raise Unusable("there is not enough memory for it") from None
-    except (ValueError, EOFError, OSError, IndexError, RuntimeError, ZeroDivisionError) as error:
+    except (Unusable, CancelledError):
+        raise
+    except Exception as error:  # (PyAV's own checks and casts raise many kinds)
         raise Unusable(f"its {what} is broken: {_reason(error)}") from None
 
 
