@@ -351,7 +351,10 @@ def test_other_results_are_read(client, engine) -> None:
 @pytest.mark.parametrize(
     ("content", "where"),
     [
-        ([{"type": "image", "source": {"type": "url", "url": "x"}}], "messages.0.content.0.source:"),
+        (
+            [{"type": "image", "source": {"type": "url", "url": "x"}}],
+            "messages.0.content.0.source:",
+        ),
         ([{"type": "image", "source": {"type": "file"}}], "messages.0.content.0.source.type"),
         ([{"type": "text", "text": "a"}, {"type": "document"}], "messages.0.content.1"),
         (
@@ -363,7 +366,9 @@ def test_other_results_are_read(client, engine) -> None:
         ([{"type": "text"}], "messages.0.content.0.text"),
         ([{"type": "tool_result", "content": "x"}], "messages.0.content.0.tool_use_id"),
     ],
-    ids=["image", "file", "document", "image in a result", "server tool", "user's call", "text", "id"],
+    ids=[
+        "image", "file", "document", "image in a result", "server tool", "user's call", "text", "id",
+    ],
 )  # fmt: skip
 def test_what_is_no_text_is_refused_by_name(client, content, where) -> None:
     response = client.post(ANSWERS, json=body_of(content))

@@ -319,8 +319,10 @@ def audio_of(content: bytes, limits: MediaLimits, rate: int, work: Work) -> Audi
         Unusable: it is none, is broken, or too long.
         CancelledError: nobody waits any more.
     """
-    import av
-
+    try:
+        import av
+    except ImportError:
+        raise missing("av", "clips and sounds") from None
     most = int(limits.max_audio_seconds * rate)
     chunks: list[np.ndarray] = []
     size = 0

@@ -39,6 +39,8 @@ _PORTS = {"http": 80, "https": 443}
 _TURN = 0.25
 # Seconds for an address, where there are others.
 _PATIENCE = 5.0
+# Seconds for a TLS handshake, which nothing interrupts.
+_HANDSHAKE = 10.0
 _USER_AGENT = "mlx-paged"
 _BASE64_HEAD = re.compile(r"[^,]*;base64", re.IGNORECASE)
 _UNSAFE = re.compile(r"[\x00-\x20\x7f\\]")
@@ -268,7 +270,10 @@ def _get(
         found = {name.lower(): value for name, value in response.headers}
         if response.status in _REDIRECTS and b"location" in found:
             location = found[b"location"].decode("latin-1")
-            return urljoin(parts.geturl(), location)
+            try:
+                return urljoin(parts.geturl(), location)
+            except ValueError:
+                raise Unusable("it redirects to a URL that is not well formed") from None
         if response.status != 200:
             raise Unusable(f"{host} answered with status {response.status}")
         if found.get(b"content-encoding", b"identity").lower() != b"identity":
@@ -370,7 +375,7 @@ def _pinned_backend(any_address: bool, work: Work) -> httpcore2.NetworkBackend:
             server_hostname: str | None = None,
             timeout: float | None = None,
         ) -> httpcore2.NetworkStream:
-            self._socket.settimeout(work.check())  # (of the handshake as a whole)
+            self._socket.settimeout(min(_HANDSHAKE, work.check()))  # (of all of it together)
             try:
                 wrapped = ssl_context.wrap_socket(self._socket, server_hostname=server_hostname)
             except BaseException:
