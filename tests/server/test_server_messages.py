@@ -367,7 +367,8 @@ def test_other_results_are_read(client, engine) -> None:
         ([{"type": "tool_result", "content": "x"}], "messages.0.content.0.tool_use_id"),
     ],
     ids=[
-        "image", "file", "document", "image in a result", "server tool", "user's call", "text", "id",
+        "image", "file", "document", "image in a result", "server tool", "user's call", "text",
+        "id",
     ],
 )  # fmt: skip
 def test_what_is_no_text_is_refused_by_name(client, content, where) -> None:

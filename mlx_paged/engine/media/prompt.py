@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
 
+# What a template of texts makes of a list of parts.
+_AS_PYTHON = "{'type': '"
 _NOUNS = {"image": "images", "video": "videos", "audio": "sounds"}
 # Larger arrays are what the tower computes with, and follow from the rest of a key.
 _MAX_GRID = 4096
@@ -146,19 +148,27 @@ def is_complete(text: str, messages: Messages, model: Any) -> bool:
     (Templates pass over a form of content that they do not know; few raise.)
     """
     counts: dict[Kind, int] = {}
+    texts: list[str] = []
     for message in messages:
         content = message.get("content") or ""
         for part in [content] if isinstance(content, str) else content:
             if isinstance(part, MediaSource):
                 counts[part.kind] = counts.get(part.kind, 0) + 1
-            elif message.get("role") == "user" and part.strip() not in text:
+                continue
+            texts.append(part)
+            if message.get("role") == "user" and part.strip() not in text:
                 return False
+    if _AS_PYTHON in text and not any(_AS_PYTHON in each for each in texts):
+        return False
     if not hasattr(model, "placeholder"):
         return True
     for kind, count in counts.items():
         places = [model.placeholder(kind, i + 1) for i in range(count)]
-        if any(text.count(place) < places.count(place) for place in set(places)):
-            return False
+        for place in set(places):
+            # (What users write is no place.)
+            own = sum(each.count(place) for each in texts)
+            if text.count(place) - own < places.count(place):
+                return False
     return True
 
 
