@@ -79,7 +79,10 @@ $(BIN)/.installed: $(SOURCES)
 		--config-settings=cmake.define.MLX_PAGED_WERROR=$(WERROR) \
 		--config-settings=cmake.define.MLX_PAGED_SANITIZE=$(SANITIZE) \
 		--config-settings=cmake.define.MLX_PAGED_BUILD_TESTS=ON --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --no-deps mlx-vlm==$(MLX_VLM)
 	touch $@
+# What the extra `vision` needs besides: see pyproject.toml.
+MLX_VLM := 0.7.10
 WERROR ?= OFF
 # ON: also what tests/native/test_sanitizers.py runs. Needs GCC's libasan and libubsan.
 SANITIZE ?= OFF

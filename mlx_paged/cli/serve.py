@@ -206,6 +206,18 @@ class ServeOptions:
             show_default="as there",
         ),
     ] = None
+    max_num_encoder_tokens: Annotated[
+        int | None,
+        option(
+            _MEDIA,
+            "Most rows of media that one step encodes.",
+            min=1,
+            show_default="--max-num-batched-tokens",
+        ),
+    ] = None
+    mm_encoder_cache_bytes: Annotated[
+        int, option(_MEDIA, "Bytes for encoded media, which are kept for later requests.", min=1)
+    ] = 512 << 20
     block_size: Annotated[int, option(_CACHE, "Tokens of a KV block: 8, 16, 32 or 64.")] = 32
     gpu_memory_utilization: Annotated[
         float | None,

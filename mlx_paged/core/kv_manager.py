@@ -346,16 +346,16 @@ class KVManager:
         if not self._has_room(tables, headroom):
             # In a full pool the source of a copy may be the very block that is
             # missing. (A fork's windows may not reach back to where its copy begins.)
-            num_full_blocks = source.num_full_blocks
-            source = self._without_copy(source, query)
-            if source.num_full_blocks == num_full_blocks:
+            is_fork = source.fork_of is not None and not self._has_full_attention_only
+            shorter = source if is_fork else self._without_copy(source, query)
+            if shorter.num_full_blocks == source.num_full_blocks:
                 for attention in self.attention:
                     attention.drop_copy(tables)
             else:
                 for group in self.groups:
                     group.end(tables)
-                tables = self._begin(tokens, query, owner, source)
-            is_fork = source.fork_of is not None and not self._has_full_attention_only
+                tables = self._begin(tokens, query, owner, shorter)
+            source = shorter
             if is_fork or not self._has_room(tables, headroom):
                 for group in self.groups:
                     group.end(tables)

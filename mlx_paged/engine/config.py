@@ -82,6 +82,10 @@ class EngineConfig:
             "image": {"rgba_background_color": [255, 255, 255]}}.
         mm_processor_kwargs: Handed to the model's processor.
         media_limits: Entries of `MediaLimits` in place of its defaults.
+        max_num_encoder_tokens: Most rows of pictures, videos and sounds that one step encodes; an
+            item that has more is encoded alone. None: max_num_batched_tokens.
+        mm_encoder_cache_bytes: Bytes for what the towers made of them, which is kept for later
+            requests.
     """
 
     runner: str = "auto"
@@ -112,6 +116,8 @@ class EngineConfig:
     media_io_kwargs: Mapping[str, Any] | None = None
     mm_processor_kwargs: Mapping[str, Any] | None = None
     media_limits: Mapping[str, Any] | MediaLimits | None = None
+    max_num_encoder_tokens: int | None = None
+    mm_encoder_cache_bytes: int = 512 << 20
 
     def __post_init__(self) -> None:
         if self.runner not in RUNNERS:
@@ -129,6 +135,8 @@ class EngineConfig:
             ("long_prefill_token_threshold", 0),
             ("max_num_waiting", 1),
             ("structured_outputs_cache_size", 0),
+            ("max_num_encoder_tokens", 1),
+            ("mm_encoder_cache_bytes", 1),
         ):
             value = getattr(self, name)
             optional = "None or " if type(self).__dataclass_fields__[name].default is None else ""
@@ -232,8 +240,15 @@ class EngineConfig:
             )
         return self.max_model_len
 
-    def scheduler_config(self, model_limit: int | None) -> SchedulerConfig:
-        """The scheduler's configuration."""
+    def scheduler_config(
+        self, model_limit: int | None, encoder_bytes_per_row: int | None = None
+    ) -> SchedulerConfig:
+        """The scheduler's configuration.
+
+        Args:
+            encoder_bytes_per_row: what features take, about; None: unknown.
+        """
+        more = {} if not encoder_bytes_per_row else {"encoder_bytes_per_row": encoder_bytes_per_row}
         model_len = self.model_len(model_limit)
         if self.runner == "pooling" and model_len is not None:
             model_len += 1  # the token that ends a prompt is never computed
@@ -247,6 +262,9 @@ class EngineConfig:
             max_num_waiting=self.max_num_waiting,
             enable_chunked_prefill=self.enable_chunked_prefill,
             policy=SchedulingPolicy(self.policy),
+            max_num_encoder_tokens=self.max_num_encoder_tokens,
+            encoder_cache_bytes=self.mm_encoder_cache_bytes,
+            **more,
         )
 
     def num_blocks(

@@ -9,11 +9,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
 from mlx_paged import ops
-from mlx_paged.core import KVCounters, KVManager, KVUsage, Request, Scheduler, Sequence
+from mlx_paged.core import (
+    EncoderCacheStats,
+    KVCounters,
+    KVManager,
+    KVUsage,
+    Request,
+    Scheduler,
+    Sequence,
+)
 from mlx_paged.engine import memory, request_options
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer, special_token_ids
@@ -22,6 +30,12 @@ from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from mlx_paged.engine.guard import EngineGuard
 from mlx_paged.engine.kv_cache_config import KVCacheConfig
+from mlx_paged.engine.media.step_media import (
+    Prepared,
+    SequenceMedia,
+    StepMediaBuilder,
+    check_prepared,
+)
 from mlx_paged.engine.output_processor import (
     AnswerState,
     OutputProcessor,
@@ -73,6 +87,7 @@ class EngineStats:
         num_faults: Steps that failed and were run again in parts.
         pool_copies: Whole-pool copies in this process; anything but 0 is a fault.
         num_recoveries: Times the engine was repaired after an exception out of a call.
+        encoder_cache: Features of pictures, videos and sounds.
     """
 
     usage: KVUsage
@@ -88,6 +103,7 @@ class EngineStats:
     num_faults: int
     pool_copies: int
     num_recoveries: int = 0
+    encoder_cache: EncoderCacheStats = field(default_factory=EncoderCacheStats)
 
 
 class Engine:
@@ -113,6 +129,7 @@ class Engine:
         generation_config: The model's default sampling settings; the engine does not apply them.
         grammar_compiler: Makes the grammars of structured outputs; any thread may use it.
         reasoning_format: How the model reasons; None: it does not, or in no known way.
+        media: What the model takes besides text; None: nothing.
         on_launch: Called with the number of tokens of each step that is launched, by the thread
             that steps (for metrics; it must be quick).
     """
@@ -130,6 +147,9 @@ class Engine:
         )
         self.tokenizer = model.tokenizer
         self.generation_config = model.generation_config
+        self.media = model.media
+        if self.media is not None and self.config.mm_processor_kwargs:
+            self.media = self.media.with_options(self.config.mm_processor_kwargs)
         self.grammar_compiler = GrammarCompiler(  # (begins while the pools are made)
             self.tokenizer,
             model.vocab_size,
@@ -143,11 +163,11 @@ class Engine:
         model_limit = min((n for n in limits if n is not None), default=None)
         self.max_model_len = self.config.model_len(model_limit)
         kv_config = KVCacheConfig(paged.layout, self.config, self.max_model_len)
-        self._runner = _runner(paged, self.config, kv_config, model.model_type)
+        self._runner = _runner(paged, self.config, kv_config, model)
         #: Numbers of an embedding before `dimensions` cuts it; None where the engine generates.
         self.hidden_size = getattr(self._runner, "hidden_size", None)
         sizes, activations = memory.allocate_pools(
-            self._runner, kv_config, self.config, model_limit
+            self._runner, kv_config, self.config, model_limit, model.media
         )
         self._cache_limit = memory.limit_buffer_cache(
             activations, self.pool_bytes, 4 * self.config.max_num_seqs * model.vocab_size
@@ -163,7 +183,9 @@ class Engine:
             states=kv_config.state_spec(sizes),
         )
         self._kv = self._make_kv()
-        self._scheduler = Scheduler(self.config.scheduler_config(model_limit), self._kv)
+        self._scheduler = Scheduler(
+            self.config.scheduler_config(model_limit, _feature_bytes(model)), self._kv
+        )
         self._executor = StepExecutor(self._runner)
         self.vocab_size = model.vocab_size
         self._classifier = self._make_classifier(paged)
@@ -185,7 +207,8 @@ class Engine:
         self._num_failed_steps = 0  # in a row
         self._num_recoveries = 0
         self._past = KVCounters()  # of KV stores that were given up,
-        self._past_preemptions = 0  # and of their schedulers
+        self._past_preemptions = 0  # and of their schedulers,
+        self._past_encoder = EncoderCacheStats()  # and encoder caches
 
     # Requests.
 
@@ -202,6 +225,7 @@ class Engine:
         token_mask: TokenMask | None = None,
         sink: UpdateSink | None = None,
         sampling: RequestSampling | None = None,
+        media: Prepared | None = None,
     ) -> RequestOutput:
         """Takes a request. Its output object is filled as the engine steps.
 
@@ -217,20 +241,27 @@ class Engine:
                 `structured_outputs` takes much less time.)
             sink: takes the request's updates as they are made, on the engine's thread.
             sampling: `sampling_of` these arguments, where it was made before.
+            media: the pictures, videos and sounds of the prompt, whose tokens are
+                `media.prompt.token_ids`.
 
         Raises:
             InvalidParameterError: an option that is not of its kind; an empty prompt; a token that
                 the model does not have, in the prompt or in `params`; a grammar that is invalid or
-                cannot be enforced; params that leave no token; the engine's runner is "pooling".
+                cannot be enforced; params that leave no token; the engine's runner is "pooling";
+                media that the model does not take, or that are not this prompt's; an item that has
+                to be computed in one step, and no step is so large.
             RequestTooLargeError: prompt and answer could never fit.
             DuplicateRequestError: an unfinished request has this id.
             EngineOverloadedError: too many sequences wait.
         """
         self._enter()
         self._require_runner("generate")
-        prompt_token_ids = request_options.token_ids_of(
-            "prompt_token_ids", prompt_token_ids, self.vocab_size
-        )
+        if media is not None:
+            prompt_token_ids = self._media_token_ids(prompt_token_ids, media)
+        else:
+            prompt_token_ids = request_options.token_ids_of(
+                "prompt_token_ids", prompt_token_ids, self.vocab_size
+            )
         params = request_options.params_of(params)
         request_options.check_callables(token_mask, sink, prompt)
         if sampling is None:
@@ -244,6 +275,7 @@ class Engine:
             timeout=timeout,
             cache_salt=cache_salt,
             read_prefix_cache=params.prompt_logprobs is None,
+            media=() if media is None else media.spans,
         )
         output = RequestOutput(
             request_id,
@@ -254,8 +286,22 @@ class Engine:
             relaxed=() if sampling.grammar is None else sampling.grammar.relaxed,
         )
         state = RequestState(params, request, output, sink)
-        self._submit(state, lambda: self._prepare(state, params, sampling))
+        self._submit(state, lambda: self._prepare(state, params, sampling, media))
         return output
+
+    def _media_token_ids(self, prompt_token_ids: list[int], media: Prepared) -> list[int]:
+        """The tokens of a prompt with media, checked."""
+        if self.media is None:
+            raise InvalidParameterError("media", "None for a model that takes text only", media)
+        # (A placeholder's id may be beyond the vocabulary, where no logit is.)
+        check_prepared(
+            media, prompt_token_ids, self.media.kinds, rope=self.media.uses_rope_positions
+        )
+        known = list(prompt_token_ids)
+        for span in media.prompt.spans:
+            for row in span.rows:
+                known[row] = min(known[row], self.vocab_size - 1)
+        return request_options.token_ids_of("prompt_token_ids", known, self.vocab_size)
 
     def add_pooling_request(
         self,
@@ -378,7 +424,11 @@ class Engine:
                 self._is_whole = True
 
     def _prepare(
-        self, state: RequestState, params: SamplingParams, sampling: RequestSampling
+        self,
+        state: RequestState,
+        params: SamplingParams,
+        sampling: RequestSampling,
+        media: Prepared | None,
     ) -> None:
         """Adds to a request's sequences how their tokens are chosen, and where they go."""
         request, output = state.request, state.output
@@ -389,7 +439,11 @@ class Engine:
             )
             output.prompt_logprobs = prompt_report.positions
         request.state = state
+        of_media = None
+        if media is not None and request.prompt_media is not None:
+            of_media = SequenceMedia(media.prompt, request.prompt_media)
         for sequence, completion in zip(request.sequences, output.outputs):
+            sequence.media = of_media
             if params.logprobs is not None:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
             sampler = sequence.sampler = SequenceSampler(sampling, sequence.index)
@@ -565,6 +619,7 @@ class Engine:
             has_run = sequence.first_admission is not None
             return reason_of(failed) if failed and has_run and num_failed_steps > 1 else None
 
+        past_encoder = _sum_encoder(self._past_encoder, self._scheduler.encoder_cache.stats)
         self._output_processor.restore(scheduler, end)
         self._past, self._past_preemptions, self._kv, self._scheduler = (
             _sum(self._past, self._kv.counters),
@@ -572,6 +627,7 @@ class Engine:
             kv,
             scheduler,
         )
+        self._past_encoder = past_encoder
         self._num_failed_steps, self._failed = num_failed_steps, None
         self._num_recoveries += 1
         self._is_whole = True
@@ -623,6 +679,7 @@ class Engine:
         if result.poisoned:
             # NaNs spread through shared keys and values, and cached blocks cannot be checked.
             self._scheduler.reset_prefix_cache()
+            self._scheduler.encoder_cache.clear()
         outcomes = self._scheduler.update_from_output(launched.output, result.sampled_token_ids)
         return updates + self._output_processor.process_outputs(outcomes)
 
@@ -638,7 +695,11 @@ class Engine:
         pool = self._kv.pool
         self._max_used_blocks = max(self._max_used_blocks, pool.num_used)
         self._max_shared_blocks = max(self._max_shared_blocks, pool.num_shared)
-        return self._executor.launch(output, self._in_flight)
+        pending = self._executor.launch(output, self._in_flight)
+        if output.media is not None and self._runner.media is not None:
+            for key, num_bytes in self._runner.media.store.take_sizes():
+                self._scheduler.encoder_cache.resize(key, num_bytes)
+        return pending
 
     # Numbers.
 
@@ -665,6 +726,7 @@ class Engine:
             num_faults=self._executor.num_faults,
             pool_copies=ops.pool_copies(),
             num_recoveries=self._num_recoveries,
+            encoder_cache=_sum_encoder(self._past_encoder, self._scheduler.encoder_cache.stats),
         )
 
     @property
@@ -700,11 +762,15 @@ class Engine:
 
 
 def _runner(
-    paged: PagedModel, config: EngineConfig, kv_config: KVCacheConfig, model_type: str
+    paged: PagedModel, config: EngineConfig, kv_config: KVCacheConfig, model: LoadedModel
 ) -> ModelRunner:
-    pooler = config.pooler
+    pooler, model_type = config.pooler, model.model_type
     if pooler is None:
-        return ModelRunner(paged, windows=kv_config.windows)
+        media = None
+        if model.media is not None:
+            rope = model.media.uses_rope_positions
+            media = StepMediaBuilder(paged.encode, uses_rope_positions=rope)
+        return ModelRunner(paged, windows=kv_config.windows, media=media)
     assert pooler.pooling_type is not None
     try:
         runner = PoolingRunner(paged, pooler.pooling_type, windows=kv_config.windows)
@@ -724,3 +790,26 @@ def _sum(one: KVCounters, other: KVCounters) -> KVCounters:
     return KVCounters(
         **{f.name: getattr(one, f.name) + getattr(other, f.name) for f in fields(KVCounters)}
     )
+
+
+def _sum_encoder(past: EncoderCacheStats, now: EncoderCacheStats) -> EncoderCacheStats:
+    """What happened in both, and what the later one holds."""
+    counted = {
+        f.name: getattr(past, f.name) + getattr(now, f.name) for f in fields(EncoderCacheStats)
+    }
+    return replace(
+        EncoderCacheStats(**counted),
+        num_items=now.num_items,
+        num_bytes=now.num_bytes,
+        max_bytes=max(past.max_bytes, now.max_bytes),
+    )
+
+
+def _feature_bytes(model: LoadedModel) -> int | None:
+    """Bytes of the features of one row, about, before any are made; None: unknown."""
+    if model.media is None:
+        return None
+    inner = model.config.get("text_config")
+    config = inner if isinstance(inner, dict) and "hidden_size" in inner else model.config
+    hidden_size = config.get("hidden_size")
+    return hidden_size * 4 if isinstance(hidden_size, int) and hidden_size > 0 else None

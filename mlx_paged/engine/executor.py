@@ -14,7 +14,14 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_paged.core import BlockCopy, ScheduledSequence, SchedulerOutput, StateMove
+from mlx_paged.core import (
+    BlockCopy,
+    ScheduledMedia,
+    ScheduledSequence,
+    SchedulerOutput,
+    StateMove,
+)
+from mlx_paged.core.media import outside
 from mlx_paged.engine.faults import is_out_of_memory, reason_of
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner, ModelRunnerOutput
 
@@ -122,8 +129,9 @@ class StepExecutor:
             if not part:
                 continue
             num_rows = sum(s.num_tokens for _, s in part)
-            if self.max_rows is not None and num_rows > self.max_rows:
-                parts += reversed(_halves(part))
+            halves = _halves(part)
+            if self.max_rows is not None and num_rows > self.max_rows and len(halves) > 1:
+                parts += reversed(halves)
                 continue
             place, first = part[0]
             try:
@@ -133,8 +141,8 @@ class StepExecutor:
                 self._note(error, num_rows)
                 _reset_samplers([s for _, s in part])
                 if not _is_state_spent(first):
-                    if len(part) > 1 or (num_rows > 1 and is_out_of_memory(error)):
-                        parts += reversed(_halves(part))
+                    if len(part) > 1 or (len(halves) > 1 and is_out_of_memory(error)):
+                        parts += reversed(halves)
                         continue
                     if place not in tried_alone:
                         tried_alone.add(place)
@@ -154,7 +162,10 @@ class StepExecutor:
             for group, copies in enumerate(output.block_copies)
         )
         sequences = tuple(s for _, s in part)
-        launched = self._runner.launch(SchedulerOutput(output.step, sequences, copies), None)
+        # (What the step gave up is gone by now.)
+        media = None if output.media is None else ScheduledMedia((), output.media.encoded)
+        again = SchedulerOutput(output.step, sequences, copies, media)
+        launched = self._runner.launch(again, None)
         try:
             return self._runner.read(launched)
         except Exception:
@@ -228,15 +239,34 @@ def _is_state_spent(scheduled: ScheduledSequence) -> bool:
 
 
 def _halves(part: Part) -> list[Part]:
-    """Two parts, to be run in this order: by sequences, or one sequence by its tokens."""
+    """Two parts, to be run in this order: by sequences, or one sequence by its tokens.
+
+    What cannot be cut is returned whole: one token, or a media item whose positions see each other.
+    """
     if len(part) > 1:
         middle = len(part) // 2
         return [part[:middle], part[middle:]]
     [(place, s)] = part
-    middle = s.num_tokens // 2
+    middle = _middle(s)
+    if middle == 0:
+        return [part]
     head = s._replace(token_ids=s.token_ids[:middle], samples=False)
     tail = s._replace(token_ids=s.token_ids[middle:], start=s.start + middle)
     if s.state is not None:
         # What the first part leaves is where the second one begins.
         tail = tail._replace(state=StateMove(s.state.write, s.state.write))
     return [((place, head),), ((place, tail),)]
+
+
+def _middle(scheduled: ScheduledSequence) -> int:
+    """How many of a sequence's tokens the first of two parts has; 0: it cannot be cut."""
+    middle = scheduled.num_tokens // 2
+    media = scheduled.sequence.request.prompt_media
+    if media is None or not media.atomic:
+        return middle
+    start = scheduled.start
+    before = outside(media.atomic, start + middle)
+    if before > start:
+        return before - start
+    after = next((end for _, end in media.atomic if start + middle < end), start)
+    return after - start if after < scheduled.context_len else 0

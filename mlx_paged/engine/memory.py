@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -36,6 +37,8 @@ _LOGITS_KEPT = 4
 _MOST_UNMEASURED_CACHE = 1 * _GIB
 _LEAST_CACHE_LIMIT = 64 << 20
 _RUN_AHEAD = 5 * _GIB // 4
+# Of each side of the picture with which a tower's memory is measured.
+_PROFILE_PIXELS = 1024
 
 
 @dataclass(frozen=True)
@@ -86,12 +89,17 @@ def device_memory() -> int:
 
 
 def allocate_pools(
-    runner: ModelRunner, kv_config: KVCacheConfig, config: EngineConfig, model_limit: int | None
+    runner: ModelRunner,
+    kv_config: KVCacheConfig,
+    config: EngineConfig,
+    model_limit: int | None,
+    media: Any = None,
 ) -> tuple[PoolSizes, int | None]:
     """Gives a runner the pools of all groups, as large as the configuration allows.
 
     Args:
         model_limit: most tokens of context that the model supports.
+        media: what the model takes besides text (`model.media_processor.MediaModel`).
 
     Returns:
         The sizes, and the bytes that the largest step needs where they were measured.
@@ -101,7 +109,15 @@ def allocate_pools(
         sizes = kv_config.sizes(num_blocks)
         runner.allocate(kv_config.blocks_by_reach(sizes), sizes.num_state_slots)
 
-    left_over, activations = left_for_pool(config, lambda: measure_activations(runner, config))
+    def measure() -> int:
+        activations = measure_activations(runner, config)
+        if media is None:
+            return activations
+        # (A step may encode before its forward, and the features stay.)
+        return max(activations, measure_tower(runner, media))
+
+    kept = 0 if media is None else config.mm_encoder_cache_bytes
+    left_over, activations = left_for_pool(config, measure, kept=kept)
     wanted = config.num_blocks(
         [spec.bytes_per_token for spec in runner.model.layout.attention],
         model_limit,
@@ -114,7 +130,7 @@ def allocate_pools(
 
 
 def left_for_pool(
-    config: EngineConfig, measure_activations: Callable[[], int]
+    config: EngineConfig, measure_activations: Callable[[], int], *, kept: int = 0
 ) -> tuple[int | None, int | None]:
     """Bytes that `gpu_memory_utilization` leaves to the pool, and those the largest step needs.
 
@@ -122,6 +138,7 @@ def left_for_pool(
 
     Args:
         measure_activations: runs the largest step and returns the bytes it needed.
+        kept: bytes that something else will hold.
     """
     if config.num_gpu_blocks_override is not None or config.kv_cache_memory is not None:
         return None, None
@@ -134,10 +151,10 @@ def left_for_pool(
     gc.collect()  # (what an engine that was dropped held is not in use)
     weights = mx.get_active_memory()
     activations = measure_activations()
-    left = int(device_memory() * utilization) - weights - activations
+    left = int(device_memory() * utilization) - weights - activations - kept
     if on_cpu:
         # Main memory is shared with all other programs; the weights are already taken from it.
-        left = min(left, int(available_memory() * utilization) - activations)
+        left = min(left, int(available_memory() * utilization) - activations - kept)
     return max(0, left), activations
 
 
@@ -174,6 +191,27 @@ def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:
     mx.reset_peak_memory()
     runner.read(runner.launch(output, None))
     return max(0, mx.get_peak_memory() - before)
+
+
+def measure_tower(runner: ModelRunner, media: Any) -> int:
+    """Bytes that encoding a large picture needs; 0 where the model takes no pictures.
+
+    A processor that does not take the picture measures nothing: its models are served all the same.
+    """
+    if "image" not in media.kinds:
+        return 0
+    try:
+        from PIL import Image
+
+        picture = Image.new("RGB", (_PROFILE_PIXELS, _PROFILE_PIXELS), (127, 127, 127))
+        prompt = media.process(media.placeholder("image", 1), images=[picture])
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(*runner.model.encode(prompt.inputs[0]).arrays())
+        return max(0, mx.get_peak_memory() - before)
+    except Exception as error:  # (a processor's, or the tower's)
+        logger.warning("the memory of the tower was not measured: %s", error)
+        return 0
 
 
 class _ProfileSampler:

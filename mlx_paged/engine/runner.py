@@ -14,6 +14,7 @@ import numpy as np
 from mlx_paged import ops
 from mlx_paged.core import IN_FLIGHT_TOKEN, ScheduledSequence, SchedulerOutput
 from mlx_paged.engine.faults import POISONS, why_no_token
+from mlx_paged.engine.media.step_media import StepMediaBuilder
 from mlx_paged.engine.sampling.logits_processors import Edited, InFlight, apply_edits
 from mlx_paged.engine.sampling.logprobs import (
     LogprobArrays,
@@ -29,6 +30,7 @@ from mlx_paged.engine.sampling.sampler import (
     sample,
 )
 from mlx_paged.model.layout import Reach
+from mlx_paged.model.media import StepMedia
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.plan import BlockTableCache, PaddedTables, StateSlots, StepInputs
 
@@ -123,12 +125,19 @@ class ModelRunner:
         windows: reaches whose layers have block tables of their own, in the order in which a
             step names them; all others share one.
         num_blocks: blocks of the pools; None: `allocate` makes them later.
+        media: encodes media items, where the model takes any.
     """
 
     def __init__(
-        self, model: PagedModel, *, windows: Sequence[Reach] = (), num_blocks: int | None = None
+        self,
+        model: PagedModel,
+        *,
+        windows: Sequence[Reach] = (),
+        num_blocks: int | None = None,
+        media: StepMediaBuilder | None = None,
     ) -> None:
         self.model = model
+        self.media = media
         self._tables = BlockTableCache()
         self._windows = {reach: BlockTableCache() for reach in windows}
         self._metadata = MetadataCache()
@@ -164,6 +173,8 @@ class ModelRunner:
         except Exception:
             self.model.restore(before)
             self._forget()
+            if self.media is not None:
+                self.media.store.abandon_launch()
             raise
 
     @staticmethod
@@ -201,6 +212,8 @@ class ModelRunner:
             logger.debug("the device reported an error after a failed step", exc_info=True)
         # What a failed step wrote is overwritten before it is read.
         self.model.restore(launched.pools_before)
+        if self.media is not None:
+            self.media.store.abandon()
 
     @staticmethod
     def wait(launched: LaunchedStep) -> None:
@@ -219,6 +232,8 @@ class ModelRunner:
             logger.debug("the device reported an error after a failed step", exc_info=True)
         self.model.reset()
         self._forget()
+        if self.media is not None:
+            self.media.forget()
 
     def _forget(self) -> None:
         """Empties what is kept from step to step, as an exception may have come in between."""
@@ -242,10 +257,20 @@ class ModelRunner:
         is_sampled = np.array(samples)
         # Rows that are sampled from, then those that prompt tokens to report follow.
         reported = [ends[i] - num_rows[i] + np.arange(len(t.token_ids)) for i, t in targets]
+        media, made = None, []
+        if self.media is not None:
+            media = self.media.build(
+                output, columns[0], context_lens, num_rows, overlaps=previous is not None
+            )
+            made = self.media.store.made()
         logits = self.model.forward(
             _input_tokens(token_ids, input_from, previous),
             self._inputs(
-                columns, context_lens, num_rows, np.concatenate([(ends - 1)[is_sampled], *reported])
+                columns,
+                context_lens,
+                num_rows,
+                np.concatenate([(ends - 1)[is_sampled], *reported]),
+                media,
             ),
         )
         if sampled:
@@ -269,7 +294,7 @@ class ModelRunner:
         launched = LaunchedStep(
             output, tokens, pools[-1], for_host, pools_before, why_none, logprobs, prompt_logprobs
         )
-        mx.async_eval(*launched.results, *pools)  # type: ignore[no-untyped-call]
+        mx.async_eval(*launched.results, *pools, *made)  # type: ignore[no-untyped-call]
         return launched
 
     def _inputs(
@@ -278,6 +303,7 @@ class ModelRunner:
         context_lens: np.ndarray,
         num_rows: np.ndarray,
         wanted: np.ndarray,
+        media: StepMedia | None = None,
     ) -> StepInputs:
         """What the model is told of a step.
 
@@ -286,6 +312,7 @@ class ModelRunner:
             context_lens: tokens of each sequence in its blocks, after the step.
             num_rows: tokens of each sequence in the step.
             wanted: rows whose results are asked for.
+            media: what they bring besides tokens.
         """
         owners, _, _, _, _, tables, states = columns
         return StepInputs(
@@ -294,6 +321,7 @@ class ModelRunner:
             tables=self._block_tables(tuple([s.seq_id for s in owners]), tables),
             logit_rows=wanted,
             state_slots=None if states[0] is None else StateSlots(*zip(*states)),
+            media=media,
         )
 
     def _block_tables(

@@ -1,4 +1,4 @@
-"""Modules of mlx-lm that need another forward in a flat step, by class.
+"""Modules of mlx-lm and mlx-vlm that need another forward in a flat step, by class.
 
 Most model code runs unchanged. These compute attention themselves, or positions on the host; each
 function here is what the module computes, for rows that are one token each. Outside of a step the
@@ -89,6 +89,51 @@ def llama4_model(self: Any, inputs: mx.array, cache: Any = None) -> mx.array:
     return self.norm(h)
 
 
+def mlx_vlm_llama4_model(
+    self: Any,
+    input_ids: mx.array,
+    input_embeds: mx.array | None = None,
+    mask: Any = None,
+    cache: Any = None,
+) -> mx.array:
+    """Llama 4 of mlx-vlm: likewise, also with embeddings instead of tokens."""
+    h = self.embed_tokens(input_ids) if input_embeds is None else input_embeds
+    for layer, layer_cache in zip(self.layers, cache):
+        h = layer(h, None, cache=layer_cache)
+    return self.norm(h)
+
+
+def qwen3_omni_language_model(
+    self: Any,
+    inputs: mx.array,
+    inputs_embeds: mx.array | None = None,
+    cache: Any = None,
+    position_ids: mx.array | None = None,
+    visual_pos_masks: mx.array | None = None,
+    deepstack_visual_embeds: Any = (),
+) -> Any:
+    """Qwen 3 Omni of mlx-vlm: without evaluating every fourth layer while it is built.
+
+    Args:
+        visual_pos_masks: ``[m, 1]``: the rows that each of `deepstack_visual_embeds` is added to.
+    """
+    from mlx_vlm.models.base import LanguageModelOutput
+
+    model = self.model
+    h = model.embed_tokens(inputs) if inputs_embeds is None else inputs_embeds
+    rotary = model.layers[0].self_attn.rotary_emb
+    turned = None if rotary.fused_apply else rotary(h, position_ids)
+    for i, (layer, layer_cache) in enumerate(zip(model.layers, cache)):
+        h = layer(h, None, layer_cache, position_ids, turned)
+        if i < len(deepstack_visual_embeds):
+            assert visual_pos_masks is not None
+            added = deepstack_visual_embeds[i].astype(h.dtype)
+            h = h.at[visual_pos_masks[:, 0], 0].add(added)
+    h = model.norm(h)
+    tied = self.args.tie_word_embeddings
+    return LanguageModelOutput(logits=model.embed_tokens.as_linear(h) if tied else self.lm_head(h))
+
+
 def gpt_bigcode_model(self: Any, inputs: mx.array, cache: Any = None) -> mx.array:
     """GPT BigCode: learned positions, one for each row."""
     h = self.wte(inputs) + self.wpe(cache[0].offset[:, None])
@@ -133,6 +178,9 @@ _ADAPTED: dict[str, Callable[..., Any]] = {
     "gpt_bigcode.GPTBigCodeModel": gpt_bigcode_model,
     "llama4.Attention": llama4_attention,
     "llama4.LlamaModel": llama4_model,
+    "mlx_vlm.llama4.Attention": llama4_attention,
+    "mlx_vlm.llama4.LlamaModel": mlx_vlm_llama4_model,
+    "mlx_vlm.qwen3_omni_moe.LanguageModel": qwen3_omni_language_model,
     "plamo.Attention": plamo_attention,
 }
 
@@ -162,9 +210,16 @@ def context_limit(model: nn.Module) -> int | None:
 
 
 def _kind(module: nn.Module) -> str:
-    """Module and class of mlx-lm, without the package; empty for modules of other packages."""
+    """Module and class of mlx-lm, without the package; empty for modules of other packages.
+
+    Of mlx-vlm: "mlx_vlm", the family's package, and the class.
+    """
     package, _, name = type(module).__module__.rpartition(".")
-    return f"{name}.{type(module).__qualname__}" if package == "mlx_lm.models" else ""
+    if package == "mlx_lm.models":
+        return f"{name}.{type(module).__qualname__}"
+    if package.startswith("mlx_vlm.models."):
+        return f"mlx_vlm.{package.split('.')[2]}.{type(module).__qualname__}"
+    return ""
 
 
 def _during_steps(

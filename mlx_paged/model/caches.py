@@ -230,6 +230,8 @@ class PagedLayerCache(KVPools):
         """Handles for layers that attend to what this one has written."""
         return self.keys, self.values
 
+    state = property(keys_and_values)  # as mlx-vlm asks for them
+
     @property
     def _slots(self) -> mx.array:
         return self._context.step.plan_for(self._reach).slot_mapping

@@ -53,15 +53,20 @@ class MediaFeatures(NamedTuple):
         """The rows of several features of one model, one after another."""
         if len(parts) == 1:
             return parts[0]
-        first = parts[0]
+        # (Sounds add nothing to the layers that pictures of the same model do.)
+        width = max(len(part.deepstack) for part in parts)
         deepstack = tuple(
-            mx.concatenate([part.deepstack[i] for part in parts])
-            for i in range(len(first.deepstack))
+            mx.concatenate(
+                [p.deepstack[i] if p.deepstack else mx.zeros_like(p.embeds) for p in parts]
+            )
+            for i in range(width)
         )
-        per_layer = None
-        if first.per_layer_inputs is not None:
-            per_layer = mx.concatenate([part.per_layer_inputs for part in parts])  # type: ignore[misc]
-        return MediaFeatures(mx.concatenate([part.embeds for part in parts]), deepstack, per_layer)
+        per_layer = [p.per_layer_inputs for p in parts if p.per_layer_inputs is not None]
+        return MediaFeatures(
+            mx.concatenate([part.embeds for part in parts]),
+            deepstack,
+            mx.concatenate(per_layer) if per_layer else None,
+        )
 
     def _each(self, function: Any) -> MediaFeatures:
         per_layer = self.per_layer_inputs
@@ -135,8 +140,8 @@ class MediaRows:
         if len(media.rows):
             rows = ops.upload(np.ascontiguousarray(media.rows, dtype=np.int32))[0]
         if media.rope_positions is not None:
-            found = np.ascontiguousarray(media.rope_positions, dtype=np.int32)
-            positions = ops.upload(found)[0][:, :, None]
+            found = np.ascontiguousarray(media.rope_positions[:, :, None], dtype=np.int32)
+            positions = ops.upload(found)[0]
         return cls(rows, media.features if rows is not None else None, positions)
 
 
@@ -147,7 +152,7 @@ class MediaInputs:
     Attributes:
         kind: What the item is.
         arrays: By the names that mlx-vlm's model takes them; read only.
-        token_ids: ``[span]`` int32: the prompt's tokens from the item's first to its last row.
+        token_ids: ``[num_tokens]`` int32: what the processor made of the item's placeholder.
         rows: ``[num_rows]`` int32: which of these are rows.
     """
 

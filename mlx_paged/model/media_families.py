@@ -31,17 +31,34 @@ class MediaFamily:
         kinds: What its prompts may hold.
         mode: How the language model runs.
         uses_rope_positions: Its RoPE turns by time, height and width.
+        takes_positions: Its language model is always given positions: without them it keeps those
+            of one request on itself.
+        embeds: Makes input embeddings of ``[B, L]`` tokens, for a model that is to be given these
+            for text too; None: `get_input_embeddings` does, where some rows have features.
         tower: Makes an item's features; None: the model's own `get_input_embeddings` over the
             item's span does.
-        atomic: Kinds whose positions see each other, so that a span is computed in one step.
+        prepare: Changes the arrays of an item before its tower takes them.
+        atomic: Of mlx-vlm's config: kinds whose positions see each other, so that a span is
+            computed in one step.
+        sees_whole_prompt: An item's span is its whole prompt, which holds no other item: all
+            positions of a prompt see each other.
     """
 
     module: str
     kinds: tuple[Kind, ...] = ("image",)
     mode: Mode = Mode.NATIVE
     uses_rope_positions: bool = False
+    takes_positions: bool = False
+    embeds: Callable[[Any, mx.array], mx.array] | None = None
     tower: Tower | None = None
-    atomic: tuple[Kind, ...] = ()
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    atomic: Callable[[Any], tuple[Kind, ...]] = lambda config: ()
+    sees_whole_prompt: bool = False
+
+
+def _embed_tokens(vlm: Any, tokens: mx.array) -> mx.array:
+    # (`get_input_embeddings` would compute positions too, on the host.)
+    return vlm.language_model.model.embed_tokens(tokens)
 
 
 def _pixels(kind: Kind, arrays: Mapping[str, Any]) -> tuple[mx.array, mx.array]:
@@ -65,11 +82,35 @@ def _qwen3_tower(vlm: Any, kind: Kind, arrays: Mapping[str, Any]) -> MediaFeatur
     return MediaFeatures(embeds, tuple(deepstack or ()))
 
 
+def _omni_tower(vlm: Any, kind: Kind, arrays: Mapping[str, Any]) -> MediaFeatures:
+    if kind == "audio":
+        names = ("input_features", "feature_attention_mask", "audio_feature_lengths")
+        given = {name: arrays[name] for name in names if name in arrays}
+        return MediaFeatures(vlm.thinker.get_audio_features(**given))
+    return _qwen3_tower(vlm.thinker, kind, arrays)
+
+
+def _one_crop_a_tile(arrays: dict[str, Any]) -> dict[str, Any]:
+    """mlx-vlm looks at as many crops as there are tiles, up to one of zeros."""
+    crops, tiles = arrays["images_spatial_crop"], arrays["pixel_values"].shape[1]
+    missing = tiles + 1 - crops.shape[1]
+    return {**arrays, "images_spatial_crop": mx.pad(crops, [(0, 0), (0, missing), (0, 0)])}
+
+
+def _gemma4_atomic(config: Any) -> tuple[Kind, ...]:
+    sees = config.text_config.use_bidirectional_attention == "vision"
+    return ("image", "video") if sees else ()
+
+
+def _paligemma_atomic(config: Any) -> tuple[Kind, ...]:
+    return ("image",) if config.text_config.use_bidirectional_attention else ()
+
+
 _PICTURES_AND_VIDEOS: tuple[Kind, ...] = ("image", "video")
 
 
 def _qwen(module: str, tower: Tower, mode: Mode = Mode.NATIVE) -> MediaFamily:
-    return MediaFamily(module, _PICTURES_AND_VIDEOS, mode, True, tower)
+    return MediaFamily(module, _PICTURES_AND_VIDEOS, mode, True, True, _embed_tokens, tower)
 
 
 _FAMILIES = (
@@ -79,10 +120,43 @@ _FAMILIES = (
     _qwen("qwen3_vl_moe", _qwen3_tower),
     _qwen("qwen3_5", _qwen3_tower, Mode.REGROUPED),
     _qwen("qwen3_5_moe", _qwen3_tower, Mode.REGROUPED),
-    MediaFamily("gemma3"),
+    # (mlx-vlm has a causal mask over pictures; the model was trained with another.)
+    MediaFamily("gemma3", atomic=lambda config: ("image",)),
     MediaFamily("idefics3"),
     MediaFamily("smolvlm"),
     MediaFamily("llava"),
+    MediaFamily("llava_bunny"),
+    MediaFamily("pixtral"),
+    MediaFamily("mistral3"),
+    MediaFamily("idefics2"),
+    MediaFamily("internvl_chat"),
+    MediaFamily("gemma4", ("image", "video", "audio"), atomic=_gemma4_atomic),
+    # (mlx-vlm's generation leaves the scale of prompts' embeddings out, and has it in decodes.)
+    MediaFamily(
+        "gemma3n",
+        ("image", "audio"),
+        embeds=lambda vlm, tokens: (
+            _embed_tokens(vlm, tokens) * vlm.language_model.model.hidden_size**0.5
+        ),
+    ),
+    MediaFamily(
+        "qwen3_omni_moe",
+        ("image", "video", "audio"),
+        uses_rope_positions=True,
+        takes_positions=True,
+        embeds=_embed_tokens,
+        tower=_omni_tower,
+    ),
+    MediaFamily("paligemma", atomic=_paligemma_atomic, sees_whole_prompt=True),
+    MediaFamily("aya_vision"),
+    MediaFamily("llama4"),
+    MediaFamily("lfm2_vl", mode=Mode.REGROUPED),
+    MediaFamily("kimi_vl"),
+    MediaFamily("phi3_v", embeds=lambda vlm, tokens: vlm.model.embed_tokens(tokens)),
+    MediaFamily("deepseek_vl_v2", prepare=_one_crop_a_tile),
+    MediaFamily("minicpmo", takes_positions=True, embeds=_embed_tokens),
+    MediaFamily("molmo"),
+    MediaFamily("glm4v", uses_rope_positions=True, takes_positions=True, embeds=_embed_tokens),
 )
 
 #: Proven families by their package of mlx-vlm.
@@ -93,6 +167,14 @@ MEDIA_REFUSED: dict[str, str] = {
     "mllama": (
         "its layers attend to the picture through cross-attention, which has keys of its own "
         "beside the paged cache"
+    ),
+    "llava_next": (
+        "mlx-vlm's forward of it takes the first picture only, and not in the layout of tiles that "
+        "its processor counts"
+    ),
+    "phi4mm": (
+        "mlx-vlm gives its language model other weights (LoRA) for pictures and for sounds, so "
+        "that requests cannot share a step"
     ),
     "florence2": "it is an encoder-decoder model, whose decoder attends to an encoder's output",
     "diffusion_gemma": "it makes text by diffusion, not token by token",

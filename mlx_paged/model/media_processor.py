@@ -79,11 +79,13 @@ class _Recipe:
         call: Runs the processor for one item.
         text: What the processor writes for a placeholder, where it makes one text of all and
             tokens join across the borders; None: tokens take a placeholder's place.
+        rows: Finds the rows among the processor's tokens; None: they have the placeholder's id.
     """
 
     marker: Callable[[Any, Kind, int], str] = _attribute_marker
     call: _Call = _call_processor
     text: Callable[[Any, Kind], str] | None = None
+    rows: Callable[[Sequence[int], Mapping[str, Any]], np.ndarray] | None = None
 
 
 _RECIPES: dict[str, _Recipe] = {
@@ -99,11 +101,18 @@ _PLACEHOLDER_IDS = ("{}_token_id", "{}_token_index", "media_placeholder_token_id
 
 @dataclass(frozen=True, eq=False)
 class _Expanded:
-    """What takes a placeholder's place."""
+    """What takes a placeholder's place.
+
+    Attributes:
+        token_ids: Of the item.
+        rows: ``[num_rows]`` int32: which of these are rows.
+        inputs: Of the tower, with the tokens that the processor made, start tokens and all: some
+            of its arrays count them.
+    """
 
     token_ids: list[int]
-    rows: np.ndarray  # [num_rows] of `token_ids`
-    arrays: Mapping[str, Any]
+    rows: np.ndarray
+    inputs: MediaInputs
 
 
 class MediaModel:
@@ -147,7 +156,7 @@ class MediaModel:
 
     def is_atomic(self, kind: Kind) -> bool:
         """Whether the positions of such an item see each other."""
-        return kind in self.family.atomic
+        return kind in self.family.atomic(self._config)
 
     @property
     def sampling_rate(self) -> int | None:
@@ -240,11 +249,14 @@ class MediaModel:
             tokens, offsets = self._with_tokens(text, places, expanded)
         spans, inputs = [], []
         for offset, (kind, item) in zip(offsets, expanded):
-            first, last = int(item.rows[0]), int(item.rows[-1])
-            rows = item.rows.astype(np.int32) - first
-            ids = np.array(item.token_ids[first : last + 1], dtype=np.int32)
-            spans.append(Span(offset, last - first + 1, offset + rows, kind))
-            inputs.append(MediaInputs(kind, item.arrays, ids, rows))
+            length = int(item.rows[-1] - item.rows[0]) + 1
+            rows = offset + item.rows - item.rows[0]
+            if self.family.sees_whole_prompt:
+                if len(expanded) > 1:
+                    raise ValueError(f"the model takes one {kind} a prompt but got {len(expanded)}")
+                offset, length = 0, len(tokens)
+            spans.append(Span(offset, length, rows.astype(np.int32), kind))
+            inputs.append(item.inputs)
         result = MediaPrompt(tokens, spans, inputs)
         if not (self.uses_rope_positions and spans):
             return result
@@ -352,21 +364,28 @@ class MediaModel:
         """Runs the processor for one item and its placeholder alone."""
         marker = self.placeholder(kind)
         output = self._recipe.call(self._processor, kind, marker, item, self.options)
-        tokens = _one_row(output["input_ids"])
-        before, after = self._special()
-        if before and tokens[: len(before)] == before:
-            tokens = tokens[len(before) :]
-        if after and tokens[-len(after) :] == after:
-            tokens = tokens[: -len(after)]
-        rows = np.flatnonzero(np.isin(tokens, self._placeholder_ids(kind)))
-        if not len(rows):
-            raise ValueError(f"the processor made no rows of this {kind}")
+        made = _one_row(output["input_ids"])
         arrays = {
             name: _as_numpy(value)
             for name, value in output.items()
             if name not in _TEXT_OUTPUTS and value is not None
         }
-        return _Expanded(tokens, rows, arrays)
+        if self._recipe.rows is not None:
+            rows = self._recipe.rows(made, arrays)
+        else:
+            rows = np.flatnonzero(np.isin(made, self._placeholder_ids(kind)))
+        if not len(rows):
+            raise ValueError(f"the processor made no rows of this {kind}")
+        rows = rows.astype(np.int32)
+        inputs = MediaInputs(kind, arrays, np.array(made, dtype=np.int32), rows)
+        before, after = self._special()
+        tokens = made
+        if before and tokens[: len(before)] == before:
+            tokens, rows = tokens[len(before) :], rows - len(before)
+        if after and tokens[-len(after) :] == after:
+            tokens = tokens[: -len(after)]
+        # (Phi 3 has negative ids for rows, which nothing else of an engine takes.)
+        return _Expanded([max(0, token) for token in tokens], rows, inputs)
 
     def _placeholder_ids(self, kind: Kind) -> list[int]:
         """Of the rows of an item."""

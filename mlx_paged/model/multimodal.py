@@ -115,7 +115,7 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
             media: of a step, whose tokens are ``[T, 1]``.
         """
         arguments: dict[str, Any] = {}
-        if self.family.uses_rope_positions:
+        if self.family.takes_positions:
             positions = None if media is None else media.rope_positions
             if positions is None:
                 positions = _positions(tokens, cache or [])
@@ -126,13 +126,14 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
             known = mx.array(tokens)
             known[media.rows] = 0
             arguments |= self._merged(known, media.rows, media.features)
+        elif self.family.embeds is not None:
+            arguments["inputs_embeds"] = self.family.embeds(self.vlm, tokens)
         return self.language_model(tokens, cache=cache, **arguments).logits
 
     def _merged(self, tokens: mx.array, rows: mx.array, features: MediaFeatures) -> dict[str, Any]:
         """What the language model takes instead of tokens, where some rows have features."""
-        if self.family.uses_rope_positions:
-            # (`get_input_embeddings` would compute positions too, on the host.)
-            text = {"inputs_embeds": self.language_model.model.embed_tokens(tokens)}
+        if self.family.embeds is not None:
+            text: Mapping[str, Any] = {"inputs_embeds": self.family.embeds(self.vlm, tokens)}
         else:
             text = self.vlm.get_input_embeddings(tokens, None).to_dict()
         # New arrays: some models scale what they are given in place.
@@ -140,7 +141,9 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
         embeds[rows, 0] = features.embeds.astype(embeds.dtype)
         merged: dict[str, Any] = {"inputs_embeds": embeds}
         if features.per_layer_inputs is not None:
-            per_layer = text["per_layer_inputs"]
+            per_layer = text.get("per_layer_inputs")
+            if per_layer is None:
+                per_layer = self.language_model.model.get_per_layer_inputs(tokens)
             per_layer[rows, 0] = features.per_layer_inputs.astype(per_layer.dtype)
             merged["per_layer_inputs"] = per_layer
         if features.deepstack:
@@ -163,6 +166,7 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
                 f"{item.kind}"
             )
         arrays = {name: _on_device(value) for name, value in item.arrays.items()}
+        arrays = self.family.prepare(arrays)
         if self.family.tower is not None:
             features = self.family.tower(self.vlm, item.kind, arrays)
         else:
@@ -175,7 +179,7 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
         return features
 
     def _from_embeddings(self, item: MediaInputs, arrays: Mapping[str, Any]) -> MediaFeatures:
-        """Lets the model merge the item into the embeddings of its own span, and takes the rows."""
+        """Lets the model merge the item into the embeddings of its own tokens; takes the rows."""
         tokens = mx.array(item.token_ids.astype(np.int32))[None]
         rows = mx.array(item.rows.astype(np.int32))
         given = {name: value for name, value in arrays.items() if name != "pixel_values"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -253,7 +254,9 @@ class PagedModel:
         }
         longest = int(inputs.query_lens.max(initial=0))
         prefill = None
-        if FULL in reaches and longest >= dense_prefill.LEAST_ROWS:
+        # (MLX's own attention is causal.)
+        bounded = inputs.media is not None and inputs.media.bounds is not None
+        if FULL in reaches and longest >= dense_prefill.LEAST_ROWS and not bounded:
             prefill = dense_prefill.plan_dense_prefill(
                 tables, inputs.context_lens, inputs.query_lens, block_size=self.block_size
             )
@@ -264,9 +267,15 @@ class PagedModel:
 
     def _plan(self, inputs: StepInputs, tables: Tables, reach: Reach) -> AttentionPlan:
         rows = (inputs.context_lens, inputs.query_lens)
+        media = inputs.media
+        bounds: dict[str, Any] = {}
+        if media is not None and media.bounds is not None:
+            bounds["bounds"] = media.bounds
         if reach.chunk is not None:
+            if bounds:
+                raise ValueError("[step media] bounds must be None for layers with chunks")
             return build_chunk_plan(tables, *rows, chunk=reach.chunk, block_size=self.block_size)
-        return build_plan(tables, *rows, block_size=self.block_size, window=reach.window)
+        return build_plan(tables, *rows, block_size=self.block_size, window=reach.window, **bounds)
 
     def _no_blocks(self, inputs: StepInputs) -> Tables:
         """Tables for models without attention, whose plan only holds positions."""

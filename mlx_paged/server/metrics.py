@@ -219,6 +219,7 @@ class _EngineCollector(Collector):
 
     def collect(self) -> list[Metric]:
         stats, usage, counters = self.stats, self.stats.usage, self.stats.counters
+        media = stats.encoder_cache
         used = usage.num_usable_blocks - usage.num_free_blocks - usage.num_cached_blocks
         gauges = (
             ("vllm:num_requests_running", "Sequences that run.", stats.num_running),
@@ -236,11 +237,21 @@ class _EngineCollector(Collector):
             ("mlx_paged:memory_active_bytes", "MLX's live memory.", stats.memory.active),
             ("mlx_paged:memory_cached_bytes", "MLX's freed buffers.", stats.memory.cached),
             ("mlx_paged:memory_peak_bytes", "Most that was live.", stats.memory.peak),
+            (
+                "mlx_paged:encoder_cache_bytes",
+                "Held features of pictures, videos and sounds.",
+                media.num_bytes,
+            ),
         )
         counts = (
             ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.",
              counters.num_queried_tokens),
             ("vllm:prefix_cache_hits", "Tokens found there.", counters.num_cached_tokens),
+            ("vllm:mm_cache_queries", "Pictures, videos and sounds whose features were needed.",
+             media.num_queries + media.num_prefix_hits),
+            ("vllm:mm_cache_hits", "Those that were not encoded again.",
+             media.num_hits + media.num_prefix_hits),
+            ("mlx_paged:encoded_rows", "Rows that the towers made.", media.num_encoded_rows),
             ("vllm:num_preemptions", "Sequences that lost their blocks.", stats.num_preemptions),
             ("mlx_paged:steps", "Engine steps.", stats.num_steps),
             ("mlx_paged:step_faults", "Steps that failed and were run again.", stats.num_faults),

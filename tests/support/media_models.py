@@ -22,7 +22,7 @@ from mlx.utils import tree_map_with_path
 from mlx_paged.model.media import MediaInputs
 from mlx_paged.model.rope_positions import Grid, rope_positions
 
-V, IMG, VIDEO, START = 200, 190, 191, 188
+V, IMG, VIDEO, SOUND, START = 200, 190, 191, 192, 188
 TEXT = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -43,9 +43,11 @@ class Item:
     kind: str = "image"
     rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     grid: tuple[int, int, int] | None = None  # after merging
+    # What mlx-vlm takes for `token_ids`, where its model puts the rows in by itself.
+    short: list[int] | None = None
 
     def inputs(self) -> MediaInputs:
-        ids = np.array(self.token_ids, dtype=np.int32)
+        ids = np.array(self.short or self.token_ids, dtype=np.int32)
         return MediaInputs(self.kind, self.arrays, ids, self.rows)  # type: ignore[arg-type]
 
 
@@ -58,6 +60,12 @@ class Prompt:
     @property
     def token_ids(self) -> list[int]:
         return [i for p in self.parts for i in (p.token_ids if isinstance(p, Item) else p)]
+
+    @property
+    def short_ids(self) -> list[int]:
+        return [
+            i for p in self.parts for i in ((p.short or p.token_ids) if isinstance(p, Item) else p)
+        ]
 
     @property
     def items(self) -> list[tuple[int, Item]]:
@@ -82,25 +90,48 @@ class Case:
     module: str
     picture: Callable[[int], Item]  # of a seed
     # Axis along which mlx-vlm takes several pictures, by the name of the array.
-    axes: dict[str, int]
+    axes: dict[str, int] = field(default_factory=dict)
+    # Arrays of a whole prompt, where they are not those of its pictures put together.
+    join: Callable[[Prompt], dict[str, Any]] | None = None
+    sound: Callable[[int], Item] | None = None
+    most_pictures: int = 2
+    only_pictures: bool = False  # prompts are one item each, and see each other as a whole
 
     def prompt(self, *seeds: int) -> Prompt:
         """Text, a picture for each seed with text behind it."""
+        if self.only_pictures:
+            return Prompt([self.picture(seed) for seed in seeds])
         parts: list[Any] = [[5, 6, 7]]
         for seed in seeds:
             parts[-1].append(START)
             parts += [self.picture(seed), [189, *(20 + (seed * 7 + i) % 60 for i in range(9))]]
         return Prompt(parts)
 
+    def sounds(self, *seeds: int, picture: int | None = None) -> Prompt:
+        """Text, a sound for each seed with text behind it; and a picture before them."""
+        assert self.sound is not None
+        found = Prompt([[5, 6, 7]]) if picture is None else self.prompt(picture)
+        for seed in seeds:
+            found.parts += [self.sound(seed), [187, *(20 + (seed * 3 + i) % 60 for i in range(9))]]
+        return found
+
     def whole(self, prompt: Prompt) -> tuple[mx.array, mx.array | None, dict[str, Any]]:
         """What mlx-vlm takes: tokens, pixels, other arrays."""
-        tokens = mx.array([prompt.token_ids])
+        tokens = mx.array([prompt.short_ids])
         items = [item for _, item in prompt.items]
         if not items:
             return tokens, None, {}
+        if self.join is not None:
+            joined = self.join(prompt)
+            return tokens, joined.pop("pixel_values", None), joined
         joined = {
-            name: mx.array(np.concatenate([i.arrays[name] for i in items], self.axes.get(name, 0)))
-            for name in items[0].arrays
+            name: mx.array(
+                np.concatenate(
+                    [i.arrays[name] for i in items if name in i.arrays], self.axes.get(name, 0)
+                )
+            )
+            for item in items
+            for name in item.arrays
         }
         return tokens, joined.pop("pixel_values", None), joined
 
@@ -161,6 +192,10 @@ def _square(
     if between:
         ids = [*ids[: rows // 2], *between, *ids[rows // 2 :]]
     return Item(ids, arrays, rows=np.flatnonzero(np.array(ids) == token).astype(np.int32))
+
+
+def _noise(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def _vision(model_type: str, size: int = 28, **more: Any) -> dict[str, Any]:
@@ -358,6 +393,575 @@ def smolvlm() -> Case:
     return _idefics("smolvlm")
 
 
+def _plain(
+    name: str,
+    text: dict[str, Any],
+    vision: dict[str, Any],
+    picture: Callable[[int], Item],
+    axes: dict[str, int] | None = None,
+    **more: Any,
+) -> Case:
+    m = package(name)
+    config = {
+        "text_config": m.TextConfig.from_dict({**TEXT, **text}),
+        "vision_config": m.VisionConfig.from_dict(vision),
+        "model_type": name,
+        "image_token_index": IMG,
+        "image_token_id": IMG,
+        "vocab_size": V,
+        "hidden_size": 64,
+        "pad_token_id": 0,
+        **more,
+    }
+    known = m.ModelConfig.__dataclass_fields__
+    return Case(
+        m.Model(m.ModelConfig(**{k: v for k, v in config.items() if k in known})),
+        name,
+        picture,
+        axes or {},
+    )
+
+
+def llava_bunny() -> Case:
+    def picture(seed: int) -> Item:
+        found = _square(seed, size=378, rows=729)
+        found.short = [IMG]
+        return found
+
+    case = _plain(
+        "llava_bunny",
+        {"model_type": "qwen2"},
+        {**_vision("siglip_vision_model", 378)},
+        picture,
+        auto_map={},
+        mm_hidden_size=32,
+    )
+    case.most_pictures = 1
+    return case
+
+
+def pixtral() -> Case:
+    vision = {**_vision("pixtral", 56), "head_dim": 16, "rope_theta": 10000.0}
+    return _plain(
+        "pixtral",
+        {"model_type": "mistral", "head_dim": 16, "rope_theta": 10000.0},
+        vision,
+        lambda seed: _square(seed, size=56, rows=16, sizes=True, between=[151]),
+    )
+
+
+def mistral3() -> Case:
+    vision = {**_vision("pixtral", 112), "head_dim": 16, "rope_theta": 10000.0}
+    text = {"model_type": "mistral", "head_dim": 16, "rope_theta": 10000.0}
+    return _plain(
+        "mistral3",
+        {**text, "rope_parameters": {"rope_theta": 10000.0}},
+        vision,
+        lambda seed: _square(seed, size=112, rows=16, sizes=True, between=[151]),
+    )
+
+
+def idefics2() -> Case:
+    m = package("idefics2")
+    perceiver = {"num_key_value_heads": 2, "resampler_depth": 2, "resampler_head_dim": 16}
+    more = {"resampler_n_heads": 4, "resampler_n_latents": 8}
+
+    def picture(seed: int) -> Item:
+        found = _square(seed, size=56, rows=8, tiles=True)
+        found.arrays["pixel_attention_mask"] = np.ones((1, 1, 56, 56), dtype=bool)
+        return found
+
+    return _plain(
+        "idefics2",
+        {"model_type": "mistral"},
+        _vision("idefics2", 56),
+        picture,
+        {"pixel_values": 1, "pixel_attention_mask": 1},
+        perceiver_config=m.PerceiverConfig(model_type="idefics2", **perceiver, **more),
+    )
+
+
+def internvl_chat() -> Case:
+    return _plain(
+        "internvl_chat",
+        {"model_type": "qwen2"},
+        _vision("intern_vit_6b", 112),
+        lambda seed: _square(seed, size=112, rows=16),
+    )
+
+
+def gemma4() -> Case:
+    text = {
+        "model_type": "gemma4_text",
+        "head_dim": 16,
+        "global_head_dim": 16,
+        "vocab_size_per_layer_input": V,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 0,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+    }
+    vision = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": 16,
+        "pooling_kernel_size": 2,
+        "default_output_length": 16,
+        "position_embedding_size": 64,
+    }
+    m = package("gemma4")
+    audio = m.AudioConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        subsampling_conv_channels=(8, 4),
+        output_proj_dims=32,
+    )
+    case = _plain(
+        "gemma4",
+        text,
+        vision,
+        lambda seed: _square(seed, size=128, rows=16),
+        audio_config=audio,
+        audio_token_id=SOUND,
+    )
+
+    def sound(seed: int) -> Item:
+        arrays = {
+            "input_features": _noise(seed, 1, 32, 128),
+            "input_features_mask": np.ones((1, 32), dtype=bool),
+        }
+        return Item([SOUND] * 8, arrays, "audio", np.arange(8, dtype=np.int32))
+
+    case.sound = sound
+    return case
+
+
+def gemma3n(*, num_shared: int = 0) -> Case:
+    """(mlx-vlm's own layers that share keys turn queries by positions behind the chunk.)
+
+    (The picture tower is one of 300 M parameters whatever the config says: another is here.)
+    """
+    m = package("gemma3n")
+    text = {
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "vocab_size_per_layer_input": V,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+        "sliding_window": 16,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": num_shared,
+        "intermediate_size": [96] * 4,
+        "final_logit_softcapping": 30.0,
+        "altup_num_inputs": 2,
+    }
+
+    class Tower(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 32, 14, 14)
+
+        def __call__(self, pixels: mx.array, output_hidden_states: bool = False) -> mx.array:
+            return self.conv(pixels.transpose(0, 2, 3, 1))
+
+    inner = importlib.import_module("mlx_vlm.models.gemma3n.gemma3n")
+    tower, inner.VisionModel = inner.VisionModel, Tower
+    audio = m.AudioConfig(
+        input_feat_size=32,
+        hidden_size=32,
+        conf_num_attention_heads=2,
+        conf_num_hidden_layers=2,
+        sscp_conv_channel_size=(8, 4),
+        vocab_size=8,
+        vocab_offset=V - 8,  # (padding of sounds is the last token)
+    )
+    try:
+        case = _plain(
+            "gemma3n",
+            text,
+            {"model_type": "gemma3n_vision", "hidden_size": 32, "vocab_size": 8},
+            lambda seed: _square(seed, size=56, rows=16),
+            audio_config=audio,
+            audio_token_id=SOUND,
+            vision_soft_tokens_per_image=16,
+            audio_soft_tokens_per_image=12,
+        )
+    finally:
+        inner.VisionModel = tower
+    case.model.embed_vision.vocab_offset = 1000
+    base = type(case.model)
+
+    def scaled(self: Any, input_ids: mx.array, *args: Any, **kwargs: Any) -> Any:
+        """(mlx-vlm leaves this out for prompts, and has it for the tokens that follow.)"""
+        found = base.get_input_embeddings(self, input_ids, *args, **kwargs)
+        text = (input_ids != IMG) & (input_ids != SOUND)
+        found.inputs_embeds = mx.where(text[..., None], 8.0, 1.0) * found.inputs_embeds
+        return found
+
+    case.model.__class__ = type(base.__name__, (base,), {"get_input_embeddings": scaled})
+
+    def sound(seed: int) -> Item:
+        arrays = {
+            "input_features": _noise(seed, 1, 64, 32),
+            "input_features_mask": np.arange(64)[None] < 50,
+        }
+        return Item([SOUND] * 12, arrays, "audio", np.arange(12, dtype=np.int32))
+
+    case.sound = sound
+    return case
+
+
+def qwen3_omni_moe() -> Case:
+    m = package("qwen3_omni_moe")
+    text = {
+        **TEXT,
+        **_EXPERTS,
+        "head_dim": 16,
+        "rope_theta": 1e4,
+        "max_position_embeddings": 1000,
+        "rope_scaling": _MROPE,
+    }
+    thinker = m.config.ThinkerConfig.from_dict(
+        {
+            "text_config": text,
+            "vision_config": {
+                **_QWEN3_VISION,
+                "deepstack_visual_indexes": [0, 1],
+            },
+            "audio_config": {
+                "d_model": 32,
+                "encoder_layers": 2,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 48,
+                "num_mel_bins": 16,
+                "output_dim": 64,
+                "downsample_hidden_size": 8,
+            },
+            "image_token_id": IMG,
+            "video_token_id": VIDEO,
+            "audio_token_id": SOUND,
+            "vision_start_token_id": START,
+        }
+    )
+    config = m.ModelConfig(thinker, None, None, enable_audio_output=False)
+
+    def sound(seed: int) -> Item:
+        arrays = {
+            "input_features": _noise(seed, 1, 16, 96),
+            "audio_feature_lengths": np.array([96]),
+        }
+        return Item([SOUND] * 12, arrays, "audio", np.arange(12, dtype=np.int32))
+
+    return Case(m.Model(config), "qwen3_omni_moe", _patches, sound=sound)
+
+
+def paligemma() -> Case:
+    """All of a prompt sees each other."""
+    text = {"model_type": "gemma", "num_key_value_heads": 1, "head_dim": 16}
+    vision = {**_vision("siglip_vision_model", 56), "projection_dim": 64}
+
+    def whole_prompt(seed: int) -> Item:
+        found = _square(seed, size=56, rows=16)
+        found.token_ids += [189, *(20 + (seed * 7 + i) % 60 for i in range(9))]
+        return found
+
+    case = _plain("paligemma", {**text, "use_bidirectional_attention": True}, vision, whole_prompt)
+    case.most_pictures, case.only_pictures = 1, True
+    return case
+
+
+def aya_vision() -> Case:
+    text = {
+        "model_type": "cohere2",
+        "head_dim": 16,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+    }
+    return _plain(
+        "aya_vision",
+        text,
+        _vision("siglip_vision_model", 112),
+        lambda seed: _square(seed, size=112, rows=16),
+        alignment_intermediate_size=64,
+    )
+
+
+def llama4() -> Case:
+    text = {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "attention_chunk_size": 16,
+        "interleave_moe_layer_step": 2,
+        "floor_scale": 8,
+    }
+    vision = {
+        **_vision("llama4_vision_model", 56),
+        "initializer_range": 0.02,
+        "norm_eps": 1e-5,
+        "pixel_shuffle_ratio": 0.5,
+        "projector_dropout": 0.0,
+        "projector_input_dim": 64,
+        "projector_output_dim": 64,
+        "rope_theta": 10000,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default",
+        "vision_output_dim": 64,
+        "intermediate_size": 128,
+    }
+    return _plain("llama4", text, vision, lambda seed: _square(seed, size=56, rows=4))
+
+
+def lfm2_vl() -> Case:
+    text = {
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention"],
+        "num_heads": 4,
+        "block_dim": 64,
+        "conv_dim": 64,
+        "conv_dim_out": 64,
+        "block_multiple_of": 8,
+    }
+
+    def picture(seed: int) -> Item:
+        patches = np.random.default_rng(seed).standard_normal((1, 64, 3 * 14 * 14))
+        return Item(
+            [IMG] * 16,
+            {
+                "pixel_values": patches.astype(np.float32),
+                "spatial_shapes": np.array([[8, 8]]),
+                "pixel_attention_mask": np.ones((1, 64), dtype=np.int32),
+            },
+            rows=np.arange(16, dtype=np.int32),
+        )
+
+    vision = {**_vision("lfm2_vl", 112), "num_patches": 64}
+    return _plain("lfm2_vl", text, vision, picture, projector_hidden_size=64)
+
+
+def kimi_vl() -> Case:
+    text = {
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "kv_lora_rank": 32,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+    }
+    vision = {"model_type": "moonvit", "depth": 2, "hidden_size": 32, "embed_dim": 32}
+    more = {"num_heads": 2, "intermediate_size": 48, "patch_size": 14}
+
+    def picture(seed: int) -> Item:
+        height = 4 + 2 * (seed % 2)
+        patches = np.random.default_rng(seed).standard_normal((height * 8, 3, 14, 14))
+        num = height * 8 // 4
+        return Item(
+            [IMG] * num,
+            {"pixel_values": patches.astype(np.float32), "image_grid_hws": np.array([[height, 8]])},
+            rows=np.arange(num, dtype=np.int32),
+        )
+
+    positions = {"init_pos_emb_height": 8, "init_pos_emb_width": 8}
+    return _plain("kimi_vl", text, {**vision, **more, **positions}, picture)
+
+
+def glm4v() -> Case:
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+    more = {"out_hidden_size": 64, "image_size": 112, "patch_size": 14, "in_channels": 3}
+    return _plain(
+        "glm4v",
+        {"model_type": "glm4v_text", "rope_scaling": {"mrope_section": [2, 1, 1]}},
+        {"model_type": "glm4v", **vision, **more},
+        _patches,
+        video_token_id=VIDEO,
+        video_token_index=VIDEO,
+        vision_start_token_id=START,
+    )
+
+
+def phi3_v() -> Case:
+    from types import SimpleNamespace
+
+    m = package("phi3_v")
+    vision = m.vision.VisionModel
+    full = vision.CLIP_VIT_LARGE_PATCH14_336_CONFIG
+    # (The model's is fixed; the width follows from other fixed sizes.)
+    small = {"num_hidden_layers": 2, "intermediate_size": 32}
+    vision.CLIP_VIT_LARGE_PATCH14_336_CONFIG = SimpleNamespace(**{**vars(full), **small})
+    try:
+        model = m.Model(m.ModelConfig(**TEXT))
+    finally:
+        vision.CLIP_VIT_LARGE_PATCH14_336_CONFIG = full
+
+    def picture(seed: int) -> Item:
+        pixels = np.random.default_rng(seed).standard_normal((1, 2, 3, 336, 336))
+        arrays = {
+            "pixel_values": pixels.astype(np.float32),
+            "image_sizes": np.array([[336, 336]]),
+        }
+        return Item([-1] * 313, arrays, rows=np.arange(313, dtype=np.int32))
+
+    return Case(model, "phi3_v", picture, most_pictures=1)
+
+
+def deepseek_vl_v2() -> Case:
+    m = package("deepseek_vl_v2")
+    text = {
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "kv_lora_rank": 32,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+    }
+    vision = {"layers": 2, "width": 32, "intermediate_size": 48, "num_attention_heads": 2}
+
+    def picture(seed: int) -> Item:
+        # The whole and one tile, of 2 x 2 rows: (2 * 3) + 1 + (2 * 3).
+        pixels = np.random.default_rng(seed).standard_normal((1, 2, 3, 64, 64))
+        arrays = {
+            "pixel_values": pixels.astype(np.float32),
+            "images_spatial_crop": np.array([[[1, 1]]]),  # (mlx-vlm reads one for each tile)
+            "images_seq_mask": np.ones((1, 13), dtype=bool),
+        }
+        return Item([IMG] * 13, arrays, rows=np.arange(13, dtype=np.int32))
+
+    def join(prompt: Prompt) -> dict[str, Any]:
+        items = [item.arrays for _, item in prompt.items]
+        return {
+            "pixel_values": mx.array(np.concatenate([i["pixel_values"] for i in items], 1)),
+            "images_spatial_crop": mx.array([[[1, 1]] * len(items) + [[0, 0]] * len(items)]),
+            "images_seq_mask": mx.array([prompt.token_ids]) == IMG,
+        }
+
+    case = _plain(
+        "deepseek_vl_v2",
+        {"model_type": "deepseek_v2", **text},
+        {"model_type": "vision", **vision, "image_size": 64, "patch_size": 16},
+        picture,
+        projector_config=m.ProjectorConfig(input_dim=32, n_embed=64),
+    )
+    case.join = join
+    return case
+
+
+def minicpmo() -> Case:
+    text = {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 1000,
+        "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]},
+    }
+
+    def picture(seed: int) -> Item:
+        height = 4 + 2 * (seed % 2)
+        pixels = np.random.default_rng(seed).standard_normal((3, 14, 14 * 8 * height))
+        arrays = {
+            "pixel_values": [[pixels.astype(np.float32)]],
+            "tgt_sizes": [np.array([[height, 8]], dtype=np.int32)],
+            "image_bound": [np.array([[1, 9]])],
+        }
+        ids = [151, *[IMG] * 8, 152]
+        return Item(ids, arrays, rows=np.arange(1, 9, dtype=np.int32))  # type: ignore[arg-type]
+
+    def join(prompt: Prompt) -> dict[str, Any]:
+        items = prompt.items
+        return {
+            "pixel_values": [[mx.array(i.arrays["pixel_values"][0][0]) for _, i in items]],
+            "tgt_sizes": [np.concatenate([i.arrays["tgt_sizes"][0] for _, i in items])],
+            "image_bound": [np.array([[o + 1, o + 9] for o, _ in items])],
+        }
+
+    case = _plain(
+        "minicpmo",
+        text,
+        _vision("siglip_vision_model", 112),
+        picture,
+        query_num=8,
+        init_audio=False,
+        init_tts=False,
+    )
+    case.join = join
+    return case
+
+
+def molmo() -> Case:
+    text = {
+        "d_model": 64,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "n_layers": 2,
+        "mlp_hidden_size": 96,
+        "embedding_size": V,
+        "additional_vocab_size": 16,
+    }
+    vision = {
+        "image_default_input_size": (56, 56),
+        "hidden_size": 96,
+        "image_emb_dim": 32,
+        "image_num_heads": 2,
+        "image_num_key_value_heads": 2,
+        "image_num_layers": 3,
+        "image_head_dim": 16,
+        "image_mlp_dim": 48,
+        "image_num_pos": 17,
+        "d_model": 64,
+        "vit_layers": [-1, -2],
+    }
+
+    def picture(seed: int) -> Item:
+        pixels = np.random.default_rng(seed).standard_normal((1, 2, 16, 588))
+        places = np.arange(8).reshape(1, 2, 4)
+        places[0, 1, 3] = -1  # padding
+        arrays = {
+            "pixel_values": pixels.astype(np.float32),
+            "image_masks": np.ones((1, 2, 16), dtype=np.float32),
+            "image_input_idx": places + (places > 3),
+        }
+        ids = [IMG] * 4 + [151] + [IMG] * 3
+        rows = np.array([0, 1, 2, 3, 5, 6, 7], dtype=np.int32)
+        return Item(ids, arrays, rows=rows)
+
+    def join(prompt: Prompt) -> dict[str, Any]:
+        items = prompt.items
+        places = [np.where(i.arrays["image_input_idx"] < 0, -1000, 0) for _, i in items]
+        moved = [i.arrays["image_input_idx"] + o + p for (o, i), p in zip(items, places)]
+        joined = {
+            name: mx.array(np.concatenate([i.arrays[name] for _, i in items], 1))
+            for name in ("pixel_values", "image_masks")
+        }
+        return {**joined, "image_input_idx": mx.array(np.concatenate(moved, 1))}
+
+    case = _plain("molmo", text, vision, picture)
+    case.join = join
+    return case
+
+
 CASES: dict[str, Callable[[], Case]] = {
     make.__name__: make
     for make in (
@@ -371,5 +975,23 @@ CASES: dict[str, Callable[[], Case]] = {
         llava,
         idefics3,
         smolvlm,
+        llava_bunny,
+        pixtral,
+        mistral3,
+        idefics2,
+        internvl_chat,
+        gemma4,
+        gemma3n,
+        qwen3_omni_moe,
+        paligemma,
+        aya_vision,
+        llama4,
+        lfm2_vl,
+        kimi_vl,
+        glm4v,
+        phi3_v,
+        deepseek_vl_v2,
+        minicpmo,
+        molmo,
     )
 }

@@ -1,0 +1,101 @@
+"""FeatureStore: the arrays of the features that the device holds.
+
+Which are held, and which go, is decided by `mlx_paged.core.encoder_cache.EncoderCache`. What this
+store lacks all the same (a step that made it failed) is made again where it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import mlx.core as mx
+
+from mlx_paged.model.media import MediaFeatures, MediaInputs
+
+
+class FeatureStore:
+    """Features by key.
+
+    A step makes features lazily, in its own graph. Until it has been read they may turn out to be
+    worthless: `abandon` drops those.
+
+    Args:
+        encode: runs the tower of an item, lazily.
+
+    Attributes:
+        num_encoded: Items given to the tower.
+    """
+
+    def __init__(self, encode: Callable[[MediaInputs], MediaFeatures]) -> None:
+        self.num_encoded = 0
+        self._encode = encode
+        self._features: dict[bytes, MediaFeatures] = {}
+        self._made: list[bytes] = []  # by the step launched last,
+        self._made_before: list[bytes] = []  # and by the one before it, where it is not read yet
+        self._sizes: list[tuple[bytes, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._features)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._features
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all features."""
+        return sum(features.nbytes for features in self._features.values())
+
+    def begin(self, *, overlaps: bool) -> None:
+        """A step is being launched.
+
+        Args:
+            overlaps: the one before has not been read yet; all others have.
+        """
+        self._made_before = self._made if overlaps else []
+        self._made = []
+
+    def features(self, key: bytes, inputs: MediaInputs) -> MediaFeatures:
+        """The features of an item, made if they are not there."""
+        found = self._features.get(key)
+        if found is None:
+            found = self._encode(inputs)
+            self.num_encoded += 1
+            self._features[key] = found
+            self._made.append(key)
+            self._sizes.append((key, found.nbytes))
+        return found
+
+    def made(self) -> list[mx.array]:
+        """What the step being launched has made: to be evaluated with it."""
+        return [
+            array
+            for key in self._made
+            if key in self._features
+            for array in self._features[key].arrays()
+        ]
+
+    def take_sizes(self) -> list[tuple[bytes, int]]:
+        """(key, bytes) of what was made since the last call."""
+        sizes, self._sizes = self._sizes, []
+        return sizes
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Gives up features; a step in flight that uses them keeps them as long as it needs."""
+        for key in keys:
+            self._features.pop(key, None)
+
+    def abandon_launch(self) -> None:
+        """The step being launched failed."""
+        self.drop(self._made)
+        self._made = []
+
+    def abandon(self) -> None:
+        """A step in flight failed, and so did the one launched after it."""
+        self.drop(self._made_before)
+        self._made_before = []
+        self.abandon_launch()
+
+    def clear(self) -> None:
+        """Gives up all features."""
+        self._features.clear()
+        self._made, self._made_before, self._sizes = [], [], []

@@ -1,0 +1,556 @@
+"""Pictures in the engine's steps: right answers whatever is shared, cut, evicted or broken off.
+
+The model is a tiny Llama with a stand-in for a tower (`support.fake_vlm`); the oracle is mlx-lm's
+own cache over the whole prompt.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from support.fake_vlm import PLACEHOLDER, Picture, Prepared, dense_answer, fake_vlm, prepared
+from support.interrupts import Interrupter
+from support.models import embedded_twin
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged import ops
+from mlx_paged.core import FinishReason, MediaSpan, PromptMedia, Request, SchedulerOutput
+from mlx_paged.core import Sequence as CoreSequence
+from mlx_paged.core.encoder_cache import ScheduledMedia
+from mlx_paged.engine import memory
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.media.step_media import SequenceMedia, StepMediaBuilder, joined
+from mlx_paged.engine.outputs import RequestOutput
+from mlx_paged.engine.runner import LaunchedStep
+from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.errors import InvalidParameterError, StepError
+from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaPrompt, Span
+
+OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+# As in `test_interrupts.py`, and in `tests/core/test_encoder_cache.py`.
+NUM_INTERRUPTS = int(os.environ.get("MLX_PAGED_INTERRUPTS", "10"))
+NUM_REQUESTS = int(os.environ.get("MLX_PAGED_MEDIA_REQUESTS", "24"))
+
+
+@pytest.fixture(autouse=True)
+def no_pool_is_copied() -> Iterator[None]:
+    before = ops.pool_copies()
+    yield
+    assert ops.pool_copies() == before
+
+
+def make(**options: Any) -> tuple[Engine, Any]:
+    """An engine and its tower."""
+    model, tower = fake_vlm()
+    defaults = {
+        "kv_cache_memory": 4 << 20,
+        "block_size": 8,
+        "max_num_batched_tokens": 24,
+        "max_num_seqs": 8,
+    }
+    engine = Engine(model, EngineConfig(**{**defaults, **options}))
+    tower.calls.clear()
+    return engine, tower
+
+
+_answers: dict[tuple[Any, ...], list[int]] = {}
+
+
+def expected(prompt: Prepared, num_tokens: int = 6) -> list[int]:
+    """`dense_answer`, computed once for each prompt."""
+    known = (tuple(prompt.token_ids), tuple(p.key for p in prompt.pictures), num_tokens)
+    if known not in _answers:
+        _answers[known] = dense_answer(prompt, num_tokens)
+    return _answers[known]
+
+
+def add(
+    engine: Engine, name: str, prompt: Prepared, params: SamplingParams = GREEDY, **options: Any
+) -> RequestOutput:
+    media = prompt if prompt.spans else None
+    return engine.add_request(name, prompt.token_ids, params, media=media, **options)
+
+
+def run(
+    engine: Engine, prompts: Sequence[Prepared], params: SamplingParams = GREEDY
+) -> list[RequestOutput]:
+    outputs = [add(engine, f"{i}", prompt, params) for i, prompt in enumerate(prompts)]
+    finish(engine)
+    return outputs
+
+
+def finish(engine: Engine) -> None:
+    while engine.has_unfinished:
+        engine.step()
+        engine.check_integrity()
+        check_store(engine)
+
+
+def check_store(engine: Engine) -> None:
+    """The device holds nothing that the book does not know of."""
+    assert engine._runner.media is not None
+    store, book = engine._runner.media.store, engine._scheduler.encoder_cache
+    pending = set(book._evicted)
+    held = {k: f.nbytes for k, f in store._features.items() if k not in pending}
+    assert held.keys() <= book._held.keys()
+    assert all(book._held[k].num_bytes == size for k, size in held.items())
+
+
+def check(outputs: Sequence[RequestOutput], prompts: Sequence[Prepared], num: int = 6) -> None:
+    for output, prompt in zip(outputs, prompts, strict=True):
+        for answer in output.outputs:
+            assert answer.error is None and answer.finish_reason is FinishReason.LENGTH
+            assert answer.token_ids == expected(prompt, num)
+
+
+@cache
+def mixed() -> tuple[Prepared, ...]:
+    """Pictures of one size, with and without text in between, texts, and equal ones."""
+    return (
+        prepared([3, 4, 5], Picture(1, 20), [9, 8]),
+        prepared([3, 4, 5], Picture(2, 20), [9, 8]),
+        prepared([3, 4, 5], Picture(1, 20), [9, 8, 7]),
+        prepared([1], Picture(3, 9, gaps=(2, 5)), [9], Picture(1, 20), [4]),
+        prepared([5, 6, 7, 8]),
+        prepared(Picture(4, 30)),
+        prepared([3, 4, 5], Picture(2, 20), [9, 8], Picture(2, 20), [6]),
+        prepared([5], Picture(5, 11, is_atomic=True), Picture(6, 11, is_atomic=True), [4, 3]),
+    )
+
+
+@pytest.fixture(scope="module")
+def engines() -> dict[bool, tuple[Engine, Any]]:
+    return {overlap: make(async_scheduling=overlap) for overlap in (False, True)}
+
+
+# Answers.
+
+
+@OVERLAP
+def test_pictures_in_mixed_batches(engines: Any, overlap: bool) -> None:
+    engine, tower = engines[overlap]
+    engine.reset_prefix_cache()
+    tower.calls.clear()
+    before = engine.stats().encoder_cache
+    check(run(engine, mixed()), mixed())
+    # Each picture was encoded once, whoever asked for it.
+    assert len(tower.calls) == 6 - before.num_items
+    after = engine.stats().encoder_cache
+    assert after.num_encoded_items - before.num_encoded_items == len(tower.calls)
+    assert after.num_bytes == sum(
+        4 * 64 * rows for rows in (20, 20, 9, 30, 11, 11)
+    )  # float32, of hidden size 64
+
+
+@pytest.mark.parametrize("tokens", [8, 9, 13, 64])
+def test_every_way_to_cut_a_prompt(tokens: int) -> None:
+    """Chunks begin and end inside of pictures and beside them, one row or all of it."""
+    prompts = mixed()[:7] if tokens < 11 else mixed()
+    engine, _ = make(max_num_batched_tokens=tokens, max_num_seqs=4)
+    check(run(engine, prompts), prompts)
+
+
+@OVERLAP
+def test_the_previous_pictures_answer(engines: Any, overlap: bool) -> None:
+    """Equal tokens, equal sizes: only the pixels differ. In one batch, one by one, and again."""
+    engine, _ = engines[overlap]
+    engine.reset_prefix_cache()
+    prompts = [prepared([3, 4], Picture(number, 17), [9]) for number in range(30, 36)]
+    assert len({tuple(prompt.token_ids) for prompt in prompts}) == 1
+    assert len({tuple(expected(prompt)) for prompt in prompts}) > 3
+    check(run(engine, prompts), prompts)
+    for prompt in [*prompts[::-1], prepared([3, 4], [PLACEHOLDER] * 17, [9]), *prompts]:
+        [output] = run(engine, [prompt])
+        check([output], [prompt])
+    assert output.num_cached_tokens == len(prompt.token_ids) - 1
+
+
+@OVERLAP
+def test_several_answers_of_one_picture(engines: Any, overlap: bool) -> None:
+    engine, tower = engines[overlap]
+    engine.reset_prefix_cache()
+    tower.calls.clear()
+    prompts = [prepared([3, 4, 6], Picture(40 + overlap, 18), [9, 2])] * 2
+    check(run(engine, prompts, replace(GREEDY, n=3)), prompts)
+    assert len(tower.calls) == 1
+
+
+@OVERLAP
+def test_a_second_turn_runs_no_tower(engines: Any, overlap: bool) -> None:
+    engine, tower = engines[overlap]
+    first = prepared([8, 4, 6], Picture(50, 18), [9, 2])
+    [output] = run(engine, [first])
+    tower.calls.clear()
+    engine._scheduler.encoder_cache.clear()
+    answer = output.outputs[0].token_ids
+    second = prepared([8, 4, 6], Picture(50, 18), [9, 2, *answer, 5, 5])
+    check(run(engine, [second]), [second])
+    assert tower.calls == [] and engine.stats().encoder_cache.num_items == 0
+
+
+@OVERLAP
+def test_pictures_and_salts(engines: Any, overlap: bool) -> None:
+    engine, tower = engines[overlap]
+    prompt = prepared([3, 4], Picture(60, 12), [9])
+    tower.calls.clear()
+    salts = ["a", "b", None, "a"]
+    outputs = [add(engine, f"{i}", prompt, cache_salt=salt) for i, salt in enumerate(salts)]
+    finish(engine)
+    check(outputs, [prompt] * 4)
+    assert len(tower.calls) == 3
+
+
+def test_a_pool_too_small_for_all() -> None:
+    engine, _ = make(
+        num_gpu_blocks_override=9, max_num_batched_tokens=12, mm_encoder_cache_bytes=9000,
+        max_num_encoder_tokens=10,
+    )  # fmt: skip
+    prompts = [p for p in mixed() if len(p.token_ids) < 40] * 2
+    check(run(engine, prompts), prompts)
+    assert engine.stats().num_preemptions > 0
+
+
+def test_budgets_hold_over_many_requests() -> None:
+    """`MLX_PAGED_MEDIA_REQUESTS=2000` takes a quarter as many pictures."""
+    budget = 20 * 64 * 4 * 3
+    engine, tower = make(mm_encoder_cache_bytes=budget, max_num_encoder_tokens=24)
+    assert engine._runner.media is not None
+    store, rng = engine._runner.media.store, random.Random(0)
+    live: list[int] = []
+    for i in range(NUM_REQUESTS):
+        number = rng.randrange(NUM_REQUESTS // 4)
+        prompt = prepared([2 + i % 7, 4], Picture(100 + number, 4 + number % 17), [9])
+        output = add(engine, f"{i}", prompt, replace(GREEDY, max_tokens=2))
+        while engine.has_unfinished and rng.random() < 0.8:
+            engine.step()
+            assert store.num_bytes <= budget and engine.stats().encoder_cache.num_bytes <= budget
+        if i % 100 == 99:
+            live.append(mx.get_active_memory())
+    finish(engine)
+    assert output.outputs[0].token_ids == expected(prompt, 2)
+    stats = engine.stats().encoder_cache
+    assert stats.max_bytes <= budget and stats.num_encoded_items == len(tower.calls)
+    assert stats.num_queries + stats.num_prefix_hits == NUM_REQUESTS
+    assert all(abs(n - live[-1]) < 2 * budget for n in live[len(live) // 2 :])
+
+
+# Faults.
+
+
+@OVERLAP
+def test_a_tower_that_fails_ends_its_own_request(overlap: bool) -> None:
+    engine, tower = make(async_scheduling=overlap)
+    tower.fails = 7.0
+    bad = prepared([3, 4, 5], Picture(7, 20), [9, 8])
+    prompts = [*mixed()[:3], bad, *mixed()[4:6]]
+    outputs = run(engine, prompts)
+    check(outputs[:3] + outputs[4:], prompts[:3] + prompts[4:])
+    [answer] = outputs[3].outputs
+    assert answer.finish_reason is FinishReason.ERROR and isinstance(answer.error, StepError)
+    assert "the tower cannot see this" in answer.error.reason
+    # It is not remembered as something that is there.
+    tower.fails = None
+    check(run(engine, [bad]), [bad])
+
+
+@OVERLAP
+@pytest.mark.parametrize("fault", ["launch", "read", "memory"])
+def test_steps_that_fail_and_run_in_parts(overlap: bool, fault: str, monkeypatch: Any) -> None:
+    """Parts find features that the step made, or make them again; atomic pictures are not cut."""
+    engine, _ = make(async_scheduling=overlap)
+    runner, calls, sizes = engine._runner, [], []
+    launch, read = runner.launch, runner.read
+
+    def failing_launch(batch: SchedulerOutput, previous: Any) -> LaunchedStep:
+        for s in batch.sequences:
+            for start, end in getattr(s.sequence.request.prompt_media, "atomic", ()):
+                assert not start < s.start < end and not start < s.context_len < end
+        calls.append(batch)
+        sizes.append(batch.num_tokens)
+        if fault == "memory" and batch.num_tokens > 11:
+            raise MemoryError
+        launched = launch(batch, previous)
+        if fault == "launch" and len(calls) % 3 == 0 and len(batch.sequences) > 1:
+            runner.abandon(launched)
+            raise RuntimeError("injected")
+        return launched
+
+    def failing_read(launched: LaunchedStep) -> Any:
+        calls.append(launched)
+        if fault == "read" and len(calls) % 3 == 0:
+            raise RuntimeError("injected")
+        return read(launched)
+
+    monkeypatch.setattr(runner, "launch", failing_launch)
+    monkeypatch.setattr(runner, "read", failing_read)
+    check(run(engine, mixed()), mixed())
+    assert engine.stats().num_faults >= 1
+    assert fault != "memory" or 11 in sizes, "an atomic picture has 11 rows"
+
+
+@OVERLAP
+def test_nans_of_a_tower_are_not_kept(overlap: bool, monkeypatch: Any) -> None:
+    engine, tower = make(async_scheduling=overlap)
+    weights, tower.weights = tower.weights, mx.full((6, 64), mx.nan)
+    prompt = prepared([3, 4, 5], Picture(1, 20), [9, 8])
+    [output] = run(engine, [prompt])
+    assert "NaN" in output.outputs[0].error.reason
+    tower.weights = weights
+    check(run(engine, [prompt]), [prompt])
+
+
+@OVERLAP
+def test_interrupts(overlap: bool) -> None:
+    """After an exception at any line all answers are right but for one that ended with an error."""
+    engine, _ = make(
+        async_scheduling=overlap, max_num_batched_tokens=16, num_gpu_blocks_override=16,
+        mm_encoder_cache_bytes=9000,
+    )  # fmt: skip
+    prompts = mixed()[:5]
+    with Interrupter().watching() as counter:
+        run(engine, prompts)
+    rng = random.Random(overlap)
+    num_steps = engine.stats().num_steps
+    for _ in range(NUM_INTERRUPTS):
+        interrupter = Interrupter(rng.randint(1, counter.num_lines), RuntimeError("injected"))
+        outputs = []
+        try:
+            with interrupter.watching():
+                for i, prompt in enumerate(prompts):
+                    outputs.append(add(engine, f"{i}", prompt))
+                while engine.has_unfinished:
+                    engine.step()
+        except RuntimeError:
+            pass
+        while engine.has_unfinished:
+            engine.step()
+        engine.check_integrity()
+        check_store(engine)
+        failed = [o for o in outputs if o.outputs[0].finish_reason is FinishReason.ERROR]
+        assert len(failed) <= 1
+        for output, prompt in zip(outputs, prompts, strict=False):
+            if output not in failed:
+                check([output], [prompt])
+    assert engine.stats().num_steps > num_steps and engine.stats().num_recoveries > 0
+    stats = engine.stats().encoder_cache
+    assert stats.num_queries - stats.num_hits == stats.num_encoded_items
+
+
+# Requests that are refused.
+
+
+def test_a_text_model_takes_no_media_and_pays_nothing_for_them() -> None:
+    config = EngineConfig(kv_cache_memory=4 << 20, block_size=8)
+    engine = Engine(embedded_twin(), config)
+    prompt = prepared([3], Picture(1, 4), [9])
+    with pytest.raises(InvalidParameterError, match="text only"):
+        engine.add_request("r", prompt.token_ids, GREEDY, media=prompt)
+    assert engine._runner.media is None and engine.media is None and not engine.has_unfinished
+
+
+def _spoiled(**changes: Any) -> Prepared:
+    good = prepared([3], Picture(1, 4, gaps=(2,)), [9])
+    prompt, spans = good.prompt, good.spans
+    if "prompt" in changes:
+        prompt = replace(prompt, **changes["prompt"])
+    if "span" in changes:
+        spans = (replace(spans[0], **changes["span"]),)
+    return Prepared(prompt, changes.get("spans", spans))
+
+
+@pytest.mark.parametrize(
+    ("media", "named"),
+    [
+        ("a picture", "media"),
+        (_spoiled(prompt={"token_ids": [1, 2]}), "media"),
+        (_spoiled(spans=()), "media.spans"),
+        (_spoiled(spans=[]), "media"),
+        (_spoiled(prompt={"inputs": []}), "media.spans"),
+        (_spoiled(span={"offset": 2}), "media.spans"),
+        (_spoiled(span={"num_rows": 3}), "media.spans"),
+        (
+            _spoiled(prompt={"spans": [Span(1, 5, np.array([1, 2, 4, 9]), "image")]}),
+            "media.spans",
+        ),
+        (
+            _spoiled(prompt={"spans": [Span(1, 5, np.array([2, 1, 4, 5]), "image")]}),
+            "media.spans",
+        ),
+        (
+            _spoiled(
+                prompt={"inputs": [MediaInputs("audio", {}, np.zeros(5), np.array([0, 1, 3, 4]))]}
+            ),
+            "media",
+        ),
+    ],
+)
+def test_media_that_are_not_the_prompts(engines: Any, media: Any, named: str) -> None:
+    engine, _ = engines[True]
+    tokens = prepared([3], Picture(1, 4, gaps=(2,)), [9]).token_ids
+    with pytest.raises(InvalidParameterError) as caught:
+        engine.add_request("r", tokens, GREEDY, media=media)
+    assert caught.value.field == named
+    assert not engine.has_unfinished and not engine.needs_recovery
+
+
+def test_an_atomic_item_larger_than_any_step_is_refused(engines: Any) -> None:
+    engine, _ = engines[True]
+    with pytest.raises(InvalidParameterError, match=r"24 positions.*max_num_batched_tokens"):
+        add(engine, "r", prepared([3], Picture(1, 25, is_atomic=True), [9]))
+    assert not engine.has_unfinished and not engine.needs_recovery
+
+
+@pytest.mark.parametrize("name", ["max_num_encoder_tokens", "mm_encoder_cache_bytes"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
+def test_options_are_checked(name: str, value: Any) -> None:
+    with pytest.raises(InvalidParameterError, match=name):
+        EngineConfig(**{name: value})
+
+
+# What a step is given.
+
+
+def _sequence(prompt: MediaPrompt, spans: list[MediaSpan]) -> CoreSequence:
+    request = Request("r", prompt.token_ids, media=spans)
+    sequence = CoreSequence(1, request, 0, (0, 0, 0))
+    if spans:
+        sequence.media = SequenceMedia(prompt, PromptMedia(spans, len(prompt.token_ids), None))
+    return sequence
+
+
+def test_rows_positions_and_bounds_of_random_steps() -> None:
+    """Against a loop over all rows."""
+    rng = np.random.default_rng(1)
+    sequences = []
+    for number in range(4):
+        spans, core, inputs, length = [], [], [], 0
+        for which in range(number):  # (the first is text)
+            offset = length + int(rng.integers(0, 5))
+            rows = offset + np.flatnonzero(np.r_[1, rng.integers(0, 2, 7), 1]).astype(np.int32)
+            spans.append(Span(offset, 9, rows, "image"))
+            key = bytes([number, which]) * 16
+            core.append(MediaSpan(offset, 9, key, len(rows), is_atomic=which == 1))
+            made = np.array([number * 100 + which * 30 + i for i in range(len(rows))])
+            inputs.append(
+                MediaInputs("image", {"made": made}, np.zeros(9, np.int32), rows - offset)
+            )
+            length = offset + 9
+        length += 3
+        rope = rng.integers(0, 50, (3, length)).astype(np.int32) if number else None
+        prompt = MediaPrompt([5] * length, spans, inputs, rope, -number)
+        sequences.append(_sequence(prompt, core))
+
+    def encode(item: MediaInputs) -> MediaFeatures:
+        return MediaFeatures(mx.array(item.arrays["made"].astype(np.float32))[:, None])
+
+    builders = [StepMediaBuilder(encode, uses_rope_positions=rope) for rope in (True, False)]
+    seen_bounds = 0
+    for trial in range(200):
+        owners = tuple(rng.permutation(np.array(sequences, dtype=object))[: rng.integers(1, 5)])
+        counts, contexts = [], []
+        for s in owners:
+            atomic = s.request.prompt_media.atomic if s.request.prompt_media else ()
+            ends = [i for i in range(len(s.tokens) + 4) if not any(a < i < b for a, b in atomic)]
+            start, end = sorted(rng.choice(ends, 2, replace=False).tolist())
+            counts.append(end - start)
+            contexts.append(end)
+        tokens: list[Any] = []
+        for s, count, context in zip(owners, counts, contexts, strict=True):
+            tokens += [(s, position) for position in range(context - count, context)]
+        found = [_row(s, position) for s, position in tokens]
+        has_items = any(made is not None for made, _, _ in found)
+        media = ScheduledMedia((), ()) if has_items or trial % 2 else None
+        output = SchedulerOutput(1, (), (), media)
+        for builder, rope in zip(builders, (True, False), strict=True):
+            step = builder.build(
+                output, owners, np.array(contexts), np.array(counts), overlaps=False
+            )
+            if not any(s.media for s in owners) or not (rope or media):
+                assert step is None
+                continue
+            step.check(len(tokens))
+            made = [(i, each[0]) for i, each in enumerate(found) if each[0] is not None]
+            assert step.rows.tolist() == [i for i, _ in made]
+            if made:
+                assert step.features.embeds[:, 0].tolist() == [value for _, value in made]
+            else:
+                assert step.features is None
+            if rope:
+                assert step.rope_positions.T.tolist() == [each[1] for each in found]
+            else:
+                assert step.rope_positions is None
+            bounds = [each[2] for each in found]
+            own = [[position, position] for _, position in tokens]
+            if bounds == own:
+                assert step.bounds is None
+            else:
+                assert step.bounds.T.tolist() == bounds
+                seen_bounds += 1
+    assert seen_bounds > 20
+
+
+def _row(s: CoreSequence, position: int) -> tuple[float | None, list[int], list[int]]:
+    """(feature, RoPE positions, bounds) of one row."""
+    made, rope, bounds = None, [position] * 3, [position, position]
+    if s.media is None:
+        return made, rope, bounds
+    rope = [position + s.media.rope_delta] * 3
+    if position < s.media.num_prompt_tokens:
+        rope = s.media.rope_positions[:, position].tolist()
+    for i, rows in enumerate(s.media.rows):
+        if position in rows:
+            made = float(s.media.inputs[i].arrays["made"][rows.tolist().index(position)])
+    for first, after in s.request.prompt_media.atomic:
+        if first <= position < after:
+            bounds = [first, after - 1]
+    return made, rope, bounds
+
+
+def test_kinds_with_and_without_deepstack_in_one_step() -> None:
+    picture = MediaFeatures(mx.ones((2, 4)), (mx.ones((2, 4)), 2 * mx.ones((2, 4))))
+    sound = MediaFeatures(3 * mx.ones((3, 4)))
+    both = joined([sound, picture])
+    assert both.embeds[:, 0].tolist() == [3, 3, 3, 1, 1]
+    assert [layer[:, 0].tolist() for layer in both.deepstack] == [[0, 0, 0, 1, 1], [0, 0, 0, 2, 2]]
+
+
+# Memory.
+
+
+def test_the_pool_leaves_room_for_features_and_towers(monkeypatch: Any) -> None:
+    config = EngineConfig(gpu_memory_utilization=0.5)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1 << 40)
+    monkeypatch.setattr(memory, "device_memory", lambda: 8 << 30)
+    without = memory.left_for_pool(config, lambda: 1000)
+    with_features = memory.left_for_pool(config, lambda: 1000, kept=1 << 20)
+    assert without[0] is not None and with_features[0] is not None
+    assert abs(without[0] - with_features[0] - (1 << 20)) < 1 << 16
+
+    engine, _ = make()
+
+    class Processor:
+        kinds = ("image",)
+
+        def placeholder(self, kind: str, index: int) -> str:
+            return "<image>"
+
+        def process(self, text: str, images: list[Any]) -> MediaPrompt:
+            assert text == "<image>" and len(images) == 1
+            return prepared(Picture(1, 2000)).prompt
+
+    pytest.importorskip("PIL", reason="Pillow is not installed")
+    measured = memory.measure_tower(engine._runner, Processor())
+    assert measured >= 2000 * 64 * 4
+    monkeypatch.setattr(Processor, "process", lambda *_, **__: 1 / 0)
+    assert memory.measure_tower(engine._runner, Processor()) == 0
