@@ -281,7 +281,10 @@ def test_messages_with_pictures_of_users_and_tools(client, engine) -> None:
     [
         ({"type": "file", "file_id": "f"}, "messages.0.content.0.source.type"),
         ({"type": "base64", "data": "AAAA"}, "messages.0.content.0.source"),
-        ({"type": "base64", "media_type": "image/png", "data": "AAAA"}, "messages.0.content.0.source"),
+        (
+            {"type": "base64", "media_type": "image/png", "data": "AAAA"},
+            "messages.0.content.0.source",
+        ),
         ({"type": "url"}, "messages.0.content.0.source"),
         ("x", "messages.0.content.0.source"),
     ],
@@ -357,11 +360,8 @@ def test_a_model_of_text_takes_no_pictures() -> None:
         assert error["param"] == "messages.0.content.1.image_url"
         assert error["message"].endswith("this model takes no images: it reads text only")
         assert error["code"] == "invalid_media"
-        error = error_of(
-            client.post(
-                RESPONSES, json={"input": [{"role": "user", "content": [input_image(png())]}]}
-            )
-        )
+        items = [{"role": "user", "content": [input_image(png())]}]
+        error = error_of(client.post(RESPONSES, json={"input": items}))
         assert error["param"] == "input.0.content.0.image_url"
         error = error_of(
             client.post(

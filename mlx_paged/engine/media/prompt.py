@@ -221,22 +221,17 @@ def prepare(model: Any, text: str, items: Sequence[MediaItem], where: str) -> Pr
     """
     by_kind = {kind: [item for item in items if item.kind == kind] for kind in KINDS}
     try:
-        prompt: MediaPrompt = model.process(
-            text,
-            images=[item.data for item in by_kind["image"]],
-            videos=[item.data for item in by_kind["video"]],
-            audios=[item.data for item in by_kind["audio"]],
-        )
+        prompt = _processed(model, text, items)
     except MlxPagedError:
         raise
     except Exception as error:
-        part = items[0].part if len(items) == 1 else where
+        part = _refused(model, items) or where
         if not isinstance(error, ValueError):  # (processors raise those on purpose)
             logger.warning("the processor failed on %s", part, exc_info=error)
-        reason = f"{error}".strip().splitlines()[0] if f"{error}".strip() else type(error).__name__
-        raise InvalidMediaError(
-            part, f"the model's processor does not take it: {reason[:200]}"
-        ) from error
+        lines = f"{error}".strip().splitlines()
+        reason = lines[0][:200] if lines else type(error).__name__
+        message = f"the model's processor does not take it: {reason}"
+        raise InvalidMediaError(part, message) from error
     _check_places(prompt, by_kind, where)
     settings = model.settings_digest
     used = {kind: iter(found) for kind, found in by_kind.items()}
@@ -251,6 +246,26 @@ def prepare(model: Any, text: str, items: Sequence[MediaItem], where: str) -> Pr
         for span, inputs in zip(prompt.spans, prompt.inputs)
     )
     return PreparedMedia(prompt, spans)
+
+
+def _processed(model: Any, text: str, items: Sequence[MediaItem]) -> MediaPrompt:
+    prompt: MediaPrompt = model.process(
+        text,
+        images=[item.data for item in items if item.kind == "image"],
+        videos=[item.data for item in items if item.kind == "video"],
+        audios=[item.data for item in items if item.kind == "audio"],
+    )
+    return prompt
+
+
+def _refused(model: Any, items: Sequence[MediaItem]) -> str | None:
+    """Which of the items a processor does not take, if it is one of them."""
+    for item in items:
+        try:
+            _processed(model, model.placeholder(item.kind, 1), [item])
+        except Exception:
+            return item.part
+    return None
 
 
 def _check_places(

@@ -166,6 +166,13 @@ def test_what_is_wrong_is_named(llm: LLM, part: Any, field: str, reason: str) ->
     assert not llm.engine.given  # type: ignore[attr-defined]
 
 
+def test_the_item_that_the_processor_refuses_is_named(llm: LLM) -> None:
+    good, long = ({"type": "image", "image": Image.new("RGB", (w, 1))} for w in (3, 3000))
+    with pytest.raises(InvalidMediaError, match="too long for the processor") as caught:
+        llm.chat(user(good, good, long, good), SHORT)
+    assert caught.value.field == "messages[0].content[2].image"
+
+
 def test_the_conversation_is_named_where_there_are_several(llm: LLM) -> None:
     bad = user({"type": "image", "image": b"no"})
     with pytest.raises(InvalidMediaError) as caught:
@@ -180,8 +187,9 @@ def test_kinds_that_a_model_lacks_are_named(llm: LLM, monkeypatch) -> None:
 
 
 def test_a_placeholder_of_the_user_is_no_place_for_another_picture(llm: LLM) -> None:
-    with pytest.raises(InvalidMediaError, match="processor does not take it"):
+    with pytest.raises(InvalidMediaError, match="processor does not take it") as caught:
         llm.chat(user("see <image>", {"type": "image", "image": picture()}), SHORT)
+    assert caught.value.field == "prompts[0]"
 
 
 # --- LLM.generate ---------------------------------------------------------------------------------
