@@ -323,7 +323,7 @@ class AsyncEngine:
     async def _prepared(self, prompt: TextWithMedia) -> PreparedMedia:
         """Loads the media of a prompt, and makes its tokens, on threads of their own."""
         model = media_model_of(self.engine)
-        check_kinds(prompt.sources, model)
+        check_kinds(prompt.sources, model, self.engine.media_reason)
         items = await self.media_loader.load_async(prompt.sources)
         return await self.media_loader.run(lambda: prepare(model, prompt.text, items, "prompt"))
 

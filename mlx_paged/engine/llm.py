@@ -297,7 +297,7 @@ class LLM:
             for message, content in zip(chat, contents)
         ]
         sources, model = sources_of(plain), media_model_of(self.engine)
-        check_kinds(sources, model)
+        check_kinds(sources, model, self.engine.media_reason)
         if model is None:
             tokens: list[int] = self.tokenizer.apply_chat_template(
                 plain, add_generation_prompt=True
@@ -317,7 +317,7 @@ class LLM:
     def _prepared(self, prompt: TextWithMedia, name: str) -> PreparedMedia:
         """Loads the media of a prompt, and makes its tokens."""
         model, sources = media_model_of(self.engine), prompt.sources
-        check_kinds(sources, model)
+        check_kinds(sources, model, self.engine.media_reason)
         if self._media is None:
             self._media = loader_of(self.engine)
         return prepare(model, prompt.text, self._media.load(sources), name)

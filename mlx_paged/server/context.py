@@ -136,7 +136,9 @@ class Context:
             media = None
             if (model := media_model_of(engine)) is not None:
                 media = model, self.engine.media_loader
-            renderer = Renderer(engine.tokenizer, self.config, limit, engine.vocab_size, media)
+            renderer = Renderer(
+                engine.tokenizer, self.config, limit, engine.vocab_size, media, engine.media_reason
+            )
             self.metrics.attach(engine, self.config.model_name, limit, stats)
             self.tool_format = _tool_format(self.config, renderer)
             self.reasoning_format = engine.reasoning_format

@@ -74,6 +74,7 @@ class Renderer:
             tokenized. None: no limit.
         vocab_size: token ids are below this.
         media: what the model makes of media, and what loads them; None: it reads text only.
+        media_reason: why it does, where it is no text model.
 
     Attributes:
         added_tokens: Tokens that are taken whole wherever their text occurs, by text.
@@ -87,6 +88,7 @@ class Renderer:
         max_model_len: int | None,
         vocab_size: int,
         media: tuple[Any, MediaLoader] | None = None,
+        media_reason: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.added_tokens = added_tokens(tokenizer)
@@ -94,7 +96,7 @@ class Renderer:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self._config = config
-        self._media = media
+        self._media, self._media_reason = media, media_reason
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="mlx-paged-text")
         # Any text of more characters than this has too many tokens for the model.
         longest = max(map(len, tokenizer.get_vocab()), default=1)
@@ -122,7 +124,7 @@ class Renderer:
         """
         sources = sources_of(conversation.messages)
         if sources:
-            check_kinds(sources, self._media[0] if self._media else None)
+            check_kinds(sources, self._media[0] if self._media else None, self._media_reason)
         kwargs = dict(conversation.template_kwargs)
         template = self._template(conversation)
         if template is not None:

@@ -45,11 +45,14 @@ def media_model_of(engine: Any) -> Any | None:
     return getattr(engine, "media", None)
 
 
-def check_kinds(sources: Sequence[MediaSource], model: Any | None) -> None:
+def check_kinds(
+    sources: Sequence[MediaSource], model: Any | None, reason: str | None = None
+) -> None:
     """Refuses media that a model does not take.
 
     Args:
         model: `LoadedModel.media`; None: it reads text only.
+        reason: why it does.
 
     Raises:
         InvalidMediaError: it names the first part that is not taken.
@@ -57,7 +60,9 @@ def check_kinds(sources: Sequence[MediaSource], model: Any | None) -> None:
     for source in sources:
         if model is None:
             noun = _NOUNS[source.kind]
-            raise InvalidMediaError(source.part, f"this model takes no {noun}: it reads text only")
+            raise InvalidMediaError(
+                source.part, f"this model takes no {noun}: {reason or 'it reads text only'}"
+            )
         if source.kind not in model.kinds:
             takes = " and ".join(_NOUNS[kind] for kind in KINDS if kind in model.kinds)
             noun = _NOUNS[source.kind]

@@ -182,7 +182,10 @@ def read_file(path: Path, max_bytes: int, work: Work) -> bytes:
 def _fetch(
     url: str, max_bytes: int, max_redirects: int, domains: Sequence[str] | None, work: Work
 ) -> bytes:
-    import httpcore2
+    try:
+        import httpcore2
+    except ImportError:
+        raise Unusable("URLs need the package httpx2: pip install 'mlx-paged[vision]'") from None
 
     for _ in range(max_redirects + 1):
         parts = _checked(url, domains)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from support.media_files import RED, clip, picture, png, saved, sound
 from mlx_paged.engine.media import decode, loader
 from mlx_paged.engine.media.items import AudioClip, MediaSource, VideoFrames
 from mlx_paged.engine.media.loader import MediaLoader
-from mlx_paged.engine.media.options import IoOptions, MediaOptions
+from mlx_paged.engine.media.options import IoOptions, MediaLimits, MediaOptions
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError
 
 
@@ -293,3 +294,12 @@ def test_sounds_as_objects() -> None:
     assert np.allclose(integers.data.samples, samples, atol=1e-3)
     for wrong in (np.array([np.nan]), np.zeros((0,)), (samples, 0), ["a"], 3):
         assert refusal(media, wrong, kind="audio")
+
+
+def test_the_page_has_the_limits_that_hold() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs/media.md").read_text()
+    rows = [f"| `{name}` | {default} |" for name, default in asdict(MediaLimits()).items()]
+    assert all(row in page for row in rows)
+    assert [line.split("`")[1] for line in page.splitlines() if line.startswith("| `max_")] + [
+        "fetch_timeout", "decode_timeout", "cache_bytes"
+    ] == sorted(asdict(MediaLimits()), key=lambda name: (not name.startswith("max_")))  # fmt: skip
