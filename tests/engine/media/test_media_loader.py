@@ -299,7 +299,4 @@ def test_sounds_as_objects() -> None:
 def test_the_page_has_the_limits_that_hold() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs/media.md").read_text()
     rows = [f"| `{name}` | {default} |" for name, default in asdict(MediaLimits()).items()]
-    assert all(row in page for row in rows)
-    assert [line.split("`")[1] for line in page.splitlines() if line.startswith("| `max_")] + [
-        "fetch_timeout", "decode_timeout", "cache_bytes"
-    ] == sorted(asdict(MediaLimits()), key=lambda name: (not name.startswith("max_")))  # fmt: skip
+    assert [row for row in rows if row not in page] == []
