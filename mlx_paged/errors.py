@@ -41,6 +41,22 @@ class InvalidParameterError(MlxPagedError, ValueError):
         self.actual = actual
 
 
+class InvalidMediaError(InvalidParameterError):
+    """A picture, clip or sound of a prompt cannot be used.
+
+    Attributes:
+        field: The part of the prompt that has it, as the caller wrote it.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, field: str, reason: str) -> None:
+        MlxPagedError.__init__(self, f"{field}: {reason}")
+        self.field = field
+        self.expected = "a picture, clip or sound that can be read"
+        self.actual = None
+        self.reason = reason
+
+
 class RequestTooLargeError(MlxPagedError, ValueError):
     """A request could never be served, even alone: it is refused when it arrives.
 

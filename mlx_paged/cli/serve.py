@@ -17,6 +17,13 @@ from mlx_paged.errors import InvalidParameterError
 
 _MODEL, _CACHE, _SCHED = "Model", "KV cache and memory", "Scheduling"
 _NET, _LIMITS, _LOGS, _API = "Network and access", "Limits", "Logs", "API"
+_MEDIA = "Images, videos and sounds"
+
+
+# Options of `EngineConfig` that are mappings.
+_JSON_OBJECTS = (
+    "hf_overrides", "limit_mm_per_prompt", "media_io_kwargs", "mm_processor_kwargs", "media_limits",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,64 @@ class ServeOptions:
         bool,
         option(_MODEL, "Let the model decide whether it calls a tool, where a request leaves it."),
     ] = True
+    limit_mm_per_prompt: Annotated[
+        str | None,
+        option(
+            _MEDIA,
+            'JSON object: most items of a prompt, such as {"image": 8, "video": 1, "audio": 0}.',
+            show_default="999 of each kind",
+        ),
+    ] = None
+    allowed_local_media_path: Annotated[
+        str | None,
+        option(
+            _MEDIA,
+            "Folder whose files every client may have read, by file: URLs.",
+            show_default="none",
+        ),
+    ] = None
+    allowed_media_domains: Annotated[
+        list[str] | None,
+        option(
+            _MEDIA,
+            "Host that media are fetched from, also where its address is private. Repeatable.",
+            "--allowed-media-domains",
+            show_default="every public one",
+        ),
+    ] = None
+    media_io_kwargs: Annotated[
+        str | None,
+        option(
+            _MEDIA,
+            'JSON object: how media are read, such as {"video": {"num_frames": 16, "fps": 2}}.',
+            show_default="32 frames of a video",
+        ),
+    ] = None
+    mm_processor_kwargs: Annotated[
+        str | None,
+        option(_MEDIA, "JSON object for the model's processor.", show_default="none"),
+    ] = None
+    media_limits: Annotated[
+        str | None,
+        option(
+            _MEDIA,
+            "JSON object: bytes, pixels and seconds that one item may have, such as "
+            '{"max_image_pixels": 16000000}; docs/media.md lists them.',
+            show_default="as there",
+        ),
+    ] = None
+    max_num_encoder_tokens: Annotated[
+        int | None,
+        option(
+            _MEDIA,
+            "Most rows of media that one step encodes.",
+            min=1,
+            show_default="--max-num-batched-tokens",
+        ),
+    ] = None
+    mm_encoder_cache_bytes: Annotated[
+        int, option(_MEDIA, "Bytes for encoded media, which are kept for later requests.", min=1)
+    ] = 512 << 20
     block_size: Annotated[int, option(_CACHE, "Tokens of a KV block: 8, 16, 32 or 64.")] = 32
     gpu_memory_utilization: Annotated[
         float | None,
@@ -380,7 +445,8 @@ def serve(
     with logs.last_line(options.log_format):
         engine_options = fields_of(EngineConfig, options)
         engine_options["pooler_config"] = _pooler_config(options)
-        engine_options["hf_overrides"] = _json_object("hf_overrides", options.hf_overrides)
+        for name in _JSON_OBJECTS:
+            engine_options[name] = _json_object(name, getattr(options, name))
         # Wrong options are refused before the model is loaded.
         checked = EngineConfig(**engine_options)
         if options.max_model_len is not None:

@@ -18,9 +18,16 @@ from mlx_paged.engine.engine import Engine, EngineStats
 from mlx_paged.engine.engine_thread import EngineThread
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.guard import check_process
+from mlx_paged.engine.media.loader import MediaLoader, loader_of
+from mlx_paged.engine.media.prompt import PreparedMedia, check_kinds, media_model_of, prepare
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.pooling.params import PoolingParams
-from mlx_paged.engine.request_options import params_of, prompt_of, token_ids_of
+from mlx_paged.engine.request_options import (
+    TextWithMedia,
+    media_prompt_of,
+    params_of,
+    token_ids_of,
+)
 from mlx_paged.engine.request_stream import RequestStream, SequenceDelta
 from mlx_paged.engine.sampling.sequence_sampler import TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
@@ -58,6 +65,7 @@ class AsyncEngine:
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._num_adding = 0
+        self._media: MediaLoader | None = None
         self._thread.start()
         atexit.register(self._at_exit)
 
@@ -105,9 +113,17 @@ class AsyncEngine:
         """
         return self._thread.engine
 
+    @property
+    def media_loader(self) -> MediaLoader:
+        """Loads the media of prompts; once the engine is `ready`."""
+        with self._lock:
+            if self._media is None:
+                self._media = loader_of(self.engine)
+            return self._media
+
     async def add_request(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Mapping[str, Any],
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -115,6 +131,7 @@ class AsyncEngine:
         timeout: float | None = None,
         cache_salt: str | None = None,
         token_mask: TokenMask | None = None,
+        media: PreparedMedia | None = None,
     ) -> RequestStream:
         """Takes a request; returns the stream of its deltas once the engine has accepted it.
 
@@ -122,7 +139,8 @@ class AsyncEngine:
         computed stays in the prefix cache.
 
         Args:
-            prompt: a text, or token ids (a list, or an array of integers).
+            prompt: a text, token ids (a list, or an array of integers), or vLLM's mapping with
+                `prompt` and `multi_modal_data` (see `LLM.generate`).
             params: how to choose tokens, and when to stop.
             request_id: unique among unfinished requests; None generates one.
             priority: lower is served first under the priority policy.
@@ -130,28 +148,35 @@ class AsyncEngine:
             cache_salt: requests of different salts share no cached blocks.
             token_mask: gives before each token those that may follow; called on the engine's
                 thread, which waits for it. (A grammar of `structured_outputs` takes much less.)
+            media: of token ids, where they were prepared before.
 
         Raises:
             InvalidParameterError: see `Engine.add_request`.
+            InvalidMediaError: an item that cannot be used, or that the model does not take.
             RequestTooLargeError: prompt and answer could never fit.
             DuplicateRequestError: an unfinished request has this id.
             EngineOverloadedError: too many requests wait.
             EngineDeadError: the engine stopped.
         """
-        params, prompt = params_of(params), prompt_of("prompt", prompt)
+        params, given = params_of(params), media_prompt_of("prompt", prompt)
         request_id = f"request-{next(self._ids)}" if request_id is None else request_id
         if not isinstance(request_id, str):
             raise InvalidParameterError("request_id", "a string", request_id)
         if self._thread.dead is not None:
             raise EngineDeadError(self._thread.dead)
         await self.ready()
-        text = prompt if isinstance(prompt, str) else None
+        text = given if isinstance(given, str) else None
         loop = asyncio.get_running_loop()
-        if isinstance(prompt, str):
+        if isinstance(given, TextWithMedia):
+            media = await self._prepared(given)
+            text, tokens = given.text, media.prompt.token_ids
+        elif isinstance(given, str):
             encode = self._thread.engine.tokenizer.encode
-            tokens = await loop.run_in_executor(None, encode, prompt)
+            tokens = await loop.run_in_executor(None, encode, given)
         else:
-            tokens = token_ids_of("prompt", prompt, self._thread.engine.vocab_size)
+            tokens = token_ids_of("prompt", given, self._thread.engine.vocab_size)
+        # (Text pays nothing for media.)
+        with_media: dict[str, Any] = {} if media is None else {"media": media}
 
         sampling = None
         if params.bad_words or params.structured_outputs is not None:
@@ -183,6 +208,7 @@ class AsyncEngine:
                 token_mask=token_mask,
                 sink=channel,
                 sampling=sampling,
+                **with_media,
             )
 
         with self._counted_as_adding():
@@ -250,7 +276,10 @@ class AsyncEngine:
         return stream
 
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: str | Sequence[int] | Mapping[str, Any],
+        params: SamplingParams | None = None,
+        **options: Any,
     ) -> RequestOutput:
         """The whole answer of a request; see `add_request`."""
         stream = await self.add_request(prompt, params, **options)
@@ -277,6 +306,8 @@ class AsyncEngine:
         self._thread.stop(drain_timeout)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
         atexit.unregister(self._at_exit)
+        if self._media is not None:
+            self._media.close()
 
     async def __aenter__(self) -> AsyncEngine:
         await self.ready()
@@ -288,6 +319,13 @@ class AsyncEngine:
         await self.shutdown()
 
     # Parts.
+
+    async def _prepared(self, prompt: TextWithMedia) -> PreparedMedia:
+        """Loads the media of a prompt, and makes its tokens, on threads of their own."""
+        model = media_model_of(self.engine)
+        check_kinds(prompt.sources, model, self.engine.media_reason)
+        items = await self.media_loader.load_async(prompt.sources)
+        return await self.media_loader.run(lambda: prepare(model, prompt.text, items, "prompt"))
 
     async def _call(self, function: Callable[[Engine], T]) -> T:
         """Runs a function on the engine's thread, between two steps."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mlx_paged import cgroups
 from mlx_paged.core import SchedulerConfig, SchedulingPolicy
+from mlx_paged.engine.media.options import MediaLimits, MediaOptions
 from mlx_paged.engine.pooling.params import (
     LAST,
     RUNNERS,
@@ -71,6 +73,15 @@ class EngineConfig:
         structured_outputs_timeout: Most seconds that compiling a grammar may take; a request whose
             grammar takes longer is refused.
         structured_outputs_cache_size: Most compiled grammars that are kept for later requests.
+        limit_mm_per_prompt: Most items of each kind in one prompt: a mapping of "image", "video"
+            and "audio". vLLM's 999 where it says nothing.
+        allowed_local_media_path: Folder whose files prompts may name with `file:` URLs; None: none.
+        allowed_media_domains: Hosts from which media are fetched, private ones too; None: any with
+            a public address.
+        media_io_kwargs: How media are read, as in vLLM: {"video": {"num_frames": 32, "fps": -1},
+            "image": {"rgba_background_color": [255, 255, 255]}}.
+        mm_processor_kwargs: Handed to the model's processor.
+        media_limits: Entries of `MediaLimits` in place of its defaults.
         max_num_encoder_tokens: Most rows of pictures, videos and sounds that one step encodes; an
             item that has more is encoded alone. None: max_num_batched_tokens.
         mm_encoder_cache_bytes: Bytes for what the towers made of them, which is kept for later
@@ -99,6 +110,12 @@ class EngineConfig:
     reasoning_parser: str = "auto"
     structured_outputs_timeout: float = 5.0
     structured_outputs_cache_size: int = 256
+    limit_mm_per_prompt: Mapping[str, Any] | None = None
+    allowed_local_media_path: str | Path | None = None
+    allowed_media_domains: Sequence[str] | None = None
+    media_io_kwargs: Mapping[str, Any] | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+    media_limits: Mapping[str, Any] | MediaLimits | None = None
     max_num_encoder_tokens: int | None = None
     mm_encoder_cache_bytes: int = 512 << 20
 
@@ -161,6 +178,19 @@ class EngineConfig:
         policies = [policy.value for policy in SchedulingPolicy]
         if self.policy not in policies:
             raise InvalidParameterError("policy", " or ".join(map(repr, policies)), self.policy)
+        _ = self.media_options
+
+    @cached_property
+    def media_options(self) -> MediaOptions:
+        """The options of media, checked."""
+        return MediaOptions.of(
+            limit_mm_per_prompt=self.limit_mm_per_prompt,
+            allowed_local_media_path=self.allowed_local_media_path,
+            allowed_media_domains=self.allowed_media_domains,
+            media_io_kwargs=self.media_io_kwargs,
+            mm_processor_kwargs=self.mm_processor_kwargs,
+            media_limits=self.media_limits,
+        )
 
     def _check_pooler(self) -> None:
         if self.runner == "generate" and self.pooler_config is not None:

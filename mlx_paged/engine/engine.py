@@ -129,6 +129,7 @@ class Engine:
         generation_config: The model's default sampling settings; the engine does not apply them.
         reasoning_format: How the model reasons; None: it does not, or in no known way.
         media: What the model takes besides text; None: nothing.
+        media_reason: Why a multimodal model takes nothing else.
         on_launch: Called with the number of tokens of each step that is launched, by the thread
             that steps (for metrics; it must be quick).
     """
@@ -146,7 +147,9 @@ class Engine:
         )
         self.tokenizer = model.tokenizer
         self.generation_config = model.generation_config
-        self.media = model.media
+        self.media, self.media_reason = model.media, model.media_reason
+        if self.media is not None and self.config.mm_processor_kwargs:
+            self.media = self.media.with_options(self.config.mm_processor_kwargs)
         self._grammar_compiler: GrammarCompiler | None = None
         if self.config.runner == "generate":
             self._grammar_compiler = GrammarCompiler(  # (begins while the pools are made)

@@ -15,6 +15,16 @@ from typing import Any
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine, EngineStats
 from mlx_paged.engine.guard import check_process
+from mlx_paged.engine.media.items import Content
+from mlx_paged.engine.media.loader import MediaLoader, loader_of
+from mlx_paged.engine.media.parts import content_of, sources_of
+from mlx_paged.engine.media.prompt import (
+    PreparedMedia,
+    check_kinds,
+    media_model_of,
+    prepare,
+    rendered,
+)
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
 from mlx_paged.engine.pooling.outputs import (
     EmbeddingRequestOutput,
@@ -26,7 +36,9 @@ from mlx_paged.engine.pooling.outputs import (
 )
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.request_options import (
+    TextWithMedia,
     conversations_of,
+    media_prompts_of,
     params_for,
     pooling_params_of,
     prompts_of,
@@ -36,7 +48,7 @@ from mlx_paged.errors import ForkedProcessError, InvalidParameterError
 from mlx_paged.model.loader import LoadedModel, load
 from mlx_paged.ops import OnKernel
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any] | TextWithMedia
 Message = Mapping[str, Any]
 
 # Seconds after which a thread looks whether another one's steps have served it.
@@ -85,6 +97,7 @@ class LLM:
         self._ids = itertools.count()
         self._turn = threading.RLock()  # held by a thread that waits to add a request
         self._left: deque[_Call] = deque()  # calls whose requests are to be ended
+        self._media: MediaLoader | None = None  # once there was a prompt with media
 
     @property
     def tokenizer(self) -> Any:
@@ -103,16 +116,21 @@ class LLM:
         """Completes prompts, all at once.
 
         Args:
-            prompts: a text, a list (or an array) of token ids, or a sequence of either.
+            prompts: a text, a list (or an array) of token ids, vLLM's mapping with `prompt` and
+                `multi_modal_data` ({"image": a picture or a list of them}), or a sequence of these.
+                A text has the model's placeholder where an item belongs.
             params: for all prompts, or one for each.
 
         Returns:
             One output for each prompt, in their order.
+
+        Raises:
+            InvalidMediaError: an item that cannot be used, or that the model does not take.
         """
         call = _Call()
         # (No generator, as in `stream`: an exception in this frame would not end it.)
         try:
-            self._add(call, prompts_of(prompts), params, sink=None)
+            self._add(call, media_prompts_of(prompts), params, sink=None)
             while not call.finished:
                 self._step()
         finally:
@@ -128,9 +146,15 @@ class LLM:
 
         Args:
             messages: one conversation (messages with `role` and `content`), or a sequence of them.
+                A content is a text, or a list of parts: OpenAI's (`text`, `image_url`, `video_url`,
+                `input_audio`), or `{"type": "image", "image": ...}` (also video, audio) with a
+                picture of Pillow, an array, bytes, a `pathlib.Path` or a URL.
             params: for all conversations, or one for each.
+
+        Raises:
+            InvalidMediaError: an item that cannot be used, or that the model does not take.
         """
-        return self.generate(self.render_chats(messages), params)
+        return self.generate(self.chat_prompts(messages), params)
 
     def stream(
         self,
@@ -144,7 +168,7 @@ class LLM:
         """
         call, inbox = _Call(), _Inbox()
         try:
-            self._add(call, prompts_of(prompts), params, sink=inbox)
+            self._add(call, media_prompts_of(prompts), params, sink=inbox)
             place = {request_id: str(i) for i, request_id in enumerate(call.request_ids)}
             while inbox or not call.finished:
                 while inbox:
@@ -239,32 +263,90 @@ class LLM:
         self, messages: Sequence[Message] | Sequence[Sequence[Message]]
     ) -> list[list[int]]:
         """Tokens of conversations by the model's chat template, ready for the answer."""
+        return [
+            self._prepared(prompt, "messages").prompt.token_ids
+            if isinstance(prompt, TextWithMedia)
+            else prompt
+            for prompt in self.chat_prompts(messages)
+        ]
+
+    def chat_prompts(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]]
+    ) -> list[list[int] | TextWithMedia]:
+        """Conversations as prompts for `generate` and `stream`: tokens, or a text with its media.
+
+        Args:
+            messages: see `chat`.
+        """
         if not self.tokenizer.has_chat_template:
             raise InvalidParameterError(
                 "messages", "a prompt: the model has no chat template", messages
             )
-        return [
-            self.tokenizer.apply_chat_template(chat, add_generation_prompt=True)
-            for chat in conversations_of(messages)
+        chats = conversations_of(messages)
+        names = ["messages"] if len(chats) == 1 else [f"messages[{i}]" for i in range(len(chats))]
+        return [self._chat_prompt(chat, name) for chat, name in zip(chats, names)]
+
+    def _chat_prompt(self, chat: list[Message], name: str) -> list[int] | TextWithMedia:
+        io = self.engine.config.media_options.io
+        contents: list[str | Content | None] = [
+            content_of(message.get("content"), f"{name}[{i}].content", io)
+            for i, message in enumerate(chat)
         ]
+        plain = [
+            {**message, "content": content} if "content" in message else message
+            for message, content in zip(chat, contents)
+        ]
+        sources, model = sources_of(plain), media_model_of(self.engine)
+        check_kinds(sources, model, self.engine.media_reason)
+        if model is None:
+            tokens: list[int] = self.tokenizer.apply_chat_template(
+                plain, add_generation_prompt=True
+            )
+            return tokens
+        text = rendered(
+            plain,
+            model,
+            lambda form: self.tokenizer.apply_chat_template(
+                form, tokenize=False, add_generation_prompt=True
+            ),
+        )
+        if sources:
+            return TextWithMedia(text, sources)
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _prepared(self, prompt: TextWithMedia, name: str) -> PreparedMedia:
+        """Loads the media of a prompt, and makes its tokens."""
+        model, sources = media_model_of(self.engine), prompt.sources
+        check_kinds(sources, model, self.engine.media_reason)
+        if self._media is None:
+            self._media = loader_of(self.engine)
+        return prepare(model, prompt.text, self._media.load(sources), name)
 
     def _add(
         self,
         call: _Call,
-        prompts: list[str | list[int]],
+        prompts: list[str | list[int] | TextWithMedia],
         params: SamplingParams | Sequence[SamplingParams] | None,
         sink: _Inbox | None,
     ) -> None:
         check_process()
         self._end_left()
         each = params_for(params, len(prompts))
-        for prompt, p in zip(prompts, each):
-            text = prompt if isinstance(prompt, str) else None
-            tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        for i, (prompt, p) in enumerate(zip(prompts, each)):
+            media: dict[str, Any] = {}
+            text: str | None
+            if isinstance(prompt, TextWithMedia):
+                prepared = self._prepared(prompt, f"prompts[{i}]")
+                text, tokens, media = prompt.text, prepared.prompt.token_ids, {"media": prepared}
+            else:
+                text = prompt if isinstance(prompt, str) else None
+                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             request_id = str(next(self._ids))
             call.request_ids.append(request_id)  # (before: it may be added, and then interrupted)
             with self._turn:
-                output = self.engine.add_request(request_id, tokens, p, prompt=text, sink=sink)
+                output = self.engine.add_request(
+                    request_id, tokens, p, prompt=text, sink=sink, **media
+                )
             call.outputs.append(output)
 
     def _pool(

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mlx_paged.engine.checks import is_text
+from mlx_paged.engine.media.items import MediaSource
+from mlx_paged.engine.media.prompt import split_prompt
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.errors import InvalidParameterError
+from mlx_paged.errors import InvalidMediaError, InvalidParameterError
 
 _PROMPT = "a text, or token ids as a list or an array of integers"
 _BYTES = (str, bytes, bytearray, memoryview)
@@ -51,21 +53,64 @@ def prompt_of(field: str, given: Any) -> str | list[Any]:
     return given
 
 
+class TextWithMedia(NamedTuple):
+    """A prompt with the media that its text has places for, not loaded yet.
+
+    Attributes:
+        text: With the model's placeholders.
+        sources: In the order of the placeholders of their kind.
+    """
+
+    text: str
+    sources: list[MediaSource]
+
+
 def prompts_of(given: Any) -> list[str | list[Any]]:
-    """The prompts of `LLM.generate`: one, or a sequence of them (an array of rows, too).
+    """The prompts of `LLM.embed`, one or a sequence of them (an array of rows, too): text only.
 
     Raises:
         InvalidParameterError: see `prompt_of`; the name has the prompt's place.
     """
-    if isinstance(given, str):
-        return [prompt_of("prompts", given)]
+    prompts: list[str | list[Any]] = []
+    for i, prompt in enumerate(media_prompts_of(given)):
+        if isinstance(prompt, TextWithMedia):
+            raise InvalidMediaError(prompt.sources[0].part, f"prompts[{i}] must be text here")
+        prompts.append(prompt)
+    return prompts
+
+
+def media_prompts_of(given: Any) -> list[str | list[Any] | TextWithMedia]:
+    """The prompts of `LLM.generate`: one, or a sequence of them (an array of rows, too).
+
+    Raises:
+        InvalidParameterError: see `media_prompt_of`; the name has the prompt's place.
+    """
+    if isinstance(given, str | Mapping | TextWithMedia):
+        return [media_prompt_of("prompts", given)]
     dimensions = getattr(given, "ndim", None)
     if dimensions == 2:
         return [prompt_of(f"prompts[{i}]", row) for i, row in enumerate(given)]
     prompts = _as_list("prompts", given)
     if dimensions == 1 or (prompts and isinstance(prompts[0], Integral)):
         return [prompts]
-    return [prompt_of(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
+    return [media_prompt_of(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
+
+
+def media_prompt_of(field: str, given: Any) -> str | list[Any] | TextWithMedia:
+    """A prompt as `prompt_of` takes it, or vLLM's mapping with `prompt` or `prompt_token_ids`, and
+    `multi_modal_data`.
+
+    Raises:
+        InvalidParameterError: neither of them.
+    """
+    if isinstance(given, TextWithMedia):
+        return given
+    if not isinstance(given, Mapping):
+        return prompt_of(field, given)
+    name = "prompt_token_ids" if given.get("prompt_token_ids") is not None else "prompt"
+    inner, sources = split_prompt(given, field)
+    prompt = prompt_of(f"{field}.{name}", inner)
+    return TextWithMedia(str(inner), sources) if sources else prompt
 
 
 def params_of(given: Any) -> SamplingParams:

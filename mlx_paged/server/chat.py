@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_paged.engine.media.options import IoOptions
 from mlx_paged.engine.outputs import CompletionOutput
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.server import requests, responses, tool_requests
@@ -37,7 +38,12 @@ async def chat_completions(request: Request) -> Response:
     params = chat_params(body, context.config, context.defaults)
     if body.functions:
         check_takes_tools(context, "functions")
-    turn = await prepare(request, turn_of(body), params)
+    turn = await prepare(request, turn_of(body, context.media_io), params)
+    if turn.media is not None and body.truncate_prompt_tokens is not None:
+        raise bad_request(
+            "truncate_prompt_tokens",
+            "truncate_prompt_tokens must not be given with media: a picture cannot be cut",
+        )
     prompt = context.renderer.truncate(turn.prompt, body.truncate_prompt_tokens, params.max_tokens)
     generation = Generation(
         request,
@@ -45,17 +51,22 @@ async def chat_completions(request: Request) -> Response:
         turn.params,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
+        media=turn.media,
     )
     return await respond(request, ChatAdapter(generation, turn, body), stream=bool(body.stream))
 
 
-def turn_of(body: requests.ChatBody) -> Turn:
+def turn_of(body: requests.ChatBody, io: IoOptions | None = None) -> Turn:
     """What a body asks for.
+
+    Args:
+        io: how the server reads media.
 
     Raises:
         ApiError: 400 for fields that contradict each other.
+        InvalidParameterError: a part of a message that cannot be.
     """
-    conversation = requests.conversation_of(body)
+    conversation = requests.conversation_of(body, io)
     choice = tool_requests.choice_of(body.tool_choice, body.parallel_tool_calls, conversation.tools)
     if body.functions:
         if body.tool_choice is not None:

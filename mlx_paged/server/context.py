@@ -13,6 +13,8 @@ from starlette.requests import Request
 
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.engine import Engine, EngineStats
+from mlx_paged.engine.media.options import IoOptions
+from mlx_paged.engine.media.prompt import media_model_of
 from mlx_paged.engine.reasoning import ReasoningFormat
 from mlx_paged.server.config import GenerationDefaults, ServerConfig
 from mlx_paged.server.conversation import Renderer
@@ -131,7 +133,12 @@ class Context:
             )
             stats = await self.engine.stats()
             limit = engine.max_request_len
-            renderer = Renderer(engine.tokenizer, self.config, limit, engine.vocab_size)
+            media = None
+            if (model := media_model_of(engine)) is not None:
+                media = model, self.engine.media_loader
+            renderer = Renderer(
+                engine.tokenizer, self.config, limit, engine.vocab_size, media, engine.media_reason
+            )
             self.metrics.attach(engine, self.config.model_name, limit, stats)
             self.tool_format = _tool_format(self.config, renderer)
             self.reasoning_format = engine.reasoning_format
@@ -145,6 +152,11 @@ class Context:
     async def started_or_failed(self) -> None:
         """Waits until `start` has ended."""
         await self._ready.wait()
+
+    @property
+    def media_io(self) -> IoOptions:
+        """How media are read where a request says nothing; only once the engine is ready."""
+        return self.engine.engine.config.media_options.io
 
     def close(self) -> None:
         """Ends the threads of the tokenizer."""

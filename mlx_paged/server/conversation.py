@@ -6,11 +6,14 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jinja2
 
 from mlx_paged.engine.detokenizer import special_token_ids
+from mlx_paged.engine.media.loader import MediaLoader
+from mlx_paged.engine.media.parts import num_characters, sources_of
+from mlx_paged.engine.media.prompt import PreparedMedia, check_kinds, prepare, rendered
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import bad_request, context_exceeded, shorten
 from mlx_paged.server.tools.definitions import Tool
@@ -28,9 +31,10 @@ class Conversation:
     """The input of a chat template. Every API with messages makes one from its body.
 
     Attributes:
-        messages: As OpenAI's chats have them: `role`, `content` as one text, and any other fields.
-            An answer of the assistant may have `reasoning` and `tool_calls` (`function` with `name`
-            and `arguments`, JSON text); a result has the role "tool" and a `tool_call_id`.
+        messages: As OpenAI's chats have them: `role`, `content` as one text (or as a list of texts
+            and `MediaSource`s, where it has media), and any other fields. An answer of the
+            assistant may have `reasoning` and `tool_calls` (`function` with `name` and `arguments`,
+            JSON text); a result has the role "tool" and a `tool_call_id`.
         tools: What the prompt offers.
         add_generation_prompt: Whether the prompt ends with the beginning of an answer.
         continue_final_message: Whether the prompt ends inside the last message.
@@ -48,6 +52,18 @@ class Conversation:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
+class RenderedPrompt(NamedTuple):
+    """A conversation as the engine takes it.
+
+    Attributes:
+        token_ids: Of all of it.
+        media: What its images, videos and sounds are; None: it has none.
+    """
+
+    token_ids: list[int]
+    media: PreparedMedia | None = None
+
+
 class Renderer:
     """Tokenizer and chat template for many requests at once, on threads of their own.
 
@@ -57,6 +73,8 @@ class Renderer:
         max_model_len: most tokens of prompt and answer; longer texts are refused before they are
             tokenized. None: no limit.
         vocab_size: token ids are below this.
+        media: what the model makes of media, and what loads them; None: it reads text only.
+        media_reason: why it does, where it is no text model.
 
     Attributes:
         added_tokens: Tokens that are taken whole wherever their text occurs, by text.
@@ -64,7 +82,13 @@ class Renderer:
     """
 
     def __init__(
-        self, tokenizer: Any, config: ServerConfig, max_model_len: int | None, vocab_size: int
+        self,
+        tokenizer: Any,
+        config: ServerConfig,
+        max_model_len: int | None,
+        vocab_size: int,
+        media: tuple[Any, MediaLoader] | None = None,
+        media_reason: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.added_tokens = added_tokens(tokenizer)
@@ -72,6 +96,7 @@ class Renderer:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self._config = config
+        self._media, self._media_reason = media, media_reason
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="mlx-paged-text")
         # Any text of more characters than this has too many tokens for the model.
         longest = max(map(len, tokenizer.get_vocab()), default=1)
@@ -86,12 +111,20 @@ class Renderer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
     async def render(self, conversation: Conversation) -> list[int]:
-        """Tokens of a conversation by the chat template.
+        """Tokens of a conversation by the chat template; see `prompt`."""
+        return (await self.prompt(conversation)).token_ids
+
+    async def prompt(self, conversation: Conversation) -> RenderedPrompt:
+        """A conversation by the chat template, with its media loaded.
 
         Raises:
             ApiError: there is no template, it refuses the conversation, or the request has a
                 template of its own where that is not allowed.
+            InvalidMediaError: media that cannot be used, or that the model does not take.
         """
+        sources = sources_of(conversation.messages)
+        if sources:
+            check_kinds(sources, self._media[0] if self._media else None, self._media_reason)
         kwargs = dict(conversation.template_kwargs)
         template = self._template(conversation)
         if template is not None:
@@ -101,18 +134,24 @@ class Renderer:
         if self._config.tool_template:
             messages, tools = as_text(messages, conversation.tools), []
         # (Before the template sees them; it may drop a part of them, but hardly most.)
-        self._check_length(sum(len(m.get("content") or "") for m in messages))
+        self._check_length(sum(num_characters(m.get("content")) for m in messages))
         if tools:
             kwargs["tools"] = tools
 
-        def render() -> list[int]:
+        def render() -> str:
             text = self._rendered(messages, conversation, kwargs)
             self._check_length(len(text))
+            return text
+
+        def tokens() -> list[int]:
+            text = render()
             special = conversation.add_special_tokens
             return list(self.tokenizer.encode(text, add_special_tokens=special))
 
         try:
-            return await self.run(render)
+            if not sources:
+                return RenderedPrompt(await self.run(tokens))
+            text = await self.run(render)
         except _REFUSALS as error:
             # Templates refuse roles, orders and kinds of content by raising. A template of the
             # request may be broken as well. Both are errors of the client.
@@ -120,6 +159,11 @@ class Renderer:
             raise bad_request(
                 "messages", f"the chat template does not take these messages: {reason}"
             ) from error
+        assert self._media is not None
+        model, loader = self._media
+        items = await loader.load_async(sources)
+        media = await loader.run(lambda: prepare(model, text, items, "messages"))
+        return RenderedPrompt(list(media.prompt.token_ids), media)
 
     def _rendered(
         self,
@@ -128,18 +172,24 @@ class Renderer:
         kwargs: Mapping[str, Any],
     ) -> str:
         """The text of a conversation, in the first of its forms that the template takes."""
+
+        def render(form: Any) -> str:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    form,
+                    tokenize=False,
+                    add_generation_prompt=conversation.add_generation_prompt,
+                    continue_final_message=conversation.continue_final_message,
+                    **kwargs,
+                )
+            )
+
+        if self._media is not None:
+            return rendered(messages, self._media[0], render, forms_of)
         refusal: Exception | None = None
         for form in forms_of(messages):
             try:
-                return str(
-                    self.tokenizer.apply_chat_template(
-                        form,
-                        tokenize=False,
-                        add_generation_prompt=conversation.add_generation_prompt,
-                        continue_final_message=conversation.continue_final_message,
-                        **kwargs,
-                    )
-                )
+                return render(form)
             except _REFUSALS as error:
                 refusal = refusal or error
         assert refusal is not None

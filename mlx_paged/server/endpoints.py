@@ -95,7 +95,7 @@ async def tokenize(request: Request) -> Response:
         special = body.add_special_tokens is not False
         tokens = await renderer.encode(body.prompt, add_special_tokens=special)
     else:
-        conversation = conversation_of(body)
+        conversation = conversation_of(body, context_of(request).media_io)
         if conversation.tools:
             check_takes_tools(context_of(request))
         tokens = await renderer.render(conversation)

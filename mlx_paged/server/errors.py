@@ -15,6 +15,7 @@ from mlx_paged.errors import (
     DuplicateRequestError,
     EngineDeadError,
     EngineOverloadedError,
+    InvalidMediaError,
     InvalidParameterError,
     MlxPagedError,
     RequestTooLargeError,
@@ -177,6 +178,8 @@ def failed(request_id: str) -> ApiError:
 
 def from_engine(error: MlxPagedError, request_id: str) -> ApiError:
     """What an error of the engine means to a client."""
+    if isinstance(error, InvalidMediaError):
+        return bad_request(error.field, f"{error}", "invalid_media")
     if isinstance(error, InvalidParameterError):
         param = _PARAMS.get(error.field, error.field)
         # (A prompt may be long.)

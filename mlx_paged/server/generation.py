@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from mlx_paged.core import FinishReason
 from mlx_paged.engine.async_engine import RequestStream, SequenceDelta
+from mlx_paged.engine.media.prompt import PreparedMedia
 from mlx_paged.engine.outputs import CompletionOutput, PositionReport, RequestOutput
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import EngineDeadError, EngineOverloadedError, MlxPagedError
@@ -100,6 +101,7 @@ class Generation:
         prompts: tokens, one list for each engine request.
         params: for all of them.
         priority, cache_salt: see `AsyncEngine.add_request`.
+        media: of the only prompt.
 
     Attributes:
         num_sent: Tokens of the pieces that were yielded.
@@ -113,6 +115,7 @@ class Generation:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        media: PreparedMedia | None = None,
     ) -> None:
         self.context = context_of(request)
         self.trace = trace_of(request)
@@ -121,6 +124,8 @@ class Generation:
         self.num_sent = 0
         self.context.renderer.check_tokens("stop_token_ids", params.stop_token_ids or ())
         self._options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt}
+        if media is not None:
+            self._options["media"] = media
         self._streams: list[RequestStream] = []
         self._started = time.monotonic()
         self._first: float | None = None

@@ -18,6 +18,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from mlx_paged.engine.media.items import Content
+from mlx_paged.engine.media.options import IoOptions
+from mlx_paged.engine.media.parts import URL_PARTS, source_of
+from mlx_paged.engine.media.parts import plain as plain_content
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.server.body_bounds import MAX_TOKEN_IDS, BodyBounds
 from mlx_paged.server.config import (
@@ -246,12 +250,29 @@ class GenerationBody(Unsupported):
     )
 
 
-class ContentPart(Body):
-    """A part of a message; this server reads text."""
+MediaUrl = str | dict[str, Any]
 
-    type: str
+
+class ContentPart(Body):
+    """A part of a message: a text, or, for models that take them, an image, a video or a sound."""
+
+    type: str = Field(
+        description="text, image_url, video_url, audio_url or input_audio; input_image too."
+    )
     text: str | None = None
     refusal: str | None = None
+    image_url: MediaUrl | None = Field(
+        None, description='A URL (data:, https:, ...), or {"url": ..., "detail": ...}.'
+    )
+    video_url: MediaUrl | None = Field(None, description='A URL, or {"url": ...}.')
+    audio_url: MediaUrl | None = Field(None, description='A URL, or {"url": ...}.')
+    input_audio: dict[str, Any] | None = Field(
+        None, description='{"data": in base64, "format": "wav", "mp3", ...}.'
+    )
+    detail: str | None = Field(None, description="Of an input_image; low makes it smaller.")
+    file_id: str | None = Field(None, description="Not supported: 400.")
+    fps: float | None = Field(None, description="Of a video: frames a second, at most.")
+    num_frames: int | None = Field(None, description="Of a video: frames, at most.")
 
 
 class Message(Body):
@@ -303,6 +324,9 @@ class ChatBody(GenerationBody):
     )
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = Field(None, description="Handed to the template.")
+    media_io_kwargs: dict[str, Any] | None = Field(
+        None, description='How media are read: {"video": {"num_frames": 8}}.'
+    )
     reasoning_effort: str | None = Field(None, description="Handed to the template.")
     verbosity: str | None = Field(None, description="A hint; handed to the template.")
 
@@ -509,12 +533,17 @@ def template_kwargs_of(given: dict[str, Any] | None) -> dict[str, Any]:
     return kwargs
 
 
-def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
+def conversation_of(body: ChatBody | TokenizeBody, io: IoOptions | None = None) -> Conversation:
     """The conversation that a body asks about.
 
+    Args:
+        io: how the server reads media.
+
     Raises:
-        ApiError: 400 for content that is not text, and for fields that contradict each other.
+        ApiError: 400 for content of another kind, and for fields that contradict each other.
+        InvalidParameterError: a part that cannot be.
     """
+    io = io or IoOptions()
     kwargs = template_kwargs_of(body.chat_template_kwargs)
     if isinstance(body, ChatBody):
         for name in ("documents", "reasoning_effort", "verbosity", "enable_thinking"):
@@ -523,6 +552,7 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
                 raise contradiction(name, f"chat_template_kwargs.{name}")
         if body.reasoning_effort == "none":
             kwargs.setdefault("enable_thinking", False)
+        io = io.with_(body.media_io_kwargs)
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise bad_request(
@@ -531,7 +561,7 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
         )
     prompts = body.add_generation_prompt
     return Conversation(
-        [template_message(message, i) for i, message in enumerate(body.messages or [])],
+        [template_message(message, i, io) for i, message in enumerate(body.messages or [])],
         tools=tools_of(body.tools, getattr(body, "functions", None)),
         add_generation_prompt=not continues if prompts is None else prompts,
         continue_final_message=continues,
@@ -541,11 +571,11 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
     )
 
 
-def template_message(message: Message, index: int) -> dict[str, Any]:
-    """A message as chat templates take it: its content is one text.
+def template_message(message: Message, index: int, io: IoOptions | None = None) -> dict[str, Any]:
+    """A message of a `Conversation`: its content is one text, or texts and media.
 
     Raises:
-        ApiError: 400 for content that is not text.
+        ApiError, InvalidParameterError: content of another kind.
     """
     plain: dict[str, Any] = {"role": message.role, **(message.model_extra or {})}
     for name in ("name", "tool_call_id"):
@@ -562,16 +592,22 @@ def template_message(message: Message, index: int) -> dict[str, Any]:
     if message.role == "function":  # the legacy form of a result
         plain["role"] = "tool"
     if isinstance(message.content, list):
-        texts = []
+        content: Content = []
         for j, part in enumerate(message.content):
             where = f"messages.{index}.content.{j}"
             text = part.refusal if part.type == "refusal" else part.text
-            if part.type not in ("text", "input_text", "refusal") or text is None:
+            if part.type in URL_PARTS:
+                content.append(source_of(vars(part), where, io))
+            elif part.type in ("text", "input_text", "refusal") and text is not None:
+                content.append(text)
+            else:
+                known = ", ".join(("text", *URL_PARTS))
                 raise bad_request(
-                    where, f"{where} must be a text part: this server reads text, not {part.type!r}"
+                    where,
+                    f"{where} must be a text part, or media: this server reads {known}, not "
+                    f"{shorten(part.type, 64)!r}",
                 )
-            texts.append(text)
-        plain["content"] = "\n".join(texts)
+        plain["content"] = plain_content(content)
     else:
         plain["content"] = message.content
         if message.content is None and message.role != "assistant":

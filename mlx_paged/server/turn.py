@@ -17,12 +17,14 @@ from starlette.requests import Request
 
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar.schema import prepare_schema
+from mlx_paged.engine.media.parts import sources_of
+from mlx_paged.engine.media.prompt import PreparedMedia
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.server.context import Context, context_of
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.errors import bad_request
 from mlx_paged.server.generation import Generation, Piece
-from mlx_paged.server.streaming import Adapter
+from mlx_paged.server.streaming import Adapter, unless_disconnected
 from mlx_paged.server.tools.answer import Answer, AnswerReader, answer_reader
 from mlx_paged.server.tools.definitions import Tool, ToolChoice
 from mlx_paged.server.tools.events import ContentText, Event
@@ -57,6 +59,7 @@ class PreparedTurn:
 
     Attributes:
         prompt: Tokens of the conversation.
+        media: What its images, videos and sounds are; None: it has none.
         params: How answers are generated, with the grammar that they follow.
         tools: What an answer may call.
         relaxed: Parts of schemas that its answers need not satisfy.
@@ -64,6 +67,7 @@ class PreparedTurn:
     """
 
     prompt: list[int]
+    media: PreparedMedia | None
     params: SamplingParams
     tools: tuple[Tool, ...]
     relaxed: tuple[str, ...]
@@ -103,6 +107,7 @@ async def prepare(request: Request, turn: Turn, params: SamplingParams) -> Prepa
 
     Raises:
         ApiError: the model's template cannot render the turn, or the turn contradicts itself.
+        InvalidMediaError: an image, a video or a sound cannot be used.
     """
     context = context_of(request)
     renderer = context.renderer
@@ -124,7 +129,11 @@ async def prepare(request: Request, turn: Turn, params: SamplingParams) -> Prepa
                 "--no-enable-auto-tool-choice",
                 "unsupported_parameter",
             )
-    prompt = await renderer.render(replace(turn.conversation, tools=offered))
+    conversation = replace(turn.conversation, tools=offered)
+    if sources_of(conversation.messages):  # (which may take long to load)
+        rendered = await unless_disconnected(request, renderer.prompt(conversation))
+    else:
+        rendered = await renderer.prompt(conversation)
     constraint, relaxed = await _constraint_in_time(context, turn, callable_tools)
     values: dict[str, Any] = {"structured_outputs": constraint}
     reads_markers = turn.parses and (
@@ -135,7 +144,8 @@ async def prepare(request: Request, turn: Turn, params: SamplingParams) -> Prepa
         # Markers are special tokens in many models; the lexer leaves the others out.
         values["skip_special_tokens"] = False
     return PreparedTurn(
-        prompt,
+        rendered.token_ids,
+        rendered.media,
         replace(params, **values),
         callable_tools,
         relaxed,

@@ -416,7 +416,7 @@ CHAT_BAD = [
     ({"messages": [{"content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
-    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0"),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.image_url"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},

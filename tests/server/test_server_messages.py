@@ -351,18 +351,25 @@ def test_other_results_are_read(client, engine) -> None:
 @pytest.mark.parametrize(
     ("content", "where"),
     [
-        ([{"type": "image", "source": {"type": "url", "url": "x"}}], "messages.0.content.0"),
+        (
+            [{"type": "image", "source": {"type": "url", "url": "x"}}],
+            "messages.0.content.0.source:",
+        ),
+        ([{"type": "image", "source": {"type": "file"}}], "messages.0.content.0.source.type"),
         ([{"type": "text", "text": "a"}, {"type": "document"}], "messages.0.content.1"),
         (
             [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}],
-            "messages.0.content.0.content.0",
+            "messages.0.content.0.content.0.source",
         ),
         ([{"type": "server_tool_use", "id": "s", "name": "web_search"}], "messages.0.content.0"),
         ([{"type": "tool_use", "id": "s", "name": "x", "input": {}}], "messages.0.content.0"),
         ([{"type": "text"}], "messages.0.content.0.text"),
         ([{"type": "tool_result", "content": "x"}], "messages.0.content.0.tool_use_id"),
     ],
-    ids=["image", "document", "image in a result", "server tool", "user's call", "text", "id"],
+    ids=[
+        "image", "file", "document", "image in a result", "server tool", "user's call", "text",
+        "id",
+    ],
 )  # fmt: skip
 def test_what_is_no_text_is_refused_by_name(client, content, where) -> None:
     response = client.post(ANSWERS, json=body_of(content))

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_paged.engine.grammar import StructuredOutputs
+from mlx_paged.engine.media.items import Content, MediaSource
+from mlx_paged.engine.media.parts import joined
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.errors import THREADS, bad_request, shorten
 from mlx_paged.server.messages.bodies import (
@@ -184,7 +186,7 @@ def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     if last is None or last["role"] != message["role"] or message["role"] == "tool":
         messages.append(message)
         return
-    last["content"] = "\n".join(filter(None, (last["content"], message["content"])))
+    last["content"] = joined(last["content"], message["content"], "\n")
     if reasoning := message.get("reasoning"):
         last["reasoning"] = "\n".join(filter(None, (last.get("reasoning"), reasoning)))
     if calls := message.get("tool_calls"):
@@ -203,7 +205,7 @@ def _plain(message: MessageBody, where: str) -> list[dict[str, Any]]:
         if block.type == "tool_result" and message.role == "user":
             found.append(_result(block, at))
         else:
-            _add(found, {"role": message.role, "content": _text(block, at)})
+            _add(found, {"role": message.role, "content": _text_or_image(block, at)})
     return found or [{"role": message.role, "content": ""}]
 
 
@@ -244,14 +246,45 @@ def _result(block: Block, where: str) -> dict[str, Any]:
     if block.tool_use_id is None:
         name = f"{where}.tool_use_id"
         raise bad_request(name, f"{name} is missing", "missing_field")
+    content: str | Content = ""
     if isinstance(block.content, list):
-        parts = enumerate(block.content)
-        content = "\n".join(_text(part, f"{where}.content.{i}") for i, part in parts)
+        for i, part in enumerate(block.content):
+            content = joined(content, _text_or_image(part, f"{where}.content.{i}"), "\n")
     else:
         content = block.content or ""
-    if block.is_error and not content.lower().startswith("error"):
-        content = f"Error: {content}"
+    if block.is_error:
+        text = content if isinstance(content, str) else content[0]
+        if not isinstance(text, str) or not text.lower().startswith("error"):
+            content = joined("Error: ", content, "")
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _text_or_image(block: Block, where: str) -> str | Content:
+    """The text of a block, or its image.
+
+    Raises:
+        ApiError, InvalidMediaError: 400 for what is neither.
+    """
+    if block.type != "image":
+        return _text(block, where)
+    source, where = block.source, f"{where}.source"
+    if not isinstance(source, dict):
+        raise bad_request(where, f"{where} must be an object", "missing_field")
+    kind = source.get("type")
+    if kind == "base64":
+        data, media_type = source.get("data"), source.get("media_type")
+        if not isinstance(data, str) or not isinstance(media_type, str):
+            raise bad_request(where, f"{where} must have media_type and data", "missing_field")
+        return [MediaSource("image", f"data:{media_type};base64,{data}", where)]
+    if kind == "url":
+        if not isinstance(source.get("url"), str):
+            raise bad_request(where, f"{where} must have a url", "missing_field")
+        return [MediaSource("image", source["url"], where)]
+    raise bad_request(
+        f"{where}.type",
+        f"{where}.type must be 'base64' or 'url' but got {shorten(repr(kind), 64)}",
+        "unsupported_parameter",
+    )
 
 
 def _text(block: Block, where: str) -> str:
@@ -272,7 +305,7 @@ def _text(block: Block, where: str) -> str:
         return f"The tool {block.tool_name} is available."
     raise bad_request(
         where,
-        f"{where} must be a text block here: this server reads text, not "
+        f"{where} must be a text block here (or an image, of the user or of a tool), not "
         f"{shorten(block.type, 64)!r}",
         "unsupported_parameter",
     )

@@ -44,6 +44,9 @@ class Part(Body):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = Field(None, description="Of an input_image: data:, https:, ...")
+    detail: str | None = Field(None, description="Of an input_image; low makes it smaller.")
+    file_id: str | None = Field(None, description="Not supported: 400.")
 
 
 Parts = Annotated[list[Part], Field(fail_fast=True)]

@@ -78,6 +78,7 @@ async def create(request: Request) -> HttpResponse:
             prepared.params,
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
+            media=prepared.media,
         )
         adapter = ResponseAdapter(generation, prepared, body, Remembered(new_input, before))
         return await respond(request, adapter, stream=bool(body.stream))
@@ -271,7 +272,8 @@ async def _turn_of(
     messages: list[dict[str, Any]] = []
     if body.instructions is not None:
         messages.append({"role": "system", "content": body.instructions})
-    messages += messages_of([*await _items_before(before), *new_input])
+    items = await _items_before(before)
+    messages += messages_of([*items, *new_input], num_before=len(items))
     if not messages:
         raise bad_request("input", "input must have something to answer")
     tools = tools_of(body, request)

@@ -8,6 +8,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlx_paged.engine.media.items import Content
+from mlx_paged.engine.media.parts import plain, source_of
 from mlx_paged.server.errors import bad_request, shorten
 from mlx_paged.server.responses_api.body import Input, InputItem, Parts, joined
 
@@ -107,15 +109,20 @@ def _content(content: str | Parts, role: str, where: str) -> list[Item]:
 
 
 def _parts(parts: Parts, kind: str, where: str) -> list[Item]:
-    """Parts of text, as the kind that belongs there."""
-    found = []
+    """Parts of text, as the kind that belongs there, and images."""
+    found: list[Item] = []
     for i, part in enumerate(parts):
+        if part.type == "input_image" and kind == "input_text":
+            source_of(vars(part), f"{where}.{i}")  # (checks it)
+            image: Item = {"type": "input_image", "image_url": part.image_url}
+            found.append(image | {"detail": part.detail or "auto"})
+            continue
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in ("input_text", "output_text", "text", "refusal") or text is None:
             there = f"{where}.{i}"
             raise bad_request(
                 there,
-                f"{there} must be a part with a text: this server reads text, not "
+                f"{there} must be a part with a text, or an input_image of the input, not "
                 f"{shorten(part.type, 64)!r}",
                 "unsupported_parameter",
             )
@@ -173,10 +180,13 @@ def reasoning_text(item: Item) -> str:
         return ""
 
 
-def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
+def messages_of(items: Sequence[Item], num_before: int = 0) -> list[dict[str, Any]]:
     """Items as the messages of a conversation.
 
     What an answer consisted of (its reasoning, its text, its calls) is one message.
+
+    Args:
+        num_before: how many of the first items are of earlier responses.
 
     Raises:
         ApiError: 400 for the output of a call that is not there.
@@ -184,10 +194,12 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     answer: dict[str, Any] | None = None  # of the assistant, which may go on
     names: dict[str, str] = {}  # of functions, by the id of the call
-    for item in items:
+    for i, item in enumerate(items):
         kind = item["type"]
+        where = f"input.{i - num_before}" if i >= num_before else "previous_response_id"
         if kind == "message" and item["role"] != "assistant":
-            messages.append({"role": item["role"], "content": _text(item["content"])})
+            content = _content_of(item["content"], f"{where}.content")
+            messages.append({"role": item["role"], "content": content})
             answer = None
         elif kind == "function_call_output":
             call_id = item["call_id"]
@@ -198,7 +210,7 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
                     f"call_id {shorten(call_id, 64)!r}",
                 )
             output = item["output"]
-            content = output if isinstance(output, str) else _text(output)
+            content = output if isinstance(output, str) else _content_of(output, f"{where}.output")
             messages.append(
                 {"role": "tool", "tool_call_id": call_id, "name": names[call_id],
                  "content": content}
@@ -234,6 +246,16 @@ def _begins_another(kind: str, answer: dict[str, Any]) -> bool:
     if kind == "message":
         return answer["content"] is not None or "tool_calls" in answer
     return answer["content"] is not None or "tool_calls" in answer or "reasoning" in answer
+
+
+def _content_of(parts: Sequence[Item], where: str) -> str | Content:
+    """Parts as the content of a message."""
+    return plain(
+        [
+            source_of(part, f"{where}.{i}") if part["type"] == "input_image" else part["text"]
+            for i, part in enumerate(parts)
+        ]
+    )
 
 
 def _text(parts: Sequence[Item]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import jinja2
 import jinja2.meta
 
+from mlx_paged.engine.media.parts import joined
 from mlx_paged.server.tools.definitions import Tool
 
 Messages = list[dict[str, Any]]
@@ -99,8 +100,8 @@ def _with_one_system_message(messages: Messages) -> Messages:
             message = {**message, "role": "user"}
         last = changed[-1] if changed else None
         if last and last["role"] == message["role"] and message["role"] in ("user", "system"):
-            texts = [last.get("content") or "", message.get("content") or ""]
-            changed[-1] = {**last, "content": "\n\n".join(filter(None, texts))}
+            content = joined(last.get("content"), message.get("content"), "\n\n")
+            changed[-1] = {**last, "content": content}
         else:
             changed.append(message)
     return changed
@@ -118,23 +119,30 @@ def as_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> Mes
         calls = plain.pop("tool_calls", None)
         plain.pop("tool_call_id", None)
         if calls:
-            texts = [plain.get("content") or "", *map(_call_as_text, calls)]
-            plain["content"] = "\n".join(filter(None, texts))
+            texts = "\n".join(map(_call_as_text, calls))
+            plain["content"] = joined(plain.get("content"), texts, "\n")
         if plain["role"] == "tool":
-            content = f"<tool_response>\n{plain.get('content') or ''}\n</tool_response>"
+            content = joined("<tool_response>", plain.get("content"), "\n")
+            content = joined(content, "</tool_response>", "\n" if plain.get("content") else "\n\n")
             plain = {"role": "user", "content": content}
-            if changed and changed[-1].get("content", "").endswith("</tool_response>"):
-                changed[-1]["content"] += "\n" + content
+            if changed and _ends_with_result(changed[-1].get("content")):
+                changed[-1]["content"] = joined(changed[-1]["content"], content, "\n")
                 continue
         changed.append(plain)
     if tools:
         described = "\n".join(json.dumps(tool.for_template(), ensure_ascii=False) for tool in tools)
         text = _BEFORE_TOOLS + described + _AFTER_TOOLS
         if changed and changed[0]["role"] in ("system", "developer"):
-            changed[0]["content"] = f"{changed[0].get('content') or ''}\n\n{text}".lstrip()
+            content = joined(changed[0].get("content"), text, "\n\n")
+            changed[0]["content"] = content.lstrip() if isinstance(content, str) else content
         else:
             changed.insert(0, {"role": "system", "content": text})
     return changed
+
+
+def _ends_with_result(content: Any) -> bool:
+    last = content[-1] if isinstance(content, list) and content else content
+    return isinstance(last, str) and last.endswith("</tool_response>")
 
 
 def _call_as_text(call: Mapping[str, Any]) -> str:

@@ -1,0 +1,442 @@
+"""Pictures by Pillow, clips and sounds by PyAV. Files come from strangers.
+
+What a file declares is checked before memory is taken for it, and what comes out is checked again.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager, suppress
+from fractions import Fraction
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import numpy as np
+
+from mlx_paged.engine.media.items import AudioClip, Unusable, VideoFrames, Work
+from mlx_paged.engine.media.options import IoOptions, MediaLimits
+from mlx_paged.model.media import Kind
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.video.frame import VideoFrame
+    from PIL.Image import Image
+
+# What Pillow may try. (Others run programs, such as EPS, or are metafiles.)
+_IMAGE_FORMATS = (
+    "PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO",
+)  # fmt: skip
+# What FFmpeg may try. (Playlists and others name further files and addresses.)
+_CONTAINERS: dict[Kind, str] = {
+    "video": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,flv,ogg,gif,asf,ivf,m4v",
+    "audio": "wav,mp3,flac,ogg,mov,mp4,m4a,3gp,3g2,mj2,aac,matroska,webm,aiff,w64,amr,caf,mpegts",
+}
+_LOW_DETAIL = 512  # pixels of each side, at most
+_MAX_PACKETS = 1 << 20
+_MAX_CHANNELS = 64
+# Threads of FFmpeg for a clip: decoding takes turns with the model's own threads.
+_DECODE_THREADS = 2
+
+
+def decode(
+    kind: Kind, content: bytes, limits: MediaLimits, io_options: IoOptions, rate: int, work: Work
+) -> Image | VideoFrames | AudioClip:
+    """An item from the bytes of its file.
+
+    Args:
+        rate: samples of a second that a sound gets.
+        work: how long it may take.
+
+    Raises:
+        Unusable: it is none, is broken, or too much; or what decodes it is not installed.
+        CancelledError: nobody waits any more.
+    """
+    if not content:
+        raise Unusable("it is empty")
+    if kind == "image":
+        return image_of(content, limits, io_options)
+    if kind == "video":
+        return video_of(content, limits, io_options, work)
+    return audio_of(content, limits, rate, work)
+
+
+# Pictures.
+
+
+def image_of(content: bytes, limits: MediaLimits, options: IoOptions) -> Image:
+    """A picture in RGB, as it is meant to be seen; the first frame of one that moves.
+
+    Raises:
+        Unusable: it is none, is broken, or has too many pixels.
+    """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise missing("Pillow", "pictures") from None
+    try:
+        with Image.open(io.BytesIO(content), formats=_image_formats()) as image:
+            _check_pixels(image.width, image.height, limits)
+            image.load()
+            return rgb(upright(image), options)
+    except Unusable:
+        raise
+    except UnidentifiedImageError:
+        raise Unusable(f"it is no picture that can be read ({_looks_like(content)})") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise Unusable(f"it has more than {limits.max_image_pixels} pixels") from None
+    except MemoryError:
+        raise Unusable("there is not enough memory for it") from None
+    except Exception as error:  # plugins raise whatever they meet: struct.error, SyntaxError, ...
+        raise Unusable(f"its picture is broken: {_reason(error)}") from None
+
+
+@lru_cache(maxsize=1)
+def _image_formats() -> tuple[str, ...]:
+    """Of the formats that are allowed, those that this build of Pillow reads."""
+    from PIL import Image
+
+    Image.init()
+    return tuple(name for name in _IMAGE_FORMATS if name in Image.OPEN)
+
+
+def rgb(image: Image, options: IoOptions) -> Image:
+    """A picture in RGB, whatever its mode; what is transparent shows the background.
+
+    Raises:
+        Unusable: a mode that has no colours.
+    """
+    from PIL import Image
+
+    mode = image.mode
+    if mode == "RGB" and "transparency" not in image.info:
+        return image.copy()
+    if mode.startswith("I") or mode == "F":
+        return _from_numbers(image)
+    has_alpha = mode in ("LA", "La", "PA", "RGBA", "RGBa")
+    if has_alpha or "transparency" in image.info:
+        if mode in ("La", "RGBa"):  # (premultiplied)
+            image = image.convert({"La": "LA", "RGBa": "RGBA"}[mode])
+        image = image.convert("RGBA")
+        background = Image.new("RGBA", image.size, (*options.rgba_background_color, 255))
+        return Image.alpha_composite(background, image).convert("RGB")
+    try:
+        return image.convert("RGB")
+    except ValueError:
+        raise Unusable(f"its mode {mode!r} has no colours that can be shown") from None
+
+
+def _from_numbers(image: Image) -> Image:
+    """Grey levels of 16 or 32 bits, or real numbers, as 8 bits."""
+    from PIL import Image
+
+    levels: np.ndarray = np.asarray(image).astype(np.float32)
+    if image.mode == "F":
+        np.nan_to_num(levels, copy=False, nan=0.0, posinf=255.0, neginf=0.0)
+        if levels.max() <= 1:
+            levels *= 255
+    elif image.mode != "I" or levels.max() > 255:
+        levels /= 257
+    np.clip(np.rint(levels, out=levels), 0, 255, out=levels)
+    return Image.fromarray(levels.astype(np.uint8)).convert("RGB")
+
+
+def upright(image: Image) -> Image:
+    """A picture turned as its EXIF says."""
+    from PIL import ImageOps
+
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # EXIF that is broken says nothing
+        return image
+
+
+def low_detail(image: Image) -> Image:
+    """A picture of at most 512 x 512 pixels, in its proportions."""
+    if max(image.size) <= _LOW_DETAIL:
+        return image
+    image = image.copy()
+    image.thumbnail((_LOW_DETAIL, _LOW_DETAIL))
+    return image
+
+
+def _check_pixels(width: int, height: int, limits: MediaLimits) -> None:
+    if width < 1 or height < 1:
+        raise Unusable(f"it has no pixels ({width} x {height})")
+    if width * height > limits.max_image_pixels:
+        raise Unusable(
+            f"it has {width} x {height} pixels, which is more than {limits.max_image_pixels}"
+        )
+
+
+# Clips.
+
+
+def video_of(content: bytes, limits: MediaLimits, options: IoOptions, work: Work) -> VideoFrames:
+    """Frames of a clip, evenly spaced, by `num_frames` and `fps` of the options.
+
+    Its packets are counted first: what headers say of number and duration may be wrong.
+
+    Raises:
+        Unusable: it is none, is broken, or too much.
+        CancelledError: nobody waits any more.
+    """
+    with _opened(content, "video") as container:
+        stream = container.streams.video[0]
+        if stream.codec_context is None:
+            raise Unusable("its codec is not known")
+        _check_pixels(stream.codec_context.width, stream.codec_context.height, limits)
+        times = sorted(_packet_times(container, stream, limits.max_video_seconds, work))
+    if not times:
+        raise Unusable("it has no frames")
+    step = _median_step(times)
+    duration = times[-1] - times[0] + step
+    if duration > limits.max_video_seconds:
+        raise _too_long(limits.max_video_seconds)
+    wanted = sampled_indices(len(times), duration, options)
+    with _opened(content, "video") as container:
+        stream = container.streams.video[0]
+        stream.thread_type = "AUTO"
+        stream.codec_context.thread_count = _DECODE_THREADS
+        frames, found = _frames_at(container, stream, wanted, limits, work)
+    return VideoFrames(np.stack(frames), _rate(found, step))
+
+
+def sampled_indices(num_frames: int, duration: float, options: IoOptions) -> list[int]:
+    """Which frames of a clip are taken; vLLM's rule."""
+    count = num_frames
+    if options.num_frames > 0:
+        count = min(count, options.num_frames)
+    if options.fps > 0:
+        count = min(count, math.floor(duration * options.fps))
+    count = max(1, count)
+    return [int(i) for i in np.linspace(0, num_frames - 1, count)]
+
+
+def _packet_times(
+    container: InputContainer, stream: Any, max_seconds: float, work: Work
+) -> Iterator[float]:
+    """Seconds of each packet of a stream."""
+    base: Fraction = stream.time_base or Fraction(1, 1)
+    rate = stream.average_rate or stream.guessed_rate or Fraction(25)
+    first: float | None = None
+    for count, packet in enumerate(container.demux(stream)):
+        if count % 64 == 0:
+            work.check()
+        if count >= _MAX_PACKETS:
+            raise Unusable(f"it has more than {_MAX_PACKETS} frames")
+        if not packet.size:
+            continue  # (the end)
+        stamp = packet.pts if packet.pts is not None else packet.dts
+        time = float(stamp * base) if stamp is not None else count / float(rate)
+        first = time if first is None else first
+        if abs(time - first) > max_seconds:
+            raise _too_long(max_seconds)
+        yield time
+
+
+def _median_step(times: list[float]) -> float:
+    steps = np.diff(times)
+    steps = steps[steps > 0]
+    return float(np.median(steps)) if steps.size else 0.0
+
+
+def _rate(times: list[float], step: float) -> float:
+    """Frames a second of those that were taken; of the clip, where they do not say."""
+    if len(times) > 1 and times[-1] > times[0]:
+        return (len(times) - 1) / (times[-1] - times[0])
+    return 1 / step if step else 1.0
+
+
+def _frames_at(
+    container: InputContainer, stream: Any, wanted: list[int], limits: MediaLimits, work: Work
+) -> tuple[list[np.ndarray], list[float]]:
+    """The frames of some places in the order in which they are shown, and their seconds."""
+    frames: list[np.ndarray] = []
+    times: list[float] = []
+    num_pixels = place = 0
+    last = None
+    for index, frame in enumerate(_decoded(container, stream)):
+        work.check()
+        last = frame
+        if index < wanted[place]:
+            continue
+        frames.append(_pixels(frame, limits, len(wanted), num_pixels))
+        num_pixels += frame.width * frame.height
+        times.append(frame.time or 0.0)
+        place += 1
+        if place == len(wanted):
+            break
+    if not frames:
+        if last is None:
+            raise Unusable("none of its frames can be decoded")
+        # (Fewer can be decoded than there are: the last of them is the best there is.)
+        frames.append(_pixels(last, limits, 1, 0))
+        times.append(last.time or 0.0)
+    first = frames[0].shape
+    if any(frame.shape != first for frame in frames):
+        raise Unusable("its frames are not all of one size")
+    return frames, times
+
+
+def _decoded(container: InputContainer, stream: Any) -> Iterator[VideoFrame]:
+    """Frames until the first that is broken, if any came before."""
+    import av
+
+    count = 0
+    try:
+        for frame in container.decode(stream):
+            yield frame
+            count += 1
+    except (av.error.FFmpegError, EOFError):
+        if not count:
+            raise
+
+
+def _pixels(frame: VideoFrame, limits: MediaLimits, count: int, num_pixels: int) -> np.ndarray:
+    """The pixels of a frame, upright."""
+    _check_pixels(frame.width, frame.height, limits)
+    total = max(count * frame.width * frame.height, num_pixels + frame.width * frame.height)
+    if total > limits.max_video_pixels:
+        raise Unusable(
+            f"{count} frames of {frame.width} x {frame.height} pixels are more than "
+            f"{limits.max_video_pixels} pixels: ask for fewer with num_frames or fps"
+        )
+    pixels = frame.to_ndarray(format="rgb24")
+    turns = round((getattr(frame, "rotation", 0) or 0) / 90) % 4
+    return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
+
+
+# Sounds.
+
+
+def audio_of(content: bytes, limits: MediaLimits, rate: int, work: Work) -> AudioClip:
+    """A sound with one channel and the model's number of samples a second.
+
+    Raises:
+        Unusable: it is none, is broken, or too long.
+        CancelledError: nobody waits any more.
+    """
+    try:
+        import av
+    except ImportError:
+        raise missing("av", "clips and sounds") from None
+    most = int(limits.max_audio_seconds * rate)
+    chunks: list[np.ndarray] = []
+    size = 0
+    with _opened(content, "audio") as container:
+        stream = container.streams.audio[0]
+        if stream.codec_context is None:
+            raise Unusable("its codec is not known")
+        if stream.codec_context.channels > _MAX_CHANNELS:
+            raise Unusable(f"it has more than {_MAX_CHANNELS} channels")
+        resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
+        try:
+            for frame in container.decode(stream):
+                work.check()
+                for part in resampler.resample(frame):
+                    chunks.append(part.to_ndarray().reshape(-1))
+                    size += chunks[-1].size
+                if size > most:
+                    raise _too_long(limits.max_audio_seconds)
+        except (av.error.FFmpegError, EOFError):
+            if not size:
+                raise
+        with suppress(av.error.FFmpegError):
+            for part in resampler.resample(None):
+                chunks.append(part.to_ndarray().reshape(-1))
+    samples = np.concatenate(chunks) if chunks else np.empty(0, np.float32)
+    if not samples.size:
+        raise Unusable("it has no sound")
+    if samples.size > most:
+        raise _too_long(limits.max_audio_seconds)
+    samples = np.nan_to_num(samples.astype(np.float32), nan=0.0, posinf=1.0, neginf=-1.0)
+    return AudioClip(np.clip(samples, -1, 1), rate)
+
+
+def resampled(samples: np.ndarray, given_rate: int, rate: int) -> np.ndarray:
+    """Samples of one channel at another rate."""
+    if given_rate == rate:
+        return samples
+    try:
+        import av
+    except ImportError:
+        raise missing("av", "sounds of other rates than the model's") from None
+    frame = av.AudioFrame.from_ndarray(samples.reshape(1, -1), format="flt", layout="mono")
+    frame.sample_rate = given_rate
+    resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
+    parts = [*resampler.resample(frame), *resampler.resample(None)]
+    return np.concatenate([part.to_ndarray().reshape(-1) for part in parts])
+
+
+# Both.
+
+
+@contextmanager
+def _opened(content: bytes, kind: Kind) -> Iterator[InputContainer]:
+    """A container of FFmpeg's that has a stream of a kind, and reads nothing but these bytes."""
+    try:
+        import av
+    except ImportError:
+        raise missing("av", "clips and sounds") from None
+    what = {"video": "clip", "audio": "sound"}[kind]
+    options = {"format_whitelist": _CONTAINERS[kind], "protocol_whitelist": "none"}
+    try:
+        with av.open(
+            io.BytesIO(content), container_options=options, io_open=_no_further_file
+        ) as container:
+            if not getattr(container.streams, kind):
+                raise Unusable(f"it has no {kind}")
+            yield cast("InputContainer", container)
+    except av.error.FFmpegError as error:
+        # (FFmpeg's words for bytes of no format, or of one that is not allowed, say nothing.)
+        is_usual = isinstance(error, av.error.InvalidDataError | av.error.ArgumentError)
+        reason = "" if is_usual else f": {_reason(error)}"
+        looks = _looks_like(content)
+        raise Unusable(f"it is no {what} that can be read ({looks}){reason}") from None
+    except MemoryError:
+        raise Unusable("there is not enough memory for it") from None
+    except (Unusable, CancelledError):
+        raise
+    except Exception as error:  # (PyAV's own checks and casts raise many kinds)
+        raise Unusable(f"its {what} is broken: {_reason(error)}") from None
+
+
+def _no_further_file(*_: object, **__: object) -> NoReturn:
+    raise PermissionError("a clip may not name other files")
+
+
+def _too_long(seconds: float) -> Unusable:
+    return Unusable(f"it is longer than {seconds:g} s")
+
+
+def missing(package: str, what: str) -> Unusable:
+    return Unusable(f"{what} need the package {package}: pip install 'mlx-paged[vision]'")
+
+
+_SIGNATURES = (
+    (b"<?xml", "XML or SVG"), (b"<svg", "SVG"), (b"<!doctype", "HTML"), (b"<html", "HTML"),
+    (b"%pdf", "PDF"), (b"pk\x03\x04", "ZIP"), (b"\x89png", "PNG"), (b"\xff\xd8\xff", "JPEG"),
+    (b"gif8", "GIF"), (b"riff", "RIFF"), (b"%!ps", "PostScript"), (b"#extm3u", "a playlist"),
+    (b"\x1aE\xdf\xa3".lower(), "Matroska"), (b"{", "JSON"),
+)  # fmt: skip
+
+
+def _looks_like(content: bytes) -> str:
+    """What bytes seem to be, for people."""
+    head = content[:64].lstrip().lower()
+    for signature, name in _SIGNATURES:
+        if head.startswith(signature):
+            return f"it looks like {name}"
+    if content[4:8] == b"ftyp":
+        return f"it looks like {content[8:12].decode('latin-1').strip()!r}, a kind of MP4 or HEIF"
+    return f"{len(content)} bytes of an unknown kind"
+
+
+def _reason(error: BaseException) -> str:
+    """A short reason of a library, without anything of this machine."""
+    text = getattr(error, "strerror", None) or f"{error}"
+    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    return first[:120]

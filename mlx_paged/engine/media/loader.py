@@ -1,0 +1,502 @@
+"""From sources to decoded items: on threads of its own, each file decoded once while it is known.
+
+An agent sends its old screenshots again with every turn, and many requests may be about one
+picture. So decoded items are kept, by the digest of their bytes, as long as there is room; and what
+one thread decodes, no other one decodes at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mlx_paged.engine.media import decode
+from mlx_paged.engine.media.items import (
+    AudioClip,
+    MediaItem,
+    MediaSource,
+    Unusable,
+    VideoFrames,
+    Work,
+    digest_of,
+    num_bytes,
+)
+from mlx_paged.engine.media.options import IoOptions, MediaOptions
+from mlx_paged.engine.media.source import read_file, read_url
+from mlx_paged.errors import InvalidMediaError
+from mlx_paged.model.media import Kind
+
+T = TypeVar("T")
+
+#: Samples a second of sounds, for models that do not say how many they take.
+DEFAULT_SAMPLING_RATE = 16_000
+
+# Threads that wait for other machines, and those that compute. (A slow host delays no picture that
+# is in its prompt.)
+_FETCH_THREADS, _DECODE_THREADS = 16, 4
+_FETCHED = ("http:", "https:")
+_MAX_RATE = 1 << 20
+
+
+class MediaLoader:
+    """Loads the items of prompts. Any thread may call it.
+
+    Args:
+        options: what is allowed, and how items are read.
+        sampling_rate: samples a second that sounds get.
+    """
+
+    def __init__(
+        self, options: MediaOptions, *, sampling_rate: int = DEFAULT_SAMPLING_RATE
+    ) -> None:
+        self.options = options
+        self._rate = sampling_rate
+        self._decoded = _DecodedItems(options.limits.cache_bytes)
+        # (Threads start when there is something to do.)
+        self._fetchers = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="mlx-paged-fetch")
+        self._decoders = ThreadPoolExecutor(_DECODE_THREADS, thread_name_prefix="mlx-paged-media")
+
+    @property
+    def num_decoded(self) -> int:
+        """Items that were decoded, since it was made; those that were kept are not among them."""
+        return self._decoded.num_decoded
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of the items that are kept."""
+        return self._decoded.num_bytes
+
+    def close(self) -> None:
+        """Ends its threads."""
+        for pool in (self._fetchers, self._decoders):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def load(self, sources: Sequence[MediaSource]) -> list[MediaItem]:
+        """The items of a prompt's sources, in their order; `MediaSource.item` has them too.
+
+        Raises:
+            InvalidMediaError: one cannot be used; it says which, and why.
+            InvalidParameterError: there are too many of a kind.
+        """
+        batch = _Batch(self, sources)
+        try:
+            wait(batch.futures, return_when=FIRST_EXCEPTION)
+            return batch.items()
+        finally:
+            batch.cancel()
+
+    async def load_async(self, sources: Sequence[MediaSource]) -> list[MediaItem]:
+        """`load`, for an event loop. What is left to do is left, where the task is cancelled."""
+        batch = _Batch(self, sources)
+        try:
+            if batch.futures:
+                waiting = [asyncio.wrap_future(future) for future in batch.futures]
+                try:
+                    await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+                finally:
+                    for each in waiting:
+                        each.cancel()
+                    await asyncio.gather(*waiting, return_exceptions=True)
+            return batch.items()
+        finally:
+            batch.cancel()
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Calls a function that takes a while on one of the threads that compute."""
+        return await asyncio.get_running_loop().run_in_executor(self._decoders, function)
+
+    # Parts.
+
+    def fetch(self, source: MediaSource, cancelled: threading.Event) -> bytes:
+        """The bytes that a URL leads to."""
+        limits = self.options.limits
+        return read_url(
+            source.given,
+            max_bytes=limits.max_bytes(source.kind),
+            max_redirects=limits.max_redirects,
+            local_path=self.options.local_path,
+            domains=self.options.domains,
+            work=Work(limits.fetch_timeout, cancelled, "it was not fetched"),
+        )
+
+    def decode(
+        self, source: MediaSource, content: bytes | None, cancelled: threading.Event
+    ) -> MediaItem:
+        """The item of a source; `content` are its bytes where they were fetched before."""
+        limits, given, kind = self.options.limits, source.given, source.kind
+        options = source.io or self.options.io
+        work = Work(limits.decode_timeout, cancelled, "it was not decoded")
+        work.check()
+        if content is None and isinstance(given, str):
+            content = self.fetch(source, cancelled)
+        elif content is None and isinstance(given, Path):
+            content = read_file(given, limits.max_bytes(kind), work)
+        elif isinstance(given, bytes | bytearray | memoryview):
+            content = bytes(given)
+            if len(content) > limits.max_bytes(kind):
+                raise Unusable(f"it has more than {limits.max_bytes(kind)} bytes")
+        if content is None:
+            data = of_python(kind, given, limits.max_image_pixels, options, self._rate)
+            if source.detail == "low" and kind == "image":
+                data = decode.low_detail(data)
+            return MediaItem(kind, _digest_of_data(kind, data), data, source.part)
+        how = _how(kind, options, self._rate, source.detail)
+        digest = digest_of(kind, content, how)
+
+        def make() -> Any:
+            data = decode.decode(kind, content, limits, options, self._rate, work)
+            if source.detail == "low" and kind == "image":
+                return decode.low_detail(data)  # type: ignore[arg-type]
+            return data
+
+        return MediaItem(kind, digest, self._decoded.get(digest, make, work), source.part)
+
+    def submit_fetch(self, function: Callable[[], bytes]) -> Future[bytes]:
+        """Runs a function on a thread that waits for other machines."""
+        return self._fetchers.submit(function)
+
+    def submit_decode(self, function: Callable[[], T]) -> Future[T]:
+        """Runs a function on a thread that computes."""
+        return self._decoders.submit(function)
+
+
+def loader_of(engine: Any) -> MediaLoader:
+    """The loader for an engine's options and model."""
+    rate = getattr(getattr(engine, "media", None), "sampling_rate", None)
+    return MediaLoader(engine.config.media_options, sampling_rate=rate or DEFAULT_SAMPLING_RATE)
+
+
+class _Batch:
+    """The items of one prompt, while they are loaded.
+
+    Attributes:
+        futures: One for each source.
+    """
+
+    def __init__(self, loader: MediaLoader, sources: Sequence[MediaSource]) -> None:
+        self._loader = loader
+        self._sources = sources
+        self._cancelled = threading.Event()
+        self._lock = threading.Lock()
+        self._num_bytes = 0
+        check_counts(sources, loader.options)
+        self._fetched: dict[tuple[str, Kind], Future[bytes]] = {}
+        self.futures = [self._start(source) for source in sources]
+
+    def _start(self, source: MediaSource) -> Future[MediaItem]:
+        if source.item is not None:
+            done: Future[MediaItem] = Future()
+            done.set_result(source.item)
+            return done
+        given = source.given
+        if not isinstance(given, str | bytes | bytearray | memoryview | Path):
+            # An array of MLX belongs to the thread that made it.
+            source.given = _as_numpy(given)
+        if not isinstance(given, str) or not given[:6].lower().startswith(_FETCHED):
+            return self._loader.submit_decode(partial(self._decode, source, None))
+        # (The limit of bytes is the kind's.)
+        key = given, source.kind
+        if key not in self._fetched:
+            fetch = partial(self._loader.fetch, source, self._cancelled)
+            self._fetched[key] = self._loader.submit_fetch(fetch)
+        return _then(
+            self._fetched[key],
+            lambda content: self._loader.submit_decode(partial(self._decode, source, content)),
+        )
+
+    def _decode(self, source: MediaSource, content: bytes | None) -> MediaItem:
+        item = self._loader.decode(source, content, self._cancelled)
+        limit = self._loader.options.limits.max_prompt_bytes
+        with self._lock:
+            self._num_bytes += item.num_bytes
+            if self._num_bytes > limit:
+                raise Unusable(f"the items of a prompt have more than {limit} bytes when decoded")
+        return item
+
+    def items(self) -> list[MediaItem]:
+        """The items; at least one has failed, or all are done."""
+        failed = [
+            (source, error)
+            for source, future in zip(self._sources, self.futures)
+            if future.done()
+            and not future.cancelled()
+            and (error := future.exception()) is not None
+        ]
+        for source, error in failed:
+            if isinstance(error, Unusable):
+                raise InvalidMediaError(source.part, f"{error}") from None
+        for _, error in failed:
+            raise error
+        items = [future.result() for future in self.futures]
+        for source, item in zip(self._sources, items):
+            source.item = item
+        return items
+
+    def cancel(self) -> None:
+        """Leaves what is not done."""
+        self._cancelled.set()
+        futures: list[Future[Any]] = [*self._fetched.values(), *self.futures]
+        for future in futures:
+            future.cancel()
+
+
+class _DecodedItems:
+    """Decoded data by digest, the least recently used first to go."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, Any] = OrderedDict()
+        self._in_work: dict[bytes, Future[Any]] = {}
+        self.num_bytes = 0
+        self.num_decoded = 0
+
+    def get(self, digest: bytes, make: Callable[[], Any], work: Work) -> Any:
+        """The data of a digest; made, unless it is kept or another thread is making it."""
+        while True:
+            work.check()
+            with self._lock:
+                if digest in self._kept:
+                    self._kept.move_to_end(digest)
+                    return self._kept[digest]
+                others = self._in_work.get(digest)
+                if others is None:
+                    mine = self._in_work[digest] = Future[Any]()
+                    break
+            try:
+                return others.result()
+            except CancelledError:
+                pass  # (it was for a client that has gone)
+            except Unusable as error:
+                raise Unusable(f"{error}") from None
+        try:
+            data = make()
+        except BaseException as error:
+            with self._lock:
+                del self._in_work[digest]
+            mine.set_exception(error)
+            raise
+        with self._lock:
+            del self._in_work[digest]
+            self.num_decoded += 1
+            self._keep(digest, data)
+        mine.set_result(data)
+        return data
+
+    def _keep(self, digest: bytes, data: Any) -> None:
+        size = num_bytes(data)
+        if size > self._max_bytes:
+            return
+        self._kept[digest] = data
+        self.num_bytes += size
+        while self.num_bytes > self._max_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self.num_bytes -= num_bytes(oldest)
+
+
+def check_counts(sources: Sequence[MediaSource], options: MediaOptions) -> None:
+    """Refuses a prompt with more items of a kind than are allowed.
+
+    Raises:
+        InvalidMediaError: it names the first that is too many.
+    """
+    counts: dict[Kind, int] = {}
+    for source in sources:
+        kind = source.kind
+        counts[kind] = counts.get(kind, 0) + 1
+        most = options.most(kind)
+        if counts[kind] > most:
+            total = sum(each.kind == kind for each in sources)
+            raise InvalidMediaError(
+                source.part,
+                f"a prompt may have at most {most} of kind {kind!r} (limit_mm_per_prompt), and "
+                f"this one has {total}",
+            )
+
+
+def _how(kind: Kind, options: IoOptions, rate: int, detail: str | None) -> str:
+    """What decides, besides the bytes, what will be decoded of them."""
+    if kind == "image":
+        return f"{options.rgba_background_color} {detail == 'low'}"
+    if kind == "video":
+        return f"{options.num_frames} {options.fps}"
+    return f"{rate}"
+
+
+def _then(first: Future[bytes], submit: Callable[[bytes], Future[MediaItem]]) -> Future[MediaItem]:
+    """The future of what is submitted with the result of another one."""
+    result: Future[MediaItem] = Future()
+
+    def finish(second: Future[MediaItem]) -> None:
+        if result.set_running_or_notify_cancel():
+            error = CancelledError() if second.cancelled() else second.exception()
+            if error is None:
+                result.set_result(second.result())
+            else:
+                result.set_exception(error)
+
+    def go_on(done: Future[bytes]) -> None:
+        try:
+            second = submit(done.result())
+        except BaseException as error:
+            if result.set_running_or_notify_cancel():
+                result.set_exception(error)
+        else:
+            second.add_done_callback(finish)
+
+    first.add_done_callback(go_on)
+    return result
+
+
+# What programs give instead of files.
+
+
+def _as_numpy(given: Any) -> Any:
+    """MLX's arrays as NumPy's, also in lists and pairs."""
+    if isinstance(given, list):
+        return [_as_numpy(each) for each in given]
+    if isinstance(given, tuple):
+        return tuple(_as_numpy(each) for each in given)
+    if type(given).__module__.partition(".")[0] != "mlx":
+        return given
+    import mlx.core as mx
+
+    array = given.astype(mx.float32) if given.dtype == mx.bfloat16 else given
+    return np.array(array)
+
+
+def of_python(kind: Kind, given: Any, max_pixels: int, options: IoOptions, rate: int) -> Any:
+    """An item from an object of Python.
+
+    Raises:
+        Unusable: it is of no type, shape or range that is taken.
+    """
+    if kind == "image":
+        return _picture(given, max_pixels, options)
+    if kind == "video":
+        return _video(given, max_pixels, options)
+    return _audio(given, rate)
+
+
+def _picture(given: Any, max_pixels: int, options: IoOptions) -> Any:
+    if isinstance(given, np.ndarray):
+        given = _from_array(given)
+    if not (hasattr(given, "convert") and hasattr(given, "mode")):
+        raise Unusable(
+            "it must be a URL, bytes, a pathlib.Path, a picture of Pillow or an array, not "
+            f"{type(given).__name__}"
+        )
+    if given.width * given.height > max_pixels or not given.width * given.height:
+        raise Unusable(f"it must have from 1 to {max_pixels} pixels")
+    try:
+        return decode.rgb(decode.upright(given), options)
+    except Unusable:
+        raise
+    except Exception as error:  # a picture that is read lazily, from a file that is broken
+        raise Unusable(f"its picture is broken: {error}") from None
+
+
+def _from_array(array: np.ndarray) -> Any:
+    """A picture from [height, width], [height, width, channels] or [channels, height, width]."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise decode.missing("Pillow", "pictures") from None
+
+    if array.ndim == 3 and array.shape[2] not in (1, 3, 4) and array.shape[0] in (1, 3, 4):
+        array = array.transpose(1, 2, 0)
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    if not array.size or (array.ndim != 2 and (array.ndim != 3 or array.shape[2] not in (3, 4))):
+        raise Unusable(
+            "an array must be of shape [height, width], [height, width, channels] or [channels, "
+            f"height, width] with 1, 3 or 4 channels, not {list(array.shape)}"
+        )
+    return Image.fromarray(np.ascontiguousarray(_bytes_of(array)))
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    """Colours as bytes: real numbers are in [0, 1]."""
+    if array.dtype == np.uint8:
+        return array
+    if array.dtype.kind == "f":
+        # (NaN is in no range.)
+        if not ((array >= 0) & (array <= 1)).all():
+            raise Unusable("an array of real numbers must be in [0, 1]")
+        return np.rint(array * 255).astype(np.uint8)
+    if array.dtype.kind == "b":
+        return array.astype(np.uint8) * 255
+    if array.dtype.kind in "iu":
+        if array.min() < 0 or array.max() > 255:
+            raise Unusable("an array of integers must be in [0, 255]")
+        return array.astype(np.uint8)
+    raise Unusable(f"an array must hold numbers, not {array.dtype}")
+
+
+def _video(given: Any, max_pixels: int, options: IoOptions) -> VideoFrames:
+    """A clip from frames: an array or a list of pictures, all of which are taken; or a pair of
+    them and a mapping with their `fps`."""
+    if isinstance(given, VideoFrames):
+        given = given.frames, {"fps": given.fps}
+    fps: Any = 1.0
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict):
+        given, about = given
+        fps = about.get("fps", 1.0)
+        if not isinstance(fps, int | float) or isinstance(fps, bool) or not 0 < fps < 1e6:
+            raise Unusable("the fps of its frames must be a number above 0")
+    if isinstance(given, np.ndarray) and given.ndim == 4:
+        given = list(given)
+    if not isinstance(given, list | tuple) or not given:
+        raise Unusable(
+            "it must be a URL, bytes, a pathlib.Path, an array [frames, height, width, channels] "
+            f"or a list of pictures, not {type(given).__name__}"
+        )
+    frames = [np.asarray(_picture(each, max_pixels, options)) for each in given]
+    if any(frame.shape != frames[0].shape for frame in frames):
+        raise Unusable("its frames are not all of one size")
+    return VideoFrames(np.stack(frames), float(fps))
+
+
+def _audio(given: Any, rate: int) -> AudioClip:
+    """A sound from samples of the model's rate, or from a pair of samples and their rate."""
+    given_rate: Any = rate
+    if isinstance(given, AudioClip):
+        given = given.samples, given.rate
+    if isinstance(given, tuple) and len(given) == 2:
+        given, given_rate = given
+        if not isinstance(given_rate, int | float) or not 0 < given_rate < _MAX_RATE:
+            raise Unusable("its rate must be a number of samples a second")
+    if isinstance(given, list):
+        given = np.asarray(given)
+    if not isinstance(given, np.ndarray) or given.ndim not in (1, 2) or not given.size:
+        raise Unusable(
+            "it must be a URL, bytes, a pathlib.Path, an array of samples, or a pair of these and "
+            f"their rate, not {type(given).__name__}"
+        )
+    if given.ndim == 2:  # (of several channels, whichever dimension they are)
+        given = given.mean(axis=0 if given.shape[0] < given.shape[1] else 1)
+    if given.dtype.kind not in "fiu":
+        raise Unusable(f"samples must be numbers, not {given.dtype}")
+    samples = given.astype(np.float32)
+    if given.dtype.kind in "iu":
+        samples = samples / np.float32(np.iinfo(given.dtype).max)
+    if not np.isfinite(samples).all():
+        raise Unusable("samples must be finite")
+    samples = decode.resampled(np.clip(samples, -1, 1), int(given_rate), rate)
+    return AudioClip(np.ascontiguousarray(samples), rate)
+
+
+def _digest_of_data(kind: Kind, data: Any) -> bytes:
+    if isinstance(data, VideoFrames):
+        return digest_of(kind, data.frames.tobytes(), f"{data.frames.shape} {data.fps}")
+    if isinstance(data, AudioClip):
+        return digest_of(kind, data.samples.tobytes(), f"samples {data.rate}")
+    return digest_of(kind, data.tobytes(), f"rgb {data.size}")

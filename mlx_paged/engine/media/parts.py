@@ -1,0 +1,178 @@
+"""The parts of messages that name media, as OpenAI, vLLM and Hugging Face write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_paged.engine.media.items import Content, MediaSource
+from mlx_paged.engine.media.options import IoOptions
+from mlx_paged.errors import InvalidMediaError, InvalidParameterError
+from mlx_paged.model.media import Kind
+
+#: Parts that APIs over HTTP take.
+URL_PARTS: dict[str, Kind] = {
+    "image_url": "image",
+    "input_image": "image",
+    "video_url": "video",
+    "audio_url": "audio",
+    "input_audio": "audio",
+}
+#: Parts that hold objects of Python; programs have them, no request.
+OBJECT_PARTS: dict[str, Kind] = {
+    "image": "image",
+    "image_pil": "image",
+    "video": "video",
+    "audio": "audio",
+}
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_DETAILS = (None, "auto", "low", "high", "original")
+#: Names of the formats that `input_audio` may have; what the bytes say counts.
+_AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "m4a", "mp4", "aac", "webm", "aiff")
+
+
+def is_media(part: Mapping[str, Any], *, objects: bool = False) -> bool:
+    """Whether a part names an item.
+
+    Args:
+        objects: whether it may hold objects of Python.
+    """
+    kind = part.get("type")
+    return kind in URL_PARTS or (objects and kind in OBJECT_PARTS)
+
+
+def source_of(part: Mapping[str, Any], where: str, io: IoOptions | None = None) -> MediaSource:
+    """What a part names.
+
+    Args:
+        part: one that `is_media`.
+        where: the path of the part, for errors.
+        io: how items are read where the part says nothing; None: as the engine's options say.
+
+    Raises:
+        InvalidMediaError: it lacks something, or has it in another form.
+        InvalidParameterError: one of its options cannot be.
+    """
+    name: str = part["type"]
+    if name in OBJECT_PARTS:
+        kind = OBJECT_PARTS[name]
+        field = next((f for f in (name, "url", "path") if part.get(f) is not None), None)
+        if field is None:
+            raise InvalidMediaError(f"{where}.{name}", "it is missing")
+        return MediaSource(kind, part[field], f"{where}.{field}", _io(kind, part, {}, where, io))
+    kind = URL_PARTS[name]
+    if name == "input_audio":
+        return MediaSource(kind, _input_audio(part.get(name), f"{where}.{name}"), f"{where}.{name}")
+    if part.get("file_id") is not None:
+        raise InvalidMediaError(
+            f"{where}.file_id", "files are not stored by this server: give the image's URL"
+        )
+    field = "image_url" if name == "input_image" else name
+    path = f"{where}.{field}"
+    given = part.get(field)
+    if given is None:
+        raise InvalidMediaError(path, "it is missing")
+    inner = given if isinstance(given, Mapping) else {}
+    url = inner.get("url") if isinstance(given, Mapping) else given
+    if not isinstance(url, str):
+        raise InvalidMediaError(path, "it must be a URL, or an object with one as url")
+    detail = inner.get("detail", part.get("detail"))
+    if detail not in _DETAILS:
+        raise InvalidMediaError(path, "its detail must be 'auto', 'low', 'high' or 'original'")
+    return MediaSource(kind, url, path, _io(kind, part, inner, where, io), detail)
+
+
+def _io(
+    kind: Kind, part: Mapping[str, Any], inner: Mapping[str, Any], where: str, io: IoOptions | None
+) -> IoOptions | None:
+    """The options of a clip: Qwen's `fps` and `num_frames`, of the part or beside the URL."""
+    if kind != "video" or io is None:
+        return io
+    return io.of_part({**part, **inner}, where)
+
+
+def _input_audio(given: Any, where: str) -> str:
+    """The sound of an `input_audio` part, as a URL."""
+    data = given.get("data") if isinstance(given, Mapping) else None
+    if not isinstance(data, str) or not isinstance(given, Mapping):
+        raise InvalidMediaError(where, "it must have data, in base64, and format")
+    name = given.get("format")
+    if name not in _AUDIO_FORMATS:
+        raise InvalidMediaError(where, f"its format must be one of {', '.join(_AUDIO_FORMATS)}")
+    return data if data.startswith("data:") else f"data:audio/{name};base64,{data}"
+
+
+def content_of(given: Any, where: str, io: IoOptions) -> str | Content | None:
+    """The content of a message of `LLM.chat`: a text, or texts and media.
+
+    Args:
+        given: a text, or parts; None: there is none.
+        where: the path of the content, for errors.
+
+    Raises:
+        InvalidMediaError, InvalidParameterError: a part that cannot be.
+    """
+    if given is None or isinstance(given, str):
+        return given
+    if not isinstance(given, Sequence):
+        raise InvalidParameterError(where, "a text or parts", given)
+    found: Content = []
+    for i, part in enumerate(given):
+        at = f"{where}[{i}]"
+        if isinstance(part, str):
+            found.append(part)
+        elif not isinstance(part, Mapping):
+            raise InvalidParameterError(at, "a part with a type", part)
+        elif is_media(part, objects=True):
+            found.append(source_of(part, at, io))
+        else:
+            found.append(_text(part, at))
+    return plain(found)
+
+
+def _text(part: Mapping[str, Any], where: str) -> str:
+    kind = part.get("type", "text")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if kind not in _TEXT_PARTS or not isinstance(text, str):
+        known = ("text", *URL_PARTS, *OBJECT_PARTS)
+        raise InvalidParameterError(where, f"a part of type {', '.join(known)}", part)
+    return text
+
+
+def plain(content: Content) -> str | Content:
+    """A content as one text, where it has no media."""
+    texts = [part for part in content if isinstance(part, str)]
+    return "\n".join(texts) if len(texts) == len(content) else content
+
+
+def joined(
+    first: str | Content | None, second: str | Content | None, separator: str
+) -> str | Content:
+    """Two contents as one; texts that meet have a separator between them."""
+    if not first or not second:
+        return first or second or ""
+    if isinstance(first, str) and isinstance(second, str):
+        return first + separator + second
+    left = [first] if isinstance(first, str) else list(first)
+    right = [second] if isinstance(second, str) else list(second)
+    if isinstance(left[-1], str) and isinstance(right[0], str):
+        return [*left[:-1], left[-1] + separator + right[0], *right[1:]]
+    return [*left, *right]
+
+
+def num_characters(content: str | Content | None) -> int:
+    """Characters of the texts of a content."""
+    if content is None or isinstance(content, str):
+        return len(content or "")
+    return sum(len(part) for part in content if isinstance(part, str))
+
+
+def sources_of(messages: Sequence[Mapping[str, Any]]) -> list[MediaSource]:
+    """The media of a conversation, in their order."""
+    return [
+        part
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if isinstance(part, MediaSource)
+    ]

@@ -1,0 +1,102 @@
+"""A model that takes media, as far as prompts are concerned: the embedded one beside a processor of
+a few lines. What the engine is given is noted, and the text alone is computed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.media.prompt import PreparedMedia
+from mlx_paged.model.media import KINDS, MediaInputs, MediaPrompt, Span
+from support.models import embedded_twin
+
+ROW = 7  # the token id of an item's rows
+
+
+class FakeMediaModel:
+    """Items have as many rows as their width, their frames, or their tenths of seconds.
+
+    Attributes:
+        calls: The text of each prompt, with its items.
+    """
+
+    def __init__(self, tokenizer: Any, kinds: tuple[Any, ...] = KINDS) -> None:
+        self.kinds = kinds
+        self.settings_digest = b"settings"
+        self.uses_rope_positions = False
+        self.sampling_rate = 16_000
+        self.calls: list[tuple[str, dict[str, list[Any]]]] = []
+        self._tokenizer = tokenizer
+
+    def is_atomic(self, kind: str) -> bool:
+        return kind == "image"
+
+    def placeholder(self, kind: str, index: int = 1) -> str:
+        return f"<{kind}>"
+
+    def process(self, text: str, images: Any, videos: Any, audios: Any) -> MediaPrompt:
+        given = {"image": list(images), "video": list(videos), "audio": list(audios)}
+        self.calls.append((text, given))
+        items = {kind: iter(found) for kind, found in given.items()}
+        prompt = MediaPrompt([])
+        while text:
+            places = [(text.find(f"<{kind}>"), kind) for kind in KINDS if f"<{kind}>" in text]
+            at, kind = min(places, default=(len(text), ""))
+            prompt.token_ids.extend(self._tokenizer.encode(text[:at], add_special_tokens=False))
+            if not kind:
+                break
+            text = text[at + len(kind) + 2 :]
+            item = next(items[kind], None)
+            if item is None:
+                raise ValueError(f"there is no {kind} for a placeholder")
+            count = self._num_rows(kind, item)
+            rows = np.arange(count, dtype=np.int32)
+            prompt.spans.append(
+                Span(len(prompt.token_ids), count, rows + len(prompt.token_ids), kind)
+            )
+            arrays = {"grid": np.array([count])}
+            prompt.inputs.append(MediaInputs(kind, arrays, np.full(count, ROW), rows))
+            prompt.token_ids.extend([ROW] * count)
+        return prompt
+
+    @staticmethod
+    def _num_rows(kind: str, item: Any) -> int:
+        if kind == "image":
+            if item.width > 2000 or item.height > 2000:
+                raise ValueError("the picture is too long for the processor")
+            return item.width
+        return len(item.frames) if kind == "video" else max(1, 10 * len(item.samples) // item.rate)
+
+
+class NotingEngine(Engine):
+    """Notes the media of each request, and computes its tokens.
+
+    Attributes:
+        given: The media of each request; None where it had none.
+    """
+
+    def __init__(self, kinds: tuple[Any, ...] = KINDS, **options: Any) -> None:
+        super().__init__(
+            embedded_twin(),
+            EngineConfig(**{"block_size": 8, "num_gpu_blocks_override": 400, **options}),
+        )
+        self.media = FakeMediaModel(self.tokenizer, kinds)  # type: ignore[assignment]
+        self.given: list[PreparedMedia | None] = []
+
+    def add_request(self, *args: Any, media: Any = None, **options: Any) -> Any:
+        self.given.append(media)
+        return super().add_request(*args, **options)
+
+
+def noting_async_engine(**options: Any) -> AsyncEngine:
+    """An `AsyncEngine` around one."""
+    return AsyncEngine(lambda: NotingEngine(**options))
+
+
+def run(coroutine: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 300))

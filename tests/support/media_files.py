@@ -1,0 +1,192 @@
+"""Files of pictures, clips and sounds, good ones and broken ones, made here."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import wave
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+RED, WHITE = (255, 0, 0), (255, 255, 255)
+
+
+def picture(width: int = 24, height: int = 16, mode: str = "RGB") -> Image.Image:
+    """Red on the left, white on the right."""
+    image = Image.new("RGB", (width, height), WHITE)
+    ImageDraw.Draw(image).rectangle((0, 0, max(0, width // 2 - 1), height - 1), fill=RED)
+    return image.convert(mode)
+
+
+def saved(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def png(width: int = 24, height: int = 16) -> bytes:
+    return saved(picture(width, height))
+
+
+def png_chunk(kind: bytes, data: bytes) -> bytes:
+    check = zlib.crc32(kind + data)
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", check)
+
+
+def png_of_size(width: int, height: int) -> bytes:
+    """A PNG that says it is so large, and has next to no data."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = zlib.compress(b"\0" * 100)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + png_chunk(b"IHDR", head)
+        + png_chunk(b"IDAT", data)
+        + png_chunk(b"IEND", b"")
+    )
+
+
+def png_with_text_bomb(megabytes: int = 80) -> bytes:
+    """A small PNG with a compressed comment that unpacks to much."""
+    good = png()
+    packed = zlib.compress(b"a" * (megabytes << 20))
+    chunk = png_chunk(b"zTXt", b"Comment\0\0" + packed)
+    return good[:33] + chunk + good[33:]
+
+
+def gif(num_frames: int = 3, size: tuple[int, int] = (8, 8)) -> bytes:
+    """Red first, other colours afterwards."""
+    colors = [RED, *[(0, i % 256, 255) for i in range(1, num_frames)]]
+    frames = [Image.new("RGB", size, color) for color in colors]
+    return saved(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=50)
+
+
+def clip(
+    num_frames: int = 12,
+    fps: int = 6,
+    size: tuple[int, int] = (32, 16),
+    form: str = "mp4",
+    codec: str = "mpeg4",
+) -> bytes:
+    """Grey frames, each lighter than the one before: frame i has the level 16 + 8 * i."""
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format=form) as container:
+        stream = container.add_stream(codec, rate=fps)
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuv420p"
+        for i in range(num_frames):
+            level = np.full((size[1], size[0], 3), min(255, 16 + 8 * i), np.uint8)
+            for packet in stream.encode(av.VideoFrame.from_ndarray(level, format="rgb24")):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    return file.getvalue()
+
+
+def sound(seconds: float = 0.5, rate: int = 8000, channels: int = 2) -> bytes:
+    """A tone of 200 Hz, as WAV."""
+    times = np.arange(int(seconds * rate)) / rate
+    wave_of = np.sin(2 * np.pi * 200 * times)
+    samples = np.repeat((wave_of * 20000).astype("<i2")[:, None], channels, axis=1)
+    file = io.BytesIO()
+    with wave.open(file, "wb") as target:
+        target.setnchannels(channels)
+        target.setsampwidth(2)
+        target.setframerate(rate)
+        target.writeframes(samples.tobytes())
+    return file.getvalue()
+
+
+def odd_pictures() -> dict[str, bytes]:
+    """Pictures of every mode, and what pretends to be one."""
+    found = {
+        f"{mode} {form}": saved(picture(mode=mode), form)
+        for mode, form in (
+            ("1", "PNG"), ("L", "PNG"), ("LA", "PNG"), ("P", "PNG"), ("RGBA", "PNG"),
+            ("I;16", "PNG"), ("I", "TIFF"), ("F", "TIFF"), ("CMYK", "JPEG"), ("CMYK", "TIFF"),
+            ("YCbCr", "JPEG"), ("LAB", "TIFF"), ("RGB", "WEBP"), ("RGBA", "WEBP"), ("RGB", "BMP"),
+            ("RGB", "PPM"), ("RGB", "JPEG2000"), ("P", "GIF"), ("RGBA", "ICO"), ("RGB", "AVIF"),
+        )
+        if mode != "I;16"
+    }  # fmt: skip
+    levels = np.linspace(0, 65535, 24 * 16).reshape(16, 24).astype(np.uint16)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    svg = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"><rect/></svg>'
+    return found | {
+        "I;16 PNG": saved(Image.fromarray(levels)),
+        "EXIF": saved(picture(), "JPEG", exif=exif),
+        "EXIF broken": saved(picture(), "JPEG", exif=b"Exif\0\0II*\0" + b"\xff" * 40),
+        "1 pixel": png(1, 1),
+        "1 x 4000": png(1, 4000),
+        "animated": gif(),
+        "many frames": gif(400, (2, 2)),
+        "bomb": png_of_size(60000, 60000),
+        "bomb of Pillow's": png_of_size(10000, 10000),
+        "text bomb": png_with_text_bomb(2),
+        "svg": svg,
+        "eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage",
+        "html": b"<!DOCTYPE html><html>404</html>",
+        "zip": b"PK\x03\x04" + bytes(60),
+        "empty": b"",
+        "zeros": bytes(500),
+        "clip": clip(4),
+        "sound": sound(0.1),
+    }
+
+
+def odd_clips() -> dict[str, bytes]:
+    """Clips of several kinds, and what pretends to be one."""
+    playlist = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n"
+    concat = b"ffconcat version 1.0\nfile /etc/passwd\n"
+    return {
+        "mp4": clip(),
+        "matroska": clip(form="matroska"),
+        "avi": clip(form="avi"),
+        "one frame": clip(1),
+        "gif": gif(),
+        "sound": sound(),
+        "picture": png(),
+        "playlist": playlist,
+        "concat": concat,
+        "svg": b"<svg/>",
+        "empty": b"",
+    }
+
+
+def mutated(files: dict[str, bytes], count: int, seed: int = 0) -> Iterator[tuple[str, bytes]]:
+    """So many files: those given, then truncated, flipped, filled, doubled and joined ones."""
+    chance = random.Random(seed)
+    names = list(files)
+    for i in range(count):
+        name = names[i % len(names)]
+        data = files[name]
+        if i < len(names) or len(data) < 8:
+            yield name, data
+            continue
+        change = chance.choice(("cut", "flip", "flip", "fill", "splice", "grow", "head"))
+        place = chance.randrange(len(data))
+        found = bytearray(data)
+        if change == "cut":
+            found = found[:place]
+        elif change == "flip":
+            for _ in range(chance.randrange(1, 20)):
+                found[chance.randrange(len(found))] ^= 1 << chance.randrange(8)
+        elif change == "fill":
+            size = chance.randrange(1, 64)
+            found[place : place + size] = bytes([chance.choice((0, 255))]) * size
+        elif change == "splice":
+            other = files[chance.choice(names)]
+            found[place:] = other[min(place, len(other)) :]
+        elif change == "head":
+            other = files[chance.choice(names)]
+            found[:16] = other[:16]
+        else:
+            found += chance.randbytes(200)
+        yield f"{name} {change} {i}", bytes(found)
