@@ -109,9 +109,7 @@ def _entry(kernel: Kernel, limit: int) -> str:
     )
 
 
-def _registers(
-    kernels: list[Kernel], root: Path, limit: int, bounds: bool
-) -> dict[str, Registers]:
+def _registers(kernels: list[Kernel], root: Path, limit: int, bounds: bool) -> dict[str, Registers]:
     text = _includes() + "".join(_entry(kernel, limit) for kernel in kernels)
     value = f"-DPAGED_BOUNDS={str(bounds).lower()}"
     command = [*_clang(), *GPU, *STANDARD, value, f"-I{root}", "-S", "-o", "-", "-"]
