@@ -19,6 +19,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text
 from support.parity import Driver
+from support.reference import ON_GPU
 
 from mlx_paged import ops
 from mlx_paged.model import compiled, dense_prefill, paged_model
@@ -35,9 +36,9 @@ CONFIG = {
     "intermediate_size": 96,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "vocab_size": VOCAB_SIZE,
-    "query_pre_attn_scalar": 16,
+    "query_pre_attn_scalar": 32,
     "sliding_window": WINDOW,
     "sliding_window_pattern": 2,
 }
@@ -130,7 +131,7 @@ def test_gemma3_sees_whole_pictures(model, monkeypatch) -> None:
         got = run.step({name: tokens[name][done[name] : end] for name, end in step})
         for name, end in step:
             error = difference(got[name], expected[name][end - 1])
-            assert error < 1e-6, f"{name} at {end}: {error}"
+            assert error < (1e-5 if ON_GPU else 1e-6), f"{name} at {end}: {error}"
             done[name] = end
     assert run.bounded_plans > 0
     before = run.bounded_plans
