@@ -130,10 +130,8 @@ mx::array paged_attention(
   auto s = mx::to_stream(s_);
   Validator v("paged_attention");
   v.pools(key_pool, value_pool, s);
-  bool has_bounds = positions.ndim() == 2;
-  if (has_bounds) {
-    v.shape(positions, "positions", {3, -1});
-  } else {
+  bool has_bounds = positions.ndim() == 2 && positions.shape(0) == 3;
+  if (!has_bounds) {
     v.shape(positions, "positions", {-1});
   }
   v.shape(block_tables, "block_tables", {-1, -1});

@@ -22,9 +22,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
-OPS = ["plan", "write_kv", "copy_blocks", "gather_kv", "paged_attention", "pool_contract",
-       "validation", "numeric_edges", "big_pools", "token_bitmask"]  # fmt: skip
-ENGINE = ["cuda", "dense_prefill", "engine_faults", "engine_memory", "compiled"]
+OPS = ["plan", "write_kv", "copy_blocks", "gather_kv", "paged_attention", "attention_bounds",
+       "pool_contract", "validation", "numeric_edges", "big_pools", "token_bitmask"]  # fmt: skip
+ENGINE = ["cuda", "bounds", "dense_prefill", "engine_faults", "engine_memory", "compiled"]
 PLANTED = "memcheck of a planted fault"
 SANITIZED = ("float32", "bfloat16", "float16")
 ON_TEST_PATH = {"PYTHONPATH": str(TESTS)}  # of scripts in tests/ that pytest does not start

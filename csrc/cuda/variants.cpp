@@ -7,6 +7,7 @@
 #include <optional>
 #include <set>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -27,6 +28,11 @@ const std::set<std::pair<int, int>> kTensorKernels = {PAGED_FOR_EACH_TENSOR(ENTR
 #define ENTRY_PREFILL(unused, dim, warps) {dim, warps},
 const std::set<std::pair<int, int>> kPrefillKernels = {
     PAGED_FOR_EACH_PREFILL_TENSOR(ENTRY_PREFILL, unused)};
+
+#define ENTRY_BOUNDS(host_name, ...) host_name "_bounds",
+const std::set<std::string> kBoundsKernels = {
+    PORTABLE_FOR_EACH_BOUNDS(ENTRY_BOUNDS, float32, float) PORTABLE_FOR_EACH_BOUNDS(
+        ENTRY_BOUNDS, float16, half) PORTABLE_FOR_EACH_BOUNDS(ENTRY_BOUNDS, bfloat16, bfloat)};
 
 template <typename Params>
 Params params_of(const Launch& launch) {
@@ -107,6 +113,9 @@ void with_bounds(Launch& launch, const Arrays& in) {
   name << (prefill ? "paged_prefill_" : "paged_decode_matrix_")
        << name_of(dtype_of(in[Inputs::kQueries].dtype())) << "_" << key_dim << "_" << value_dim
        << "_m" << rows << "_bounds";
+  if (!kBoundsKernels.count(name.str())) {
+    throw std::logic_error("[launch] there is no kernel " + name.str());
+  }
   launch.kernel = {name.str(), "bounds", ""};
   int group = params.num_q_heads / params.num_kv_heads;
   launch.grid[2] = uint32_t(tiles_of(params.max_rows * group, rows));

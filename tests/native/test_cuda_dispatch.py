@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.reference import make_batch
+from support.reference import DTYPES, GPU_HEAD_DIMS, make_batch, spans_of
 from support.simulated import needs_sim_extension, planned_launches
 
 from mlx_paged import ops
@@ -15,9 +17,10 @@ pytestmark = needs_sim_extension
 
 def described(batch, plan: ops.AttentionPlan | None = None) -> list[dict]:
     plan = plan or batch.plan()
+    positions = plan.positions if plan.bounds is None else plan.bounds
     return planned_launches(
         *(batch.queries, batch.key_pool, batch.value_pool),
-        *(plan.positions, plan.block_tables, plan.work_items, plan.merge_items),
+        *(positions, plan.block_tables, plan.work_items, plan.merge_items),
         scale=0.125,
         cuda=True,
     )
@@ -53,6 +56,54 @@ def test_the_rule_that_chooses_a_kernel(rng, rows, group, dims, expected) -> Non
     shape = {"num_q_heads": group, "num_kv_heads": 1, "key_dim": dims[0], "value_dim": dims[1]}
     (launch,) = described(make_batch(rng, [rows], [rows], dtype=mx.float16, **shape))
     assert launch["kernel"] == expected
+
+
+# --- Bounds ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dims", GPU_HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_portable_kernel_has_one_for_bounds(rng, dtype, dims) -> None:
+    shape = {"num_kv_heads": 1, "key_dim": dims[0], "value_dim": dims[1], "dtype": dtype}
+    lens, rows = [40, 9, 3], [40, 5, 1]
+    text = make_batch(rng, lens, rows, num_q_heads=3, **shape)
+    media = replace(text, bounds=spans_of(lens, rows, [[(3, 30)], [], []]))
+    before, after = described(text), described(media)
+    assert not any(launch["kernel"].endswith("_bounds") for launch in before)
+    for old, new in zip(before, after, strict=True):
+        if "_tensor_" in old["kernel"]:  # they look at the bounds themselves
+            assert new["kernel"] == old["kernel"] and new["grid"] == old["grid"]
+            continue
+        function = "paged_prefill" if "prefill" in old["kernel"] else "paged_decode_matrix"
+        name = f"{function}_{str(dtype).split('.')[-1]}_{dims[0]}_{dims[1]}_m"
+        assert new["kernel"].startswith(name) and new["kernel"].endswith("_bounds")
+        tile = int(new["kernel"].removeprefix(name).removesuffix("_bounds"))
+        queries = 3 * int.from_bytes(new["constants"][24:28], "little")  # max_rows
+        assert new["grid"] == (*old["grid"][:2], -(-queries // tile))
+
+
+@pytest.mark.parametrize(
+    ("rows", "dims", "threads", "memory"),
+    [
+        (32, (256, 256), 128, 2 * 8 * (256 + 8) * 2),
+        (8, (512, 512), 256, None),
+        (1, (80, 80), 128, None),
+    ],
+)
+def test_launches_with_bounds_are_those_of_the_tiles(rng, rows, dims, threads, memory) -> None:
+    shape = {"num_q_heads": 4, "num_kv_heads": 1, "key_dim": dims[0], "dtype": mx.float16}
+    batch = make_batch(rng, [90], [rows], **shape)
+    bounds = spans_of([90], [rows], [[(0, 89)]])
+    bounds[0] = 0
+    launch = described(replace(batch, bounds=bounds))[0]
+    assert launch["threadgroup"] == (threads, 1, 1)
+    if rows == 1:  # its span begins before it and its position is the last: without a window
+        assert launch["kernel"] == "paged_decode_matrix_float16_80_80_m64_bounds"
+    if memory:
+        assert launch["threadgroup_memory"] == memory
+
+
+# --- The rest -------------------------------------------------------------------------------------
 
 
 def test_fp32_and_small_blocks_stay_with_the_portable_kernels(rng) -> None:

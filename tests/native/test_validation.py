@@ -341,7 +341,8 @@ def test_gather_kv(changed, message) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"positions": i32(3, 1)}, "positions must be of shape (*) but got (3,1)"),
+        ({"positions": i32(2, 3)}, "positions must be of shape (*) but got (2,3)"),
+        ({"positions": i32(3, 1)}, "queries must be of shape (1,*,16) but got (3,4,16)"),
         ({"positions": f32(3)}, "positions must be int32 but got float32"),
         ({"block_tables": i32(6)}, "block_tables must be of shape (*,*) but got (6)"),
         ({"block_tables": f32(2, 3)}, "block_tables must be int32 but got float32"),

@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from support.reference import GPU_HEAD_DIMS, assert_close, make_batch
+from support.reference import GPU_HEAD_DIMS, assert_close, make_batch, spans_of
 
 
 def attention(rng: np.random.Generator, dtype: mx.Dtype) -> None:
@@ -48,6 +48,23 @@ def windows(rng: np.random.Generator, dtype: mx.Dtype) -> None:
                 options = {"scale": 0.125, "window": 37, "softcap": 2.0}
                 out = ops.paged_attention(batch.queries, *pools, plan, **options)
                 assert_close(out, batch.expected(**options))
+
+
+def bounds(rng: np.random.Generator, dtype: mx.Dtype) -> None:
+    """Pictures in chunks and in drafts, beside a decode, with and without a window."""
+    lens, rows = [70, 33, 41, 90], [1, 4, 20, 70]
+    spans = spans_of(lens, rows, [[], [(30, 32)], [(22, 40)], [(25, 60), (61, 88)]])
+    for key_dim, value_dim in GPU_HEAD_DIMS:
+        for heads, window in ((2, None), (8, 17)):
+            batch = make_batch(
+                rng, lens, rows, num_q_heads=heads, key_dim=key_dim, value_dim=value_dim,
+                dtype=dtype, window=window, bounds=spans,
+            )  # fmt: skip
+            pools = (batch.key_pool, batch.value_pool)
+            plan = batch.plan(split_tokens=32, rows_per_item=32)
+            options = {"scale": 0.125, "window": window}
+            out = ops.paged_attention(batch.queries, *pools, plan, **options)
+            assert_close(out, batch.expected(**options))
 
 
 def movement(rng: np.random.Generator, dtype: mx.Dtype) -> None:
@@ -134,7 +151,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fault", action="store_true")
     parser.add_argument("--dtype", nargs="+", default=["float32", "float16", "bfloat16"])
-    parts = {f.__name__: f for f in (attention, windows, prefill, movement, bitmask, linear)}
+    parts = {
+        f.__name__: f for f in (attention, windows, bounds, prefill, movement, bitmask, linear)
+    }
     parser.add_argument("--only", nargs="+", default=list(parts), choices=parts)
     options = parser.parse_args()
     mx.set_default_device(mx.gpu)
