@@ -65,7 +65,10 @@ def media_of(model: LoadedModel) -> MediaModel:
     return model.media
 
 
-@pytest.mark.parametrize("name", sorted(set(CHECKPOINTS) - {"paligemma"}))
+ONE_PICTURE = {"molmo", "paligemma"}
+
+
+@pytest.mark.parametrize("name", sorted(set(CHECKPOINTS) - ONE_PICTURE))
 def test_a_prompt_is_what_the_processor_makes_of_it_as_a_whole(
     name: str, loaded: Callable[[str], LoadedModel]
 ) -> None:
@@ -75,7 +78,15 @@ def test_a_prompt_is_what_the_processor_makes_of_it_as_a_whole(
     images = [picture(1), picture(2)]
     prompt = media.process(QUESTION, images=images)
     text = media._rendered(QUESTION)
-    whole = media._processor(text=[text], images=images)
+    if name == "deepseek_vl_v2":
+        found = media._processor(text=text, images=images)
+        whole = {key: found[key] for key in ("input_ids", "images_seq_mask")}
+        whole["pixel_values"] = found["images"]
+        whole["images_spatial_crop"] = mx.pad(
+            found["images_spatial_crop"], [(0, 0), (0, 9), (0, 0)]
+        )
+    else:
+        whole = media._processor(text=[text], images=images)
     assert prompt.token_ids == np.array(whole["input_ids"]).reshape(-1).tolist()
     # The model's own merge of all pictures into the whole prompt, against item for item.
     arrays = {
@@ -184,8 +195,25 @@ def test_a_prompt_that_sees_itself_as_a_whole_is_one_span(
     assert len(span.rows) == 16
     assert media.is_atomic("image")
     assert model.model.encode(prompt.inputs[0]).embeds.shape == (16, 32)
-    with pytest.raises(ValueError, match="one image a prompt but got 2"):
+    with pytest.raises(ValueError, match="at most 1 images a prompt but got 2"):
         media.process("<image><image>", images=[picture(1), picture(2)])
+
+
+def test_a_processor_that_puts_its_picture_first_makes_the_prompt(
+    loaded: Callable[[str], LoadedModel],
+) -> None:
+    model = loaded("molmo")
+    media = media_of(model)
+    prompt = media.process("User: <|image|>what?", images=[picture(1)])
+    whole = media._processor(text=["User: what?"], images=[picture(1)])
+    assert prompt.token_ids == np.array(whole["input_ids"]).reshape(-1).tolist()
+    arrays = {key: mx.array(np.array(value)) for key, value in whole.items()}
+    tokens = arrays.pop("input_ids")
+    expected = model.model.vlm.get_input_embeddings(tokens, arrays.pop("pixel_values"), **arrays)
+    features = model.model.encode(prompt.inputs[0])
+    assert mx.allclose(features.embeds, expected.inputs_embeds[0][mx.array(prompt.spans[0].rows)])
+    with pytest.raises(ValueError, match="at most 1 images a prompt but got 2"):
+        media.process("<|image|><|image|>", images=[picture(1), picture(2)])
 
 
 def test_a_sound_is_as_long_as_its_rows(loaded: Callable[[str], LoadedModel]) -> None:

@@ -754,6 +754,96 @@ def aya_vision() -> Checkpoint:
     )
 
 
+def deepseek_vl_v2() -> Checkpoint:
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "deepseek_vl_v2",
+            "image_token_index": ids["<image>"],
+            "language_config": {
+                "model_type": "deepseek_v2",
+                **_TEXT,
+                "num_key_value_heads": 2,
+                "moe_intermediate_size": 16,
+                "n_shared_experts": 1,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "kv_lora_rank": 16,
+                "q_lora_rank": None,
+                "qk_rope_head_dim": 16,
+                "v_head_dim": 16,
+                "qk_nope_head_dim": 16,
+                "n_group": 1,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+            },
+            "vision_config": {
+                "model_type": "vision",
+                "layers": 1,
+                "width": 16,
+                "intermediate_size": 24,
+                "num_attention_heads": 2,
+                "image_size": 64,
+                "patch_size": 16,
+            },
+            "projector_config": {"input_dim": 16, "n_embed": 32},
+            "vocab_size": _VOCAB,
+        },
+        special=["<image>", "<bos>"],
+        marks={"image": "<image>\n"},
+        processor={},
+        more={
+            "processor_config.json": {
+                "candidate_resolutions": [[64, 64], [128, 64], [64, 128]],
+                "patch_size": 16,
+                "downsample_ratio": 2,
+                "pad_token": "<pad>",
+            }
+        },
+        named={"bos_token": "<bos>"},
+    )
+
+
+def molmo() -> Checkpoint:
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "molmo",
+            "text_config": {
+                "d_model": 32,
+                "n_heads": 2,
+                "n_kv_heads": 1,
+                "n_layers": 2,
+                "mlp_hidden_size": 48,
+                "vocab_size": _VOCAB,
+                "embedding_size": _VOCAB,
+                "additional_vocab_size": 16,
+            },
+            "vision_config": {
+                "image_default_input_size": [56, 56],
+                "hidden_size": 48,
+                "image_emb_dim": 16,
+                "image_num_heads": 2,
+                "image_num_key_value_heads": 2,
+                "image_num_layers": 2,
+                "image_head_dim": 8,
+                "image_mlp_dim": 24,
+                "image_num_pos": 17,
+                "d_model": 32,
+                "vit_layers": [-1, -2],
+            },
+        },
+        special=["<im_patch>", "<im_col>", "<im_start>", "<im_end>"],
+        marks={"image": "<|image|>"},
+        processor={
+            "max_crops": 2,
+            "overlap_margins": [0, 0],
+            "base_image_input_size": [56, 56],
+            "image_token_length_w": 2,
+            "image_token_length_h": 2,
+            "image_patch_size": 14,
+        },
+    )
+
+
 CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
     make.__name__: make
     for make in (
@@ -776,5 +866,7 @@ CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
         internvl_chat,
         llama4,
         aya_vision,
+        deepseek_vl_v2,
+        molmo,
     )
 }
