@@ -127,6 +127,14 @@ def _indexed(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
     return np.unique(places[places >= 0])
 
 
+def _call_bunny(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    [pixels] = processor.image_processor.preprocess(images=[item], **options)
+    # (The model puts 729 rows in the place of one placeholder by itself.)
+    return {"input_ids": [-200], "pixel_values": np.array(pixels, dtype=np.float32)[None]}
+
+
 @dataclass(frozen=True)
 class _Recipe:
     """How a family's processor is used.
@@ -161,6 +169,7 @@ _RECIPES: dict[str, _Recipe] = {
     "minicpmo": _Recipe(_minicpmo_marker, rows=_in_bounds),
     # (Its processor cuts pictures into tiles where a prompt has no more than two.)
     "deepseek_vl_v2": _Recipe(call=_call_deepseek, adds_start=True, most=2),
+    "llava_bunny": _Recipe(lambda *_: "<image>", _call_bunny, rows=lambda *_: np.arange(729)),
     "molmo": _Recipe(lambda *_: _MOLMO, _call_molmo, rows=_indexed, takes_text=True),
     "paligemma": _Recipe(takes_text=True),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _Recipe(_qwen3_marker)),
@@ -467,6 +476,8 @@ class MediaModel:
             raise ValueError(f"the processor made no rows of this {kind}")
         rows = rows.astype(np.int32)
         inputs = MediaInputs(kind, arrays, np.array(made, dtype=np.int32), rows)
+        if rows[-1] >= len(made):  # (those that the model makes of its tokens)
+            return _Expanded([0] * len(rows), rows, inputs)
         before, after = self._special()
         tokens = made
         start = getattr(self.tokenizer, "bos_token_id", None)

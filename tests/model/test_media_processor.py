@@ -65,10 +65,11 @@ def media_of(model: LoadedModel) -> MediaModel:
     return model.media
 
 
-ONE_PICTURE = {"molmo", "paligemma"}
+# (These have tests of their own.)
+OTHERWISE = {"llava_bunny", "molmo", "paligemma"}
 
 
-@pytest.mark.parametrize("name", sorted(set(CHECKPOINTS) - ONE_PICTURE))
+@pytest.mark.parametrize("name", sorted(set(CHECKPOINTS) - OTHERWISE))
 def test_a_prompt_is_what_the_processor_makes_of_it_as_a_whole(
     name: str, loaded: Callable[[str], LoadedModel]
 ) -> None:
@@ -197,6 +198,23 @@ def test_a_prompt_that_sees_itself_as_a_whole_is_one_span(
     assert model.model.encode(prompt.inputs[0]).embeds.shape == (16, 32)
     with pytest.raises(ValueError, match="at most 1 images a prompt but got 2"):
         media.process("<image><image>", images=[picture(1), picture(2)])
+
+
+def test_a_model_that_puts_the_rows_in_by_itself_has_all_of_them_in_its_prompt(
+    loaded: Callable[[str], LoadedModel],
+) -> None:
+    model = loaded("llava_bunny")
+    media = media_of(model)
+    prompt = media.process("a<image>b<image>", images=[picture(1), picture(2)])
+    [a, b] = model.tokenizer.encode("ab")
+    assert prompt.token_ids == [a, *[0] * 729, b, *[0] * 729]
+    for span, item in zip(prompt.spans, prompt.inputs):
+        assert (span.length, len(span.rows)) == (729, 729)
+        tokens = mx.array([[a, -200, b]])
+        pixels = mx.array(item.arrays["pixel_values"])
+        expected = model.model.vlm.get_input_embeddings(tokens, pixels).inputs_embeds
+        assert expected.shape[1] == 731
+        assert mx.allclose(model.model.encode(item).embeds, expected[0, 1:-1], atol=1e-5)
 
 
 def test_a_processor_that_puts_its_picture_first_makes_the_prompt(

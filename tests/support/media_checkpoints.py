@@ -844,6 +844,22 @@ def molmo() -> Checkpoint:
     )
 
 
+def llava_bunny() -> Checkpoint:
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "llava-qwen2",
+            "auto_map": {},
+            **_TEXT,
+            "mm_hidden_size": 16,
+            "text_config": {"model_type": "qwen2", **_TEXT},
+            "vision_config": {**_SIGLIP, "model_type": "siglip_vision_model", "image_size": 378},
+        },
+        special=[],
+        marks={"image": "<image>\\n"},
+        processor={},
+    )
+
+
 CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
     make.__name__: make
     for make in (
@@ -868,5 +884,6 @@ CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
         aya_vision,
         deepseek_vl_v2,
         molmo,
+        llava_bunny,
     )
 }
