@@ -116,7 +116,7 @@ def aliases_table() -> str:
 
 def media_table() -> str:
     """A row for each multimodal family."""
-    from support.media_checkpoints import CHECKPOINTS
+    from support.media_checkpoints import CHECKPOINTS, PROCESSORS
     from support.media_models import CASES, vary
     from support.media_parity import differences
 
@@ -138,7 +138,7 @@ def media_table() -> str:
                 f"{max(each):.0e}" if each else ""
                 for each in ([found["text"]] if "text" in found else [], pictures, sounds)
             ),
-            "proven" if name in CHECKPOINTS or name in SAME_PROCESSOR else "",
+            "proven" if name in {*CHECKPOINTS, *PROCESSORS, *SAME_PROCESSOR} else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)

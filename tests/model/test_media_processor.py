@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import shutil
@@ -21,13 +22,14 @@ import pytest
 pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed: make test installs it")
 
 from PIL import Image
-from support.media_checkpoints import CHECKPOINTS, Checkpoint, write
+from support.media_checkpoints import CHECKPOINTS, PROCESSORS, Checkpoint, write
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.errors import ModelLoadError, UnsupportedModelError
 from mlx_paged.model import loader, multimodal
 from mlx_paged.model.loader import LoadedModel, load
 from mlx_paged.model.media import MediaPrompt
+from mlx_paged.model.media_families import MEDIA_FAMILIES
 from mlx_paged.model.media_processor import MediaModel
 
 QUESTION: list[dict[str, Any]] = [
@@ -246,6 +248,63 @@ def test_a_sound_is_as_long_as_its_rows(loaded: Callable[[str], LoadedModel]) ->
         features = model.model.encode(item)
         assert features.embeds.shape == (len(span.rows), 32)
         assert features.per_layer_inputs is not None
+
+
+@pytest.fixture(scope="module")
+def processors(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], MediaModel]:
+    folder = tmp_path_factory.mktemp("processors")
+
+    def get(name: str) -> MediaModel:
+        path = write(folder / name, PROCESSORS[name](), weights=False)
+        importlib.import_module(f"mlx_vlm.models.{name}")
+        config = SimpleNamespace(
+            **json.loads((path / "config.json").read_text())
+            | {"vision_config": SimpleNamespace(spatial_merge_size=2)}
+        )
+        return MediaModel(multimodal._processor(path), config, MEDIA_FAMILIES[name])
+
+    return get
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "qwen3_omni_moe"])
+def test_pictures_and_sounds_of_a_prompt_are_what_its_processor_makes(
+    name: str, processors: Callable[[str], MediaModel]
+) -> None:
+    media = processors(name)
+    image, sound = media.placeholder("image"), media.placeholder("audio")
+    pictures = [picture(1), picture(2)]
+    prompt = media.process(f"a\n{image}\n{image}b", images=pictures)
+    whole = media._processor(text=[f"a\n{image}\n{image}b"], images=pictures)
+    assert prompt.token_ids == np.array(whole["input_ids"]).reshape(-1).tolist()
+    samples = np.random.default_rng(0).standard_normal(16_000).astype(np.float32)
+    clips = [SimpleNamespace(samples=samples[:n], rate=16_000) for n in (16_000, 8_000)]
+    prompt = media.process(f"a{sound}b{sound}", audios=clips)
+    whole = media._processor(
+        text=[f"a{sound}b{sound}"],
+        audio=[each.samples for each in clips],
+        padding=True,
+        return_attention_mask=True,
+    )
+    assert prompt.token_ids == np.array(whole["input_ids"]).reshape(-1).tolist()
+    assert [span.kind for span in prompt.spans] == ["audio", "audio"]
+    lengths = [item.arrays["input_features"].size for item in prompt.inputs]
+    assert lengths[0] > lengths[1]  # (not padded to the longest of the prompt)
+
+
+def test_text_behind_numbered_placeholders_is_complete(
+    processors: Callable[[str], MediaModel],
+) -> None:
+    """mlx-vlm's processor of Phi 3 leaves out the token behind a picture."""
+    media = processors("phi3_v")
+    prompt = media.process("a<|image_1|>bc<|image_2|>d", images=[picture(1), picture(2)])
+    tokens = media.tokenizer("abcd")["input_ids"]
+    first, second = prompt.spans
+    assert prompt.token_ids[: first.offset] == tokens[:1]
+    assert prompt.token_ids[first.offset + first.length : second.offset] == tokens[1:3]
+    assert prompt.token_ids[second.offset + second.length :] == tokens[3:]
+    assert min(prompt.token_ids) >= 0  # (the rows' ids are negative for its tower only)
+    assert prompt.inputs[0].token_ids.max() < 0
+    assert media.placeholder("image", 2) == "<|image_2|>"
 
 
 def test_placeholders_must_be_as_many_as_items(loaded: Callable[[str], LoadedModel]) -> None:

@@ -52,8 +52,8 @@ class Checkpoint:
     named: dict[str, str] = field(default_factory=dict)
 
 
-def write(path: Path, checkpoint: Checkpoint, *, seed: int = 0) -> Path:
-    """Writes a checkpoint with random weights."""
+def write(path: Path, checkpoint: Checkpoint, *, seed: int = 0, weights: bool = True) -> Path:
+    """Writes a checkpoint with random weights, or one of a processor only."""
     path.mkdir(parents=True, exist_ok=True)
     ids = write_tokenizer(path, checkpoint)
     config = checkpoint.config(ids)
@@ -65,14 +65,16 @@ def write(path: Path, checkpoint: Checkpoint, *, seed: int = 0) -> Path:
         (path / name).write_text(json.dumps(content))
     # Packages write defaults into what they are given.
     config = json.loads(json.dumps(config))
+    if not weights:
+        return path
     m = package(package_of(config) or "")
     built = m.ModelConfig.from_dict(config)
     from mlx_vlm.utils import update_module_configs
 
     parts = ["text", "vision", "perceiver", "projector", "audio"]
     model = vary(m.Model(update_module_configs(built, m, config, parts)), seed)
-    weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
+    arrays = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(path / "model.safetensors"), arrays, {"format": "mlx"})
     return path
 
 
@@ -859,6 +861,85 @@ def llava_bunny() -> Checkpoint:
         processor={},
     )
 
+
+def gemma3n() -> Checkpoint:
+    special = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"]
+    special += ["<audio_soft_token>", "<start_of_audio>", "<end_of_audio>"]
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "gemma3n",
+            "image_token_id": ids["<image_soft_token>"],
+            "audio_token_id": ids["<audio_soft_token>"],
+            "vision_config": {},
+        },
+        special=special,
+        marks={"image": "<image_soft_token>", "audio": "<audio_soft_token>"},
+        processor={
+            "image_processor_type": "SiglipImageProcessor",
+            "feature_extractor_type": "Gemma3nAudioFeatureExtractor",
+            "processor_class": "Gemma3nProcessor",
+            "size": {"height": 56, "width": 56},
+            **_NORMALIZED,
+        },
+        more={"processor_config.json": {"image_seq_length": 16, "audio_seq_length": 12}},
+        named={
+            "image_token": "<image_soft_token>",
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "audio_token": "<audio_soft_token>",
+            "boa_token": "<start_of_audio>",
+            "eoa_token": "<end_of_audio>",
+        },
+    )
+
+
+def phi3_v() -> Checkpoint:
+    return Checkpoint(
+        config=lambda ids: {"model_type": "phi3_v"},
+        special=[],
+        marks={"image": "<|image_1|>"},
+        processor={"num_crops": 2, "num_img_tokens": 144},
+    )
+
+
+def qwen3_omni_moe() -> Checkpoint:
+    special = [*_QWEN_SPECIAL, "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"]
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "qwen3_omni_moe",
+            "image_token_id": ids["<|image_pad|>"],
+            "video_token_id": ids["<|video_pad|>"],
+            "audio_token_id": ids["<|audio_pad|>"],
+            "position_id_per_seconds": 13,
+        },
+        special=special,
+        marks={**_QWEN_MARKS, "audio": "<|audio_start|><|audio_pad|><|audio_end|>"},
+        processor={
+            "feature_extractor_type": "WhisperFeatureExtractor",
+            "feature_size": 128,
+            "patch_size": 16,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            "min_pixels": 4 * 256,
+            "max_pixels": 64 * 256,
+            **_NORMALIZED,
+        },
+        named={
+            "image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
+            "audio_token": "<|audio_pad|>",
+            "vision_bos_token": "<|vision_start|>",
+            "vision_eos_token": "<|vision_end|>",
+            "audio_bos_token": "<|audio_start|>",
+            "audio_eos_token": "<|audio_end|>",
+        },
+    )
+
+
+#: Families whose models are too large for a test: only their processors are written.
+PROCESSORS: dict[str, Callable[[], Checkpoint]] = {
+    make.__name__: make for make in (gemma3n, phi3_v, qwen3_omni_moe)
+}
 
 CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
     make.__name__: make
