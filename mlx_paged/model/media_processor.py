@@ -127,6 +127,19 @@ def _indexed(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
     return np.unique(places[places >= 0])
 
 
+def _call_llava_next(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    from transformers.image_processing_utils import select_best_resolution
+
+    output = dict(_call_processor(processor, kind, marker, item, options))
+    places = processor.image_processor.image_grid_pinpoints
+    best = select_best_resolution(np.array(output["image_sizes"]).reshape(-1).tolist(), places)
+    size = output["pixel_values"].shape[-1]
+    # Rows and columns of tiles, which the number of tiles does not say.
+    return {**output, "tile_grid": np.array([best[0] // size, best[1] // size])}
+
+
 def _call_bunny(
     processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
@@ -169,6 +182,7 @@ _RECIPES: dict[str, _Recipe] = {
     "minicpmo": _Recipe(_minicpmo_marker, rows=_in_bounds),
     # (Its processor cuts pictures into tiles where a prompt has no more than two.)
     "deepseek_vl_v2": _Recipe(call=_call_deepseek, adds_start=True, most=2),
+    "llava_next": _Recipe(call=_call_llava_next),
     "llava_bunny": _Recipe(lambda *_: "<image>", _call_bunny, rows=lambda *_: np.arange(729)),
     "molmo": _Recipe(lambda *_: _MOLMO, _call_molmo, rows=_indexed, takes_text=True),
     "paligemma": _Recipe(takes_text=True),

@@ -68,7 +68,7 @@ def media_of(model: LoadedModel) -> MediaModel:
 
 
 # (These have tests of their own.)
-OTHERWISE = {"llava_bunny", "molmo", "paligemma"}
+OTHERWISE = {"llava_bunny", "llava_next", "molmo", "paligemma"}
 
 
 @pytest.mark.parametrize("name", sorted(set(CHECKPOINTS) - OTHERWISE))
@@ -200,6 +200,22 @@ def test_a_prompt_that_sees_itself_as_a_whole_is_one_span(
     assert model.model.encode(prompt.inputs[0]).embeds.shape == (16, 32)
     with pytest.raises(ValueError, match="at most 1 images a prompt but got 2"):
         media.process("<image><image>", images=[picture(1), picture(2)])
+
+
+def test_tiles_of_llava_next_are_as_many_rows_as_its_processor_counts(
+    loaded: Callable[[str], LoadedModel],
+) -> None:
+    model = loaded("llava_next")
+    media = media_of(model)
+    sizes = [(90, 60), (60, 90), (56, 56), (200, 50), (40, 160), (113, 97), (30, 31)]
+    pictures = [picture(i, *size) for i, size in enumerate(sizes)]
+    prompt = media.process("<image>" * len(sizes), images=pictures)
+    whole = media._processor(text=["<image>" * len(sizes)], images=pictures)
+    assert prompt.token_ids == np.array(whole["input_ids"]).reshape(-1).tolist()
+    grids = {tuple(item.arrays["tile_grid"].tolist()) for item in prompt.inputs}
+    assert {(1, 2), (3, 1), (2, 2)} <= grids
+    for item in prompt.inputs:  # (it compares the numbers of rows)
+        assert model.model.encode(item).embeds.shape == (item.num_rows, 32)
 
 
 def test_a_model_that_puts_the_rows_in_by_itself_has_all_of_them_in_its_prompt(

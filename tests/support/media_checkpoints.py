@@ -846,6 +846,18 @@ def molmo() -> Checkpoint:
     )
 
 
+def llava_next() -> Checkpoint:
+    found = llava()
+    make = found.config
+    found.config = lambda ids: {**make(ids), "model_type": "llava_next"}
+    found.processor |= {
+        "image_processor_type": "LlavaNextImageProcessor",
+        "processor_class": "LlavaNextProcessor",
+        "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]],
+    }
+    return found
+
+
 def llava_bunny() -> Checkpoint:
     return Checkpoint(
         config=lambda ids: {
@@ -965,6 +977,7 @@ CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
         aya_vision,
         deepseek_vl_v2,
         molmo,
+        llava_next,
         llava_bunny,
     )
 }
