@@ -6,11 +6,13 @@ to mlx-vlm's own generation, with pictures cut by chunks and beside other reques
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_paged.model.layout import Mode
 from mlx_paged.model.media import Kind, MediaFeatures
@@ -90,6 +92,39 @@ def _omni_tower(vlm: Any, kind: Kind, arrays: Mapping[str, Any]) -> MediaFeature
     return _qwen3_tower(vlm.thinker, kind, arrays)
 
 
+def _llava_next_tower(vlm: Any, kind: Kind, arrays: Mapping[str, Any]) -> MediaFeatures:
+    """The picture as a whole, then its tiles put together, without padding, each line with an end.
+
+    (As in Hugging Face's `pack_image_features`; mlx-vlm's own forward has another layout.)
+    """
+    pixels = arrays["pixel_values"]
+    tiles = pixels.reshape(-1, *pixels.shape[-3:])  # the first is the whole
+    *_, states = vlm.vision_tower(tiles.transpose(0, 2, 3, 1), output_hidden_states=True)
+    selected = states[vlm.vision_feature_layer]
+    if vlm.vision_feature_select_strategy == "default":
+        selected = selected[:, 1:]
+    features = vlm.multi_modal_projector(selected)  # [tiles, side * side, hidden]
+    newline = vlm.image_newline.astype(features.dtype)
+    if features.shape[0] == 1:
+        return MediaFeatures(mx.concatenate([features[0], newline[None]]))
+    [[height, width]] = np.array(arrays["image_sizes"]).tolist()
+    rows, columns = np.array(arrays["tile_grid"]).tolist()
+    side = math.isqrt(features.shape[1])
+    lines = features[1:].reshape(rows, columns, side, side, -1).transpose(0, 2, 1, 3, 4)
+    lines = lines.reshape(rows * side, columns * side, -1)
+    if width / height > columns / rows:
+        shown = int(round(height * (columns * side / width), 7))
+        padding = (rows * side - shown) // 2
+        lines = lines[padding : rows * side - padding]
+    else:
+        shown = int(round(width * (rows * side / height), 7))
+        padding = (columns * side - shown) // 2
+        lines = lines[:, padding : columns * side - padding]
+    ends = mx.broadcast_to(newline, (lines.shape[0], 1, lines.shape[2]))
+    lines = mx.concatenate([lines, ends], axis=1).reshape(-1, lines.shape[2])
+    return MediaFeatures(mx.concatenate([features[0], lines]))
+
+
 def _one_crop_a_tile(arrays: dict[str, Any]) -> dict[str, Any]:
     """mlx-vlm looks at as many crops as there are tiles, up to one of zeros."""
     crops, tiles = arrays["images_spatial_crop"], arrays["pixel_values"].shape[1]
@@ -125,6 +160,7 @@ _FAMILIES = (
     MediaFamily("idefics3"),
     MediaFamily("smolvlm"),
     MediaFamily("llava"),
+    MediaFamily("llava_next", tower=_llava_next_tower),
     MediaFamily("llava_bunny"),
     MediaFamily("pixtral"),
     MediaFamily("mistral3"),
@@ -168,10 +204,6 @@ MEDIA_REFUSED: dict[str, str] = {
         "its layers attend to the picture through cross-attention, which has keys of its own "
         "beside the paged cache"
     ),
-    "llava_next": (
-        "mlx-vlm's forward of it takes the first picture only, and not in the layout of tiles that "
-        "its processor counts"
-    ),
     "phi4mm": (
         "mlx-vlm gives its language model other weights (LoRA) for pictures and for sounds, so "
         "that requests cannot share a step"
@@ -201,4 +233,4 @@ def package_of(config: Mapping[str, Any]) -> str | None:
 
 
 # Multimodal families whose configs have no section of their own for a tower.
-_WITHOUT_SECTIONS: frozenset[str] = frozenset()
+_WITHOUT_SECTIONS = frozenset(("llava_bunny", "minicpmo", "molmo", "phi3_v", "qwen3_omni_moe"))

@@ -163,6 +163,19 @@ def test_building_a_step_reads_nothing_from_the_device(
     driver.step([(seq, len(seq.tokens)) for seq in sequences])
 
 
+def test_positions_are_not_read_on_the_host(qwen3: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx-vlm's helper reads the highest of them where a cache names no column."""
+    from mlx_vlm.models.base import cache_position_offset
+
+    class Unread(mx.array):  # type: ignore[misc]
+        def max(self, *args: Any, **kwargs: Any) -> None:
+            raise AssertionError("positions were read")
+
+    cache = MediaDriver(paged(qwen3)).model.attention_caches[0]
+    monkeypatch.setattr(type(cache), "offset", property(lambda self: Unread([1, 2])))
+    assert cache_position_offset(cache) == 0
+
+
 def test_arrays_that_do_not_belong_to_the_step_are_refused(qwen3: Case) -> None:
     driver = MediaDriver(paged(qwen3))
     features = MediaFeatures(mx.zeros((2, 64)))

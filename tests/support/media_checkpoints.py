@@ -52,8 +52,8 @@ class Checkpoint:
     named: dict[str, str] = field(default_factory=dict)
 
 
-def write(path: Path, checkpoint: Checkpoint, *, seed: int = 0) -> Path:
-    """Writes a checkpoint with random weights."""
+def write(path: Path, checkpoint: Checkpoint, *, seed: int = 0, weights: bool = True) -> Path:
+    """Writes a checkpoint with random weights, or one of a processor only."""
     path.mkdir(parents=True, exist_ok=True)
     ids = write_tokenizer(path, checkpoint)
     config = checkpoint.config(ids)
@@ -65,14 +65,16 @@ def write(path: Path, checkpoint: Checkpoint, *, seed: int = 0) -> Path:
         (path / name).write_text(json.dumps(content))
     # Packages write defaults into what they are given.
     config = json.loads(json.dumps(config))
+    if not weights:
+        return path
     m = package(package_of(config) or "")
     built = m.ModelConfig.from_dict(config)
     from mlx_vlm.utils import update_module_configs
 
     parts = ["text", "vision", "perceiver", "projector", "audio"]
     model = vary(m.Model(update_module_configs(built, m, config, parts)), seed)
-    weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
+    arrays = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(path / "model.safetensors"), arrays, {"format": "mlx"})
     return path
 
 
@@ -754,6 +756,203 @@ def aya_vision() -> Checkpoint:
     )
 
 
+def deepseek_vl_v2() -> Checkpoint:
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "deepseek_vl_v2",
+            "image_token_index": ids["<image>"],
+            "language_config": {
+                "model_type": "deepseek_v2",
+                **_TEXT,
+                "num_key_value_heads": 2,
+                "moe_intermediate_size": 16,
+                "n_shared_experts": 1,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "kv_lora_rank": 16,
+                "q_lora_rank": None,
+                "qk_rope_head_dim": 16,
+                "v_head_dim": 16,
+                "qk_nope_head_dim": 16,
+                "n_group": 1,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+            },
+            "vision_config": {
+                "model_type": "vision",
+                "layers": 1,
+                "width": 16,
+                "intermediate_size": 24,
+                "num_attention_heads": 2,
+                "image_size": 64,
+                "patch_size": 16,
+            },
+            "projector_config": {"input_dim": 16, "n_embed": 32},
+            "vocab_size": _VOCAB,
+        },
+        special=["<image>", "<bos>"],
+        marks={"image": "<image>\n"},
+        processor={},
+        more={
+            "processor_config.json": {
+                "candidate_resolutions": [[64, 64], [128, 64], [64, 128]],
+                "patch_size": 16,
+                "downsample_ratio": 2,
+                "pad_token": "<pad>",
+            }
+        },
+        named={"bos_token": "<bos>"},
+    )
+
+
+def molmo() -> Checkpoint:
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "molmo",
+            "text_config": {
+                "d_model": 32,
+                "n_heads": 2,
+                "n_kv_heads": 1,
+                "n_layers": 2,
+                "mlp_hidden_size": 48,
+                "vocab_size": _VOCAB,
+                "embedding_size": _VOCAB,
+                "additional_vocab_size": 16,
+            },
+            "vision_config": {
+                "image_default_input_size": [56, 56],
+                "hidden_size": 48,
+                "image_emb_dim": 16,
+                "image_num_heads": 2,
+                "image_num_key_value_heads": 2,
+                "image_num_layers": 2,
+                "image_head_dim": 8,
+                "image_mlp_dim": 24,
+                "image_num_pos": 17,
+                "d_model": 32,
+                "vit_layers": [-1, -2],
+            },
+        },
+        special=["<im_patch>", "<im_col>", "<im_start>", "<im_end>"],
+        marks={"image": "<|image|>"},
+        processor={
+            "max_crops": 2,
+            "overlap_margins": [0, 0],
+            "base_image_input_size": [56, 56],
+            "image_token_length_w": 2,
+            "image_token_length_h": 2,
+            "image_patch_size": 14,
+        },
+    )
+
+
+def llava_next() -> Checkpoint:
+    found = llava()
+    make = found.config
+    found.config = lambda ids: {**make(ids), "model_type": "llava_next"}
+    found.processor |= {
+        "image_processor_type": "LlavaNextImageProcessor",
+        "processor_class": "LlavaNextProcessor",
+        "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]],
+    }
+    return found
+
+
+def llava_bunny() -> Checkpoint:
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "llava-qwen2",
+            "auto_map": {},
+            **_TEXT,
+            "mm_hidden_size": 16,
+            "text_config": {"model_type": "qwen2", **_TEXT},
+            "vision_config": {**_SIGLIP, "model_type": "siglip_vision_model", "image_size": 378},
+        },
+        special=[],
+        marks={"image": "<image>\\n"},
+        processor={},
+    )
+
+
+def gemma3n() -> Checkpoint:
+    special = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"]
+    special += ["<audio_soft_token>", "<start_of_audio>", "<end_of_audio>"]
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "gemma3n",
+            "image_token_id": ids["<image_soft_token>"],
+            "audio_token_id": ids["<audio_soft_token>"],
+            "vision_config": {},
+        },
+        special=special,
+        marks={"image": "<image_soft_token>", "audio": "<audio_soft_token>"},
+        processor={
+            "image_processor_type": "SiglipImageProcessor",
+            "feature_extractor_type": "Gemma3nAudioFeatureExtractor",
+            "processor_class": "Gemma3nProcessor",
+            "size": {"height": 56, "width": 56},
+            **_NORMALIZED,
+        },
+        more={"processor_config.json": {"image_seq_length": 16, "audio_seq_length": 12}},
+        named={
+            "image_token": "<image_soft_token>",
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "audio_token": "<audio_soft_token>",
+            "boa_token": "<start_of_audio>",
+            "eoa_token": "<end_of_audio>",
+        },
+    )
+
+
+def phi3_v() -> Checkpoint:
+    return Checkpoint(
+        config=lambda ids: {"model_type": "phi3_v"},
+        special=[],
+        marks={"image": "<|image_1|>"},
+        processor={"num_crops": 2, "num_img_tokens": 144},
+    )
+
+
+def qwen3_omni_moe() -> Checkpoint:
+    special = [*_QWEN_SPECIAL, "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"]
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "qwen3_omni_moe",
+            "image_token_id": ids["<|image_pad|>"],
+            "video_token_id": ids["<|video_pad|>"],
+            "audio_token_id": ids["<|audio_pad|>"],
+            "position_id_per_seconds": 13,
+        },
+        special=special,
+        marks={**_QWEN_MARKS, "audio": "<|audio_start|><|audio_pad|><|audio_end|>"},
+        processor={
+            "feature_extractor_type": "WhisperFeatureExtractor",
+            "feature_size": 128,
+            "patch_size": 16,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            "min_pixels": 4 * 256,
+            "max_pixels": 64 * 256,
+            **_NORMALIZED,
+        },
+        named={
+            "image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
+            "audio_token": "<|audio_pad|>",
+            "vision_bos_token": "<|vision_start|>",
+            "vision_eos_token": "<|vision_end|>",
+            "audio_bos_token": "<|audio_start|>",
+            "audio_eos_token": "<|audio_end|>",
+        },
+    )
+
+
+#: Families whose models are too large for a test: only their processors are written.
+PROCESSORS: dict[str, Callable[[], Checkpoint]] = {
+    make.__name__: make for make in (gemma3n, phi3_v, qwen3_omni_moe)
+}
+
 CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
     make.__name__: make
     for make in (
@@ -776,5 +975,9 @@ CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
         internvl_chat,
         llama4,
         aya_vision,
+        deepseek_vl_v2,
+        molmo,
+        llava_next,
+        llava_bunny,
     )
 }

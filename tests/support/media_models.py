@@ -422,6 +422,47 @@ def _plain(
     )
 
 
+def llava_next() -> Case:
+    """Wide pictures: the whole, and a row of two tiles. The merge is Hugging Face's."""
+
+    def picture(seed: int) -> Item:
+        arrays = {
+            "pixel_values": _noise(seed, 1, 3, 3, 56, 56),
+            "image_sizes": np.array([[40, 100]]),
+            "tile_grid": np.array([1, 2]),
+        }
+        # 4 x 4 of the whole; of 4 lines of 8 without the padding, 8 and an end each.
+        num = 16 + 4 * 9
+        return Item([IMG] * num, arrays, rows=np.arange(num, dtype=np.int32))
+
+    case = _plain(
+        "llava_next",
+        {"model_type": "llama"},
+        _vision("clip_vision_model", 56),
+        picture,
+        vision_feature_layer=-1,
+    )
+    base = type(case.model)
+
+    def merged(self: Any, input_ids: mx.array, pixels: Any = None, **kwargs: Any) -> Any:
+        if pixels is None:
+            return base.get_input_embeddings(self, input_ids, None)
+        embeds = np.array(self.language_model.model.embed_tokens(input_ids))
+        rows: list[np.ndarray] = []
+        for one in pixels:
+            *_, states = self.vision_tower(one.transpose(0, 2, 3, 1), output_hidden_states=True)
+            whole, left, right = np.array(self.multi_modal_projector(states[-1][:, 1:]))
+            rows += list(whole)
+            for line in range(4):
+                rows += [*left[4 * line : 4 * line + 4], *right[4 * line : 4 * line + 4]]
+                rows.append(np.array(self.image_newline))
+        embeds[0, np.array(input_ids)[0] == IMG] = np.stack(rows)
+        return package("base").InputEmbeddingsFeatures(inputs_embeds=mx.array(embeds))
+
+    case.model.__class__ = type(base.__name__, (base,), {"get_input_embeddings": merged})
+    return case
+
+
 def llava_bunny() -> Case:
     def picture(seed: int) -> Item:
         found = _square(seed, size=378, rows=729)
@@ -975,6 +1016,7 @@ CASES: dict[str, Callable[[], Case]] = {
         llava,
         idefics3,
         smolvlm,
+        llava_next,
         llava_bunny,
         pixtral,
         mistral3,
