@@ -253,16 +253,16 @@ def test_ids_that_are_all_given_out_begin_anew(overlap: bool) -> None:
 
 @OVERLAP
 def test_who_waits_while_ids_begin_anew_gets_new_ones(overlap: bool) -> None:
-    engine = make(overlap=overlap, max_num_seqs=1)
+    engine = make(overlap=overlap, max_num_seqs=1, policy="priority")
     engine.scheduler.kv.media_ids = MediaIds(num_ids=18)
     run(engine, asked("a", picture("a", 0)), asked("b", picture("b", 0)))
     # "c" takes the last ids, "d" makes all begin anew, and "e" is given those that "c" had.
-    requests = [asked(name, picture(name, 0)) for name in "cde"]
+    requests = [asked(name, picture(name, 0), priority=ord("e") - ord(name)) for name in "cde"]
     for each in requests:
         engine.scheduler.add(each)
     engine.run()
     check_outputs(engine, *requests)
-    assert [cached(each) for each in requests] == [[0], [3], [3]]
+    assert [cached(each) for each in requests] == [[3], [3], [0]]
 
 
 @OVERLAP
