@@ -37,6 +37,7 @@ from mlx_paged.core.encoder_cache import ScheduledMedia
 from mlx_paged.engine import memory
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.media import step_media
 from mlx_paged.engine.media.step_media import SequenceMedia, StepMediaBuilder, joined
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.runner import LaunchedStep
@@ -49,6 +50,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 # As in `test_interrupts.py`, and in `tests/core/test_encoder_cache.py`.
 NUM_INTERRUPTS = int(os.environ.get("MLX_PAGED_INTERRUPTS", "10"))
 NUM_REQUESTS = int(os.environ.get("MLX_PAGED_MEDIA_REQUESTS", "24"))
+BOUNDS = step_media._bounds
 
 
 @pytest.fixture(autouse=True)
@@ -69,10 +71,13 @@ def make(**options: Any) -> tuple[Engine, Any]:
     }
     engine = Engine(model, EngineConfig(**{**defaults, **options}))
     tower.calls.clear()
-    if not HAS_BOUNDS:
-        assert engine._runner.media is not None
-        engine._runner.media._bounds = lambda *_: None  # type: ignore[method-assign]
     return engine, tower
+
+
+@pytest.fixture(autouse=True)
+def bounds_where_plans_have_them(monkeypatch: Any) -> None:
+    if not HAS_BOUNDS:
+        monkeypatch.setattr(step_media, "_bounds", lambda *_: None)
 
 
 _answers: dict[tuple[Any, ...], list[int]] = {}
@@ -488,8 +493,9 @@ def _sequence(prompt: MediaPrompt, spans: list[MediaSpan]) -> CoreSequence:
     return sequence
 
 
-def test_rows_positions_and_bounds_of_random_steps() -> None:
+def test_rows_positions_and_bounds_of_random_steps(monkeypatch: Any) -> None:
     """Against a loop over all rows."""
+    monkeypatch.setattr(step_media, "_bounds", BOUNDS)
     rng = np.random.default_rng(1)
     sequences = []
     for number in range(4):

@@ -56,6 +56,8 @@ VLLM_FAMILIES = {
     "kv_cache_usage_perc": "gauge",
     "prefix_cache_queries": "counter",
     "prefix_cache_hits": "counter",
+    "mm_cache_queries": "counter",
+    "mm_cache_hits": "counter",
     "num_preemptions": "counter",
     "prompt_tokens": "counter",
     "generation_tokens": "counter",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -116,7 +116,8 @@ class StepMediaBuilder:
         self.store = FeatureStore(encode)
         self._uses_rope_positions = uses_rope_positions
         self._owners: tuple[CoreSequence, ...] = ()  # of the step before,
-        self._places: list[tuple[int, SequenceMedia]] = []  # those of them that have media,
+        self._media: list[SequenceMedia | None] = []  # theirs,
+        self._prompt_lens = np.zeros(0, dtype=np.int64)  # [num_seqs]; 0: it has no media,
         self._deltas = np.zeros(0, dtype=np.int64)  # [num_seqs], and their RoPE deltas
 
     def build(
@@ -141,84 +142,88 @@ class StepMediaBuilder:
             self.store.drop(output.media.evicted)
         if owners != self._owners:
             self._owners = owners
-            self._places = [(i, s.media) for i, s in enumerate(owners) if s.media is not None]
-            self._deltas = np.zeros(len(owners), dtype=np.int64)
-            for place, media in self._places:
-                self._deltas[place] = media.rope_delta
+            self._media = [s.media for s in owners]
+            known = [
+                (0, 0) if m is None else (m.num_prompt_tokens, m.rope_delta) for m in self._media
+            ]
+            self._prompt_lens, self._deltas = np.array(known, dtype=np.int64).T
         has_items = output.media is not None
-        if not self._places or not (has_items or self._uses_rope_positions):
+        if not (has_items or self._uses_rope_positions) or not self._prompt_lens.any():
             return None
         starts = context_lens - num_rows
-        first_rows = np.cumsum(num_rows) - num_rows
+        ends = np.cumsum(num_rows)
+        positions, deltas = starts, self._deltas
+        if ends[-1] > len(num_rows):  # (not only decodes)
+            positions = np.arange(ends[-1]) + np.repeat(starts - ends + num_rows, num_rows)
+            deltas = np.repeat(deltas, num_rows)
+        chunks = []
+        for place in np.flatnonzero(starts < self._prompt_lens).tolist():
+            media, start, count = self._media[place], int(starts[place]), int(num_rows[place])
+            assert media is not None
+            chunks.append(_Chunk(media, start, start + count, int(ends[place]) - count))
         rope = bounds = features = None
         if self._uses_rope_positions:
-            rope = self._rope_positions(starts, num_rows, first_rows)
+            rope = _rope_positions(positions + deltas, chunks)
         rows: IntArray = np.zeros(0, dtype=np.int32)
         if has_items:
-            rows, features = self._features(starts, num_rows, first_rows)
-            bounds = self._bounds(starts, num_rows, first_rows)
+            rows, features = self._features(chunks)
+            bounds = _bounds(positions, chunks)
         return StepMedia(rows, features, rope, bounds)
 
-    def _features(
-        self, starts: IntArray, num_rows: IntArray, first_rows: IntArray
-    ) -> tuple[IntArray, MediaFeatures | None]:
+    def _features(self, chunks: list[_Chunk]) -> tuple[IntArray, MediaFeatures | None]:
         rows: list[IntArray] = []
         parts: list[MediaFeatures] = []
-        for place, media in self._places:
-            start, count = int(starts[place]), int(num_rows[place])
-            for i in media.media.between(start, start + count):
+        for media, start, end, row in chunks:
+            for i in media.media.between(start, end):
                 features = self.store.features(media.keys[i], media.inputs[i])
-                begin, end = np.searchsorted(media.rows[i], (start, start + count)).tolist()
-                if begin < end:
-                    rows.append(media.rows[i][begin:end] - start + first_rows[place])
-                    parts.append(_slice(features, begin, end))
+                first, after = np.searchsorted(media.rows[i], (start, end)).tolist()
+                if first < after:
+                    rows.append(media.rows[i][first:after] - start + row)
+                    parts.append(_slice(features, first, after))
         if not rows:
             return np.zeros(0, dtype=np.int32), None
         return np.concatenate(rows).astype(np.int32), joined(parts)
 
-    def _positions(self, starts: IntArray, num_rows: IntArray, first_rows: IntArray) -> IntArray:
-        """``[T]`` position of each row in its sequence."""
-        total = int(num_rows.sum())
-        return np.arange(total) + np.repeat(starts - first_rows, num_rows)
-
-    def _rope_positions(
-        self, starts: IntArray, num_rows: IntArray, first_rows: IntArray
-    ) -> IntArray:
-        positions = self._positions(starts, num_rows, first_rows)
-        rope = np.empty((3, len(positions)), dtype=np.int32)
-        rope[:] = positions + np.repeat(self._deltas, num_rows)
-        for place, media in self._places:
-            start, row = int(starts[place]), int(first_rows[place])
-            end = min(start + int(num_rows[place]), media.num_prompt_tokens)
-            if start < end:
-                given = media.rope_positions
-                rope[:, row : row + end - start] = (
-                    np.arange(start, end) if given is None else given[:, start:end]
-                )
-        return rope
-
-    def _bounds(
-        self, starts: IntArray, num_rows: IntArray, first_rows: IntArray
-    ) -> IntArray | None:
-        """``[2, T]``: of a row in an atomic span that span's first and last position, of any other
-        row its own; None where no row is in such a span."""
-        bounds = None
-        for place, media in self._places:
-            start, row = int(starts[place]), int(first_rows[place])
-            end = start + int(num_rows[place])
-            for first, after in media.media.atomic:
-                if start < after and first < end:
-                    if bounds is None:
-                        positions = self._positions(starts, num_rows, first_rows)
-                        bounds = np.stack([positions, positions]).astype(np.int32)
-                    rows = slice(row + max(first, start) - start, row + min(after, end) - start)
-                    bounds[0, rows], bounds[1, rows] = first, after - 1
-        return bounds
-
     def forget(self) -> None:
         """Drops what is kept from step to step, and all features."""
-        self._owners, self._places = (), []
+        self._owners, self._media = (), []
         self.store.clear()
+
+
+class _Chunk(NamedTuple):
+    """A sequence's positions of its prompt in a step."""
+
+    media: SequenceMedia
+    start: int
+    end: int  # (may be beyond the prompt, where the sequence goes on after it lost its blocks)
+    row: int  # of the first position
+
+
+def _rope_positions(behind: IntArray, chunks: list[_Chunk]) -> IntArray:
+    """``[3, T]``: of a row of a prompt with media that prompt's, of any other one `behind`."""
+    rope = np.empty((3, len(behind)), dtype=np.int32)
+    rope[:] = behind
+    for media, start, end, row in chunks:
+        end = min(end, media.num_prompt_tokens)
+        given = media.rope_positions
+        rope[:, row : row + end - start] = (
+            np.arange(start, end) if given is None else given[:, start:end]
+        )
+    return rope
+
+
+def _bounds(positions: IntArray, chunks: list[_Chunk]) -> IntArray | None:
+    """``[2, T]``: of a row in an atomic span that span's first and last position, of any other row
+    its own; None where no row is in such a span."""
+    bounds = None
+    for media, start, end, row in chunks:
+        for first, after in media.media.atomic:
+            if start < after and first < end:
+                if bounds is None:
+                    bounds = np.stack([positions, positions]).astype(np.int32)
+                rows = slice(row + max(first, start) - start, row + min(after, end) - start)
+                bounds[0, rows], bounds[1, rows] = first, after - 1
+    return bounds
 
 
 def _slice(features: MediaFeatures, begin: int, end: int) -> MediaFeatures:
