@@ -350,7 +350,8 @@ def test_a_cancelled_caller_leaves_nothing_in_work(monkeypatch) -> None:
             ended.set()
 
     monkeypatch.setattr(loading, "read_url", read_url)
-    media = loading.MediaLoader(loading.MediaOptions())
+    # (It does not end by itself.)
+    media = loading.MediaLoader(loading.MediaOptions.of(media_limits={"fetch_timeout": 100_000}))
 
     async def main() -> None:
         source = MediaSource("image", "https://example.com/a.png", "part")
