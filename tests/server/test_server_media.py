@@ -28,7 +28,8 @@ def server() -> Iterator[RunningServer]:
     make = lambda: noting_async_engine(  # noqa: E731
         limit_mm_per_prompt={"image": 4},
         allowed_media_domains=["127.0.0.1"],
-        media_limits={"max_image_pixels": 100_000},
+        # (A download does not end by itself.)
+        media_limits={"max_image_pixels": 100_000, "fetch_timeout": 100_000},
     )
     with running(make_engine=make) as server:
         yield server
