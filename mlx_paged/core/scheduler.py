@@ -528,6 +528,8 @@ class Scheduler:
         """
         media, cache = seq.request.prompt_media, self.encoder_cache
         assert media is not None
+        if num_tokens <= 0:
+            return 0
         start = seq.num_scheduled_tokens
         end = outside(media.atomic, start + num_tokens)
         if end <= start < start + num_tokens:
@@ -622,10 +624,21 @@ class Scheduler:
             seq = self._first_to_admit(with_long=self._long_budget > 0)
             if seq is None:
                 return
-            if len(seq.tokens) > self._budget and not self.config.enable_chunked_prefill:
+            if not self.config.enable_chunked_prefill and not self._fits_whole(seq):
                 return  # it is not cut, so it waits for a step with room, and none overtakes it
             if not self._admit(seq):
                 return  # none overtakes a sequence that waits for memory
+
+    def _fits_whole(self, seq: Sequence) -> bool:
+        """Whether the step has the tokens of a whole prompt left, and may encode its items."""
+        if len(seq.tokens) > self._budget:
+            return False
+        media = seq.request.prompt_media
+        if media is None:
+            return True
+        items = range(len(media.spans))
+        self.encoder_cache.begin(self._step, self._committed_step)
+        return self.encoder_cache.num_affordable(media, items, whole=True) == len(items)
 
     def _first_to_admit(self, *, with_long: bool) -> Sequence | None:
         """The first waiting sequence for which nothing is being computed; parks those before it."""

@@ -316,6 +316,33 @@ def test_prompts_that_are_not_cut_have_all_their_pictures(overlap: bool) -> None
 
 
 @OVERLAP
+def test_prompts_that_are_not_cut_wait_for_the_tower_before_they_are_admitted(
+    overlap: bool,
+) -> None:
+    """Later there may be more decodes, which would leave too few tokens for a whole prompt."""
+    engine = make(
+        overlap=overlap, enable_chunked_prefill=False, max_num_batched_tokens=40, max_model_len=40,
+        max_num_encoder_tokens=1,
+    )  # fmt: skip
+    texts = [request(f"t{i}", [i, 7], max_tokens=30) for i in range(4)]
+    for each in texts:
+        engine.scheduler.add(each)
+    engine.step()
+    engine.step()
+    short = request("a", [P], media=[MediaSpan(0, 1, key("a"), 1)], max_tokens=30)
+    long = [
+        request(name, [ord(name)] * 31 + [P] * 4, media=[MediaSpan(31, 4, key(name), 4)])
+        for name in "bc"
+    ]
+    for each in (short, *long):
+        engine.scheduler.add(each)
+    engine.run()
+    check_outputs(engine, *texts, short, *long)
+    chunks = [n for i in range(len(engine.batches)) for name, n in rows(engine, i) if name in "bc"]
+    assert [n for n in chunks if n > 1] == [35, 35]
+
+
+@OVERLAP
 def test_features_of_a_step_that_failed_are_made_again(overlap: bool) -> None:
     engine = make(overlap=overlap, max_num_batched_tokens=8)
     each = asked("r", ("a", 20))

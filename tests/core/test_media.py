@@ -10,9 +10,18 @@ from typing import Any
 
 import pytest
 from support.fake_model import FakeEngine, contents
-from support.scheduling_helpers import OVERLAP, check_outputs, make, request, rows
+from support.scheduling_helpers import OVERLAP, Clock, check_outputs, make, request, rows
 
-from mlx_paged.core import MediaSpan, PrefixQuery, Request, Scheduler
+from mlx_paged.core import (
+    KVManager,
+    MediaSpan,
+    PrefixQuery,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    StateGroupSpec,
+    WindowGroupSpec,
+)
 from mlx_paged.core.media import (
     FIRST_MEDIA_ID,
     MediaIds,
@@ -252,6 +261,20 @@ def test_ids_that_are_all_given_out_begin_anew(overlap: bool) -> None:
 
 
 @OVERLAP
+def test_who_waits_while_ids_begin_anew_gets_new_ones(overlap: bool) -> None:
+    engine = make(overlap=overlap, max_num_seqs=1, policy="priority")
+    engine.scheduler.kv.media_ids = MediaIds(num_ids=18)
+    run(engine, asked("a", picture("a", 0)), asked("b", picture("b", 0)))
+    # "c" takes the last ids, "d" makes all begin anew, and "e" is given those that "c" had.
+    requests = [asked(name, picture(name, 0), priority=ord("e") - ord(name)) for name in "cde"]
+    for each in requests:
+        engine.scheduler.add(each)
+    engine.run()
+    check_outputs(engine, *requests)
+    assert [cached(each) for each in requests] == [[3], [3], [0]]
+
+
+@OVERLAP
 def test_answers_of_one_request_fork_a_prompt_that_ends_with_a_picture(overlap: bool) -> None:
     engine = make(overlap=overlap, encoder_cache_bytes=1)
     for atomic in (False, True):
@@ -370,7 +393,10 @@ def test_a_new_scheduler_names_the_pictures_anew() -> None:
         for seq in each.sequences:
             seq.status = type(seq.status).WAITING
     again.scheduler.restore([r for r in requests if not r.is_finished])
-    run(again, asked("new", picture("0", 0)), asked("strange", picture("someone else's", 0)))
+    new, strange = asked("new", picture("0", 0)), asked("strange", picture("someone else's", 0))
+    run(again, new, strange)
+    check_outputs(again, new, strange)
+    assert cached(new) == [10] and cached(strange)[0] <= 3
     for each in requests:
         tokens = list(each.sequences[0].tokens[each.num_prompt_tokens :])
         fresh = make()
@@ -385,3 +411,39 @@ def test_contents_differ_where_tokens_do_not() -> None:
     cat, dog = asked("a", picture("cat", 0)), asked("b", picture("dog", 0))
     assert cat.prompt_token_ids == dog.prompt_token_ids
     assert contents(cat) != contents(dog)
+
+
+@OVERLAP
+def test_an_atomic_picture_in_a_model_with_windows(overlap: bool) -> None:
+    """Its window blocks are taken at once, so a pool that never has as many refuses it."""
+    window = WindowGroupSpec(1 + 6, 5, lambda position: max(0, position - 4))
+    kv = KVManager(40, 4, windows=[window])
+    assert kv.most_atomic_tokens() == (6 - 2 - 1) * 4
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, watermark=0.0)
+    engine = FakeEngine(Scheduler(config, kv, clock=Clock()), overlap=overlap)
+    with pytest.raises(InvalidParameterError, match=r"12 positions.*sliding windows"):
+        engine.scheduler.add(asked("large", picture("cat", 0, 13, is_atomic=True)))
+    requests = [
+        asked(f"{i}", picture(f"{i % 2}", 0, 12, is_atomic=True), before=i, max_tokens=9)
+        for i in range(5)
+    ]
+    run(engine, *requests)
+    check_outputs(engine, *requests)
+
+
+def test_snapshots_are_not_taken_inside_of_atomic_pictures() -> None:
+    """Nobody could continue there; and a chunk that ended there would cut the picture."""
+    kv = KVManager(60, 4, states=StateGroupSpec(40))
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, watermark=0.0)
+    engine = FakeEngine(Scheduler(config, kv, clock=Clock()))
+    requests = [
+        asked(f"{i}", picture("cat", 0, 11, is_atomic=True), before=before, after=(5, i), n=1)
+        for i, before in enumerate((2, 2, 2, 6, 6))
+    ]
+    for each in requests:
+        run(engine, each)
+    check_outputs(engine, *requests)
+    snapshots = [node.depth * 4 for node in kv.tree.nodes() if node.blocks[1]]
+    # Behind two tokens all ends of blocks are in the picture; behind six, one is in front of it.
+    assert set(snapshots) == {4}
+    assert [cached(each)[0] for each in requests] == [0, 0, 0, 0, 4]

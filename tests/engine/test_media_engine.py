@@ -13,7 +13,15 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from support.fake_vlm import PLACEHOLDER, Picture, Prepared, dense_answer, fake_vlm, prepared
+from support.fake_vlm import (
+    HAS_BOUNDS,
+    PLACEHOLDER,
+    Picture,
+    Prepared,
+    dense_answer,
+    fake_vlm,
+    prepared,
+)
 from support.interrupts import Interrupter
 from support.models import embedded_twin
 
@@ -61,6 +69,9 @@ def make(**options: Any) -> tuple[Engine, Any]:
     }
     engine = Engine(model, EngineConfig(**{**defaults, **options}))
     tower.calls.clear()
+    if not HAS_BOUNDS:
+        assert engine._runner.media is not None
+        engine._runner.media._bounds = lambda *_: None  # type: ignore[method-assign]
     return engine, tower
 
 
@@ -69,7 +80,8 @@ _answers: dict[tuple[Any, ...], list[int]] = {}
 
 def expected(prompt: Prepared, num_tokens: int = 6) -> list[int]:
     """`dense_answer`, computed once for each prompt."""
-    known = (tuple(prompt.token_ids), tuple(p.key for p in prompt.pictures), num_tokens)
+    pictures = tuple((p.key, p.is_atomic) for p in prompt.pictures)
+    known = (tuple(prompt.token_ids), pictures, num_tokens)
     if known not in _answers:
         _answers[known] = dense_answer(prompt, num_tokens)
     return _answers[known]
@@ -299,6 +311,52 @@ def test_steps_that_fail_and_run_in_parts(overlap: bool, fault: str, monkeypatch
     assert fault != "memory" or 11 in sizes, "an atomic picture has 11 rows"
 
 
+def test_features_of_steps_that_failed_are_not_trusted(monkeypatch: Any) -> None:
+    """They were to be made by the step's own graph."""
+    engine, tower = make()
+    runner, forward, failed = engine._runner, engine._runner.model.forward, []
+    assert runner.media is not None
+    store = runner.media.store
+
+    def fails(*args: Any) -> mx.array:
+        if not failed:
+            assert len(store) == 1, "encoded before the forward"
+            failed.append("build")
+            raise RuntimeError("injected")
+        return forward(*args)
+
+    def read(launched: LaunchedStep) -> Any:
+        if len(failed) == 1:
+            failed.append("read")
+            raise RuntimeError("injected")
+        return type(runner).read(launched)
+
+    abandon = runner.abandon
+
+    def abandoned(launched: LaunchedStep) -> None:
+        assert len(store) == 1
+        abandon(launched)
+        assert len(store) == 0
+
+    monkeypatch.setattr(runner.model, "forward", fails)
+    monkeypatch.setattr(runner, "read", read)
+    monkeypatch.setattr(runner, "abandon", abandoned)
+    prompt = prepared([3, 4, 5], Picture(1, 12), [9, 8])
+    add(engine, "r", prompt)
+    finish(engine)
+    # (In the step that could not be built, in the one that could not be read, and at last.)
+    assert failed == ["build", "read"] and len(tower.calls) == 3
+
+
+def test_sizes_of_features_are_the_arrays() -> None:
+    engine, _ = make()
+    book = engine._scheduler.encoder_cache
+    book._bytes_per_row = 1  # whatever it was taken for
+    check(run(engine, mixed()[:3]), mixed()[:3])
+    stats = engine.stats().encoder_cache
+    assert stats.num_bytes == stats.max_bytes == 2 * 20 * 64 * 4 and book._bytes_per_row == 64 * 4
+
+
 @OVERLAP
 def test_nans_of_a_tower_are_not_kept(overlap: bool, monkeypatch: Any) -> None:
     engine, tower = make(async_scheduling=overlap)
@@ -376,6 +434,7 @@ def _spoiled(**changes: Any) -> Prepared:
         (_spoiled(prompt={"token_ids": [1, 2]}), "media"),
         (_spoiled(spans=()), "media.spans"),
         (_spoiled(spans=[]), "media"),
+        (_spoiled(spans=("a span",)), "media.spans"),
         (_spoiled(prompt={"inputs": []}), "media.spans"),
         (_spoiled(span={"offset": 2}), "media.spans"),
         (_spoiled(span={"num_rows": 3}), "media.spans"),

@@ -7,12 +7,14 @@ whole prompt at once, with the rows' embeddings in place.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
@@ -20,6 +22,7 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models import llama as llama_of_mlx_lm
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_tokenizer
 
@@ -29,12 +32,15 @@ from mlx_paged.model.loader import LoadedModel
 from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaPrompt, Span
 from mlx_paged.model.media_families import MediaFamily
 from mlx_paged.model.multimodal import MultiModalModel
+from mlx_paged.model.plan import build_plan
 from support.models import VOCAB_SIZE, tiny_config, tiny_model
 
 PLACEHOLDER = VOCAB_SIZE - 1
 CONFIG = tiny_config("llama", num_hidden_layers=2)
 HIDDEN = CONFIG["hidden_size"]
 NUM_PIXELS = 6
+# Whether positions of atomic pictures see each other; otherwise they are causal, but not cut.
+HAS_BOUNDS = "bounds" in inspect.signature(build_plan).parameters
 
 
 class _Language(nn.Module):
@@ -188,7 +194,14 @@ def dense_answer(prompt: Prepared, num_tokens: int) -> list[int]:
         embeds[0, mx.array(span.rows)] = found.embeds
     cache = [KVCache() for _ in llama.layers]
     answer: list[int] = []
-    logits = llama(tokens, cache, embeds)
+    positions = np.arange(len(prompt.token_ids))
+    visible = positions <= positions[:, None]
+    for span in prompt.spans:
+        if span.is_atomic and HAS_BOUNDS:
+            visible[span.offset : span.end, span.offset : span.end] = True
+    mask = mx.array(visible)
+    with mock.patch.object(llama_of_mlx_lm, "create_attention_mask", lambda *_, **__: mask):
+        logits = llama(tokens, cache, embeds)
     while len(answer) < num_tokens:
         answer.append(int(mx.argmax(logits[0, -1]).item()))
         logits = llama(mx.array([[answer[-1]]]), cache)

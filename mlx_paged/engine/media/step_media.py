@@ -79,6 +79,8 @@ def check_prepared(media: Any, token_ids: Sequence[int], kinds: Sequence[str], r
         expected = f"{len(prompt.spans)} spans, one for each item of its prompt"
         raise InvalidParameterError("media.spans", expected, spans)
     for span, place, inputs in zip(spans, prompt.spans, prompt.inputs):
+        if not isinstance(span, MediaSpan):
+            raise InvalidParameterError("media.spans", "a tuple of MediaSpan", span)
         if inputs.kind not in kinds:
             takes = " or ".join(kinds)
             raise InvalidParameterError("media", f"{takes}, which the model takes,", inputs.kind)
