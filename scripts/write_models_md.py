@@ -1,4 +1,4 @@
-"""Runs every model module of mlx-lm against its dense cache; writes docs/models.md's tables.
+"""Runs every proven family against mlx-lm's or mlx-vlm's own code; writes docs/models.md's tables.
 
     python scripts/write_models_md.py
 
@@ -24,6 +24,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 from mlx_paged import ops
 from mlx_paged.model.families import MLX_LM_VERSION, PROVEN, REFUSED
 from mlx_paged.model.layout import CacheLayout, StateSpec, UnusedSpec
+from mlx_paged.model.media_families import MEDIA_FAMILIES, MEDIA_REFUSED, MLX_VLM_VERSION
 from mlx_paged.model.wrap import serve
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,9 +32,12 @@ PAGE = ROOT / "docs/models.md"
 BEGIN, END = "<!-- {}: written by scripts/write_models_md.py -->", "<!-- {}: end -->"
 
 
+# Families whose processor is the class of another, with the same settings.
+SAME_PROCESSOR = {"qwen3_vl_moe": "qwen3_vl", "qwen3_5_moe": "qwen3_5"}
+
+
 def run(module: str) -> dict[str, Any]:
     """One family: its layout, how its attention was called, and the difference."""
-    sys.path.insert(0, str(ROOT / "tests"))
     from support.family_configs import VOCAB_SIZE, config_of
     from support.metal_stand_ins import standing_in
     from support.parity import Driver, family_model, relative_difference
@@ -110,6 +114,43 @@ def aliases_table() -> str:
     return ", ".join(names) + "."
 
 
+def media_table() -> str:
+    """A row for each multimodal family."""
+    from support.media_checkpoints import CHECKPOINTS, PROCESSORS
+    from support.media_models import CASES, vary
+    from support.media_parity import differences
+
+    lines = [
+        "| family | takes | how it runs | text | pictures | sounds | processor |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, family in sorted(MEDIA_FAMILIES.items()):
+        case = CASES[name]()
+        vary(case.model)
+        found = differences(case)
+        sounds = [d for kind, d in found.items() if "sound" in kind]
+        pictures = [d for kind, d in found.items() if "picture" in kind and "sound" not in kind]
+        cells = [
+            name,
+            ", ".join(family.kinds),
+            str(family.mode),
+            *(
+                f"{max(each):.0e}" if each else ""
+                for each in ([found["text"]] if "text" in found else [], pictures, sounds)
+            ),
+            "proven" if name in {*CHECKPOINTS, *PROCESSORS, *SAME_PROCESSOR} else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
+def media_refused_table() -> str:
+    """A row for each multimodal family that is refused."""
+    rows = [f"| {module} | {reason} |" for module, reason in sorted(MEDIA_REFUSED.items())]
+    return "\n".join(["| family | why |", "|---|---|", *rows])
+
+
 def replace(page: str, name: str, text: str) -> str:
     """The page with what is between two marks replaced."""
     begin, end = BEGIN.format(name), END.format(name)
@@ -119,10 +160,13 @@ def replace(page: str, name: str, text: str) -> str:
 
 def main() -> None:
     """Writes the tables."""
+    sys.path.insert(0, str(ROOT / "tests"))
     page = PAGE.read_text()
     page = replace(page, "proven", f"mlx-lm {MLX_LM_VERSION}.\n\n{proven_table()}")
     page = replace(page, "refused", refused_table())
     page = replace(page, "aliases", aliases_table())
+    page = replace(page, "media", f"mlx-vlm {MLX_VLM_VERSION}.\n\n{media_table()}")
+    page = replace(page, "media refused", media_refused_table())
     PAGE.write_text(page)
 
 

@@ -186,8 +186,9 @@ def _load_multimodal(
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any], MediaModel]:
     config = json.loads((path / "config.json").read_text())
     model, processor = load_mlx_vlm(path, family, str(config["model_type"]))
-    media = MediaModel(processor, model.vlm.config, family)
-    text = getattr(model.vlm.config, "text_config", model.vlm.config)
+    inner_config = getattr(model.vlm.config, "thinker_config", model.vlm.config)
+    media = MediaModel(processor, inner_config, family)
+    text = inner_config if hasattr(inner_config, "vocab_size") else inner_config.text_config
     if not has_vocab_size(config):  # (configs leave out what their library takes by default)
         config["vocab_size"] = int(text.vocab_size)
     inner = config.get("text_config")

@@ -201,4 +201,4 @@ def package_of(config: Mapping[str, Any]) -> str | None:
 
 
 # Multimodal families whose configs have no section of their own for a tower.
-_WITHOUT_SECTIONS: frozenset[str] = frozenset()
+_WITHOUT_SECTIONS = frozenset(("llava_bunny", "minicpmo", "molmo", "phi3_v", "qwen3_omni_moe"))

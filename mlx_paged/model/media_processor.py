@@ -13,7 +13,7 @@ import inspect
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,14 @@ def _gemma3_marker(processor: Any, kind: Kind, index: int) -> str:
     return str(processor.boi_token)
 
 
+def _phi3_marker(processor: Any, kind: Kind, index: int) -> str:
+    return f"<|image_{index}|>"
+
+
+def _negative(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
+    return np.flatnonzero(np.array(tokens) < 0)
+
+
 def _qwen3_marker(processor: Any, kind: Kind, index: int) -> str:
     if kind == "video":  # frames with their times take the place of all three
         return f"{processor.vision_start_token}{processor.video_token}{processor.vision_end_token}"
@@ -56,7 +64,7 @@ def _qwen3_marker(processor: Any, kind: Kind, index: int) -> str:
 def _call_processor(
     processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    given: dict[str, Any] = {"text": [marker], **options}
+    given: dict[str, Any] = {"text": [marker], "return_tensors": "np", **options}
     if kind == "image":
         given["images"] = [item]
     elif kind == "video":
@@ -70,6 +78,63 @@ def _call_processor(
     return processor(**given)
 
 
+def _call_omni(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    if kind == "audio":  # (it needs the mask, and would pad to half a minute)
+        options = {"padding": True, "return_attention_mask": True, **options}
+    elif kind == "video":
+        options = {"fps": float(item.fps), **options}
+    return _call_processor(processor, kind, marker, item, options)
+
+
+def _minicpmo_marker(processor: Any, kind: Kind, index: int) -> str:
+    return f"<{kind}>./</{kind}>"
+
+
+def _in_bounds(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
+    """Rows between the marks of MiniCPM-o, of a picture's slices or of a sound."""
+    found = [
+        np.arange(begin, end)
+        for name in ("image_bound", "audio_bounds")
+        for begin, end in np.array(arrays[name][0]).reshape(-1, 2)
+    ]
+    return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
+
+def _call_deepseek(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    output = dict(processor(text=marker, images=[item], **options))
+    output["pixel_values"] = output.pop("images")
+    for name in ("sft_format", "seq_lens"):
+        output.pop(name, None)
+    return output
+
+
+def _call_molmo(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    # (It puts the picture's tokens before the text, whatever that says.)
+    return processor(text=[marker.replace(_MOLMO, "", 1)], images=[item], **options)
+
+
+_MOLMO = "<|image|>"
+
+
+def _indexed(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
+    places = np.array(arrays["image_input_idx"]).reshape(-1)
+    return np.unique(places[places >= 0])
+
+
+def _call_bunny(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    [pixels] = processor.image_processor.preprocess(images=[item], **options)
+    # (The model puts 729 rows in the place of one placeholder by itself.)
+    return {"input_ids": [-200], "pixel_values": np.array(pixels, dtype=np.float32)[None]}
+
+
 @dataclass(frozen=True)
 class _Recipe:
     """How a family's processor is used.
@@ -80,16 +145,33 @@ class _Recipe:
         text: What the processor writes for a placeholder, where it makes one text of all and
             tokens join across the borders; None: tokens take a placeholder's place.
         rows: Finds the rows among the processor's tokens; None: they have the placeholder's id.
+        takes_text: The processor makes the tokens of the whole prompt, which holds one item.
+        adds_start: The processor begins prompts with the start token, whatever the tokenizer does.
+        most: Items of a prompt.
     """
 
     marker: Callable[[Any, Kind, int], str] = _attribute_marker
     call: _Call = _call_processor
     text: Callable[[Any, Kind], str] | None = None
     rows: Callable[[Sequence[int], Mapping[str, Any]], np.ndarray] | None = None
+    takes_text: bool = False
+    adds_start: bool = False
+    most: int | None = None
 
 
 _RECIPES: dict[str, _Recipe] = {
     "gemma3": _Recipe(_gemma3_marker, text=lambda processor, kind: processor.full_image_sequence),
+    "gemma3n": _Recipe(
+        text=lambda processor, kind: getattr(processor, f"full_{kind}_sequence"),
+    ),
+    "phi3_v": _Recipe(_phi3_marker, rows=_negative),
+    "qwen3_omni_moe": _Recipe(call=_call_omni),
+    "minicpmo": _Recipe(_minicpmo_marker, rows=_in_bounds),
+    # (Its processor cuts pictures into tiles where a prompt has no more than two.)
+    "deepseek_vl_v2": _Recipe(call=_call_deepseek, adds_start=True, most=2),
+    "llava_bunny": _Recipe(lambda *_: "<image>", _call_bunny, rows=lambda *_: np.arange(729)),
+    "molmo": _Recipe(lambda *_: _MOLMO, _call_molmo, rows=_indexed, takes_text=True),
+    "paligemma": _Recipe(takes_text=True),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _Recipe(_qwen3_marker)),
 }
 # Names of a placeholder's id in configs.
@@ -241,7 +323,15 @@ class MediaModel:
                     f"the prompt has placeholders for {counts[kind]} {_PLURAL[kind]} but there are "
                     f"{len(given[kind])}"
                 )
-        items = {kind: iter(found) for kind, found in given.items()}
+        items: dict[Kind, Iterator[Any]] = {kind: iter(given[kind]) for kind in KINDS}
+        most = 1 if self._recipe.takes_text else self._recipe.most
+        if most is not None and len(places) > most:
+            raise ValueError(
+                f"the model takes at most {most} {_PLURAL[places[0][2]]} a prompt but got "
+                f"{len(places)}"
+            )
+        if self._recipe.takes_text and places:
+            return self._whole(text, places[0][2], items)
         expanded = [(kind, self._expand(kind, next(items[kind]))) for _, _, kind in places]
         if self._recipe.text is not None:
             tokens, offsets = self._with_texts(text, places, expanded)
@@ -251,10 +341,6 @@ class MediaModel:
         for offset, (kind, item) in zip(offsets, expanded):
             length = int(item.rows[-1] - item.rows[0]) + 1
             rows = offset + item.rows - item.rows[0]
-            if self.family.sees_whole_prompt:
-                if len(expanded) > 1:
-                    raise ValueError(f"the model takes one {kind} a prompt but got {len(expanded)}")
-                offset, length = 0, len(tokens)
             spans.append(Span(offset, length, rows.astype(np.int32), kind))
             inputs.append(item.inputs)
         result = MediaPrompt(tokens, spans, inputs)
@@ -262,6 +348,15 @@ class MediaModel:
             return result
         positions, delta = rope_positions(len(tokens), self._grids(spans, inputs))
         return replace(result, rope_positions=positions, rope_delta=delta)
+
+    def _whole(self, text: str, kind: Kind, items: Mapping[Kind, Iterator[Any]]) -> MediaPrompt:
+        """A prompt whose tokens the processor makes, with its only item."""
+        item = self._expand(kind, next(items[kind]), marker=text).inputs
+        tokens = item.token_ids.tolist()
+        first, length = int(item.rows[0]), int(item.rows[-1] - item.rows[0]) + 1
+        if self.family.sees_whole_prompt:
+            first, length = 0, len(tokens)
+        return MediaPrompt(tokens, [Span(first, length, item.rows, kind)], [item])
 
     # Text.
 
@@ -271,7 +366,7 @@ class MediaModel:
         return getattr(self._processor, "tokenizer", self._processor)
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        for processor in (self._processor, self.tokenizer):
+        for processor in (self.tokenizer, self._processor):
             if getattr(processor, "chat_template", None):
                 return processor.apply_chat_template(
                     [dict(message) for message in messages],
@@ -284,7 +379,10 @@ class MediaModel:
         tokenizer = self.tokenizer
         start = getattr(tokenizer, "bos_token", None)
         special = begins and not (start and text.startswith(start))
-        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+        tokens = list(tokenizer(text, add_special_tokens=special)["input_ids"])
+        if begins and self._recipe.adds_start and tokens[:1] != [tokenizer.bos_token_id]:
+            tokens.insert(0, tokenizer.bos_token_id)
+        return tokens
 
     def _places(self, text: str, given: Mapping[str, list[Any]]) -> list[tuple[int, int, Kind]]:
         """Begin and end of each placeholder in a text, and what it stands for."""
@@ -360,10 +458,10 @@ class MediaModel:
 
     # Items.
 
-    def _expand(self, kind: Kind, item: Any) -> _Expanded:
-        """Runs the processor for one item and its placeholder alone."""
-        marker = self.placeholder(kind)
-        output = self._recipe.call(self._processor, kind, marker, item, self.options)
+    def _expand(self, kind: Kind, item: Any, *, marker: str | None = None) -> _Expanded:
+        """Runs the processor for one item and its placeholder alone, or another text with it."""
+        text = self.placeholder(kind) if marker is None else marker
+        output = self._recipe.call(self._processor, kind, text, item, self.options)
         made = _one_row(output["input_ids"])
         arrays = {
             name: _as_numpy(value)
@@ -378,8 +476,13 @@ class MediaModel:
             raise ValueError(f"the processor made no rows of this {kind}")
         rows = rows.astype(np.int32)
         inputs = MediaInputs(kind, arrays, np.array(made, dtype=np.int32), rows)
+        if rows[-1] >= len(made):  # (those that the model makes of its tokens)
+            return _Expanded([0] * len(rows), rows, inputs)
         before, after = self._special()
         tokens = made
+        start = getattr(self.tokenizer, "bos_token_id", None)
+        if not before and start is not None and tokens[0] == start:
+            before = [start]  # (some processors add it by themselves)
         if before and tokens[: len(before)] == before:
             tokens, rows = tokens[len(before) :], rows - len(before)
         if after and tokens[-len(after) :] == after:
@@ -419,9 +522,11 @@ class MediaModel:
         return grids
 
     def _positions_of_frame(self, item: MediaInputs) -> float:
-        """Positions in time that a frame lasts (Qwen2.5-VL's rule; 1 where there is none)."""
-        a_second = getattr(self._config.vision_config, "tokens_per_second", None)
-        seconds = item.arrays.get("second_per_grid_ts")
+        """Positions in time that a frame lasts (of Qwen 2.5 VL and Omni; 1 where there is none)."""
+        a_second = getattr(self._config, "position_id_per_seconds", None) or getattr(
+            self._config.vision_config, "tokens_per_second", None
+        )
+        seconds = item.arrays.get("second_per_grid_ts", item.arrays.get("video_second_per_grid"))
         if item.kind != "video" or not a_second or seconds is None:
             return 1.0
         return float(a_second) * float(np.array(seconds).reshape(-1)[0])

@@ -8,7 +8,9 @@ argument, and never kept on a module: mlx-vlm keeps the RoPE state of one reques
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -237,13 +239,13 @@ def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalMo
     Raises:
         ModelLoadError: mlx-vlm has no processor for its files.
     """
-    from mlx_vlm.utils import load_image_processor, load_model, load_processor
+    from mlx_vlm.utils import load_model
 
     vlm = load_model(path)
     try:
-        # (mlx-vlm's default is to run code that comes with a checkpoint.)
-        processor = load_processor(path, add_detokenizer=False, trust_remote_code=False)
-        image_processor = load_image_processor(path)
+        # (Some processors print what they do, which is no output of ours.)
+        with contextlib.redirect_stdout(sys.stderr):
+            return MultiModalModel(vlm, family, model_type), _processor(path)
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error).strip().splitlines()
         raise ModelLoadError(
@@ -251,6 +253,14 @@ def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalMo
             f"mlx-vlm could not make a processor of its files ({type(error).__name__}: "
             f"{reason[0] if reason else ''})",
         ) from error
+
+
+def _processor(path: Path) -> Any:
+    from mlx_vlm.utils import load_image_processor, load_processor
+
+    # (mlx-vlm's default is to run code that comes with a checkpoint.)
+    processor = load_processor(path, add_detokenizer=False, trust_remote_code=False)
+    image_processor = load_image_processor(path)
     if image_processor is not None:
         processor.image_processor = image_processor
-    return MultiModalModel(vlm, family, model_type), processor
+    return processor

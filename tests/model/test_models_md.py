@@ -13,6 +13,7 @@ import pytest
 
 from mlx_paged import SamplingParams
 from mlx_paged.model.families import MLX_LM_VERSION, PROVEN, REFUSED, unregister_family
+from mlx_paged.model.media_families import MEDIA_FAMILIES, MEDIA_REFUSED, MLX_VLM_VERSION
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/models.md").read_text()
 
@@ -39,6 +40,19 @@ def test_every_proven_family_is_in_the_table_as_it_runs() -> None:
 
 def test_every_refused_family_is_in_the_table_with_its_reason() -> None:
     assert dict(rows("refused")) == REFUSED
+
+
+def test_every_multimodal_family_is_in_its_table() -> None:
+    assert f"mlx-vlm {MLX_VLM_VERSION}." in PAGE
+    table = {row[0]: row for row in rows("media")}
+    assert {name: (row[1], row[2]) for name, row in table.items()} == {
+        name: (", ".join(family.kinds), str(family.mode)) for name, family in MEDIA_FAMILIES.items()
+    }
+    for name, row in table.items():
+        differences = [float(cell) for cell in row[3:6] if cell]
+        assert max(differences) < 1e-5, name
+        assert bool(row[5]) == ("audio" in MEDIA_FAMILIES[name].kinds)
+    assert dict(rows("media refused")) == MEDIA_REFUSED
 
 
 def test_the_example_of_a_custom_family_runs(caplog: pytest.LogCaptureFixture) -> None:

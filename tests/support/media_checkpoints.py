@@ -19,6 +19,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from mlx_paged.model.media_families import package_of
 from support.media_models import package, vary
 
 TEMPLATE = (
@@ -51,8 +52,8 @@ class Checkpoint:
     named: dict[str, str] = field(default_factory=dict)
 
 
-def write(path: Path, checkpoint: Checkpoint, *, seed: int = 0) -> Path:
-    """Writes a checkpoint with random weights."""
+def write(path: Path, checkpoint: Checkpoint, *, seed: int = 0, weights: bool = True) -> Path:
+    """Writes a checkpoint with random weights, or one of a processor only."""
     path.mkdir(parents=True, exist_ok=True)
     ids = write_tokenizer(path, checkpoint)
     config = checkpoint.config(ids)
@@ -64,14 +65,16 @@ def write(path: Path, checkpoint: Checkpoint, *, seed: int = 0) -> Path:
         (path / name).write_text(json.dumps(content))
     # Packages write defaults into what they are given.
     config = json.loads(json.dumps(config))
-    m = package(config["model_type"])
+    if not weights:
+        return path
+    m = package(package_of(config) or "")
     built = m.ModelConfig.from_dict(config)
     from mlx_vlm.utils import update_module_configs
 
     parts = ["text", "vision", "perceiver", "projector", "audio"]
     model = vary(m.Model(update_module_configs(built, m, config, parts)), seed)
-    weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
+    arrays = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(path / "model.safetensors"), arrays, {"format": "mlx"})
     return path
 
 
@@ -331,7 +334,637 @@ def qwen3_vl() -> Checkpoint:
     return _qwen("qwen3_vl", text, vision, 16, flat=False)
 
 
+def qwen3_5() -> Checkpoint:
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [],
+    }
+    text = {
+        "model_type": "qwen3_5_text",
+        "head_dim": 16,
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 1,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 2,
+        "rope_parameters": {
+            "type": "default",
+            "mrope_section": [1, 1, 0],
+            "rope_theta": 10000,
+            "partial_rotary_factor": 0.25,
+        },
+    }
+    return _qwen("qwen3_5", text, vision, 16, flat=False)
+
+
+def _mistral(name: str, *, merge: int) -> Checkpoint:
+    text = {"model_type": "mistral", **_TEXT, "head_dim": 16, "rope_theta": 10000.0}
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": name,
+            "image_token_index": ids["[IMG]"],
+            "text_config": {**text, "rope_parameters": {"rope_theta": 10000.0}},
+            "vision_config": {**_SIGLIP, "model_type": "pixtral", "head_dim": 8}
+            | {"image_size": 112, "rope_theta": 10000.0},
+            "vocab_size": _VOCAB,
+            "spatial_merge_size": merge,
+        },
+        special=["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+        marks={"image": "[IMG]"},
+        processor={
+            "image_processor_type": "PixtralImageProcessor",
+            "processor_class": "PixtralProcessor",
+            "size": {"longest_edge": 112},
+            "patch_size": {"height": 14, "width": 14},
+            **_NORMALIZED,
+        },
+        more={
+            "processor_config.json": {
+                "processor_class": "PixtralProcessor",
+                "patch_size": 14,
+                "spatial_merge_size": merge,
+            }
+        },
+    )
+
+
+def pixtral() -> Checkpoint:
+    return _mistral("pixtral", merge=1)
+
+
+def mistral3() -> Checkpoint:
+    return _mistral("mistral3", merge=2)
+
+
+def paligemma() -> Checkpoint:
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "paligemma",
+            "image_token_index": ids["<image>"],
+            "text_config": {"model_type": "gemma", **_TEXT, "head_dim": 16},
+            "vision_config": {"model_type": "siglip_vision_model", **_SIGLIP, "projection_dim": 32},
+            "hidden_size": 32,
+            "pad_token_id": ids["<pad>"],
+            "vocab_size": _VOCAB,
+        },
+        special=["<image>", "<bos>"],
+        marks={"image": "<image>"},
+        processor={
+            "image_processor_type": "SiglipImageProcessor",
+            "processor_class": "PaliGemmaProcessor",
+            "size": {"height": 56, "width": 56},
+            "image_seq_length": 16,
+            **_NORMALIZED,
+        },
+        named={"image_token": "<image>", "bos_token": "<bos>"},
+    )
+
+
+def gemma4() -> Checkpoint:
+    special = ["<|image|>", "<|boi|>", "<|eoi|>", "<|audio|>", "<|boa|>", "<|eoa|>", "<|video|>"]
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "gemma4",
+            "image_token_id": ids["<|image|>"],
+            "audio_token_id": ids["<|audio|>"],
+            "video_token_id": ids["<|video|>"],
+            "text_config": {
+                "model_type": "gemma4_text",
+                **_TEXT,
+                "head_dim": 16,
+                "global_head_dim": 16,
+                "vocab_size_per_layer_input": _VOCAB,
+                "hidden_size_per_layer_input": 8,
+                "num_kv_shared_layers": 0,
+                "sliding_window": 64,
+                "sliding_window_pattern": 2,
+                "use_bidirectional_attention": None,
+            },
+            "vision_config": {
+                "model_type": "gemma4_vision",
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "intermediate_size": 24,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "patch_size": 16,
+                "pooling_kernel_size": 3,
+                "default_output_length": 70,
+                "position_embedding_size": 64,
+            },
+            "audio_config": {
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "subsampling_conv_channels": [8, 4],
+                "output_proj_dims": 16,
+            },
+            "hidden_size": 32,
+            "vocab_size": _VOCAB,
+        },
+        special=special,
+        marks={"image": "<|image|>", "audio": "<|audio|>", "video": "<|video|>"},
+        processor={
+            "image_processor_type": "Gemma4ImageProcessor",
+            "processor_class": "Gemma4Processor",
+            "patch_size": 16,
+            "max_soft_tokens": 70,
+            "pooling_kernel_size": 3,
+        },
+        more={
+            "processor_config.json": {
+                "processor_class": "Gemma4Processor",
+                "image_processor": {"max_soft_tokens": 70},
+                "feature_extractor": {
+                    "feature_extractor_type": "Gemma4AudioFeatureExtractor",
+                    "sampling_rate": 16000,
+                },
+            }
+        },
+        named={
+            "image_token": "<|image|>",
+            "boi_token": "<|boi|>",
+            "eoi_token": "<|eoi|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|boa|>",
+            "eoa_token": "<|eoa|>",
+        },
+    )
+
+
+def kimi_vl() -> Checkpoint:
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "kimi_vl",
+            "media_placeholder_token_id": ids["<|media_pad|>"],
+            "text_config": {
+                "model_type": "deepseek_v3",
+                **_TEXT,
+                "num_key_value_heads": 2,
+                "moe_intermediate_size": 16,
+                "n_shared_experts": 1,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "kv_lora_rank": 16,
+                "q_lora_rank": None,
+                "qk_rope_head_dim": 16,
+                "v_head_dim": 16,
+                "qk_nope_head_dim": 16,
+                "n_group": 1,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+            },
+            "vision_config": {
+                "model_type": "moonvit",
+                "depth": 1,
+                "hidden_size": 16,
+                "embed_dim": 16,
+                "num_heads": 2,
+                "intermediate_size": 24,
+                "patch_size": 14,
+                "init_pos_emb_height": 8,
+                "init_pos_emb_width": 8,
+            },
+            "vocab_size": _VOCAB,
+        },
+        special=["<|media_pad|>", "<|media_start|>", "<|media_end|>"],
+        marks={"image": "<|media_start|><|media_pad|><|media_end|>"},
+        processor={"image_processor_type": "KimiVLImageProcessor", "patch_size": 14},
+    )
+
+
+def glm4v() -> Checkpoint:
+    special = ["<|begin_of_image|>", "<|image|>", "<|end_of_image|>"]
+    special += ["<|begin_of_video|>", "<|video|>", "<|end_of_video|>"]
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "glm4v",
+            "image_token_id": ids["<|image|>"],
+            "video_token_id": ids["<|video|>"],
+            "image_token_index": ids["<|image|>"],
+            "video_token_index": ids["<|video|>"],
+            "vision_start_token_id": ids["<|begin_of_image|>"],
+            "vision_end_token_id": ids["<|end_of_image|>"],
+            "vocab_size": _VOCAB,
+            "text_config": {
+                "model_type": "glm4v_text",
+                **_TEXT,
+                "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+                "pad_token_id": 0,
+                "eos_token_id": [ids["<|im_end|>"]],
+            },
+            "vision_config": {
+                "model_type": "glm4v",
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_heads": 2,
+                "out_hidden_size": 32,
+                "image_size": 112,
+                "patch_size": 14,
+                "in_channels": 3,
+            },
+        },
+        special=special,
+        marks={"image": "<|begin_of_image|><|image|><|end_of_image|>"},
+        processor={
+            "image_processor_type": "Glm4vImageProcessor",
+            "processor_class": "Glm4vProcessor",
+            "size": {"shortest_edge": 28 * 28 * 4, "longest_edge": 112 * 112},
+            "patch_size": 14,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            **_NORMALIZED,
+        },
+    )
+
+
+def lfm2_vl() -> Checkpoint:
+    special = ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"]
+    special += [f"<|img_row_{r}_col_{c}|>" for r in range(1, 4) for c in range(1, 4)]
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "lfm2-vl",
+            "image_token_id": ids["<image>"],
+            "text_config": {
+                **_TEXT,
+                "model_type": "lfm2",
+                "layer_types": ["conv", "full_attention"],
+                "num_heads": 2,
+                "block_dim": 32,
+                "conv_dim": 32,
+                "conv_dim_out": 32,
+                "block_multiple_of": 8,
+            },
+            "vision_config": {
+                "model_type": "lfm2_vl",
+                **_SIGLIP,
+                "patch_size": 16,
+                "num_patches": 64,
+            },
+            "projector_hidden_size": 32,
+            "vocab_size": _VOCAB,
+        },
+        special=special,
+        marks={"image": "<image>"},
+        processor={
+            "image_processor_type": "Lfm2VlImageProcessorFast",
+            "processor_class": "Lfm2VlProcessor",
+            "encoder_patch_size": 16,
+            "min_image_tokens": 4,
+            "max_image_tokens": 16,
+            "tile_size": 64,
+            "downsample_factor": 2,
+            **_NORMALIZED,
+        },
+        named={
+            "image_token": "<image>",
+            "image_start_token": "<|image_start|>",
+            "image_end_token": "<|image_end|>",
+            "image_thumbnail": "<|img_thumbnail|>",
+        },
+    )
+
+
+def idefics2() -> Checkpoint:
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "idefics2",
+            "image_token_id": ids["<image>"],
+            "text_config": {"model_type": "mistral", **_TEXT},
+            "vision_config": {**_SIGLIP, "model_type": "idefics2"},
+            "perceiver_config": {
+                "model_type": "idefics2",
+                "num_key_value_heads": 1,
+                "resampler_depth": 1,
+                "resampler_head_dim": 8,
+                "resampler_n_heads": 2,
+                "resampler_n_latents": 6,
+            },
+            "vocab_size": _VOCAB,
+        },
+        special=["<image>", "<fake_token_around_image>", "<end_of_utterance>"],
+        marks={"image": "<image>"},
+        processor={
+            "image_processor_type": "Idefics2ImageProcessor",
+            "processor_class": "Idefics2Processor",
+            "size": {"longest_edge": 56, "shortest_edge": 28},
+            "do_image_splitting": False,
+            **_NORMALIZED,
+        },
+        more={"processor_config.json": {"image_seq_len": 6}},
+    )
+
+
+def internvl_chat() -> Checkpoint:
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "internvl_chat",
+            "image_token_index": ids["<IMG_CONTEXT>"],
+            "text_config": {"model_type": "qwen2", **_TEXT},
+            "vision_config": {**_SIGLIP, "model_type": "intern_vit_6b", "image_size": 56},
+            "vocab_size": _VOCAB,
+        },
+        special=["<IMG_CONTEXT>", "<img>", "</img>", "<image>"],
+        marks={"image": "<image>\n"},
+        processor={},
+    )
+
+
+def llama4() -> Checkpoint:
+    special = ["<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>"]
+    special += ["<|tile_x_separator|>", "<|tile_y_separator|>"]
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "llama4",
+            "image_token_index": ids["<|patch|>"],
+            "text_config": {
+                "model_type": "llama4_text",
+                **_TEXT,
+                "head_dim": 16,
+                "intermediate_size_mlp": 48,
+                "num_local_experts": 4,
+                "attention_chunk_size": 64,
+                "interleave_moe_layer_step": 2,
+                "no_rope_layers": [1, 1],
+            },
+            "vision_config": {
+                **_SIGLIP,
+                "model_type": "llama4_vision_model",
+                "initializer_range": 0.02,
+                "norm_eps": 1e-5,
+                "pixel_shuffle_ratio": 0.5,
+                "projector_dropout": 0.0,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+                "rope_theta": 10000,
+                "vision_feature_layer": -1,
+                "vision_feature_select_strategy": "default",
+                "vision_output_dim": 32,
+                "intermediate_size": 64,
+            },
+        },
+        special=special,
+        marks={"image": "<|image|>"},
+        processor={"size": {"height": 56, "width": 56}, "max_patches": 1},
+    )
+
+
+def aya_vision() -> Checkpoint:
+    special = ["<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>"]
+    special += ["<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL"]
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "aya_vision",
+            "image_token_index": ids["<|IMG_PATCH|>"],
+            "text_config": {
+                "model_type": "cohere2",
+                **_TEXT,
+                "head_dim": 16,
+                "sliding_window": 64,
+                "sliding_window_pattern": 2,
+            },
+            "vision_config": {"model_type": "siglip_vision_model", **_SIGLIP},
+            "alignment_intermediate_size": 32,
+        },
+        special=special,
+        marks={"image": "<image>"},
+        processor={
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "processor_class": "AyaVisionProcessor",
+            "size": {"height": 56, "width": 56},
+            "crop_to_patches": True,
+            "min_patches": 1,
+            "max_patches": 4,
+            **_NORMALIZED,
+        },
+        more={
+            "processor_config.json": {
+                "processor_class": "AyaVisionProcessor",
+                "patch_size": 14,
+                "img_size": 56,
+                "downsample_factor": 2,
+                "image_token": "<image>",
+            }
+        },
+    )
+
+
+def deepseek_vl_v2() -> Checkpoint:
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "deepseek_vl_v2",
+            "image_token_index": ids["<image>"],
+            "language_config": {
+                "model_type": "deepseek_v2",
+                **_TEXT,
+                "num_key_value_heads": 2,
+                "moe_intermediate_size": 16,
+                "n_shared_experts": 1,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "kv_lora_rank": 16,
+                "q_lora_rank": None,
+                "qk_rope_head_dim": 16,
+                "v_head_dim": 16,
+                "qk_nope_head_dim": 16,
+                "n_group": 1,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+            },
+            "vision_config": {
+                "model_type": "vision",
+                "layers": 1,
+                "width": 16,
+                "intermediate_size": 24,
+                "num_attention_heads": 2,
+                "image_size": 64,
+                "patch_size": 16,
+            },
+            "projector_config": {"input_dim": 16, "n_embed": 32},
+            "vocab_size": _VOCAB,
+        },
+        special=["<image>", "<bos>"],
+        marks={"image": "<image>\n"},
+        processor={},
+        more={
+            "processor_config.json": {
+                "candidate_resolutions": [[64, 64], [128, 64], [64, 128]],
+                "patch_size": 16,
+                "downsample_ratio": 2,
+                "pad_token": "<pad>",
+            }
+        },
+        named={"bos_token": "<bos>"},
+    )
+
+
+def molmo() -> Checkpoint:
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "molmo",
+            "text_config": {
+                "d_model": 32,
+                "n_heads": 2,
+                "n_kv_heads": 1,
+                "n_layers": 2,
+                "mlp_hidden_size": 48,
+                "vocab_size": _VOCAB,
+                "embedding_size": _VOCAB,
+                "additional_vocab_size": 16,
+            },
+            "vision_config": {
+                "image_default_input_size": [56, 56],
+                "hidden_size": 48,
+                "image_emb_dim": 16,
+                "image_num_heads": 2,
+                "image_num_key_value_heads": 2,
+                "image_num_layers": 2,
+                "image_head_dim": 8,
+                "image_mlp_dim": 24,
+                "image_num_pos": 17,
+                "d_model": 32,
+                "vit_layers": [-1, -2],
+            },
+        },
+        special=["<im_patch>", "<im_col>", "<im_start>", "<im_end>"],
+        marks={"image": "<|image|>"},
+        processor={
+            "max_crops": 2,
+            "overlap_margins": [0, 0],
+            "base_image_input_size": [56, 56],
+            "image_token_length_w": 2,
+            "image_token_length_h": 2,
+            "image_patch_size": 14,
+        },
+    )
+
+
+def llava_bunny() -> Checkpoint:
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "llava-qwen2",
+            "auto_map": {},
+            **_TEXT,
+            "mm_hidden_size": 16,
+            "text_config": {"model_type": "qwen2", **_TEXT},
+            "vision_config": {**_SIGLIP, "model_type": "siglip_vision_model", "image_size": 378},
+        },
+        special=[],
+        marks={"image": "<image>\\n"},
+        processor={},
+    )
+
+
+def gemma3n() -> Checkpoint:
+    special = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"]
+    special += ["<audio_soft_token>", "<start_of_audio>", "<end_of_audio>"]
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "gemma3n",
+            "image_token_id": ids["<image_soft_token>"],
+            "audio_token_id": ids["<audio_soft_token>"],
+            "vision_config": {},
+        },
+        special=special,
+        marks={"image": "<image_soft_token>", "audio": "<audio_soft_token>"},
+        processor={
+            "image_processor_type": "SiglipImageProcessor",
+            "feature_extractor_type": "Gemma3nAudioFeatureExtractor",
+            "processor_class": "Gemma3nProcessor",
+            "size": {"height": 56, "width": 56},
+            **_NORMALIZED,
+        },
+        more={"processor_config.json": {"image_seq_length": 16, "audio_seq_length": 12}},
+        named={
+            "image_token": "<image_soft_token>",
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "audio_token": "<audio_soft_token>",
+            "boa_token": "<start_of_audio>",
+            "eoa_token": "<end_of_audio>",
+        },
+    )
+
+
+def phi3_v() -> Checkpoint:
+    return Checkpoint(
+        config=lambda ids: {"model_type": "phi3_v"},
+        special=[],
+        marks={"image": "<|image_1|>"},
+        processor={"num_crops": 2, "num_img_tokens": 144},
+    )
+
+
+def qwen3_omni_moe() -> Checkpoint:
+    special = [*_QWEN_SPECIAL, "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"]
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "qwen3_omni_moe",
+            "image_token_id": ids["<|image_pad|>"],
+            "video_token_id": ids["<|video_pad|>"],
+            "audio_token_id": ids["<|audio_pad|>"],
+            "position_id_per_seconds": 13,
+        },
+        special=special,
+        marks={**_QWEN_MARKS, "audio": "<|audio_start|><|audio_pad|><|audio_end|>"},
+        processor={
+            "feature_extractor_type": "WhisperFeatureExtractor",
+            "feature_size": 128,
+            "patch_size": 16,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            "min_pixels": 4 * 256,
+            "max_pixels": 64 * 256,
+            **_NORMALIZED,
+        },
+        named={
+            "image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
+            "audio_token": "<|audio_pad|>",
+            "vision_bos_token": "<|vision_start|>",
+            "vision_eos_token": "<|vision_end|>",
+            "audio_bos_token": "<|audio_start|>",
+            "audio_eos_token": "<|audio_end|>",
+        },
+    )
+
+
+#: Families whose models are too large for a test: only their processors are written.
+PROCESSORS: dict[str, Callable[[], Checkpoint]] = {
+    make.__name__: make for make in (gemma3n, phi3_v, qwen3_omni_moe)
+}
+
 CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
     make.__name__: make
-    for make in (smolvlm, idefics3, llava, gemma3, qwen2_vl, qwen2_5_vl, qwen3_vl)
+    for make in (
+        smolvlm,
+        idefics3,
+        llava,
+        gemma3,
+        qwen2_vl,
+        qwen2_5_vl,
+        qwen3_vl,
+        qwen3_5,
+        pixtral,
+        mistral3,
+        paligemma,
+        gemma4,
+        kimi_vl,
+        glm4v,
+        lfm2_vl,
+        idefics2,
+        internvl_chat,
+        llama4,
+        aya_vision,
+        deepseek_vl_v2,
+        molmo,
+        llava_bunny,
+    )
 }
