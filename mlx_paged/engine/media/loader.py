@@ -144,7 +144,10 @@ class MediaLoader:
             data = of_python(kind, given, limits.max_image_pixels, options, self._rate)
             if source.detail == "low" and kind == "image":
                 data = decode.low_detail(data)
-            return MediaItem(kind, _digest_of_data(kind, data), data, source.part)
+            digest = _digest_of_data(kind, data)
+            # (Equal data are one object, of which the processor's results are kept.)
+            data = self._decoded.get(digest, lambda: data, work)
+            return MediaItem(kind, digest, data, source.part)
         how = _how(kind, options, self._rate, source.detail)
         digest = digest_of(kind, content, how)
 
