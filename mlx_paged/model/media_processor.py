@@ -22,6 +22,7 @@ import numpy as np
 
 from mlx_paged.model.media import KINDS, Kind, MediaInputs, MediaPrompt, Span
 from mlx_paged.model.media_families import MLX_VLM_VERSION, MediaFamily
+from mlx_paged.model.processed_items import ProcessedItems
 from mlx_paged.model.rope_positions import Grid, rope_positions
 
 # What processors return beside the arrays of towers.
@@ -211,6 +212,14 @@ class _Expanded:
     inputs: MediaInputs
 
 
+# Bytes of processed items that are kept for later prompts.
+_PROCESSED_BYTES = 512 << 20
+
+
+def _num_bytes(item: _Expanded) -> int:
+    return sum(getattr(array, "nbytes", 0) for array in item.inputs.arrays.values())
+
+
 class MediaModel:
     """What a model takes besides text, and its processor. Any thread may use it.
 
@@ -235,6 +244,7 @@ class MediaModel:
         self._stream = mx.new_thread_local_stream(mx.cpu)
         self.family = family
         self.options = dict(options or {})
+        self._processed = ProcessedItems(_PROCESSED_BYTES, _num_bytes)
 
     def with_options(self, options: Mapping[str, Any]) -> MediaModel:
         """The same with these keyword arguments for the processor."""
@@ -346,7 +356,7 @@ class MediaModel:
             )
         if self._recipe.takes_text and places:
             return self._whole(text, places[0][2], items)
-        expanded = [(kind, self._expand(kind, next(items[kind]))) for _, _, kind in places]
+        expanded = [(kind, self._expand_once(kind, next(items[kind]))) for _, _, kind in places]
         if self._recipe.text is not None:
             tokens, offsets = self._with_texts(text, places, expanded)
         else:
@@ -471,6 +481,9 @@ class MediaModel:
         return tokens, offsets
 
     # Items.
+
+    def _expand_once(self, kind: Kind, item: Any) -> _Expanded:
+        return self._processed.get(item, lambda: self._expand(kind, item))
 
     def _expand(self, kind: Kind, item: Any, *, marker: str | None = None) -> _Expanded:
         """Runs the processor for one item and its placeholder alone, or another text with it."""

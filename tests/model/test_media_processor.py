@@ -453,3 +453,17 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
         load(path)
     assert not mark.exists()
     shutil.rmtree(path)
+
+
+def test_an_item_that_comes_again_is_not_processed_again(
+    loaded: Callable[[str], LoadedModel],
+) -> None:
+    media = media_of(loaded("qwen2_vl"))
+    old, new = picture(1), picture(2)
+    mark = media.placeholder("image")
+    first = media.process(f"a {mark}", images=[old])
+    before = media._processed.num_made
+    second = media.process(f"a {mark} b {mark}", images=[old, new])
+    assert media._processed.num_made == before + 1
+    assert second.inputs[0] is first.inputs[0]
+    assert second.token_ids[: len(first.token_ids)] == first.token_ids

@@ -12,9 +12,13 @@ from typing import Any
 import httpx
 import pytest
 from PIL import Image
+from support import media_checkpoints
 from support.fake_media import ROW, NotingEngine, noting_async_engine
 from support.media_files import clip, odd_pictures, picture, png, saved, sound
 from support.server_helpers import RunningServer, events, running
+
+from mlx_paged import LLM, SamplingParams
+from mlx_paged.engine.async_engine import AsyncEngine
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
@@ -28,7 +32,8 @@ def server() -> Iterator[RunningServer]:
     make = lambda: noting_async_engine(  # noqa: E731
         limit_mm_per_prompt={"image": 4},
         allowed_media_domains=["127.0.0.1"],
-        media_limits={"max_image_pixels": 100_000},
+        # (A download does not end by itself.)
+        media_limits={"max_image_pixels": 100_000, "fetch_timeout": 100_000},
     )
     with running(make_engine=make) as server:
         yield server
@@ -380,3 +385,32 @@ def test_pictures_of_every_mode_are_answered(client, engine) -> None:
         assert response.status_code == 200, name
         assert engine.media.calls[-1][1]["image"][0].size == size
     assert client.post(CHAT, json=chat(image_part(saved(picture(mode="LA"))))).status_code == 200
+
+
+def test_a_model_of_mlx_vlm_answers_as_it_does_in_python(tmp_path) -> None:
+    """From the parts of a request to the tokens of an answer, with everything in between."""
+    pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed")
+    path = media_checkpoints.write(tmp_path / "model", media_checkpoints.smolvlm())
+    options: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 200}
+    red, blue = png(60, 60), saved(Image.new("RGB", (60, 60), (0, 0, 255)))
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+    def messages(content: bytes) -> list[dict[str, Any]]:
+        return chat(text("what?"), image_part(content))["messages"]
+
+    llm = LLM(path, **options)
+    expected = [llm.chat(messages(content), params)[0] for content in (red, blue)]
+    assert expected[0].outputs[0].token_ids != expected[1].outputs[0].token_ids
+    make = lambda: AsyncEngine.from_model(path, **options)  # noqa: E731
+    with running(make_engine=make) as server, server.client() as client:
+        for content, output in [*zip((red, blue), expected), (red, expected[0])]:
+            body = {"messages": messages(content), "max_tokens": 6, "temperature": 0}
+            body |= {"ignore_eos": True, "return_token_ids": True}
+            answer = client.post(CHAT, json=body).json()
+            assert answer["choices"][0]["token_ids"] == output.outputs[0].token_ids
+            assert answer["prompt_token_ids"] == output.prompt_token_ids
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == len(output.prompt_token_ids) - 1  # (the last token is computed)
+        assert server.engine.media_loader.num_decoded == 2
+        error = error_of(client.post(CHAT, json=chat({"type": "video_url", "video_url": "data:,"})))
+        assert "takes no videos, only images" in error["message"]

@@ -8,6 +8,7 @@ import struct
 import wave
 import zlib
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,7 @@ def sound(seconds: float = 0.5, rate: int = 8000, channels: int = 2) -> bytes:
     return file.getvalue()
 
 
+@cache
 def odd_pictures() -> dict[str, bytes]:
     """Pictures of every mode, and what pretends to be one."""
     found = {
@@ -141,6 +143,7 @@ def odd_pictures() -> dict[str, bytes]:
     }
 
 
+@cache
 def odd_clips() -> dict[str, bytes]:
     """Clips of several kinds, and what pretends to be one."""
     playlist = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n"

@@ -122,16 +122,21 @@ class Work:
     """How long something may take, and whether anybody still waits for it.
 
     Args:
-        seconds: how long; it begins now.
+        seconds: how long, from when it begins.
         cancelled: set when nobody waits any more.
         doing: for the error: "it was not fetched".
     """
 
     def __init__(self, seconds: float, cancelled: threading.Event, doing: str) -> None:
         self._seconds = seconds
-        self._end = time.monotonic() + seconds
+        self._end: float | None = None
         self._cancelled = cancelled
         self._doing = doing
+
+    def begin(self) -> None:
+        """Begins, unless it has begun."""
+        if self._end is None:
+            self._end = time.monotonic() + self._seconds
 
     def check(self) -> float:
         """Seconds that are left.
@@ -142,6 +147,8 @@ class Work:
         """
         if self._cancelled.is_set():
             raise CancelledError
+        self.begin()
+        assert self._end is not None
         left = self._end - time.monotonic()
         if left <= 0:
             raise Unusable(f"{self._doing} within {self._seconds:g} s")

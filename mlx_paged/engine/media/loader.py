@@ -41,7 +41,7 @@ DEFAULT_SAMPLING_RATE = 16_000
 
 # Threads that wait for other machines, and those that compute. (A slow host delays no picture that
 # is in its prompt.)
-_FETCH_THREADS, _DECODE_THREADS = 16, 4
+_FETCH_THREADS, _DECODE_THREADS = 64, 4
 _FETCHED = ("http:", "https:")
 _MAX_RATE = 1 << 20
 
@@ -115,7 +115,7 @@ class MediaLoader:
 
     # Parts.
 
-    def fetch(self, source: MediaSource, cancelled: threading.Event) -> bytes:
+    def fetch(self, source: MediaSource, work: Work) -> bytes:
         """The bytes that a URL leads to."""
         limits = self.options.limits
         return read_url(
@@ -124,19 +124,16 @@ class MediaLoader:
             max_redirects=limits.max_redirects,
             local_path=self.options.local_path,
             domains=self.options.domains,
-            work=Work(limits.fetch_timeout, cancelled, "it was not fetched"),
+            work=work,
         )
 
-    def decode(
-        self, source: MediaSource, content: bytes | None, cancelled: threading.Event
-    ) -> MediaItem:
+    def decode(self, source: MediaSource, content: bytes | None, work: Work) -> MediaItem:
         """The item of a source; `content` are its bytes where they were fetched before."""
         limits, given, kind = self.options.limits, source.given, source.kind
         options = source.io or self.options.io
-        work = Work(limits.decode_timeout, cancelled, "it was not decoded")
         work.check()
         if content is None and isinstance(given, str):
-            content = self.fetch(source, cancelled)
+            content = self.fetch(source, work)
         elif content is None and isinstance(given, Path):
             content = read_file(given, limits.max_bytes(kind), work)
         elif isinstance(given, bytes | bytearray | memoryview):
@@ -147,7 +144,10 @@ class MediaLoader:
             data = of_python(kind, given, limits.max_image_pixels, options, self._rate)
             if source.detail == "low" and kind == "image":
                 data = decode.low_detail(data)
-            return MediaItem(kind, _digest_of_data(kind, data), data, source.part)
+            digest = _digest_of_data(kind, data)
+            # (Equal data are one object, of which the processor's results are kept.)
+            data = self._decoded.get(digest, lambda: data, work)
+            return MediaItem(kind, digest, data, source.part)
         how = _how(kind, options, self._rate, source.detail)
         digest = digest_of(kind, content, how)
 
@@ -185,6 +185,10 @@ class _Batch:
         self._loader = loader
         self._sources = sources
         self._cancelled = threading.Event()
+        limits = loader.options.limits
+        # One prompt holds the threads no longer than this, however many items it has.
+        self._fetching = Work(limits.fetch_timeout, self._cancelled, "it was not fetched")
+        self._decoding = Work(limits.decode_timeout, self._cancelled, "it was not decoded")
         self._lock = threading.Lock()
         self._num_bytes = 0
         check_counts(sources, loader.options)
@@ -205,15 +209,19 @@ class _Batch:
         # (The limit of bytes is the kind's.)
         key = given, source.kind
         if key not in self._fetched:
-            fetch = partial(self._loader.fetch, source, self._cancelled)
-            self._fetched[key] = self._loader.submit_fetch(fetch)
+            self._fetched[key] = self._loader.submit_fetch(partial(self._fetch, source))
         return _then(
             self._fetched[key],
             lambda content: self._loader.submit_decode(partial(self._decode, source, content)),
         )
 
+    def _fetch(self, source: MediaSource) -> bytes:
+        self._fetching.begin()
+        return self._loader.fetch(source, self._fetching)
+
     def _decode(self, source: MediaSource, content: bytes | None) -> MediaItem:
-        item = self._loader.decode(source, content, self._cancelled)
+        self._decoding.begin()
+        item = self._loader.decode(source, content, self._decoding)
         limit = self._loader.options.limits.max_prompt_bytes
         with self._lock:
             self._num_bytes += item.num_bytes

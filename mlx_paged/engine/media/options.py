@@ -32,8 +32,8 @@ class MediaLimits:
         max_audio_bytes: Of a sound's file.
         max_audio_seconds: Of a sound.
         max_prompt_bytes: Of all decoded items of one prompt.
-        fetch_timeout: Seconds to fetch a URL, redirects included.
-        decode_timeout: Seconds to decode a clip or a sound.
+        fetch_timeout: Seconds to fetch the URLs of a prompt, redirects included.
+        decode_timeout: Seconds to decode the items of a prompt.
         max_redirects: Of one URL.
         cache_bytes: Of decoded items that are kept for later prompts, the least recently used go.
     """

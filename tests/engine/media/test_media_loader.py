@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,20 @@ def test_a_prompts_items_together_are_limited() -> None:
     assert len(items(media, *contents[:3])) == 3
     with pytest.raises(InvalidMediaError, match="have more than 3456 bytes"):
         items(media, *contents)
+
+
+def test_many_slow_items_take_no_longer_than_one(monkeypatch) -> None:
+    """Each of them would be done in time; together they would hold the threads for long."""
+
+    def slow(kind: Any, content: bytes, *_: Any) -> Any:
+        time.sleep(0.01)
+        return picture()
+
+    monkeypatch.setattr(loader.decode, "decode", slow)
+    media = make(media_limits={"decode_timeout": 0.05})
+    assert items(media, b"one")
+    with pytest.raises(InvalidMediaError, match=r"not decoded within 0\.05 s"):
+        items(media, *[b"%d" % i for i in range(400)])
 
 
 @pytest.mark.parametrize(

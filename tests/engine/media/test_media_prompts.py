@@ -20,7 +20,7 @@ from mlx_paged.engine.media import loader as loading
 from mlx_paged.engine.media.items import MediaSource
 from mlx_paged.engine.media.options import IoOptions
 from mlx_paged.engine.media.parts import content_of, joined
-from mlx_paged.engine.media.prompt import forms_of, prepare, rendered
+from mlx_paged.engine.media.prompt import forms_of, is_complete, prepare, rendered
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError
 
 SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -289,6 +289,17 @@ def test_templates_get_the_form_that_they_take() -> None:
     assert rendered(texts, model, string_template) == "hello"
 
 
+def test_what_users_write_is_no_place_and_a_list_is_no_text() -> None:
+    image = MediaSource("image", None, "part")
+    messages = [{"role": "user", "content": ["see <image-1>", image]}]
+    assert not is_complete("see <image-1>", messages, Placeholders())
+    assert is_complete("see <image-1>\n<image-1>", messages, Placeholders())
+    messages = [{"role": "user", "content": ["see", image]}]
+    as_python = "[{'type': 'text', 'text': 'see'}, {'type': 'image'}]<image-1>"
+    assert not is_complete(as_python, messages, Placeholders())
+    assert not is_complete("<image-1>", messages, Placeholders())
+
+
 def test_a_template_that_takes_nothing_says_why() -> None:
     def refuses(form: Any) -> str:
         raise ValueError("roles must alternate")
@@ -350,7 +361,8 @@ def test_a_cancelled_caller_leaves_nothing_in_work(monkeypatch) -> None:
             ended.set()
 
     monkeypatch.setattr(loading, "read_url", read_url)
-    media = loading.MediaLoader(loading.MediaOptions())
+    # (It does not end by itself.)
+    media = loading.MediaLoader(loading.MediaOptions.of(media_limits={"fetch_timeout": 100_000}))
 
     async def main() -> None:
         source = MediaSource("image", "https://example.com/a.png", "part")
