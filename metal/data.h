@@ -132,7 +132,7 @@ copy_strided(
 
 // Whether a number, given by its bits, is not finite; `infinite` has the bits of an infinity.
 template <typename T>
-inline bool is_not_finite(T number, T infinite) {
+constexpr bool is_not_finite(T number, T infinite) {
   T magnitude = T(~T(0)) >> 1;
   return (number & magnitude) >= (infinite & magnitude);
 }
