@@ -143,7 +143,6 @@ MUTANTS = [
     _mutant("data.h", "    if (token < params.vocab_size) {\n      uint word", "    if (token <= params.vocab_size) {\n      uint word", "a logit past the row is read", "bitmask"),
     _mutant("data.h", "token < params.vocab_size && !(params", "!(params", "logits past the row are written", "bitmask"),
     _mutant("data.h", "allowed[i] ? values[i] : T(params.forbidden)", "T(params.forbidden)", "everything is forbidden where logits are copied", "bitmask"),
-    _mutant("data.h", "&& !(params.in_place && allowed[i])", "", "what is allowed is written in place", "bitmask"),
     _mutant("data.h", "(number & magnitude) >= (infinite & magnitude)", "false", "what is not finite is hidden", "bitmask"),
     _mutant("vector_load.h", "out + 6, type", "out + 4, type", "elements are swapped", "bfloat"),
     _mutant("attention_output.h", "workspace + rows * value_dim", "workspace + rows", "partials overlap", "decode_splits"),
