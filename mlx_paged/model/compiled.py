@@ -94,8 +94,8 @@ def _serves(tokens: mx.array, step: Step) -> bool:
         ops.has_cuda()
         and step.states is None
         and step.prefill is None
-        and all(plan.bounds is None for plan in (step.plan, *step.plans.values()))
         and tokens.shape[0] == step.plan.context_lens.shape[0]
+        and all(plan.bounds is None for plan in (step.plan, *step.plans.values()))
     )
 
 
