@@ -96,10 +96,10 @@ def _serves(tokens: mx.array, step: Step) -> bool:
         ops.has_cuda()
         and step.states is None
         and step.prefill is None
-        and all(plan.bounds is None for plan in (step.plan, *step.plans.values()))
         # (Features are as many as a step's pictures have rows: such a step does not repeat.)
         and (step.media is None or step.media.rows is None)
         and tokens.shape[0] == step.plan.context_lens.shape[0]
+        and all(plan.bounds is None for plan in (step.plan, *step.plans.values()))
     )
 
 
