@@ -79,6 +79,16 @@ def _call_processor(
     return processor(**given)
 
 
+def _call_qwen2_5(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    output = dict(_call_processor(processor, kind, marker, item, options))
+    if kind == "video":  # (mlx-vlm's processor leaves it out)
+        seconds = processor.video_processor.temporal_patch_size / float(item.fps)
+        output["second_per_grid_ts"] = np.array([seconds])
+    return output
+
+
 def _call_omni(
     processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
@@ -178,6 +188,7 @@ _RECIPES: dict[str, _Recipe] = {
     "gemma3n": _Recipe(
         text=lambda processor, kind: getattr(processor, f"full_{kind}_sequence"),
     ),
+    "qwen2_5_vl": _Recipe(call=_call_qwen2_5),
     "phi3_v": _Recipe(_phi3_marker, rows=_negative),
     "qwen3_omni_moe": _Recipe(call=_call_omni),
     "minicpmo": _Recipe(_minicpmo_marker, rows=_in_bounds),

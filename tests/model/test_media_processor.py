@@ -166,6 +166,19 @@ def test_a_video_is_one_item_in_a_grid_of_time(loaded: Callable[[str], LoadedMod
     assert prompt.rope_delta == deltas.item()
 
 
+def test_frames_of_qwen2_5_lie_as_far_apart_as_in_time(
+    loaded: Callable[[str], LoadedModel],
+) -> None:
+    """Two positions a second (its config), as Hugging Face has it; mlx-vlm leaves it out."""
+    model = loaded("qwen2_5_vl")
+    prompt = video_prompt(media_of(model), clip(frames=6, fps=1.0))
+    [span] = prompt.spans
+    assert prompt.rope_positions is not None
+    times = np.unique(prompt.rope_positions[0, span.rows])
+    assert (times - times[0]).tolist() == [0, 4, 8]  # of two pictures each
+    assert model.model.encode(prompt.inputs[0]).embeds.shape[0] == len(span.rows)
+
+
 def test_frames_of_qwen3_have_their_times_between_them(
     loaded: Callable[[str], LoadedModel],
 ) -> None:

@@ -96,6 +96,7 @@ class Case:
     sound: Callable[[int], Item] | None = None
     most_pictures: int = 2
     only_pictures: bool = False  # prompts are one item each, and see each other as a whole
+    sees_pictures: bool = False  # the positions of a picture see each other
 
     def prompt(self, *seeds: int) -> Prompt:
         """Text, a picture for each seed with text behind it."""
@@ -529,6 +530,24 @@ def internvl_chat() -> Case:
         _vision("intern_vit_6b", 112),
         lambda seed: _square(seed, size=112, rows=16),
     )
+
+
+def gemma4_vision() -> Case:
+    """The positions of a picture see each other, also beyond the window."""
+    case = gemma4()
+    case.model.config.text_config.use_bidirectional_attention = "vision"
+    case.sound, case.sees_pictures = None, True
+
+    def join(prompt: Prompt) -> dict[str, Any]:
+        pixels = np.concatenate([item.arrays["pixel_values"] for _, item in prompt.items])
+        types = np.array([prompt.token_ids]) == IMG
+        return {
+            "pixel_values": mx.array(pixels),
+            "mm_token_type_ids": mx.array(types.astype(np.int32)),
+        }
+
+    case.join = join
+    return case
 
 
 def gemma4() -> Case:
@@ -1023,6 +1042,7 @@ CASES: dict[str, Callable[[], Case]] = {
         idefics2,
         internvl_chat,
         gemma4,
+        gemma4_vision,
         gemma3n,
         qwen3_omni_moe,
         paligemma,

@@ -76,8 +76,16 @@ class Sequence:
 class MediaDriver:
     """Runs steps of several sequences; pools hold NaN at first."""
 
-    def __init__(self, model: PagedModel, *, num_blocks: int = 192, whole: bool = False) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        *,
+        num_blocks: int = 192,
+        whole: bool = False,
+        sees_pictures: bool = False,
+    ) -> None:
         self.model = model
+        self.sees_pictures = sees_pictures  # whether the positions of a picture do
         self.whole = whole  # whether all positions of a prompt see each other
         self.uses_rope = model.model.family.uses_rope_positions  # type: ignore[union-attr]
         model.allocate(num_blocks, NUM_SLOTS if model.layout.has_states else 0)
@@ -110,8 +118,12 @@ class MediaDriver:
             later = np.arange(max(seq.done, seq.rope.shape[1]), end) + seq.delta
             rope.append(np.concatenate([known, np.broadcast_to(later, (3, len(later)))], axis=1))
             own = np.tile(np.arange(seq.done, end), (2, 1))
-            size_of_prompt = len(seq.prompt.token_ids)
-            own[:, own[0] < size_of_prompt] = [[0], [size_of_prompt - 1]]
+            spans = [(0, len(seq.prompt.token_ids))] if self.whole else []
+            if self.sees_pictures:
+                spans = [(o, o + len(item.token_ids)) for o, item in seq.prompt.items]
+            for begin, stop in spans:
+                inside = (own[0] >= begin) & (own[0] < stop)
+                own[:, inside] = [[begin], [stop - 1]]
             bounds.append(own)
             tokens += seq.tokens[seq.done : end]
             seq.done = end
@@ -120,13 +132,14 @@ class MediaDriver:
             seq.slot = self._slots.pop(0)
         lens = np.array([count for _, count in work])
         media = None
+        bounded = self.whole or self.sees_pictures
         positions = np.concatenate(rope, axis=1).astype(np.int32) if self.uses_rope else None
         if rows or any(seq.delta for seq, _ in work):
             media = StepMedia(
                 np.array(rows, dtype=np.int32),
                 MediaFeatures.concatenate(parts) if parts else None,
                 positions,
-                np.concatenate(bounds, axis=1).astype(np.int32) if self.whole else None,
+                np.concatenate(bounds, axis=1).astype(np.int32) if bounded else None,
             )
         inputs = StepInputs(
             context_lens=np.array([seq.done for seq, _ in work]),
@@ -180,10 +193,15 @@ def differences(case: Case, *, count: int = 5, chunk: int = 7) -> dict[str, floa
         prompts |= {"sound": case.sounds(1), "picture and sound": case.sounds(2, picture=3)}
     longest = max(len(prompt.token_ids) for prompt in prompts.values())
     # (A tower may make hundreds of rows; prompts that see each other are not cut.)
-    chunk = longest if case.only_pictures else max(chunk, longest // 12)
+    chunk = longest if case.only_pictures or case.sees_pictures else max(chunk, longest // 12)
     expected = {name: generated(case, prompt, count) for name, prompt in prompts.items()}
     rows = sum(len(prompt.token_ids) + count for prompt in prompts.values())
-    driver = MediaDriver(paged(case), num_blocks=rows // 8 + 16, whole=case.only_pictures)
+    driver = MediaDriver(
+        paged(case),
+        num_blocks=rows // 8 + 16,
+        whole=case.only_pictures,
+        sees_pictures=case.sees_pictures,
+    )
     sequences = {name: driver.add(prompt) for name, prompt in prompts.items()}
     got: dict[str, list[np.ndarray]] = {name: [] for name in prompts}
     while any(len(found) < count for found in got.values()):
