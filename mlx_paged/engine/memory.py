@@ -111,10 +111,7 @@ def allocate_pools(
 
     def measure() -> int:
         activations = measure_activations(runner, config)
-        if media is None:
-            return activations
-        # (A step may encode before its forward, and the features stay.)
-        return max(activations, measure_tower(runner, media))
+        return activations if media is None else with_media(activations, runner, config, media)
 
     kept = 0 if media is None else config.mm_encoder_cache_bytes
     left_over, activations = left_for_pool(config, measure, kept=kept)
@@ -191,6 +188,19 @@ def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:
     mx.reset_peak_memory()
     runner.read(runner.launch(output, None))
     return max(0, mx.get_peak_memory() - before)
+
+
+def with_media(activations: int, runner: ModelRunner, config: EngineConfig, media: Any) -> int:
+    """Bytes that the largest step needs of a model that takes more than text.
+
+    Args:
+        activations: of the largest step of text.
+    """
+    if any(media.is_atomic(kind) for kind in media.kinds):
+        # A chunk that is not cut may exceed max_num_batched_tokens by as many decodes as there are.
+        activations += activations * config.max_num_seqs // config.max_num_batched_tokens
+    # (A step encodes before its forward, and what it needed for that is free by then.)
+    return max(activations, measure_tower(runner, media))
 
 
 def measure_tower(runner: ModelRunner, media: Any) -> int:

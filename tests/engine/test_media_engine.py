@@ -607,6 +607,9 @@ def test_the_pool_leaves_room_for_features_and_towers(monkeypatch: Any) -> None:
     class Processor:
         kinds = ("image",)
 
+        def is_atomic(self, kind: str) -> bool:
+            return False
+
         def placeholder(self, kind: str, index: int) -> str:
             return "<image>"
 
@@ -617,5 +620,10 @@ def test_the_pool_leaves_room_for_features_and_towers(monkeypatch: Any) -> None:
     pytest.importorskip("PIL", reason="Pillow is not installed")
     measured = memory.measure_tower(engine._runner, Processor())
     assert measured >= 2000 * 64 * 4
+    wide = EngineConfig(max_num_batched_tokens=1000, max_num_seqs=100)
+    assert memory.with_media(1 << 40, engine._runner, wide, Processor()) == 1 << 40
+    assert memory.with_media(0, engine._runner, wide, Processor()) >= 2000 * 64 * 4
+    monkeypatch.setattr(Processor, "is_atomic", lambda *_: True)
+    assert memory.with_media(10 << 40, engine._runner, wide, Processor()) == 11 << 40
     monkeypatch.setattr(Processor, "process", lambda *_, **__: 1 / 0)
     assert memory.measure_tower(engine._runner, Processor()) == 0
