@@ -257,6 +257,7 @@ def test_no_value_of_an_option_ends_the_engine(engine: Engine, field: str, value
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(sorted(SamplingParams.__dataclass_fields__)), VALUES)
 @example("structured_outputs", {"a": 1})
+@example("stop", [np.zeros(2)])
 def test_no_value_of_a_parameter_ends_the_engine(engine: Engine, field: str, value: Any) -> None:
     fields = {"temperature": 0.7, "max_tokens": 3, "ignore_eos": True, "seed": 1, field: value}
     try:
