@@ -135,7 +135,7 @@ class SamplingParams:
             set_field(self, "stop", (self.stop,))
         for name in ("stop", "bad_words"):
             texts = _as_tuple(getattr(self, name))
-            ok = texts is not None and all(s and is_text(s) for s in texts)
+            ok = texts is not None and all(is_text(s) and s for s in texts)
             self._check(name, ok, "strings of Unicode characters that are not empty")
             set_field(self, name, texts)
         for name in ("stop_token_ids", "allowed_token_ids"):
