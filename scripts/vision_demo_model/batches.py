@@ -113,7 +113,7 @@ class BatchMaker:
                 break
             new = 0
             if shown < pictures and (
-                shown == 0 and (r.random() > 0.04 or pictures == 2) or len(kinds) > 0
+                (shown == 0 and (r.random() > 0.04 or pictures == 2)) or len(kinds) > 0
             ):
                 new = pictures if together else 1
             if pictures == 2 and shown == 1 and len(kinds) < 2 and r.random() < 0.5:
@@ -161,7 +161,7 @@ class BatchMaker:
         return ids, turns, kinds, positions, scenes
 
     def batch(self, rows: int) -> Batch:
-        """Returns a batch of `rows` rows with as many pictures; some rows have two, as many none."""
+        """Returns a batch of as many pictures as rows; some rows have two, and as many none."""
         pairs = rows * 5 // 64
         wanted = [2] * pairs + [0] * pairs + [1] * (rows - 2 * pairs)
         self.random.shuffle(wanted)

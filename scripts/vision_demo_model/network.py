@@ -1,5 +1,5 @@
 # mypy: disable-error-code="misc"
-"""Idefics3 in PyTorch with Hugging Face parameter names, for pictures of one size (training only)."""
+"""Idefics3 in PyTorch, with Hugging Face's parameter names, for training (one size of picture)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .render import SIDE
+from .scenes import SIDE
 from .tokenizer import VOCAB_SIZE
 
 CONFIG: dict[str, Any] = {

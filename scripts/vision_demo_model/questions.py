@@ -650,5 +650,6 @@ def blur_wording(random: Random, question: str) -> str:
     elif draw < 0.09:
         question = question.rstrip("?.")
     elif draw < 0.11:
-        question = f"{random.choice(('Please tell me: ', 'Question: ', 'Hi! ', 'Look at this. '))}{question}"
+        opening = random.choice(("Please tell me: ", "Question: ", "Hi! ", "Look at this. "))
+        question = opening + question
     return question

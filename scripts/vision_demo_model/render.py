@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .atlas import EXTENT
-
-SIDE = 128  # pixels; the scene is stretched to a square, as the model's processor does
+from .scenes import SIDE
 
 
 def _backgrounds(shades: Tensor, direction: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ NAMES = tuple(COLORS)
 JITTER = 12
 CONTRAST = 95.0  # least distance of a shape's colour from the background's
 MAX_OBJECTS = 9
+SIDE = 128  # pixels; the model's processor stretches every picture to such a square
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Scene:
     text: str = ""  # the characters as a string, where the picture is one of writing
 
     def groups(self) -> list[tuple[int, str, str]]:
-        """Returns (count, colour, kind) of equal things: most first, then by the order of the names."""
+        """Returns (count, colour, kind) of equal things, most first, then in the names' order."""
         counts: dict[tuple[str, str], int] = {}
         for thing in self.things:
             key = (thing.color, thing.kind)
@@ -206,7 +207,7 @@ def _write(random: Random, scene: Scene) -> None:
 
 
 def sample_scene(random: Random, writing: float = 0.22, mixed: float = 0.06) -> Scene:
-    """Returns a random scene; `writing` and `mixed` are the shares with only and also characters."""
+    """Returns a random scene; `writing` and `mixed`: the shares with only and also characters."""
     width = height = 1.0
     if random.random() < 0.4:
         ratio = random.uniform(0.6, 1.0)
@@ -219,7 +220,7 @@ def sample_scene(random: Random, writing: float = 0.22, mixed: float = 0.06) -> 
         return scene
     groups = _shape_groups(random)
     if draw < writing + mixed:
-        groups = [g for g in groups if g[0] < 4][:2] + [(1, random.choice(CHARACTERS), None)]
+        groups = [*[g for g in groups if g[0] < 4][:2], (1, random.choice(CHARACTERS), None)]
     specs: list[tuple[str, str, RGB]] = []
     for count, kind, color in groups:
         chosen, rgb = _tone(random, scene, color)

@@ -8,8 +8,7 @@ from pathlib import Path
 from random import Random
 
 from .questions import ABOUT, SYSTEM_PROMPTS, ask, ask_two, chat
-from .render import SIDE
-from .scenes import sample_scene
+from .scenes import SIDE, sample_scene
 
 VOCAB_SIZE = 768
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<end_of_utterance>"
