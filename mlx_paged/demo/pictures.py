@@ -20,7 +20,7 @@ class Shape(NamedTuple):
     x: float
     y: float
     radius: float
-    angle: float = 0.0  # radians, clockwise
+    angle: float = 0.0  # radians, clockwise; characters stay upright
 
 
 class Sample(NamedTuple):
