@@ -1,0 +1,1 @@
+"""Makes the embedded vision model: pictures, questions, training, conversion, evaluation, card."""
