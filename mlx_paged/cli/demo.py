@@ -35,6 +35,9 @@ def demo(
         bool, typer.Option(help="Do the same work with mlx-lm, and compare tokens and time.")
     ] = True,
     async_scheduling: AsyncScheduling = True,
+    vision: Annotated[
+        bool, typer.Option(help="Ask the embedded vision model about four pictures instead.")
+    ] = False,
 ) -> None:
     """Answer eight chats at once that share a long system prompt, and show what that saved.
 
@@ -42,9 +45,18 @@ def demo(
       mlx-paged demo
       mlx-paged demo --model mlx-community/Qwen3-0.6B-4bit --max-tokens 64
       mlx-paged demo --no-compare
+      mlx-paged demo --vision
 
     Exit status 1 if a greedy token differs from mlx-lm's.
     """
+    if vision:
+        from mlx_paged.cli.demo_vision import demo_vision
+
+        if model is not None:
+            raise typer.BadParameter(
+                "is for chats; --vision has a model of its own", param_hint="--model"
+            )
+        return demo_vision(async_scheduling=async_scheduling)
     console = Console(highlight=False)
     with loading_bar(4) as begin:
         begin("libraries")
