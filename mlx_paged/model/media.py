@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-
-Kind = Literal["image", "video", "audio"]
-KINDS: tuple[Kind, ...] = ("image", "video", "audio")
+from mlx_paged.model.media_kinds import Kind
 
 
 class MediaFeatures(NamedTuple):

@@ -15,7 +15,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.model.layout import Mode
-from mlx_paged.model.media import Kind, MediaFeatures
+from mlx_paged.model.media import MediaFeatures
+from mlx_paged.model.media_kinds import Kind
 
 #: What the table was proven with.
 MLX_VLM_VERSION = "0.7.10"

@@ -20,8 +20,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.model.media import KINDS, Kind, MediaInputs, MediaPrompt, Span
+from mlx_paged.model.media import MediaInputs, MediaPrompt, Span
 from mlx_paged.model.media_families import MLX_VLM_VERSION, MediaFamily
+from mlx_paged.model.media_kinds import KINDS, Kind
 from mlx_paged.model.processed_items import ProcessedItems
 from mlx_paged.model.rope_positions import Grid, rope_positions
 

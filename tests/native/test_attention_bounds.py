@@ -295,7 +295,7 @@ def test_bounds_of_another_shape_are_refused_by_the_op(rng, shape) -> None:
 
 @pytest.mark.parametrize(("simd", "num_threads"), [("avx2", 2), ("baseline", 2), ("neon", 2)])
 def test_other_instruction_sets_in_this_file(simd, num_threads) -> None:
-    run_in_process_of(simd, num_threads, __file__, "any_spans or options or asked_for")
+    run_in_process_of(simd, num_threads, [__file__], "any_spans or options or asked_for")
 
 
 @pytest.mark.skipif("EXPECTED_SIMD" not in os.environ, reason="runs in the processes started above")

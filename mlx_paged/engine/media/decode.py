@@ -18,7 +18,7 @@ import numpy as np
 
 from mlx_paged.engine.media.items import AudioClip, Unusable, VideoFrames, Work
 from mlx_paged.engine.media.options import IoOptions, MediaLimits
-from mlx_paged.model.media import Kind
+from mlx_paged.model.media_kinds import Kind
 
 if TYPE_CHECKING:
     from av.container import InputContainer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mlx_paged.engine.media.options import IoOptions
-from mlx_paged.model.media import Kind
+from mlx_paged.model.media_kinds import Kind
 
 if TYPE_CHECKING:
     from PIL.Image import Image

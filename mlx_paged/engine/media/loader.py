@@ -32,7 +32,7 @@ from mlx_paged.engine.media.items import (
 from mlx_paged.engine.media.options import IoOptions, MediaOptions
 from mlx_paged.engine.media.source import read_file, read_url
 from mlx_paged.errors import InvalidMediaError
-from mlx_paged.model.media import Kind
+from mlx_paged.model.media_kinds import Kind
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model.media import KINDS, Kind
+from mlx_paged.model.media_kinds import KINDS, Kind
 
 #: What `media_io_kwargs` may have for each kind.
 _IO_FIELDS: dict[str, tuple[str, ...]] = {

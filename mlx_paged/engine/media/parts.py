@@ -8,7 +8,7 @@ from typing import Any
 from mlx_paged.engine.media.items import Content, MediaSource
 from mlx_paged.engine.media.options import IoOptions
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError
-from mlx_paged.model.media import Kind
+from mlx_paged.model.media_kinds import Kind
 
 #: Parts that APIs over HTTP take.
 URL_PARTS: dict[str, Kind] = {

@@ -14,7 +14,8 @@ from mlx_paged.core.media import MediaSpan
 from mlx_paged.engine.media.items import Content, MediaItem, MediaSource
 from mlx_paged.engine.media.parts import joined
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError, MlxPagedError
-from mlx_paged.model.media import KINDS, Kind, MediaInputs, MediaPrompt, Span
+from mlx_paged.model.media import MediaInputs, MediaPrompt, Span
+from mlx_paged.model.media_kinds import KINDS, Kind
 
 logger = logging.getLogger(__name__)
 

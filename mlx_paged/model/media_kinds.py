@@ -1,0 +1,6 @@
+"""What prompts may have besides text. (In a module that does not import MLX, for options.)"""
+
+from typing import Literal
+
+Kind = Literal["image", "video", "audio"]
+KINDS: tuple[Kind, ...] = ("image", "video", "audio")
