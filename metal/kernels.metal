@@ -6,6 +6,7 @@
 #include "data.h"
 #include "kernel_table.h"
 #include "language.h"
+#include "layer.h"
 #include "paged_decode.h"
 #include "paged_decode_matrix.h"
 #include "paged_merge.h"
@@ -13,4 +14,5 @@
 
 #define INSTANTIATE(name, function, ...) PAGED_INSTANTIATE(name, function<__VA_ARGS__>)
 PAGED_FOR_EACH_DATA_TEMPLATE(INSTANTIATE)
+PAGED_FOR_EACH_LAYER_TEMPLATE(INSTANTIATE)
 PAGED_FOR_EACH_ATTENTION_TEMPLATE(INSTANTIATE)

@@ -368,6 +368,54 @@ def linear(
     return ext.linear(x, weight, bias, stream=stream)
 
 
+def unknown_arrays(arrays: Sequence[mx.array]) -> list[mx.array]:
+    """Arrays of the same shapes and dtypes to build a graph on. Evaluating one is an error."""
+    return ext.unknown_arrays(list(arrays))
+
+
+class DeviceProgram:
+    """A decode step of few rows as one operation of a GPU: its kernels one after another in memory
+    that stays, with CUDA captured as a graph and replayed.
+
+    The graph consists of `linear`, `rms_norm`, `rope_rotations`, `rope`, `silu_mul`, `write_kv`,
+    `paged_attention` without bounds, additions before a norm or after a linear layer, lookups of
+    rows, and changes of shape that move nothing.
+
+    Args:
+        inputs: of `unknown_arrays`.
+        outputs: what was built on them: the result, and pools among the inputs, which are written
+            in place.
+        residual_in_product: an addition after a linear layer is part of it where it can be;
+            otherwise it is part of the norm that follows.
+
+    Raises:
+        ValueError: for a graph of anything else; it says what the graph has. What does not depend
+            on the inputs is evaluated, once.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[mx.array],
+        outputs: Sequence[mx.array],
+        *,
+        residual_in_product: bool = True,
+    ) -> None:
+        self._ext = ext  # (a capsule is of the extension that made it)
+        self._program = ext.make_device_program(
+            list(inputs), list(outputs), residual_in_product=residual_in_product
+        )
+
+    def __call__(
+        self, inputs: Sequence[mx.array], *, stream: mx.Stream | mx.Device | None = None
+    ) -> list[mx.array]:
+        """The outputs for these inputs. The pools among them are consumed, as by `write_kv`.
+
+        Raises:
+            ValueError: they are not of the shapes and dtypes that were read.
+        """
+        return self._ext.run_device_program(self._program, list(inputs), stream=stream)
+
+
 def pool_copies() -> int:
     """Whole-pool copies since the process started; 0 if pools are used correctly."""
     return ext.pool_copies()

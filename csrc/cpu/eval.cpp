@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <stdexcept>
 #include <vector>
 
+#include "../device_program.h"
 #include "../primitives.h"
 #include "dense.h"
 #include "eval.h"
@@ -157,6 +159,10 @@ void ApplyTokenBitmask::eval_cpu(const Arrays& inputs, Arrays& out) {
       cpu::kernels().layer.bitmask(args, begin, end);
     });
   });
+}
+
+void DeviceStep::eval_cpu(const Arrays&, Arrays&) {
+  throw std::runtime_error("[device_step] must run on a GPU");
 }
 
 }  // namespace mlx_paged

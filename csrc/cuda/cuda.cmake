@@ -51,6 +51,7 @@ function(add_cuda_kernels NAME SOURCE)
   target_sources(cuda_backend INTERFACE $<TARGET_OBJECTS:cuda_${NAME}>)
 endfunction()
 add_cuda_kernels(data data)
+add_cuda_kernels(layer layer)
 add_cuda_kernels(linear linear)
 add_cuda_kernels(linear_cluster linear_cluster)
 foreach(dtype float32 float16 bfloat16)
@@ -69,4 +70,5 @@ target_compile_definitions(cuda_backend INTERFACE MLX_PAGED_CUDA FMT_HEADER_ONLY
 target_include_directories(cuda_backend SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS} ${FMT_INCLUDE})
 string(APPEND BACKENDS " cuda")
 set(GPU_SOURCES csrc/gpu_eval.cpp csrc/cuda/binder.cpp csrc/cuda/compiled_kernels.cpp
-                csrc/cuda/linear_launch.cpp csrc/cuda/memory.cpp csrc/cuda/transfer.cpp)
+                csrc/cuda/linear_launch.cpp csrc/cuda/memory.cpp csrc/cuda/step_graph.cpp
+                csrc/cuda/transfer.cpp)

@@ -7,13 +7,21 @@
 
 namespace mlx_paged::cuda {
 
+constexpr int kLinearMostWeights = 3;
+
+// Products of one x with several weights, side by side. `is_gated`: the weights are gate and up,
+// and the output is silu(x @ gate.T) * (x @ up.T), of which the first weight's output is written.
 struct LinearParams {
-  int num_rows;  // of x and the output
-  int n;         // outputs: rows of the weight
+  int num_rows;  // of x and the outputs
   int k;         // inputs
-  int has_bias;
+  int x_stride;  // elements from one row of x to the next
+  int num_weights;
+  int is_gated;
+  int has_residual;           // that is added to the only output
+  int n[kLinearMostWeights];  // outputs: rows of each weight
+  int has_bias[kLinearMostWeights];
 };
-static_assert(sizeof(LinearParams) == 16, "the same for every compiler");
+static_assert(sizeof(LinearParams) == 48, "the same for every compiler");
 
 // Columns are added up in one order, whatever the kernel and however many rows x has, so that a
 // row's result does not depend on the others: chunk i of two steps of 32 columns belongs to part

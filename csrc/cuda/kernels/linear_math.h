@@ -20,6 +20,7 @@ using Eight = uint4;  // elements of 16 bits
 
 }  // namespace mlx_paged::cuda
 
+#include "dependent_launch.h"
 #include "tensor_core.h"
 
 namespace mlx_paged::cuda {
@@ -50,8 +51,57 @@ __device__ __forceinline__ __half rounded(float v) {
 
 // MLX's own rounds the product before it adds.
 template <typename T>
-__device__ __forceinline__ T finished(float sum, const T* bias, bool has_bias) {
-  return rounded<T>(has_bias ? as_float(rounded<T>(sum)) + as_float(*bias) : sum);
+__device__ __forceinline__ T plus(T sum, const T* added, bool exists) {
+  return exists ? rounded<T>(as_float(sum) + as_float(*added)) : sum;
+}
+
+// silu(gate) * up, as metal/layer.h computes it.
+template <typename T>
+__device__ __forceinline__ T gated(T gate, T up) {
+  float g = as_float(gate);
+  return rounded<T>(as_float(up) * (g / (1.0f + expf(-g))));
+}
+
+// The operands of one weight of a launch.
+template <typename T>
+struct LinearPart {
+  const T* weight;
+  const T* bias;
+  T* out;
+  int n;
+  bool has_bias;
+};
+
+// What all kernels of linear layers are given.
+#define LINEAR_PARAMETERS                                                     \
+  const T *__restrict__ x, const T *residual, const T *__restrict__ weight_0, \
+      const T *__restrict__ bias_0, T *out_0, const T *__restrict__ weight_1, \
+      const T *__restrict__ bias_1, T *out_1, const T *__restrict__ weight_2, \
+      const T *__restrict__ bias_2, T *out_2, const __grid_constant__ LinearParams params
+
+#define LINEAR_PARTS                                                \
+  {{weight_0, bias_0, out_0, params.n[0], params.has_bias[0] != 0}, \
+   {weight_1, bias_1, out_1, params.n[1], params.has_bias[1] != 0}, \
+   {weight_2, bias_2, out_2, params.n[2], params.has_bias[2] != 0}}
+
+// The weight whose blocks `block` is among; afterwards `block` counts from its first. The blocks of
+// a weight are of `rows` of its rows.
+template <typename T>
+__device__ __forceinline__ LinearPart<T> part_of_block(
+    const LinearPart<T> (&parts)[kLinearMostWeights], const LinearParams& params, int rows,
+    int& block) {
+  LinearPart<T> part = parts[0];
+#pragma unroll
+  for (int i = 1; i < kLinearMostWeights; i++) {
+    const int blocks = (part.n + rows - 1) / rows;
+    if (!params.is_gated && i < params.num_weights && block >= blocks) {
+      block -= blocks;
+      part = parts[i];
+    } else {
+      break;
+    }
+  }
+  return part;
 }
 
 }  // namespace mlx_paged::cuda

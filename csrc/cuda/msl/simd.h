@@ -51,6 +51,15 @@ namespace precise {
 METAL_FUNC float tanh(float x) {
   return ::tanhf(x);
 }
+METAL_FUNC float cos(float x) {
+  return ::cosf(x);
+}
+METAL_FUNC float sin(float x) {
+  return ::sinf(x);
+}
+METAL_FUNC float exp(float x) {
+  return ::expf(x);
+}
 }  // namespace precise
 
 }  // namespace metal

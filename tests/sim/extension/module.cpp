@@ -13,6 +13,7 @@
 
 #include "../../../csrc/bindings.h"
 #include "../../../csrc/cuda/variants.h"
+#include "../../../csrc/device_program.h"
 #include "../../../csrc/host_copies.h"
 #include "../../../csrc/kernel_source.h"
 #include "mlx/allocator.h"
@@ -138,6 +139,21 @@ void bind_simulator(nb::module_& m) {
       "merge_items"_a, nb::kw_only(), "scale"_a, "window"_a = 0, "softcap"_a = 0.0f,
       "sinks"_a = nb::none(), "cuda"_a = false,
       "What a GPU would run for a call of paged_attention: Apple's, or with `cuda` NVIDIA's.");
+
+  m.def(
+      "device_program_launches",
+      [](const nb::capsule& made, const Arrays& inputs, bool cuda) {
+        auto* program =
+            static_cast<const std::shared_ptr<const DeviceProgram>*>(made.data("device_program"));
+        auto gpu = cuda ? Gpu::nvidia : Gpu::apple;
+        nb::list launches;
+        for (const auto& launch : (*program)->launches((*program)->attention(inputs, gpu), gpu)) {
+          launches.append(describe(launch));
+        }
+        return launches;
+      },
+      "program"_a, "inputs"_a, nb::kw_only(), "cuda"_a,
+      "What a GPU would run for a step of a DeviceProgram: Apple's, or with `cuda` NVIDIA's.");
 
   m.def(
       "forget_attention_layers", &forget_attention_layers,

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "../../../csrc/cpu/dense.h"
+#include "../../../csrc/device_program.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 
@@ -146,6 +147,63 @@ void simulate(KernelNode& node, const Arrays& inputs, Arrays& out) {
   }
 }
 
+// The same for all the launches of a step. Its memory is poisoned where a launch begins to write.
+void simulate(DeviceStep& node, const Arrays& inputs, Arrays& out) {
+  auto& encoder = mx::cpu::get_command_encoder(node.stream());
+  const auto& program = node.program();
+  Arrays in;
+  for (int i = 0; i < int(inputs.size()); i++) {
+    const auto& a = inputs[i];
+    if (can_read_on_gpu(a) || program.is_pool(i)) {
+      in.push_back(a);
+      continue;
+    }
+    in.emplace_back(a.shape(), a.dtype(), nullptr, Arrays{});
+    cpu::copy_to_dense(a, in.back(), encoder);
+  }
+  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+  for (size_t i = 1; i < out.size(); i++) {
+    out[i].copy_shared_buffer(in[program.pools()[i - 1]]);
+  }
+  mx::synchronize(node.stream());
+  auto attention = program.attention(in, Gpu::apple);
+  std::vector<std::byte> temporaries(program.temporary_bytes());
+  std::vector<std::byte> workspace(DeviceProgram::workspace_bytes(attention));
+  std::vector<Operand> operands;
+  auto add = [&](const mx::array& a, const ProgramOperand& o) {
+    auto* data = const_cast<char*>(a.data<char>());
+    operands.push_back({data + o.offset, uint64_t(a.offset()) + o.offset});
+  };
+  for (const auto& o : program.operands()) {
+    switch (o.kind) {
+      case ProgramOperand::Kind::input:
+        add(in[o.index], o);
+        break;
+      case ProgramOperand::Kind::constant:
+        add(program.constants()[o.index], o);
+        break;
+      case ProgramOperand::Kind::result:
+        add(out[0], o);
+        break;
+      case ProgramOperand::Kind::temporary:
+        operands.push_back({temporaries.data() + o.offset, uint64_t(o.offset)});
+        break;
+      case ProgramOperand::Kind::workspace:
+        operands.push_back({workspace.data(), 0});
+        break;
+    }
+  }
+  // The launches of one attention write to different rows of its output; other steps' memory is
+  // poisoned before they write it.
+  std::set<int> written;
+  for (const auto& launch : program.launches(attention, Gpu::apple)) {
+    if (launch.kernel.file == "layer.h") {
+      written.clear();
+    }
+    run_launch(launch, operands, written);
+  }
+}
+
 }  // namespace
 
 void set_simulator(Simulator simulator) {
@@ -170,5 +228,6 @@ SIMULATED(CopyBlocks)
 SIMULATED(GatherKV)
 SIMULATED(PagedAttention)
 SIMULATED(ApplyTokenBitmask)
+SIMULATED(DeviceStep)
 
 }  // namespace mlx_paged

@@ -1,0 +1,41 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Which kernel of linear.cu or linear_cluster.cu serves a product of few rows, and over which grid.
+// Needs neither CUDA nor a GPU, so that its rule can be tested anywhere.
+
+#pragma once
+
+#include "../device_program.h"
+#include "../launch.h"
+#include "linear_shape.h"
+
+namespace mlx_paged::cuda {
+
+// Whether thread blocks can form clusters: sm_90 and later, if this build has code for it.
+bool has_clusters();
+
+// The host name of linear_cluster for so many tiles of x.
+std::string cluster_kernel(DType dtype, int tiles);
+
+// Operands of a launch; a part without a bias names its weight, as the argument must be a buffer.
+struct LinearOperands {
+  struct Part {
+    int weight;
+    int bias;
+    int out;
+  };
+  int x;
+  int residual;  // x: none
+  Part parts[kLinearMostWeights];
+};
+
+Launch linear_launch(
+    const LinearParams& params, DType dtype, const LinearOperands& operands, bool clusters);
+
+// Whether there is a kernel for such a product.
+bool serves_product(int num_rows, int n, int k, bool is_gated);
+
+// Throws NoProgram where no kernel serves it.
+Launch product_launch(const ProductStep& step, const std::vector<ProgramOperand>& operands);
+
+}  // namespace mlx_paged::cuda

@@ -1,0 +1,328 @@
+"""Decode steps as one list of launches, on the simulated GPU: against the graphs that they were
+read from, and each kernel against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.device_programs import with_programs
+from support.models import StepDriver, tiny_config, tiny_model
+from support.reference import DTYPES, bits
+from support.simulated import launches, needs_simulator, sim_ext, simulated
+
+from mlx_paged import ops
+
+pytestmark = needs_simulator
+
+# Largest error of a row, relative to the row's norm.
+TOLERANCE = {mx.float32: 1e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}
+
+WIDE = {"hidden_size": 128}  # (where the head dim is hidden_size / heads)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": tiny_config("llama", head_dim=32),
+    "llama with biases": tiny_config(
+        "llama", head_dim=32, tied=False, attention_bias=True, mlp_bias=True
+    ),
+    "traditional RoPE": tiny_config("llama", head_dim=32, rope_traditional=True),
+    "windows": tiny_config(
+        "llama",
+        head_dim=32,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        sliding_window=8,
+    ),
+    "qwen2": tiny_config("qwen2", **WIDE),
+    "qwen3": tiny_config("qwen3", head_dim=32, tied=False),
+    "phi3": tiny_config("phi3", **WIDE),  # (its projections are one matrix)
+    "smollm3": tiny_config("smollm3", head_dim=32),  # (layers without RoPE)
+}
+
+
+def driver_of(config: dict[str, Any]) -> StepDriver:
+    return StepDriver(tiny_model(config), config["model_type"], block_size=8)
+
+
+def new_tokens(rng: np.random.Generator, count: int) -> list[int]:
+    return rng.integers(0, 96, count).tolist()
+
+
+# --- Whole steps ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_gives_what_its_graph_gives(rng, name: str) -> None:
+    ours, graphs = driver_of(CONFIGS[name]), driver_of(CONFIGS[name])
+    with_programs(ours, residual_in_product=len(name) % 2 == 0)
+    for work in ({"a": 7, "b": 1}, {"a": 1, "b": 1, "c": 9}, {"a": 1, "b": 1, "c": 1}):
+        tokens = {sequence: new_tokens(rng, count) for sequence, count in work.items()}
+        expected = graphs.step(tokens)
+        with simulated():
+            actual = ours.step(tokens)
+        for sequence, logits in expected.items():
+            np.testing.assert_allclose(actual[sequence], logits, atol=2e-5)
+    for mine, theirs in zip(ours.caches, graphs.caches, strict=True):
+        for pool, other in ((mine.key_pool, theirs.key_pool), (mine.value_pool, theirs.value_pool)):
+            np.testing.assert_allclose(np.array(pool), np.array(other), atol=2e-5)
+
+
+def kernels_of(config: dict[str, Any], rows: int, *, dtype: mx.Dtype, cuda: bool) -> list[str]:
+    """What a decode step of so many rows launches."""
+    model = tiny_model(config)
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    driver = StepDriver(model, config["model_type"], block_size=16)
+    with simulated():
+        steps = with_programs(driver)
+        driver.step({str(i): [i] for i in range(rows)})
+        program, inputs = steps.made[-1]
+        described = sim_ext.device_program_launches(program._program, inputs, cuda=cuda)
+    return [launch["kernel"] for launch in described]
+
+
+@pytest.mark.parametrize(
+    ("rows", "product"), [(1, "1_1"), (8, "1_1"), (16, "2_1"), (17, None), (60, None)]
+)
+def test_a_layer_is_eight_kernels_with_cuda(rows: int, product: str | None) -> None:
+    config = tiny_config("qwen3", head_dim=64, tied=False, num_hidden_layers=3, vocab_size=112)
+    kernels = kernels_of(config, rows, dtype=mx.bfloat16, cuda=True)
+    if product is None:
+        linear = gated = f"linear_cluster_bfloat16_{4 if rows <= 32 else 8}"
+    else:
+        linear, gated = f"linear_bfloat16_{product}", f"linear_bfloat16_{product[0]}_2"
+    attention = "paged_decode_tensor_bfloat16_64_n1"
+    norm, write = "add_rms_norm_bfloat16", "rope_write_bfloat16"
+    layer = [norm, linear, write, attention, linear, norm, gated, linear]
+    assert len(layer) == 8  # (and a merge where contexts are split)
+    table = "gather_rows_bfloat16"
+    assert sorted(kernels) == sorted([*layer * 3, table, "rope_rotations", norm, table, linear])
+    assert kernels[-3:] == [norm, table, linear]
+
+
+# --- Kernels --------------------------------------------------------------------------------------
+
+
+def values_of(rng: np.random.Generator, *shape: int, dtype: mx.Dtype) -> tuple[mx.array, Any]:
+    """An evaluated array and, in float64, exactly what it holds."""
+    array = mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+    mx.eval(array)
+    return array, exact_of(array)
+
+
+def exact_of(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def assert_close(got: mx.array, expected: np.ndarray, tolerance: float) -> None:
+    assert got.shape == expected.shape
+    error = np.linalg.norm(exact_of(got) - expected, axis=-1)
+    assert (error <= tolerance * (np.linalg.norm(expected, axis=-1) + 1e-30)).all()
+
+
+def run(
+    build: Callable[..., list[mx.array]], *inputs: mx.array, **options: Any
+) -> tuple[list[mx.array], list[dict[str, Any]]]:
+    """The program of what `build` makes of the inputs, its outputs and its launches."""
+    mx.eval(inputs)
+    with simulated():
+        unknown = ops.unknown_arrays(inputs)
+        program = ops.DeviceProgram(unknown, build(*unknown), **options)
+        outputs = program(list(inputs))
+        mx.eval(outputs)
+        return outputs, launches()
+
+
+def normed(x: np.ndarray, weight: np.ndarray, eps: float = 1e-5) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (3, 1, 960), (2, 8200)])
+def test_a_norm_after_an_addition(rng, dtype, shape) -> None:
+    x, exact = values_of(rng, *shape, dtype=dtype)
+    added, exact_added = values_of(rng, *shape, dtype=dtype)
+    weight, exact_weight = values_of(rng, shape[-1], dtype=dtype)
+    [out], [launch] = run(lambda x, added: [ops.rms_norm(x + added, weight, 1e-5)], x, added)
+    expected = exact_of(mx.array(exact + exact_added, mx.float32).astype(dtype))
+    assert_close(out, normed(expected, exact_weight), TOLERANCE[dtype])
+    assert launch["kernel"].startswith("add_rms_norm") and launch["grid"][0] == shape[0]
+    sizes = [x.nbytes, x.nbytes, shape[0] * weight.nbytes]
+    assert [launch["traffic"][i] for i in (0, 1, 2)] == [(size, 0) for size in sizes]
+    assert [launch["traffic"][i][1] for i in (3, 4)] == [x.nbytes, x.nbytes]
+
+
+def test_a_sum_that_is_needed_again_is_kept(rng) -> None:
+    x, _ = values_of(rng, 3, 64, dtype=mx.float32)
+    added, _ = values_of(rng, 3, 64, dtype=mx.float32)
+    weight, _ = values_of(rng, 64, dtype=mx.float32)
+
+    def build(x: mx.array, added: mx.array) -> list[mx.array]:
+        total = x + added
+        return [ops.rms_norm(total + ops.rms_norm(total, weight, 1e-5), weight, 1e-5)]
+
+    [out], ran = run(build, x, added)
+    np.testing.assert_allclose(np.array(out), np.array(build(x, added)[0]), atol=1e-5)
+    assert len(ran) == 2
+
+
+HEADS = {  # rows, query heads, KV heads, key dim, value dim, rotated dims, traditional
+    "half the dims": (3, 6, 2, 64, 64, 32, False),
+    "all of them": (2, 4, 4, 128, 128, 128, False),
+    "pairs": (5, 3, 1, 80, 80, 80, True),
+    "other values": (2, 2, 2, 192, 128, 64, True),
+    "none": (2, 2, 1, 64, 64, 0, False),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_heads_are_normed_rotated_and_written(rng, name: str, dtype, has_norm: bool) -> None:
+    rows, q_heads, kv_heads, dim, value_dim, dims, traditional = HEADS[name]
+    sizes = [q_heads * dim, kv_heads * dim, kv_heads * value_dim]
+    packed, exact = values_of(rng, rows, sum(sizes), dtype=dtype)
+    weights = [values_of(rng, dim, dtype=dtype) for _ in range(2)]
+    positions = rng.integers(0, 5000, rows).astype(np.int32)
+    inv_freqs = (10000.0 ** (-np.arange(dims // 2) / max(dims // 2, 1))).astype(np.float32)
+    slots = rng.permutation(16)[:rows].astype(np.int32)
+    slots[0] = -1
+    pools = [values_of(rng, 2, 8, kv_heads, d, dtype=dtype)[0] for d in (dim, value_dim)]
+    before = [bits(pool).reshape(16, -1).copy() for pool in pools]
+    table = mx.zeros((rows, 1), mx.int32)
+    items = mx.array([[i, i, i + 1, 0, 0, -1] for i in range(rows)], mx.int32)
+    merges = mx.zeros((0, 4), mx.int32)
+    identity = mx.eye(q_heads * value_dim, dtype=dtype)
+    mx.eval(identity)
+
+    def build(packed, positions, slots, table, items, merges, keys, values) -> list[mx.array]:
+        parts = mx.split(packed, np.cumsum(sizes)[:2].tolist(), axis=1)
+        q, k, v = (
+            part.reshape(rows, 1, heads, -1)
+            for part, heads in zip(parts, (q_heads, kv_heads, kv_heads), strict=True)
+        )
+        if has_norm:
+            q, k = (ops.rms_norm(a, w, 1e-5) for a, (w, _) in zip((q, k), weights, strict=True))
+        q, k = q.transpose(0, 2, 1, 3), k.transpose(0, 2, 1, 3)
+        if dims:
+            rotations = ops.rope_rotations(positions, mx.array(inv_freqs), scale=0.5)
+            q, k = (ops.rope(a, rotations, traditional=traditional) for a in (q, k))
+        keys, values = ops.write_kv(keys, values, k[:, :, 0], v[:, 0], slots)
+        plan = ops.AttentionPlan(positions, slots, table, slots, slots, items, merges)
+        out = ops.paged_attention(q.squeeze(2), keys, values, plan, scale=0.1)
+        return [ops.linear(out.reshape(rows, -1), identity), keys, values]
+
+    inputs = [packed, mx.array(positions), mx.array(slots), table, items, merges, *pools]
+    (_, *written), ran = run(build, *inputs)
+    [launch] = [x for x in ran if x["kernel"].startswith("rope_write")]
+    assert launch["traffic"][8][1] == pools[0].nbytes // 16 * (rows - 1)
+
+    parts = [
+        part.reshape(rows, heads, -1)
+        for part, heads in zip(
+            np.split(exact, np.cumsum(sizes)[:2], axis=1), (q_heads, kv_heads, kv_heads)
+        )
+    ]
+    keys, values = parts[1:]
+    if has_norm:
+        keys = normed(keys, weights[1][1])
+    angles = ((positions.astype(np.float32) * np.float32(0.5))[:, None] * inv_freqs).astype(float)
+    first = slice(0, dims, 2) if traditional else slice(0, dims // 2)
+    second = slice(1, dims, 2) if traditional else slice(dims // 2, dims)
+    turned = (keys[..., first] + 1j * keys[..., second]) * np.exp(1j * angles)[:, None]
+    rotated = keys.copy()
+    rotated[..., first], rotated[..., second] = turned.real, turned.imag
+    tolerance = TOLERANCE[dtype] * 2
+    for pool, rows_of_pool, old in zip(written, (rotated, values), before, strict=True):
+        flat = pool.reshape(16, kv_heads, -1)
+        for row, slot in enumerate(slots):
+            if slot >= 0:
+                assert_close(flat[int(slot)], rows_of_pool[row], tolerance)
+        others = np.setdiff1d(np.arange(16), slots)
+        np.testing.assert_array_equal(bits(pool).reshape(16, -1)[others], old[others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 8, 11])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_a_product(rng, dtype, rows: int, has_residual: bool) -> None:
+    x, exact = values_of(rng, rows, 72, dtype=dtype)
+    weight, exact_weight = values_of(rng, 42, 72, dtype=dtype)
+    residual, exact_residual = values_of(rng, rows, 42, dtype=dtype)
+
+    def build(x: mx.array, residual: mx.array) -> list[mx.array]:
+        product = ops.linear(x, weight)
+        return [residual + product if has_residual else product]
+
+    [out], [launch] = run(build, x, residual)
+    expected = exact @ exact_weight.T + (exact_residual if has_residual else 0)
+    assert_close(out, expected, TOLERANCE[dtype] * 2)
+    assert launch["traffic"][1] == (weight.nbytes * (1 + (rows > 8)), 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gate_and_up(rng, dtype) -> None:
+    x, exact = values_of(rng, 3, 64, dtype=dtype)
+    (gate, exact_gate), (up, exact_up) = (values_of(rng, 40, 64, dtype=dtype) for _ in range(2))
+    [out], ran = run(lambda x: [ops.silu_mul(ops.linear(x, gate), ops.linear(x, up))], x)
+    g, u = exact @ exact_gate.T, exact @ exact_up.T
+    assert_close(out, g / (1 + np.exp(-g)) * u, TOLERANCE[dtype] * 3)
+    assert len(ran) == 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gate_that_is_half_of_a_product(rng, dtype) -> None:
+    x, exact = values_of(rng, 3, 80, dtype=dtype)
+
+    def build(x: mx.array) -> list[mx.array]:
+        return [ops.silu_mul(*mx.split(x, 2, axis=1))]
+
+    [out], [launch] = run(build, x)
+    g, u = exact[:, :40], exact[:, 40:]
+    assert_close(out, g / (1 + np.exp(-g)) * u, TOLERANCE[dtype])
+    assert launch["kernel"].startswith("silu_mul")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_a_table(rng, dtype) -> None:
+    table, _ = values_of(rng, 9, 2200, dtype=dtype)
+    rows = [3, 0, -1, 8, 9, -10]
+    [out], _ = run(lambda rows: [table[rows]], mx.array(rows))
+    for row, values in zip(rows, exact_of(out), strict=True):
+        if -9 <= row < 9:
+            np.testing.assert_array_equal(values, exact_of(table[row]))
+        else:
+            assert np.isnan(values).all()
+
+
+# --- Refusals -------------------------------------------------------------------------------------
+
+REFUSALS: dict[str, tuple[Callable[[mx.array], Any], str]] = {
+    "another operation": (mx.exp, "the operation Exp"),
+    "an addition alone": (lambda x: x + x, "the operation Add"),
+    "rows of odd sizes": (lambda x: ops.rms_norm(x[:, :7], mx.ones(7), 1e-5), "a norm of rows"),
+    "a view of another value": (
+        lambda x: ops.rms_norm(x, mx.ones(16), 1e-5)[:, :8],
+        "a result that is part",
+    ),
+    "no dependence": (lambda x: mx.ones((3, 8)), "an output does not depend"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_a_program_cannot_run_is_said(name: str) -> None:
+    build, reason = REFUSALS[name]
+    with simulated():
+        [x] = ops.unknown_arrays([mx.zeros((3, 16))])
+        with pytest.raises(ValueError, match=reason):
+            ops.DeviceProgram([x], [build(x)])
+
+
+def test_other_shapes_and_dtypes_are_refused() -> None:
+    with simulated():
+        [x] = ops.unknown_arrays([mx.zeros((3, 16))])
+        program = ops.DeviceProgram([x], [ops.rms_norm(x, mx.ones(16), 1e-5)])
+        for wrong in ([], [mx.zeros((4, 16))], [mx.zeros((3, 16), mx.float16)]):
+            with pytest.raises(ValueError, match="device_program"):
+                program(wrong)
