@@ -54,6 +54,7 @@ void bind_extension(nb::module_& m) {
   m.doc() = "Native primitives of mlx_paged. Use them through mlx_paged.ops.";
   bind_kernel_ops(m);
   bind_layer_ops(m);
+  bind_step_program(m);
 
   m.def("has_transfers", &has_transfers, "Whether `upload` and `to_host` are there.");
 

@@ -167,6 +167,7 @@ class PagedAttention : public KernelNode {
   bool is_equivalent(const mx::Primitive& other) const override {
     return options_ == static_cast<const PagedAttention&>(other).options_;
   }
+  const AttentionOptions& options() const { return options_; }
 
  private:
   AttentionOptions options_;
@@ -190,6 +191,7 @@ class RopeRotations : public Node {
   bool is_equivalent(const mx::Primitive& other) const override {
     return scale_ == static_cast<const RopeRotations&>(other).scale_;
   }
+  float scale() const { return scale_; }
 
  private:
   float scale_;
@@ -206,6 +208,7 @@ class Rope : public Node {
   bool is_equivalent(const mx::Primitive& other) const override {
     return traditional_ == static_cast<const Rope&>(other).traditional_;
   }
+  bool traditional() const { return traditional_; }
 
  private:
   bool traditional_;
@@ -220,6 +223,7 @@ class RmsNorm : public Node {
   bool is_equivalent(const mx::Primitive& other) const override {
     return eps_ == static_cast<const RmsNorm&>(other).eps_;
   }
+  float eps() const { return eps_; }
 
  private:
   float eps_;

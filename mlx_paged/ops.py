@@ -368,6 +368,52 @@ def linear(
     return ext.linear(x, weight, bias, stream=stream)
 
 
+def most_program_rows() -> int:
+    """Rows of a step up to which a `StepProgram` serves on this machine; 0: it serves none.
+
+    None with ``MLX_PAGED_CHECK=1`` either, as a program does not check ids.
+    """
+    return 0 if os.environ.get("MLX_PAGED_CHECK") == "1" else ext.most_program_rows()
+
+
+def placeholders(arrays: Sequence[mx.array]) -> list[mx.array]:
+    """Arrays of the same shapes and dtypes to build a graph on. Evaluating one is an error."""
+    return ext.placeholders(list(arrays))
+
+
+class StepProgram:
+    """A graph of few rows that runs as one operation on the CPU: its operations one after another
+    on all threads, with products that share an input side by side.
+
+    It consists of the operations of this module, linear layers, additions and products by element,
+    lookups of rows, and changes of shape, all of float32; every value has the step's rows as its
+    first axis.
+
+    Args:
+        inputs: `placeholders`. Those that only attention reads as a plan's block tables, work and
+            merges may have other sizes in a call.
+        outputs: what was built on them: the result, and pools among the inputs, which are written
+            in place.
+
+    Raises:
+        ValueError: for a graph of anything else; it names the operation. What does not depend on
+            the inputs is evaluated, once.
+    """
+
+    def __init__(self, inputs: Sequence[mx.array], outputs: Sequence[mx.array]) -> None:
+        self._program = ext.StepProgram(list(inputs), list(outputs))
+
+    def __call__(
+        self, inputs: Sequence[mx.array], *, stream: mx.Stream | mx.Device | None = None
+    ) -> list[mx.array]:
+        """The outputs for these inputs. The pools among them are consumed, as by `write_kv`.
+
+        Raises:
+            ValueError: they are not of the shapes and dtypes that were read.
+        """
+        return self._program(list(inputs), stream=stream)
+
+
 def pool_copies() -> int:
     """Whole-pool copies since the process started; 0 if pools are used correctly."""
     return ext.pool_copies()
