@@ -268,9 +268,9 @@ _installing = threading.Lock()
 
 
 def install() -> None:
-    """Rebinds MLX's names, and mlx-lm's in every model module. Idempotent."""
+    """Rebinds MLX's names, and mlx-lm's and mlx-vlm's in every model module. Idempotent."""
     with _installing:
-        _rebind_swiglu(_mlx_lm_swiglu, swiglu)
+        _rebind_swiglu(paged=True)
         for owner, name, _, own in reversed(_REBOUND):  # attention last: it says that all are there
             setattr(owner, name, own)
 
@@ -286,14 +286,22 @@ def uninstall() -> None:
     with _installing:
         for owner, name, original, _ in _REBOUND:
             setattr(owner, name, original)
-        _rebind_swiglu(swiglu, _mlx_lm_swiglu)
+        _rebind_swiglu(paged=False)
 
 
-def _rebind_swiglu(old: Any, new: Any) -> None:
+# The libraries' own, by package; mlx-vlm's once it is imported.
+_swiglus: dict[str, Any] = {"mlx_lm": _mlx_lm_swiglu}
+
+
+def _rebind_swiglu(*, paged: bool) -> None:
     # Model modules import the function itself; those imported later find it in `activations`.
+    of_vlm = getattr(sys.modules.get("mlx_vlm.models.activations"), "swiglu", None)
+    if of_vlm is not None:
+        _swiglus.setdefault("mlx_vlm", of_vlm)
     for name, module in list(sys.modules.items()):
-        if name.startswith("mlx_lm.models.") and vars(module).get("swiglu") is old:
-            module.swiglu = new  # type: ignore[attr-defined]
+        original = _swiglus.get(name.partition(".models.")[0])
+        if original is not None and vars(module).get("swiglu") in (original, swiglu):
+            module.swiglu = swiglu if paged else original  # type: ignore[attr-defined]
 
 
 # --- Single modules of a model --------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from mlx_paged.cli.bench.remote import Remote
 
 # Questions, answers and templates, beside the rows of the media.
-_TEXT_TOKENS = 1024
+_TEXT_TOKENS = 512
 _MOST_ROWS = 16
 
 
@@ -122,6 +123,11 @@ def media(
             "num_iters": num_iters,
         }
         most = _most_tokens(sizes, counts, frame_size, output_len)
+
+        def save() -> None:
+            if output_json is not None:
+                write_json(output_json, found)
+
         with _opened(path, dtype, most, compare) as engines:
             kinds = engines[media_runs.PAGED].ask("kinds")
             if tables:
@@ -132,16 +138,17 @@ def media(
                 )
                 how = "Videos" if "video" in kinds else "Frames, as pictures of one prompt"
                 _say(media_runs.rows_text(found["videos"], "frames", how))
+                save()
             if figures:
                 found["figures"] = media_runs.figures(
                     engines, pictures, sizes[-1], settings, _MOST_ROWS // 2
                 )
                 _say(media_runs.figures_text(found["figures"]))
+                save()
         if servers:
             found["servers"] = _servers(path, compare, pictures, sizes, settings)
             _say(media_runs.rows_text(found["servers"], "size", "Servers"))
-        if output_json is not None:
-            write_json(output_json, found)
+            save()
 
 
 def _say(text: str) -> None:
@@ -187,19 +194,20 @@ def _opened(path: str, dtype: str, most_tokens: int, compare: bool) -> Iterator[
     from mlx_paged.cli.bench import media_engines, media_runs
     from mlx_paged.cli.bench.remote import Remote
 
-    opened: dict[str, Remote] = {}
+    makers: dict[str, tuple[Any, ...]] = {
+        media_runs.PAGED: (media_engines.PagedEngines, path, dtype, most_tokens, _MOST_ROWS)
+    }
+    if compare:
+        makers[media_runs.VLM] = (media_engines.VlmEngine, path, dtype)
+    # (Most of a start is importing and reading, which can be done at once.)
+    with ThreadPoolExecutor(len(makers)) as pool:
+        starts = {name: pool.submit(Remote, name, *make) for name, make in makers.items()}
     try:
-        name = media_runs.PAGED
-        opened[name] = Remote(
-            name, media_engines.PagedEngines, path, dtype, most_tokens, _MOST_ROWS
-        )
-        if compare:
-            name = media_runs.VLM
-            opened[name] = Remote(name, media_engines.VlmEngine, path, dtype)
-        yield opened
+        yield {name: start.result() for name, start in starts.items()}
     finally:
-        for remote in opened.values():
-            remote.close()
+        for start in starts.values():
+            if start.exception() is None:
+                start.result().close()
 
 
 def _servers(

@@ -123,7 +123,7 @@ class PagedEngines:
     Args:
         model: directory or hub id.
         max_tokens: of prompt and answer, together, of the longest request; it sizes the pool.
-        max_num_seqs: that run at once.
+        max_num_seqs: that run at once, with all caches; with fewer, one.
     """
 
     def __init__(self, model: str, dtype: str, max_tokens: int, max_num_seqs: int) -> None:
@@ -131,11 +131,8 @@ class PagedEngines:
         if self.model.media is None:
             reason = self.model.media_reason or "it reads text only"
             raise MlxPagedError(f"{model} takes no pictures: {reason}")
-        self._options = {
-            "max_num_seqs": max_num_seqs,
-            "num_gpu_blocks_override": 8 + max_num_seqs * (1 + -(-max_tokens // 32)),
-            "max_model_len": None,
-        }
+        self._num_blocks = 1 + -(-max_tokens // 32)  # of a request
+        self._max_num_seqs = max_num_seqs
         self._llms: dict[str, LLM] = {}
 
     def kinds(self) -> tuple[str, ...]:
@@ -146,7 +143,13 @@ class PagedEngines:
     def llm(self, caches: str = "all") -> LLM:
         """The engine with some of `CACHES`."""
         if caches not in self._llms:
-            self._llms[caches] = LLM(self.model, **self._options, **CACHES[caches])
+            most = self._max_num_seqs if caches == "all" else 1
+            self._llms[caches] = LLM(
+                self.model,
+                max_num_seqs=most,
+                num_gpu_blocks_override=8 + most * self._num_blocks,
+                **CACHES[caches],
+            )
         return self._llms[caches]
 
     def prompt_of(self, ask: Ask) -> str:
