@@ -281,7 +281,7 @@ def _eight_questions(
                     continue
                 seconds[case].append(max(reply.times[-1] for reply in replies))
                 if case == (PAGED, "all"):
-                    encoded.append(replies[0].num_encoded)
+                    encoded.append(replies[0].num_encoded or 0)
         if (VLM, "none") in answers and turn:
             pairs = zip(answers[PAGED, "all"], answers[VLM, "none"])
             same += sum(a == b for a, b in pairs)

@@ -242,4 +242,4 @@ def _write_tokenizer(folder: Path, recipe: _Recipe) -> dict[str, int]:
         chat_template=_TEMPLATE.replace("MARKS", json.dumps(recipe.marks)),
     )
     fast.save_pretrained(folder)
-    return {token: tokenizer.token_to_id(token) for token in special}
+    return dict(zip(special, map(int, fast.convert_tokens_to_ids(special))))
