@@ -94,7 +94,8 @@ class Reply:
         token_ids: Empty where an engine gives text only.
         num_prompt_tokens: As the engine counts them; 0: unknown.
         num_encoded: Items that towers were run for; None: unknown.
-        peak_bytes: Most memory of MLX's arrays meanwhile, the weights included; 0: unknown.
+        peak_bytes: Most memory of MLX's arrays meanwhile, weights and pools included; 0: unknown.
+        pool_bytes: Of the KV pools, used or not.
     """
 
     times: list[float] = field(default_factory=list)
@@ -103,6 +104,7 @@ class Reply:
     num_prompt_tokens: int = 0
     num_encoded: int | None = None
     peak_bytes: int = 0
+    pool_bytes: int = 0
 
     @property
     def ttft(self) -> float:
@@ -186,6 +188,7 @@ class PagedEngines:
         for reply in replies:
             reply.text = llm.tokenizer.decode(reply.token_ids)
             reply.peak_bytes = mx.get_peak_memory()
+            reply.pool_bytes = sum(each.engine.pool_bytes for each in self._llms.values())
         replies[0].num_encoded = self._num_encoded(llm) - before
         return replies
 

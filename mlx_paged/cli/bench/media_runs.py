@@ -202,6 +202,7 @@ def _figures_of(pairs: Sequence[tuple[Reply, Reply]]) -> dict[str, Any]:
         "ttft_again_ms": 1e3 * statistics.median(reply.ttft for reply in again),
         "tokens_per_second": statistics.median(rates) if rates else None,
         "peak_bytes": max(reply.peak_bytes for reply in first + again) or None,
+        "pool_bytes": max(reply.pool_bytes for reply in first + again),
         "towers_run": sum(reply.num_encoded or 0 for reply in first),
         "towers_run_again": sum(reply.num_encoded or 0 for reply in again),
         "samples": {
@@ -373,10 +374,21 @@ def rows_text(rows: Sequence[Mapping[str, Any]], load: str, title: str) -> str:
                 _number(row["ttft_again_ms"], 1),
                 _number(row["tokens_per_second"], 1),
                 _number(None if row["peak_bytes"] is None else row["peak_bytes"] / 2**20, 0),
+                _number(row["pool_bytes"] / 2**20, 0) if row["pool_bytes"] else "",
             ]
         )
     width = max(len(cells) for cells in body)
-    header = [load, "engine", "caches", "TTFT ms", "again ms", "tokens/s", "peak MiB"][:width]
+    header = [
+        load,
+        "engine",
+        "caches",
+        "TTFT ms",
+        "again ms",
+        "tokens/s",
+        "peak MiB",
+        "of it pools",
+    ]
+    header = header[:width]
     body = [cells + [""] * (width - len(cells)) for cells in body]
     return f"{title}\n{table(header, body)}"
 

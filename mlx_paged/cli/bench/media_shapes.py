@@ -55,6 +55,7 @@ class _Recipe:
 
     Attributes:
         package: of mlx-vlm.
+        vocab_size: Tokens of model and tokenizer.
         special: Special tokens besides those of the chat template.
         marks: What the template writes for an item of a kind.
         config: Given the special tokens' ids, and layers (None: all).
@@ -62,6 +63,7 @@ class _Recipe:
     """
 
     package: str
+    vocab_size: int
     special: list[str]
     marks: dict[str, str]
     config: Callable[[dict[str, int], int | None], dict[str, Any]]
@@ -147,6 +149,7 @@ def _qwen2_vl(ids: dict[str, int], num_layers: int | None) -> dict[str, Any]:
 _RECIPES = {
     Shape.SMOLVLM_256M: _Recipe(
         "smolvlm",
+        49280,
         ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"],
         {"image": "<image>"},
         _smolvlm,
@@ -167,6 +170,7 @@ _RECIPES = {
     ),
     Shape.QWEN2_VL_2B: _Recipe(
         "qwen2_vl",
+        151936,
         ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
         {
             "image": "<|vision_start|><|image_pad|><|vision_end|>",
@@ -193,7 +197,7 @@ _RECIPES = {
 def write_checkpoint(
     folder: Path, shape: Shape, *, num_layers: int | None = None, dtype: str = "bfloat16"
 ) -> Path:
-    """Writes a checkpoint; its tokenizer knows bytes and special tokens.
+    """Writes a checkpoint; its tokenizer encodes texts as their bytes.
 
     Args:
         num_layers: of the language model, and in proportion of the tower; None: all.
@@ -229,11 +233,14 @@ def _write_tokenizer(folder: Path, recipe: _Recipe) -> dict[str, int]:
     """Returns the special tokens' ids."""
     from transformers import PreTrainedTokenizerFast
 
+    special = ["<|im_start|>", "<|im_end|>", "<pad>", *recipe.special]
+    # (A model with random weights makes any token: all have a text, also where nothing encodes to
+    # them.)
     letters = sorted(ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
+    words = [f"w{i}" for i in range(recipe.vocab_size - len(letters) - len(special))]
+    tokenizer = Tokenizer(BPE({token: i for i, token in enumerate([*letters, *words])}, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
-    special = ["<|im_start|>", "<|im_end|>", "<pad>", *recipe.special]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -67,15 +67,25 @@ def _work(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]
     import mlx_paged
 
     mlx_paged.unpatch()  # other engines as they are
+    made = None
     try:
-        made = make(*arguments)
-        pipe.send((None, None))
         while True:
-            method, args, options = pipe.recv()
-            pipe.send((None, getattr(made, method)(*args, **options)))
-    except (EOFError, KeyboardInterrupt):
+            try:
+                if made is None:
+                    made, value = make(*arguments), None
+                else:
+                    method, args, options = pipe.recv()
+                    value = getattr(made, method)(*args, **options)
+            except (EOFError, KeyboardInterrupt):
+                return
+            except MlxPagedError as error:
+                pipe.send((str(error), None))
+            except Exception as error:
+                pipe.send((f"{type(error).__name__}: {error}", None))
+            else:
+                pipe.send((None, value))
+                continue
+            if made is None:
+                return
+    except (BrokenPipeError, KeyboardInterrupt):
         pass
-    except MlxPagedError as error:
-        pipe.send((str(error), None))
-    except Exception as error:
-        pipe.send((f"{type(error).__name__}: {error}", None))
