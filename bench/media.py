@@ -23,12 +23,12 @@ from harness import RESULTS, save
 
 CPU = {
     "embedded": ["--image-size", "128,512", "--frames", "2,8", "--frame-size", "128"],
-    "smolvlm-256m": [
-        *("--shape", "smolvlm-256m", "--image-size", "512", "--frames", "2", "--frame-size", "512"),
-        *("--output-len", "32", "--num-iters", "2"),
+    "smolvlm-256m-10-layers": [
+        *("--shape", "smolvlm-256m", "--num-layers", "10", "--image-size", "512"),
+        *("--frames", "2", "--frame-size", "512", "--output-len", "16", "--num-iters", "2"),
     ],
     "qwen2-vl-2b-4-layers": [
-        *("--shape", "qwen2-vl-2b", "--num-layers", "4", "--image-size", "448,224"),
+        *("--shape", "qwen2-vl-2b", "--num-layers", "4", "--image-size", "224,448"),
         *("--frames", "2,8", "--output-len", "16", "--num-iters", "2"),
     ],
 }
@@ -44,12 +44,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpu", action="store_true", help="a large model, on a GPU")
     parser.add_argument("--only", nargs="+", choices=[*CPU, *GPU], metavar="MODEL")
+    parser.add_argument("--part", nargs="+", choices=["tables", "figures"], help="the rest is kept")
     parser.add_argument("--no-save", dest="save", action="store_false")
     parser.add_argument("more", nargs="*", help="options of mlx-paged bench media, after --")
     options = parser.parse_args()
     models = GPU if options.gpu else CPU
     name = "media-gpu" if options.gpu else "media-cpu"
     path = RESULTS / f"{name}.json"
+    parts = ["--figures"] if "figures" in (options.part or ["figures"]) else []
+    parts += [] if "tables" in (options.part or ["tables"]) else ["--no-tables"]
     runs = json.loads(path.read_text())["runs"] if path.exists() else {}
     for model in options.only or models:
         start = time.perf_counter()
@@ -58,12 +61,12 @@ def main() -> None:
             file = Path(folder) / "media.json"
             subprocess.run(
                 [
-                    *(sys.executable, "-m", "mlx_paged.cli.main", "bench", "media", "--figures"),
-                    *(*models[model], *options.more, "--output-json", str(file)),
+                    *(sys.executable, "-m", "mlx_paged.cli.main", "bench", "media"),
+                    *(*models[model], *options.more, *parts, "--output-json", str(file)),
                 ],
                 check=True,
             )
-            runs[model] = json.loads(file.read_text())
+            runs[model] = runs.get(model, {}) | json.loads(file.read_text())
         print(f"{time.perf_counter() - start:.0f} s", flush=True)
         if options.save:
             save(name, {"runs": runs})

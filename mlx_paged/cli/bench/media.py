@@ -109,7 +109,8 @@ def media(
 
     if servers:
         media_engines.check_server_packages()
-    settings = media_runs.Settings(output_len, num_iters)
+    said = None if shape is None else "Three red circles."
+    settings = media_runs.Settings(output_len, num_iters, said)
     with tempfile.TemporaryDirectory(prefix="mlx-paged-media-") as folder:
         path = _model(model, shape, num_layers, dtype, Path(folder))
         pictures = media_runs.Pictures(Path(folder))

@@ -46,8 +46,6 @@ CACHES: dict[str, dict[str, Any]] = {
         "media_limits": {"cache_bytes": 0},
     },
 }
-#: What mlx-vlm may keep: nothing, or what its towers made.
-VLM_CACHES = ("none", "encoder")
 _SECONDS_TO_START = 300.0
 
 
@@ -237,11 +235,16 @@ class VlmEngine:
         tokenizer.stopping_criteria = lambda token: False  # answers of full length
         self._features: Any = None
 
+    def caches(self) -> tuple[str, ...]:
+        """What it may keep: nothing, or what its tower made, where the family lets it."""
+        encodes = any(hasattr(self._model, name) for name in ("encode_image", "encode_images"))
+        return ("none", "encoder") if encodes else ("none",)
+
     def answer(self, ask: Ask, max_tokens: int, caches: str = "none") -> Reply:
         """Answers one request, whose `prompt` is known.
 
         Args:
-            caches: of `VLM_CACHES`.
+            caches: of `caches`.
         """
         from mlx_vlm.generate import stream_generate
         from mlx_vlm.vision_cache import VisionFeatureCache
