@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,14 @@ from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
 pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed: make test installs it")
 
-from mlx_paged.cli.bench import media_engines, media_runs, media_text
+import mlx.core as mx
+
+from mlx_paged.cli.bench import media_engines, media_runs, media_shapes, media_text
 from mlx_paged.cli.bench.media_engines import Ask, PagedEngines, VlmEngine
 from mlx_paged.cli.bench.media_runs import PAGED, VLM, Pictures, Settings
 from mlx_paged.cli.bench.media_shapes import Shape, write_checkpoint
 from mlx_paged.demo import vision_model_path
+from mlx_paged.model import patches
 from mlx_paged.model.loader import load
 
 
@@ -65,8 +70,7 @@ def test_tables_and_figures(engines: Any, tmp_path: Path) -> None:
     assert found["text_alone"]["text_model"] > 0 and len(found["text_alone"]["ratios"]) == 1
     beside = found["text_beside"]
     assert beside["ratio"] == pytest.approx(
-        beside["beside_pictures"]["tokens_per_second"]
-        / beside["beside_texts"]["tokens_per_second"]
+        beside["beside_pictures"]["tokens_per_second"] / beside["beside_texts"]["tokens_per_second"]
     )
     said = media_runs.figures_text(found)
     assert "the tower ran 1 times" in said and "8 of 8 answers are the same" in said
@@ -103,8 +107,6 @@ def test_pictures_are_all_different(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", Shape)
 def test_shapes_are_models_with_processors(shape: Shape, tmp_path: Path, monkeypatch: Any) -> None:
     """Narrow ones, as the published widths take seconds to make."""
-    from mlx_paged.cli.bench import media_shapes
-
     recipe = media_shapes._RECIPES[shape]
 
     def narrow(ids: dict[str, int], layers: int | None) -> dict[str, Any]:
@@ -121,8 +123,6 @@ def test_shapes_are_models_with_processors(shape: Shape, tmp_path: Path, monkeyp
             vision |= {"hidden_size": 48, "embed_dim": 32}
         return {**config, "vocab_size": 600}
 
-    from dataclasses import replace
-
     small = replace(recipe, config=narrow, vocab_size=600)
     monkeypatch.setitem(media_shapes._RECIPES, shape, small)
     path = write_checkpoint(tmp_path / "model", shape, num_layers=1, dtype="float32")
@@ -135,14 +135,10 @@ def test_shapes_are_models_with_processors(shape: Shape, tmp_path: Path, monkeyp
 
 
 def test_text_twins_have_the_same_logits(engines: Any) -> None:
-    import mlx.core as mx
-
     model = engines[PAGED].engine.model
     twin = media_text.text_twin(model)
     assert twin is not None and twin.media is None
     tokens = mx.array([[5, 9, 30, 41]])
-    from mlx_paged.model import patches
-
     patches.uninstall()
     ours = load(str(vision_model_path())).model.vlm.language_model(tokens).logits
     assert mx.allclose(twin.model(tokens), ours, rtol=1e-3, atol=1e-3).item()
@@ -176,9 +172,7 @@ def test_options_that_cannot_be(arguments: list[str], named: str) -> None:
 
 def test_the_verb_writes_what_it_prints(engines: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """With the engines of this module in the place of processes."""
-    import contextlib
-
-    from mlx_paged.cli.bench import media
+    media = sys.modules["mlx_paged.cli.bench.media"]  # (the package has the verb under that name)
 
     @contextlib.contextmanager
     def opened(*_: Any) -> Any:
