@@ -219,7 +219,8 @@ class PagedModel:
         if not isinstance(self.model, MultiModalModel):
             raise ValueError(f"the model takes text only but got {item.kind}")
         patches.ensure_installed()
-        return self.model.encode(item)
+        with patches.native_tower():
+            return self.model.encode(item)
 
     def _run(
         self, tokens: mx.array, step: Step, pools: list[mx.array]
