@@ -299,7 +299,9 @@ def test_what_cannot_be_sent_is_said_before(page, visitor) -> None:
     attach(page, file("broken.png", "image/png", png()[:60]))
     expect(tray(page)).to_have_text(["broken.png"])
     ask(page, "What?")
-    expect(page.locator(".assistant .note")).to_contain_text("Failed: broken.png: it ")
+    expect(page.locator(".assistant .note")).to_contain_text(
+        "Failed: broken.png: its picture is broken"
+    )
 
 
 @in_browser
