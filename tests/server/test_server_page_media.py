@@ -235,6 +235,7 @@ def test_paste_drop_and_remove(visitor) -> None:
     expect(page.locator("#attach-file")).to_have_attribute("accept", "image/*")
     give(page, "paste", [circles("pasted.png")])
     expect(tray(page)).to_have_text(["pasted.png"])
+    expect(page.locator("#announce")).to_have_text("Attached pasted.png.")
     give(page, "dragover", [circles()], "#messages")
     expect(page.locator("#drop")).to_have_text("Drop images here")
     shoot(page, "media-drop")

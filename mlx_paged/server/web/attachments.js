@@ -88,6 +88,7 @@ export class Tray {
     const limits = this.act.limits();
     if (!limits) return this.say("Nothing can be attached before the server is reached.", true);
     const told = [];
+    const added = [];
     let isWrong = false;
     for (const given of items) {
       try {
@@ -99,12 +100,14 @@ export class Tray {
         if (refusal) throw new MediaError(refusal);
         if (note) told.push(note);
         this.change([...this.items, item]);
+        added.push(item.name);
       } catch (error) {
         isWrong = true;
         if (!told.includes(error.message)) told.push(error.message);
       }
     }
     this.say(told.join(" "), isWrong);
+    if (added.length) $("announce").textContent = `Attached ${added.join(", ")}.`;
   }
 
   say(text, isWrong = false) {

@@ -8,7 +8,10 @@ import { element } from "./view.js";
 export const KINDS = ["image", "video", "audio"];
 const NOUNS = { image: ["image", "images"], video: ["video", "videos"], audio: ["sound", "sounds"] };
 // Of pictures that servers read as they are; the browser makes another form of the rest.
-const READ = ["png", "jpeg", "webp", "gif", "bmp", "x-ms-bmp", "tiff", "avif", "jp2"].map((name) => `image/${name}`);
+const READ = [
+  "png", "jpeg", "jpg", "webp", "gif", "bmp", "x-ms-bmp", "tiff", "avif", "jp2", "x-icon", "vnd.microsoft.icon",
+  "x-portable-pixmap",
+].map((name) => `image/${name}`);
 // Where the browser knows no type of a file.
 const BY_ENDING = {
   avif: "image/avif", heic: "image/heic", jp2: "image/jp2", tif: "image/tiff", tiff: "image/tiff", mkv: "video/x-matroska",
