@@ -6,8 +6,8 @@
 // a JSON schema also has `relaxed`: the parts of it that were not enforced.
 //
 // `calls` of an answer are those of tools (messages of older pages have none): { id, name, arguments,
-// result }. `arguments` is JSON text; `result` is null, or { text, status } with status done, failed or
-// refused. The answer to results is a child of the message that called.
+// result }. `arguments` is JSON text; `result` is null, or { text, status, media } with status done, failed or
+// refused, and pictures that the user sees, where there are some. The answer to results is a child of the message that called.
 
 import { isObject } from "./json.js";
 import { mediaOf } from "./media.js";

@@ -207,6 +207,14 @@ export function dataUrl(blob, type = blob.type) {
   });
 }
 
+export function ofBase64(data, type) {
+  try {
+    return new Blob([Uint8Array.from(atob(data), (character) => character.charCodeAt(0))], { type });
+  } catch {
+    throw new MediaError("it is not base64");
+  }
+}
+
 export async function isSame(one, other) {
   if (one.size !== other.size) return false;
   const [a, b] = await Promise.all([one, other].map(async (blob) => new Uint8Array(await blob.arrayBuffer())));

@@ -178,7 +178,7 @@ class MessageView {
     const { tools, act } = this.list;
     calls.forEach((call, i) => {
       if (!this.callViews[i]) {
-        this.callViews[i] = new CallView(i, act);
+        this.callViews[i] = new CallView(i, act, (id) => this.list.urlOf(id));
         this.calls.append(this.callViews[i].item);
       }
       const server = tools.serverOf(call.name)?.name;

@@ -1,7 +1,7 @@
 // Chats as files: JSON, there and back, and Markdown to read. And the chats of the page's old form.
 
 import { pretty } from "./json.js";
-import { dataUrl, isMediaType, mediaOf } from "./media.js";
+import { dataUrl, isMediaType, mediaOf, ofBase64 } from "./media.js";
 import { byAge, callsOf, newestLeaf, pathTo, splitReasoning, titleOf } from "./conversation.js";
 
 const FORMAT = "mlx-paged-chats";
@@ -87,7 +87,8 @@ function isCall(call) {
 }
 
 function isResult(result) {
-  if (!isObject(result) || !hasOnly(result, ["text", "status"])) return false;
+  if (!isObject(result) || !hasOnly(result, ["text", "status", "media"])) return false;
+  if (!Array.isArray(result.media ?? []) || !(result.media ?? []).every(isItem)) return false;
   return TEXT(result.text) && ["done", "failed", "refused"].includes(result.status);
 }
 
@@ -188,6 +189,8 @@ function withField(chat, name) {
   return { ...chat, messages: chat.messages.map((m) => (isObject(m) && !(name in m) ? { ...m, [name]: [] } : m)) };
 }
 
+const itemsIn = (message) => [...mediaOf(message), ...callsOf(message).flatMap(({ result }) => result?.media ?? [])];
+
 // Adds imported chats to a store: what is there already stays. Returns the number of new messages.
 export async function addTo(store, chats) {
   let added = 0;
@@ -196,8 +199,8 @@ export async function addTo(store, chats) {
     if (!known) await store.addChat(chat);
     else if (known.deleted) await store.write("chats", chat.id, { deleted: null });
     for (const record of media) {
-      const item = messages.flatMap(mediaOf).find(({ id }) => id === record.id);
-      if (item) await store.keepMedia(chat.id, { ...item, blob: blobOf(record, item.type) });
+      const item = messages.flatMap(itemsIn).find(({ id }) => id === record.id);
+      if (item) await store.keepMedia(chat.id, { ...item, blob: ofBase64(record.data, item.type) });
     }
     for (const message of messages) {
       if (store.get("messages", message.id)) continue;
@@ -206,10 +209,6 @@ export async function addTo(store, chats) {
     }
   }
   return added;
-}
-
-function blobOf({ data }, type) {
-  return new Blob([Uint8Array.from(atob(data), (character) => character.charCodeAt(0))], { type });
 }
 
 // Chats as the page kept them in localStorage before it had branches. Their ids follow from the
