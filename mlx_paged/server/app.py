@@ -331,9 +331,9 @@ def _file(name: str) -> Endpoint:
         headers = {
             # Only resources from this server: it works offline, and no foreign code runs. Only the
             # sanitiser makes elements from text.
-            "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; "
-            "style-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; "
-            "require-trusted-types-for 'script'; trusted-types dompurify",
+            "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; "
+            "media-src blob:; style-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
+            "form-action 'none'; require-trusted-types-for 'script'; trusted-types dompurify",
             "Cache-Control": "no-cache",
         }
         return FileResponse(_WEB / name, media_type="text/html", headers=headers)

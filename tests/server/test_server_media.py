@@ -73,6 +73,15 @@ def asked(engine: NotingEngine) -> tuple[str, dict[str, list[Any]]]:
     return call
 
 
+def test_what_the_model_takes_is_told(client) -> None:
+    [model] = client.get("/v1/models").json()["data"]
+    media = client.get("/server_info").json()["media"]
+    assert model["input_modalities"] == ["text", "image", "video", "audio"]
+    assert media["max_image_pixels"] == 100_000 and media["reason"] is None
+    assert media["kinds"]["image"] == {"max_items": 4, "max_bytes": 32 << 20}
+    assert media["kinds"]["audio"] == {"max_items": 999, "max_bytes": 64 << 20}
+
+
 def error_of(response: httpx.Response) -> dict[str, Any]:
     assert response.status_code == 400, response.text
     error: dict[str, Any] = response.json()["error"]
