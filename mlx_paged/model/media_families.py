@@ -23,6 +23,18 @@ MLX_VLM_VERSION = "0.7.10"
 
 # The model, what the item is, and its arrays -> its features.
 Tower = Callable[[Any, Kind, Mapping[str, Any]], MediaFeatures]
+# The model, rows of a step ``[T, 1]``, T, and their features -> what the language model takes.
+Deepstack = Callable[[Any, mx.array, int, MediaFeatures], dict[str, Any]]
+
+
+def _rows_and_features(
+    vlm: Any, rows: mx.array, num_rows: int, features: MediaFeatures
+) -> dict[str, Any]:
+    """(`model.multimodal` has mlx-vlm's models add these to the rows.)"""
+    return {
+        "visual_pos_masks": rows[:, None],
+        "deepstack_visual_embeds": list(features.deepstack),
+    }
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,7 @@ class MediaFamily:
         tower: Makes an item's features; None: the model's own `get_input_embeddings` over the
             item's span does.
         prepare: Changes the arrays of an item before its tower takes them.
+        deepstack: How features reach later layers, where an item has such.
         atomic: Of mlx-vlm's config: kinds whose positions see each other, so that a span is
             computed in one step.
         sees_whole_prompt: An item's span is its whole prompt, which holds no other item: all
@@ -55,6 +68,7 @@ class MediaFamily:
     embeds: Callable[[Any, mx.array], mx.array] | None = None
     tower: Tower | None = None
     prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    deepstack: Deepstack = _rows_and_features
     atomic: Callable[[Any], tuple[Kind, ...]] = lambda config: ()
     sees_whole_prompt: bool = False
 
@@ -126,6 +140,35 @@ def _llava_next_tower(vlm: Any, kind: Kind, arrays: Mapping[str, Any]) -> MediaF
     return MediaFeatures(mx.concatenate([features[0], lines]))
 
 
+class _Cut:
+    """Rows of a step, which are cut already, where mlx-vlm cuts a prompt's by their position."""
+
+    def __init__(self, array: mx.array) -> None:
+        self._array = array
+
+    def __getitem__(self, index: Any) -> mx.array:
+        return self._array
+
+
+def _granite_deepstack(
+    vlm: Any, rows: mx.array, num_rows: int, features: MediaFeatures
+) -> dict[str, Any]:
+    def spread(part: mx.array) -> _Cut:
+        return _Cut(mx.zeros((num_rows, 1, part.shape[-1]), part.dtype).at[rows, 0].add(part))
+
+    config = vlm.config
+    # (It keeps these of the last prompt that had a picture.)
+    vlm.language_model.model._deepstack_target_layers = [
+        *(layer for _, layer in config.deepstack_layer_map or ()),
+        *(config.spatial_target_layers or ()),
+    ]
+    mask = mx.zeros((num_rows, 1), mx.int32).at[rows, 0].add(1) > 0
+    return {
+        "visual_pos_masks": _Cut(mask),
+        "deepstack_visual_embeds": [spread(part) for part in features.deepstack],
+    }
+
+
 def _one_crop_a_tile(arrays: dict[str, Any]) -> dict[str, Any]:
     """mlx-vlm looks at as many crops as there are tiles, up to one of zeros."""
     crops, tiles = arrays["images_spatial_crop"], arrays["pixel_values"].shape[1]
@@ -147,6 +190,12 @@ _PICTURES_AND_VIDEOS: tuple[Kind, ...] = ("image", "video")
 
 def _qwen(module: str, tower: Tower, mode: Mode = Mode.NATIVE) -> MediaFamily:
     return MediaFamily(module, _PICTURES_AND_VIDEOS, mode, True, True, _embed_tokens, tower)
+
+
+def _with_rope_positions(module: str) -> MediaFamily:
+    return MediaFamily(
+        module, uses_rope_positions=True, takes_positions=True, embeds=_embed_tokens
+    )
 
 
 _FAMILIES = (
@@ -193,7 +242,21 @@ _FAMILIES = (
     MediaFamily("deepseek_vl_v2", prepare=_one_crop_a_tile),
     MediaFamily("minicpmo", takes_positions=True, embeds=_embed_tokens),
     MediaFamily("molmo"),
-    MediaFamily("glm4v", uses_rope_positions=True, takes_positions=True, embeds=_embed_tokens),
+    _with_rope_positions("glm4v"),
+    _with_rope_positions("glm4v_moe"),
+    _with_rope_positions("glm_ocr"),
+    _with_rope_positions("paddleocr_vl"),
+    MediaFamily("dots_ocr"),
+    MediaFamily("internvl"),
+    MediaFamily("llava_onevision"),
+    MediaFamily("kimi_k25"),
+    MediaFamily("deepseekocr"),
+    MediaFamily("fastvlm"),
+    MediaFamily("llmjpvl"),
+    MediaFamily("mage_vl"),
+    MediaFamily("phi4_siglip"),
+    MediaFamily("minicpmv4_6", mode=Mode.REGROUPED, takes_positions=True, embeds=_embed_tokens),
+    MediaFamily("granite4_vision", deepstack=_granite_deepstack),
 )
 
 #: Proven families by their package of mlx-vlm.

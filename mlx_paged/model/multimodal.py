@@ -149,8 +149,7 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
             per_layer[rows, 0] = features.per_layer_inputs.astype(per_layer.dtype)
             merged["per_layer_inputs"] = per_layer
         if features.deepstack:
-            merged["visual_pos_masks"] = rows[:, None]  # see `_scatter_deepstack`
-            merged["deepstack_visual_embeds"] = list(features.deepstack)
+            merged |= self.family.deepstack(self.vlm, rows, tokens.shape[0], features)
         return merged
 
     # Towers.
@@ -190,8 +189,10 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
         pixels = arrays.get("pixel_values")
         found = self.vlm.get_input_embeddings(tokens, pixels, **given).to_dict()
         per_layer = found.get("per_layer_inputs")
+        deepstack = found.get("deepstack_visual_embeds")
         return MediaFeatures(
             found["inputs_embeds"][0][rows],
+            () if deepstack is None else tuple(part[rows] for part in deepstack),
             per_layer_inputs=None if per_layer is None else per_layer[0][rows],
         )
 

@@ -1,0 +1,391 @@
+"""Small random models of mlx-vlm's further families, as in `media_models`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from support.media_models import (
+    _DELTA,
+    _noise,
+    _patches,
+    _plain,
+    _square,
+    _vision,
+    CASES,
+    IMG,
+    START,
+    VIDEO,
+    Case,
+    Item,
+    Prompt,
+    package,
+)
+
+_QWEN_IDS = {
+    "video_token_id": VIDEO,
+    "video_token_index": VIDEO,
+    "vision_start_token_id": START,
+    "image_start_token_id": START,
+}
+_GLM_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "image_size": 112,
+    "patch_size": 14,
+    "in_channels": 3,
+}
+
+
+def glm_ocr() -> Case:
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+    text = {"head_dim": 16, "rope_parameters": {**rope, "partial_rotary_factor": 1.0}}
+    vision = {**_GLM_VISION, "model_type": "glm_ocr_vision"}
+    return _plain("glm_ocr", text, vision, _patches, **_QWEN_IDS)
+
+
+def glm4v_moe() -> Case:
+    text = {
+        "model_type": "glm4v_moe_text",
+        "max_position_embeddings": 1000,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "head_dim": 16,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "routed_scaling_factor": 1.0,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": False,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 1e4,
+        "rope_scaling": {"type": "default", "mrope_section": [2, 1, 1]},
+    }
+    vision = {**_GLM_VISION, "model_type": "glm4v_moe"}
+    return _plain("glm4v_moe", text, vision, _patches, **_QWEN_IDS)
+
+
+def paddleocr_vl() -> Case:
+    """(Its projector is as wide as the published model, whatever the config says.)"""
+
+    def picture(seed: int) -> Item:
+        found = _patches(seed)
+        num = 4 * len(found.rows)
+        pixels = np.random.default_rng(seed).standard_normal((1, num, 3, 14, 14))
+        found.arrays["pixel_values"] = pixels.astype(np.float32)
+        return found
+
+    text = {
+        "model_type": "paddleocr_vl",
+        "hidden_size": 1024,
+        "head_dim": 16,
+        "use_bias": False,
+        "rope_theta": 1e4,
+        "rope_scaling": {"rope_type": "default", "type": "default", "mrope_section": [2, 3, 3]},
+    }
+    case = _plain("paddleocr_vl", text, _vision("paddleocr_vl", 112), picture, **_QWEN_IDS)
+    case.axes = {"pixel_values": 1}
+    return case
+
+
+def dots_ocr() -> Case:
+    def picture(seed: int) -> Item:
+        found = _patches(seed)
+        found.arrays["pixel_values"] = found.arrays["pixel_values"][:, : 3 * 14 * 14]
+        return found
+
+    vision = {**_vision("dots_vit"), "embed_dim": 32, "hidden_size": 64}
+    return _plain("dots_ocr", {"model_type": "dots_ocr"}, vision, picture)
+
+
+def internvl() -> Case:
+    text = {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "max_position_embeddings": 1000,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": False,
+    }
+    return _plain(
+        "internvl",
+        text,
+        _vision("internvl_vision", 112),
+        lambda seed: _square(seed, size=112, rows=16),
+    )
+
+
+def llava_onevision() -> Case:
+    """The whole, and a row of two tiles, without padding; each line with an end."""
+
+    def picture(seed: int) -> Item:
+        pixels = np.random.default_rng(seed).standard_normal((1, 3, 3, 56, 56))
+        arrays = {"pixel_values": pixels.astype(np.float32), "image_sizes": np.array([[40, 100]])}
+        num = 16 + 4 * 9
+        return Item([IMG] * num, arrays, rows=np.arange(num, dtype=np.int32))
+
+    return _plain(
+        "llava_onevision",
+        {"model_type": "qwen2"},
+        _vision("siglip_vision_model", 56),
+        picture,
+        image_grid_pinpoints=[[56, 112], [112, 56], [112, 112]],
+        video_token_index=VIDEO,
+    )
+
+
+
+_LATENT = {
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+
+
+def kimi_k25() -> Case:
+    def picture(seed: int) -> Item:
+        height = 4 + 2 * (seed % 2)
+        arrays = {
+            "pixel_values": _noise(seed, height * 8, 3, 14, 14),
+            "image_grid_hws": np.array([[height, 8]]),
+        }
+        num = height * 8 // 4
+        return Item([IMG] * num, arrays, rows=np.arange(num, dtype=np.int32))
+
+    vision = {"model_type": "moonvit", "depth": 2, "hidden_size": 32, "embed_dim": 32}
+    more = {"num_heads": 2, "intermediate_size": 48, "patch_size": 14}
+    positions = {"init_pos_emb_height": 8, "init_pos_emb_width": 8}
+    return _plain(
+        "kimi_k25",
+        {"model_type": "deepseek_v3", **_LATENT},
+        {**vision, **more, **positions},
+        picture,
+        media_placeholder_token_id=IMG,
+    )
+
+
+def deepseekocr() -> Case:
+    """A tile of the picture, and the whole. (Its SAM tower is large: another is here.)"""
+    m = package("deepseekocr")
+
+    class Sam(nn.Module):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 16, 32, 32)
+
+        def __call__(self, pixels: mx.array) -> mx.array:
+            return self.conv(pixels)
+
+    def picture(seed: int) -> Item:
+        # Two tiles side by side, of 2 x 2 rows; the whole; a line's end; what separates views.
+        num = 2 * (4 + 1) + 2 * (2 + 1) + 1
+        arrays = {
+            "pixel_values": [_noise(seed, 2, 3, 128, 128), _noise(seed + 50, 1, 3, 128, 128)],
+            "images_spatial_crop": np.array([[2, 1]]),
+            "images_seq_mask": np.ones((1, num), dtype=bool),
+        }
+        ids = [IMG] * num
+        return Item(ids, arrays, rows=np.arange(num, dtype=np.int32))  # type: ignore[arg-type]
+
+    def join(prompt: Prompt) -> dict[str, Any]:
+        [(_, item)] = prompt.items
+        return {
+            "pixel_values": [mx.array(part) for part in item.arrays["pixel_values"]],
+            "images_spatial_crop": mx.array(item.arrays["images_spatial_crop"]),
+            "images_seq_mask": mx.array([prompt.token_ids]) == IMG,
+        }
+
+    inner = importlib.import_module("mlx_vlm.models.deepseekocr.deepseekocr")
+    sam, inner.SAMEncoder = inner.SAMEncoder, Sam
+    text = {**_LATENT, "model_type": "deepseek_v2", "qk_nope_head_dim": 0, "qk_rope_head_dim": 0}
+    vision = {"model_type": "vision", "layers": 2, "hidden_size": 16, "intermediate_size": 48}
+    projector = m.ProjectorConfig(
+        projector_type="downsample_mlp_gelu", input_dim=32, n_embed=64, downsample_ratio=2
+    )
+    try:
+        case = _plain(
+            "deepseekocr",
+            text,
+            {**vision, "num_attention_heads": 2},
+            picture,
+            projector_config=projector,
+        )
+    finally:
+        inner.SAMEncoder = sam
+    case.join, case.most_pictures = join, 1
+    return case
+
+
+def fastvlm() -> Case:
+    m = package("fastvlm")
+
+    def picture(seed: int) -> Item:
+        found = _square(seed, size=256, rows=16)
+        found.short = [-200]
+        return found
+
+    small = {
+        "layers": [1, 1, 1, 1, 1],
+        "embed_dims": [32, 32, 32, 32, 32],
+        "cls_ratio": 2.0,
+        "num_classes": 4,
+    }
+    before = {name: getattr(m.VisionConfig, name) for name in small}
+    for name, value in small.items():  # (its sizes are no fields, and no config says them)
+        setattr(m.VisionConfig, name, value)
+    try:
+        case = _plain(
+            "fastvlm",
+            {"model_type": "llava_qwen2", "tie_word_embeddings": True},
+            {"model_type": "llava_qwen2", "projection_dim": 16},
+            picture,
+            mm_hidden_size=64,
+            image_token_index=-200,
+        )
+        case.most_pictures = 1  # (mlx-vlm puts the text behind a second one in other places)
+        return case
+    finally:
+        for name, value in before.items():
+            setattr(m.VisionConfig, name, value)
+
+
+def llmjpvl() -> Case:
+    return _plain(
+        "llmjpvl",
+        {"model_type": "llama"},
+        _vision("siglip_vision_model", 112),
+        lambda seed: _square(seed, size=112, rows=16),
+    )
+
+
+def mage_vl() -> Case:
+    def picture(seed: int) -> Item:
+        found = _patches(seed, patch=16)
+        num = 4 * len(found.rows)
+        found.arrays["pixel_values"] = _noise(seed, num, 3 * 16 * 16)
+        return found
+
+    vision = {
+        **_vision("mage_vl_vision", 112),
+        "hidden_size": 64,
+        "patch_size": 16,
+        "out_hidden_size": 64,
+        "text_hidden_size": 64,
+    }
+    return _plain("mage_vl", {"model_type": "qwen3", "head_dim": 16}, vision, picture)
+
+
+def phi4_siglip() -> Case:
+    def picture(seed: int) -> Item:
+        height = 4 + seed % 2
+        num = height * 4
+        arrays = {
+            "pixel_values": _noise(seed, 1, num, 3 * 14 * 14),
+            "spatial_shapes": np.array([[height, 4]]),
+            "pixel_attention_mask": np.ones((1, num), dtype=np.int32),
+        }
+        return Item([IMG] * num, arrays, rows=np.arange(num, dtype=np.int32), short=[-200])
+
+    vision = {**_vision("siglip2_vision_model", 112), "num_patches": 16}
+    case = _plain("phi4_siglip", {}, vision, picture, mm_hidden_size=32)
+    case.most_pictures = 1
+    return case
+
+
+def minicpmv4_6() -> Case:
+    def picture(seed: int) -> Item:
+        height = 4 + 4 * (seed % 2)
+        num = height * 8 // 16
+        arrays = {
+            "pixel_values": [[_noise(seed, 3, 14, 14 * 8 * height)]],
+            "tgt_sizes": [np.array([[height, 8]], dtype=np.int32)],
+            "image_bound": [np.array([[1, 1 + num]])],
+        }
+        ids = [151, *[IMG] * num, 152]
+        rows = np.arange(1, 1 + num, dtype=np.int32)
+        return Item(ids, arrays, rows=rows)  # type: ignore[arg-type]
+
+    def join(prompt: Prompt) -> dict[str, Any]:
+        items = prompt.items
+        return {
+            "pixel_values": [[mx.array(i.arrays["pixel_values"][0][0]) for _, i in items]],
+            "tgt_sizes": [np.concatenate([i.arrays["tgt_sizes"][0] for _, i in items])],
+            "image_bound": [np.array([[o + 1, o + 1 + len(i.rows)] for o, i in items])],
+        }
+
+    case = _plain(
+        "minicpmv4_6",
+        {"model_type": "qwen3_5_text", "head_dim": 16, **_DELTA},
+        {**_vision("minicpmv4_6_vision", 112)},
+        picture,
+        insert_layer_id=0,
+    )
+    case.join = join
+    return case
+
+
+def granite4_vision() -> Case:
+    def picture(seed: int) -> Item:
+        # The whole, of 2 x 2 rows, and a row of two tiles without padding; each line with an end.
+        arrays = {"pixel_values": _noise(seed, 1, 3, 3, 56, 56), "image_sizes": np.array([[56, 112]])}
+        num = 4 + 2 * 5
+        return Item([IMG] * num, arrays, rows=np.arange(num, dtype=np.int32))
+
+    case = _plain(
+        "granite4_vision",
+        {"model_type": "granitemoehybrid", "shared_intermediate_size": 48},
+        {**_vision("siglip_vision_model", 56), "hidden_size": 64},
+        picture,
+        image_grid_pinpoints=[[56, 112], [112, 56], [112, 112]],
+        deepstack_layer_map=[[-2, 0], [-1, 1]],
+        spatial_target_layers=[1],
+        downsample_rate="2/4",
+    )
+    case.most_pictures = 1
+    return case
+
+
+MORE: dict[str, Callable[[], Case]] = {
+    make.__name__: make
+    for make in (
+        glm_ocr,
+        glm4v_moe,
+        paddleocr_vl,
+        dots_ocr,
+        internvl,
+        llava_onevision,
+        kimi_k25,
+        deepseekocr,
+        fastvlm,
+        llmjpvl,
+        mage_vl,
+        phi4_siglip,
+        minicpmv4_6,
+        granite4_vision,
+    )
+}
+#: Of all families in the table.
+ALL_CASES: dict[str, Callable[[], Case]] = {**CASES, **MORE}
