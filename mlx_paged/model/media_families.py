@@ -252,9 +252,7 @@ _FAMILIES = (
     MediaFamily("kimi_k25"),
     MediaFamily("deepseekocr"),
     MediaFamily("fastvlm"),
-    MediaFamily("llmjpvl"),
     MediaFamily("mage_vl"),
-    MediaFamily("phi4_siglip"),
     MediaFamily("minicpmv4_6", mode=Mode.REGROUPED, takes_positions=True, embeds=_embed_tokens),
     MediaFamily("granite4_vision", deepstack=_granite_deepstack),
 )
@@ -278,6 +276,8 @@ MEDIA_REFUSED: dict[str, str] = {
 
 # Names of configs whose package has another one (as in mlx-vlm's own table).
 _PACKAGES = {
+    "llava_qwen2": "fastvlm",
+    "granite4-vision": "granite4_vision",
     "lfm2-vl": "lfm2_vl",
     "llava-qwen2": "llava_bunny",
     "bunny-llama": "llava_bunny",
@@ -297,4 +297,6 @@ def package_of(config: Mapping[str, Any]) -> str | None:
 
 
 # Multimodal families whose configs have no section of their own for a tower.
-_WITHOUT_SECTIONS = frozenset(("llava_bunny", "minicpmo", "molmo", "phi3_v", "qwen3_omni_moe"))
+_WITHOUT_SECTIONS = frozenset(
+    ("fastvlm", "llava_bunny", "minicpmo", "molmo", "phi3_v", "qwen3_omni_moe")
+)

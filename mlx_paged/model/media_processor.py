@@ -109,9 +109,63 @@ def _in_bounds(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
     found = [
         np.arange(begin, end)
         for name in ("image_bound", "audio_bounds")
+        if name in arrays
         for begin, end in np.array(arrays[name][0]).reshape(-1, 2)
     ]
     return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
+
+def _pad_marker(processor: Any, kind: Kind, index: int) -> str:
+    return f"<|{kind}_pad|>"
+
+
+def _minicpmv_number(processor: Any, index: int) -> str:
+    images = processor.image_processor
+    if not images.use_image_id:
+        return ""
+    return f"{images.im_id_start}{index - 1}{images.im_id_end}"
+
+
+def _call_dots(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    # (Its processor has one id for placeholders, whatever the tokenizer says.)
+    images = processor.image_processor
+    output = dict(images(images=[item], return_tensors="np", **options))
+    num = int(np.prod(output["image_grid_thw"])) // images.merge_size**2
+    [token] = processor.tokenizer(marker, add_special_tokens=False)["input_ids"]
+    return {"input_ids": [token] * num, **output}
+
+
+def _call_deepseekocr(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    # (It takes the last token away, as if it were an end.)
+    output = dict(processor(text=f"{marker}\n", images=[item], **options))
+    output["pixel_values"] = output.pop("images")
+    output.pop("num_image_tokens", None)
+    return output
+
+
+def _sequence_mask(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
+    return np.flatnonzero(np.array(arrays["images_seq_mask"]).reshape(-1))
+
+
+def _call_fastvlm(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    # (The model puts all rows in the place of one placeholder by itself.)
+    output = dict(processor.image_processor([item], return_tensors="np", **options))
+    return {"input_ids": [-200], **output}
+
+
+# Pixels of a side that FastVLM's tower makes a row and column of.
+_FASTVLM_PATCH = 64
+
+
+def _fastvlm_rows(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
+    *_, height, width = np.array(arrays["pixel_values"]).shape
+    return np.arange((height // _FASTVLM_PATCH) * (width // _FASTVLM_PATCH))
 
 
 def _call_deepseek(
@@ -171,6 +225,7 @@ class _Recipe:
             tokens join across the borders; None: tokens take a placeholder's place.
         rows: Finds the rows among the processor's tokens; None: they have the placeholder's id.
         takes_text: The processor makes the tokens of the whole prompt, which holds one item.
+        number: What the processor writes before an item, to number it; "": nothing.
         adds_start: The processor begins prompts with the start token, whatever the tokenizer does.
         most: Items of a prompt.
     """
@@ -180,6 +235,7 @@ class _Recipe:
     text: Callable[[Any, Kind], str] | None = None
     rows: Callable[[Sequence[int], Mapping[str, Any]], np.ndarray] | None = None
     takes_text: bool = False
+    number: Callable[[Any, int], str] | None = None
     adds_start: bool = False
     most: int | None = None
 
@@ -199,6 +255,11 @@ _RECIPES: dict[str, _Recipe] = {
     "llava_bunny": _Recipe(lambda *_: "<image>", _call_bunny, rows=lambda *_: np.arange(729)),
     "molmo": _Recipe(lambda *_: _MOLMO, _call_molmo, rows=_indexed, takes_text=True),
     "paligemma": _Recipe(takes_text=True),
+    "dots_ocr": _Recipe(call=_call_dots),
+    "deepseekocr": _Recipe(call=_call_deepseekocr, rows=_sequence_mask, adds_start=True),
+    "fastvlm": _Recipe(call=_call_fastvlm, rows=_fastvlm_rows),
+    "minicpmv4_6": _Recipe(_pad_marker, rows=_in_bounds, number=_minicpmv_number),
+    "internvl": _Recipe(lambda *_: "<IMG_CONTEXT>"),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _Recipe(_qwen3_marker)),
 }
 # Names of a placeholder's id in configs.
@@ -441,10 +502,16 @@ class MediaModel:
         """The prompt's tokens, and the offset of each span, with tokens for placeholders."""
         between = self._between(text, places)
         tokens, offsets = list(between[0]), []
-        for (_, item), following in zip(expanded, between[1:]):
+        for i, ((_, item), following) in enumerate(zip(expanded, between[1:])):
+            tokens += self._number(i + 1)
             offsets.append(len(tokens) + int(item.rows[0]))
             tokens += [*item.token_ids, *following]
         return tokens, offsets
+
+    def _number(self, index: int) -> list[int]:
+        if self._recipe.number is None:
+            return []
+        return self._encode(self._recipe.number(self._processor, index), begins=False)
 
     def _between(self, text: str, places: Sequence[tuple[int, int, Kind]]) -> list[list[int]]:
         """The tokens before, between and behind placeholders."""
@@ -522,6 +589,7 @@ class MediaModel:
         start = getattr(self.tokenizer, "bos_token_id", None)
         if not before and start is not None and tokens[0] == start:
             before = [start]  # (some processors add it by themselves)
+        before = before + self._number(1)
         if before and tokens[: len(before)] == before:
             tokens, rows = tokens[len(before) :], rows - len(before)
         if after and tokens[-len(after) :] == after:

@@ -262,6 +262,9 @@ def _processor(path: Path) -> Any:
     # (mlx-vlm's default is to run code that comes with a checkpoint.)
     processor = load_processor(path, add_detokenizer=False, trust_remote_code=False)
     image_processor = load_image_processor(path)
-    if image_processor is not None:
+    # (One of the same class was made with what the checkpoint's files say.)
+    if image_processor is not None and not isinstance(
+        getattr(processor, "image_processor", None), type(image_processor)
+    ):
         processor.image_processor = image_processor
     return processor

@@ -148,7 +148,7 @@ def llava_onevision() -> Case:
 
 
 
-_LATENT = {
+LATENT = {
     "moe_intermediate_size": 32,
     "n_shared_experts": 1,
     "n_routed_experts": 4,
@@ -180,27 +180,35 @@ def kimi_k25() -> Case:
     positions = {"init_pos_emb_height": 8, "init_pos_emb_width": 8}
     return _plain(
         "kimi_k25",
-        {"model_type": "deepseek_v3", **_LATENT},
+        {"model_type": "deepseek_v3", **LATENT},
         {**vision, **more, **positions},
         picture,
         media_placeholder_token_id=IMG,
     )
 
 
-def deepseekocr() -> Case:
-    """A tile of the picture, and the whole. (Its SAM tower is large: another is here.)"""
-    m = package("deepseekocr")
+def smaller_sam(stride: int) -> None:
+    """DeepSeek-OCR's SAM tower is of one size whatever the config says: another takes its place."""
+    inner = importlib.import_module("mlx_vlm.models.deepseekocr.deepseekocr")
 
     class Sam(nn.Module):
         def __init__(self, **kwargs: Any) -> None:
             super().__init__()
-            self.conv = nn.Conv2d(3, 16, 32, 32)
+            self.conv = nn.Conv2d(3, 16, stride, stride)
 
         def __call__(self, pixels: mx.array) -> mx.array:
             return self.conv(pixels)
 
+    inner.SAMEncoder = Sam
+
+
+def deepseekocr() -> Case:
+    """Two tiles of a picture side by side, and the whole."""
+    m = package("deepseekocr")
+    smaller_sam(stride=32)
+
     def picture(seed: int) -> Item:
-        # Two tiles side by side, of 2 x 2 rows; the whole; a line's end; what separates views.
+        # Of 2 x 2 rows each, an end of each line, and what separates views.
         num = 2 * (4 + 1) + 2 * (2 + 1) + 1
         arrays = {
             "pixel_values": [_noise(seed, 2, 3, 128, 128), _noise(seed + 50, 1, 3, 128, 128)],
@@ -218,67 +226,46 @@ def deepseekocr() -> Case:
             "images_seq_mask": mx.array([prompt.token_ids]) == IMG,
         }
 
-    inner = importlib.import_module("mlx_vlm.models.deepseekocr.deepseekocr")
-    sam, inner.SAMEncoder = inner.SAMEncoder, Sam
-    text = {**_LATENT, "model_type": "deepseek_v2", "qk_nope_head_dim": 0, "qk_rope_head_dim": 0}
+    text = {**LATENT, "model_type": "deepseek_v2", "qk_nope_head_dim": 0, "qk_rope_head_dim": 0}
     vision = {"model_type": "vision", "layers": 2, "hidden_size": 16, "intermediate_size": 48}
-    projector = m.ProjectorConfig(
-        projector_type="downsample_mlp_gelu", input_dim=32, n_embed=64, downsample_ratio=2
+    case = _plain(
+        "deepseekocr",
+        text,
+        {**vision, "num_attention_heads": 2},
+        picture,
+        projector_config=m.ProjectorConfig(
+            projector_type="downsample_mlp_gelu", input_dim=32, n_embed=64, downsample_ratio=2
+        ),
     )
-    try:
-        case = _plain(
-            "deepseekocr",
-            text,
-            {**vision, "num_attention_heads": 2},
-            picture,
-            projector_config=projector,
-        )
-    finally:
-        inner.SAMEncoder = sam
     case.join, case.most_pictures = join, 1
     return case
 
 
+def smaller_fastvlm() -> None:
+    """The sizes of FastVLM's tower are no fields of its config, and no file says them."""
+    config = package("fastvlm").VisionConfig
+    config.layers, config.embed_dims = [1, 1, 1, 1, 1], [32, 32, 32, 32, 32]
+    config.num_classes = 4
+
+
 def fastvlm() -> Case:
-    m = package("fastvlm")
+    smaller_fastvlm()
 
     def picture(seed: int) -> Item:
         found = _square(seed, size=256, rows=16)
         found.short = [-200]
         return found
 
-    small = {
-        "layers": [1, 1, 1, 1, 1],
-        "embed_dims": [32, 32, 32, 32, 32],
-        "cls_ratio": 2.0,
-        "num_classes": 4,
-    }
-    before = {name: getattr(m.VisionConfig, name) for name in small}
-    for name, value in small.items():  # (its sizes are no fields, and no config says them)
-        setattr(m.VisionConfig, name, value)
-    try:
-        case = _plain(
-            "fastvlm",
-            {"model_type": "llava_qwen2", "tie_word_embeddings": True},
-            {"model_type": "llava_qwen2", "projection_dim": 16},
-            picture,
-            mm_hidden_size=64,
-            image_token_index=-200,
-        )
-        case.most_pictures = 1  # (mlx-vlm puts the text behind a second one in other places)
-        return case
-    finally:
-        for name, value in before.items():
-            setattr(m.VisionConfig, name, value)
-
-
-def llmjpvl() -> Case:
-    return _plain(
-        "llmjpvl",
-        {"model_type": "llama"},
-        _vision("siglip_vision_model", 112),
-        lambda seed: _square(seed, size=112, rows=16),
+    case = _plain(
+        "fastvlm",
+        {"model_type": "llava_qwen2", "tie_word_embeddings": True},
+        {"model_type": "llava_qwen2", "projection_dim": 16},
+        picture,
+        mm_hidden_size=64,
+        image_token_index=-200,
     )
+    case.most_pictures = 1  # (mlx-vlm puts the text behind a second one in other places)
+    return case
 
 
 def mage_vl() -> Case:
@@ -296,23 +283,6 @@ def mage_vl() -> Case:
         "text_hidden_size": 64,
     }
     return _plain("mage_vl", {"model_type": "qwen3", "head_dim": 16}, vision, picture)
-
-
-def phi4_siglip() -> Case:
-    def picture(seed: int) -> Item:
-        height = 4 + seed % 2
-        num = height * 4
-        arrays = {
-            "pixel_values": _noise(seed, 1, num, 3 * 14 * 14),
-            "spatial_shapes": np.array([[height, 4]]),
-            "pixel_attention_mask": np.ones((1, num), dtype=np.int32),
-        }
-        return Item([IMG] * num, arrays, rows=np.arange(num, dtype=np.int32), short=[-200])
-
-    vision = {**_vision("siglip2_vision_model", 112), "num_patches": 16}
-    case = _plain("phi4_siglip", {}, vision, picture, mm_hidden_size=32)
-    case.most_pictures = 1
-    return case
 
 
 def minicpmv4_6() -> Case:
@@ -380,9 +350,7 @@ MORE: dict[str, Callable[[], Case]] = {
         kimi_k25,
         deepseekocr,
         fastvlm,
-        llmjpvl,
         mage_vl,
-        phi4_siglip,
         minicpmv4_6,
         granite4_vision,
     )
