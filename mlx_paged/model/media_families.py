@@ -54,6 +54,7 @@ class MediaFamily:
             item's span does.
         prepare: Changes the arrays of an item before its tower takes them.
         deepstack: How features reach later layers, where an item has such.
+        refuses: Why a checkpoint of the family is not served; None: it is.
         atomic: Of mlx-vlm's config: kinds whose positions see each other, so that a span is
             computed in one step.
         sees_whole_prompt: An item's span is its whole prompt, which holds no other item: all
@@ -69,6 +70,7 @@ class MediaFamily:
     tower: Tower | None = None
     prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict
     deepstack: Deepstack = _rows_and_features
+    refuses: Callable[[Any], str | None] = lambda vlm: None
     atomic: Callable[[Any], tuple[Kind, ...]] = lambda config: ()
     sees_whole_prompt: bool = False
 
@@ -138,6 +140,16 @@ def _llava_next_tower(vlm: Any, kind: Kind, arrays: Mapping[str, Any]) -> MediaF
     ends = mx.broadcast_to(newline, (lines.shape[0], 1, lines.shape[2]))
     lines = mx.concatenate([lines, ends], axis=1).reshape(-1, lines.shape[2])
     return MediaFeatures(mx.concatenate([features[0], lines]))
+
+
+def _adapters_of_each_kind(vlm: Any) -> str | None:
+    if not getattr(vlm, "_base_weights", None):
+        return None
+    return (
+        "this checkpoint has other weights (LoRA) of its language model for pictures and for "
+        "sounds, so that requests cannot share a step; mlx-vlm merges them where it quantises "
+        "(mlx_vlm.convert -q)"
+    )
 
 
 class _Cut:
@@ -255,6 +267,9 @@ _FAMILIES = (
     MediaFamily("mage_vl"),
     MediaFamily("minicpmv4_6", mode=Mode.REGROUPED, takes_positions=True, embeds=_embed_tokens),
     MediaFamily("granite4_vision", deepstack=_granite_deepstack),
+    MediaFamily(
+        "phi4mm", ("image", "audio"), embeds=_embed_tokens, refuses=_adapters_of_each_kind
+    ),
 )
 
 #: Proven families by their package of mlx-vlm.
@@ -265,10 +280,6 @@ MEDIA_REFUSED: dict[str, str] = {
     "mllama": (
         "its layers attend to the picture through cross-attention, which has keys of its own "
         "beside the paged cache"
-    ),
-    "phi4mm": (
-        "mlx-vlm gives its language model other weights (LoRA) for pictures and for sounds, so "
-        "that requests cannot share a step"
     ),
     "florence2": "it is an encoder-decoder model, whose decoder attends to an encoder's output",
     "diffusion_gemma": "it makes text by diffusion, not token by token",
@@ -298,5 +309,5 @@ def package_of(config: Mapping[str, Any]) -> str | None:
 
 # Multimodal families whose configs have no section of their own for a tower.
 _WITHOUT_SECTIONS = frozenset(
-    ("fastvlm", "llava_bunny", "minicpmo", "molmo", "phi3_v", "qwen3_omni_moe")
+    ("fastvlm", "llava_bunny", "minicpmo", "molmo", "phi3_v", "phi4mm", "qwen3_omni_moe")
 )

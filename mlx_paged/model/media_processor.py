@@ -49,8 +49,8 @@ def _gemma3_marker(processor: Any, kind: Kind, index: int) -> str:
     return str(processor.boi_token)
 
 
-def _phi3_marker(processor: Any, kind: Kind, index: int) -> str:
-    return f"<|image_{index}|>"
+def _phi_marker(processor: Any, kind: Kind, index: int) -> str:
+    return f"<|{kind}_{index}|>"
 
 
 def _negative(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
@@ -159,6 +159,21 @@ def _call_fastvlm(
     return {"input_ids": [-200], **output}
 
 
+def _call_phi4mm(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    if kind == "image":
+        return {"input_ids": [-200], **processor.image_processor([item], **options)}
+    output = processor.audio_processor([(item.samples, item.rate)])
+    token = processor.tokenizer.convert_tokens_to_ids("<|endoftext11|>")
+    return {"input_ids": [token] * int(output["audio_embed_sizes"][0]), **output}
+
+
+def _phi4mm_rows(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
+    shape = arrays.get("spatial_shapes")
+    return np.arange(len(tokens) if shape is None else int(np.prod(shape)))
+
+
 # Pixels of a side that FastVLM's tower makes a row and column of.
 _FASTVLM_PATCH = 64
 
@@ -246,7 +261,7 @@ _RECIPES: dict[str, _Recipe] = {
         text=lambda processor, kind: getattr(processor, f"full_{kind}_sequence"),
     ),
     "qwen2_5_vl": _Recipe(call=_call_qwen2_5),
-    "phi3_v": _Recipe(_phi3_marker, rows=_negative),
+    "phi3_v": _Recipe(_phi_marker, rows=_negative),
     "qwen3_omni_moe": _Recipe(call=_call_omni),
     "minicpmo": _Recipe(_minicpmo_marker, rows=_in_bounds),
     # (Its processor cuts pictures into tiles where a prompt has no more than two.)
@@ -255,6 +270,7 @@ _RECIPES: dict[str, _Recipe] = {
     "llava_bunny": _Recipe(lambda *_: "<image>", _call_bunny, rows=lambda *_: np.arange(729)),
     "molmo": _Recipe(lambda *_: _MOLMO, _call_molmo, rows=_indexed, takes_text=True),
     "paligemma": _Recipe(takes_text=True),
+    "phi4mm": _Recipe(_phi_marker, _call_phi4mm, rows=_phi4mm_rows),
     "dots_ocr": _Recipe(call=_call_dots),
     "deepseekocr": _Recipe(call=_call_deepseekocr, rows=_sequence_mask, adds_start=True),
     "fastvlm": _Recipe(call=_call_fastvlm, rows=_fastvlm_rows),

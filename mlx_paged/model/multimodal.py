@@ -243,6 +243,9 @@ def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalMo
     from mlx_vlm.utils import load_model
 
     vlm = load_model(path)
+    reason = family.refuses(vlm)
+    if reason is not None:
+        raise UnsupportedModelError(model_type, reason)
     try:
         # (Some processors print what they do, which is no output of ours.)
         with contextlib.redirect_stdout(sys.stderr):

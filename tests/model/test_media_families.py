@@ -20,7 +20,7 @@ pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed: make test insta
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3n as gemma3n_of_mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
-from support.media_models import CASES, Case, Prompt, gemma3n, vary
+from support.media_models import Case, Prompt, gemma3n, vary
 from support.media_parity import (
     MediaDriver,
     difference,
@@ -28,6 +28,7 @@ from support.media_parity import (
     generated,
     paged,
 )
+from support.more_media_models import ALL_CASES as CASES
 
 from mlx_paged.model.media import MediaFeatures, MediaRows, StepMedia
 from mlx_paged.model.media_families import MEDIA_FAMILIES, MLX_VLM_VERSION
@@ -219,6 +220,12 @@ def test_what_a_model_does_not_take_is_refused(qwen3: Case) -> None:
     item.rows = item.rows[1:]
     with pytest.raises(ValueError, match=r"made 12 rows for an item .* that has 11"):
         paged(qwen3).encode(item.inputs())
+
+
+def test_contexts_end_where_long_rope_would_change_for_all_rows_of_a_step() -> None:
+    """mlx-vlm takes the factors of a batch's longest context for all of it."""
+    assert paged(case_of("phi4mm")).layout.max_context_len == 4096
+    assert paged(case_of("llava")).layout.max_context_len is None
 
 
 def test_a_step_without_media_uploads_nothing() -> None:

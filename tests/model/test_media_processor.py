@@ -71,7 +71,9 @@ def media_of(model: LoadedModel) -> MediaModel:
 # (These have tests of their own.)
 OTHERWISE = {"llava_bunny", "llava_next", "molmo", "paligemma"}
 # mlx-vlm takes one picture a prompt of these.
-ONE_BY_ONE = {"deepseekocr", "fastvlm", "granite4_vision", "paddleocr_vl"}
+ONE_BY_ONE = {"deepseekocr", "fastvlm", "granite4_vision", "paddleocr_vl", "phi4mm"}
+# Their models put the rows in the place of one placeholder.
+SHORT = {"fastvlm", "phi4mm"}
 
 
 # What is a list of pictures' arrays, and all that these models take.
@@ -118,7 +120,7 @@ def test_a_prompt_is_what_the_processor_makes_of_it_as_a_whole(
     else:
         whole = media._processor(text=[text], images=images)
     made = np.array(whole["input_ids"]).reshape(-1).tolist()
-    if name == "fastvlm":  # (its model puts the rows in the place of one placeholder)
+    if name in SHORT:
         [at] = [i for i, token in enumerate(made) if token == -200]
         rows = prompt.inputs[0].num_rows
         assert prompt.token_ids == [*made[:at], *[0] * rows, *made[at + 1 :]]
@@ -138,7 +140,7 @@ def test_a_prompt_is_what_the_processor_makes_of_it_as_a_whole(
     for span, item in zip(prompt.spans, prompt.inputs):
         assert span.offset == span.rows[0]
         assert span.length == span.rows[-1] - span.rows[0] + 1
-        if name != "fastvlm":
+        if name not in SHORT:
             own = item.token_ids[item.rows[0] : item.rows[-1] + 1].tolist()
             assert prompt.token_ids[span.offset : span.offset + span.length] == own
         features = model.model.encode(item)
@@ -315,6 +317,37 @@ def test_a_sound_is_as_long_as_its_rows(loaded: Callable[[str], LoadedModel]) ->
         features = model.model.encode(item)
         assert features.embeds.shape == (len(span.rows), 32)
         assert features.per_layer_inputs is not None
+
+
+def test_a_sound_of_phi4_is_as_long_as_its_rows(loaded: Callable[[str], LoadedModel]) -> None:
+    model = loaded("phi4mm")
+    media = media_of(model)
+    samples = np.random.default_rng(0).standard_normal(16_000).astype(np.float32)
+    clips = [SimpleNamespace(samples=samples[:n], rate=16_000) for n in (16_000, 8_000)]
+    text = "a<|audio_1|>b<|image_1|><|audio_2|>"
+    prompt = media.process(text, audios=clips, images=[picture(1)])
+    assert [span.kind for span in prompt.spans] == ["audio", "image", "audio"]
+    assert [len(span.rows) for span in prompt.spans][::2] == [13, 6]  # 80 ms each
+    for item in prompt.inputs:  # (it compares the numbers of rows)
+        assert model.model.encode(item).embeds.shape == (item.num_rows, 32)
+
+
+def test_weights_for_pictures_and_sounds_apart_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlx_vlm import utils
+
+    path = write(tmp_path / "phi4mm", ALL_CHECKPOINTS["phi4mm"]())
+    load_model = utils.load_model
+
+    def with_adapters(path: Path) -> Any:
+        model = load_model(path)
+        model._base_weights = {"language_model.model.layers.0.mlp.down_proj": mx.zeros(1)}
+        return model
+
+    monkeypatch.setattr(utils, "load_model", with_adapters)
+    with pytest.raises(UnsupportedModelError, match="other weights .LoRA. of its language model"):
+        load(path)
 
 
 @pytest.fixture(scope="module")

@@ -390,6 +390,38 @@ def fastvlm() -> Checkpoint:
     )
 
 
+def phi4mm() -> Checkpoint:
+    """As mlx-vlm converts it, with the names of mlx-vlm's modules."""
+    audio = {
+        "attention_dim": 16,
+        "attention_heads": 2,
+        "num_blocks": 1,
+        "linear_units": 24,
+        "ext_pw_out_channel": 16,
+        "depthwise_seperable_out_channel": 16,
+        "conv_channels": 8,
+    }
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "phi4mm",
+            **_TEXT,
+            "mm_hidden_size": 16,
+            "audio_token_index": ids["<|endoftext11|>"],
+            "max_num_patches": 64,
+            "min_num_patches": 16,
+            "vision_config": {
+                **_SIGLIP,
+                "model_type": "siglip2_vision_model",
+                "num_hidden_layers": 2,
+            },
+            "audio_processor": {"config": audio},
+        },
+        special=["<|endoftext11|>"],
+        marks={"image": "<|image_1|>"},
+        processor={},
+    )
+
+
 #: All that are written with weights.
 ALL_CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
     **CHECKPOINTS,
@@ -409,6 +441,7 @@ ALL_CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
             granite4_vision,
             deepseekocr,
             fastvlm,
+            phi4mm,
         )
     },
 }

@@ -22,7 +22,9 @@ from support.media_models import (
     _vision,
     CASES,
     IMG,
+    SOUND,
     START,
+    TEXT,
     VIDEO,
     Case,
     Item,
@@ -338,6 +340,82 @@ def granite4_vision() -> Case:
     return case
 
 
+def _mistral3(text: dict[str, Any]) -> Case:
+    vision = {**_vision("pixtral", 112), "head_dim": 16, "rope_theta": 10000.0}
+    # (So that the temperature changes within a prompt.)
+    scaling = {
+        "rope_theta": 10000.0,
+        "llama_4_scaling_beta": 0.5,
+        "original_max_position_embeddings": 8,
+    }
+    return _plain(
+        "mistral3",
+        {**text, "rope_theta": 10000.0, "rope_parameters": {**scaling, **text["rope_parameters"]}},
+        vision,
+        lambda seed: _square(seed, size=112, rows=16, sizes=True, between=[151]),
+    )
+
+
+def ministral3() -> Case:
+    layers = ["sliding_attention", "full_attention"]
+    more = {"head_dim": 16, "layer_types": layers, "sliding_window": 16, "rope_parameters": {}}
+    return _mistral3({"model_type": "ministral3", **more})
+
+
+def mistral4() -> Case:
+    rope = {"rope_type": "default"}
+    more = {**LATENT, "q_lora_rank": 24, "rope_parameters": rope, "head_dim": 32}
+    return _mistral3({"model_type": "mistral4", **more})
+
+
+def phi4mm() -> Case:
+    """As mlx-vlm converts it: its weights for pictures and for sounds are merged."""
+    m = package("phi4mm")
+    audio = {
+        "attention_dim": 32,
+        "attention_heads": 2,
+        "num_blocks": 2,
+        "linear_units": 48,
+        "ext_pw_out_channel": 32,
+        "depthwise_seperable_out_channel": 32,
+        "conv_channels": 8,
+    }
+    vision = {**_vision("siglip2_vision_model", 112)}
+    vision.pop("num_channels")
+    scaling = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+    model = m.Model(
+        m.ModelConfig.from_dict(
+            {
+                **TEXT,
+                "max_position_embeddings": 4096,
+                "rope_scaling": scaling,
+                "mm_hidden_size": 32,
+                "audio_token_index": SOUND,
+                "vision_config": vision,
+                "audio_processor": {"config": audio},
+            }
+        )
+    )
+
+    def picture(seed: int) -> Item:
+        num = 4 * (4 + seed % 2)
+        arrays = {
+            "pixel_values": _noise(seed, 1, 24, 3 * 14 * 14),
+            "spatial_shapes": np.array([[4 + seed % 2, 4]]),
+            "pixel_attention_mask": np.arange(24)[None] < num,
+        }
+        return Item([IMG] * num, arrays, rows=np.arange(num, dtype=np.int32), short=[-200])
+
+    def sound(seed: int) -> Item:
+        arrays = {
+            "input_audio_embeds": _noise(seed, 1, 64, 80),
+            "audio_embed_sizes": np.array([8]),
+        }
+        return Item([SOUND] * 8, arrays, "audio", np.arange(8, dtype=np.int32))
+
+    return Case(model, "phi4mm", picture, sound=sound)
+
+
 MORE: dict[str, Callable[[], Case]] = {
     make.__name__: make
     for make in (
@@ -353,6 +431,9 @@ MORE: dict[str, Callable[[], Case]] = {
         mage_vl,
         minicpmv4_6,
         granite4_vision,
+        ministral3,
+        mistral4,
+        phi4mm,
     )
 }
 #: Of all families in the table.
