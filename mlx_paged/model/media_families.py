@@ -266,6 +266,9 @@ _FAMILIES = (
     MediaFamily("fastvlm"),
     MediaFamily("mage_vl"),
     MediaFamily("minicpmv4_6", mode=Mode.REGROUPED, takes_positions=True, embeds=_embed_tokens),
+    MediaFamily("deepseekocr_2"),
+    _qwen("indic_ocr", _qwen3_tower, Mode.REGROUPED),
+    MediaFamily("gemma4_unified", ("image", "video", "audio"), atomic=_gemma4_atomic),
     MediaFamily("granite4_vision", deepstack=_granite_deepstack),
     MediaFamily(
         "phi4mm", ("image", "audio"), embeds=_embed_tokens, refuses=_adapters_of_each_kind

@@ -272,11 +272,17 @@ _RECIPES: dict[str, _Recipe] = {
     "paligemma": _Recipe(takes_text=True),
     "phi4mm": _Recipe(_phi_marker, _call_phi4mm, rows=_phi4mm_rows),
     "dots_ocr": _Recipe(call=_call_dots),
-    "deepseekocr": _Recipe(call=_call_deepseekocr, rows=_sequence_mask, adds_start=True),
+    **dict.fromkeys(
+        ("deepseekocr", "deepseekocr_2"),
+        _Recipe(call=_call_deepseekocr, rows=_sequence_mask, adds_start=True),
+    ),
     "fastvlm": _Recipe(call=_call_fastvlm, rows=_fastvlm_rows),
     "minicpmv4_6": _Recipe(_pad_marker, rows=_in_bounds, number=_minicpmv_number),
     "internvl": _Recipe(lambda *_: "<IMG_CONTEXT>"),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _Recipe(_qwen3_marker)),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "indic_ocr"),
+        _Recipe(_qwen3_marker),
+    ),
 }
 # Names of a placeholder's id in configs.
 _PLACEHOLDER_IDS = ("{}_token_id", "{}_token_index", "media_placeholder_token_id")

@@ -71,7 +71,7 @@ def media_of(model: LoadedModel) -> MediaModel:
 # (These have tests of their own.)
 OTHERWISE = {"llava_bunny", "llava_next", "molmo", "paligemma"}
 # mlx-vlm takes one picture a prompt of these.
-ONE_BY_ONE = {"deepseekocr", "fastvlm", "granite4_vision", "paddleocr_vl", "phi4mm"}
+ONE_BY_ONE = {"deepseekocr", "deepseekocr_2", "fastvlm", "granite4_vision", "paddleocr_vl", "phi4mm"}
 # Their models put the rows in the place of one placeholder.
 SHORT = {"fastvlm", "phi4mm"}
 
@@ -82,6 +82,7 @@ RAGGED = {
     "minicpmo": _MINICPM,
     "minicpmv4_6": _MINICPM,
     "deepseekocr": {"pixel_values", "images_seq_mask", "images_spatial_crop"},
+    "deepseekocr_2": {"pixel_values", "images_seq_mask", "images_spatial_crop"},
 }
 
 
@@ -105,7 +106,7 @@ def test_a_prompt_is_what_the_processor_makes_of_it_as_a_whole(
     text = media._rendered(question)
     if name == "dots_ocr":  # (its processor has the id of the published tokenizer)
         media._processor.image_token_id = media._config.image_token_id
-    if name == "deepseekocr":
+    if name in ("deepseekocr", "deepseekocr_2"):
         # (It takes the last token away.)
         found = media._processor(text=text + "?", images=images)
         whole = {key: found[key] for key in ("images_seq_mask", "images_spatial_crop")}

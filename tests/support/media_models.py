@@ -265,14 +265,16 @@ _EXPERTS = {
 }
 
 
-def _qwen3(name: str, text: dict[str, Any], deepstack: list[int]) -> Case:
+def _qwen3(
+    name: str, text: dict[str, Any], deepstack: list[int], *, tower: str | None = None
+) -> Case:
     m = package(name)
     model = m.Model(
         m.ModelConfig.from_dict(
             {
                 "text_config": m.TextConfig.from_dict({**TEXT, "head_dim": 16, **text}),
                 "vision_config": m.VisionConfig.from_dict(
-                    {"model_type": name, **_QWEN3_VISION, "deepstack_visual_indexes": deepstack}
+                    {"model_type": tower or name, **_QWEN3_VISION, "deepstack_visual_indexes": deepstack}
                 ),
                 "model_type": name,
                 "image_token_id": IMG,

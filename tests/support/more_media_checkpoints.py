@@ -12,12 +12,18 @@ from support.media_checkpoints import (
     _VOCAB,
     CHECKPOINTS,
     Checkpoint,
+    gemma4,
     glm4v,
     kimi_vl,
     llava_next,
     qwen3_5,
 )
-from support.more_media_models import LATENT, smaller_fastvlm, smaller_sam
+from support.more_media_models import (
+    LATENT,
+    smaller_deepseekocr_2,
+    smaller_fastvlm,
+    smaller_sam,
+)
 
 _GLM_IMAGES = {
     "size": {"shortest_edge": 28 * 28 * 4, "longest_edge": 112 * 112 * 2},
@@ -390,6 +396,60 @@ def fastvlm() -> Checkpoint:
     )
 
 
+def deepseekocr_2() -> Checkpoint:
+    smaller_deepseekocr_2(stride=64)
+    found = deepseekocr()
+    make = found.config
+    found.config = lambda ids: {
+        **make(ids),
+        "model_type": "deepseekocr_2",
+        "vision_config": {"model_type": "vision"},
+    }
+    return found
+
+
+def indic_ocr() -> Checkpoint:
+    found = qwen3_5()
+    make = found.config
+    found.config = lambda ids: {**make(ids), "model_type": "indic_ocr"}
+    return found
+
+
+def gemma4_unified() -> Checkpoint:
+    found = gemma4()
+    make = found.config
+
+    def config(ids: dict[str, int]) -> dict[str, Any]:
+        config = make(ids)
+        text = config["text_config"] | {
+            "model_type": "gemma4_unified_text",
+            "hidden_size_per_layer_input": 0,
+            "num_global_key_value_heads": 1,
+        }
+        return {
+            **config,
+            "model_type": "gemma4_unified",
+            "text_config": text,
+            "vision_config": {
+                "model_type": "gemma4_unified_vision",
+                "patch_size": 4,
+                "pooling_kernel_size": 3,
+                "model_patch_size": 12,
+                "mm_embed_dim": 16,
+                "mm_posemb_size": 32,
+                "num_soft_tokens": 70,
+                "output_proj_dims": 16,
+            },
+            "audio_config": {"audio_embed_dim": 640, "output_proj_dims": 640},
+        }
+
+    found.config = config
+    images = {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3}
+    found.processor = {"image_processor": images | {"model_patch_size": 12}}
+    found.more = {"processor_config.json": {"image_processor": images | {"model_patch_size": 12}}}
+    return found
+
+
 def phi4mm() -> Checkpoint:
     """As mlx-vlm converts it, with the names of mlx-vlm's modules."""
     audio = {
@@ -442,6 +502,9 @@ ALL_CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
             deepseekocr,
             fastvlm,
             phi4mm,
+            deepseekocr_2,
+            indic_ocr,
+            gemma4_unified,
         )
     },
 }

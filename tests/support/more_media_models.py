@@ -18,6 +18,7 @@ from support.media_models import (
     _noise,
     _patches,
     _plain,
+    _qwen3,
     _square,
     _vision,
     CASES,
@@ -29,6 +30,7 @@ from support.media_models import (
     Case,
     Item,
     Prompt,
+    V,
     package,
 )
 
@@ -416,6 +418,127 @@ def phi4mm() -> Case:
     return Case(model, "phi4mm", picture, sound=sound)
 
 
+def indic_ocr() -> Case:
+    text = {"model_type": "qwen3_5_text", **_DELTA}
+    return _qwen3("indic_ocr", text, [], tower="qwen3_5")
+
+
+def smaller_deepseekocr_2(stride: int) -> None:
+    """Its towers are of one size whatever the config says: others take their place."""
+    inner = importlib.import_module("mlx_vlm.models.deepseekocr_2.deepseekocr_2")
+
+    class Sam(nn.Module):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 16, stride, stride)
+
+        def __call__(self, pixels: mx.array) -> mx.array:
+            return self.conv(pixels)
+
+    class Encoder(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 32)
+
+        def __call__(self, pixels: mx.array, features: mx.array) -> mx.array:
+            return self.linear(features.flatten(1, 2))
+
+    inner.SAMEncoder, inner.VisionModel = Sam, Encoder
+
+
+def deepseekocr_2() -> Case:
+    m = package("deepseekocr_2")
+    smaller_deepseekocr_2(stride=32)
+
+    def picture(seed: int) -> Item:
+        num = 2 * 4 + 16 + 1  # two tiles, the whole, and an end
+        arrays = {
+            "pixel_values": [_noise(seed, 2, 3, 64, 64), _noise(seed + 50, 1, 3, 128, 128)],
+            "images_spatial_crop": np.array([[2, 1]]),
+            "images_seq_mask": np.ones((1, num), dtype=bool),
+        }
+        ids = [IMG] * num
+        return Item(ids, arrays, rows=np.arange(num, dtype=np.int32))  # type: ignore[arg-type]
+
+    text = {**LATENT, "model_type": "deepseek_v2", "qk_nope_head_dim": 0, "qk_rope_head_dim": 0}
+    case = _plain(
+        "deepseekocr_2",
+        text,
+        {"model_type": "vision"},
+        picture,
+        projector_config=m.ProjectorConfig(projector_type="linear", input_dim=32, n_embed=64),
+    )
+    case.join, case.most_pictures = deepseekocr().join, 1
+    return case
+
+
+def gemma4_unified(*, sees_pictures: bool = False) -> Case:
+    """(Not built from a tower: patches go through one layer.)"""
+    text = {
+        "model_type": "gemma4_unified_text",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "vocab_size_per_layer_input": V,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+        "use_bidirectional_attention": "vision" if sees_pictures else None,
+    }
+    vision = {
+        "model_type": "gemma4_unified_vision",
+        "patch_size": 4,
+        "model_patch_size": 8,
+        "mm_embed_dim": 32,
+        "mm_posemb_size": 16,
+        "output_proj_dims": 32,
+    }
+    m = package("gemma4_unified")
+    audio = m.AudioConfig(audio_samples_per_token=32, audio_embed_dim=32, output_proj_dims=32)
+
+    def picture(seed: int) -> Item:
+        places = np.stack(np.meshgrid(np.arange(4), np.arange(4)), axis=-1).reshape(1, 16, 2)
+        arrays = {"pixel_values": _noise(seed, 1, 16, 192), "image_position_ids": places}
+        return Item([IMG] * 16, arrays, rows=np.arange(16, dtype=np.int32))
+
+    def sound(seed: int) -> Item:
+        arrays = {
+            "input_features": _noise(seed, 1, 8, 32),
+            "input_features_mask": np.ones((1, 8), dtype=bool),
+        }
+        return Item([SOUND] * 8, arrays, "audio", np.arange(8, dtype=np.int32))
+
+    case = _plain(
+        "gemma4_unified",
+        text,
+        vision,
+        picture,
+        audio_config=audio,
+        audio_token_id=SOUND,
+        video_token_id=VIDEO,
+    )
+    if not sees_pictures:
+        case.sound = sound
+        return case
+    case.sees_pictures = True
+
+    def join(prompt: Prompt) -> dict[str, Any]:
+        items = [item for _, item in prompt.items]
+        joined = {
+            name: mx.array(np.concatenate([item.arrays[name] for item in items]))
+            for name in items[0].arrays
+        }
+        types = np.array([prompt.token_ids]) == IMG
+        return {**joined, "mm_token_type_ids": mx.array(types.astype(np.int32))}
+
+    case.join = join
+    return case
+
+
+def gemma4_unified_vision() -> Case:
+    return gemma4_unified(sees_pictures=True)
+
+
 MORE: dict[str, Callable[[], Case]] = {
     make.__name__: make
     for make in (
@@ -434,6 +557,10 @@ MORE: dict[str, Callable[[], Case]] = {
         ministral3,
         mistral4,
         phi4mm,
+        indic_ocr,
+        deepseekocr_2,
+        gemma4_unified,
+        gemma4_unified_vision,
     )
 }
 #: Of all families in the table.
