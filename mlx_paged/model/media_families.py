@@ -278,6 +278,21 @@ _FAMILIES = (
 #: Proven families by their package of mlx-vlm.
 MEDIA_FAMILIES: dict[str, MediaFamily] = {family.module: family for family in _FAMILIES}
 
+_EMBEDDINGS = "it makes embeddings, and no text"
+_DECISIONS = "it answers typed questions from its hidden states, and makes no text"
+_NOT_COMPARED = "it has not been compared with mlx-vlm's generation"
+_OF_PICTURES = "it marks what is in a picture, and makes no text"
+_PREFIX = (
+    "its picture and the start token see each other, in a forward that takes the mask of a whole "
+    "prompt"
+)
+_WHOLE_MASK = (
+    "its forward takes the positions and the mask of a whole prompt, where a step has the rows of "
+    "several"
+)
+_OWN_CODE = "mlx-vlm has no processor for it but the code in its checkpoints, which is never run"
+_OWN_CACHE = "its layers keep more than keys and values in caches of their own"
+
 #: Multimodal families of mlx-vlm that are refused, and why.
 MEDIA_REFUSED: dict[str, str] = {
     "mllama": (
@@ -285,7 +300,86 @@ MEDIA_REFUSED: dict[str, str] = {
         "beside the paged cache"
     ),
     "florence2": "it is an encoder-decoder model, whose decoder attends to an encoder's output",
+    "nemotron_parse": "it is an encoder-decoder model, whose decoder attends to an encoder's output",
     "diffusion_gemma": "it makes text by diffusion, not token by token",
+    "locateanything": "it makes blocks of tokens that see each other, not token by token",
+    "moss_image": "it makes pictures, and no text",
+    "multi_modality": "mlx-vlm's code of it needs opencv",
+    "inkling": "mlx-vlm's code of it needs mlx-audio",
+    "nemotron_voicechat": "mlx-vlm's code of it needs mlx-audio",
+    "phi4_siglip": "mlx-vlm's processor of it needs torchvision",
+    "llmjpvl": _OWN_CODE,
+    "youtu_vl": _OWN_CODE,
+    "granite_vision": (
+        "mlx-vlm's forward puts a tile in the place of one token and the ends of lines behind all "
+        "tiles, unlike the model's training"
+    ),
+    "hunyuan_vl": "mlx-vlm turns all rows of a step by one position, which it reads on the host",
+    "jina_vlm": "mlx-vlm turns all rows of a step by one position, which it reads on the host",
+    "ernie4_5_moe_vl": (
+        "mlx-vlm's generation sends pictures through the experts of text, unlike the model's "
+        "training"
+    ),
+    "zaya1_vl": (
+        "its layers have other weights (LoRA) for the rows of pictures, which a step does not tell "
+        "them"
+    ),
+    "molmo2": (
+        "all pictures of a prompt see each other, which mlx-vlm leaves out; a prompt could be cut "
+        "nowhere between them"
+    ),
+    "molmo_point": (
+        "all pictures of a prompt see each other, which mlx-vlm leaves out; a prompt could be cut "
+        "nowhere between them"
+    ),
+    "moondream2": _PREFIX,
+    "moondream3": _PREFIX,
+    "falcon_ocr": _WHOLE_MASK,
+    "falcon_perception": _WHOLE_MASK,
+    "unlimited_ocr": _OWN_CACHE,
+    "deepseek_v41": _OWN_CACHE,
+    "glm5_next": _OWN_CACHE,
+    "minimax_m3_vl": _OWN_CACHE,
+    "qwen4_exp": _OWN_CACHE,
+    "clef": _DECISIONS,
+    "d1": _DECISIONS,
+    "d1_omni": _DECISIONS,
+    "colidefics3": _EMBEDDINGS,
+    "colqwen2_5": _EMBEDDINGS,
+    "embedding_gemma2": _EMBEDDINGS,
+    "llama_nemotron_vl_embedding": _EMBEDDINGS,
+    "qwen3_vl_embedding": _EMBEDDINGS,
+    "siglip": _EMBEDDINGS,
+    **dict.fromkeys(
+        (
+            "pp_doclayout_v3",
+            "rfdetr",
+            "rt_detr_v2",
+            "sam3",
+            "sam3_1",
+            "sam3d_body",
+            "sam3d_objects",
+            "video_depth_anything",
+        ),
+        _OF_PICTURES,
+    ),
+    **dict.fromkeys(
+        (
+            "cohere_compass",
+            "got",
+            "kimi_k3",
+            "mimo_v2",
+            "minicpmv4_7",
+            "mistral_large3",
+            "muse_glimmer",
+            "muse_spark",
+            "nemotron_h_nano_omni",
+            "plamo2vl",
+            "prism_hadamard_qwen35",
+            "step3p7",
+        ),
+        _NOT_COMPARED,
+    ),
 }
 
 # Names of configs whose package has another one (as in mlx-vlm's own table).
@@ -296,6 +390,19 @@ _PACKAGES = {
     "llava-qwen2": "llava_bunny",
     "bunny-llama": "llava_bunny",
     "cohere2_vision": "aya_vision",
+    "falcon-perception": "falcon_perception",
+    "granite-vision": "granite_vision",
+    "inkling_mm_model": "inkling",
+    "jvlm": "jina_vlm",
+    "moondream1": "moondream2",
+    "muse_spark_open": "muse_spark",
+    "nemotron_h_omni": "nemotron_h_nano_omni",
+    "nemotronh_nano_omni_reasoning_v3": "nemotron_h_nano_omni",
+    "phi4-siglip": "phi4_siglip",
+    "rf-detr": "rfdetr",
+    "sam3.1_video": "sam3_1",
+    "sam3_video": "sam3",
+    "unlimited-ocr": "unlimited_ocr",
 }
 # What a config of a multimodal model has.
 _SECTIONS = ("vision_config", "audio_config")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,12 @@ from support.media_parity import (
 from support.more_media_models import ALL_CASES as CASES
 
 from mlx_paged.model.media import MediaFeatures, MediaRows, StepMedia
-from mlx_paged.model.media_families import MEDIA_FAMILIES, MLX_VLM_VERSION
+from mlx_paged.model.media_families import (
+    MEDIA_FAMILIES,
+    MEDIA_REFUSED,
+    MLX_VLM_VERSION,
+    package_of,
+)
 from mlx_paged.model.multimodal import installed_version
 from mlx_paged.model.plan import StepInputs, build_plan
 
@@ -55,6 +61,34 @@ def test_mixed_steps_with_pictures_give_what_mlx_vlm_generates(
     found = differences(case)
     record_property("difference", max(found.values()))
     assert all(d < TOLERANCE for d in found.values()), found
+
+
+# Packages of text models whose files name a section of multimodal ones.
+TEXT_ONLY = {"qwen3_5_text"}
+
+
+def test_every_multimodal_package_of_mlx_vlm_is_proven_or_refused() -> None:
+    import mlx_vlm.models
+
+    [root] = mlx_vlm.models.__path__
+    named = re.compile(r"(Vision|Audio)(Model|Config)|(vision|audio)_config")
+    found = {
+        folder.name
+        for folder in Path(root).iterdir()
+        if any(named.search(file.read_text()) for file in folder.glob("*.py"))
+    }
+    assert found - TEXT_ONLY == MEDIA_FAMILIES.keys() | MEDIA_REFUSED.keys()
+    assert not MEDIA_FAMILIES.keys() & MEDIA_REFUSED.keys()
+
+
+def test_names_of_configs_are_those_of_mlx_vlm() -> None:
+    from mlx_vlm.utils import MODEL_REMAPPING
+
+    known = MEDIA_FAMILIES.keys() | MEDIA_REFUSED.keys()
+    theirs = {name: package for name, package in MODEL_REMAPPING.items() if package in known}
+    section = {"vision_config": {"hidden_size": 8}}
+    for name, package in theirs.items():
+        assert package_of({"model_type": name, **section}) == package
 
 
 def test_every_family_in_the_table_has_a_case() -> None:
