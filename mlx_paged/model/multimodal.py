@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
+import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,14 @@ INSTALL = (
 )
 
 
+# What mlx-vlm imports for any model; the extra `vision` has these.
+_IMPORTED = ("PIL", "requests", "sentencepiece", "tqdm")
+
+
 def installed_version() -> str | None:
-    """Of mlx-vlm, without importing it; None: it is not installed."""
+    """Of mlx-vlm, without importing it; None: it, or what it imports, is not installed."""
+    if any(importlib.util.find_spec(name) is None for name in _IMPORTED):
+        return None
     try:
         return importlib.metadata.version("mlx-vlm")
     except importlib.metadata.PackageNotFoundError:
@@ -242,13 +250,14 @@ def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalMo
     """
     from mlx_vlm.utils import load_model
 
-    vlm = load_model(path)
+    with _quietly():
+        vlm = load_model(path)
     reason = family.refuses(vlm)
     if reason is not None:
         raise UnsupportedModelError(model_type, reason)
     try:
         # (Some processors print what they do, which is no output of ours.)
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), _quietly():
             return MultiModalModel(vlm, family, model_type), _processor(path)
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error).strip().splitlines()
@@ -257,6 +266,18 @@ def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalMo
             f"mlx-vlm could not make a processor of its files ({type(error).__name__}: "
             f"{reason[0] if reason else ''})",
         ) from error
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without transformers' advice on how mlx-vlm calls it, which no user can follow."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _processor(path: Path) -> Any:

@@ -481,6 +481,20 @@ def test_without_mlx_vlm_a_model_of_mlx_lm_is_served_for_text_only(
     assert "pip install --no-deps mlx-vlm==0.7.10" in reason
 
 
+def test_mlx_vlm_without_what_it_imports_says_what_to_install(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = multimodal.importlib.util.find_spec
+
+    def without_requests(name: str, *args: Any) -> Any:
+        return None if name == "requests" else find_spec(name, *args)
+
+    assert multimodal.installed_version() is not None
+    monkeypatch.setattr(multimodal.importlib.util, "find_spec", without_requests)
+    assert multimodal.installed_version() is None
+    assert loader._media_family(checkpoint) == (None, multimodal.INSTALL)
+
+
 def test_without_mlx_vlm_other_models_say_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -577,3 +591,27 @@ def test_a_chat_about_a_picture_is_answered(
     stats = llm.stats().encoder_cache
     assert stats is not None
     assert stats.num_encoded_items == 2
+
+
+def _of_kind(kind: str) -> list[str]:
+    return sorted(name for name in ALL_CHECKPOINTS if kind in MEDIA_FAMILIES[name].kinds)
+
+
+@pytest.mark.parametrize("name", _of_kind("video"))
+def test_a_chat_about_a_video_is_answered(name: str, loaded: Callable[[str], LoadedModel]) -> None:
+    llm = LLM(loaded(name), kv_cache_memory=16 << 20, block_size=16)
+    video = (clip().frames, {"fps": 2.0})
+    content = [{"type": "video", "video": video}, "what?"]
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    [output] = llm.chat([{"role": "user", "content": content}], params)
+    assert len(output.outputs[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("name", _of_kind("audio"))
+def test_a_chat_about_a_sound_is_answered(name: str, loaded: Callable[[str], LoadedModel]) -> None:
+    llm = LLM(loaded(name), kv_cache_memory=16 << 20, block_size=16)
+    samples = np.random.default_rng(0).standard_normal(8_000).astype(np.float32)
+    content = [{"type": "audio", "audio": (samples, 16_000)}, "what?"]
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    [output] = llm.chat([{"role": "user", "content": content}], params)
+    assert len(output.outputs[0].token_ids) == 2
