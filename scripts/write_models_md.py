@@ -142,10 +142,7 @@ def media_table() -> str:
             name,
             ", ".join(family.kinds),
             str(family.mode),
-            *(
-                f"{max(each):.0e}" if each else ""
-                for each in (texts, pictures, sounds)
-            ),
+            *(f"{max(each):.0e}" if each else "" for each in (texts, pictures, sounds)),
             "proven" if name in {*ALL_CHECKPOINTS, *PROCESSORS, *SAME_PROCESSOR} else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")

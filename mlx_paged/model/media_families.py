@@ -205,9 +205,7 @@ def _qwen(module: str, tower: Tower, mode: Mode = Mode.NATIVE) -> MediaFamily:
 
 
 def _with_rope_positions(module: str) -> MediaFamily:
-    return MediaFamily(
-        module, uses_rope_positions=True, takes_positions=True, embeds=_embed_tokens
-    )
+    return MediaFamily(module, uses_rope_positions=True, takes_positions=True, embeds=_embed_tokens)
 
 
 _FAMILIES = (
@@ -270,9 +268,7 @@ _FAMILIES = (
     _qwen("indic_ocr", _qwen3_tower, Mode.REGROUPED),
     MediaFamily("gemma4_unified", ("image", "video", "audio"), atomic=_gemma4_atomic),
     MediaFamily("granite4_vision", deepstack=_granite_deepstack),
-    MediaFamily(
-        "phi4mm", ("image", "audio"), embeds=_embed_tokens, refuses=_adapters_of_each_kind
-    ),
+    MediaFamily("phi4mm", ("image", "audio"), embeds=_embed_tokens, refuses=_adapters_of_each_kind),
 )
 
 #: Proven families by their package of mlx-vlm.
@@ -282,6 +278,7 @@ _EMBEDDINGS = "it makes embeddings, and no text"
 _DECISIONS = "it answers typed questions from its hidden states, and makes no text"
 _NOT_COMPARED = "it has not been compared with mlx-vlm's generation"
 _OF_PICTURES = "it marks what is in a picture, and makes no text"
+_ENCODER_DECODER = "it is an encoder-decoder model, whose decoder attends to an encoder's output"
 _PREFIX = (
     "its picture and the start token see each other, in a forward that takes the mask of a whole "
     "prompt"
@@ -299,8 +296,8 @@ MEDIA_REFUSED: dict[str, str] = {
         "its layers attend to the picture through cross-attention, which has keys of its own "
         "beside the paged cache"
     ),
-    "florence2": "it is an encoder-decoder model, whose decoder attends to an encoder's output",
-    "nemotron_parse": "it is an encoder-decoder model, whose decoder attends to an encoder's output",
+    "florence2": _ENCODER_DECODER,
+    "nemotron_parse": _ENCODER_DECODER,
     "diffusion_gemma": "it makes text by diffusion, not token by token",
     "locateanything": "it makes blocks of tokens that see each other, not token by token",
     "moss_image": "it makes pictures, and no text",

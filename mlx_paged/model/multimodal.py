@@ -247,6 +247,7 @@ def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalMo
 
     Raises:
         ModelLoadError: mlx-vlm has no processor for its files.
+        UnsupportedModelError: its weights are not such as the family is proven with.
     """
     from mlx_vlm.utils import load_model
 
@@ -260,11 +261,11 @@ def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalMo
         with contextlib.redirect_stdout(sys.stderr), _quietly():
             return MultiModalModel(vlm, family, model_type), _processor(path)
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines()
         raise ModelLoadError(
             str(path),
             f"mlx-vlm could not make a processor of its files ({type(error).__name__}: "
-            f"{reason[0] if reason else ''})",
+            f"{lines[0] if lines else ''})",
         ) from error
 
 

@@ -274,7 +274,11 @@ def _qwen3(
             {
                 "text_config": m.TextConfig.from_dict({**TEXT, "head_dim": 16, **text}),
                 "vision_config": m.VisionConfig.from_dict(
-                    {"model_type": tower or name, **_QWEN3_VISION, "deepstack_visual_indexes": deepstack}
+                    {
+                        "model_type": tower or name,
+                        **_QWEN3_VISION,
+                        "deepstack_visual_indexes": deepstack,
+                    }
                 ),
                 "model_type": name,
                 "image_token_id": IMG,

@@ -15,12 +15,6 @@ import numpy as np
 
 from support.media_models import (
     _DELTA,
-    _noise,
-    _patches,
-    _plain,
-    _qwen3,
-    _square,
-    _vision,
     CASES,
     IMG,
     SOUND,
@@ -31,6 +25,12 @@ from support.media_models import (
     Item,
     Prompt,
     V,
+    _noise,
+    _patches,
+    _plain,
+    _qwen3,
+    _square,
+    _vision,
     package,
 )
 
@@ -149,7 +149,6 @@ def llava_onevision() -> Case:
         image_grid_pinpoints=[[56, 112], [112, 56], [112, 112]],
         video_token_index=VIDEO,
     )
-
 
 
 LATENT = {
@@ -324,7 +323,10 @@ def minicpmv4_6() -> Case:
 def granite4_vision() -> Case:
     def picture(seed: int) -> Item:
         # The whole, of 2 x 2 rows, and a row of two tiles without padding; each line with an end.
-        arrays = {"pixel_values": _noise(seed, 1, 3, 3, 56, 56), "image_sizes": np.array([[56, 112]])}
+        arrays = {
+            "pixel_values": _noise(seed, 1, 3, 3, 56, 56),
+            "image_sizes": np.array([[56, 112]]),
+        }
         num = 4 + 2 * 5
         return Item([IMG] * num, arrays, rows=np.arange(num, dtype=np.int32))
 
