@@ -69,7 +69,7 @@ def media_of(model: LoadedModel) -> MediaModel:
 
 
 # (These have tests of their own.)
-OTHERWISE = {"llava_bunny", "llava_next", "molmo", "paligemma"}
+OTHERWISE = {"llava_bunny", "llava_next", "molmo", "paligemma", "phi3_v"}
 # mlx-vlm takes one picture a prompt of these.
 ONE_BY_ONE = {
     "deepseekocr",
@@ -167,8 +167,12 @@ def test_a_prompt_is_what_the_processor_makes_of_it_as_a_whole(
         assert prompt.rope_positions is None
 
 
-# (PaliGemma's prompts see themselves as a whole; without a picture they are causal here.)
-@pytest.mark.parametrize("name", sorted(set(ALL_CHECKPOINTS) - {"paligemma"}))
+# (PaliGemma's prompts see themselves as a whole; without a picture they are causal here. mlx-vlm
+# leaves a scale out for Gemma 3n. What its generation of Qwen 3 Omni calls is replaced.)
+NO_REFERENCE = {"gemma3n", "paligemma", "qwen3_omni_moe"}
+
+
+@pytest.mark.parametrize("name", sorted(set(ALL_CHECKPOINTS) - NO_REFERENCE))
 def test_a_text_alone_is_served_by_the_engine(
     name: str, loaded: Callable[[str], LoadedModel]
 ) -> None:

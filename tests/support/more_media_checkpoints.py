@@ -18,6 +18,10 @@ from support.media_checkpoints import (
     llava_next,
     qwen3_5,
 )
+from support.media_checkpoints import gemma3n as processor_of_gemma3n
+from support.media_checkpoints import phi3_v as processor_of_phi3_v
+from support.media_checkpoints import qwen3_omni_moe as processor_of_qwen3_omni_moe
+from support.media_models import smaller_gemma3n, smaller_phi3_v
 from support.more_media_models import (
     LATENT,
     smaller_deepseekocr_2,
@@ -482,6 +486,125 @@ def phi4mm() -> Checkpoint:
     )
 
 
+def qwen3_omni_moe() -> Checkpoint:
+    found = processor_of_qwen3_omni_moe()
+
+    def config(ids: dict[str, int]) -> dict[str, Any]:
+        rope = {"rope_type": "mrope", "mrope_section": [2, 3, 3]}
+        text = {
+            **_TEXT,
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+            "rope_theta": 1e4,
+            "rope_scaling": rope,
+        }
+        vision = {
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "patch_size": 16,
+            "in_channels": 3,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        }
+        audio = {
+            "d_model": 16,
+            "encoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 24,
+            "num_mel_bins": 128,
+            "output_dim": 32,
+            "downsample_hidden_size": 8,
+        }
+        thinker = {
+            "text_config": text,
+            "vision_config": vision,
+            "audio_config": audio,
+            "image_token_id": ids["<|image_pad|>"],
+            "video_token_id": ids["<|video_pad|>"],
+            "audio_token_id": ids["<|audio_pad|>"],
+            "vision_start_token_id": ids["<|vision_start|>"],
+            "position_id_per_seconds": 13,
+        }
+        return {
+            "model_type": "qwen3_omni_moe",
+            "enable_audio_output": False,
+            "thinker_config": thinker,
+            "talker_config": {"text_config": text, "code_predictor_config": text},
+        }
+
+    found.config = config
+    return found
+
+
+def phi3_v() -> Checkpoint:
+    smaller_phi3_v()
+    found = processor_of_phi3_v()
+    found.config = lambda ids: {
+        "model_type": "phi3_v",
+        **_TEXT,
+        "vision_config": {"model_type": "phi3_v"},
+    }
+    return found
+
+
+def gemma3n() -> Checkpoint:
+    smaller_gemma3n()
+    found = processor_of_gemma3n()
+
+    def config(ids: dict[str, int]) -> dict[str, Any]:
+        text = {
+            **_TEXT,
+            "model_type": "gemma3n_text",
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "vocab_size_per_layer_input": _VOCAB,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 8,
+            "sliding_window": 64,
+            "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 0,
+            "intermediate_size": [48] * 4,
+            "final_logit_softcapping": 30.0,
+            "altup_num_inputs": 2,
+        }
+        audio = {
+            "input_feat_size": 128,
+            "hidden_size": 16,
+            "conf_num_attention_heads": 2,
+            "conf_num_hidden_layers": 1,
+            "sscp_conv_channel_size": [8, 4],
+            "vocab_size": 8,
+            "vocab_offset": _VOCAB - 8,
+        }
+        return {
+            "model_type": "gemma3n",
+            "image_token_id": ids["<image_soft_token>"],
+            "audio_token_id": ids["<audio_soft_token>"],
+            "text_config": text,
+            "vision_config": {
+                "model_type": "gemma3n_vision",
+                "hidden_size": 32,
+                "vocab_size": 8,
+                "vocab_offset": _VOCAB - 16,
+            },
+            "audio_config": audio,
+            "vision_soft_tokens_per_image": 16,
+            "audio_soft_tokens_per_image": 12,
+        }
+
+    found.config = config
+    return found
+
+
 #: All that are written with weights.
 ALL_CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
     **CHECKPOINTS,
@@ -505,6 +628,9 @@ ALL_CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
             deepseekocr_2,
             indic_ocr,
             gemma4_unified,
+            qwen3_omni_moe,
+            phi3_v,
+            gemma3n,
         )
     },
 }
