@@ -448,6 +448,15 @@ def test_equal_pictures_have_equal_arrays_whatever_else_the_prompt_holds(
         assert np.array_equal(array, beside.inputs[1].arrays[name]), name
 
 
+def test_what_a_checkpoint_says_of_its_pictures_reaches_the_processor(
+    loaded: Callable[[str], LoadedModel],
+) -> None:
+    """mlx-vlm puts one of the defaults in the place of Kimi's, and of MiniCPM's."""
+    media = media_of(loaded("kimi_k25"))
+    prompt = media.process(media.placeholder("image"), images=[picture(1, 400, 400)])
+    assert len(prompt.spans[0].rows) <= 64 // 4 + 9  # (patches are 64 before it is padded)
+
+
 def test_options_reach_the_processor_and_the_digest(loaded: Callable[[str], LoadedModel]) -> None:
     media = media_of(loaded("qwen2_vl"))
     smaller = media.with_options({"max_pixels": 4 * 28 * 28})

@@ -255,7 +255,7 @@ def fastvlm() -> Case:
     smaller_fastvlm()
 
     def picture(seed: int) -> Item:
-        found = _square(seed, size=256, rows=16)
+        found = _square(seed, size=128, rows=4)
         found.short = [-200]
         return found
 
