@@ -119,7 +119,7 @@ def media_table() -> str:
     from support.media_checkpoints import PROCESSORS
     from support.media_models import vary
     from support.media_parity import differences
-    from support.more_media_checkpoints import ALL_CHECKPOINTS
+    from support.more_media_checkpoints import ALL_CHECKPOINTS, MORE_PROCESSORS
     from support.more_media_models import ALL_CASES
 
     found_of: dict[str, list[dict[str, float]]] = {}
@@ -143,7 +143,9 @@ def media_table() -> str:
             ", ".join(family.kinds),
             str(family.mode),
             *(f"{max(each):.0e}" if each else "" for each in (texts, pictures, sounds)),
-            "proven" if name in {*ALL_CHECKPOINTS, *PROCESSORS, *SAME_PROCESSOR} else "",
+            "proven"
+            if name in {*ALL_CHECKPOINTS, *PROCESSORS, *MORE_PROCESSORS, *SAME_PROCESSOR}
+            else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -23,7 +23,7 @@ pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed: make test insta
 
 from PIL import Image
 from support.media_checkpoints import CHECKPOINTS, PROCESSORS, Checkpoint, write
-from support.more_media_checkpoints import ALL_CHECKPOINTS
+from support.more_media_checkpoints import ALL_CHECKPOINTS, MORE_PROCESSORS
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.errors import ModelLoadError, UnsupportedModelError
@@ -367,7 +367,7 @@ def processors(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Medi
     folder = tmp_path_factory.mktemp("processors")
 
     def get(name: str) -> MediaModel:
-        path = write(folder / name, PROCESSORS[name](), weights=False)
+        path = write(folder / name, (PROCESSORS | MORE_PROCESSORS)[name](), weights=False)
         importlib.import_module(f"mlx_vlm.models.{name}")
         config = SimpleNamespace(
             **json.loads((path / "config.json").read_text())
@@ -401,6 +401,17 @@ def test_pictures_and_sounds_of_a_prompt_are_what_its_processor_makes(
     assert [span.kind for span in prompt.spans] == ["audio", "audio"]
     lengths = [item.arrays["input_features"].size for item in prompt.inputs]
     assert lengths[0] > lengths[1]  # (not padded to the longest of the prompt)
+
+
+def test_tiles_of_a_picture_come_before_it(processors: Callable[[str], MediaModel]) -> None:
+    media = processors("step3p7")
+    prompt = media.process("a<im_patch>b<im_patch>", images=[picture(1, 900, 700), picture(2)])
+    tiled, whole = prompt.spans
+    found = media._processor(text=["a<im_patch>b"], images=[picture(1, 900, 700)])
+    made = np.array(found["input_ids"]).reshape(-1).tolist()
+    assert prompt.token_ids[: len(made)] == made
+    assert len(tiled.rows) == 81 * prompt.inputs[0].arrays["num_patches"][0] + 169
+    assert len(whole.rows) == whole.length == 169
 
 
 def test_text_behind_numbered_placeholders_is_complete(

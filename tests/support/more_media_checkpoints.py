@@ -605,6 +605,64 @@ def gemma3n() -> Checkpoint:
     return found
 
 
+def muse_glimmer() -> Checkpoint:
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "muse_glimmer",
+            "image_token_id": ids["<|patch|>"],
+            "video_token_id": ids["<|video|>"],
+            "text_config": {
+                "model_type": "muse_glimmer_text",
+                **_TEXT,
+                "head_dim": 16,
+                "sliding_window": 64,
+            },
+            "vision_config": {
+                "model_type": "muse_glimmer_vision",
+                "pos_emb_height": 8,
+                "pos_emb_width": 8,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+            },
+            "out_hidden_size": 64,
+            "projector_hidden_size": 16,
+        },
+        special=["<|patch|>", "<|image_start|>", "<|image_end|>", "<|video|>"],
+        marks={"image": "<|patch|>"},
+        processor={},
+        more={"processor_config.json": {"image_processor": {"max_image_tokens": 16}}},
+    )
+
+
+def step3p7() -> Checkpoint:
+    special = ["<im_patch>", "<im_start>", "<im_end>", "<patch_start>", "<patch_end>"]
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "step3p7",
+            "image_token_id": ids["<im_patch>"],
+            "text_config": {
+                **_TEXT,
+                "model_type": "step3p5",
+                "num_attention_groups": 1,
+                "moe_intermediate_size": 16,
+                "moe_num_experts": 4,
+                "moe_top_k": 2,
+                "share_expert_dim": 16,
+                "head_dim": 16,
+                "sliding_window": 64,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "moe_layers_enum": [1],
+            },
+            "vision_config": {"width": 16, "layers": 1, "heads": 2, "mlp_ratio": 1.5},
+        },
+        special=[*special, "<patch_newline>"],
+        marks={"image": "<im_patch>"},
+        processor={},
+    )
+
+
 #: All that are written with weights.
 ALL_CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
     **CHECKPOINTS,
@@ -631,6 +689,10 @@ ALL_CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
             qwen3_omni_moe,
             phi3_v,
             gemma3n,
+            muse_glimmer,
         )
     },
 }
+
+#: Whose towers are slow in a test, as pictures are of one size: only their processors are written.
+MORE_PROCESSORS: dict[str, Callable[[], Checkpoint]] = {"step3p7": step3p7}

@@ -541,6 +541,56 @@ def gemma4_unified_vision() -> Case:
     return gemma4_unified(sees_pictures=True)
 
 
+def muse_glimmer() -> Case:
+    text = {"model_type": "muse_glimmer_text", "head_dim": 16, "sliding_window": 16}
+    vision = {
+        "model_type": "muse_glimmer_vision",
+        "pos_emb_height": 8,
+        "pos_emb_width": 8,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+    }
+    return _plain(
+        "muse_glimmer",
+        text,
+        vision,
+        _patches,
+        video_token_id=VIDEO,
+        out_hidden_size=128,
+        projector_hidden_size=32,
+    )
+
+
+def step3p7() -> Case:
+    text = {
+        "model_type": "step3p5",
+        "num_attention_groups": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_experts": 4,
+        "moe_top_k": 2,
+        "share_expert_dim": 32,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "moe_layers_enum": (1,),
+    }
+    vision = {"width": 32, "layers": 2, "heads": 2, "image_size": 112, "mlp_ratio": 2.0}
+
+    def picture(seed: int) -> Item:
+        """A tile and the whole, of 2 x 2 rows."""
+        arrays = {
+            "pixel_values": _noise(seed, 1, 3, 112, 112),
+            "patch_pixel_values": _noise(seed + 50, 1, 3, 112, 112),
+            "num_patches": np.array([1]),
+        }
+        ids = [IMG] * 4 + [151, 152] + [IMG] * 4
+        return Item(ids, arrays, rows=np.flatnonzero(np.array(ids) == IMG).astype(np.int32))
+
+    return _plain("step3p7", text, vision, picture)
+
+
 MORE: dict[str, Callable[[], Case]] = {
     make.__name__: make
     for make in (
@@ -563,6 +613,8 @@ MORE: dict[str, Callable[[], Case]] = {
         deepseekocr_2,
         gemma4_unified,
         gemma4_unified_vision,
+        muse_glimmer,
+        step3p7,
     )
 }
 #: Of all families in the table.
