@@ -663,6 +663,51 @@ def step3p7() -> Checkpoint:
     )
 
 
+def nemotron_h_nano_omni() -> Checkpoint:
+    return Checkpoint(
+        config=lambda ids: {
+            "model_type": "NemotronH_Nano_Omni_Reasoning_V3",
+            "img_context_token_id": ids["<image>"],
+            "llm_config": {
+                **_TEXT,
+                "model_type": "nemotron_h",
+                "hybrid_override_pattern": ["M", "*", "-"],
+                "attention_bias": False,
+                "mamba_num_heads": 2,
+                "mamba_head_dim": 16,
+                "mamba_proj_bias": False,
+                "ssm_state_size": 16,
+                "conv_kernel": 4,
+                "n_groups": 1,
+                "mlp_bias": False,
+                "layer_norm_epsilon": 1e-5,
+                "use_bias": False,
+                "use_conv_bias": True,
+                "head_dim": 16,
+            },
+            "vision_config": {
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "intermediate_size": 24,
+                "image_size": 64,
+                "max_resolution": 128,
+            },
+            "projector_hidden_size": 24,
+            "vit_hidden_size": 16,
+        },
+        special=["<image>", "<img>", "</img>", "<video>", "<so_embedding>"],
+        marks={"image": "<image>\n"},
+        processor={
+            "patch_size": 16,
+            "min_num_patches": 16,
+            "max_num_patches": 64,
+            "norm_mean": [0.5, 0.5, 0.5],
+            "norm_std": [0.5, 0.5, 0.5],
+        },
+    )
+
+
 #: All that are written with weights.
 ALL_CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
     **CHECKPOINTS,
@@ -690,6 +735,7 @@ ALL_CHECKPOINTS: dict[str, Callable[[], Checkpoint]] = {
             phi3_v,
             gemma3n,
             muse_glimmer,
+            nemotron_h_nano_omni,
         )
     },
 }

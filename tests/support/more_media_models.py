@@ -591,6 +591,48 @@ def step3p7() -> Case:
     return _plain("step3p7", text, vision, picture)
 
 
+def nemotron_h_nano_omni() -> Case:
+    m = package("nemotron_h_nano_omni")
+    text = {
+        **TEXT,
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": ["M", "*", "-"],
+        "max_position_embeddings": 1000,
+        "attention_bias": False,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "mamba_proj_bias": False,
+        "ssm_state_size": 16,
+        "conv_kernel": 4,
+        "n_groups": 2,
+        "mlp_bias": False,
+        "layer_norm_epsilon": 1e-5,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "head_dim": 16,
+    }
+    vision = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "image_size": 64,
+        "max_resolution": 128,
+    }
+    model = m.Model(
+        m.ModelConfig.from_dict(
+            {
+                "text_config": text,
+                "vision_config": vision,
+                "projector_hidden_size": 48,
+                "vit_hidden_size": 32,
+                "img_context_token_id": IMG,
+            }
+        )
+    )
+    return Case(model, "nemotron_h_nano_omni", lambda seed: _square(seed, size=128, rows=16))
+
+
 MORE: dict[str, Callable[[], Case]] = {
     make.__name__: make
     for make in (
@@ -615,6 +657,7 @@ MORE: dict[str, Callable[[], Case]] = {
         gemma4_unified_vision,
         muse_glimmer,
         step3p7,
+        nemotron_h_nano_omni,
     )
 }
 #: Of all families in the table.
