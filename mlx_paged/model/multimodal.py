@@ -292,4 +292,13 @@ def _processor(path: Path) -> Any:
         getattr(processor, "image_processor", None), type(image_processor)
     ):
         processor.image_processor = image_processor
+    if hasattr(
+        getattr(processor, "image_processor", None), "to_mlx"
+    ):  # Kimi's makes a list of all pixels
+        processor.image_processor.to_mlx = _pixels
     return processor
+
+
+def _pixels(image: Any) -> mx.array:
+    """``[3, height, width]`` from 0 to 1 of a picture of Pillow."""
+    return mx.array(np.asarray(image, dtype=np.float32).transpose(2, 0, 1) / np.float32(255))

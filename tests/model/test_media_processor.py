@@ -468,6 +468,18 @@ def test_what_a_checkpoint_says_of_its_pictures_reaches_the_processor(
     assert len(prompt.spans[0].rows) <= 64 // 4 + 9  # (patches are 64 before it is padded)
 
 
+@pytest.mark.parametrize("name", ["kimi_vl", "kimi_k25"])
+def test_pixels_are_not_made_a_list(
+    name: str, loaded: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other thread would run for as long as that takes."""
+    images = media_of(loaded(name))._processor.image_processor
+    expected = type(images).to_mlx(images, picture(1))
+    monkeypatch.delattr(Image.Image, "getdata")
+    assert np.array_equal(images.to_mlx(picture(1)), expected)
+    assert images.preprocess([picture(1)])["pixel_values"].shape[1:] == (3, 14, 14)
+
+
 def test_options_reach_the_processor_and_the_digest(loaded: Callable[[str], LoadedModel]) -> None:
     media = media_of(loaded("qwen2_vl"))
     smaller = media.with_options({"max_pixels": 4 * 28 * 28})
