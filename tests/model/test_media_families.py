@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ pytest.importorskip("support.vlm", reason="mlx-vlm is not installed: make test i
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3n as gemma3n_of_mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
-from support.media_models import CASES, Case, Prompt, gemma3n, vary
+from support.media_models import Case, Prompt, gemma3n, vary
 from support.media_parity import (
     MediaDriver,
     difference,
@@ -29,10 +30,16 @@ from support.media_parity import (
     generated,
     paged,
 )
+from support.more_media_models import ALL_CASES as CASES
 from support.reference import ON_GPU
 
 from mlx_paged.model.media import MediaFeatures, MediaRows, StepMedia
-from mlx_paged.model.media_families import MEDIA_FAMILIES, MLX_VLM_VERSION
+from mlx_paged.model.media_families import (
+    MEDIA_FAMILIES,
+    MEDIA_REFUSED,
+    MLX_VLM_VERSION,
+    package_of,
+)
 from mlx_paged.model.multimodal import installed_version
 from mlx_paged.model.plan import StepInputs, build_plan
 
@@ -61,6 +68,34 @@ def test_mixed_steps_with_pictures_give_what_mlx_vlm_generates(
     found = differences(case)
     record_property("difference", max(found.values()))
     assert all(d < TOLERANCE for d in found.values()), found
+
+
+# Packages of text models whose files name a section of multimodal ones.
+TEXT_ONLY = {"qwen3_5_text"}
+
+
+def test_every_multimodal_package_of_mlx_vlm_is_proven_or_refused() -> None:
+    import mlx_vlm.models
+
+    [root] = mlx_vlm.models.__path__
+    named = re.compile(r"(Vision|Audio)(Model|Config)|(vision|audio)_config")
+    found = {
+        folder.name
+        for folder in Path(root).iterdir()
+        if any(named.search(file.read_text()) for file in folder.glob("*.py"))
+    }
+    assert found - TEXT_ONLY == MEDIA_FAMILIES.keys() | MEDIA_REFUSED.keys()
+    assert not MEDIA_FAMILIES.keys() & MEDIA_REFUSED.keys()
+
+
+def test_names_of_configs_are_those_of_mlx_vlm() -> None:
+    from mlx_vlm.utils import MODEL_REMAPPING
+
+    known = MEDIA_FAMILIES.keys() | MEDIA_REFUSED.keys()
+    theirs = {name: package for name, package in MODEL_REMAPPING.items() if package in known}
+    section = {"vision_config": {"hidden_size": 8}}
+    for name, package in theirs.items():
+        assert package_of({"model_type": name, **section}) == package
 
 
 def test_every_family_in_the_table_has_a_case() -> None:
@@ -226,6 +261,12 @@ def test_what_a_model_does_not_take_is_refused(qwen3: Case) -> None:
     item.rows = item.rows[1:]
     with pytest.raises(ValueError, match=r"made 12 rows for an item .* that has 11"):
         paged(qwen3).encode(item.inputs())
+
+
+def test_contexts_end_where_long_rope_would_change_for_all_rows_of_a_step() -> None:
+    """mlx-vlm takes the factors of a batch's longest context for all of it."""
+    assert paged(case_of("phi4mm")).layout.max_context_len == 4096
+    assert paged(case_of("llava")).layout.max_context_len is None
 
 
 def test_a_step_without_media_uploads_nothing() -> None:

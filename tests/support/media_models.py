@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
@@ -265,14 +266,20 @@ _EXPERTS = {
 }
 
 
-def _qwen3(name: str, text: dict[str, Any], deepstack: list[int]) -> Case:
+def _qwen3(
+    name: str, text: dict[str, Any], deepstack: list[int], *, tower: str | None = None
+) -> Case:
     m = package(name)
     model = m.Model(
         m.ModelConfig.from_dict(
             {
                 "text_config": m.TextConfig.from_dict({**TEXT, "head_dim": 16, **text}),
                 "vision_config": m.VisionConfig.from_dict(
-                    {"model_type": name, **_QWEN3_VISION, "deepstack_visual_indexes": deepstack}
+                    {
+                        "model_type": tower or name,
+                        **_QWEN3_VISION,
+                        "deepstack_visual_indexes": deepstack,
+                    }
                 ),
                 "model_type": name,
                 "image_token_id": IMG,
@@ -601,11 +608,23 @@ def gemma4() -> Case:
     return case
 
 
-def gemma3n(*, num_shared: int = 0) -> Case:
-    """(mlx-vlm's own layers that share keys turn queries by positions behind the chunk.)
+def smaller_gemma3n() -> None:
+    """Its picture tower is one of 300 M parameters whatever the config says: another is here."""
+    inner = importlib.import_module("mlx_vlm.models.gemma3n.gemma3n")
 
-    (The picture tower is one of 300 M parameters whatever the config says: another is here.)
-    """
+    class Tower(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 32, 14, 14)
+
+        def __call__(self, pixels: mx.array, output_hidden_states: bool = False) -> mx.array:
+            return self.conv(pixels.transpose(0, 2, 3, 1))
+
+    inner.VisionModel = package("gemma3n").VisionModel = Tower
+
+
+def gemma3n(*, num_shared: int = 0) -> Case:
+    """(mlx-vlm's own layers that share keys turn queries by positions behind the chunk.)"""
     m = package("gemma3n")
     text = {
         "model_type": "gemma3n_text",
@@ -623,16 +642,7 @@ def gemma3n(*, num_shared: int = 0) -> Case:
         "altup_num_inputs": 2,
     }
 
-    class Tower(nn.Module):
-        def __init__(self, config: Any) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 32, 14, 14)
-
-        def __call__(self, pixels: mx.array, output_hidden_states: bool = False) -> mx.array:
-            return self.conv(pixels.transpose(0, 2, 3, 1))
-
-    inner = importlib.import_module("mlx_vlm.models.gemma3n.gemma3n")
-    tower, inner.VisionModel = inner.VisionModel, Tower
+    smaller_gemma3n()
     audio = m.AudioConfig(
         input_feat_size=32,
         hidden_size=32,
@@ -642,19 +652,16 @@ def gemma3n(*, num_shared: int = 0) -> Case:
         vocab_size=8,
         vocab_offset=V - 8,  # (padding of sounds is the last token)
     )
-    try:
-        case = _plain(
-            "gemma3n",
-            text,
-            {"model_type": "gemma3n_vision", "hidden_size": 32, "vocab_size": 8},
-            lambda seed: _square(seed, size=56, rows=16),
-            audio_config=audio,
-            audio_token_id=SOUND,
-            vision_soft_tokens_per_image=16,
-            audio_soft_tokens_per_image=12,
-        )
-    finally:
-        inner.VisionModel = tower
+    case = _plain(
+        "gemma3n",
+        text,
+        {"model_type": "gemma3n_vision", "hidden_size": 32, "vocab_size": 8},
+        lambda seed: _square(seed, size=56, rows=16),
+        audio_config=audio,
+        audio_token_id=SOUND,
+        vision_soft_tokens_per_image=16,
+        audio_soft_tokens_per_image=12,
+    )
     case.model.embed_vision.vocab_offset = 1000
     base = type(case.model)
 
@@ -856,19 +863,18 @@ def glm4v() -> Case:
     )
 
 
-def phi3_v() -> Case:
-    from types import SimpleNamespace
-
-    m = package("phi3_v")
-    vision = m.vision.VisionModel
+def smaller_phi3_v() -> None:
+    """The sizes of its tower are fixed; the width follows from other fixed sizes."""
+    vision = package("phi3_v").vision.VisionModel
     full = vision.CLIP_VIT_LARGE_PATCH14_336_CONFIG
-    # (The model's is fixed; the width follows from other fixed sizes.)
     small = {"num_hidden_layers": 2, "intermediate_size": 32}
     vision.CLIP_VIT_LARGE_PATCH14_336_CONFIG = SimpleNamespace(**{**vars(full), **small})
-    try:
-        model = m.Model(m.ModelConfig(**TEXT))
-    finally:
-        vision.CLIP_VIT_LARGE_PATCH14_336_CONFIG = full
+
+
+def phi3_v() -> Case:
+    m = package("phi3_v")
+    smaller_phi3_v()
+    model = m.Model(m.ModelConfig(**TEXT))
 
     def picture(seed: int) -> Item:
         pixels = np.random.default_rng(seed).standard_normal((1, 2, 3, 336, 336))
