@@ -75,6 +75,11 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
         )
 
     @property
+    def uses_bounds(self) -> bool:
+        """Whether some of its items' positions see each other."""
+        return bool(self.family.atomic(self.vlm.config))
+
+    @property
     def language_model(self) -> Any:
         """mlx-vlm's language model."""
         return self.vlm.language_model

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed: make test insta
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3n as gemma3n_of_mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
-from support.media_models import CASES, Case, Prompt, gemma3n, vary
+from support.media_models import CASES, Case, Prompt, gemma3, gemma3n, vary
 from support.media_parity import (
     MediaDriver,
     difference,
@@ -28,11 +30,17 @@ from support.media_parity import (
     generated,
     paged,
 )
+from support.simulated import needs_sim_extension, sim_ext
 
+from mlx_paged import ops
+from mlx_paged.errors import UnsupportedModelError
+from mlx_paged.model.layout import Mode
 from mlx_paged.model.media import MediaFeatures, MediaRows, StepMedia
 from mlx_paged.model.media_families import MEDIA_FAMILIES, MLX_VLM_VERSION
-from mlx_paged.model.multimodal import installed_version
+from mlx_paged.model.multimodal import MultiModalModel, installed_version
 from mlx_paged.model.plan import StepInputs, build_plan
+from mlx_paged.model.prepare import prepare_kernels
+from mlx_paged.model.wrap import page
 
 TOLERANCE = 1e-5  # RMS of the log-probabilities' difference over theirs, float32
 
@@ -219,6 +227,38 @@ def test_what_a_model_does_not_take_is_refused(qwen3: Case) -> None:
     item.rows = item.rows[1:]
     with pytest.raises(ValueError, match=r"made 12 rows for an item .* that has 11"):
         paged(qwen3).encode(item.inputs())
+
+
+@pytest.mark.parametrize("mode", [Mode.GATHERED, Mode.UNIFORM])
+def test_no_multimodal_model_runs_in_groups_of_sequences(mode: Mode) -> None:
+    """There the rows of a step are computed in parts, and would lack what its media bring."""
+    case = case_of("gemma3")
+    model = MultiModalModel(case.model, MEDIA_FAMILIES["gemma3"], "gemma3")
+    with pytest.raises(UnsupportedModelError, match=f"{mode}: its media bring what belongs to"):
+        page(model, "gemma3", modes=(mode,), block_size=8)
+    assert not [f.module for f in MEDIA_FAMILIES.values() if f.mode.is_gathered]
+
+
+@needs_sim_extension
+@pytest.mark.parametrize("has_bounds", [True, False])
+def test_kernels_with_bounds_are_compiled_at_the_start(
+    has_bounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_bounds:
+        causal = replace(MEDIA_FAMILIES["gemma3"], atomic=lambda config: ())
+        monkeypatch.setitem(MEDIA_FAMILIES, "gemma3", causal)
+    model = paged(gemma3(head_dim=64))
+    model.allocate(4)
+    prepared: list[tuple[str, tuple[bool, ...]]] = []
+    monkeypatch.setenv("MLX_PAGED_SIM", "1")
+    monkeypatch.setattr(ops, "ext", sim_ext)
+    monkeypatch.setattr(sim_ext, "prepare_pipeline", lambda *pipeline: prepared.append(pipeline))
+    sim_ext.forget_attention_layers()
+    assert prepare_kernels(model) == len(prepared) > 0
+    of_attention = [constants for name, constants in prepared if name.startswith("paged_")]
+    # (For layers with a window, and for those without.)
+    expected = set(itertools.product((False, True), {False, has_bounds}))
+    assert {(window, bounds) for window, *_, bounds in of_attention} == expected
 
 
 def test_a_step_without_media_uploads_nothing() -> None:

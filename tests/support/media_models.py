@@ -326,14 +326,14 @@ def qwen3_5_moe() -> Case:
     return _qwen3("qwen3_5_moe", {"model_type": "qwen3_5_moe_text", **_DELTA, **more}, [])
 
 
-def gemma3() -> Case:
+def gemma3(head_dim: int = 16) -> Case:
     m = package("gemma3")
     model = m.Model(
         m.ModelConfig(
             text_config=m.TextConfig(
                 model_type="gemma3",
                 **TEXT,
-                head_dim=16,
+                head_dim=head_dim,
                 mm_tokens_per_image=16,
                 sliding_window=16,
                 sliding_window_pattern=2,
