@@ -254,11 +254,13 @@ class PagedModel:
         }
         longest = int(inputs.query_lens.max(initial=0))
         prefill = None
-        # (MLX's own attention is causal.)
-        bounded = inputs.media is not None and inputs.media.bounds is not None
-        if FULL in reaches and longest >= dense_prefill.LEAST_ROWS and not bounded:
+        if FULL in reaches and longest >= dense_prefill.LEAST_ROWS:
             prefill = dense_prefill.plan_dense_prefill(
-                tables, inputs.context_lens, inputs.query_lens, block_size=self.block_size
+                tables,
+                inputs.context_lens,
+                inputs.query_lens,
+                block_size=self.block_size,
+                bounds=None if inputs.media is None else inputs.media.bounds,
             )
         # A step of decodes only is built while the step before runs, and repeats as one graph.
         early = ops.has_cuda() and longest > 1
@@ -285,7 +287,8 @@ class PagedModel:
         )
 
     def _forward_in_groups(self, tokens: mx.array, inputs: StepInputs) -> mx.array:
-        # (The caches have their own groups: the plan has no sequences.)
+        # (The caches have their own groups: the plan has no sequences. And no media: `wrap.page`
+        # runs no multimodal model so.)
         no_plan = build_plan([], [], [], block_size=self.block_size)
         parts: list[mx.array] = []
         wanted: list[np.ndarray] = []
