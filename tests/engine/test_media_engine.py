@@ -502,7 +502,8 @@ def test_rows_positions_and_bounds_of_random_steps(monkeypatch: Any) -> None:
         spans, core, inputs, length = [], [], [], 0
         for which in range(number):  # (the first is text)
             offset = length + int(rng.integers(0, 5))
-            rows = offset + np.flatnonzero(np.r_[1, rng.integers(0, 2, 7), 1]).astype(np.int32)
+            rows = offset + np.flatnonzero(np.r_[1, rng.integers(0, 2, 7), number % 2])
+            rows = rows.astype(np.int32)
             spans.append(Span(offset, 9, rows, "image"))
             key = bytes([number, which]) * 16
             core.append(MediaSpan(offset, 9, key, len(rows), is_atomic=which == 1))
@@ -576,9 +577,16 @@ def _row(s: CoreSequence, position: int) -> tuple[float | None, list[int], list[
     for i, rows in enumerate(s.media.rows):
         if position in rows:
             made = float(s.media.inputs[i].arrays["made"][rows.tolist().index(position)])
-    for first, after in s.request.prompt_media.atomic:
-        if first <= position < after:
-            bounds = [first, after - 1]
+    for span, rows in zip(s.request.prompt_media.spans, s.media.rows, strict=True):
+        if not span.is_atomic or not span.offset <= position < span.end:
+            continue
+        bounds = [span.offset, span.end - 1]
+        if rows[-1] + 1 == span.end:  # (what is between its rows is text, which sees no further)
+            bounds = [position, position]
+            while position in rows and bounds[0] - 1 in rows:
+                bounds[0] -= 1
+            while position in rows and bounds[1] + 1 in rows:
+                bounds[1] += 1
     return made, rope, bounds
 
 

@@ -229,6 +229,21 @@ def test_what_a_model_does_not_take_is_refused(qwen3: Case) -> None:
         paged(qwen3).encode(item.inputs())
 
 
+def test_a_text_of_paligemma_is_causal() -> None:
+    """As with Hugging Face's model, where no token types say what is a prompt; not mlx-vlm's."""
+    case = case_of("paligemma")
+    prompt = Prompt([list(range(11, 40))])
+    tokens = mx.array([prompt.token_ids])
+    size = tokens.shape[1]
+    mask = mx.where(mx.tri(size, size) > 0, 0.0, -mx.inf)[None, None]
+    logits = case.model.language_model(tokens, mask=mask).logits[0, -1]
+    driver = MediaDriver(paged(case), whole=True)
+    found = driver.add(prompt)
+    driver.step([(found, 10)])
+    driver.step([(found, 19)])
+    assert difference(found.logprobs[-1], np.array(logits - mx.logsumexp(logits))) < TOLERANCE
+
+
 @pytest.mark.parametrize("mode", [Mode.GATHERED, Mode.UNIFORM])
 def test_no_multimodal_model_runs_in_groups_of_sequences(mode: Mode) -> None:
     """There the rows of a step are computed in parts, and would lack what its media bring."""
