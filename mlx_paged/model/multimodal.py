@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -290,9 +291,25 @@ def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalMo
 def _processor(path: Path) -> Any:
     from mlx_vlm.utils import load_image_processor, load_processor
 
-    # (mlx-vlm's default is to run code that comes with a checkpoint.)
-    processor = load_processor(path, add_detokenizer=False, trust_remote_code=False)
-    image_processor = load_image_processor(path)
+    with _without_word_on_arguments():
+        # (mlx-vlm's default is to run code that comes with a checkpoint.)
+        processor = load_processor(path, add_detokenizer=False, trust_remote_code=False)
+        image_processor = load_image_processor(path)
     if image_processor is not None:
         processor.image_processor = image_processor
     return processor
+
+
+@contextlib.contextmanager
+def _without_word_on_arguments() -> Iterator[None]:
+    """Drops what transformers says of an argument that mlx-vlm gives it, and no user can change."""
+    logger = logging.getLogger("transformers.models.auto.image_processing_auto")
+
+    def is_for_users(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("The `use_fast` parameter is deprecated")
+
+    logger.addFilter(is_for_users)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_for_users)
