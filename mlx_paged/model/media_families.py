@@ -57,6 +57,8 @@ class MediaFamily:
         refuses: Why a checkpoint of the family is not served; None: it is.
         atomic: Of mlx-vlm's config: kinds whose positions see each other, so that a span is
             computed in one step.
+        sees_within_windows: They do so in layers with a window, and no further back than that;
+            all other layers are causal.
         sees_whole_prompt: An item's span is its whole prompt, which holds no other item: all
             positions of a prompt see each other.
     """
@@ -72,6 +74,7 @@ class MediaFamily:
     deepstack: Deepstack = _rows_and_features
     refuses: Callable[[Any], str | None] = lambda vlm: None
     atomic: Callable[[Any], tuple[Kind, ...]] = lambda config: ()
+    sees_within_windows: bool = False
     sees_whole_prompt: bool = False
 
 
@@ -226,7 +229,13 @@ _FAMILIES = (
     MediaFamily("mistral3"),
     MediaFamily("idefics2"),
     MediaFamily("internvl_chat"),
-    MediaFamily("gemma4", ("image", "video", "audio"), atomic=_gemma4_atomic),
+    # (mlx-vlm's pictures and frames see themselves in all layers; Hugging Face's do not.)
+    MediaFamily(
+        "gemma4",
+        ("image", "video", "audio"),
+        atomic=_gemma4_atomic,
+        sees_within_windows=True,
+    ),
     # (mlx-vlm's generation leaves the scale of prompts' embeddings out, and has it in decodes.)
     MediaFamily(
         "gemma3n",

@@ -86,6 +86,11 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
         )
 
     @property
+    def uses_bounds(self) -> bool:
+        """Whether some of its items' positions see each other."""
+        return bool(self.family.atomic(self.vlm.config))
+
+    @property
     def language_model(self) -> Any:
         """mlx-vlm's language model."""
         return self.vlm.language_model
@@ -278,14 +283,13 @@ def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalMo
     import_mlx_vlm()
     from mlx_vlm.utils import load_model
 
-    with _quietly():
-        vlm = load_model(path)
+    vlm = load_model(path)
     reason = family.refuses(vlm)
     if reason is not None:
         raise UnsupportedModelError(model_type, reason)
     try:
         # (Some processors print what they do, which is no output of ours.)
-        with contextlib.redirect_stdout(sys.stderr), _quietly():
+        with contextlib.redirect_stdout(sys.stderr):
             return MultiModalModel(vlm, family, model_type), _processor(path)
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         lines = str(error).strip().splitlines()
@@ -296,24 +300,13 @@ def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalMo
         ) from error
 
 
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Without transformers' advice on how mlx-vlm calls it, which no user can follow."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 def _processor(path: Path) -> Any:
     from mlx_vlm.utils import load_image_processor, load_processor
 
-    # (mlx-vlm's default is to run code that comes with a checkpoint.)
-    processor = load_processor(path, add_detokenizer=False, trust_remote_code=False)
-    image_processor = load_image_processor(path)
+    with _without_word_on_arguments():
+        # (mlx-vlm's default is to run code that comes with a checkpoint.)
+        processor = load_processor(path, add_detokenizer=False, trust_remote_code=False)
+        image_processor = load_image_processor(path)
     # (One of the same class was made with what the checkpoint's files say.)
     if image_processor is not None and not isinstance(
         getattr(processor, "image_processor", None), type(image_processor)
@@ -329,3 +322,18 @@ def _processor(path: Path) -> Any:
 def _pixels(image: Any) -> mx.array:
     """``[3, height, width]`` from 0 to 1 of a picture of Pillow."""
     return mx.array(np.asarray(image, dtype=np.float32).transpose(2, 0, 1) / np.float32(255))
+
+
+@contextlib.contextmanager
+def _without_word_on_arguments() -> Iterator[None]:
+    """Drops what transformers says of an argument that mlx-vlm gives it, and no user can change."""
+    logger = logging.getLogger("transformers.models.auto.image_processing_auto")
+
+    def is_for_users(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("The `use_fast` parameter is deprecated")
+
+    logger.addFilter(is_for_users)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_for_users)

@@ -274,6 +274,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
         Middleware(
             RequestMiddleware, context.metrics,
             log=config.log_requests, paths=paths, generating=generating,
+            on_end=context.release_body,
         )
     ]  # fmt: skip
     if config.allowed_origins:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from mlx_paged.cli.main import app
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
-pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed: make test installs it")
+pytest.importorskip("support.vlm", reason="mlx-vlm is not installed: make test installs it")
 
 import mlx.core as mx
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ pytest.importorskip("support.vlm", reason="mlx-vlm is not installed: make test i
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3n as gemma3n_of_mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
-from support.media_models import Case, Prompt, gemma3n, vary
+from support.media_models import Case, Prompt, gemma3, gemma3n, vary
 from support.media_parity import (
     MediaDriver,
     difference,
@@ -32,7 +34,11 @@ from support.media_parity import (
 )
 from support.more_media_models import ALL_CASES as CASES
 from support.reference import ON_GPU
+from support.simulated import needs_sim_extension, sim_ext
 
+from mlx_paged import ops
+from mlx_paged.errors import UnsupportedModelError
+from mlx_paged.model.layout import Mode
 from mlx_paged.model.media import MediaFeatures, MediaRows, StepMedia
 from mlx_paged.model.media_families import (
     MEDIA_FAMILIES,
@@ -40,8 +46,10 @@ from mlx_paged.model.media_families import (
     MLX_VLM_VERSION,
     package_of,
 )
-from mlx_paged.model.multimodal import installed_version
+from mlx_paged.model.multimodal import MultiModalModel, installed_version
 from mlx_paged.model.plan import StepInputs, build_plan
+from mlx_paged.model.prepare import prepare_kernels
+from mlx_paged.model.wrap import page
 
 # RMS of the log-probabilities' difference over theirs, float32
 TOLERANCE = 1e-4 if ON_GPU else 1e-5
@@ -267,6 +275,53 @@ def test_contexts_end_where_long_rope_would_change_for_all_rows_of_a_step() -> N
     """mlx-vlm takes the factors of a batch's longest context for all of it."""
     assert paged(case_of("phi4mm")).layout.max_context_len == 4096
     assert paged(case_of("llava")).layout.max_context_len is None
+
+
+def test_a_text_of_paligemma_is_causal() -> None:
+    """As with Hugging Face's model, where no token types say what is a prompt; not mlx-vlm's."""
+    case = case_of("paligemma")
+    prompt = Prompt([list(range(11, 40))])
+    tokens = mx.array([prompt.token_ids])
+    size = tokens.shape[1]
+    mask = mx.where(mx.tri(size, size) > 0, 0.0, -mx.inf)[None, None]
+    logits = case.model.language_model(tokens, mask=mask).logits[0, -1]
+    driver = MediaDriver(paged(case), whole=True)
+    found = driver.add(prompt)
+    driver.step([(found, 10)])
+    driver.step([(found, 19)])
+    assert difference(found.logprobs[-1], np.array(logits - mx.logsumexp(logits))) < TOLERANCE
+
+
+@pytest.mark.parametrize("mode", [Mode.GATHERED, Mode.UNIFORM])
+def test_no_multimodal_model_runs_in_groups_of_sequences(mode: Mode) -> None:
+    """There the rows of a step are computed in parts, and would lack what its media bring."""
+    case = case_of("gemma3")
+    model = MultiModalModel(case.model, MEDIA_FAMILIES["gemma3"], "gemma3")
+    with pytest.raises(UnsupportedModelError, match=f"{mode}: its media bring what belongs to"):
+        page(model, "gemma3", modes=(mode,), block_size=8)
+    assert not [f.module for f in MEDIA_FAMILIES.values() if f.mode.is_gathered]
+
+
+@needs_sim_extension
+@pytest.mark.parametrize("has_bounds", [True, False])
+def test_kernels_with_bounds_are_compiled_at_the_start(
+    has_bounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_bounds:
+        causal = replace(MEDIA_FAMILIES["gemma3"], atomic=lambda config: ())
+        monkeypatch.setitem(MEDIA_FAMILIES, "gemma3", causal)
+    model = paged(gemma3(head_dim=64))
+    model.allocate(4)
+    prepared: list[tuple[str, tuple[bool, ...]]] = []
+    monkeypatch.setenv("MLX_PAGED_SIM", "1")
+    monkeypatch.setattr(ops, "ext", sim_ext)
+    monkeypatch.setattr(sim_ext, "prepare_pipeline", lambda *pipeline: prepared.append(pipeline))
+    sim_ext.forget_attention_layers()
+    assert prepare_kernels(model) == len(prepared) > 0
+    of_attention = [constants for name, constants in prepared if name.startswith("paged_")]
+    # (For layers with a window, and for those without.)
+    expected = set(itertools.product((False, True), {False, has_bounds}))
+    assert {(window, bounds) for window, *_, bounds in of_attention} == expected
 
 
 def test_a_step_without_media_uploads_nothing() -> None:

@@ -317,6 +317,26 @@ def test_a_processor_that_puts_its_picture_first_makes_the_prompt(
         media.process("<|image|><|image|>", images=[picture(1), picture(2)])
 
 
+def test_a_clip_of_gemma4_has_frames_with_their_times(
+    loaded: Callable[[str], LoadedModel],
+) -> None:
+    model = loaded("gemma4")
+    media = media_of(model)
+    frames = np.random.default_rng(0).integers(0, 255, (3, 96, 64, 3), dtype=np.uint8)
+    prompt = media.process("a<|video|>b", videos=[SimpleNamespace(frames=frames, fps=2.0)])
+    pictures = np.ascontiguousarray(frames.transpose(0, 3, 1, 2))
+    whole = dict(media._processor(text=["a<|video|>b"], videos=[pictures], fps=[2.0]))
+    assert prompt.token_ids == np.array(whole.pop("input_ids")).reshape(-1).tolist()
+    tokens = mx.array([prompt.token_ids])
+    arrays = {name: mx.array(np.array(whole[name])) for name in whole if "video" in name}
+    expected = model.model.vlm.get_input_embeddings(tokens, None, **arrays)
+    [span], [item] = prompt.spans, prompt.inputs
+    assert len(span.rows) < span.length  # (text between frames)
+    assert np.count_nonzero(np.diff(span.rows) > 1) == len(frames) - 1
+    features = model.model.encode(item)
+    assert mx.allclose(features.embeds, expected.inputs_embeds[0][mx.array(span.rows)], atol=1e-5)
+
+
 def test_a_sound_is_as_long_as_its_rows(loaded: Callable[[str], LoadedModel]) -> None:
     model = loaded("gemma4")
     media = media_of(model)

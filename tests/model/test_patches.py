@@ -70,7 +70,7 @@ def test_installing_twice_changes_nothing_and_uninstalling_restores() -> None:
 
 def test_swiglu_of_mlx_vlm_is_native_too() -> None:
     """On the CPU its compiled form took a fifth of a decode step of the embedded vision model."""
-    pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed: make test installs it")
+    pytest.importorskip("support.vlm", reason="mlx-vlm is not installed: make test installs it")
     from mlx_lm.models import activations, llama
     from mlx_vlm.models import activations as of_vlm
     from mlx_vlm.models import mlp

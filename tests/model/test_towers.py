@@ -115,7 +115,7 @@ def test_it_ends_with_the_tower_also_where_that_fails(served: list[bool]) -> Non
 
 
 def test_towers_run_natively(served: list[bool]) -> None:
-    pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed: make test installs it")
+    pytest.importorskip("support.vlm", reason="mlx-vlm is not installed: make test installs it")
     from support.media_models import CASES, vary
     from support.media_parity import paged
 

@@ -102,8 +102,11 @@ def media(
         raise InvalidParameterError("tables", "left on unless --figures or --servers", tables)
     checkout()
     with needs_extra("vision", "mlx-paged bench media"):
-        import mlx_vlm  # noqa: F401
         import PIL  # noqa: F401
+
+        from mlx_paged.model.multimodal import import_mlx_vlm
+
+        import_mlx_vlm()
     from mlx_paged.cli.bench import media_engines, media_runs
     from mlx_paged.model.media_families import MLX_VLM_VERSION
 
