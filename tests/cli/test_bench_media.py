@@ -146,9 +146,12 @@ def test_text_twins_have_the_same_logits(engines: Any) -> None:
 def test_servers_say_what_is_missing(monkeypatch: Any) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "fastapi" else find(name)
+        importlib.util,
+        "find_spec",
+        lambda name: None if name in ("fastapi", "mlx_audio") else find(name),
     )
-    with pytest.raises(MlxPagedError, match="needs fastapi: pip install fastapi"):
+    expected = "needs fastapi and mlx-audio: pip install fastapi mlx-audio"
+    with pytest.raises(MlxPagedError, match=expected):
         media_engines.check_server_packages()
 
 

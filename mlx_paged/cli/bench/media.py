@@ -70,7 +70,7 @@ def media(
     ] = True,
     servers: Annotated[
         bool,
-        typer.Option("--servers", help="Ask both servers, too; mlx-vlm's needs fastapi, uvicorn."),
+        typer.Option("--servers", help="Ask both servers, too; mlx-vlm's needs more packages."),
     ] = False,
     output_json: Annotated[
         Path | None,
@@ -110,7 +110,7 @@ def media(
     from mlx_paged.cli.bench import media_engines, media_runs
     from mlx_paged.model.media_families import MLX_VLM_VERSION
 
-    if servers:
+    if servers and compare:
         media_engines.check_server_packages()
     said = None if shape is None else "Three red circles."
     settings = media_runs.Settings(output_len, num_iters, said)
@@ -132,23 +132,29 @@ def media(
             if output_json is not None:
                 write_json(output_json, found)
 
-        with _opened(path, dtype, most, compare) as engines:
-            kinds = engines[media_runs.PAGED].ask("kinds")
-            if tables:
-                found["pictures"] = media_runs.picture_rows(engines, pictures, sizes, settings)
-                _say(media_runs.rows_text(found["pictures"], "size", "Pictures"))
-                found["videos"] = media_runs.video_rows(
-                    engines, pictures, frame_size, counts, settings, takes_videos="video" in kinds
-                )
-                how = "Videos" if "video" in kinds else "Frames, as pictures of one prompt"
-                _say(media_runs.rows_text(found["videos"], "frames", how))
-                save()
-            if figures:
-                found["figures"] = media_runs.figures(
-                    engines, pictures, sizes[-1], settings, _MOST_ROWS // 2
-                )
-                _say(media_runs.figures_text(found["figures"]))
-                save()
+        if tables or figures:
+            with _opened(path, dtype, most, compare) as engines:
+                kinds = engines[media_runs.PAGED].ask("kinds")
+                if tables:
+                    found["pictures"] = media_runs.picture_rows(engines, pictures, sizes, settings)
+                    _say(media_runs.rows_text(found["pictures"], "size", "Pictures"))
+                    found["videos"] = media_runs.video_rows(
+                        engines,
+                        pictures,
+                        frame_size,
+                        counts,
+                        settings,
+                        takes_videos="video" in kinds,
+                    )
+                    how = "Videos" if "video" in kinds else "Frames, as pictures of one prompt"
+                    _say(media_runs.rows_text(found["videos"], "frames", how))
+                    save()
+                if figures:
+                    found["figures"] = media_runs.figures(
+                        engines, pictures, sizes[-1], settings, _MOST_ROWS // 2
+                    )
+                    _say(media_runs.figures_text(found["figures"]))
+                    save()
         if servers:
             found["servers"] = _servers(path, compare, pictures, sizes, settings)
             _say(media_runs.rows_text(found["servers"], "size", "Servers"))

@@ -298,7 +298,8 @@ def check_server_packages() -> None:
     Raises:
         MlxPagedError: something is missing.
     """
-    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
+    needed = {"fastapi": "fastapi", "uvicorn": "uvicorn", "mlx_audio": "mlx-audio"}
+    missing = [p for name, p in needed.items() if importlib.util.find_spec(name) is None]
     if missing:
         raise MlxPagedError(
             f"mlx-vlm's server needs {' and '.join(missing)}: pip install {' '.join(missing)}"
