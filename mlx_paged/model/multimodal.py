@@ -9,12 +9,15 @@ argument, and never kept on a module: mlx-vlm keeps the RoPE state of one reques
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -239,6 +242,29 @@ def _scatter_deepstack(vlm: nn.Module) -> None:
 # --- Loading --------------------------------------------------------------------------------------
 
 
+def import_mlx_vlm() -> ModuleType:
+    """Imports mlx-vlm without what it does to this process and to those that it starts.
+
+    It sets variables that silence transformers, and would silence it in every child process too.
+
+    Raises:
+        ImportError: mlx-vlm is not installed.
+    """
+    from transformers.utils import logging
+
+    logging.get_verbosity()  # (reads the variables, once for the process)
+    names = ("TRANSFORMERS_VERBOSITY", "TRANSFORMERS_NO_ADVISORY_WARNINGS")
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        return importlib.import_module("mlx_vlm")
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalModel, Any]:
     """Loads a checkpoint with mlx-vlm.
 
@@ -249,6 +275,7 @@ def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalMo
         ModelLoadError: mlx-vlm has no processor for its files.
         UnsupportedModelError: its weights are not such as the family is proven with.
     """
+    import_mlx_vlm()
     from mlx_vlm.utils import load_model
 
     with _quietly():

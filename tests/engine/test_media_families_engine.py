@@ -18,7 +18,7 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 import numpy as np
 import pytest
 
-pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed: make test installs it")
+pytest.importorskip("support.vlm", reason="mlx-vlm is not installed: make test installs it")
 
 from mlx_lm.utils import load_tokenizer
 from support.fake_vlm import FakeMediaModel

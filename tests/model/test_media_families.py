@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed: make test installs it")
+pytest.importorskip("support.vlm", reason="mlx-vlm is not installed: make test installs it")
 
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3n as gemma3n_of_mlx_lm
@@ -48,6 +49,10 @@ def case_of(name: str) -> Case:
     case = CASES[name]()
     vary(case.model)
     return case
+
+
+def test_importing_mlx_vlm_does_not_silence_child_processes() -> None:
+    assert "mlx_vlm" in sys.modules and os.environ.get("TRANSFORMERS_VERBOSITY") is None
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

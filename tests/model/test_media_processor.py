@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed: make test installs it")
+pytest.importorskip("support.vlm", reason="mlx-vlm is not installed: make test installs it")
 
 from PIL import Image
 from support.media_checkpoints import CHECKPOINTS, PROCESSORS, Checkpoint, write

@@ -35,7 +35,7 @@ def test_text_alone_has_its_own_positions() -> None:
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_they_are_those_of_mlx_vlm(name: str) -> None:
-    pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed: make test installs it")
+    pytest.importorskip("support.vlm", reason="mlx-vlm is not installed: make test installs it")
     from support.media_models import CASES
 
     case = CASES[name]()

@@ -389,7 +389,7 @@ def test_pictures_of_every_mode_are_answered(client, engine) -> None:
 
 def test_a_model_of_mlx_vlm_answers_as_it_does_in_python(tmp_path) -> None:
     """From the parts of a request to the tokens of an answer, with everything in between."""
-    pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed")
+    pytest.importorskip("support.vlm", reason="mlx-vlm is not installed")
     path = media_checkpoints.write(tmp_path / "model", media_checkpoints.smolvlm())
     options: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 200}
     red, blue = png(60, 60), saved(Image.new("RGB", (60, 60), (0, 0, 255)))
