@@ -39,6 +39,8 @@ def is_media(part: Mapping[str, Any], *, objects: bool = False) -> bool:
         objects: whether it may hold objects of Python.
     """
     kind = part.get("type")
+    if not isinstance(kind, str):
+        return False
     return kind in URL_PARTS or (objects and kind in OBJECT_PARTS)
 
 

@@ -159,6 +159,7 @@ def test_text_goes_its_old_way(llm: LLM) -> None:
         ({"type": "image", "image": b"", "uuid": 7}, "messages[0].content[0].uuid", "a text of"),
         ({"type": "smell", "smell": 1}, "messages[0].content[0]", "part of type text, image_url"),
         ({"type": "text"}, "messages[0].content[0]", "part of type"),
+        ({"type": ["image"]}, "messages[0].content[0]", "part of type"),
         (7, "messages[0].content[0]", "a part with a type"),
         ({"type": "image", "image": Image.new("RGB", (3000, 1))}, "messages[0].content[0].image",
          "too long for the processor"),
