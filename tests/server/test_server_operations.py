@@ -311,19 +311,20 @@ def test_bodies_of_all_requests_share_their_memory() -> None:
         # (Alone, a body may have more, and the first MiB of each does not count.)
         found = client.post("/v1/completions", **padded(3 << 20, **short))
         assert found.status_code == 200, found.text
+        server.until(lambda: not server.context._held_bytes)
         large = padded(5 << 18, **short)
-        with client.stream("POST", "/v1/completions", **padded(7 << 18, **LONG, stream=True)) as it:
-            assert next(it.iter_lines())
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n"
+                         b"Content-Type: application/json\r\n\r\n" + b" " * 1_900_000)  # fmt: skip
+            server.until(lambda: server.context._held_bytes > 3 << 18)
             refused = client.post("/v1/completions", **large)
             assert error(refused, 503)["code"] == "body_memory"
             assert refused.headers["retry-after"] == "1"
             assert client.post("/v1/completions", **padded(1 << 19, **short)).status_code == 200
-        # (Clients that go have their bodies given back.)
+        # (Clients that go have their bodies given back, while they send and while they read.)
         server.until(lambda: not server.context._held_bytes)
-        with socket.create_connection(("127.0.0.1", server.port)) as sock:
-            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n"
-                         b"Content-Type: application/json\r\n\r\n" + b" " * 1_900_000)  # fmt: skip
-            server.until(lambda: server.context._held_bytes > 5 << 17)
+        with client.stream("POST", "/v1/completions", **padded(7 << 18, **LONG, stream=True)) as it:
+            assert next(it.iter_lines())
         server.until(lambda: not server.context._held_bytes)
         assert client.post("/v1/completions", **large).status_code == 200
 

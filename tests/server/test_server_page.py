@@ -121,6 +121,7 @@ def test_a_conversation_with_numbers(page, visitor) -> None:
 
 @in_browser
 def test_parameters_are_sent_only_when_set(page, visitor) -> None:
+    expect(page.locator("#model")).to_have_value(re.compile("."))  # (else none is sent)
     ask(page, PROMPT)
     assert visitor.bodies[0].keys() == {"model", "messages", "stream", "stream_options"}
     field = page.locator("#parameters [name=temperature]")
