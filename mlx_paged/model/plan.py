@@ -24,7 +24,7 @@ from mlx_paged.ops import AttentionPlan
 _ROWS_PER_ITEM = 32
 
 # Most tokens of a piece. On a CPU a core works on one item, and the step would wait for a longer
-# one when all others are done. On a GPU this bounds the pieces of a prefill chunk.
+# one when all others are done. On a GPU this bounds the pieces of a short prefill chunk.
 _LONGEST = 4096
 # Decodes and drafts on a GPU. 8192 tokens are 22 pieces: 176 threadgroups at 8 KV heads, where
 # four for each of 40 cores are 160. A query head's partial, written once and read once, is half a
@@ -35,10 +35,12 @@ _MOST_PIECES = 48
 _MOST_DRAFT_ROWS = 8  # as in csrc/launch_attention.cpp
 # A short prefill chunk behind a long cached prefix has few items, and each would have to go through
 # all of the prefix. 16 pieces of them at 8 KV heads are 128 threadgroups; a chunk of 16 items has
-# as many by itself. Every piece leaves partials of all its rows, so that a step of short chunks
-# needs room for up to eight times its rows.
+# as many by itself, and its items are not split however long the prefix. Every piece leaves partials
+# of all its rows, so that a step of short chunks needs room for up to eight times its rows; behind
+# prefixes so long that pieces reach `_LONGEST` there are more, up to 2048 rows a chunk.
 _PREFILL_PIECES = 16  # of all items of a chunk together
 _MOST_PREFILL_PIECES = 8  # of an item
+_MOST_LONG_PIECES = 64  # of all items of a chunk together, where they would be over `_LONGEST`
 _SHORTEST_PREFILL = 512
 
 
@@ -431,7 +433,10 @@ def tokens_per_piece(
         return longest
     pieces = np.maximum(-(-num_tokens // _MOST_PIECES), _SHORTEST)
     shares = np.clip(_PREFILL_PIECES // num_items, 1, _MOST_PREFILL_PIECES)
-    chunks = np.clip(-(-num_tokens // shares), _SHORTEST_PREFILL, _LONGEST)
+    most = np.maximum(_MOST_LONG_PIECES // num_items, 1)
+    chunks = np.maximum(-(-num_tokens // shares), _SHORTEST_PREFILL)
+    chunks = np.minimum(chunks, np.maximum(-(-num_tokens // most), _LONGEST))
+    chunks = np.where(num_items < _PREFILL_PIECES, chunks, np.maximum(num_tokens, _LONGEST))
     return np.where(num_rows <= _MOST_DRAFT_ROWS, pieces, chunks)
 
 
