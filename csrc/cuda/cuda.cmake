@@ -27,10 +27,17 @@ endif()
 message(STATUS "mlx_paged: CUDA backend for ${CMAKE_CUDA_ARCHITECTURES}")
 set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+# (NVIDIA's Python packages have lib/, where nvcc looks in lib64/ to link CMake's small programs.)
+cmake_path(GET CMAKE_CUDA_COMPILER PARENT_PATH cuda_folder)
+set(ENV{LIBRARY_PATH} "${cuda_folder}/../lib:$ENV{LIBRARY_PATH}")
 enable_language(CUDA)
-find_package(CUDAToolkit REQUIRED)
+# (CMake's own search for the toolkit does not know the folders of NVIDIA's Python packages, either.)
+find_library(CUDART_STATIC cudart_static REQUIRED
+             HINTS ${CMAKE_CUDA_COMPILER_TOOLKIT_ROOT} ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES}
+             PATH_SUFFIXES lib64 lib)
+find_package(Threads REQUIRED)
 # The C++ compiler links, with its own libraries: those of nvcc's host compiler may be static.
-set(CMAKE_CUDA_RUNTIME_LIBRARY None)  # (CUDA::cudart_static is named below)
+set(CMAKE_CUDA_RUNTIME_LIBRARY None)
 set(CMAKE_CUDA_IMPLICIT_LINK_LIBRARIES "")
 set(CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES "")
 
@@ -58,9 +65,10 @@ foreach(dtype float16 bfloat16)
   add_cuda_kernels(prefill_tensor_${dtype} prefill_tensor PAGED_DTYPE_${dtype})
 endforeach()
 
-target_link_libraries(cuda_backend INTERFACE CUDA::cudart_static)
+target_link_libraries(cuda_backend INTERFACE ${CUDART_STATIC} Threads::Threads ${CMAKE_DL_LIBS} rt)
 target_compile_definitions(cuda_backend INTERFACE MLX_PAGED_CUDA)
 # CUDA's and, among MLX's, those of the C++ library for CUDA: none of them are ours to warn of.
-target_include_directories(cuda_backend SYSTEM INTERFACE csrc/cuda/fmt ${CUDAToolkit_INCLUDE_DIRS})
+target_include_directories(cuda_backend SYSTEM INTERFACE csrc/cuda/fmt
+                           ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 set(CUDA_SOURCES csrc/gpu_eval.cpp csrc/cuda/binder.cpp csrc/cuda/compiled_kernels.cpp
                  csrc/cuda/linear_launch.cpp csrc/cuda/memory.cpp csrc/cuda/transfer.cpp)

@@ -267,7 +267,15 @@ class ServeOptions:
         ),
     ] = False
     max_num_seqs: Annotated[int, option(_SCHED, "Most sequences that run at once.", min=1)] = 256
-    max_num_batched_tokens: Annotated[int, option(_SCHED, "Most tokens of one step.", min=1)] = 2048
+    max_num_batched_tokens: Annotated[
+        int | None,
+        option(
+            _SCHED,
+            "Most tokens of one step.",
+            min=1,
+            show_default="2048; up to 8192 on NVIDIA GPUs",
+        ),
+    ] = None
     long_prefill_token_threshold: Annotated[
         int | None,
         option(

@@ -142,8 +142,8 @@ class Engine:
         on_kernel: ops.OnKernel | None = None,
     ) -> None:
         self._guard = EngineGuard()
-        self.config = (config or EngineConfig()).for_model(
-            model_directory(model.name), model.config
+        self.config = memory.with_step_tokens(
+            (config or EngineConfig()).for_model(model_directory(model.name), model.config)
         )
         self.tokenizer = model.tokenizer
         self.generation_config = model.generation_config

@@ -35,9 +35,9 @@ _MOST_PIECES = 48
 _MOST_DRAFT_ROWS = 8  # as in csrc/launch_attention.cpp
 # A short prefill chunk behind a long cached prefix has few items, and each would have to go through
 # all of the prefix. 16 pieces of them at 8 KV heads are 128 threadgroups; a chunk of 16 items has
-# as many by itself, and its items are not split however long the prefix. Every piece leaves partials
-# of all its rows, so that a step of short chunks needs room for up to eight times its rows; behind
-# prefixes so long that pieces reach `_LONGEST` there are more, up to 2048 rows a chunk.
+# as many by itself, and its items are not split however long the prefix. Every piece leaves
+# partials of all its rows, so that a step of short chunks needs room for up to eight times its
+# rows; behind prefixes so long that pieces reach `_LONGEST` there are more, up to 2048 a chunk.
 _PREFILL_PIECES = 16  # of all items of a chunk together
 _MOST_PREFILL_PIECES = 8  # of an item
 _MOST_LONG_PIECES = 64  # of all items of a chunk together, where they would be over `_LONGEST`
