@@ -308,6 +308,14 @@ class ServeOptions:
             "--async-scheduling/--no-async-scheduling",
         ),
     ] = True
+    enforce_eager: Annotated[
+        bool,
+        option(
+            _SCHED,
+            "On a GPU: no warm-up at the start, and decode steps are not repeated as graphs.",
+            "--enforce-eager/--no-enforce-eager",
+        ),
+    ] = False
     max_num_waiting: Annotated[
         int, option(_LIMITS, "Most sequences that may wait; more get 429.", "--max-queue", min=1)
     ] = 1024

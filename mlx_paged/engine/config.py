@@ -70,6 +70,8 @@ class EngineConfig:
             max_num_batched_tokens must be at least the context length.
         async_scheduling: Plan and launch a step while the one before it still runs. The tokens are
             the same.
+        enforce_eager: On a GPU: no warm-up at the start, and decode steps are built each time
+            instead of repeated as graphs (vLLM's name).
         reasoning_parser: The format of the model's reasoning, by vLLM's name
             (`engine.reasoning.REASONING_FORMATS`). It says where a grammar begins, and what
             `thinking_token_budget` counts. "auto": by vocabulary and template; "none" or "": none.
@@ -110,6 +112,7 @@ class EngineConfig:
     disable_hybrid_kv_cache_manager: bool = False
     enable_chunked_prefill: bool = True
     async_scheduling: bool = True
+    enforce_eager: bool = False
     reasoning_parser: str = "auto"
     structured_outputs_timeout: float = 5.0
     structured_outputs_cache_size: int = 256
@@ -156,6 +159,7 @@ class EngineConfig:
             "disable_hybrid_kv_cache_manager",
             "enable_chunked_prefill",
             "async_scheduling",
+            "enforce_eager",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameterError(name, "True or False", getattr(self, name))

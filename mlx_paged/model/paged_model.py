@@ -59,6 +59,9 @@ class PagedModel:
         model: an mlx-lm model. Its modules are changed in place, so it belongs to this object.
         layout: what its caches hold and how it is run, see `mlx_paged.model.wrap`.
         block_size: tokens of a block.
+
+    Attributes:
+        repeats_steps: Whether decode steps that repeat may become graphs; of pools allocated later.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class PagedModel:
         self._states: list[RecurrentCache] = []
         self.caches: list[object] = []
         self._allocated: list[mx.array] = []  # the first handles of the pools
+        self.repeats_steps = True
         self._compiled = CompiledSteps(self._run)
 
     def allocate(
@@ -98,7 +102,8 @@ class PagedModel:
                 elsewhere than in slots.
         """
         self.release()
-        self._compiled = CompiledSteps(self._run)  # (compiled graphs must not keep the old pools)
+        # (Compiled graphs must not keep the old pools.)
+        self._compiled = CompiledSteps(self._run, enabled=self.repeats_steps)
         leaves: list[object] = []
         for spec in self.layout.specs:
             if isinstance(spec, LayerSpec):
