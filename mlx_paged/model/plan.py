@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NoReturn
 
 import mlx.core as mx
@@ -395,23 +394,26 @@ def _work_items(
     longest = split_tokens or tokens_per_piece(num_tokens, row_end - row_begin, num_tiles[sequence])
     num_splits = np.minimum(-(-num_tokens // longest), num_blocks)
     order = np.argsort(-num_tokens, kind="stable")
-    if not (num_splits > 1).any():
-        return items[order], np.zeros((0, 4), dtype=np.int64)
+    items = items[order]
+    if num_splits.max(initial=0) <= 1:
+        return items, np.zeros((0, 4), dtype=np.int64)
 
-    pieces: list[np.ndarray] = []
-    merges: list[tuple[int, int, int, int]] = []
-    partial = 0
-    for i in order:
-        if num_splits[i] <= 1:
-            pieces.append(items[i])
-            continue
-        height = int(row_end[i] - row_begin[i])
-        merges.append((int(row_begin[i]), int(row_end[i]), partial, int(num_splits[i])))
-        bounds = np.arange(num_splits[i] + 1) * num_blocks[i] // num_splits[i] + first_block[i]
-        for first, last in pairwise(bounds):
-            pieces.append(np.array([*items[i, :3], first, last, partial]))
-            partial += height
-    return np.stack(pieces), np.array(merges)
+    # Item i becomes num_splits[i] pieces of as many blocks, within one. (No loop over the items:
+    # 256 decodes of 1024 tokens have 768 pieces.)
+    num_splits = np.maximum(num_splits[order], 1)
+    is_split, heights = num_splits > 1, items[:, 2] - items[:, 1]
+    item = np.repeat(np.arange(len(items)), num_splits)
+    piece = np.arange(len(item)) - (np.cumsum(num_splits) - num_splits)[item]
+    pieces = items[item]
+    first, blocks, splits = items[item, 3], num_blocks[order][item], num_splits[item]
+    pieces[:, 3] = first + piece * blocks // splits
+    pieces[:, 4] = first + (piece + 1) * blocks // splits
+    # Each leaves partials of all its rows, in the order of the pieces.
+    num_partials = np.where(is_split, num_splits * heights, 0)
+    begins = np.cumsum(num_partials) - num_partials
+    pieces[:, 5] = np.where(is_split[item], begins[item] + piece * heights[item], -1)
+    merges = np.stack([items[:, 1], items[:, 2], begins, num_splits], axis=1)[is_split]
+    return pieces, merges
 
 
 def tokens_per_piece(
