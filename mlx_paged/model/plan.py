@@ -329,6 +329,12 @@ def _refuse(what: str, expected: str, actual: object) -> NoReturn:
 def _validate(num_blocks: np.ndarray, lens: np.ndarray, rows: np.ndarray, block_size: int) -> None:
     if block_size not in (8, 16, 32, 64):
         _refuse("block_size", "8, 16, 32 or 64", block_size)
+    same = lens.shape == rows.shape == num_blocks.shape
+    if same and (
+        np.minimum(rows, np.minimum(lens - rows, num_blocks * block_size - lens)).min(initial=0)
+        >= 0
+    ):
+        return
     for name, values in (("context_lens", lens), ("query_lens", rows)):
         if values.shape != num_blocks.shape:
             _refuse(name, f"of shape ({len(num_blocks)},) like block_tables", values.shape)
@@ -377,7 +383,7 @@ def _work_items(
     if seen is not None:  # (tiles come in the order of their rows and leave none out)
         num_tokens = np.maximum.reduceat(seen[1], row_begin) + 1
     num_blocks = -(-num_tokens // block_size)
-    first_block = no_partial = np.zeros_like(sequence)
+    first_block = np.zeros_like(sequence)
     if seen is not None:
         first_block = np.minimum.reduceat(seen[0], row_begin) // block_size
         num_tokens = num_tokens - first_block * block_size
@@ -386,9 +392,10 @@ def _work_items(
         first_seen = num_tokens - (row_end - row_begin) - (window - 1)
         first_block = np.maximum(first_seen, 0) // block_size
         num_tokens = num_tokens - first_block * block_size
-    items = np.stack(
-        [sequence, row_begin, row_end, first_block, num_blocks, no_partial - 1], axis=1
-    )
+    items = np.empty((len(sequence), 6), dtype=np.int64)
+    for i, column in enumerate((sequence, row_begin, row_end, first_block, num_blocks)):
+        items[:, i] = column
+    items[:, 5] = -1
 
     num_blocks = num_blocks - first_block
     longest = split_tokens or tokens_per_piece(num_tokens, row_end - row_begin, num_tiles[sequence])
