@@ -30,6 +30,7 @@ ENGINE = ["cuda", "bounds", "dense_prefill", "engine_faults", "engine_memory", "
 MEDIA = "mixed_steps or used_again or sounds"
 MEDIA_ENGINE = "with_pictures or mixed_batches or every_way or previous or second_turn or preempt"
 PLANTED = "memcheck of a planted fault"
+ALL_ARCHITECTURES = "80;86;89;90;100;120"  # as csrc/cuda/cuda.cmake has them
 SANITIZED = ("float32", "bfloat16", "float16")
 ON_TEST_PATH = {"PYTHONPATH": str(TESTS)}  # of scripts in tests/ that pytest does not start
 NOT_THE_MOE = ["decode", "decode-more", "prefill", "prefix", "qwen3-0.6b", "llama-8b-4bit"]
@@ -88,7 +89,7 @@ def sanitizer(tool: str, *arguments: str) -> list[str]:
 def build(name: str, architectures: str | None, folder: str) -> Stage:
     """For the GPU of this machine, or with None for all that the package is built for."""
     install = ["install", "-e", "."] if architectures else ["wheel", "-w", folder, "."]
-    options = [f"-Ccmake.define.CMAKE_CUDA_ARCHITECTURES={architectures}"] if architectures else []
+    options = [f"-Ccmake.define.CMAKE_CUDA_ARCHITECTURES={architectures or ALL_ARCHITECTURES}"]
     return Stage(name, [
         *python("-m", "pip", *install, "-q", "--no-build-isolation", "--no-deps"), *options,
         "-Ccmake.define.MLX_PAGED_CUDA=ON", f"-Cbuild-dir={folder}",

@@ -267,7 +267,15 @@ class ServeOptions:
         ),
     ] = False
     max_num_seqs: Annotated[int, option(_SCHED, "Most sequences that run at once.", min=1)] = 256
-    max_num_batched_tokens: Annotated[int, option(_SCHED, "Most tokens of one step.", min=1)] = 2048
+    max_num_batched_tokens: Annotated[
+        int | None,
+        option(
+            _SCHED,
+            "Most tokens of one step.",
+            min=1,
+            show_default="2048; up to 8192 on NVIDIA GPUs",
+        ),
+    ] = None
     long_prefill_token_threshold: Annotated[
         int | None,
         option(
@@ -300,6 +308,14 @@ class ServeOptions:
             "--async-scheduling/--no-async-scheduling",
         ),
     ] = True
+    enforce_eager: Annotated[
+        bool,
+        option(
+            _SCHED,
+            "On a GPU: no warm-up at the start, and decode steps are not repeated as graphs.",
+            "--enforce-eager/--no-enforce-eager",
+        ),
+    ] = False
     max_num_waiting: Annotated[
         int, option(_LIMITS, "Most sequences that may wait; more get 429.", "--max-queue", min=1)
     ] = 1024

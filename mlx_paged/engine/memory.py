@@ -6,7 +6,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ _CACHE_SHARE = 4
 _LOGITS_KEPT = 4
 _MOST_UNMEASURED_CACHE = 1 * _GIB
 _LEAST_CACHE_LIMIT = 64 << 20
+# Most tokens of a step on an NVIDIA GPU, and the bytes beside the weights that they need.
+_STEP_TOKENS = ((8192, 16 * _GIB), (4096, 8 * _GIB))
 _RUN_AHEAD = 5 * _GIB // 4
 # Of each side of the larger item with which a tower's memory is measured.
 _PROFILED: dict[Kind, int] = {"image": 1024, "video": 256}
@@ -94,6 +96,23 @@ def device_memory() -> int:
         if key in info:
             return int(info[key])
     return physical_memory()
+
+
+def with_step_tokens(config: EngineConfig) -> EngineConfig:
+    """The same, with the tokens of a step chosen where they are not given. Weights are loaded.
+
+    An NVIDIA GPU takes a long prompt in fewer, larger steps: of 8192 tokens it computes 8% more a
+    second than of 2048. A step needs some 60 KB a token of a model of 3B for the activations of the
+    layers under way, and a step of windowed layers as many blocks.
+    """
+    if config.max_num_batched_tokens is not None or not ops.has_cuda():
+        return config
+    share = config.gpu_memory_utilization or _DEFAULT_GPU_UTILIZATION
+    free = int(device_memory() * share) - mx.get_active_memory()
+    for num_tokens, least in _STEP_TOKENS:
+        if free >= least:
+            return replace(config, max_num_batched_tokens=num_tokens)
+    return config
 
 
 def allocate_pools(
@@ -223,7 +242,7 @@ def with_media(
     """
     if any(media.is_atomic(kind) for kind in media.kinds):
         # A chunk that is not cut may exceed max_num_batched_tokens by as many decodes as there are.
-        activations += activations * config.max_num_seqs // config.max_num_batched_tokens
+        activations += activations * config.max_num_seqs // config.step_tokens
     # (A step encodes before its forward, and what it needed for that is free by then.)
     options = config.media_options
     for kind in _PROFILED:
@@ -331,7 +350,7 @@ def largest_step(
     config: EngineConfig, num_windows: int = 0, *, has_states: bool = False
 ) -> SchedulerOutput:
     """`max_num_batched_tokens` rows of `max_num_seqs` new sequences."""
-    num_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+    num_tokens = max(config.step_tokens, config.max_num_seqs)
     request = Request("profile", (0,))
     sequences, first_block = [], 1
     for i in range(config.max_num_seqs):

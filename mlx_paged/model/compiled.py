@@ -44,13 +44,14 @@ class CompiledSteps:
 
     Args:
         forward: builds a step; a function of its arguments, but for the model's weights.
+        enabled: false: none is compiled.
     """
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Forward, *, enabled: bool = True) -> None:
         self._forward = forward
         self._times: OrderedDict[object, int] = OrderedDict()  # times a shape occurred
         self._graphs: OrderedDict[object, _Graph] = OrderedDict()
-        self._failed = False
+        self._failed = not enabled
 
     def run(self, tokens: mx.array, step: Step, pools: Pools) -> tuple[mx.array, Pools]:
         """The step, compiled or not."""

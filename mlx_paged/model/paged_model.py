@@ -48,6 +48,7 @@ from mlx_paged.model.plan import (
 from mlx_paged.model.recurrent import RecurrentCache
 from mlx_paged.ops import AttentionPlan
 
+_MOST_FIRST_ROWS = 1024  # arrays of logit rows that are kept: as many as steps may have rows
 _LAYERS_OF_PART = 4  # of a step that starts early: a GPU works on them longer than the host
 
 
@@ -58,6 +59,9 @@ class PagedModel:
         model: an mlx-lm model. Its modules are changed in place, so it belongs to this object.
         layout: what its caches hold and how it is run, see `mlx_paged.model.wrap`.
         block_size: tokens of a block.
+
+    Attributes:
+        repeats_steps: Whether decode steps that repeat may become graphs; of pools allocated later.
     """
 
     def __init__(
@@ -82,6 +86,8 @@ class PagedModel:
         self._states: list[RecurrentCache] = []
         self.caches: list[object] = []
         self._allocated: list[mx.array] = []  # the first handles of the pools
+        self.repeats_steps = True
+        self._first_rows: dict[int, mx.array] = {}  # [n] int32: the first n rows of a step
         self._compiled = CompiledSteps(self._run)
 
     def allocate(
@@ -100,7 +106,8 @@ class PagedModel:
                 elsewhere than in slots.
         """
         self.release()
-        self._compiled = CompiledSteps(self._run)  # (compiled graphs must not keep the old pools)
+        # (Compiled graphs must not keep the old pools.)
+        self._compiled = CompiledSteps(self._run, enabled=self.repeats_steps)
         leaves: list[object] = []
         for spec in self.layout.specs:
             if isinstance(spec, LayerSpec):
@@ -270,7 +277,21 @@ class PagedModel:
         # A step of decodes only is built while the step before runs, and repeats as one graph.
         early = ops.has_cuda() and longest > 1
         media = None if inputs.media is None else MediaRows.of(inputs.media)
-        return Step(plan, int32(inputs.logit_rows), plans, states, prefill, early, media)
+        return Step(plan, self._logit_rows(inputs.logit_rows), plans, states, prefill, early, media)
+
+    def _logit_rows(self, wanted: np.ndarray) -> mx.array:
+        """On the device; kept where they are the first of a step, as in all decodes."""
+        count = len(wanted)
+        if not np.array_equal(wanted, np.arange(count)):
+            return int32(wanted)
+        rows = self._first_rows.get(count)
+        if rows is None:
+            rows = int32(wanted)
+            mx.eval(rows)  # (it belongs to no step, which may fail)
+            if len(self._first_rows) >= _MOST_FIRST_ROWS:
+                self._first_rows.clear()
+            self._first_rows[count] = rows
+        return rows
 
     def _plan(self, inputs: StepInputs, tables: Tables, reach: Reach) -> AttentionPlan:
         rows = (inputs.context_lens, inputs.query_lens)

@@ -197,6 +197,24 @@ def test_another_nanobind_than_mlx_has_names_it_and_the_remedy() -> None:
     assert "pip install --force-reinstall --no-deps ." in error
 
 
+@pytest.mark.parametrize("has_cuda", [True, False])
+def test_the_extension_for_cuda_is_loaded_with_an_mlx_for_cuda(has_cuda: bool) -> None:
+    """One build has both; that with CUDA calls what only such an MLX has."""
+    run = python(
+        PRELUDE
+        + "from importlib.machinery import ModuleSpec\n"
+        + "from mlx_paged import _ext\n"
+        + "other = types.ModuleType('mlx_paged._ext_cuda')\n"
+        + "other.__dict__.update({k: v for k, v in vars(_ext).items() if k[:2] != '__'})\n"
+        + "other.__spec__ = ModuleSpec('mlx_paged._ext_cuda', None)\n"
+        + "sys.modules['mlx_paged._ext_cuda'] = other\n"
+        + f"mx.cuda.is_available = lambda: {has_cuda}\n"
+        + "from mlx_paged import extension\n"
+        + "print(extension.ext.__name__)"
+    )
+    assert run.stdout.strip() == ("mlx_paged._ext_cuda" if has_cuda else "mlx_paged._ext"), run
+
+
 def test_a_checkout_that_was_never_built_says_so() -> None:
     error = import_error(PRELUDE + "sys.modules['mlx_paged._build'] = None")
     assert "native extension is not built" in error
