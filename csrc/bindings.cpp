@@ -55,6 +55,7 @@ void bind_extension(nb::module_& m) {
   bind_kernel_ops(m);
   bind_layer_ops(m);
   bind_device_program(m);
+  bind_step_program(m);
 
   m.def("has_transfers", &has_transfers, "Whether `upload` and `to_host` are there.");
 

@@ -768,7 +768,8 @@ class DeviceProgramReader {
       const Buffer& buffer = buffers_[v.buffer];
       if (of_plan) {
         require(
-            buffer.kind == ProgramOperand::Kind::input && v.offset == 0,
+            buffer.kind == ProgramOperand::Kind::input && v.offset == 0 &&
+                v.shape == inputs_[buffer.index].shape(),
             "a plan that is not an input");
       }
       kind.inputs.push_back(of_plan ? buffer.index : -1);

@@ -47,20 +47,9 @@ Arrays run(const nb::capsule& made, const Arrays& inputs, mx::StreamOrDevice s) 
       std::move(shapes), dtypes, std::make_shared<DeviceStep>(mx::to_stream(s), *program), inputs);
 }
 
-Arrays unknown_arrays(const Arrays& arrays) {
-  Arrays made;
-  for (const auto& a : arrays) {
-    made.emplace_back(a.shape(), a.dtype(), nullptr, Arrays{});
-  }
-  return made;
-}
-
 }  // namespace
 
 void bind_device_program(nb::module_& m) {
-  m.def(
-      "unknown_arrays", &unknown_arrays, "arrays"_a,
-      "Arrays of the same shapes and dtypes that have no values: evaluating one is an error.");
   m.def(
       "make_device_program", &make, "inputs"_a, "outputs"_a, nb::kw_only(),
       "residual_in_product"_a);

@@ -2,6 +2,7 @@
 
 #include "launch.h"
 
+#include <algorithm>
 #include <bit>
 #include <limits>
 #include <string>
@@ -32,6 +33,13 @@ int chunks(const mx::array& a, int64_t elements) {
 }
 
 }  // namespace
+
+mx::Shape workspace_shape(uint64_t bytes) {
+  constexpr uint64_t kRow = 4096;  // float32s
+  uint64_t rows = std::max<uint64_t>(1, (bytes + 4 * kRow - 1) / (4 * kRow));
+  uint64_t step = std::max<uint64_t>(1, std::bit_floor(rows) / 8);
+  return {int((rows + step - 1) / step * step), int(kRow)};
+}
 
 LaunchList WriteKV::launches(const Arrays& in, const Arrays& out, Gpu) const {
   int num_tokens = in[4].shape(0);

@@ -67,6 +67,10 @@ struct LaunchList {
   std::vector<uint64_t> workspaces;  // bytes of each
 };
 
+// Float32s for a workspace of at least `bytes`: at most an eighth and 16 KiB more, so that one that
+// grows is not made anew each time. In two dims, as one could not count those of 8 GiB.
+mx::Shape workspace_shape(uint64_t bytes);
+
 // A dense copy of in[0]; of rank 4, or row-contiguous.
 LaunchList copy_strided_launches(const Arrays& in, const Arrays& out);
 

@@ -29,6 +29,8 @@ import numpy.typing as npt
 
 from mlx_paged.extension import ext
 
+_MOST_PRODUCT_ROWS = 64  # kLinearMostRows in csrc/cuda/linear_shape.h
+
 OnKernel = Callable[[int, int], None]  # how many kernels are done, of how many
 
 
@@ -368,9 +370,59 @@ def linear(
     return ext.linear(x, weight, bias, stream=stream)
 
 
-def unknown_arrays(arrays: Sequence[mx.array]) -> list[mx.array]:
+def most_program_rows() -> int:
+    """Rows of a step up to which a `StepProgram` serves on this machine; 0: it serves none.
+
+    None with ``MLX_PAGED_CHECK=1`` either, as a program does not check ids.
+    """
+    return 0 if os.environ.get("MLX_PAGED_CHECK") == "1" else ext.most_program_rows()
+
+
+def placeholders(arrays: Sequence[mx.array]) -> list[mx.array]:
     """Arrays of the same shapes and dtypes to build a graph on. Evaluating one is an error."""
-    return ext.unknown_arrays(list(arrays))
+    return ext.placeholders(list(arrays))
+
+
+class StepProgram:
+    """A graph of few rows that runs as one operation on the CPU: its operations one after another
+    on all threads, with products that share an input side by side.
+
+    It consists of the operations of this module, linear layers, additions and products by element,
+    lookups of rows, and changes of shape, all of float32; every value has the step's rows as its
+    first axis.
+
+    Args:
+        inputs: `placeholders`. Those that only attention reads as a plan's block tables, work and
+            merges may have other sizes in a call.
+        outputs: what was built on them: the result, and pools among the inputs, which are written
+            in place.
+
+    Raises:
+        ValueError: for a graph of anything else; it names the operation. What does not depend on
+            the inputs is evaluated, once.
+    """
+
+    def __init__(self, inputs: Sequence[mx.array], outputs: Sequence[mx.array]) -> None:
+        self._program = ext.StepProgram(list(inputs), list(outputs))
+
+    def __call__(
+        self, inputs: Sequence[mx.array], *, stream: mx.Stream | mx.Device | None = None
+    ) -> list[mx.array]:
+        """The outputs for these inputs. The pools among them are consumed, as by `write_kv`.
+
+        Raises:
+            ValueError: they are not of the shapes and dtypes that were read.
+        """
+        return self._program(list(inputs), stream=stream)
+
+
+def most_device_program_rows() -> int:
+    """Rows of a step up to which a `DeviceProgram` serves on this machine; 0: it serves none.
+
+    None with ``MLX_PAGED_CHECK=1`` either, as a program does not check ids.
+    """
+    is_checked = os.environ.get("MLX_PAGED_CHECK") == "1"
+    return _MOST_PRODUCT_ROWS if ext.has_transfers() and not is_checked else 0
 
 
 class DeviceProgram:
@@ -382,7 +434,7 @@ class DeviceProgram:
     rows, and changes of shape that move nothing.
 
     Args:
-        inputs: of `unknown_arrays`.
+        inputs: of `placeholders`.
         outputs: what was built on them: the result, and pools among the inputs, which are written
             in place.
         residual_in_product: an addition after a linear layer is part of it where it can be;

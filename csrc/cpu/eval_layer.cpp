@@ -11,6 +11,7 @@
 #include "kernels.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
+#include "rotations.h"
 
 namespace mlx_paged {
 
@@ -38,13 +39,7 @@ void RopeRotations::eval_cpu(const Arrays& inputs, Arrays& out) {
     constexpr int64_t kBytesLikeOneAngle = 256;  // the time of a sine and a cosine, as memory
     cpu::for_ranges(num_rows, half_dims * kBytesLikeOneAngle, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++) {
-        float position = float(positions[row]) * scale;
-        float* cosines = rotations + row * 2 * half_dims;
-        for (int i = 0; i < half_dims; i++) {
-          float angle = position * inv_freqs[i];
-          cosines[i] = float(std::cos(double(angle)));
-          cosines[half_dims + i] = float(std::sin(double(angle)));
-        }
+        cpu::rotate(positions[row], scale, inv_freqs, half_dims, rotations + row * 2 * half_dims);
       }
     });
   });

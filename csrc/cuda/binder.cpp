@@ -6,7 +6,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <bit>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -100,7 +99,7 @@ mx::array workspace(size_t i, uint64_t bytes, mx::Stream stream) {
   thread_local std::map<std::pair<int, size_t>, mx::array> kept;
   auto found = kept.find({stream.index, i});
   if (found == kept.end() || found->second.nbytes() < bytes) {
-    mx::array a({int(std::bit_ceil((bytes + 3) / 4))}, mx::float32, nullptr, {});
+    mx::array a(workspace_shape(bytes), mx::float32, nullptr, {});
     allocate(a, stream);
     found = kept.insert_or_assign({stream.index, i}, a).first;
   }

@@ -77,6 +77,23 @@ class ResolvedLaunches {
 
   size_t size() const { return launches_.size(); }
 
+  // Loads every kernel, which must not happen while launches are captured.
+  void prepare() const {
+    for (const auto& launch : launches_) {
+      const auto& name = launch.kernel.host_name;
+      const void* symbol = cuda::find_kernel(name);
+      cudaFuncAttributes found;
+      check(cudaFuncGetAttributes(&found, symbol), "kernel " + name);
+      if (launch.threadgroup_memory > kFreeSharedMemory) {
+        check(
+            cudaFuncSetAttribute(
+                symbol, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                int(launch.threadgroup_memory)),
+            "shared memory of " + name);
+      }
+    }
+  }
+
   void set_address(int operand, void* address) { addresses_[operand] = address; }
 
   void run(size_t begin, size_t end, cudaStream_t stream, bool overlap) {
@@ -104,12 +121,6 @@ class ResolvedLaunches {
       return;
     }
     const void* symbol = cuda::find_kernel(launch.kernel.host_name);
-    if (launch.threadgroup_memory > kFreeSharedMemory) {
-      check(
-          cudaFuncSetAttribute(
-              symbol, cudaFuncAttributeMaxDynamicSharedMemorySize, int(launch.threadgroup_memory)),
-          "shared memory of " + launch.kernel.host_name);
-    }
     std::vector<void*> arguments;
     for (const auto& binding : launch.buffers) {
       arguments.push_back(&addresses_[binding.operand]);
@@ -180,11 +191,7 @@ struct CapturedStep {
 };
 
 mx::array bytes_of_gpu(uint64_t bytes, mx::Stream stream) {
-  uint64_t words = (std::max(bytes, kAlignment) + 3) / 4;
-  // (Of two axes: one alone counts to 2^31.)
-  constexpr uint64_t kRow = 1 << 16;
-  mx::Shape shape{int((words + kRow - 1) / kRow), int(std::min(words, kRow))};
-  mx::array a(shape, mx::float32, nullptr, {});
+  mx::array a(workspace_shape(std::max(bytes, kAlignment)), mx::float32, nullptr, {});
   gpu::allocate(a, stream);
   return a;
 }
@@ -219,6 +226,8 @@ class StepRunner : public std::enable_shared_from_this<StepRunner> {
 
   void run(const Arrays& in, mx::array& result, mx::Stream stream) {
     auto& encoder = mx::cu::get_command_encoder(stream);
+    // (Of the CUDA runtime that is linked here; MLX has its own.)
+    check(cudaSetDevice(encoder.device().cuda_device()), "a device");
     StepKey key{program_.attention(in, Gpu::nvidia), {}};
     for (int i : program_.pools()) {
       key.fixed.push_back(address_of(in[i]));
@@ -285,8 +294,14 @@ class StepRunner : public std::enable_shared_from_this<StepRunner> {
     }
     ResolvedLaunches launches(program_.launches(key.attention, Gpu::nvidia), std::move(addresses));
     size_t result_begin = launches.first_of(result_operands_);
+    launches.prepare();
     steps_.emplace_front(std::move(key), std::move(launches), result_begin, workspace);
-    capture(steps_.front());
+    try {
+      capture(steps_.front());
+    } catch (...) {
+      steps_.pop_front();
+      throw;
+    }
     if (steps_.size() > kMostGraphs) {
       steps_.pop_back();  // (not under way: seven others have been used since)
     }
@@ -327,7 +342,7 @@ class StepRunner : public std::enable_shared_from_this<StepRunner> {
     int count = 0;
     int most_words = 0;
     for (size_t i = 0; i < in.size(); i++) {
-      if (is_copied(i)) {
+      if (is_copied(i) && in[i].nbytes() > 0) {
         int words = int(in[i].nbytes() / 4);
         inputs.inputs[count++] = {
             reinterpret_cast<const int*>(address_of(in[i])),

@@ -265,18 +265,25 @@ class ModelRunner:
         self._copy_blocks(output)
         columns = tuple(zip(*output.sequences))
         _, token_ids, starts, samples, input_from, _, _ = columns
-        num_rows = np.fromiter(map(len, token_ids), dtype=np.int64, count=len(token_ids))
-        context_lens = np.array(starts) + num_rows
-        is_decode = False not in samples and len(token_ids) == num_rows.sum()
-        sampled = output.sequences if is_decode else [s for s in output.sequences if s.samples]
-        # (A single token that is sampled from is its prompt's last, or follows it.)
-        targets = [] if is_decode else _prompt_targets(output)
-        ends = np.cumsum(num_rows)
-        is_sampled = np.array(samples)
-        # Rows that are sampled from, then those that prompt tokens to report follow.
-        reported = [ends[i] - num_rows[i] + np.arange(len(t.token_ids)) for i, t in targets]
+        count = len(token_ids)
+        is_decode = False not in samples and sum(map(len, token_ids)) == count
+        sampled: Sequence[ScheduledSequence]
+        if is_decode:
+            # (A single token that is sampled from is its prompt's last, or follows it.)
+            sampled, targets = output.sequences, []
+            num_rows, wanted = np.ones(count, dtype=np.int64), np.arange(count)
+            positions = context_lens = np.array(starts, dtype=np.int64) + 1
+        else:
+            sampled, targets = [s for s in output.sequences if s.samples], _prompt_targets(output)
+            num_rows = np.fromiter(map(len, token_ids), dtype=np.int64, count=count)
+            context_lens = np.array(starts) + num_rows
+            is_sampled, ends = np.array(samples), np.cumsum(num_rows)
+            positions = context_lens[is_sampled]
+            # Rows that are sampled from, then those that prompt tokens to report follow.
+            reported = [ends[i] - num_rows[i] + np.arange(len(t.token_ids)) for i, t in targets]
+            wanted = np.concatenate([(ends - 1)[is_sampled], *reported])
         if sampled:
-            metadata = self._metadata(sampled, context_lens[is_sampled])
+            metadata = self._metadata(sampled, positions)
             newest, grammars = None, None
             if metadata.edits:
                 newest = _newest(sampled, metadata, previous)
@@ -291,13 +298,7 @@ class ModelRunner:
             made = self.media.store.made()
         logits = self.model.forward(
             _input_tokens(token_ids, input_from, previous),
-            self._inputs(
-                columns,
-                context_lens,
-                num_rows,
-                np.concatenate([(ends - 1)[is_sampled], *reported]),
-                media,
-            ),
+            self._inputs(columns, context_lens, num_rows, wanted, media),
         )
         if sampled:
             raw = logits[: len(sampled)] if targets else logits

@@ -127,7 +127,7 @@ def run(
     """The program of what `build` makes of the inputs, its outputs and its launches."""
     mx.eval(inputs)
     with simulated():
-        unknown = ops.unknown_arrays(inputs)
+        unknown = ops.placeholders(inputs)
         program = ops.DeviceProgram(unknown, build(*unknown), **options)
         outputs = program(list(inputs))
         mx.eval(outputs)
@@ -314,14 +314,14 @@ REFUSALS: dict[str, tuple[Callable[[mx.array], Any], str]] = {
 def test_what_a_program_cannot_run_is_said(name: str) -> None:
     build, reason = REFUSALS[name]
     with simulated():
-        [x] = ops.unknown_arrays([mx.zeros((3, 16))])
+        [x] = ops.placeholders([mx.zeros((3, 16))])
         with pytest.raises(ValueError, match=reason):
             ops.DeviceProgram([x], [build(x)])
 
 
 def test_other_shapes_and_dtypes_are_refused() -> None:
     with simulated():
-        [x] = ops.unknown_arrays([mx.zeros((3, 16))])
+        [x] = ops.placeholders([mx.zeros((3, 16))])
         program = ops.DeviceProgram([x], [ops.rms_norm(x, mx.ones(16), 1e-5)])
         for wrong in ([], [mx.zeros((4, 16))], [mx.zeros((3, 16), mx.float16)]):
             with pytest.raises(ValueError, match="device_program"):

@@ -28,7 +28,7 @@ class ProgramSteps(CompiledSteps):
 
     def run(self, tokens: mx.array, step: Step, pools: Pools) -> tuple[mx.array, Pools]:
         arrays = _arrays_of(step)
-        unknown = ops.unknown_arrays([tokens, *arrays, *pools])
+        unknown = ops.placeholders([tokens, *arrays, *pools])
         end = 1 + len(arrays)
         of_step = _step_of(unknown[1:end], tuple(step.plans), _has_rope_positions(step))
         logits, written = self._forward(unknown[0], of_step, unknown[end:])

@@ -8,7 +8,7 @@ independent of its batch (a partition breaks ties as it likes), and half-precisi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -126,7 +126,9 @@ class MetadataCache:
             if (edit := samplers[i].edits(sampled[i].sequence.tokens, int(positions[i])))
             is not None
         ]
-        return replace(self._columns, position=positions.astype(np.uint32), edits=edits)
+        c = self._columns  # (`replace` takes several times as long)
+        settings = (c.temperature, c.key, positions.astype(np.uint32), c.top_k, c.top_p, c.min_p)
+        return SamplingMetadata(*settings, edits, c.logprobs)
 
 
 class Sampled(NamedTuple):

@@ -156,6 +156,14 @@ void bind_simulator(nb::module_& m) {
       "What a GPU would run for a step of a DeviceProgram: Apple's, or with `cuda` NVIDIA's.");
 
   m.def(
+      "workspace_shape",
+      [](uint64_t bytes) {
+        auto shape = workspace_shape(bytes);
+        return std::vector<int>(shape.begin(), shape.end());
+      },
+      "bytes"_a, "The shape of a workspace on a GPU.");
+
+  m.def(
       "forget_attention_layers", &forget_attention_layers,
       "`pipelines_to_come` then counts only layers seen from now on.");
 

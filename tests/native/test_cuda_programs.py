@@ -1,0 +1,180 @@
+"""Decode steps as device programs on an NVIDIA GPU: the kernels of several products against single
+ones, to the same bits, and whole steps, replayed, against the graphs that they were read from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.device_programs import with_programs
+from support.models import StepDriver, tiny_config, tiny_model
+from support.reference import bits
+
+from mlx_paged import ops
+from mlx_paged.model import patches
+
+pytestmark = pytest.mark.skipif(not ops.has_cuda(), reason="needs an NVIDIA GPU as the device")
+
+DTYPES = [mx.float16, mx.bfloat16]
+ROWS = [1, 7, 8, 9, 16, 17, 32, 33, 64]
+
+
+def values(rng: np.random.Generator, *shape: int, dtype: mx.Dtype) -> mx.array:
+    array = mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+    mx.eval(array)
+    return array
+
+
+def exact(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def run(build: Any, *inputs: mx.array) -> mx.array:
+    unknown = ops.placeholders(inputs)
+    program = ops.DeviceProgram(unknown, [build(*unknown)])
+    first = program(list(inputs))[0]
+    second = program(list(inputs))[0]
+    mx.eval(first, second)
+    np.testing.assert_array_equal(bits(first), bits(second))
+    return first
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("k", [64, 544, 3072])
+def test_a_product_with_a_residual(rng, dtype, rows: int, k: int) -> None:
+    x, residual = values(rng, rows, k, dtype=dtype), values(rng, rows, 144, dtype=dtype)
+    weight, bias = values(rng, 144, k, dtype=dtype), values(rng, 144, dtype=dtype)
+    for b in (None, bias):
+        got = run(lambda x, residual: residual + ops.linear(x, weight, b), x, residual)  # noqa: B023
+        np.testing.assert_array_equal(bits(got), bits(residual + ops.linear(x, weight, b)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (80, 544), (256, 1024), (8192, 96)])
+def test_gate_and_up(rng, dtype, rows: int, n: int, k: int) -> None:
+    x = values(rng, rows, k, dtype=dtype)
+    gate, up = (values(rng, n, k, dtype=dtype) * 0.2 for _ in range(2))
+    biases = [values(rng, n, dtype=dtype) for _ in range(2)]
+    mx.eval(gate, up)
+    for b in ((None, None), biases):
+        got = run(
+            lambda x: ops.silu_mul(ops.linear(x, gate, b[0]), ops.linear(x, up, b[1])),  # noqa: B023
+            x,
+        )
+        g, u = exact(ops.linear(x, gate, b[0])), exact(ops.linear(x, up, b[1]))
+        expected = g / (1 + np.exp(-g)) * u
+        unit = 2.0**-10 if dtype == mx.float16 else 2.0**-7
+        assert (np.abs(exact(got) - expected) <= unit * np.abs(expected) + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("sizes", [(128, 64, 64), (16, 16, 48), (3072, 1024, 1024)])
+def test_three_products_of_one_input(rng, dtype, rows: int, sizes: tuple[int, int, int]) -> None:
+    """Through their sum, of which each has its own part."""
+    x = values(rng, rows, 320, dtype=dtype)
+    weights = [values(rng, n, 320, dtype=dtype) for n in sizes]
+    gather = [values(rng, 64, n, dtype=dtype) * 0.1 for n in sizes]
+    mx.eval(gather)
+
+    def build(x: mx.array) -> mx.array:
+        parts = [ops.linear(x, w) for w in weights]
+        first = ops.linear(parts[0], gather[0])
+        for part, g in zip(parts[1:], gather[1:], strict=True):
+            first = first + ops.linear(part, g)
+        return first
+
+    np.testing.assert_array_equal(bits(run(build, x)), bits(build(x)))
+
+
+def steps_of(rng: np.random.Generator) -> list[dict[str, list[int]]]:
+    def new(count: int) -> list[int]:
+        return rng.integers(0, 96, count).tolist()
+
+    names = [str(i) for i in range(6)]
+    return [
+        {"0": new(900), "1": new(20), "2": new(1)},
+        *({name: new(1) for name in names[:3]} for _ in range(40)),
+        {name: new(1) for name in names},
+        *({name: new(1) for name in names} for _ in range(3)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_steps_of_a_model(rng, family: str, head_dim: int, dtype) -> None:
+    """The third time a shape occurs it is a program, and blocks and splits are added while it
+    repeats."""
+    config = tiny_config(
+        family, head_dim=head_dim, hidden_size=4 * head_dim, vocab_size=112, num_hidden_layers=2
+    )
+    drivers = []
+    for programs in (True, False):
+        model = tiny_model(config)
+        model.set_dtype(dtype)
+        mx.eval(model.parameters())
+        driver = StepDriver(model, family, block_size=16, num_blocks=128)
+        driver.runner.model._compiled.uses_device_programs = programs
+        drivers.append(driver)
+    ours, graphs = drivers
+    for work in steps_of(rng):
+        actual, expected = ours.step(work), graphs.step(work)
+        for sequence, logits in expected.items():
+            error = np.linalg.norm(actual[sequence] - logits)
+            assert error <= 0.03 * np.linalg.norm(logits), (sequence, error)
+    steps = ours.runner.model._compiled
+    assert steps.uses_device_programs and not steps._failed
+    assert steps._graphs
+
+
+def test_results_that_are_kept_are_not_overwritten(rng) -> None:
+    x = values(rng, 3, 64, dtype=mx.bfloat16)
+    weight = values(rng, 48, 64, dtype=mx.bfloat16)
+    [unknown] = ops.placeholders([x])
+    program = ops.DeviceProgram([unknown], [ops.linear(unknown, weight)])
+    kept = [program([x * i])[0] for i in range(6)]
+    mx.eval(kept)
+    for i, out in enumerate(kept):
+        np.testing.assert_array_equal(bits(out), bits(ops.linear(x * i, weight)))
+
+
+def test_weights_that_were_moved_are_found(rng) -> None:
+    """A host that reads an array of the device moves it."""
+    x = values(rng, 3, 64, dtype=mx.bfloat16)
+    weight = values(rng, 48, 64, dtype=mx.bfloat16) * 1
+    mx.eval(weight)
+    [unknown] = ops.placeholders([x])
+    program = ops.DeviceProgram([unknown], [ops.linear(ops.rms_norm(unknown, x[0], 1e-5), weight)])
+    before = bits(program([x])[0])
+    assert np.isfinite(np.array(weight.astype(mx.float32))).all()
+    np.array(weight.view(mx.uint16))
+    np.testing.assert_array_equal(bits(program([x])[0]), before)
+
+
+def test_products_that_no_kernel_serves_are_refused(rng) -> None:
+    x = mx.zeros((3, 64))
+    weight = mx.zeros((48, 64))
+    mx.eval(x, weight)
+    [unknown] = ops.placeholders([x])
+    with pytest.raises(ValueError, match="a product of 3 rows, 48 x 64 float32"):
+        ops.DeviceProgram([unknown], [mx.matmul(unknown, weight.T)])
+
+
+def test_steps_through_the_driver_of_tests(rng) -> None:
+    """Every step as a program, prompts' too, where they have few rows."""
+    config = tiny_config("llama", head_dim=64, hidden_size=256, vocab_size=112)
+    model = tiny_model(config)
+    model.set_dtype(mx.bfloat16)
+    mx.eval(model.parameters())
+    ours = StepDriver(model, "llama", block_size=16)
+    with patches.graph_for_program():
+        steps = with_programs(ours)
+        logits = ours.step({"a": [1, 2, 3], "b": [5]})
+        more = ours.step({"a": [7], "b": [9]})
+    assert all(np.isfinite(row).all() for row in (*logits.values(), *more.values()))
+    assert len(steps.made) == 2
