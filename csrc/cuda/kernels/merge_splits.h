@@ -98,8 +98,8 @@ struct alignas(4 * sizeof(T)) FourOf {
 // grid: (merge items x blocks of query heads, most rows of an item).
 template <typename T, int V_DIM>
 __global__ void __launch_bounds__(32 * paged::MERGE_HEADS) merge_splits_entry(
-    const paged::MergeItem* __restrict__ merge_items, const float* __restrict__ workspace,
-    const float* __restrict__ sinks, T* __restrict__ out,
+    const paged::MergeItem* __restrict__ merge_items, const float* workspace,
+    const float* __restrict__ sinks, T* out,
     const __grid_constant__ paged::MergeParams params) {
   using namespace paged;
   typedef SplitValues<V_DIM> Values;
