@@ -331,9 +331,23 @@ class ServeOptions:
     read_timeout: Annotated[
         float, option(_LIMITS, "Seconds to send a head, then a body, or to take a chunk.", min=0.1)
     ] = 60.0
-    max_body_size: Annotated[int, option(_LIMITS, "Most bytes of a body; more get 413.", min=1)] = (
-        16 << 20
-    )
+    max_body_size: Annotated[
+        int | None,
+        option(
+            _LIMITS,
+            "Most bytes of a body; more get 413.",
+            min=1,
+            show_default="16777216, or 50331648 if the model takes media",
+        ),
+    ] = None
+    max_body_memory: Annotated[
+        int,
+        option(
+            _LIMITS,
+            "Most bytes of all bodies of requests under way, beyond a MiB of each; more get 503.",
+            min=0,
+        ),
+    ] = 1 << 30
     max_stored_responses: Annotated[
         int, option(_LIMITS, "Most responses kept for previous_response_id; 0: none.", min=0)
     ] = 1024

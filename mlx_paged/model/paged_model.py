@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -77,6 +76,9 @@ class PagedModel:
         self.model = model
         self.layout = layout
         self._is_gathered = layout.mode.is_gathered
+        self._sees_within_windows = (
+            isinstance(model, MultiModalModel) and model.family.sees_within_windows
+        )
         self.block_size = block_size
         self._context = context
         self._output_rows = output_rows
@@ -226,7 +228,8 @@ class PagedModel:
         if not isinstance(self.model, MultiModalModel):
             raise ValueError(f"the model takes text only but got {item.kind}")
         patches.ensure_installed()
-        return self.model.encode(item)
+        with patches.native_tower():
+            return self.model.encode(item)
 
     def _run(
         self, tokens: mx.array, step: Step, pools: list[mx.array]
@@ -257,15 +260,19 @@ class PagedModel:
         plans = {
             reach: self._plan(inputs, inputs.tables_of(reach), reach)
             for reach in reaches
-            if reach.chunk is not None or inputs.tables_of(reach) is not tables
+            if reach.chunk is not None
+            or inputs.tables_of(reach) is not tables
+            or self._bounds(inputs, reach) is not self._bounds(inputs, FULL)
         }
         longest = int(inputs.query_lens.max(initial=0))
         prefill = None
-        # (MLX's own attention is causal.)
-        bounded = inputs.media is not None and inputs.media.bounds is not None
-        if FULL in reaches and longest >= dense_prefill.LEAST_ROWS and not bounded:
+        if FULL in reaches and longest >= dense_prefill.LEAST_ROWS:
             prefill = dense_prefill.plan_dense_prefill(
-                tables, inputs.context_lens, inputs.query_lens, block_size=self.block_size
+                tables,
+                inputs.context_lens,
+                inputs.query_lens,
+                block_size=self.block_size,
+                bounds=self._bounds(inputs, FULL),
             )
         # A step of decodes only is built while the step before runs, and repeats as one graph.
         early = ops.has_cuda() and longest > 1
@@ -288,15 +295,27 @@ class PagedModel:
 
     def _plan(self, inputs: StepInputs, tables: Tables, reach: Reach) -> AttentionPlan:
         rows = (inputs.context_lens, inputs.query_lens)
-        media = inputs.media
-        bounds: dict[str, Any] = {}
-        if media is not None and media.bounds is not None:
-            bounds["bounds"] = media.bounds
+        bounds = self._bounds(inputs, reach)
         if reach.chunk is not None:
-            if bounds:
+            if bounds is not None:
                 raise ValueError("[step media] bounds must be None for layers with chunks")
             return build_chunk_plan(tables, *rows, chunk=reach.chunk, block_size=self.block_size)
-        return build_plan(tables, *rows, block_size=self.block_size, window=reach.window, **bounds)
+        return build_plan(
+            tables, *rows, block_size=self.block_size, window=reach.window, bounds=bounds
+        )
+
+    def _bounds(self, inputs: StepInputs, reach: Reach) -> np.ndarray | None:
+        """First and last position of what each row of a layer sees as a whole; see `build_plan`."""
+        if inputs.media is None or inputs.media.bounds is None:
+            return None
+        bounds = inputs.media.bounds
+        if not self._sees_within_windows:
+            return bounds
+        if reach.window is None:
+            return None
+        lens = inputs.query_lens
+        own = np.arange(lens.sum()) + np.repeat(inputs.context_lens - np.cumsum(lens), lens)
+        return np.stack([own, bounds[1]])
 
     def _no_blocks(self, inputs: StepInputs) -> Tables:
         """Tables for models without attention, whose plan only holds positions."""
@@ -306,7 +325,8 @@ class PagedModel:
         )
 
     def _forward_in_groups(self, tokens: mx.array, inputs: StepInputs) -> mx.array:
-        # (The caches have their own groups: the plan has no sequences.)
+        # (The caches have their own groups: the plan has no sequences. And no media: `wrap.page`
+        # runs no multimodal model so.)
         no_plan = build_plan([], [], [], block_size=self.block_size)
         parts: list[mx.array] = []
         wanted: list[np.ndarray] = []

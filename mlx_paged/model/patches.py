@@ -30,6 +30,7 @@ from mlx_lm.models import activations
 
 from mlx_paged import ops
 from mlx_paged.model.caches import KVHandle, Scores, StepContext
+from mlx_paged.model.towers import TowerOps
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
@@ -38,6 +39,7 @@ _mlx_rope = mx.fast.rope
 _mlx_rms_norm = mx.fast.rms_norm
 _mlx_linear = nn.Linear.__call__
 _mlx_quantized_linear = nn.QuantizedLinear.__call__
+_mlx_gelu = nn.GELU.__call__
 _mlx_as_linear = nn.Embedding.as_linear
 _mlx_quantized_as_linear = nn.QuantizedEmbedding.as_linear
 _mlx_lm_swiglu = activations.swiglu
@@ -54,7 +56,9 @@ def scaled_dot_product_attention(
     layer pass none.
     """
     if not isinstance(k, KVHandle):
-        return _mlx_attention(q, k, v, scale=scale, **kwargs)
+        tower = _building.tower
+        out = None if tower is None else tower.attend(q, k, v, scale, kwargs)
+        return _mlx_attention(q, k, v, scale=scale, **kwargs) if out is None else out
     mask = kwargs.pop("mask", None)
     sinks = kwargs.pop("sinks", None)
     if mask is not None and not isinstance(mask, Scores):
@@ -109,6 +113,7 @@ class _Building(threading.local):
     rotations: _Rotations | None = None  # on the CPU
     on_cuda: bool = False
     linear_dtypes: tuple[mx.Dtype, ...] = ()  # of what `ops.linear` takes
+    tower: TowerOps | None = None  # on the CPU, while it is a tower instead
 
 
 _building = _Building()
@@ -134,9 +139,21 @@ def native_ops(positions: mx.array) -> Iterator[None]:
 
 
 def leave_native_ops() -> None:
-    """Ends `native_ops` on this thread, also where an exception kept it from ending."""
-    _building.rotations, _building.linear_dtypes = None, ()
+    """Ends `native_ops` and `native_tower` on this thread, also where an exception kept them from
+    ending."""
+    _building.rotations, _building.linear_dtypes, _building.tower = None, (), None
     _building.on_cuda = False
+
+
+@contextmanager
+def native_tower() -> Iterator[None]:
+    """Within it, a tower's code on this thread runs native operations, on the CPU."""
+    if mx.default_device() == mx.cpu:
+        _building.tower = TowerOps()
+    try:
+        yield
+    finally:
+        leave_native_ops()
 
 
 @lru_cache(maxsize=64)
@@ -226,6 +243,12 @@ def linear(self: nn.Linear, x: mx.array) -> mx.array:
     return _mlx_linear(self, x)
 
 
+def gelu(self: nn.GELU, x: mx.array) -> mx.array:
+    """``nn.GELU.__call__``."""
+    out = None if _building.tower is None else _building.tower.gelu(self, x)
+    return _mlx_gelu(self, x) if out is None else out
+
+
 def as_linear(self: nn.Embedding, x: mx.array) -> mx.array:
     """``nn.Embedding.as_linear``: the output projection of models whose embeddings are tied."""
     if x.dtype in _building.linear_dtypes:
@@ -258,6 +281,7 @@ _REBOUND: tuple[tuple[Any, str, Any, Any], ...] = (  # owner, name, MLX's, ours
     (mx.fast, "rope", _mlx_rope, rope),
     (mx.fast, "rms_norm", _mlx_rms_norm, rms_norm),
     (nn.Linear, "__call__", _mlx_linear, linear),
+    (nn.GELU, "__call__", _mlx_gelu, gelu),
     (nn.QuantizedLinear, "__call__", _mlx_quantized_linear, quantized_linear),
     (nn.Embedding, "as_linear", _mlx_as_linear, as_linear),
     (nn.QuantizedEmbedding, "as_linear", _mlx_quantized_as_linear, quantized_as_linear),
@@ -268,9 +292,9 @@ _installing = threading.Lock()
 
 
 def install() -> None:
-    """Rebinds MLX's names, and mlx-lm's in every model module. Idempotent."""
+    """Rebinds MLX's names, and mlx-lm's and mlx-vlm's in every model module. Idempotent."""
     with _installing:
-        _rebind_swiglu(_mlx_lm_swiglu, swiglu)
+        _rebind_swiglu(paged=True)
         for owner, name, _, own in reversed(_REBOUND):  # attention last: it says that all are there
             setattr(owner, name, own)
 
@@ -286,14 +310,22 @@ def uninstall() -> None:
     with _installing:
         for owner, name, original, _ in _REBOUND:
             setattr(owner, name, original)
-        _rebind_swiglu(swiglu, _mlx_lm_swiglu)
+        _rebind_swiglu(paged=False)
 
 
-def _rebind_swiglu(old: Any, new: Any) -> None:
+# The libraries' own, by package; mlx-vlm's once it is imported.
+_swiglus: dict[str, Any] = {"mlx_lm": _mlx_lm_swiglu}
+
+
+def _rebind_swiglu(*, paged: bool) -> None:
     # Model modules import the function itself; those imported later find it in `activations`.
+    of_vlm = getattr(sys.modules.get("mlx_vlm.models.activations"), "swiglu", None)
+    if of_vlm is not None:
+        _swiglus.setdefault("mlx_vlm", of_vlm)
     for name, module in list(sys.modules.items()):
-        if name.startswith("mlx_lm.models.") and vars(module).get("swiglu") is old:
-            module.swiglu = new  # type: ignore[attr-defined]
+        original = _swiglus.get(name.partition(".models.")[0])
+        if original is not None and vars(module).get("swiglu") in (original, swiglu):
+            module.swiglu = swiglu if paged else original  # type: ignore[attr-defined]
 
 
 # --- Single modules of a model --------------------------------------------------------------------
