@@ -16,8 +16,8 @@ endif()
 file(STRINGS ${probe}.bin shared_library REGEX "^libstdc\\+\\+\\.so" LIMIT_COUNT 1)
 if(NOT shared_library)
   message(
-    FATAL_ERROR
-      "mlx_paged: ${CMAKE_CXX_COMPILER} links libstdc++ statically (or another C++ library), and \
+    FATAL_ERROR  # (CMake breaks no line that begins with a space)
+      " mlx_paged: ${CMAKE_CXX_COMPILER} links libstdc++ statically (or another C++ library), and \
 MLX links the shared one: two in a process crash. Choose another compiler: \
 CXX=/usr/bin/g++ pip install . (or without -static-libstdc++ in CXXFLAGS and LDFLAGS)")
 endif()

@@ -13,7 +13,7 @@ if(what_to_do STREQUAL "skip")
   message(STATUS "mlx_paged: no CUDA backend: ${cuda_choice}")
   return()
 elseif(NOT what_to_do STREQUAL "build")
-  message(FATAL_ERROR "mlx_paged: ${cuda_choice}")
+  message(FATAL_ERROR " mlx_paged: ${cuda_choice}")  # (CMake breaks no line that begins with a space)
 endif()
 
 # (What is left is the GPUs of this machine; where none is seen, all that may come.)

@@ -441,6 +441,8 @@ def tokens_per_piece(
     if not _on_gpu():
         return longest
     pieces = np.maximum(-(-num_tokens // _MOST_PIECES), _SHORTEST)
+    if num_rows.max(initial=0) <= _MOST_DRAFT_ROWS:
+        return pieces
     shares = np.clip(_PREFILL_PIECES // num_items, 1, _MOST_PREFILL_PIECES)
     most = np.maximum(_MOST_LONG_PIECES // num_items, 1)
     chunks = np.maximum(-(-num_tokens // shares), _SHORTEST_PREFILL)
