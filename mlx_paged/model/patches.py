@@ -173,11 +173,41 @@ def native_tower() -> Iterator[None]:
 @lru_cache(maxsize=64)
 def _inv_freqs(dims: int, base: float) -> mx.array:
     """Computed exactly as MLX does: far from 0 an angle magnifies any difference."""
-    half = dims // 2
-    exponents = mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(base) / half)
-    inv_freqs = mx.exp(exponents)
+    inv_freqs = _inv_freqs_of(dims, base)
     mx.eval(inv_freqs)
     return inv_freqs
+
+
+def _too_narrow_for_cuda(a: mx.array, dims: int, offset: int | mx.array) -> bool:
+    """Whether MLX's RoPE would ask CUDA for blocks of 128 threads in z, where 64 are the most.
+
+    It fills blocks of 1024 with powers of two: pairs of dims in x, one position in y, and in z the
+    rows times groups of four heads. With 16 pairs or more z cannot pass 64.
+    """
+    if a.ndim != 4 or a.shape[2] != 1 or not isinstance(offset, mx.array) or offset.ndim != 1:
+        return False
+    return dims < 32 and a.shape[0] * -(-a.shape[1] // 4) >= 128
+
+
+def _inv_freqs_of(dims: int, base: float | None) -> mx.array:
+    assert base is not None
+    half = dims // 2
+    return mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(base) / half))
+
+
+def _turned(
+    a: mx.array, dims: int, positions: mx.array, inv_freqs: mx.array, traditional: bool
+) -> mx.array:
+    """RoPE of ``[num_rows, num_heads, 1, head_dim]`` in MLX's own operations, in float32."""
+    angles = (positions.astype(mx.float32)[:, None] * inv_freqs)[:, None, None]
+    cos, sin = mx.cos(angles), mx.sin(angles)
+    x = a[..., :dims].astype(mx.float32)
+    half = dims // 2
+    u, v = (x[..., ::2], x[..., 1::2]) if traditional else (x[..., :half], x[..., half:])
+    pairs = [u * cos - v * sin, u * sin + v * cos]
+    turned = mx.stack(pairs, -1).flatten(-2) if traditional else mx.concatenate(pairs, -1)
+    turned = turned.astype(a.dtype)
+    return mx.concatenate([turned, a[..., dims:]], -1) if dims < a.shape[-1] else turned
 
 
 def rope(
@@ -191,7 +221,10 @@ def rope(
     freqs: mx.array | None = None,
     stream: Any = None,
 ) -> mx.array:
-    """``mx.fast.rope``; native for a step's rows at their own positions."""
+    """``mx.fast.rope``; native for a step's rows at their own positions.
+
+    On CUDA, MLX's own, but where its kernel cannot start.
+    """
     rotations = _building.rotations
     if (
         rotations is not None
@@ -207,6 +240,10 @@ def rope(
         and (freqs is None or freqs.shape == (dims // 2,))
     ):
         return ops.rope(a, rotations.get(dims, base, scale, freqs), traditional=traditional)
+    if _building.on_cuda and _too_narrow_for_cuda(a, dims, offset):
+        assert isinstance(offset, mx.array)
+        inv_freqs = 1 / freqs if freqs is not None else _inv_freqs_of(dims, base)
+        return _turned(a, dims, scale * offset, inv_freqs, traditional)
     return _mlx_rope(
         a,
         dims,

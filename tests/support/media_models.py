@@ -23,17 +23,31 @@ from mlx.utils import tree_map_with_path
 from mlx_paged.model.media import MediaInputs
 from mlx_paged.model.patches import overridden
 from mlx_paged.model.rope_positions import Grid, rope_positions
+from support.reference import HEAD_DIM
 
 V, IMG, VIDEO, SOUND, START = 200, 190, 191, 192, 188
+HEADS, KV_HEADS = max(1, 64 // HEAD_DIM), max(1, 32 // HEAD_DIM)
 TEXT = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
     "vocab_size": V,
     "rms_norm_eps": 1e-5,
 }
+# Keys (and latents) of widths that a GPU takes, too, where heads are of such a one.
+LATENT_DIMS = {
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": max(16, HEAD_DIM - 16),
+    "v_head_dim": HEAD_DIM,
+    "kv_lora_rank": max(48, 2 * HEAD_DIM) - 16,
+}
+
+
+def sections(*of_16: int) -> list[int]:
+    """How M-RoPE divides a head, from how it divides one of 16."""
+    return [count * HEAD_DIM // 16 for count in of_16]
 
 
 @dataclass
@@ -223,7 +237,9 @@ def _qwen2(name: str, vision: dict[str, Any]) -> Case:
     model = m.Model(
         m.ModelConfig(
             text_config=m.TextConfig(
-                model_type=name, **TEXT, rope_scaling={"type": "mrope", "mrope_section": [2, 3, 3]}
+                model_type=name,
+                **TEXT,
+                rope_scaling={"type": "mrope", "mrope_section": sections(2, 3, 3)},
             ),
             vision_config=m.VisionConfig(model_type=name, **vision),
             model_type=name,
@@ -274,7 +290,7 @@ def _qwen3(
     model = m.Model(
         m.ModelConfig.from_dict(
             {
-                "text_config": m.TextConfig.from_dict({**TEXT, "head_dim": 16, **text}),
+                "text_config": m.TextConfig.from_dict({**TEXT, "head_dim": HEAD_DIM, **text}),
                 "vision_config": m.VisionConfig.from_dict(
                     {
                         "model_type": tower or name,
@@ -295,7 +311,7 @@ def _qwen3(
     return Case(model, name, _patches, {})
 
 
-_MROPE = {"rope_type": "mrope", "mrope_section": [2, 3, 3]}
+_MROPE = {"rope_type": "mrope", "mrope_section": sections(2, 3, 3)}
 
 
 def qwen3_vl() -> Case:
@@ -318,7 +334,7 @@ _DELTA = {
     "max_position_embeddings": 1000,
     "rope_parameters": {
         "type": "default",
-        "mrope_section": [1, 1, 0],
+        "mrope_section": sections(1, 1, 0),
         "rope_theta": 10000,
         "partial_rotary_factor": 0.25,
     },
@@ -334,7 +350,7 @@ def qwen3_5_moe() -> Case:
     return _qwen3("qwen3_5_moe", {"model_type": "qwen3_5_moe_text", **_DELTA, **more}, [])
 
 
-def gemma3(head_dim: int = 16) -> Case:
+def gemma3(head_dim: int = HEAD_DIM) -> Case:
     m = package("gemma3")
     model = m.Model(
         m.ModelConfig(
@@ -494,7 +510,7 @@ def pixtral() -> Case:
     vision = {**_vision("pixtral", 56), "head_dim": 16, "rope_theta": 10000.0}
     return _plain(
         "pixtral",
-        {"model_type": "mistral", "head_dim": 16, "rope_theta": 10000.0},
+        {"model_type": "mistral", "head_dim": HEAD_DIM, "rope_theta": 10000.0},
         vision,
         lambda seed: _square(seed, size=56, rows=16, sizes=True, between=[151]),
     )
@@ -502,7 +518,7 @@ def pixtral() -> Case:
 
 def mistral3() -> Case:
     vision = {**_vision("pixtral", 112), "head_dim": 16, "rope_theta": 10000.0}
-    text = {"model_type": "mistral", "head_dim": 16, "rope_theta": 10000.0}
+    text = {"model_type": "mistral", "head_dim": HEAD_DIM, "rope_theta": 10000.0}
     return _plain(
         "mistral3",
         {**text, "rope_parameters": {"rope_theta": 10000.0}},
@@ -598,8 +614,8 @@ def gemma4_video() -> Case:
 def gemma4() -> Case:
     text = {
         "model_type": "gemma4_text",
-        "head_dim": 16,
-        "global_head_dim": 16,
+        "head_dim": HEAD_DIM,
+        "global_head_dim": HEAD_DIM,
         "vocab_size_per_layer_input": V,
         "hidden_size_per_layer_input": 8,
         "num_kv_shared_layers": 0,
@@ -667,7 +683,7 @@ def gemma3n(*, num_shared: int = 0) -> Case:
     text = {
         "model_type": "gemma3n_text",
         "num_hidden_layers": 4,
-        "head_dim": 16,
+        "head_dim": HEAD_DIM,
         "vocab_size_per_layer_input": V,
         "hidden_size_per_layer_input": 8,
         "laurel_rank": 8,
@@ -728,7 +744,7 @@ def qwen3_omni_moe() -> Case:
     text = {
         **TEXT,
         **_EXPERTS,
-        "head_dim": 16,
+        "head_dim": HEAD_DIM,
         "rope_theta": 1e4,
         "max_position_embeddings": 1000,
         "rope_scaling": _MROPE,
@@ -769,7 +785,7 @@ def qwen3_omni_moe() -> Case:
 
 def paligemma() -> Case:
     """All of a prompt sees each other."""
-    text = {"model_type": "gemma", "num_key_value_heads": 1, "head_dim": 16}
+    text = {"model_type": "gemma", "num_key_value_heads": 1, "head_dim": HEAD_DIM}
     vision = {**_vision("siglip_vision_model", 56), "projection_dim": 64}
 
     def whole_prompt(seed: int) -> Item:
@@ -785,7 +801,7 @@ def paligemma() -> Case:
 def aya_vision() -> Case:
     text = {
         "model_type": "cohere2",
-        "head_dim": 16,
+        "head_dim": HEAD_DIM,
         "sliding_window": 16,
         "sliding_window_pattern": 2,
     }
@@ -802,7 +818,7 @@ def llama4() -> Case:
     text = {
         "model_type": "llama4_text",
         "num_hidden_layers": 4,
-        "head_dim": 16,
+        "head_dim": HEAD_DIM,
         "intermediate_size_mlp": 96,
         "num_local_experts": 4,
         "attention_chunk_size": 16,
@@ -830,7 +846,7 @@ def lfm2_vl() -> Case:
     text = {
         "model_type": "lfm2",
         "layer_types": ["conv", "full_attention"],
-        "num_heads": 4,
+        "num_heads": HEADS,
         "block_dim": 64,
         "conv_dim": 64,
         "conv_dim_out": 64,
@@ -860,15 +876,12 @@ def kimi_vl() -> Case:
         "n_shared_experts": 1,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
-        "kv_lora_rank": 32,
         "q_lora_rank": None,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 16,
-        "qk_nope_head_dim": 16,
+        **LATENT_DIMS,
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
+        "num_key_value_heads": HEADS,
     }
     vision = {"model_type": "moonvit", "depth": 2, "hidden_size": 32, "embed_dim": 32}
     more = {"num_heads": 2, "intermediate_size": 48, "patch_size": 14}
@@ -892,7 +905,7 @@ def glm4v() -> Case:
     more = {"out_hidden_size": 64, "image_size": 112, "patch_size": 14, "in_channels": 3}
     return _plain(
         "glm4v",
-        {"model_type": "glm4v_text", "rope_scaling": {"mrope_section": [2, 1, 1]}},
+        {"model_type": "glm4v_text", "rope_scaling": {"mrope_section": sections(2, 1, 1)}},
         {"model_type": "glm4v", **vision, **more},
         _patches,
         video_token_id=VIDEO,
@@ -932,15 +945,12 @@ def deepseek_vl_v2() -> Case:
         "n_shared_experts": 1,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
-        "kv_lora_rank": 32,
         "q_lora_rank": None,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 16,
-        "qk_nope_head_dim": 16,
+        **LATENT_DIMS,
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
+        "num_key_value_heads": HEADS,
     }
     vision = {"layers": 2, "width": 32, "intermediate_size": 48, "num_attention_heads": 2}
 
@@ -976,10 +986,10 @@ def deepseek_vl_v2() -> Case:
 def minicpmo() -> Case:
     text = {
         "model_type": "qwen3",
-        "head_dim": 16,
+        "head_dim": HEAD_DIM,
         "rope_theta": 10000.0,
         "max_position_embeddings": 1000,
-        "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]},
+        "rope_scaling": {"type": "default", "mrope_section": sections(4, 2, 2)},
     }
 
     def picture(seed: int) -> Item:
@@ -1017,8 +1027,8 @@ def minicpmo() -> Case:
 def molmo() -> Case:
     text = {
         "d_model": 64,
-        "n_heads": 4,
-        "n_kv_heads": 2,
+        "n_heads": HEADS,
+        "n_kv_heads": KV_HEADS,
         "n_layers": 2,
         "mlp_hidden_size": 96,
         "embedding_size": V,

@@ -16,7 +16,10 @@ import numpy as np
 from support.media_models import (
     _DELTA,
     CASES,
+    HEADS,
     IMG,
+    KV_HEADS,
+    LATENT_DIMS,
     SOUND,
     START,
     TEXT,
@@ -32,7 +35,9 @@ from support.media_models import (
     _square,
     _vision,
     package,
+    sections,
 )
+from support.reference import HEAD_DIM
 
 _QWEN_IDS = {
     "video_token_id": VIDEO,
@@ -53,8 +58,8 @@ _GLM_VISION = {
 
 
 def glm_ocr() -> Case:
-    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
-    text = {"head_dim": 16, "rope_parameters": {**rope, "partial_rotary_factor": 1.0}}
+    rope = {"rope_type": "default", "mrope_section": sections(2, 3, 3), "rope_theta": 1e4}
+    text = {"head_dim": HEAD_DIM, "rope_parameters": {**rope, "partial_rotary_factor": 1.0}}
     vision = {**_GLM_VISION, "model_type": "glm_ocr_vision"}
     return _plain("glm_ocr", text, vision, _patches, **_QWEN_IDS)
 
@@ -67,7 +72,7 @@ def glm4v_moe() -> Case:
         "norm_topk_prob": True,
         "n_group": 1,
         "topk_group": 1,
-        "head_dim": 16,
+        "head_dim": HEAD_DIM,
         "n_shared_experts": 1,
         "n_routed_experts": 4,
         "routed_scaling_factor": 1.0,
@@ -77,7 +82,7 @@ def glm4v_moe() -> Case:
         "attention_bias": True,
         "partial_rotary_factor": 0.5,
         "rope_theta": 1e4,
-        "rope_scaling": {"type": "default", "mrope_section": [2, 1, 1]},
+        "rope_scaling": {"type": "default", "mrope_section": sections(2, 1, 1)},
     }
     vision = {**_GLM_VISION, "model_type": "glm4v_moe"}
     return _plain("glm4v_moe", text, vision, _patches, **_QWEN_IDS)
@@ -96,10 +101,14 @@ def paddleocr_vl() -> Case:
     text = {
         "model_type": "paddleocr_vl",
         "hidden_size": 1024,
-        "head_dim": 16,
+        "head_dim": HEAD_DIM,
         "use_bias": False,
         "rope_theta": 1e4,
-        "rope_scaling": {"rope_type": "default", "type": "default", "mrope_section": [2, 3, 3]},
+        "rope_scaling": {
+            "rope_type": "default",
+            "type": "default",
+            "mrope_section": sections(2, 3, 3),
+        },
     }
     case = _plain("paddleocr_vl", text, _vision("paddleocr_vl", 112), picture, **_QWEN_IDS)
     case.axes = {"pixel_values": 1}
@@ -119,7 +128,7 @@ def dots_ocr() -> Case:
 def internvl() -> Case:
     text = {
         "model_type": "qwen3",
-        "head_dim": 16,
+        "head_dim": HEAD_DIM,
         "max_position_embeddings": 1000,
         "rope_theta": 1e4,
         "tie_word_embeddings": False,
@@ -156,15 +165,12 @@ LATENT = {
     "n_shared_experts": 1,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
-    "kv_lora_rank": 32,
     "q_lora_rank": None,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-    "qk_nope_head_dim": 16,
+    **LATENT_DIMS,
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
+    "num_key_value_heads": HEADS,
 }
 
 
@@ -285,7 +291,7 @@ def mage_vl() -> Case:
         "out_hidden_size": 64,
         "text_hidden_size": 64,
     }
-    return _plain("mage_vl", {"model_type": "qwen3", "head_dim": 16}, vision, picture)
+    return _plain("mage_vl", {"model_type": "qwen3", "head_dim": HEAD_DIM}, vision, picture)
 
 
 def minicpmv4_6() -> Case:
@@ -311,7 +317,7 @@ def minicpmv4_6() -> Case:
 
     case = _plain(
         "minicpmv4_6",
-        {"model_type": "qwen3_5_text", "head_dim": 16, **_DELTA},
+        {"model_type": "qwen3_5_text", "head_dim": HEAD_DIM, **_DELTA},
         {**_vision("minicpmv4_6_vision", 112)},
         picture,
         insert_layer_id=0,
@@ -362,13 +368,18 @@ def _mistral3(text: dict[str, Any]) -> Case:
 
 def ministral3() -> Case:
     layers = ["sliding_attention", "full_attention"]
-    more = {"head_dim": 16, "layer_types": layers, "sliding_window": 16, "rope_parameters": {}}
+    more = {
+        "head_dim": HEAD_DIM,
+        "layer_types": layers,
+        "sliding_window": 16,
+        "rope_parameters": {},
+    }
     return _mistral3({"model_type": "ministral3", **more})
 
 
 def mistral4() -> Case:
     rope = {"rope_type": "default"}
-    more = {**LATENT, "q_lora_rank": 24, "rope_parameters": rope, "head_dim": 32}
+    more = {**LATENT, "q_lora_rank": 24, "rope_parameters": rope, "head_dim": max(32, HEAD_DIM)}
     return _mistral3({"model_type": "mistral4", **more})
 
 
@@ -386,7 +397,9 @@ def phi4mm() -> Case:
     }
     vision = {**_vision("siglip2_vision_model", 112)}
     vision.pop("num_channels")
-    scaling = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+    turned = 3 * HEAD_DIM // 8
+    factors = {"short_factor": [1.0] * turned, "long_factor": [2.0] * turned}
+    scaling = {"type": "longrope", **factors}
     model = m.Model(
         m.ModelConfig.from_dict(
             {
@@ -479,8 +492,8 @@ def gemma4_unified(*, sees_pictures: bool = False) -> Case:
     text = {
         "model_type": "gemma4_unified_text",
         "num_hidden_layers": 4,
-        "head_dim": 16,
-        "global_head_dim": 16,
+        "head_dim": HEAD_DIM,
+        "global_head_dim": HEAD_DIM,
         "num_global_key_value_heads": 1,
         "vocab_size_per_layer_input": V,
         "sliding_window": 16,
@@ -542,7 +555,7 @@ def gemma4_unified_vision() -> Case:
 
 
 def muse_glimmer() -> Case:
-    text = {"model_type": "muse_glimmer_text", "head_dim": 16, "sliding_window": 16}
+    text = {"model_type": "muse_glimmer_text", "head_dim": HEAD_DIM, "sliding_window": 16}
     vision = {
         "model_type": "muse_glimmer_vision",
         "pos_emb_height": 8,
@@ -566,12 +579,12 @@ def muse_glimmer() -> Case:
 def step3p7() -> Case:
     text = {
         "model_type": "step3p5",
-        "num_attention_groups": 2,
+        "num_attention_groups": KV_HEADS,
         "moe_intermediate_size": 32,
         "moe_num_experts": 4,
         "moe_top_k": 2,
         "share_expert_dim": 32,
-        "head_dim": 16,
+        "head_dim": HEAD_DIM,
         "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention"],
         "moe_layers_enum": (1,),
@@ -609,7 +622,7 @@ def nemotron_h_nano_omni() -> Case:
         "layer_norm_epsilon": 1e-5,
         "use_bias": False,
         "use_conv_bias": True,
-        "head_dim": 16,
+        "head_dim": HEAD_DIM,
     }
     vision = {
         "hidden_size": 32,
