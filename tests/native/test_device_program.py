@@ -56,7 +56,7 @@ def new_tokens(rng: np.random.Generator, count: int) -> list[int]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_gives_what_its_graph_gives(rng, name: str) -> None:
     ours, graphs = driver_of(CONFIGS[name]), driver_of(CONFIGS[name])
-    with_programs(ours, residual_in_product=len(name) % 2 == 0)
+    steps = with_programs(ours, residual_in_product=len(name) % 2 == 0)
     for work in ({"a": 7, "b": 1}, {"a": 1, "b": 1, "c": 9}, {"a": 1, "b": 1, "c": 1}):
         tokens = {sequence: new_tokens(rng, count) for sequence, count in work.items()}
         expected = graphs.step(tokens)
@@ -64,6 +64,11 @@ def test_a_step_gives_what_its_graph_gives(rng, name: str) -> None:
             actual = ours.step(tokens)
         for sequence, logits in expected.items():
             np.testing.assert_allclose(actual[sequence], logits, atol=2e-5)
+        greedy = steps.newest_greedy()
+        rows = np.array([actual[sequence] for sequence in tokens])
+        for found in (greedy.tokens, greedy.reported):
+            np.testing.assert_array_equal(np.array(found), rows.argmax(axis=1))
+        np.testing.assert_array_equal(np.array(greedy.largest), rows.max(axis=1))
     for mine, theirs in zip(ours.caches, graphs.caches, strict=True):
         for pool, other in ((mine.key_pool, theirs.key_pool), (mine.value_pool, theirs.value_pool)):
             np.testing.assert_allclose(np.array(pool), np.array(other), atol=2e-5)
@@ -98,8 +103,9 @@ def test_a_layer_is_eight_kernels_with_cuda(rows: int, product: str | None) -> N
     layer = [norm, linear, write, attention, linear, norm, gated, linear]
     assert len(layer) == 8  # (and a merge where contexts are split)
     table = "gather_rows_bfloat16"
-    assert sorted(kernels) == sorted([*layer * 3, table, "rope_rotations", norm, table, linear])
-    assert kernels[-3:] == [norm, table, linear]
+    ends = [norm, table, linear, "greedy_tokens_bfloat16"]
+    assert sorted(kernels) == sorted([*layer * 3, table, "rope_rotations", *ends])
+    assert kernels[-4:] == ends
 
 
 # --- Kernels --------------------------------------------------------------------------------------
@@ -297,7 +303,33 @@ def test_rows_of_a_table(rng, dtype) -> None:
             assert np.isnan(values).all()
 
 
-# --- Steps that are replayed ------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 37, 96, 1024, 40000])
+def test_greedy_tokens(rng, dtype, size: int) -> None:
+    values = rng.integers(-3, 3, (8, size)).astype(np.float32)  # (with many equals)
+    values[0] = -np.inf
+    values[1, size // 2] = np.inf
+    values[2, size // 3] = np.nan
+    values[3, -1] = 7.0
+    values[4, 0] = -np.nan
+    logits = mx.array(values).astype(dtype)
+    mx.eval(logits)
+    with simulated():
+        tokens, largest, reported = ops.greedy_tokens(logits)
+        mx.eval(tokens, largest, reported)
+        [launch] = launches()
+    assert launch["kernel"].startswith("greedy_tokens")
+    assert launch["traffic"][0] == (logits.nbytes, 0)
+    expected = values.max(axis=1)
+    np.testing.assert_array_equal(np.array(largest), expected)
+    is_number = ~np.isnan(expected)
+    got = np.array(tokens)
+    np.testing.assert_array_equal(got[is_number], values.argmax(axis=1)[is_number])
+    assert ((got >= 0) & (got < size)).all()
+    np.testing.assert_array_equal(np.array(reported), np.where(np.isfinite(expected), got, -1))
+
+
+# --- Steps that are replayed ----------------------------------------------------------------------
 
 
 def products_of(rng: np.random.Generator, rows: int, size: int) -> tuple[Any, mx.array, mx.array]:
