@@ -91,6 +91,14 @@ class CompiledSteps:
             return self._forward(tokens, step, pools)
         return self._compile(shape, tokens, step, pools)
 
+    def reads_once(self, num_rows: int) -> bool:
+        """Whether a step of so many decodes will read its plan once, as a device program."""
+        return (
+            self.uses_device_programs
+            and not self._failed
+            and num_rows <= ops.most_device_program_rows()
+        )
+
     def greedy_of(self, logits: mx.array) -> Greedy | None:
         """What greedy sampling gives, where the newest step has found it for these logits."""
         return self._newest[1] if self._newest is not None and self._newest[0] is logits else None

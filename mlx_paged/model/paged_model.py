@@ -310,7 +310,12 @@ class PagedModel:
                 raise ValueError("[step media] bounds must be None for layers with chunks")
             return build_chunk_plan(tables, *rows, chunk=reach.chunk, block_size=self.block_size)
         return build_plan(
-            tables, *rows, block_size=self.block_size, window=reach.window, bounds=bounds
+            tables,
+            *rows,
+            block_size=self.block_size,
+            window=reach.window,
+            bounds=bounds,
+            stays_on_host=self._compiled.reads_once(len(inputs.context_lens)),
         )
 
     def _bounds(self, inputs: StepInputs, reach: Reach) -> np.ndarray | None:
