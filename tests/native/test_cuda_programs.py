@@ -3,6 +3,7 @@ ones, to the same bits, and whole steps, replayed, against the graphs that they 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +19,7 @@ from mlx_paged.model import patches
 pytestmark = pytest.mark.skipif(not ops.has_cuda(), reason="needs an NVIDIA GPU as the device")
 
 DTYPES = [mx.float16, mx.bfloat16]
-ROWS = [1, 7, 8, 9, 16, 17, 32, 33, 64]
+ROWS = [1, 7, 8, 9, 16, 17, 33, 64]
 
 
 def values(rng: np.random.Generator, *shape: int, dtype: mx.Dtype) -> mx.array:
@@ -31,9 +32,9 @@ def exact(array: mx.array) -> np.ndarray:
     return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
-def run(build: Any, *inputs: mx.array) -> mx.array:
+def run(build: Any, *inputs: mx.array, **options: Any) -> mx.array:
     unknown = ops.placeholders(inputs)
-    program = ops.DeviceProgram(unknown, [build(*unknown)])
+    program = ops.DeviceProgram(unknown, [build(*unknown)], **options)
     first = program(list(inputs))[0]
     second = program(list(inputs))[0]
     mx.eval(first, second)
@@ -42,25 +43,23 @@ def run(build: Any, *inputs: mx.array) -> mx.array:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("k", [64, 544, 3072])
-def test_a_product_with_a_residual(rng, dtype, rows: int, k: int) -> None:
-    x, residual = values(rng, rows, k, dtype=dtype), values(rng, rows, 144, dtype=dtype)
+@pytest.mark.parametrize("k", [64, 3072])
+def test_a_product_with_a_residual(rng, dtype, k: int) -> None:
     weight, bias = values(rng, 144, k, dtype=dtype), values(rng, 144, dtype=dtype)
-    for b in (None, bias):
+    for rows, b in itertools.product(ROWS, (None, bias)):
+        x, residual = values(rng, rows, k, dtype=dtype), values(rng, rows, 144, dtype=dtype)
         got = run(lambda x, residual: residual + ops.linear(x, weight, b), x, residual)  # noqa: B023
         np.testing.assert_array_equal(bits(got), bits(residual + ops.linear(x, weight, b)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("n", "k"), [(16, 64), (80, 544), (256, 1024), (8192, 96)])
-def test_gate_and_up(rng, dtype, rows: int, n: int, k: int) -> None:
-    x = values(rng, rows, k, dtype=dtype)
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (80, 544), (8192, 96)])
+def test_gate_and_up(rng, dtype, n: int, k: int) -> None:
     gate, up = (values(rng, n, k, dtype=dtype) * 0.2 for _ in range(2))
     biases = [values(rng, n, dtype=dtype) for _ in range(2)]
     mx.eval(gate, up)
-    for b in ((None, None), biases):
+    for rows, b in itertools.product(ROWS, ((None, None), biases)):
+        x = values(rng, rows, k, dtype=dtype)
         got = run(
             lambda x: ops.silu_mul(ops.linear(x, gate, b[0]), ops.linear(x, up, b[1])),  # noqa: B023
             x,
@@ -72,11 +71,9 @@ def test_gate_and_up(rng, dtype, rows: int, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("sizes", [(128, 64, 64), (16, 16, 48), (3072, 1024, 1024)])
-def test_three_products_of_one_input(rng, dtype, rows: int, sizes: tuple[int, int, int]) -> None:
-    """Through their sum, of which each has its own part."""
-    x = values(rng, rows, 320, dtype=dtype)
+@pytest.mark.parametrize("sizes", [(128, 64, 64), (32, 32, 96), (3072, 1024, 1024)])
+def test_three_products_of_one_input(rng, dtype, sizes: tuple[int, int, int]) -> None:
+    """Through their sum, of which each has its own part. (A product takes multiples of 32.)"""
     weights = [values(rng, n, 320, dtype=dtype) for n in sizes]
     gather = [values(rng, 64, n, dtype=dtype) * 0.1 for n in sizes]
     mx.eval(gather)
@@ -88,7 +85,26 @@ def test_three_products_of_one_input(rng, dtype, rows: int, sizes: tuple[int, in
             first = first + ops.linear(part, g)
         return first
 
-    np.testing.assert_array_equal(bits(run(build, x)), bits(build(x)))
+    for rows in ROWS:
+        x = values(rng, rows, 320, dtype=dtype)
+        np.testing.assert_array_equal(bits(run(build, x)), bits(build(x)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_three_products_of_odd_sizes(rng, dtype) -> None:
+    """Sixteen rows of a weight are left over for a block of its own."""
+    weights = [values(rng, 48, 96, dtype=dtype) for _ in range(3)]
+    ones = mx.ones((48,), dtype)
+
+    def build(x: mx.array) -> mx.array:
+        a, b, c = (ops.linear(x, w) for w in weights)
+        return ops.rms_norm(ops.rms_norm(a + b, ones, 1e-5) + c, ones, 1e-5)
+
+    for rows in ROWS:
+        x = values(rng, rows, 96, dtype=dtype)
+        got, expected = run(build, x, residual_in_product=False), build(x)
+        # (A norm may round its factor differently than MLX's.)
+        np.testing.assert_allclose(exact(got), exact(expected), rtol=2.0**-6, atol=2.0**-6)
 
 
 def steps_of(rng: np.random.Generator) -> list[dict[str, list[int]]]:
@@ -98,36 +114,51 @@ def steps_of(rng: np.random.Generator) -> list[dict[str, list[int]]]:
     names = [str(i) for i in range(6)]
     return [
         {"0": new(900), "1": new(20), "2": new(1)},
-        *({name: new(1) for name in names[:3]} for _ in range(40)),
+        *({name: new(1) for name in names[:3]} for _ in range(24)),
         {name: new(1) for name in names},
         *({name: new(1) for name in names} for _ in range(3)),
     ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_steps_of_a_model(rng, family: str, head_dim: int, dtype) -> None:
+@pytest.mark.parametrize(
+    ("family", "head_dim", "dtype"),
+    [
+        ("llama", 128, mx.bfloat16),
+        ("llama", 64, mx.float16),
+        ("qwen2", 64, mx.bfloat16),
+        ("qwen3", 128, mx.bfloat16),
+    ],
+)
+def test_steps_of_a_model(rng, family: str, head_dim: int, dtype: mx.Dtype) -> None:
     """The third time a shape occurs it is a program, and blocks and splits are added while it
-    repeats."""
+    repeats. Its logits are as near to those of float32 as the graph's: these models are sharpened,
+    so that roundings grow to some percent of them."""
     config = tiny_config(
         family, head_dim=head_dim, hidden_size=4 * head_dim, vocab_size=112, num_hidden_layers=2
     )
-    drivers = []
-    for programs in (True, False):
+
+    def driver(computed_in: mx.Dtype, programs: bool) -> StepDriver:
         model = tiny_model(config)
         model.set_dtype(dtype)
+        model.set_dtype(computed_in)
         mx.eval(model.parameters())
         driver = StepDriver(model, family, block_size=16, num_blocks=128)
         driver.runner.model._compiled.uses_device_programs = programs
-        drivers.append(driver)
-    ours, graphs = drivers
+        return driver
+
+    drivers = [driver(dtype, True), driver(dtype, False), driver(mx.float32, False)]
+    errors: list[list[float]] = [[], []]
     for work in steps_of(rng):
-        actual, expected = ours.step(work), graphs.step(work)
-        for sequence, logits in expected.items():
-            error = np.linalg.norm(actual[sequence] - logits)
-            assert error <= 0.03 * np.linalg.norm(logits), (sequence, error)
-    steps = ours.runner.model._compiled
+        *rounded, expected = (d.step(work) for d in drivers)
+        for mine, theirs in zip(errors, rounded, strict=True):
+            for sequence, logits in expected.items():
+                error = np.linalg.norm(theirs[sequence] - logits) / np.linalg.norm(logits)
+                mine.append(float(error))
+    ours, graphs = (np.sqrt(np.mean(np.square(e))) for e in errors)
+    print(f"errors relative to float32: {ours:.4f}, at most {max(errors[0]):.4f}; ", end="")
+    print(f"of the graph: {graphs:.4f}, at most {max(errors[1]):.4f}")
+    assert ours <= 1.5 * graphs and max(errors[0]) <= 3 * max(errors[1])
+    steps = drivers[0].runner.model._compiled
     assert steps.uses_device_programs and not steps._failed
     assert steps._graphs
 

@@ -1,0 +1,66 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include "device_fusions.h"
+
+#include <optional>
+
+namespace mlx_paged {
+
+DeviceFusions::DeviceFusions(const DeviceGraph& graph, bool adds_in_products)
+    : taken(graph.nodes().size(), false) {
+  const auto& nodes = graph.nodes();
+  auto value_multiplied = [&](size_t product) {
+    return DeviceGraph::value_of(graph.linear_of(nodes[product])->x);
+  };
+  auto take_heads = [&](const Heads& heads) {
+    for (const auto* part : {heads.rope, heads.norm}) {
+      if (part) {
+        taken[part - nodes.data()] = true;
+      }
+    }
+  };
+  for (size_t i = 0; i < nodes.size(); i++) {
+    if (graph.linear_of(nodes[i])) {
+      linears_of[value_multiplied(i)].push_back(i);
+    }
+  }
+  for (size_t i = 0; i < nodes.size(); i++) {
+    const auto& node = nodes[i];
+    if (node.as<SiluMul>()) {
+      auto gate = graph.own_linear(node.inputs[0]);
+      auto up = graph.own_linear(node.inputs[1]);
+      if (gate && up && gate != up && value_multiplied(*gate) == value_multiplied(*up) &&
+          nodes[*gate].outputs[0].shape() == nodes[*up].outputs[0].shape()) {
+        taken[*gate] = taken[*up] = true;
+        gated[i] = {*gate, *up};
+      }
+    } else if (node.is("Add") && node.inputs[0].shape() == node.inputs[1].shape()) {
+      std::optional<size_t> linear;
+      int side = 1;
+      for (; side >= 0 && !linear; side--) {
+        linear = graph.own_linear(node.inputs[side]);
+      }
+      side++;
+      if (adds_in_products && linear && !taken[*linear]) {
+        taken[*linear] = true;
+        added.emplace(i, std::pair(*linear, node.inputs[1 - side]));
+        continue;
+      }
+      for (int user : graph.users_of(node.outputs[0])) {
+        if (user >= 0 && nodes[user].as<RmsNorm>() && !taken[user] &&
+            nodes[user].inputs[0].id() == node.outputs[0].id()) {
+          taken[user] = true;
+          norm_of_sum[i] = user;
+          break;
+        }
+      }
+    } else if (node.as<WriteKV>()) {
+      take_heads(graph.heads_of(node.inputs[2]));
+      if (const auto* attention = graph.attention_after(node)) {
+        take_heads(graph.heads_of(attention->inputs[PagedAttention::kQueries]));
+      }
+    }
+  }
+}
+
+}  // namespace mlx_paged
