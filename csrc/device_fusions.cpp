@@ -19,6 +19,15 @@ DeviceFusions::DeviceFusions(const DeviceGraph& graph, bool adds_in_products)
       }
     }
   };
+  auto norm_of = [&](const GraphNode& sum) -> std::optional<size_t> {
+    for (int user : graph.users_of(sum.outputs[0])) {
+      if (user >= 0 && nodes[user].as<RmsNorm>() && !taken[user] &&
+          nodes[user].inputs[0].id() == sum.outputs[0].id()) {
+        return user;
+      }
+    }
+    return std::nullopt;
+  };
   for (size_t i = 0; i < nodes.size(); i++) {
     if (graph.linear_of(nodes[i])) {
       linears_of[value_multiplied(i)].push_back(i);
@@ -44,15 +53,13 @@ DeviceFusions::DeviceFusions(const DeviceGraph& graph, bool adds_in_products)
       if (adds_in_products && linear && !taken[*linear]) {
         taken[*linear] = true;
         added.emplace(i, std::pair(*linear, node.inputs[1 - side]));
-        continue;
-      }
-      for (int user : graph.users_of(node.outputs[0])) {
-        if (user >= 0 && nodes[user].as<RmsNorm>() && !taken[user] &&
-            nodes[user].inputs[0].id() == node.outputs[0].id()) {
-          taken[user] = true;
-          norm_of_sum[i] = user;
-          break;
+        if (auto norm = norm_of(node); norm && is_for_products(graph, nodes[*norm])) {
+          taken[*norm] = true;
+          norm_in_products[i] = *norm;
         }
+      } else if (auto norm = norm_of(node)) {
+        taken[*norm] = true;
+        norm_of_sum[i] = *norm;
       }
     } else if (node.as<WriteKV>()) {
       take_heads(graph.heads_of(node.inputs[2]));
@@ -61,6 +68,40 @@ DeviceFusions::DeviceFusions(const DeviceGraph& graph, bool adds_in_products)
       }
     }
   }
+}
+
+// (What is multiplied by the weight alone is larger than the norm's result: bfloat16 has the range
+// for it, float16 has not.)
+bool DeviceFusions::is_for_products(const DeviceGraph& graph, const GraphNode& norm) const {
+  const auto& out = norm.outputs[0];
+  if (out.dtype() != mx::bfloat16 || norm.inputs.size() < 2 || graph.depends(norm.inputs[1]) ||
+      out.shape(-1) % kSquaresOfSum != 0) {
+    return false;
+  }
+  // Through changes of shape, to products only.
+  std::vector<mx::array> values{out};
+  size_t num_products = 0;
+  while (!values.empty()) {
+    auto value = values.back();
+    values.pop_back();
+    for (int user : graph.users_of(value)) {
+      if (user < 0) {
+        return false;
+      }
+      const auto& node = graph.nodes()[user];
+      auto linear = graph.linear_of(node);
+      if (linear && linear->x.id() == value.id() && linear->x.shape(-1) == out.shape(-1)) {
+        num_products++;
+      } else if (
+          DeviceGraph::is_view(node) && !node.is("Split") && !node.is("Slice") &&
+          !node.is("Transpose")) {
+        values.push_back(node.outputs[0]);
+      } else {
+        return false;
+      }
+    }
+  }
+  return num_products > 0;
 }
 
 }  // namespace mlx_paged

@@ -14,12 +14,17 @@
 
 namespace mlx_paged {
 
+// Columns whose squares a product adds up for the norm of its output.
+constexpr int kSquaresOfSum = 16;
+
 // Nodes by their places in the graph.
 struct DeviceFusions {
   // A SiluMul -> the products of its gate and up.
   std::map<size_t, std::pair<size_t, size_t>> gated;
   // An addition -> the product that it becomes part of, and what is added.
   std::map<size_t, std::pair<size_t, mx::array>> added;
+  // An addition that is part of a product -> a norm of it for nothing but products.
+  std::map<size_t, size_t> norm_in_products;
   // An addition -> the norm that takes it in.
   std::map<size_t, size_t> norm_of_sum;
   // Products by the value that they multiply.
@@ -28,6 +33,10 @@ struct DeviceFusions {
   std::vector<bool> taken;
 
   DeviceFusions(const DeviceGraph& graph, bool adds_in_products);
+
+ private:
+  // Whether products can do what is left of a norm.
+  bool is_for_products(const DeviceGraph& graph, const GraphNode& norm) const;
 };
 
 }  // namespace mlx_paged

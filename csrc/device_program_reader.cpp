@@ -89,7 +89,13 @@ class DeviceProgramReader {
       return read_products({found->second.first, found->second.second}, node.outputs[0], true);
     }
     if (auto found = fusions_.added.find(index); found != fusions_.added.end()) {
-      return read_products({found->second.first}, node.outputs[0], false, &found->second.second);
+      const GraphNode* norm = nullptr;
+      if (auto next = fusions_.norm_in_products.find(index);
+          next != fusions_.norm_in_products.end()) {
+        norm = &nodes()[next->second];
+      }
+      return read_products(
+          {found->second.first}, node.outputs[0], false, &found->second.second, norm);
     }
     if (auto found = fusions_.norm_of_sum.find(index); found != fusions_.norm_of_sum.end()) {
       return read_norm(nodes()[found->second], &node);
@@ -136,7 +142,7 @@ class DeviceProgramReader {
 
   void read_products(
       const std::vector<size_t>& products, const mx::array& result, bool is_gated,
-      const mx::array* residual = nullptr) {
+      const mx::array* residual = nullptr, const GraphNode* next_norm = nullptr) {
     auto first = *graph_.linear_of(nodes()[products[0]]);
     View x = view(first.x);
     auto dtype = first.x.dtype();
@@ -181,6 +187,18 @@ class DeviceProgramReader {
       View added = view(*residual);
       require(added.is_dense(), "an addend that is not dense");
       step.residual = operand(added);
+    }
+    if (auto found = norms_.find(x.buffer); found != norms_.end()) {
+      step.norm_of_x = {operand(found->second.squares), found->second.eps};
+    }
+    if (next_norm) {
+      const auto& out = next_norm->outputs[0];
+      float eps = next_norm->as<RmsNorm>()->eps();
+      View weight = dense_constant(next_norm->inputs[1]);
+      View normed = new_value(out);
+      View squares = new_buffer({int(out.size()) / kSquaresOfSum}, mx::float32);
+      step.next_norm = {operand(weight), operand(normed), operand(squares), eps};
+      norms_[normed.buffer] = {squares, eps};
     }
     add_step(step);
   }
@@ -518,10 +536,16 @@ class DeviceProgramReader {
 
   View new_value(const mx::array& a) {
     require(a.ndim() > 0 && a.size() > 0, "a value without rows");
-    int buffer = add_buffer({ProgramOperand::Kind::temporary, 0, uint64_t(a.nbytes()), a.dtype()});
-    View v{buffer, 0, a.shape(), dense_strides(a.shape())};
-    views_[a.id()] = v;
-    return v;
+    return views_[a.id()] = new_buffer(a.shape(), a.dtype());
+  }
+
+  View new_buffer(const mx::Shape& shape, mx::Dtype dtype) {
+    uint64_t bytes = dtype.size();
+    for (int extent : shape) {
+      bytes *= extent;
+    }
+    int buffer = add_buffer({ProgramOperand::Kind::temporary, 0, bytes, dtype});
+    return {buffer, 0, shape, dense_strides(shape)};
   }
 
   int add_buffer(Buffer buffer) {
@@ -619,6 +643,12 @@ class DeviceProgramReader {
   std::vector<int> buffer_of_operand_;
   std::vector<const GraphNode*> pending_;
   std::unordered_map<Id, View> views_;
+  // Buffers that are normed by the products that read them.
+  struct Norm {
+    View squares;
+    float eps;
+  };
+  std::unordered_map<int, Norm> norms_;
 };
 
 void read_program(

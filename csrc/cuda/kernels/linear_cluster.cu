@@ -136,6 +136,16 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
     }
     paged::commit_copies();
   }
+  // The norm's factors of the rows of x whose outputs are this thread's (below).
+  constexpr int kMostPasses =
+      (TILES * 8 * (kRows / 4) + kLinearParts * kThreads - 1) / (kLinearParts * kThreads);
+  float factors[kMostPasses];
+#pragma unroll
+  for (int pass = 0; pass < kMostPasses; pass++) {
+    const int i = (pass * kLinearParts + rank) * kThreads + threadIdx.x;
+    const int at = min(i / (outputs / 4), params.num_rows - 1);
+    factors[pass] = norm_factor<8>(squares + size_t(at) * params.num_squares, params);
+  }
   float sums[2][TILES][4] = {};
   for (int turn = 0; turn < num_turns; turn++) {
     paged::wait_for_copies<STAGES - 2>();
@@ -199,15 +209,20 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
     }
     return sum[0];
   };
-  auto with_bias = [&](float4 sum, const LinearPart<T>& part, int column, T(&four)[4]) {
+  auto with_bias = [&](float4 sum, float factor, const LinearPart<T>& part, int column,
+                       T(&four)[4]) {
     const float values[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      four[e] = plus(rounded<T>(values[e]), part.bias + column + e, part.has_bias);
+      four[e] = plus(rounded<T>(values[e] * factor), part.bias + column + e, part.has_bias);
     }
   };
-  for (int i = rank * kThreads + threadIdx.x; i < params.num_rows * (outputs / 4);
-       i += kLinearParts * kThreads) {
+#pragma unroll
+  for (int pass = 0; pass < kMostPasses; pass++) {
+    const int i = (pass * kLinearParts + rank) * kThreads + threadIdx.x;
+    if (i >= params.num_rows * (outputs / 4)) {
+      break;
+    }
     const int at = i / (outputs / 4);
     const int output = i % (outputs / 4) * 4;
     const int column = first + output;
@@ -220,14 +235,14 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
       constexpr int kHalf = kClusterWarpRows / 2;
       const int gate = output / kHalf * kClusterWarpRows + output % kHalf;
       T up[4];
-      with_bias(sums_of_cluster(at, gate), ours, column, four);
-      with_bias(sums_of_cluster(at, gate + kHalf), parts_of_launch[1], column, up);
+      with_bias(sums_of_cluster(at, gate), factors[pass], ours, column, four);
+      with_bias(sums_of_cluster(at, gate + kHalf), factors[pass], parts_of_launch[1], column, up);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         four[e] = gated(four[e], up[e]);
       }
     } else {
-      with_bias(sums_of_cluster(at, output), ours, column, four);
+      with_bias(sums_of_cluster(at, output), factors[pass], ours, column, four);
     }
     const size_t to = size_t(at) * ours.n + column;
 #pragma unroll
@@ -236,6 +251,22 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
     }
     *reinterpret_cast<unsigned long long*>(ours.out + to) =
         *reinterpret_cast<unsigned long long*>(four);
+    if (params.has_next_norm) {
+      float squared[4];
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const float v = as_float(four[e]);
+        squared[e] = v * v;
+        four[e] = rounded<T>(v * as_float(next_norm[column + e]));
+      }
+      *reinterpret_cast<unsigned long long*>(next_x + to) =
+          *reinterpret_cast<unsigned long long*>(four);
+      const float sum =
+          sum_of_squares<kNormColumns / 4>((squared[0] + squared[1]) + (squared[2] + squared[3]));
+      if (output % kNormColumns == 0) {
+        next_squares[to / kNormColumns] = sum;
+      }
+    }
   }
   cluster_barrier();  // no block ends while its results are being read
 #endif

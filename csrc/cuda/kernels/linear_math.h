@@ -62,6 +62,52 @@ __device__ __forceinline__ T gated(T gate, T up) {
   return rounded<T>(as_float(up) * (g / (1.0f + expf(-g))));
 }
 
+// 1 / sqrt(mean of squares + eps) of a row of x, by lanes side by side of which each `LANES` know
+// the result: what kNormLanes of them would add up, in the same order. 1 where there is no norm.
+template <int LANES>
+__device__ __forceinline__ float norm_factor(const float* squares, const LinearParams& params) {
+  static_assert(kNormLanes % LANES == 0 && LANES >= 8, "pairs must be the same");
+  if (params.num_squares == 0) {
+    return 1.0f;
+  }
+  constexpr int kEach = kNormLanes / LANES;
+  const int lane = threadIdx.x % LANES;
+  float sums[kEach] = {};
+  for (int first = 0; first < params.num_squares; first += kNormLanes) {
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const int at = first + i * LANES + lane;
+      if (at < params.num_squares) {
+        sums[i] += squares[at];
+      }
+    }
+  }
+#pragma unroll
+  for (int apart = kEach / 2; apart > 0; apart /= 2) {
+#pragma unroll
+    for (int i = 0; i < apart; i++) {
+      sums[i] += sums[i + apart];
+    }
+  }
+  const unsigned int mates = unsigned((1ull << LANES) - 1) << (threadIdx.x % 32 / LANES * LANES);
+#pragma unroll
+  for (int apart = LANES / 2; apart > 0; apart /= 2) {
+    sums[0] += __shfl_xor_sync(mates, sums[0], apart);
+  }
+  return 1.0f / sqrtf(sums[0] / float(params.k) + params.eps);
+}
+
+// The sum of kNormColumns squares, of which `LANES` lanes side by side have parts.
+template <int LANES>
+__device__ __forceinline__ float sum_of_squares(float part) {
+  const unsigned int mates = ((1u << LANES) - 1) << (threadIdx.x % 32 / LANES * LANES);
+#pragma unroll
+  for (int apart = 1; apart < LANES; apart *= 2) {
+    part += __shfl_xor_sync(mates, part, apart);
+  }
+  return part;
+}
+
 // The operands of one weight of a launch.
 template <typename T>
 struct LinearPart {
@@ -77,7 +123,9 @@ struct LinearPart {
   const T *__restrict__ x, const T *residual, const T *__restrict__ weight_0, \
       const T *__restrict__ bias_0, T *out_0, const T *__restrict__ weight_1, \
       const T *__restrict__ bias_1, T *out_1, const T *__restrict__ weight_2, \
-      const T *__restrict__ bias_2, T *out_2, const __grid_constant__ LinearParams params
+      const T *__restrict__ bias_2, T *out_2, const float *squares,           \
+      const T *__restrict__ next_norm, T *next_x, float *next_squares,        \
+      const __grid_constant__ LinearParams params
 
 #define LINEAR_PARTS                                                \
   {{weight_0, bias_0, out_0, params.n[0], params.has_bias[0] != 0}, \
