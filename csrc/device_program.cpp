@@ -13,6 +13,7 @@
 #include "cuda/variants.h"
 #include "device_program_reader.h"
 #include "mlx/utils.h"
+#include "step_runner.h"
 
 namespace mlx_paged {
 
@@ -57,14 +58,23 @@ std::vector<int> DeviceProgram::read_by_host() const {
   return {read.begin(), read.end()};
 }
 
-std::shared_ptr<void> DeviceProgram::runner(
-    int stream, const std::function<std::shared_ptr<void>()>& make) const {
+std::shared_ptr<StepRunner> DeviceProgram::runner(int stream) const {
+  constexpr size_t kMost = 4;
+  auto thread = std::this_thread::get_id();
   std::lock_guard lock(mutex_);
-  auto& found = runners_[{stream, std::this_thread::get_id()}];
-  if (!found) {
-    found = make();
+  auto found = std::find_if(runners_.begin(), runners_.end(), [&](const Runner& r) {
+    return r.stream == stream && r.thread == thread;
+  });
+  if (found != runners_.end()) {
+    runners_.splice(runners_.begin(), runners_, found);
+  } else {
+    auto made = std::make_shared<StepRunner>(*this, step_memory(stream));
+    runners_.push_front({stream, thread, std::move(made)});
+    if (runners_.size() > kMost) {
+      runners_.pop_back();
+    }
   }
-  return found;
+  return runners_.front().runner;
 }
 
 void DeviceProgram::check(const Arrays& inputs) const {

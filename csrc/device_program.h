@@ -10,8 +10,7 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
-#include <map>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -25,6 +24,8 @@
 #include "primitives.h"
 
 namespace mlx_paged {
+
+class StepRunner;  // step_runner.h
 
 // Why a graph is not run as a program.
 class NoProgram : public std::runtime_error {
@@ -137,9 +138,8 @@ class DeviceProgram {
   // Inputs whose contents decide how attention is launched.
   std::vector<int> read_by_host() const;
 
-  // What runs the program on a stream, made when it is first asked for; of one thread.
-  std::shared_ptr<void> runner(
-      int stream, const std::function<std::shared_ptr<void>()>& make) const;
+  // What runs the program on a stream; of the thread that calls. Few are kept: threads end.
+  std::shared_ptr<StepRunner> runner(int stream) const;
 
  private:
   friend class DeviceProgramReader;
@@ -159,8 +159,13 @@ class DeviceProgram {
   std::vector<int> pools_;
   mx::Shape result_shape_;
   mx::Dtype result_dtype_ = mx::float32;
-  mutable std::map<std::pair<int, std::thread::id>, std::shared_ptr<void>> runners_;
-  mutable std::mutex mutex_;  // of runners_
+  struct Runner {
+    int stream;
+    std::thread::id thread;
+    std::shared_ptr<StepRunner> runner;
+  };
+  mutable std::list<Runner> runners_;  // the one used last first
+  mutable std::mutex mutex_;           // of runners_
 };
 
 // in: the inputs that were read. out: the result, and the pools in place.

@@ -65,6 +65,8 @@ std::vector<std::byte> bytes_of(const Params& params) {
 struct LaunchList {
   std::vector<Launch> launches;
   std::vector<uint64_t> workspaces;  // bytes of each
+
+  bool operator==(const LaunchList&) const = default;
 };
 
 // Float32s for a workspace of at least `bytes`: at most an eighth and 16 KiB more, so that one that

@@ -3,6 +3,7 @@ read from, and each kernel against float64."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -321,6 +322,100 @@ def test_rows_of_a_table(rng, dtype) -> None:
             np.testing.assert_array_equal(values, exact_of(table[row]))
         else:
             assert np.isnan(values).all()
+
+
+# --- Steps that are replayed ------------------------------------------------------------------------
+
+
+def products_of(rng: np.random.Generator, rows: int, size: int) -> tuple[Any, mx.array, mx.array]:
+    """A program of two products, an input, and what it gives. (Within `simulated`.)"""
+    x, _ = values_of(rng, rows, size, dtype=mx.float32)
+    weights = [values_of(rng, size, size, dtype=mx.float32)[0] for _ in range(2)]
+
+    def build(x: mx.array) -> mx.array:
+        return ops.linear(ops.linear(x, weights[0]), weights[1])
+
+    [unknown] = ops.placeholders([x])
+    program = ops.DeviceProgram([unknown], [build(unknown)])
+    expected = build(x)
+    mx.eval(expected)
+    return program, x, expected
+
+
+def test_a_step_is_captured_once_and_its_results_are_new_arrays(rng) -> None:
+    with simulated():
+        program, x, expected = products_of(rng, 3, 64)
+        captures, replays, _ = sim_ext.step_counts()
+        results = [program([x * scale])[0] for scale in (1, 2, 3)]
+        mx.eval(results)
+        assert sim_ext.step_counts()[:2] == (captures + 1, replays + 3)
+        for scale, result in zip((1, 2, 3), results, strict=True):
+            np.testing.assert_allclose(
+                np.array(result), np.array(expected) * scale, rtol=1e-3, atol=1e-3
+            )
+
+
+def test_a_capture_that_fails_leaves_nothing(rng) -> None:
+    with simulated():
+        program, x, expected = products_of(rng, 3, 64)
+        sim_ext.fail_next_capture()
+        with pytest.raises(RuntimeError, match="a capture that fails"):
+            mx.eval(program([x])[0])
+        captures, *_ = sim_ext.step_counts()
+        [result] = program([x])
+        mx.eval(result)
+        assert sim_ext.step_counts()[0] == captures + 1
+        np.testing.assert_allclose(np.array(result), np.array(expected), rtol=1e-5)
+
+
+def test_programs_share_their_memory_and_give_it_back(rng) -> None:
+    gc.collect()
+    with simulated():
+        *_, before = sim_ext.step_counts()
+        made = [products_of(rng, rows, 256) for rows in (8, 1, 2, 3, 4, 5, 6, 7, 8)]
+        for _ in range(2):
+            for program, x, expected in made:
+                [result] = program([x])
+                np.testing.assert_allclose(
+                    np.array(result), np.array(expected), rtol=1e-3, atol=1e-2
+                )
+        largest = 2 * 8 * 256 * 4  # its input and the first product
+        *_, memory = sim_ext.step_counts()
+        assert largest <= memory - before <= largest + 4096
+        del made, program
+        gc.collect()
+        assert sim_ext.step_counts()[2] == before
+
+
+def test_memory_that_grows_does_so_in_few_steps(rng) -> None:
+    """What was captured before keeps its own, which is no larger in all than the newest."""
+    with simulated():
+        *_, before = sim_ext.step_counts()
+        made = [products_of(rng, rows, 256) for rows in range(1, 9)]
+        for _ in range(2):
+            for program, x, expected in made:
+                [result] = program([x])
+                np.testing.assert_allclose(
+                    np.array(result), np.array(expected), rtol=1e-3, atol=1e-2
+                )
+        assert sim_ext.step_counts()[2] - before <= 4 * 2 * 8 * 256 * 4
+
+
+def test_attention_that_is_launched_otherwise_is_captured_anew(rng) -> None:
+    driver, graphs = driver_of(CONFIGS["llama"]), driver_of(CONFIGS["llama"])
+    for each in (driver, graphs):
+        with simulated():
+            each.step({"a": new_tokens(np.random.default_rng(1), 20), "b": [3]})
+    with simulated():
+        steps = with_programs(driver)
+        driver.step({"a": [1], "b": [2]})
+        graphs.step({"a": [1], "b": [2]})
+        program, inputs = steps.made[-1]
+        captures, replays, _ = sim_ext.step_counts()
+        for _ in range(3):
+            logits, *_ = program([*inputs[:-8], *driver.runner.model.pools()])
+            mx.eval(logits)
+        assert sim_ext.step_counts()[:2] == (captures, replays + 3)
 
 
 # --- Refusals -------------------------------------------------------------------------------------

@@ -156,6 +156,16 @@ void bind_simulator(nb::module_& m) {
       "What a GPU would run for a step of a DeviceProgram: Apple's, or with `cuda` NVIDIA's.");
 
   m.def(
+      "step_counts",
+      [] {
+        auto counts = sim::counts_of_steps();
+        return nb::make_tuple(counts.captures, counts.replays, counts.memory_bytes);
+      },
+      "Captures and replays of device programs so far, and the bytes of memory that they have.");
+
+  m.def("fail_next_capture", &sim::fail_next_capture, "The next capture throws.");
+
+  m.def(
       "workspace_shape",
       [](uint64_t bytes) {
         auto shape = workspace_shape(bytes);
