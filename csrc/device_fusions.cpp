@@ -62,12 +62,54 @@ DeviceFusions::DeviceFusions(const DeviceGraph& graph, bool adds_in_products)
         norm_of_sum[i] = *norm;
       }
     } else if (node.as<WriteKV>()) {
+      auto products = products_of_write(graph, node);
+      if (adds_in_products && !products.empty()) {
+        for (size_t product : products) {
+          taken[product] = true;
+        }
+        written_products[i] = std::move(products);
+      }
       take_heads(graph.heads_of(node.inputs[2]));
       if (const auto* attention = graph.attention_after(node)) {
         take_heads(graph.heads_of(attention->inputs[PagedAttention::kQueries]));
       }
     }
   }
+}
+
+std::vector<size_t> DeviceFusions::products_of_write(
+    const DeviceGraph& graph, const GraphNode& write) const {
+  const auto* attention = graph.attention_after(write);
+  if (!attention) {
+    return {};
+  }
+  const auto& queries = attention->inputs[PagedAttention::kQueries];
+  Heads of_queries = graph.heads_of(queries);
+  Heads of_keys = graph.heads_of(write.inputs[2]);
+  int head_dim = queries.shape(-1);
+  // (Of these, blocks of products have whole heads or parts of one.)
+  bool is_served = head_dim == 64 || head_dim == 128 || head_dim == 256;
+  for (const Heads* heads : {&of_queries, &of_keys}) {
+    is_served = is_served && heads->rope && !heads->norm &&
+                !heads->rope->as<Rope>()->traditional() &&
+                heads->rope->inputs[1].shape(2) * 2 == head_dim;
+  }
+  if (!is_served || queries.dtype() == mx::float32 || write.inputs[1].shape(3) != head_dim) {
+    return {};
+  }
+  std::vector<size_t> products;
+  for (const auto& from : {of_queries.from, of_keys.from, write.inputs[3]}) {
+    auto linear = graph.own_linear(from);
+    if (!linear || taken[*linear]) {
+      return {};
+    }
+    products.push_back(*linear);
+  }
+  auto x = [&](size_t product) {
+    return DeviceGraph::value_of(graph.linear_of(graph.nodes()[product])->x);
+  };
+  bool is_one_x = x(products[0]) == x(products[1]) && x(products[0]) == x(products[2]);
+  return is_one_x ? products : std::vector<size_t>{};
 }
 
 // (What is multiplied by the weight alone is larger than the norm's result: bfloat16 has the range

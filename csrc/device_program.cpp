@@ -250,6 +250,9 @@ std::vector<Launch> portable_product_launches(
     launch.threadgroup = {paged::DATA_THREADS, 1, 1};
     launches.push_back(std::move(launch));
   }
+  if (step.write) {
+    launches.push_back(*step.write);
+  }
   if (step.next_norm) {
     // As a whole, so that the next products have nothing left to do.
     const auto& norm = *step.next_norm;

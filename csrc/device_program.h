@@ -79,6 +79,13 @@ struct ProductStep {
     float eps;
   };
   std::optional<NextNorm> next_norm;
+  // Queries, keys and values: the kernel that rotates and writes them, which products may do too.
+  std::optional<Launch> write;
+  int head_dim = 0;  // of `write`
+  // The write's buffers.
+  static constexpr int kRotations = 3;
+  static constexpr int kSlots = 4;
+  static constexpr int kQueriesOut = 7;  // then the pools of keys and values
   DType dtype;
 };
 

@@ -114,7 +114,7 @@ class DeviceProgramReader {
       return read_silu_mul(node);
     }
     if (node.as<WriteKV>()) {
-      return read_write_kv(node);
+      return read_write_kv(index);
     }
     if (const auto* attention = node.as<PagedAttention>()) {
       return read_attention(node, *attention);
@@ -143,6 +143,12 @@ class DeviceProgramReader {
   void read_products(
       const std::vector<size_t>& products, const mx::array& result, bool is_gated,
       const mx::array* residual = nullptr, const GraphNode* next_norm = nullptr) {
+    add_step(products_of(products, result, is_gated, residual, next_norm));
+  }
+
+  ProductStep products_of(
+      const std::vector<size_t>& products, const mx::array& result, bool is_gated,
+      const mx::array* residual, const GraphNode* next_norm) {
     auto first = *graph_.linear_of(nodes()[products[0]]);
     View x = view(first.x);
     auto dtype = first.x.dtype();
@@ -200,7 +206,7 @@ class DeviceProgramReader {
       step.next_norm = {operand(weight), operand(normed), operand(squares), eps};
       norms_[normed.buffer] = {squares, eps};
     }
-    add_step(step);
+    return step;
   }
 
   void read_norm(const GraphNode& node, const GraphNode* sum) {
@@ -321,7 +327,8 @@ class DeviceProgramReader {
     return *seen;
   }
 
-  void read_write_kv(const GraphNode& node) {
+  void read_write_kv(size_t index) {
+    const auto& node = nodes()[index];
     const auto* attention = graph_.attention_after(node);
     require(attention, "a write that no attention follows");
     const auto& queries = attention->inputs[PagedAttention::kQueries];
@@ -345,6 +352,12 @@ class DeviceProgramReader {
     require(
         node.inputs[0].dtype() == dtype && node.inputs[1].dtype() == dtype,
         "pools of another dtype");
+    std::optional<ProductStep> step;
+    if (auto found = fusions_.written_products.find(index);
+        found != fusions_.written_products.end()) {
+      const auto& result = nodes()[found->second[0]].outputs[0];
+      step = products_of(found->second, result, false, nullptr, nullptr);
+    }
     paged::RopeParams params{};
     params.num_q_heads = queries.shape(1);
     params.num_kv_heads = key_pool.shape[2];
@@ -400,7 +413,13 @@ class DeviceProgramReader {
     int heads = params.num_q_heads + 2 * params.num_kv_heads;
     launch.grid = {uint32_t(slots.rows()), ceil_div(heads, paged::ROPE_SIMD_GROUPS), 1};
     launch.threadgroup = {32 * paged::ROPE_SIMD_GROUPS, 1, 1};
-    add_step(launch);
+    if (step) {
+      step->write = std::move(launch);
+      step->head_dim = params.key_dim;
+      add_step(std::move(*step));
+    } else {
+      add_step(launch);
+    }
   }
 
   void read_attention(const GraphNode& node, const PagedAttention& attention) {

@@ -21,14 +21,17 @@ struct LinearParams {
   int x_stride;  // elements from one row of x to the next
   int num_weights;
   int is_gated;
-  int has_residual;           // that is added to the only output
-  int num_squares;            // of a row of x, which is to be normed; 0: it is not
-  int has_next_norm;          // of the only output
-  float eps;                  // of the norm of x
+  int has_residual;   // that is added to the only output
+  int num_squares;    // of a row of x, which is to be normed; 0: it is not
+  int has_next_norm;  // of the only output
+  float eps;          // of the norm of x
+  // Of the weights of queries, keys and values; 0: of others. Queries and keys are rotated, keys
+  // and values go to their slots of the pools. A block has rows of both halves of a head.
+  int head_dim;
   int n[kLinearMostWeights];  // outputs: rows of each weight
   int has_bias[kLinearMostWeights];
 };
-static_assert(sizeof(LinearParams) == 60, "the same for every compiler");
+static_assert(sizeof(LinearParams) == 64, "the same for every compiler");
 
 // Columns are added up in one order, whatever the kernel and however many rows x has, so that a
 // row's result does not depend on the others: chunk i of two steps of 32 columns belongs to part
@@ -60,6 +63,22 @@ constexpr int cluster_rows(int row_warps) {
 
 constexpr int cluster_stage_bytes(int tiles, int row_warps) {
   return (cluster_rows(row_warps) + 8 * tiles) * kLinearChunk * 2;
+}
+
+// Where rows of a weight of heads are, of which a block has `rows` (or several heads): those of the
+// first half that its row `row` is, or is `head_dim` / 2 before.
+struct HeadRow {
+  int first;  // of the first half
+  int is_second;
+};
+
+constexpr HeadRow head_row(int block, int rows, int head_dim, int row) {
+  const int unit = rows < head_dim ? rows : head_dim;
+  const int chunk = block * (rows / unit) + row / unit;
+  const int in_unit = row % unit;
+  const int head = chunk / (head_dim / unit);
+  const int first = chunk % (head_dim / unit) * (unit / 2) + in_unit % (unit / 2);
+  return {head * head_dim + first, in_unit >= unit / 2};
 }
 
 // Of fp32, from one row of x to the next: no two lanes of a warp's store use the same bank.

@@ -93,6 +93,8 @@ Launch linear_launch(
   launch.buffers.push_back({operands.next_norm, Access::read, 0});
   launch.buffers.push_back({operands.next_x, Access::write, 0});
   launch.buffers.push_back({operands.next_squares, Access::write, 0});
+  launch.buffers.push_back({operands.rotations, Access::read, 0});
+  launch.buffers.push_back({operands.slots, Access::read, 0});
   launch.constants = bytes_of(params);
   return launch;
 }
@@ -116,6 +118,7 @@ Launch product_launch(const ProductStep& step, const std::vector<ProgramOperand>
   operands.x = step.x;
   operands.residual = step.residual >= 0 ? step.residual : step.x;
   operands.squares = operands.next_norm = operands.next_x = operands.next_squares = step.x;
+  operands.rotations = operands.slots = step.x;
   if (step.norm_of_x) {
     operands.squares = step.norm_of_x->squares;
     params.eps = step.norm_of_x->eps;
@@ -136,6 +139,15 @@ Launch product_launch(const ProductStep& step, const std::vector<ProgramOperand>
     params.n[i] = part.n;
     params.has_bias[i] = part.bias >= 0;
     operands.parts[i] = {part.weight, part.bias >= 0 ? part.bias : part.weight, part.out};
+  }
+  if (step.write) {
+    const auto& buffers = step.write->buffers;
+    params.head_dim = step.head_dim;
+    operands.rotations = buffers[ProductStep::kRotations].operand;
+    operands.slots = buffers[ProductStep::kSlots].operand;
+    for (int i = 0; i < 3; i++) {
+      operands.parts[i].out = buffers[ProductStep::kQueriesOut + i].operand;
+    }
   }
   return linear_launch(params, step.dtype, operands, has_clusters());
 }

@@ -32,6 +32,8 @@ struct LinearOperands {
   int next_norm;  // x, as the following two: none
   int next_x;
   int next_squares;
+  int rotations;  // x, as the slots: no heads
+  int slots;
 };
 
 Launch linear_launch(

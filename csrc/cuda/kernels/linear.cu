@@ -54,11 +54,17 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
   const int first = block * (is_gated ? kLinearRows : kRows);
   const int first_x = blockIdx.y * TILES * 8;
   const int num_rows = params.num_rows - first_x;
+  const bool has_heads = params.head_dim > 0;
+  const size_t to_second = (has_heads ? params.head_dim / 2 : 8) * k;
   const T* weights[GROUPS];
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
     const T* from = is_gated ? (g == 0 ? weight_0 : weight_1) : ours.weight + g * kLinearRows * k;
     weights[g] = from + (first + row) * k + column;
+    if (has_heads) {
+      const int at = head_row(block * GROUPS + g, kLinearRows, params.head_dim, row).first;
+      weights[g] = ours.weight + at * k + column;
+    }
   }
   const T* xs = x + size_t(first_x + row) * params.x_stride + column;
   const int num_steps = params.k / kLinearStep;
@@ -75,7 +81,7 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
       const int step = step_of(begin, u);
 #pragma unroll
       for (int g = 0; g < 2 * GROUPS; g++) {
-        const T* at = weights[g / 2] + g % 2 * 8 * k + step * kLinearStep;
+        const T* at = weights[g / 2] + g % 2 * to_second + step * kLinearStep;
         next_weights[u][g] = step < num_steps ? load_weight(at) : zero;
       }
     }
@@ -170,6 +176,23 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
     }
     return rounded<T>(sum[0] * factors[at]);
   };
+  if (has_heads) {
+    for (int i = threadIdx.x; i < TILES * 8 * (kRows / 2); i += 32 * kLinearParts) {
+      const int at = i / (kRows / 2);
+      const int g = i % (kRows / 2) / 8;
+      const int output = g * kLinearRows + i % 8;
+      if (at >= num_rows) {
+        break;
+      }
+      const int low = head_row(block * GROUPS + g, kLinearRows, params.head_dim, i % 8).first;
+      const int high = low + params.head_dim / 2;
+      write_rotated<T>(
+          params, rotations, slots, ours.out, ours.n, ours.index, first_x + at, low,
+          plus(sum_of_parts(at, output), ours.bias + low, ours.has_bias),
+          plus(sum_of_parts(at, output + 8), ours.bias + high, ours.has_bias));
+    }
+    return;
+  }
   const int outputs = is_gated ? kLinearRows : kRows;
   for (int i = threadIdx.x; i < TILES * 8 * outputs; i += 32 * kLinearParts) {
     const int at = i / outputs;

@@ -79,6 +79,9 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
   const int rank = blockIdx.x % kLinearParts;
   const int first = tile_of_weight * outputs;
   const size_t k = params.k;
+  const bool has_heads = params.head_dim > 0;
+  // Threads that finish a row of x: with four outputs each, of heads four of each half.
+  const int mates = has_heads ? outputs / 8 : outputs / 4;
 
   // Each thread copies one piece of every kAtOnce-th row. Of gate and up a warp's tile has sixteen
   // rows each.
@@ -95,10 +98,13 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
     for (int r = 0; r < kRows; r += kAtOnce) {
       const int row = r + copied;
       const bool is_up = params.is_gated && row % kClusterWarpRows >= kClusterWarpRows / 2;
-      const int of_weight =
-          first + (params.is_gated ? row / kClusterWarpRows * (kClusterWarpRows / 2) +
-                                         row % (kClusterWarpRows / 2)
-                                   : row);
+      int of_weight = first + (params.is_gated ? row / kClusterWarpRows * (kClusterWarpRows / 2) +
+                                                     row % (kClusterWarpRows / 2)
+                                               : row);
+      if (has_heads) {
+        const HeadRow at = head_row(tile_of_weight, kRows, params.head_dim, row);
+        of_weight = at.first + at.is_second * (params.head_dim / 2);
+      }
       const bool exists = column < params.k && of_weight < ours.n;
       const T* from = is_up ? weight_1 : ours.weight;
       paged::copy_async(
@@ -143,7 +149,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
 #pragma unroll
   for (int pass = 0; pass < kMostPasses; pass++) {
     const int i = (pass * kLinearParts + rank) * kThreads + threadIdx.x;
-    const int at = min(i / (outputs / 4), params.num_rows - 1);
+    const int at = min(i / mates, params.num_rows - 1);
     factors[pass] = norm_factor<8>(squares + size_t(at) * params.num_squares, params);
   }
   float sums[2][TILES][4] = {};
@@ -220,11 +226,32 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
 #pragma unroll
   for (int pass = 0; pass < kMostPasses; pass++) {
     const int i = (pass * kLinearParts + rank) * kThreads + threadIdx.x;
-    if (i >= params.num_rows * (outputs / 4)) {
+    if (i >= params.num_rows * mates) {
       break;
     }
-    const int at = i / (outputs / 4);
-    const int output = i % (outputs / 4) * 4;
+    const int at = i / mates;
+    if (has_heads) {
+      const int unit = min(kRows, params.head_dim);
+      const int of_half = i % mates * 4;  // among the block's first halves
+      const int output = of_half / (unit / 2) * unit + of_half % (unit / 2);
+      const int low = head_row(tile_of_weight, kRows, params.head_dim, output).first;
+      if (low >= ours.n) {
+        continue;
+      }
+      T lows[4];
+      T highs[4];
+      with_bias(sums_of_cluster(at, output), factors[pass], ours, low, lows);
+      with_bias(
+          sums_of_cluster(at, output + unit / 2), factors[pass], ours, low + params.head_dim / 2,
+          highs);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        write_rotated<T>(
+            params, rotations, slots, ours.out, ours.n, ours.index, at, low + e, lows[e], highs[e]);
+      }
+      continue;
+    }
+    const int output = i % mates * 4;
     const int column = first + output;
     if (column >= ours.n) {
       continue;

@@ -97,6 +97,33 @@ __device__ __forceinline__ float norm_factor(const float* squares, const LinearP
   return 1.0f / sqrtf(sums[0] / float(params.k) + params.eps);
 }
 
+// Two elements of a head of row `at`, half a head apart: rotated if they are a query's or a key's,
+// and written where they belong. `column`: of the first, in the outputs of its weight.
+template <typename T>
+__device__ __forceinline__ void write_rotated(
+    const LinearParams& params, const float* rotations, const int* slots, T* out, int n, int weight,
+    int at, int column, T low, T high) {
+  const int half = params.head_dim / 2;
+  size_t row = at;
+  if (weight > 0) {
+    const int slot = slots[at];
+    if (slot < 0) {
+      return;
+    }
+    row = slot;
+  }
+  T* to = out + row * n + column;
+  if (weight < 2) {
+    const float* cosines = rotations + size_t(at) * params.head_dim + column % params.head_dim;
+    const float a = as_float(low);
+    const float b = as_float(high);
+    low = rounded<T>(a * cosines[0] - b * cosines[half]);
+    high = rounded<T>(a * cosines[half] + b * cosines[0]);
+  }
+  to[0] = low;
+  to[half] = high;
+}
+
 // The sum of kNormColumns squares, of which `LANES` lanes side by side have parts.
 template <int LANES>
 __device__ __forceinline__ float sum_of_squares(float part) {
@@ -116,21 +143,22 @@ struct LinearPart {
   T* out;
   int n;
   bool has_bias;
+  int index;
 };
 
 // What all kernels of linear layers are given.
-#define LINEAR_PARAMETERS                                                     \
-  const T *__restrict__ x, const T *residual, const T *__restrict__ weight_0, \
-      const T *__restrict__ bias_0, T *out_0, const T *__restrict__ weight_1, \
-      const T *__restrict__ bias_1, T *out_1, const T *__restrict__ weight_2, \
-      const T *__restrict__ bias_2, T *out_2, const float *squares,           \
-      const T *__restrict__ next_norm, T *next_x, float *next_squares,        \
-      const __grid_constant__ LinearParams params
+#define LINEAR_PARAMETERS                                                                      \
+  const T *__restrict__ x, const T *residual, const T *__restrict__ weight_0,                  \
+      const T *__restrict__ bias_0, T *out_0, const T *__restrict__ weight_1,                  \
+      const T *__restrict__ bias_1, T *out_1, const T *__restrict__ weight_2,                  \
+      const T *__restrict__ bias_2, T *out_2, const float *squares,                            \
+      const T *__restrict__ next_norm, T *next_x, float *next_squares, const float *rotations, \
+      const int *__restrict__ slots, const __grid_constant__ LinearParams params
 
-#define LINEAR_PARTS                                                \
-  {{weight_0, bias_0, out_0, params.n[0], params.has_bias[0] != 0}, \
-   {weight_1, bias_1, out_1, params.n[1], params.has_bias[1] != 0}, \
-   {weight_2, bias_2, out_2, params.n[2], params.has_bias[2] != 0}}
+#define LINEAR_PARTS                                                   \
+  {{weight_0, bias_0, out_0, params.n[0], params.has_bias[0] != 0, 0}, \
+   {weight_1, bias_1, out_1, params.n[1], params.has_bias[1] != 0, 1}, \
+   {weight_2, bias_2, out_2, params.n[2], params.has_bias[2] != 0, 2}}
 
 // The weight whose blocks `block` is among; afterwards `block` counts from its first. The blocks of
 // a weight are of `rows` of its rows.
