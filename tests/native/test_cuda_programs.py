@@ -114,8 +114,8 @@ def test_a_norm_between_products(rng, rows: int, k: int) -> None:
     dtype = mx.bfloat16
     x, residual = values(rng, rows, 96, dtype=dtype), values(rng, rows, k, dtype=dtype)
     first, scale = values(rng, k, 96, dtype=dtype), values(rng, k, dtype=dtype)
-    others = [values(rng, n, k, dtype=dtype) for n in (48, 64)]
-    back = [values(rng, 64, n, dtype=dtype) for n in (k, 48, 64)]
+    others = [values(rng, n, k, dtype=dtype) for n in (96, 64)]
+    back = [values(rng, 64, n, dtype=dtype) for n in (k, 96, 64)]
     eps = 0.5
 
     def build(x: mx.array, residual: mx.array) -> mx.array:

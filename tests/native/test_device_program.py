@@ -330,7 +330,7 @@ def test_rows_of_a_table(rng, dtype) -> None:
             assert np.isnan(values).all()
 
 
-# --- Steps that are replayed ------------------------------------------------------------------------
+# --- Steps that are replayed ----------------------------------------------------------------------
 
 
 def products_of(rng: np.random.Generator, rows: int, size: int) -> tuple[Any, mx.array, mx.array]:

@@ -37,7 +37,8 @@ __device__ __forceinline__ Eight load_x(const void* p) {
 // grid: rows of the weight x rows of x; what reads the same of the weight runs at the same time.
 // Of gate and up a block has a group each.
 template <typename T, int TILES, int GROUPS, int CHUNKS>
-__global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMETERS) {
+__global__ void __launch_bounds__(32 * kLinearParts, TILES* GROUPS == 1 ? 3 : 1)
+    linear_entry(LINEAR_PARAMETERS) {
   constexpr int kRows = GROUPS * kLinearRows;
   constexpr int kSteps = CHUNKS * kLinearChunkSteps;
   constexpr int kStride =
@@ -110,11 +111,7 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
   constexpr int kPitch = kRows + 1;
   float* factors = parts + kLinearParts * TILES * 8 * kPitch;
   for (int at = warp; at < TILES * 8 && at < num_rows; at += kLinearParts) {
-    const float factor =
-        norm_factor<32>(squares + size_t(first_x + at) * params.num_squares, params);
-    if (lane == 0) {
-      factors[at] = factor;
-    }
+    prefetch_squares(squares + size_t(first_x + at) * params.num_squares, params);
   }
   while (begin < num_steps) {
     Eight w[kSteps][2 * GROUPS];
@@ -145,6 +142,13 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
     }
   }
 
+  for (int at = warp; at < TILES * 8 && at < num_rows; at += kLinearParts) {
+    const float factor =
+        norm_factor<32>(squares + size_t(first_x + at) * params.num_squares, params);
+    if (lane == 0) {
+      factors[at] = factor;
+    }
+  }
   auto part = [&](int w, int at, int output) -> float& {
     return parts[(w * TILES * 8 + at) * kPitch + output];
   };

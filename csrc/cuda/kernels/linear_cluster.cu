@@ -91,24 +91,30 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
   auto column_of = [&](int turn) {
     return (turn * kLinearParts + rank) * kLinearChunk + piece * 8;
   };
+  const T* rows[kRows / kAtOnce];  // of the weight; null: there is none
+#pragma unroll
+  for (int i = 0; i < kRows / kAtOnce; i++) {
+    const int row = i * kAtOnce + copied;
+    int of_weight = first + row;
+    if (has_heads) {
+      const HeadRow at = head_row(tile_of_weight, kRows, params.head_dim, row);
+      of_weight = at.first + at.is_second * (params.head_dim / 2);
+    } else if (params.is_gated) {
+      constexpr int kHalf = kClusterWarpRows / 2;
+      of_weight = first + row / kClusterWarpRows * kHalf + row % kHalf;
+    }
+    const bool is_up = params.is_gated && row % kClusterWarpRows >= kClusterWarpRows / 2;
+    rows[i] = of_weight < ours.n ? (is_up ? weight_1 : ours.weight) + of_weight * k : nullptr;
+  }
   auto fetch_weights = [&](int turn) {
     const unsigned int tile = ring + turn % STAGES * kStageBytes;
     const int column = column_of(turn);
 #pragma unroll
-    for (int r = 0; r < kRows; r += kAtOnce) {
-      const int row = r + copied;
-      const bool is_up = params.is_gated && row % kClusterWarpRows >= kClusterWarpRows / 2;
-      int of_weight = first + (params.is_gated ? row / kClusterWarpRows * (kClusterWarpRows / 2) +
-                                                     row % (kClusterWarpRows / 2)
-                                               : row);
-      if (has_heads) {
-        const HeadRow at = head_row(tile_of_weight, kRows, params.head_dim, row);
-        of_weight = at.first + at.is_second * (params.head_dim / 2);
-      }
-      const bool exists = column < params.k && of_weight < ours.n;
-      const T* from = is_up ? weight_1 : ours.weight;
+    for (int i = 0; i < kRows / kAtOnce; i++) {
+      const bool exists = column < params.k && rows[i];
       paged::copy_async(
-          tile + place(row, piece), exists ? from + of_weight * k + column : from, exists, once);
+          tile + place(i * kAtOnce + copied, piece), exists ? rows[i] + column : ours.weight,
+          exists, once);
     }
   };
   auto fetch_xs = [&](int turn) {
@@ -142,17 +148,11 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
     }
     paged::commit_copies();
   }
+  float sums[2][TILES][4] = {};
   // The norm's factors of the rows of x whose outputs are this thread's (below).
   constexpr int kMostPasses =
       (TILES * 8 * (kRows / 4) + kLinearParts * kThreads - 1) / (kLinearParts * kThreads);
   float factors[kMostPasses];
-#pragma unroll
-  for (int pass = 0; pass < kMostPasses; pass++) {
-    const int i = (pass * kLinearParts + rank) * kThreads + threadIdx.x;
-    const int at = min(i / mates, params.num_rows - 1);
-    factors[pass] = norm_factor<8>(squares + size_t(at) * params.num_squares, params);
-  }
-  float sums[2][TILES][4] = {};
   for (int turn = 0; turn < num_turns; turn++) {
     paged::wait_for_copies<STAGES - 2>();
     __syncthreads();  // all threads' copies are there, and the stage before has been read
@@ -161,6 +161,14 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
       fetch_xs(turn + STAGES - 1);
     }
     paged::commit_copies();
+    if (turn == 0) {  // (while copies are on their way)
+#pragma unroll
+      for (int pass = 0; pass < kMostPasses; pass++) {
+        const int i = (pass * kLinearParts + rank) * kThreads + threadIdx.x;
+        const int at = min(i / mates, params.num_rows - 1);
+        factors[pass] = norm_factor<8>(squares + size_t(at) * params.num_squares, params);
+      }
+    }
     const unsigned int tile = ring + turn % STAGES * kStageBytes;
 #pragma unroll
     for (int step = 0; step < kLinearChunkSteps; step++) {

@@ -97,6 +97,14 @@ __device__ __forceinline__ float norm_factor(const float* squares, const LinearP
   return 1.0f / sqrtf(sums[0] / float(params.k) + params.eps);
 }
 
+// By a warp: into the multiprocessor's cache, where norm_factor finds them later.
+__device__ __forceinline__ void prefetch_squares(const float* squares, const LinearParams& params) {
+  constexpr int kLine = 32;
+  for (int at = threadIdx.x % 32 * kLine; at < params.num_squares; at += 32 * kLine) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(squares + at) : "memory");
+  }
+}
+
 // Two elements of a head of row `at`, half a head apart: rotated if they are a query's or a key's,
 // and written where they belong. `column`: of the first, in the outputs of its weight.
 template <typename T>
