@@ -90,7 +90,13 @@ class DeviceProgramReader {
       return read_products({found->second.first, found->second.second}, node.outputs[0], true);
     }
     if (auto found = fusions_.added.find(index); found != fusions_.added.end()) {
-      return read_products({found->second.first}, node.outputs[0], false, &found->second.second);
+      const GraphNode* norm = nullptr;
+      if (auto next = fusions_.norm_in_products.find(index);
+          next != fusions_.norm_in_products.end()) {
+        norm = &nodes()[next->second];
+      }
+      return read_products(
+          {found->second.first}, node.outputs[0], false, &found->second.second, norm);
     }
     if (auto found = fusions_.norm_of_sum.find(index); found != fusions_.norm_of_sum.end()) {
       return read_norm(nodes()[found->second], &node);
@@ -109,7 +115,7 @@ class DeviceProgramReader {
       return read_silu_mul(node);
     }
     if (node.as<WriteKV>()) {
-      return read_write_kv(node);
+      return read_write_kv(index);
     }
     if (const auto* attention = node.as<PagedAttention>()) {
       return read_attention(node, *attention);
@@ -140,7 +146,13 @@ class DeviceProgramReader {
 
   void read_products(
       const std::vector<size_t>& products, const mx::array& result, bool is_gated,
-      const mx::array* residual = nullptr) {
+      const mx::array* residual = nullptr, const GraphNode* next_norm = nullptr) {
+    add_step(products_of(products, result, is_gated, residual, next_norm));
+  }
+
+  ProductStep products_of(
+      const std::vector<size_t>& products, const mx::array& result, bool is_gated,
+      const mx::array* residual, const GraphNode* next_norm) {
     auto first = *graph_.linear_of(nodes()[products[0]]);
     View x = view(first.x);
     auto dtype = first.x.dtype();
@@ -186,7 +198,19 @@ class DeviceProgramReader {
       require(added.is_dense(), "an addend that is not dense");
       step.residual = operand(added);
     }
-    add_step(step);
+    if (auto found = norms_.find(x.buffer); found != norms_.end()) {
+      step.norm_of_x = {operand(found->second.squares), found->second.eps};
+    }
+    if (next_norm) {
+      const auto& out = next_norm->outputs[0];
+      float eps = next_norm->as<RmsNorm>()->eps();
+      View weight = dense_constant(next_norm->inputs[1]);
+      View normed = new_value(out);
+      View squares = new_buffer({int(out.size()) / kSquaresOfSum}, mx::float32);
+      step.next_norm = {operand(weight), operand(normed), operand(squares), eps};
+      norms_[normed.buffer] = {squares, eps};
+    }
+    return step;
   }
 
   void read_norm(const GraphNode& node, const GraphNode* sum) {
@@ -321,7 +345,8 @@ class DeviceProgramReader {
     return *seen;
   }
 
-  void read_write_kv(const GraphNode& node) {
+  void read_write_kv(size_t index) {
+    const auto& node = nodes()[index];
     const auto* attention = graph_.attention_after(node);
     require(attention, "a write that no attention follows");
     const auto& queries = attention->inputs[PagedAttention::kQueries];
@@ -345,6 +370,12 @@ class DeviceProgramReader {
     require(
         node.inputs[0].dtype() == dtype && node.inputs[1].dtype() == dtype,
         "pools of another dtype");
+    std::optional<ProductStep> step;
+    if (auto found = fusions_.written_products.find(index);
+        found != fusions_.written_products.end()) {
+      const auto& result = nodes()[found->second[0]].outputs[0];
+      step = products_of(found->second, result, false, nullptr, nullptr);
+    }
     paged::RopeParams params{};
     params.num_q_heads = queries.shape(1);
     params.num_kv_heads = key_pool.shape[2];
@@ -400,7 +431,13 @@ class DeviceProgramReader {
     int heads = params.num_q_heads + 2 * params.num_kv_heads;
     launch.grid = {uint32_t(slots.rows()), ceil_div(heads, paged::ROPE_SIMD_GROUPS), 1};
     launch.threadgroup = {32 * paged::ROPE_SIMD_GROUPS, 1, 1};
-    add_step(launch);
+    if (step) {
+      step->write = std::move(launch);
+      step->head_dim = params.key_dim;
+      add_step(std::move(*step));
+    } else {
+      add_step(launch);
+    }
   }
 
   void read_attention(const GraphNode& node, const PagedAttention& attention) {
@@ -536,10 +573,16 @@ class DeviceProgramReader {
 
   View new_value(const mx::array& a) {
     require(a.ndim() > 0 && a.size() > 0, "a value without rows");
-    int buffer = add_buffer({ProgramOperand::Kind::temporary, 0, uint64_t(a.nbytes()), a.dtype()});
-    View v{buffer, 0, a.shape(), dense_strides(a.shape())};
-    views_[a.id()] = v;
-    return v;
+    return views_[a.id()] = new_buffer(a.shape(), a.dtype());
+  }
+
+  View new_buffer(const mx::Shape& shape, mx::Dtype dtype) {
+    uint64_t bytes = dtype.size();
+    for (int extent : shape) {
+      bytes *= extent;
+    }
+    int buffer = add_buffer({ProgramOperand::Kind::temporary, 0, bytes, dtype});
+    return {buffer, 0, shape, dense_strides(shape)};
   }
 
   int add_buffer(Buffer buffer) {
@@ -641,6 +684,12 @@ class DeviceProgramReader {
   std::vector<const GraphNode*> pending_;
   std::unordered_map<Id, View> views_;
   std::unordered_set<Id> for_host_;  // results
+  // Buffers that are normed by the products that read them.
+  struct Norm {
+    View squares;
+    float eps;
+  };
+  std::unordered_map<int, Norm> norms_;
 };
 
 void read_program(

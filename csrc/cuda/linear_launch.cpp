@@ -53,7 +53,8 @@ void Linear::eval_gpu(const Arrays& in, Arrays& out) {
   params.n[0] = weight.shape(0);
   params.has_bias[0] = has_bias;
   // A kernel without bias does not read it, but its argument must still be a buffer.
-  cuda::LinearOperands operands{0, 0, {{1, has_bias ? 2 : 1, int(in.size())}}};
+  cuda::LinearOperands operands{};
+  operands.parts[0] = {1, has_bias ? 2 : 1, int(in.size())};
   auto launch =
       cuda::linear_launch(params, dtype_of(in[0].dtype()), operands, cuda::has_clusters());
   gpu::encode({{launch}, {}}, inputs, out, {}, stream());

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "../device_fusions.h"
 #include "../device_program.h"
 #include "../launch.h"
 #include "linear_shape.h"
@@ -27,6 +28,12 @@ struct LinearOperands {
   int x;
   int residual;  // x: none
   Part parts[kLinearMostWeights];
+  int squares;    // of x; x: it is not normed
+  int next_norm;  // x, as the following two: none
+  int next_x;
+  int next_squares;
+  int rotations;  // x, as the slots: no heads
+  int slots;
 };
 
 Launch linear_launch(

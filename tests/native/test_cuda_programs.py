@@ -107,6 +107,37 @@ def test_three_products_of_odd_sizes(rng, dtype) -> None:
         np.testing.assert_allclose(exact(got), exact(expected), rtol=2.0**-6, atol=2.0**-6)
 
 
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("k", [64, 544, 3072])
+def test_a_norm_between_products(rng, rows: int, k: int) -> None:
+    """A row's results are the same whatever the others are."""
+    dtype = mx.bfloat16
+    x, residual = values(rng, rows, 96, dtype=dtype), values(rng, rows, k, dtype=dtype)
+    first, scale = values(rng, k, 96, dtype=dtype), values(rng, k, dtype=dtype)
+    others = [values(rng, n, k, dtype=dtype) for n in (96, 64)]
+    back = [values(rng, 64, n, dtype=dtype) for n in (k, 96, 64)]
+    eps = 0.5
+
+    def build(x: mx.array, residual: mx.array) -> mx.array:
+        total = residual + ops.linear(x, first)
+        normed = ops.rms_norm(total, scale, eps)
+        parts = [total, *(ops.linear(normed, w) for w in others)]
+        out = ops.linear(parts[0], back[0])
+        for part, w in zip(parts[1:], back[1:], strict=True):
+            out = out + ops.linear(part, w)
+        return out
+
+    got = run(build, x, residual)
+    total = exact(residual) + exact(x) @ exact(first).T
+    normed = total / np.sqrt((total**2).mean(-1, keepdims=True) + eps) * exact(scale)
+    parts = [total, *(normed @ exact(w).T for w in others)]
+    expected = sum(part @ exact(w).T for part, w in zip(parts, back, strict=True))
+    error = np.linalg.norm(exact(got) - expected, axis=-1)
+    assert (error <= 0.02 * np.linalg.norm(expected, axis=-1)).all()
+    alone = run(build, x[-1:] * 1, residual[-1:] * 1)
+    np.testing.assert_array_equal(bits(got)[-1:], bits(alone))
+
+
 def steps_of(rng: np.random.Generator) -> list[dict[str, list[int]]]:
     def new(count: int) -> list[int]:
         return rng.integers(0, 96, count).tolist()

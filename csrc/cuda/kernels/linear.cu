@@ -37,7 +37,8 @@ __device__ __forceinline__ Eight load_x(const void* p) {
 // grid: rows of the weight x rows of x; what reads the same of the weight runs at the same time.
 // Of gate and up a block has a group each.
 template <typename T, int TILES, int GROUPS, int CHUNKS>
-__global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMETERS) {
+__global__ void __launch_bounds__(32 * kLinearParts, TILES* GROUPS == 1 ? 3 : 1)
+    linear_entry(LINEAR_PARAMETERS) {
   constexpr int kRows = GROUPS * kLinearRows;
   constexpr int kSteps = CHUNKS * kLinearChunkSteps;
   constexpr int kStride =
@@ -54,11 +55,17 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
   const int first = block * (is_gated ? kLinearRows : kRows);
   const int first_x = blockIdx.y * TILES * 8;
   const int num_rows = params.num_rows - first_x;
+  const bool has_heads = params.head_dim > 0;
+  const size_t to_second = (has_heads ? params.head_dim / 2 : 8) * k;
   const T* weights[GROUPS];
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
     const T* from = is_gated ? (g == 0 ? weight_0 : weight_1) : ours.weight + g * kLinearRows * k;
     weights[g] = from + (first + row) * k + column;
+    if (has_heads) {
+      const int at = head_row(block * GROUPS + g, kLinearRows, params.head_dim, row).first;
+      weights[g] = ours.weight + at * k + column;
+    }
   }
   const T* xs = x + size_t(first_x + row) * params.x_stride + column;
   const int num_steps = params.k / kLinearStep;
@@ -75,7 +82,7 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
       const int step = step_of(begin, u);
 #pragma unroll
       for (int g = 0; g < 2 * GROUPS; g++) {
-        const T* at = weights[g / 2] + g % 2 * 8 * k + step * kLinearStep;
+        const T* at = weights[g / 2] + g % 2 * to_second + step * kLinearStep;
         next_weights[u][g] = step < num_steps ? load_weight(at) : zero;
       }
     }
@@ -99,6 +106,13 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
   paged::wait_for_kernel_before();
   paged::let_next_kernel_begin();
   fetch_xs(begin);
+  // Of each warp, [row of x][row of the weight]; then the norm's factors of rows of x.
+  extern __shared__ float parts[];
+  constexpr int kPitch = kRows + 1;
+  float* factors = parts + kLinearParts * TILES * 8 * kPitch;
+  for (int at = warp; at < TILES * 8 && at < num_rows; at += kLinearParts) {
+    prefetch_squares(squares + size_t(first_x + at) * params.num_squares, params);
+  }
   while (begin < num_steps) {
     Eight w[kSteps][2 * GROUPS];
     Eight v[kSteps][TILES];
@@ -128,9 +142,13 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
     }
   }
 
-  // Of each warp, [row of x][row of the weight].
-  extern __shared__ float parts[];
-  constexpr int kPitch = kRows + 1;
+  for (int at = warp; at < TILES * 8 && at < num_rows; at += kLinearParts) {
+    const float factor =
+        norm_factor<32>(squares + size_t(first_x + at) * params.num_squares, params);
+    if (lane == 0) {
+      factors[at] = factor;
+    }
+  }
   auto part = [&](int w, int at, int output) -> float& {
     return parts[(w * TILES * 8 + at) * kPitch + output];
   };
@@ -160,8 +178,25 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
         sum[w] += sum[w + apart];
       }
     }
-    return rounded<T>(sum[0]);
+    return rounded<T>(sum[0] * factors[at]);
   };
+  if (has_heads) {
+    for (int i = threadIdx.x; i < TILES * 8 * (kRows / 2); i += 32 * kLinearParts) {
+      const int at = i / (kRows / 2);
+      const int g = i % (kRows / 2) / 8;
+      const int output = g * kLinearRows + i % 8;
+      if (at >= num_rows) {
+        break;
+      }
+      const int low = head_row(block * GROUPS + g, kLinearRows, params.head_dim, i % 8).first;
+      const int high = low + params.head_dim / 2;
+      write_rotated<T>(
+          params, rotations, slots, ours.out, ours.n, ours.index, first_x + at, low,
+          plus(sum_of_parts(at, output), ours.bias + low, ours.has_bias),
+          plus(sum_of_parts(at, output + 8), ours.bias + high, ours.has_bias));
+    }
+    return;
+  }
   const int outputs = is_gated ? kLinearRows : kRows;
   for (int i = threadIdx.x; i < TILES * 8 * outputs; i += 32 * kLinearParts) {
     const int at = i / outputs;
@@ -177,7 +212,16 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
           gated(value, plus(sum_of_parts(at, kLinearRows + output), up.bias + column, up.has_bias));
     }
     const size_t to = size_t(first_x + at) * ours.n + column;
-    ours.out[to] = plus(value, residual + to, params.has_residual);
+    value = plus(value, residual + to, params.has_residual);
+    ours.out[to] = value;
+    if (params.has_next_norm) {
+      const float v = as_float(value);
+      next_x[to] = rounded<T>(v * as_float(next_norm[column]));
+      const float sum = sum_of_squares<kNormColumns>(v * v);
+      if (output % kNormColumns == 0) {
+        next_squares[to / kNormColumns] = sum;
+      }
+    }
   }
 }
 

@@ -79,6 +79,9 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
   const int rank = blockIdx.x % kLinearParts;
   const int first = tile_of_weight * outputs;
   const size_t k = params.k;
+  const bool has_heads = params.head_dim > 0;
+  // Threads that finish a row of x: with four outputs each, of heads four of each half.
+  const int mates = has_heads ? outputs / 8 : outputs / 4;
 
   // Each thread copies one piece of every kAtOnce-th row. Of gate and up a warp's tile has sixteen
   // rows each.
@@ -88,21 +91,30 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
   auto column_of = [&](int turn) {
     return (turn * kLinearParts + rank) * kLinearChunk + piece * 8;
   };
+  const T* rows[kRows / kAtOnce];  // of the weight; null: there is none
+#pragma unroll
+  for (int i = 0; i < kRows / kAtOnce; i++) {
+    const int row = i * kAtOnce + copied;
+    int of_weight = first + row;
+    if (has_heads) {
+      const HeadRow at = head_row(tile_of_weight, kRows, params.head_dim, row);
+      of_weight = at.first + at.is_second * (params.head_dim / 2);
+    } else if (params.is_gated) {
+      constexpr int kHalf = kClusterWarpRows / 2;
+      of_weight = first + row / kClusterWarpRows * kHalf + row % kHalf;
+    }
+    const bool is_up = params.is_gated && row % kClusterWarpRows >= kClusterWarpRows / 2;
+    rows[i] = of_weight < ours.n ? (is_up ? weight_1 : ours.weight) + of_weight * k : nullptr;
+  }
   auto fetch_weights = [&](int turn) {
     const unsigned int tile = ring + turn % STAGES * kStageBytes;
     const int column = column_of(turn);
 #pragma unroll
-    for (int r = 0; r < kRows; r += kAtOnce) {
-      const int row = r + copied;
-      const bool is_up = params.is_gated && row % kClusterWarpRows >= kClusterWarpRows / 2;
-      const int of_weight =
-          first + (params.is_gated ? row / kClusterWarpRows * (kClusterWarpRows / 2) +
-                                         row % (kClusterWarpRows / 2)
-                                   : row);
-      const bool exists = column < params.k && of_weight < ours.n;
-      const T* from = is_up ? weight_1 : ours.weight;
+    for (int i = 0; i < kRows / kAtOnce; i++) {
+      const bool exists = column < params.k && rows[i];
       paged::copy_async(
-          tile + place(row, piece), exists ? from + of_weight * k + column : from, exists, once);
+          tile + place(i * kAtOnce + copied, piece), exists ? rows[i] + column : ours.weight,
+          exists, once);
     }
   };
   auto fetch_xs = [&](int turn) {
@@ -137,6 +149,10 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
     paged::commit_copies();
   }
   float sums[2][TILES][4] = {};
+  // The norm's factors of the rows of x whose outputs are this thread's (below).
+  constexpr int kMostPasses =
+      (TILES * 8 * (kRows / 4) + kLinearParts * kThreads - 1) / (kLinearParts * kThreads);
+  float factors[kMostPasses];
   for (int turn = 0; turn < num_turns; turn++) {
     paged::wait_for_copies<STAGES - 2>();
     __syncthreads();  // all threads' copies are there, and the stage before has been read
@@ -145,6 +161,14 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
       fetch_xs(turn + STAGES - 1);
     }
     paged::commit_copies();
+    if (turn == 0) {  // (while copies are on their way)
+#pragma unroll
+      for (int pass = 0; pass < kMostPasses; pass++) {
+        const int i = (pass * kLinearParts + rank) * kThreads + threadIdx.x;
+        const int at = min(i / mates, params.num_rows - 1);
+        factors[pass] = norm_factor<8>(squares + size_t(at) * params.num_squares, params);
+      }
+    }
     const unsigned int tile = ring + turn % STAGES * kStageBytes;
 #pragma unroll
     for (int step = 0; step < kLinearChunkSteps; step++) {
@@ -199,17 +223,43 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
     }
     return sum[0];
   };
-  auto with_bias = [&](float4 sum, const LinearPart<T>& part, int column, T(&four)[4]) {
+  auto with_bias = [&](float4 sum, float factor, const LinearPart<T>& part, int column,
+                       T(&four)[4]) {
     const float values[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      four[e] = plus(rounded<T>(values[e]), part.bias + column + e, part.has_bias);
+      four[e] = plus(rounded<T>(values[e] * factor), part.bias + column + e, part.has_bias);
     }
   };
-  for (int i = rank * kThreads + threadIdx.x; i < params.num_rows * (outputs / 4);
-       i += kLinearParts * kThreads) {
-    const int at = i / (outputs / 4);
-    const int output = i % (outputs / 4) * 4;
+#pragma unroll
+  for (int pass = 0; pass < kMostPasses; pass++) {
+    const int i = (pass * kLinearParts + rank) * kThreads + threadIdx.x;
+    if (i >= params.num_rows * mates) {
+      break;
+    }
+    const int at = i / mates;
+    if (has_heads) {
+      const int unit = min(kRows, params.head_dim);
+      const int of_half = i % mates * 4;  // among the block's first halves
+      const int output = of_half / (unit / 2) * unit + of_half % (unit / 2);
+      const int low = head_row(tile_of_weight, kRows, params.head_dim, output).first;
+      if (low >= ours.n) {
+        continue;
+      }
+      T lows[4];
+      T highs[4];
+      with_bias(sums_of_cluster(at, output), factors[pass], ours, low, lows);
+      with_bias(
+          sums_of_cluster(at, output + unit / 2), factors[pass], ours, low + params.head_dim / 2,
+          highs);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        write_rotated<T>(
+            params, rotations, slots, ours.out, ours.n, ours.index, at, low + e, lows[e], highs[e]);
+      }
+      continue;
+    }
+    const int output = i % mates * 4;
     const int column = first + output;
     if (column >= ours.n) {
       continue;
@@ -220,14 +270,14 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
       constexpr int kHalf = kClusterWarpRows / 2;
       const int gate = output / kHalf * kClusterWarpRows + output % kHalf;
       T up[4];
-      with_bias(sums_of_cluster(at, gate), ours, column, four);
-      with_bias(sums_of_cluster(at, gate + kHalf), parts_of_launch[1], column, up);
+      with_bias(sums_of_cluster(at, gate), factors[pass], ours, column, four);
+      with_bias(sums_of_cluster(at, gate + kHalf), factors[pass], parts_of_launch[1], column, up);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         four[e] = gated(four[e], up[e]);
       }
     } else {
-      with_bias(sums_of_cluster(at, output), ours, column, four);
+      with_bias(sums_of_cluster(at, output), factors[pass], ours, column, four);
     }
     const size_t to = size_t(at) * ours.n + column;
 #pragma unroll
@@ -236,6 +286,22 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
     }
     *reinterpret_cast<unsigned long long*>(ours.out + to) =
         *reinterpret_cast<unsigned long long*>(four);
+    if (params.has_next_norm) {
+      float squared[4];
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const float v = as_float(four[e]);
+        squared[e] = v * v;
+        four[e] = rounded<T>(v * as_float(next_norm[column + e]));
+      }
+      *reinterpret_cast<unsigned long long*>(next_x + to) =
+          *reinterpret_cast<unsigned long long*>(four);
+      const float sum =
+          sum_of_squares<kNormColumns / 4>((squared[0] + squared[1]) + (squared[2] + squared[3]));
+      if (output % kNormColumns == 0) {
+        next_squares[to / kNormColumns] = sum;
+      }
+    }
   }
   cluster_barrier();  // no block ends while its results are being read
 #endif
