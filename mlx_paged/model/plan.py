@@ -210,6 +210,7 @@ def build_plan(
     split_tokens: int | None = None,
     bounds: np.ndarray | None = None,
     stays_on_host: bool = False,
+    num_rows: int | None = None,
 ) -> AttentionPlan:
     """Plans one step over ragged sequences.
 
@@ -231,6 +232,9 @@ def build_plan(
             written.
         stays_on_host: of decodes, with CUDA: kernels read the plan from there, which pays where
             they do it once (`ops.DeviceProgram`).
+        num_rows: of a step that is to have as many as others, or as much work: the last rows
+            belong to no sequence, write nothing and see nothing. None: it has those of its
+            sequences. (No row may have bounds then.)
 
     Raises:
         ValueError: for lists of different lengths, negative lengths, more query rows than context,
@@ -281,8 +285,11 @@ def build_plan(
     items, merges = _work_items(
         lens, rows, starts, block_size, window, rows_per_item, split_tokens, seen
     )
-    if ops.has_cuda() and len(positions) == len(rows):
+    if ops.has_cuda() and (len(positions) == len(rows) or num_rows is not None):
         tables, items, merges = _in_strides(tables, items, merges)
+    if num_rows is not None:
+        more = (0, num_rows - len(positions))
+        positions, slots = np.pad(positions, more), np.pad(slots, more, constant_values=-1)
     arrays = [positions, slots, tables, lens, starts, items, merges]
     if bounds is not None:
         arrays.append(np.vstack([positions, bounds]))

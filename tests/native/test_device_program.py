@@ -486,3 +486,52 @@ def test_other_shapes_and_dtypes_are_refused() -> None:
         for wrong in ([], [mx.zeros((4, 16))], [mx.zeros((3, 16), mx.float16)]):
             with pytest.raises(ValueError, match="device_program"):
                 program(wrong)
+
+
+# --- Steps with prompts ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3", "windows"])
+def test_steps_with_prompts_are_padded_and_become_programs(rng, monkeypatch, name: str) -> None:
+    """Prompts of other lengths, alone and beside decodes, in as many rows; and one that is not
+    sampled from, which is no program and does not keep the others from being one."""
+    ours, graphs = driver_of(CONFIGS[name]), driver_of(CONFIGS[name])
+    work = [{"a": 5}, {"b": 11}, {"c": 16}, {"d": 7}, {"a": 1, "e": 9}, {"b": 12}]
+    steps = ours.runner.model._compiled
+    made = []
+    with simulated(), monkeypatch.context() as patch:
+        patch.setattr(ops, "has_cuda", lambda: True)
+        patch.setattr(ops, "most_device_program_rows", lambda: 64)
+        for part in work:
+            tokens = {sequence: new_tokens(rng, count) for sequence, count in part.items()}
+            _, before, _ = sim_ext.step_counts()
+            actual = ours.step(tokens)
+            made.append(sim_ext.step_counts()[1] - before)
+            patch.undo()
+            with monkeypatch.context() as other:
+                other.setattr(ops, "has_cuda", lambda: False)
+                expected = graphs.step(tokens)
+            patch.setattr(ops, "has_cuda", lambda: True)
+            patch.setattr(ops, "most_device_program_rows", lambda: 64)
+            for sequence, logits in expected.items():
+                np.testing.assert_allclose(actual[sequence], logits, atol=2e-5)
+    assert made == [0, 0, 1, 1, 0, 1], "the third of a shape, and those after it"
+    assert steps._takes_prompts and steps.uses_device_programs
+
+
+def test_prompts_that_are_no_programs_do_not_keep_decodes_from_it(rng, monkeypatch) -> None:
+    driver = driver_of(CONFIGS["qwen3"])
+    steps = driver.runner.model._compiled
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 64)
+    with simulated():
+        for sequence in "ab":
+            driver.step({sequence: new_tokens(rng, 5)})
+        sim_ext.fail_next_capture()
+        driver.step({"c": new_tokens(rng, 5)})
+        assert not steps._takes_prompts and steps.uses_device_programs
+        assert driver.runner.model.rows_with_prompts(5) == 5
+        _, before, _ = sim_ext.step_counts()
+        for _ in range(4):
+            driver.step({"a": new_tokens(rng, 1)})
+        assert sim_ext.step_counts()[1] == before + 2
