@@ -500,14 +500,25 @@ class DeviceProgram:
         )
 
     def __call__(
-        self, inputs: Sequence[mx.array], *, stream: mx.Stream | mx.Device | None = None
+        self,
+        inputs: Sequence[mx.array],
+        *,
+        returns_pools: bool = True,
+        stream: mx.Stream | mx.Device | None = None,
     ) -> list[mx.array]:
         """The outputs for these inputs. The pools among them are consumed, as by `write_kv`.
+
+        Args:
+            returns_pools: false: the results only, which takes much less of the host's time. What
+                is built on the handles of the pools that were given must then be evaluated after
+                the results have been (by `mx.async_eval`, say): only that orders the two.
 
         Raises:
             ValueError: they are not of the shapes and dtypes that were read.
         """
-        return self._ext.run_device_program(self._program, list(inputs), stream=stream)
+        return self._ext.run_device_program(
+            self._program, list(inputs), returns_pools=returns_pools, stream=stream
+        )
 
 
 def pool_copies() -> int:

@@ -201,10 +201,11 @@ def _device_program(
     program = ops.DeviceProgram(inputs, [logits, *greedy, *written])
 
     def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> tuple[mx.array, Pools]:
-        logits, *pools = program([tokens, *arrays, *pools])
+        logits, *greedy = program([tokens, *arrays, *pools], returns_pools=False)
+        # The pools keep their handles, so the step must go before all that is built on them.
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]
         if found is not None:
-            tokens, largest, reported, *pools = pools
-            found(logits, Greedy(tokens, largest, reported))
+            found(logits, Greedy(*greedy))
         return logits, pools
 
     return run

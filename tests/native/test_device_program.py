@@ -519,6 +519,28 @@ def test_steps_with_prompts_are_padded_and_become_programs(rng, monkeypatch, nam
     assert steps._takes_prompts and steps.uses_device_programs
 
 
+def test_a_step_is_under_way_when_the_next_one_is_built(rng, monkeypatch) -> None:
+    """Its pools have the handles of before, so nothing built on them waits for it."""
+    driver = driver_of(CONFIGS["qwen3"])
+    steps = driver.runner.model._compiled
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 64)
+    replayed, run = [], steps.run
+
+    def watched(*args: Any) -> Any:
+        _, before, _ = sim_ext.step_counts()
+        result = run(*args)
+        replayed.append(sim_ext.step_counts()[1] - before)
+        assert replayed[-1] == 0 or all(a is b for a, b in zip(result[1], args[2], strict=True))
+        return result
+
+    monkeypatch.setattr(steps, "run", watched)
+    with simulated():
+        for _ in range(5):
+            driver.step({"a": new_tokens(rng, 1)})
+    assert replayed == [0, 0, 1, 1, 1]
+
+
 def test_prompts_that_are_no_programs_do_not_keep_decodes_from_it(rng, monkeypatch) -> None:
     driver = driver_of(CONFIGS["qwen3"])
     steps = driver.runner.model._compiled
