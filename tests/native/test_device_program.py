@@ -470,6 +470,24 @@ REFUSALS: dict[str, tuple[Callable[[mx.array], Any], str]] = {
 }
 
 
+def weights_in_the_middle() -> mx.array:
+    """Of 16, two bytes behind a multiple of 16."""
+    whole = mx.arange(33, dtype=mx.float16)
+    mx.eval(whole)
+    part = whole[1:17]
+    mx.eval(part)
+    return part
+
+
+def test_weights_that_begin_anywhere_are_refused() -> None:
+    part = weights_in_the_middle()
+    with simulated():
+        [x] = ops.placeholders([mx.zeros((3, 16), mx.float16)])
+        for out in (ops.rms_norm(x, part, 1e-5), x @ mx.broadcast_to(part, (16, 16)).T):
+            with pytest.raises(ValueError, match="16 bytes|not dense"):
+                ops.DeviceProgram([x], [out])
+
+
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_a_program_cannot_run_is_said(name: str) -> None:
     build, reason = REFUSALS[name]
