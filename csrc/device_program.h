@@ -39,7 +39,7 @@ struct ProgramOperand {
     input,      // `index`: of the inputs
     constant,   // of the constants
     temporary,  // in the program's memory
-    result,
+    result,     // of the results
     workspace,  // of attention; one at a time
   };
   Kind kind;
@@ -100,11 +100,17 @@ class DeviceProgram {
   // Whether what is added to the result of a product is the product's or the next norm's to add.
   enum class Residual { in_product, in_norm };
 
-  // Reads the graph that leads from `inputs`, which have no values yet, to `outputs`: the first is
-  // the step's result, the others are pools among the inputs, written in place. What does not
+  // Reads the graph that leads from `inputs`, which have no values yet, to `outputs`: the step's
+  // results, and after them pools among the inputs, written in place. What does not
   // depend on the inputs is evaluated. Throws NoProgram, also for products that no kernel of `gpu`
   // serves.
   DeviceProgram(const Arrays& inputs, const Arrays& outputs, Gpu gpu, Residual residual);
+
+  struct Result {
+    mx::Shape shape;
+    mx::Dtype dtype;
+    bool is_for_host;  // tokens that the host reads after the step
+  };
 
   // Layers whose attention is launched alike share a kind.
   struct AttentionKind {
@@ -133,9 +139,8 @@ class DeviceProgram {
   const Arrays& constants() const { return constants_; }
   uint64_t temporary_bytes() const { return temporary_bytes_; }
   static uint64_t workspace_bytes(const std::vector<LaunchList>& attention);
-  const mx::Shape& result_shape() const { return result_shape_; }
-  mx::Dtype result_dtype() const { return result_dtype_; }
-  // Which inputs the outputs after the first are.
+  const std::vector<Result>& results() const { return results_; }
+  // Which inputs the outputs after the results are.
   const std::vector<int>& pools() const { return pools_; }
   // Whether kernels see an input. (Of a plan they do not see all.)
   bool is_used(int input) const { return used_[input]; }
@@ -164,8 +169,7 @@ class DeviceProgram {
   std::vector<mx::Dtype> input_dtypes_;
   std::vector<bool> used_;
   std::vector<int> pools_;
-  mx::Shape result_shape_;
-  mx::Dtype result_dtype_ = mx::float32;
+  std::vector<Result> results_;
   struct Runner {
     int stream;
     std::thread::id thread;
@@ -175,7 +179,7 @@ class DeviceProgram {
   mutable std::mutex mutex_;           // of runners_
 };
 
-// in: the inputs that were read. out: the result, and the pools in place.
+// in: the inputs that were read. out: the results, and the pools in place.
 class DeviceStep : public mx::Primitive {
  public:
   DeviceStep(mx::Stream stream, std::shared_ptr<const DeviceProgram> program)

@@ -6,6 +6,7 @@
 #include <limits>
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "../metal/kernel_table.h"
 #include "device_fusions.h"
@@ -118,6 +119,9 @@ class DeviceProgramReader {
     }
     if (const auto* attention = node.as<PagedAttention>()) {
       return read_attention(node, *attention);
+    }
+    if (node.as<GreedyTokens>()) {
+      return read_greedy(node);
     }
     if (node.is("Gather")) {
       return read_gather(node, static_cast<const mx::Gather&>(*node.primitive));
@@ -316,6 +320,20 @@ class DeviceProgramReader {
     launch.constants = bytes_of(params);
     launch.grid = {uint32_t(out.shape(0)), ceil_div(params.row_chunks, paged::DATA_THREADS), 1};
     launch.threadgroup = {paged::DATA_THREADS, 1, 1};
+    add_step(launch);
+  }
+
+  void read_greedy(const GraphNode& node) {
+    View logits = view(node.inputs[0]);
+    require(logits.is_dense() && logits.offset == 0, "logits that are not dense");
+    Launch launch =
+        greedy_launch(logits.shape[0], logits.shape[1], dtype_of(node.inputs[0].dtype()));
+    launch.buffers.clear();
+    read(launch, logits);
+    for (const auto& out : node.outputs) {
+      write(launch, new_value(out));
+    }
+    for_host_.insert(node.outputs[2].id());
     add_step(launch);
   }
 
@@ -613,23 +631,25 @@ class DeviceProgramReader {
   }
 
   void add_outputs() {
-    View result = view(outputs_[0]);
-    Buffer& made = buffers_[result.buffer];
-    require(
-        result.is_dense() && made.kind == ProgramOperand::Kind::temporary && result.offset == 0 &&
-            made.bytes == outputs_[0].nbytes(),
-        "a result that is part of another value");
-    made.kind = ProgramOperand::Kind::result;
-    program_.result_shape_ = outputs_[0].shape();
-    program_.result_dtype_ = outputs_[0].dtype();
-    for (size_t i = 1; i < outputs_.size(); i++) {
-      View pool = view(outputs_[i]);
-      const Buffer& b = buffers_[pool.buffer];
+    for (const auto& output : outputs_) {
+      View v = view(output);
+      Buffer& b = buffers_[v.buffer];
+      if (b.kind == ProgramOperand::Kind::input) {
+        require(v.offset == 0, "an output that is no pool of the inputs");
+        program_.pools_.push_back(b.index);
+        continue;
+      }
       require(
-          b.kind == ProgramOperand::Kind::input && pool.offset == 0,
-          "an output that is no pool of the inputs");
-      program_.pools_.push_back(b.index);
+          v.is_dense() && b.kind == ProgramOperand::Kind::temporary && v.offset == 0 &&
+              b.bytes == output.nbytes(),
+          "a result that is part of another value");
+      require(program_.pools_.empty(), "a result after pools");
+      b.kind = ProgramOperand::Kind::result;
+      b.index = int(program_.results_.size());
+      program_.results_.push_back(
+          {output.shape(), output.dtype(), for_host_.count(output.id()) > 0});
     }
+    require(!program_.results_.empty(), "no result");
   }
 
   void place_temporaries() {
@@ -646,6 +666,7 @@ class DeviceProgramReader {
       }
       auto& o = program_.operands_[i];
       o.kind = buffers_[buffer_of_operand_[i]].kind;
+      o.index = buffers_[buffer_of_operand_[i]].index;
       if (o.kind == ProgramOperand::Kind::temporary) {
         o.offset += places.offsets[buffer_of_operand_[i]];
       }
@@ -668,6 +689,7 @@ class DeviceProgramReader {
     float eps;
   };
   std::unordered_map<int, Norm> norms_;
+  std::unordered_set<Id> for_host_;  // results
 };
 
 void read_program(

@@ -37,8 +37,12 @@ nb::capsule make(const Arrays& inputs, const Arrays& outputs, bool residual_in_p
 Arrays run(const nb::capsule& made, const Arrays& inputs, mx::StreamOrDevice s) {
   auto* program = static_cast<const Shared*>(made.data("device_program"));
   (*program)->check(inputs);
-  std::vector<mx::Shape> shapes{(*program)->result_shape()};
-  std::vector<mx::Dtype> dtypes{(*program)->result_dtype()};
+  std::vector<mx::Shape> shapes;
+  std::vector<mx::Dtype> dtypes;
+  for (const auto& result : (*program)->results()) {
+    shapes.push_back(result.shape);
+    dtypes.push_back(result.dtype);
+  }
   for (int i : (*program)->pools()) {
     shapes.push_back(inputs[i].shape());
     dtypes.push_back(inputs[i].dtype());

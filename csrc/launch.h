@@ -73,6 +73,9 @@ struct LaunchList {
 // grows is not made anew each time. In two dims, as one could not count those of 8 GiB.
 mx::Shape workspace_shape(uint64_t bytes);
 
+// Of GreedyTokens: operands are the logits and its outputs.
+Launch greedy_launch(int num_rows, int vocab_size, DType dtype);
+
 // A dense copy of in[0]; of rank 4, or row-contiguous.
 LaunchList copy_strided_launches(const Arrays& in, const Arrays& out);
 

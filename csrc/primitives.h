@@ -238,13 +238,15 @@ class SiluMul : public Node {
 };
 
 // in: logits [num_rows, vocab_size]. out: the first largest of each row, int32, and its logit,
-// float32; NaN where the row holds one (its token is then any).
-class GreedyTokens : public Node {
+// float32; NaN where the row holds one (its token is then any). And the tokens for the host, int32:
+// -1 where the largest is not finite.
+class GreedyTokens : public KernelNode {
  public:
-  using Node::Node;
-  MLX_PAGED_NODE("greedy_tokens")
+  using KernelNode::KernelNode;
+  MLX_PAGED_KERNEL_NODE("greedy_tokens")
+  Pools pools(const Arrays&) const override { return {0, 0, false}; }
   std::vector<mx::Shape> output_shapes(const Arrays& in) override {
-    return {{in[0].shape(0)}, {in[0].shape(0)}};
+    return {{in[0].shape(0)}, {in[0].shape(0)}, {in[0].shape(0)}};
   }
 };
 

@@ -65,7 +65,7 @@ bool StepRunner::is_copied(size_t input) const {
   return program_.is_used(int(input)) && !program_.is_pool(int(input));
 }
 
-void StepRunner::run(const Arrays& in, const mx::array& result, StepDevice& device) {
+void StepRunner::run(const Arrays& in, const Arrays& results, StepDevice& device) {
   Key key{program_.attention(in, device.kind()), {}};
   // (They stay where they are as long as nobody has MLX move them; a host that reads an array of
   // device memory does.)
@@ -84,8 +84,8 @@ void StepRunner::run(const Arrays& in, const mx::array& result, StepDevice& devi
     }
   }
   for (int operand : result_operands_) {
-    step->launches.addresses[operand] =
-        device.address_of(result) + program_.operands()[operand].offset;
+    const auto& o = program_.operands()[operand];
+    step->launches.addresses[operand] = device.address_of(results[o.index]) + o.offset;
   }
   device.begin();
   device.copy(copies);
@@ -100,6 +100,9 @@ void StepRunner::run(const Arrays& in, const mx::array& result, StepDevice& devi
     if (is_copied(i)) {
       device.keep(in[i]);
     }
+  }
+  for (const auto& result : results) {
+    device.keep(result);
   }
   device.keep(step->values);
   device.keep(step->workspace);

@@ -7,7 +7,7 @@
 // Of a program on a stream, one step is
 //   copy     the step's inputs to where the captured launches look for them
 //   replay   launches that were captured once
-//   run      those that write the result, which is a new array each time (a caller may keep it)
+//   run      those that write the results, which are new arrays each time (a caller may keep them)
 // and all of it in the order of the stream. So steps, of whatever programs, share one memory for
 // what is needed within a step only.
 
@@ -82,7 +82,7 @@ class StepRunner {
   StepRunner(const DeviceProgram& program, std::shared_ptr<StepMemory> memory);
 
   // `in`: of what the program uses, dense arrays. The pools among them are written in place.
-  void run(const Arrays& in, const mx::array& result, StepDevice& device);
+  void run(const Arrays& in, const Arrays& results, StepDevice& device);
 
  private:
   // What launches were captured for.
@@ -98,7 +98,7 @@ class StepRunner {
     mx::array values;     // temporaries, then inputs
     mx::array workspace;  // of attention
     PlacedLaunches launches;
-    size_t result_begin;  // launches from there on write the result
+    size_t result_begin;  // launches from there on write results
     std::shared_ptr<void> replayed;
   };
 

@@ -66,6 +66,7 @@ enum {
   ROPE_SIMD_GROUPS = 4,  // of rope_write, a head each
   PRODUCT_ROWS = 8,      // of x, of a threadgroup of product_rows
   PRODUCT_SIMD_GROUPS = 4,
+  GREEDY_THREADS = 1024,  // of greedy_tokens, at most
 };
 
 // All counts of `chunks` are in units of 16 bytes.
@@ -115,6 +116,12 @@ struct BitmaskParams {
   int forbidden;  // the bits of -inf; 16 bits are the lower
 };
 static_assert(sizeof(BitmaskParams) == 20, "the same for every compiler");
+
+// Of greedy.h.
+struct GreedyParams {
+  int vocab_size;
+};
+static_assert(sizeof(GreedyParams) == 4, "the same for every compiler");
 
 // Of layer.h. Chunks are of 16 bytes, strides of elements from one row to the next.
 struct NormParams {
@@ -206,6 +213,9 @@ static_assert(sizeof(ProductParams) == 24, "the same for every compiler");
 #define PAGED_FOR_EACH_LAYER_TEMPLATE(X)     \
   X("rope_rotations", rope_rotations, float) \
   PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_LAYER_KERNEL, X)
+
+#define PAGED_FOR_EACH_GREEDY_KERNEL(X, dtype, type) X("greedy_tokens_" #dtype, greedy_tokens, type)
+#define PAGED_FOR_EACH_GREEDY_TEMPLATE(X) PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_GREEDY_KERNEL, X)
 
 // Head dims of keys and values. 576 and 512: latent attention.
 #define PAGED_FOR_EACH_NARROW_DIM(X, ...) \

@@ -4,6 +4,7 @@
 // one at a time (csrc/kernel_source.cpp).
 
 #include "data.h"
+#include "greedy.h"
 #include "kernel_table.h"
 #include "language.h"
 #include "layer.h"
@@ -15,4 +16,5 @@
 #define INSTANTIATE(name, function, ...) PAGED_INSTANTIATE(name, function<__VA_ARGS__>)
 PAGED_FOR_EACH_DATA_TEMPLATE(INSTANTIATE)
 PAGED_FOR_EACH_LAYER_TEMPLATE(INSTANTIATE)
+PAGED_FOR_EACH_GREEDY_TEMPLATE(INSTANTIATE)
 PAGED_FOR_EACH_ATTENTION_TEMPLATE(INSTANTIATE)

@@ -284,15 +284,16 @@ def silu_mul(
 
 def greedy_tokens(
     logits: mx.array, *, stream: mx.Stream | mx.Device | None = None
-) -> tuple[mx.array, mx.array]:
-    """Greedy sampling and the logits that it finds, in one pass. CPU only.
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Greedy sampling and the logits that it finds, in one pass.
 
     Args:
         logits: ``[num_rows, vocab_size]`` float32, float16 or bfloat16.
 
     Returns:
         ``[num_rows]`` int32, the first of each row's largest, and ``[num_rows]`` float32, its
-        logit: -inf where all are, NaN where the row holds one (its token is then any).
+        logit: -inf where all are, NaN where the row holds one (its token is then any). Then
+        ``[num_rows]`` int32, the tokens for the host: -1 where that logit is not finite.
     """
     return ext.greedy_tokens(logits, stream=stream)
 
@@ -430,13 +431,13 @@ class DeviceProgram:
     that stays, with CUDA captured as a graph and replayed.
 
     The graph consists of `linear`, `rms_norm`, `rope_rotations`, `rope`, `silu_mul`, `write_kv`,
-    `paged_attention` without bounds, additions before a norm or after a linear layer, lookups of
-    rows, and changes of shape that move nothing.
+    `paged_attention` without bounds, `greedy_tokens`, additions before a norm or after a linear
+    layer, lookups of rows, and changes of shape that move nothing.
 
     Args:
         inputs: of `placeholders`.
-        outputs: what was built on them: the result, and pools among the inputs, which are written
-            in place.
+        outputs: what was built on them: results, and after them pools among the inputs, which are
+            written in place. Tokens for the host (`greedy_tokens`) are where `to_host` puts them.
         residual_in_product: an addition after a linear layer is part of it where it can be;
             otherwise it is part of the norm that follows.
 

@@ -96,23 +96,6 @@ void SiluMul::eval_cpu(const Arrays& inputs, Arrays& out) {
   cpu::dispatch_ranges(encoder, cpu::kernels().layer.silu_mul, args, size, bytes);
 }
 
-void GreedyTokens::eval_cpu(const Arrays& inputs, Arrays& out) {
-  auto& encoder = mx::cpu::get_command_encoder(stream());
-  auto in = cpu::dense_inputs(inputs, 0, encoder);
-  for (auto& o : out) {
-    o.set_data(mx::allocator::malloc(o.nbytes()));
-  }
-  cpu::GreedyArgs args{};
-  args.dtype = dtype_of(in[0].dtype());
-  args.logits = in[0].data<void>();
-  args.tokens = out[0].data<int32_t>();
-  args.largest = out[1].data<float>();
-  args.size = in[0].shape(1);
-  int64_t num_rows = in[0].shape(0);
-  int64_t row_bytes = args.size * int64_t(in[0].itemsize());
-  cpu::dispatch_ranges(encoder, cpu::kernels().layer.greedy, args, num_rows, row_bytes);
-}
-
 void NucleusThresholds::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);

@@ -36,6 +36,7 @@
 #include "mlx/backend/cuda/device.h"
 #include "mlx/backend/cuda/utils.h"
 #include "step_inputs.h"
+#include "transfer.h"
 
 namespace mlx_paged {
 
@@ -233,13 +234,20 @@ class CudaStepDevice : public StepDevice {
 }  // namespace
 
 void DeviceStep::eval_gpu(const Arrays& inputs, Arrays& out) {
-  gpu::allocate(out[0], stream());
   const auto& pools = program_->pools();
+  size_t num_results = program_->results().size();
+  for (size_t i = 0; i < num_results; i++) {
+    if (program_->results()[i].is_for_host) {
+      allocate_pinned(out[i]);
+    } else {
+      gpu::allocate(out[i], stream());
+    }
+  }
   for (size_t i = 0; i < pools.size(); i++) {
     if (!can_alias_pool_on_gpu(inputs[pools[i]])) {
       throw std::runtime_error("[device_step] a pool must be dense");
     }
-    out[1 + i].copy_shared_buffer(inputs[pools[i]]);
+    out[num_results + i].copy_shared_buffer(inputs[pools[i]]);
   }
   Arrays in = inputs;
   for (int i = 0; i < int(in.size()); i++) {
@@ -255,7 +263,7 @@ void DeviceStep::eval_gpu(const Arrays& inputs, Arrays& out) {
     }
   }
   CudaStepDevice device(stream());
-  program_->runner(stream().index)->run(in, out[0], device);
+  program_->runner(stream().index)->run(in, {out.begin(), out.begin() + num_results}, device);
   device.keep(program_);  // (its constants)
 }
 

@@ -163,9 +163,13 @@ mx::array to_host(const mx::array& a, mx::StreamOrDevice s_) {
   return mx::array(a.shape(), a.dtype(), std::make_shared<ToHost>(s), {dense});
 }
 
+void allocate_pinned(mx::array& a) {
+  size_t bytes = std::max<size_t>(a.nbytes(), 4);
+  place(a, StagingPool::get().take(bytes), bytes);
+}
+
 void ToHost::eval_gpu(const Arrays& in, Arrays& out) {
-  size_t bytes = std::max<size_t>(out[0].nbytes(), 4);
-  place(out[0], StagingPool::get().take(bytes), bytes);
+  allocate_pinned(out[0]);
   if (out[0].size() > 0) {
     copy(in[0], out[0], stream());
   }

@@ -40,6 +40,7 @@ from mlx_paged.engine.sampling.sampler import (
     largest_of,
     sample,
 )
+from mlx_paged.model.compiled import Greedy
 from mlx_paged.model.layout import Reach
 from mlx_paged.model.media import StepMedia
 from mlx_paged.model.paged_model import PagedModel
@@ -302,9 +303,12 @@ class ModelRunner:
         )
         if sampled:
             raw = logits[: len(sampled)] if targets else logits
-            why_none = _choose(raw, metadata, newest, grammars)
+            greedy = self.model.greedy_of(raw)
+            why_none = _choose(raw, metadata, newest, grammars, greedy)
             tokens = why_none.sampled.tokens
-            for_host = ops.to_host(why_none.sampled.for_host(why_none.model_largest))
+            for_host = why_none.sampled.for_host(why_none.model_largest)
+            if greedy is None or for_host is not greedy.reported:  # (which is for the host)
+                for_host = ops.to_host(for_host)
             logprobs = _report_samples(raw, tokens, output, metadata)
         else:
             # Nothing to choose: the step's work is what it wrote to the pools.
@@ -399,16 +403,20 @@ def _choose(
     metadata: SamplingMetadata,
     newest: InFlight | None,
     grammars: Future[GrammarMasks] | None,
+    greedy: Greedy | None,
 ) -> WhyNone:
     """The tokens of a step, and what says why a row has none.
 
     Args:
         raw: ``[num_sampled, vocab_size]`` logits.
+        greedy: greedy sampling of them, where the step has found it.
     """
     if not metadata.edits:
-        return WhyNone(sample(raw, metadata), None, False, {})
+        return WhyNone(sample(raw, metadata, greedy), None, False, {})
     # (A mask hides nothing that is not finite.)
-    model_largest = None if only_masks(metadata.edits) else largest_of(raw)
+    model_largest = None
+    if not only_masks(metadata.edits):
+        model_largest = largest_of(raw) if greedy is None else greedy.largest
     edited = apply_edits(raw, metadata.edits, newest, grammars)
     return WhyNone(sample(edited.logits, metadata), model_largest, True, edited.failed)
 

@@ -19,6 +19,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import fields
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -42,16 +43,33 @@ Forward = Callable[[mx.array, Step, Pools], tuple[mx.array, Pools]]
 _Graph = Callable[[mx.array, list[mx.array], Pools], tuple[mx.array, Pools]]
 
 
+class Greedy(NamedTuple):
+    """Greedy sampling of a step's logits; see `ops.greedy_tokens`."""
+
+    tokens: mx.array  # [num_rows] int32
+    largest: mx.array  # [num_rows] float32
+    reported: mx.array  # [num_rows] int32, where the host reads it
+
+
 class CompiledSteps:
     """Runs steps of few rows as compiled graphs.
 
     Args:
         forward: builds a step; a function of its arguments, but for the model's weights.
         enabled: false: none is compiled.
+        chooses: whether what `forward` returns are logits, to choose tokens by.
     """
 
-    def __init__(self, forward: Forward, *, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        enabled: bool = True,
+        chooses: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._forward = forward
+        self._chooses = chooses
+        self._newest: tuple[mx.array, Greedy] | None = None
         self._times: OrderedDict[object, int] = OrderedDict()  # times a shape occurred
         self._graphs: OrderedDict[object, _Graph] = OrderedDict()
         self._failed = not enabled
@@ -73,6 +91,13 @@ class CompiledSteps:
             return self._forward(tokens, step, pools)
         return self._compile(shape, tokens, step, pools)
 
+    def greedy_of(self, logits: mx.array) -> Greedy | None:
+        """What greedy sampling gives, where the newest step has found it for these logits."""
+        return self._newest[1] if self._newest is not None and self._newest[0] is logits else None
+
+    def _found(self, logits: mx.array, greedy: Greedy) -> None:
+        self._newest = (logits, greedy)
+
     def _compile(
         self, shape: object, tokens: mx.array, step: Step, pools: Pools
     ) -> tuple[mx.array, Pools]:
@@ -87,7 +112,8 @@ class CompiledSteps:
 
         if self.uses_device_programs and tokens.shape[0] <= ops.most_device_program_rows():
             try:
-                graph = _device_program(forward, tokens, arrays, pools)
+                found = self._found if self._chooses() else None
+                graph = _device_program(forward, tokens, arrays, pools, found)
                 result = graph(tokens, arrays, pools)
                 # (Whatever a GPU refuses shows now, and the step can be run again.)
                 mx.eval(result[0])
@@ -123,16 +149,26 @@ def _device_program(
     tokens: mx.array,
     arrays: list[mx.array],
     pools: Pools,
+    found: Callable[[mx.array, Greedy], None] | None,
 ) -> _Graph:
-    """The graph of `forward` as one operation of a GPU."""
+    """The graph of `forward` as one operation of a GPU.
+
+    Args:
+        found: called with the logits of each step and what greedy sampling of them gives; None:
+            they are no logits.
+    """
     end = 1 + len(arrays)
     inputs = ops.placeholders([tokens, *arrays, *pools])
     with patches.graph_for_program():
         logits, written = forward(inputs[0], inputs[1:end], inputs[end:])
-    program = ops.DeviceProgram(inputs, [logits, *written])
+    greedy = () if found is None else ops.greedy_tokens(logits)
+    program = ops.DeviceProgram(inputs, [logits, *greedy, *written])
 
     def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> tuple[mx.array, Pools]:
         logits, *pools = program([tokens, *arrays, *pools])
+        if found is not None:
+            tokens, largest, reported, *pools = pools
+            found(logits, Greedy(tokens, largest, reported))
         return logits, pools
 
     return run

@@ -20,7 +20,7 @@ from mlx_paged.model.caches import (
     UnusedCache,
     copy_blocks,
 )
-from mlx_paged.model.compiled import CompiledSteps
+from mlx_paged.model.compiled import CompiledSteps, Greedy
 from mlx_paged.model.gathered import GatheredGroup, GatheredLayerCache, groups_of
 from mlx_paged.model.layout import (
     FULL,
@@ -88,7 +88,7 @@ class PagedModel:
         self._allocated: list[mx.array] = []  # the first handles of the pools
         self.repeats_steps = True
         self._first_rows: dict[int, mx.array] = {}  # [n] int32: the first n rows of a step
-        self._compiled = CompiledSteps(self._run)
+        self._compiled = CompiledSteps(self._run, chooses=self._chooses)
 
     def allocate(
         self,
@@ -107,7 +107,7 @@ class PagedModel:
         """
         self.release()
         # (Compiled graphs must not keep the old pools.)
-        self._compiled = CompiledSteps(self._run, enabled=self.repeats_steps)
+        self._compiled = CompiledSteps(self._run, enabled=self.repeats_steps, chooses=self._chooses)
         leaves: list[object] = []
         for spec in self.layout.specs:
             if isinstance(spec, LayerSpec):
@@ -142,6 +142,15 @@ class PagedModel:
         if self._is_gathered:
             return GatheredLayerCache
         return LatentLayerCache if spec.latent else PagedLayerCache
+
+    def _chooses(self) -> bool:
+        return not self._output_rows.keeps_hidden
+
+    def greedy_of(self, logits: mx.array) -> Greedy | None:
+        """What greedy sampling of the logits that `forward` returned last gives, where the step
+        has found it; None: it has not.
+        """
+        return self._compiled.greedy_of(logits)
 
     def keep_hidden_states(self) -> int:
         """From now on `forward` returns hidden states; see `OutputRows.keep_hidden_states`."""

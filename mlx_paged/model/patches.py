@@ -440,6 +440,11 @@ class OutputRows:
         if projection is not None:
             self._override(projection.module, projection.method)
 
+    @property
+    def keeps_hidden(self) -> bool:
+        """Whether the rows are hidden states instead of logits."""
+        return self._keeps_hidden
+
     def keep_hidden_states(self) -> int:
         """From now on the rows are what the projection would be given, and nothing is projected.
 

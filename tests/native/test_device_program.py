@@ -56,7 +56,7 @@ def new_tokens(rng: np.random.Generator, count: int) -> list[int]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_gives_what_its_graph_gives(rng, name: str) -> None:
     ours, graphs = driver_of(CONFIGS[name]), driver_of(CONFIGS[name])
-    with_programs(ours, residual_in_product=len(name) % 2 == 0)
+    steps = with_programs(ours, residual_in_product=len(name) % 2 == 0)
     for work in ({"a": 7, "b": 1}, {"a": 1, "b": 1, "c": 9}, {"a": 1, "b": 1, "c": 1}):
         tokens = {sequence: new_tokens(rng, count) for sequence, count in work.items()}
         expected = graphs.step(tokens)
@@ -64,6 +64,11 @@ def test_a_step_gives_what_its_graph_gives(rng, name: str) -> None:
             actual = ours.step(tokens)
         for sequence, logits in expected.items():
             np.testing.assert_allclose(actual[sequence], logits, atol=2e-5)
+        greedy = steps.newest_greedy()
+        rows = np.array([actual[sequence] for sequence in tokens])
+        for found in (greedy.tokens, greedy.reported):
+            np.testing.assert_array_equal(np.array(found), rows.argmax(axis=1))
+        np.testing.assert_array_equal(np.array(greedy.largest), rows.max(axis=1))
     for mine, theirs in zip(ours.caches, graphs.caches, strict=True):
         for pool, other in ((mine.key_pool, theirs.key_pool), (mine.value_pool, theirs.value_pool)):
             np.testing.assert_allclose(np.array(pool), np.array(other), atol=2e-5)
@@ -102,12 +107,16 @@ def test_a_layer_is_few_kernels_with_cuda(
         linear, gated = f"linear_{name}_{product}", f"linear_{name}_{product[0]}_2"
     attention = f"paged_decode_tensor_{name}_64_n1"
     norm, write, table = f"add_rms_norm_{name}", f"rope_write_{name}", f"gather_rows_{name}"
-    layer = [linear, attention, linear, gated, linear]  # (a merge where contexts are split)
+    first = linear
+    if product is not None and family == "llama":
+        first = linear.replace("linear", "linear_heads")
+    layer = [first, attention, linear, gated, linear]  # (a merge where contexts are split)
     writes = [write] * (3 if family == "qwen3" else 0)
     norms = [norm] * (2 if dtype == mx.bfloat16 else 2 * 3 + 1)
-    others = [*writes, *norms, table, "rope_rotations", table, linear]
+    ends = [norm, table, linear, f"greedy_tokens_{name}"]
+    others = [*writes, *norms[1:], table, "rope_rotations", *ends]
     assert sorted(kernels) == sorted([*layer * 3, *others])
-    assert kernels[-3:] == [norm, table, linear]
+    assert kernels[-4:] == ends
 
 
 # --- Kernels --------------------------------------------------------------------------------------
@@ -328,6 +337,32 @@ def test_rows_of_a_table(rng, dtype) -> None:
             np.testing.assert_array_equal(values, exact_of(table[row]))
         else:
             assert np.isnan(values).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 37, 96, 1024, 40000])
+def test_greedy_tokens(rng, dtype, size: int) -> None:
+    values = rng.integers(-3, 3, (8, size)).astype(np.float32)  # (with many equals)
+    values[0] = -np.inf
+    values[1, size // 2] = np.inf
+    values[2, size // 3] = np.nan
+    values[3, -1] = 7.0
+    values[4, 0] = -np.nan
+    logits = mx.array(values).astype(dtype)
+    mx.eval(logits)
+    with simulated():
+        tokens, largest, reported = ops.greedy_tokens(logits)
+        mx.eval(tokens, largest, reported)
+        [launch] = launches()
+    assert launch["kernel"].startswith("greedy_tokens")
+    assert launch["traffic"][0] == (logits.nbytes, 0)
+    expected = values.max(axis=1)
+    np.testing.assert_array_equal(np.array(largest), expected)
+    is_number = ~np.isnan(expected)
+    got = np.array(tokens)
+    np.testing.assert_array_equal(got[is_number], values.argmax(axis=1)[is_number])
+    assert ((got >= 0) & (got < size)).all()
+    np.testing.assert_array_equal(np.array(reported), np.where(np.isfinite(expected), got, -1))
 
 
 # --- Steps that are replayed ----------------------------------------------------------------------

@@ -10,6 +10,7 @@ from mlx_paged import ops
 from mlx_paged.model.caches import Step
 from mlx_paged.model.compiled import (
     CompiledSteps,
+    Greedy,
     Pools,
     _arrays_of,
     _has_rope_positions,
@@ -26,17 +27,25 @@ class ProgramSteps(CompiledSteps):
         self.options = options
         self.made: list[tuple[ops.DeviceProgram, list[mx.array]]] = []  # with its inputs
 
+    def newest_greedy(self) -> Greedy:
+        """Of the newest step's logits."""
+        assert self._newest is not None
+        return self._newest[1]
+
     def run(self, tokens: mx.array, step: Step, pools: Pools) -> tuple[mx.array, Pools]:
         arrays = _arrays_of(step)
         unknown = ops.placeholders([tokens, *arrays, *pools])
         end = 1 + len(arrays)
         of_step = _step_of(unknown[1:end], tuple(step.plans), _has_rope_positions(step))
         logits, written = self._forward(unknown[0], of_step, unknown[end:])
-        program = ops.DeviceProgram(unknown, [logits, *written], **self.options)
+        greedy = ops.greedy_tokens(logits)
+        program = ops.DeviceProgram(unknown, [logits, *greedy, *written], **self.options)
         inputs = [tokens, *arrays, *pools]
         self.made.append((program, inputs))
-        logits, *pools = program(inputs)
+        logits, *rest = program(inputs)
+        found, pools = Greedy(*rest[:3]), rest[3:]
         mx.eval(logits)  # (in this order: the pools are written in place)
+        self._found(logits, found)
         return logits, pools
 
 

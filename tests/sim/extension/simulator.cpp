@@ -272,13 +272,17 @@ void simulate(DeviceStep& node, const Arrays& inputs, Arrays& out) {
     in.emplace_back(a.shape(), a.dtype(), nullptr, Arrays{});
     cpu::copy_to_dense(a, in.back(), encoder);
   }
-  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
-  for (size_t i = 1; i < out.size(); i++) {
-    out[i].copy_shared_buffer(in[program.pools()[i - 1]]);
+  size_t num_results = program.results().size();
+  for (size_t i = 0; i < out.size(); i++) {
+    if (i < num_results) {
+      out[i].set_data(mx::allocator::malloc(out[i].nbytes()));
+    } else {
+      out[i].copy_shared_buffer(in[program.pools()[i - num_results]]);
+    }
   }
   mx::synchronize(node.stream());
   SimulatedStepDevice device(node.stream());
-  program.runner(node.stream().index)->run(in, out[0], device);
+  program.runner(node.stream().index)->run(in, {out.begin(), out.begin() + num_results}, device);
 }
 
 }  // namespace
@@ -317,6 +321,7 @@ SIMULATED(CopyBlocks)
 SIMULATED(GatherKV)
 SIMULATED(PagedAttention)
 SIMULATED(ApplyTokenBitmask)
+SIMULATED(GreedyTokens)
 SIMULATED(DeviceStep)
 
 }  // namespace mlx_paged
