@@ -73,8 +73,9 @@ Launch linear_launch(
     }
     int groups = params.is_gated || (tiles >= kManyTiles && whole) ? 2 : 1;
     int rows = groups * kLinearRows;
-    launch.kernel.host_name = std::string("linear_") + name_of(dtype) + "_" +
-                              std::to_string(tiles) + "_" + std::to_string(groups);
+    launch.kernel.host_name = std::string(params.head_dim ? "linear_heads_" : "linear_") +
+                              name_of(dtype) + "_" + std::to_string(tiles) + "_" +
+                              std::to_string(groups);
     launch.threadgroup_memory = (kLinearParts * (rows + 1) + 1) * tiles * 8 * sizeof(float);
     launch.grid = {
         blocks_of(params.is_gated ? kLinearRows : rows),

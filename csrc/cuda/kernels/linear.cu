@@ -32,13 +32,12 @@ __device__ __forceinline__ Eight load_x(const void* p) {
 
 }  // namespace
 
-// TILES: of eight rows of x. GROUPS: of sixteen rows of the weight, which share what is read of x.
-// CHUNKS: of a part, read at once while those before are multiplied.
-// grid: rows of the weight x rows of x; what reads the same of the weight runs at the same time.
-// Of gate and up a block has a group each.
-template <typename T, int TILES, int GROUPS, int CHUNKS>
-__global__ void __launch_bounds__(32 * kLinearParts, TILES* GROUPS == 1 ? 3 : 1)
-    linear_entry(LINEAR_PARAMETERS) {
+// HEADS: of queries, keys and values (LinearParams::head_dim). TILES: of eight rows of x. GROUPS:
+// of sixteen rows of the weight, which share what is read of x. CHUNKS: of a part, read at once
+// while those before are multiplied. grid: rows of the weight x rows of x; what reads the same of
+// the weight runs at the same time. Of gate and up a block has a group each.
+template <typename T, int TILES, int GROUPS, int CHUNKS, bool HEADS>
+__global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMETERS) {
   constexpr int kRows = GROUPS * kLinearRows;
   constexpr int kSteps = CHUNKS * kLinearChunkSteps;
   constexpr int kStride =
@@ -46,7 +45,8 @@ __global__ void __launch_bounds__(32 * kLinearParts, TILES* GROUPS == 1 ? 3 : 1)
   const LinearPart<T> parts_of_launch[kLinearMostWeights] = LINEAR_PARTS;
   const bool is_gated = GROUPS == 2 && params.is_gated;
   int block = blockIdx.x;
-  const LinearPart<T> ours = part_of_block(parts_of_launch, params, kRows, block);
+  const int which = weight_of_block(params, kRows, block);
+  const T* weight = part_of(parts_of_launch, which).weight;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int row = lane / 4;         // of a tile, of the weight and of x
@@ -55,16 +55,15 @@ __global__ void __launch_bounds__(32 * kLinearParts, TILES* GROUPS == 1 ? 3 : 1)
   const int first = block * (is_gated ? kLinearRows : kRows);
   const int first_x = blockIdx.y * TILES * 8;
   const int num_rows = params.num_rows - first_x;
-  const bool has_heads = params.head_dim > 0;
-  const size_t to_second = (has_heads ? params.head_dim / 2 : 8) * k;
+  const size_t to_second = (HEADS ? params.head_dim / 2 : 8) * k;
   const T* weights[GROUPS];
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
-    const T* from = is_gated ? (g == 0 ? weight_0 : weight_1) : ours.weight + g * kLinearRows * k;
+    const T* from = is_gated ? (g == 0 ? weight_0 : weight_1) : weight + g * kLinearRows * k;
     weights[g] = from + (first + row) * k + column;
-    if (has_heads) {
+    if constexpr (HEADS) {
       const int at = head_row(block * GROUPS + g, kLinearRows, params.head_dim, row).first;
-      weights[g] = ours.weight + at * k + column;
+      weights[g] = weight + at * k + column;
     }
   }
   const T* xs = x + size_t(first_x + row) * params.x_stride + column;
@@ -180,7 +179,8 @@ __global__ void __launch_bounds__(32 * kLinearParts, TILES* GROUPS == 1 ? 3 : 1)
     }
     return rounded<T>(sum[0] * factors[at]);
   };
-  if (has_heads) {
+  const LinearPart<T> ours = part_of(parts_of_launch, which);
+  if constexpr (HEADS) {
     for (int i = threadIdx.x; i < TILES * 8 * (kRows / 2); i += 32 * kLinearParts) {
       const int at = i / (kRows / 2);
       const int g = i % (kRows / 2) / 8;
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(32 * kLinearParts, TILES* GROUPS == 1 ? 3 : 1)
       const int low = head_row(block * GROUPS + g, kLinearRows, params.head_dim, i % 8).first;
       const int high = low + params.head_dim / 2;
       write_rotated<T>(
-          params, rotations, slots, ours.out, ours.n, ours.index, first_x + at, low,
+          params, rotations, slots, ours.out, ours.n, which, first_x + at, low,
           plus(sum_of_parts(at, output), ours.bias + low, ours.has_bias),
           plus(sum_of_parts(at, output + 8), ours.bias + high, ours.has_bias));
     }
@@ -225,15 +225,20 @@ __global__ void __launch_bounds__(32 * kLinearParts, TILES* GROUPS == 1 ? 3 : 1)
   }
 }
 
-#define LINEAR(dtype, type, tiles, groups, chunks) \
-  {"linear_" #dtype "_" #tiles "_" #groups, (const void*)linear_entry<type, tiles, groups, chunks>},
-#define LINEAR_TILES(dtype, type) \
-  LINEAR(dtype, type, 1, 1, 2)    \
-  LINEAR(dtype, type, 2, 1, 1)    \
-  LINEAR(dtype, type, 4, 1, 1)    \
-  LINEAR(dtype, type, 1, 2, 1)    \
-  LINEAR(dtype, type, 2, 2, 1)    \
-  LINEAR(dtype, type, 4, 2, 1)
+#define LINEAR(name, dtype, type, tiles, groups, chunks, heads) \
+  {name "_" #dtype "_" #tiles "_" #groups,                      \
+   (const void*)linear_entry<type, tiles, groups, chunks, heads>},
+#define LINEAR_TILES(dtype, type)                    \
+  LINEAR("linear", dtype, type, 1, 1, 2, false)      \
+  LINEAR("linear", dtype, type, 2, 1, 1, false)      \
+  LINEAR("linear", dtype, type, 4, 1, 1, false)      \
+  LINEAR("linear", dtype, type, 1, 2, 1, false)      \
+  LINEAR("linear", dtype, type, 2, 2, 1, false)      \
+  LINEAR("linear", dtype, type, 4, 2, 1, false)      \
+  LINEAR("linear_heads", dtype, type, 1, 1, 2, true) \
+  LINEAR("linear_heads", dtype, type, 2, 1, 1, true) \
+  LINEAR("linear_heads", dtype, type, 4, 1, 1, true) \
+  LINEAR("linear_heads", dtype, type, 4, 2, 1, true)
 
 static const bool added = add_kernels({
     // clang-format off

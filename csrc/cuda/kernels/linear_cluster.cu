@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
   const LinearPart<T> parts_of_launch[kLinearMostWeights] = LINEAR_PARTS;
   const int outputs = params.is_gated ? kRows / 2 : kRows;  // of the block
   int tile_of_weight = blockIdx.x / kLinearParts;
-  const LinearPart<T> ours = part_of_block(parts_of_launch, params, kRows, tile_of_weight);
+  const int which = weight_of_block(params, kRows, tile_of_weight);
+  const LinearPart<T> ours = part_of(parts_of_launch, which);
   const int lane = threadIdx.x % 32;
   const int first_of_warp = threadIdx.x / 32 * kClusterWarpRows;
   const int rank = blockIdx.x % kLinearParts;
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         write_rotated<T>(
-            params, rotations, slots, ours.out, ours.n, ours.index, at, low + e, lows[e], highs[e]);
+            params, rotations, slots, ours.out, ours.n, which, at, low + e, lows[e], highs[e]);
       }
       continue;
     }

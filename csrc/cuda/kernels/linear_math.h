@@ -151,7 +151,6 @@ struct LinearPart {
   T* out;
   int n;
   bool has_bias;
-  int index;
 };
 
 // What all kernels of linear layers are given.
@@ -163,29 +162,31 @@ struct LinearPart {
       const T *__restrict__ next_norm, T *next_x, float *next_squares, const float *rotations, \
       const int *__restrict__ slots, const __grid_constant__ LinearParams params
 
-#define LINEAR_PARTS                                                   \
-  {{weight_0, bias_0, out_0, params.n[0], params.has_bias[0] != 0, 0}, \
-   {weight_1, bias_1, out_1, params.n[1], params.has_bias[1] != 0, 1}, \
-   {weight_2, bias_2, out_2, params.n[2], params.has_bias[2] != 0, 2}}
+#define LINEAR_PARTS                                                \
+  {{weight_0, bias_0, out_0, params.n[0], params.has_bias[0] != 0}, \
+   {weight_1, bias_1, out_1, params.n[1], params.has_bias[1] != 0}, \
+   {weight_2, bias_2, out_2, params.n[2], params.has_bias[2] != 0}}
+
+// (By comparisons: what they choose from is in constant memory, so that nothing has to be kept.)
+template <typename T>
+__device__ __forceinline__ LinearPart<T> part_of(
+    const LinearPart<T> (&parts)[kLinearMostWeights], int index) {
+  return index == 0 ? parts[0] : index == 1 ? parts[1] : parts[2];
+}
 
 // The weight whose blocks `block` is among; afterwards `block` counts from its first. The blocks of
 // a weight are of `rows` of its rows.
-template <typename T>
-__device__ __forceinline__ LinearPart<T> part_of_block(
-    const LinearPart<T> (&parts)[kLinearMostWeights], const LinearParams& params, int rows,
-    int& block) {
-  LinearPart<T> part = parts[0];
+__device__ __forceinline__ int weight_of_block(const LinearParams& params, int rows, int& block) {
+  int index = 0;
 #pragma unroll
   for (int i = 1; i < kLinearMostWeights; i++) {
-    const int blocks = (part.n + rows - 1) / rows;
-    if (!params.is_gated && i < params.num_weights && block >= blocks) {
+    const int blocks = (params.n[i - 1] + rows - 1) / rows;
+    if (index == i - 1 && !params.is_gated && i < params.num_weights && block >= blocks) {
       block -= blocks;
-      part = parts[i];
-    } else {
-      break;
+      index = i;
     }
   }
-  return part;
+  return index;
 }
 
 }  // namespace mlx_paged::cuda
