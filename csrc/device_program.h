@@ -179,7 +179,8 @@ class DeviceProgram {
   mutable std::mutex mutex_;           // of runners_
 };
 
-// in: the inputs that were read. out: the results, and the pools in place.
+// in: the inputs that were read. out: the results, and the pools in place or none of them: MLX
+// spends the square of an operation's outputs on it.
 class DeviceStep : public mx::Primitive {
  public:
   DeviceStep(mx::Stream stream, std::shared_ptr<const DeviceProgram> program)

@@ -247,7 +247,9 @@ void DeviceStep::eval_gpu(const Arrays& inputs, Arrays& out) {
     if (!can_alias_pool_on_gpu(inputs[pools[i]])) {
       throw std::runtime_error("[device_step] a pool must be dense");
     }
-    out[num_results + i].copy_shared_buffer(inputs[pools[i]]);
+    if (out.size() > num_results) {
+      out[num_results + i].copy_shared_buffer(inputs[pools[i]]);
+    }
   }
   Arrays in = inputs;
   for (int i = 0; i < int(in.size()); i++) {

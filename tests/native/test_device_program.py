@@ -90,27 +90,17 @@ def kernels_of(config: dict[str, Any], rows: int, *, dtype: mx.Dtype, cuda: bool
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize(
-    ("rows", "product"), [(1, "1_1"), (8, "1_1"), (16, "2_1"), (17, None), (60, None)]
-)
-def test_a_layer_is_few_kernels_with_cuda(
-    rows: int, product: str | None, family: str, dtype
-) -> None:
+@pytest.mark.parametrize(("rows", "tiles"), [(1, 1), (8, 1), (16, 2), (17, 4), (60, 8)])
+def test_a_layer_is_few_kernels_with_cuda(rows: int, tiles: int, family: str, dtype) -> None:
     """Float16 has not the range for norms within products; heads that are normed (qwen3) are
     rotated and written by a kernel of their own."""
     config = tiny_config(family, head_dim=64, tied=False, num_hidden_layers=3, vocab_size=112)
     kernels = kernels_of(config, rows, dtype=dtype, cuda=True)
     name = str(dtype).removeprefix("mlx.core.")
-    if product is None:
-        linear = gated = f"linear_cluster_{name}_{4 if rows <= 32 else 8}"
-    else:
-        linear, gated = f"linear_{name}_{product}", f"linear_{name}_{product[0]}_2"
+    linear = f"linear_stream_{name}_{tiles}"
     attention = f"paged_decode_tensor_{name}_64_n1"
     norm, write, table = f"add_rms_norm_{name}", f"rope_write_{name}", f"gather_rows_{name}"
-    first = linear
-    if product is not None and family == "llama":
-        first = linear.replace("linear", "linear_heads")
-    layer = [first, attention, linear, gated, linear]  # (a merge where contexts are split)
+    layer = [linear, attention, linear, linear, linear]  # (a merge where contexts are split)
     writes = [write] * (3 if family == "qwen3" else 0)
     norms = [norm] * (2 if dtype == mx.bfloat16 else 2 * 3 + 1)
     ends = [norm, table, linear, f"greedy_tokens_{name}"]
@@ -489,3 +479,74 @@ def test_other_shapes_and_dtypes_are_refused() -> None:
         for wrong in ([], [mx.zeros((4, 16))], [mx.zeros((3, 16), mx.float16)]):
             with pytest.raises(ValueError, match="device_program"):
                 program(wrong)
+
+
+# --- Steps with prompts ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3", "windows"])
+def test_steps_with_prompts_are_padded_and_become_programs(rng, monkeypatch, name: str) -> None:
+    """Prompts of other lengths, alone and beside decodes, in as many rows; and one that is not
+    sampled from, which is no program and does not keep the others from being one."""
+    ours, graphs = driver_of(CONFIGS[name]), driver_of(CONFIGS[name])
+    work = [{"a": 5}, {"b": 11}, {"c": 16}, {"d": 7}, {"a": 1, "e": 9}, {"b": 12}]
+    steps = ours.runner.model._compiled
+    made = []
+    with simulated(), monkeypatch.context() as patch:
+        patch.setattr(ops, "has_cuda", lambda: True)
+        patch.setattr(ops, "most_device_program_rows", lambda: 64)
+        for part in work:
+            tokens = {sequence: new_tokens(rng, count) for sequence, count in part.items()}
+            _, before, _ = sim_ext.step_counts()
+            actual = ours.step(tokens)
+            made.append(sim_ext.step_counts()[1] - before)
+            patch.undo()
+            with monkeypatch.context() as other:
+                other.setattr(ops, "has_cuda", lambda: False)
+                expected = graphs.step(tokens)
+            patch.setattr(ops, "has_cuda", lambda: True)
+            patch.setattr(ops, "most_device_program_rows", lambda: 64)
+            for sequence, logits in expected.items():
+                np.testing.assert_allclose(actual[sequence], logits, atol=2e-5)
+    assert made == [0, 0, 1, 1, 0, 1], "the third of a shape, and those after it"
+    assert steps._takes_prompts and steps.uses_device_programs
+
+
+def test_a_step_is_under_way_when_the_next_one_is_built(rng, monkeypatch) -> None:
+    """Its pools have the handles of before, so nothing built on them waits for it."""
+    driver = driver_of(CONFIGS["qwen3"])
+    steps = driver.runner.model._compiled
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 64)
+    replayed, run = [], steps.run
+
+    def watched(*args: Any) -> Any:
+        _, before, _ = sim_ext.step_counts()
+        result = run(*args)
+        replayed.append(sim_ext.step_counts()[1] - before)
+        assert replayed[-1] == 0 or all(a is b for a, b in zip(result[1], args[2], strict=True))
+        return result
+
+    monkeypatch.setattr(steps, "run", watched)
+    with simulated():
+        for _ in range(5):
+            driver.step({"a": new_tokens(rng, 1)})
+    assert replayed == [0, 0, 1, 1, 1]
+
+
+def test_prompts_that_are_no_programs_do_not_keep_decodes_from_it(rng, monkeypatch) -> None:
+    driver = driver_of(CONFIGS["qwen3"])
+    steps = driver.runner.model._compiled
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 64)
+    with simulated():
+        for sequence in "ab":
+            driver.step({sequence: new_tokens(rng, 5)})
+        sim_ext.fail_next_capture()
+        driver.step({"c": new_tokens(rng, 5)})
+        assert not steps._takes_prompts and steps.uses_device_programs
+        assert driver.runner.model.rows_with_prompts(5) == 5
+        _, before, _ = sim_ext.step_counts()
+        for _ in range(4):
+            driver.step({"a": new_tokens(rng, 1)})
+        assert sim_ext.step_counts()[1] == before + 2
