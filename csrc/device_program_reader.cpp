@@ -696,13 +696,13 @@ class DeviceProgramReader {
   std::vector<int> buffer_of_operand_;
   std::vector<const GraphNode*> pending_;
   std::unordered_map<Id, View> views_;
-  std::unordered_set<Id> for_host_;  // results
   // Buffers that are normed by the products that read them.
   struct Norm {
     View squares;
     float eps;
   };
   std::unordered_map<int, Norm> norms_;
+  std::unordered_set<Id> for_host_;  // results
 };
 
 void read_program(

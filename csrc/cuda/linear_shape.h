@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // What the host and the kernels of a linear layer agree on: params, how the work is divided, and
-// every instantiation of linear_cluster. Plain C++: nvcc reads it too.
+// every instantiation of linear_cluster and linear_stream. Plain C++: nvcc reads it too.
 
 #pragma once
 
@@ -52,8 +52,27 @@ constexpr int kLinearMostRows = 64;  // of x, whichever kernel
 constexpr int kLinearRows = 16;
 constexpr int kLinearBlockRows = 32;  // of x, of a block: most
 
-// linear_cluster, for more rows of x where blocks can form clusters (sm_90 and later): a block of a
-// cluster has a part.
+// linear_stream, where blocks can form clusters (sm_90 and later) and x fits into their shared
+// memory: a block of a cluster has a part, and a tile is this many rows of the weight.
+constexpr int kStreamWarps = 4;
+constexpr int kStreamThreads = 32 * kStreamWarps;
+constexpr int kStreamRows = kLinearRows * kStreamWarps;
+constexpr int kStreamMostScratch = 227 * 1024;
+
+// Of fp32, from one row of x to the next: no two lanes of a warp's store use the same bank.
+constexpr int stream_result_pitch() {
+  return kStreamRows + 4;
+}
+
+// A block's part of x, its warps' stages of the weight, and the sums of two tiles.
+constexpr int stream_scratch(int tiles, int stages, int k) {
+  int chunks = (k + kLinearChunk - 1) / kLinearChunk;
+  int turns = (chunks + kLinearParts - 1) / kLinearParts;
+  return turns * 8 * tiles * kLinearChunk * 2 + stages * kStreamRows * kLinearChunk * 2 +
+         2 * 8 * tiles * stream_result_pitch() * 4;
+}
+
+// linear_cluster, for more rows of x where that is not so: a block of a cluster has a part.
 constexpr int kClusterFewestRows = 17;  // of x: fewer are faster in linear
 constexpr int kClusterWarpRows = 32;    // of the weight, in a warp's tile
 
@@ -94,6 +113,13 @@ constexpr int cluster_scratch(int tiles, int row_warps, int stages) {
 }
 
 }  // namespace mlx_paged::cuda
+
+// X(...) receives the arguments given after it, then tiles of eight rows of x, and stages.
+#define PAGED_FOR_EACH_LINEAR_STREAM(X, ...) \
+  X(__VA_ARGS__, 1, 8)                       \
+  X(__VA_ARGS__, 2, 8)                       \
+  X(__VA_ARGS__, 4, 8)                       \
+  X(__VA_ARGS__, 8, 6)
 
 // X(...) receives the arguments given after it, then tiles of eight rows of x, warps of a block,
 // and stages. Small blocks, three or more to a multiprocessor, were fastest.

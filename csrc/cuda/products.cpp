@@ -26,6 +26,12 @@ ClusterShape cluster_shape(int tiles) {
   return shapes.at(tiles);
 }
 
+int stream_stages(int tiles) {
+#define STAGES(unused, tiles, stages) {tiles, stages},
+  static const std::map<int, int> found{PAGED_FOR_EACH_LINEAR_STREAM(STAGES, unused)};
+  return found.at(tiles);
+}
+
 int tiles_of(int num_rows) {
   int tiles = 1;
   while (8 * tiles < num_rows) {
@@ -36,15 +42,15 @@ int tiles_of(int num_rows) {
 
 }  // namespace
 
-std::string cluster_kernel(DType dtype, int tiles) {
+std::string stream_kernel(DType dtype, int tiles) {
   std::ostringstream name;
-  name << "linear_cluster_" << name_of(dtype) << "_" << tiles;
+  name << "linear_stream_" << name_of(dtype) << "_" << tiles;
   return name.str();
 }
 
 // (Sizes of buffers, which CUDA's encoder ignores, are left out.)
 Launch linear_launch(
-    const LinearParams& params, DType dtype, const LinearOperands& operands, bool clusters) {
+    const LinearParams& params, DType dtype, const LinearOperands& operands, int clusters) {
   int tiles = tiles_of(params.num_rows);
   Launch launch;
   // Blocks of `rows` outputs each: no block has rows of two weights.
@@ -55,10 +61,19 @@ Launch linear_launch(
     }
     return uint32_t(blocks);
   };
-  if (params.num_rows >= kClusterFewestRows && clusters) {
+  int scratch = stream_scratch(tiles, stream_stages(tiles), params.k);
+  if (clusters > 0 && scratch <= kStreamMostScratch) {
+    launch.kernel.host_name = stream_kernel(dtype, tiles);
+    launch.threadgroup_memory = scratch;
+    launch.cluster = kLinearParts;
+    uint32_t num_tiles = blocks_of(kStreamRows / (params.is_gated ? 2 : 1));
+    launch.grid = {std::min(num_tiles, uint32_t(clusters)) * kLinearParts, 1, 1};
+    launch.threadgroup = {kStreamThreads, 1, 1};
+  } else if (params.num_rows >= kClusterFewestRows && clusters > 0) {
     auto [warps, stages] = cluster_shape(tiles);
     int rows = cluster_rows(warps) / (params.is_gated ? 2 : 1);
-    launch.kernel.host_name = cluster_kernel(dtype, tiles);
+    launch.kernel.host_name =
+        std::string("linear_cluster_") + name_of(dtype) + "_" + std::to_string(tiles);
     launch.threadgroup_memory = cluster_scratch(tiles, warps, stages);
     launch.cluster = kLinearParts;
     launch.grid = {blocks_of(rows) * kLinearParts, 1, 1};
@@ -150,7 +165,7 @@ Launch product_launch(const ProductStep& step, const std::vector<ProgramOperand>
       operands.parts[i].out = buffers[ProductStep::kQueriesOut + i].operand;
     }
   }
-  return linear_launch(params, step.dtype, operands, has_clusters());
+  return linear_launch(params, step.dtype, operands, most_clusters());
 }
 
 }  // namespace mlx_paged::cuda

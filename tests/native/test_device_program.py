@@ -163,27 +163,17 @@ def kernels_of(config: dict[str, Any], rows: int, *, dtype: mx.Dtype, cuda: bool
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize(
-    ("rows", "product"), [(1, "1_1"), (8, "1_1"), (16, "2_1"), (17, None), (60, None)]
-)
-def test_a_layer_is_few_kernels_with_cuda(
-    rows: int, product: str | None, family: str, dtype
-) -> None:
+@pytest.mark.parametrize(("rows", "tiles"), [(1, 1), (8, 1), (16, 2), (17, 4), (60, 8)])
+def test_a_layer_is_few_kernels_with_cuda(rows: int, tiles: int, family: str, dtype) -> None:
     """Float16 has not the range for norms within products; heads that are normed (qwen3) are
     rotated and written by a kernel of their own."""
     config = tiny_config(family, head_dim=64, tied=False, num_hidden_layers=3, vocab_size=112)
     kernels = kernels_of(config, rows, dtype=dtype, cuda=True)
     name = str(dtype).removeprefix("mlx.core.")
-    if product is None:
-        linear = gated = f"linear_cluster_{name}_{4 if rows <= 32 else 8}"
-    else:
-        linear, gated = f"linear_{name}_{product}", f"linear_{name}_{product[0]}_2"
+    linear = f"linear_stream_{name}_{tiles}"
     attention = f"paged_decode_tensor_{name}_64_n1"
     norm, write, table = f"add_rms_norm_{name}", f"rope_write_{name}", f"gather_rows_{name}"
-    first = linear
-    if product is not None and family == "llama":
-        first = linear.replace("linear", "linear_heads")
-    layer = [first, attention, linear, gated, linear]  # (a merge where contexts are split)
+    layer = [linear, attention, linear, linear, linear]  # (a merge where contexts are split)
     writes = [write] * (3 if family == "qwen3" else 0)
     norms = [norm] * (2 if dtype == mx.bfloat16 else 2 * 3 + 1)
     ends = [norm, table, linear, f"greedy_tokens_{name}"]
