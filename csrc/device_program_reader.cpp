@@ -179,8 +179,7 @@ class DeviceProgramReader {
       }
       require(linear.weight.dtype() == dtype, "weights of another dtype");
       require(weight.is_dense(), "weights that are not dense");
-      require(
-          weight.offset * item_size % kChunkBytes == 0, "weights that do not begin at 16 bytes");
+      require(begins_at_chunk(weight), "weights that do not begin at 16 bytes");
       ProductStep::Part part{};
       part.weight = operand(weight);
       part.bias = -1;
@@ -226,6 +225,7 @@ class DeviceProgramReader {
         "a norm of rows of this size");
     View weight = node.inputs.size() > 1 ? dense_constant(node.inputs[1])
                                          : dense_constant(mx::ones({int(size)}, out.dtype()));
+    require(begins_at_chunk(weight), "weights that do not begin at 16 bytes");
     paged::NormParams params{int(size / chunk), sum != nullptr, norm.eps()};
     Launch launch = layer_kernel("add_rms_norm", out.dtype());
     read(launch, x);
@@ -306,8 +306,7 @@ class DeviceProgramReader {
     require(type == mx::int32 || type == mx::uint32, "a gather by other than int32");
     int64_t bytes = table.row_size() * int64_t(out.itemsize());
     require(
-        table.is_dense() && bytes % kChunkBytes == 0 &&
-            table.offset * int64_t(out.itemsize()) % kChunkBytes == 0,
+        table.is_dense() && bytes % kChunkBytes == 0 && begins_at_chunk(table),
         "a gather of rows of this size");
     require(
         rows.is_dense() && rows.row_size() == 1 && rows.rows() == out.shape(0),
@@ -356,6 +355,8 @@ class DeviceProgramReader {
       require(
           buffers_[pool->buffer].kind == ProgramOperand::Kind::input, "a pool that is no input");
       require(!buffers_[pool->buffer].is_written, "a pool that is written twice");
+      // (Nothing else would order the two.)
+      require(buffers_[pool->buffer].last_use < 0, "a pool that is read before it is written");
     }
     Heads from_queries = graph_.heads_of(queries);
     Heads from_keys = graph_.heads_of(node.inputs[2]);
@@ -413,7 +414,9 @@ class DeviceProgramReader {
       if (heads.norm) {
         has_norm = 1;
         eps = heads.norm->as<RmsNorm>()->eps();
-        read(launch, dense_constant(heads.norm->inputs[1]));
+        View weight = dense_constant(heads.norm->inputs[1]);
+        require(begins_at_chunk(weight), "weights that do not begin at 16 bytes");
+        read(launch, weight);
       } else {
         read(launch, q);  // (not read)
       }
@@ -554,6 +557,16 @@ class DeviceProgramReader {
     int buffer = add_buffer(
         {ProgramOperand::Kind::constant, i, uint64_t(a.buffer_size() - a.offset()), a.dtype()});
     return {buffer, 0, a.shape(), a.strides()};
+  }
+
+  // Kernels read chunks of 16 bytes.
+  bool begins_at_chunk(const View& v) const {
+    const Buffer& b = buffers_[v.buffer];
+    int64_t offset = v.offset * int64_t(b.dtype.size());
+    if (b.kind == ProgramOperand::Kind::constant) {
+      offset += program_.constants_[b.index].offset();
+    }
+    return offset % kChunkBytes == 0;
   }
 
   View dense_constant(const mx::array& a) {

@@ -10,12 +10,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from support import family_configs
 from support.device_programs import with_programs
 from support.models import StepDriver, tiny_config, tiny_model
 from support.reference import DTYPES, bits
 from support.simulated import launches, needs_simulator, sim_ext, simulated
 
 from mlx_paged import ops
+from mlx_paged.model.plan import build_plan
 
 pytestmark = needs_simulator
 
@@ -72,6 +74,77 @@ def test_a_step_gives_what_its_graph_gives(rng, name: str) -> None:
     for mine, theirs in zip(ours.caches, graphs.caches, strict=True):
         for pool, other in ((mine.key_pool, theirs.key_pool), (mine.value_pool, theirs.value_pool)):
             np.testing.assert_allclose(np.array(pool), np.array(other), atol=2e-5)
+
+
+# Of mlx-lm's families, with the settings of tests/support/family_configs.py: those whose steps are
+# programs besides the ones above, and what keeps some others from it.
+FAMILIES = [
+    *("deepseek", "ernie4_5", "exaone", "glm", "glm4", "helium", "internlm3", "llama4_text"),
+    *("mimo", "nanbeige", "openelm", "seed_oss", "telechat3"),
+]
+REFUSED_FAMILIES = {
+    "cohere": "Sum",  # LayerNorm
+    "gemma2": "Multiply",  # scaled embeddings
+    "gpt_oss": "ArgPartition",  # experts
+    "mixtral": "Negative",
+    "olmo2": "Add",  # of what has been normed
+    "qwen3_moe": "Softmax",
+}
+
+
+def family_driver(family: str) -> StepDriver:
+    fields = {"hidden_size": 128, "head_dim": 32, **family_configs.CONFIGS[family]}
+    return driver_of({**family_configs.BASE, **fields, "model_type": family})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_that_are_programs(rng, family: str) -> None:
+    ours, graphs = family_driver(family), family_driver(family)
+    steps = with_programs(ours)
+    for work in ({"a": 9, "b": 1}, {"a": 1, "b": 1}):
+        tokens = {sequence: new_tokens(rng, count) for sequence, count in work.items()}
+        expected = graphs.step(tokens)
+        with simulated():
+            actual = ours.step(tokens)
+        for sequence, logits in expected.items():
+            np.testing.assert_allclose(actual[sequence], logits, atol=5e-5)
+    assert len(steps.made) == 2
+
+
+@pytest.mark.parametrize("family", REFUSED_FAMILIES)
+def test_families_that_are_none(family: str) -> None:
+    driver = family_driver(family)
+    with_programs(driver)
+    reason = f"has the operation {REFUSED_FAMILIES[family]}$"
+    with simulated(), pytest.raises(ValueError, match=reason):
+        driver.step({"a": [1], "b": [2]})
+
+
+def test_sinks(rng) -> None:
+    """No dense family of mlx-lm has them."""
+    queries, _ = values_of(rng, 3, 4, 64, dtype=mx.float32)
+    pools = [values_of(rng, 4, 8, 2, 64, dtype=mx.float32)[0] for _ in range(2)]
+    keys, new_values = (values_of(rng, 3, 2, 64, dtype=mx.float32)[0] for _ in range(2))
+    sinks, _ = values_of(rng, 4, dtype=mx.float32)
+    identity = mx.eye(256)
+    plan = build_plan([[1], [2], [3]], [3, 8, 5], [1, 1, 1], block_size=8)
+    arrays = [getattr(plan, f) for f in plan.__dataclass_fields__ if f != "bounds"]
+    mx.eval(identity, arrays)
+
+    def build(queries, keys, new_values, *rest: mx.array) -> list[mx.array]:
+        *arrays, key_pool, value_pool = rest
+        plan = ops.AttentionPlan(*arrays)
+        written = ops.write_kv(key_pool, value_pool, keys, new_values, plan.slot_mapping)
+        out = ops.paged_attention(queries, *written, plan, scale=0.1, window=4, sinks=sinks)
+        return [ops.linear(out.reshape(3, -1), identity), *written]
+
+    copies = [mx.array(np.array(pool)) for pool in pools]
+    mx.eval(copies)
+    expected = build(queries, keys, new_values, *arrays, *copies)
+    mx.eval(expected)
+    actual, _ = run(build, queries, keys, new_values, *arrays, *pools)
+    for mine, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(np.array(mine), np.array(theirs), atol=1e-5)
 
 
 def kernels_of(config: dict[str, Any], rows: int, *, dtype: mx.Dtype, cuda: bool) -> list[str]:
@@ -461,6 +534,24 @@ REFUSALS: dict[str, tuple[Callable[[mx.array], Any], str]] = {
     ),
     "no dependence": (lambda x: mx.ones((3, 8)), "an output does not depend"),
 }
+
+
+def weights_in_the_middle() -> mx.array:
+    """Of 16, two bytes behind a multiple of 16."""
+    whole = mx.arange(33, dtype=mx.float16)
+    mx.eval(whole)
+    part = whole[1:17]
+    mx.eval(part)
+    return part
+
+
+def test_weights_that_begin_anywhere_are_refused() -> None:
+    part = weights_in_the_middle()
+    with simulated():
+        [x] = ops.placeholders([mx.zeros((3, 16), mx.float16)])
+        for out in (ops.rms_norm(x, part, 1e-5), x @ mx.broadcast_to(part, (16, 16)).T):
+            with pytest.raises(ValueError, match=r"16 bytes|not dense"):
+                ops.DeviceProgram([x], [out])
 
 
 @pytest.mark.parametrize("name", REFUSALS)
