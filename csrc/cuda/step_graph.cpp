@@ -42,7 +42,6 @@ namespace mlx_paged {
 
 namespace {
 
-constexpr uint32_t kFreeSharedMemory = 48 * 1024;
 constexpr uint64_t kSmallest = 256;  // bytes of memory
 
 void check(cudaError_t status, const std::string& what) {
@@ -83,14 +82,7 @@ void prepare(const std::vector<Launch>& launches) {
   for (const auto& launch : launches) {
     const auto& name = launch.kernel.host_name;
     const void* symbol = cuda::find_kernel(name);
-    cudaFuncAttributes found;
-    check(cudaFuncGetAttributes(&found, symbol), "kernel " + name);
-    if (launch.threadgroup_memory > kFreeSharedMemory) {
-      check(
-          cudaFuncSetAttribute(
-              symbol, cudaFuncAttributeMaxDynamicSharedMemorySize, int(launch.threadgroup_memory)),
-          "shared memory of " + name);
-    }
+    cuda::allow_shared_memory(symbol, name, launch.threadgroup_memory);
   }
 }
 
