@@ -188,7 +188,7 @@ def test_two_chats_answer_at_once_and_one_is_stopped(page, visitor, page_server)
     page_server.until(lambda: page_server.stats().num_running == 1)
     before = page.locator(".assistant .text").inner_text()
     page.wait_for_function(
-        "n => document.querySelector('.assistant .text').innerText.length > n", arg=len(before)
+        "n => document.querySelector('.assistant .text')?.innerText.length > n", arg=len(before)
     )
     page.click("#stop")
     expect(stops).to_have_count(0)
@@ -328,7 +328,7 @@ def test_two_tabs_merge(page, visitor, page_server) -> None:
     third.get_by_role("button", name="From the first tab").first.click()
     length = len(third.locator(".assistant .text").inner_text())
     third.wait_for_function(
-        "n => document.querySelector('.assistant.busy .text').innerText.length > n", arg=length
+        "n => document.querySelector('.assistant.busy .text')?.innerText.length > n", arg=length
     )
     third.close()
     other.click("#stop")
