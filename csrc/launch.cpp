@@ -4,6 +4,7 @@
 
 #include <bit>
 #include <limits>
+#include <stdexcept>
 #include <string>
 
 #include "../metal/kernel_table.h"
@@ -33,7 +34,16 @@ int chunks(const mx::array& a, int64_t elements) {
 
 }  // namespace
 
+void require_plain_pools(const char* op, const mx::array& pool) {
+  if (format_of(pool.dtype()) != PoolFormat::plain) {
+    throw std::invalid_argument(
+        std::string("[") + op +
+        "] pools must be float32, float16 or bfloat16 on a GPU but are quantised");
+  }
+}
+
 LaunchList WriteKV::launches(const Arrays& in, const Arrays& out, Gpu) const {
+  require_plain_pools("write_kv", in[0]);
   int num_tokens = in[4].shape(0);
   if (num_tokens == 0) {
     return {};
@@ -76,6 +86,7 @@ LaunchList CopyBlocks::launches(const Arrays& in, const Arrays& out, Gpu) const 
 }
 
 LaunchList GatherKV::launches(const Arrays& in, const Arrays& out, Gpu) const {
+  require_plain_pools("gather_kv", in[0]);
   LaunchList list;
   for (int i = 0; i < 2; i++) {
     const auto& pool = in[i];

@@ -67,6 +67,9 @@ struct LaunchList {
   std::vector<uint64_t> workspaces;  // bytes of each
 };
 
+// Throws std::invalid_argument for a quantised pool, which no kernel of a GPU reads.
+void require_plain_pools(const char* op, const mx::array& pool);
+
 // A dense copy of in[0]; of rank 4, or row-contiguous.
 LaunchList copy_strided_launches(const Arrays& in, const Arrays& out);
 

@@ -266,6 +266,7 @@ std::vector<Pipeline> pipelines_to_come(Gpu gpu) {
 }
 
 LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu) const {
+  require_plain_pools("paged_attention", in[kKeyPool]);
   const auto& queries = in[kQueries];
   const auto& keys = in[kKeyPool];
   auto dtype = dtype_of(queries.dtype());
