@@ -35,10 +35,11 @@ std::pair<mx::array, mx::array> write_kv(
   v.shape(values, "values", {num_tokens, value_pool.shape(2), layout_of(value_pool).head_dim});
   if (format_of(key_pool.dtype()) == PoolFormat::plain) {
     v.same_dtype(keys, "keys", key_pool, "key_pool");
+    v.same_dtype(values, "values", value_pool, "value_pool");
   } else {
     v.floating(keys, "keys");
+    v.same_dtype(values, "values", keys, "keys");
   }
-  v.same_dtype(values, "values", keys, "keys");
 
   auto out = mx::array::make_arrays(
       {key_pool.shape(), value_pool.shape()}, {key_pool.dtype(), value_pool.dtype()},

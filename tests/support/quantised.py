@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import CacheList
 
 from mlx_paged import ops
 from support import reference
@@ -184,4 +186,70 @@ def make_quantised(
     return quantised(make_batch(rng, *args, **options), name)
 
 
-__all__ = ["FORMATS", "QuantisedBatch", "make_quantised", "quantised", "replace"]
+# --- mlx-lm's dense caches that keep what a quantised pool would ----------------------------------
+
+
+def _fp16_above(x: mx.array) -> mx.array:
+    """The least float16 not below x >= 0, as float32."""
+    half = x.astype(mx.float16)
+    above = (half.view(mx.uint16) + 1).view(mx.float16)
+    return mx.where(half.astype(mx.float32) < x, above, half).astype(mx.float32)
+
+
+def _fp16_below(x: mx.array) -> mx.array:
+    half = x.astype(mx.float16)
+    bits = half.view(mx.uint16)
+    below = mx.where(bits >= 0x8000, bits + 1, mx.where(bits == 0, 0x8001, bits - 1))
+    below = below.astype(mx.uint16).view(mx.float16)
+    return mx.where(half.astype(mx.float32) > x, below, half).astype(mx.float32)
+
+
+def _divided(x: mx.array, step: mx.array) -> mx.array:
+    return mx.where(step > 0, x / mx.where(step > 0, step, 1.0), 0.0)
+
+
+def kept(x: mx.array, dtype: mx.Dtype, *, keys: bool) -> mx.array:
+    """What a pool of `dtype` gives back of ``[..., head_dim]`` numbers."""
+    dim = x.shape[-1]
+    rotated = mx.array(rotation(dtype, dim) if keys else np.eye(dim)).astype(mx.float32)
+    y = x.astype(mx.float32) @ rotated.T
+    if dtype == mx.int8:
+        step = _fp16_above(mx.abs(y).max(axis=-1, keepdims=True) / 127)
+        y = mx.round(_divided(y, step)) * step
+    elif dtype == mx.uint8:
+        y = mx.from_fp8(mx.to_fp8(y), mx.float32)
+    else:
+        groups = []
+        for begin in range(0, dim, GROUP):
+            group = y[..., begin : begin + GROUP]
+            least = _fp16_below(group.min(axis=-1, keepdims=True))
+            step = _fp16_above((group.max(axis=-1, keepdims=True) - least) / 15)
+            groups.append(mx.round(_divided(group - least, step)) * step + least)
+        y = mx.concatenate(groups, axis=-1)
+    return (y @ rotated).astype(x.dtype)
+
+
+def quantising(caches: Sequence[Any], name: str, skip: Sequence[int] = ()) -> list[Any]:
+    """mlx-lm's own caches, of which the attention layers keep what the codes stand for."""
+    key_dtype, value_dtype = FORMATS[name]
+
+    def quantise(cache: Any) -> None:
+        kind = type(cache)
+        if isinstance(cache, CacheList):
+            for part in cache.caches:
+                quantise(part)
+        elif hasattr(kind, "update_and_fetch"):
+
+            def update_and_fetch(self: Any, keys: mx.array, values: mx.array) -> Any:
+                return kind.update_and_fetch(
+                    self,
+                    kept(keys, key_dtype, keys=True),
+                    kept(values, value_dtype, keys=False),
+                )
+
+            cache.__class__ = type(kind.__name__, (kind,), {"update_and_fetch": update_and_fetch})
+
+    for i, cache in enumerate(caches):
+        if i not in skip:
+            quantise(cache)
+    return list(caches)
