@@ -18,7 +18,7 @@ struct Int8 {
 struct Fp8 {
   uint8_t bits;
 };
-// Two codes, the lower nibble first.
+// Two codes: of a group of n dims byte j has dim j in its lower nibble, and dim j + n / 2.
 struct Int4 {
   uint8_t codes;
 };
@@ -83,30 +83,6 @@ inline VecF load(const Fp8* p) {
   return as_float(as_uint(value) | ((b & 0x80) << 24));
 }
 
-// kWidth codes of kWidth / 2 bytes.
-inline VecF load(const Int4* p) {
-#if defined(__AVX2__)
-  uint64_t bytes = 0;
-  __builtin_memcpy(&bytes, p, kWidth / 2);
-  __m128i pairs = _mm_cvtepu8_epi16(_mm_cvtsi64_si128((long long)bytes));
-  __m128i codes =
-      _mm_and_si128(_mm_or_si128(pairs, _mm_slli_epi16(pairs, 4)), _mm_set1_epi16(0x0f0f));
-#if defined(__AVX512F__)
-  return (VecF)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
-#else
-  return (VecF)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
-#endif
-#else
-  const auto* bytes = reinterpret_cast<const uint8_t*>(p);
-  VecF codes;
-  for (int i = 0; i < kWidth; i += 2) {
-    codes[i] = bytes[i / 2] & 15;
-    codes[i + 1] = bytes[i / 2] >> 4;
-  }
-  return codes;
-#endif
-}
-
 inline float half_to_float(uint16_t bits) {
 #if defined(__AVX2__)
   return _cvtsh_ss(bits);
@@ -129,6 +105,32 @@ inline uint16_t half_at(const char* p, int index) {
   return bits;
 }
 
+// A group of int4 as fp32.
+inline void convert_group(const Int4* codes, float scale, float minimum, int size, float* out) {
+  if (size < kGroup) {
+    for (int j = 0; j < size / 2; j++) {
+      out[j] = float(codes[j].codes & 15) * scale + minimum;
+      out[j + size / 2] = float(codes[j].codes >> 4) * scale + minimum;
+    }
+    return;
+  }
+  for (int j = 0; j < kGroup / 2; j += kWidth) {
+    VecI bytes = load_bytes(codes + j);
+#if defined(__AVX512F__)
+    // All values there are, by their code; a permutation looks at the lowest four bits only.
+    const VecF all = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    __m512 values = (__m512)(all * scale + minimum);
+    store(out + j, (VecF)_mm512_permutexvar_ps((__m512i)bytes, values));
+    store(
+        out + j + kGroup / 2,
+        (VecF)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)bytes, 4), values));
+#else
+    store(out + j, __builtin_convertvector(bytes & 15, VecF) * scale + minimum);
+    store(out + j + kGroup / 2, __builtin_convertvector(bytes >> 4, VecF) * scale + minimum);
+#endif
+  }
+}
+
 // One head of a token as fp32, padded with zeros to whole vectors. `scales` is its tail.
 template <typename T>
 inline void convert_row(
@@ -138,16 +140,8 @@ inline void convert_row(
     for (int begin = 0; begin < dim; begin += kGroup) {
       float scale = half_to_float(half_at(scales, begin / kGroup * 2));
       float minimum = half_to_float(half_at(scales, begin / kGroup * 2 + 1));
-      int end = begin + kGroup < dim ? begin + kGroup : dim;
-      int d = begin;
-      for (; d + kWidth <= end; d += kWidth) {
-        store(out + d, load(row + d / 2) * scale + minimum);
-      }
-      if (d < end) {
-        Int4 tail[kWidth / 2] = {};
-        __builtin_memcpy(tail, row + d / 2, (end - d) / 2);
-        store(out + d, load(tail) * scale + minimum);
-      }
+      int size = begin + kGroup < dim ? kGroup : dim - begin;
+      convert_group(row + begin / 2, scale, minimum, size, out + begin);
     }
   } else {
     float scale = kIsInt8<T> ? half_to_float(half_at(scales, 0)) : 1.0f;

@@ -107,6 +107,17 @@ inline void convert_rows(
   }
 }
 
+// The scales of one head of a chunk of tokens, likewise: those of a block are next to each other.
+inline void fetch_scales(
+    const PoolView& pool, const char* const* tails, int begin, int end, int kv_head) {
+  if (begin < end) {
+    int64_t bytes = pool.tail_head_bytes();
+    for (int64_t b = 0; b < bytes * (end - begin); b += 64) {
+      __builtin_prefetch(tails[begin] + kv_head * tail_stride(pool) + b, 0, 2);
+    }
+  }
+}
+
 template <typename T>
 inline void score_chunk(
     const Layout& at, const State& state, const T* const* keys, int offset, int dim, int begin,
@@ -134,16 +145,24 @@ inline void score_heads(
   const T* keys[kTile];
   const char* tails[kTile];
   const char* values[kTile];
+  const char* value_tails[kTile];
   token_rows(args, pool, item.block_table, token, count, keys);
   token_rows(args, args.values, item.block_table, token, count, values);
   if constexpr (kIsInt4<T>) {
     token_tails(args, pool, item.block_table, token, count, tails);
+  }
+  bool scaled = args.values.tail_head_bytes() > 0;
+  if (scaled) {
+    token_tails(args, args.values, item.block_table, token, count, value_tails);
   }
   int64_t value_bytes = args.values.head_bytes();
   for (int chunk = 0; chunk < count; chunk += kChunk) {
     int end = min(chunk + kChunk, count);
     for (int head = head_begin; head < head_end; head++) {
       fetch(values, chunk, end, head * value_bytes, value_bytes);
+      if (scaled) {
+        fetch_scales(args.values, value_tails, chunk, end, head);
+      }
       State state(at, scratch, head - head_begin);
       if constexpr (kIsInt4<T>) {
         const float* rows[kTile];
@@ -167,18 +186,27 @@ inline void mix_heads(
   const T* values[kTile];
   const char* tails[kTile];
   const char* next_keys[kTile];
+  const char* next_tails[kTile];
   int num_next = min(kTile, item.token_end - token - count);
   token_rows(args, pool, item.block_table, token, count, values);
   token_rows(args, args.keys, item.block_table, token + count, num_next, next_keys);
   if constexpr (kIsInt4<T>) {
     token_tails(args, pool, item.block_table, token, count, tails);
   }
+  bool scaled = args.keys.tail_head_bytes() > 0;
+  if (scaled) {
+    token_tails(args, args.keys, item.block_table, token + count, num_next, next_tails);
+  }
   int64_t key_bytes = args.keys.head_bytes();
   static const float ones[kTransposeFrom] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   for (int chunk = 0; chunk < count; chunk += kChunk) {
     int end = min(chunk + kChunk, count);
     for (int head = head_begin; head < head_end; head++) {
-      fetch(next_keys, min(chunk, num_next), min(end, num_next), head * key_bytes, key_bytes);
+      int next_begin = min(chunk, num_next), next_end = min(end, num_next);
+      fetch(next_keys, next_begin, next_end, head * key_bytes, key_bytes);
+      if (scaled) {
+        fetch_scales(args.keys, next_tails, next_begin, next_end, head);
+      }
       State state(at, scratch, head - head_begin);
       const float* alpha = chunk == 0 ? state.alpha : ones;
       if constexpr (kIsInt4<T>) {
