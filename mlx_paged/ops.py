@@ -8,8 +8,7 @@ A *quantised* pool has another dtype, which tells its format; writing quantises,
 it:
 
 - int8: a code for a number, and for each token and head a scale;
-- uint32: a nibble for a number, and a scale and a minimum for each group of 32 dims; of a group of
-  n dims byte j has dim j in its lower nibble and dim j + n / 2 in the upper one;
+- uint32: a nibble for a number, lowest first, and for each group of 32 dims a scale and a minimum;
 - uint8: e4m3, without scales; numbers beyond 448 become 448.
 
 Its first three extents are those of a plain pool, and the last one is what a token and head takes

@@ -141,6 +141,9 @@ inline void load_queries(
     if (rotates_keys(args.keys.format)) {
       rotate(dst, dim);
     }
+    if (args.keys.format == PoolFormat::int4) {
+      evens_first(dst, dim);
+    }
   }
 }
 

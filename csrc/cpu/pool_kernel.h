@@ -100,15 +100,14 @@ inline void encode_int4(const float* x, int dim, char* codes, char* scales) {
     put_half(scales, 2 * group + 1, minimum);
     float step = half_to_float(scale);
     float inverse = step > 0 ? 1.0f / step : 0.0f;
-    int half = (end - begin) / 2;
-    for (int j = begin; j < begin + half; j++) {
+    for (int d = begin; d < end; d += 2) {
       uint32_t pair[2];
       for (int i = 0; i < 2; i++) {
-        float code = (x[j + i * half] - base) * inverse;
+        float code = (x[d + i] - base) * inverse;
         code = code < 0 ? 0 : code > 15 ? 15 : code;
         pair[i] = uint32_t(nearest(splat(code))[0]) & 15;
       }
-      codes[begin / 2 + j - begin] = char(pair[0] | pair[1] << 4);
+      codes[d / 2] = char(pair[0] | pair[1] << 4);
     }
   }
 }
@@ -190,6 +189,9 @@ inline void dequantise(const PoolArgs& args, int64_t slot, int head, void* out) 
   with_pool_type(args.dtype, pool.format, [&](auto type) {
     convert_row(pool, reinterpret_cast<const decltype(type)*>(codes), scales, dim, x);
   });
+  if (pool.format == PoolFormat::int4) {
+    dims_in_order(x, dim);
+  }
   if (args.rotated) {
     rotate_back(x, dim);
   }

@@ -18,7 +18,8 @@ struct Int8 {
 struct Fp8 {
   uint8_t bits;
 };
-// Two codes: of a group of n dims byte j has dim j in its lower nibble, and dim j + n / 2.
+// Two codes, the lower nibble first. Rows of fp32 have a group's even dims before its odd ones, as
+// vectors of nibbles do: queries are put in this order, and results are put back.
 struct Int4 {
   uint8_t codes;
 };
@@ -105,7 +106,7 @@ inline uint16_t half_at(const char* p, int index) {
   return bits;
 }
 
-// A group of int4 as fp32.
+// A group of int4 as fp32, even dims first.
 inline void convert_group(const Int4* codes, float scale, float minimum, int size, float* out) {
   if (size < kGroup) {
     for (int j = 0; j < size / 2; j++) {
@@ -129,6 +130,36 @@ inline void convert_group(const Int4* codes, float scale, float minimum, int siz
     store(out + j + kGroup / 2, __builtin_convertvector(bytes >> 4, VecF) * scale + minimum);
 #endif
   }
+}
+
+template <typename Move>
+inline void for_pairs(int dim, const Move& move) {
+  for (int begin = 0; begin < dim; begin += kGroup) {
+    int half = (begin + kGroup < dim ? kGroup : dim - begin) / 2;
+    for (int j = 0; j < half; j++) {
+      move(begin + j, begin + half + j, begin + 2 * j);
+    }
+  }
+}
+
+// To the order of rows of int4.
+inline void evens_first(float* x, int dim) {
+  float from[kMaxHeadDim];
+  __builtin_memcpy(from, x, dim * sizeof(float));
+  for_pairs(dim, [&](int even, int odd, int pair) {
+    x[even] = from[pair];
+    x[odd] = from[pair + 1];
+  });
+}
+
+// And back.
+inline void dims_in_order(float* x, int dim) {
+  float from[kMaxHeadDim];
+  __builtin_memcpy(from, x, dim * sizeof(float));
+  for_pairs(dim, [&](int even, int odd, int pair) {
+    x[pair] = from[even];
+    x[pair + 1] = from[odd];
+  });
 }
 
 // One head of a token as fp32, padded with zeros to whole vectors. `scales` is its tail.

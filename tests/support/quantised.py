@@ -80,15 +80,7 @@ def decoded(pool: mx.array, head_dim: int) -> np.ndarray:
     scales = np.ascontiguousarray(tails).view(np.float16).astype(np.float64)
     if pool.dtype == mx.int8:
         return codes.view(np.int8) * scales
-    nibbles = np.concatenate(
-        [
-            half
-            for begin in range(0, head_dim // 2, GROUP // 2)
-            for part in [codes[..., begin : begin + GROUP // 2]]
-            for half in (part & 15, part >> 4)
-        ],
-        axis=-1,
-    )
+    nibbles = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:3], head_dim)
     step, least = (np.repeat(scales[..., i::2], GROUP, axis=-1)[..., :head_dim] for i in range(2))
     return nibbles * step + least
 
