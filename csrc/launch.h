@@ -67,8 +67,12 @@ struct LaunchList {
   std::vector<uint64_t> workspaces;  // bytes of each
 };
 
-// Throws std::invalid_argument for a quantised pool, which no kernel of a GPU reads.
-void require_plain_pools(const char* op, const mx::array& pool);
+// Whether a pool is quantised. Throws std::invalid_argument for one on an NVIDIA GPU, where no
+// kernel reads it.
+bool is_quantised(const char* op, const mx::array& pool, Gpu gpu);
+
+// Queries [num_rows, num_heads, dim], rotated as integer keys are, from an operand to another.
+Launch rotate_queries_launch(const mx::array& queries, int from, int to);
 
 // A dense copy of in[0]; of rank 4, or row-contiguous.
 LaunchList copy_strided_launches(const Arrays& in, const Arrays& out);
@@ -101,6 +105,8 @@ struct AttentionLayer {
   bool has_softcap;
   bool has_sinks;
   bool has_bounds;  // of a step
+  PoolFormat key_format = PoolFormat::plain;
+  PoolFormat value_format = PoolFormat::plain;
 
   bool operator==(const AttentionLayer&) const = default;
 };

@@ -193,7 +193,8 @@ mx::array paged_attention(
   }
   note_attention_layer(
       {dtype_of(queries.dtype()), num_q_heads / num_kv_heads, key_dim, value_dim, window > 0,
-       softcap > 0, sinks.has_value(), has_bounds});
+       softcap > 0, sinks.has_value(), has_bounds, format_of(key_pool.dtype()),
+       format_of(value_pool.dtype())});
   return mx::array(
       {queries.shape(0), num_q_heads, value_dim}, queries.dtype(),
       std::make_shared<PagedAttention>(s, AttentionOptions{scale, window, softcap}),

@@ -10,7 +10,9 @@
 #include "paged_decode_matrix.h"
 #include "paged_merge.h"
 #include "paged_prefill.h"
+#include "quantised_pool.h"
 
 #define INSTANTIATE(name, function, ...) PAGED_INSTANTIATE(name, function<__VA_ARGS__>)
 PAGED_FOR_EACH_DATA_TEMPLATE(INSTANTIATE)
+PAGED_FOR_EACH_QUANTISED_TEMPLATE(INSTANTIATE)
 PAGED_FOR_EACH_ATTENTION_TEMPLATE(INSTANTIATE)

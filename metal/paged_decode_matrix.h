@@ -45,7 +45,8 @@ struct TileSoftmax {
   template <typename T>
   METAL_FUNC void step(
       threadgroup const float* dots, threadgroup T* weights, threadgroup float* factors, int first,
-      int end, constant AttentionParams& params, uint simd_id, uint lane) thread {
+      int end, TokenScales scales, constant AttentionParams& params, uint simd_id,
+      uint lane) thread {
     int column = lane % TOKENS;
     int token = first + column;
     PAGED_UNROLL
@@ -57,7 +58,7 @@ struct TileSoftmax {
         for (int s = 0; s < SIMD_GROUPS; s++) {
           dot += dots[(s * ROWS + row) * TOKENS + column];
         }
-        value = logit(dot, params);
+        value = logit(scales.of_dot(dot, params), params);
       }
       float maximum = max(state[i].maximum, value);
       for (ushort offset = TOKENS / 2; offset > 0; offset /= 2) {
@@ -68,7 +69,7 @@ struct TileSoftmax {
       state[i].maximum = maximum;
       state[i].sum = state[i].sum * factor + share;  // this lane's tokens only, until `join`
       if (row < ROWS) {
-        weights[row * TOKENS + column] = T(share);
+        weights[row * TOKENS + column] = T(scales.of_weight(share, params));
         if (column == 0) {
           factors[row] = factor;
         }
@@ -168,13 +169,22 @@ paged_decode_matrix(
   for (int first = seen.begin; first < seen.end; first += TOKENS) {
     TileLoader<T, TOKENS, 8 * K_COLUMNS, 32> keys;
     TileLoader<T, TOKENS, 8 * V_COLUMNS, 32> values;
-    keys.load(
-        key_pool, K_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end, k_slice,
-        lane);
-    values.load(
-        value_pool, V_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end, v_slice,
-        lane);
-    keys.store(tile, PITCH, lane);
+    if (PAGED_QUANTISED(params)) {
+      keys.load_quantised(
+          (device const uchar*)key_pool, key_format(params), K_DIM, params.num_kv_heads,
+          ours.kv_head, ours.table, first, seen.end, k_slice, lane);
+      values.load_quantised(
+          (device const uchar*)value_pool, value_format(params), V_DIM, params.num_kv_heads,
+          ours.kv_head, ours.table, first, seen.end, v_slice, lane);
+    } else {
+      keys.load(
+          key_pool, K_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end, k_slice,
+          lane);
+      values.load(
+          value_pool, V_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end,
+          v_slice, lane);
+    }
+    keys.store(tile, PITCH, key_format(params), lane);
     simdgroup_barrier(mem_flags::mem_threadgroup);
 
     PAGED_UNROLL
@@ -200,10 +210,14 @@ paged_decode_matrix(
       }
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);  // the keys have been read
-    values.store(tile, PITCH, lane);
+    values.store(tile, PITCH, value_format(params), lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
-    softmax.step(dots, weights, factors, first, seen.end, params, simd_id, lane);
+    TokenScales scales;
+    scales.load(
+        (device const uchar*)key_pool, (device const uchar*)value_pool, K_DIM, V_DIM, ours.table,
+        first + int(lane) % TOKENS, seen.end, ours.kv_head, params);
+    softmax.step(dots, weights, factors, first, seen.end, scales, params, simd_id, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     PAGED_UNROLL

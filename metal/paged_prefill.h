@@ -39,8 +39,8 @@ METAL_FUNC float row_sum(float value) {
 template <typename T, int COLUMNS>
 METAL_FUNC float softmax_row(
     thread simdgroup_matrix<float, 8, 8>* dot, thread simdgroup_matrix<T, 8, 8>* share,
-    thread SoftmaxState& state, RowBounds bounds, int first, int end,
-    constant AttentionParams& params, uint lane) {
+    thread SoftmaxState& state, RowBounds bounds, thread const TokenScales (&scales)[COLUMNS][2],
+    int first, int end, constant AttentionParams& params, uint lane) {
   float values[COLUMNS][2];
   float maximum = state.maximum;
   PAGED_UNROLL
@@ -49,7 +49,8 @@ METAL_FUNC float softmax_row(
     for (int e = 0; e < 2; e++) {
       int token = first + 8 * n + matrix_column(lane) + e;
       bool visible = token < end && sees(bounds, token, params);
-      float value = logit(dot[n].thread_elements()[e], params);
+      float product = scales[n][e].of_dot(dot[n].thread_elements()[e], params);
+      float value = logit(product, params);
       values[n][e] = visible ? value : -INFINITY;
       maximum = max(maximum, values[n][e]);
     }
@@ -63,7 +64,7 @@ METAL_FUNC float softmax_row(
     for (int e = 0; e < 2; e++) {
       float value = weight(values[n][e], maximum);
       sum += value;
-      share[n].thread_elements()[e] = T(value);
+      share[n].thread_elements()[e] = T(scales[n][e].of_weight(value, params));
     }
   }
   state.maximum = maximum;
@@ -149,15 +150,24 @@ paged_prefill(
   for (int first = seen.begin; first < seen.end; first += TOKENS) {
     TileLoader<T, TOKENS, K_DIM, THREADS> key_loader;
     TileLoader<T, TOKENS, V_DIM, THREADS> value_loader;
-    key_loader.load(
-        key_pool, K_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end, {0, K_DIM},
-        thread_id);
-    value_loader.load(
-        value_pool, V_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end,
-        {0, V_DIM}, thread_id);
+    if (PAGED_QUANTISED(params)) {
+      key_loader.load_quantised(
+          (device const uchar*)key_pool, key_format(params), K_DIM, params.num_kv_heads,
+          ours.kv_head, ours.table, first, seen.end, {0, K_DIM}, thread_id);
+      value_loader.load_quantised(
+          (device const uchar*)value_pool, value_format(params), V_DIM, params.num_kv_heads,
+          ours.kv_head, ours.table, first, seen.end, {0, V_DIM}, thread_id);
+    } else {
+      key_loader.load(
+          key_pool, K_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end,
+          {0, K_DIM}, thread_id);
+      value_loader.load(
+          value_pool, V_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end,
+          {0, V_DIM}, thread_id);
+    }
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the tiles before have been read
-    key_loader.store(key_tile, K_PITCH, thread_id);
-    value_loader.store(value_tile, V_PITCH, thread_id);
+    key_loader.store(key_tile, K_PITCH, key_format(params), thread_id);
+    value_loader.store(value_tile, V_PITCH, value_format(params), thread_id);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     simdgroup_matrix<float, 8, 8> dot[BANDS][TOKENS / 8];
@@ -178,11 +188,21 @@ paged_prefill(
       }
     }
 
+    TokenScales scales[TOKENS / 8][2];  // of this lane's columns
+    PAGED_UNROLL
+    for (int n = 0; n < TOKENS / 8; n++) {
+      PAGED_UNROLL
+      for (int e = 0; e < 2; e++) {
+        scales[n][e].load(
+            (device const uchar*)key_pool, (device const uchar*)value_pool, K_DIM, V_DIM,
+            ours.table, first + 8 * n + matrix_column(lane) + e, seen.end, ours.kv_head, params);
+      }
+    }
     simdgroup_matrix<T, 8, 8> share[BANDS][TOKENS / 8];
     PAGED_UNROLL
     for (int band = 0; band < BANDS; band++) {
       float factor = softmax_row<T, TOKENS / 8>(
-          dot[band], share[band], state[band], bounds[band], first, seen.end, params, lane);
+          dot[band], share[band], state[band], bounds[band], scales, first, seen.end, params, lane);
       PAGED_UNROLL
       for (int c = 0; c < V_DIM / 8; c++) {
         result[band][c].thread_elements()[0] *= factor;
