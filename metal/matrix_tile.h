@@ -67,6 +67,12 @@ struct TileLoader {
     }
   }
 
+  // Chunks next to each other in a row that have one group of int4: the first lane loads its scale.
+  static constexpr constant int GROUP_CHUNKS = ROW_CHUNKS % (CODE_GROUP / CHUNK) == 0
+                                                   ? CODE_GROUP / CHUNK
+                                               : ROW_CHUNKS % 2 == 0 ? 2
+                                                                     : 1;
+
   // The same of a quantised pool.
   METAL_FUNC void load_quantised(
       device const uchar* pool, int format, int dim, int num_heads, int head, BlockTable table,
@@ -80,9 +86,13 @@ struct TileLoader {
       if (chunk < TOKENS * ROW_CHUNKS && token < end && element < slice.end) {
         CodePlace place = code_place(table, token, num_heads, head, format, dim);
         chunks[i] = load_codes<T>(pool, place, element, format);
-        if (format == FORMAT_INT4) {
+        if (format == FORMAT_INT4 && chunk % GROUP_CHUNKS == 0) {
           chunks[i].z = load_group(pool, place, element);
         }
+      }
+      if (format == FORMAT_INT4) {
+        int lane = int(thread_id) % 32;
+        chunks[i].z = simd_shuffle(chunks[i].z, ushort(lane - lane % GROUP_CHUNKS));
       }
     }
   }

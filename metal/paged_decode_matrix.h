@@ -45,10 +45,11 @@ struct TileSoftmax {
   template <typename T>
   METAL_FUNC void step(
       threadgroup const float* dots, threadgroup T* weights, threadgroup float* factors, int first,
-      int end, TokenScales scales, constant AttentionParams& params, uint simd_id,
-      uint lane) thread {
+      int end, threadgroup const T* scales, int pitch, constant AttentionParams& params,
+      uint simd_id, uint lane) thread {
     int column = lane % TOKENS;
     int token = first + column;
+    threadgroup const float* own = (threadgroup const float*)(scales + column * pitch);
     PAGED_UNROLL
     for (int i = 0; i < STEPS; i++) {
       int row = row_of(i, simd_id, lane);
@@ -58,7 +59,7 @@ struct TileSoftmax {
         for (int s = 0; s < SIMD_GROUPS; s++) {
           dot += dots[(s * ROWS + row) * TOKENS + column];
         }
-        value = logit(scales.of_dot(dot, params), params);
+        value = logit(scaled_dot(dot, own, params), params);
       }
       float maximum = max(state[i].maximum, value);
       for (ushort offset = TOKENS / 2; offset > 0; offset /= 2) {
@@ -69,7 +70,7 @@ struct TileSoftmax {
       state[i].maximum = maximum;
       state[i].sum = state[i].sum * factor + share;  // this lane's tokens only, until `join`
       if (row < ROWS) {
-        weights[row * TOKENS + column] = T(scales.of_weight(share, params));
+        weights[row * TOKENS + column] = T(scaled_weight(share, own, params));
         if (column == 0) {
           factors[row] = factor;
         }
@@ -119,6 +120,7 @@ paged_decode_matrix(
   KeyRange seen = ours.keys(positions, params);
 
   threadgroup T* tile = (threadgroup T*)scratch + int(simd_id) * TOKENS * PITCH;
+  threadgroup T* scales = (threadgroup T*)scratch + PITCH - 16 / int(sizeof(T));
   threadgroup float* dots = (threadgroup float*)(scratch + AT.scores);
   threadgroup T* weights = (threadgroup T*)(scratch + AT.weights);
   threadgroup float* factors = (threadgroup float*)(scratch + AT.factors);
@@ -185,6 +187,12 @@ paged_decode_matrix(
           v_slice, lane);
     }
     keys.store(tile, PITCH, key_format(params), lane);
+    if (has_scales(params) && simd_id == 0 && int(lane) < TOKENS) {
+      load_scales(
+          (threadgroup float*)(scales + int(lane) * PITCH), (device const uchar*)key_pool,
+          (device const uchar*)value_pool, K_DIM, V_DIM, ours.table, first + int(lane), seen.end,
+          ours.kv_head, params);
+    }
     simdgroup_barrier(mem_flags::mem_threadgroup);
 
     PAGED_UNROLL
@@ -213,11 +221,7 @@ paged_decode_matrix(
     values.store(tile, PITCH, value_format(params), lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
-    TokenScales scales;
-    scales.load(
-        (device const uchar*)key_pool, (device const uchar*)value_pool, K_DIM, V_DIM, ours.table,
-        first + int(lane) % TOKENS, seen.end, ours.kv_head, params);
-    softmax.step(dots, weights, factors, first, seen.end, scales, params, simd_id, lane);
+    softmax.step(dots, weights, factors, first, seen.end, scales, PITCH, params, simd_id, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     PAGED_UNROLL

@@ -39,8 +39,8 @@ METAL_FUNC float row_sum(float value) {
 template <typename T, int COLUMNS>
 METAL_FUNC float softmax_row(
     thread simdgroup_matrix<float, 8, 8>* dot, thread simdgroup_matrix<T, 8, 8>* share,
-    thread SoftmaxState& state, RowBounds bounds, thread const TokenScales (&scales)[COLUMNS][2],
-    int first, int end, constant AttentionParams& params, uint lane) {
+    thread SoftmaxState& state, RowBounds bounds, threadgroup const T* scales, int pitch, int first,
+    int end, constant AttentionParams& params, uint lane) {
   float values[COLUMNS][2];
   float maximum = state.maximum;
   PAGED_UNROLL
@@ -49,7 +49,9 @@ METAL_FUNC float softmax_row(
     for (int e = 0; e < 2; e++) {
       int token = first + 8 * n + matrix_column(lane) + e;
       bool visible = token < end && sees(bounds, token, params);
-      float product = scales[n][e].of_dot(dot[n].thread_elements()[e], params);
+      threadgroup const float* own =
+          (threadgroup const float*)(scales + (8 * n + matrix_column(lane) + e) * pitch);
+      float product = scaled_dot(dot[n].thread_elements()[e], own, params);
       float value = logit(product, params);
       values[n][e] = visible ? value : -INFINITY;
       maximum = max(maximum, values[n][e]);
@@ -64,7 +66,9 @@ METAL_FUNC float softmax_row(
     for (int e = 0; e < 2; e++) {
       float value = weight(values[n][e], maximum);
       sum += value;
-      share[n].thread_elements()[e] = T(scales[n][e].of_weight(value, params));
+      threadgroup const float* own =
+          (threadgroup const float*)(scales + (8 * n + matrix_column(lane) + e) * pitch);
+      share[n].thread_elements()[e] = T(scaled_weight(value, own, params));
     }
   }
   state.maximum = maximum;
@@ -102,6 +106,7 @@ paged_prefill(
   KeyRange seen = ours.keys(positions, params);
   threadgroup T* key_tile = (threadgroup T*)scratch;
   threadgroup T* value_tile = key_tile + TOKENS * K_PITCH;
+  threadgroup T* scales = key_tile + K_DIM;
 
   // Queries pass through the tile of keys, eight rows at a time; rows past the last are zeros.
   constexpr int CHUNK = chunk_size<T>();
@@ -168,6 +173,12 @@ paged_prefill(
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the tiles before have been read
     key_loader.store(key_tile, K_PITCH, key_format(params), thread_id);
     value_loader.store(value_tile, V_PITCH, value_format(params), thread_id);
+    if (has_scales(params) && int(thread_id) < TOKENS) {
+      load_scales(
+          (threadgroup float*)(scales + int(thread_id) * K_PITCH), (device const uchar*)key_pool,
+          (device const uchar*)value_pool, K_DIM, V_DIM, ours.table, first + int(thread_id),
+          seen.end, ours.kv_head, params);
+    }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     simdgroup_matrix<float, 8, 8> dot[BANDS][TOKENS / 8];
@@ -188,21 +199,12 @@ paged_prefill(
       }
     }
 
-    TokenScales scales[TOKENS / 8][2];  // of this lane's columns
-    PAGED_UNROLL
-    for (int n = 0; n < TOKENS / 8; n++) {
-      PAGED_UNROLL
-      for (int e = 0; e < 2; e++) {
-        scales[n][e].load(
-            (device const uchar*)key_pool, (device const uchar*)value_pool, K_DIM, V_DIM,
-            ours.table, first + 8 * n + matrix_column(lane) + e, seen.end, ours.kv_head, params);
-      }
-    }
     simdgroup_matrix<T, 8, 8> share[BANDS][TOKENS / 8];
     PAGED_UNROLL
     for (int band = 0; band < BANDS; band++) {
       float factor = softmax_row<T, TOKENS / 8>(
-          dot[band], share[band], state[band], bounds[band], scales, first, seen.end, params, lane);
+          dot[band], share[band], state[band], bounds[band], scales, K_PITCH, first, seen.end,
+          params, lane);
       PAGED_UNROLL
       for (int c = 0; c < V_DIM / 8; c++) {
         result[band][c].thread_elements()[0] *= factor;

@@ -126,7 +126,10 @@ METAL_FUNC void unpack_codes(uint4 chunk, thread float* out, int format) {
 }
 
 METAL_FUNC uint pack_pair(float first, float second, half) {
-  return as_type<uint>(half2(half(first), half(second)));
+  half2 pair;
+  pair.x = half(first);
+  pair.y = half(second);
+  return as_type<uint>(pair);
 }
 
 METAL_FUNC uint bits_of(bfloat value) {
@@ -138,21 +141,28 @@ METAL_FUNC uint pack_pair(float first, float second, bfloat) {
 }
 
 METAL_FUNC uint4 pack(thread const float* values, float) {
-  return uint4(
-      as_type<uint>(values[0]), as_type<uint>(values[1]), as_type<uint>(values[2]),
-      as_type<uint>(values[3]));
+  uint4 chunk;
+  chunk.x = as_type<uint>(values[0]);
+  chunk.y = as_type<uint>(values[1]);
+  chunk.z = as_type<uint>(values[2]);
+  chunk.w = as_type<uint>(values[3]);
+  return chunk;
 }
 
 // A chunk of T; codes of int8 and e4m3 are exact in all.
 template <typename T>
 METAL_FUNC uint4 pack(thread const float* values, T type) {
-  return uint4(
-      pack_pair(values[0], values[1], type), pack_pair(values[2], values[3], type),
-      pack_pair(values[4], values[5], type), pack_pair(values[6], values[7], type));
+  uint4 chunk;
+  chunk.x = pack_pair(values[0], values[1], type);
+  chunk.y = pack_pair(values[2], values[3], type);
+  chunk.z = pack_pair(values[4], values[5], type);
+  chunk.w = pack_pair(values[6], values[7], type);
+  return chunk;
 }
 
 // The formats of a pipeline's pools, or FORMAT_PLAIN.
 METAL_FUNC int key_format(constant AttentionParams& params) {
+  (void)params;  // function constants need none
   return !PAGED_QUANTISED(params)  ? FORMAT_PLAIN
          : PAGED_FP8(params)       ? FORMAT_FP8
          : PAGED_INT4_KEYS(params) ? FORMAT_INT4
@@ -160,40 +170,48 @@ METAL_FUNC int key_format(constant AttentionParams& params) {
 }
 
 METAL_FUNC int value_format(constant AttentionParams& params) {
+  (void)params;  // function constants need none
   return !PAGED_QUANTISED(params)    ? FORMAT_PLAIN
          : PAGED_FP8(params)         ? FORMAT_FP8
          : PAGED_INT4_VALUES(params) ? FORMAT_INT4
                                      : FORMAT_INT8;
 }
 
-// The int8 scales of a token's key and value, which scores and weights are multiplied with.
-struct TokenScales {
-  float key;
-  float value;
+// The int8 scales of a token's key and value, which scores and weights are multiplied with. They
+// lie in threadgroup memory behind the token's row of a tile, where 16 bytes are left free.
+METAL_FUNC bool has_scales(constant AttentionParams& params) {
+  (void)params;  // function constants need none
+  return PAGED_QUANTISED(params) && !PAGED_FP8(params) &&
+         !(PAGED_INT4_KEYS(params) && PAGED_INT4_VALUES(params));
+}
 
-  METAL_FUNC void load(
-      device const uchar* key_pool, device const uchar* value_pool, int key_dim, int value_dim,
-      BlockTable table, int token, int end, int kv_head, constant AttentionParams& params) thread {
-    key = 0.0f;
-    value = 0.0f;
-    if (key_format(params) == FORMAT_INT8 && token < end) {
-      key = load_scale(
-          key_pool, code_place(table, token, params.num_kv_heads, kv_head, FORMAT_INT8, key_dim));
-    }
-    if (value_format(params) == FORMAT_INT8 && token < end) {
-      value = load_scale(
-          value_pool,
-          code_place(table, token, params.num_kv_heads, kv_head, FORMAT_INT8, value_dim));
-    }
+METAL_FUNC void load_scales(
+    threadgroup float* scales, device const uchar* key_pool, device const uchar* value_pool,
+    int key_dim, int value_dim, BlockTable table, int token, int end, int kv_head,
+    constant AttentionParams& params) {
+  int heads = params.num_kv_heads;
+  if (key_format(params) == FORMAT_INT8) {
+    scales[0] =
+        token < end
+            ? load_scale(key_pool, code_place(table, token, heads, kv_head, FORMAT_INT8, key_dim))
+            : 0.0f;
   }
+  if (value_format(params) == FORMAT_INT8) {
+    scales[1] = token < end ? load_scale(
+                                  value_pool,
+                                  code_place(table, token, heads, kv_head, FORMAT_INT8, value_dim))
+                            : 0.0f;
+  }
+}
 
-  METAL_FUNC float of_dot(float dot, constant AttentionParams& params) const thread {
-    return key_format(params) == FORMAT_INT8 ? dot * key : dot;
-  }
+METAL_FUNC float scaled_dot(
+    float dot, threadgroup const float* scales, constant AttentionParams& params) {
+  return key_format(params) == FORMAT_INT8 ? dot * scales[0] : dot;
+}
 
-  METAL_FUNC float of_weight(float weight, constant AttentionParams& params) const thread {
-    return value_format(params) == FORMAT_INT8 ? weight * value : weight;
-  }
-};
+METAL_FUNC float scaled_weight(
+    float weight, threadgroup const float* scales, constant AttentionParams& params) {
+  return value_format(params) == FORMAT_INT8 ? weight * scales[1] : weight;
+}
 
 }  // namespace paged

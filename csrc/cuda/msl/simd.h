@@ -23,6 +23,11 @@ METAL_FUNC T simd_shuffle_xor(T value, ushort mask) {
   return __shfl_xor_sync(0xffffffffu, value, hardware_lane(mask));
 }
 
+template <typename T>
+METAL_FUNC T simd_shuffle(T value, ushort lane) {
+  return __shfl_sync(0xffffffffu, value, hardware_lane(lane));
+}
+
 METAL_FUNC float simd_max(float value) {
   PAGED_UNROLL
   for (int mask = 16; mask > 0; mask /= 2) {
