@@ -4,7 +4,6 @@
 
 #include <bit>
 #include <limits>
-#include <stdexcept>
 #include <string>
 
 #include "../metal/kernel_table.h"
@@ -33,16 +32,6 @@ int chunks(const mx::array& a, int64_t elements) {
 }
 
 }  // namespace
-
-bool is_quantised(const char* op, const mx::array& pool, Gpu gpu) {
-  bool quantised = format_of(pool.dtype()) != PoolFormat::plain;
-  if (quantised && gpu == Gpu::nvidia) {
-    throw std::invalid_argument(
-        std::string("[") + op +
-        "] pools must be float32, float16 or bfloat16 on an NVIDIA GPU but are quantised");
-  }
-  return quantised;
-}
 
 namespace {
 
@@ -116,12 +105,12 @@ Launch rotate_queries_launch(const mx::array& queries, int from, int to) {
   return launch;
 }
 
-LaunchList WriteKV::launches(const Arrays& in, const Arrays& out, Gpu gpu) const {
+LaunchList WriteKV::launches(const Arrays& in, const Arrays& out, Gpu) const {
   int num_tokens = in[4].shape(0);
   if (num_tokens == 0) {
     return {};
   }
-  if (is_quantised("write_kv", in[0], gpu)) {
+  if (format_of(in[0].dtype()) != PoolFormat::plain) {
     return quantise_launches(in, out);
   }
   auto token_chunks = [](const mx::array& pool) {
@@ -161,8 +150,8 @@ LaunchList CopyBlocks::launches(const Arrays& in, const Arrays& out, Gpu) const 
   return list;
 }
 
-LaunchList GatherKV::launches(const Arrays& in, const Arrays& out, Gpu gpu) const {
-  bool quantised = is_quantised("gather_kv", in[0], gpu);
+LaunchList GatherKV::launches(const Arrays& in, const Arrays& out, Gpu) const {
+  bool quantised = format_of(in[0].dtype()) != PoolFormat::plain;
   LaunchList list;
   for (int i = 0; i < 2; i++) {
     const auto& pool = in[i];

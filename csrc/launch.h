@@ -67,10 +67,6 @@ struct LaunchList {
   std::vector<uint64_t> workspaces;  // bytes of each
 };
 
-// Whether a pool is quantised. Throws std::invalid_argument for one on an NVIDIA GPU, where no
-// kernel reads it.
-bool is_quantised(const char* op, const mx::array& pool, Gpu gpu);
-
 // Queries [num_rows, num_heads, dim], rotated as integer keys are, from an operand to another.
 Launch rotate_queries_launch(const mx::array& queries, int from, int to);
 

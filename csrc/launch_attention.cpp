@@ -280,7 +280,6 @@ std::vector<Pipeline> pipelines_to_come(Gpu gpu) {
 }
 
 LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu) const {
-  bool quantised = is_quantised("paged_attention", in[kKeyPool], gpu);
   const auto& queries = in[kQueries];
   const auto& keys = in[kKeyPool];
   auto dtype = dtype_of(queries.dtype());
@@ -323,7 +322,7 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
        options_.softcap > 0, has_sinks, has_bounds, format_of(keys.dtype()),
        format_of(in[kValuePool].dtype())});
   Binding queries_read = read(kQueries);
-  if (quantised && rotates_keys(format_of(keys.dtype()))) {
+  if (rotates_keys(format_of(keys.dtype()))) {
     int rotated = workspace + 1;
     list.workspaces.push_back(queries.nbytes());
     list.launches.push_back(rotate_queries_launch(queries, kQueries, rotated));
@@ -342,6 +341,8 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
     params.has_sinks = has_sinks;
     params.softcap = options_.softcap;
     params.bounded_rows = has_bounds ? in[kPositions].shape(1) : 0;
+    params.key_format = int(format_of(keys.dtype()));
+    params.value_format = int(format_of(in[kValuePool].dtype()));
     params.scale = options_.softcap ? options_.scale : options_.scale * kLog2e;
 
     Launch launch;

@@ -48,8 +48,10 @@ struct AttentionParams {
   float scale;       // of the dot product; with log2(e) folded in unless there is a soft-cap
   float softcap;     // 0: none
   int bounded_rows;  // row length of positions and bounds [3, num_rows]; 0: there are no bounds
+  int key_format;    // FORMAT_..., function constants too
+  int value_format;
 };
-static_assert(sizeof(AttentionParams) == 48, "the same for every compiler");
+static_assert(sizeof(AttentionParams) == 56, "the same for every compiler");
 
 struct MergeParams {
   int num_q_heads;

@@ -49,14 +49,18 @@ struct Attention {
   int num_kv_heads;
 };
 
+bool is_quantised(const Arrays& in) {
+  return format_of(in[Inputs::kKeyPool].dtype()) != PoolFormat::plain;
+}
+
 // Null where tensor cores are not used: fp32, whose inputs they would round; two head dims; blocks
-// that end within 16 tokens.
+// that end within 16 tokens; quantised pools.
 std::optional<Attention> on_tensor_cores(const Launch& launch, const Arrays& in) {
   constexpr int kLeastBlock = 16;
   auto dtype = dtype_of(in[Inputs::kQueries].dtype());
   int dim = in[Inputs::kKeyPool].shape(3);
   if (dtype == DType::float32 || dim != in[Inputs::kValuePool].shape(3) ||
-      in[Inputs::kKeyPool].shape(1) < kLeastBlock) {
+      in[Inputs::kKeyPool].shape(1) < kLeastBlock || is_quantised(in)) {
     return std::nullopt;
   }
   auto params = params_of<paged::AttentionParams>(launch);
@@ -131,7 +135,7 @@ void merge_by_warps(Launch& launch, const Arrays& in) {
   auto params = params_of<paged::MergeParams>(launch);
   std::ostringstream name;
   name << "merge_splits_" << name_of(dtype_of(in[Inputs::kQueries].dtype())) << "_"
-       << in[Inputs::kValuePool].shape(3);
+       << layout_of(in[Inputs::kValuePool]).head_dim;
   launch.kernel = {name.str(), "merge_splits", ""};
   uint32_t blocks = (params.num_q_heads + paged::MERGE_HEADS - 1) / paged::MERGE_HEADS;
   launch.grid = {launch.grid[0] * blocks, launch.grid[2], 1};
@@ -153,6 +157,10 @@ LaunchList with_variants(LaunchList list, const Arrays& in) {
     }
     if (auto attention = on_tensor_cores(launch, in)) {
       (decode ? decode_on_tensor_cores : prefill_on_tensor_cores)(launch, *attention);
+    }
+    if (is_quantised(in)) {  // (these ask for bounds at run time)
+      launch.kernel.host_name += "_quantised";
+      continue;
     }
     bool portable = launch.kernel.file == file;
     if (portable && params_of<paged::AttentionParams>(launch).bounded_rows > 0) {

@@ -36,6 +36,14 @@ METAL_FUNC float simd_max(float value) {
   return value;
 }
 
+METAL_FUNC float simd_min(float value) {
+  return -simd_max(-value);
+}
+
+METAL_FUNC bool simd_all(bool value) {
+  return __all_sync(0xffffffffu, value);
+}
+
 METAL_FUNC float simd_sum(float value) {
   PAGED_UNROLL
   for (int mask = 16; mask > 0; mask /= 2) {
@@ -52,9 +60,17 @@ METAL_FUNC float exp2(float x) {
 }
 }  // namespace fast
 
+METAL_FUNC float clamp(float x, float least, float most) {
+  return fminf(fmaxf(x, least), most);
+}
+
 namespace precise {
 METAL_FUNC float tanh(float x) {
   return ::tanhf(x);
+}
+
+METAL_FUNC float sqrt(float x) {
+  return ::sqrtf(x);
 }
 }  // namespace precise
 
