@@ -13,7 +13,10 @@ endif
 comma := ,
 EXTRAS := dev$(if $(BACKEND),$(comma)$(BACKEND))
 
-SOURCES := pyproject.toml CMakeLists.txt \
+# Left out for the CPU also where an NVIDIA GPU is.
+CUDA := $(if $(filter cuda%,$(BACKEND)),ON,OFF)
+
+SOURCES := pyproject.toml CMakeLists.txt scripts/build_backend.py \
 	$(wildcard csrc/*.* csrc/*/*.* metal/* tests/sim/extension/* tests/sim/runtime/metal_sim.h)
 
 .PHONY: demo test test-mlx-lm soak hostile load lint bench mac-report wheel clean
@@ -70,7 +73,7 @@ mac-report: $(BIN)/.installed
 	$(BIN)/python bench/mac_report.py
 
 wheel: $(BIN)/.installed
-	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+	$(BIN)/python -m pip wheel --config-settings=cmake.define.MLX_PAGED_CUDA=$(CUDA) --no-deps --wheel-dir dist .
 
 $(BIN)/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -78,6 +81,7 @@ $(BIN)/.installed: $(SOURCES)
 	$(BIN)/python scripts/install_progress.py $(BIN)/python -m pip install --verbose \
 		--config-settings=cmake.define.MLX_PAGED_WERROR=$(WERROR) \
 		--config-settings=cmake.define.MLX_PAGED_SANITIZE=$(SANITIZE) \
+		--config-settings=cmake.define.MLX_PAGED_CUDA=$(CUDA) \
 		--config-settings=cmake.define.MLX_PAGED_BUILD_TESTS=ON --editable '.[$(EXTRAS)]'
 	$(BIN)/python -m pip install --quiet --no-deps mlx-vlm==$(MLX_VLM)
 	touch $@

@@ -26,7 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from harness import RESULTS, environment, print_table, save
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import llama, qwen3, qwen3_moe
 from mlx_lm.utils import load_tokenizer
@@ -125,14 +125,24 @@ def random_model(name: str = "Llama-3.2-3B") -> LoadedModel:
     module = _MODULES[config["model_type"]]
     model = module.Model(module.ModelArgs.from_dict(config))
     mx.random.seed(0)
-    weights = []
-    for path, array in tree_flatten(model.parameters()):
-        weight = (0.02 * mx.random.normal(array.shape)).astype(mx.bfloat16)
-        mx.eval(weight)  # one at a time: the random numbers are of 32 bits
-        weights.append((path, weight))
-    model.update(tree_unflatten(weights))
-    if "4 bits" in name:
-        nn.quantize(model, group_size=64, bits=4)
+
+    def filled(module: nn.Module) -> nn.Module:
+        # (One at a time: the random numbers are of 32 bits, and a model may fit in 4 bits only.)
+        weights = [
+            (path, (0.02 * mx.random.normal(array.shape)).astype(mx.bfloat16))
+            for path, array in tree_flatten(module.parameters())
+        ]
+        module.update(tree_unflatten(weights))
+        if "4 bits" not in name or not hasattr(module, "to_quantized"):
+            mx.eval(module.parameters())
+            return module
+        quantized = module.to_quantized(group_size=64, bits=4)
+        mx.eval(quantized.parameters())
+        module.update({"weight": mx.zeros(0)})
+        return quantized
+
+    leaves = tree_map(filled, model.leaf_modules(), is_leaf=nn.Module.is_module)
+    model.update_modules(leaves)
     mx.eval(model.parameters())
     model.eval()
     mx.clear_cache()

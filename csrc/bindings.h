@@ -9,6 +9,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
@@ -17,8 +18,10 @@ namespace mlx_paged {
 namespace nb = nanobind;
 using namespace nb::literals;
 
-void bind_kernel_ops(nb::module_& m);  // ops.cpp
-void bind_layer_ops(nb::module_& m);   // layer_ops.cpp
-void bind_extension(nb::module_& m);   // these, and the rest of mlx_paged._ext
+void bind_kernel_ops(nb::module_& m);      // ops.cpp
+void bind_layer_ops(nb::module_& m);       // layer_ops.cpp
+void bind_step_program(nb::module_& m);    // step_program.cpp
+void bind_device_program(nb::module_& m);  // device_step.cpp
+void bind_extension(nb::module_& m);       // these, and the rest of mlx_paged._ext
 
 }  // namespace mlx_paged

@@ -2,6 +2,7 @@
 
 #include "launch.h"
 
+#include <algorithm>
 #include <bit>
 #include <limits>
 #include <string>
@@ -105,6 +106,13 @@ Launch rotate_queries_launch(const mx::array& queries, int from, int to) {
   return launch;
 }
 
+mx::Shape workspace_shape(uint64_t bytes) {
+  constexpr uint64_t kRow = 4096;  // float32s
+  uint64_t rows = std::max<uint64_t>(1, (bytes + 4 * kRow - 1) / (4 * kRow));
+  uint64_t step = std::max<uint64_t>(1, std::bit_floor(rows) / 8);
+  return {int((rows + step - 1) / step * step), int(kRow)};
+}
+
 LaunchList WriteKV::launches(const Arrays& in, const Arrays& out, Gpu) const {
   int num_tokens = in[4].shape(0);
   if (num_tokens == 0) {
@@ -148,6 +156,33 @@ LaunchList CopyBlocks::launches(const Arrays& in, const Arrays& out, Gpu) const 
     list.launches.push_back(launch);
   }
   return list;
+}
+
+Launch greedy_launch(int num_rows, int vocab_size, DType dtype) {
+  int item_size = dtype == DType::float32 ? 4 : 2;
+  int chunks = vocab_size * item_size / int(kChunk);
+  paged::GreedyParams params{vocab_size};
+  Launch launch;
+  launch.kernel = kernel_named(std::string("greedy_tokens_") + name_of(dtype));
+  uint64_t rows = num_rows;
+  launch.buffers = {
+      {0, Access::read, rows * vocab_size * item_size},
+      {1, Access::write, rows * 4},
+      {2, Access::write, rows * 4},
+      {3, Access::write, rows * 4}};
+  launch.constants = bytes_of(params);
+  launch.grid = {uint32_t(num_rows), 1, 1};
+  uint32_t threads = std::clamp<uint32_t>(ceil_div(chunks, 32) * 32, 32, paged::GREEDY_THREADS);
+  launch.threadgroup = {threads, 1, 1};
+  launch.threadgroup_memory = ceil_div(threads / 32 * 3 * sizeof(float), 16) * 16;
+  return launch;
+}
+
+LaunchList GreedyTokens::launches(const Arrays& in, const Arrays&, Gpu) const {
+  if (in[0].shape(0) == 0) {
+    return {};
+  }
+  return {{greedy_launch(in[0].shape(0), in[0].shape(1), dtype_of(in[0].dtype()))}, {}};
 }
 
 LaunchList GatherKV::launches(const Arrays& in, const Arrays& out, Gpu) const {

@@ -65,10 +65,19 @@ std::vector<std::byte> bytes_of(const Params& params) {
 struct LaunchList {
   std::vector<Launch> launches;
   std::vector<uint64_t> workspaces;  // bytes of each
+
+  bool operator==(const LaunchList&) const = default;
 };
 
 // Queries [num_rows, num_heads, dim], rotated as integer keys are, from an operand to another.
 Launch rotate_queries_launch(const mx::array& queries, int from, int to);
+
+// Float32s for a workspace of at least `bytes`: at most an eighth and 16 KiB more, so that one that
+// grows is not made anew each time. In two dims, as one could not count those of 8 GiB.
+mx::Shape workspace_shape(uint64_t bytes);
+
+// Of GreedyTokens: operands are the logits and its outputs.
+Launch greedy_launch(int num_rows, int vocab_size, DType dtype);
 
 // A dense copy of in[0]; of rank 4, or row-contiguous.
 LaunchList copy_strided_launches(const Arrays& in, const Arrays& out);

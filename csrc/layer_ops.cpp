@@ -7,6 +7,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "bindings.h"
 #include "cpu/blas.h"
@@ -74,7 +75,8 @@ mx::array silu_mul(const mx::array& gate, const mx::array& x, mx::StreamOrDevice
       gate.shape(), gate.dtype(), std::make_shared<SiluMul>(s), {dense(gate, s), dense(x, s)});
 }
 
-std::pair<mx::array, mx::array> greedy_tokens(const mx::array& logits, mx::StreamOrDevice s_) {
+std::tuple<mx::array, mx::array, mx::array> greedy_tokens(
+    const mx::array& logits, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("greedy_tokens");
   v.shape(logits, "logits", {-1, -1});
@@ -82,8 +84,9 @@ std::pair<mx::array, mx::array> greedy_tokens(const mx::array& logits, mx::Strea
   v.require(logits.shape(1) > 0, "vocab_size", "at least 1", logits.shape(1));
   mx::Shape rows{logits.shape(0)};
   auto out = mx::array::make_arrays(
-      {rows, rows}, {mx::int32, mx::float32}, std::make_shared<GreedyTokens>(s), {logits});
-  return {out[0], out[1]};
+      {rows, rows, rows}, {mx::int32, mx::float32, mx::int32}, std::make_shared<GreedyTokens>(s),
+      {logits});
+  return {out[0], out[1], out[2]};
 }
 
 mx::array nucleus_thresholds(

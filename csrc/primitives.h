@@ -168,6 +168,7 @@ class PagedAttention : public KernelNode {
   bool is_equivalent(const mx::Primitive& other) const override {
     return options_ == static_cast<const PagedAttention&>(other).options_;
   }
+  const AttentionOptions& options() const { return options_; }
 
  private:
   AttentionOptions options_;
@@ -191,6 +192,7 @@ class RopeRotations : public Node {
   bool is_equivalent(const mx::Primitive& other) const override {
     return scale_ == static_cast<const RopeRotations&>(other).scale_;
   }
+  float scale() const { return scale_; }
 
  private:
   float scale_;
@@ -207,6 +209,7 @@ class Rope : public Node {
   bool is_equivalent(const mx::Primitive& other) const override {
     return traditional_ == static_cast<const Rope&>(other).traditional_;
   }
+  bool traditional() const { return traditional_; }
 
  private:
   bool traditional_;
@@ -221,6 +224,7 @@ class RmsNorm : public Node {
   bool is_equivalent(const mx::Primitive& other) const override {
     return eps_ == static_cast<const RmsNorm&>(other).eps_;
   }
+  float eps() const { return eps_; }
 
  private:
   float eps_;
@@ -235,13 +239,15 @@ class SiluMul : public Node {
 };
 
 // in: logits [num_rows, vocab_size]. out: the first largest of each row, int32, and its logit,
-// float32; NaN where the row holds one (its token is then any).
-class GreedyTokens : public Node {
+// float32; NaN where the row holds one (its token is then any). And the tokens for the host, int32:
+// -1 where the largest is not finite.
+class GreedyTokens : public KernelNode {
  public:
-  using Node::Node;
-  MLX_PAGED_NODE("greedy_tokens")
+  using KernelNode::KernelNode;
+  MLX_PAGED_KERNEL_NODE("greedy_tokens")
+  Pools pools(const Arrays&) const override { return {0, 0, false}; }
   std::vector<mx::Shape> output_shapes(const Arrays& in) override {
-    return {{in[0].shape(0)}, {in[0].shape(0)}};
+    return {{in[0].shape(0)}, {in[0].shape(0)}, {in[0].shape(0)}};
   }
 };
 

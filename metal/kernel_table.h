@@ -62,6 +62,15 @@ static_assert(sizeof(MergeParams) == 12, "the same for every compiler");
 
 enum { DATA_THREADS = 256 };  // of a threadgroup of data.h
 
+enum {
+  NORM_THREADS = 1024,   // of add_rms_norm, at most
+  NORM_CHUNKS = 4,       // of a thread
+  ROPE_SIMD_GROUPS = 4,  // of rope_write, a head each
+  PRODUCT_ROWS = 8,      // of x, of a threadgroup of product_rows
+  PRODUCT_SIMD_GROUPS = 4,
+  GREEDY_THREADS = 1024,  // of greedy_tokens, at most
+};
+
 // All counts of `chunks` are in units of 16 bytes.
 struct WriteParams {
   int num_tokens;
@@ -140,6 +149,67 @@ struct BitmaskParams {
 };
 static_assert(sizeof(BitmaskParams) == 20, "the same for every compiler");
 
+// Of greedy.h.
+struct GreedyParams {
+  int vocab_size;
+};
+static_assert(sizeof(GreedyParams) == 4, "the same for every compiler");
+
+// Of layer.h. Chunks are of 16 bytes, strides of elements from one row to the next.
+struct NormParams {
+  int row_chunks;
+  int has_residual;
+  float eps;
+};
+static_assert(sizeof(NormParams) == 12, "the same for every compiler");
+
+struct RopeParams {
+  int num_q_heads;
+  int num_kv_heads;
+  int key_dim;
+  int value_dim;
+  int half_dims;  // pairs of dims that are rotated; 0: none
+  int traditional;
+  int query_stride;
+  int key_stride;
+  int value_stride;
+  int has_query_norm;
+  int has_key_norm;
+  float query_eps;
+  float key_eps;
+};
+static_assert(sizeof(RopeParams) == 52, "the same for every compiler");
+
+struct RotationParams {
+  int num_rows;
+  int half_dims;
+  float scale;
+};
+static_assert(sizeof(RotationParams) == 12, "the same for every compiler");
+
+struct SiluParams {
+  int row_chunks;
+  int gate_stride;  // of chunks
+  int up_stride;    // likewise
+};
+static_assert(sizeof(SiluParams) == 12, "the same for every compiler");
+
+struct RowParams {
+  int row_chunks;
+  int num_rows;  // of the table
+};
+static_assert(sizeof(RowParams) == 8, "the same for every compiler");
+
+struct ProductParams {
+  int num_rows;
+  int n;
+  int k;
+  int x_stride;
+  int has_bias;
+  int has_residual;
+};
+static_assert(sizeof(ProductParams) == 24, "the same for every compiler");
+
 }  // namespace paged
 
 // --- Kernels
@@ -175,6 +245,21 @@ static_assert(sizeof(BitmaskParams) == 20, "the same for every compiler");
   X("rotate_queries_float32", rotate_queries, float)       \
   X("rotate_queries_float16", rotate_queries, half)        \
   X("rotate_queries_bfloat16", rotate_queries, bfloat)
+
+// The kernels of layer.h: between a layer's attention and its matrix products. X(...) receives the
+// host name, the function and its template arguments.
+#define PAGED_FOR_EACH_LAYER_KERNEL(X, dtype, type) \
+  X("add_rms_norm_" #dtype, add_rms_norm, type)     \
+  X("rope_write_" #dtype, rope_write, type)         \
+  X("silu_mul_" #dtype, silu_mul, type)             \
+  X("gather_rows_" #dtype, gather_rows, type)       \
+  X("product_rows_" #dtype, product_rows, type)
+#define PAGED_FOR_EACH_LAYER_TEMPLATE(X)     \
+  X("rope_rotations", rope_rotations, float) \
+  PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_LAYER_KERNEL, X)
+
+#define PAGED_FOR_EACH_GREEDY_KERNEL(X, dtype, type) X("greedy_tokens_" #dtype, greedy_tokens, type)
+#define PAGED_FOR_EACH_GREEDY_TEMPLATE(X) PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_GREEDY_KERNEL, X)
 
 // Head dims of keys and values. 576 and 512: latent attention.
 #define PAGED_FOR_EACH_NARROW_DIM(X, ...) \

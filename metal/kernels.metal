@@ -4,8 +4,10 @@
 // one at a time (csrc/kernel_source.cpp).
 
 #include "data.h"
+#include "greedy.h"
 #include "kernel_table.h"
 #include "language.h"
+#include "layer.h"
 #include "paged_decode.h"
 #include "paged_decode_matrix.h"
 #include "paged_merge.h"
@@ -15,4 +17,6 @@
 #define INSTANTIATE(name, function, ...) PAGED_INSTANTIATE(name, function<__VA_ARGS__>)
 PAGED_FOR_EACH_DATA_TEMPLATE(INSTANTIATE)
 PAGED_FOR_EACH_QUANTISED_TEMPLATE(INSTANTIATE)
+PAGED_FOR_EACH_LAYER_TEMPLATE(INSTANTIATE)
+PAGED_FOR_EACH_GREEDY_TEMPLATE(INSTANTIATE)
 PAGED_FOR_EACH_ATTENTION_TEMPLATE(INSTANTIATE)

@@ -43,4 +43,34 @@ METAL_FUNC void unpack(uint4 chunk, thread float* out, T type) {
   unpack_pair(chunk.w, out + 6, type);
 }
 
+METAL_FUNC uint4 pack(thread const float* values, float) {
+  uint4 chunk;
+  chunk.x = as_type<uint>(values[0]);
+  chunk.y = as_type<uint>(values[1]);
+  chunk.z = as_type<uint>(values[2]);
+  chunk.w = as_type<uint>(values[3]);
+  return chunk;
+}
+
+template <typename T>
+METAL_FUNC uint pack_pair(float low, float high, T) {
+  return uint(as_type<ushort>(T(low))) | uint(as_type<ushort>(T(high))) << 16;
+}
+
+template <typename T>
+METAL_FUNC uint4 pack(thread const float* values, T type) {
+  uint4 chunk;
+  chunk.x = pack_pair(values[0], values[1], type);
+  chunk.y = pack_pair(values[2], values[3], type);
+  chunk.z = pack_pair(values[4], values[5], type);
+  chunk.w = pack_pair(values[6], values[7], type);
+  return chunk;
+}
+
+// What is left of a number in T.
+template <typename T>
+METAL_FUNC float rounded(float value) {
+  return float(T(value));
+}
+
 }  // namespace paged

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import mlx.core
 from numpy.typing import NDArray
+from typing_extensions import CapsuleType
 
 
 def write_kv(key_pool: mlx.core.array, value_pool: mlx.core.array, keys: mlx.core.array, values: mlx.core.array, slot_mapping: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> tuple[mlx.core.array, mlx.core.array]: ...
@@ -25,11 +26,33 @@ def rms_norm(x: mlx.core.array, weight: mlx.core.array | None, eps: float, *, st
 
 def silu_mul(gate: mlx.core.array, x: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
-def greedy_tokens(logits: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> tuple[mlx.core.array, mlx.core.array]: ...
+def greedy_tokens(logits: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> tuple[mlx.core.array, mlx.core.array, mlx.core.array]: ...
 
 def nucleus_thresholds(logits: mlx.core.array, floors: mlx.core.array, top_p: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
 def linear(x: mlx.core.array, weight: mlx.core.array, bias: mlx.core.array | None, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
+
+def make_device_program(inputs: Sequence[mlx.core.array], outputs: Sequence[mlx.core.array], *, residual_in_product: bool) -> CapsuleType: ...
+
+def run_device_program(program: CapsuleType, inputs: Sequence[mlx.core.array], *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...
+
+def placeholders(arrays: Sequence[mlx.core.array]) -> list[mlx.core.array]:
+    """
+    Arrays of the same shapes and dtypes that have no values: evaluating one is an error.
+    """
+
+def most_program_rows() -> int:
+    """Rows of a step up to which a StepProgram serves."""
+
+class StepProgram:
+    """A graph that runs as one operation on the CPU."""
+
+    def __init__(self, inputs: Sequence[mlx.core.array], outputs: Sequence[mlx.core.array]) -> None: ...
+
+    def __call__(self, inputs: Sequence[mlx.core.array], *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...
+
+    @property
+    def num_phases(self) -> int: ...
 
 def has_transfers() -> bool:
     """Whether `upload` and `to_host` are there."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from importlib import metadata
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from types import ModuleType
 
 from mlx_paged import blas, cgroups
@@ -33,18 +34,23 @@ def _load() -> ModuleType:
             f"as in 'mlx[cpu]=={MLX_VERSION}'), or rebuild mlx_paged with "
             "`pip install --force-reinstall --no-deps .` in its checkout."
         )
-    import mlx_paged._ext as _ext
-
+    has_cuda = _has_cuda_mlx(mx) and find_spec("mlx_paged._ext_cuda") is not None
+    extension = import_module("mlx_paged._ext_cuda" if has_cuda else "mlx_paged._ext")
     try:
-        _ext.accepts(mx.array(0))
+        extension.accepts(mx.array(0))
     except TypeError as error:
         raise ImportError(
             f"mlx_paged was built with nanobind {NANOBIND_VERSION}, whose internals MLX "
             f"{found} does not share, so it cannot take MLX's arrays. Rebuild it with the "
             "pinned nanobind: `pip install --force-reinstall --no-deps .` in its checkout."
         ) from error
-    _limit_threads(_ext, cgroups.current().cpus)
-    return _ext
+    _limit_threads(extension, cgroups.current().cpus)
+    return extension
+
+
+def _has_cuda_mlx(mx: ModuleType) -> bool:
+    """Whether MLX was built with CUDA, and so has what `_ext_cuda` calls."""
+    return mx.cuda.is_available()
 
 
 def _limit_threads(ext: ModuleType, cpus: float | None) -> None:
@@ -68,7 +74,9 @@ def use_supported_device() -> None:
     gpu_backends = {"metal", "cuda"} & set(ext.build_info()["backends"].split())
     if mx.default_device() == mx.gpu and not gpu_backends:
         warnings.warn(
-            "this build of mlx_paged has no GPU kernels; MLX's default device is now the CPU",
+            "this build of mlx_paged has no GPU kernels; MLX's default device is now the CPU. "
+            "For NVIDIA GPUs run in its checkout: "
+            "MLX_PAGED_CUDA=ON pip install --force-reinstall --no-deps .",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -6,6 +6,7 @@ Nothing here asks for consent: whoever calls `McpServers.call` has it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import tempfile
@@ -28,6 +29,7 @@ from mlx_paged.errors import InvalidParameterError, MlxPagedError
 START_TIMEOUT = 60.0
 CALL_TIMEOUT = 120.0
 _MOST_CHARACTERS = 100_000  # of a result, so that one call cannot fill the context
+_MOST_IMAGE_CHARACTERS = 16 << 20  # of base64
 _LONGEST_NAME = 64  # as OpenAI limits it
 _MOST_PAGES = 100
 _STDIO = ("command", "args", "env", "cwd")
@@ -77,10 +79,16 @@ class McpTool:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call gave: text for the model."""
+    """What a call gave.
+
+    Attributes:
+        text: For the model.
+        images: For the user: MIME types, and data in base64.
+    """
 
     text: str
     is_error: bool = False
+    images: tuple[tuple[str, str], ...] = ()
 
 
 def read_config(path: Path) -> tuple[ServerSpec, ...]:
@@ -371,7 +379,7 @@ class _Server:
             raise MlxPagedError(
                 f"the connection to the MCP server {spec.name!r} has ended: {_reason(error)}"
             ) from error
-        return ToolResult(_text_of(result), bool(result.is_error))
+        return ToolResult(_text_of(result), bool(result.is_error), _images_of(result))
 
 
 async def _tools_of(client: mcp.Client) -> tuple[mcp.types.Tool, ...]:
@@ -397,6 +405,13 @@ def _text_of(result: mcp.types.CallToolResult) -> str:
         left = len(text) - _MOST_CHARACTERS
         text = f"{text[:_MOST_CHARACTERS]}\n[{left} more characters are not shown]"
     return text
+
+
+def _images_of(result: mcp.types.CallToolResult) -> tuple[tuple[str, str], ...]:
+    """The pictures of a result, as many as there is room for."""
+    found = [(b.mime_type, b.data) for b in result.content if b.type == "image"]
+    sizes = itertools.accumulate(len(data) for _, data in found)
+    return tuple(image for image, size in zip(found, sizes) if size <= _MOST_IMAGE_CHARACTERS)
 
 
 def _shown(block: Any) -> str:

@@ -42,6 +42,8 @@ import numpy.typing as npt
 
 from mlx_paged.extension import ext
 
+_MOST_PRODUCT_ROWS = 64  # kLinearMostRows in csrc/cuda/linear_shape.h
+
 OnKernel = Callable[[int, int], None]  # how many kernels are done, of how many
 
 
@@ -103,6 +105,47 @@ def upload(*arrays: npt.NDArray[Any]) -> list[mx.array]:
     if not ext.has_transfers():
         return [mx.array(a) for a in arrays]
     return ext.upload([np.ascontiguousarray(a) for a in arrays])
+
+
+def plan_decodes(
+    tables: npt.NDArray[np.int32],
+    num_blocks: npt.NDArray[np.int64],
+    context_lens: npt.NDArray[np.int64],
+    *,
+    block_size: int,
+    window: int | None,
+    shortest_piece: int,
+    most_pieces: int,
+    pads: bool,
+    stays: bool,
+) -> AttentionPlan | None:
+    """What `model.plan.build_plan` gives where every sequence has one row, in less time.
+
+    Args:
+        tables: ``[num_rows, max_blocks]``.
+        num_blocks: ``[num_rows]``, of each table.
+        context_lens: ``[num_rows]``.
+        window: see `model.plan.build_plan`.
+        shortest_piece: tokens of a piece of a context, at least.
+        most_pieces: of a context.
+        pads: block tables, items and merges to sizes that change seldom.
+        stays: with CUDA, in the host's pinned memory: for a step that reads it once.
+
+    Returns:
+        None for numbers that are no plan.
+    """
+    arrays = ext.plan_decodes(
+        tables,
+        num_blocks,
+        context_lens,
+        block_size=block_size,
+        window=window or 0,
+        shortest_piece=shortest_piece,
+        most_pieces=most_pieces,
+        pads=pads,
+        stays=stays,
+    )
+    return None if arrays is None else AttentionPlan(*arrays)
 
 
 def to_host(array: mx.array) -> mx.array:
@@ -305,15 +348,16 @@ def silu_mul(
 
 def greedy_tokens(
     logits: mx.array, *, stream: mx.Stream | mx.Device | None = None
-) -> tuple[mx.array, mx.array]:
-    """Greedy sampling and the logits that it finds, in one pass. CPU only.
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Greedy sampling and the logits that it finds, in one pass.
 
     Args:
         logits: ``[num_rows, vocab_size]`` float32, float16 or bfloat16.
 
     Returns:
         ``[num_rows]`` int32, the first of each row's largest, and ``[num_rows]`` float32, its
-        logit: -inf where all are, NaN where the row holds one (its token is then any).
+        logit: -inf where all are, NaN where the row holds one (its token is then any). Then
+        ``[num_rows]`` int32, the tokens for the host: -1 where that logit is not finite.
     """
     return ext.greedy_tokens(logits, stream=stream)
 
@@ -389,6 +433,115 @@ def linear(
         ``[..., n]``.
     """
     return ext.linear(x, weight, bias, stream=stream)
+
+
+def most_program_rows() -> int:
+    """Rows of a step up to which a `StepProgram` serves on this machine; 0: it serves none.
+
+    None with ``MLX_PAGED_CHECK=1`` either, as a program does not check ids.
+    """
+    return 0 if os.environ.get("MLX_PAGED_CHECK") == "1" else ext.most_program_rows()
+
+
+def placeholders(arrays: Sequence[mx.array]) -> list[mx.array]:
+    """Arrays of the same shapes and dtypes to build a graph on. Evaluating one is an error."""
+    return ext.placeholders(list(arrays))
+
+
+class StepProgram:
+    """A graph of few rows that runs as one operation on the CPU: its operations one after another
+    on all threads, with products that share an input side by side.
+
+    It consists of the operations of this module, linear layers, additions and products by element,
+    lookups of rows, and changes of shape, all of float32; every value has the step's rows as its
+    first axis.
+
+    Args:
+        inputs: `placeholders`. Those that only attention reads as a plan's block tables, work and
+            merges may have other sizes in a call.
+        outputs: what was built on them: the result, and pools among the inputs, which are written
+            in place.
+
+    Raises:
+        ValueError: for a graph of anything else; it names the operation. What does not depend on
+            the inputs is evaluated, once.
+    """
+
+    def __init__(self, inputs: Sequence[mx.array], outputs: Sequence[mx.array]) -> None:
+        self._program = ext.StepProgram(list(inputs), list(outputs))
+
+    def __call__(
+        self, inputs: Sequence[mx.array], *, stream: mx.Stream | mx.Device | None = None
+    ) -> list[mx.array]:
+        """The outputs for these inputs. The pools among them are consumed, as by `write_kv`.
+
+        Raises:
+            ValueError: they are not of the shapes and dtypes that were read.
+        """
+        return self._program(list(inputs), stream=stream)
+
+
+def most_device_program_rows() -> int:
+    """Rows of a step up to which a `DeviceProgram` serves on this machine; 0: it serves none.
+
+    None with ``MLX_PAGED_CHECK=1`` either, as a program does not check ids.
+    """
+    is_checked = os.environ.get("MLX_PAGED_CHECK") == "1"
+    return _MOST_PRODUCT_ROWS if ext.has_transfers() and not is_checked else 0
+
+
+class DeviceProgram:
+    """A decode step of few rows as one operation of a GPU: its kernels one after another in memory
+    that stays, with CUDA captured as a graph and replayed.
+
+    The graph consists of `linear`, `rms_norm`, `rope_rotations`, `rope`, `silu_mul`, `write_kv`,
+    `paged_attention` without bounds, `greedy_tokens`, additions before a norm or after a linear
+    layer, lookups of rows, and changes of shape that move nothing.
+
+    Args:
+        inputs: of `placeholders`.
+        outputs: what was built on them: results, and after them pools among the inputs, which are
+            written in place. Tokens for the host (`greedy_tokens`) are where `to_host` puts them.
+        residual_in_product: an addition after a linear layer is part of it where it can be;
+            otherwise it is part of the norm that follows.
+
+    Raises:
+        ValueError: for a graph of anything else; it says what the graph has. What does not depend
+            on the inputs is evaluated, once.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[mx.array],
+        outputs: Sequence[mx.array],
+        *,
+        residual_in_product: bool = True,
+    ) -> None:
+        self._ext = ext  # (a capsule is of the extension that made it)
+        self._program = ext.make_device_program(
+            list(inputs), list(outputs), residual_in_product=residual_in_product
+        )
+
+    def __call__(
+        self,
+        inputs: Sequence[mx.array],
+        *,
+        returns_pools: bool = True,
+        stream: mx.Stream | mx.Device | None = None,
+    ) -> list[mx.array]:
+        """The outputs for these inputs. The pools among them are consumed, as by `write_kv`.
+
+        Args:
+            returns_pools: false: the results only, which takes much less of the host's time. What
+                is built on the handles of the pools that were given must then be evaluated after
+                the results have been (by `mx.async_eval`, say): only that orders the two.
+
+        Raises:
+            ValueError: they are not of the shapes and dtypes that were read.
+        """
+        return self._ext.run_device_program(
+            self._program, list(inputs), returns_pools=returns_pools, stream=stream
+        )
 
 
 def pool_copies() -> int:

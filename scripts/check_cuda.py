@@ -2,6 +2,7 @@
 
 python scripts/check_cuda.py                      # build, tests on the GPU, compute-sanitizer
 python scripts/check_cuda.py --only ops parity    # some of it
+python scripts/check_cuda.py --only build media   # pictures: parity with mlx-vlm, bounds of rows
 python scripts/check_cuda.py --bench kernels      # and then measure; or the engine, or a MoE model
 python scripts/check_cuda.py --only --bench engine moe    # measure only
 
@@ -24,8 +25,20 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 OPS = ["plan", "write_kv", "copy_blocks", "gather_kv", "paged_attention", "attention_bounds",
        "pool_contract", "validation", "numeric_edges", "big_pools", "token_bitmask"]  # fmt: skip
-ENGINE = ["cuda", "bounds", "dense_prefill", "engine_faults", "engine_memory", "compiled"]
+ENGINE = [
+    "cuda",
+    "cuda_programs",
+    "bounds",
+    "dense_prefill",
+    "engine_faults",
+    "engine_memory",
+    "compiled",
+]
+# Of the tests of media those that compute: parity with mlx-vlm, and pictures in an engine's steps.
+MEDIA = "mixed_steps or used_again or sounds"
+MEDIA_ENGINE = "with_pictures or mixed_batches or every_way or previous or second_turn or preempt"
 PLANTED = "memcheck of a planted fault"
+ALL_ARCHITECTURES = "80;86;89;90;100;120"  # as csrc/cuda/cuda.cmake has them
 SANITIZED = ("float32", "bfloat16", "float16")
 ON_TEST_PATH = {"PYTHONPATH": str(TESTS)}  # of scripts in tests/ that pytest does not start
 NOT_THE_MOE = ["decode", "decode-more", "prefill", "prefix", "qwen3-0.6b", "llama-8b-4bit"]
@@ -53,13 +66,16 @@ def python(*arguments: str) -> list[str]:
     return [sys.executable, *arguments]
 
 
-def pytest(name: str, *files: str, shards: int = 1) -> list[Stage]:
-    """Some test files, whatever their folders, divided among as many processes."""
+def pytest(name: str, *files: str, shards: int = 1, only: str = "not this_file") -> list[Stage]:
+    """Some test files, whatever their folders, divided among as many processes.
+
+    Args:
+        only: as pytest's -k; by default all but what has its own run: a CPU's instruction sets.
+    """
     tests = [str(path) for file in files for path in sorted(TESTS.rglob(f"test_{file}.py"))]
     assert len(tests) == len(files), f"there is not one test file for each of {files}"
-    # Instruction sets of the CPU have their own run.
     command = python("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider",
-                     "-k", "not this_file", *tests)  # fmt: skip
+                     "-k", only, *tests)  # fmt: skip
     # Exact products in fp32: the tests compare greedy tokens and small errors.
     env = {"MLX_PAGED_TEST_DEVICE": "gpu", "MLX_ENABLE_TF32": "0"}
     if shards == 1:
@@ -81,7 +97,7 @@ def sanitizer(tool: str, *arguments: str) -> list[str]:
 def build(name: str, architectures: str | None, folder: str) -> Stage:
     """For the GPU of this machine, or with None for all that the package is built for."""
     install = ["install", "-e", "."] if architectures else ["wheel", "-w", folder, "."]
-    options = [f"-Ccmake.define.CMAKE_CUDA_ARCHITECTURES={architectures}"] if architectures else []
+    options = [f"-Ccmake.define.CMAKE_CUDA_ARCHITECTURES={architectures or ALL_ARCHITECTURES}"]
     return Stage(name, [
         *python("-m", "pip", *install, "-q", "--no-build-isolation", "--no-deps"), *options,
         "-Ccmake.define.MLX_PAGED_CUDA=ON", f"-Cbuild-dir={folder}",
@@ -101,6 +117,17 @@ def checks() -> list[Stage]:
         *pytest("engine", *ENGINE, shards=5),
         *pytest("company", "company", shards=3),
         *pytest("interleaving", "interleaving"),
+        # (Without mlx-vlm it fails: there is no test then.)
+        *pytest("media parity", "media_families", shards=2, only=MEDIA),
+        *pytest("media engine", "media_families_engine", "media_engine", only=MEDIA_ENGINE),
+        *(
+            Stage(
+                f"media bounds {tool}",
+                sanitizer(tool, "--dtype", "bfloat16", "--only", "bounds"),
+                ON_TEST_PATH,
+            )
+            for tool in ("racecheck", "memcheck", "synccheck")
+        ),
         # That the tool sees these kernels at all: here it has to report errors.
         Stage(PLANTED, sanitizer("memcheck", "--fault"), ON_TEST_PATH),
     ]
@@ -110,7 +137,9 @@ def benchmarks() -> dict[str, Stage]:
     engine = python("bench/cuda_engine.py", "--only")
     return {
         "kernels": Stage("bench kernels", python("bench/cuda_kernels.py")),
+        "steps": Stage("bench steps", python("bench/cuda_steps.py")),
         "engine": Stage("bench engine", [*engine, *NOT_THE_MOE]),
+        "media": Stage("bench media", python("bench/media.py", "--gpu")),
         "moe": Stage("bench moe", [*engine, "qwen3-30b-a3b"]),
     }
 

@@ -116,32 +116,38 @@ def aliases_table() -> str:
 
 def media_table() -> str:
     """A row for each multimodal family."""
-    from support.media_checkpoints import CHECKPOINTS, PROCESSORS
-    from support.media_models import CASES, vary
+    from support.media_checkpoints import PROCESSORS
+    from support.media_models import vary
     from support.media_parity import differences
+    from support.more_media_checkpoints import ALL_CHECKPOINTS, MORE_PROCESSORS
+    from support.more_media_models import ALL_CASES
+
+    found_of: dict[str, list[dict[str, float]]] = {}
+    for make in ALL_CASES.values():
+        case = make()
+        vary(case.model)
+        found_of.setdefault(case.module, []).append(differences(case))
+        print(case.module, found_of[case.module][-1], flush=True)
 
     lines = [
         "| family | takes | how it runs | text | pictures | sounds | processor |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, family in sorted(MEDIA_FAMILIES.items()):
-        case = CASES[name]()
-        vary(case.model)
-        found = differences(case)
-        sounds = [d for kind, d in found.items() if "sound" in kind]
-        pictures = [d for kind, d in found.items() if "picture" in kind and "sound" not in kind]
+        found = [each for one in found_of[name] for each in one.items()]
+        texts = [d for kind, d in found if kind == "text"]
+        sounds = [d for kind, d in found if "sound" in kind]
+        pictures = [d for kind, d in found if "picture" in kind and "sound" not in kind]
         cells = [
             name,
             ", ".join(family.kinds),
             str(family.mode),
-            *(
-                f"{max(each):.0e}" if each else ""
-                for each in ([found["text"]] if "text" in found else [], pictures, sounds)
-            ),
-            "proven" if name in {*CHECKPOINTS, *PROCESSORS, *SAME_PROCESSOR} else "",
+            *(f"{max(each):.0e}" if each else "" for each in (texts, pictures, sounds)),
+            "proven"
+            if name in {*ALL_CHECKPOINTS, *PROCESSORS, *MORE_PROCESSORS, *SAME_PROCESSOR}
+            else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-        print(lines[-1], flush=True)
     return "\n".join(lines)
 
 

@@ -93,6 +93,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session", autouse=True)
 def device() -> None:
     mx.set_default_device(mx.gpu if ON_GPU else mx.cpu)
+    if ON_GPU:
+        # Hundreds of engines start here, and few of them decode more than some tokens.
+        from mlx_paged.engine import warm_up
+
+        warm_up.is_needed = lambda config: False
 
 
 @pytest.fixture(autouse=True)

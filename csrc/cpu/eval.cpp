@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <stdexcept>
 #include <vector>
 
+#include "../device_program.h"
 #include "../primitives.h"
 #include "dense.h"
 #include "eval.h"
@@ -201,6 +203,28 @@ void ApplyTokenBitmask::eval_cpu(const Arrays& inputs, Arrays& out) {
       cpu::kernels().layer.bitmask(args, begin, end);
     });
   });
+}
+
+void GreedyTokens::eval_cpu(const Arrays& inputs, Arrays& out) {
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
+  for (auto& o : out) {
+    o.set_data(mx::allocator::malloc(o.nbytes()));
+  }
+  cpu::GreedyArgs args{};
+  args.dtype = dtype_of(in[0].dtype());
+  args.logits = in[0].data<void>();
+  args.tokens = out[0].data<int32_t>();
+  args.largest = out[1].data<float>();
+  args.reported = out[2].data<int32_t>();
+  args.size = in[0].shape(1);
+  int64_t num_rows = in[0].shape(0);
+  int64_t row_bytes = args.size * int64_t(in[0].itemsize());
+  cpu::dispatch_ranges(encoder, cpu::kernels().layer.greedy, args, num_rows, row_bytes);
+}
+
+void DeviceStep::eval_cpu(const Arrays&, Arrays&) {
+  throw std::runtime_error("[device_step] must run on a GPU");
 }
 
 }  // namespace mlx_paged

@@ -11,6 +11,7 @@
 #include "kernels.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
+#include "rotations.h"
 
 namespace mlx_paged {
 
@@ -38,13 +39,7 @@ void RopeRotations::eval_cpu(const Arrays& inputs, Arrays& out) {
     constexpr int64_t kBytesLikeOneAngle = 256;  // the time of a sine and a cosine, as memory
     cpu::for_ranges(num_rows, half_dims * kBytesLikeOneAngle, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++) {
-        float position = float(positions[row]) * scale;
-        float* cosines = rotations + row * 2 * half_dims;
-        for (int i = 0; i < half_dims; i++) {
-          float angle = position * inv_freqs[i];
-          cosines[i] = float(std::cos(double(angle)));
-          cosines[half_dims + i] = float(std::sin(double(angle)));
-        }
+        cpu::rotate(positions[row], scale, inv_freqs, half_dims, rotations + row * 2 * half_dims);
       }
     });
   });
@@ -99,23 +94,6 @@ void SiluMul::eval_cpu(const Arrays& inputs, Arrays& out) {
   int64_t size = int64_t(in[0].size());
   int64_t bytes = 2 * int64_t(in[0].itemsize());
   cpu::dispatch_ranges(encoder, cpu::kernels().layer.silu_mul, args, size, bytes);
-}
-
-void GreedyTokens::eval_cpu(const Arrays& inputs, Arrays& out) {
-  auto& encoder = mx::cpu::get_command_encoder(stream());
-  auto in = cpu::dense_inputs(inputs, 0, encoder);
-  for (auto& o : out) {
-    o.set_data(mx::allocator::malloc(o.nbytes()));
-  }
-  cpu::GreedyArgs args{};
-  args.dtype = dtype_of(in[0].dtype());
-  args.logits = in[0].data<void>();
-  args.tokens = out[0].data<int32_t>();
-  args.largest = out[1].data<float>();
-  args.size = in[0].shape(1);
-  int64_t num_rows = in[0].shape(0);
-  int64_t row_bytes = args.size * int64_t(in[0].itemsize());
-  cpu::dispatch_ranges(encoder, cpu::kernels().layer.greedy, args, num_rows, row_bytes);
 }
 
 void NucleusThresholds::eval_cpu(const Arrays& inputs, Arrays& out) {

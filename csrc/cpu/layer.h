@@ -47,6 +47,7 @@ struct GreedyArgs {
   const void* logits;  // [num_rows, size]
   int32_t* tokens;     // [num_rows]
   float* largest;      // [num_rows]: their logits; NaN where the row holds one
+  int32_t* reported;   // [num_rows]: tokens; -1 where the largest is not finite
   int64_t size;
 };
 

@@ -185,6 +185,9 @@ inline void greedy(const GreedyArgs& args, int64_t begin, int64_t end) {
       greedy_row(
           args, static_cast<const T*>(args.logits) + row * args.size, args.tokens + row,
           args.largest + row);
+      float largest = args.largest[row];
+      bool is_finite = largest - largest == 0;
+      args.reported[row] = is_finite ? args.tokens[row] : -1;
     }
   });
 }

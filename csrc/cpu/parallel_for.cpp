@@ -38,31 +38,143 @@ int choose_num_threads() {
   return std::min(detect_num_processors(), thread_limit.load());
 }
 
-// One parallel_for in progress. Held by every thread that may still read it, so that a worker
-// that wakes late finds an exhausted job and not a freed one.
-struct Job {
-  const std::function<void(int, int)>* task;
-  int num_tasks;
-  std::atomic<int> next{0};
-  std::atomic<int> num_done{0};
-  std::mutex mutex;
-  std::condition_variable all_done;
-  std::exception_ptr error;
+// Work in progress. Held by every thread that may still read it, so that a worker that wakes late
+// finds an exhausted job and not a freed one.
+class Job {
+ public:
+  virtual ~Job() = default;
+  virtual void work(int thread) = 0;
 
-  void work(int thread) {
-    for (int i = next++; i < num_tasks; i = next++) {
+  // What the first of them that failed threw.
+  void rethrow() {
+    if (error_) {
+      std::rethrow_exception(error_);
+    }
+  }
+
+ protected:
+  void fail() {
+    std::lock_guard lock(error_mutex_);
+    error_ = error_ ? error_ : std::current_exception();
+  }
+
+ private:
+  std::mutex error_mutex_;
+  std::exception_ptr error_;
+};
+
+// One parallel_for.
+class Tasks : public Job {
+ public:
+  Tasks(int num_tasks, const std::function<void(int, int)>& task)
+      : task_(&task), num_tasks_(num_tasks) {}
+
+  void work(int thread) override {
+    for (int i = next_++; i < num_tasks_; i = next_++) {
       try {
-        (*task)(i, thread);
+        (*task_)(i, thread);
       } catch (...) {
-        std::lock_guard lock(mutex);
-        error = error ? error : std::current_exception();
+        fail();
       }
-      if (++num_done == num_tasks) {
-        std::lock_guard lock(mutex);
-        all_done.notify_all();
+      if (++num_done_ == num_tasks_) {
+        std::lock_guard lock(mutex_);
+        all_done_.notify_all();
       }
     }
   }
+
+  void wait() {
+    std::unique_lock lock(mutex_);
+    all_done_.wait(lock, [&] { return num_done_ == num_tasks_; });
+  }
+
+ private:
+  const std::function<void(int, int)>* task_;
+  int num_tasks_;
+  std::atomic<int> next_{0};
+  std::atomic<int> num_done_{0};
+  std::mutex mutex_;
+  std::condition_variable all_done_;
+};
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// One run_phases.
+class Phases : public Job {
+ public:
+  Phases(const std::vector<int>& num_tasks, const std::function<void(int, int)>& task)
+      : task_(&task), phases_(num_tasks.size()) {
+    for (size_t i = 0; i < num_tasks.size(); i++) {
+      phases_[i].num_tasks = num_tasks[i];
+    }
+    current_ = next_with_tasks(0);
+  }
+
+  // Returns when all phases are done.
+  void work(int) override {
+    int num_phases = int(phases_.size());
+    for (int p = current_.load(std::memory_order_acquire); p < num_phases; p = wait_after(p)) {
+      auto& phase = phases_[p];
+      for (int i = phase.next++; i < phase.num_tasks; i = phase.next++) {
+        run(p, i);
+        if (++phase.num_done == phase.num_tasks) {
+          current_.store(next_with_tasks(p + 1), std::memory_order_release);
+          current_.notify_all();
+        }
+      }
+    }
+  }
+
+ private:
+  // A cache line each: all threads count in the one that runs.
+  struct alignas(64) Phase {
+    std::atomic<int> next{0};
+    std::atomic<int> num_done{0};
+    int num_tasks = 0;
+  };
+
+  void run(int phase, int task) {
+    if (failed_.load(std::memory_order_relaxed)) {
+      return;
+    }
+    try {
+      (*task_)(phase, task);
+    } catch (...) {
+      fail();
+      failed_ = true;
+    }
+  }
+
+  int next_with_tasks(int p) const {
+    while (p < int(phases_.size()) && phases_[p].num_tasks == 0) {
+      p++;
+    }
+    return p;
+  }
+
+  // Most waits are for some microseconds, in which no thread can be woken.
+  int wait_after(int p) const {
+    constexpr int kSpins = 2000;
+    for (int i = 0; i < kSpins; i++) {
+      if (int now = current_.load(std::memory_order_acquire); now != p) {
+        return now;
+      }
+      relax();
+    }
+    current_.wait(p, std::memory_order_acquire);
+    return current_.load(std::memory_order_acquire);
+  }
+
+  const std::function<void(int, int)>* task_;
+  std::vector<Phase> phases_;
+  std::atomic<int> current_{0};  // the phase that runs
+  std::atomic<bool> failed_{false};
 };
 
 class Workers {
@@ -114,6 +226,24 @@ void limit_threads(int most) {
   thread_limit = std::max(most, 1);
 }
 
+namespace {
+
+// Lets the workers help with a job, and works on it.
+void share(std::shared_ptr<Job> job) {
+  // Never destroyed: its threads may be waiting when the process exits.
+  static Workers* workers = new Workers(num_threads() - 1);
+  workers->post(job);
+  job->work(0);
+}
+
+// Each stream has a thread of its own; one job at a time keeps thread indices unique.
+std::mutex& one_job() {
+  static std::mutex mutex;
+  return mutex;
+}
+
+}  // namespace
+
 void parallel_for(int num_tasks, const std::function<void(int, int)>& task) {
   if (num_tasks == 1 || num_threads() == 1) {
     for (int i = 0; i < num_tasks; i++) {
@@ -124,22 +254,27 @@ void parallel_for(int num_tasks, const std::function<void(int, int)>& task) {
   if (num_tasks <= 0) {
     return;
   }
-  // Never destroyed: its threads may be waiting when the process exits.
-  static Workers* workers = new Workers(num_threads() - 1);
-  // Each stream has a thread of its own; one job at a time keeps thread indices unique.
-  static std::mutex one_job;
-  std::lock_guard lock(one_job);
+  std::lock_guard lock(one_job());
+  auto job = std::make_shared<Tasks>(num_tasks, task);
+  share(job);
+  job->wait();
+  job->rethrow();
+}
 
-  auto job = std::make_shared<Job>();
-  job->task = &task;
-  job->num_tasks = num_tasks;
-  workers->post(job);
-  job->work(0);
-  std::unique_lock wait(job->mutex);
-  job->all_done.wait(wait, [&] { return job->num_done == num_tasks; });
-  if (job->error) {
-    std::rethrow_exception(job->error);
+void run_phases(
+    const std::vector<int>& num_tasks, const std::function<void(int phase, int task)>& task) {
+  if (num_threads() == 1) {
+    for (int phase = 0; phase < int(num_tasks.size()); phase++) {
+      for (int i = 0; i < num_tasks[phase]; i++) {
+        task(phase, i);
+      }
+    }
+    return;
   }
+  std::lock_guard lock(one_job());
+  auto job = std::make_shared<Phases>(num_tasks, task);
+  share(job);
+  job->rethrow();
 }
 
 }  // namespace mlx_paged::cpu

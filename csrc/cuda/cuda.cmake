@@ -1,43 +1,45 @@
-# The CUDA backend: built where nvcc and an MLX that was built with CUDA are. MLX's own headers need
-# those of fmt (Debian and Ubuntu: libfmt-dev).
-set(MLX_PAGED_CUDA AUTO CACHE STRING "Build the CUDA backend: ON, OFF, or AUTO where it can be")
+# The CUDA backend. scripts/build_backend.py says whether it is built, and with which nvcc; MLX's headers
+# for CUDA are in every MLX, and what they want of fmt is in csrc/cuda/fmt.
+set(MLX_PAGED_CUDA "$ENV{MLX_PAGED_CUDA}" CACHE STRING
+    "Build the CUDA backend: ON, OFF, or AUTO, where an NVIDIA driver or an MLX for CUDA is")
 set_property(CACHE MLX_PAGED_CUDA PROPERTY STRINGS AUTO ON OFF)
 
-include(CheckLanguage)
-set(cuda_missing "")
-if(MLX_PAGED_CUDA)
-  execute_process(
-    COMMAND ${Python_EXECUTABLE} -c
-            "from importlib.metadata import distributions as d; \
-import sys; sys.exit(not any((x.name or '').startswith('mlx-cuda') for x in d()))"
-    RESULT_VARIABLE mlx_has_no_cuda)
-  check_language(CUDA)
-  find_path(FMT_INCLUDE fmt/format.h)
-  if(mlx_has_no_cuda)
-    set(cuda_missing "an MLX built with CUDA (pip install 'mlx[cuda13]')")
-  elseif(NOT CMAKE_CUDA_COMPILER)
-    set(cuda_missing "nvcc (the CUDA toolkit)")
-  elseif(NOT FMT_INCLUDE)
-    set(cuda_missing "the headers of fmt (apt install libfmt-dev)")
-  endif()
-  if(cuda_missing AND MLX_PAGED_CUDA STREQUAL "ON")
-    message(FATAL_ERROR "MLX_PAGED_CUDA=ON needs ${cuda_missing}")
-  elseif(cuda_missing)
-    message(STATUS "mlx_paged: no CUDA backend, for want of ${cuda_missing}")
-  endif()
-endif()
-if(NOT MLX_PAGED_CUDA OR cuda_missing)
+execute_process(COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/scripts/build_backend.py
+                        "${MLX_PAGED_CUDA}" "${CMAKE_CUDA_COMPILER}"
+                OUTPUT_VARIABLE cuda_choice OUTPUT_STRIP_TRAILING_WHITESPACE
+                COMMAND_ERROR_IS_FATAL ANY)
+list(POP_FRONT cuda_choice what_to_do)
+if(what_to_do STREQUAL "skip")
+  message(STATUS "mlx_paged: no CUDA backend: ${cuda_choice}")
   return()
+elseif(NOT what_to_do STREQUAL "build")
+  message(FATAL_ERROR " mlx_paged: ${cuda_choice}")  # (CMake breaks no line that begins with a space)
 endif()
 
-if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+# (What is left is the GPUs of this machine; where none is seen, all that may come.)
+list(POP_FRONT cuda_choice CMAKE_CUDA_COMPILER)
+if(NOT CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES ${cuda_choice})
+endif()
+if(NOT CMAKE_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_ARCHITECTURES 80 86 89 90 100 120)
 endif()
 message(STATUS "mlx_paged: CUDA backend for ${CMAKE_CUDA_ARCHITECTURES}")
 set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+# (NVIDIA's Python packages have lib/, where nvcc looks in lib64/ to link CMake's small programs.)
+cmake_path(GET CMAKE_CUDA_COMPILER PARENT_PATH cuda_folder)
+set(ENV{LIBRARY_PATH} "${cuda_folder}/../lib:$ENV{LIBRARY_PATH}")
 enable_language(CUDA)
-find_package(CUDAToolkit REQUIRED)
+# (CMake's own search for the toolkit does not know the folders of NVIDIA's Python packages, either.)
+find_library(CUDART_STATIC cudart_static REQUIRED
+             HINTS ${CMAKE_CUDA_COMPILER_TOOLKIT_ROOT} ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES}
+             PATH_SUFFIXES lib64 lib)
+find_package(Threads REQUIRED)
+# The C++ compiler links, with its own libraries: those of nvcc's host compiler may be static.
+set(CMAKE_CUDA_RUNTIME_LIBRARY None)
+set(CMAKE_CUDA_IMPLICIT_LINK_LIBRARIES "")
+set(CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES "")
 
 # The kernels of metal/, read by nvcc through msl/; one file for each dtype, to compile side by side, and
 # four architectures of each at a time.
@@ -52,8 +54,11 @@ function(add_cuda_kernels NAME SOURCE)
 endfunction()
 add_cuda_kernels(data data)
 add_cuda_kernels(quantised_data quantised_data)
+add_cuda_kernels(greedy greedy)
+add_cuda_kernels(layer layer)
 add_cuda_kernels(linear linear)
 add_cuda_kernels(linear_cluster linear_cluster)
+add_cuda_kernels(linear_stream linear_stream)
 foreach(dtype float32 float16 bfloat16)
   foreach(source decode decode_matrix prefill bounds quantised)
     add_cuda_kernels(${source}_${dtype} ${source} PAGED_DTYPE_${dtype})
@@ -64,10 +69,11 @@ foreach(dtype float16 bfloat16)
   add_cuda_kernels(prefill_tensor_${dtype} prefill_tensor PAGED_DTYPE_${dtype})
 endforeach()
 
-target_link_libraries(cuda_backend INTERFACE CUDA::cudart_static)
-target_compile_definitions(cuda_backend INTERFACE MLX_PAGED_CUDA FMT_HEADER_ONLY)
-# CUDA's, fmt's and, among MLX's, those of the C++ library for CUDA: none of them are ours to warn of.
-target_include_directories(cuda_backend SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS} ${FMT_INCLUDE})
-string(APPEND BACKENDS " cuda")
-set(GPU_SOURCES csrc/gpu_eval.cpp csrc/cuda/binder.cpp csrc/cuda/compiled_kernels.cpp
-                csrc/cuda/linear_launch.cpp csrc/cuda/memory.cpp csrc/cuda/transfer.cpp)
+target_link_libraries(cuda_backend INTERFACE ${CUDART_STATIC} Threads::Threads ${CMAKE_DL_LIBS} rt)
+target_compile_definitions(cuda_backend INTERFACE MLX_PAGED_CUDA)
+# CUDA's and, among MLX's, those of the C++ library for CUDA: none of them are ours to warn of.
+target_include_directories(cuda_backend SYSTEM INTERFACE csrc/cuda/fmt
+                           ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+set(CUDA_SOURCES csrc/gpu_eval.cpp csrc/cuda/binder.cpp csrc/cuda/compiled_kernels.cpp
+                 csrc/cuda/linear_launch.cpp csrc/cuda/memory.cpp csrc/cuda/step_graph.cpp
+                 csrc/cuda/transfer.cpp)

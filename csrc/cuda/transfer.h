@@ -48,4 +48,8 @@ class ToHost : public mx::Primitive {
   bool is_equivalent(const mx::Primitive&) const override { return true; }
 };
 
+// Gives `a` pinned memory, which kernels can write and the host reads once they have. Whoever
+// launches them keeps `a` until then.
+void allocate_pinned(mx::array& a);
+
 }  // namespace mlx_paged

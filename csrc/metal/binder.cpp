@@ -70,7 +70,7 @@ void encode(
   Arrays operands(in);
   operands.insert(operands.end(), out.begin(), out.end());
   for (uint64_t bytes : list.workspaces) {
-    mx::array workspace({int((bytes + 3) / 4)}, mx::float32, nullptr, {});
+    mx::array workspace(workspace_shape(bytes), mx::float32, nullptr, {});
     allocate(workspace, stream);
     keep(workspace, stream);
     operands.push_back(std::move(workspace));

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 
 from mlx_paged.errors import MlxPagedError
 
-#: Most bytes of a line, as of a request's body on the server.
-MAX_LINE = 16 << 20
+#: Most bytes of a line, as of a request's body on a server whose model takes media.
+MAX_LINE = 48 << 20
 URLS = ("/v1/chat/completions", "/v1/completions")
 _FIELDS = ("custom_id", "method", "url", "body")
 _CHUNK = 1 << 16

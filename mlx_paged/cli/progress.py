@@ -98,15 +98,13 @@ def loading_bar(
 
 
 def kernel_bar(shown: bool | None = None) -> Callable[[int, int], None]:
-    """For `on_kernel` of an engine: a bar from the first kernel to the last."""
+    """For `on_kernel` of an engine: a bar from the first kernel (or kind of step) to the last."""
     bar = contextlib.ExitStack()
     advance: list[Callable[..., None]] = []
 
     def on_kernel(done: int, total: int) -> None:
         if done == 0:
-            advance[:] = [
-                bar.enter_context(progress_bar("compiling GPU kernels", total, shown=shown))
-            ]
+            advance[:] = [bar.enter_context(progress_bar("preparing the GPU", total, shown=shown))]
         else:
             advance[0]()
         if done == total:

@@ -284,7 +284,15 @@ class ServeOptions:
         ),
     ] = False
     max_num_seqs: Annotated[int, option(_SCHED, "Most sequences that run at once.", min=1)] = 256
-    max_num_batched_tokens: Annotated[int, option(_SCHED, "Most tokens of one step.", min=1)] = 2048
+    max_num_batched_tokens: Annotated[
+        int | None,
+        option(
+            _SCHED,
+            "Most tokens of one step.",
+            min=1,
+            show_default="2048; up to 8192 on NVIDIA GPUs",
+        ),
+    ] = None
     long_prefill_token_threshold: Annotated[
         int | None,
         option(
@@ -317,6 +325,14 @@ class ServeOptions:
             "--async-scheduling/--no-async-scheduling",
         ),
     ] = True
+    enforce_eager: Annotated[
+        bool,
+        option(
+            _SCHED,
+            "On a GPU: no warm-up at the start, and decode steps are not repeated as graphs.",
+            "--enforce-eager/--no-enforce-eager",
+        ),
+    ] = False
     max_num_waiting: Annotated[
         int, option(_LIMITS, "Most sequences that may wait; more get 429.", "--max-queue", min=1)
     ] = 1024
@@ -332,9 +348,23 @@ class ServeOptions:
     read_timeout: Annotated[
         float, option(_LIMITS, "Seconds to send a head, then a body, or to take a chunk.", min=0.1)
     ] = 60.0
-    max_body_size: Annotated[int, option(_LIMITS, "Most bytes of a body; more get 413.", min=1)] = (
-        16 << 20
-    )
+    max_body_size: Annotated[
+        int | None,
+        option(
+            _LIMITS,
+            "Most bytes of a body; more get 413.",
+            min=1,
+            show_default="16777216, or 50331648 if the model takes media",
+        ),
+    ] = None
+    max_body_memory: Annotated[
+        int,
+        option(
+            _LIMITS,
+            "Most bytes of all bodies of requests under way, beyond a MiB of each; more get 503.",
+            min=0,
+        ),
+    ] = 1 << 30
     max_stored_responses: Annotated[
         int, option(_LIMITS, "Most responses kept for previous_response_id; 0: none.", min=0)
     ] = 1024

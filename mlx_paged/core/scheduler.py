@@ -89,6 +89,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self._long_prefill_threshold = config.long_prefill_threshold
+        self._has_own_threshold = config.long_prefill_token_threshold is not None
         self.waiting = WaitingQueue(self._is_long)
         self.running = SequenceQueue()
         self.num_preemptions = 0
@@ -569,8 +570,11 @@ class Scheduler:
     def _chunk_for(self, num_tokens: int) -> int:
         """Tokens this step spends on a prompt with `num_tokens` left."""
         if self._is_long(num_tokens):
-            share = min(self._long_budget, self._long_prefill_threshold)
-            return min(share, self._budget)
+            share = self._long_budget
+            # (A step has more tokens than a long prompt gets of it for the sake of others.)
+            if self._has_own_threshold or len(self.running) + self.waiting.size > 1:
+                share = min(share, self._long_prefill_threshold)
+            num_tokens = min(num_tokens, share)
         return min(num_tokens, self._budget)
 
     def _short_demand(self) -> int:

@@ -189,7 +189,8 @@ def _backend(machine: Machine, build: Mapping[str, str], device: str) -> Iterato
         remedy = (
             "pip install --force-reinstall --no-deps . (on this Mac)"
             if machine.is_mac
-            else "build for CUDA as docs/cuda.md says; until then the engine runs on the CPU"
+            else "MLX_PAGED_CUDA=ON pip install --force-reinstall --no-deps . in a checkout "
+            "(docs/cuda.md); until then the engine runs on the CPU"
         )
     expected = "MLX's default device is the GPU if there is one, and this build has kernels for it"
     yield _judged(is_well, "GPU backend", expected, found, remedy)

@@ -119,9 +119,7 @@ def fits(memory: Memory) -> list[Fit]:
 def fit(shape: Shape, precision: str, memory: Memory, config: EngineConfig) -> Fit:
     """One shape in one precision."""
     weights, per_token = shape.weight_bytes(precision), shape.kv_bytes_per_token(precision)
-    activations = shape.activation_bytes(
-        config.max_num_batched_tokens, config.max_num_seqs, precision
-    )
+    activations = shape.activation_bytes(config.step_tokens, config.max_num_seqs, precision)
     on_gpu = memory["on_gpu"]
     usable = int(memory["device_bytes"] * (memory["utilization"] if on_gpu else 1.0))
     left = usable - weights - activations

@@ -247,10 +247,14 @@ def _silu_mul(data: Data) -> None:
 def _greedy_tokens(data: Data) -> None:
     logits = exact(data.normal(4, 1000))
     logits[3, 500] = np.nan
-    tokens, largest = ops.greedy_tokens(mx.array(logits.astype(np.float32)).astype(data.dtype))
+    tokens, largest, reported = ops.greedy_tokens(
+        mx.array(logits.astype(np.float32)).astype(data.dtype)
+    )
     data.same(tokens[:3], np.argmax(logits[:3], axis=-1).astype(np.float64), "tokens")
     data.same(largest[:3], logits[:3].max(axis=-1), "largest logits")
     data.same(mx.isnan(largest), np.array([0.0, 0.0, 0.0, 1.0]), "NaNs")
+    reports = [*np.argmax(logits[:3], axis=-1).astype(np.float64), -1.0]
+    data.same(reported, np.array(reports), "reported tokens")
 
 
 def _nucleus_thresholds(data: Data) -> None:
@@ -313,7 +317,7 @@ CASES: dict[str, Case] = {
     "rope": Case(_rope),
     "rms_norm": Case(_rms_norm),
     "silu_mul": Case(_silu_mul),
-    "greedy_tokens": Case(_greedy_tokens),
+    "greedy_tokens": Case(_greedy_tokens, gpu_dtypes=DTYPES),
     "nucleus_thresholds": Case(_nucleus_thresholds, dtypes=("float32",)),
     "apply_token_bitmask": Case(_apply_token_bitmask, gpu_dtypes=DTYPES),
     # In float32 it is MLX's own on a GPU, which may round to TF32.

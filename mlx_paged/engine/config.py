@@ -27,6 +27,7 @@ from mlx_paged.model.kv_formats import KVFormat, format_named, skipped_layers
 _GIB = 1 << 30
 _DEFAULT_KV_CACHE_MEMORY = 4 * _GIB
 _MOST_SECONDS = 3600
+DEFAULT_STEP_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,11 @@ class EngineConfig:
         max_model_len: Most tokens of prompt and answer together; None: the model's own limit.
         max_num_seqs: Most sequences that run at once; never more than max_num_batched_tokens.
         max_num_batched_tokens: Most tokens of one step; longer prompts are prefilled in chunks.
+            None: 2048; on an NVIDIA GPU 4096 or 8192, where the memory beside the weights allows.
         long_prefill_token_threshold: A prompt with more tokens left than this is long: it gets at
             most this many a step, and long prompts together leave short ones the tokens that they
-            need, up to half the step. None: half of max_num_batched_tokens; 0 treats all alike.
+            need, up to half the step. None: half of max_num_batched_tokens, and all of it
+            for a prompt that is alone; 0 treats all alike.
         watermark: Share of the blocks that admission leaves free for the growth of what runs.
         max_num_waiting: Most sequences that may wait; more are refused with
             `EngineOverloadedError`. None refuses no request.
@@ -73,6 +76,8 @@ class EngineConfig:
             max_num_batched_tokens must be at least the context length.
         async_scheduling: Plan and launch a step while the one before it still runs. The tokens are
             the same.
+        enforce_eager: On a GPU: no warm-up at the start, and decode steps are built each time
+            instead of repeated as graphs (vLLM's name).
         reasoning_parser: The format of the model's reasoning, by vLLM's name
             (`engine.reasoning.REASONING_FORMATS`). It says where a grammar begins, and what
             `thinking_token_budget` counts. "auto": by vocabulary and template; "none" or "": none.
@@ -106,7 +111,7 @@ class EngineConfig:
     typical_context_len: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int | None = None
     watermark: float = 0.01
     max_num_waiting: int | None = None
@@ -115,6 +120,7 @@ class EngineConfig:
     disable_hybrid_kv_cache_manager: bool = False
     enable_chunked_prefill: bool = True
     async_scheduling: bool = True
+    enforce_eager: bool = False
     reasoning_parser: str = "auto"
     structured_outputs_timeout: float = 5.0
     structured_outputs_cache_size: int = 256
@@ -164,6 +170,7 @@ class EngineConfig:
             "disable_hybrid_kv_cache_manager",
             "enable_chunked_prefill",
             "async_scheduling",
+            "enforce_eager",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameterError(name, "True or False", getattr(self, name))
@@ -271,6 +278,11 @@ class EngineConfig:
             )
         return self.max_model_len
 
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of one step: `max_num_batched_tokens`, or what it is without a GPU."""
+        return self.max_num_batched_tokens or DEFAULT_STEP_TOKENS
+
     def scheduler_config(
         self, model_limit: int | None, encoder_bytes_per_row: int | None = None
     ) -> SchedulerConfig:
@@ -285,8 +297,8 @@ class EngineConfig:
             model_len += 1  # the token that ends a prompt is never computed
         return SchedulerConfig(
             # A sequence that runs takes at least one token of every step.
-            max_num_seqs=min(self.max_num_seqs, self.max_num_batched_tokens),
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=min(self.max_num_seqs, self.step_tokens),
+            max_num_batched_tokens=self.step_tokens,
             max_model_len=model_len,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             watermark=self.watermark,

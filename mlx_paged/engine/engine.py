@@ -22,7 +22,7 @@ from mlx_paged.core import (
     Scheduler,
     Sequence,
 )
-from mlx_paged.engine import memory, request_options
+from mlx_paged.engine import memory, request_options, warm_up
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer, special_token_ids
 from mlx_paged.engine.executor import PendingStep, StepExecutor
@@ -120,8 +120,9 @@ class Engine:
     Args:
         model: as `mlx_paged.load` returns it; it belongs to this engine from now on.
         config: options.
-        on_kernel: where GPU kernels are compiled (Metal), called before each with how many are done
-            and how many there are, and after the last.
+        on_kernel: on a GPU, called before each kernel that is compiled (Metal), and then before
+            each kind of step of the warm-up, with how many are done and how many there are, and
+            after the last.
 
     Attributes:
         max_model_len: Most tokens of prompt and answer together; None where only the pool limits.
@@ -142,8 +143,8 @@ class Engine:
         on_kernel: ops.OnKernel | None = None,
     ) -> None:
         self._guard = EngineGuard()
-        self.config = (config or EngineConfig()).for_model(
-            model_directory(model.name), model.config
+        self.config = memory.with_step_tokens(
+            (config or EngineConfig()).for_model(model_directory(model.name), model.config)
         )
         self.tokenizer = model.tokenizer
         self.generation_config = model.generation_config
@@ -162,6 +163,7 @@ class Engine:
         self.reasoning_format = format_of(self.config.reasoning_parser, self.tokenizer)
         paged = serve(model.model, model.config, block_size=self.config.block_size)
         _quantise(paged, self.config)
+        paged.repeats_steps = not self.config.enforce_eager
         limits = [model.max_model_len, paged.layout.max_context_len]
         model_limit = min((n for n in limits if n is not None), default=None)
         self.max_model_len = self.config.model_len(model_limit)
@@ -177,6 +179,8 @@ class Engine:
         )
         prepare_kernels(paged, on_kernel)
         memory.limit_run_ahead()
+        if warm_up.is_needed(self.config):
+            warm_up.warm_up(self._runner, self.config, self.max_model_len, on_kernel)
         self._make_kv = partial(
             KVManager,
             sizes.num_blocks,

@@ -66,7 +66,7 @@ class KVCacheConfig:
         if not self.windows and not self._layout.has_states:
             return PoolSizes(num_blocks)
         num_sequences = -(-num_blocks // self._typical_blocks)
-        step = self._blocks_for(self._config.max_num_batched_tokens)  # one prompt's, at least
+        step = self._blocks_for(self._config.step_tokens)  # one prompt's, at least
         views = [self._view_blocks(reach) for reach in self.windows]
         windows = tuple(
             min(num_blocks, 1 + max(view, step + self._typical_share(num_blocks, view)))

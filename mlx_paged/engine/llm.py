@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mlx_paged.engine import collector
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine, EngineStats
 from mlx_paged.engine.guard import check_process
@@ -92,7 +93,7 @@ class LLM:
         config = EngineConfig(**options)
         loaded = model if isinstance(model, LoadedModel) else load(model, dtype=dtype)
         # (No `gc.freeze` as on the engine's thread: it would affect the whole process, and
-        # keep an `LLM` that is dropped.)
+        # keep an `LLM` that is dropped. `collector` keeps collections out of steps.)
         self.engine = Engine(loaded, config, on_kernel=on_kernel)
         self._ids = itertools.count()
         self._turn = threading.RLock()  # held by a thread that waits to add a request
@@ -387,11 +388,13 @@ class LLM:
             return
         with self._turn:  # others that wait to add a request come first
             pass
-        self.engine.step()
+        with collector.step:
+            self.engine.step()
 
     def _end(self, call: _Call) -> None:
         """Ends those requests of a call that are unfinished, and forgets them."""
         self._left.append(call)
+        collector.let_go()  # (an exception from outside may have come before its step's own end)
         with suppress(ForkedProcessError):  # (a child drops the stream that it inherited)
             self._end_left()
         for output in call.outputs:

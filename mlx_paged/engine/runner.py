@@ -40,6 +40,7 @@ from mlx_paged.engine.sampling.sampler import (
     largest_of,
     sample,
 )
+from mlx_paged.model.compiled import Greedy
 from mlx_paged.model.layout import Reach
 from mlx_paged.model.media import StepMedia
 from mlx_paged.model.paged_model import PagedModel
@@ -265,18 +266,25 @@ class ModelRunner:
         self._copy_blocks(output)
         columns = tuple(zip(*output.sequences))
         _, token_ids, starts, samples, input_from, _, _ = columns
-        num_rows = np.fromiter(map(len, token_ids), dtype=np.int64, count=len(token_ids))
-        context_lens = np.array(starts) + num_rows
-        is_decode = False not in samples and len(token_ids) == num_rows.sum()
-        sampled = output.sequences if is_decode else [s for s in output.sequences if s.samples]
-        # (A single token that is sampled from is its prompt's last, or follows it.)
-        targets = [] if is_decode else _prompt_targets(output)
-        ends = np.cumsum(num_rows)
-        is_sampled = np.array(samples)
-        # Rows that are sampled from, then those that prompt tokens to report follow.
-        reported = [ends[i] - num_rows[i] + np.arange(len(t.token_ids)) for i, t in targets]
+        count = len(token_ids)
+        is_decode = False not in samples and sum(map(len, token_ids)) == count
+        sampled: Sequence[ScheduledSequence]
+        if is_decode:
+            # (A single token that is sampled from is its prompt's last, or follows it.)
+            sampled, targets = output.sequences, []
+            num_rows, wanted = np.ones(count, dtype=np.int64), np.arange(count)
+            positions = context_lens = np.array(starts, dtype=np.int64) + 1
+        else:
+            sampled, targets = [s for s in output.sequences if s.samples], _prompt_targets(output)
+            num_rows = np.fromiter(map(len, token_ids), dtype=np.int64, count=count)
+            context_lens = np.array(starts) + num_rows
+            is_sampled, ends = np.array(samples), np.cumsum(num_rows)
+            positions = context_lens[is_sampled]
+            # Rows that are sampled from, then those that prompt tokens to report follow.
+            reported = [ends[i] - num_rows[i] + np.arange(len(t.token_ids)) for i, t in targets]
+            wanted = np.concatenate([(ends - 1)[is_sampled], *reported])
         if sampled:
-            metadata = self._metadata(sampled, context_lens[is_sampled])
+            metadata = self._metadata(sampled, positions)
             newest, grammars = None, None
             if metadata.edits:
                 newest = _newest(sampled, metadata, previous)
@@ -289,21 +297,22 @@ class ModelRunner:
                 output, columns[0], context_lens, num_rows, overlaps=previous is not None
             )
             made = self.media.store.made()
+        num_more = 0
+        if not is_decode and sampled and media is None:
+            total = int(num_rows.sum())
+            num_more = self.model.rows_with_prompts(total) - total
         logits = self.model.forward(
-            _input_tokens(token_ids, input_from, previous),
-            self._inputs(
-                columns,
-                context_lens,
-                num_rows,
-                np.concatenate([(ends - 1)[is_sampled], *reported]),
-                media,
-            ),
+            _input_tokens(token_ids, input_from, previous, num_more),
+            self._inputs(columns, context_lens, num_rows, wanted, media),
         )
         if sampled:
             raw = logits[: len(sampled)] if targets else logits
-            why_none = _choose(raw, metadata, newest, grammars)
+            greedy = self.model.greedy_of(raw)
+            why_none = _choose(raw, metadata, newest, grammars, greedy)
             tokens = why_none.sampled.tokens
-            for_host = ops.to_host(why_none.sampled.for_host(why_none.model_largest))
+            for_host = why_none.sampled.for_host(why_none.model_largest)
+            if greedy is None or for_host is not greedy.reported:  # (which is for the host)
+                for_host = ops.to_host(for_host)
             logprobs = _report_samples(raw, tokens, output, metadata)
         else:
             # Nothing to choose: the step's work is what it wrote to the pools.
@@ -398,16 +407,20 @@ def _choose(
     metadata: SamplingMetadata,
     newest: InFlight | None,
     grammars: Future[GrammarMasks] | None,
+    greedy: Greedy | None,
 ) -> WhyNone:
     """The tokens of a step, and what says why a row has none.
 
     Args:
         raw: ``[num_sampled, vocab_size]`` logits.
+        greedy: greedy sampling of them, where the step has found it.
     """
     if not metadata.edits:
-        return WhyNone(sample(raw, metadata), None, False, {})
+        return WhyNone(sample(raw, metadata, greedy), None, False, {})
     # (A mask hides nothing that is not finite.)
-    model_largest = None if only_masks(metadata.edits) else largest_of(raw)
+    model_largest = None
+    if not only_masks(metadata.edits):
+        model_largest = largest_of(raw) if greedy is None else greedy.largest
     edited = apply_edits(raw, metadata.edits, newest, grammars)
     return WhyNone(sample(edited.logits, metadata), model_largest, True, edited.failed)
 
@@ -437,17 +450,23 @@ def _input_tokens(
     token_ids: tuple[tuple[int, ...], ...],
     input_from: tuple[int, ...],
     previous: LaunchedStep | None,
+    num_more: int = 0,
 ) -> mx.array:
-    """``[num_rows]`` int32. Tokens that the step before is still sampling stay on the device."""
+    """``[num_rows]`` int32. Tokens that the step before is still sampling stay on the device.
+
+    Args:
+        num_more: rows of no sequence behind the others.
+    """
     num_known = input_from.count(-1)
+    more = (0,) * num_more
     if num_known == len(input_from):
-        return ops.upload(np.fromiter(chain.from_iterable(token_ids), dtype=np.int32))[0]
+        return ops.upload(np.fromiter(chain(*token_ids, more), dtype=np.int32))[0]
     assert previous is not None, "a sequence awaits a token but no step is in flight"
     if num_known == 0:
         if input_from == tuple(range(previous.tokens.size)):
             return previous.tokens  # the same sequences in the same order
         return previous.tokens[ops.upload(np.array(input_from, dtype=np.int32))[0]]
-    known = np.fromiter(chain.from_iterable(token_ids), dtype=np.int32)
+    known = np.fromiter(chain(*token_ids, more), dtype=np.int32)
     source = np.full(len(known), -1, dtype=np.int32)
     source[known == IN_FLIGHT_TOKEN] = [place for place in input_from if place >= 0]
     places, tokens = ops.upload(source, known)

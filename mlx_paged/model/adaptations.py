@@ -134,6 +134,23 @@ def qwen3_omni_language_model(
     return LanguageModelOutput(logits=model.embed_tokens.as_linear(h) if tied else self.lm_head(h))
 
 
+def mlx_vlm_mistral_model(
+    self: Any, inputs: mx.array, cache: Any = None, inputs_embeds: mx.array | None = None
+) -> mx.array:
+    """Ministral 3 and Mistral 4 of mlx-vlm: the temperature of each row from its position.
+
+    (Theirs is the first row's for all, and is read on the host.)
+    """
+    h = self.embed_tokens(inputs) if inputs_embeds is None else inputs_embeds
+    rope = self.config.rope_parameters
+    steps = mx.floor(cache[0].offset / rope["original_max_position_embeddings"])
+    scale = 1 + rope["llama_4_scaling_beta"] * mx.log(1 + steps)
+    scale = scale[:, None, None, None].astype(h.dtype)
+    for layer, layer_cache in zip(self.layers, cache):
+        h = layer(h, scale, None, cache=layer_cache)
+    return self.norm(h)
+
+
 def gpt_bigcode_model(self: Any, inputs: mx.array, cache: Any = None) -> mx.array:
     """GPT BigCode: learned positions, one for each row."""
     h = self.wte(inputs) + self.wpe(cache[0].offset[:, None])
@@ -170,6 +187,23 @@ def internlm3_rope(self: Any, x: mx.array, offset: mx.array) -> mx.array:
     )
 
 
+def su_scaled_rope(self: Any, x: mx.array, offset: mx.array) -> mx.array:
+    """LongRoPE of mlx-vlm with the factors of contexts up to `context_limit`.
+
+    (It takes the factors of the longest context of a batch for all of it.)
+    """
+    turned = mx.fast.rope(
+        self._short_scale.astype(x.dtype) * x[..., : self.dim],
+        self.dim,
+        traditional=False,
+        base=None,
+        scale=1.0,
+        offset=offset,
+        freqs=self._short_freqs,
+    )
+    return mx.concatenate([turned, x[..., self.dim :]], axis=-1)
+
+
 _ADAPTED: dict[str, Callable[..., Any]] = {
     "afm7.KVReuseAttention": afm7_reusing_attention,
     "gemma2.Attention": gemma2_attention,
@@ -180,7 +214,10 @@ _ADAPTED: dict[str, Callable[..., Any]] = {
     "llama4.LlamaModel": llama4_model,
     "mlx_vlm.llama4.Attention": llama4_attention,
     "mlx_vlm.llama4.LlamaModel": mlx_vlm_llama4_model,
+    "mlx_vlm.mistral3.Ministral3": mlx_vlm_mistral_model,
+    "mlx_vlm.mistral4.Mistral4Model": mlx_vlm_mistral_model,
     "mlx_vlm.qwen3_omni_moe.LanguageModel": qwen3_omni_language_model,
+    "mlx_vlm.rope_utils.SuScaledRoPE": su_scaled_rope,
     "plamo.Attention": plamo_attention,
 }
 
@@ -197,12 +234,15 @@ def context_limit(model: nn.Module) -> int | None:
     """Tokens up to which RoPE is the same for every context; None: however long it is.
 
     Dynamic scaling turns keys by the length that the context had when they were written, so past
-    this limit mlx-lm's answers depend on how a prompt was cut.
+    this limit mlx-lm's answers depend on how a prompt was cut. (LongRoPE of mlx-vlm is such too;
+    mlx-lm's has the factors of long contexts for all.)
     """
     limits = []
     for module in model.modules():
         if _kind(module) == "rope_utils.DynamicNTKScalingRoPE":
             limits.append(module.max_position_embeddings)
+        elif _kind(module) == "mlx_vlm.rope_utils.SuScaledRoPE":
+            limits.append(module.original_max_position_embeddings)
         elif _kind(module) == "internlm3.Attention" and _kind(module.rope):
             # It takes the number of heads for the number of tokens.
             limits.append(module.rope.max_position_embeddings - module.n_heads)
@@ -212,11 +252,13 @@ def context_limit(model: nn.Module) -> int | None:
 def _kind(module: nn.Module) -> str:
     """Module and class of mlx-lm, without the package; empty for modules of other packages.
 
-    Of mlx-vlm: "mlx_vlm", the family's package, and the class.
+    Of mlx-vlm: "mlx_vlm", the family's package (or a module that families share), and the class.
     """
     package, _, name = type(module).__module__.rpartition(".")
     if package == "mlx_lm.models":
         return f"{name}.{type(module).__qualname__}"
+    if package == "mlx_vlm.models":
+        return f"mlx_vlm.{name}.{type(module).__qualname__}"
     if package.startswith("mlx_vlm.models."):
         return f"mlx_vlm.{package.split('.')[2]}.{type(module).__qualname__}"
     return ""

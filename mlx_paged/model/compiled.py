@@ -1,10 +1,16 @@
-"""Decode steps as compiled graphs, one for each shape. (With CUDA.)
+"""Steps of few rows as one graph or one operation, for each shape.
 
-There a decode step of a small batch waits for the host, half of whose time is model code in Python.
-`mx.compile` runs that code once for a shape and repeats the graph afterwards. Shapes repeat in
-decoding: there are as many rows as in the step before, and the arrays of a plan grow in strides
-(`plan.build_plan`). A shape is compiled when it occurs for the third time, so that model code has
-run on real arrays before, and shapes that do not repeat cost nothing.
+Half of the host's time in a decode step is model code in Python, which makes the same graph in each
+step of one shape: there are as many rows as in the step before. It runs once for a shape.
+
+With CUDA the graph becomes one operation too (`ops.DeviceProgram`), which a GPU replays as a whole,
+so that the host has next to nothing to do; where it has more rows or other operations than that
+takes, `mx.compile` repeats the graph, whose arrays keep their sizes because those of a plan grow
+in strides (`plan.build_plan`). A shape is compiled when it occurs for the third time, so that model
+code has run on real arrays before, and shapes that do not repeat cost nothing.
+
+On the CPU the graph becomes one operation (`ops.StepProgram`). Reading it costs no more than
+evaluating it, so it happens at once, and a plan's work may have any size.
 """
 
 from __future__ import annotations
@@ -13,20 +19,24 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import fields
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_paged import ops
+from mlx_paged.model import patches
 from mlx_paged.model.caches import Step
 from mlx_paged.model.media import MediaRows
 from mlx_paged.ops import AttentionPlan
 
 logger = logging.getLogger(__name__)
 
-_MOST_GRAPHS = 32
+_MOST_GRAPHS = 64
 _SEEN_BEFORE = 2
+_ROWS_OF_PROMPTS = 16  # steps with prompts have multiples of it: a tile of products
 # (Decodes have no bounds.)
 _PLAN_FIELDS = tuple(field.name for field in fields(AttentionPlan) if field.name != "bounds")
+_ANY_SIZE = {"block_tables", "work_items", "merge_items"}  # on the CPU
 
 Pools = list[mx.array]
 # Tokens, the step and the pools' handles -> logits and the new handles.
@@ -34,72 +44,229 @@ Forward = Callable[[mx.array, Step, Pools], tuple[mx.array, Pools]]
 _Graph = Callable[[mx.array, list[mx.array], Pools], tuple[mx.array, Pools]]
 
 
+class Greedy(NamedTuple):
+    """Greedy sampling of a step's logits; see `ops.greedy_tokens`."""
+
+    tokens: mx.array  # [num_rows] int32
+    largest: mx.array  # [num_rows] float32
+    reported: mx.array  # [num_rows] int32, where the host reads it
+
+
 class CompiledSteps:
-    """Runs decode steps of shapes that repeat as compiled graphs.
+    """Runs steps of few rows as compiled graphs.
 
     Args:
         forward: builds a step; a function of its arguments, but for the model's weights.
+        enabled: false: none is compiled.
+        chooses: whether what `forward` returns are logits, to choose tokens by.
     """
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        enabled: bool = True,
+        chooses: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._forward = forward
+        self._chooses = chooses
+        self._newest: tuple[mx.array, Greedy] | None = None
         self._times: OrderedDict[object, int] = OrderedDict()  # times a shape occurred
         self._graphs: OrderedDict[object, _Graph] = OrderedDict()
-        self._failed = False
+        self._failed = not enabled
+        # Until a graph of the model is refused: of a decode step, of one with prompts.
+        self.uses_device_programs = True
+        self._takes_prompts = True
 
     def run(self, tokens: mx.array, step: Step, pools: Pools) -> tuple[mx.array, Pools]:
         """The step, compiled or not."""
-        if self._failed or not _serves(tokens, step):
+        if self._failed or not (_serves(tokens, step) or self._serves_prompts(tokens, step)):
             return self._forward(tokens, step, pools)
-        arrays = _arrays_of(step)
-        has_rope = _has_rope_positions(step)
-        shape = (tuple(step.plans), tokens.shape[0], has_rope, *(tuple(a.shape) for a in arrays))
+        shape = _shape_of(tokens, step)
         graph = self._graphs.get(shape)
         if graph is not None:
             self._graphs.move_to_end(shape)
-            return graph(tokens, arrays, pools)
+            return graph(tokens, _arrays_of(step), pools)
         self._times[shape] = times = self._times.pop(shape, 0) + 1
         if len(self._times) > 4 * _MOST_GRAPHS:
             self._times.popitem(last=False)
-        if times <= _SEEN_BEFORE:
+        if ops.has_cuda() and times <= _SEEN_BEFORE:
             return self._forward(tokens, step, pools)
-        return self._compile(shape, tokens, step, arrays, pools)
+        return self._compile(shape, tokens, step, pools)
+
+    def reads_once(self, num_rows: int) -> bool:
+        """Whether a step of so many decodes will read its plan once, as a device program."""
+        return (
+            self.uses_device_programs
+            and not self._failed
+            and num_rows <= ops.most_device_program_rows()
+        )
+
+    def takes_prompts(self, num_rows: int) -> bool:
+        """Whether a step of so many rows, prompts among them, may become a device program."""
+        return self._takes_prompts and self.reads_once(num_rows)
+
+    def rows_with_prompts(self, num_rows: int) -> int:
+        """How many rows a step with prompts should have instead, so that it repeats."""
+        if not self.takes_prompts(num_rows):
+            return num_rows
+        return -(-num_rows // _ROWS_OF_PROMPTS) * _ROWS_OF_PROMPTS
+
+    def _serves_prompts(self, tokens: mx.array, step: Step) -> bool:
+        """Whether a step with prompts may be a device program: one of few rows, some of which are
+        sampled from. (As a graph of `mx.compile` it would begin later than it is built now.)"""
+        num_rows = tokens.shape[0]
+        return (
+            self.takes_prompts(num_rows)
+            and num_rows % _ROWS_OF_PROMPTS == 0
+            and step.logit_rows.shape[0] > 0
+            and _depends_on_arrays(step)
+        )
+
+    def greedy_of(self, logits: mx.array) -> Greedy | None:
+        """What greedy sampling gives, where the newest step has found it for these logits."""
+        return self._newest[1] if self._newest is not None and self._newest[0] is logits else None
+
+    def _found(self, logits: mx.array, greedy: Greedy) -> None:
+        self._newest = (logits, greedy)
 
     def _compile(
-        self, shape: object, tokens: mx.array, step: Step, arrays: list[mx.array], pools: Pools
+        self, shape: object, tokens: mx.array, step: Step, pools: Pools
     ) -> tuple[mx.array, Pools]:
         reaches, has_rope = tuple(step.plans), _has_rope_positions(step)
+        arrays = _arrays_of(step)
+        graph: _Graph
 
         def forward(
             tokens: mx.array, arrays: list[mx.array], pools: Pools
         ) -> tuple[mx.array, Pools]:
             return self._forward(tokens, _step_of(arrays, reaches, has_rope), pools)
 
-        graph = mx.compile(forward)
+        if self.uses_device_programs and tokens.shape[0] <= ops.most_device_program_rows():
+            try:
+                found = self._found if self._chooses() else None
+                graph = _device_program(forward, tokens, arrays, pools, found)
+                result = graph(tokens, arrays, pools)
+                # (Whatever a GPU refuses shows now, and the step can be run again.)
+                mx.eval(result[0])
+                self._keep(shape, graph)
+                return result
+            except Exception as error:
+                if not _is_decode(tokens, step):
+                    logger.info("its steps with prompts are not device programs: %s", error)
+                    self._takes_prompts = False
+                    return self._forward(tokens, step, pools)
+                logger.info("steps of this model are not device programs: %s", error)
+                self.uses_device_programs = False
         try:
+            if ops.has_cuda():
+                graph = mx.compile(forward)
+            else:
+                graph = _program(forward, tokens, arrays, pools)
             result = graph(tokens, arrays, pools)
-        except Exception:
-            # Model code that reads array values cannot be traced; it runs uncompiled.
-            logger.info("decode steps of this model are not compiled", exc_info=True)
+        except Exception as error:
+            # Model code that reads array values cannot be traced, and programs have not all
+            # operations; it runs uncompiled.
+            logger.info("steps of this model are not compiled: %s", error)
             self._failed = True
             self._graphs.clear()
             return self._forward(tokens, step, pools)
+        self._keep(shape, graph)
+        return result
+
+    def _keep(self, shape: object, graph: _Graph) -> None:
         self._graphs[shape] = graph
         if len(self._graphs) > _MOST_GRAPHS:
             self._graphs.popitem(last=False)
-        return result
+
+
+def _device_program(
+    forward: Callable[[mx.array, list[mx.array], Pools], tuple[mx.array, Pools]],
+    tokens: mx.array,
+    arrays: list[mx.array],
+    pools: Pools,
+    found: Callable[[mx.array, Greedy], None] | None,
+) -> _Graph:
+    """The graph of `forward` as one operation of a GPU.
+
+    Args:
+        found: called with the logits of each step and what greedy sampling of them gives; None:
+            they are no logits.
+    """
+    end = 1 + len(arrays)
+    inputs = ops.placeholders([tokens, *arrays, *pools])
+    with patches.graph_for_program():
+        logits, written = forward(inputs[0], inputs[1:end], inputs[end:])
+    greedy = () if found is None else ops.greedy_tokens(logits)
+    program = ops.DeviceProgram(inputs, [logits, *greedy, *written])
+
+    def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> tuple[mx.array, Pools]:
+        logits, *greedy = program([tokens, *arrays, *pools], returns_pools=False)
+        # The pools keep their handles, so the step must go before all that is built on them.
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        if found is not None:
+            found(logits, Greedy(*greedy))
+        return logits, pools
+
+    return run
+
+
+def _program(
+    forward: Callable[[mx.array, list[mx.array], Pools], tuple[mx.array, Pools]],
+    tokens: mx.array,
+    arrays: list[mx.array],
+    pools: Pools,
+) -> _Graph:
+    """The graph of `forward` as one operation. No array of the step is evaluated for it."""
+    end = 1 + len(arrays)
+    inputs = ops.placeholders([tokens, *arrays, *pools])
+    logits, written = forward(inputs[0], inputs[1:end], inputs[end:])
+    program = ops.StepProgram(inputs, [logits, *written])
+
+    def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> tuple[mx.array, Pools]:
+        logits, *pools = program([tokens, *arrays, *pools])
+        return logits, pools
+
+    return run
+
+
+def _depends_on_arrays(step: Step) -> bool:
+    return not (
+        step.states is not None
+        or step.prefill is not None
+        # (Features are as many as a step's pictures have rows: such a step does not repeat.)
+        or (step.media is not None and step.media.rows is not None)
+        or any(plan.bounds is not None for plan in (step.plan, *step.plans.values()))
+    )
+
+
+def _is_decode(tokens: mx.array, step: Step) -> bool:
+    """Of every sequence."""
+    return tokens.shape[0] == step.plan.context_lens.shape[0]
 
 
 def _serves(tokens: mx.array, step: Step) -> bool:
-    """Whether a step is a decode of every sequence, and depends on arrays only."""
+    """Whether a step depends on arrays only, and is a small one."""
+    if not _depends_on_arrays(step):
+        return False
+    if ops.has_cuda():
+        return _is_decode(tokens, step)
+    return tokens.shape[0] <= ops.most_program_rows() and mx.default_device() == mx.cpu
+
+
+def _shape_of(tokens: mx.array, step: Step) -> object:
+    any_size = set() if ops.has_cuda() else _ANY_SIZE
     return (
-        ops.has_cuda()
-        and step.states is None
-        and step.prefill is None
-        # (Features are as many as a step's pictures have rows: such a step does not repeat.)
-        and (step.media is None or step.media.rows is None)
-        and tokens.shape[0] == step.plan.context_lens.shape[0]
-        and all(plan.bounds is None for plan in (step.plan, *step.plans.values()))
+        tuple(step.plans),
+        tokens.shape[0],
+        step.logit_rows.shape[0],
+        _has_rope_positions(step),
+        *(
+            tuple(getattr(plan, name).shape)
+            for plan in (step.plan, *step.plans.values())
+            for name in _PLAN_FIELDS
+            if name not in any_size
+        ),
     )
 
 

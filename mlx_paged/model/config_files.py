@@ -13,6 +13,7 @@ from mlx_paged.errors import InvalidParameterError
 GENERATION_CONFIG = "generation_config.json"
 # Names that families have for one field of config.json.
 _VOCAB_SIZE = ("vocab_size", "num_vocab")
+_TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
 _MODEL_LEN = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "n_ctx")
 
 
@@ -39,8 +40,10 @@ def model_len(config: Mapping[str, Any]) -> int | None:
 
 
 def _find(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    # A multimodal model's text model has a config of its own.
-    for part in (config.get("text_config"), config):
+    # A multimodal model's text model has a config of its own, which families name.
+    thinker = config.get("thinker_config")
+    inner = thinker if isinstance(thinker, Mapping) else config
+    for part in (*(inner.get(name) for name in _TEXT_SECTIONS), config):
         for name in names:
             if isinstance(part, Mapping) and part.get(name):
                 return int(part[name])

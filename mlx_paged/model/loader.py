@@ -130,6 +130,8 @@ def load(
             else:
                 library = "mlx-vlm"
                 model, tokenizer, config, media = _load_multimodal(_download(name), family)
+    except UnsupportedModelError:
+        raise
     except (OSError, RepositoryNotFoundError, HFValidationError) as error:
         raise ModelLoadError(name, _reason(name, error)) from error
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:

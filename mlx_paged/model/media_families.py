@@ -23,6 +23,18 @@ MLX_VLM_VERSION = "0.7.10"
 
 # The model, what the item is, and its arrays -> its features.
 Tower = Callable[[Any, Kind, Mapping[str, Any]], MediaFeatures]
+# The model, rows of a step ``[T, 1]``, T, and their features -> what the language model takes.
+Deepstack = Callable[[Any, mx.array, int, MediaFeatures], dict[str, Any]]
+
+
+def _rows_and_features(
+    vlm: Any, rows: mx.array, num_rows: int, features: MediaFeatures
+) -> dict[str, Any]:
+    """(`model.multimodal` has mlx-vlm's models add these to the rows.)"""
+    return {
+        "visual_pos_masks": rows[:, None],
+        "deepstack_visual_embeds": list(features.deepstack),
+    }
 
 
 @dataclass(frozen=True)
@@ -41,8 +53,12 @@ class MediaFamily:
         tower: Makes an item's features; None: the model's own `get_input_embeddings` over the
             item's span does.
         prepare: Changes the arrays of an item before its tower takes them.
+        deepstack: How features reach later layers, where an item has such.
+        refuses: Why a checkpoint of the family is not served; None: it is.
         atomic: Of mlx-vlm's config: kinds whose positions see each other, so that a span is
             computed in one step.
+        sees_within_windows: They do so in layers with a window, and no further back than that;
+            all other layers are causal.
         sees_whole_prompt: An item's span is its whole prompt, which holds no other item: all
             positions of a prompt see each other.
     """
@@ -55,7 +71,10 @@ class MediaFamily:
     embeds: Callable[[Any, mx.array], mx.array] | None = None
     tower: Tower | None = None
     prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    deepstack: Deepstack = _rows_and_features
+    refuses: Callable[[Any], str | None] = lambda vlm: None
     atomic: Callable[[Any], tuple[Kind, ...]] = lambda config: ()
+    sees_within_windows: bool = False
     sees_whole_prompt: bool = False
 
 
@@ -126,6 +145,45 @@ def _llava_next_tower(vlm: Any, kind: Kind, arrays: Mapping[str, Any]) -> MediaF
     return MediaFeatures(mx.concatenate([features[0], lines]))
 
 
+def _adapters_of_each_kind(vlm: Any) -> str | None:
+    if not getattr(vlm, "_base_weights", None):
+        return None
+    return (
+        "this checkpoint has other weights (LoRA) of its language model for pictures and for "
+        "sounds, so that requests cannot share a step; mlx-vlm merges them where it quantises "
+        "(mlx_vlm.convert -q)"
+    )
+
+
+class _Cut:
+    """Rows of a step, which are cut already, where mlx-vlm cuts a prompt's by their position."""
+
+    def __init__(self, array: mx.array) -> None:
+        self._array = array
+
+    def __getitem__(self, index: Any) -> mx.array:
+        return self._array
+
+
+def _granite_deepstack(
+    vlm: Any, rows: mx.array, num_rows: int, features: MediaFeatures
+) -> dict[str, Any]:
+    def spread(part: mx.array) -> _Cut:
+        return _Cut(mx.zeros((num_rows, 1, part.shape[-1]), part.dtype).at[rows, 0].add(part))
+
+    config = vlm.config
+    # (It keeps these of the last prompt that had a picture.)
+    vlm.language_model.model._deepstack_target_layers = [
+        *(layer for _, layer in config.deepstack_layer_map or ()),
+        *(config.spatial_target_layers or ()),
+    ]
+    mask = mx.zeros((num_rows, 1), mx.int32).at[rows, 0].add(1) > 0
+    return {
+        "visual_pos_masks": _Cut(mask),
+        "deepstack_visual_embeds": [spread(part) for part in features.deepstack],
+    }
+
+
 def _one_crop_a_tile(arrays: dict[str, Any]) -> dict[str, Any]:
     """mlx-vlm looks at as many crops as there are tiles, up to one of zeros."""
     crops, tiles = arrays["images_spatial_crop"], arrays["pixel_values"].shape[1]
@@ -149,6 +207,10 @@ def _qwen(module: str, tower: Tower, mode: Mode = Mode.NATIVE) -> MediaFamily:
     return MediaFamily(module, _PICTURES_AND_VIDEOS, mode, True, True, _embed_tokens, tower)
 
 
+def _with_rope_positions(module: str) -> MediaFamily:
+    return MediaFamily(module, uses_rope_positions=True, takes_positions=True, embeds=_embed_tokens)
+
+
 _FAMILIES = (
     _qwen("qwen2_vl", _qwen2_tower),
     _qwen("qwen2_5_vl", _qwen2_tower),
@@ -167,7 +229,13 @@ _FAMILIES = (
     MediaFamily("mistral3"),
     MediaFamily("idefics2"),
     MediaFamily("internvl_chat"),
-    MediaFamily("gemma4", ("image", "video", "audio"), atomic=_gemma4_atomic),
+    # (mlx-vlm's pictures and frames see themselves in all layers; Hugging Face's do not.)
+    MediaFamily(
+        "gemma4",
+        ("image", "video", "audio"),
+        atomic=_gemma4_atomic,
+        sees_within_windows=True,
+    ),
     # (mlx-vlm's generation leaves the scale of prompts' embeddings out, and has it in decodes.)
     MediaFamily(
         "gemma3n",
@@ -193,11 +261,46 @@ _FAMILIES = (
     MediaFamily("deepseek_vl_v2", prepare=_one_crop_a_tile),
     MediaFamily("minicpmo", takes_positions=True, embeds=_embed_tokens),
     MediaFamily("molmo"),
-    MediaFamily("glm4v", uses_rope_positions=True, takes_positions=True, embeds=_embed_tokens),
+    _with_rope_positions("glm4v"),
+    _with_rope_positions("glm4v_moe"),
+    _with_rope_positions("glm_ocr"),
+    _with_rope_positions("paddleocr_vl"),
+    MediaFamily("dots_ocr"),
+    MediaFamily("internvl"),
+    MediaFamily("llava_onevision"),
+    MediaFamily("kimi_k25"),
+    MediaFamily("deepseekocr"),
+    MediaFamily("fastvlm"),
+    MediaFamily("mage_vl"),
+    MediaFamily("minicpmv4_6", mode=Mode.REGROUPED, takes_positions=True, embeds=_embed_tokens),
+    MediaFamily("deepseekocr_2"),
+    MediaFamily("muse_glimmer"),
+    MediaFamily("step3p7"),
+    MediaFamily("nemotron_h_nano_omni", mode=Mode.REGROUPED),
+    _qwen("indic_ocr", _qwen3_tower, Mode.REGROUPED),
+    MediaFamily("gemma4_unified", ("image", "video", "audio"), atomic=_gemma4_atomic),
+    MediaFamily("granite4_vision", deepstack=_granite_deepstack),
+    MediaFamily("phi4mm", ("image", "audio"), embeds=_embed_tokens, refuses=_adapters_of_each_kind),
 )
 
 #: Proven families by their package of mlx-vlm.
 MEDIA_FAMILIES: dict[str, MediaFamily] = {family.module: family for family in _FAMILIES}
+
+_EMBEDDINGS = "it makes embeddings, and no text"
+_DECISIONS = "it answers typed questions from its hidden states, and makes no text"
+_NOT_COMPARED = "it has not been compared with mlx-vlm's generation"
+_OF_PICTURES = "it marks what is in a picture, and makes no text"
+_ENCODER_DECODER = "it is an encoder-decoder model, whose decoder attends to an encoder's output"
+_PREFIX = (
+    "its picture and the start token see each other, in a forward that takes the mask of a whole "
+    "prompt"
+)
+_WHOLE_MASK = (
+    "its forward takes the positions and the mask of a whole prompt, where a step has the rows of "
+    "several"
+)
+_OWN_CODE = "mlx-vlm has no processor for it but the code in its checkpoints, which is never run"
+_OWN_CACHE = "its layers keep more than keys and values in caches of their own"
 
 #: Multimodal families of mlx-vlm that are refused, and why.
 MEDIA_REFUSED: dict[str, str] = {
@@ -205,20 +308,107 @@ MEDIA_REFUSED: dict[str, str] = {
         "its layers attend to the picture through cross-attention, which has keys of its own "
         "beside the paged cache"
     ),
-    "phi4mm": (
-        "mlx-vlm gives its language model other weights (LoRA) for pictures and for sounds, so "
-        "that requests cannot share a step"
-    ),
-    "florence2": "it is an encoder-decoder model, whose decoder attends to an encoder's output",
+    "florence2": _ENCODER_DECODER,
+    "nemotron_parse": _ENCODER_DECODER,
     "diffusion_gemma": "it makes text by diffusion, not token by token",
+    "locateanything": "it makes blocks of tokens that see each other, not token by token",
+    "moss_image": "it makes pictures, and no text",
+    "multi_modality": "mlx-vlm's code of it needs opencv",
+    "inkling": "mlx-vlm's code of it needs mlx-audio",
+    "nemotron_voicechat": "mlx-vlm's code of it needs mlx-audio",
+    "phi4_siglip": "mlx-vlm's processor of it needs torchvision",
+    "llmjpvl": _OWN_CODE,
+    "youtu_vl": _OWN_CODE,
+    "granite_vision": (
+        "mlx-vlm's forward puts a tile in the place of one token and the ends of lines behind all "
+        "tiles, unlike the model's training"
+    ),
+    "hunyuan_vl": "mlx-vlm turns all rows of a step by one position, which it reads on the host",
+    "jina_vlm": "mlx-vlm turns all rows of a step by one position, which it reads on the host",
+    "ernie4_5_moe_vl": (
+        "mlx-vlm's generation sends pictures through the experts of text, unlike the model's "
+        "training"
+    ),
+    "zaya1_vl": (
+        "its layers have other weights (LoRA) for the rows of pictures, which a step does not tell "
+        "them"
+    ),
+    "molmo2": (
+        "all pictures of a prompt see each other, which mlx-vlm leaves out; a prompt could be cut "
+        "nowhere between them"
+    ),
+    "molmo_point": (
+        "all pictures of a prompt see each other, which mlx-vlm leaves out; a prompt could be cut "
+        "nowhere between them"
+    ),
+    "moondream2": _PREFIX,
+    "moondream3": _PREFIX,
+    "falcon_ocr": _WHOLE_MASK,
+    "falcon_perception": _WHOLE_MASK,
+    "unlimited_ocr": _OWN_CACHE,
+    "deepseek_v41": _OWN_CACHE,
+    "glm5_next": _OWN_CACHE,
+    "minimax_m3_vl": _OWN_CACHE,
+    "qwen4_exp": _OWN_CACHE,
+    "clef": _DECISIONS,
+    "d1": _DECISIONS,
+    "d1_omni": _DECISIONS,
+    "colidefics3": _EMBEDDINGS,
+    "colqwen2_5": _EMBEDDINGS,
+    "embedding_gemma2": _EMBEDDINGS,
+    "llama_nemotron_vl_embedding": _EMBEDDINGS,
+    "qwen3_vl_embedding": _EMBEDDINGS,
+    "siglip": _EMBEDDINGS,
+    **dict.fromkeys(
+        (
+            "pp_doclayout_v3",
+            "rfdetr",
+            "rt_detr_v2",
+            "sam3",
+            "sam3_1",
+            "sam3d_body",
+            "sam3d_objects",
+            "video_depth_anything",
+        ),
+        _OF_PICTURES,
+    ),
+    **dict.fromkeys(
+        (
+            "cohere_compass",
+            "got",
+            "kimi_k3",
+            "mimo_v2",
+            "minicpmv4_7",
+            "mistral_large3",
+            "muse_spark",
+            "plamo2vl",
+            "prism_hadamard_qwen35",
+        ),
+        _NOT_COMPARED,
+    ),
 }
 
 # Names of configs whose package has another one (as in mlx-vlm's own table).
 _PACKAGES = {
+    "llava_qwen2": "fastvlm",
+    "granite4-vision": "granite4_vision",
     "lfm2-vl": "lfm2_vl",
     "llava-qwen2": "llava_bunny",
     "bunny-llama": "llava_bunny",
     "cohere2_vision": "aya_vision",
+    "falcon-perception": "falcon_perception",
+    "granite-vision": "granite_vision",
+    "inkling_mm_model": "inkling",
+    "jvlm": "jina_vlm",
+    "moondream1": "moondream2",
+    "muse_spark_open": "muse_spark",
+    "nemotron_h_omni": "nemotron_h_nano_omni",
+    "nemotronh_nano_omni_reasoning_v3": "nemotron_h_nano_omni",
+    "phi4-siglip": "phi4_siglip",
+    "rf-detr": "rfdetr",
+    "sam3.1_video": "sam3_1",
+    "sam3_video": "sam3",
+    "unlimited-ocr": "unlimited_ocr",
 }
 # What a config of a multimodal model has.
 _SECTIONS = ("vision_config", "audio_config")
@@ -234,4 +424,6 @@ def package_of(config: Mapping[str, Any]) -> str | None:
 
 
 # Multimodal families whose configs have no section of their own for a tower.
-_WITHOUT_SECTIONS = frozenset(("llava_bunny", "minicpmo", "molmo", "phi3_v", "qwen3_omni_moe"))
+_WITHOUT_SECTIONS = frozenset(
+    ("fastvlm", "llava_bunny", "minicpmo", "molmo", "phi3_v", "phi4mm", "qwen3_omni_moe")
+)

@@ -49,8 +49,8 @@ def _gemma3_marker(processor: Any, kind: Kind, index: int) -> str:
     return str(processor.boi_token)
 
 
-def _phi3_marker(processor: Any, kind: Kind, index: int) -> str:
-    return f"<|image_{index}|>"
+def _phi_marker(processor: Any, kind: Kind, index: int) -> str:
+    return f"<|{kind}_{index}|>"
 
 
 def _negative(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
@@ -109,9 +109,78 @@ def _in_bounds(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
     found = [
         np.arange(begin, end)
         for name in ("image_bound", "audio_bounds")
+        if name in arrays
         for begin, end in np.array(arrays[name][0]).reshape(-1, 2)
     ]
     return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
+
+def _pad_marker(processor: Any, kind: Kind, index: int) -> str:
+    return f"<|{kind}_pad|>"
+
+
+def _minicpmv_number(processor: Any, index: int) -> str:
+    images = processor.image_processor
+    if not images.use_image_id:
+        return ""
+    return f"{images.im_id_start}{index - 1}{images.im_id_end}"
+
+
+def _call_dots(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    # (Its processor has one id for placeholders, whatever the tokenizer says.)
+    images = processor.image_processor
+    output = dict(images(images=[item], return_tensors="np", **options))
+    num = int(np.prod(output["image_grid_thw"])) // images.merge_size**2
+    [token] = processor.tokenizer(marker, add_special_tokens=False)["input_ids"]
+    return {"input_ids": [token] * num, **output}
+
+
+def _call_deepseekocr(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    # (It takes the last token away, as if it were an end.)
+    output = dict(processor(text=f"{marker}\n", images=[item], **options))
+    output["pixel_values"] = output.pop("images")
+    output.pop("num_image_tokens", None)
+    return output
+
+
+def _sequence_mask(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
+    return np.flatnonzero(np.array(arrays["images_seq_mask"]).reshape(-1))
+
+
+def _call_fastvlm(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    # (The model puts all rows in the place of one placeholder by itself.)
+    output = dict(processor.image_processor([item], return_tensors="np", **options))
+    return {"input_ids": [-200], **output}
+
+
+def _call_phi4mm(
+    processor: Any, kind: Kind, marker: str, item: Any, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    if kind == "image":
+        return {"input_ids": [-200], **processor.image_processor([item], **options)}
+    output = processor.audio_processor([(item.samples, item.rate)])
+    token = processor.tokenizer.convert_tokens_to_ids("<|endoftext11|>")
+    return {"input_ids": [token] * int(output["audio_embed_sizes"][0]), **output}
+
+
+def _phi4mm_rows(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
+    shape = arrays.get("spatial_shapes")
+    return np.arange(len(tokens) if shape is None else int(np.prod(shape)))
+
+
+# Pixels of a side that FastVLM's tower makes a row and column of.
+_FASTVLM_PATCH = 64
+
+
+def _fastvlm_rows(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
+    *_, height, width = np.array(arrays["pixel_values"]).shape
+    return np.arange((height // _FASTVLM_PATCH) * (width // _FASTVLM_PATCH))
 
 
 def _call_deepseek(
@@ -171,6 +240,7 @@ class _Recipe:
             tokens join across the borders; None: tokens take a placeholder's place.
         rows: Finds the rows among the processor's tokens; None: they have the placeholder's id.
         takes_text: The processor makes the tokens of the whole prompt, which holds one item.
+        number: What the processor writes before an item, to number it; "": nothing.
         adds_start: The processor begins prompts with the start token, whatever the tokenizer does.
         most: Items of a prompt.
     """
@@ -180,6 +250,7 @@ class _Recipe:
     text: Callable[[Any, Kind], str] | None = None
     rows: Callable[[Sequence[int], Mapping[str, Any]], np.ndarray] | None = None
     takes_text: bool = False
+    number: Callable[[Any, int], str] | None = None
     adds_start: bool = False
     most: int | None = None
 
@@ -190,7 +261,7 @@ _RECIPES: dict[str, _Recipe] = {
         text=lambda processor, kind: getattr(processor, f"full_{kind}_sequence"),
     ),
     "qwen2_5_vl": _Recipe(call=_call_qwen2_5),
-    "phi3_v": _Recipe(_phi3_marker, rows=_negative),
+    "phi3_v": _Recipe(_phi_marker, rows=_negative),
     "qwen3_omni_moe": _Recipe(call=_call_omni),
     "minicpmo": _Recipe(_minicpmo_marker, rows=_in_bounds),
     # (Its processor cuts pictures into tiles where a prompt has no more than two.)
@@ -199,7 +270,19 @@ _RECIPES: dict[str, _Recipe] = {
     "llava_bunny": _Recipe(lambda *_: "<image>", _call_bunny, rows=lambda *_: np.arange(729)),
     "molmo": _Recipe(lambda *_: _MOLMO, _call_molmo, rows=_indexed, takes_text=True),
     "paligemma": _Recipe(takes_text=True),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _Recipe(_qwen3_marker)),
+    "phi4mm": _Recipe(_phi_marker, _call_phi4mm, rows=_phi4mm_rows),
+    "dots_ocr": _Recipe(call=_call_dots),
+    **dict.fromkeys(
+        ("deepseekocr", "deepseekocr_2"),
+        _Recipe(call=_call_deepseekocr, rows=_sequence_mask, adds_start=True),
+    ),
+    "fastvlm": _Recipe(call=_call_fastvlm, rows=_fastvlm_rows),
+    "minicpmv4_6": _Recipe(_pad_marker, rows=_in_bounds, number=_minicpmv_number),
+    "internvl": _Recipe(lambda *_: "<IMG_CONTEXT>"),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "indic_ocr"),
+        _Recipe(_qwen3_marker),
+    ),
 }
 # Names of a placeholder's id in configs.
 _PLACEHOLDER_IDS = ("{}_token_id", "{}_token_index", "media_placeholder_token_id")
@@ -441,10 +524,16 @@ class MediaModel:
         """The prompt's tokens, and the offset of each span, with tokens for placeholders."""
         between = self._between(text, places)
         tokens, offsets = list(between[0]), []
-        for (_, item), following in zip(expanded, between[1:]):
+        for i, ((_, item), following) in enumerate(zip(expanded, between[1:])):
+            tokens += self._number(i + 1)
             offsets.append(len(tokens) + int(item.rows[0]))
             tokens += [*item.token_ids, *following]
         return tokens, offsets
+
+    def _number(self, index: int) -> list[int]:
+        if self._recipe.number is None:
+            return []
+        return self._encode(self._recipe.number(self._processor, index), begins=False)
 
     def _between(self, text: str, places: Sequence[tuple[int, int, Kind]]) -> list[list[int]]:
         """The tokens before, between and behind placeholders."""
@@ -522,6 +611,7 @@ class MediaModel:
         start = getattr(self.tokenizer, "bos_token_id", None)
         if not before and start is not None and tokens[0] == start:
             before = [start]  # (some processors add it by themselves)
+        before = before + self._number(1)
         if before and tokens[: len(before)] == before:
             tokens, rows = tokens[len(before) :], rows - len(before)
         if after and tokens[-len(after) :] == after:

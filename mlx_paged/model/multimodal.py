@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.util
+import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,8 +39,14 @@ INSTALL = (
 )
 
 
+# What mlx-vlm imports for any model; the extra `vision` has these.
+_IMPORTED = ("PIL", "requests", "sentencepiece", "tqdm")
+
+
 def installed_version() -> str | None:
-    """Of mlx-vlm, without importing it; None: it is not installed."""
+    """Of mlx-vlm, without importing it; None: it, or what it imports, is not installed."""
+    if any(importlib.util.find_spec(name) is None for name in _IMPORTED):
+        return None
     try:
         return importlib.metadata.version("mlx-vlm")
     except importlib.metadata.PackageNotFoundError:
@@ -76,6 +84,11 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
             verify=installed_version() != MLX_VLM_VERSION,
             proven=self.family.mode,
         )
+
+    @property
+    def uses_bounds(self) -> bool:
+        """Whether some of its items' positions see each other."""
+        return bool(self.family.atomic(self.vlm.config))
 
     @property
     def language_model(self) -> Any:
@@ -152,8 +165,7 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
             per_layer[rows, 0] = features.per_layer_inputs.astype(per_layer.dtype)
             merged["per_layer_inputs"] = per_layer
         if features.deepstack:
-            merged["visual_pos_masks"] = rows[:, None]  # see `_scatter_deepstack`
-            merged["deepstack_visual_embeds"] = list(features.deepstack)
+            merged |= self.family.deepstack(self.vlm, rows, tokens.shape[0], features)
         return merged
 
     # Towers.
@@ -193,8 +205,10 @@ class MultiModalModel(nn.Module):  # type: ignore[misc]
         pixels = arrays.get("pixel_values")
         found = self.vlm.get_input_embeddings(tokens, pixels, **given).to_dict()
         per_layer = found.get("per_layer_inputs")
+        deepstack = found.get("deepstack_visual_embeds")
         return MediaFeatures(
             found["inputs_embeds"][0][rows],
+            () if deepstack is None else tuple(part[rows] for part in deepstack),
             per_layer_inputs=None if per_layer is None else per_layer[0][rows],
         )
 
@@ -264,30 +278,62 @@ def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalMo
 
     Raises:
         ModelLoadError: mlx-vlm has no processor for its files.
+        UnsupportedModelError: its weights are not such as the family is proven with.
     """
     import_mlx_vlm()
     from mlx_vlm.utils import load_model
 
     vlm = load_model(path)
+    reason = family.refuses(vlm)
+    if reason is not None:
+        raise UnsupportedModelError(model_type, reason)
     try:
         # (Some processors print what they do, which is no output of ours.)
         with contextlib.redirect_stdout(sys.stderr):
             return MultiModalModel(vlm, family, model_type), _processor(path)
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines()
         raise ModelLoadError(
             str(path),
             f"mlx-vlm could not make a processor of its files ({type(error).__name__}: "
-            f"{reason[0] if reason else ''})",
+            f"{lines[0] if lines else ''})",
         ) from error
 
 
 def _processor(path: Path) -> Any:
     from mlx_vlm.utils import load_image_processor, load_processor
 
-    # (mlx-vlm's default is to run code that comes with a checkpoint.)
-    processor = load_processor(path, add_detokenizer=False, trust_remote_code=False)
-    image_processor = load_image_processor(path)
-    if image_processor is not None:
+    with _without_word_on_arguments():
+        # (mlx-vlm's default is to run code that comes with a checkpoint.)
+        processor = load_processor(path, add_detokenizer=False, trust_remote_code=False)
+        image_processor = load_image_processor(path)
+    # (One of the same class was made with what the checkpoint's files say.)
+    if image_processor is not None and not isinstance(
+        getattr(processor, "image_processor", None), type(image_processor)
+    ):
         processor.image_processor = image_processor
+    if hasattr(
+        getattr(processor, "image_processor", None), "to_mlx"
+    ):  # Kimi's makes a list of all pixels
+        processor.image_processor.to_mlx = _pixels
     return processor
+
+
+def _pixels(image: Any) -> mx.array:
+    """``[3, height, width]`` from 0 to 1 of a picture of Pillow."""
+    return mx.array(np.asarray(image, dtype=np.float32).transpose(2, 0, 1) / np.float32(255))
+
+
+@contextlib.contextmanager
+def _without_word_on_arguments() -> Iterator[None]:
+    """Drops what transformers says of an argument that mlx-vlm gives it, and no user can change."""
+    logger = logging.getLogger("transformers.models.auto.image_processing_auto")
+
+    def is_for_users(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("The `use_fast` parameter is deprecated")
+
+    logger.addFilter(is_for_users)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_for_users)

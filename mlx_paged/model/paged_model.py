@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,7 +20,7 @@ from mlx_paged.model.caches import (
     UnusedCache,
     copy_blocks,
 )
-from mlx_paged.model.compiled import CompiledSteps
+from mlx_paged.model.compiled import CompiledSteps, Greedy
 from mlx_paged.model.gathered import GatheredGroup, GatheredLayerCache, groups_of
 from mlx_paged.model.layout import (
     FULL,
@@ -49,6 +48,7 @@ from mlx_paged.model.plan import (
 from mlx_paged.model.recurrent import RecurrentCache
 from mlx_paged.ops import AttentionPlan
 
+_MOST_FIRST_ROWS = 1024  # arrays of logit rows that are kept: as many as steps may have rows
 _LAYERS_OF_PART = 4  # of a step that starts early: a GPU works on them longer than the host
 
 
@@ -59,6 +59,9 @@ class PagedModel:
         model: an mlx-lm model. Its modules are changed in place, so it belongs to this object.
         layout: what its caches hold and how it is run, see `mlx_paged.model.wrap`.
         block_size: tokens of a block.
+
+    Attributes:
+        repeats_steps: Whether decode steps that repeat may become graphs; of pools allocated later.
     """
 
     def __init__(
@@ -73,6 +76,9 @@ class PagedModel:
         self.model = model
         self.layout = layout
         self._is_gathered = layout.mode.is_gathered
+        self._sees_within_windows = (
+            isinstance(model, MultiModalModel) and model.family.sees_within_windows
+        )
         self.block_size = block_size
         self._context = context
         self._output_rows = output_rows
@@ -80,7 +86,9 @@ class PagedModel:
         self._states: list[RecurrentCache] = []
         self.caches: list[object] = []
         self._allocated: list[mx.array] = []  # the first handles of the pools
-        self._compiled = CompiledSteps(self._run)
+        self.repeats_steps = True
+        self._first_rows: dict[int, mx.array] = {}  # [n] int32: the first n rows of a step
+        self._compiled = CompiledSteps(self._run, chooses=self._chooses)
 
     def allocate(
         self,
@@ -98,7 +106,8 @@ class PagedModel:
                 elsewhere than in slots.
         """
         self.release()
-        self._compiled = CompiledSteps(self._run)  # (compiled graphs must not keep the old pools)
+        # (Compiled graphs must not keep the old pools.)
+        self._compiled = CompiledSteps(self._run, enabled=self.repeats_steps, chooses=self._chooses)
         leaves: list[object] = []
         for spec in self.layout.specs:
             if isinstance(spec, LayerSpec):
@@ -133,6 +142,15 @@ class PagedModel:
         if self._is_gathered:
             return GatheredLayerCache
         return LatentLayerCache if spec.latent else PagedLayerCache
+
+    def _chooses(self) -> bool:
+        return not self._output_rows.keeps_hidden
+
+    def greedy_of(self, logits: mx.array) -> Greedy | None:
+        """What greedy sampling of the logits that `forward` returned last gives, where the step
+        has found it; None: it has not.
+        """
+        return self._compiled.greedy_of(logits)
 
     def keep_hidden_states(self) -> int:
         """From now on `forward` returns hidden states; see `OutputRows.keep_hidden_states`."""
@@ -205,7 +223,9 @@ class PagedModel:
             _check_media(self.model, inputs)
         if self._is_gathered:
             return self._forward_in_groups(tokens, inputs)
-        step = self._step(inputs)
+        num_rows = tokens.shape[0]
+        repeats = num_rows > len(inputs.query_lens) and self._compiled.takes_prompts(num_rows)
+        step = self._step(inputs, num_rows if repeats else None)
         logits, pools = self._compiled.run(tokens, step, self.pools())
         self.restore(pools)
         return logits
@@ -219,7 +239,8 @@ class PagedModel:
         if not isinstance(self.model, MultiModalModel):
             raise ValueError(f"the model takes text only but got {item.kind}")
         patches.ensure_installed()
-        return self.model.encode(item)
+        with patches.native_tower():
+            return self.model.encode(item)
 
     def _run(
         self, tokens: mx.array, step: Step, pools: list[mx.array]
@@ -237,7 +258,16 @@ class PagedModel:
             self._context.leave()
             self.restore(before)
 
-    def _step(self, inputs: StepInputs) -> Step:
+    def rows_with_prompts(self, num_rows: int) -> int:
+        """How many tokens `forward` should get for so many rows of sequences, prompts among them:
+        those that are more belong to no sequence, and let the step be one that occurred before.
+        """
+        has_chunks = any(reach.chunk is not None for reach in self.layout.reaches)
+        if self._is_gathered or self.layout.has_states or has_chunks:
+            return num_rows
+        return self._compiled.rows_with_prompts(num_rows)
+
+    def _step(self, inputs: StepInputs, num_rows: int | None = None) -> Step:
         states = None
         if self.layout.has_states:
             states = build_state_plan(inputs.query_lens, _slots(inputs))
@@ -246,36 +276,74 @@ class PagedModel:
         some = inputs.tables_of(reaches[0]) if reaches else self._no_blocks(inputs)
         tables = inputs.tables_of(FULL) if FULL in reaches else some
         alone = len(reaches) == 1 and reaches[0].chunk is None
-        plan = self._plan(inputs, tables, reaches[0] if alone else FULL)
+        plan = self._plan(inputs, tables, reaches[0] if alone else FULL, num_rows)
         plans = {
-            reach: self._plan(inputs, inputs.tables_of(reach), reach)
+            reach: self._plan(inputs, inputs.tables_of(reach), reach, num_rows)
             for reach in reaches
-            if reach.chunk is not None or inputs.tables_of(reach) is not tables
+            if reach.chunk is not None
+            or inputs.tables_of(reach) is not tables
+            or self._bounds(inputs, reach) is not self._bounds(inputs, FULL)
         }
         longest = int(inputs.query_lens.max(initial=0))
         prefill = None
-        # (MLX's own attention is causal.)
-        bounded = inputs.media is not None and inputs.media.bounds is not None
-        if FULL in reaches and longest >= dense_prefill.LEAST_ROWS and not bounded:
+        if FULL in reaches and longest >= dense_prefill.LEAST_ROWS:
             prefill = dense_prefill.plan_dense_prefill(
-                tables, inputs.context_lens, inputs.query_lens, block_size=self.block_size
+                tables,
+                inputs.context_lens,
+                inputs.query_lens,
+                block_size=self.block_size,
+                bounds=self._bounds(inputs, FULL),
             )
         # A step of decodes only is built while the step before runs, and repeats as one graph.
         early = ops.has_cuda() and longest > 1
         media = None if inputs.media is None else MediaRows.of(inputs.media)
-        return Step(plan, int32(inputs.logit_rows), plans, states, prefill, early, media)
+        return Step(plan, self._logit_rows(inputs.logit_rows), plans, states, prefill, early, media)
 
-    def _plan(self, inputs: StepInputs, tables: Tables, reach: Reach) -> AttentionPlan:
+    def _logit_rows(self, wanted: np.ndarray) -> mx.array:
+        """On the device; kept where they are the first of a step, as in all decodes."""
+        count = len(wanted)
+        if not np.array_equal(wanted, np.arange(count)):
+            return int32(wanted)
+        rows = self._first_rows.get(count)
+        if rows is None:
+            rows = int32(wanted)
+            mx.eval(rows)  # (it belongs to no step, which may fail)
+            if len(self._first_rows) >= _MOST_FIRST_ROWS:
+                self._first_rows.clear()
+            self._first_rows[count] = rows
+        return rows
+
+    def _plan(
+        self, inputs: StepInputs, tables: Tables, reach: Reach, num_rows: int | None
+    ) -> AttentionPlan:
         rows = (inputs.context_lens, inputs.query_lens)
-        media = inputs.media
-        bounds: dict[str, Any] = {}
-        if media is not None and media.bounds is not None:
-            bounds["bounds"] = media.bounds
+        bounds = self._bounds(inputs, reach)
         if reach.chunk is not None:
-            if bounds:
+            if bounds is not None:
                 raise ValueError("[step media] bounds must be None for layers with chunks")
             return build_chunk_plan(tables, *rows, chunk=reach.chunk, block_size=self.block_size)
-        return build_plan(tables, *rows, block_size=self.block_size, window=reach.window, **bounds)
+        return build_plan(
+            tables,
+            *rows,
+            block_size=self.block_size,
+            window=reach.window,
+            bounds=bounds,
+            stays_on_host=self._compiled.reads_once(len(inputs.context_lens)),
+            num_rows=num_rows,
+        )
+
+    def _bounds(self, inputs: StepInputs, reach: Reach) -> np.ndarray | None:
+        """First and last position of what each row of a layer sees as a whole; see `build_plan`."""
+        if inputs.media is None or inputs.media.bounds is None:
+            return None
+        bounds = inputs.media.bounds
+        if not self._sees_within_windows:
+            return bounds
+        if reach.window is None:
+            return None
+        lens = inputs.query_lens
+        own = np.arange(lens.sum()) + np.repeat(inputs.context_lens - np.cumsum(lens), lens)
+        return np.stack([own, bounds[1]])
 
     def _no_blocks(self, inputs: StepInputs) -> Tables:
         """Tables for models without attention, whose plan only holds positions."""
@@ -285,7 +353,8 @@ class PagedModel:
         )
 
     def _forward_in_groups(self, tokens: mx.array, inputs: StepInputs) -> mx.array:
-        # (The caches have their own groups: the plan has no sequences.)
+        # (The caches have their own groups: the plan has no sequences. And no media: `wrap.page`
+        # runs no multimodal model so.)
         no_plan = build_plan([], [], [], block_size=self.block_size)
         parts: list[mx.array] = []
         wanted: list[np.ndarray] = []

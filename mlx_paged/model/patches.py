@@ -30,6 +30,7 @@ from mlx_lm.models import activations
 
 from mlx_paged import ops
 from mlx_paged.model.caches import KVHandle, Scores, StepContext
+from mlx_paged.model.towers import TowerOps
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
@@ -38,6 +39,7 @@ _mlx_rope = mx.fast.rope
 _mlx_rms_norm = mx.fast.rms_norm
 _mlx_linear = nn.Linear.__call__
 _mlx_quantized_linear = nn.QuantizedLinear.__call__
+_mlx_gelu = nn.GELU.__call__
 _mlx_as_linear = nn.Embedding.as_linear
 _mlx_quantized_as_linear = nn.QuantizedEmbedding.as_linear
 _mlx_lm_swiglu = activations.swiglu
@@ -54,7 +56,9 @@ def scaled_dot_product_attention(
     layer pass none.
     """
     if not isinstance(k, KVHandle):
-        return _mlx_attention(q, k, v, scale=scale, **kwargs)
+        tower = _building.tower
+        out = None if tower is None else tower.attend(q, k, v, scale, kwargs)
+        return _mlx_attention(q, k, v, scale=scale, **kwargs) if out is None else out
     mask = kwargs.pop("mask", None)
     sinks = kwargs.pop("sinks", None)
     if mask is not None and not isinstance(mask, Scores):
@@ -106,9 +110,11 @@ class _Rotations:
 class _Building(threading.local):
     """The step that this thread is building."""
 
-    rotations: _Rotations | None = None  # on the CPU
+    rotations: _Rotations | None = None  # on the CPU, and for a program
+    for_program: bool = False  # the graph becomes an `ops.DeviceProgram`
     on_cuda: bool = False
     linear_dtypes: tuple[mx.Dtype, ...] = ()  # of what `ops.linear` takes
+    tower: TowerOps | None = None  # on the CPU, while it is a tower instead
 
 
 _building = _Building()
@@ -127,26 +133,81 @@ def native_ops(positions: mx.array) -> Iterator[None]:
     elif ops.has_cuda():
         _building.on_cuda = True
         _building.linear_dtypes = (mx.float16, mx.bfloat16)
+        if _building.for_program:
+            _building.rotations = _Rotations(positions)
     try:
         yield
     finally:
         leave_native_ops()
 
 
+@contextmanager
+def graph_for_program() -> Iterator[None]:
+    """Within it, graphs built on this thread are for an `ops.DeviceProgram`, which is made of the
+    native forms; as they are, a GPU does not run them."""
+    _building.for_program = True
+    try:
+        yield
+    finally:
+        _building.for_program = False
+
+
 def leave_native_ops() -> None:
-    """Ends `native_ops` on this thread, also where an exception kept it from ending."""
-    _building.rotations, _building.linear_dtypes = None, ()
+    """Ends `native_ops` and `native_tower` on this thread, also where an exception kept them from
+    ending."""
+    _building.rotations, _building.linear_dtypes, _building.tower = None, (), None
     _building.on_cuda = False
+
+
+@contextmanager
+def native_tower() -> Iterator[None]:
+    """Within it, a tower's code on this thread runs native operations, on the CPU."""
+    if mx.default_device() == mx.cpu:
+        _building.tower = TowerOps()
+    try:
+        yield
+    finally:
+        leave_native_ops()
 
 
 @lru_cache(maxsize=64)
 def _inv_freqs(dims: int, base: float) -> mx.array:
     """Computed exactly as MLX does: far from 0 an angle magnifies any difference."""
-    half = dims // 2
-    exponents = mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(base) / half)
-    inv_freqs = mx.exp(exponents)
+    inv_freqs = _inv_freqs_of(dims, base)
     mx.eval(inv_freqs)
     return inv_freqs
+
+
+def _too_narrow_for_cuda(a: mx.array, dims: int, offset: int | mx.array) -> bool:
+    """Whether MLX's RoPE would ask CUDA for blocks of 128 threads in z, where 64 are the most.
+
+    It fills blocks of 1024 with powers of two: pairs of dims in x, one position in y, and in z the
+    rows times groups of four heads. With 16 pairs or more z cannot pass 64.
+    """
+    if a.ndim != 4 or a.shape[2] != 1 or not isinstance(offset, mx.array) or offset.ndim != 1:
+        return False
+    return dims < 32 and a.shape[0] * -(-a.shape[1] // 4) >= 128
+
+
+def _inv_freqs_of(dims: int, base: float | None) -> mx.array:
+    assert base is not None
+    half = dims // 2
+    return mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(base) / half))
+
+
+def _turned(
+    a: mx.array, dims: int, positions: mx.array, inv_freqs: mx.array, traditional: bool
+) -> mx.array:
+    """RoPE of ``[num_rows, num_heads, 1, head_dim]`` in MLX's own operations, in float32."""
+    angles = (positions.astype(mx.float32)[:, None] * inv_freqs)[:, None, None]
+    cos, sin = mx.cos(angles), mx.sin(angles)
+    x = a[..., :dims].astype(mx.float32)
+    half = dims // 2
+    u, v = (x[..., ::2], x[..., 1::2]) if traditional else (x[..., :half], x[..., half:])
+    pairs = [u * cos - v * sin, u * sin + v * cos]
+    turned = mx.stack(pairs, -1).flatten(-2) if traditional else mx.concatenate(pairs, -1)
+    turned = turned.astype(a.dtype)
+    return mx.concatenate([turned, a[..., dims:]], -1) if dims < a.shape[-1] else turned
 
 
 def rope(
@@ -160,7 +221,10 @@ def rope(
     freqs: mx.array | None = None,
     stream: Any = None,
 ) -> mx.array:
-    """``mx.fast.rope``; native for a step's rows at their own positions."""
+    """``mx.fast.rope``; native for a step's rows at their own positions.
+
+    On CUDA, MLX's own, but where its kernel cannot start.
+    """
     rotations = _building.rotations
     if (
         rotations is not None
@@ -176,6 +240,10 @@ def rope(
         and (freqs is None or freqs.shape == (dims // 2,))
     ):
         return ops.rope(a, rotations.get(dims, base, scale, freqs), traditional=traditional)
+    if _building.on_cuda and _too_narrow_for_cuda(a, dims, offset):
+        assert isinstance(offset, mx.array)
+        inv_freqs = 1 / freqs if freqs is not None else _inv_freqs_of(dims, base)
+        return _turned(a, dims, scale * offset, inv_freqs, traditional)
     return _mlx_rope(
         a,
         dims,
@@ -226,6 +294,12 @@ def linear(self: nn.Linear, x: mx.array) -> mx.array:
     return _mlx_linear(self, x)
 
 
+def gelu(self: nn.GELU, x: mx.array) -> mx.array:
+    """``nn.GELU.__call__``."""
+    out = None if _building.tower is None else _building.tower.gelu(self, x)
+    return _mlx_gelu(self, x) if out is None else out
+
+
 def as_linear(self: nn.Embedding, x: mx.array) -> mx.array:
     """``nn.Embedding.as_linear``: the output projection of models whose embeddings are tied."""
     if x.dtype in _building.linear_dtypes:
@@ -258,6 +332,7 @@ _REBOUND: tuple[tuple[Any, str, Any, Any], ...] = (  # owner, name, MLX's, ours
     (mx.fast, "rope", _mlx_rope, rope),
     (mx.fast, "rms_norm", _mlx_rms_norm, rms_norm),
     (nn.Linear, "__call__", _mlx_linear, linear),
+    (nn.GELU, "__call__", _mlx_gelu, gelu),
     (nn.QuantizedLinear, "__call__", _mlx_quantized_linear, quantized_linear),
     (nn.Embedding, "as_linear", _mlx_as_linear, as_linear),
     (nn.QuantizedEmbedding, "as_linear", _mlx_quantized_as_linear, quantized_as_linear),
@@ -268,9 +343,9 @@ _installing = threading.Lock()
 
 
 def install() -> None:
-    """Rebinds MLX's names, and mlx-lm's in every model module. Idempotent."""
+    """Rebinds MLX's names, and mlx-lm's and mlx-vlm's in every model module. Idempotent."""
     with _installing:
-        _rebind_swiglu(_mlx_lm_swiglu, swiglu)
+        _rebind_swiglu(paged=True)
         for owner, name, _, own in reversed(_REBOUND):  # attention last: it says that all are there
             setattr(owner, name, own)
 
@@ -286,14 +361,22 @@ def uninstall() -> None:
     with _installing:
         for owner, name, original, _ in _REBOUND:
             setattr(owner, name, original)
-        _rebind_swiglu(swiglu, _mlx_lm_swiglu)
+        _rebind_swiglu(paged=False)
 
 
-def _rebind_swiglu(old: Any, new: Any) -> None:
+# The libraries' own, by package; mlx-vlm's once it is imported.
+_swiglus: dict[str, Any] = {"mlx_lm": _mlx_lm_swiglu}
+
+
+def _rebind_swiglu(*, paged: bool) -> None:
     # Model modules import the function itself; those imported later find it in `activations`.
+    of_vlm = getattr(sys.modules.get("mlx_vlm.models.activations"), "swiglu", None)
+    if of_vlm is not None:
+        _swiglus.setdefault("mlx_vlm", of_vlm)
     for name, module in list(sys.modules.items()):
-        if name.startswith("mlx_lm.models.") and vars(module).get("swiglu") is old:
-            module.swiglu = new  # type: ignore[attr-defined]
+        original = _swiglus.get(name.partition(".models.")[0])
+        if original is not None and vars(module).get("swiglu") in (original, swiglu):
+            module.swiglu = swiglu if paged else original  # type: ignore[attr-defined]
 
 
 # --- Single modules of a model --------------------------------------------------------------------
@@ -356,6 +439,11 @@ class OutputRows:
         self._hidden: mx.array | None = None  # of the forward that is being built
         if projection is not None:
             self._override(projection.module, projection.method)
+
+    @property
+    def keeps_hidden(self) -> bool:
+        """Whether the rows are hidden states instead of logits."""
+        return self._keeps_hidden
 
     def keep_hidden_states(self) -> int:
         """From now on the rows are what the projection would be given, and nothing is projected.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NoReturn
 
 import mlx.core as mx
@@ -24,7 +23,7 @@ from mlx_paged.ops import AttentionPlan
 _ROWS_PER_ITEM = 32
 
 # Most tokens of a piece. On a CPU a core works on one item, and the step would wait for a longer
-# one when all others are done. On a GPU this bounds the pieces of a prefill chunk.
+# one when all others are done. On a GPU this bounds the pieces of a short prefill chunk.
 _LONGEST = 4096
 # Decodes and drafts on a GPU. 8192 tokens are 22 pieces: 176 threadgroups at 8 KV heads, where
 # four for each of 40 cores are 160. A query head's partial, written once and read once, is half a
@@ -32,13 +31,16 @@ _LONGEST = 4096
 _SHORTEST = 384
 # More pieces of a long context fill no GPU better, and merging them takes time.
 _MOST_PIECES = 48
+_ANY_NUMBER = 1 << 62
 _MOST_DRAFT_ROWS = 8  # as in csrc/launch_attention.cpp
 # A short prefill chunk behind a long cached prefix has few items, and each would have to go through
 # all of the prefix. 16 pieces of them at 8 KV heads are 128 threadgroups; a chunk of 16 items has
-# as many by itself. Every piece leaves partials of all its rows, so that a step of short chunks
-# needs room for up to eight times its rows.
+# as many by itself, and its items are not split however long the prefix. Every piece leaves
+# partials of all its rows, so that a step of short chunks needs room for up to eight times its
+# rows; behind prefixes so long that pieces reach `_LONGEST` there are more, up to 2048 a chunk.
 _PREFILL_PIECES = 16  # of all items of a chunk together
 _MOST_PREFILL_PIECES = 8  # of an item
+_MOST_LONG_PIECES = 64  # of all items of a chunk together, where they would be over `_LONGEST`
 _SHORTEST_PREFILL = 512
 
 
@@ -207,6 +209,8 @@ def build_plan(
     rows_per_item: int = _ROWS_PER_ITEM,
     split_tokens: int | None = None,
     bounds: np.ndarray | None = None,
+    stays_on_host: bool = False,
+    num_rows: int | None = None,
 ) -> AttentionPlan:
     """Plans one step over ragged sequences.
 
@@ -226,6 +230,11 @@ def build_plan(
             whose tokens see each other, or of a prompt's prefix. Its own position, twice: none.
             None: no row has one. A span ends within what its sequence has once this step is
             written.
+        stays_on_host: of decodes, with CUDA: kernels read the plan from there, which pays where
+            they do it once (`ops.DeviceProgram`).
+        num_rows: of a step that is to have as many as others, or as much work: the last rows
+            belong to no sequence, write nothing and see nothing. None: it has those of its
+            sequences. (No row may have bounds then.)
 
     Raises:
         ValueError: for lists of different lengths, negative lengths, more query rows than context,
@@ -241,6 +250,22 @@ def build_plan(
     for name, limit in limits.items():
         if limit is not None and limit < 1:
             _refuse(name, "at least 1", limit)
+
+    if bounds is None and split_tokens is None and (rows == 1).all():
+        on_gpu = _on_gpu()
+        plan = ops.plan_decodes(
+            block_tables.blocks,
+            block_tables.lengths,
+            lens,
+            block_size=block_size,
+            window=window,
+            shortest_piece=_SHORTEST if on_gpu else _LONGEST,
+            most_pieces=_MOST_PIECES if on_gpu else _ANY_NUMBER,
+            pads=ops.has_cuda(),
+            stays=stays_on_host,
+        )
+        if plan is not None:
+            return plan
 
     tables = block_tables.blocks
     if (rows == 1).all():  # only decodes: the general case gives the same
@@ -260,8 +285,11 @@ def build_plan(
     items, merges = _work_items(
         lens, rows, starts, block_size, window, rows_per_item, split_tokens, seen
     )
-    if ops.has_cuda() and len(positions) == len(rows):
+    if ops.has_cuda() and (len(positions) == len(rows) or num_rows is not None):
         tables, items, merges = _in_strides(tables, items, merges)
+    if num_rows is not None:
+        more = (0, num_rows - len(positions))
+        positions, slots = np.pad(positions, more), np.pad(slots, more, constant_values=-1)
     arrays = [positions, slots, tables, lens, starts, items, merges]
     if bounds is not None:
         arrays.append(np.vstack([positions, bounds]))
@@ -328,6 +356,12 @@ def _refuse(what: str, expected: str, actual: object) -> NoReturn:
 def _validate(num_blocks: np.ndarray, lens: np.ndarray, rows: np.ndarray, block_size: int) -> None:
     if block_size not in (8, 16, 32, 64):
         _refuse("block_size", "8, 16, 32 or 64", block_size)
+    same = lens.shape == rows.shape == num_blocks.shape
+    if same and (
+        np.minimum(rows, np.minimum(lens - rows, num_blocks * block_size - lens)).min(initial=0)
+        >= 0
+    ):
+        return
     for name, values in (("context_lens", lens), ("query_lens", rows)):
         if values.shape != num_blocks.shape:
             _refuse(name, f"of shape ({len(num_blocks)},) like block_tables", values.shape)
@@ -376,7 +410,7 @@ def _work_items(
     if seen is not None:  # (tiles come in the order of their rows and leave none out)
         num_tokens = np.maximum.reduceat(seen[1], row_begin) + 1
     num_blocks = -(-num_tokens // block_size)
-    first_block = no_partial = np.zeros_like(sequence)
+    first_block = np.zeros_like(sequence)
     if seen is not None:
         first_block = np.minimum.reduceat(seen[0], row_begin) // block_size
         num_tokens = num_tokens - first_block * block_size
@@ -385,31 +419,35 @@ def _work_items(
         first_seen = num_tokens - (row_end - row_begin) - (window - 1)
         first_block = np.maximum(first_seen, 0) // block_size
         num_tokens = num_tokens - first_block * block_size
-    items = np.stack(
-        [sequence, row_begin, row_end, first_block, num_blocks, no_partial - 1], axis=1
-    )
+    items = np.empty((len(sequence), 6), dtype=np.int64)
+    for i, column in enumerate((sequence, row_begin, row_end, first_block, num_blocks)):
+        items[:, i] = column
+    items[:, 5] = -1
 
     num_blocks = num_blocks - first_block
     longest = split_tokens or tokens_per_piece(num_tokens, row_end - row_begin, num_tiles[sequence])
     num_splits = np.minimum(-(-num_tokens // longest), num_blocks)
     order = np.argsort(-num_tokens, kind="stable")
-    if not (num_splits > 1).any():
-        return items[order], np.zeros((0, 4), dtype=np.int64)
+    items = items[order]
+    if num_splits.max(initial=0) <= 1:
+        return items, np.zeros((0, 4), dtype=np.int64)
 
-    pieces: list[np.ndarray] = []
-    merges: list[tuple[int, int, int, int]] = []
-    partial = 0
-    for i in order:
-        if num_splits[i] <= 1:
-            pieces.append(items[i])
-            continue
-        height = int(row_end[i] - row_begin[i])
-        merges.append((int(row_begin[i]), int(row_end[i]), partial, int(num_splits[i])))
-        bounds = np.arange(num_splits[i] + 1) * num_blocks[i] // num_splits[i] + first_block[i]
-        for first, last in pairwise(bounds):
-            pieces.append(np.array([*items[i, :3], first, last, partial]))
-            partial += height
-    return np.stack(pieces), np.array(merges)
+    # Item i becomes num_splits[i] pieces of as many blocks, within one. (No loop over the items:
+    # 256 decodes of 1024 tokens have 768 pieces.)
+    num_splits = np.maximum(num_splits[order], 1)
+    is_split, heights = num_splits > 1, items[:, 2] - items[:, 1]
+    item = np.repeat(np.arange(len(items)), num_splits)
+    piece = np.arange(len(item)) - (np.cumsum(num_splits) - num_splits)[item]
+    pieces = items[item]
+    first, blocks, splits = items[item, 3], num_blocks[order][item], num_splits[item]
+    pieces[:, 3] = first + piece * blocks // splits
+    pieces[:, 4] = first + (piece + 1) * blocks // splits
+    # Each leaves partials of all its rows, in the order of the pieces.
+    num_partials = np.where(is_split, num_splits * heights, 0)
+    begins = np.cumsum(num_partials) - num_partials
+    pieces[:, 5] = np.where(is_split[item], begins[item] + piece * heights[item], -1)
+    merges = np.stack([items[:, 1], items[:, 2], begins, num_splits], axis=1)[is_split]
+    return pieces, merges
 
 
 def tokens_per_piece(
@@ -430,8 +468,13 @@ def tokens_per_piece(
     if not _on_gpu():
         return longest
     pieces = np.maximum(-(-num_tokens // _MOST_PIECES), _SHORTEST)
+    if num_rows.max(initial=0) <= _MOST_DRAFT_ROWS:
+        return pieces
     shares = np.clip(_PREFILL_PIECES // num_items, 1, _MOST_PREFILL_PIECES)
-    chunks = np.clip(-(-num_tokens // shares), _SHORTEST_PREFILL, _LONGEST)
+    most = np.maximum(_MOST_LONG_PIECES // num_items, 1)
+    chunks = np.maximum(-(-num_tokens // shares), _SHORTEST_PREFILL)
+    chunks = np.minimum(chunks, np.maximum(-(-num_tokens // most), _LONGEST))
+    chunks = np.where(num_items < _PREFILL_PIECES, chunks, np.maximum(num_tokens, _LONGEST))
     return np.where(num_rows <= _MOST_DRAFT_ROWS, pieces, chunks)
 
 

@@ -6,6 +6,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
+from mlx_paged.model.media import StepMedia
+from mlx_paged.model.multimodal import MultiModalModel
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.plan import StateSlots, StepInputs
 
@@ -25,14 +27,23 @@ def prepare_kernels(paged: PagedModel, on_kernel: ops.OnKernel | None = None) ->
     """
     if not ops.compiles_kernels():
         return 0
+    _build(paged, 1, None)
+    if isinstance(paged.model, MultiModalModel) and paged.model.uses_bounds:
+        none = np.zeros(0, dtype=np.int32)
+        _build(paged, 2, StepMedia(none, None, None, np.array([[0, 0], [1, 1]])))
+    return ops.prepare_kernels(on_kernel)
+
+
+def _build(paged: PagedModel, num_rows: int, media: StepMedia | None) -> None:
+    """Builds the graph of a step of one sequence that begins, and drops it."""
     inputs = StepInputs(
-        context_lens=np.array([1]),
-        query_lens=np.array([1]),
+        context_lens=np.array([num_rows]),
+        query_lens=np.array([num_rows]),
         tables=[[0]],
         logit_rows=np.array([0]),
         state_slots=StateSlots([0], [-1]) if paged.layout.has_states else None,
+        media=media,
     )
     before = paged.pools()
-    paged.forward(mx.array([0], dtype=mx.int32), inputs)
+    paged.forward(mx.zeros((num_rows,), dtype=mx.int32), inputs)
     paged.restore(before)
-    return ops.prepare_kernels(on_kernel)

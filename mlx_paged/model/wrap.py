@@ -131,6 +131,8 @@ def page(
         overrides = Overrides()
         try:
             if mode.is_gathered:
+                if isinstance(model, MultiModalModel):
+                    raise TypeError("its media bring what belongs to the rows of a whole step")
                 return _tried(make(CacheLayout(mode, tuple(observed.specs), observed.tree)))
             return _page_flat(model, observed, mode, make, context, overrides)
         except _MISFITS as error:

@@ -274,6 +274,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
         Middleware(
             RequestMiddleware, context.metrics,
             log=config.log_requests, paths=paths, generating=generating,
+            on_end=context.release_body,
         )
     ]  # fmt: skip
     if config.allowed_origins:
@@ -331,9 +332,9 @@ def _file(name: str) -> Endpoint:
         headers = {
             # Only resources from this server: it works offline, and no foreign code runs. Only the
             # sanitiser makes elements from text.
-            "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; "
-            "style-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; "
-            "require-trusted-types-for 'script'; trusted-types dompurify",
+            "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; "
+            "media-src blob:; style-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
+            "form-action 'none'; require-trusted-types-for 'script'; trusted-types dompurify",
             "Cache-Control": "no-cache",
         }
         return FileResponse(_WEB / name, media_type="text/html", headers=headers)

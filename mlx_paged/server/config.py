@@ -20,6 +20,13 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 OVERRIDES = (*SAMPLING, "max_new_tokens")
 
 
+#: Most bytes of a body where nothing is said.
+MAX_BODY_SIZE = 16 << 20
+#: Likewise with media, whose base64 takes four bytes for three: OpenAI's API takes 50 MB, and
+#: Anthropic's 32. (Parsing a body holds up all streams, one of 64 MiB for a fifth of a second.)
+MAX_MEDIA_BODY_SIZE = 48 << 20
+
+
 @dataclass(frozen=True)
 class ServerConfig:
     """How the endpoint behaves.
@@ -46,7 +53,10 @@ class ServerConfig:
         request_timeout: Seconds until an unfinished request ends with 422; None: no limit.
         read_timeout: Seconds a client has to send the head of a request, then its body, and a
             reader of a stream to take a chunk.
-        max_body_size: Most bytes of a request's body.
+        max_body_size: Most bytes of a request's body; None: `MAX_BODY_SIZE`, or, where the model
+            takes media, `MAX_MEDIA_BODY_SIZE`.
+        max_body_memory: Most bytes of the bodies of all requests that have not ended, apart from
+            the first MiB of each.
         max_stored_responses: Most responses that are kept for later requests; 0: none is.
         max_stored_bytes: Most bytes of those, as JSON.
         shutdown_timeout: Seconds that running requests have to finish after SIGTERM.
@@ -73,7 +83,8 @@ class ServerConfig:
     stream_interval: int = 1
     request_timeout: float | None = None
     read_timeout: float = 60.0
-    max_body_size: int = 16 << 20
+    max_body_size: int | None = None
+    max_body_memory: int = 1 << 30
     max_stored_responses: int = 1024
     max_stored_bytes: int = 64 << 20
     shutdown_timeout: float = 30.0

@@ -16,7 +16,12 @@ from mlx_paged.engine.engine import Engine, EngineStats
 from mlx_paged.engine.media.options import IoOptions
 from mlx_paged.engine.media.prompt import media_model_of
 from mlx_paged.engine.reasoning import ReasoningFormat
-from mlx_paged.server.config import GenerationDefaults, ServerConfig
+from mlx_paged.server.config import (
+    MAX_BODY_SIZE,
+    MAX_MEDIA_BODY_SIZE,
+    GenerationDefaults,
+    ServerConfig,
+)
 from mlx_paged.server.conversation import Renderer
 from mlx_paged.server.errors import ApiError, shorten, unavailable
 from mlx_paged.server.metrics import Metrics
@@ -30,6 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Of bodies up to this size there may be as many as there are connections.
+_SMALL_BODY = 1 << 20
+
 
 @dataclass
 class Trace:
@@ -40,6 +48,7 @@ class Trace:
         status: Of the response; 0 until there is one.
         fields: Of the log line: model, prompt_tokens, cached_tokens, completion_tokens, ttft,
             finish_reason, ...; set by the code that knows them.
+        held_bytes: Of its body, see `Context.hold_body`.
     """
 
     request_id: str
@@ -49,6 +58,7 @@ class Trace:
     started: float = field(default_factory=time.monotonic)
     status: int = 0
     fields: dict[str, Any] = field(default_factory=dict)
+    held_bytes: int = 0
 
     def log_fields(self) -> dict[str, Any]:
         """Everything, for one line."""
@@ -96,6 +106,7 @@ class Context:
     tool_format: ToolFormat | None = None
     reasoning_format: ReasoningFormat | None = None
     mcp_servers: McpServers | None = None
+    _held_bytes: int = 0
     _renderer: Renderer | None = None
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -157,6 +168,39 @@ class Context:
     def media_io(self) -> IoOptions:
         """How media are read where a request says nothing; only once the engine is ready."""
         return self.engine.engine.config.media_options.io
+
+    @property
+    def max_body_size(self) -> int:
+        """Most bytes of a body; only once the engine is ready."""
+        if self.config.max_body_size is not None:
+            return self.config.max_body_size
+        takes_media = media_model_of(self.engine.engine) is not None
+        return MAX_MEDIA_BODY_SIZE if takes_media else MAX_BODY_SIZE
+
+    def hold_body(self, trace: Trace, size: int) -> None:
+        """Counts a body that has grown to a size among those in memory, until its request ends.
+
+        Raises:
+            ApiError: 503, they would be too many bytes. (A body may always be the only one.)
+        """
+        more = size - _SMALL_BODY - trace.held_bytes
+        if more <= 0:
+            return
+        others = self._held_bytes - trace.held_bytes
+        if others and self._held_bytes + more > self.config.max_body_memory:
+            self.metrics.rejected.labels("body_memory").inc()
+            raise unavailable(
+                f"the bodies of requests under way have {self._held_bytes} bytes, and may have at "
+                f"most {self.config.max_body_memory}",
+                "body_memory",
+            )
+        trace.held_bytes += more
+        self._held_bytes += more
+
+    def release_body(self, trace: Trace) -> None:
+        """The request has ended."""
+        self._held_bytes -= trace.held_bytes
+        trace.held_bytes = 0
 
     def close(self) -> None:
         """Ends the threads of the tokenizer."""

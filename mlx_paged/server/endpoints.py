@@ -13,7 +13,9 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_paged import __version__, extension
 from mlx_paged.engine.engine import EngineStats
+from mlx_paged.engine.media.prompt import media_model_of
 from mlx_paged.errors import EngineDeadError
+from mlx_paged.model.media_kinds import KINDS
 from mlx_paged.server import responses
 from mlx_paged.server.context import Context, Phase, context_of
 from mlx_paged.server.errors import bad_request, speaks_anthropic
@@ -71,7 +73,7 @@ def _model_info(context: Context, name: str) -> ModelInfo:
 
 
 def _model(context: Context, name: str) -> responses.Model:
-    return {
+    found: responses.Model = {
         "id": name,
         "object": "model",
         "created": int(context.started),
@@ -79,6 +81,24 @@ def _model(context: Context, name: str) -> responses.Model:
         "root": context.config.model_name,
         "parent": None,
         "max_model_len": context.renderer.max_model_len if context.is_loaded else None,
+    }
+    if context.is_loaded:  # (as OpenRouter has it)
+        found["input_modalities"] = ["text", *_media(context)["kinds"]]
+    return found
+
+
+def _media(context: Context) -> responses.MediaInfo:
+    """What the model takes besides text, and how much; once it is loaded."""
+    engine = context.engine.engine
+    model, options = media_model_of(engine), engine.config.media_options
+    return {
+        "kinds": {
+            kind: {"max_items": options.most(kind), "max_bytes": options.limits.max_bytes(kind)}
+            for kind in KINDS
+            if model is not None and kind in model.kinds and options.most(kind)
+        },
+        "max_image_pixels": options.limits.max_image_pixels,
+        "reason": engine.media_reason,
     }
 
 
@@ -175,6 +195,7 @@ async def server_info(request: Request) -> Response:
     if stats is not None:
         answer["generation_defaults"] = asdict(context.defaults)
         answer["engine_config"] = asdict(context.engine.engine.config)
+        answer["media"] = _media(context)
         answer["stats"] = asdict(stats)
     return JSONResponse(answer)
 

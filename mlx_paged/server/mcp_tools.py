@@ -82,6 +82,8 @@ async def call(request: Request) -> Response:
         arguments = read_arguments(body.arguments)
         result = await unless_disconnected(request, servers.call(body.name, arguments))
         answer = {"text": result.text, "is_error": result.is_error}
+        if result.images:
+            answer["images"] = [{"type": kind, "data": data} for kind, data in result.images]
     except MlxPagedError as error:
         answer = {"text": str(error), "is_error": True}
     return JSONResponse(answer)

@@ -61,7 +61,7 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...] | None]] = {
 }  # fmt: skip
 
 # Why a request was refused: by the phase of the server, or by the engine.
-_REFUSALS = ("loading", "draining", "dead", "queue_full", "invalid")
+_REFUSALS = ("loading", "draining", "dead", "queue_full", "body_memory", "invalid")
 _MANY_GAPS = 10_000  # tokens
 
 _LABELS = ("model_name", "engine")

@@ -7,7 +7,7 @@ import hmac
 import logging
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -33,6 +33,7 @@ class RequestMiddleware:
         log: whether to write a line for each request.
         paths: those that metrics tell apart.
         generating: those whose requests count as the server's load.
+        on_end: called with the trace of each request that has ended.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class RequestMiddleware:
         log: bool,
         paths: Sequence[str],
         generating: Sequence[str],
+        on_end: Callable[[Trace], None],
     ) -> None:
         self._app = app
         self._metrics = metrics
         self._log = log
         self._paths = frozenset(paths)
         self._generating = frozenset(generating)
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -86,6 +89,7 @@ class RequestMiddleware:
             # (Otherwise the connection is closed: the head of the response is out.)
         finally:
             self._metrics.server_load -= load
+            self._on_end(trace)
             self._log_end(trace)
 
     def _log_end(self, trace: Trace) -> None:

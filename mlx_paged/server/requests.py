@@ -273,6 +273,7 @@ class ContentPart(Body):
     file_id: str | None = Field(None, description="Not supported: 400.")
     fps: float | None = Field(None, description="Of a video: frames a second, at most.")
     num_frames: int | None = Field(None, description="Of a video: frames, at most.")
+    uuid: str | None = Field(None, description="Of media; it stands for no content: no effect.")
 
 
 class Message(Body):
@@ -406,7 +407,7 @@ async def read_body(request: Request, model: type[B]) -> B:
         )  # fmt: skip
     limit = context.renderer.max_model_len
     bounds = BodyBounds(max(MAX_TOKEN_IDS, limit or 0), limit)
-    raw = await _read_bytes(request, context.config, bounds)
+    raw = await _read_bytes(request, bounds)
     try:
         body = model.model_validate_json(raw)
     except ValidationError as error:
@@ -426,18 +427,21 @@ async def read_body(request: Request, model: type[B]) -> B:
     return body
 
 
-async def _read_bytes(request: Request, config: ServerConfig, bounds: BodyBounds) -> bytes:
+async def _read_bytes(request: Request, bounds: BodyBounds) -> bytes:
+    context, trace = context_of(request), trace_of(request)
+    limit, read_timeout = context.max_body_size, context.config.read_timeout
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > config.max_body_size:
-        raise _too_large(config)
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
     chunks: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(config.read_timeout):
+        async with asyncio.timeout(read_timeout):
             async for chunk in request.stream():
                 size += len(chunk)
-                if size > config.max_body_size:
-                    raise _too_large(config)
+                if size > limit:
+                    raise _too_large(limit)
+                context.hold_body(trace, size)
                 chunks.append(chunk)
                 began = time.monotonic()
                 for begin in range(0, len(chunk), _SCANNED_AT_ONCE):
@@ -447,7 +451,7 @@ async def _read_bytes(request: Request, config: ServerConfig, bounds: BodyBounds
                     bounds.feed(chunk[begin : begin + _SCANNED_AT_ONCE])
     except TimeoutError:
         raise ApiError(
-            408, f"the body did not come within {config.read_timeout:g} s", code="read_timeout",
+            408, f"the body did not come within {read_timeout:g} s", code="read_timeout",
             headers={"Connection": "close"},
         ) from None  # fmt: skip
     except ClientDisconnect:
@@ -458,10 +462,10 @@ async def _read_bytes(request: Request, config: ServerConfig, bounds: BodyBounds
     return b"".join(chunks)
 
 
-def _too_large(config: ServerConfig) -> ApiError:
+def _too_large(limit: int) -> ApiError:
     return ApiError(
         413,
-        f"the body must be at most {config.max_body_size} bytes",
+        f"the body must be at most {limit} bytes",
         code="body_too_large",
         headers={"Connection": "close"},
     )

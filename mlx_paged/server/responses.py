@@ -234,6 +234,7 @@ class Model(TypedDict):
     root: str
     parent: str | None
     max_model_len: int | None
+    input_modalities: NotRequired[list[str]]
 
 
 class ModelList(TypedDict):
@@ -285,6 +286,24 @@ class Reset(TypedDict):
     num_blocks: int
 
 
+class MediaLimit(TypedDict):
+    """How much of a kind of media a prompt may have."""
+
+    max_items: int
+    max_bytes: int
+
+
+class MediaInfo(TypedDict):
+    """What prompts may have besides text.
+
+    `kinds` is empty for a model that reads text only; `reason` says why it does.
+    """
+
+    kinds: dict[str, MediaLimit]
+    max_image_pixels: int
+    reason: str | None
+
+
 class ServerInfo(TypedDict):
     """`GET /server_info`. What comes from the engine is there when it answers."""
 
@@ -295,6 +314,7 @@ class ServerInfo(TypedDict):
     build: dict[str, str]
     generation_defaults: NotRequired[dict[str, Any]]
     engine_config: NotRequired[dict[str, Any]]
+    media: NotRequired[MediaInfo]
     stats: NotRequired[dict[str, Any]]
 
 

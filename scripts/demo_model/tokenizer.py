@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 VOCAB_SIZE = 4096
@@ -24,28 +24,54 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str], folder: Path, max_length: int = 4096) -> None:
-    """Trains a BPE of `VOCAB_SIZE` entries and writes tokenizer.json and tokenizer_config.json."""
+def train_bpe(
+    texts: Iterable[str],
+    folder: Path,
+    *,
+    split: str,
+    vocab_size: int,
+    special_tokens: Sequence[str],
+    max_token_length: int | None = None,
+) -> None:
+    """Trains a byte-level BPE and writes tokenizer.json.
+
+    Args:
+        split: the pattern of what becomes tokens apart from each other.
+        special_tokens: they get the first ids.
+        max_token_length: in bytes; None: no limit.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.Split(Regex(split), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=SPECIAL_TOKENS,
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-        max_token_length=24,
+        max_token_length=max_token_length,
     )
     tokenizer.train_from_iterator(texts, trainer)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+
+
+def train_tokenizer(texts: Iterable[str], folder: Path, max_length: int = 4096) -> None:
+    """Trains a BPE of `VOCAB_SIZE` entries and writes tokenizer.json and tokenizer_config.json."""
+    train_bpe(
+        texts,
+        folder,
+        split=SPLIT,
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        max_token_length=24,
+    )
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": None,

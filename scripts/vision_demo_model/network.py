@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..demo_model.network import MLP
 from .scenes import SIDE
 from .tokenizer import VOCAB_SIZE
 
@@ -197,21 +198,6 @@ class Attention(nn.Module):
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__()
-        hidden, inner = config["hidden_size"], config["intermediate_size"]
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps [B, L, hidden] to itself."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):

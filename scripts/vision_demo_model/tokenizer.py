@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
+from ..demo_model.tokenizer import train_bpe
 from .questions import ABOUT, SYSTEM_PROMPTS, ask, ask_two, chat
 from .scenes import SIDE, sample_scene
 
@@ -48,27 +49,15 @@ def texts(count: int) -> Iterator[str]:
     yield from (*SYSTEM_PROMPTS * 20, *[ABOUT] * 20)
 
 
-def train_tokenizer(folder: Path, count: int = 20_000) -> None:
+def train_tokenizer(folder: Path, count: int = 6_000) -> None:
     """Writes tokenizer.json and the files of tokenizer, processor and chat template."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    train_bpe(
+        texts(count),
+        folder,
+        split=SPLIT,
         vocab_size=VOCAB_SIZE,
         special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
     )
-    tokenizer.train_from_iterator(texts(count), trainer)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "processor_class": "Idefics3Processor",

@@ -257,7 +257,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, help="steps between looks at the clock")
     parser.add_argument("--save-every", type=float, default=90, help="seconds")
     parser.add_argument("--eval-batches", type=int, default=16)
-    parser.add_argument("--tokenizer-scenes", type=int, default=20_000)
+    parser.add_argument("--tokenizer-scenes", type=int, default=6_000)
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     train(parser.parse_args())

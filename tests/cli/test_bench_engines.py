@@ -246,6 +246,6 @@ def test_another_process_tells_what_it_raised_and_that_it_died(prompts) -> None:
         }
         remote = runners["mlx-lm"]
         assert isinstance(remote, engines.RemoteRunner)
-        remote._process.kill()
+        remote._remote._process.kill()
         with pytest.raises(MlxPagedError, match="engine mlx-lm ended with status -9"):
             remote.run(prompts)

@@ -170,7 +170,7 @@ def _off_by_little(made: Any) -> Any:
 
 
 def _wrong_tokens(made: Any) -> Any:
-    return made[0] + 1, made[1]
+    return made[0] + 1, *made[1:]
 
 
 def _nothing_written(*pools_and_rows: Any) -> Any:

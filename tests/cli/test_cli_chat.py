@@ -5,15 +5,14 @@ from __future__ import annotations
 import io
 import json
 import signal
-from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
-from rich.console import Console, RenderableType
 from support.openai_stub import StubServer
+from support.scripted_chat import Record, Script
 from support.server_helpers import running
 
-from mlx_paged.cli.chat.conversation import PARAMS, Conversation, Message, Turn
+from mlx_paged.cli.chat.conversation import PARAMS, Conversation, Message
 from mlx_paged.cli.chat.local import LocalBackend
 from mlx_paged.cli.chat.remote import RemoteBackend
 from mlx_paged.cli.chat.session import COMMANDS, ChatSession, EndOfChat, handle
@@ -21,57 +20,6 @@ from mlx_paged.cli.entry import ExitCode, status_of
 from mlx_paged.cli.main import app
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 from mlx_paged.server.config import ServerConfig
-
-
-class Script:
-    """A backend that answers as it is told: pieces, and exceptions among them."""
-
-    model = "scripted"
-
-    def __init__(self, *answers: list[Any]) -> None:
-        self.answers = list(answers)
-        self.asked: list[tuple[list[Message], dict[str, Any]]] = []
-        self.turn = Turn()
-        self.defaults = {"temperature": 0.7}
-        self.num_closed = 0
-
-    def answer(self, messages: list[Message], params: dict[str, Any]) -> Generator[str, None, None]:
-        self.asked.append((messages, dict(params)))
-        self.turn = Turn(prompt_tokens=len(messages), cached_tokens=1, finish_reason="stop")
-        try:
-            for piece in self.answers.pop(0):
-                if isinstance(piece, BaseException):
-                    raise piece
-                yield piece
-        finally:
-            self.num_closed += 1
-
-    def facts(self) -> list[tuple[str, str]]:
-        return [("fact", "value")]
-
-    def close(self) -> None: ...
-
-
-class Record:
-    """A view that remembers."""
-
-    def __init__(self) -> None:
-        self.answers: list[str] = []
-        self.notes: list[str] = []
-        self.errors: list[str] = []
-
-    def answer(self, pieces: Iterator[str]) -> None:
-        self.answers.append("")
-        for piece in pieces:
-            self.answers[-1] += piece
-
-    def note(self, what: RenderableType) -> None:
-        console = Console(file=io.StringIO(), width=100)
-        console.print(what)
-        self.notes.append(console.file.getvalue())  # type: ignore[attr-defined]
-
-    def error(self, message: str) -> None:
-        self.errors.append(message)
 
 
 def chat(*answers: list[Any]) -> ChatSession:
@@ -252,7 +200,7 @@ def test_another_file_is_not_overwritten(tmp_path) -> None:
     ("changes", "told"),
     [
         ({"format": "else"}, "is no saved chat"),
-        ({"version": 3}, "version 3; this program reads versions 1 and 2"),
+        ({"version": 4}, "version 4; this program reads versions 1 to 3"),
         ({"system": 3}, "is damaged: system"),
         ({"params": []}, "is damaged: system or params"),
         ({"params": {"top_p": 7}}, "top_p must be"),

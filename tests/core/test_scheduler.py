@@ -86,6 +86,23 @@ def test_a_long_prompt_leaves_short_ones_their_share():
     assert rows(engine) == [("short", 1), ("long", 12)]
 
 
+def test_a_long_prompt_gets_whole_steps_while_it_is_alone():
+    engine = make(max_num_batched_tokens=16)
+    engine.scheduler.add(request("long", list(range(100, 150))))
+    engine.step()
+    engine.step()
+    assert [rows(engine, i) for i in (0, 1)] == [[("long", 16)]] * 2
+    engine.scheduler.add(request("next", list(range(200, 230))))
+    engine.step()
+    assert rows(engine) == [("long", 8), ("next", 8)]
+    own = make(max_num_batched_tokens=16, long_prefill_token_threshold=8)
+    own.scheduler.add(request("long", list(range(100, 150))))
+    own.step()
+    assert rows(own) == [("long", 8)]
+    for e in (engine, own):
+        e.run()
+
+
 def test_short_prompts_beyond_half_of_a_step_leave_the_rest_to_a_long_one():
     engine = make(max_num_batched_tokens=16, long_prefill_token_threshold=12)
     for name, length in [("a", 7), ("b", 7), ("long", 100)]:

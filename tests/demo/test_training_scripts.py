@@ -8,7 +8,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from demo_model import compositions, corpus, evaluate, families, prepare, wording
+
+from scripts.demo_model import compositions, corpus, evaluate, families, prepare, wording
 
 LICENSED = "Metadata-Version: 2.1\nName: small\nVersion: 1.0\nLicense-Expression: MIT\n"
 CODE = '''"""A module."""

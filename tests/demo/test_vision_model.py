@@ -11,6 +11,8 @@ from mlx_paged import LLM, SamplingParams
 from mlx_paged.cli.main import app
 from mlx_paged.demo import vision_model_path
 from mlx_paged.demo.pictures import SAMPLES, Sample, draw
+from mlx_paged.model import multimodal
+from mlx_paged.model.media_families import MEDIA_FAMILIES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 
@@ -59,6 +61,26 @@ def test_the_demo_asks_about_all_pictures() -> None:
     assert result.exit_code == 0, result.output
     assert "Three red circles." in result.output
     assert "the vision tower ran for 4" in " ".join(result.output.split())
+
+
+def test_loading_says_nothing_that_no_user_can_change(caplog: pytest.LogCaptureFixture) -> None:
+    from transformers.models.auto import image_processing_auto
+    from transformers.utils import logging
+
+    logger = image_processing_auto.logger
+    logger.warning_once.cache_clear()
+    logging.enable_propagation()
+    try:
+        multimodal.load(vision_model_path(), MEDIA_FAMILIES["idefics3"], "idefics3")
+        assert not [r.getMessage() for r in caplog.records if r.name.startswith("transformers")]
+        logger.warning("something else")
+        logger.warning("The `use_fast` parameter is deprecated")  # by a program that gives it
+    finally:
+        logging.disable_propagation()
+    assert {record.getMessage() for record in caplog.records} == {
+        "something else",
+        "The `use_fast` parameter is deprecated",
+    }
 
 
 def test_the_demo_refuses_a_model_beside_its_own() -> None:

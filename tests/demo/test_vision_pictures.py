@@ -6,7 +6,8 @@ from random import Random
 
 import numpy as np
 import pytest
-from vision_demo_model import atlas, batches, questions, scenes
+
+from scripts.vision_demo_model import atlas, batches, questions, scenes
 
 pytest.importorskip("PIL", reason="Pillow is not installed (extra: vision)")
 
@@ -95,7 +96,7 @@ def test_things_lie_inside_their_picture_and_stand_out():
 
 
 def test_a_batch_has_as_many_image_tokens_as_its_pictures(tmp_path):
-    from vision_demo_model import tokenizer
+    from scripts.vision_demo_model import tokenizer
 
     tokenizer.train_tokenizer(tmp_path, 100)
     maker = batches.BatchMaker(tmp_path / "tokenizer.json", fonts=12, seed="test")

@@ -19,7 +19,7 @@ INVALID: dict[str, list[Any]] = {
     "kv_cache_memory": [0, -1, "1GB", 0.5],
     "max_model_len": [0, -1, "4096", 10.5],
     "max_num_seqs": [0, -1, None, "8", 1.5],
-    "max_num_batched_tokens": [0, -1, None, "2048", 100.5],
+    "max_num_batched_tokens": [0, -1, "2048", 100.5],
 }
 GIB = 1 << 30
 

@@ -238,3 +238,24 @@ def test_tables_are_those_of_a_fresh_copy_whatever_happens() -> None:
         np.testing.assert_array_equal(found.lengths, expected.lengths)
         dirty.update({i: len(tables[i]) for i in present})
     assert len(cache) <= 64, "rows of sequences that ended are not used again"
+
+
+@pytest.mark.parametrize(
+    ("gib", "share", "expected"),
+    [(80, None, 8192), (18, None, 8192), (17, None, 4096), (18, 0.5, 4096), (8, None, 2048)],
+)
+def test_an_nvidia_gpu_takes_larger_steps_where_it_has_the_memory(
+    monkeypatch: pytest.MonkeyPatch, gib: int, share: float | None, expected: int
+) -> None:
+    monkeypatch.setattr(memory.ops, "has_cuda", lambda: True)
+    monkeypatch.setattr(memory, "device_memory", lambda: gib << 30)
+    monkeypatch.setattr(memory.mx, "get_active_memory", lambda: 0)
+    chosen = memory.with_step_tokens(EngineConfig(gpu_memory_utilization=share))
+    assert chosen.step_tokens == chosen.scheduler_config(None).max_num_batched_tokens == expected
+    given = EngineConfig(gpu_memory_utilization=share, max_num_batched_tokens=100)
+    assert memory.with_step_tokens(given) is given
+
+
+def test_elsewhere_a_step_has_2048_tokens() -> None:
+    config = memory.with_step_tokens(EngineConfig())
+    assert config.step_tokens == config.scheduler_config(None).max_num_batched_tokens == 2048

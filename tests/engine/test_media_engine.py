@@ -502,7 +502,8 @@ def test_rows_positions_and_bounds_of_random_steps(monkeypatch: Any) -> None:
         spans, core, inputs, length = [], [], [], 0
         for which in range(number):  # (the first is text)
             offset = length + int(rng.integers(0, 5))
-            rows = offset + np.flatnonzero(np.r_[1, rng.integers(0, 2, 7), 1]).astype(np.int32)
+            rows = offset + np.flatnonzero(np.r_[1, rng.integers(0, 2, 7), number % 2])
+            rows = rows.astype(np.int32)
             spans.append(Span(offset, 9, rows, "image"))
             key = bytes([number, which]) * 16
             core.append(MediaSpan(offset, 9, key, len(rows), is_atomic=which == 1))
@@ -576,9 +577,16 @@ def _row(s: CoreSequence, position: int) -> tuple[float | None, list[int], list[
     for i, rows in enumerate(s.media.rows):
         if position in rows:
             made = float(s.media.inputs[i].arrays["made"][rows.tolist().index(position)])
-    for first, after in s.request.prompt_media.atomic:
-        if first <= position < after:
-            bounds = [first, after - 1]
+    for span, rows in zip(s.request.prompt_media.spans, s.media.rows, strict=True):
+        if not span.is_atomic or not span.offset <= position < span.end:
+            continue
+        bounds = [span.offset, span.end - 1]
+        if rows[-1] + 1 == span.end:  # (what is between its rows is text, which sees no further)
+            bounds = [position, position]
+            while position in rows and bounds[0] - 1 in rows:
+                bounds[0] -= 1
+            while position in rows and bounds[1] + 1 in rows:
+                bounds[1] += 1
     return made, rope, bounds
 
 
@@ -602,28 +610,90 @@ def test_the_pool_leaves_room_for_features_and_towers(monkeypatch: Any) -> None:
     assert without[0] is not None and with_features[0] is not None
     assert abs(without[0] - with_features[0] - (1 << 20)) < 1 << 16
 
-    engine, _ = make()
 
-    class Processor:
-        kinds = ("image",)
+class Processor:
+    """A row for each square of 32 pixels, up to `most` of them."""
 
-        def is_atomic(self, kind: str) -> bool:
-            return False
+    kinds = ("image",)
+    most = 1500
 
-        def placeholder(self, kind: str, index: int) -> str:
-            return "<image>"
+    def is_atomic(self, kind: str) -> bool:
+        return False
 
-        def process(self, text: str, images: list[Any]) -> MediaPrompt:
-            assert text == "<image>" and len(images) == 1
-            return prepared(Picture(1, 2000)).prompt
+    def placeholder(self, kind: str, index: int) -> str:
+        return f"<{kind}>"
 
+    def process(self, text: str, images: Any = (), videos: Any = ()) -> MediaPrompt:
+        [item] = [*images, *(video.frames for video in videos)]
+        pixels = item.width * item.height if images else item.size // 3
+        assert text == ("<image>" if images else "<video>")
+        return prepared(Picture(1, min(self.most, max(1, pixels >> 10)))).prompt
+
+
+def test_a_tower_is_given_what_it_needs_for_the_largest_item(monkeypatch: Any) -> None:
     pytest.importorskip("PIL", reason="Pillow is not installed")
-    measured = memory.measure_tower(engine._runner, Processor())
-    assert measured >= 2000 * 64 * 4
-    wide = EngineConfig(max_num_batched_tokens=1000, max_num_seqs=100)
-    assert memory.with_media(1 << 40, engine._runner, wide, Processor()) == 1 << 40
-    assert memory.with_media(0, engine._runner, wide, Processor()) >= 2000 * 64 * 4
+    engine, _ = make()
+    runner, wide = engine._runner, EngineConfig(max_num_batched_tokens=1000, max_num_seqs=100)
+    assert memory.with_media(1 << 40, runner, wide, Processor()) == 1 << 40
+    # (64 float32 numbers a row, at least. 1024 rows are measured, 1500 are let in.)
+    assert memory.with_media(0, runner, wide, Processor()) >= 1500 * 64 * 4
+    assert memory.with_media(0, runner, wide, Processor(), room=99) == 99
     monkeypatch.setattr(Processor, "is_atomic", lambda *_: True)
-    assert memory.with_media(10 << 40, engine._runner, wide, Processor()) == 11 << 40
+    assert memory.with_media(10 << 40, runner, wide, Processor()) == 11 << 40
+    none = EngineConfig(limit_mm_per_prompt={"image": 0})
+    assert memory.with_media(0, runner, none, Processor()) == 0
+
+    def tower_bytes() -> int:
+        return memory.tower_bytes(runner, Processor(), "image", wide.media_options, None)
+
+    def encode(item: MediaInputs) -> Any:
+        if item.num_rows > 1000:
+            raise RuntimeError("no memory")
+        return MediaFeatures(mx.ones((1 << 10, 1 << 10)))
+
+    monkeypatch.setattr(runner.model, "encode", encode)
+    assert tower_bytes() >= 4 << 20  # what is known of a smaller one
     monkeypatch.setattr(Processor, "process", lambda *_, **__: 1 / 0)
-    assert memory.measure_tower(engine._runner, Processor()) == 0
+    assert tower_bytes() == 0
+
+
+def test_memory_of_larger_items_follows_from_that_of_smaller_ones() -> None:
+    found = memory._extrapolated
+    assert found({256: 256 * 7, 1024: 1024 * 7}, 16384) == 16384 * 7
+    need = lambda rows: 1000 * rows + 3 * rows**2  # noqa: E731
+    assert found({256: need(256), 1024: need(1024)}, 16384) == pytest.approx(need(16384))
+    # What every item needs is not taken for what grows; what only the larger needs, not for a cube.
+    assert found({256: 10_000, 1024: 10_100}, 2048) == pytest.approx(20_200)
+    assert found({256: 0, 1024: 1024}, 2048) == pytest.approx(4096)
+    assert found({576: 99}, 5000) == pytest.approx(99 * 5000 / 576)
+    assert found({576: 99}, 576) == found({576: 99}, 100) == 99
+
+
+def test_the_largest_item_is_what_limits_processor_and_context_let_in(monkeypatch: Any) -> None:
+    pytest.importorskip("PIL", reason="Pillow is not installed")
+
+    def most(kind: Any, model_len: int | None = None, **limits: Any) -> int:
+        options = EngineConfig(media_limits=limits).media_options
+        return memory._most_rows(Processor(), kind, options, model_len)
+
+    assert most("image") == 1500
+    monkeypatch.setattr(Processor, "most", 1 << 40)
+    monkeypatch.setattr(
+        Processor, "process", lambda self, text, images=(), videos=(): _sized(images, videos)
+    )
+    assert most("image") == (64 << 20) >> 10
+    assert most("image", 5000) == 5000
+    assert most("image", max_image_pixels=1 << 20) == 1 << 10
+    assert most("image", max_image_pixels=1) == 1
+    assert most("video") == 32 * 512 * 512 >> 10
+    assert most("video", max_video_pixels=32 * 300 * 300) == 32 * 300 * 300 >> 10
+    assert most("video", max_video_pixels=1) == 1
+
+
+def _sized(images: Any, videos: Any) -> MediaPrompt:
+    pixels = sum(image.width * image.height for image in images)
+    pixels += sum(video.frames.size // 3 for video in videos)
+    count = max(1, pixels >> 10)
+    rows = np.zeros(count, np.int32)
+    inputs = MediaInputs("image", {}, rows, rows)
+    return MediaPrompt([0] * count, [], [inputs])

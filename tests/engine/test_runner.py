@@ -134,7 +134,7 @@ def test_every_sequence_is_sampled_with_its_own_row(
     skipped.sequence.sampler = None  # it is not asked
     with mock.patch.object(runner_module, "sample", wraps=runner_module.sample) as sample:
         driver.runner.launch(SchedulerOutput(1, (*rows, skipped), ((),)), None)
-    logits, columns = sample.call_args.args
+    logits, columns, _ = sample.call_args.args
     assert logits.shape == (2, CONFIG["vocab_size"])
     assert columns.temperature.tolist() == [0, 50]
     assert columns.key.tolist() == [[0, 0], [4, 0]] and columns.position.tolist() == [3, 3]

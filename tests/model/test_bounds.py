@@ -25,7 +25,8 @@ from mlx_paged import ops
 from mlx_paged.model import compiled, dense_prefill, paged_model
 from mlx_paged.model.caches import LatentLayerCache, Scores, Step, StepContext
 from mlx_paged.model.layout import LayerSpec
-from mlx_paged.model.plan import build_plan
+from mlx_paged.model.media import StepMedia
+from mlx_paged.model.plan import StepInputs, build_plan
 from mlx_paged.model.wrap import serve
 
 VOCAB_SIZE, WINDOW = 64, 8
@@ -173,6 +174,20 @@ def test_mlx_attention_leaves_chunks_with_pictures_alone(monkeypatch, decode_row
         bounds=np.stack([np.zeros(700, np.int64), np.full(700, lens[-2] - 1)]),
     )  # fmt: skip
     assert only is None
+
+
+@pytest.mark.parametrize("of_second", [None, (100, 299)])
+def test_text_beside_a_picture_is_left_to_mlx_attention(model, monkeypatch, of_second) -> None:
+    paged = serve(model, CONFIG, block_size=16)
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    rows, tables = np.array([600, 700]), [list(range(1, 39)), list(range(40, 84))]
+    bounds = np.stack([np.concatenate([np.arange(n) for n in rows])] * 2)
+    if of_second is not None:
+        bounds[:, 600 + np.arange(of_second[0], of_second[1] + 1)] = np.array([of_second]).T
+    media = StepMedia(np.zeros(0, np.int32), None, None, bounds)
+    inputs = StepInputs(rows, rows, tables, np.cumsum(rows) - 1, media=media)
+    chunks = paged._step(inputs).prefill.chunks
+    assert [c.num_rows for c in chunks] == ([600, 700] if of_second is None else [600])
 
 
 def bounded_plan() -> ops.AttentionPlan:

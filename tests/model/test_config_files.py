@@ -26,6 +26,16 @@ def test_a_text_model_of_a_multimodal_one_speaks_for_itself() -> None:
     assert vocab_size(config) == 50 and model_len(config) == 20
 
 
+def test_text_models_have_sections_of_several_names() -> None:
+    inner = {"vocab_size": 96, "max_position_embeddings": 300}
+    for config in (
+        {"llm_config": inner},
+        {"language_config": inner},
+        {"thinker_config": {"text_config": inner}, "talker_config": {"text_config": {}}},
+    ):
+        assert vocab_size(config) == 96 and model_len(config) == 300
+
+
 @pytest.mark.parametrize("inner", [None, {}, {"vocab_size": None}, {"vocab_size": 0}, "text", 3])
 def test_what_a_text_config_leaves_out_is_beside_it(inner: Any) -> None:
     assert vocab_size({"vocab_size": 7, "text_config": inner}) == 7

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ pytest.importorskip("support.vlm", reason="mlx-vlm is not installed: make test i
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3n as gemma3n_of_mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
-from support.media_models import CASES, Case, Prompt, gemma3n, vary
+from support.media_models import Case, Prompt, gemma3, gemma3n, vary
 from support.media_parity import (
     MediaDriver,
     difference,
@@ -29,13 +32,27 @@ from support.media_parity import (
     generated,
     paged,
 )
+from support.more_media_models import ALL_CASES as CASES
+from support.reference import ON_GPU
+from support.simulated import needs_sim_extension, sim_ext
 
+from mlx_paged import ops
+from mlx_paged.errors import UnsupportedModelError
+from mlx_paged.model.layout import Mode
 from mlx_paged.model.media import MediaFeatures, MediaRows, StepMedia
-from mlx_paged.model.media_families import MEDIA_FAMILIES, MLX_VLM_VERSION
-from mlx_paged.model.multimodal import installed_version
+from mlx_paged.model.media_families import (
+    MEDIA_FAMILIES,
+    MEDIA_REFUSED,
+    MLX_VLM_VERSION,
+    package_of,
+)
+from mlx_paged.model.multimodal import MultiModalModel, installed_version
 from mlx_paged.model.plan import StepInputs, build_plan
+from mlx_paged.model.prepare import prepare_kernels
+from mlx_paged.model.wrap import page
 
-TOLERANCE = 1e-5  # RMS of the log-probabilities' difference over theirs, float32
+# RMS of the log-probabilities' difference over theirs, float32
+TOLERANCE = 1e-4 if ON_GPU else 1e-5
 
 
 def case_of(name: str) -> Case:
@@ -59,6 +76,34 @@ def test_mixed_steps_with_pictures_give_what_mlx_vlm_generates(
     found = differences(case)
     record_property("difference", max(found.values()))
     assert all(d < TOLERANCE for d in found.values()), found
+
+
+# Packages of text models whose files name a section of multimodal ones.
+TEXT_ONLY = {"qwen3_5_text"}
+
+
+def test_every_multimodal_package_of_mlx_vlm_is_proven_or_refused() -> None:
+    import mlx_vlm.models
+
+    [root] = mlx_vlm.models.__path__
+    named = re.compile(r"(Vision|Audio)(Model|Config)|(vision|audio)_config")
+    found = {
+        folder.name
+        for folder in Path(root).iterdir()
+        if any(named.search(file.read_text()) for file in folder.glob("*.py"))
+    }
+    assert found - TEXT_ONLY == MEDIA_FAMILIES.keys() | MEDIA_REFUSED.keys()
+    assert not MEDIA_FAMILIES.keys() & MEDIA_REFUSED.keys()
+
+
+def test_names_of_configs_are_those_of_mlx_vlm() -> None:
+    from mlx_vlm.utils import MODEL_REMAPPING
+
+    known = MEDIA_FAMILIES.keys() | MEDIA_REFUSED.keys()
+    theirs = {name: package for name, package in MODEL_REMAPPING.items() if package in known}
+    section = {"vision_config": {"hidden_size": 8}}
+    for name, package in theirs.items():
+        assert package_of({"model_type": name, **section}) == package
 
 
 def test_every_family_in_the_table_has_a_case() -> None:
@@ -224,6 +269,59 @@ def test_what_a_model_does_not_take_is_refused(qwen3: Case) -> None:
     item.rows = item.rows[1:]
     with pytest.raises(ValueError, match=r"made 12 rows for an item .* that has 11"):
         paged(qwen3).encode(item.inputs())
+
+
+def test_contexts_end_where_long_rope_would_change_for_all_rows_of_a_step() -> None:
+    """mlx-vlm takes the factors of a batch's longest context for all of it."""
+    assert paged(case_of("phi4mm")).layout.max_context_len == 4096
+    assert paged(case_of("llava")).layout.max_context_len is None
+
+
+def test_a_text_of_paligemma_is_causal() -> None:
+    """As with Hugging Face's model, where no token types say what is a prompt; not mlx-vlm's."""
+    case = case_of("paligemma")
+    prompt = Prompt([list(range(11, 40))])
+    tokens = mx.array([prompt.token_ids])
+    size = tokens.shape[1]
+    mask = mx.where(mx.tri(size, size) > 0, 0.0, -mx.inf)[None, None]
+    logits = case.model.language_model(tokens, mask=mask).logits[0, -1]
+    driver = MediaDriver(paged(case), whole=True)
+    found = driver.add(prompt)
+    driver.step([(found, 10)])
+    driver.step([(found, 19)])
+    assert difference(found.logprobs[-1], np.array(logits - mx.logsumexp(logits))) < TOLERANCE
+
+
+@pytest.mark.parametrize("mode", [Mode.GATHERED, Mode.UNIFORM])
+def test_no_multimodal_model_runs_in_groups_of_sequences(mode: Mode) -> None:
+    """There the rows of a step are computed in parts, and would lack what its media bring."""
+    case = case_of("gemma3")
+    model = MultiModalModel(case.model, MEDIA_FAMILIES["gemma3"], "gemma3")
+    with pytest.raises(UnsupportedModelError, match=f"{mode}: its media bring what belongs to"):
+        page(model, "gemma3", modes=(mode,), block_size=8)
+    assert not [f.module for f in MEDIA_FAMILIES.values() if f.mode.is_gathered]
+
+
+@needs_sim_extension
+@pytest.mark.parametrize("has_bounds", [True, False])
+def test_kernels_with_bounds_are_compiled_at_the_start(
+    has_bounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_bounds:
+        causal = replace(MEDIA_FAMILIES["gemma3"], atomic=lambda config: ())
+        monkeypatch.setitem(MEDIA_FAMILIES, "gemma3", causal)
+    model = paged(gemma3(head_dim=64))
+    model.allocate(4)
+    prepared: list[tuple[str, tuple[bool, ...]]] = []
+    monkeypatch.setenv("MLX_PAGED_SIM", "1")
+    monkeypatch.setattr(ops, "ext", sim_ext)
+    monkeypatch.setattr(sim_ext, "prepare_pipeline", lambda *pipeline: prepared.append(pipeline))
+    sim_ext.forget_attention_layers()
+    assert prepare_kernels(model) == len(prepared) > 0
+    of_attention = [constants for name, constants in prepared if name.startswith("paged_")]
+    # (For layers with a window, and for those without.)
+    expected = set(itertools.product((False, True), {False, has_bounds}))
+    assert {(window, bounds) for window, *_, bounds in of_attention} == expected
 
 
 def test_a_step_without_media_uploads_nothing() -> None:

@@ -53,6 +53,8 @@ def test_every_multimodal_family_is_in_its_table() -> None:
         assert max(differences) < 1e-5, name
         assert bool(row[5]) == ("audio" in MEDIA_FAMILIES[name].kinds)
     assert dict(rows("media refused")) == MEDIA_REFUSED
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    assert f": {len(MEDIA_FAMILIES)} multimodal families of mlx-vlm" in readme
 
 
 def test_the_example_of_a_custom_family_runs(caplog: pytest.LogCaptureFixture) -> None:

@@ -152,6 +152,33 @@ def test_any_other_rope_is_mlxs(calls, name: str) -> None:
     assert not calls
 
 
+@pytest.mark.parametrize("options", [{"base": 1e4}, {"freqs": True, "base": None, "scale": 0.5}])
+@pytest.mark.parametrize("traditional", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rope_that_mlx_cannot_start_on_cuda(monkeypatch, dtype, traditional, options) -> None:
+    """MLX's kernel would have blocks of (8, 1, 128) threads: 64 is the most in z."""
+    given = {"scale": 1.0, "traditional": traditional, **options}
+    if "freqs" in given:
+        given["freqs"] = mx.random.uniform(1, 100, (8,))
+    x = mx.random.normal((43, 9, 1, 24)).astype(dtype)  # 3 groups of heads: 129 of z
+    positions = mx.random.randint(0, 3000, (43,))
+    expected = patches._mlx_rope(x, 16, offset=positions, **given)
+    started = []
+    plain = patches._mlx_rope
+
+    def counting(a: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        started.append(a.shape)
+        return plain(a, *args, **kwargs)
+
+    monkeypatch.setattr(patches, "_mlx_rope", counting)
+    monkeypatch.setattr(patches._building, "on_cuda", True)
+    exact = np.array(expected.astype(mx.float32)).astype(np.float64)
+    assert_close(mx.fast.rope(x, 16, offset=positions, **given), exact, TOLERANCE[dtype])
+    assert not started
+    mx.fast.rope(x[:42], 16, offset=positions[:42], **given)  # 126
+    assert started == [(42, 9, 1, 24)], "what it can start is MLX's"
+
+
 def test_ropes_of_one_step_do_not_share_what_differs(calls) -> None:
     """Two layers may differ in nothing but the scale, the base or the frequencies."""
     positions = mx.array([4001, 0, 17], dtype=mx.int32)

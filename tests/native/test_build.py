@@ -108,10 +108,10 @@ def test_an_instruction_set_that_is_not_there_is_refused_by_name() -> None:
 # --- Installed files ------------------------------------------------------------------------------
 
 
-def test_stubs_declare_every_function_of_the_extension() -> None:
+def test_stubs_declare_everything_of_the_extension() -> None:
     stub = Path(mlx_paged.__file__).with_name("_ext.pyi")
     tree = ast.parse(stub.read_text())
-    declared = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    declared = {n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     assert declared == {name for name in dir(extension.ext) if not name.startswith("_")}
 
 
@@ -195,6 +195,24 @@ def test_another_nanobind_than_mlx_has_names_it_and_the_remedy() -> None:
     assert f"built with nanobind {NANOBIND_VERSION}" in error
     assert f"MLX {MLX_VERSION} does not share" in error
     assert "pip install --force-reinstall --no-deps ." in error
+
+
+@pytest.mark.parametrize("has_cuda", [True, False])
+def test_the_extension_for_cuda_is_loaded_with_an_mlx_for_cuda(has_cuda: bool) -> None:
+    """One build has both; that with CUDA calls what only such an MLX has."""
+    run = python(
+        PRELUDE
+        + "from importlib.machinery import ModuleSpec\n"
+        + "from mlx_paged import _ext\n"
+        + "other = types.ModuleType('mlx_paged._ext_cuda')\n"
+        + "other.__dict__.update({k: v for k, v in vars(_ext).items() if k[:2] != '__'})\n"
+        + "other.__spec__ = ModuleSpec('mlx_paged._ext_cuda', None)\n"
+        + "sys.modules['mlx_paged._ext_cuda'] = other\n"
+        + f"mx.cuda.is_available = lambda: {has_cuda}\n"
+        + "from mlx_paged import extension\n"
+        + "print(extension.ext.__name__)"
+    )
+    assert run.stdout.strip() == ("mlx_paged._ext_cuda" if has_cuda else "mlx_paged._ext"), run
 
 
 def test_a_checkout_that_was_never_built_says_so() -> None:

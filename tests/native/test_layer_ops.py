@@ -190,10 +190,11 @@ def test_linear_of_other_operands_equals_mlx(rng, name: str) -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 16), (5, 100), (40, 4097), (0, 9)])
 def test_greedy_tokens(rng, dtype, shape) -> None:
     logits, exact = values_of(rng, *shape, dtype=dtype)
-    tokens, largest = ops.greedy_tokens(logits)
+    tokens, largest, reported = ops.greedy_tokens(logits)
     assert tokens.dtype == mx.int32 and largest.dtype == mx.float32
     assert np.array_equal(np.array(tokens), exact.argmax(axis=-1))
     assert np.array_equal(np.array(largest), exact.max(axis=-1))
+    assert np.array_equal(np.array(reported), np.array(tokens))
 
 
 @pytest.mark.parametrize("size", [5, 16, 37, 500])
@@ -203,14 +204,18 @@ def test_greedy_tokens_takes_the_first_of_equals_and_finds_every_nan(rng, size: 
     values[1, size // 2] = np.inf
     values[2, :] = -np.inf
     values[2, -1] = -1e30
-    tokens, largest = ops.greedy_tokens(mx.array(values))
+    tokens, largest, reported = ops.greedy_tokens(mx.array(values))
+    finite = np.isfinite(values.max(axis=-1))
+    assert not finite[:2].any() and finite[2:].all()
+    assert np.array_equal(np.array(reported), np.where(finite, np.array(tokens), -1))
     assert np.array_equal(np.array(tokens), values.argmax(axis=-1))
     assert np.array_equal(np.array(largest), values.max(axis=-1))
     for column in range(size):
         values[column % 200, column] = np.nan
     values[3, 1] = -np.nan
-    tokens, largest = map(np.array, ops.greedy_tokens(mx.array(values)))
+    tokens, largest, reported = map(np.array, ops.greedy_tokens(mx.array(values)))
     assert np.array_equal(largest, values.max(axis=-1), equal_nan=True)
+    assert np.array_equal(reported, np.where(np.isfinite(largest), tokens, -1))
     assert ((tokens >= 0) & (tokens < size)).all()
 
 

@@ -228,7 +228,11 @@ def test_one_long_sequence_fills_a_large_gpu() -> None:
         (1000, 32, 1, 512),
         (65536, 32, 1, 4096),
         (4096, 32, 16, 4096),  # a long chunk has items enough
-        (65536, 32, 64, 4096),
+        (65536, 32, 64, 65536),
+        (131072, 32, 16, 131072),
+        (131072, 32, 15, 32768),  # 60 pieces in all
+        (131072, 32, 8, 16384),
+        (131072, 32, 2, 4096),
     ],
 )
 def test_the_length_of_a_split(num_tokens, rows, items, expected) -> None:
@@ -238,6 +242,37 @@ def test_the_length_of_a_split(num_tokens, rows, items, expected) -> None:
         others = [7, 100_000], [1, 32], [1, 3]
         assert tokens_per_piece(*(np.append(a, b) for a, b in zip(alone, others)))[0] == expected
     assert tokens_per_piece(*alone).tolist() == [4096]  # on the CPU
+
+
+@needs_simulator
+@pytest.mark.parametrize("num_rows", [64, 256, 480, 512, 2048, 8192])
+def test_a_chunk_behind_a_long_prefix_needs_little_room(num_rows) -> None:
+    """A row's partials of 32 heads of 128 take 16.6 KB."""
+    num_tokens = 131_072
+    tables = [list(range(1, num_tokens // 32 + 1))]
+    with simulated():
+        plan = build_plan(tables, [num_tokens], [num_rows], block_size=32)
+    is_split = np.array(plan.work_items)[:, 5] >= 0
+    assert is_split.any() == (num_rows < 512)
+    queries = mx.zeros((num_rows, 32, 128), mx.bfloat16)
+    pool = sim_ext.virtual_pool((num_tokens // 32 + 1, 32, 8, 128), mx.bfloat16)
+    found = described(PagedBatch(queries, pool, pool, tables, [num_tokens], [num_rows]), plan)
+    # (After 7 inputs and the output comes the workspace.)
+    workspace = [n for launch in found for operand, _, n in launch["buffers"] if operand == 8]
+    assert max(workspace) <= 2048 * 32 * 130 * 4
+
+
+@needs_sim_extension
+def test_a_workspace_is_little_larger_than_asked_for() -> None:
+    """So that one that grows is not made anew each time; of any size that memory has."""
+    for asked in [*range(1, 10_000, 7), *(3 * 2**k // 2 + 1 for k in range(12, 42)), 5 << 30]:
+        shape = sim_ext.workspace_shape(asked)
+        size = 4 * int(np.prod(shape, dtype=object))
+        assert max(shape) < 2**31
+        assert asked <= size <= asked * 9 // 8 + 16384
+        # A little more fits into it, or is a full step larger.
+        more = 4 * int(np.prod(sim_ext.workspace_shape(size + 1), dtype=object))
+        assert more >= min(size * 17 // 16, size + 16384)
 
 
 @needs_simulator

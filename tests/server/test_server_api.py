@@ -570,6 +570,7 @@ def test_models(client) -> None:
     assert [m["id"] for m in listed["data"]] == ["demo", "other/name"]
     assert client.get("/v1/models/other/name").json() == listed["data"][1]
     assert listed["data"][0]["max_model_len"] == 512
+    assert listed["data"][0]["input_modalities"] == ["text"]
     assert complete(client, model="other/name")["model"] == "other/name"
 
 
@@ -594,6 +595,7 @@ def test_health_version_and_info(client) -> None:
     validate(responses.ServerInfo, info)
     assert info["stats"]["pool_copies"] == ops.pool_copies()  # (of this process, so far)
     assert info["engine_config"]["block_size"] == 8
+    assert info["media"] == {"kinds": {}, "max_image_pixels": 64 << 20, "reason": None}
 
 
 def test_reset_prefix_cache(client) -> None:

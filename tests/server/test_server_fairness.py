@@ -10,6 +10,7 @@ import gc
 import json
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -23,6 +24,7 @@ from mlx_paged.engine.outputs import Logprob, PositionReport, RequestOutput, Seq
 from mlx_paged.engine.request_stream import MAX_UPDATES, Channel
 from mlx_paged.server import body_bounds, completions, requests, streaming
 from mlx_paged.server.body_bounds import MAX_DEPTH, MAX_FIELDS, MAX_VALUES, BodyBounds
+from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.requests import ChatBody, CompletionBody
 from mlx_paged.server.responses import Lazy, json_bytes, json_pieces
@@ -184,9 +186,12 @@ def test_a_large_body_is_scanned_in_turns(monkeypatch) -> None:
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(other())
-        from mlx_paged.server.config import ServerConfig
-
-        raw = await requests._read_bytes(FakeRequest(), ServerConfig(), BodyBounds())  # type: ignore[arg-type]
+        context = SimpleNamespace(
+            max_body_size=1 << 20, config=ServerConfig(), hold_body=lambda trace, size: None
+        )
+        monkeypatch.setattr(requests, "context_of", lambda request: context)
+        monkeypatch.setattr(requests, "trace_of", lambda request: None)
+        raw = await requests._read_bytes(FakeRequest(), BodyBounds())  # type: ignore[arg-type]
         task.cancel()
         assert len(raw) == (64 << 10) + 13
 

@@ -227,6 +227,32 @@ def test_a_call_runs_once_and_always_is_for_this_chat_and_tool(server, page, tmp
 
 
 @in_browser
+def test_pictures_of_a_result_are_shown_and_kept(server, page) -> None:
+    server.engine.says(say_call("test__picture"), "A pixel.")
+    switch_on(page, "test__picture")
+    send(page, "Show it")
+    page.locator(".call .question").get_by_role("button", name="Run").click()
+    answered(page, 2)
+    assert "[image of type image/png: not shown]" in server.engine.prompts[-1]
+    for _ in range(2):
+        page.wait_for_function("() => document.querySelector('.call img')?.naturalWidth === 1")
+        page.get_by_role("button", name="Show picture 1").click()
+        expect(page.locator("#viewer img")).to_have_attribute("alt", "picture 1")
+        page.get_by_role("button", name="Close picture").click()
+        page.reload()
+    page.click("#open-settings")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export all").click()
+    [chat] = json.loads(Path(download.value.path()).read_text())["chats"]
+    assert [record["data"] for record in chat["media"]] == [mcp_server.PIXEL]
+    file = {"name": "x.json", "mimeType": "application/json"}
+    page.locator("#import-file").set_input_files(
+        {**file, "buffer": Path(download.value.path()).read_bytes()}
+    )
+    expect(page.locator("#import-state")).to_have_text("Imported 1 chat: 0 new messages.")
+
+
+@in_browser
 def test_a_call_that_hangs_is_stopped(server, page, tmp_path) -> None:
     begun = tmp_path / "begun"
     server.engine.says(say_call("test__hangs", path=str(begun)), "Stopped, then.")

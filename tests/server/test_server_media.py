@@ -73,6 +73,15 @@ def asked(engine: NotingEngine) -> tuple[str, dict[str, list[Any]]]:
     return call
 
 
+def test_what_the_model_takes_is_told(client) -> None:
+    [model] = client.get("/v1/models").json()["data"]
+    media = client.get("/server_info").json()["media"]
+    assert model["input_modalities"] == ["text", "image", "video", "audio"]
+    assert media["max_image_pixels"] == 100_000 and media["reason"] is None
+    assert media["kinds"]["image"] == {"max_items": 4, "max_bytes": 32 << 20}
+    assert media["kinds"]["audio"] == {"max_items": 999, "max_bytes": 64 << 20}
+
+
 def error_of(response: httpx.Response) -> dict[str, Any]:
     assert response.status_code == 400, response.text
     error: dict[str, Any] = response.json()["error"]
@@ -161,6 +170,7 @@ BAD_PARTS = [
     ({"type": "input_image", "file_id": "file-1"}, "file_id", "not stored"),
     ({"type": "image", "image": "x"}, "", "must be a text part, or media"),
     ({"type": "file", "file": {"file_id": "x"}}, "", "must be a text part, or media"),
+    ({"type": "image_url", "image_url": None, "uuid": "1"}, "uuid", "send the content (image_url)"),
 ]
 
 
@@ -356,6 +366,32 @@ def test_pictures_are_fetched_from_hosts_that_are_named(client, engine) -> None:
     assert [image.size for image in asked(engine)[1]["image"]] == [(30, 30)] * 2
 
 
+def test_a_uuid_is_taken_and_names_nothing(client, engine) -> None:
+    part = {**image_part(png(5, 4)), "uuid": "one"}
+    assert client.post(CHAT, json=chat(part)).status_code == 200
+    again = {"type": "image_url", "image_url": None, "uuid": "one"}
+    assert error_of(client.post(CHAT, json=chat(again)))["param"] == "messages.0.content.0.uuid"
+
+
+def refused_size(server: RunningServer, size: int) -> bytes:
+    """The answer to the head of a request with a body of so many bytes."""
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.settimeout(300)
+        sock.sendall(
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {size}\r\n\r\n".encode()
+        )
+        found = b""
+        while chunk := sock.recv(1 << 16):
+            found += chunk
+        return found
+
+
+def test_bodies_may_be_larger_where_there_are_media(server) -> None:
+    found = refused_size(server, (48 << 20) + 1)
+    assert found.startswith(b"HTTP/1.1 413 ") and b"at most 50331648 bytes" in found
+
+
 # --- Text models ----------------------------------------------------------------------------------
 
 
@@ -376,6 +412,7 @@ def test_a_model_of_text_takes_no_pictures() -> None:
         )
         assert "takes no images" in error["message"]
         assert server.engine._media is None
+        assert b"at most 16777216 bytes" in refused_size(server, (16 << 20) + 1)
 
 
 def test_pictures_of_every_mode_are_answered(client, engine) -> None:

@@ -300,6 +300,35 @@ def test_a_body_may_be_too_large() -> None:
             error(sent, 413)
 
 
+def test_bodies_of_all_requests_share_their_memory() -> None:
+    def padded(num_bytes: int, **fields: Any) -> dict[str, Any]:
+        return {"content": json.dumps(fields).encode() + b" " * num_bytes,
+                "headers": {"content-type": "application/json"}}  # fmt: skip
+
+    short = {"prompt": PROMPT, "max_tokens": 1}
+    config = ServerConfig(max_body_memory=1 << 20)
+    with running(config) as server, server.client() as client:
+        # (Alone, a body may have more, and the first MiB of each does not count.)
+        found = client.post("/v1/completions", **padded(3 << 20, **short))
+        assert found.status_code == 200, found.text
+        server.until(lambda: not server.context._held_bytes)
+        large = padded(5 << 18, **short)
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n"
+                         b"Content-Type: application/json\r\n\r\n" + b" " * 1_900_000)  # fmt: skip
+            server.until(lambda: server.context._held_bytes > 3 << 18)
+            refused = client.post("/v1/completions", **large)
+            assert error(refused, 503)["code"] == "body_memory"
+            assert refused.headers["retry-after"] == "1"
+            assert client.post("/v1/completions", **padded(1 << 19, **short)).status_code == 200
+        # (Clients that go have their bodies given back, while they send and while they read.)
+        server.until(lambda: not server.context._held_bytes)
+        with client.stream("POST", "/v1/completions", **padded(7 << 18, **LONG, stream=True)) as it:
+            assert next(it.iter_lines())
+        server.until(lambda: not server.context._held_bytes)
+        assert client.post("/v1/completions", **large).status_code == 200
+
+
 def test_a_body_may_come_too_slowly() -> None:
     with (
         running(ServerConfig(read_timeout=0.5)) as server,
@@ -382,7 +411,7 @@ def test_while_the_model_loads() -> None:
         }
         phases = {phase.value for phase in Phase} - {"ready"}
         assert refusals == {"loading": 1, **dict.fromkeys(refusals.keys() - {"loading"}, 0)}
-        assert refusals.keys() == phases | {"queue_full", "invalid"}
+        assert refusals.keys() == phases | {"queue_full", "body_memory", "invalid"}
         go.set()
         server.wait_ready()
         assert client.post("/v1/completions", json={"prompt": PROMPT}).status_code == 200

@@ -121,6 +121,7 @@ def test_a_conversation_with_numbers(page, visitor) -> None:
 
 @in_browser
 def test_parameters_are_sent_only_when_set(page, visitor) -> None:
+    expect(page.locator("#model")).to_have_value(re.compile("."))  # (else none is sent)
     ask(page, PROMPT)
     assert visitor.bodies[0].keys() == {"model", "messages", "stream", "stream_options"}
     field = page.locator("#parameters [name=temperature]")
@@ -795,6 +796,31 @@ def test_the_theme_is_chosen_and_kept(page) -> None:
     page.click("#open-settings")
     page.get_by_role("radio", name="System").check()
     expect(html).to_have_attribute("data-theme", "light")
+
+
+@in_browser
+def test_a_text_model_takes_no_files_and_says_why(page) -> None:
+    expect(page.locator("#attach")).to_be_hidden()
+    for event, data in (("paste", "clipboardData"), ("drop", "dataTransfer")):
+        page.locator("#input").evaluate(
+            """(target, [name, data]) => {
+              const files = new DataTransfer();
+              files.items.add(new File(["x"], "cat.png", { type: "image/png" }));
+              const kind = name === "paste" ? ClipboardEvent : DragEvent;
+              const options = { bubbles: true, cancelable: true, [data]: files };
+              if (name === "drop") target.dispatchEvent(new kind("dragover", options));
+              const shown = document.querySelector("#drop");
+              window.target = shown.hidden ? null : shown.textContent;
+              if (target.dispatchEvent(new kind(name, options))) throw new Error(name);
+            }""",
+            [event, data],
+        )
+        note = page.locator("#composer + .tray-note")
+        expect(note).to_have_text("This model takes no images: it reads text only.")
+        note.evaluate("e => e.replaceChildren()")
+    assert page.evaluate("window.target") == "This model takes no files: it reads text only."
+    expect(page.locator("#composer .tray")).to_be_hidden()
+    expect(page.locator("#drop")).to_be_hidden()
 
 
 @in_browser

@@ -217,7 +217,7 @@ def test_chats_of_the_page_before_are_shown_sent_and_imported(
         fresh.click("#open-settings")
         for version, told in (
             (1, "Imported 1 chat: 2 new messages."),
-            (3, "version must be 1 or 2"),
+            (4, "version must be 1, 2 or 3"),
         ):
             file = {"format": "mlx-paged-chats", "version": version,
                     "chats": [{**chat, "messages": messages}]}  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
@@ -127,6 +128,56 @@ def linear(rng: np.random.Generator, dtype: mx.Dtype) -> None:
                 assert np.abs(out - product).max() < 0.05 * np.sqrt(k)
 
 
+def program_of(rows: int, weights: list[mx.array], scale: mx.array, inputs: list[mx.array]) -> Any:
+    """What a layer does, and logits of its rows."""
+
+    def build(x, index, tables, items, merges, keys, values) -> list[mx.array]:
+        plan = ops.AttentionPlan(index, index, tables, index, index, items, merges)
+        normed = ops.rms_norm(x, scale, 1e-5)
+        q, k, v = (
+            ops.linear(normed, w).reshape(rows, 1, -1, keys.shape[3]).transpose(0, 2, 1, 3)
+            for w in weights[:3]
+        )
+        rotations = ops.rope_rotations(index, mx.ones(keys.shape[3] // 2), scale=1.0)
+        q, k = (ops.rope(a, rotations) for a in (q, k))
+        keys, values = ops.write_kv(keys, values, k[:, :, 0], v[:, :, 0], index)
+        out = ops.paged_attention(q.squeeze(2), keys, values, plan, scale=0.1)
+        x = x + ops.linear(out.reshape(rows, -1), weights[3])
+        normed = ops.rms_norm(x, scale, 1e-5)
+        x = x + ops.linear(
+            ops.silu_mul(ops.linear(normed, weights[4]), ops.linear(normed, weights[5])), weights[6]
+        )
+        return [ops.linear(ops.rms_norm(x[index], scale, 1e-5), weights[4]), keys, values]
+
+    unknown = ops.placeholders(inputs)
+    return ops.DeviceProgram(unknown, build(*unknown))
+
+
+def programs(rng: np.random.Generator, dtype: mx.Dtype) -> None:
+    """The kernels of a step's program, twice: the second time replayed."""
+    if dtype == mx.float32:  # (products are of 16 bits)
+        return
+    width, heads, kv_heads, dim = 128, 4, 2, 64
+    for rows in (1, 9, 17, 40):
+        sizes = [(heads * dim, width), (kv_heads * dim, width), (kv_heads * dim, width),
+                 (width, heads * dim), (192, width), (192, width), (width, 192)]  # fmt: skip
+        x, scale, *weights = (
+            mx.array(0.1 * rng.standard_normal(size)).astype(dtype)
+            for size in ((rows, width), (width,), *sizes)
+        )
+        pools = [mx.zeros((rows + 1, 16, kv_heads, dim), dtype) for _ in range(2)]
+        index = mx.arange(rows, dtype=mx.int32)
+        items = mx.array([[i, i, i + 1, 0, rows // 16 + 1, -1] for i in range(rows)], mx.int32)
+        tables = mx.array([list(range(rows // 16 + 1))] * rows, mx.int32)
+        merges = mx.zeros((0, 4), dtype=mx.int32)
+        inputs = [x, index, tables, items, merges, *pools]
+        mx.eval(inputs, scale, weights)
+        program = program_of(rows, weights, scale, inputs)
+        for _ in range(2):
+            out, *pools = program([*inputs[:5], *pools])
+            assert np.isfinite(np.array(out.astype(mx.float32))).all()
+
+
 def transfers(rng: np.random.Generator) -> None:
     """Numbers to the device and back, of no element, of one and of some pages."""
     for n in (0, 1, 3000):
@@ -165,6 +216,8 @@ def main() -> None:
             parts[part](rng, getattr(mx, name))
     if ops.has_cuda():
         transfers(rng)
+        for name in options.dtype:
+            programs(rng, getattr(mx, name))
     print("exercised")
 
 

@@ -34,9 +34,10 @@ from mlx_paged.model.media_families import MediaFamily
 from mlx_paged.model.multimodal import MultiModalModel
 from mlx_paged.model.plan import build_plan
 from support.models import VOCAB_SIZE, tiny_config, tiny_model
+from support.reference import HEAD_DIM
 
 PLACEHOLDER = VOCAB_SIZE - 1
-CONFIG = tiny_config("llama", num_hidden_layers=2)
+CONFIG = tiny_config("llama", num_hidden_layers=2, head_dim=HEAD_DIM)
 HIDDEN = CONFIG["hidden_size"]
 NUM_PIXELS = 6
 # Whether positions of atomic pictures see each other; otherwise they are causal, but not cut.

@@ -5,6 +5,7 @@ With a file it speaks streamable HTTP, on a free port of loopback that it writes
 
 from __future__ import annotations
 
+import base64
 import os
 import sys
 import time
@@ -13,6 +14,10 @@ from pathlib import Path
 from mcp.server.mcpserver import Image, MCPServer
 
 server = MCPServer("test")
+PIXEL = (  # a PNG
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJg"
+    "gg=="
+)
 
 
 @server.tool()
@@ -38,7 +43,7 @@ def note(path: str, text: str) -> str:
 @server.tool()
 def picture() -> Image:
     """A picture."""
-    return Image(data=b"\x89PNG", format="png")
+    return Image(data=base64.b64decode(PIXEL), format="png")
 
 
 @server.tool()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
@@ -20,18 +21,33 @@ import numpy as np
 from mlx.utils import tree_map_with_path
 
 from mlx_paged.model.media import MediaInputs
+from mlx_paged.model.patches import overridden
 from mlx_paged.model.rope_positions import Grid, rope_positions
+from support.reference import HEAD_DIM
 
 V, IMG, VIDEO, SOUND, START = 200, 190, 191, 192, 188
+HEADS, KV_HEADS = max(1, 64 // HEAD_DIM), max(1, 32 // HEAD_DIM)
 TEXT = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
     "vocab_size": V,
     "rms_norm_eps": 1e-5,
 }
+# Keys (and latents) of widths that a GPU takes, too, where heads are of such a one.
+LATENT_DIMS = {
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": max(16, HEAD_DIM - 16),
+    "v_head_dim": HEAD_DIM,
+    "kv_lora_rank": max(48, 2 * HEAD_DIM) - 16,
+}
+
+
+def sections(*of_16: int) -> list[int]:
+    """How M-RoPE divides a head, from how it divides one of 16."""
+    return [count * HEAD_DIM // 16 for count in of_16]
 
 
 @dataclass
@@ -221,7 +237,9 @@ def _qwen2(name: str, vision: dict[str, Any]) -> Case:
     model = m.Model(
         m.ModelConfig(
             text_config=m.TextConfig(
-                model_type=name, **TEXT, rope_scaling={"type": "mrope", "mrope_section": [2, 3, 3]}
+                model_type=name,
+                **TEXT,
+                rope_scaling={"type": "mrope", "mrope_section": sections(2, 3, 3)},
             ),
             vision_config=m.VisionConfig(model_type=name, **vision),
             model_type=name,
@@ -265,14 +283,20 @@ _EXPERTS = {
 }
 
 
-def _qwen3(name: str, text: dict[str, Any], deepstack: list[int]) -> Case:
+def _qwen3(
+    name: str, text: dict[str, Any], deepstack: list[int], *, tower: str | None = None
+) -> Case:
     m = package(name)
     model = m.Model(
         m.ModelConfig.from_dict(
             {
-                "text_config": m.TextConfig.from_dict({**TEXT, "head_dim": 16, **text}),
+                "text_config": m.TextConfig.from_dict({**TEXT, "head_dim": HEAD_DIM, **text}),
                 "vision_config": m.VisionConfig.from_dict(
-                    {"model_type": name, **_QWEN3_VISION, "deepstack_visual_indexes": deepstack}
+                    {
+                        "model_type": tower or name,
+                        **_QWEN3_VISION,
+                        "deepstack_visual_indexes": deepstack,
+                    }
                 ),
                 "model_type": name,
                 "image_token_id": IMG,
@@ -287,7 +311,7 @@ def _qwen3(name: str, text: dict[str, Any], deepstack: list[int]) -> Case:
     return Case(model, name, _patches, {})
 
 
-_MROPE = {"rope_type": "mrope", "mrope_section": [2, 3, 3]}
+_MROPE = {"rope_type": "mrope", "mrope_section": sections(2, 3, 3)}
 
 
 def qwen3_vl() -> Case:
@@ -310,7 +334,7 @@ _DELTA = {
     "max_position_embeddings": 1000,
     "rope_parameters": {
         "type": "default",
-        "mrope_section": [1, 1, 0],
+        "mrope_section": sections(1, 1, 0),
         "rope_theta": 10000,
         "partial_rotary_factor": 0.25,
     },
@@ -326,14 +350,14 @@ def qwen3_5_moe() -> Case:
     return _qwen3("qwen3_5_moe", {"model_type": "qwen3_5_moe_text", **_DELTA, **more}, [])
 
 
-def gemma3() -> Case:
+def gemma3(head_dim: int = HEAD_DIM) -> Case:
     m = package("gemma3")
     model = m.Model(
         m.ModelConfig(
             text_config=m.TextConfig(
                 model_type="gemma3",
                 **TEXT,
-                head_dim=16,
+                head_dim=head_dim,
                 mm_tokens_per_image=16,
                 sliding_window=16,
                 sliding_window_pattern=2,
@@ -486,7 +510,7 @@ def pixtral() -> Case:
     vision = {**_vision("pixtral", 56), "head_dim": 16, "rope_theta": 10000.0}
     return _plain(
         "pixtral",
-        {"model_type": "mistral", "head_dim": 16, "rope_theta": 10000.0},
+        {"model_type": "mistral", "head_dim": HEAD_DIM, "rope_theta": 10000.0},
         vision,
         lambda seed: _square(seed, size=56, rows=16, sizes=True, between=[151]),
     )
@@ -494,7 +518,7 @@ def pixtral() -> Case:
 
 def mistral3() -> Case:
     vision = {**_vision("pixtral", 112), "head_dim": 16, "rope_theta": 10000.0}
-    text = {"model_type": "mistral", "head_dim": 16, "rope_theta": 10000.0}
+    text = {"model_type": "mistral", "head_dim": HEAD_DIM, "rope_theta": 10000.0}
     return _plain(
         "mistral3",
         {**text, "rope_parameters": {"rope_theta": 10000.0}},
@@ -533,28 +557,65 @@ def internvl_chat() -> Case:
 
 
 def gemma4_vision() -> Case:
-    """The positions of a picture see each other, also beyond the window."""
+    """The positions of a picture see each other, in layers with a window."""
     case = gemma4()
     case.model.config.text_config.use_bidirectional_attention = "vision"
     case.sound, case.sees_pictures = None, True
 
     def join(prompt: Prompt) -> dict[str, Any]:
-        pixels = np.concatenate([item.arrays["pixel_values"] for _, item in prompt.items])
-        types = np.array([prompt.token_ids]) == IMG
-        return {
-            "pixel_values": mx.array(pixels),
-            "mm_token_type_ids": mx.array(types.astype(np.int32)),
+        items = [item for _, item in prompt.items]
+        types = np.isin([prompt.token_ids], [IMG, VIDEO]).astype(np.int32)
+        joined = {
+            name: mx.array(np.concatenate([item.arrays[name] for item in items]))
+            for name in items[0].arrays
         }
+        return {**joined, "mm_token_type_ids": mx.array(types)}
 
     case.join = join
+    inner = case.model.language_model.model
+    inner.__class__ = overridden(type(inner), "_make_masks", _masks_of_hugging_face)
+    return case
+
+
+def _masks_of_hugging_face(model: Any, hidden: mx.array, caches: list[Any], types: Any) -> Any:
+    """Gemma 4's: mlx-vlm's have the pictures in layers without a window too, and go beyond it."""
+    position = np.arange(hidden.shape[1])
+    if types is None or len(position) == 1:
+        return type(model).__mro__[1]._make_masks(model, hidden, caches, types)
+    assert types.shape[1] == len(position)
+    is_vision = np.array(types[0]) > 0
+    starts = is_vision & ~np.concatenate([[False], is_vision[:-1]])
+    block = np.where(is_vision, np.cumsum(starts), 0)
+    causal = position[None] <= position[:, None]
+    seen = causal | ((block[:, None] == block) & is_vision)
+    near = position[None] > position[:, None] - model.window_size
+    masks = {"full_attention": mx.array(causal), "sliding_attention": mx.array(seen & near)}
+    return [masks[layer.layer_type] for layer in model.layers]
+
+
+def gemma4_video() -> Case:
+    """Two frames with text between them; the positions of a frame see each other."""
+    case = gemma4_vision()
+    case.model.config.video_token_id = VIDEO
+
+    def clip(seed: int) -> Item:
+        place = np.stack(np.meshgrid(np.arange(8), np.arange(8)), axis=-1).reshape(1, 1, 64, 2)
+        arrays = {
+            "pixel_values_videos": _noise(seed, 1, 2, 64, 768),
+            "video_position_ids": np.tile(place, (1, 2, 1, 1)).astype(np.int32),
+        }
+        ids = [*[VIDEO] * 16, 151, 152, *[VIDEO] * 16]
+        return Item(ids, arrays, "video", np.flatnonzero(np.array(ids) == VIDEO).astype(np.int32))
+
+    case.picture = clip
     return case
 
 
 def gemma4() -> Case:
     text = {
         "model_type": "gemma4_text",
-        "head_dim": 16,
-        "global_head_dim": 16,
+        "head_dim": HEAD_DIM,
+        "global_head_dim": HEAD_DIM,
         "vocab_size_per_layer_input": V,
         "hidden_size_per_layer_input": 8,
         "num_kv_shared_layers": 0,
@@ -601,16 +662,28 @@ def gemma4() -> Case:
     return case
 
 
-def gemma3n(*, num_shared: int = 0) -> Case:
-    """(mlx-vlm's own layers that share keys turn queries by positions behind the chunk.)
+def smaller_gemma3n() -> None:
+    """Its picture tower is one of 300 M parameters whatever the config says: another is here."""
+    inner = importlib.import_module("mlx_vlm.models.gemma3n.gemma3n")
 
-    (The picture tower is one of 300 M parameters whatever the config says: another is here.)
-    """
+    class Tower(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 32, 14, 14)
+
+        def __call__(self, pixels: mx.array, output_hidden_states: bool = False) -> mx.array:
+            return self.conv(pixels.transpose(0, 2, 3, 1))
+
+    inner.VisionModel = package("gemma3n").VisionModel = Tower
+
+
+def gemma3n(*, num_shared: int = 0) -> Case:
+    """(mlx-vlm's own layers that share keys turn queries by positions behind the chunk.)"""
     m = package("gemma3n")
     text = {
         "model_type": "gemma3n_text",
         "num_hidden_layers": 4,
-        "head_dim": 16,
+        "head_dim": HEAD_DIM,
         "vocab_size_per_layer_input": V,
         "hidden_size_per_layer_input": 8,
         "laurel_rank": 8,
@@ -623,16 +696,7 @@ def gemma3n(*, num_shared: int = 0) -> Case:
         "altup_num_inputs": 2,
     }
 
-    class Tower(nn.Module):
-        def __init__(self, config: Any) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 32, 14, 14)
-
-        def __call__(self, pixels: mx.array, output_hidden_states: bool = False) -> mx.array:
-            return self.conv(pixels.transpose(0, 2, 3, 1))
-
-    inner = importlib.import_module("mlx_vlm.models.gemma3n.gemma3n")
-    tower, inner.VisionModel = inner.VisionModel, Tower
+    smaller_gemma3n()
     audio = m.AudioConfig(
         input_feat_size=32,
         hidden_size=32,
@@ -642,19 +706,16 @@ def gemma3n(*, num_shared: int = 0) -> Case:
         vocab_size=8,
         vocab_offset=V - 8,  # (padding of sounds is the last token)
     )
-    try:
-        case = _plain(
-            "gemma3n",
-            text,
-            {"model_type": "gemma3n_vision", "hidden_size": 32, "vocab_size": 8},
-            lambda seed: _square(seed, size=56, rows=16),
-            audio_config=audio,
-            audio_token_id=SOUND,
-            vision_soft_tokens_per_image=16,
-            audio_soft_tokens_per_image=12,
-        )
-    finally:
-        inner.VisionModel = tower
+    case = _plain(
+        "gemma3n",
+        text,
+        {"model_type": "gemma3n_vision", "hidden_size": 32, "vocab_size": 8},
+        lambda seed: _square(seed, size=56, rows=16),
+        audio_config=audio,
+        audio_token_id=SOUND,
+        vision_soft_tokens_per_image=16,
+        audio_soft_tokens_per_image=12,
+    )
     case.model.embed_vision.vocab_offset = 1000
     base = type(case.model)
 
@@ -683,7 +744,7 @@ def qwen3_omni_moe() -> Case:
     text = {
         **TEXT,
         **_EXPERTS,
-        "head_dim": 16,
+        "head_dim": HEAD_DIM,
         "rope_theta": 1e4,
         "max_position_embeddings": 1000,
         "rope_scaling": _MROPE,
@@ -724,7 +785,7 @@ def qwen3_omni_moe() -> Case:
 
 def paligemma() -> Case:
     """All of a prompt sees each other."""
-    text = {"model_type": "gemma", "num_key_value_heads": 1, "head_dim": 16}
+    text = {"model_type": "gemma", "num_key_value_heads": 1, "head_dim": HEAD_DIM}
     vision = {**_vision("siglip_vision_model", 56), "projection_dim": 64}
 
     def whole_prompt(seed: int) -> Item:
@@ -740,7 +801,7 @@ def paligemma() -> Case:
 def aya_vision() -> Case:
     text = {
         "model_type": "cohere2",
-        "head_dim": 16,
+        "head_dim": HEAD_DIM,
         "sliding_window": 16,
         "sliding_window_pattern": 2,
     }
@@ -757,7 +818,7 @@ def llama4() -> Case:
     text = {
         "model_type": "llama4_text",
         "num_hidden_layers": 4,
-        "head_dim": 16,
+        "head_dim": HEAD_DIM,
         "intermediate_size_mlp": 96,
         "num_local_experts": 4,
         "attention_chunk_size": 16,
@@ -785,7 +846,7 @@ def lfm2_vl() -> Case:
     text = {
         "model_type": "lfm2",
         "layer_types": ["conv", "full_attention"],
-        "num_heads": 4,
+        "num_heads": HEADS,
         "block_dim": 64,
         "conv_dim": 64,
         "conv_dim_out": 64,
@@ -815,15 +876,12 @@ def kimi_vl() -> Case:
         "n_shared_experts": 1,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
-        "kv_lora_rank": 32,
         "q_lora_rank": None,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 16,
-        "qk_nope_head_dim": 16,
+        **LATENT_DIMS,
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
+        "num_key_value_heads": HEADS,
     }
     vision = {"model_type": "moonvit", "depth": 2, "hidden_size": 32, "embed_dim": 32}
     more = {"num_heads": 2, "intermediate_size": 48, "patch_size": 14}
@@ -847,7 +905,7 @@ def glm4v() -> Case:
     more = {"out_hidden_size": 64, "image_size": 112, "patch_size": 14, "in_channels": 3}
     return _plain(
         "glm4v",
-        {"model_type": "glm4v_text", "rope_scaling": {"mrope_section": [2, 1, 1]}},
+        {"model_type": "glm4v_text", "rope_scaling": {"mrope_section": sections(2, 1, 1)}},
         {"model_type": "glm4v", **vision, **more},
         _patches,
         video_token_id=VIDEO,
@@ -856,19 +914,18 @@ def glm4v() -> Case:
     )
 
 
-def phi3_v() -> Case:
-    from types import SimpleNamespace
-
-    m = package("phi3_v")
-    vision = m.vision.VisionModel
+def smaller_phi3_v() -> None:
+    """The sizes of its tower are fixed; the width follows from other fixed sizes."""
+    vision = package("phi3_v").vision.VisionModel
     full = vision.CLIP_VIT_LARGE_PATCH14_336_CONFIG
-    # (The model's is fixed; the width follows from other fixed sizes.)
     small = {"num_hidden_layers": 2, "intermediate_size": 32}
     vision.CLIP_VIT_LARGE_PATCH14_336_CONFIG = SimpleNamespace(**{**vars(full), **small})
-    try:
-        model = m.Model(m.ModelConfig(**TEXT))
-    finally:
-        vision.CLIP_VIT_LARGE_PATCH14_336_CONFIG = full
+
+
+def phi3_v() -> Case:
+    m = package("phi3_v")
+    smaller_phi3_v()
+    model = m.Model(m.ModelConfig(**TEXT))
 
     def picture(seed: int) -> Item:
         pixels = np.random.default_rng(seed).standard_normal((1, 2, 3, 336, 336))
@@ -888,15 +945,12 @@ def deepseek_vl_v2() -> Case:
         "n_shared_experts": 1,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
-        "kv_lora_rank": 32,
         "q_lora_rank": None,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 16,
-        "qk_nope_head_dim": 16,
+        **LATENT_DIMS,
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
+        "num_key_value_heads": HEADS,
     }
     vision = {"layers": 2, "width": 32, "intermediate_size": 48, "num_attention_heads": 2}
 
@@ -932,10 +986,10 @@ def deepseek_vl_v2() -> Case:
 def minicpmo() -> Case:
     text = {
         "model_type": "qwen3",
-        "head_dim": 16,
+        "head_dim": HEAD_DIM,
         "rope_theta": 10000.0,
         "max_position_embeddings": 1000,
-        "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2]},
+        "rope_scaling": {"type": "default", "mrope_section": sections(4, 2, 2)},
     }
 
     def picture(seed: int) -> Item:
@@ -973,8 +1027,8 @@ def minicpmo() -> Case:
 def molmo() -> Case:
     text = {
         "d_model": 64,
-        "n_heads": 4,
-        "n_kv_heads": 2,
+        "n_heads": HEADS,
+        "n_kv_heads": KV_HEADS,
         "n_layers": 2,
         "mlp_hidden_size": 96,
         "embedding_size": V,
@@ -1043,6 +1097,7 @@ CASES: dict[str, Callable[[], Case]] = {
         internvl_chat,
         gemma4,
         gemma4_vision,
+        gemma4_video,
         gemma3n,
         qwen3_omni_moe,
         paligemma,

@@ -120,7 +120,7 @@ class MediaDriver:
             own = np.tile(np.arange(seq.done, end), (2, 1))
             spans = [(0, len(seq.prompt.token_ids))] if self.whole else []
             if self.sees_pictures:
-                spans = [(o, o + len(item.token_ids)) for o, item in seq.prompt.items]
+                spans = [run for o, item in seq.prompt.items for run in runs_of(o + item.rows)]
             for begin, stop in spans:
                 inside = (own[0] >= begin) & (own[0] < stop)
                 own[:, inside] = [[begin], [stop - 1]]
@@ -165,6 +165,12 @@ class MediaDriver:
             if id(seq) in given:
                 seq.tokens.append(given[id(seq)])
         self.step(work)
+
+
+def runs_of(rows: np.ndarray) -> list[tuple[int, int]]:
+    """First position, and the one after the last, of adjacent rows."""
+    runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+    return [(int(run[0]), int(run[-1]) + 1) for run in runs]
 
 
 def difference(got: np.ndarray, expected: np.ndarray) -> float:

@@ -504,3 +504,140 @@ def quantised_gather(library: SimLibrary) -> None:
             for got, pool in zip(dense, pools):
                 wanted = reference.gather_kv(pool, batch.plain.tables, [150, 33], 151)
                 np.testing.assert_allclose(to_numpy(got), wanted, atol=5e-6)
+
+
+# --- Around attention -----------------------------------------------------------------------------
+
+
+def run_program(library: SimLibrary, build, *inputs: mx.array) -> list[mx.array]:
+    mx.eval(inputs)
+    with simulated(library):
+        unknown = ops.placeholders(inputs)
+        program = ops.DeviceProgram(unknown, build(*unknown), residual_in_product=False)
+        outputs = program(list(inputs))
+        mx.eval(outputs)
+    return outputs
+
+
+def normal(rng: np.random.Generator, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    array = mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+    mx.eval(array)
+    return array
+
+
+def near(got: mx.array, expected: mx.array) -> None:
+    tolerance = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}[got.dtype]
+    np.testing.assert_allclose(to_numpy(got), to_numpy(expected), rtol=tolerance, atol=tolerance)
+
+
+@check
+def norms(library: SimLibrary) -> None:
+    rng = np.random.default_rng(0)
+    for size, dtype in ((200, mx.float32), (8200, mx.bfloat16), (48, mx.float16)):
+        x, added, weight = (normal(rng, *s, dtype=dtype) for s in ((3, size), (3, size), (size,)))
+
+        def build(x: mx.array, added: mx.array) -> list[mx.array]:
+            total = x + added
+            again = total + ops.rms_norm(total, weight, 1e-2)  # noqa: B023
+            return [ops.rms_norm(ops.rms_norm(again, weight, 1e-2), weight, 1e-2)]  # noqa: B023
+
+        near(run_program(library, build, x, added)[0], build(x, added)[0])
+
+
+@check
+def gates_and_rows(library: SimLibrary) -> None:
+    rng = np.random.default_rng(0)
+    table, rows = normal(rng, 5, 2176), mx.array([3, -1, 5, -6, 0])
+
+    def build(rows: mx.array) -> list[mx.array]:
+        return [ops.silu_mul(*mx.split(table[rows], 2, axis=1))]
+
+    got = run_program(library, build, rows)[0]
+    kept = np.array([0, 1, 4])
+    near(got[mx.array(kept)], build(rows[mx.array(kept)])[0])
+    assert np.isnan(np.array(got)[[2, 3]]).all()
+
+
+@check
+def products(library: SimLibrary) -> None:
+    rng = np.random.default_rng(0)
+    x, weight, more = normal(rng, 11, 72), normal(rng, 38, 72), normal(rng, 11, 38)
+    bias = normal(rng, 38)
+    near(run_program(library, lambda x: [ops.linear(x, weight, bias)], x)[0],
+         ops.linear(x, weight, bias))  # fmt: skip
+    mx.eval(inputs := [x, more])
+    with simulated(library):
+        unknown = ops.placeholders(inputs)
+        program = ops.DeviceProgram(unknown, [unknown[1] + ops.linear(unknown[0], weight)])
+        got = program(inputs)[0]
+        mx.eval(got)
+    near(got, more + ops.linear(x, weight))
+
+
+@check
+def greedy(library: SimLibrary) -> None:
+    """A vocabulary of whole chunks, more of them than a threadgroup reads at once, and one that is
+    not; equals, NaNs, infinities, and rows of which nothing is left."""
+    rng = np.random.default_rng(0)
+    for dtype, size in ((mx.float32, 17000), (mx.bfloat16, 1096), (mx.float16, 37)):
+        values = rng.integers(-4, 3, (9, size)).astype(np.float32)
+        values[0] = -np.inf
+        values[1, size // 2] = np.inf
+        values[2, size - 1] = np.nan
+        values[3, size - 1] = 7
+        values[4, [5, size // 2, size - 1]] = 9
+        values[5] = np.nan
+        logits = mx.array(values).astype(dtype)
+        mx.eval(logits)
+        with simulated(library):
+            found = ops.greedy_tokens(logits)
+            mx.eval(*found)
+        tokens, largest, reported = map(np.array, found)
+        expected = values.max(axis=1)
+        np.testing.assert_array_equal(largest, expected)
+        rows = ~np.isnan(expected)
+        np.testing.assert_array_equal(tokens[rows], values[rows].argmax(axis=1))
+        assert ((tokens >= 0) & (tokens < size)).all()
+        np.testing.assert_array_equal(reported, np.where(np.isfinite(expected), tokens, -1))
+
+
+@check
+def heads(library: SimLibrary) -> None:
+    """Queries come out through an attention whose keys are all alike: values, and scores that show
+    nothing. So queries are looked at by way of keys of their own."""
+    rng = np.random.default_rng(0)
+    rows, q_heads, kv_heads, dim, value_dim = 5, 3, 1, 80, 80
+    shapes = [(rows, 1, heads, d) for heads, d in ((q_heads, dim), (1, dim), (1, value_dim))]
+    q, k, v = (normal(rng, *shape) for shape in shapes)
+    weights = [normal(rng, dim) for _ in range(2)]
+    pools = [normal(rng, 2, 8, kv_heads, d) for d in (dim, value_dim)]
+    slots = mx.array([3, -1, 11, 0, 9])
+    positions = mx.array([700, 3, 11, 0, 9])
+    tables = mx.array([[0, 1]] * rows)
+    items = mx.array([[i, i, i + 1, 0, 2, -1] for i in range(rows)])
+    seen = mx.array([15] * rows)
+    merges = mx.zeros((0, 4), mx.int32)
+    inv_freqs = mx.array((10.0 ** -np.arange(24)).astype(np.float32))
+    out_weight = normal(rng, 16, q_heads * value_dim)
+    for traditional in (False, True):
+        for is_plain in (False, True):
+
+            def build(q, k, v, positions, seen, slots, tables, items, merges, keys, values):
+                if not is_plain:  # noqa: B023
+                    q, k = (ops.rms_norm(a, w, 0.5) for a, w in zip((q, k), weights))
+                q, k = q.transpose(0, 2, 1, 3), k.transpose(0, 2, 1, 3)
+                if not is_plain:  # noqa: B023
+                    turns = ops.rope_rotations(positions, inv_freqs, scale=0.5)
+                    q, k = (ops.rope(a, turns, traditional=traditional) for a in (q, k))  # noqa: B023
+                keys, values = ops.write_kv(keys, values, k[:, :, 0], v[:, 0], slots)
+                plan = ops.AttentionPlan(seen, slots, tables, slots, slots, items, merges)
+                out = ops.paged_attention(q.squeeze(2), keys, values, plan, scale=0.1)
+                return [ops.linear(out.reshape(rows, -1), out_weight), keys, values]
+
+            arrays = [q, k, v, positions, seen, slots, tables, items, merges]
+            ours, theirs = ([mx.array(np.array(pool)) for pool in pools] for _ in range(2))
+            expected = build(*arrays, *theirs)
+            for got, want in zip(
+                run_program(library, build, *arrays, *ours), expected, strict=True
+            ):
+                near(got, want)

@@ -10,6 +10,8 @@ from sim.mutants import Mutant
 DECODE, MATRIX, PREFILL = "paged_decode.h", "paged_decode_matrix.h", "paged_prefill.h"
 TILE, SOFTMAX, TABLE = "matrix_tile.h", "softmax_state.h", "block_table.h"
 QUERIES = "query_tile.h"
+LAYER = "layer.h"
+GREEDY = "greedy.h"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 VECTOR = ("decode", "decode_options", "decode_splits")
 MATRICES = ("matrix", "matrix_options", "matrix_splits")
@@ -161,4 +163,40 @@ MUTANTS = [
     _mutant("data.h", "ulong(pair.x)", "ulong(ushort(pair.x))", "a source of 16 bits", "big_copy"),
     _mutant("data.h", "ulong(pair.y)", "ulong(ushort(pair.y))", "a destination of 16 bits", "big_copy"),
     _mutant("data.h", "pool[(table.slot(token) * params.num_kv_heads + head) * params.head_chunks + chunk]", "pool[uint((table.slot(token) * params.num_kv_heads + head) * params.head_chunks + chunk)]", "what is gathered lies beyond 2^32 chunks", "big_gather"),
+    # Around attention
+    _mutant(LAYER, "  threadgroup_barrier(mem_flags::mem_threadgroup);\n  float total", "  float total", "sums are read before they are written", "norms"),
+    _mutant(LAYER, "i < int(group_size.x) / 32; i++", "i < 1; i++", "the first SIMD-group's sum alone", "norms"),
+    _mutant(LAYER, "values[i][e] = rounded<T>(values[i][e] + added[e]);", "values[i][e] = rounded<T>(values[i][e]);", "nothing is added", "norms"),
+    _mutant(LAYER, "        ((device uint4*)sum)[first + chunk] = pack(values[i], T(0.0f));\n", "", "the sum is not kept", "norms"),
+    _mutant(LAYER, "float(params.row_chunks * CHUNK) + params.eps", "float(params.row_chunks) + params.eps", "the mean of chunks", "norms"),
+    _mutant(LAYER, "constexpr int CHUNK = chunk_size<T>();\n  ulong first = ulong(group_id.x) * params.row_chunks;", "constexpr int CHUNK = chunk_size<T>();\n  ulong first = 0;", "every row is the first", "norms"),
+    _mutant(LAYER, "if (slot < 0) {\n    return;\n  }\n  if (value_head", "if (value_head", "rows without a slot are written", "heads"),
+    _mutant(LAYER, "ours.has_norm = params.has_key_norm;", "ours.has_norm = false;", "keys are not normed", "heads"),
+    _mutant(LAYER, "ours.weight = key_weight;", "ours.weight = query_weight;", "keys have the queries' norm", "heads"),
+    _mutant(LAYER, "ours.has_norm = params.has_query_norm;", "ours.has_norm = false;", "queries are not normed", "heads"),
+    _mutant(LAYER, "params.traditional ? 2 * pair + 1 : pair + params.half_dims", "pair + params.half_dims", "pairs of neighbours as halves", "heads"),
+    _mutant(LAYER, "to[i] = T(a * cosines[pair] - b * sines[pair]);", "to[i] = T(a * cosines[pair] + b * sines[pair]);", "turned the other way", "heads"),
+    _mutant(LAYER, "d = 2 * params.half_dims + int(lane); d < params.key_dim", "d = 2 * params.half_dims + int(lane); d < 2 * params.half_dims", "dims that are not rotated are left out", "heads"),
+    _mutant(LAYER, "(ulong(slot) * params.num_kv_heads + value_head) * params.value_dim", "(ulong(row) * params.num_kv_heads + value_head) * params.value_dim", "values go to their row", "heads"),
+    _mutant(LAYER, "float(positions[row]) * params.scale", "float(positions[row])", "positions are not scaled", "heads"),
+    _mutant(LAYER, "value_head >= params.num_kv_heads", "value_head > params.num_kv_heads", "a head too many", "heads"),
+    _mutant(LAYER, "row * params.up_stride + chunk", "row * params.gate_stride + chunk + 1", "the wrong half is the gate's", "gates_and_rows"),
+    _mutant(LAYER, "precise::exp(-gates[e])", "precise::exp(gates[e])", "the gate is turned around", "gates_and_rows"),
+    _mutant(LAYER, "from += from < 0 ? params.num_rows : 0;", "", "rows from the end", "gates_and_rows"),
+    _mutant(LAYER, "if (from >= 0 && from < params.num_rows) {", "if (from >= 0) {", "a row past the last is read", "gates_and_rows"),
+    _mutant(LAYER, "if (first + i < params.num_rows) {\n        float v", "if (true) {\n        float v", "rows past the last are read", "products"),
+    _mutant(LAYER, "if (column >= params.n) {\n    return;\n  }", "", "columns past the last are read", "products"),
+    _mutant(LAYER, "sum = rounded<T>(sum) + float(bias[column]);", "", "a bias that is not added", "products"),
+    _mutant(LAYER, "sum = rounded<T>(sum) + float(residual[at]);", "", "a residual that is not added", "products"),
+    _mutant(LAYER, "float sum = simd_sum(sums[i]);", "float sum = sums[i];", "a lane's part of a product", "products"),
+    # Greedy choice
+    _mutant(GREEDY, "has_nan |= (as_type<uint>(logit) & 0x7fffffffu) > 0x7f800000u;", "", "NaNs are overlooked", "greedy"),
+    _mutant(GREEDY, "if (logit > value) {", "if (logit >= value) {", "the last of equals in a chunk", "greedy"),
+    _mutant(GREEDY, "(other == value && other_place < place)", "false", "any of equals", "greedy"),
+    _mutant(GREEDY, "has_nan |= other_has_nan;", "", "NaNs of another lane", "greedy"),
+    _mutant(GREEDY, "for (int i = 1; i < num_parts; i++) {", "for (int i = 1; i < 1; i++) {", "the first SIMD-group alone", "greedy"),
+    _mutant(GREEDY, "first += AT_ONCE * threads", "first += 2 * AT_ONCE * threads", "every second round of chunks", "greedy"),
+    _mutant(GREEDY, "best.place < params.vocab_size ? best.place : 0", "best.place", "a token past the last", "greedy"),
+    _mutant(GREEDY, "!best.has_nan && best.value > -INFINITY && best.value < INFINITY", "!best.has_nan && best.value > -INFINITY", "an infinity is reported", "greedy"),
+    _mutant(GREEDY, "  threadgroup_barrier(mem_flags::mem_threadgroup);\n", "", "parts are read before they are written", "greedy"),
 ]  # fmt: skip

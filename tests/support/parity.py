@@ -22,7 +22,7 @@ from mlx_lm.utils import _get_classes
 
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.plan import StateSlots, StepInputs
-from support.models import dense_logits, rms
+from support.models import dense_logits, poisoned, rms
 
 NUM_STATE_SLOTS = 48
 
@@ -55,14 +55,6 @@ def family_model(config: Mapping[str, Any], *, seed: int = 0) -> nn.Module:
     return model
 
 
-def _poison(pool: mx.array) -> mx.array:
-    """NaNs; of a quantised pool all bits are ones, and so its scales, and e4m3, are NaNs."""
-    if mx.issubdtype(pool.dtype, mx.floating):
-        return mx.full(pool.shape, mx.nan, pool.dtype)
-    ones = mx.full((pool.nbytes,), 255, mx.uint8)
-    return ones.view(pool.dtype).reshape(pool.shape)
-
-
 @dataclass
 class Tracked:
     """A sequence: the tokens in its blocks, its blocks, and the slot of its state."""
@@ -83,8 +75,8 @@ class Driver:
         self.paged = paged
         paged.allocate(num_blocks, NUM_STATE_SLOTS if paged.layout.has_states else 0)
         for cache in paged.attention_caches:
-            cache.key_pool = _poison(cache.key_pool)
-            cache.value_pool = _poison(cache.value_pool)
+            cache.key_pool = poisoned(cache.key_pool)
+            cache.value_pool = poisoned(cache.value_pool)
         rng = np.random.default_rng(seed)
         self.sequences: dict[str, Tracked] = {}
         self._free = rng.permutation(np.arange(1, num_blocks)).tolist()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -229,27 +230,83 @@ def kept(x: mx.array, dtype: mx.Dtype, *, keys: bool) -> mx.array:
     return (y @ rotated).astype(x.dtype)
 
 
+Keep = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
+
+
+def keeping(caches: Sequence[Any], keeps: Iterator[Keep | None]) -> list[Any]:
+    """mlx-lm's own caches, of which attention layer i keeps what keeps[i] makes of keys and values
+    ``[1, num_kv_heads, num_tokens, head_dim]``; None: what it is given."""
+
+    def replace(cache: Any) -> None:
+        kind = type(cache)
+        if isinstance(cache, CacheList):
+            for part in cache.caches:
+                replace(part)
+        elif hasattr(kind, "update_and_fetch"):
+            keep = next(keeps)
+            if keep is None:
+                return
+
+            def update_and_fetch(self: Any, keys: mx.array, values: mx.array) -> Any:
+                return kind.update_and_fetch(self, *keep(keys, values))
+
+            cache.__class__ = type(kind.__name__, (kind,), {"update_and_fetch": update_and_fetch})
+
+    for cache in caches:
+        replace(cache)
+    return list(caches)
+
+
 def quantising(caches: Sequence[Any], name: str, skip: Sequence[int] = ()) -> list[Any]:
     """mlx-lm's own caches, of which the attention layers keep what the codes stand for."""
     key_dtype, value_dtype = FORMATS[name]
 
-    def quantise(cache: Any) -> None:
-        kind = type(cache)
-        if isinstance(cache, CacheList):
-            for part in cache.caches:
-                quantise(part)
-        elif hasattr(kind, "update_and_fetch"):
+    def keep(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return kept(keys, key_dtype, keys=True), kept(values, value_dtype, keys=False)
 
-            def update_and_fetch(self: Any, keys: mx.array, values: mx.array) -> Any:
-                return kind.update_and_fetch(
-                    self,
-                    kept(keys, key_dtype, keys=True),
-                    kept(values, value_dtype, keys=False),
-                )
+    return keeping(caches, (None if i in skip else keep for i in count()))
 
-            cache.__class__ = type(kind.__name__, (kind,), {"update_and_fetch": update_and_fetch})
 
-    for i, cache in enumerate(caches):
-        if i not in skip:
-            quantise(cache)
-    return list(caches)
+def half_steps(x: np.ndarray, pool: mx.array, slots: np.ndarray, *, keys: bool) -> np.ndarray:
+    """How far codes of those slots are from the numbers ``[num_tokens, num_kv_heads, head_dim]``
+    that they stand for, in halves of the distance of two codes: at most 1 where each is nearest."""
+    dim = x.shape[-1]
+    held = decoded(pool, dim).reshape(-1, *x.shape[1:])[slots]
+    wanted = x @ rotation(pool.dtype, dim).T if keys else x
+    if pool.dtype == mx.uint8:
+        half = np.maximum(2.0 ** (np.floor(np.log2(np.abs(wanted) + 1e-30)) - 4), 2.0**-10)
+    else:
+        half = steps(pool, dim).reshape(-1, *x.shape[1:])[slots] / 2
+    return np.abs(held - wanted) / np.maximum(half, 1e-12)
+
+
+def holding(caches: Sequence[Any], pools: Sequence[Any], slots: np.ndarray) -> list[Any]:
+    """mlx-lm's own caches that keep what pools hold at the slots of a sequence's tokens, which is
+    checked to be the nearest of what they are given.
+
+    Args:
+        pools: for each attention layer, with `key_pool` and `value_pool`.
+    """
+
+    def keep_of(layer: Any) -> Keep:
+        begin = 0
+
+        def keep(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+            nonlocal begin
+            here = slots[begin : begin + keys.shape[2]]
+            begin += keys.shape[2]
+            kept = []
+            for given, pool, is_keys in (
+                (keys, layer.key_pool, True),
+                (values, layer.value_pool, False),
+            ):
+                x = to_numpy(given)[0].swapaxes(0, 1)
+                assert half_steps(x, pool, here, keys=is_keys).max() < 1.01
+                known = (keys_of if is_keys else decoded)(pool, x.shape[-1])
+                rows = known.reshape(-1, *x.shape[1:])[here].swapaxes(0, 1)[None]
+                kept.append(mx.array(rows.astype(np.float32)))
+            return kept[0], kept[1]
+
+        return keep
+
+    return keeping(caches, map(keep_of, pools))

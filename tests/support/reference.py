@@ -30,6 +30,8 @@ GPU_HEAD_DIMS = (
     *((d, d) for d in (32, 64, 80, 96, 112, 128)),
     *((192, 128), (192, 192), (256, 256), (512, 512), (576, 512)),
 )
+# Of the tiny models of the tests of media: small, but one that the device takes.
+HEAD_DIM = int(os.environ.get("MLX_PAGED_TEST_HEAD_DIM") or (32 if ON_GPU else 16))
 
 
 def write_kv(pool: np.ndarray, rows: np.ndarray, slots: Sequence[int]) -> np.ndarray:

@@ -15,11 +15,12 @@
 #error "define PAGED_DTYPE_<name> for one of the dtypes of metal/kernel_table.h"
 #endif
 
-#define ATTENTION_PARAMETERS                                                                       \
-  const T* __restrict__ queries, const T* __restrict__ key_pool, const T* __restrict__ value_pool, \
-      const int* __restrict__ positions, const int* __restrict__ block_tables,                     \
-      const paged::WorkItem* __restrict__ work_items, const float* __restrict__ sinks,             \
-      T* __restrict__ out, float* __restrict__ workspace,                                          \
+// What the kernel before may still be writing (dependent_launch.h) is not __restrict__: a load of
+// what is taken for constant may be moved before the wait.
+#define ATTENTION_PARAMETERS                                                                   \
+  const T *queries, const T *key_pool, const T *value_pool, const int *__restrict__ positions, \
+      const int *__restrict__ block_tables, const paged::WorkItem *__restrict__ work_items,    \
+      const float *__restrict__ sinks, T *out, float *workspace,                               \
       const __grid_constant__ paged::AttentionParams params
 
 #define ATTENTION_ARGUMENTS \

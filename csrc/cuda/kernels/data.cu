@@ -8,6 +8,7 @@
 #include "../compiled_kernels.h"
 #include "../msl/metal_stdlib"
 #include "data.h"
+#include "dependent_launch.h"
 #include "merge_splits.h"
 
 namespace {
@@ -43,8 +44,9 @@ __global__ void gather_kv_entry(
   gather_kv(pool, block_tables, context_lens, dense, params);
 }
 
-__global__ void fill_zero_entry(
-    uint4* __restrict__ out, const __grid_constant__ paged::FillParams params) {
+__global__ void fill_zero_entry(uint4* out, const __grid_constant__ paged::FillParams params) {
+  paged::wait_for_kernel_before();
+  paged::let_next_kernel_begin();
   fill_zero(out, params);
 }
 

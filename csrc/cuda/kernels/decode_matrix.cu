@@ -9,10 +9,13 @@
 #include "../msl/metal_stdlib"
 #include "../portable_shape.h"
 #include "attention_arguments.h"
+#include "dependent_launch.h"
 #include "paged_decode_matrix.h"
 
 template <typename T, int K_DIM, int V_DIM, int ROWS>
 __global__ void __launch_bounds__(32 * paged::portable_matrix_simd_groups(K_DIM)) paged_decode_matrix_entry(ATTENTION_PARAMETERS) {
+  paged::wait_for_kernel_before();
+  paged::let_next_kernel_begin();
   paged_decode_matrix<T, K_DIM, V_DIM, ROWS, paged::portable_matrix_simd_groups(K_DIM)>(
       ATTENTION_ARGUMENTS);
 }

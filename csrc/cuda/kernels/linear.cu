@@ -1,8 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// x @ weight.T + bias for the few rows of a decode step. The time is that of reading the weight
-// once, at memory speed: its rows are the left operand of mma.m16n8k16, eight rows of x the right
-// one. Both go straight into registers; there is no shared memory before the end.
+// x @ weight.T + bias for the few rows of a decode step, of up to three weights at once. The time
+// is that of reading the weights once, at memory speed: their rows are the left operand of
+// mma.m16n8k16, eight rows of x the right one. Both go straight into registers; there is no shared
+// memory before the end.
 
 #include "../compiled_kernels.h"
 #include "linear_math.h"
@@ -19,56 +20,98 @@ __device__ __forceinline__ Eight load_weight(const void* p) {
   return v;
 }
 
+// What the kernel before may have written: not through the cache of what never changes.
+__device__ __forceinline__ Eight load_x(const void* p) {
+  Eight v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
 }  // namespace
 
-// TILES: of eight rows of x. GROUPS: of sixteen rows of the weight, which share what is read of x.
-// CHUNKS: of a part, read at once while those before are multiplied.
-// grid: rows of the weight x rows of x; what reads the same of the weight runs at the same time.
-template <typename T, int TILES, int GROUPS, int CHUNKS>
-__global__ void __launch_bounds__(32 * kLinearParts) linear_entry(
-    const T* __restrict__ x, const T* __restrict__ weight, const T* __restrict__ bias,
-    T* __restrict__ out, const __grid_constant__ LinearParams params) {
+// HEADS: of queries, keys and values (LinearParams::head_dim). TILES: of eight rows of x. GROUPS:
+// of sixteen rows of the weight, which share what is read of x. CHUNKS: of a part, read at once
+// while those before are multiplied. grid: rows of the weight x rows of x; what reads the same of
+// the weight runs at the same time. Of gate and up a block has a group each.
+template <typename T, int TILES, int GROUPS, int CHUNKS, bool HEADS>
+__global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMETERS) {
   constexpr int kRows = GROUPS * kLinearRows;
   constexpr int kSteps = CHUNKS * kLinearChunkSteps;
   constexpr int kStride =
       kLinearParts * kLinearChunkSteps;  // steps from a part's chunk to its next
+  const LinearPart<T> parts_of_launch[kLinearMostWeights] = LINEAR_PARTS;
+  const bool is_gated = GROUPS == 2 && params.is_gated;
+  int block = blockIdx.x;
+  const int which = weight_of_block(params, kRows, block);
+  const T* weight = part_of(parts_of_launch, which).weight;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int row = lane / 4;         // of a tile, of the weight and of x
   const int column = lane % 4 * 8;  // of a step
   const size_t k = params.k;
-  const int first = blockIdx.x * kRows;
+  const int first = block * (is_gated ? kLinearRows : kRows);
   const int first_x = blockIdx.y * TILES * 8;
   const int num_rows = params.num_rows - first_x;
-  const T* weights = weight + (first + row) * k + column;
-  const T* xs = x + (first_x + row) * k + column;
+  const size_t to_second = (HEADS ? params.head_dim / 2 : 8) * k;
+  const T* weights[GROUPS];
+#pragma unroll
+  for (int g = 0; g < GROUPS; g++) {
+    const T* from = is_gated ? (g == 0 ? weight_0 : weight_1) : weight + g * kLinearRows * k;
+    weights[g] = from + (first + row) * k + column;
+    if constexpr (HEADS) {
+      const int at = head_row(block * GROUPS + g, kLinearRows, params.head_dim, row).first;
+      weights[g] = weight + at * k + column;
+    }
+  }
+  const T* xs = x + size_t(first_x + row) * params.x_stride + column;
   const int num_steps = params.k / kLinearStep;
   const Eight zero = make_uint4(0, 0, 0, 0);
 
   Eight next_weights[kSteps][2 * GROUPS];  // rows `row` and `row + 8` of each group
   Eight next_xs[kSteps][TILES];
-  auto fetch = [&](int begin) {
+  auto step_of = [&](int begin, int u) {
+    return begin + u / kLinearChunkSteps * kStride + u % kLinearChunkSteps;
+  };
+  auto fetch_weights = [&](int begin) {
 #pragma unroll
     for (int u = 0; u < kSteps; u++) {
-      const int step = begin + u / kLinearChunkSteps * kStride + u % kLinearChunkSteps;
-      const bool inside = step < num_steps;
+      const int step = step_of(begin, u);
 #pragma unroll
       for (int g = 0; g < 2 * GROUPS; g++) {
-        const T* at = weights + g * 8 * k + step * kLinearStep;
-        next_weights[u][g] = inside ? load_weight(at) : zero;
+        const T* at = weights[g / 2] + g % 2 * to_second + step * kLinearStep;
+        next_weights[u][g] = step < num_steps ? load_weight(at) : zero;
       }
+    }
+  };
+  auto fetch_xs = [&](int begin) {
+#pragma unroll
+    for (int u = 0; u < kSteps; u++) {
+      const int step = step_of(begin, u);
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
-        const T* at = xs + t * 8 * k + step * kLinearStep;
-        next_xs[u][t] =
-            inside && t * 8 + row < num_rows ? __ldg(reinterpret_cast<const Eight*>(at)) : zero;
+        const T* at = xs + size_t(t) * 8 * params.x_stride + step * kLinearStep;
+        const bool inside = step < num_steps && t * 8 + row < num_rows;
+        next_xs[u][t] = inside ? load_x(at) : zero;
       }
     }
   };
 
   float sums[GROUPS][TILES][4] = {};
   int begin = warp * kLinearChunkSteps;
-  fetch(begin);
+  fetch_weights(begin);  // which no kernel writes
+  paged::wait_for_kernel_before();
+  paged::let_next_kernel_begin();
+  fetch_xs(begin);
+  // Of each warp, [row of x][row of the weight]; then the norm's factors of rows of x.
+  extern __shared__ float parts[];
+  constexpr int kPitch = kRows + 1;
+  float* factors = parts + kLinearParts * TILES * 8 * kPitch;
+  for (int at = warp; at < TILES * 8 && at < num_rows; at += kLinearParts) {
+    prefetch_squares(squares + size_t(first_x + at) * params.num_squares, params);
+  }
   while (begin < num_steps) {
     Eight w[kSteps][2 * GROUPS];
     Eight v[kSteps][TILES];
@@ -84,7 +127,8 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(
       }
     }
     begin += CHUNKS * kStride;
-    fetch(begin);
+    fetch_weights(begin);
+    fetch_xs(begin);
 #pragma unroll
     for (int u = 0; u < kSteps; u++) {
 #pragma unroll
@@ -97,9 +141,13 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(
     }
   }
 
-  // Of each warp, [row of x][row of the weight].
-  extern __shared__ float parts[];
-  constexpr int kPitch = kRows + 1;
+  for (int at = warp; at < TILES * 8 && at < num_rows; at += kLinearParts) {
+    const float factor =
+        norm_factor<32>(squares + size_t(first_x + at) * params.num_squares, params);
+    if (lane == 0) {
+      factors[at] = factor;
+    }
+  }
   auto part = [&](int w, int at, int output) -> float& {
     return parts[(w * TILES * 8 + at) * kPitch + output];
   };
@@ -116,12 +164,7 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(
     }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < TILES * 8 * kRows; i += 32 * kLinearParts) {
-    const int at = i / kRows;
-    const int output = i % kRows;
-    if (at >= num_rows) {
-      break;
-    }
+  auto sum_of_parts = [&](int at, int output) {
     float sum[kLinearParts];
 #pragma unroll
     for (int w = 0; w < kLinearParts; w++) {
@@ -134,20 +177,68 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(
         sum[w] += sum[w + apart];
       }
     }
-    out[size_t(first_x + at) * params.n + first + output] =
-        finished(sum[0], bias + first + output, params.has_bias);
+    return rounded<T>(sum[0] * factors[at]);
+  };
+  const LinearPart<T> ours = part_of(parts_of_launch, which);
+  if constexpr (HEADS) {
+    for (int i = threadIdx.x; i < TILES * 8 * (kRows / 2); i += 32 * kLinearParts) {
+      const int at = i / (kRows / 2);
+      const int g = i % (kRows / 2) / 8;
+      const int output = g * kLinearRows + i % 8;
+      if (at >= num_rows) {
+        break;
+      }
+      const int low = head_row(block * GROUPS + g, kLinearRows, params.head_dim, i % 8).first;
+      const int high = low + params.head_dim / 2;
+      write_rotated<T>(
+          params, rotations, slots, ours.out, ours.n, which, first_x + at, low,
+          plus(sum_of_parts(at, output), ours.bias + low, ours.has_bias),
+          plus(sum_of_parts(at, output + 8), ours.bias + high, ours.has_bias));
+    }
+    return;
+  }
+  const int outputs = is_gated ? kLinearRows : kRows;
+  for (int i = threadIdx.x; i < TILES * 8 * outputs; i += 32 * kLinearParts) {
+    const int at = i / outputs;
+    const int output = i % outputs;
+    if (at >= num_rows) {
+      break;
+    }
+    const int column = first + output;
+    T value = plus(sum_of_parts(at, output), ours.bias + column, ours.has_bias);
+    if (is_gated) {
+      const LinearPart<T>& up = parts_of_launch[1];
+      value =
+          gated(value, plus(sum_of_parts(at, kLinearRows + output), up.bias + column, up.has_bias));
+    }
+    const size_t to = size_t(first_x + at) * ours.n + column;
+    value = plus(value, residual + to, params.has_residual);
+    ours.out[to] = value;
+    if (params.has_next_norm) {
+      const float v = as_float(value);
+      next_x[to] = rounded<T>(v * as_float(next_norm[column]));
+      const float sum = sum_of_squares<kNormColumns>(v * v);
+      if (output % kNormColumns == 0) {
+        next_squares[to / kNormColumns] = sum;
+      }
+    }
   }
 }
 
-#define LINEAR(dtype, type, tiles, groups, chunks) \
-  {"linear_" #dtype "_" #tiles "_" #groups, (const void*)linear_entry<type, tiles, groups, chunks>},
-#define LINEAR_TILES(dtype, type) \
-  LINEAR(dtype, type, 1, 1, 2)    \
-  LINEAR(dtype, type, 2, 1, 1)    \
-  LINEAR(dtype, type, 4, 1, 1)    \
-  LINEAR(dtype, type, 1, 2, 1)    \
-  LINEAR(dtype, type, 2, 2, 1)    \
-  LINEAR(dtype, type, 4, 2, 1)
+#define LINEAR(name, dtype, type, tiles, groups, chunks, heads) \
+  {name "_" #dtype "_" #tiles "_" #groups,                      \
+   (const void*)linear_entry<type, tiles, groups, chunks, heads>},
+#define LINEAR_TILES(dtype, type)                    \
+  LINEAR("linear", dtype, type, 1, 1, 2, false)      \
+  LINEAR("linear", dtype, type, 2, 1, 1, false)      \
+  LINEAR("linear", dtype, type, 4, 1, 1, false)      \
+  LINEAR("linear", dtype, type, 1, 2, 1, false)      \
+  LINEAR("linear", dtype, type, 2, 2, 1, false)      \
+  LINEAR("linear", dtype, type, 4, 2, 1, false)      \
+  LINEAR("linear_heads", dtype, type, 1, 1, 2, true) \
+  LINEAR("linear_heads", dtype, type, 2, 1, 1, true) \
+  LINEAR("linear_heads", dtype, type, 4, 1, 1, true) \
+  LINEAR("linear_heads", dtype, type, 4, 2, 1, true)
 
 static const bool added = add_kernels({
     // clang-format off

@@ -60,9 +60,7 @@ __device__ __forceinline__ unsigned int place(int row, int piece) {
 // STAGES: chunks of the columns that it has room for.
 // grid: tiles of the weight x blocks of a cluster.
 template <typename T, int TILES, int ROW_WARPS, int STAGES>
-__global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(
-    const T* __restrict__ x, const T* __restrict__ weight, const T* __restrict__ bias,
-    T* __restrict__ out, const __grid_constant__ LinearParams params) {
+__global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PARAMETERS) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   constexpr int kThreads = 32 * ROW_WARPS;
   constexpr int kRows = cluster_rows(ROW_WARPS);
@@ -72,33 +70,63 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(
   extern __shared__ __align__(128) unsigned char shared[];
   const unsigned int ring = paged::shared_address(shared);
 
+  const LinearPart<T> parts_of_launch[kLinearMostWeights] = LINEAR_PARTS;
+  const int outputs = params.is_gated ? kRows / 2 : kRows;  // of the block
+  int tile_of_weight = blockIdx.x / kLinearParts;
+  const int which = weight_of_block(params, kRows, tile_of_weight);
+  const LinearPart<T> ours = part_of(parts_of_launch, which);
   const int lane = threadIdx.x % 32;
   const int first_of_warp = threadIdx.x / 32 * kClusterWarpRows;
   const int rank = blockIdx.x % kLinearParts;
-  const int first = blockIdx.x / kLinearParts * kRows;
+  const int first = tile_of_weight * outputs;
   const size_t k = params.k;
+  const bool has_heads = params.head_dim > 0;
+  // Threads that finish a row of x: with four outputs each, of heads four of each half.
+  const int mates = has_heads ? outputs / 8 : outputs / 4;
 
-  // Each thread copies one piece of every kAtOnce-th row.
+  // Each thread copies one piece of every kAtOnce-th row. Of gate and up a warp's tile has sixteen
+  // rows each.
   const int piece = threadIdx.x % kPieces;
   const int copied = threadIdx.x / kPieces;
   const paged::CachePolicy once = paged::evict_first();
-  auto fetch = [&](int turn) {
-    const unsigned int tile = ring + turn % STAGES * kStageBytes;
-    const int column = (turn * kLinearParts + rank) * kLinearChunk + piece * 8;
-    const bool inside = column < params.k;
+  auto column_of = [&](int turn) {
+    return (turn * kLinearParts + rank) * kLinearChunk + piece * 8;
+  };
+  const T* rows[kRows / kAtOnce];  // of the weight; null: there is none
 #pragma unroll
-    for (int r = 0; r < kRows; r += kAtOnce) {
-      const int row = r + copied;
-      const bool exists = inside && first + row < params.n;
-      const T* from = exists ? weight + (first + row) * k + column : weight;
-      paged::copy_async(tile + place(row, piece), from, exists, once);
+  for (int i = 0; i < kRows / kAtOnce; i++) {
+    const int row = i * kAtOnce + copied;
+    int of_weight = first + row;
+    if (has_heads) {
+      const HeadRow at = head_row(tile_of_weight, kRows, params.head_dim, row);
+      of_weight = at.first + at.is_second * (params.head_dim / 2);
+    } else if (params.is_gated) {
+      constexpr int kHalf = kClusterWarpRows / 2;
+      of_weight = first + row / kClusterWarpRows * kHalf + row % kHalf;
     }
+    const bool is_up = params.is_gated && row % kClusterWarpRows >= kClusterWarpRows / 2;
+    rows[i] = of_weight < ours.n ? (is_up ? weight_1 : ours.weight) + of_weight * k : nullptr;
+  }
+  auto fetch_weights = [&](int turn) {
+    const unsigned int tile = ring + turn % STAGES * kStageBytes;
+    const int column = column_of(turn);
+#pragma unroll
+    for (int i = 0; i < kRows / kAtOnce; i++) {
+      const bool exists = column < params.k && rows[i];
+      paged::copy_async(
+          tile + place(i * kAtOnce + copied, piece), exists ? rows[i] + column : ours.weight,
+          exists, once);
+    }
+  };
+  auto fetch_xs = [&](int turn) {
+    const unsigned int tile = ring + turn % STAGES * kStageBytes;
+    const int column = column_of(turn);
 #pragma unroll
     for (int r = 0; r < 8 * TILES; r += kAtOnce) {
       const int row = r + copied;
       if (8 * TILES % kAtOnce == 0 || row < 8 * TILES) {
-        const bool exists = inside && row < params.num_rows;
-        const T* from = exists ? x + row * k + column : x;
+        const bool exists = column < params.k && row < params.num_rows;
+        const T* from = exists ? x + size_t(row) * params.x_stride + column : x;
         paged::copy_async(tile + place(kRows + row, piece), from, exists);
       }
     }
@@ -109,18 +137,39 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(
 #pragma unroll
   for (int turn = 0; turn < STAGES - 1; turn++) {
     if (turn < num_turns) {
-      fetch(turn);
+      fetch_weights(turn);  // which no kernel writes
+    }
+  }
+  paged::wait_for_kernel_before();
+  paged::let_next_kernel_begin();
+#pragma unroll
+  for (int turn = 0; turn < STAGES - 1; turn++) {
+    if (turn < num_turns) {
+      fetch_xs(turn);
     }
     paged::commit_copies();
   }
   float sums[2][TILES][4] = {};
+  // The norm's factors of the rows of x whose outputs are this thread's (below).
+  constexpr int kMostPasses =
+      (TILES * 8 * (kRows / 4) + kLinearParts * kThreads - 1) / (kLinearParts * kThreads);
+  float factors[kMostPasses];
   for (int turn = 0; turn < num_turns; turn++) {
     paged::wait_for_copies<STAGES - 2>();
     __syncthreads();  // all threads' copies are there, and the stage before has been read
     if (turn + STAGES - 1 < num_turns) {
-      fetch(turn + STAGES - 1);
+      fetch_weights(turn + STAGES - 1);
+      fetch_xs(turn + STAGES - 1);
     }
     paged::commit_copies();
+    if (turn == 0) {  // (while copies are on their way)
+#pragma unroll
+      for (int pass = 0; pass < kMostPasses; pass++) {
+        const int i = (pass * kLinearParts + rank) * kThreads + threadIdx.x;
+        const int at = min(i / mates, params.num_rows - 1);
+        factors[pass] = norm_factor<8>(squares + size_t(at) * params.num_squares, params);
+      }
+    }
     const unsigned int tile = ring + turn % STAGES * kStageBytes;
 #pragma unroll
     for (int step = 0; step < kLinearChunkSteps; step++) {
@@ -159,13 +208,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(
   cluster_barrier();
 
   // Each block finishes every kLinearParts-th part of the outputs, four side by side a thread.
-  for (int i = rank * kThreads + threadIdx.x; i < params.num_rows * (kRows / 4);
-       i += kLinearParts * kThreads) {
-    const int at = i / (kRows / 4);
-    const int output = i % (kRows / 4) * 4;
-    if (first + output >= params.n) {
-      continue;
-    }
+  auto sums_of_cluster = [&](int at, int output) {
     const unsigned int address = ring + (at * kPitch + output) * 4;
     float4 sum[kLinearParts];
 #pragma unroll
@@ -179,12 +222,87 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(
         sum[r] = sum_of(sum[r], sum[r + apart]);
       }
     }
-    const T* b = bias + first + output;
-    __align__(8) T four[4] = {
-        finished(sum[0].x, b, params.has_bias), finished(sum[0].y, b + 1, params.has_bias),
-        finished(sum[0].z, b + 2, params.has_bias), finished(sum[0].w, b + 3, params.has_bias)};
-    *reinterpret_cast<unsigned long long*>(out + size_t(at) * params.n + first + output) =
+    return sum[0];
+  };
+  auto with_bias = [&](float4 sum, float factor, const LinearPart<T>& part, int column,
+                       T(&four)[4]) {
+    const float values[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      four[e] = plus(rounded<T>(values[e] * factor), part.bias + column + e, part.has_bias);
+    }
+  };
+#pragma unroll
+  for (int pass = 0; pass < kMostPasses; pass++) {
+    const int i = (pass * kLinearParts + rank) * kThreads + threadIdx.x;
+    if (i >= params.num_rows * mates) {
+      break;
+    }
+    const int at = i / mates;
+    if (has_heads) {
+      const int unit = min(kRows, params.head_dim);
+      const int of_half = i % mates * 4;  // among the block's first halves
+      const int output = of_half / (unit / 2) * unit + of_half % (unit / 2);
+      const int low = head_row(tile_of_weight, kRows, params.head_dim, output).first;
+      if (low >= ours.n) {
+        continue;
+      }
+      T lows[4];
+      T highs[4];
+      with_bias(sums_of_cluster(at, output), factors[pass], ours, low, lows);
+      with_bias(
+          sums_of_cluster(at, output + unit / 2), factors[pass], ours, low + params.head_dim / 2,
+          highs);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        write_rotated<T>(
+            params, rotations, slots, ours.out, ours.n, which, at, low + e, lows[e], highs[e]);
+      }
+      continue;
+    }
+    const int output = i % mates * 4;
+    const int column = first + output;
+    if (column >= ours.n) {
+      continue;
+    }
+    __align__(8) T four[4];
+    if (params.is_gated) {
+      // A warp's tile: sixteen of gate, then sixteen of up.
+      constexpr int kHalf = kClusterWarpRows / 2;
+      const int gate = output / kHalf * kClusterWarpRows + output % kHalf;
+      T up[4];
+      with_bias(sums_of_cluster(at, gate), factors[pass], ours, column, four);
+      with_bias(sums_of_cluster(at, gate + kHalf), factors[pass], parts_of_launch[1], column, up);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        four[e] = gated(four[e], up[e]);
+      }
+    } else {
+      with_bias(sums_of_cluster(at, output), factors[pass], ours, column, four);
+    }
+    const size_t to = size_t(at) * ours.n + column;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      four[e] = plus(four[e], residual + to + e, params.has_residual);
+    }
+    *reinterpret_cast<unsigned long long*>(ours.out + to) =
         *reinterpret_cast<unsigned long long*>(four);
+    if (params.has_next_norm) {
+      float squared[4];
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const float v = as_float(four[e]);
+        squared[e] = v * v;
+        four[e] = rounded<T>(v * as_float(next_norm[column + e]));
+      }
+      *reinterpret_cast<unsigned long long*>(next_x + to) =
+          *reinterpret_cast<unsigned long long*>(four);
+      const float sum =
+          sum_of_squares<kNormColumns / 4>((squared[0] + squared[1]) + (squared[2] + squared[3]));
+      if (output % kNormColumns == 0) {
+        next_squares[to / kNormColumns] = sum;
+      }
+    }
   }
   cluster_barrier();  // no block ends while its results are being read
 #endif

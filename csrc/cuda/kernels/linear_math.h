@@ -20,6 +20,7 @@ using Eight = uint4;  // elements of 16 bits
 
 }  // namespace mlx_paged::cuda
 
+#include "dependent_launch.h"
 #include "tensor_core.h"
 
 namespace mlx_paged::cuda {
@@ -50,8 +51,142 @@ __device__ __forceinline__ __half rounded(float v) {
 
 // MLX's own rounds the product before it adds.
 template <typename T>
-__device__ __forceinline__ T finished(float sum, const T* bias, bool has_bias) {
-  return rounded<T>(has_bias ? as_float(rounded<T>(sum)) + as_float(*bias) : sum);
+__device__ __forceinline__ T plus(T sum, const T* added, bool exists) {
+  return exists ? rounded<T>(as_float(sum) + as_float(*added)) : sum;
+}
+
+// silu(gate) * up, as metal/layer.h computes it.
+template <typename T>
+__device__ __forceinline__ T gated(T gate, T up) {
+  float g = as_float(gate);
+  return rounded<T>(as_float(up) * (g / (1.0f + expf(-g))));
+}
+
+// 1 / sqrt(mean of squares + eps) of a row of x, by lanes side by side of which each `LANES` know
+// the result: what kNormLanes of them would add up, in the same order. 1 where there is no norm.
+template <int LANES>
+__device__ __forceinline__ float norm_factor(const float* squares, const LinearParams& params) {
+  static_assert(kNormLanes % LANES == 0 && LANES >= 8, "pairs must be the same");
+  if (params.num_squares == 0) {
+    return 1.0f;
+  }
+  constexpr int kEach = kNormLanes / LANES;
+  const int lane = threadIdx.x % LANES;
+  float sums[kEach] = {};
+  for (int first = 0; first < params.num_squares; first += kNormLanes) {
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const int at = first + i * LANES + lane;
+      if (at < params.num_squares) {
+        sums[i] += squares[at];
+      }
+    }
+  }
+#pragma unroll
+  for (int apart = kEach / 2; apart > 0; apart /= 2) {
+#pragma unroll
+    for (int i = 0; i < apart; i++) {
+      sums[i] += sums[i + apart];
+    }
+  }
+  const unsigned int mates = unsigned((1ull << LANES) - 1) << (threadIdx.x % 32 / LANES * LANES);
+#pragma unroll
+  for (int apart = LANES / 2; apart > 0; apart /= 2) {
+    sums[0] += __shfl_xor_sync(mates, sums[0], apart);
+  }
+  return 1.0f / sqrtf(sums[0] / float(params.k) + params.eps);
+}
+
+// By a warp: into the multiprocessor's cache, where norm_factor finds them later.
+__device__ __forceinline__ void prefetch_squares(const float* squares, const LinearParams& params) {
+  constexpr int kLine = 32;
+  for (int at = threadIdx.x % 32 * kLine; at < params.num_squares; at += 32 * kLine) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(squares + at) : "memory");
+  }
+}
+
+// Two elements of a head of row `at`, half a head apart: rotated if they are a query's or a key's,
+// and written where they belong. `column`: of the first, in the outputs of its weight.
+template <typename T>
+__device__ __forceinline__ void write_rotated(
+    const LinearParams& params, const float* rotations, const int* slots, T* out, int n, int weight,
+    int at, int column, T low, T high) {
+  const int half = params.head_dim / 2;
+  size_t row = at;
+  if (weight > 0) {
+    const int slot = slots[at];
+    if (slot < 0) {
+      return;
+    }
+    row = slot;
+  }
+  T* to = out + row * n + column;
+  if (weight < 2) {
+    const float* cosines = rotations + size_t(at) * params.head_dim + column % params.head_dim;
+    const float a = as_float(low);
+    const float b = as_float(high);
+    low = rounded<T>(a * cosines[0] - b * cosines[half]);
+    high = rounded<T>(a * cosines[half] + b * cosines[0]);
+  }
+  to[0] = low;
+  to[half] = high;
+}
+
+// The sum of kNormColumns squares, of which `LANES` lanes side by side have parts.
+template <int LANES>
+__device__ __forceinline__ float sum_of_squares(float part) {
+  const unsigned int mates = ((1u << LANES) - 1) << (threadIdx.x % 32 / LANES * LANES);
+#pragma unroll
+  for (int apart = 1; apart < LANES; apart *= 2) {
+    part += __shfl_xor_sync(mates, part, apart);
+  }
+  return part;
+}
+
+// The operands of one weight of a launch.
+template <typename T>
+struct LinearPart {
+  const T* weight;
+  const T* bias;
+  T* out;
+  int n;
+  bool has_bias;
+};
+
+// What all kernels of linear layers are given.
+#define LINEAR_PARAMETERS                                                                      \
+  const T *__restrict__ x, const T *residual, const T *__restrict__ weight_0,                  \
+      const T *__restrict__ bias_0, T *out_0, const T *__restrict__ weight_1,                  \
+      const T *__restrict__ bias_1, T *out_1, const T *__restrict__ weight_2,                  \
+      const T *__restrict__ bias_2, T *out_2, const float *squares,                            \
+      const T *__restrict__ next_norm, T *next_x, float *next_squares, const float *rotations, \
+      const int *__restrict__ slots, const __grid_constant__ LinearParams params
+
+#define LINEAR_PARTS                                                \
+  {{weight_0, bias_0, out_0, params.n[0], params.has_bias[0] != 0}, \
+   {weight_1, bias_1, out_1, params.n[1], params.has_bias[1] != 0}, \
+   {weight_2, bias_2, out_2, params.n[2], params.has_bias[2] != 0}}
+
+// (By comparisons: what they choose from is in constant memory, so that nothing has to be kept.)
+template <typename T>
+__device__ __forceinline__ LinearPart<T> part_of(
+    const LinearPart<T> (&parts)[kLinearMostWeights], int index) {
+  return index == 0 ? parts[0] : index == 1 ? parts[1] : parts[2];
+}
+
+// The weight whose blocks `block` is among; afterwards `block` counts from its first. The blocks of
+// a weight are of `rows` of its rows.
+__device__ __forceinline__ int weight_of_block(const LinearParams& params, int rows, int& block) {
+  int index = 0;
+#pragma unroll
+  for (int i = 1; i < kLinearMostWeights; i++) {
+    const int blocks = (params.n[i - 1] + rows - 1) / rows;
+    if (index == i - 1 && !params.is_gated && i < params.num_weights && block >= blocks) {
+      block -= blocks;
+      index = i;
+    }
+  }
+  return index;
 }
 
 }  // namespace mlx_paged::cuda

@@ -8,6 +8,7 @@
 
 #include "../tensor_shape.h"
 #include "attention_output.h"
+#include "dependent_launch.h"
 #include "kernel_table.h"
 #include "softmax_state.h"
 #include "tensor_core.h"
@@ -97,11 +98,13 @@ struct alignas(4 * sizeof(T)) FourOf {
 // grid: (merge items x blocks of query heads, most rows of an item).
 template <typename T, int V_DIM>
 __global__ void __launch_bounds__(32 * paged::MERGE_HEADS) merge_splits_entry(
-    const paged::MergeItem* __restrict__ merge_items, const float* __restrict__ workspace,
-    const float* __restrict__ sinks, T* __restrict__ out,
+    const paged::MergeItem* __restrict__ merge_items, const float* workspace,
+    const float* __restrict__ sinks, T* out,
     const __grid_constant__ paged::MergeParams params) {
   using namespace paged;
   typedef SplitValues<V_DIM> Values;
+  wait_for_kernel_before();
+  let_next_kernel_begin();
 
   int blocks = (params.num_q_heads + MERGE_HEADS - 1) / MERGE_HEADS;
   int head = blockIdx.x % blocks * MERGE_HEADS + threadIdx.x / 32;

@@ -11,6 +11,7 @@
 #include "attention_arguments.h"
 #include "attention_output.h"
 #include "decode_state.h"
+#include "dependent_launch.h"
 #include "kv_ring.h"
 
 namespace paged {
@@ -89,6 +90,8 @@ __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM))
   constexpr int STEP = tensor_warps(DIM) * TENSOR_TOKENS;
   typedef KVRing<T, DIM> Ring;
   extern __shared__ __align__(128) unsigned char shared[];
+  wait_for_kernel_before();
+  let_next_kernel_begin();
 
   int kv_head = blockIdx.x % params.num_kv_heads;
   WorkItem item = work_items[blockIdx.x / params.num_kv_heads];

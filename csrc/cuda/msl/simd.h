@@ -72,6 +72,15 @@ METAL_FUNC float tanh(float x) {
 METAL_FUNC float sqrt(float x) {
   return ::sqrtf(x);
 }
+METAL_FUNC float cos(float x) {
+  return ::cosf(x);
+}
+METAL_FUNC float sin(float x) {
+  return ::sinf(x);
+}
+METAL_FUNC float exp(float x) {
+  return ::expf(x);
+}
 }  // namespace precise
 
 }  // namespace metal

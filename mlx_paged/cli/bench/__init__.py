@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from mlx_paged.cli.bench.kernels.verb import kernels
+from mlx_paged.cli.bench.media import media
 from mlx_paged.cli.bench.memory import memory
 from mlx_paged.cli.bench.offline import latency, throughput
 from mlx_paged.cli.bench.serve import serve
@@ -17,5 +18,5 @@ def _group() -> None:
     """Measure."""
 
 
-for verb in (serve, latency, throughput, kernels, memory):
+for verb in (serve, latency, throughput, kernels, memory, media):
     bench.command()(verb)

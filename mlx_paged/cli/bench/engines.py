@@ -9,19 +9,16 @@ host as it comes, and make the text of all answers at the end.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-import mlx_paged
 from mlx_paged import extension  # noqa: F401  (its BLAS has to come before mlx.core)
 
 # isort: split
@@ -30,13 +27,12 @@ import mlx.core as mx
 from mlx_paged.cli.bench.datasets import Prompt
 from mlx_paged.cli.bench.figures import Answer, Run
 from mlx_paged.cli.bench.options import EngineName
+from mlx_paged.cli.bench.remote import Remote
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.model.loader import LoadedModel, load
-
-_SECONDS_TO_END = 10.0
 
 
 @dataclass(frozen=True)
@@ -305,66 +301,20 @@ class RemoteRunner(Runner):
     """
 
     def __init__(self, name: EngineName, settings: Settings) -> None:
-        self._name = name
-        # (A fork of a process whose threads compute would hang.)
-        context = multiprocessing.get_context("spawn")
-        self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, name, settings), daemon=True)
-        self._process.start()
-        theirs.close()
-        self._receive()
+        self._remote = Remote(name.value, open_runner, name, settings)
 
     def run(self, prompts: Sequence[Prompt], *, cold: bool = False) -> Run:
         """See `Runner`."""
-        return self._ask("run", list(prompts), cold=cold)
+        return self._remote.ask("run", list(prompts), cold=cold)  # type: ignore[no-any-return]
 
     def reset_peak(self) -> None:
         """See `Runner`."""
-        self._ask("reset_peak")
+        self._remote.ask("reset_peak")
 
     def footprint(self) -> Footprint:
         """See `Runner`."""
-        return self._ask("footprint")
+        return self._remote.ask("footprint")  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """See `Runner`."""
-        self._ours.close()  # the process ends when the pipe is closed
-        self._process.join(_SECONDS_TO_END)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-    def _ask(self, method: str, *args: Any, **options: Any) -> Any:
-        with contextlib.suppress(BrokenPipeError):  # the process ended; `_receive` raises how
-            self._ours.send((method, args, options))
-        return self._receive()
-
-    def _receive(self) -> Any:
-        try:
-            error, value = self._ours.recv()
-        except (EOFError, ConnectionResetError):
-            self._process.join()
-            status = self._process.exitcode
-            raise MlxPagedError(
-                f"the process of engine {self._name.value} ended with status {status}"
-            ) from None
-        if error is not None:
-            raise MlxPagedError(f"engine {self._name.value}: {error}")
-        return value
-
-
-def _work(pipe: Connection, name: EngineName, settings: Settings) -> None:
-    """The other process: runs methods of the runner until the pipe is closed."""
-    mlx_paged.unpatch()  # unpatched mlx-lm
-    try:
-        runner = open_runner(name, settings)
-        pipe.send((None, None))
-        while True:
-            method, args, options = pipe.recv()
-            pipe.send((None, getattr(runner, method)(*args, **options)))
-    except (EOFError, KeyboardInterrupt):
-        pass
-    except MlxPagedError as error:
-        pipe.send((str(error), None))
-    except Exception as error:
-        pipe.send((f"{type(error).__name__}: {error}", None))
+        self._remote.close()

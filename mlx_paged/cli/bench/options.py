@@ -56,8 +56,14 @@ class EngineOptions:
     ] = False
     max_num_seqs: MaxNumSeqs = 256
     max_num_batched_tokens: Annotated[
-        int, option(ENGINE, "mlx-paged: most tokens of a step.", min=1)
-    ] = 2048
+        int | None,
+        option(
+            ENGINE,
+            "mlx-paged: most tokens of a step.",
+            min=1,
+            show_default="2048; up to 8192 on NVIDIA GPUs",
+        ),
+    ] = None
     max_model_len: Annotated[
         int | None,
         option(

@@ -11,17 +11,20 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from mlx_paged.cli.chat.attachments import Content, is_content
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
+from mlx_paged.model.media_kinds import Kind
 
 if TYPE_CHECKING:
     from mlx_paged.server.tools.definitions import Tool
 
-#: `role`, `content`, and of calls and results more, as in OpenAI's API.
+#: `role`, `content`, and of calls and results more, as in OpenAI's API. (`attachments` says what
+#: the content of a message with files is.)
 Message = dict[str, Any]
 
 _FORMAT = "mlx-paged chat"
-_VERSION = 2  # 1 had no calls
+_VERSION = 3  # 1 had no calls, 2 no files
 #: What ``/params`` may set. (One answer is shown, and no log-probabilities.)
 PARAMS = tuple(
     f.name for f in fields(SamplingParams) if f.name not in ("n", "logprobs", "prompt_logprobs")
@@ -42,26 +45,27 @@ class Conversation:
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
     params: dict[str, Any] = field(default_factory=dict)
-    unanswered: str | None = None
+    unanswered: Content | None = None
 
-    def asking(self, text: str) -> list[Message]:
-        """The messages of a request with `text` as the user's next message."""
+    def asking(self, content: Content) -> list[Message]:
+        """The messages of a request with `content` as the user's next message."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, *self.messages, {"role": "user", "content": text}]
+        return [*system, *self.messages, {"role": "user", "content": content}]
 
-    def add(self, text: str, answer: str, calls: Sequence[Message] = ()) -> None:
+    def add(self, content: Content, answer: str, calls: Sequence[Message] = ()) -> None:
         """A turn; `calls`: messages with calls and results that led to its answer."""
-        self.messages.append({"role": "user", "content": text})
+        self.messages.append({"role": "user", "content": content})
         self.messages += calls
         self.messages.append({"role": "assistant", "content": answer})
         self.unanswered = None
 
-    def undo(self) -> str | None:
+    def undo(self) -> Content | None:
         """Removes the last turn; returns the user's message."""
         while self.messages:
             said = self.messages.pop()
             if said["role"] == "user":
-                return str(said["content"])
+                content: Content = said["content"]
+                return content
         return None
 
     @property
@@ -128,10 +132,10 @@ class Conversation:
             raise MlxPagedError(f"{path} is no saved chat: it is not JSON") from None
         if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
             raise MlxPagedError(f"{path} is no saved chat")
-        if saved.get("version") not in (1, _VERSION):
+        if saved.get("version") not in range(1, _VERSION + 1):
             raise MlxPagedError(
                 f"{path} is a chat of version {saved.get('version')!r}; this program reads "
-                f"versions 1 and {_VERSION}"
+                f"versions 1 to {_VERSION}"
             )
         system, messages = saved.get("system"), saved.get("messages")
         params = saved.get("params")
@@ -154,7 +158,10 @@ def _by_turns(messages: list[Any]) -> bool:
 
 def _kind(message: Any) -> str:
     """u: a user's, a: an answer, c: calls, t: a result, x: something else."""
-    if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+    if not isinstance(message, dict):
+        return "x"
+    content = message.get("content")
+    if not (isinstance(content, str) or (message.get("role") == "user" and is_content(content))):
         return "x"
     role, calls = message.get("role"), message.get("tool_calls")
     if role == "tool" and isinstance(message.get("tool_call_id"), str):
@@ -246,13 +253,18 @@ class Backend(Protocol):
         """Pieces of the answer as they come. Closing the generator stops it.
 
         Args:
-            messages: the conversation; the last one is the user's.
+            messages: the conversation; the last one is the user's, or has the result of a call.
+                Parts that are files have the `name` of the file.
             params: fields of `SamplingParams`.
 
         Raises:
             MlxPagedError: it could not be answered; the next one may.
             KeyboardInterrupt: Ctrl-C, raised between two steps.
         """
+        ...
+
+    def refusal(self, kind: Kind) -> str | None:
+        """Why the model takes no file of a kind; None: it does, or nobody knows."""
         ...
 
     def facts(self) -> list[tuple[str, str]]:

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from mlx_paged.cli.chat.attachments import refusal
 from mlx_paged.cli.chat.conversation import Call, Message, Turn
 from mlx_paged.cli.entry import deferred_interrupt
 from mlx_paged.engine.detokenizer import special_token_ids
 from mlx_paged.engine.llm import LLM
+from mlx_paged.engine.media.loader import MediaLoader, loader_of
+from mlx_paged.engine.media.parts import content_of, sources_of
+from mlx_paged.engine.media.prompt import (
+    PreparedMedia,
+    check_kinds,
+    media_model_of,
+    prepare,
+    rendered,
+)
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
+from mlx_paged.engine.request_options import TextWithMedia
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
+from mlx_paged.model.media_kinds import Kind
 from mlx_paged.server.config import GenerationDefaults
 from mlx_paged.server.tools import registry
 from mlx_paged.server.tools.answer import AnswerReader, answer_reader
@@ -57,12 +69,12 @@ class LocalBackend:
     def answer(self, messages: list[Message], params: dict[str, Any]) -> Generator[str, None, None]:
         """See `Backend`."""
         engine = self._llm.engine
-        prompt = self._render(messages)
+        prompt, media = self._prompt(messages)
         reader = self._reader(prompt) if self.tools else None
         values = {**self.defaults, **params}
         if reader is not None:
             values["skip_special_tokens"] = False  # (markers of calls are special in many models)
-        output = engine.add_request(_ID, prompt, SamplingParams(**values))
+        output = engine.add_request(_ID, prompt, SamplingParams(**values), media=media)
         self.turn = Turn(prompt_tokens=len(prompt))
         try:
             with deferred_interrupt() as interrupted:
@@ -83,32 +95,68 @@ class LocalBackend:
             if reader is not None:
                 self._note_calls(reader)
 
-    def _render(self, messages: list[Message]) -> list[int]:
+    def _prompt(self, messages: list[Message]) -> tuple[list[int], PreparedMedia | None]:
+        """Tokens of a conversation, and its files where it has some."""
         try:
-            if not self.tools and not any("tool_calls" in message for message in messages):
-                return self._llm.render_chats(messages)[0]
-            return self._render_tools(messages)
+            if self.tools or any("tool_calls" in message for message in messages):
+                prompt = self._render_tools(messages)
+            else:
+                [prompt] = self._llm.chat_prompts(messages)
         except MlxPagedError:
             raise
         except Exception as error:  # templates may raise any error
             raise MlxPagedError(f"the model's chat template does not take this: {error}") from error
+        if not isinstance(prompt, TextWithMedia):
+            return prompt, None
+        items = self._loader.load(prompt.sources)
+        prepared = prepare(self._llm.engine.media, prompt.text, items, "messages")
+        return prepared.prompt.token_ids, prepared
 
-    def _render_tools(self, messages: list[Message]) -> list[int]:
+    def _render_tools(self, messages: list[Message]) -> list[int] | TextWithMedia:
         """The conversation in the first of its forms that the template takes."""
+        engine, tokenizer = self._llm.engine, self._llm.tokenizer
+        io = engine.config.media_options.io
+        plain: Sequence[Mapping[str, Any]] = [
+            {**message, "content": content_of(message["content"], f"messages[{i}].content", io)}
+            for i, message in enumerate(messages)
+        ]
+        sources, model = sources_of(plain), media_model_of(engine)
+        check_kinds(sources, model, engine.media_reason)
         more: dict[str, Any] = {}
         if self.describes_tools:
-            messages = as_text(messages, self.tools)
+            plain = as_text(plain, self.tools)
         elif self.tools:
             more["tools"] = [tool.for_template() for tool in self.tools]
-        refusal: Exception | None = None
-        for form in forms_of(messages):
+
+        def render(form: Any) -> str:
+            text = tokenizer.apply_chat_template(
+                form, tokenize=False, add_generation_prompt=True, **more
+            )
+            return str(text)
+
+        if model is not None:
+            text = rendered(plain, model, render, forms_of)
+            if sources:
+                return TextWithMedia(text, sources)
+            return list(tokenizer.encode(text, add_special_tokens=False))
+        reason: Exception | None = None
+        for form in forms_of(plain):
             try:
-                render = self._llm.tokenizer.apply_chat_template
-                return list(render(form, add_generation_prompt=True, **more))
+                return list(tokenizer.encode(render(form), add_special_tokens=False))
             except Exception as error:  # templates may raise any error
-                refusal = refusal or error
-        assert refusal is not None
-        raise refusal
+                reason = reason or error
+        assert reason is not None
+        raise reason
+
+    @cached_property
+    def _loader(self) -> MediaLoader:
+        return loader_of(self._llm.engine)
+
+    def refusal(self, kind: Kind) -> str | None:
+        """See `Backend`."""
+        engine = self._llm.engine
+        kinds = () if engine.media is None else engine.media.kinds
+        return refusal(kind, kinds, self.model, engine.media_reason)
 
     @cached_property
     def describes_tools(self) -> bool:
@@ -163,6 +211,8 @@ class LocalBackend:
 
     def close(self) -> None:
         """See `Backend`."""
+        if "_loader" in vars(self):
+            self._loader.close()
 
 
 def _read(reader: AnswerReader, update: SequenceUpdate) -> Iterator[str]:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from mlx_paged.cli.chat.attachments import refusal, without_names
 from mlx_paged.cli.chat.conversation import Call, Message, Turn
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
+from mlx_paged.model.media_kinds import Kind
 
 if TYPE_CHECKING:
     from mlx_paged.server.tools.definitions import Tool
@@ -42,16 +44,37 @@ class RemoteBackend:
         self.turn = Turn()
         self.defaults: dict[str, Any] = {}
         self.tools: tuple[Tool, ...] = ()
+        self._listed: list[Any] | None = None  # models of the server
         self.model = model or self._first_model()
 
     def _first_model(self) -> str:
-        with self._described_errors():
-            response = self._client.get(f"{self.url}/v1/models")
-            _check(response)
+        try:
+            return str(self._models()[0]["id"])
+        except (LookupError, TypeError):
+            raise MlxPagedError(f"{self.url} names no model: give --model") from None
+
+    def _models(self) -> list[Any]:
+        if self._listed is None:
+            with self._described_errors():
+                response = self._client.get(f"{self.url}/v1/models")
+                _check(response)
             try:
-                return str(response.json()["data"][0]["id"])
+                self._listed = list(response.json()["data"])
             except (ValueError, LookupError, TypeError):
-                raise MlxPagedError(f"{self.url} names no model: give --model") from None
+                self._listed = []
+        return self._listed
+
+    def refusal(self, kind: Kind) -> str | None:
+        """See `Backend`. (Few servers list what they take; others say it when they are asked.)"""
+        try:
+            models = self._models()
+        except MlxPagedError:
+            return None
+        for listed in models:
+            if isinstance(listed, dict) and listed.get("id") == self.model:
+                told = listed.get("input_modalities")
+                return refusal(kind, told, self.model) if isinstance(told, list) else None
+        return None
 
     def answer(self, messages: list[Message], params: dict[str, Any]) -> Generator[str, None, None]:
         """See `Backend`."""
@@ -59,7 +82,7 @@ class RemoteBackend:
         body = {
             **params,
             "model": self.model,
-            "messages": messages,
+            "messages": [without_names(message) for message in messages],
             "stream": True,
             "stream_options": {"include_usage": True},
         }

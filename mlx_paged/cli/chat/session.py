@@ -14,8 +14,21 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mlx_paged.cli.chat.attachments import (
+    NOUNS,
+    Content,
+    kind_of,
+    named,
+    part_of,
+    paths_of,
+    size_of,
+    size_shown,
+    text_of,
+    with_files,
+)
 from mlx_paged.cli.chat.conversation import PARAMS, Backend, Call, Conversation, Message, Turn
 from mlx_paged.errors import MlxPagedError
+from mlx_paged.model.media_kinds import Kind
 
 if TYPE_CHECKING:
     from mlx_paged.cli.chat.tools import ChatTools
@@ -50,6 +63,7 @@ class ChatSession:
         max_tool_rounds: answers with calls that one message of the user may lead to.
 
     Attributes:
+        attached: Files that go with the next message, as parts.
         turns: Numbers of each answer, since the program began.
         failed: Whether something went wrong so far.
     """
@@ -67,11 +81,18 @@ class ChatSession:
         self.backend = backend
         self.view = view
         self.conversation = conversation
+        self.attached: list[Message] = []
         self.turns: list[Turn] = []
         self.failed = False
         self._no_answer = False
 
-    def say(self, text: str) -> None:
+    def ask(self, text: str) -> None:
+        """Sends a message of the user with the files that are attached."""
+        content = with_files(self.attached, text)
+        self.attached = []
+        self.say(content)
+
+    def say(self, text: Content) -> None:
         """Sends a message of the user; shows the answer, and runs the calls that lead to it.
 
         The text of a stopped answer is kept. Without an answer the message is not part of the
@@ -112,7 +133,7 @@ class ChatSession:
         except KeyboardInterrupt:
             return True
         except MlxPagedError as error:
-            self.fail(str(error))
+            self.fail(named(str(error), messages))
         finally:
             answer.close()
         return False
@@ -175,7 +196,7 @@ def handle(session: ChatSession, entered: str) -> None:
     if text.startswith("/") and not text.startswith("//"):
         _run(session, text)
     elif text:
-        session.say(text.removeprefix("/") if text.startswith("//") else entered)
+        session.ask(text.removeprefix("/") if text.startswith("//") else entered)
 
 
 def _run(session: ChatSession, text: str) -> None:
@@ -246,6 +267,41 @@ def _turns(conversation: Conversation) -> str:
     return f"{count} turn" if count == 1 else f"{count} turns"
 
 
+def _attaching(kind: Kind) -> Callable[[ChatSession, str], None]:
+    """What attaches files of a kind."""
+
+    def attach(session: ChatSession, rest: str) -> None:
+        if not rest:
+            raise MlxPagedError(f"write /{kind} PATH")
+        if wrong := session.backend.refusal(kind):
+            raise MlxPagedError(wrong)
+        for path in paths_of(rest):
+            session.attached.append(part_of(path, kind))
+        names = ", ".join(part["name"] for part in session.attached)
+        session.view.note(Text(f"with your next message: {names}"))
+
+    return attach
+
+
+def _media(session: ChatSession, rest: str) -> None:
+    attached = session.attached
+    number = rest.removeprefix("-").strip()
+    if rest.startswith("-") and not number:
+        attached.clear()
+    elif rest.startswith("-") and number.isdecimal() and 0 < int(number) <= len(attached):
+        del attached[int(number) - 1]
+    elif rest:
+        raise MlxPagedError(f"write /media, /media - or /media -NUMBER, not /media {rest}")
+    if not attached:
+        session.view.note("no files are attached to your next message")
+        return
+    table = Table(show_header=False, box=None)
+    for i, part in enumerate(attached, 1):
+        noun = NOUNS[kind_of(part)][0]
+        table.add_row(str(i), noun, Text(part["name"]), size_shown(size_of(part)))
+    session.view.note(table)
+
+
 def _stats(session: ChatSession, _: str) -> None:
     table = Table()
     for name in ("turn", "prompt", "cached", "TTFT s", "tokens", "tokens/s", "ended by"):
@@ -284,22 +340,24 @@ def _tools(session: ChatSession, _: str) -> None:
 
 
 def _retry(session: ChatSession, _: str) -> None:
-    text = session.conversation.unanswered or session.conversation.undo()
-    if text is None:
+    content = session.conversation.unanswered or session.conversation.undo()
+    if content is None:
         raise MlxPagedError("there is nothing to try again")
-    session.say(text)
+    session.say(content)
 
 
 def _undo(session: ChatSession, _: str) -> None:
-    text = session.conversation.undo()
-    if text is None:
+    content = session.conversation.undo()
+    if content is None:
         raise MlxPagedError("there is nothing to take back")
+    text = text_of(content)
     session.view.note(f"taken back: {text if len(text) <= 60 else text[:60] + '...'}")
 
 
 def _clear(session: ChatSession, _: str) -> None:
     session.conversation.messages.clear()
     session.conversation.unanswered = None
+    session.attached.clear()
     session.view.note("the conversation is empty; system message and parameters are kept")
 
 
@@ -318,6 +376,10 @@ def _exit(_: ChatSession, __: str) -> None:
 COMMANDS: dict[str, Command] = {
     "system": Command(_system, "[TEXT | -]", "Show the system message, set it, or remove it."),
     "params": Command(_params, "[NAME VALUE | -]", "Show sampling parameters, set or reset one."),
+    "image": Command(_attaching("image"), "PATH", "Attach a picture, or several, to the message."),
+    "video": Command(_attaching("video"), "PATH", "Attach a video."),
+    "audio": Command(_attaching("audio"), "PATH", "Attach a sound."),
+    "media": Command(_media, "[- | -NUMBER]", "Show what is attached, drop all of it, or one."),
     "stats": Command(_stats, "", "Time and tokens of each answer, cached tokens too."),
     "tools": Command(
         _tools, "", "The tools of MCP servers, and which of them ask before they run."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import termios
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,6 +18,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from mlx_paged.cli.chat.conversation import PARAMS
 from mlx_paged.cli.chat.session import COMMANDS, ChatSession, EndOfChat, handle
+from mlx_paged.model.media_kinds import KINDS
 
 if TYPE_CHECKING:
     from mlx_paged.cli.chat.tools import Consent
@@ -130,3 +132,10 @@ class _Completer(Completer):
             yield from (Completion(n, -len(rest)) for n in PARAMS if n.startswith(rest))
         elif command in ("save", "load"):
             yield from self._paths.get_completions(Document(rest), complete_event)
+        elif command in KINDS:
+            # One path, spaces and all, one in quotation marks, or the last of several.
+            for path in (rest, re.split("[\"']", rest)[-1], rest.rpartition(" ")[2]):
+                found = list(self._paths.get_completions(Document(path), complete_event))
+                if found:
+                    yield from found
+                    return

@@ -118,6 +118,10 @@ class Unusable(Exception):
     """Something cannot be an item; its text says why, as what follows "the picture: "."""
 
 
+class OutOfTime(Unusable):
+    """It took longer than it may; for somebody else it might not."""
+
+
 class Work:
     """How long something may take, and whether anybody still waits for it.
 
@@ -142,7 +146,7 @@ class Work:
         """Seconds that are left.
 
         Raises:
-            Unusable: there are none.
+            OutOfTime: there are none.
             CancelledError: nobody waits.
         """
         if self._cancelled.is_set():
@@ -151,5 +155,5 @@ class Work:
         assert self._end is not None
         left = self._end - time.monotonic()
         if left <= 0:
-            raise Unusable(f"{self._doing} within {self._seconds:g} s")
+            raise OutOfTime(f"{self._doing} within {self._seconds:g} s")
         return left

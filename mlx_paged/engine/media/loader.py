@@ -23,6 +23,7 @@ from mlx_paged.engine.media.items import (
     AudioClip,
     MediaItem,
     MediaSource,
+    OutOfTime,
     Unusable,
     VideoFrames,
     Work,
@@ -281,8 +282,8 @@ class _DecodedItems:
                     break
             try:
                 return others.result()
-            except CancelledError:
-                pass  # (it was for a client that has gone)
+            except (CancelledError, OutOfTime):
+                pass  # (it was for a client that has gone, or whose time was up)
             except Unusable as error:
                 raise Unusable(f"{error}") from None
         try:
@@ -480,8 +481,8 @@ def _audio(given: Any, rate: int) -> AudioClip:
         given = given.samples, given.rate
     if isinstance(given, tuple) and len(given) == 2:
         given, given_rate = given
-        if not isinstance(given_rate, int | float) or not 0 < given_rate < _MAX_RATE:
-            raise Unusable("its rate must be a number of samples a second")
+        if not isinstance(given_rate, int | float) or not 1 <= given_rate < _MAX_RATE:
+            raise Unusable("its rate must be a number of samples a second, at least 1")
     if isinstance(given, list):
         given = np.asarray(given)
     if not isinstance(given, np.ndarray) or given.ndim not in (1, 2) or not given.size:

@@ -26,6 +26,7 @@ OBJECT_PARTS: dict[str, Kind] = {
     "audio": "audio",
 }
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_MAX_UUID = 512
 _DETAILS = (None, "auto", "low", "high", "original")
 #: Names of the formats that `input_audio` may have; what the bytes say counts.
 _AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "m4a", "mp4", "aac", "webm", "aiff")
@@ -38,6 +39,8 @@ def is_media(part: Mapping[str, Any], *, objects: bool = False) -> bool:
         objects: whether it may hold objects of Python.
     """
     kind = part.get("type")
+    if not isinstance(kind, str):
+        return False
     return kind in URL_PARTS or (objects and kind in OBJECT_PARTS)
 
 
@@ -54,6 +57,7 @@ def source_of(part: Mapping[str, Any], where: str, io: IoOptions | None = None) 
         InvalidParameterError: one of its options cannot be.
     """
     name: str = part["type"]
+    _check_uuid(part, name, where)
     if name in OBJECT_PARTS:
         kind = OBJECT_PARTS[name]
         field = next((f for f in (name, "url", "path") if part.get(f) is not None), None)
@@ -80,6 +84,28 @@ def source_of(part: Mapping[str, Any], where: str, io: IoOptions | None = None) 
     if detail not in _DETAILS:
         raise InvalidMediaError(path, "its detail must be 'auto', 'low', 'high' or 'original'")
     return MediaSource(kind, url, path, _io(kind, part, inner, where, io), detail)
+
+
+def _check_uuid(part: Mapping[str, Any], name: str, where: str) -> None:
+    """vLLM's name for an item that was sent before.
+
+    Nothing is found by it: two clients may give one name to different items, and then one of them
+    would get an answer about the other's. The identity of an item is that of its bytes.
+    """
+    uuid = part.get("uuid")
+    if uuid is None:
+        return
+    if not isinstance(uuid, str) or len(uuid) > _MAX_UUID:
+        raise InvalidMediaError(
+            f"{where}.uuid", f"it must be a text of at most {_MAX_UUID} characters"
+        )
+    fields = (name, "url", "path") if name in OBJECT_PARTS else (name, "image_url", "file_id")
+    if all(part.get(field) is None for field in fields):
+        raise InvalidMediaError(
+            f"{where}.uuid",
+            f"items are not kept by their uuid: send the content ({name}) again, which is not "
+            "computed again while it is in the caches",
+        )
 
 
 def _io(

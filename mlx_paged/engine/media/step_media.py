@@ -40,6 +40,8 @@ class SequenceMedia:
         keys: Of the items' features.
         inputs: What the tower takes of each item.
         rows: Prompt positions of each item's rows, ascending.
+        seen: (first, after) of positions that see each other: adjacent rows of an atomic item (a
+            picture, or each frame of a clip), or all of its span where that is more than its rows.
         rope_positions: ``[3, num_prompt_tokens]`` int32, or None.
         rope_delta: A token after the prompt, at index i, has position ``i + rope_delta``.
     """
@@ -49,9 +51,22 @@ class SequenceMedia:
         self.keys = media.keys
         self.inputs = prompt.inputs
         self.rows = [np.asarray(span.rows, dtype=np.int64) for span in prompt.spans]
+        self.seen = [
+            seen
+            for span, rows in zip(media.spans, self.rows)
+            if span.is_atomic
+            for seen in _seen(span, rows)
+        ]
         self.num_prompt_tokens = len(prompt.token_ids)
         self.rope_positions = prompt.rope_positions
         self.rope_delta = prompt.rope_delta
+
+
+def _seen(span: MediaSpan, rows: IntArray) -> list[tuple[int, int]]:
+    if (span.offset, span.end) != (rows[0], rows[-1] + 1):
+        return [(span.offset, span.end)]
+    runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+    return [(int(run[0]), int(run[-1]) + 1) for run in runs]
 
 
 def check_prepared(media: Any, token_ids: Sequence[int], kinds: Sequence[str], rope: bool) -> None:
@@ -213,11 +228,11 @@ def _rope_positions(behind: IntArray, chunks: list[_Chunk]) -> IntArray:
 
 
 def _bounds(positions: IntArray, chunks: list[_Chunk]) -> IntArray | None:
-    """``[2, T]``: of a row in an atomic span that span's first and last position, of any other row
-    its own; None where no row is in such a span."""
+    """``[2, T]``: of a row that sees others behind it, the first and last position of all that see
+    each other; of any other row its own; None where there is no such row."""
     bounds = None
     for media, start, end, row in chunks:
-        for first, after in media.media.atomic:
+        for first, after in media.seen:
             if start < after and first < end:
                 if bounds is None:
                     bounds = np.stack([positions, positions]).astype(np.int32)

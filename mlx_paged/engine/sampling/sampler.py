@@ -8,7 +8,7 @@ independent of its batch (a partition breaks ties as it likes), and half-precisi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -19,6 +19,7 @@ from mlx_paged import ops
 from mlx_paged.core import ScheduledSequence
 from mlx_paged.engine.sampling.logits_processors import Edits, FloatArray
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow, SequenceSampler
+from mlx_paged.model.compiled import Greedy
 
 # A temperature this low is greedy, as in vLLM: dividing by it may overflow, and changes nothing
 # otherwise.
@@ -126,7 +127,9 @@ class MetadataCache:
             if (edit := samplers[i].edits(sampled[i].sequence.tokens, int(positions[i])))
             is not None
         ]
-        return replace(self._columns, position=positions.astype(np.uint32), edits=edits)
+        c = self._columns  # (`replace` takes several times as long)
+        settings = (c.temperature, c.key, positions.astype(np.uint32), c.top_k, c.top_p, c.min_p)
+        return SamplingMetadata(*settings, edits, c.logprobs)
 
 
 class Sampled(NamedTuple):
@@ -139,6 +142,8 @@ class Sampled(NamedTuple):
 
     tokens: mx.array  # [num_rows] int32
     largest: mx.array  # [num_rows], of the edited logits
+    # [num_rows] int32: what `for_host` gives, if that is known already.
+    reported: mx.array | None = None
 
     def for_host(self, model_largest: mx.array | None) -> mx.array:
         """``[num_rows]`` int32: the tokens; -1 for a row without one.
@@ -147,13 +152,19 @@ class Sampled(NamedTuple):
             model_largest: ``[num_rows]``, of the logits before they were edited, which must be
                 finite too (a ban may hide an inf); None: edits have left what is not finite.
         """
+        if model_largest is None and self.reported is not None:
+            return self.reported
         largest = self.largest
         if model_largest is not None:
             largest = largest + 0 * model_largest  # (0 times infinity is NaN)
         return mx.where(mx.abs(largest) < mx.inf, self.tokens, -1)
 
 
-def sample(logits: mx.array, rows: Sequence[SamplingRow] | SamplingMetadata) -> Sampled:
+def sample(
+    logits: mx.array,
+    rows: Sequence[SamplingRow] | SamplingMetadata,
+    greedy: Greedy | None = None,
+) -> Sampled:
     """Chooses a token for each row: temperature, then min-p, top-k and top-p, then the draw.
 
     Greedy rows cost an argmax; only the others are scaled, filtered and drawn.
@@ -161,13 +172,16 @@ def sample(logits: mx.array, rows: Sequence[SamplingRow] | SamplingMetadata) -> 
     Args:
         logits: ``[num_rows, vocab_size]``, edited (`logits_processors`).
         rows: one for each row of `logits`.
+        greedy: greedy sampling of these logits, where it is known already.
     """
     rows = SamplingMetadata.of(rows)
     drawn = np.flatnonzero(rows.temperature.astype(np.float64) >= _GREEDY_BELOW)
-    tokens, largest = _greedy(logits)
+    tokens, largest, reported = _greedy(logits) if greedy is None else Sampled(*greedy)
+    if not len(drawn):
+        return Sampled(tokens, largest, reported)
     if len(drawn) == len(rows):
         tokens = _draw(logits, Sampled(tokens, largest), rows)
-    elif len(drawn):
+    else:
         [at] = ops.upload(drawn.astype(np.int32))
         drawn_from = Sampled(tokens[at], largest[at])
         tokens[at] = _draw(logits[at], drawn_from, rows.only(drawn))
@@ -180,7 +194,8 @@ def largest_of(logits: mx.array) -> mx.array:
 
 
 def _greedy(logits: mx.array) -> Sampled:
-    if mx.default_device() == mx.cpu:  # where MLX's own is a scalar loop
+    # (MLX's own is a scalar loop on a CPU, and several kernels on a GPU.)
+    if mx.default_device() == mx.cpu or ops.has_cuda():
         return Sampled(*ops.greedy_tokens(logits))
     # (What is not asked for is not computed.)
     return Sampled(mx.argmax(logits, axis=-1).astype(mx.int32), logits.max(axis=-1))

@@ -3,6 +3,7 @@
 
 import { ApiError, bodyOf, chat as ask, ConnectionLost } from "./api.js";
 import { callsOf, historyOf, pathTo } from "./conversation.js";
+import { filled, MediaError } from "./media.js";
 import { drafts } from "./settings.js";
 
 const SAVE_MILLISECONDS = 300;
@@ -41,11 +42,13 @@ export class Answers extends EventTarget {
   }
 
   // A new message below `parent` (null: the first), and its answer. `draft`: where its text was typed;
-  // that is forgotten once the message is saved.
-  async send(chat, parent, text, draft) {
+  // that is forgotten once the message is saved. `items`: its media, of a tray.
+  async send(chat, parent, text, draft, items = []) {
     if (this.inChat(chat) || this.sending.has(chat)) return;
     this.sending.add(chat);
-    const question = await this.store.addLeaf({ chat, parent, role: "user", content: text });
+    const media = [];
+    for (const item of items) media.push(await this.store.keepMedia(chat, item));
+    const question = await this.store.addLeaf({ chat, parent, role: "user", content: text, media });
     this.sending.delete(chat);
     drafts.set(draft, "");
     await this.answer(question);
@@ -66,7 +69,7 @@ export class Answers extends EventTarget {
     await saved;
     const history = historyOf(pathTo(this.store.messagesOf(chat), question.id));
     const tools = this.toolsOf(chat);
-    await answer.run(bodyOf(history, this.settings, this.settings.model, { tools }));
+    await answer.run(history, { tools });
   }
 
   // Goes on with an answer that was cut, stopped or interrupted.
@@ -81,7 +84,7 @@ export class Answers extends EventTarget {
     await saved;
     const history = historyOf(pathTo(this.store.messagesOf(message.chat), message.parent));
     const unfinished = { content, reasoning: message.reasoning };
-    await answer.run(bodyOf(history, this.settings, this.settings.model, { unfinished }));
+    await answer.run(history, { unfinished });
   }
 
   begin(id) {
@@ -118,15 +121,21 @@ class Answer {
     this.controller.abort();
   }
 
-  async run(body) {
-    const started = performance.now();
+  // `options`: those of `bodyOf`.
+  async run(history, options) {
+    const { settings } = this.answers;
+    let started = performance.now();
     const changes = { status: "done", owner: null, error: null, relaxed: null };
     let usage = null;
     this.last = started;
     let arrivals = 0;
     try {
+      const { messages, names } = await filled(history, (id) => this.store.blobOf(this.chat, id));
+      const body = bodyOf(messages, settings, settings.model, options);
+      this.nameOf = (i, j) => names.get(`${i - body.messages.indexOf(messages[0])}.${j}`);
       this.controller.signal.throwIfAborted();
-      for await (const news of ask(body, this.answers.settings.key, this.controller.signal)) {
+      this.last = started = performance.now();
+      for await (const news of ask(body, settings.key, this.controller.signal)) {
         if (news.text || news.reasoning || news.call) {
           const now = performance.now();
           if (now - this.last > 1) arrivals += 1;
@@ -182,10 +191,19 @@ class Answer {
     if (error.param?.startsWith("response_format")) {
       this.answers.dispatchEvent(new CustomEvent("schema", { detail: error.message }));
     }
-    const message = error instanceof ApiError ? error.message : `${error.name}: ${error.message}`;
+    const message = this.told(error);
     // What was there before it was to be continued is good.
     const isOld = hasText && this.content.length === this.length;
     return { status: isOld ? "interrupted" : "failed", error: message };
+  }
+
+  // An error as it is shown; one of an item says which.
+  told(error) {
+    if (error instanceof MediaError) return error.message;
+    if (!(error instanceof ApiError)) return `${error.name}: ${error.message}`;
+    const [, i, j] = /^messages\.(\d+)\.content\.(\d+)\b/.exec(error.param ?? "") ?? [];
+    const name = i === undefined ? undefined : this.nameOf?.(i, j);
+    return name ? error.message.replace(error.param, name) : error.message;
   }
 
   statistics(usage, started, arrivals) {

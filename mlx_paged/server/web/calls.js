@@ -1,12 +1,15 @@
 // The calls of an answer as elements: folded, their arguments and results within; the question whether a
 // call may run stands below it.
 
+import { figure } from "./attachments.js";
 import { isObject, pretty } from "./json.js";
 import { element } from "./view.js";
 
-// `act`: runCall, refuseCall, alwaysCall, stopCall; each takes a message and the place of a call.
+// `act`: runCall, refuseCall, alwaysCall, stopCall; each takes a message and the place of a call. `urlOf`: a
+// promise of where the bytes of an item are.
 export class CallView {
-  constructor(index, act) {
+  constructor(index, act, urlOf) {
+    this.urlOf = urlOf;
     this.index = index;
     this.act = act;
     this.name = element("code");
@@ -21,7 +24,8 @@ export class CallView {
       this.resultLabel, this.result,
     );
     this.question = element("div", { className: "question" });
-    this.item = element("div", { className: "call", role: "group" }, this.details, this.question);
+    this.pictures = element("ul", { className: "items", "aria-label": "Pictures of the result", hidden: true });
+    this.item = element("div", { className: "call", role: "group" }, this.details, this.pictures, this.question);
     this.shown = "";
     this.asked = false;
   }
@@ -39,6 +43,9 @@ export class CallView {
     this.arguments.textContent = isWhole ? pretty(call.arguments || "{}") : call.arguments;
     this.result.textContent = call.result ? pretty(call.result.text) : "";
     for (const part of [this.result, this.resultLabel]) part.hidden = !call.result;
+    const items = call.result?.media ?? [];
+    this.pictures.hidden = !items.length;
+    this.pictures.replaceChildren(...items.map((item) => element("li", {}, figure(item, this.urlOf(item.id)))));
     this.item.classList.toggle("failed", Boolean(call.result) && call.result.status !== "done");
     // What is asked for is shown; afterwards it is folded.
     if (asks !== this.asked) this.details.open = asks;

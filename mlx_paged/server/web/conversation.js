@@ -2,14 +2,15 @@
 //
 // A chat: { id, title (null: from its first message), leaf, created, updated, deleted }.
 // A message: { id, chat, parent, role, content, reasoning, calls, status, error, finish, stats, model,
-// owner, created, updated }. `status` of an answer: streaming, done, stopped, interrupted, failed. One to
+// owner, created, updated, media }. `media` of the user's: see media.js. `status` of an answer: streaming, done, stopped, interrupted, failed. One to
 // a JSON schema also has `relaxed`: the parts of it that were not enforced.
 //
 // `calls` of an answer are those of tools (messages of older pages have none): { id, name, arguments,
-// result }. `arguments` is JSON text; `result` is null, or { text, status } with status done, failed or
-// refused. The answer to results is a child of the message that called.
+// result }. `arguments` is JSON text; `result` is null, or { text, status, media } with status done, failed or
+// refused, and pictures that the user sees, where there are some. The answer to results is a child of the message that called.
 
 import { isObject } from "./json.js";
+import { mediaOf } from "./media.js";
 
 // (crypto.randomUUID does not exist over plain HTTP.)
 export function newId() {
@@ -44,7 +45,9 @@ export function newestLeaf(messages, from = null) {
 export function titleOf(chat, messages) {
   if (chat.title) return chat.title;
   const first = [...messages.values()].filter((m) => m.role === "user").sort(byAge)[0];
-  return first ? first.content.trim().split("\n")[0].slice(0, 80) : "New chat";
+  if (!first) return "New chat";
+  const line = first.content.trim().split("\n")[0] || mediaOf(first).map((item) => item.name).join(", ");
+  return line.slice(0, 80) || "New chat";
 }
 
 // Models that think write <think>...</think> first; templates may have written the opening tag
@@ -94,6 +97,19 @@ function messagesOfAnswer(answer) {
   return [message, ...results];
 }
 
+// A text, or items and then what is asked about them. (api.js's callers fill in the items' bytes.)
+function contentOf({ content, media }) {
+  if (!media?.length) return content;
+  const text = content ? [{ type: "text", text: content }] : [];
+  return [...media.map((item) => ({ type: "media", item })), ...text];
+}
+
+// The items of a history.
+export function itemsOf(history) {
+  return history.flatMap(({ content }) => (Array.isArray(content) ? content : []))
+    .filter((part) => part.type === "media").map((part) => part.item);
+}
+
 // What the model is told before it answers the last message of `path`: a user's, or an answer whose calls
 // have results. Turns that failed are left out as a whole, since templates want roles to alternate.
 export function historyOf(path) {
@@ -105,7 +121,7 @@ export function historyOf(path) {
   return turns.flatMap(({ question, answers }, i) => {
     const isLast = i === turns.length - 1;
     if (!isLast && !(answers.length && isSendable(answers.at(-1)))) return [];
-    return [{ role: "user", content: question.content }, ...answers.flatMap(messagesOfAnswer)];
+    return [{ role: "user", content: contentOf(question) }, ...answers.flatMap(messagesOfAnswer)];
   });
 }
 

@@ -1,8 +1,10 @@
 // The messages of the open chat as elements. An answer that grows changes only where it grows.
 
+import { figure, Tray } from "./attachments.js";
 import { CallView } from "./calls.js";
 import { callsOf, pathTo, pendingCalls, sentCalls, siblings, splitReasoning } from "./conversation.js";
 import { Markdown } from "./markdown.js";
+import { mediaOf } from "./media.js";
 import { drafts } from "./settings.js";
 import { element, icon } from "./view.js";
 
@@ -17,7 +19,7 @@ const DRAW_SHARE = 0.25;
 const SCHEMA_FIELD = "response_format.json_schema.schema.";
 
 // `act`: what the buttons do: copy, edit, resend, again, continue, choose, example, enterKey, editSchema,
-// and those of a `CallView`.
+// attach, those of a `CallView`, and for the trays of editors limits and refusal.
 export class Messages {
   constructor(list, store, answers, tools, act) {
     this.list = list;
@@ -26,6 +28,8 @@ export class Messages {
     this.tools = tools;
     this.act = act;
     this.views = new Map(); // message id -> MessageView
+    this.urls = new Map(); // id of an item of this chat -> promise of where its bytes are
+    this.edited = new Map(); // message id -> items of its editor
     this.chat = null;
   }
 
@@ -34,6 +38,8 @@ export class Messages {
     if (chat.id !== this.chat) {
       this.views.clear();
       this.list.replaceChildren();
+      for (const url of this.urls.values()) url.then((found) => found && URL.revokeObjectURL(found), () => {});
+      this.urls.clear();
       this.chat = chat.id;
     }
     const all = this.store.messagesOf(chat.id);
@@ -56,6 +62,14 @@ export class Messages {
       });
     });
     if (!path.length) this.list.append(this.empty());
+  }
+
+  // Where the bytes of an item are; undefined: they are gone.
+  urlOf(id) {
+    if (!this.urls.has(id)) {
+      this.urls.set(id, this.store.blobOf(this.chat, id).then((blob) => blob && URL.createObjectURL(blob)));
+    }
+    return this.urls.get(id);
   }
 
   // New text of an answer that comes in this tab.
@@ -96,6 +110,11 @@ class MessageView {
       this.markdown = new Markdown(this.text);
       this.thoughtMarkdown = new Markdown(this.thought);
       this.item.append(this.reasoning);
+    }
+    if (message.role === "user") {
+      const items = mediaOf(message).map((item) => element("li", {}, figure(item, list.urlOf(item.id))));
+      this.media = element("ul", { className: "items", "aria-label": "Attached files", hidden: !items.length }, ...items);
+      this.item.append(this.media);
     }
     this.item.append(this.text, ...(this.calls ? [this.calls] : []), this.note, this.below);
     this.shown = "";
@@ -149,6 +168,7 @@ class MessageView {
       if (running) this.drawSpeed(running);
     } else {
       this.text.textContent = content;
+      this.text.hidden = !content || Boolean(this.editor);
     }
     this.pause = (performance.now() - before) * (1 / DRAW_SHARE - 1);
     this.list.act.grown();
@@ -158,7 +178,7 @@ class MessageView {
     const { tools, act } = this.list;
     calls.forEach((call, i) => {
       if (!this.callViews[i]) {
-        this.callViews[i] = new CallView(i, act);
+        this.callViews[i] = new CallView(i, act, (id) => this.list.urlOf(id));
         this.calls.append(this.callViews[i].item);
       }
       const server = tools.serverOf(call.name)?.name;
@@ -192,13 +212,21 @@ class MessageView {
     if (Boolean(this.editor) === isEdited) return;
     this.editor?.remove();
     this.editor = isEdited ? this.makeEditor() : null;
-    this.text.hidden = isEdited;
+    this.text.hidden = isEdited || !this.message.content;
+    if (this.media) this.media.hidden = isEdited || !mediaOf(this.message).length;
     this.item.classList.toggle("editing", isEdited);
     if (isEdited) this.text.after(this.editor);
   }
 
   makeEditor() {
-    const { act } = this.list;
+    const { act, edited } = this.list;
+    const tray = new Tray({
+      limits: act.limits,
+      refusal: (items) => act.refusal(items, this.message),
+      urlOf: (id) => this.list.urlOf(id),
+      changed: (items) => edited.set(this.id, items),
+      focus: () => area?.focus(),
+    }, edited.get(this.id) ?? mediaOf(this.message));
     const area = element("textarea", {
       value: drafts.get(`edit.${this.id}`), rows: 3, "aria-label": "Edit message",
       oninput: () => drafts.set(`edit.${this.id}`, area.value || " "),
@@ -206,19 +234,26 @@ class MessageView {
     area.addEventListener("keydown", (event) => {
       if (act.sends(event)) {
         event.preventDefault();
-        act.resend(this.message, area.value);
+        act.resend(this.message, area.value, tray);
       } else if (event.key === "Escape") {
         event.stopPropagation();
+        edited.delete(this.id);
         act.cancelEdit(this.message);
       }
     });
     const button = (textContent, className, onclick) =>
       element("button", { type: "button", textContent, className, onclick });
-    return element(
-      "div", { className: "editor" }, area,
-      button("Send", "primary", () => act.resend(this.message, area.value)),
-      button("Cancel", "", () => act.cancelEdit(this.message)),
+    const editor = element(
+      "div", { className: "editor" }, tray.list, area, tray.note,
+      button("Send", "primary", () => act.resend(this.message, area.value, tray)),
+      ...(act.limits()?.takesAny ? [button("Attach", "", () => act.attach(tray))] : []),
+      button("Cancel", "", () => {
+        edited.delete(this.id);
+        act.cancelEdit(this.message);
+      }),
     );
+    editor.tray = tray;
+    return editor;
   }
 
   drawBelow(isBusy, isLast, all) {

@@ -2,8 +2,10 @@
 
 import { Answers } from "./answers.js";
 import { ApiError, get } from "./api.js";
-import { newestLeaf, pathTo, pendingCalls, splitReasoning, titleOf } from "./conversation.js";
+import { Tray } from "./attachments.js";
+import { historyOf, itemsOf, newestLeaf, pathTo, pendingCalls, splitReasoning, titleOf } from "./conversation.js";
 import { Banner, SettingsDialog, toast } from "./dialogs.js";
+import { Limits } from "./media.js";
 import { Messages } from "./messages.js";
 import { drafts, Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
@@ -27,6 +29,7 @@ const input = $("input");
 let current = NEW_CHAT.id; // id of the chat that is shown
 let models = [];
 let status = null; // of the server; null: not reached
+let limits = null; // of what messages may have besides text; null: not known yet
 let follows = true; // whether the end of the messages is kept in view
 
 const chat = () => store.chats.get(current) ?? NEW_CHAT;
@@ -65,15 +68,28 @@ new ToolsDialog(tools, {
   },
 });
 
+const attached = new Map(); // chat id -> items that are not sent yet; as long as this page is open
+const tray = new Tray({
+  limits: () => limits,
+  refusal: (items) => refusal(items, chat().leaf),
+  changed: (items) => attached.set(current, items),
+  focus: focusInput,
+});
+$("composer").prepend(tray.list);
+$("composer").after(tray.note);
+
 const messages = new Messages($("messages"), store, answers, tools, {
   sends,
+  limits: () => limits,
+  refusal: (items, message) => refusal(items, message.parent),
+  attach,
   grown: scrollToEnd,
   async copy(message) {
     const copied = await copyText(splitReasoning(message).text);
     toast(copied ? "Copied" : "This browser does not let the page copy; select the text instead");
   },
   edit(message) {
-    drafts.set(`edit.${message.id}`, message.content);
+    drafts.set(`edit.${message.id}`, message.content || " ");
     show();
     $(`message-${message.id}`).querySelector("textarea").focus();
   },
@@ -82,10 +98,12 @@ const messages = new Messages($("messages"), store, answers, tools, {
     show();
     focusInput();
   },
-  resend(message, text) {
-    if (!text.trim()) return;
+  async resend(message, text, edited) {
+    const items = await ready(edited, text, message.parent);
+    if (!items) return;
     follows = true;
-    answers.send(message.chat, message.parent, text.trim(), `edit.${message.id}`);
+    messages.edited.delete(message.id);
+    answers.send(message.chat, message.parent, text.trim(), `edit.${message.id}`, items);
     focusInput();
   },
   answer(message) {
@@ -175,6 +193,7 @@ function open(id) {
   follows = true;
   settings.chat = current;
   input.value = drafts.get(current) ?? "";
+  tray.set(attached.get(current) ?? [], current);
   fitInput();
   sidebar.closeIfNarrow();
   show();
@@ -189,19 +208,42 @@ function focusInput() {
 // Chats.
 
 async function send() {
+  if (answers.inChat(current)) return;
+  const from = current;
+  const { leaf } = chat();
   const text = input.value.trim();
-  if (!text || answers.inChat(current)) return;
+  const items = await ready(tray, text, leaf);
+  if (!items || from !== current || input.value.trim() !== text) return;
   follows = true;
   input.value = "";
+  tray.set([], current);
   fitInput();
-  const from = current;
   if (from === NEW_CHAT.id) {
     const { id } = await store.addChat({ tools: NEW_CHAT.tools });
     NEW_CHAT.tools = [];
     navigator.storage?.persist?.(); // asks that the browser does not make room by deleting chats
-    answers.send(id, null, text, from);
+    answers.send(id, null, text, from, items);
     open(id);
-  } else answers.send(from, chat().leaf, text, from);
+  } else answers.send(from, leaf, text, from, items);
+}
+
+// The items of a tray once all are in it; null: there is nothing to send, or they cannot be sent below `parent`.
+async function ready(tray, text, parent) {
+  await tray.pending;
+  const { items } = tray;
+  if (!text.trim() && !items.length) return null;
+  const wrong = items.length && !limits ? "The server has not been reached yet." : refusal(items, parent);
+  if (wrong) tray.say(wrong, true);
+  return wrong ? null : items;
+}
+
+// Why items cannot be sent in a message below `parent`; null: they can.
+function refusal(items, parent) {
+  if (!items.length) return null;
+  const question = { role: "user", content: "", media: items };
+  const history = historyOf([...pathTo(store.messagesOf(current), parent), question]);
+  const before = itemsOf(history).slice(0, -items.length);
+  return limits.refusal(items, before, JSON.stringify(history).length);
 }
 
 function remove(chats) {
@@ -220,8 +262,9 @@ function remove(chats) {
   if (wasOpen) open(rest[Math.min(Math.max(place, 0), rest.length - 1)]?.id);
 }
 
-function exportJson(chats, name) {
-  download(`${name}.json`, "application/json", toJson(chats, (id) => store.messagesOf(id)));
+async function exportJson(chats, name) {
+  const text = await toJson(chats, (id) => store.messagesOf(id), (id) => store.mediaOf(id));
+  download(`${name}.json`, "application/json", text);
 }
 
 async function importFile(file) {
@@ -272,6 +315,9 @@ store.addEventListener("gone", showSoon);
 store.addEventListener("trouble", ({ detail }) => {
   banner.set("storage", `This browser does not keep chats (${detail}). Export them before you close the page.`);
 });
+store.addEventListener("blocked", () => {
+  banner.set("blocked", "Chats are opened once this page’s other tabs, which are of an older version, are closed or reloaded.");
+});
 answers.addEventListener("progress", ({ detail }) => messages.progress(detail));
 answers.addEventListener("unauthorised", askForKey);
 answers.addEventListener("schema", ({ detail }) => dialog.refuseSchema(detail));
@@ -314,6 +360,7 @@ async function poll() {
     banner.clear("key");
     $("key-state").textContent = "";
     showState(info);
+    showLimits(info);
     await showServers(info.config.mcp_config);
   } catch (error) {
     status = null;
@@ -351,6 +398,17 @@ function showModels(data) {
   }
   if (!ids.includes(settings.model)) settings.setModel(ids[0] ?? "");
   $("model").value = settings.model;
+}
+
+// What may be attached; a server that does not say it takes text only.
+function showLimits(info) {
+  if (info.status !== "ready" || !info.config || !info.stats) return; // (a busy one says less)
+  limits = new Limits({ media: { kinds: {} }, ...info });
+  $("attach").hidden = !limits.takesAny;
+  $("attach-file").accept = limits.accept;
+  const label = limits.takesAny ? `Attach ${limits.nouns.join(", ")}` : "";
+  $("attach").title = label;
+  $("attach").setAttribute("aria-label", label);
 }
 
 function showState({ stats, status, generation_defaults: defaults }) {
@@ -457,9 +515,54 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 
+// Files: picked, pasted, dropped. Those that come over an editor are for its message.
+
+const trayAt = (node) => (node instanceof Element ? node.closest(".editor")?.tray : null) ?? tray;
+let picks = tray; // that files are picked for
+
+function attach(into) {
+  picks = into;
+  $("attach-file").click();
+}
+
+$("attach").addEventListener("click", () => attach(tray));
+$("attach-file").addEventListener("change", (event) => {
+  picks.add(event.target.files);
+  event.target.value = "";
+  focusInput();
+});
+document.addEventListener("paste", (event) => {
+  const { files, types } = event.clipboardData;
+  // (Programs for texts and tables give a picture of what they copy beside it.)
+  if (!files.length || types.includes("text/plain") || document.querySelector("dialog[open]")) return;
+  event.preventDefault();
+  trayAt(event.target).add(files);
+});
+
+// Without this a browser leaves the page and opens the file.
+const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
+document.addEventListener("dragover", (event) => {
+  if (!hasFiles(event)) return;
+  event.preventDefault();
+  event.dataTransfer.dropEffect = "copy";
+  $("drop").textContent = limits?.takesAny === false
+    ? limits.wrongKind({ kind: null }) : `Drop ${limits?.nouns.join(", ") ?? "files"} here`;
+  $("drop").hidden = Boolean(document.querySelector("dialog[open]"));
+});
+document.addEventListener("dragleave", (event) => {
+  if (!event.relatedTarget) $("drop").hidden = true; // out of the window
+});
+document.addEventListener("drop", (event) => {
+  $("drop").hidden = true;
+  if (!hasFiles(event)) return;
+  event.preventDefault();
+  if (!document.querySelector("dialog[open]")) trayAt(event.target).add(event.dataTransfer.files);
+});
+
 // The start.
 
 await store.open();
+banner.clear("blocked");
 const last = settings.chat;
 open(last === NEW_CHAT.id || store.chats.get(last)?.deleted === null ? last : store.listed()[0]?.id);
 await poll();

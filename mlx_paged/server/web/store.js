@@ -1,8 +1,10 @@
 // Chats and messages, kept only in this browser, in IndexedDB. Each is a record of its own and is
-// changed field by field, so tabs merge what they write; they tell each other of every change.
+// changed field by field, so tabs merge what they write; they tell each other of every change. The bytes of
+// pictures, videos and sounds are records of a third kind, { chat, id, blob }, which never change.
 
 import { openDB } from "./vendor/idb.js";
 import { newId } from "./conversation.js";
+import { isSame } from "./media.js";
 import { fromOldPage } from "./transfer.js";
 
 const OLD_CHATS = "mlx-paged.chats"; // of localStorage, up to version 0.1
@@ -18,8 +20,12 @@ function databaseName() {
   return path === "/" ? "mlx-paged" : `mlx-paged${path}`;
 }
 
+// The keys of a chat's items.
+const itemsOf = (chat) => IDBKeyRange.bound([chat], [chat, []]);
+
 // Events, with their details: "change" { kind, record, remote }, "gone" ids of chats, "stop" the id of an
-// answer that another tab wants stopped, "trouble" why nothing is kept.
+// answer that another tab wants stopped, "trouble" why nothing is kept, "blocked" that opening waits for tabs of an
+// older page.
 export class Store extends EventTarget {
   constructor() {
     super();
@@ -28,15 +34,25 @@ export class Store extends EventTarget {
     this.tab = ownTab();
     this.owned = new Set(); // ids of answers that come in this tab
     this.unsaved = new Set(); // lists of changes that the database does not have yet
+    this.media = []; // records that the database did not take
   }
 
   async open() {
     this.listen();
     try {
-      this.db = await openDB(databaseName(), 1, {
-        upgrade(db) {
-          db.createObjectStore("chats", { keyPath: "id" });
-          db.createObjectStore("messages", { keyPath: "id" }).createIndex("chat", "chat");
+      this.db = await openDB(databaseName(), 2, {
+        upgrade(db, version) {
+          if (version < 1) {
+            db.createObjectStore("chats", { keyPath: "id" });
+            db.createObjectStore("messages", { keyPath: "id" }).createIndex("chat", "chat");
+          }
+          db.createObjectStore("media", { keyPath: ["chat", "id"] });
+        },
+        // (Tabs of the page before it had media keep the database as it was.)
+        blocked: () => this.dispatchEvent(new Event("blocked")),
+        blocking: (_, __, event) => {
+          event.target.close();
+          this.trouble("another tab has a newer version of this page; reload this one");
         },
         terminated: () => this.trouble("the browser closed its storage; reload the page"),
       });
@@ -93,6 +109,18 @@ export class Store extends EventTarget {
     return undefined;
   }
 
+  // The bytes of an item; undefined: they are gone.
+  async blobOf(chat, id) {
+    const kept = this.media.find((record) => record.chat === chat && record.id === id);
+    return (kept ?? await this.db?.get("media", [chat, id]))?.blob;
+  }
+
+  // The records of a chat's items.
+  async mediaOf(chat) {
+    const stored = await this.db?.getAll("media", itemsOf(chat)) ?? [];
+    return [...stored, ...this.media.filter((record) => record.chat === chat)];
+  }
+
   // Writing. The promise is kept once the database has it.
 
   addChat(fields = {}) {
@@ -116,6 +144,25 @@ export class Store extends EventTarget {
   addMessage(fields) {
     const message = newMessage(fields);
     return this.write("messages", message.id, message);
+  }
+
+  // Keeps an item for the messages of a chat; returns it as these have it. Without an id it is a new one, and
+  // bytes that the chat has already are not kept twice.
+  async keepMedia(chat, { id, blob, kind, name, type, size }) {
+    const known = await this.mediaOf(chat);
+    let same = known.find((record) => record.id === id);
+    if (!id) for (const record of known) if (!same && await isSame(record.blob, blob)) same = record;
+    const record = same ?? { chat, id: id ?? newId(), blob };
+    if (!same && blob) {
+      try {
+        if (!this.db) this.media.push(record);
+        else await this.db.put("media", record);
+      } catch (error) {
+        this.media.push(record);
+        this.trouble(error.message);
+      }
+    }
+    return { id: record.id, kind, name, type, size };
   }
 
   async write(kind, id, changes) {
@@ -190,15 +237,17 @@ export class Store extends EventTarget {
       this.chats.delete(id);
       this.messages.delete(id);
     }
+    this.media = this.media.filter((record) => !ids.includes(record.chat));
     this.dispatchEvent(new CustomEvent("gone", { detail: ids }));
     if (remote) return;
     this.channel?.postMessage({ gone: ids });
     if (!this.db) return;
-    const tx = this.db.transaction(["chats", "messages"], "readwrite");
+    const tx = this.db.transaction(["chats", "messages", "media"], "readwrite");
     for (const id of ids) {
       tx.objectStore("chats").delete(id);
       const keys = await tx.objectStore("messages").index("chat").getAllKeys(id);
       for (const key of keys) tx.objectStore("messages").delete(key);
+      tx.objectStore("media").delete(itemsOf(id));
     }
     await tx.done;
   }
@@ -287,7 +336,7 @@ export class Store extends EventTarget {
 
 function newMessage(fields) {
   return {
-    id: newId(), reasoning: "", calls: [], status: "done", error: null, finish: null, stats: null, model: null,
+    id: newId(), reasoning: "", calls: [], media: [], status: "done", error: null, finish: null, stats: null, model: null,
     owner: null, created: Date.now(), ...fields,
   };
 }

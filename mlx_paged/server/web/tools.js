@@ -3,6 +3,7 @@
 import { ApiError, ConnectionLost, get, post } from "./api.js";
 import { callsOf, pathTo, pendingCalls, sentCalls } from "./conversation.js";
 import { isObject } from "./json.js";
+import { isMediaType, MediaError, ofBase64 } from "./media.js";
 import { element } from "./view.js";
 
 const $ = (id) => document.getElementById(id);
@@ -93,12 +94,29 @@ export class Tools extends EventTarget {
     try {
       const body = { name, arguments: text, consent: { name, arguments: text } };
       const answer = await post("mcp/call", this.settings.key, body, controller.signal);
-      result = { status: answer.is_error ? "failed" : "done", text: answer.text };
+      const media = await this.kept(message.chat, answer.images ?? []);
+      result = { status: answer.is_error ? "failed" : "done", text: answer.text, ...(media.length ? { media } : {}) };
     } catch (error) {
       result = { status: "failed", text: reasonOf(error) };
     }
     this.running.delete(key);
     await this.note(message, index, result);
+  }
+
+  // Pictures of a result; what is none is left out.
+  async kept(chat, images) {
+    const found = [];
+    for (const [i, { type, data }] of images.entries()) {
+      if (!isMediaType("image", type)) continue;
+      try {
+        const blob = ofBase64(data, type);
+        const name = `picture ${i + 1}`;
+        found.push(await this.store.keepMedia(chat, { blob, kind: "image", name, type, size: blob.size }));
+      } catch (error) {
+        if (!(error instanceof MediaError)) throw error;
+      }
+    }
+    return found;
   }
 
   // Stops the calls of a chat.

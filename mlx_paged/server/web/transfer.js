@@ -1,27 +1,32 @@
 // Chats as files: JSON, there and back, and Markdown to read. And the chats of the page's old form.
 
 import { pretty } from "./json.js";
+import { dataUrl, isMediaType, mediaOf, ofBase64 } from "./media.js";
 import { byAge, callsOf, newestLeaf, pathTo, splitReasoning, titleOf } from "./conversation.js";
 
 const FORMAT = "mlx-paged-chats";
-const VERSION = 2; // 1 had no calls and no tools
+const VERSION = 3; // 1 had no calls and no tools, 2 no media
 const STATUSES = ["done", "stopped", "interrupted", "failed"];
 
-export function toJson(chats, messagesOf) {
+// `recordsOf`: a promise of the bytes that a chat has.
+export async function toJson(chats, messagesOf, recordsOf) {
   const file = {
     format: FORMAT,
     version: VERSION,
     exported: new Date().toISOString(),
-    chats: chats.map((chat) => ({
+    chats: await Promise.all(chats.map(async (chat) => ({
       id: chat.id, title: chat.title, leaf: chat.leaf, created: chat.created, used: chat.used,
       tools: chat.tools ?? [],
       messages: [...messagesOf(chat.id).values()].sort(byAge).map((m) => ({
         id: m.id, parent: m.parent, role: m.role, content: m.content, reasoning: m.reasoning,
-        calls: callsOf(m),
+        calls: callsOf(m), media: mediaOf(m),
         status: m.status === "streaming" ? "interrupted" : m.status,
         error: m.error, finish: m.finish, stats: m.stats, model: m.model, created: m.created,
       })),
-    })),
+      media: await Promise.all((await recordsOf(chat.id)).map(async ({ id, blob }) => (
+        { id, data: (await dataUrl(blob)).replace(/^[^,]*,/, "") }
+      ))),
+    }))),
   };
   return JSON.stringify(file, null, 1);
 }
@@ -31,6 +36,7 @@ export function toMarkdown(chat, messages) {
   for (const message of pathTo(messages, chat.leaf)) {
     const { text } = splitReasoning(message);
     parts.push(`## ${message.role === "user" ? "You" : message.model || "Model"}`, text.trim());
+    for (const item of mediaOf(message)) parts.push(`[${item.kind}: ${item.name}]`);
     for (const call of callsOf(message)) parts.push(...callAsMarkdown(call));
     if (message.error) parts.push(`> Failed: ${message.error}`);
   }
@@ -59,12 +65,14 @@ const CHAT_FIELDS = {
   created: [TIME, "a time in milliseconds"], used: [TIME, "a time in milliseconds"],
   tools: [(v) => Array.isArray(v) && v.every(TEXT), "a list of names"],
   messages: [Array.isArray, "a list"],
+  media: [(v) => Array.isArray(v) && v.every(isRecord), "a list of ids with data in base64"],
 };
 const MESSAGE_FIELDS = {
   id: [ID, "an id"], parent: [orNull(ID), "an id or null"],
   role: [(v) => v === "user" || v === "assistant", '"user" or "assistant"'],
   content: [TEXT, "a text"], reasoning: [TEXT, "a text"],
   calls: [(v) => Array.isArray(v) && v.every(isCall), "a list of calls"],
+  media: [(v) => Array.isArray(v) && v.every(isItem), "a list of images, videos and sounds"],
   status: [(v) => STATUSES.includes(v), STATUSES.map((s) => `"${s}"`).join(", ")],
   error: [orNull(TEXT), "a text or null"], finish: [orNull(TEXT), "a text or null"],
   stats: [orNull(isStats), "statistics or null"], model: [orNull(TEXT), "a text or null"],
@@ -79,8 +87,19 @@ function isCall(call) {
 }
 
 function isResult(result) {
-  if (!isObject(result) || !hasOnly(result, ["text", "status"])) return false;
+  if (!isObject(result) || !hasOnly(result, ["text", "status", "media"])) return false;
+  if (!Array.isArray(result.media ?? []) || !(result.media ?? []).every(isItem)) return false;
   return TEXT(result.text) && ["done", "failed", "refused"].includes(result.status);
+}
+
+function isItem(item) {
+  if (!isObject(item) || !hasOnly(item, ["id", "kind", "name", "type", "size"])) return false;
+  return ID(item.id) && [item.kind, item.name, item.type].every(TEXT) && isMediaType(item.kind, item.type) && TIME(item.size);
+}
+
+function isRecord(record) {
+  if (!isObject(record) || !hasOnly(record, ["id", "data"]) || !ID(record.id) || !TEXT(record.data)) return false;
+  return record.data.length % 4 === 0 && /^[A-Za-z0-9+/]*={0,2}$/.test(record.data);
 }
 
 function isStats(stats) {
@@ -139,12 +158,13 @@ export function fromJson(text) {
   if (!isObject(file) || file.format !== FORMAT) {
     throw new ImportError(`format must be "${FORMAT}" but is ${show(file?.format)}`);
   }
-  if (file.version !== VERSION && file.version !== 1) {
-    throw new ImportError(`version must be 1 or ${VERSION} but is ${show(file.version)}`);
+  if (![1, 2, VERSION].includes(file.version)) {
+    throw new ImportError(`version must be 1, 2 or ${VERSION} but is ${show(file.version)}`);
   }
   if (!Array.isArray(file.chats)) throw new ImportError(`chats must be a list but is ${show(file.chats)}`);
   const ids = new Set();
-  if (file.version === 1) file.chats = file.chats.map(fromVersion1);
+  if (file.version < 2) file.chats = file.chats.map(fromVersion1);
+  if (file.version < 3) file.chats = file.chats.map(fromVersion2);
   file.chats.forEach((chat, i) => {
     checkFields(`chats[${i}]`, chat, CHAT_FIELDS);
     if (ids.has(chat.id)) throw new ImportError(`chats[${i}].id ${show(chat.id)} is there twice`);
@@ -156,18 +176,32 @@ export function fromJson(text) {
 
 // (What is no chat is left as it is, for its error.)
 function fromVersion1(chat) {
-  if (!isObject(chat) || "tools" in chat || !Array.isArray(chat.messages)) return chat;
-  const messages = chat.messages.map((m) => (isObject(m) && !("calls" in m) ? { ...m, calls: [] } : m));
-  return { ...chat, tools: [], messages };
+  return isObject(chat) && !("tools" in chat) ? { ...withField(chat, "calls"), tools: [] } : chat;
 }
+
+function fromVersion2(chat) {
+  return isObject(chat) && !("media" in chat) ? { ...withField(chat, "media"), media: [] } : chat;
+}
+
+// A chat whose messages have a field that they lacked, with an empty list.
+function withField(chat, name) {
+  if (!Array.isArray(chat.messages)) return chat;
+  return { ...chat, messages: chat.messages.map((m) => (isObject(m) && !(name in m) ? { ...m, [name]: [] } : m)) };
+}
+
+const itemsIn = (message) => [...mediaOf(message), ...callsOf(message).flatMap(({ result }) => result?.media ?? [])];
 
 // Adds imported chats to a store: what is there already stays. Returns the number of new messages.
 export async function addTo(store, chats) {
   let added = 0;
-  for (const { messages, ...chat } of chats) {
+  for (const { messages, media, ...chat } of chats) {
     const known = store.get("chats", chat.id);
     if (!known) await store.addChat(chat);
     else if (known.deleted) await store.write("chats", chat.id, { deleted: null });
+    for (const record of media) {
+      const item = messages.flatMap(itemsIn).find(({ id }) => id === record.id);
+      if (item) await store.keepMedia(chat.id, { ...item, blob: ofBase64(record.data, item.type) });
+    }
     for (const message of messages) {
       if (store.get("messages", message.id)) continue;
       await store.addMessage({ ...message, chat: chat.id });

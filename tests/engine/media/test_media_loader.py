@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ from PIL import Image
 from support.media_files import RED, clip, picture, png, saved, sound
 
 from mlx_paged.engine.media import decode, loader
-from mlx_paged.engine.media.items import AudioClip, MediaSource, VideoFrames
+from mlx_paged.engine.media.items import (
+    AudioClip,
+    MediaSource,
+    OutOfTime,
+    Unusable,
+    VideoFrames,
+    Work,
+)
 from mlx_paged.engine.media.loader import MediaLoader
 from mlx_paged.engine.media.options import IoOptions, MediaLimits, MediaOptions
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError
@@ -118,6 +126,40 @@ def test_what_one_thread_decodes_no_other_one_does(monkeypatch) -> None:
         thread.join(300)
     assert len(found) == 8 and media.num_decoded == 1
     assert all(item.data is found[0].data for item in found)
+
+
+def test_another_prompt_whose_time_is_up_fails_alone() -> None:
+    """One that waits for the same picture makes it itself."""
+    kept, digest = loader._DecodedItems(1 << 20), b"digest"
+    begun, waits = threading.Event(), threading.Event()
+    picture, failures = Image.new("RGB", (3, 3)), []
+
+    class Watched:
+        def __init__(self, future: Future[Any]) -> None:
+            self.future = future
+
+        def result(self) -> Any:
+            waits.set()
+            return self.future.result()
+
+    def out_of_time() -> Any:
+        kept._in_work[digest] = Watched(kept._in_work[digest])  # type: ignore[assignment]
+        begun.set()
+        assert waits.wait(300)
+        raise OutOfTime("it was not decoded within 60 s")
+
+    def first() -> None:
+        try:
+            kept.get(digest, out_of_time, Work(300, threading.Event(), ""))
+        except Unusable as error:
+            failures.append(f"{error}")
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert begun.wait(300)
+    assert kept.get(digest, lambda: picture, Work(300, threading.Event(), "")) is picture
+    thread.join(300)
+    assert failures == ["it was not decoded within 60 s"]
 
 
 def test_a_failure_is_not_kept(monkeypatch) -> None:
@@ -307,7 +349,7 @@ def test_sounds_as_objects() -> None:
     assert len(slower.data.samples) == pytest.approx(3200, abs=64) and slower.data.rate == 16_000
     [integers] = items(media, (samples * 32767).astype(np.int16), kind="audio")
     assert np.allclose(integers.data.samples, samples, atol=1e-3)
-    for wrong in (np.array([np.nan]), np.zeros((0,)), (samples, 0), ["a"], 3):
+    for wrong in (np.array([np.nan]), np.zeros((0,)), (samples, 0), (samples, 0.5), ["a"], 3):
         assert refusal(media, wrong, kind="audio")
 
 

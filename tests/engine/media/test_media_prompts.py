@@ -150,8 +150,16 @@ def test_text_goes_its_old_way(llm: LLM) -> None:
             "messages[0].content[0].fps",
             "above 0",
         ),
+        (
+            {"type": "image_url", "image_url": None, "uuid": "first"},
+            "messages[0].content[0].uuid",
+            "send the content (image_url) again",
+        ),
+        ({"type": "image", "uuid": "a"}, "messages[0].content[0].uuid", "content (image) again"),
+        ({"type": "image", "image": b"", "uuid": 7}, "messages[0].content[0].uuid", "a text of"),
         ({"type": "smell", "smell": 1}, "messages[0].content[0]", "part of type text, image_url"),
         ({"type": "text"}, "messages[0].content[0]", "part of type"),
+        ({"type": ["image"]}, "messages[0].content[0]", "part of type"),
         (7, "messages[0].content[0]", "a part with a type"),
         ({"type": "image", "image": Image.new("RGB", (3000, 1))}, "messages[0].content[0].image",
          "too long for the processor"),
@@ -239,6 +247,17 @@ def test_keys_are_of_the_content_and_of_how_it_is_seen(llm: LLM) -> None:
     assert len(key(red)) == 32
     assert key(red) == key(red, "before <image> behind")
     assert len({key(red), key(blue), key(red, settings=b"others"), key(red.resize((5, 4)))}) == 4
+
+
+def test_a_uuid_names_no_content(llm: LLM) -> None:
+    """Whoever reuses another's gets no answer about the other's picture."""
+    keys = []
+    for color in ("red", "blue", "red"):
+        image = Image.new("RGB", (4, 4), color)
+        llm.chat(user({"type": "image", "image": image, "uuid": "one"}), SHORT)
+        [span] = llm.engine.given[-1].spans  # type: ignore[attr-defined]
+        keys.append(span.key)
+    assert keys[0] == keys[2] != keys[1]
 
 
 # --- Templates ------------------------------------------------------------------------------------

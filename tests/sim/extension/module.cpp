@@ -13,6 +13,7 @@
 
 #include "../../../csrc/bindings.h"
 #include "../../../csrc/cuda/variants.h"
+#include "../../../csrc/device_program.h"
 #include "../../../csrc/host_copies.h"
 #include "../../../csrc/kernel_source.h"
 #include "mlx/allocator.h"
@@ -138,6 +139,39 @@ void bind_simulator(nb::module_& m) {
       "merge_items"_a, nb::kw_only(), "scale"_a, "window"_a = 0, "softcap"_a = 0.0f,
       "sinks"_a = nb::none(), "cuda"_a = false,
       "What a GPU would run for a call of paged_attention: Apple's, or with `cuda` NVIDIA's.");
+
+  m.def(
+      "device_program_launches",
+      [](const nb::capsule& made, const Arrays& inputs, bool cuda) {
+        auto* program =
+            static_cast<const std::shared_ptr<const DeviceProgram>*>(made.data("device_program"));
+        auto gpu = cuda ? Gpu::nvidia : Gpu::apple;
+        nb::list launches;
+        for (const auto& launch : (*program)->launches((*program)->attention(inputs, gpu), gpu)) {
+          launches.append(describe(launch));
+        }
+        return launches;
+      },
+      "program"_a, "inputs"_a, nb::kw_only(), "cuda"_a,
+      "What a GPU would run for a step of a DeviceProgram: Apple's, or with `cuda` NVIDIA's.");
+
+  m.def(
+      "step_counts",
+      [] {
+        auto counts = sim::counts_of_steps();
+        return nb::make_tuple(counts.captures, counts.replays, counts.memory_bytes);
+      },
+      "Captures and replays of device programs so far, and the bytes of memory that they have.");
+
+  m.def("fail_next_capture", &sim::fail_next_capture, "The next capture throws.");
+
+  m.def(
+      "workspace_shape",
+      [](uint64_t bytes) {
+        auto shape = workspace_shape(bytes);
+        return std::vector<int>(shape.begin(), shape.end());
+      },
+      "bytes"_a, "The shape of a workspace on a GPU.");
 
   m.def(
       "forget_attention_layers", &forget_attention_layers,

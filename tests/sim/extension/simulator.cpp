@@ -3,6 +3,7 @@
 #include "simulator.h"
 
 #include <atomic>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -10,6 +11,8 @@
 #include <utility>
 
 #include "../../../csrc/cpu/dense.h"
+#include "../../../csrc/device_program.h"
+#include "../../../csrc/step_runner.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 
@@ -146,10 +149,158 @@ void simulate(KernelNode& node, const Arrays& inputs, Arrays& out) {
   }
 }
 
+StepCounts step_counts;
+bool capture_fails = false;
+struct SimulatedMemory {
+  std::weak_ptr<mx::array::Data> data;
+  char* begin;
+  size_t bytes;
+};
+std::vector<SimulatedMemory> step_memories;
+
+// A GPU whose captured launches are run with the addresses that they were captured with.
+class SimulatedStepDevice : public StepDevice {
+ public:
+  explicit SimulatedStepDevice(mx::Stream stream) : stream_(stream) {}
+
+  Gpu kind() const override { return Gpu::apple; }
+
+  mx::array allocate(uint64_t bytes) override {
+    mx::array a(mx::Shape{int((bytes + 3) / 4)}, mx::float32, nullptr, {});
+    a.set_data(mx::allocator::malloc(a.nbytes()));
+    step_memories.push_back({a.data_shared_ptr(), a.data<char>(), a.nbytes()});
+    return a;
+  }
+
+  char* address_of(const mx::array& a) override {
+    auto* data = const_cast<char*>(a.data<char>());
+    known_.push_back({data, uint64_t(a.buffer_size() - a.offset()), uint64_t(a.offset())});
+    return data;
+  }
+
+  std::shared_ptr<void> capture(PlacedLaunches& launches, size_t end) override {
+    if (std::exchange(capture_fails, false)) {
+      throw std::runtime_error("[simulator] a capture that fails");
+    }
+    step_counts.captures++;
+    auto made = std::make_shared<Replayed>();
+    made->launches.assign(launches.launches.begin(), launches.launches.begin() + end);
+    made->operands = operands_of(launches);
+    return made;
+  }
+
+  // What a step finds in its memory is of other steps.
+  void begin() override {
+    mx::synchronize(stream_);
+    std::erase_if(step_memories, [](const auto& memory) { return memory.data.expired(); });
+    for (const auto& memory : step_memories) {
+      std::memset(memory.begin, 0xff, memory.bytes);
+    }
+  }
+
+  void copy(const std::vector<StepCopy>& copies) override {
+    for (const auto& [from, to, bytes] : copies) {
+      std::memcpy(to, from, bytes);
+    }
+  }
+
+  void replay(void* captured) override {
+    step_counts.replays++;
+    auto& replayed = *static_cast<Replayed*>(captured);
+    run(replayed.launches, replayed.operands);
+  }
+
+  void run(PlacedLaunches& placed, size_t begin, size_t end) override {
+    auto operands = operands_of(placed);
+    run({placed.launches.begin() + begin, placed.launches.begin() + end}, operands);
+  }
+
+  void keep(const mx::array&) override {}
+  void keep(std::shared_ptr<const void>) override {}
+
+ private:
+  struct Replayed {
+    std::vector<Launch> launches;
+    std::vector<Operand> operands;
+  };
+  struct Known {
+    char* data;
+    uint64_t bytes;
+    uint64_t offset;  // in its buffer
+  };
+
+  std::vector<Operand> operands_of(const PlacedLaunches& placed) const {
+    std::vector<Operand> operands;
+    for (char* address : placed.addresses) {
+      uint64_t offset = 0;
+      for (const auto& known : known_) {
+        if (address >= known.data && address < known.data + known.bytes) {
+          offset = known.offset + (address - known.data);
+        }
+      }
+      operands.push_back({address, offset});
+    }
+    return operands;
+  }
+
+  // The launches of one attention write to different rows of its output; other steps' memory is
+  // poisoned before they write it.
+  static void run(const std::vector<Launch>& launches, std::vector<Operand>& operands) {
+    std::set<int> written;
+    for (const auto& launch : launches) {
+      if (launch.kernel.file == "layer.h") {
+        written.clear();
+      }
+      run_launch(launch, operands, written);
+    }
+  }
+
+  mx::Stream stream_;
+  std::vector<Known> known_;
+};
+
+void simulate(DeviceStep& node, const Arrays& inputs, Arrays& out) {
+  auto& encoder = mx::cpu::get_command_encoder(node.stream());
+  const auto& program = node.program();
+  Arrays in;
+  for (int i = 0; i < int(inputs.size()); i++) {
+    const auto& a = inputs[i];
+    if (can_read_on_gpu(a) || program.is_pool(i)) {
+      in.push_back(a);
+      continue;
+    }
+    in.emplace_back(a.shape(), a.dtype(), nullptr, Arrays{});
+    cpu::copy_to_dense(a, in.back(), encoder);
+  }
+  size_t num_results = program.results().size();
+  for (size_t i = 0; i < out.size(); i++) {
+    if (i < num_results) {
+      out[i].set_data(mx::allocator::malloc(out[i].nbytes()));
+    } else {
+      out[i].copy_shared_buffer(in[program.pools()[i - num_results]]);
+    }
+  }
+  mx::synchronize(node.stream());
+  SimulatedStepDevice device(node.stream());
+  program.runner(node.stream().index)->run(in, {out.begin(), out.begin() + num_results}, device);
+}
+
 }  // namespace
 
 void set_simulator(Simulator simulator) {
   installed = simulator;
+}
+
+StepCounts counts_of_steps() {
+  StepCounts counts = step_counts;
+  for (const auto& memory : step_memories) {
+    counts.memory_bytes += memory.data.expired() ? 0 : memory.bytes;
+  }
+  return counts;
+}
+
+void fail_next_capture() {
+  capture_fails = true;
 }
 
 std::vector<Record> take_records() {
@@ -170,5 +321,7 @@ SIMULATED(CopyBlocks)
 SIMULATED(GatherKV)
 SIMULATED(PagedAttention)
 SIMULATED(ApplyTokenBitmask)
+SIMULATED(GreedyTokens)
+SIMULATED(DeviceStep)
 
 }  // namespace mlx_paged

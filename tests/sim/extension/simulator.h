@@ -26,4 +26,15 @@ struct Record {
 // Those since the last call.
 std::vector<Record> take_records();
 
+// Of device programs, since the process started; and the memory that they have now.
+struct StepCounts {
+  int captures = 0;
+  int replays = 0;
+  uint64_t memory_bytes = 0;
+};
+StepCounts counts_of_steps();
+
+// The next capture throws.
+void fail_next_capture();
+
 }  // namespace mlx_paged::sim

@@ -1,0 +1,45 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// One attention operation as tasks that may run in any order: first all of `attend`, then all of
+// `merge`.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "attention.h"
+
+namespace mlx_paged::cpu {
+
+class AttentionRun {
+ public:
+  // The arrays of `args` are read from here on, but for queries and pools, which `attend` reads.
+  AttentionRun(const AttentionArgs& args, int num_items, int num_merges);
+
+  // Floats of the workspace that `begin` is given.
+  int64_t num_partial_floats() const;
+  void set_partials(float* partials);
+
+  int num_tasks() const { return std::max(num_items_ * pieces_, int(!empty_rows_.empty())); }
+  void attend(int task) const;
+  int num_merges() const { return int(merge_rows_.size()); }
+  void merge(int task) const;
+
+ private:
+  void find_empty_rows(int num_merges);
+
+  AttentionArgs args_;
+  int num_items_;
+  int max_rows_ = 0;
+  int64_t partial_rows_ = 0;
+  std::vector<std::pair<int, int>> merge_rows_;  // merge item, row
+  std::vector<int> empty_rows_;                  // without work: zero
+  int pieces_ = 1;                               // into which the KV heads of an item are divided
+  int heads_each_ = 0;
+  size_t scratch_ = 0;
+};
+
+}  // namespace mlx_paged::cpu

@@ -1,0 +1,224 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include "program.h"
+
+#include <algorithm>
+#include <sstream>
+
+#include "eval.h"
+#include "kernels.h"
+#include "parallel_for.h"
+#include "scratch.h"
+
+namespace mlx_paged::cpu {
+
+int64_t View::row_size() const {
+  int64_t size = 1;
+  for (size_t i = 1; i < shape.size(); i++) {
+    size *= shape[i];
+  }
+  return size;
+}
+
+bool View::has_dense_rows() const {
+  int64_t size = 1;
+  for (size_t i = shape.size(); i-- > 1;) {
+    if (shape[i] != 1 && strides[i] != size) {
+      return false;
+    }
+    size *= shape[i];
+  }
+  return true;
+}
+
+bool View::is_dense() const {
+  return has_dense_rows() && (rows() == 1 || strides[0] == row_size());
+}
+
+namespace {
+
+void add_bias(float* out, const float* bias, int64_t size) {
+  for (int64_t i = 0; i < size; i++) {
+    out[i] += bias[i];
+  }
+}
+
+void run_gated(const Product& p, const Bases& bases, int begin, int end) {
+  const auto& kernels = cpu::kernels();
+  int64_t rows = p.x.rows();
+  int64_t width = end - begin;
+  float* gate = thread_scratch(2 * rows * width);
+  float* up = gate + rows * width;
+  const float* x = p.x.row(bases, 0);
+  auto multiply = [&](const float* weight, const float* bias, float* out) {
+    kernels.product.few_rows(
+        {x, weight + int64_t(begin) * p.k, out, int(rows), p.k, p.x.strides[0], p.k, width}, 0,
+        width);
+    for (int64_t i = 0; bias && i < rows; i++) {
+      add_bias(out + i * width, bias + begin, width);
+    }
+  };
+  multiply(p.weight, p.bias, gate);
+  multiply(p.up, p.up_bias, up);
+  for (int64_t i = 0; i < rows; i++) {
+    SiluMulArgs args{DType::float32, gate + i * width, up + i * width, p.out.row(bases, i) + begin};
+    kernels.layer.silu_mul(args, 0, width);
+  }
+}
+
+void run_product(const Product& p, const Bases& bases, int begin, int end) {
+  if (p.up) {
+    return run_gated(p, bases, begin, end);
+  }
+  int64_t rows = p.x.rows();
+  kernels().product.few_rows(
+      {p.x.row(bases, 0), p.weight, p.out.row(bases, 0), int(rows), p.k, p.x.strides[0], p.k,
+       p.out.strides[0]},
+      begin, end);
+  for (int64_t i = 0; i < rows; i++) {
+    float* out = p.out.row(bases, i) + begin;
+    if (p.bias) {
+      add_bias(out, p.bias + begin, end - begin);
+    }
+    for (const View& added : p.added) {
+      add_bias(out, added.row(bases, i) + begin, end - begin);
+    }
+  }
+}
+
+// Memory of the stream's thread, for what lies between the phases of a step.
+char* step_memory(int64_t bytes) {
+  thread_local std::vector<std::max_align_t> memory;
+  constexpr size_t kLine = 64;
+  size_t needed = (size_t(bytes) + kLine) / sizeof(std::max_align_t) + 1;
+  if (memory.size() < needed) {
+    memory = std::vector<std::max_align_t>(needed);
+  }
+  auto at = reinterpret_cast<uintptr_t>(memory.data());
+  return reinterpret_cast<char*>((at + kLine - 1) / kLine * kLine);
+}
+
+}  // namespace
+
+void Program::check(const Arrays& inputs) const {
+  auto refuse = [](size_t i, const char* what, const auto& expected, const auto& actual) {
+    std::ostringstream message;
+    message << "[program] the " << what << " of inputs[" << i << "] must be " << expected
+            << " but got " << actual;
+    throw std::invalid_argument(message.str());
+  };
+  if (inputs.size() != input_shapes_.size()) {
+    throw std::invalid_argument(
+        "[program] inputs must be " + std::to_string(input_shapes_.size()) + " arrays but got " +
+        std::to_string(inputs.size()));
+  }
+  for (size_t i = 0; i < inputs.size(); i++) {
+    if (inputs[i].dtype() != input_dtypes_[i]) {
+      refuse(i, "dtype", input_dtypes_[i], inputs[i].dtype());
+    }
+    if (any_length_[i] ? inputs[i].ndim() != input_shapes_[i].size()
+                       : inputs[i].shape() != input_shapes_[i]) {
+      refuse(i, "shape", input_shapes_[i], inputs[i].shape());
+    }
+  }
+}
+
+AttentionArgs Program::attention_args(
+    const AttentionPhase& p, const Bases& bases, const Arrays& in) const {
+  AttentionArgs args{};
+  args.dtype = p.dtype;
+  args.queries = p.queries.row(bases, 0);
+  args.keys = {p.keys, bases[p.key_pool]};
+  args.values = {p.values, bases[p.value_pool]};
+  args.out = p.out.row(bases, 0);
+  args.positions = in[p.positions].data<int32_t>();
+  args.num_rows = int(p.queries.rows());
+  args.block_tables = in[p.tables].data<int32_t>();
+  args.work_items = reinterpret_cast<const paged::WorkItem*>(in[p.work_items].data<int32_t>());
+  args.merge_items = reinterpret_cast<const paged::MergeItem*>(in[p.merge_items].data<int32_t>());
+  args.sinks = p.sinks;
+  args.num_q_heads = p.num_q_heads;
+  args.num_kv_heads = p.keys.num_kv_heads;
+  args.block_size = p.keys.block_size;
+  args.max_blocks = in[p.tables].shape(1);
+  args.scale = p.options.scale;
+  args.softcap = p.options.softcap;
+  args.window = p.options.window;
+  return args;
+}
+
+void Program::run(const Arrays& in, char* result) const {
+  char* memory = step_memory(temporary_bytes_);
+  Bases bases;
+  for (const Buffer& buffer : buffers_) {
+    switch (buffer.kind) {
+      case Buffer::Kind::constant:
+        bases.push_back(buffer.data);
+        break;
+      case Buffer::Kind::input:
+        bases.push_back(const_cast<char*>(in[buffer.index].data<char>()));
+        break;
+      case Buffer::Kind::output:
+        bases.push_back(result);
+        break;
+      case Buffer::Kind::temporary:
+        bases.push_back(memory + buffer.offset);
+    }
+  }
+
+  // Attention is two phases of a run: its pieces, and what merges them.
+  struct Step {
+    const Phase* phase;
+    AttentionRun* attention = nullptr;
+    bool merges = false;
+  };
+  std::vector<std::unique_ptr<AttentionRun>> attention;
+  std::vector<Step> steps;
+  std::vector<int> num_tasks;
+  int64_t partial_floats = 0;
+  for (const Phase& phase : phases_) {
+    if (auto* rows = std::get_if<RowPhase>(&phase)) {
+      steps.push_back({&phase});
+      num_tasks.push_back(int(std::min<int64_t>(rows->rows, num_threads())));
+    } else if (auto* products = std::get_if<ProductPhase>(&phase)) {
+      steps.push_back({&phase});
+      num_tasks.push_back(int(products->pieces.size()));
+    } else {
+      const auto& p = std::get<AttentionPhase>(phase);
+      attention.push_back(
+          std::make_unique<AttentionRun>(
+              attention_args(p, bases, in), in[p.work_items].shape(0), in[p.merge_items].shape(0)));
+      auto* run = attention.back().get();
+      partial_floats = std::max(partial_floats, run->num_partial_floats());
+      steps.push_back({&phase, run, false});
+      num_tasks.push_back(run->num_tasks());
+      if (run->num_merges()) {
+        steps.push_back({&phase, run, true});
+        num_tasks.push_back(run->num_merges());
+      }
+    }
+  }
+  auto partials = std::make_unique_for_overwrite<float[]>(partial_floats);
+  for (auto& run : attention) {
+    run->set_partials(partials.get());
+  }
+
+  run_phases(num_tasks, [&](int i, int task) {
+    const Step& step = steps[i];
+    if (step.attention) {
+      step.merges ? step.attention->merge(task) : step.attention->attend(task);
+    } else if (auto* products = std::get_if<ProductPhase>(step.phase)) {
+      const auto& piece = products->pieces[task];
+      run_product(products->products[piece.product], bases, piece.begin, piece.end);
+    } else {
+      const auto& rows = std::get<RowPhase>(*step.phase);
+      int64_t begin = rows.rows * task / num_tasks[i];
+      int64_t end = rows.rows * (task + 1) / num_tasks[i];
+      for (const auto& work : rows.tasks) {
+        work(bases, begin, end);
+      }
+    }
+  });
+}
+
+}  // namespace mlx_paged::cpu

@@ -1,0 +1,145 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// A step of few rows as one operation on the CPU. The graph that model code builds is read once for
+// a number of rows (program_reader.cpp) and turned into phases, which all threads run one after
+// another (program.cpp). So a step has no nodes to schedule, no thread sleeps between its products,
+// and the projections of one input are one phase.
+//
+// Every value has the step's rows (or the rows of its logits) as its first axis. An operation is a
+// product with weights, attention, or works on each row by itself.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "../primitives.h"
+#include "attention_run.h"
+
+namespace mlx_paged::cpu {
+
+// Why a graph is not run as a program.
+class Unsupported : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// Where the buffers of a program lie in one run.
+using Bases = std::vector<char*>;
+
+// A value: where it lies in one of a program's buffers.
+struct View {
+  int buffer;
+  int64_t offset = 0;   // in elements, as are the strides
+  mx::Shape shape;      // [rows, ...]
+  mx::Strides strides;  // of each axis
+
+  int64_t rows() const { return shape.empty() ? 1 : shape[0]; }
+  int64_t row_size() const;     // elements of a row
+  bool has_dense_rows() const;  // whether the elements of a row lie side by side
+  bool is_dense() const;
+
+  template <typename T = float>
+  T* row(const Bases& bases, int64_t i) const {
+    return reinterpret_cast<T*>(bases[buffer]) + offset + i * strides[0];
+  }
+};
+
+struct Buffer {
+  enum class Kind { constant, input, output, temporary };
+  Kind kind;
+  int index = 0;         // of a program's inputs or outputs
+  char* data = nullptr;  // of a constant
+  int64_t bytes = 0;     // of a temporary
+  int64_t offset = 0;    // of a temporary in the memory of a run
+};
+
+// Works on each row by itself.
+using RowTask = std::function<void(const Bases& bases, int64_t begin, int64_t end)>;
+
+struct RowPhase {
+  int64_t rows;
+  std::vector<RowTask> tasks;  // in this order for each row
+};
+
+// A linear layer, with what follows it.
+struct Product {
+  View x;               // [rows, ..., k]
+  View out;             // [rows, ..., n]
+  const float* weight;  // [n, k]
+  const float* bias;    // [n] or null
+  // Of a gated layer: out = silu(x @ weight.T + bias) * (x @ up.T + up_bias). Null: another.
+  const float* up = nullptr;
+  const float* up_bias = nullptr;
+  std::vector<View> added;  // none or one: what is added to it
+  int n;
+  int k;
+};
+
+struct ProductPhase {
+  struct Piece {
+    int product;
+    int begin, end;  // columns
+  };
+  std::vector<Product> products;
+  std::vector<Piece> pieces;
+};
+
+struct AttentionPhase {
+  View queries;
+  View out;
+  int key_pool, value_pool;                        // buffers,
+  int positions, tables, work_items, merge_items;  // inputs
+  const float* sinks;                              // or null
+  AttentionOptions options;
+  DType dtype;
+  int num_q_heads;
+  PoolLayout keys, values;
+};
+
+using Phase = std::variant<RowPhase, ProductPhase, AttentionPhase>;
+
+class Program {
+ public:
+  // Reads the graph that leads from `inputs`, which have no values yet, to `outputs`: the first is
+  // the step's result, the others are pools among the inputs, written in place. What does not
+  // depend on the inputs is evaluated. Throws Unsupported.
+  Program(const Arrays& inputs, const Arrays& outputs);
+
+  // Throws std::invalid_argument where inputs are not of the shapes and dtypes that were read.
+  void check(const Arrays& inputs) const;
+
+  // One run, on the calling thread and its workers.
+  void run(const Arrays& inputs, char* result) const;
+
+  int num_phases() const { return int(phases_.size()); }
+  const mx::Shape& result_shape() const { return result_shape_; }
+  // Which inputs the outputs after the first are.
+  const std::vector<int>& pools() const { return pools_; }
+  bool is_pool(int input) const {
+    return std::find(pools_.begin(), pools_.end(), input) != pools_.end();
+  }
+
+ private:
+  friend class ProgramReader;
+
+  AttentionArgs attention_args(const AttentionPhase& p, const Bases& bases, const Arrays& in) const;
+
+  std::vector<Buffer> buffers_;
+  std::vector<Phase> phases_;
+  int64_t temporary_bytes_ = 0;
+  std::vector<mx::Shape> input_shapes_;
+  std::vector<mx::Dtype> input_dtypes_;
+  std::vector<bool> any_length_;  // inputs whose shape may change: a plan's work
+  std::vector<int> pools_;
+  mx::Shape result_shape_;
+  Arrays constants_;  // kept alive
+};
+
+}  // namespace mlx_paged::cpu

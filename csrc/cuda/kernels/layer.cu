@@ -1,0 +1,88 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// The kernels between a layer's attention and its products, and the copy of a step's inputs to
+// where its kernels look for them.
+
+#include "../../../metal/kernel_table.h"
+#include "../compiled_kernels.h"
+#include "../msl/metal_stdlib"
+#include "../step_inputs.h"
+#include "dependent_launch.h"
+#include "layer.h"
+
+namespace {
+
+__device__ __forceinline__ void begin() {
+  paged::wait_for_kernel_before();
+  paged::let_next_kernel_begin();
+}
+
+}  // namespace
+
+template <typename T>
+__global__ void __launch_bounds__(paged::NORM_THREADS) add_rms_norm_entry(
+    const T* x, const T* residual, const T* weight, T* sum, T* out,
+    const __grid_constant__ paged::NormParams params) {
+  begin();
+  add_rms_norm<T>(x, residual, weight, sum, out, params);
+}
+
+template <typename T>
+__global__ void rope_rotations_entry(
+    const int* positions, const T* inv_freqs, T* out,
+    const __grid_constant__ paged::RotationParams params) {
+  begin();
+  rope_rotations<T>(positions, inv_freqs, out, params);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(32 * paged::ROPE_SIMD_GROUPS) rope_write_entry(
+    const T* queries, const T* keys, const T* values, const float* rotations,
+    const int* slot_mapping, const T* query_weight, const T* key_weight, T* out, T* key_pool,
+    T* value_pool, const __grid_constant__ paged::RopeParams params) {
+  begin();
+  rope_write<T>(
+      queries, keys, values, rotations, slot_mapping, query_weight, key_weight, out, key_pool,
+      value_pool, params);
+}
+
+template <typename T>
+__global__ void silu_mul_entry(
+    const T* gate, const T* up, T* out, const __grid_constant__ paged::SiluParams params) {
+  begin();
+  silu_mul<T>(gate, up, out, params);
+}
+
+template <typename T>
+__global__ void gather_rows_entry(
+    const T* table, const int* rows, T* out, const __grid_constant__ paged::RowParams params) {
+  begin();
+  gather_rows<T>(table, rows, out, params);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(32 * paged::PRODUCT_SIMD_GROUPS) product_rows_entry(
+    const T* x, const T* weight, const T* bias, const T* residual, T* out,
+    const __grid_constant__ paged::ProductParams params) {
+  begin();
+  product_rows<T>(x, weight, bias, residual, out, params);
+}
+
+// grid: (blocks of an input, inputs).
+__global__ void copy_inputs_entry(const __grid_constant__ mlx_paged::cuda::StepInputs inputs) {
+  begin();
+  const mlx_paged::cuda::StepInput input = inputs.inputs[blockIdx.y];
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < input.words;
+       i += gridDim.x * blockDim.x) {
+    input.to[i] = input.from[i];
+  }
+}
+
+#define LAYER(host_name, function, ...) {host_name, (const void*)function##_entry<__VA_ARGS__>},
+
+static const bool added = mlx_paged::cuda::add_kernels({
+    // clang-format off
+    PAGED_FOR_EACH_LAYER_TEMPLATE(LAYER)
+    {"copy_inputs", (const void*)copy_inputs_entry},
+    // clang-format on
+});

@@ -1,0 +1,264 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// A decode step on an NVIDIA GPU: its launches (step_runner.h) captured once as a CUDA graph and
+// replayed with one launch a step.
+//
+// (step_runner.h says what a step is in the stream.)
+//
+// What is relied on of MLX's encoder (mlx/backend/cuda/device.cpp, 0.32):
+//   - it collects what it is given in a graph of its own and launches that on its stream in
+//     commit(). So commit() first, and then launches on the same stream, run after all that was
+//     encoded before and before all that is encoded later. No edge between nodes is needed;
+//   - Event::signal and finalize() commit and then record an event or call the host on that stream,
+//     so what waits for the outputs waits for the step;
+//   - add_temporary() keeps a buffer until the stream has come past the next commit, and eval()
+//     calls it for the inputs after eval_gpu(): a step's inputs live until they have been copied.
+//     What was added before our commit() does not, so it is added again;
+//   - memory from the allocator is in the order of the stream.
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../dense.h"
+#include "../device_program.h"
+#include "../gpu.h"
+#include "../host_copies.h"
+#include "../step_runner.h"
+#include "compiled_kernels.h"
+#include "mlx/backend/cuda/device.h"
+#include "mlx/backend/cuda/utils.h"
+#include "step_inputs.h"
+#include "transfer.h"
+
+namespace mlx_paged {
+
+namespace {
+
+constexpr uint64_t kSmallest = 256;  // bytes of memory
+
+void check(cudaError_t status, const std::string& what) {
+  if (status != cudaSuccess) {
+    cudaGetLastError();  // (the next call must not report it again)
+    throw std::runtime_error("[device_step] " + what + ": " + cudaGetErrorString(status));
+  }
+}
+
+// Whether kernels may begin while the one before ends (kernels/dependent_launch.h).
+bool overlaps_kernels() {
+  static const bool wanted = [] {
+    const char* set = std::getenv("MLX_PAGED_DEPENDENT_LAUNCH");
+    int major = 0;
+    int device = 0;
+    return (!set || std::atoi(set) != 0) && cudaGetDevice(&device) == cudaSuccess &&
+           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) ==
+               cudaSuccess &&
+           major >= 9;
+  }();
+  return wanted;
+}
+
+// A stream of this thread to capture on, never destroyed: CUDA may be gone before the thread is.
+cudaStream_t capture_stream() {
+  thread_local std::map<int, cudaStream_t> streams;
+  int device = 0;
+  check(cudaGetDevice(&device), "the device");
+  auto& stream = streams[device];
+  if (!stream) {
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
+  }
+  return stream;
+}
+
+// Loads every kernel, which must not happen while launches are captured.
+void prepare(const std::vector<Launch>& launches) {
+  for (const auto& launch : launches) {
+    const auto& name = launch.kernel.host_name;
+    const void* symbol = cuda::find_kernel(name);
+    cuda::allow_shared_memory(symbol, name, launch.threadgroup_memory);
+  }
+}
+
+void run_launch(Launch& launch, std::vector<char*>& addresses, cudaStream_t stream, bool overlap) {
+  const Extent& grid = launch.grid;
+  if (std::find(grid.begin(), grid.end(), 0) != grid.end()) {
+    return;
+  }
+  const void* symbol = cuda::find_kernel(launch.kernel.host_name);
+  std::vector<void*> arguments;
+  for (const auto& binding : launch.buffers) {
+    arguments.push_back(&addresses[binding.operand]);
+  }
+  arguments.push_back(launch.constants.data());
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(grid[0], grid[1], grid[2]);
+  config.blockDim = dim3(launch.threadgroup[0], launch.threadgroup[1], launch.threadgroup[2]);
+  config.dynamicSmemBytes = launch.threadgroup_memory;
+  config.stream = stream;
+  config.attrs = attributes;
+  if (launch.cluster) {
+    auto& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = launch.cluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
+  if (overlap) {
+    auto& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  check(cudaLaunchKernelExC(&config, symbol, arguments.data()), launch.kernel.host_name);
+}
+
+void run_launches(PlacedLaunches& placed, size_t begin, size_t end, cudaStream_t stream) {
+  bool overlap = overlaps_kernels();
+  for (size_t i = begin; i < end; i++) {
+    run_launch(placed.launches[i], placed.addresses, stream, overlap && i > begin);
+  }
+}
+
+class CudaStepDevice : public StepDevice {
+ public:
+  explicit CudaStepDevice(mx::Stream stream)
+      : stream_(stream), encoder_(mx::cu::get_command_encoder(stream)) {
+    // (Of the CUDA runtime that is linked here; MLX has its own.)
+    check(cudaSetDevice(encoder_.device().cuda_device()), "a device");
+  }
+
+  Gpu kind() const override { return Gpu::nvidia; }
+
+  mx::array allocate(uint64_t bytes) override {
+    mx::array a(workspace_shape(std::max(bytes, kSmallest)), mx::float32, nullptr, {});
+    gpu::allocate(a, stream_);
+    return a;
+  }
+
+  char* address_of(const mx::array& a) override {
+    return mx::gpu_ptr<char>(const_cast<mx::array&>(a));
+  }
+
+  std::shared_ptr<void> capture(PlacedLaunches& launches, size_t end) override {
+    prepare(launches.launches);
+    static const bool wanted = [] {
+      const char* set = std::getenv("MLX_PAGED_STEP_GRAPHS");
+      return !set || std::atoi(set) != 0;
+    }();
+    if (!wanted || end == 0) {
+      return nullptr;
+    }
+    cudaStream_t stream = capture_stream();
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "a capture");
+    cudaGraph_t graph = nullptr;
+    try {
+      run_launches(launches, 0, end, stream);
+    } catch (...) {
+      cudaStreamEndCapture(stream, &graph);
+      if (graph) {
+        cudaGraphDestroy(graph);
+      }
+      cudaGetLastError();
+      throw;
+    }
+    check(cudaStreamEndCapture(stream, &graph), "the end of a capture");
+    cudaGraphExec_t made = nullptr;
+    auto status = cudaGraphInstantiate(&made, graph, 0);
+    cudaGraphDestroy(graph);
+    check(status, "a graph of a step");
+    return {made, [](void* graph) { cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)); }};
+  }
+
+  void begin() override { encoder_.commit(); }
+
+  void copy(const std::vector<StepCopy>& copies) override {
+    constexpr int kThreads = 256;
+    constexpr int kMostBlocks = 16;
+    for (size_t first = 0; first < copies.size(); first += cuda::kMostStepInputs) {
+      size_t count = std::min<size_t>(copies.size() - first, cuda::kMostStepInputs);
+      cuda::StepInputs inputs{};
+      int most_words = 0;
+      for (size_t i = 0; i < count; i++) {
+        const auto& [from, to, bytes] = copies[first + i];
+        int words = int(bytes / 4);
+        inputs.inputs[i] = {reinterpret_cast<const int*>(from), reinterpret_cast<int*>(to), words};
+        most_words = std::max(most_words, words);
+      }
+      void* arguments[] = {&inputs};
+      cudaLaunchConfig_t config = {};
+      int blocks = std::clamp((most_words + kThreads - 1) / kThreads, 1, kMostBlocks);
+      config.gridDim = dim3(blocks, count, 1);
+      config.blockDim = dim3(kThreads, 1, 1);
+      config.stream = encoder_.stream();
+      check(
+          cudaLaunchKernelExC(&config, cuda::find_kernel("copy_inputs"), arguments), "copy_inputs");
+    }
+  }
+
+  void replay(void* captured) override {
+    check(
+        cudaGraphLaunch(static_cast<cudaGraphExec_t>(captured), encoder_.stream()),
+        "launch of a graph");
+  }
+
+  void run(PlacedLaunches& launches, size_t begin, size_t end) override {
+    run_launches(launches, begin, end, encoder_.stream());
+  }
+
+  void keep(const mx::array& a) override { encoder_.add_temporary(a); }
+
+  // (Handlers run on a thread of MLX's, which may call CUDA.)
+  void keep(std::shared_ptr<const void> what) override {
+    encoder_.add_completed_handler([what = std::move(what)] {});
+  }
+
+ private:
+  mx::Stream stream_;
+  mx::cu::CommandEncoder& encoder_;
+};
+
+}  // namespace
+
+void DeviceStep::eval_gpu(const Arrays& inputs, Arrays& out) {
+  const auto& pools = program_->pools();
+  size_t num_results = program_->results().size();
+  for (size_t i = 0; i < num_results; i++) {
+    if (program_->results()[i].is_for_host) {
+      allocate_pinned(out[i]);
+    } else {
+      gpu::allocate(out[i], stream());
+    }
+  }
+  for (size_t i = 0; i < pools.size(); i++) {
+    if (!can_alias_pool_on_gpu(inputs[pools[i]])) {
+      throw std::runtime_error("[device_step] a pool must be dense");
+    }
+    if (out.size() > num_results) {
+      out[num_results + i].copy_shared_buffer(inputs[pools[i]]);
+    }
+  }
+  Arrays in = inputs;
+  for (int i = 0; i < int(in.size()); i++) {
+    if (program_->is_used(i) && !program_->is_pool(i)) {
+      in[i] = gpu::readable(inputs[i], stream());
+    }
+  }
+  // What the host reads came from the host, which kept a copy.
+  for (int i : program_->read_by_host()) {
+    bool copied = in[i].data_shared_ptr() != inputs[i].data_shared_ptr();
+    if (!find_host_copy(in[i]) && (copied || !is_on_host(inputs[i]))) {
+      mx::synchronize(stream());
+    }
+  }
+  CudaStepDevice device(stream());
+  program_->runner(stream().index)->run(in, {out.begin(), out.begin() + num_results}, device);
+  device.keep(program_);  // (its constants)
+}
+
+}  // namespace mlx_paged

@@ -1,0 +1,21 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// What the host and copy_inputs agree on. Plain C++: nvcc reads it too.
+
+#pragma once
+
+namespace mlx_paged::cuda {
+
+struct StepInput {
+  const int* from;
+  int* to;
+  int words;  // of 4 bytes
+};
+
+constexpr int kMostStepInputs = 32;
+
+struct StepInputs {
+  StepInput inputs[kMostStepInputs];
+};
+
+}  // namespace mlx_paged::cuda

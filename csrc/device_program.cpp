@@ -1,0 +1,279 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include "device_program.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <set>
+#include <sstream>
+
+#include "../metal/kernel_table.h"
+#include "cuda/products.h"
+#include "cuda/variants.h"
+#include "device_program_reader.h"
+#include "mlx/utils.h"
+#include "step_runner.h"
+
+namespace mlx_paged {
+
+namespace {
+
+constexpr int kChunkBytes = 16;
+
+uint32_t ceil_div(int64_t n, int64_t m) {
+  return uint32_t((n + m - 1) / m);
+}
+
+}  // namespace
+
+DeviceProgram::DeviceProgram(
+    const Arrays& inputs, const Arrays& outputs, Gpu gpu, Residual residual) {
+  read_program(*this, inputs, outputs, residual);
+  for (const auto& step : steps_) {
+    if (const auto* products = std::get_if<ProductStep>(&step)) {
+      product_launches(*products, gpu);
+    }
+  }
+}
+
+bool DeviceProgram::is_pool(int input) const {
+  return std::find(pools_.begin(), pools_.end(), input) != pools_.end();
+}
+
+uint64_t DeviceProgram::input_bytes(int input) const {
+  uint64_t bytes = input_dtypes_[input].size();
+  for (int extent : input_shapes_[input]) {
+    bytes *= extent;
+  }
+  return bytes;
+}
+
+std::vector<int> DeviceProgram::read_by_host() const {
+  std::set<int> read;
+  for (const auto& kind : kinds_) {
+    read.insert(kind.inputs[PagedAttention::kWork]);
+    read.insert(kind.inputs[PagedAttention::kMerge]);
+  }
+  return {read.begin(), read.end()};
+}
+
+std::shared_ptr<StepRunner> DeviceProgram::runner(int stream) const {
+  constexpr size_t kMost = 4;
+  auto thread = std::this_thread::get_id();
+  std::lock_guard lock(mutex_);
+  auto found = std::find_if(runners_.begin(), runners_.end(), [&](const Runner& r) {
+    return r.stream == stream && r.thread == thread;
+  });
+  if (found != runners_.end()) {
+    runners_.splice(runners_.begin(), runners_, found);
+  } else {
+    auto made = std::make_shared<StepRunner>(*this, step_memory(stream));
+    runners_.push_front({stream, thread, std::move(made)});
+    if (runners_.size() > kMost) {
+      runners_.pop_back();
+    }
+  }
+  return runners_.front().runner;
+}
+
+void DeviceProgram::check(const Arrays& inputs) const {
+  auto refuse = [](size_t i, const char* what, const auto& expected, const auto& actual) {
+    std::ostringstream message;
+    message << "[device_program] the " << what << " of inputs[" << i << "] must be " << expected
+            << " but got " << actual;
+    throw std::invalid_argument(message.str());
+  };
+  if (inputs.size() != input_shapes_.size()) {
+    throw std::invalid_argument(
+        "[device_program] inputs must be " + std::to_string(input_shapes_.size()) +
+        " arrays but got " + std::to_string(inputs.size()));
+  }
+  for (size_t i = 0; i < inputs.size(); i++) {
+    if (inputs[i].dtype() != input_dtypes_[i]) {
+      refuse(i, "dtype", input_dtypes_[i], inputs[i].dtype());
+    }
+    if (inputs[i].shape() != input_shapes_[i]) {
+      refuse(i, "shape", input_shapes_[i], inputs[i].shape());
+    }
+  }
+}
+
+namespace {
+
+// So that a number that grows now and then is the same for a while.
+int in_strides(int n) {
+  int stride = std::max(16, 1 << std::max(0, int(std::bit_width(unsigned(n))) - 3));
+  return (n + stride - 1) / stride * stride;
+}
+
+template <typename Params>
+void set_partials(Launch& launch, int num_partials) {
+  Params params;
+  std::memcpy(&params, launch.constants.data(), sizeof(params));
+  params.num_partials = num_partials;
+  launch.constants = bytes_of(params);
+}
+
+}  // namespace
+
+std::vector<LaunchList> DeviceProgram::attention(const Arrays& inputs, Gpu gpu) const {
+  std::vector<LaunchList> lists;
+  for (const auto& kind : kinds_) {
+    auto shaped = [](const mx::Shape& shape, mx::Dtype dtype) {
+      return mx::array(shape, dtype, nullptr, {});
+    };
+    Arrays in{
+        shaped(kind.queries, kind.dtype), shaped(kind.key_pool, kind.dtype),
+        shaped(kind.value_pool, kind.dtype)};
+    for (int i = PagedAttention::kPositions; i <= PagedAttention::kMerge; i++) {
+      in.push_back(inputs[kind.inputs[i]]);
+    }
+    if (!kind.sinks.empty()) {
+      in.push_back(shaped(kind.sinks, mx::float32));
+    }
+    mx::Shape out_shape{kind.queries[0], kind.queries[1], kind.value_pool[3]};
+    PagedAttention node(mx::default_stream(mx::Device::cpu), kind.options);
+    auto list = node.launches(in, {shaped(out_shape, kind.dtype)}, gpu);
+    int workspace = int(in.size()) + 1;
+    int num_partials = 0;
+    for (const auto& launch : list.launches) {
+      if (launch.kernel.file == "paged_merge.h") {
+        paged::MergeParams params;
+        std::memcpy(&params, launch.constants.data(), sizeof(params));
+        num_partials = in_strides(params.num_partials);
+      }
+    }
+    if (num_partials > 0) {
+      int heads = kind.queries[1];
+      uint64_t bytes = uint64_t(num_partials) * heads * (kind.value_pool[3] + 2) * 4;
+      list.workspaces = {bytes};
+      for (auto& launch : list.launches) {
+        bool is_merge = launch.kernel.file == "paged_merge.h";
+        if (launch.kernel.file == "data.h") {
+          continue;  // zeros
+        }
+        is_merge ? set_partials<paged::MergeParams>(launch, num_partials)
+                 : set_partials<paged::AttentionParams>(launch, num_partials);
+        for (auto& binding : launch.buffers) {
+          binding.bytes = binding.operand == workspace ? bytes : binding.bytes;
+        }
+      }
+    }
+    if (gpu == Gpu::nvidia) {
+      list = cuda::with_variants(std::move(list), in);
+    }
+    lists.push_back(std::move(list));
+  }
+  return lists;
+}
+
+uint64_t DeviceProgram::workspace_bytes(const std::vector<LaunchList>& attention) {
+  uint64_t most = kChunkBytes;
+  for (const auto& list : attention) {
+    for (uint64_t bytes : list.workspaces) {
+      most = std::max(most, bytes);
+    }
+  }
+  return most;
+}
+
+std::vector<Launch> DeviceProgram::launches(
+    const std::vector<LaunchList>& attention, Gpu gpu) const {
+  std::vector<Launch> all;
+  for (const auto& step : steps_) {
+    if (const auto* launch = std::get_if<Launch>(&step)) {
+      all.push_back(*launch);
+    } else if (const auto* products = std::get_if<ProductStep>(&step)) {
+      for (auto& launch : product_launches(*products, gpu)) {
+        all.push_back(std::move(launch));
+      }
+    } else {
+      const auto& a = std::get<AttentionStep>(step);
+      for (Launch launch : attention[a.kind].launches) {
+        for (auto& binding : launch.buffers) {
+          int i = binding.operand;
+          int num_inputs = int(a.operands.size());
+          binding.operand = i < num_inputs ? a.operands[i] : i == num_inputs ? a.out : workspace_;
+        }
+        all.push_back(std::move(launch));
+      }
+    }
+  }
+  return all;
+}
+
+std::vector<Launch> DeviceProgram::product_launches(const ProductStep& step, Gpu gpu) const {
+  if (gpu == Gpu::nvidia) {
+    return {cuda::product_launch(step, operands_)};
+  }
+  return portable_product_launches(step, operands_);
+}
+
+std::vector<Launch> portable_product_launches(
+    const ProductStep& step, const std::vector<ProgramOperand>& operands) {
+  std::vector<Launch> launches;
+  auto bind = [&](Launch& launch, int operand, Access access) {
+    launch.buffers.push_back({operand, access, operands[operand].bytes});
+  };
+  for (size_t i = 0; i < step.parts.size(); i++) {
+    const auto& part = step.parts[i];
+    paged::ProductParams params{step.num_rows, part.n,         step.k,
+                                step.x_stride, part.bias >= 0, step.residual >= 0};
+    Launch launch;
+    launch.kernel = kernel_named(std::string("product_rows_") + name_of(step.dtype));
+    bind(launch, step.x, Access::read);
+    bind(launch, part.weight, Access::read);
+    bind(launch, part.bias >= 0 ? part.bias : part.weight, Access::read);
+    bind(launch, step.residual >= 0 ? step.residual : step.x, Access::read);
+    bind(launch, part.out, Access::write);
+    launch.constants = bytes_of(params);
+    launch.grid = {
+        ceil_div(part.n, paged::PRODUCT_SIMD_GROUPS), ceil_div(step.num_rows, paged::PRODUCT_ROWS),
+        1};
+    launch.threadgroup = {32 * paged::PRODUCT_SIMD_GROUPS, 1, 1};
+    launch.beside_previous = i > 0;
+    launches.push_back(std::move(launch));
+  }
+  if (step.is_gated) {
+    // In place: a thread reads what it writes.
+    int item_size = step.dtype == DType::float32 ? 4 : 2;
+    int chunks = step.parts[0].n * item_size / kChunkBytes;
+    paged::SiluParams params{chunks, chunks, chunks};
+    Launch launch;
+    launch.kernel = kernel_named(std::string("silu_mul_") + name_of(step.dtype));
+    bind(launch, step.parts[0].out, Access::read_write);
+    bind(launch, step.parts[1].out, Access::read);
+    bind(launch, step.parts[0].out, Access::read_write);
+    launch.constants = bytes_of(params);
+    launch.grid = {uint32_t(step.num_rows), ceil_div(chunks, paged::DATA_THREADS), 1};
+    launch.threadgroup = {paged::DATA_THREADS, 1, 1};
+    launches.push_back(std::move(launch));
+  }
+  if (step.write) {
+    launches.push_back(*step.write);
+  }
+  if (step.next_norm) {
+    // As a whole, so that the next products have nothing left to do.
+    const auto& norm = *step.next_norm;
+    int chunk = kChunkBytes / (step.dtype == DType::float32 ? 4 : 2);
+    paged::NormParams params{step.parts[0].n / chunk, false, norm.eps};
+    Launch launch;
+    launch.kernel = kernel_named(std::string("add_rms_norm_") + name_of(step.dtype));
+    bind(launch, step.parts[0].out, Access::read);
+    bind(launch, step.parts[0].out, Access::read);  // (not read)
+    bind(launch, norm.weight, Access::read);
+    bind(launch, step.parts[0].out, Access::read);  // (not written)
+    bind(launch, norm.out, Access::write);
+    launch.constants = bytes_of(params);
+    uint32_t threads =
+        std::min<uint32_t>(paged::NORM_THREADS, ceil_div(params.row_chunks, 32) * 32);
+    launch.grid = {uint32_t(step.num_rows), 1, 1};
+    launch.threadgroup = {threads, 1, 1};
+    launch.threadgroup_memory = ceil_div(threads / 32 * 4, 16) * 16;
+    launches.push_back(std::move(launch));
+  }
+  return launches;
+}
+
+}  // namespace mlx_paged

@@ -1,0 +1,116 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Runs the steps of a device program: where its values lie, for what its launches were captured,
+// and how long all of it is kept. Knows no GPU framework; a StepDevice does what is asked
+// (cuda/step_graph.cpp, and the simulator of tests).
+//
+// Of a program on a stream, one step is
+//   copy     the step's inputs to where the captured launches look for them
+//   replay   launches that were captured once
+//   run      those that write the results, which are new arrays each time (a caller may keep them)
+// and all of it in the order of the stream. So steps, of whatever programs, share one memory for
+// what is needed within a step only.
+
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "device_program.h"
+
+namespace mlx_paged {
+
+// Launches, and where what they name lies.
+struct PlacedLaunches {
+  std::vector<Launch> launches;
+  std::vector<char*> addresses;  // by operand
+};
+
+struct StepCopy {
+  const char* from;
+  char* to;
+  uint64_t bytes;
+};
+
+class StepDevice {
+ public:
+  virtual ~StepDevice() = default;
+
+  virtual Gpu kind() const = 0;
+  // Memory that stays where it is. Before any launch of a step.
+  virtual mx::array allocate(uint64_t bytes) = 0;
+  virtual char* address_of(const mx::array& a) = 0;
+  // Launches [0, end) so that they can be replayed; null: they are run each time. Throws where
+  // that fails, and then nothing is left of it.
+  virtual std::shared_ptr<void> capture(PlacedLaunches& launches, size_t end) = 0;
+
+  // From here on, all is in the order of the stream and after all that was encoded so far.
+  virtual void begin() = 0;
+  virtual void copy(const std::vector<StepCopy>& copies) = 0;
+  virtual void replay(void* captured) = 0;
+  virtual void run(PlacedLaunches& launches, size_t begin, size_t end) = 0;
+  // Until the step has ended.
+  virtual void keep(const mx::array& a) = 0;
+  virtual void keep(std::shared_ptr<const void> what) = 0;
+};
+
+// What the steps of a stream need while they run: one memory for each use, made anew where a step
+// needs more, and then twice as large at least. What was captured before keeps the old one.
+class StepMemory {
+ public:
+  enum class Use { values, workspace };
+
+  const mx::array& at_least(uint64_t bytes, Use use, StepDevice& device);
+
+ private:
+  std::optional<mx::array> kept_[2];
+};
+
+// That of a stream, of this thread. It lives as long as somebody has it.
+std::shared_ptr<StepMemory> step_memory(int stream);
+
+// Of a program on a stream.
+class StepRunner {
+ public:
+  // Ways to launch a program's steps that stay captured.
+  static constexpr size_t kMostCaptured = 4;
+
+  // `program` must outlive it, though not its steps under way.
+  StepRunner(const DeviceProgram& program, std::shared_ptr<StepMemory> memory);
+
+  // `in`: of what the program uses, dense arrays. The pools among them are written in place.
+  void run(const Arrays& in, const Arrays& results, StepDevice& device);
+
+ private:
+  // What launches were captured for.
+  struct Key {
+    std::vector<LaunchList> attention;
+    std::vector<const void*> fixed;  // where pools and constants are
+
+    bool operator==(const Key& other) const = default;
+  };
+
+  struct Captured {
+    Key key;
+    mx::array values;     // temporaries, then inputs
+    mx::array workspace;  // of attention
+    PlacedLaunches launches;
+    size_t result_begin;  // launches from there on write results
+    std::shared_ptr<void> replayed;
+  };
+
+  bool is_copied(size_t input) const;
+  std::shared_ptr<Captured> captured(Key key, const Arrays& in, StepDevice& device);
+
+  const DeviceProgram& program_;
+  std::shared_ptr<StepMemory> memory_;
+  std::vector<int64_t> input_offsets_;  // in `values`
+  uint64_t value_bytes_;
+  std::vector<int> result_operands_;
+  std::list<std::shared_ptr<Captured>> captured_;  // the one used last first
+};
+
+}  // namespace mlx_paged

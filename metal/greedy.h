@@ -1,0 +1,115 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Greedy choice of the next tokens.
+
+#pragma once
+
+#include <metal_stdlib>
+
+#include "kernel_table.h"
+#include "language.h"
+#include "vector_load.h"
+
+using namespace metal;
+
+namespace paged {
+
+// The largest logit seen so far, and the first place where it is. NaNs are counted aside.
+struct LargestLogit {
+  float value;
+  int place;
+  int has_nan;
+
+  METAL_FUNC void see(float logit, int at) thread {
+    // (By its bits: compilers may take a number to be equal to itself.)
+    has_nan |= (as_type<uint>(logit) & 0x7fffffffu) > 0x7f800000u;
+    if (logit > value) {
+      value = logit;
+      place = at;
+    }
+  }
+
+  METAL_FUNC void join(float other, int other_place, int other_has_nan) thread {
+    has_nan |= other_has_nan;
+    if (other > value || (other == value && other_place < place)) {
+      value = other;
+      place = other_place;
+    }
+  }
+};
+
+}  // namespace paged
+
+// The first largest of each row of logits, and its logit: NaN where the row holds one, whose token
+// is then any. `reported` is the token for the host; -1: there is none, as the largest is not
+// finite.
+// grid: rows.
+template <typename T>
+PAGED_KERNEL(paged::GREEDY_THREADS)
+greedy_tokens(
+    device const T* logits [[buffer(0)]], device int* tokens [[buffer(1)]],
+    device float* largest [[buffer(2)]], device int* reported [[buffer(3)]],
+    constant paged::GreedyParams& params [[buffer(4)]], threadgroup float* parts PAGED_SCRATCH,
+    uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
+    uint thread_id [[thread_index_in_threadgroup]], uint simd_id [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  using namespace paged;
+  constexpr int CHUNK = chunk_size<T>();
+  constexpr int AT_ONCE = 4;  // chunks of a thread that are under way
+  int threads = int(group_size.x);
+  device const T* row = logits + ulong(group_id.x) * params.vocab_size;
+  LargestLogit best{-INFINITY, params.vocab_size, 0};
+  if (params.vocab_size % CHUNK == 0) {
+    int num_chunks = params.vocab_size / CHUNK;
+    for (int first = int(thread_id); first < num_chunks; first += AT_ONCE * threads) {
+      uint4 chunks[AT_ONCE];
+      PAGED_UNROLL
+      for (int i = 0; i < AT_ONCE; i++) {
+        int chunk = first + i * threads;
+        if (chunk < num_chunks) {
+          chunks[i] = ((device const uint4*)row)[chunk];
+        }
+      }
+      PAGED_UNROLL
+      for (int i = 0; i < AT_ONCE; i++) {
+        int chunk = first + i * threads;
+        if (chunk < num_chunks) {
+          float values[CHUNK];
+          unpack(chunks[i], values, T(0.0f));
+          PAGED_UNROLL
+          for (int e = 0; e < CHUNK; e++) {
+            best.see(values[e], chunk * CHUNK + e);
+          }
+        }
+      }
+    }
+  } else {
+    for (int i = int(thread_id); i < params.vocab_size; i += threads) {
+      best.see(float(row[i]), i);
+    }
+  }
+  PAGED_UNROLL
+  for (ushort offset = 16; offset > 0; offset /= 2) {
+    best.join(
+        simd_shuffle_xor(best.value, offset), simd_shuffle_xor(best.place, offset),
+        simd_shuffle_xor(best.has_nan, offset));
+  }
+  int num_parts = threads / 32;
+  if (lane == 0) {
+    parts[simd_id] = best.value;
+    parts[num_parts + int(simd_id)] = as_type<float>(best.place);
+    parts[2 * num_parts + int(simd_id)] = as_type<float>(best.has_nan);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (thread_id > 0) {
+    return;
+  }
+  for (int i = 1; i < num_parts; i++) {
+    best.join(parts[i], as_type<int>(parts[num_parts + i]), as_type<int>(parts[2 * num_parts + i]));
+  }
+  int token = best.place < params.vocab_size ? best.place : 0;  // (all of them are -inf, or NaN)
+  bool is_finite = !best.has_nan && best.value > -INFINITY && best.value < INFINITY;
+  tokens[group_id.x] = token;
+  largest[group_id.x] = best.has_nan ? NAN : best.value;
+  reported[group_id.x] = is_finite ? token : -1;
+}

@@ -1,0 +1,235 @@
+"""`mlx-paged bench media`: pictures and videos, against mlx-vlm."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mlx_paged.cli.bench.options import ListOf, at_least, list_option, parse_list
+from mlx_paged.cli.bench.results import check_writable, checkout, write_json
+from mlx_paged.cli.entry import needs_extra
+from mlx_paged.cli.options import DType
+from mlx_paged.errors import InvalidParameterError
+
+if TYPE_CHECKING:
+    from mlx_paged.cli.bench.remote import Remote
+
+# Questions, answers and templates, beside the rows of the media.
+_TEXT_TOKENS = 512
+_MOST_ROWS = 16
+
+
+def media(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model directory or Hugging Face id.", show_default="the embedded vision model"
+        ),
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of a model: random weights in the shape of smolvlm-256m or qwen2-vl-2b."
+        ),
+    ] = None,
+    num_layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of the shape's language model, and fewer of its tower likewise."),
+    ] = None,
+    dtype: Annotated[
+        DType, typer.Option(help="auto: as the weights are, float32 on the CPU.")
+    ] = "auto",
+    image_size: Annotated[
+        ListOf, list_option(None, "Pixels of a picture's width and height.", "224,448")
+    ] = None,
+    frames: Annotated[ListOf, list_option(None, "Frames of a video.", "2,4")] = None,
+    frame_size: Annotated[int, typer.Option(min=28, help="Pixels of a frame's width.")] = 224,
+    output_len: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 32,
+    num_iters: Annotated[
+        int, typer.Option(min=1, help="Rounds that are counted; one more comes before them.")
+    ] = 3,
+    tables: Annotated[
+        bool, typer.Option("--tables/--no-tables", help="Measure pictures and videos.")
+    ] = True,
+    figures: Annotated[
+        bool,
+        typer.Option(
+            "--figures",
+            help="Measure eight questions about a picture, the second turn of a chat, and what "
+            "requests without media pay.",
+        ),
+    ] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare/--no-compare", help="Against mlx-vlm's own generation.")
+    ] = True,
+    servers: Annotated[
+        bool,
+        typer.Option("--servers", help="Ask both servers, too; mlx-vlm's needs more packages."),
+    ] = False,
+    output_json: Annotated[
+        Path | None,
+        typer.Option("--output-json", "--output", help="Write figures and environment here."),
+    ] = None,
+) -> None:
+    """Measure pictures and videos: time to the first token, tokens a second, memory.
+
+    Each engine is asked about something new, and then another question about
+    the same: with all that it may keep between requests, with the outputs of
+    towers only, and with nothing. The engines have a process each, and take
+    turns. A request's clock starts before its pictures are read. Models that
+    take no videos get the frames as pictures.
+    Options with LIST may be repeated or take commas.
+
+    Examples:
+      mlx-paged bench media
+      mlx-paged bench media --shape qwen2-vl-2b --num-layers 4 --image-size 224,448,896
+      mlx-paged bench media --tables --figures --output-json media.json
+    """
+    sizes = parse_list("image_size", image_size, *at_least(1)) or [224, 448]
+    counts = parse_list("frames", frames, *at_least(1)) or [2, 4]
+    check_writable("output_json", output_json)
+    if model is not None and shape is not None:
+        raise InvalidParameterError("shape", "left out where there is a model", shape)
+    if num_layers is not None and shape is None:
+        raise InvalidParameterError("num_layers", "left out unless there is a shape", num_layers)
+    if not (tables or figures or servers):
+        raise InvalidParameterError("tables", "left on unless --figures or --servers", tables)
+    checkout()
+    with needs_extra("vision", "mlx-paged bench media"):
+        import PIL  # noqa: F401
+
+        from mlx_paged.model.multimodal import import_mlx_vlm
+
+        import_mlx_vlm()
+    from mlx_paged.cli.bench import media_engines, media_runs
+    from mlx_paged.model.media_families import MLX_VLM_VERSION
+
+    if servers and compare:
+        media_engines.check_server_packages()
+    said = None if shape is None else "Three red circles."
+    settings = media_runs.Settings(output_len, num_iters, said)
+    with tempfile.TemporaryDirectory(prefix="mlx-paged-media-") as folder:
+        path = _model(model, shape, num_layers, dtype, Path(folder))
+        pictures = media_runs.Pictures(Path(folder))
+        found: dict[str, Any] = {
+            "benchmark": "media",
+            "model": path if model is not None else shape or "embedded vision model",
+            "num_layers": num_layers,
+            "dtype": dtype,
+            "mlx_vlm_version": MLX_VLM_VERSION,
+            "output_len": output_len,
+            "num_iters": num_iters,
+        }
+        most = _most_tokens(sizes, counts, frame_size, output_len)
+
+        def save() -> None:
+            if output_json is not None:
+                write_json(output_json, found)
+
+        if tables or figures:
+            with _opened(path, dtype, most, compare) as engines:
+                kinds = engines[media_runs.PAGED].ask("kinds")
+                if tables:
+                    found["pictures"] = media_runs.picture_rows(engines, pictures, sizes, settings)
+                    _say(media_runs.rows_text(found["pictures"], "size", "Pictures"))
+                    found["videos"] = media_runs.video_rows(
+                        engines,
+                        pictures,
+                        frame_size,
+                        counts,
+                        settings,
+                        takes_videos="video" in kinds,
+                    )
+                    how = "Videos" if "video" in kinds else "Frames, as pictures of one prompt"
+                    _say(media_runs.rows_text(found["videos"], "frames", how))
+                    save()
+                if figures:
+                    found["figures"] = media_runs.figures(
+                        engines, pictures, sizes[-1], settings, _MOST_ROWS // 2
+                    )
+                    _say(media_runs.figures_text(found["figures"]))
+                    save()
+        if servers:
+            found["servers"] = _servers(path, compare, pictures, sizes, settings)
+            _say(media_runs.rows_text(found["servers"], "size", "Servers"))
+            save()
+
+
+def _say(text: str) -> None:
+    typer.echo(text + "\n")
+
+
+def _model(
+    model: str | None, shape: str | None, num_layers: int | None, dtype: str, folder: Path
+) -> str:
+    """Directory or id; a shape's is written."""
+    if shape is None:
+        from mlx_paged.demo import vision_model_path
+
+        return model or str(vision_model_path())
+    from mlx_paged.cli.bench.media_shapes import Shape, write_checkpoint
+    from mlx_paged.extension import use_supported_device
+
+    # isort: split
+    import mlx.core as mx
+
+    names = [each.value for each in Shape]
+    if shape not in names:
+        raise InvalidParameterError("shape", " or ".join(names), shape)
+    use_supported_device()
+    if dtype == "auto":
+        dtype = "float32" if mx.default_device() == mx.Device(mx.cpu) else "bfloat16"
+    path = write_checkpoint(folder / shape, Shape(shape), num_layers=num_layers, dtype=dtype)
+    mx.clear_cache()
+    return str(path)
+
+
+def _most_tokens(
+    sizes: Sequence[int], counts: Sequence[int], frame_size: int, output_len: int
+) -> int:
+    """Of a request; towers make a row of 28 x 28 pixels or more, and no fewer than 64 of them."""
+    of_picture = max(max(64, (size // 28 + 1) ** 2) + 128 for size in sizes)
+    of_video = max(counts) * (max(64, (frame_size // 28 + 1) ** 2) + 128)
+    return max(of_picture, of_video) + 8 * output_len + _TEXT_TOKENS
+
+
+@contextlib.contextmanager
+def _opened(path: str, dtype: str, most_tokens: int, compare: bool) -> Iterator[dict[str, Remote]]:
+    from mlx_paged.cli.bench import media_engines, media_runs
+    from mlx_paged.cli.bench.remote import Remote
+
+    makers: dict[str, tuple[Any, ...]] = {
+        media_runs.PAGED: (media_engines.PagedEngines, path, dtype, most_tokens, _MOST_ROWS)
+    }
+    if compare:
+        makers[media_runs.VLM] = (media_engines.VlmEngine, path, dtype)
+    # (Most of a start is importing and reading, which can be done at once.)
+    with ThreadPoolExecutor(len(makers)) as pool:
+        starts = {name: pool.submit(Remote, name, *make) for name, make in makers.items()}
+    try:
+        yield {name: start.result() for name, start in starts.items()}
+    finally:
+        for start in starts.values():
+            if start.exception() is None:
+                start.result().close()
+
+
+def _servers(
+    path: str, compare: bool, pictures: Any, sizes: Sequence[int], settings: Any
+) -> list[Mapping[str, Any]]:
+    from mlx_paged.cli.bench import media_engines, media_runs
+
+    opened: dict[str, Any] = {}
+    try:
+        for name in (media_runs.PAGED, media_runs.VLM) if compare else (media_runs.PAGED,):
+            opened[name] = media_engines.open_server(name, path)
+        return media_runs.server_rows(opened, pictures, sizes, settings)  # type: ignore[return-value]
+    finally:
+        for server in opened.values():
+            server.close()

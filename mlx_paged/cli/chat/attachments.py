@@ -1,0 +1,185 @@
+"""Files that go with a message: pictures, clips and sounds, as parts of OpenAI's API.
+
+A message with files has a list of parts as its content: those of the files, each with the `name` of
+its file, and the text. The bytes are in the parts, so that a saved chat is whole.
+"""
+
+from __future__ import annotations
+
+import base64
+import mimetypes
+import re
+import shlex
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_paged.errors import MlxPagedError
+from mlx_paged.model.media_kinds import KINDS, Kind
+
+#: A text, or parts.
+Content = str | list[dict[str, Any]]
+
+NOUNS: dict[Kind, tuple[str, str]] = {
+    "image": ("image", "images"),
+    "video": ("video", "videos"),
+    "audio": ("sound", "sounds"),
+}
+# Formats of `input_audio`, by the endings of files.
+_AUDIO_FORMATS = {
+    **dict.fromkeys(("wav", "wave"), "wav"),
+    **dict.fromkeys(("ogg", "oga"), "ogg"),
+    **dict.fromkeys(("aif", "aiff"), "aiff"),
+    **{name: name for name in ("mp3", "flac", "opus", "m4a", "aac", "webm")},
+}
+_URL_PARTS: dict[str, Kind] = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
+# Where an error says that a part is wrong: ours in this process, and those of servers.
+_PLACE = re.compile(
+    r"messages(?:\[(\d+)\]|\.(\d+))\.content(?:\[(\d+)\]|\.(\d+))(?:\.\w+)*(?=: )", re.ASCII
+)
+
+
+def paths_of(entered: str) -> list[Path]:
+    """The files that a command names: one, spaces and all, or several as a shell has them.
+
+    Raises:
+        MlxPagedError: one of them is no file.
+    """
+    whole = _path(entered.strip())
+    if whole.is_file():
+        return [whole]
+    try:
+        paths = [_path(text) for text in shlex.split(entered)]
+    except ValueError:  # (a quotation mark without another)
+        paths = [whole]
+    for path in paths:
+        if not path.exists():
+            raise MlxPagedError(f"cannot read {path}: No such file or directory")
+        if not path.is_file():  # (a device may have no end)
+            raise MlxPagedError(f"cannot read {path}: it is no file")
+    return paths
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # (a user that there is not)
+        return Path(text)
+
+
+def part_of(path: Path, kind: Kind) -> dict[str, Any]:
+    """The part for a file.
+
+    Raises:
+        MlxPagedError: it cannot be read.
+    """
+    try:
+        data = base64.b64encode(path.read_bytes()).decode()
+    except OSError as error:
+        raise MlxPagedError(f"cannot read {path}: {error.strerror}") from error
+    ending = path.suffix.lower().removeprefix(".")
+    if kind == "audio" and ending in _AUDIO_FORMATS:
+        sound = {"data": data, "format": _AUDIO_FORMATS[ending]}
+        return {"type": "input_audio", "input_audio": sound, "name": path.name}
+    guessed = mimetypes.guess_type(path.name)[0] or ""
+    # (What the bytes say counts.)
+    declared = guessed if guessed.startswith(f"{kind}/") else "application/octet-stream"
+    name = f"{kind}_url"
+    return {"type": name, name: {"url": f"data:{declared};base64,{data}"}, "name": path.name}
+
+
+def kind_of(part: dict[str, Any]) -> Kind:
+    """Of the file of a part."""
+    return "audio" if part["type"] == "input_audio" else _URL_PARTS[part["type"]]
+
+
+def size_of(part: dict[str, Any]) -> int:
+    """Bytes of the file of a part."""
+    inner = part[part["type"]]
+    data = inner["data"] if part["type"] == "input_audio" else inner["url"].partition(",")[2]
+    return len(data) // 4 * 3 - data[-2:].count("=")
+
+
+def with_files(files: Sequence[dict[str, Any]], text: str) -> Content:
+    """The content of a message: what is asked comes after what it is about."""
+    return [*files, {"type": "text", "text": text}] if files else text
+
+
+def files_of(content: Content) -> list[dict[str, Any]]:
+    """The parts of a content that are files."""
+    return [] if isinstance(content, str) else [p for p in content if p["type"] != "text"]
+
+
+def text_of(content: Content) -> str:
+    """The text of a content, with the names of its files."""
+    if isinstance(content, str):
+        return content
+    names = ", ".join(part.get("name", kind_of(part)) for part in files_of(content))
+    texts = [part["text"] for part in content if part["type"] == "text"]
+    return "\n".join([*texts, f"({names})"] if names else texts)
+
+
+def is_content(content: Any) -> bool:
+    """Whether it is one that a saved chat may have. (A URL of a saved chat is not fetched.)"""
+    return isinstance(content, str) or (
+        isinstance(content, list) and bool(content) and all(map(_is_part, content))
+    )
+
+
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, dict) or not isinstance(part.get("name", ""), str):
+        return False
+    kind = part.get("type")
+    if kind == "text":
+        return part.keys() == {"type", "text"} and isinstance(part["text"], str)
+    if kind not in (*_URL_PARTS, "input_audio") or not part.keys() <= {"type", kind, "name"}:
+        return False
+    inner = part.get(kind)
+    if not isinstance(inner, dict) or not all(isinstance(value, str) for value in inner.values()):
+        return False
+    if kind == "input_audio":
+        return inner.keys() == {"data", "format"} and not inner["data"].startswith("data:")
+    return inner.keys() == {"url"} and inner["url"].startswith("data:")
+
+
+def without_names(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as the API has it."""
+    if not isinstance(message.get("content"), list):
+        return message
+    parts = [{k: v for k, v in part.items() if k != "name"} for part in message["content"]]
+    return {**message, "content": parts}
+
+
+def named(error: str, messages: Sequence[dict[str, Any]]) -> str:
+    """An error with the names of files in place of their places in a request."""
+
+    def name(found: re.Match[str]) -> str:
+        message, part = (int(number) for number in found.groups() if number is not None)
+        try:
+            return str(messages[message]["content"][part]["name"])
+        except (LookupError, TypeError):
+            return found[0]
+
+    return _PLACE.sub(name, error)
+
+
+def refusal(
+    kind: Kind, taken: Collection[str], model: str, reason: str | None = None
+) -> str | None:
+    """Why a model takes no file of a kind; None: it does.
+
+    Args:
+        taken: kinds that it takes.
+        reason: why it takes none, where that is no matter of course.
+    """
+    if kind in taken:
+        return None
+    nouns = " and ".join(NOUNS[k][1] for k in KINDS if k in taken)
+    if nouns:
+        return f"{model} takes no {NOUNS[kind][1]}, only {nouns}"
+    return f"{model} takes no {NOUNS[kind][1]}: {reason or 'it reads text only'}"
+
+
+def size_shown(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 1e6:.1f} MB" if count >= 100_000 else f"{max(1, round(count / 1000))} kB"

@@ -1,0 +1,178 @@
+"""Runs steps like those to come when an engine starts, so that the first requests are not slow.
+
+On a GPU the first step of a kind compiles kernels (with CUDA MLX's for ten seconds or more), has
+libraries choose theirs, and a decode step that repeats becomes a graph. So a chain of decode steps
+runs for some numbers of sequences, and with CUDA also for prompts. The steps go through the runner
+as all others do: whatever it prepares for a number of sequences, it prepares here. On the CPU
+nothing is prepared, and nothing is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_paged import ops
+from mlx_paged.core import (
+    IN_FLIGHT_TOKEN,
+    Request,
+    ScheduledSequence,
+    SchedulerOutput,
+    Sequence,
+    StateMove,
+    StepTable,
+)
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.faults import reason_of
+from mlx_paged.engine.runner import LaunchedStep, ModelRunner
+from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
+
+logger = logging.getLogger(__name__)
+
+# Called with how many kinds of steps are done and how many there are.
+OnStep = Callable[[int, int], None]
+
+# A shape is compiled when it occurs for the third time (`model.compiled`); the fourth repeats it.
+_STEPS = 4
+# Tokens of context at which decodes have partial results to merge.
+_LONG_CONTEXT = 4096
+# Tokens of prompts: few, whose steps repeat as decodes do (alone and behind a prefix), and as many
+# as MLX's own attention serves.
+_PROMPTS = (16, 32, 48, 64, 512)
+_FEW = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Steps of one shape.
+
+    Attributes:
+        num_sequences: that take part.
+        num_tokens: of each in a step; 1: decodes.
+        context_len: tokens of each after the first step, these included.
+        temperature: of all; 0: greedy.
+    """
+
+    num_sequences: int
+    num_tokens: int = 1
+    context_len: int = 1
+    temperature: float = 0.0
+
+
+class _Sampler:
+    has_edits = False
+
+    def __init__(self, temperature: float) -> None:
+        self.row = SamplingRow(temperature, 0, 0)
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Numbers of sequences to prepare: powers of two, and the largest."""
+    return sorted({1 << i for i in range(most.bit_length())} | {most})
+
+
+def kinds(config: EngineConfig, max_context_len: int | None, *, with_cuda: bool) -> list[Kind]:
+    """What is run, the largest first: what it leaves of memory serves the smaller ones.
+
+    Args:
+        max_context_len: most tokens of a sequence; None: no limit.
+        with_cuda: where decode steps become graphs, and shapes of prompts are prepared.
+    """
+    longest = _LONG_CONTEXT
+    if max_context_len is not None:  # (a chain of steps goes on behind it)
+        longest = max(1, min(longest, max_context_len - (_STEPS - 1)))
+    most = min(config.max_num_seqs, config.step_tokens)
+    if not with_cuda:
+        return [Kind(1, context_len=longest), Kind(1, temperature=1.0)]
+    lens = {n for n in _PROMPTS if n < config.step_tokens} | {config.step_tokens}
+    prompts = [
+        Kind(1, n, n) for n in sorted(lens) if max_context_len is None or n <= max_context_len
+    ]
+    if min(longest, config.step_tokens) > _FEW:
+        prompts.append(Kind(1, _FEW, longest))
+    decodes = [
+        kind
+        for size in reversed(batch_sizes(most))
+        for kind in (Kind(size), Kind(size, context_len=longest, temperature=1.0))
+    ]
+    return [*reversed(prompts), *decodes]
+
+
+def is_needed(config: EngineConfig) -> bool:
+    """Whether an engine with these options warms up on this device."""
+    on_gpu = mx.default_device() == mx.Device(mx.gpu)
+    return on_gpu and not config.enforce_eager and config.runner == "generate"
+
+
+def warm_up(
+    runner: ModelRunner,
+    config: EngineConfig,
+    max_context_len: int | None,
+    on_step: OnStep | None = None,
+) -> int:
+    """Runs the steps, in the runner's pools, which no request uses yet; returns how many kinds.
+
+    A step that fails is left out, with a warning: the engine works without it.
+
+    Args:
+        max_context_len: most tokens of a sequence; None: no limit.
+        on_step: called before each kind of steps, and after the last.
+    """
+    start = time.perf_counter()
+    wanted = kinds(config, max_context_len, with_cuda=ops.has_cuda())
+    for done, kind in enumerate(wanted):
+        if on_step is not None:
+            on_step(done, len(wanted))
+        try:
+            _run(runner, kind)
+        except Exception as error:
+            logger.warning("%s could not be prepared: %s", kind, reason_of(error))
+            mx.clear_cache()
+    if on_step is not None:
+        on_step(len(wanted), len(wanted))
+    runner.reset()
+    logger.info("warmed up in %.1f s", time.perf_counter() - start)
+    return len(wanted)
+
+
+def _run(runner: ModelRunner, kind: Kind) -> None:
+    """Each step takes its tokens from the one before, which has not been read: as in decoding."""
+    before: LaunchedStep | None = None
+    if kind.num_tokens > 1:  # each is the first of its sequences
+        for _ in range(_STEPS if kind.num_tokens <= _FEW else 1):
+            runner.read(runner.launch(_step(runner, kind, 0), None))
+        return
+    for i in range(_STEPS):
+        launched = runner.launch(_step(runner, kind, i), before)
+        if before is not None:
+            runner.read(before)
+        before = launched
+    assert before is not None
+    runner.read(before)
+
+
+def _step(runner: ModelRunner, kind: Kind, index: int) -> SchedulerOutput:
+    """Step `index` of a chain. Block 0, which padding points at, is not written."""
+    model, size = runner.model, runner.block_size
+    blocks = min((len(c.key_pool) for c in model.attention_caches), default=2) - 1
+    end = kind.context_len + index
+    request = Request("warm-up", (0,))
+    sequences = []
+    for i in range(kind.num_sequences):
+        # (Any blocks: what they hold is not read again. A sequence's may all be the same.)
+        own = 1 + i % blocks
+        table = StepTable((own,) * -(-end // size), 0)
+        sequence = Sequence(-1 - i, request, i, (0, 0, i))
+        sequence.sampler = _Sampler(kind.temperature)  # type: ignore[assignment]
+        tables = (table,) * (1 + len(runner.windows))
+        # (It begins with no state, and leaves none.)
+        state = StateMove(0, -1) if model.layout.has_states else None
+        token_ids = (IN_FLIGHT_TOKEN,) if index else (0,) * kind.num_tokens
+        source = i if index else -1
+        start = end - len(token_ids)
+        sequences.append(ScheduledSequence(sequence, token_ids, start, True, source, tables, state))
+    return SchedulerOutput(0, tuple(sequences), ((),) * (1 + len(runner.windows)))

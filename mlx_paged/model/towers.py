@@ -1,0 +1,94 @@
+"""Native forms of what towers compute, on the CPU.
+
+MLX's CPU backend computes an exponential or a hyperbolic tangent at a time, in one thread: softmax
+and GELU take nine tenths of a ViT. Here attention is the paged kernel over blocks that are made of
+the keys and values, with every position visible to every row, and GELU is a product with a sigmoid.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_paged import ops
+from mlx_paged.model.plan import build_plan
+
+_BLOCK = 64
+# Fewer rows than this are a prompt's tokens or a resampler's, not worth a plan.
+_LEAST_ROWS = 16
+_MOST_WIDTH = 256  # of a head; it is filled up with zeros to a multiple of eight
+_TANH = 2 * (2 / np.pi) ** 0.5  # GELU's approximation is x * sigmoid(_TANH * (x + _CUBE * x**3))
+_CUBE = 0.044715
+_FAST = 1.702
+
+
+class TowerOps:
+    """What may be replaced while one tower is built; plans serve all of its layers."""
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[int, int], ops.AttentionPlan] = {}
+
+    def attend(
+        self, q: mx.array, k: mx.array, v: mx.array, scale: float, more: dict[str, Any]
+    ) -> mx.array | None:
+        """``mx.fast.scaled_dot_product_attention`` of ``[batch, heads, rows, width]``; None where
+        it is not of the kind that is served: the same rows everywhere, without a mask."""
+        if any(value is not None for value in more.values()) or not q.ndim == k.ndim == v.ndim == 4:
+            return None
+        batch, heads, rows, width = q.shape
+        same = k.shape == v.shape and k.shape[0] == batch and k.shape[2:] == (rows, width)
+        if not (
+            same
+            and heads % k.shape[1] == 0
+            and rows >= _LEAST_ROWS
+            and width <= _MOST_WIDTH
+            and q.dtype == k.dtype == v.dtype == mx.float32
+        ):
+            return None
+        padded = -(-width // 8) * 8
+        queries = _filled(q.transpose(0, 2, 1, 3), 0, padded - width)
+        keys, values = (_blocks(each, padded - width) for each in (k, v))
+        plan = self._plans.get((batch, rows))
+        if plan is None:
+            plan = self._plans[batch, rows] = _plan(batch, rows)
+        out = ops.paged_attention(
+            queries.reshape(batch * rows, heads, padded), keys, values, plan, scale=scale
+        )
+        out = out.reshape(batch, rows, heads, padded)[..., :width]
+        return out.transpose(0, 2, 1, 3)
+
+    def gelu(self, layer: nn.GELU, x: mx.array) -> mx.array | None:
+        """``nn.GELU.__call__``; None for the exact form."""
+        kind = layer._approx
+        if x.dtype != mx.float32 or kind == "none":
+            return None
+        if kind == "fast":
+            return ops.silu_mul(x * _FAST, mx.full(x.shape, 1 / _FAST))
+        factor = _TANH + _TANH * _CUBE * x.square()  # x * factor is the sigmoid's argument
+        return ops.silu_mul(x * factor, mx.reciprocal(factor))
+
+
+def _blocks(array: mx.array, columns: int) -> mx.array:
+    """``[batch, heads, rows, width]`` -> ``[blocks, _BLOCK, heads, width + columns]``."""
+    _, heads, rows, width = array.shape
+    filled = _filled(array.transpose(0, 2, 1, 3), -rows % _BLOCK, columns)
+    return mx.contiguous(filled.reshape(-1, _BLOCK, heads, width + columns))
+
+
+def _filled(array: mx.array, rows: int, columns: int) -> mx.array:
+    if not rows and not columns:
+        return array
+    return mx.pad(array, [(0, 0), (0, rows), (0, 0), (0, columns)])
+
+
+def _plan(batch: int, rows: int) -> ops.AttentionPlan:
+    """Every row of a picture sees all of its rows."""
+    per_item = -(-rows // _BLOCK)
+    tables = np.arange(batch * per_item).reshape(batch, per_item).tolist()
+    bounds = np.empty((2, batch * rows), dtype=np.int32)
+    bounds[0], bounds[1] = 0, rows - 1
+    lens = [rows] * batch
+    return build_plan(tables, lens, lens, block_size=_BLOCK, bounds=bounds)

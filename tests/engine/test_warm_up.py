@@ -1,0 +1,143 @@
+"""The steps that run when an engine starts on a GPU: which they are, and that they leave no trace.
+
+On the CPU there are none; here they are switched on, as what they compute does not depend on it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from support.grouped_models import engine_of
+from support.models import embedded_twin
+from support.reference import ON_GPU
+
+from mlx_paged import LLM, SamplingParams, ops
+from mlx_paged.engine import warm_up
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.runner import ModelRunner
+from mlx_paged.engine.warm_up import Kind, batch_sizes, kinds
+
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPTS = [[3, 4, 5, 6], [7, 8], list(range(10, 60))]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_up, "is_needed", lambda config: not config.enforce_eager, raising=True)
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, PARAMS)
+    llm.engine.check_integrity()
+    assert llm.engine.stats().num_faults == 0
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_powers_of_two_and_the_largest_number_of_sequences_are_prepared() -> None:
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(6) == [1, 2, 4, 6]
+    assert batch_sizes(256) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+
+
+def test_what_is_prepared_with_cuda() -> None:
+    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=1024)
+    assert kinds(config, None, with_cuda=True) == [
+        Kind(1, 64, 4096),
+        *(Kind(1, n, n) for n in (1024, 512, 64, 48, 32, 16)),
+        Kind(2),
+        Kind(2, context_len=4096, temperature=1.0),
+        Kind(1),
+        Kind(1, context_len=4096, temperature=1.0),
+    ]
+    # No more than the model takes, however many steps follow.
+    assert kinds(config, 100, with_cuda=True) == [
+        Kind(1, 64, 97),
+        *(Kind(1, n, n) for n in (64, 48, 32, 16)),
+        Kind(2),
+        Kind(2, context_len=97, temperature=1.0),
+        Kind(1),
+        Kind(1, context_len=97, temperature=1.0),
+    ]
+    assert {kind.num_sequences for kind in kinds(config, 100, with_cuda=False)} == {1}
+
+
+@pytest.mark.skipif(ON_GPU, reason="tests on a GPU start engines without a warm-up")
+def test_on_the_cpu_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not warm_up.is_needed(EngineConfig(runner="generate"))
+    monkeypatch.setattr(warm_up.mx, "default_device", lambda: warm_up.mx.Device(warm_up.mx.gpu))
+    assert warm_up.is_needed(EngineConfig(runner="generate"))
+    assert not warm_up.is_needed(EngineConfig(runner="generate", enforce_eager=True))
+
+
+@pytest.mark.parametrize("with_cuda", [True, False])
+def test_the_steps_come_before_the_first_request_and_change_no_answer(
+    monkeypatch: pytest.MonkeyPatch, with_cuda: bool
+) -> None:
+    options: dict[str, Any] = {
+        "num_gpu_blocks_override": 40, "block_size": 8, "max_num_seqs": 3,
+        "max_num_batched_tokens": 64,
+    }  # fmt: skip
+    expected = answers(LLM(embedded_twin(), **options))
+    monkeypatch.setattr(warm_up, "is_needed", lambda config: True)
+    monkeypatch.setattr(ops, "has_cuda", lambda: with_cuda)
+    launched: list[tuple[int, int]] = []
+    launch = ModelRunner.launch
+
+    def note(self: ModelRunner, output: Any, previous: Any) -> Any:
+        launched.append((len(output.sequences), output.num_tokens))
+        return launch(self, output, previous)
+
+    monkeypatch.setattr(ModelRunner, "launch", note)
+    progress: list[tuple[int, int]] = []
+    llm = LLM(embedded_twin(), **options, on_kernel=lambda *at: progress.append(at))
+    total = len(progress) - 1
+    assert progress == [(i, total) for i in range(total + 1)]
+    if with_cuda:
+        prompts = [(1, n) for n in (64, 48, 32, 16) for _ in range(4)]
+        wanted = [*prompts, *[(3, 3)] * 8, *[(2, 2)] * 8, *[(1, 1)] * 8]
+        # The shape of the next decode has been compiled.
+        assert llm.engine._runner.model._compiled._graphs
+    else:
+        wanted = [(1, 1)] * 8
+    assert launched == wanted
+    assert llm.engine.stats().num_steps == 0
+    assert answers(llm) == expected
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3_next"])
+def test_models_with_windows_and_states(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: None, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    expected = answers(engine_of(name, enforce_eager=True, max_num_seqs=2))
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(ops, "has_cuda", lambda: True)
+        llm = engine_of(name, max_num_seqs=2)
+    assert "could not be prepared" not in caplog.text
+    assert answers(llm) == expected
+
+
+def test_a_step_that_fails_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = warm_up._run
+
+    def fail(runner: ModelRunner, kind: Kind) -> None:
+        if kind.context_len > 1:
+            raise RuntimeError("[malloc] no memory for that")
+        run(runner, kind)
+
+    monkeypatch.setattr(warm_up, "_run", fail)
+    with caplog.at_level(logging.WARNING):
+        llm = LLM(embedded_twin(), num_gpu_blocks_override=40, block_size=8)
+    assert "no memory for that" in caplog.text
+    assert answers(llm)
+
+
+def test_without_repeated_steps_none_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    options = {"num_gpu_blocks_override": 40, "block_size": 8}
+    llm = LLM(embedded_twin(), **options, enforce_eager=True)
+    assert answers(llm)
+    assert not llm.engine._runner.model._compiled._graphs

@@ -1,0 +1,217 @@
+"""Steps as one operation on the CPU: the same numbers as the graph that they were read from."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.models import StepDriver, tiny_config, tiny_model
+
+from mlx_paged import ops
+from mlx_paged.model.compiled import CompiledSteps
+from mlx_paged.model.kv_formats import FORMATS as KV_FORMATS
+from mlx_paged.model.plan import StepInputs, build_plan
+from mlx_paged.model.wrap import page
+
+pytestmark = pytest.mark.skipif(
+    ops.most_program_rows() == 0, reason="this processor has no product of few rows"
+)
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": tiny_config("llama"),
+    "llama with biases": tiny_config("llama", tied=False, attention_bias=True, mlp_bias=True),
+    "llama3 RoPE": tiny_config("llama", rope_scaling=LLAMA3),
+    "traditional RoPE": tiny_config("llama", rope_traditional=True),
+    "windows": tiny_config(
+        "llama", layer_types=["full_attention", "sliding_attention"] * 2, sliding_window=16
+    ),
+    "qwen2": tiny_config("qwen2"),
+    "qwen3": tiny_config("qwen3", tied=False),
+    "phi3": tiny_config("phi3"),  # (its projections are one matrix, its parts views)
+    "olmo2": tiny_config("olmo2"),  # (norms after the projections, over all heads)
+    "smollm3": tiny_config("smollm3"),  # (layers without RoPE)
+}
+
+
+def driver_of(name: str, kv_format: str | None = None) -> StepDriver:
+    config = CONFIGS[name]
+    kv = KV_FORMATS.get(kv_format)
+    return StepDriver(tiny_model(config), config["model_type"], block_size=8, kv_format=kv)
+
+
+def steps() -> list[dict[str, list[int]]]:
+    rng = np.random.default_rng(1)
+    new = lambda n: rng.integers(0, 96, n).tolist()  # noqa: E731
+    return [
+        {"a": new(7), "b": new(1)},
+        {"a": new(1), "b": new(1)},
+        {"b": new(1), "c": new(20)},
+        {"c": new(1)},
+        {"a": new(40), "b": new(3), "c": new(9), "d": new(2)},
+        *({"a": new(1), "b": new(1), "c": new(1), "d": new(1)} for _ in range(3)),
+    ]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_they_give_what_the_graph_gives(name: str) -> None:
+    programs, graphs = driver_of(name), driver_of(name)
+    graphs.runner.model._compiled._failed = True
+    for work in steps():
+        actual, expected = programs.step(work), graphs.step(work)
+        for sequence, logits in expected.items():
+            np.testing.assert_array_equal(actual[sequence], logits)
+    assert programs.runner.model._compiled._graphs and not graphs.runner.model._compiled._graphs
+    for ours, theirs in zip(programs.caches, graphs.caches, strict=True):
+        np.testing.assert_array_equal(np.array(ours.key_pool), np.array(theirs.key_pool))
+        np.testing.assert_array_equal(np.array(ours.value_pool), np.array(theirs.value_pool))
+
+
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_they_take_quantised_pools(name: str) -> None:
+    programs, graphs = (driver_of("windows", name) for _ in range(2))
+    graphs.runner.model._compiled._failed = True
+    for work in steps():
+        actual, expected = programs.step(work), graphs.step(work)
+        for sequence, logits in expected.items():
+            np.testing.assert_array_equal(actual[sequence], logits)
+    assert programs.runner.model._compiled._graphs
+    for ours, theirs in zip(programs.caches, graphs.caches, strict=True):
+        assert ours.key_pool.dtype != mx.float32
+        np.testing.assert_array_equal(np.array(ours.key_pool), np.array(theirs.key_pool))
+        np.testing.assert_array_equal(np.array(ours.value_pool), np.array(theirs.value_pool))
+
+
+def test_as_many_rows_as_they_take_and_one_more() -> None:
+    driver = driver_of("llama")
+    most = ops.most_program_rows()
+    for rows in (most, most + 1):
+        driver.step({str(rows): [i % 96 for i in range(rows)]})
+    [shape] = driver.runner.model._compiled._graphs
+    assert shape[1] == most
+
+
+def test_a_model_of_other_operations_runs_as_before() -> None:
+    config = tiny_config("cohere")
+    driver = StepDriver(tiny_model(config), "cohere", block_size=8)
+    [logits] = driver.step({"a": [1, 2, 3]}).values()
+    assert np.isfinite(logits).all()
+    assert driver.runner.model._compiled._failed
+
+
+def test_what_a_program_has_no_operation_for_is_named() -> None:
+    [x] = ops.placeholders([mx.zeros((3, 8))])
+    with pytest.raises(ValueError, match="the operation Exp"):
+        ops.StepProgram([x], [mx.exp(x)])
+    with pytest.raises(ValueError, match="does not depend on the inputs"):
+        ops.StepProgram([x], [mx.zeros((3, 8))])
+    [half] = ops.placeholders([mx.zeros((3, 8), dtype=mx.float16)])
+    with pytest.raises(ValueError, match="other than float32"):
+        ops.StepProgram([half], [half + half])
+
+
+def test_placeholders_have_no_values() -> None:
+    [x] = ops.placeholders([mx.zeros((3,))])
+    with pytest.raises(RuntimeError, match="without a primitive"):
+        mx.eval(x + 1)
+
+
+def test_inputs_of_another_shape_or_dtype_are_refused() -> None:
+    placeholders = ops.placeholders([mx.zeros((3, 8)), mx.zeros((3, 8))])
+    program = ops.StepProgram(placeholders, [placeholders[0] + placeholders[1]])
+    x = mx.arange(24.0).reshape(3, 8)
+    assert mx.array_equal(program([x, x])[0], 2 * x)
+    # (Of any strides.)
+    assert mx.array_equal(program([x, x.reshape(8, 3).T])[0], x + x.reshape(8, 3).T)
+    with pytest.raises(ValueError, match=r"inputs\[1\] must be \(3,8\) but got \(4,8\)"):
+        program([x, mx.zeros((4, 8))])
+    with pytest.raises(ValueError, match=r"dtype of inputs\[0\] must be float32"):
+        program([x.astype(mx.int32), x])
+    with pytest.raises(ValueError, match="must be 2 arrays but got 1"):
+        program([x])
+
+
+def test_lookups_of_rows() -> None:
+    table = mx.random.normal((5, 6))
+    indices = mx.array([4, 0, -1, 5, -6], dtype=mx.int32)
+    [placeholder] = ops.placeholders([indices])
+    program = ops.StepProgram([placeholder], [table[placeholder] * 2.0])
+    out = np.array(program([indices])[0])
+    np.testing.assert_array_equal(out[:3], 2 * np.array(table)[[4, 0, 4]])
+    assert np.isnan(out[3:]).all(), "no memory beside the table is read"
+
+
+def test_a_plan_that_is_used_for_more_than_attention_is_refused() -> None:
+    plan = build_plan([[1], [2]], [3, 4], [1, 1], block_size=8)
+    pool = ops.allocate_pool(4, 8, 1, 8, mx.float32)
+    inputs = ops.placeholders(
+        [mx.zeros((2, 2, 8)), plan.positions, plan.block_tables, plan.work_items,
+         plan.merge_items, pool, pool]
+    )  # fmt: skip
+    queries, positions, tables, work, merges, keys, values = inputs
+    fields = {"slot_mapping": positions, "context_lens": positions, "query_starts": positions}
+    made = ops.AttentionPlan(
+        positions, block_tables=tables, work_items=work, merge_items=merges, **fields
+    )
+    out = ops.paged_attention(queries, keys, values, made, scale=1.0)
+    assert ops.StepProgram(inputs, [out])
+    first = mx.take(mx.ones((4, 16)), tables[:, :1].reshape(2), axis=0)
+    with pytest.raises(ValueError, match="used for more than attention"):
+        ops.StepProgram(inputs, [out.reshape(2, 16) + first])
+
+
+def test_checking_mode_takes_the_operations_that_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_PAGED_CHECK", "1")
+    driver = driver_of("llama")
+    driver.step({"a": [1, 2, 3]})
+    assert not driver.runner.model._compiled._graphs
+
+
+def test_two_threads_run_programs_at_once() -> None:
+    def outputs(name: str) -> list[np.ndarray]:
+        """Of steps of one to eight rows, on a stream of this thread."""
+        with mx.stream(mx.new_thread_local_stream(mx.cpu)):
+            config = CONFIGS[name]
+            paged = page(tiny_model(config), config["model_type"], block_size=8)
+            paged.allocate(16)
+            found = []
+            for i in range(40):
+                rows = 1 + i % 8
+                inputs = StepInputs(
+                    context_lens=np.ones(rows, dtype=np.int64),
+                    query_lens=np.ones(rows, dtype=np.int64),
+                    tables=[[1 + row] for row in range(rows)],
+                    logit_rows=np.arange(rows),
+                )
+                found.append(np.array(paged.forward(mx.arange(i, i + rows), inputs)))
+            assert paged._compiled._graphs
+            return found
+
+    names = ["llama", "qwen3"]
+    alone = [outputs(name) for name in names]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(outputs, names))
+    for outputs_together, outputs_alone in zip(together, alone, strict=True):
+        for ours, theirs in zip(outputs_together, outputs_alone, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_graph_is_made_once_for_a_shape() -> None:
+    driver = driver_of("llama")
+    compiled: CompiledSteps = driver.runner.model._compiled
+    driver.step({"a": [1, 2, 3], "b": [4]})
+    for i in range(12):  # (tables and work grow)
+        driver.step({"a": [i], "b": [i]})
+    assert len(compiled._graphs) == 2

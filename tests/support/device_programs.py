@@ -1,0 +1,57 @@
+"""Steps of a `StepDriver` as one operation of the simulated GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_paged import ops
+from mlx_paged.model.caches import Step
+from mlx_paged.model.compiled import (
+    CompiledSteps,
+    Greedy,
+    Pools,
+    _arrays_of,
+    _has_rope_positions,
+    _step_of,
+)
+from support.models import StepDriver
+
+
+class ProgramSteps(CompiledSteps):
+    """Makes a program of every step. (Within `simulated`.)"""
+
+    def __init__(self, forward: Any, **options: Any) -> None:
+        super().__init__(forward)
+        self.options = options
+        self.made: list[tuple[ops.DeviceProgram, list[mx.array]]] = []  # with its inputs
+
+    def newest_greedy(self) -> Greedy:
+        """Of the newest step's logits."""
+        assert self._newest is not None
+        return self._newest[1]
+
+    def run(self, tokens: mx.array, step: Step, pools: Pools) -> tuple[mx.array, Pools]:
+        arrays = _arrays_of(step)
+        unknown = ops.placeholders([tokens, *arrays, *pools])
+        end = 1 + len(arrays)
+        of_step = _step_of(unknown[1:end], tuple(step.plans), _has_rope_positions(step))
+        logits, written = self._forward(unknown[0], of_step, unknown[end:])
+        greedy = ops.greedy_tokens(logits)
+        program = ops.DeviceProgram(unknown, [logits, *greedy, *written], **self.options)
+        inputs = [tokens, *arrays, *pools]
+        self.made.append((program, inputs))
+        logits, *rest = program(inputs)
+        found, pools = Greedy(*rest[:3]), rest[3:]
+        mx.eval(logits)  # (in this order: the pools are written in place)
+        self._found(logits, found)
+        return logits, pools
+
+
+def with_programs(driver: StepDriver, **options: Any) -> ProgramSteps:
+    """Makes a driver run its steps so; returns what runs them."""
+    model = driver.runner.model
+    steps = ProgramSteps(model._run, **options)
+    model._compiled = steps
+    return steps

@@ -1,0 +1,135 @@
+"""What a build decides: whether the CUDA backend is built, and which compilers are refused."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import build_backend
+import pytest
+from build_backend import NVCC_WHEELS, Gpu, choose
+
+ROOT = Path(__file__).resolve().parent.parent
+H100 = Gpu((13, 0), ("90",))
+NO_GPU = Gpu()
+
+
+@pytest.mark.parametrize(
+    ("setting", "gpu", "cuda_mlx", "builds"),
+    [
+        ("AUTO", H100, False, True),
+        ("", H100, False, True),
+        ("AUTO", NO_GPU, True, True),
+        ("AUTO", NO_GPU, False, False),
+        ("ON", NO_GPU, False, True),
+        ("on", H100, False, True),
+        ("OFF", H100, True, False),
+    ],
+)
+def test_the_cuda_backend_is_built_where_a_driver_is_or_when_asked_for(
+    setting: str, gpu: Gpu, cuda_mlx: bool, builds: bool
+) -> None:
+    choice = choose(setting, "/opt/nvcc", gpu, cuda_mlx=cuda_mlx)
+    assert choice.problem == ""
+    assert choice.nvcc == ("/opt/nvcc" if builds else None)
+    assert bool(choice.reason) != builds
+    assert choice.architectures == (gpu.architectures if builds else ())
+
+
+def test_a_missing_nvcc_is_one_line_with_the_command_that_helps() -> None:
+    problem = choose("AUTO", None, H100, cuda_mlx=False).problem
+    assert "\n" not in problem and "nvcc" in problem
+    assert f"pip install '{NVCC_WHEELS[0]}'" in problem and "MLX_PAGED_CUDA=OFF" in problem
+    # What nvcc 13 compiles does not run with a driver of CUDA 12.
+    older = choose("AUTO", None, Gpu((12, 8), ("80",)), cuda_mlx=False).problem
+    assert "cuda-toolkit-12-8" in older and "pip install" not in older
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    assert (
+        "must be ON, OFF or AUTO, not MAYBE" in choose("maybe", None, H100, cuda_mlx=False).problem
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpu", "nvcc", "given", "fetched"),
+    [
+        (H100, None, None, True),
+        (H100, "/opt/nvcc", None, False),
+        (Gpu((12, 8), ("80",)), None, None, False),
+        (NO_GPU, None, None, False),
+        (NO_GPU, None, {"cmake.define.MLX_PAGED_CUDA": "ON"}, True),
+        (H100, None, {"cmake.define.MLX_PAGED_CUDA": ["ON", "OFF"]}, False),
+    ],
+)
+def test_pip_fetches_nvcc_for_the_build_where_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: Gpu,
+    nvcc: str | None,
+    given: dict[str, str | list[str]] | None,
+    fetched: bool,
+) -> None:
+    monkeypatch.delenv("MLX_PAGED_CUDA", raising=False)
+    monkeypatch.setattr(build_backend, "find_gpu", lambda: gpu)
+    monkeypatch.setattr(build_backend, "find_nvcc", lambda: nvcc)
+    monkeypatch.setattr(build_backend, "has_cuda_mlx", lambda: False)
+    assert build_backend.cuda_requirements(given) == (list(NVCC_WHEELS) if fetched else [])
+
+
+def test_the_environment_chooses_where_pip_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_PAGED_CUDA", "OFF")
+    assert build_backend.setting_of(None) == "OFF"
+    assert build_backend.setting_of({"cmake.define.MLX_PAGED_CUDA": "ON"}) == "ON"
+
+
+def test_the_driver_is_asked_in_another_process() -> None:
+    """Where there is none it says so: no driver is an answer, not an error."""
+    gpu = build_backend.find_gpu()
+    assert gpu == NO_GPU or gpu.cuda > (10, 0)
+
+
+def test_cmake_gets_the_choice_as_a_list() -> None:
+    command = [sys.executable, str(ROOT / "scripts/build_backend.py")]
+    run = subprocess.run([*command, "OFF"], capture_output=True, text=True, check=True)
+    assert run.stdout == "skip;MLX_PAGED_CUDA is OFF\n"
+    run = subprocess.run([*command, "ON", "/opt/nvcc"], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("build;/opt/nvcc")
+
+
+needs_cmake = pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("cmake") is None or shutil.which("g++") is None,
+    reason="needs Linux, cmake and g++",
+)
+
+
+def configure(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Only the check of the compiler, in a project of its own."""
+    check = ROOT / "csrc/shared_libstdcxx.cmake"
+    (folder / "CMakeLists.txt").write_text(
+        f"cmake_minimum_required(VERSION 3.25)\nproject(p LANGUAGES CXX)\ninclude({check})\n"
+    )
+    compiler = folder / "g++"
+    compiler.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@" {" ".join(flags)}\n')
+    compiler.chmod(0o755)
+    return subprocess.run(
+        ["cmake", "-S", folder, "-B", folder / "build", f"-DCMAKE_CXX_COMPILER={compiler}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@needs_cmake
+def test_a_compiler_that_links_libstdcxx_statically_is_refused(tmp_path: Path) -> None:
+    run = configure(tmp_path, "-static-libstdc++")
+    assert run.returncode != 0
+    [said] = [line for line in run.stderr.splitlines() if "mlx_paged:" in line]
+    assert "links libstdc++ statically" in said and "CXX=/usr/bin/g++ pip install" in said
+
+
+@needs_cmake
+def test_a_compiler_that_links_the_shared_libstdcxx_is_taken(tmp_path: Path) -> None:
+    run = configure(tmp_path)
+    assert run.returncode == 0, run.stderr
