@@ -125,41 +125,6 @@ METAL_FUNC void unpack_codes(uint4 chunk, thread float* out, int format) {
   }
 }
 
-METAL_FUNC uint pack_pair(float first, float second, half) {
-  half2 pair;
-  pair.x = half(first);
-  pair.y = half(second);
-  return as_type<uint>(pair);
-}
-
-METAL_FUNC uint bits_of(bfloat value) {
-  return uint(as_type<ushort>(value));
-}
-
-METAL_FUNC uint pack_pair(float first, float second, bfloat) {
-  return bits_of(bfloat(first)) | (bits_of(bfloat(second)) << 16);
-}
-
-METAL_FUNC uint4 pack(thread const float* values, float) {
-  uint4 chunk;
-  chunk.x = as_type<uint>(values[0]);
-  chunk.y = as_type<uint>(values[1]);
-  chunk.z = as_type<uint>(values[2]);
-  chunk.w = as_type<uint>(values[3]);
-  return chunk;
-}
-
-// A chunk of T; codes of int8 and e4m3 are exact in all.
-template <typename T>
-METAL_FUNC uint4 pack(thread const float* values, T type) {
-  uint4 chunk;
-  chunk.x = pack_pair(values[0], values[1], type);
-  chunk.y = pack_pair(values[2], values[3], type);
-  chunk.z = pack_pair(values[4], values[5], type);
-  chunk.w = pack_pair(values[6], values[7], type);
-  return chunk;
-}
-
 // The formats of a pipeline's pools, or FORMAT_PLAIN.
 METAL_FUNC int key_format(constant AttentionParams& params) {
   (void)params;  // function constants need none
