@@ -25,7 +25,7 @@ METAL_FUNC bool changes_sign(int dim) {
 struct HeadRow {
   enum { PARTS = 18 };  // of 32 dims
 
-  float x[PARTS];
+  float x[PARTS];  // zeros past the head dim
 
   template <typename T>
   METAL_FUNC void load(device const T* row, int dim, uint lane) thread {
@@ -47,10 +47,12 @@ struct HeadRow {
     }
   }
 
-  METAL_FUNC void change_signs(uint lane) thread {
+  METAL_FUNC void change_signs(int dim, uint lane) thread {
     PAGED_UNROLL
     for (int i = 0; i < PARTS; i++) {
-      x[i] = changes_sign(32 * i + int(lane)) ? -x[i] : x[i];
+      if (32 * i < dim) {
+        x[i] = changes_sign(32 * i + int(lane)) ? -x[i] : x[i];
+      }
     }
   }
 
@@ -61,8 +63,10 @@ struct HeadRow {
       bool second = (lane & uint(stride)) != 0;
       PAGED_UNROLL
       for (int i = 0; i < PARTS; i++) {
-        float other = simd_shuffle_xor(x[i], ushort(stride));
-        x[i] = second ? other - x[i] : x[i] + other;
+        if (32 * i < dim) {
+          float other = simd_shuffle_xor(x[i], ushort(stride));
+          x[i] = second ? other - x[i] : x[i] + other;
+        }
       }
     }
     PAGED_UNROLL
@@ -87,13 +91,13 @@ struct HeadRow {
   }
 
   METAL_FUNC void rotate(int dim, uint lane) thread {
-    change_signs(lane);
+    change_signs(dim, lane);
     transform(dim, lane);
   }
 
   METAL_FUNC void rotate_back(int dim, uint lane) thread {
     transform(dim, lane);
-    change_signs(lane);
+    change_signs(dim, lane);
   }
 };
 
