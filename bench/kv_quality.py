@@ -7,9 +7,9 @@ Models: the embedded one on source files that it was not trained on (this packag
 with random weights, as mlx-lm initialises them, and planted outliers, on texts that they wrote
 themselves. Two more show where the limits of this are: the embedded one with planted outliers, and
 a random one whose weights are doubled and whose logits are spread, so that it enlarges all errors
-(bfloat16's, too). Outliers are two pairs of key channels that are twelve times as large, with queries
-divided by as much: what the model computes is the same. Arithmetic is float32 everywhere. The
-reference are mlx-lm's dense caches, whose keys and values are rounded to bfloat16; the formats run
+(bfloat16's, too). Outliers are two pairs of key channels that are twelve times as large, with
+queries divided by as much: what the model computes is the same. Arithmetic is float32 everywhere.
+The reference are mlx-lm's dense caches, whose keys and values are rounded to bfloat16; the formats run
 through the paged kernels, in chunks, so that later ones read what earlier ones wrote.
 """
 

@@ -181,7 +181,7 @@ def _quantised_sequences(
     blocks of one sequence are of one kind; a text that ends before that is not quantised.
     """
     most = _num_prompt_tokens(arguments) + arguments["max_tokens"]
-    is_never = 0 <= arguments["max_tokens"] and most <= arguments["quantized_kv_start"]
+    is_never = arguments["max_tokens"] >= 0 and most <= arguments["quantized_kv_start"]
     dense_caches = inspect.unwrap(mlx_lm_cache.make_prompt_cache)
     stores = [store_for(m, dense_caches(m), None if is_never else INT8) for m in models]
     found = [PagedSequence(store) for store in stores if store is not None]
