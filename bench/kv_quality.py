@@ -9,8 +9,8 @@ themselves. Two more show where the limits of this are: the embedded one with pl
 a random one whose weights are doubled and whose logits are spread, so that it enlarges all errors
 (bfloat16's, too). Outliers are two pairs of key channels that are twelve times as large, with
 queries divided by as much: what the model computes is the same. Arithmetic is float32 everywhere.
-The reference are mlx-lm's dense caches, whose keys and values are rounded to bfloat16; the formats run
-through the paged kernels, in chunks, so that later ones read what earlier ones wrote.
+The reference are mlx-lm's dense caches, whose keys and values are rounded to bfloat16; the formats
+run through the paged kernels, in chunks, so that later ones read what earlier ones wrote.
 """
 
 from __future__ import annotations

@@ -66,6 +66,7 @@ foreach(dtype float32 float16 bfloat16)
 endforeach()
 foreach(dtype float16 bfloat16)
   add_cuda_kernels(decode_tensor_${dtype} decode_tensor PAGED_DTYPE_${dtype})
+  add_cuda_kernels(decode_quantised_${dtype} decode_quantised PAGED_DTYPE_${dtype})
   add_cuda_kernels(prefill_tensor_${dtype} prefill_tensor PAGED_DTYPE_${dtype})
 endforeach()
 

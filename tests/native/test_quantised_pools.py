@@ -209,6 +209,27 @@ def test_heads_and_block_sizes(rng, name, heads, block_size) -> None:
     assert_close(batch.attend(scale=0.1), batch.expected(scale=0.1), TOLERANCE[mx.float32])
 
 
+# What NVIDIA's tensor cores serve, and what is next to it.
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 4, 8, 12])
+@pytest.mark.parametrize("name", ["int8", "int8_k_int4_v"])
+def test_groups_in_16_bits(rng, name, group, dim, dtype) -> None:
+    heads = {"num_q_heads": 3 * group, "num_kv_heads": 3, "key_dim": dim, "value_dim": dim}
+    for block_size, rows, options in (
+        (16, [1, 1, 1], {}),
+        (32, [1, 2, 1], {"window": 50}),
+        (64, [1, 1, 1], {"softcap": 4.0, "sinks": mx.array(np.linspace(-2, 2, 3 * group))}),
+    ):
+        batch = make_quantised(
+            rng, [300, 17, 130], rows, block_size=block_size, window=options.get("window"),
+            dtype=dtype, name=name, **heads,
+        )  # fmt: skip
+        for split_tokens in (64, 4096):
+            out = batch.attend(batch.plain.plan(split_tokens=split_tokens), scale=0.1, **options)
+            assert_close(out, batch.expected(scale=0.1, **options), TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_copied_blocks_are_the_same(rng, name) -> None:
     batch = make_quantised(rng, [40], [1], name=name)

@@ -470,6 +470,8 @@ def quantised_write(library: SimLibrary) -> None:
             batch = make_batch(rng, [20], [1], num_kv_heads=3, num_q_heads=3, key_dim=dims[0],
                                value_dim=dims[1])  # fmt: skip
             rows = rng.standard_normal((6, 3, 576)) * 10.0 ** rng.uniform(-6, 2, (6, 3, 1))
+            rows[0] = np.abs(rows[0]) + 1  # (the zeros past a head are less)
+            rows[1, 0, :8] = 1.1875  # between two numbers of e4m3
             rows[2, 0] = 0
             rows[3, 1, 5], rows[4, 2, 7] = np.nan, -np.inf
             rows[5, 0, 3] = 1e9
@@ -490,19 +492,22 @@ def quantised_write(library: SimLibrary) -> None:
 
 @check
 def quantised_gather(library: SimLibrary) -> None:
+    lens = mx.array([151, 33], mx.int32)  # (of the first one more than was written: a NaN)
+    mx.eval(lens)
     for name in FORMATS:
         for dim in (80, 512):
             batch = quantised(batch_of([1, 1], 2, key_dim=dim), name)
             plan = batch.plain.plan()
             with simulated(library):
                 dense = ops.gather_kv(
-                    batch.key_pool, batch.value_pool, plan.block_tables, plan.context_lens, 151,
+                    batch.key_pool, batch.value_pool, plan.block_tables, lens, 152,
                     dtype=mx.float32,
                 )  # fmt: skip
                 mx.eval(*dense)
             pools = (keys_of(batch.key_pool, dim), decoded(batch.value_pool, dim))
             for got, pool in zip(dense, pools):
-                wanted = reference.gather_kv(pool, batch.plain.tables, [150, 33], 151)
+                wanted = reference.gather_kv(pool, batch.plain.tables, [151, 33], 152)
+                assert np.isnan(wanted[0, :, 150]).all() and np.isfinite(wanted[0, :, :150]).all()
                 np.testing.assert_allclose(to_numpy(got), wanted, atol=5e-6)
 
 

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The portable kernels of quantised pools. Which format a pool has, and whether there are bounds, is
-// asked at run time: a kernel of each would be compiled for too long.
+// The portable kernels of quantised pools. Which format a pool has, and whether there are bounds,
+// is asked at run time: a kernel of each would be compiled for too long.
 
 #define PAGED_HAS_BOUNDS(params) ((params).bounded_rows > 0)
 #define PAGED_QUANTISED(params) true
@@ -20,21 +20,23 @@
 #include "paged_prefill.h"
 
 template <typename T, int K_DIM, int V_DIM, int QUERIES>
-__global__ void __launch_bounds__(32 * paged::DECODE_SIMD_GROUPS) paged_decode_quantised_entry(ATTENTION_PARAMETERS) {
+__global__ void __launch_bounds__(32 * paged::DECODE_SIMD_GROUPS)
+    paged_decode_quantised_entry(ATTENTION_PARAMETERS) {
   paged_decode<T, K_DIM, V_DIM, QUERIES, paged::portable_decode_loads(QUERIES)>(
       ATTENTION_ARGUMENTS);
 }
 
 template <typename T, int K_DIM, int V_DIM, int ROWS>
-__global__ void __launch_bounds__(32 * paged::portable_matrix_simd_groups(K_DIM)) paged_decode_matrix_quantised_entry(ATTENTION_PARAMETERS) {
+__global__ void __launch_bounds__(32 * paged::portable_matrix_simd_groups(K_DIM))
+    paged_decode_matrix_quantised_entry(ATTENTION_PARAMETERS) {
   paged_decode_matrix<T, K_DIM, V_DIM, ROWS, paged::portable_matrix_simd_groups(K_DIM)>(
       ATTENTION_ARGUMENTS);
 }
 
 template <typename T, int K_DIM, int V_DIM, int ROWS>
-__global__ void __launch_bounds__(32 * paged::PREFILL_SIMD_GROUPS) paged_prefill_quantised_entry(ATTENTION_PARAMETERS) {
-  paged_prefill<
-      T, K_DIM, V_DIM, ROWS, paged::portable_prefill_tokens(K_DIM, V_DIM, sizeof(T))>(
+__global__ void __launch_bounds__(32 * paged::PREFILL_SIMD_GROUPS)
+    paged_prefill_quantised_entry(ATTENTION_PARAMETERS) {
+  paged_prefill<T, K_DIM, V_DIM, ROWS, paged::portable_prefill_tokens(K_DIM, V_DIM, sizeof(T))>(
       ATTENTION_ARGUMENTS);
 }
 
