@@ -90,13 +90,7 @@ class DeviceProgramReader {
       return read_products({found->second.first, found->second.second}, node.outputs[0], true);
     }
     if (auto found = fusions_.added.find(index); found != fusions_.added.end()) {
-      const GraphNode* norm = nullptr;
-      if (auto next = fusions_.norm_in_products.find(index);
-          next != fusions_.norm_in_products.end()) {
-        norm = &nodes()[next->second];
-      }
-      return read_products(
-          {found->second.first}, node.outputs[0], false, &found->second.second, norm);
+      return read_products({found->second.first}, node.outputs[0], false, &found->second.second);
     }
     if (auto found = fusions_.norm_of_sum.find(index); found != fusions_.norm_of_sum.end()) {
       return read_norm(nodes()[found->second], &node);
@@ -146,13 +140,13 @@ class DeviceProgramReader {
 
   void read_products(
       const std::vector<size_t>& products, const mx::array& result, bool is_gated,
-      const mx::array* residual = nullptr, const GraphNode* next_norm = nullptr) {
-    add_step(products_of(products, result, is_gated, residual, next_norm));
+      const mx::array* residual = nullptr) {
+    add_step(products_of(products, result, is_gated, residual));
   }
 
   ProductStep products_of(
       const std::vector<size_t>& products, const mx::array& result, bool is_gated,
-      const mx::array* residual, const GraphNode* next_norm) {
+      const mx::array* residual) {
     auto first = *graph_.linear_of(nodes()[products[0]]);
     View x = view(first.x);
     auto dtype = first.x.dtype();
@@ -196,18 +190,6 @@ class DeviceProgramReader {
       View added = view(*residual);
       require(added.is_dense(), "an addend that is not dense");
       step.residual = operand(added);
-    }
-    if (auto found = norms_.find(x.buffer); found != norms_.end()) {
-      step.norm_of_x = {operand(found->second.squares), found->second.eps};
-    }
-    if (next_norm) {
-      const auto& out = next_norm->outputs[0];
-      float eps = next_norm->as<RmsNorm>()->eps();
-      View weight = dense_constant(next_norm->inputs[1]);
-      View normed = new_value(out);
-      View squares = new_buffer({int(out.size()) / kSquaresOfSum}, mx::float32);
-      step.next_norm = {operand(weight), operand(normed), operand(squares), eps};
-      norms_[normed.buffer] = {squares, eps};
     }
     return step;
   }
@@ -376,7 +358,7 @@ class DeviceProgramReader {
     if (auto found = fusions_.written_products.find(index);
         found != fusions_.written_products.end()) {
       const auto& result = nodes()[found->second[0]].outputs[0];
-      step = products_of(found->second, result, false, nullptr, nullptr);
+      step = products_of(found->second, result, false, nullptr);
     }
     paged::RopeParams params{};
     params.num_q_heads = queries.shape(1);
@@ -697,12 +679,6 @@ class DeviceProgramReader {
   std::vector<int> buffer_of_operand_;
   std::vector<const GraphNode*> pending_;
   std::unordered_map<Id, View> views_;
-  // Buffers that are normed by the products that read them.
-  struct Norm {
-    View squares;
-    float eps;
-  };
-  std::unordered_map<int, Norm> norms_;
   std::unordered_set<Id> for_host_;  // results
 };
 

@@ -12,20 +12,14 @@
 
 namespace mlx_paged::cuda {
 
-int most_clusters() {
-  static const int most = [] {
+bool has_clusters() {
+  static const bool has = [] {
     // Of the code that the driver chose for this device, compiled or PTX.
     cudaFuncAttributes found;
-    auto symbol = find_kernel(stream_kernel(DType::float16, kLinearMostRows / 8));
-    int device = 0;
-    int processors = 0;
-    bool has =
-        cudaFuncGetAttributes(&found, symbol) == cudaSuccess && found.ptxVersion >= 90 &&
-        cudaGetDevice(&device) == cudaSuccess &&
-        cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
-    return has ? processors / kLinearParts : 0;
+    auto symbol = find_kernel(cluster_kernel(DType::float16, kLinearMostRows / 8));
+    return cudaFuncGetAttributes(&found, symbol) == cudaSuccess && found.ptxVersion >= 90;
   }();
-  return most;
+  return has;
 }
 
 }  // namespace mlx_paged::cuda
@@ -62,7 +56,7 @@ void Linear::eval_gpu(const Arrays& in, Arrays& out) {
   cuda::LinearOperands operands{};
   operands.parts[0] = {1, has_bias ? 2 : 1, int(in.size())};
   auto launch =
-      cuda::linear_launch(params, dtype_of(in[0].dtype()), operands, cuda::most_clusters());
+      cuda::linear_launch(params, dtype_of(in[0].dtype()), operands, cuda::has_clusters());
   gpu::encode({{launch}, {}}, inputs, out, {}, stream());
 }
 

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // What the host and the kernels of a linear layer agree on: params, how the work is divided, and
-// every instantiation of linear_cluster and linear_stream. Plain C++: nvcc reads it too.
+// every instantiation of linear_cluster. Plain C++: nvcc reads it too.
 
 #pragma once
 
@@ -11,27 +11,20 @@ constexpr int kLinearMostWeights = 3;
 
 // Products of one x with several weights, side by side. `is_gated`: the weights are gate and up,
 // and the output is silu(x @ gate.T) * (x @ up.T), of which the first weight's output is written.
-//
-// An RMS norm between two products has no kernel. The first one writes, beside its output, that
-// times the norm's weight, and sums of kNormColumns of its squares; the second one multiplies the
-// former and its sums by 1 / sqrt(mean of the squares + eps).
 struct LinearParams {
   int num_rows;  // of x and the outputs
   int k;         // inputs
   int x_stride;  // elements from one row of x to the next
   int num_weights;
   int is_gated;
-  int has_residual;   // that is added to the only output
-  int num_squares;    // of a row of x, which is to be normed; 0: it is not
-  int has_next_norm;  // of the only output
-  float eps;          // of the norm of x
+  int has_residual;  // that is added to the only output
   // Of the weights of queries, keys and values; 0: of others. Queries and keys are rotated, keys
   // and values go to their slots of the pools. A block has rows of both halves of a head.
   int head_dim;
   int n[kLinearMostWeights];  // outputs: rows of each weight
   int has_bias[kLinearMostWeights];
 };
-static_assert(sizeof(LinearParams) == 64, "the same for every compiler");
+static_assert(sizeof(LinearParams) == 52, "the same for every compiler");
 
 // Columns are added up in one order, whatever the kernel and however many rows x has, so that a
 // row's result does not depend on the others: chunk i of two steps of 32 columns belongs to part
@@ -41,38 +34,14 @@ constexpr int kLinearChunkSteps = 2;
 constexpr int kLinearChunk = kLinearChunkSteps * kLinearStep;
 constexpr int kLinearParts = 8;
 
-// Outputs whose squares are added up in pairs, pairs of pairs and so on. Their sums are added by
-// kNormLanes: each every kNormLanes-th, in order, and these again in pairs.
-constexpr int kNormColumns = 16;
-constexpr int kNormLanes = 32;
-
 constexpr int kLinearMostRows = 64;  // of x, whichever kernel
 
 // linear: a block has a warp for each part; a warp's tile is this many rows of the weight.
 constexpr int kLinearRows = 16;
 constexpr int kLinearBlockRows = 32;  // of x, of a block: most
 
-// linear_stream, where blocks can form clusters (sm_90 and later) and x fits into their shared
-// memory: a block of a cluster has a part, and a tile is this many rows of the weight.
-constexpr int kStreamWarps = 4;
-constexpr int kStreamThreads = 32 * kStreamWarps;
-constexpr int kStreamRows = kLinearRows * kStreamWarps;
-constexpr int kStreamMostScratch = 227 * 1024;
-
-// Of fp32, from one row of x to the next: no two lanes of a warp's store use the same bank.
-constexpr int stream_result_pitch() {
-  return kStreamRows + 4;
-}
-
-// A block's part of x, its warps' stages of the weight, and the sums of two tiles.
-constexpr int stream_scratch(int tiles, int stages, int k) {
-  int chunks = (k + kLinearChunk - 1) / kLinearChunk;
-  int turns = (chunks + kLinearParts - 1) / kLinearParts;
-  return turns * 8 * tiles * kLinearChunk * 2 + stages * kStreamRows * kLinearChunk * 2 +
-         2 * 8 * tiles * stream_result_pitch() * 4;
-}
-
-// linear_cluster, for more rows of x where that is not so: a block of a cluster has a part.
+// linear_cluster, for more rows of x where blocks can form clusters (sm_90 and later): a block of a
+// cluster has a part.
 constexpr int kClusterFewestRows = 17;  // of x: fewer are faster in linear
 constexpr int kClusterWarpRows = 32;    // of the weight, in a warp's tile
 
@@ -113,13 +82,6 @@ constexpr int cluster_scratch(int tiles, int row_warps, int stages) {
 }
 
 }  // namespace mlx_paged::cuda
-
-// X(...) receives the arguments given after it, then tiles of eight rows of x, and stages.
-#define PAGED_FOR_EACH_LINEAR_STREAM(X, ...) \
-  X(__VA_ARGS__, 1, 8)                       \
-  X(__VA_ARGS__, 2, 8)                       \
-  X(__VA_ARGS__, 4, 8)                       \
-  X(__VA_ARGS__, 8, 6)
 
 // X(...) receives the arguments given after it, then tiles of eight rows of x, warps of a block,
 // and stages. Small blocks, three or more to a multiprocessor, were fastest.

@@ -12,7 +12,6 @@ namespace mlx_paged::cuda {
 namespace {
 
 constexpr int kManyTiles = 4;  // of x
-static_assert(kNormColumns == kSquaresOfSum, "what the reader made room for");
 
 // How linear_cluster is instantiated for some tiles of x.
 struct ClusterShape {
@@ -26,12 +25,6 @@ ClusterShape cluster_shape(int tiles) {
   return shapes.at(tiles);
 }
 
-int stream_stages(int tiles) {
-#define STAGES(unused, tiles, stages) {tiles, stages},
-  static const std::map<int, int> found{PAGED_FOR_EACH_LINEAR_STREAM(STAGES, unused)};
-  return found.at(tiles);
-}
-
 int tiles_of(int num_rows) {
   int tiles = 1;
   while (8 * tiles < num_rows) {
@@ -42,15 +35,15 @@ int tiles_of(int num_rows) {
 
 }  // namespace
 
-std::string stream_kernel(DType dtype, int tiles) {
+std::string cluster_kernel(DType dtype, int tiles) {
   std::ostringstream name;
-  name << "linear_stream_" << name_of(dtype) << "_" << tiles;
+  name << "linear_cluster_" << name_of(dtype) << "_" << tiles;
   return name.str();
 }
 
 // (Sizes of buffers, which CUDA's encoder ignores, are left out.)
 Launch linear_launch(
-    const LinearParams& params, DType dtype, const LinearOperands& operands, int clusters) {
+    const LinearParams& params, DType dtype, const LinearOperands& operands, bool clusters) {
   int tiles = tiles_of(params.num_rows);
   Launch launch;
   // Blocks of `rows` outputs each: no block has rows of two weights.
@@ -61,19 +54,10 @@ Launch linear_launch(
     }
     return uint32_t(blocks);
   };
-  int scratch = stream_scratch(tiles, stream_stages(tiles), params.k);
-  if (clusters > 0 && scratch <= kStreamMostScratch) {
-    launch.kernel.host_name = stream_kernel(dtype, tiles);
-    launch.threadgroup_memory = scratch;
-    launch.cluster = kLinearParts;
-    uint32_t num_tiles = blocks_of(kStreamRows / (params.is_gated ? 2 : 1));
-    launch.grid = {std::min(num_tiles, uint32_t(clusters)) * kLinearParts, 1, 1};
-    launch.threadgroup = {kStreamThreads, 1, 1};
-  } else if (params.num_rows >= kClusterFewestRows && clusters > 0) {
+  if (params.num_rows >= kClusterFewestRows && clusters) {
     auto [warps, stages] = cluster_shape(tiles);
     int rows = cluster_rows(warps) / (params.is_gated ? 2 : 1);
-    launch.kernel.host_name =
-        std::string("linear_cluster_") + name_of(dtype) + "_" + std::to_string(tiles);
+    launch.kernel.host_name = cluster_kernel(dtype, tiles);
     launch.threadgroup_memory = cluster_scratch(tiles, warps, stages);
     launch.cluster = kLinearParts;
     launch.grid = {blocks_of(rows) * kLinearParts, 1, 1};
@@ -91,11 +75,13 @@ Launch linear_launch(
     launch.kernel.host_name = std::string(params.head_dim ? "linear_heads_" : "linear_") +
                               name_of(dtype) + "_" + std::to_string(tiles) + "_" +
                               std::to_string(groups);
-    launch.threadgroup_memory = (kLinearParts * (rows + 1) + 1) * tiles * 8 * sizeof(float);
+    launch.threadgroup_memory = kLinearParts * tiles * 8 * (rows + 1) * sizeof(float);
     launch.grid = {
         blocks_of(params.is_gated ? kLinearRows : rows),
         uint32_t((params.num_rows + 8 * tiles - 1) / (8 * tiles)), 1};
     launch.threadgroup = {32 * kLinearParts, 1, 1};
+    // Its blocks are few, and would crowd where the launch before has ended first.
+    launch.after_previous = true;
   }
   launch.buffers.push_back({operands.x, Access::read, 0});
   launch.buffers.push_back({operands.residual, Access::read, 0});
@@ -105,10 +91,6 @@ Launch linear_launch(
     launch.buffers.push_back({part.bias, Access::read, 0});
     launch.buffers.push_back({part.out, Access::write, 0});
   }
-  launch.buffers.push_back({operands.squares, Access::read, 0});
-  launch.buffers.push_back({operands.next_norm, Access::read, 0});
-  launch.buffers.push_back({operands.next_x, Access::write, 0});
-  launch.buffers.push_back({operands.next_squares, Access::write, 0});
   launch.buffers.push_back({operands.rotations, Access::read, 0});
   launch.buffers.push_back({operands.slots, Access::read, 0});
   launch.constants = bytes_of(params);
@@ -128,22 +110,10 @@ Launch product_launch(const ProductStep& step, const std::vector<ProgramOperand>
   params.num_weights = int(step.parts.size());
   params.is_gated = step.is_gated;
   params.has_residual = step.residual >= 0;
-  params.num_squares = step.norm_of_x ? step.k / kNormColumns : 0;
-  params.has_next_norm = step.next_norm.has_value();
   LinearOperands operands{};
   operands.x = step.x;
   operands.residual = step.residual >= 0 ? step.residual : step.x;
-  operands.squares = operands.next_norm = operands.next_x = operands.next_squares = step.x;
   operands.rotations = operands.slots = step.x;
-  if (step.norm_of_x) {
-    operands.squares = step.norm_of_x->squares;
-    params.eps = step.norm_of_x->eps;
-  }
-  if (step.next_norm) {
-    operands.next_norm = step.next_norm->weight;
-    operands.next_x = step.next_norm->out;
-    operands.next_squares = step.next_norm->squares;
-  }
   for (int i = 0; i < params.num_weights; i++) {
     const auto& part = step.parts[i];
     if (step.dtype == DType::float32 || !serves_product(step.num_rows, part.n, step.k, false)) {
@@ -165,7 +135,7 @@ Launch product_launch(const ProductStep& step, const std::vector<ProgramOperand>
       operands.parts[i].out = buffers[ProductStep::kQueriesOut + i].operand;
     }
   }
-  return linear_launch(params, step.dtype, operands, most_clusters());
+  return linear_launch(params, step.dtype, operands, has_clusters());
 }
 
 }  // namespace mlx_paged::cuda

@@ -121,7 +121,9 @@ void run_launch(Launch& launch, std::vector<char*>& addresses, cudaStream_t stre
 void run_launches(PlacedLaunches& placed, size_t begin, size_t end, cudaStream_t stream) {
   bool overlap = overlaps_kernels();
   for (size_t i = begin; i < end; i++) {
-    run_launch(placed.launches[i], placed.addresses, stream, overlap && i > begin);
+    run_launch(
+        placed.launches[i], placed.addresses, stream,
+        overlap && i > begin && !placed.launches[i].after_previous);
   }
 }
 
