@@ -471,7 +471,7 @@ def quantised_write(library: SimLibrary) -> None:
                                value_dim=dims[1])  # fmt: skip
             rows = rng.standard_normal((6, 3, 576)) * 10.0 ** rng.uniform(-6, 2, (6, 3, 1))
             rows[0] = np.abs(rows[0]) + 1  # (the zeros past a head are less)
-            rows[1, 0, :8] = 1.1875  # between two numbers of e4m3
+            rows[2, 1, :8] = 1.1875  # between two numbers of e4m3
             rows[2, 0] = 0
             rows[3, 1, 5], rows[4, 2, 7] = np.nan, -np.inf
             rows[5, 0, 3] = 1e9
