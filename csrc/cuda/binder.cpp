@@ -43,7 +43,7 @@ CUfunction function_of(const Launch& launch) {
   std::lock_guard lock(mutex);
   auto found = functions.find(name);
   if (found == functions.end()) {
-    const void* symbol = cuda::find_kernel(name);
+    const void* symbol = cuda::find_kernel(name, launch.buffers.size() + 1);
     cudaFunction_t function;
     check(cudaGetFuncBySymbol(&function, symbol), "kernel " + name);
     Found made{reinterpret_cast<CUfunction>(function), kFreeSharedMemory};

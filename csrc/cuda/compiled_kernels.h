@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -13,6 +14,13 @@ namespace mlx_paged::cuda {
 struct CompiledKernel {
   const char* host_name;
   const void* symbol;  // of the __global__ function
+  size_t num_arguments;
+
+  template <typename... Arguments>
+  CompiledKernel(const char* host_name, void (*kernel)(Arguments...))
+      : host_name(host_name),
+        symbol(reinterpret_cast<const void*>(kernel)),
+        num_arguments(sizeof...(Arguments)) {}
 };
 
 // Called when the library is loaded; the result only gives the caller something to initialise.
@@ -20,6 +28,9 @@ bool add_kernels(const std::vector<CompiledKernel>& kernels);
 
 // Throws std::runtime_error with the name if this build has no such kernel.
 const void* find_kernel(const std::string& host_name);
+
+// The same, for a launch with so many arguments: of too few, CUDA reads others that are not there.
+const void* find_kernel(const std::string& host_name, size_t num_arguments);
 
 // Loads a kernel, and lets it have that many bytes of dynamic shared memory or more: one kernel is
 // launched with different sizes. Throws std::runtime_error.

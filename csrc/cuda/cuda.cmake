@@ -30,6 +30,10 @@ set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 # (NVIDIA's Python packages have lib/, where nvcc looks in lib64/ to link CMake's small programs.)
 cmake_path(GET CMAKE_CUDA_COMPILER PARENT_PATH cuda_folder)
 set(ENV{LIBRARY_PATH} "${cuda_folder}/../lib:$ENV{LIBRARY_PATH}")
+# One host compiler for all: what nvcc compiles with another one's C++ library crashes at run time.
+if(NOT CMAKE_CUDA_HOST_COMPILER)
+  set(CMAKE_CUDA_HOST_COMPILER ${CMAKE_CXX_COMPILER})
+endif()
 enable_language(CUDA)
 # (CMake's own search for the toolkit does not know the folders of NVIDIA's Python packages, either.)
 find_library(CUDART_STATIC cudart_static REQUIRED

@@ -81,7 +81,7 @@ cudaStream_t capture_stream() {
 void prepare(const std::vector<Launch>& launches) {
   for (const auto& launch : launches) {
     const auto& name = launch.kernel.host_name;
-    const void* symbol = cuda::find_kernel(name);
+    const void* symbol = cuda::find_kernel(name, launch.buffers.size() + 1);
     cuda::allow_shared_memory(symbol, name, launch.threadgroup_memory);
   }
 }

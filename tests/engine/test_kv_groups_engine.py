@@ -9,7 +9,7 @@ import pytest
 from support.grouped_models import GROUPED, HYBRIDS, WINDOW, WINDOWED, dense_answer, engine_of
 from support.models import random_tokens
 
-from mlx_paged import LLM, SamplingParams
+from mlx_paged import LLM, SamplingParams, ops
 
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -40,12 +40,13 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def check(llm: LLM, name: str) -> None:
     expected = [dense_answer(name, p, NUM_TOKENS) for p in prompts()]
+    copies = ops.pool_copies()  # of other tests of this process
     for _ in range(2):  # the second time from the cache, where there is one
         outputs = llm.generate(prompts(), GREEDY)
         assert [o.outputs[0].token_ids for o in outputs] == expected
         llm.engine.check_integrity()
     stats = llm.stats()
-    assert stats.pool_copies == 0 and stats.num_faults == 0
+    assert stats.pool_copies == copies and stats.num_faults == 0
     assert stats.usage.num_used_blocks == 0
     for usage in stats.group_usage:
         assert usage.num_used_blocks == usage.num_quarantined_blocks == 0

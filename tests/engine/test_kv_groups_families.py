@@ -15,7 +15,7 @@ from support.models import embedded
 from support.parity import family_model
 from support.plain import plain_caches
 
-from mlx_paged import LLM, LoadedModel, SamplingParams
+from mlx_paged import LLM, LoadedModel, SamplingParams, ops
 from mlx_paged.model.families import PROVEN
 from mlx_paged.model.layout import Mode
 
@@ -67,6 +67,7 @@ def test_tokens_are_the_dense_ones_and_the_second_turn_finds_the_first(family: s
     assert len(llm.engine._kv.attention) > 1 or family in RECURRENT
     assert (llm.engine._kv.states is not None) == (family in RECURRENT)
     expected = dense_answers(config)
+    copies = ops.pool_copies()  # of other tests of this process
     for _ in range(2):
         outputs = llm.generate(prompts(), GREEDY)
         assert [output.outputs[0].token_ids for output in outputs] == expected
@@ -74,4 +75,4 @@ def test_tokens_are_the_dense_ones_and_the_second_turn_finds_the_first(family: s
     llm.generate([prompts()[2]], GREEDY)
     turn = prompts()[2] + expected[2] + prompts()[0]
     assert llm.generate([turn], GREEDY)[0].num_cached_tokens >= 64
-    assert llm.stats().pool_copies == 0
+    assert llm.stats().pool_copies == copies

@@ -91,16 +91,17 @@ def described(batch: PagedBatch, **options) -> list[dict]:
 
 
 def test_bounds_change_what_a_launch_is_compiled_for(rng) -> None:
-    lens, rows = [50, 90], [1, 40]
+    lens, queries = [50, 90], [1, 40]
     shape = {"num_q_heads": 6, "key_dim": 64, "dtype": mx.bfloat16}
-    none = make_batch(rng, lens, rows, **shape)
-    spans = replace(none, bounds=spans_of(lens, rows, [[], [(60, 80)]]))
+    none = make_batch(rng, lens, queries, **shape)
+    spans = replace(none, bounds=spans_of(lens, queries, [[], [(60, 80)]]))
     for text, media in zip(described(none), described(spans), strict=True):
         assert text["kernel"] == media["kernel"] and text["grid"] == media["grid"]
         assert not text["function_constants"][3] and media["function_constants"][3]
         assert text["buffers"][3][2] == 4 * 41 and media["buffers"][3][2] == 3 * 4 * 41
-        last_int = {name: launch["constants"][-4:] for name, launch in (("t", text), ("m", media))}
-        assert last_int == {"t": bytes(4), "m": (41).to_bytes(4, "little")}
+        # (Before the formats of the pools' keys and values.)
+        rows = {name: launch["constants"][-12:-8] for name, launch in (("t", text), ("m", media))}
+        assert rows == {"t": bytes(4), "m": (41).to_bytes(4, "little")}
 
 
 def test_pipelines_for_bounds_are_foreseen_once_a_graph_has_some(rng) -> None:

@@ -28,4 +28,4 @@
 
 // The compiled kernel of an entry of metal/kernel_table.h.
 #define ATTENTION_ENTRY(host_name, function, ...) \
-  {host_name, (const void*)function##_entry<__VA_ARGS__>},
+  {host_name, function##_entry<__VA_ARGS__>},

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(32 * paged::PREFILL_SIMD_GROUPS) paged_prefill
 }
 
 #define BOUNDS_ENTRY(host_name, function, ...) \
-  {host_name "_bounds", (const void*)function##_bounds_entry<__VA_ARGS__>},
+  {host_name "_bounds", function##_bounds_entry<__VA_ARGS__>},
 
 static const bool added =
     mlx_paged::cuda::add_kernels({PORTABLE_FOR_EACH_BOUNDS(BOUNDS_ENTRY, PAGED_DTYPE)});

@@ -65,11 +65,11 @@ __global__ void apply_token_bitmask_entry(
       logits, bitmask, rows, out, params, ::metal::ThreadgroupMemory(), swap_xy(blockIdx));
 }
 
-#define DATA(name) {#name, (const void*)name##_entry},
+#define DATA(name) {#name, name##_entry},
 #define DATA_TEMPLATE(host_name, function, ...) \
-  {host_name, (const void*)function##_entry<__VA_ARGS__>},
+  {host_name, function##_entry<__VA_ARGS__>},
 #define MERGE(unused, dtype, type, v_dim) \
-  {"merge_splits_" #dtype "_" #v_dim, (const void*)merge_splits_entry<type, v_dim>},
+  {"merge_splits_" #dtype "_" #v_dim, merge_splits_entry<type, v_dim>},
 #define MERGES(...) PAGED_FOR_EACH_V_DIM(MERGE, __VA_ARGS__)
 
 static const bool added = mlx_paged::cuda::add_kernels({

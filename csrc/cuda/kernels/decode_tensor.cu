@@ -6,7 +6,7 @@
 
 #define TENSOR(dtype, type, dim, columns)                \
   {"paged_decode_tensor_" #dtype "_" #dim "_n" #columns, \
-   (const void*)decode_tensor_entry<type, dim, columns>},
+   decode_tensor_entry<type, dim, columns>},
 
 static const bool added =
     mlx_paged::cuda::add_kernels({PAGED_FOR_EACH_TENSOR(TENSOR, PAGED_DTYPE)});

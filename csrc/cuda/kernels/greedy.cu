@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(paged::GREEDY_THREADS) greedy_tokens_entry(
   greedy_tokens<T>(logits, tokens, largest, reported, params);
 }
 
-#define GREEDY(host_name, function, ...) {host_name, (const void*)function##_entry<__VA_ARGS__>},
+#define GREEDY(host_name, function, ...) {host_name, function##_entry<__VA_ARGS__>},
 
 static const bool added = mlx_paged::cuda::add_kernels({
     // clang-format off

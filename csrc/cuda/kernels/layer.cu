@@ -78,11 +78,11 @@ __global__ void copy_inputs_entry(const __grid_constant__ mlx_paged::cuda::StepI
   }
 }
 
-#define LAYER(host_name, function, ...) {host_name, (const void*)function##_entry<__VA_ARGS__>},
+#define LAYER(host_name, function, ...) {host_name, function##_entry<__VA_ARGS__>},
 
 static const bool added = mlx_paged::cuda::add_kernels({
     // clang-format off
     PAGED_FOR_EACH_LAYER_TEMPLATE(LAYER)
-    {"copy_inputs", (const void*)copy_inputs_entry},
+    {"copy_inputs", copy_inputs_entry},
     // clang-format on
 });

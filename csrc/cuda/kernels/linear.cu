@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
 
 #define LINEAR(name, dtype, type, tiles, groups, chunks, heads) \
   {name "_" #dtype "_" #tiles "_" #groups,                      \
-   (const void*)linear_entry<type, tiles, groups, chunks, heads>},
+   linear_entry<type, tiles, groups, chunks, heads>},
 #define LINEAR_TILES(dtype, type)                    \
   LINEAR("linear", dtype, type, 1, 1, 2, false)      \
   LINEAR("linear", dtype, type, 2, 1, 1, false)      \

@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
 
 #define LINEAR(dtype, type, tiles, warps, stages) \
   {"linear_cluster_" #dtype "_" #tiles,           \
-   (const void*)linear_cluster_entry<type, tiles, warps, stages>},
+   linear_cluster_entry<type, tiles, warps, stages>},
 
 static const bool added = add_kernels({
     // clang-format off

@@ -104,8 +104,7 @@ struct LinearPart {
   const T *__restrict__ x, const T *residual, const T *__restrict__ weight_0,                  \
       const T *__restrict__ bias_0, T *out_0, const T *__restrict__ weight_1,                  \
       const T *__restrict__ bias_1, T *out_1, const T *__restrict__ weight_2,                  \
-      const T *__restrict__ bias_2, T *out_2, const float *squares,                            \
-      const T *__restrict__ next_norm, T *next_x, float *next_squares, const float *rotations, \
+      const T *__restrict__ bias_2, T *out_2, const float *rotations,                          \
       const int *__restrict__ slots, const __grid_constant__ LinearParams params
 
 #define LINEAR_PARTS                                                \

@@ -6,7 +6,7 @@
 
 #define TENSOR(dtype, type, dim, warps)                 \
   {"paged_prefill_tensor_" #dtype "_" #dim "_w" #warps, \
-   (const void*)prefill_tensor_entry<type, dim, warps>},
+   prefill_tensor_entry<type, dim, warps>},
 
 static const bool added =
     mlx_paged::cuda::add_kernels({PAGED_FOR_EACH_PREFILL_TENSOR(TENSOR, PAGED_DTYPE)});

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(32 * paged::PREFILL_SIMD_GROUPS)
 }
 
 #define QUANTISED_ENTRY(host_name, function, ...) \
-  {host_name "_quantised", (const void*)function##_quantised_entry<__VA_ARGS__>},
+  {host_name "_quantised", function##_quantised_entry<__VA_ARGS__>},
 
 static const bool added = mlx_paged::cuda::add_kernels({
     // clang-format off

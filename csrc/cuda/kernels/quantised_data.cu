@@ -34,7 +34,7 @@ __global__ void rotate_queries_entry(
 }
 
 #define QUANTISED_TEMPLATE(host_name, function, ...) \
-  {host_name, (const void*)function##_entry<__VA_ARGS__>},
+  {host_name, function##_entry<__VA_ARGS__>},
 
 static const bool added =
     mlx_paged::cuda::add_kernels({PAGED_FOR_EACH_QUANTISED_TEMPLATE(QUANTISED_TEMPLATE)});
