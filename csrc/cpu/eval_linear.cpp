@@ -37,9 +37,10 @@ void Linear::eval_cpu(const Arrays& inputs, Arrays& out) {
       return;
     }
     const auto& product = cpu::kernels().product;
-    if (m <= product.most_rows) {
+    auto weights = cpu::WeightView::float32(weight, n, k, k);
+    if (m <= product.most_rows(weights)) {
       cpu::for_product_pieces(m, n, k, sizeof(float), n, [&](int64_t begin, int64_t end) {
-        product.few_rows({x, weight, out, m, k, k, k, n}, begin, end);
+        product.few_rows({x, weights, out, m, k, n}, begin, end);
       });
     } else {
       cpu::find_sgemm()(

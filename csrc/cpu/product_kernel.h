@@ -27,12 +27,14 @@ template <int Rows, int Columns, int Ahead>
 inline void product_block(
     const ProductArgs& args, int64_t row, int64_t column, const float*& ahead) {
   const float* a = args.a + row * args.lda;
-  const float* b = args.b + column * args.ldb;
+  int k_size = args.weights.k;
+  int64_t ldb = args.weights.row_bytes / int64_t(sizeof(float));
+  const float* b = static_cast<const float*>(args.weights.data) + column * ldb;
   VecF sums[Rows][Columns] = {};
   auto add = [&](auto load_at) {
     VecF columns[Columns];
     for (int j = 0; j < Columns; j++) {
-      columns[j] = load_at(b + j * args.ldb);
+      columns[j] = load_at(b + j * ldb);
     }
     for (int j = 0; j < Ahead; j++) {
       __builtin_prefetch(ahead, 0, 2);
@@ -46,11 +48,11 @@ inline void product_block(
     }
   };
   int k = 0;
-  for (; k + kWidth <= args.k; k += kWidth) {
+  for (; k + kWidth <= k_size; k += kWidth) {
     add([k](const float* p) { return load(p + k); });
   }
-  if (k < args.k) {
-    add([&](const float* p) { return load_tail(p + k, args.k - k); });
+  if (k < k_size) {
+    add([&](const float* p) { return load_tail(p + k, k_size - k); });
   }
   store_sums(sums, args.c + row * args.ldc + column, args.ldc);
 }
@@ -59,7 +61,8 @@ inline void product_block(
 // vectors at a time.
 template <int Columns, int Ahead>
 inline void product_rows(const ProductArgs& args, int64_t column) {
-  const float* ahead = args.b + (column + Columns) * args.ldb;
+  auto ahead = reinterpret_cast<const float*>(
+      static_cast<const char*>(args.weights.data) + (column + Columns) * args.weights.row_bytes);
   int row = 0;
   for (int fetched = 0; row + kBlockRows <= args.rows; row += kBlockRows, fetched += Ahead) {
     if (fetched < Columns) {
