@@ -31,6 +31,8 @@ def nucleus_thresholds(logits: mlx.core.array, floors: mlx.core.array, top_p: ml
 
 def linear(x: mlx.core.array, weight: mlx.core.array, bias: mlx.core.array | None, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
+def quantized_linear(x: mlx.core.array, weight: mlx.core.array, scales: mlx.core.array, biases: mlx.core.array | None, bias: mlx.core.array | None, *, group_size: int, bits: int, mode: str, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
+
 def has_transfers() -> bool:
     """Whether `upload` and `to_host` are there."""
 

@@ -50,7 +50,7 @@ void split(
     const void* b, int ldb, void* c, int ldc, const Gemm& gemm) {
   bool columns = n >= m;
   mlx_paged::cpu::for_product_pieces(
-      m, n, k, element, columns ? n : m, [&](int64_t begin, int64_t end) {
+      m, n, k, 8 * element, columns ? n : m, [&](int64_t begin, int64_t end) {
         int size = int(end - begin);
         if (columns) {
           int64_t step = transpose_b == kNoTranspose ? 1 : ldb;

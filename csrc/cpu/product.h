@@ -54,9 +54,10 @@ struct ProductArgs {
 };
 
 struct ProductKernels {
-  // Columns [begin, end) of c. Each element is summed in the same order whatever `rows` is.
+  // Columns [begin, end) of c, of any number of rows. Each element is summed in the same order
+  // whatever `rows` is.
   void (*few_rows)(const ProductArgs& args, int64_t begin, int64_t end);
-  // Rows [begin, end) of a matrix as float32, `k` apart.
+  // Rows [begin, end) of a matrix as float32, one after the other.
   void (*unpack)(const WeightView& weights, int64_t begin, int64_t end, float* out);
   // Up to how many rows `few_rows` pays: of float32 weights, and of the other formats, which a
   // general product would have to unpack first.
