@@ -331,7 +331,7 @@ _KEPT = ("weight", "scales", "biases")
 
 
 def _stays(module: nn.Module) -> bool:
-    """Whether a module's weight is multiplied as the checkpoint has it. (Not that of a subclass.)"""
+    """Whether a module's weight is multiplied as the checkpoint has it. (No subclass's is.)"""
     if type(module) in (nn.Linear, nn.Embedding):
         return module.weight.dtype in (mx.float16, mx.bfloat16)
     if type(module) in (nn.QuantizedLinear, nn.QuantizedEmbedding):

@@ -163,7 +163,7 @@ def test_other_operands_equal_mlx(rng, name: str) -> None:
     arrays = quantised(rng, 10, 128, "affine", 4, 64, mx.bfloat16)
     x = mx.array(rng.standard_normal((6, 128)).astype(np.float32))
     operands = OPERANDS[name](x, *arrays)
-    mx.eval([a for a in operands[2:]])
+    mx.eval(list(operands[2:]))
     got = ops.quantized_linear(*operands, group_size=64, bits=4)
     expected = mx.quantized_matmul(*operands, True, 64, 4)
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
