@@ -128,6 +128,13 @@ def test_products_of_16_bit_weights(rng, dtype: mx.Dtype) -> None:
             assert_near(ops.linear(mx.array(x), weight), x, exact)
 
 
+def test_a_product_of_many_rows_is_whole_where_its_weights_are_unpacked_in_parts(rng) -> None:
+    arrays = quantised(rng, 300, 8192, "affine", 4, 64, mx.bfloat16)  # parts of 4 MiB
+    x = rng.standard_normal((70, 8192)).astype(np.float32)
+    got = ops.quantized_linear(mx.array(x), *arrays, group_size=64, bits=4)
+    assert_near(got, x, dequantised(arrays, "affine", 4, 64))
+
+
 @pytest.mark.parametrize(("mode", "bits", "group"), [("affine", 4, 64), ("affine", 5, 32), *FLOATS])
 def test_a_row_does_not_depend_on_the_others(rng, mode: str, bits: int, group: int) -> None:
     arrays = quantised(rng, 19, 1152, mode, bits, group, mx.bfloat16)
