@@ -398,8 +398,8 @@ def linear(
 ) -> mx.array:
     """``x @ weight.T + bias``.
 
-    One operation for float32 on the CPU, and with CUDA for up to 64 rows of 16 bits; else MLX's
-    composition.
+    One operation on the CPU for float32 `x` and a `weight` of any pool's dtype, which is read as it
+    is; and with CUDA for up to 64 rows of 16 bits; else MLX's composition.
 
     Args:
         x: ``[..., k]``.
@@ -410,6 +410,45 @@ def linear(
         ``[..., n]``.
     """
     return ext.linear(x, weight, bias, stream=stream)
+
+
+def quantized_linear(
+    x: mx.array,
+    weight: mx.array,
+    scales: mx.array,
+    biases: mx.array | None = None,
+    bias: mx.array | None = None,
+    *,
+    group_size: int,
+    bits: int,
+    mode: str = "affine",
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """``x`` times the transpose of what `mx.quantize` made ``weight``, `scales` and `biases` of.
+
+    One operation on the CPU, which reads the weight as it is and multiplies and sums in float32
+    whatever the dtypes are; else, and for a weight that is not evaluated, ``mx.quantized_matmul``.
+
+    Args:
+        x: ``[..., k]``.
+        weight: ``[n, k * bits / 32]`` uint32.
+        scales: ``[n, k / group_size]``.
+        biases: like `scales`, for the mode "affine" only.
+        bias: ``[n]``: added to the product.
+
+    Returns:
+        ``[..., n]``, of the dtype that ``mx.quantized_matmul`` gives.
+    """
+    return ext.quantized_linear(
+        x, weight, scales, biases, bias, group_size=group_size, bits=bits, mode=mode, stream=stream
+    )
+
+
+def has_product(mode: str, bits: int, group_size: int) -> bool:
+    """Whether `quantized_linear` multiplies a format of ``mx.quantize`` natively on the CPU."""
+    if mode == "affine":
+        return bits in (2, 3, 4, 5, 6, 8) and group_size in (32, 64, 128)
+    return (mode, bits, group_size) in (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))
 
 
 def most_program_rows() -> int:
