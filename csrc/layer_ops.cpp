@@ -214,6 +214,53 @@ mx::array quantized_linear(
   return mx::astype(out, dtype, s);
 }
 
+mx::array lookup(
+    const mx::array& ids, const mx::array& weight, const std::optional<mx::array>& scales,
+    const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode,
+    mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("lookup");
+  v.require(
+      ids.dtype() == mx::int32 || ids.dtype() == mx::uint32, "ids", "int32 or uint32", ids.dtype());
+  v.shape(weight, "weight", {-1, -1});
+  v.require(s.device == mx::Device::cpu, "stream", "the CPU's", "a GPU's");
+  Arrays inputs{ids, weight};
+  auto shape = ids.shape();
+  auto format = cpu::WeightFormat::dense;
+  if (!scales) {
+    v.floating(weight, "weight");
+    v.require(!biases, "biases", "None where there are no scales", "an array");
+    shape.push_back(weight.shape(1));
+  } else {
+    const auto& quantized = quantized_mode(mode);
+    format = quantized.format;
+    v.require(
+        contains(quantized.bits, bits) && contains(quantized.group_sizes, group_size), "mode",
+        "a format of mx.quantize", mode + ", " + std::to_string(bits) + " bits in groups of " +
+                                       std::to_string(group_size));
+    v.require(weight.dtype() == mx::uint32, "weight", "uint32", weight.dtype());
+    int64_t k = int64_t(weight.shape(1)) * 32 / bits;
+    v.require(k % group_size == 0, "weight", "of whole groups", k);
+    int groups = int(k / group_size);
+    v.shape(*scales, "scales", {weight.shape(0), groups});
+    inputs.push_back(*scales);
+    if (format == cpu::WeightFormat::affine) {
+      v.floating(*scales, "scales");
+      v.require(bool(biases), "biases", "an array", "None");
+      v.shape(*biases, "biases", {weight.shape(0), groups});
+      v.same_dtype(*biases, "biases", *scales, "scales");
+      inputs.push_back(*biases);
+    } else {
+      v.require(scales->dtype() == mx::uint8, "scales", "uint8", scales->dtype());
+      v.require(!biases, "biases", "None for " + mode, "an array");
+    }
+    shape.push_back(int(k));
+  }
+  return mx::array(
+      std::move(shape), mx::float32, std::make_shared<Lookup>(s, format, bits, group_size),
+      std::move(inputs));
+}
+
 const char* mode_of(cpu::WeightFormat format) {
   switch (format) {
     case cpu::WeightFormat::mxfp4:
@@ -292,6 +339,9 @@ void bind_layer_ops(nb::module_& m) {
   m.def(
       "quantized_linear", &quantized_linear, "x"_a, "weight"_a, "scales"_a, "biases"_a.none(),
       "bias"_a.none(), nb::kw_only(), "group_size"_a, "bits"_a, "mode"_a, "stream"_a = nb::none());
+  m.def(
+      "lookup", &lookup, "ids"_a, "weight"_a, "scales"_a.none(), "biases"_a.none(), nb::kw_only(),
+      "group_size"_a, "bits"_a, "mode"_a, "stream"_a = nb::none());
 }
 
 }  // namespace mlx_paged

@@ -282,6 +282,7 @@ class Linear : public Node {
  public:
   using Node::Node;
   MLX_PAGED_NODE("linear")
+  static cpu::WeightView weights(const mx::array& weight);  // dense, with data
   // Both are in cuda/linear_launch.cpp, or in no_cuda.cpp: false, and Node's.
   static bool served_on_gpu(
       const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias);
@@ -301,6 +302,7 @@ class QuantizedLinear : public Node {
   QuantizedLinear(mx::Stream s, cpu::WeightFormat format, int bits, int group_size)
       : Node(s), format_(format), bits_(bits), group_size_(group_size) {}
   MLX_PAGED_NODE("quantized_linear")
+  cpu::WeightView weights(const Arrays& in) const;  // dense, with data
   bool is_equivalent(const mx::Primitive& other) const override {
     auto& o = static_cast<const QuantizedLinear&>(other);
     return format_ == o.format_ && bits_ == o.bits_ && group_size_ == o.group_size_;
@@ -316,6 +318,27 @@ class QuantizedLinear : public Node {
       const Arrays& outputs) override;
   std::pair<Arrays, std::vector<int>> vmap(
       const Arrays& inputs, const std::vector<int>& axes) override;
+
+ private:
+  cpu::WeightFormat format_;
+  int bits_;
+  int group_size_;
+};
+
+// Rows of an embedding's weight, on the CPU. No id that it has not is read for: that row is NaN.
+// in: ids int32 or uint32, weight and, where it is quantised, scales and biases, like those of
+// linear layers. out: [..., k] float32.
+class Lookup : public Node {
+ public:
+  Lookup(mx::Stream s, cpu::WeightFormat format, int bits, int group_size)
+      : Node(s), format_(format), bits_(bits), group_size_(group_size) {}
+  MLX_PAGED_NODE("lookup")
+  cpu::WeightView weights(const Arrays& in) const;  // dense, with data
+  static void read(const cpu::WeightView& weights, int64_t id, float* out);
+  bool is_equivalent(const mx::Primitive& other) const override {
+    auto& o = static_cast<const Lookup&>(other);
+    return format_ == o.format_ && bits_ == o.bits_ && group_size_ == o.group_size_;
+  }
 
  private:
   cpu::WeightFormat format_;

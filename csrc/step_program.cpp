@@ -83,7 +83,7 @@ void bind_step_program(nb::module_& m) {
       "placeholders", &placeholders, "arrays"_a,
       "Arrays of the same shapes and dtypes that have no values: evaluating one is an error.");
   m.def(
-      "most_program_rows", [] { return cpu::kernels().product.most_rows; },
+      "most_program_rows", [] { return cpu::kernels().product.most_rows_float32; },
       "Rows of a step up to which a StepProgram serves.");
   nb::class_<Program>(m, "StepProgram", "A graph that runs as one operation on the CPU.")
       .def(

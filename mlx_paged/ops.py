@@ -444,6 +444,34 @@ def quantized_linear(
     )
 
 
+def lookup(
+    ids: mx.array,
+    weight: mx.array,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    *,
+    group_size: int = 0,
+    bits: int = 0,
+    mode: str = "affine",
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """Rows of an embedding's weight as float32, on the CPU, as one operation without a gradient.
+
+    Args:
+        ids: int32 or uint32, of any shape; negative ones count from the end, and of one that
+            `weight` has not, the row is NaN.
+        weight: ``[n, k]`` of any pool's dtype; or with `scales` what `mx.quantize` made.
+        scales: ``[n, k / group_size]``.
+        biases: like `scales`, for the mode "affine" only.
+
+    Returns:
+        ``[*ids.shape, k]`` float32.
+    """
+    return ext.lookup(
+        ids, weight, scales, biases, group_size=group_size, bits=bits, mode=mode, stream=stream
+    )
+
+
 def has_product(mode: str, bits: int, group_size: int) -> bool:
     """Whether `quantized_linear` multiplies a format of ``mx.quantize`` natively on the CPU."""
     if mode == "affine":
@@ -468,9 +496,9 @@ class StepProgram:
     """A graph of few rows that runs as one operation on the CPU: its operations one after another
     on all threads, with products that share an input side by side.
 
-    It consists of the operations of this module, linear layers, additions and products by element,
-    lookups of rows, and changes of shape, all of float32; every value has the step's rows as its
-    first axis.
+    It consists of the operations of this module, linear layers whose weights are of any format
+    (`linear`, `quantized_linear`), arithmetic by element, lookups of rows (`lookup`), and changes
+    of shape. Values are float32 and have the step's rows as their first axis.
 
     Args:
         inputs: `placeholders`. Those that only attention reads as a plan's block tables, work and

@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "../primitives.h"
@@ -86,7 +87,27 @@ void multiply(
   });
 }
 
-cpu::WeightView dense_view(const mx::array& weight) {
+cpu::WeightView quantized_view(
+    const mx::array* in, cpu::WeightFormat format, int bits, int group_size) {
+  cpu::WeightView w;
+  w.data = in[0].data<void>();
+  w.scales = in[1].data<void>();
+  w.n = in[0].shape(0);
+  w.k = int(int64_t(in[0].shape(1)) * 32 / bits);
+  w.format = format;
+  w.bits = bits;
+  w.group_size = group_size;
+  w.row_bytes = int64_t(in[0].shape(1)) * 4;
+  if (format == cpu::WeightFormat::affine) {
+    w.dtype = dtype_of(in[1].dtype());
+    w.biases = in[2].data<void>();
+  }
+  return w;
+}
+
+}  // namespace
+
+cpu::WeightView Linear::weights(const mx::array& weight) {
   cpu::WeightView w;
   w.data = weight.data<void>();
   w.n = weight.shape(0);
@@ -97,39 +118,58 @@ cpu::WeightView dense_view(const mx::array& weight) {
   return w;
 }
 
-}  // namespace
-
 void Linear::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
   encoder.dispatch([m = int(in[0].size() / in[1].shape(1)), x = in[0].data<float>(),
-                    weights = dense_view(in[1]),
-                    bias = in.size() > 2 ? in[2].data<float>() : nullptr,
+                    weights = weights(in[1]), bias = in.size() > 2 ? in[2].data<float>() : nullptr,
                     out = out[0].data<float>()] { multiply(x, weights, bias, out, m); });
+}
+
+cpu::WeightView QuantizedLinear::weights(const Arrays& in) const {
+  return quantized_view(&in[1], format_, bits_, group_size_);
 }
 
 void QuantizedLinear::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
-  cpu::WeightView w;
-  w.data = in[1].data<void>();
-  w.scales = in[2].data<void>();
-  w.n = in[1].shape(0);
-  w.k = in[0].shape(-1);
-  w.format = format_;
-  w.bits = bits_;
-  w.group_size = group_size_;
-  w.row_bytes = int64_t(in[1].shape(1)) * 4;
-  size_t next = 3;
-  if (format_ == cpu::WeightFormat::affine) {
-    w.dtype = dtype_of(in[2].dtype());
-    w.biases = in[next++].data<void>();
-  }
+  auto w = weights(in);
+  size_t bias = w.biases ? 4 : 3;
   encoder.dispatch([m = int(in[0].size() / w.k), x = in[0].data<float>(), w,
-                    bias = in.size() > next ? in[next].data<float>() : nullptr,
+                    bias = in.size() > bias ? in[bias].data<float>() : nullptr,
                     out = out[0].data<float>()] { multiply(x, w, bias, out, m); });
+}
+
+cpu::WeightView Lookup::weights(const Arrays& in) const {
+  return format_ == cpu::WeightFormat::dense
+             ? Linear::weights(in[1])
+             : quantized_view(&in[1], format_, bits_, group_size_);
+}
+
+void Lookup::read(const cpu::WeightView& weights, int64_t id, float* out) {
+  id += id < 0 ? weights.n : 0;
+  if (id < 0 || id >= weights.n) {
+    std::fill_n(out, weights.k, std::nanf(""));
+    return;
+  }
+  cpu::kernels().product.unpack(weights, id, id + 1, out);
+}
+
+void Lookup::eval_cpu(const Arrays& inputs, Arrays& out) {
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
+  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+  auto w = weights(in);
+  encoder.dispatch([size = int64_t(in[0].size()), ids = in[0].data<int32_t>(), w,
+                    out = out[0].data<float>()] {
+    cpu::for_ranges(size, w.k * int64_t(sizeof(float)), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) {
+        read(w, ids[i], out + i * w.k);
+      }
+    });
+  });
 }
 
 }  // namespace mlx_paged

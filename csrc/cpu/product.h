@@ -42,6 +42,23 @@ struct WeightView {
     w.row_bytes = stride * int64_t(sizeof(float));
     return w;
   }
+
+  // The rows from `row` on.
+  WeightView from_row(int64_t row) const {
+    auto after = [](const void* p, int64_t bytes) {
+      return p ? static_cast<const char*>(p) + bytes : nullptr;
+    };
+    WeightView w = *this;
+    w.n -= int(row);
+    w.data = after(data, row * row_bytes);
+    if (group_size) {
+      int64_t scale_bytes = format != WeightFormat::affine ? 1 : dtype == DType::float32 ? 4 : 2;
+      int64_t bytes = row * (k / group_size) * scale_bytes;
+      w.scales = after(scales, bytes);
+      w.biases = after(biases, bytes);
+    }
+    return w;
+  }
 };
 
 struct ProductArgs {

@@ -50,16 +50,15 @@ void run_gated(const Product& p, const Bases& bases, int begin, int end) {
   float* gate = thread_scratch(2 * rows * width);
   float* up = gate + rows * width;
   const float* x = p.x.row(bases, 0);
-  auto multiply = [&](const float* weight, const float* bias, float* out) {
+  auto multiply = [&](const WeightView& weight, const float* bias, float* out) {
     kernels.product.few_rows(
-        {x, weight + int64_t(begin) * p.k, out, int(rows), p.k, p.x.strides[0], p.k, width}, 0,
-        width);
+        {x, weight.from_row(begin), out, int(rows), p.x.strides[0], width}, 0, width);
     for (int64_t i = 0; bias && i < rows; i++) {
       add_bias(out + i * width, bias + begin, width);
     }
   };
   multiply(p.weight, p.bias, gate);
-  multiply(p.up, p.up_bias, up);
+  multiply(*p.up, p.up_bias, up);
   for (int64_t i = 0; i < rows; i++) {
     SiluMulArgs args{DType::float32, gate + i * width, up + i * width, p.out.row(bases, i) + begin};
     kernels.layer.silu_mul(args, 0, width);
@@ -72,7 +71,7 @@ void run_product(const Product& p, const Bases& bases, int begin, int end) {
   }
   int64_t rows = p.x.rows();
   kernels().product.few_rows(
-      {p.x.row(bases, 0), p.weight, p.out.row(bases, 0), int(rows), p.k, p.x.strides[0], p.k,
+      {p.x.row(bases, 0), p.weight, p.out.row(bases, 0), int(rows), p.x.strides[0],
        p.out.strides[0]},
       begin, end);
   for (int64_t i = 0; i < rows; i++) {
@@ -80,8 +79,8 @@ void run_product(const Product& p, const Bases& bases, int begin, int end) {
     if (p.bias) {
       add_bias(out, p.bias + begin, end - begin);
     }
-    for (const View& added : p.added) {
-      add_bias(out, added.row(bases, i) + begin, end - begin);
+    if (p.added) {
+      add_bias(out, p.added->row(bases, i) + begin, end - begin);
     }
   }
 }

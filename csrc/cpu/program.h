@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <variant>
@@ -21,6 +22,7 @@
 
 #include "../primitives.h"
 #include "attention_run.h"
+#include "product.h"
 
 namespace mlx_paged::cpu {
 
@@ -70,16 +72,14 @@ struct RowPhase {
 
 // A linear layer, with what follows it.
 struct Product {
-  View x;               // [rows, ..., k]
-  View out;             // [rows, ..., n]
-  const float* weight;  // [n, k]
-  const float* bias;    // [n] or null
-  // Of a gated layer: out = silu(x @ weight.T + bias) * (x @ up.T + up_bias). Null: another.
-  const float* up = nullptr;
+  View x;    // [rows, ..., k]
+  View out;  // [rows, ..., n]
+  WeightView weight;
+  const float* bias = nullptr;  // [n] or null
+  // Of a gated layer: out = silu(x @ weight.T + bias) * (x @ up.T + up_bias).
+  std::optional<WeightView> up;
   const float* up_bias = nullptr;
-  std::vector<View> added;  // none or one: what is added to it
-  int n;
-  int k;
+  std::optional<View> added;
 };
 
 struct ProductPhase {

@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "../dense.h"
 #include "kernels.h"
 #include "mlx/transforms.h"
 #include "parallel_for.h"
@@ -92,7 +93,7 @@ class ProgramReader {
       : program_(program), inputs_(inputs), outputs_(outputs) {}
 
   void read() {
-    require(kernels().product.most_rows > 0, "the instruction set has too few registers");
+    require(kernels().product.most_rows_float32 > 0, "the instruction set has too few registers");
     require(!outputs_.empty(), "it has no outputs");
     add_inputs();
     find_nodes();
@@ -199,14 +200,18 @@ class ProgramReader {
     std::optional<mx::array> added;
   };
 
+  static bool is_linear(const Node& node) {
+    return dynamic_cast<const Linear*>(node.primitive) ||
+           dynamic_cast<const QuantizedLinear*>(node.primitive);
+  }
+
   std::optional<size_t> own_linear(const mx::array& a) const {
     auto found = producers_.find(a.id());
     if (found == producers_.end() || uses_.at(a.id()) != 1) {
       return std::nullopt;
     }
     const Node& node = nodes_[found->second];
-    bool is_linear = dynamic_cast<const Linear*>(node.primitive) && !node.fused;
-    return is_linear ? std::optional(found->second) : std::nullopt;
+    return is_linear(node) && !node.fused ? std::optional(found->second) : std::nullopt;
   }
 
   void fuse() {
@@ -244,7 +249,7 @@ class ProgramReader {
       return read_product(found->second, node.outputs[0]);
     }
     const auto* p = node.primitive;
-    if (dynamic_cast<const Linear*>(p)) {
+    if (is_linear(node)) {
       return read_product({index, std::nullopt, std::nullopt}, node.outputs[0]);
     }
     if (auto* norm = dynamic_cast<const RmsNorm*>(p)) {
@@ -258,6 +263,9 @@ class ProgramReader {
     }
     if (dynamic_cast<const SiluMul*>(p)) {
       return read_silu_mul(node);
+    }
+    if (auto* lookup = dynamic_cast<const Lookup*>(p)) {
+      return read_lookup(node, *lookup);
     }
     if (dynamic_cast<const WriteKV*>(p)) {
       return read_write_kv(node);
@@ -365,6 +373,20 @@ class ProgramReader {
               continue;
             }
             std::memcpy(to.row(bases, i), source.row(bases, at), size * sizeof(float));
+          }
+        });
+  }
+
+  void read_lookup(const Node& node, const Lookup& lookup) {
+    View ids = view(node.inputs[0]);
+    require(ids.row_size() == 1, "a lookup of several rows for a row");
+    View to = new_value(node.outputs[0]);
+    add_row_operation(
+        to, {ids.buffer}, {},
+        [=, weights = lookup.weights(evaluated(node))](
+            const Bases& bases, int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; i++) {
+            Lookup::read(weights, *ids.row<int32_t>(bases, i), to.row(bases, i));
           }
         });
   }
@@ -552,34 +574,63 @@ class ProgramReader {
     operations_.push_back(std::move(op));
   }
 
+  // The inputs of a node with their data, but for the first.
+  Arrays evaluated(const Node& node) {
+    Arrays in = node.inputs;
+    for (size_t i = 1; i < in.size(); i++) {
+      require(!depends_.count(in[i].id()), "weights that depend on the inputs");
+      for (const auto& constant : program_.constants_) {
+        if (constant.id() == in[i].id()) {
+          in[i] = constant;
+        }
+      }
+      require(is_dense(in[i]), "weights that are not dense");
+    }
+    return in;
+  }
+
+  struct Weights {
+    WeightView weight;
+    const float* bias = nullptr;
+  };
+
+  Weights weights_of(const Node& node) {
+    Arrays in = evaluated(node);
+    Weights w;
+    size_t bias = 2;
+    if (auto* quantized = dynamic_cast<const QuantizedLinear*>(node.primitive)) {
+      w.weight = quantized->weights(in);
+      bias = w.weight.biases ? 4 : 3;
+    } else {
+      w.weight = Linear::weights(in[1]);
+    }
+    w.bias = in.size() > bias ? constant(node.inputs[bias]) : nullptr;
+    return w;
+  }
+
   void read_product(const Linears& linears, const mx::array& out) {
     const Node& node = nodes_[linears.gate];
+    auto [weight, bias] = weights_of(node);
     Product p{};
-    p.n = node.inputs[1].shape(0);
-    p.k = node.inputs[1].shape(1);
+    p.weight = weight;
+    p.bias = bias;
     p.x = with_dense_rows(view(node.inputs[0]));
-    require(p.x.row_size() == p.k, "a product of several vectors a row");
-    require(p.x.rows() <= kernels().product.most_rows, "more rows than it pays for");
+    require(p.x.row_size() == weight.k, "a product of several vectors a row");
+    require(p.x.rows() <= kernels().product.most_rows(weight), "more rows than it pays for");
     p.out = new_value(out);
-    auto bias_of = [&](const Node& n) {
-      return n.inputs.size() > 2 ? constant(n.inputs[2]) : nullptr;
-    };
-    p.weight = constant(node.inputs[1]);
-    p.bias = bias_of(node);
     Operation op;
     op.kind = Operation::Kind::product;
     op.rows = p.x.rows();
     op.gathers = {p.x.buffer};
     if (linears.up) {
-      p.up = constant(nodes_[*linears.up].inputs[1]);
-      p.up_bias = bias_of(nodes_[*linears.up]);
-      require(
-          nodes_[*linears.up].inputs[1].shape() == node.inputs[1].shape(),
-          "a gate of another size");
+      auto [up, up_bias] = weights_of(nodes_[*linears.up]);
+      require(up.n == weight.n && up.k == weight.k, "a gate of another size");
+      p.up = up;
+      p.up_bias = up_bias;
     }
     if (linears.added) {
-      p.added = {with_dense_rows(view(*linears.added))};
-      op.gathers.push_back(p.added[0].buffer);
+      p.added = with_dense_rows(view(*linears.added));
+      op.gathers.push_back(p.added->buffer);
     }
     op.writes = {p.out.buffer};
     op.product = p;

@@ -122,6 +122,11 @@ class _Building(threading.local):
 _building = _Building()
 
 
+def is_native_on_cpu() -> bool:
+    """Whether this thread builds a step on the CPU, where operations without a gradient serve."""
+    return _building.linear_dtypes == (mx.float32,)
+
+
 @contextmanager
 def native_ops(positions: mx.array) -> Iterator[None]:
     """Within it, model code on this thread runs the native operations.

@@ -9,12 +9,17 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_paged import ops
+from mlx_paged.model import patches
+
 
 class WideEmbedding(nn.Embedding):  # type: ignore[misc]
     """An `nn.Embedding` of 16 bits."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """The rows of token ids `x`: ``[*x.shape, dims]`` float32."""
+        if patches.is_native_on_cpu():
+            return ops.lookup(x, self["weight"])
         return self["weight"][x].astype(mx.float32)
 
 
@@ -23,6 +28,16 @@ class WideQuantizedEmbedding(nn.QuantizedEmbedding):  # type: ignore[misc]
 
     def __call__(self, x: mx.array) -> mx.array:
         """The rows of token ids `x`: ``[*x.shape, dims]`` float32."""
+        if patches.is_native_on_cpu():
+            return ops.lookup(
+                x,
+                self["weight"],
+                self["scales"],
+                self.get("biases"),
+                group_size=self.group_size,
+                bits=self.bits,
+                mode=self.mode,
+            )
         scales, biases = self["scales"][x], self.get("biases")
         if self.mode == "affine":
             scales = scales.astype(mx.float32)

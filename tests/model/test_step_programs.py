@@ -9,12 +9,14 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
 # isort: split
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from support.models import StepDriver, tiny_config, tiny_model
 
 from mlx_paged import ops
 from mlx_paged.model.compiled import CompiledSteps
+from mlx_paged.model.loader import _convert
 from mlx_paged.model.plan import StepInputs, build_plan
 from mlx_paged.model.wrap import page
 
@@ -45,9 +47,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+# Weights as checkpoints have them, with heads that are tied and others.
+WIDE = {"hidden_size": 128, "intermediate_size": 256}
+FORMATS: dict[str, tuple[dict[str, Any], str | dict[str, Any]]] = {
+    "llama in bfloat16": (tiny_config("llama"), "bfloat16"),
+    "qwen3 in float16": (tiny_config("qwen3", tied=False), "float16"),
+    "llama in 4 bits": (tiny_config("llama", **WIDE), {"bits": 4, "group_size": 64}),
+    "qwen3 in 4 bits": (tiny_config("qwen3", tied=False), {"bits": 4, "group_size": 32}),
+    "qwen2 in 6 bits": (tiny_config("qwen2", **WIDE), {"bits": 6, "group_size": 128}),
+    "llama in mxfp4": (tiny_config("llama"), {"bits": 4, "group_size": 32, "mode": "mxfp4"}),
+}
+
+
+def model_of(name: str) -> tuple[Any, str]:
+    if name in CONFIGS:
+        return tiny_model(CONFIGS[name]), CONFIGS[name]["model_type"]
+    config, form = FORMATS[name]
+    model = tiny_model(config)
+    model.set_dtype(mx.bfloat16 if isinstance(form, dict) else getattr(mx, form))
+    if isinstance(form, dict):
+        nn.quantize(model, **form)
+    _convert(model, "auto", keeps_weights=True)
+    return model, config["model_type"]
+
+
 def driver_of(name: str) -> StepDriver:
-    config = CONFIGS[name]
-    return StepDriver(tiny_model(config), config["model_type"], block_size=8)
+    model, model_type = model_of(name)
+    return StepDriver(model, model_type, block_size=8)
 
 
 def steps() -> list[dict[str, list[int]]]:
@@ -63,7 +89,7 @@ def steps() -> list[dict[str, list[int]]]:
     ]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *FORMATS])
 def test_they_give_what_the_graph_gives(name: str) -> None:
     programs, graphs = driver_of(name), driver_of(name)
     graphs.runner.model._compiled._failed = True
@@ -134,6 +160,48 @@ def test_lookups_of_rows() -> None:
     out = np.array(program([indices])[0])
     np.testing.assert_array_equal(out[:3], 2 * np.array(table)[[4, 0, 4]])
     assert np.isnan(out[3:]).all(), "no memory beside the table is read"
+
+
+@pytest.mark.parametrize("form", ["float32", "float16", "bfloat16", "affine", "mxfp8"])
+def test_lookups_in_every_format(form: str) -> None:
+    table = mx.random.normal((5, 64))
+    arrays: list[mx.array]
+    format_of: dict[str, Any] = {}
+    if form in ("affine", "mxfp8"):
+        format_of = {"group_size": 32, "bits": 8, "mode": form}
+        arrays = list(mx.quantize(table.astype(mx.bfloat16), **format_of))
+        values = mx.dequantize(
+            arrays[0],
+            *(a.astype(mx.float32) if form == "affine" else a for a in arrays[1:]),
+            **format_of,
+            dtype=mx.float32,
+        )
+    else:
+        arrays = [table.astype(getattr(mx, form))]
+        values = arrays[0].astype(mx.float32)
+    indices = mx.array([[4], [0], [-1], [5], [-6]], dtype=mx.int32)
+    graph = np.array(ops.lookup(indices, *arrays, **format_of))
+    assert graph.shape == (5, 1, 64)
+    np.testing.assert_allclose(graph[:3, 0], np.array(values)[[4, 0, 4]], rtol=1e-6, atol=1e-6)
+    assert np.isnan(graph[3:]).all(), "no memory beside the table is read"
+    [placeholder] = ops.placeholders([indices])
+    program = ops.StepProgram([placeholder], [ops.lookup(placeholder, *arrays, **format_of)])
+    np.testing.assert_array_equal(np.array(program([indices])[0]), graph)
+
+
+def test_lookups_refuse_what_is_no_embedding() -> None:
+    table, ids = mx.zeros((4, 64)), mx.array([0], dtype=mx.int32)
+    quantised = mx.quantize(table, group_size=32, bits=4)
+    with pytest.raises(ValueError, match="ids must be int32 or uint32 but got float32"):
+        ops.lookup(table, table)
+    with pytest.raises(ValueError, match="weight"):
+        ops.lookup(ids, table.astype(mx.int32))
+    with pytest.raises(ValueError, match="7 bits in groups of 32"):
+        ops.lookup(ids, *quantised, group_size=32, bits=7)
+    with pytest.raises(ValueError, match="scales"):
+        ops.lookup(ids, *quantised, group_size=64, bits=4)
+    with pytest.raises(ValueError, match="biases must be an array but got None"):
+        ops.lookup(ids, *quantised[:2], group_size=32, bits=4)
 
 
 def test_a_plan_that_is_used_for_more_than_attention_is_refused() -> None:
