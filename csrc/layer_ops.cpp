@@ -236,8 +236,8 @@ mx::array lookup(
     format = quantized.format;
     v.require(
         contains(quantized.bits, bits) && contains(quantized.group_sizes, group_size), "mode",
-        "a format of mx.quantize", mode + ", " + std::to_string(bits) + " bits in groups of " +
-                                       std::to_string(group_size));
+        "a format of mx.quantize",
+        mode + ", " + std::to_string(bits) + " bits in groups of " + std::to_string(group_size));
     v.require(weight.dtype() == mx::uint32, "weight", "uint32", weight.dtype());
     int64_t k = int64_t(weight.shape(1)) * 32 / bits;
     v.require(k % group_size == 0, "weight", "of whole groups", k);

@@ -56,6 +56,10 @@ class StepProgram:
     @property
     def num_phases(self) -> int: ...
 
+    @property
+    def num_nodes(self) -> int:
+        """Phases that are operations of MLX's own."""
+
 def lookup(ids: mlx.core.array, weight: mlx.core.array, scales: mlx.core.array | None, biases: mlx.core.array | None, *, group_size: int, bits: int, mode: str, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
 def has_transfers() -> bool:

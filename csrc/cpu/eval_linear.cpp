@@ -143,9 +143,8 @@ void QuantizedLinear::eval_cpu(const Arrays& inputs, Arrays& out) {
 }
 
 cpu::WeightView Lookup::weights(const Arrays& in) const {
-  return format_ == cpu::WeightFormat::dense
-             ? Linear::weights(in[1])
-             : quantized_view(&in[1], format_, bits_, group_size_);
+  return format_ == cpu::WeightFormat::dense ? Linear::weights(in[1])
+                                             : quantized_view(&in[1], format_, bits_, group_size_);
 }
 
 void Lookup::read(const cpu::WeightView& weights, int64_t id, float* out) {
@@ -162,14 +161,14 @@ void Lookup::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
   auto w = weights(in);
-  encoder.dispatch([size = int64_t(in[0].size()), ids = in[0].data<int32_t>(), w,
-                    out = out[0].data<float>()] {
-    cpu::for_ranges(size, w.k * int64_t(sizeof(float)), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++) {
-        read(w, ids[i], out + i * w.k);
-      }
-    });
-  });
+  encoder.dispatch(
+      [size = int64_t(in[0].size()), ids = in[0].data<int32_t>(), w, out = out[0].data<float>()] {
+        cpu::for_ranges(size, w.k * int64_t(sizeof(float)), [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; i++) {
+            read(w, ids[i], out + i * w.k);
+          }
+        });
+      });
 }
 
 }  // namespace mlx_paged

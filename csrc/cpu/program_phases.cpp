@@ -113,12 +113,17 @@ class PhaseMaker {
         continue;
       }
       for (size_t i = 0; i < ops.size() && members.empty(); i++) {
-        if (!ops[i].done && ops[i].kind == Operation::Kind::attention && is_ready(i, false)) {
+        if (!ops[i].done && is_ready(i, false)) {
           members.push_back(i);
         }
       }
       require(!members.empty(), "operations that wait for each other");
-      made_.phases.emplace_back(*ops[members[0]].attention);
+      const Operation& next = ops[members[0]];
+      if (next.kind == Operation::Kind::attention) {
+        made_.phases.emplace_back(*next.attention);
+      } else {
+        made_.phases.emplace_back(*next.node);
+      }
       finish(members);
     }
   }
