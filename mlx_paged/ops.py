@@ -496,23 +496,29 @@ class StepProgram:
     """A graph of few rows that runs as one operation on the CPU: its operations one after another
     on all threads, with products that share an input side by side.
 
-    It consists of the operations of this module, linear layers whose weights are of any format
+    Its own are the operations of this module, linear layers whose weights are of any format
     (`linear`, `quantized_linear`), arithmetic by element, lookups of rows (`lookup`), and changes
-    of shape. Values are float32 and have the step's rows as their first axis.
+    of shape, on values in float32 whose first axis is the step's rows. Any other operation of MLX
+    gets whole arrays between them, and costs what it costs in a graph.
 
     Args:
         inputs: `placeholders`. Those that only attention reads as a plan's block tables, work and
-            merges may have other sizes in a call.
+            merges, and those that nothing reads, may have other sizes in a call.
         outputs: what was built on them: the result, and pools among the inputs, which are written
             in place.
 
     Raises:
-        ValueError: for a graph of anything else; it names the operation. What does not depend on
-            the inputs is evaluated, once.
+        ValueError: for a graph that is none; it says why. What does not depend on the inputs is
+            evaluated, once.
     """
 
     def __init__(self, inputs: Sequence[mx.array], outputs: Sequence[mx.array]) -> None:
         self._program = ext.StepProgram(list(inputs), list(outputs))
+
+    @property
+    def num_nodes(self) -> int:
+        """Operations that are MLX's own."""
+        return self._program.num_nodes
 
     def __call__(
         self, inputs: Sequence[mx.array], *, stream: mx.Stream | mx.Device | None = None

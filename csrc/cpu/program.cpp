@@ -228,13 +228,18 @@ void Program::queue_node(const NodePhase& node, Run& run, mx::Stream stream) con
   }
   Arrays outputs;
   for (const auto& out : node.outputs) {
-    outputs.emplace_back(out.shape, out.dtype, nullptr, Arrays{});
+    // (Some ask an output for its primitive, for the stream.)
+    outputs.emplace_back(out.shape, out.dtype, node.primitive, Arrays{});
   }
   node.primitive->eval_cpu(inputs, outputs);
   auto& encoder = mx::cpu::get_command_encoder(stream);
+  // (An output may be its input seen in another way, whose memory others get after this phase.)
+  auto is_temporary = [&](const mx::array& a) {
+    return a.buffer().ptr() == run.memory.buffer().ptr();
+  };
   for (size_t i = 0; i < outputs.size(); i++) {
     mx::array value = outputs[i];
-    if (!value.flags().row_contiguous) {
+    if (!value.flags().row_contiguous || is_temporary(value)) {
       value = mx::array(value.shape(), value.dtype(), nullptr, {});
       copy_to_dense(outputs[i], value, encoder);
     }

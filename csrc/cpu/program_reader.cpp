@@ -106,6 +106,9 @@ class ProgramReader {
     }
     add_outputs();
     check_inputs();
+    for (size_t i = 0; i < inputs_.size(); i++) {
+      program_.any_length_[i] = program_.any_length_[i] || !uses_.count(inputs_[i].id());
+    }
     auto made = make_phases(operations_, program_.buffers_);
     program_.phases_ = std::move(made.phases);
     program_.temporary_bytes_ = made.temporary_bytes;
