@@ -102,7 +102,8 @@ struct AttentionPhase {
   const float* sinks;                              // or null
   AttentionOptions options;
   DType dtype;
-  int num_q_heads, num_kv_heads, key_dim, value_dim, block_size;
+  int num_q_heads;
+  PoolLayout keys, values;
 };
 
 // An operation of MLX's own.

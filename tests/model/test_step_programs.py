@@ -17,6 +17,7 @@ from support.models import StepDriver, tiny_config, tiny_model
 
 from mlx_paged import ops
 from mlx_paged.model.compiled import CompiledSteps
+from mlx_paged.model.kv_formats import FORMATS as KV_FORMATS
 from mlx_paged.model.loader import _convert
 from mlx_paged.model.plan import StepInputs, build_plan
 from mlx_paged.model.wrap import page
@@ -76,9 +77,9 @@ def model_of(name: str) -> tuple[Any, str]:
     return model, config["model_type"]
 
 
-def driver_of(name: str) -> StepDriver:
+def driver_of(name: str, kv_format: str | None = None) -> StepDriver:
     model, model_type = model_of(name)
-    return StepDriver(model, model_type, block_size=8)
+    return StepDriver(model, model_type, block_size=8, kv_format=KV_FORMATS.get(kv_format))
 
 
 def steps() -> list[dict[str, list[int]]]:
@@ -104,6 +105,21 @@ def test_they_give_what_the_graph_gives(name: str) -> None:
             np.testing.assert_array_equal(actual[sequence], logits)
     assert programs.runner.model._compiled._graphs and not graphs.runner.model._compiled._graphs
     for ours, theirs in zip(programs.caches, graphs.caches, strict=True):
+        np.testing.assert_array_equal(np.array(ours.key_pool), np.array(theirs.key_pool))
+        np.testing.assert_array_equal(np.array(ours.value_pool), np.array(theirs.value_pool))
+
+
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_they_take_quantised_pools(name: str) -> None:
+    programs, graphs = (driver_of("windows", name) for _ in range(2))
+    graphs.runner.model._compiled._failed = True
+    for work in steps():
+        actual, expected = programs.step(work), graphs.step(work)
+        for sequence, logits in expected.items():
+            np.testing.assert_array_equal(actual[sequence], logits)
+    assert programs.runner.model._compiled._graphs
+    for ours, theirs in zip(programs.caches, graphs.caches, strict=True):
+        assert ours.key_pool.dtype != mx.float32
         np.testing.assert_array_equal(np.array(ours.key_pool), np.array(theirs.key_pool))
         np.testing.assert_array_equal(np.array(ours.value_pool), np.array(theirs.value_pool))
 
