@@ -367,13 +367,32 @@ def test_two_threads_run_programs_at_once() -> None:
             assert paged._compiled._graphs
             return found
 
-    names = ["llama", "qwen3"]
+    names = ["llama", "qwen3_moe"]
     alone = [outputs(name) for name in names]
     with ThreadPoolExecutor(2) as pool:
         together = list(pool.map(outputs, names))
     for outputs_together, outputs_alone in zip(together, alone, strict=True):
         for ours, theirs in zip(outputs_together, outputs_alone, strict=True):
             np.testing.assert_array_equal(ours, theirs)
+
+
+def test_one_thread_after_another_runs_a_model() -> None:
+    """Of streams of their own, to which operations of MLX are bound."""
+    programs, graphs = driver_of("qwen3_moe"), driver_of("qwen3_moe")
+    graphs.runner.model._compiled._failed = True
+    expected = [graphs.step({"a": work}) for work in ([1, 2, 3], [4, 5, 6], [7, 8, 9])]
+
+    def step(work: list[int]) -> Any:
+        with mx.stream(mx.new_thread_local_stream(mx.cpu)):
+            return programs.step({"a": work})
+
+    found = [programs.step({"a": [1, 2, 3]})]
+    for work in ([4, 5, 6], [7, 8, 9]):
+        with ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(step, work).result())
+    assert programs.runner.model._compiled._graphs
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours["a"], theirs["a"])
 
 
 def test_a_graph_is_made_once_for_a_shape() -> None:
