@@ -256,6 +256,8 @@ def _serves(tokens: mx.array, step: Step) -> bool:
 
 def _shape_of(tokens: mx.array, step: Step) -> object:
     any_size = set() if ops.has_cuda() else _ANY_SIZE
+    # (A program's operations that are MLX's own have the stream of the thread that built them.)
+    stream = None if ops.has_cuda() else repr(mx.default_stream(mx.default_device()))
     return (
         tuple(step.plans),
         tokens.shape[0],
@@ -267,6 +269,7 @@ def _shape_of(tokens: mx.array, step: Step) -> object:
             for name in _PLAN_FIELDS
             if name not in any_size
         ),
+        stream,
     )
 
 
