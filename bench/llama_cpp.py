@@ -15,7 +15,7 @@ the checkpoints are written once (`--cache`). Cells of earlier runs are kept. WH
 - prefill: tokens/s of one prompt of 1,024.
 - memory: peak resident bytes of a process that reads 1,024 tokens and writes 32; files that it maps
   count.
-- load: seconds, of the checkpoint.
+- load: seconds until the engine is there, without imports, or llama-completion has its context.
 - first-token: seconds from the start of `mlx-paged generate` or `llama-completion` to its first
   byte.
 - shared-32: seconds that a server takes for 32 requests at once, of 1,024 tokens that all share, 16
@@ -30,6 +30,7 @@ import contextlib
 import fnmatch
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -374,18 +375,35 @@ def busy_seconds() -> float:
     return sum(times) - times.idle - getattr(times, "iowait", 0.0)
 
 
-def take_turns(sides: dict[str, Side], turns: int) -> dict[str, Any]:
+@contextlib.contextmanager
+def beside(command: str) -> Iterator[None]:
+    """Runs a command meanwhile, which ends when its stdin does; nothing if it is empty."""
+    if not command:
+        yield
+        return
+    process = subprocess.Popen(shlex.split(command), stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    try:
+        time.sleep(0.3)  # (until it has done its work)
+        yield
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
+def take_turns(sides: dict[str, Side], turns: int, meanwhile: str = "") -> dict[str, Any]:
     """Every other turn in reverse order. Values by side, and how many cores others used at most."""
     values: dict[str, list[float]] = {name: [] for name in sides}
     others: list[float] = []
     for turn in range(turns):
-        for name in list(sides)[:: 1 if turn % 2 == 0 else -1]:
-            start, busy = time.perf_counter(), busy_seconds()
-            value, cpu = sides[name]()
-            if cpu:
-                seconds = time.perf_counter() - start
-                others.append(max(0.0, busy_seconds() - busy - cpu) / seconds)
-            values[name].append(value)
+        with beside(meanwhile):
+            for name in list(sides)[:: 1 if turn % 2 == 0 else -1]:
+                start, busy = time.perf_counter(), busy_seconds()
+                value, cpu = sides[name]()
+                if cpu:
+                    seconds = time.perf_counter() - start
+                    others.append(max(0.0, busy_seconds() - busy - cpu) / seconds)
+                values[name].append(value)
     return {"values": values, "others_cpu": round(max(others), 2) if others else None}
 
 
@@ -404,18 +422,20 @@ def measure_group(
                     known = cells.get(id, {}).get("best_way") if options.add else None
                     servers = Servers(setting, running, known)
                     sides: dict[str, Side] = {"ours": servers.ours, "native": servers.theirs}
-                    found = take_turns(sides, options.turns)
+                    found = take_turns(sides, options.turns, options.beside)
                     more = {"best_way": servers.best}
                     if servers.ways:
                         more["ways"] = servers.ways
             elif what in ("memory", "load", "first-token"):
-                found = take_turns(start_sides(setting, what), options.turns)
+                found = take_turns(start_sides(setting, what), options.turns, options.beside)
             else:
                 if worker is None:
                     worker = Worker(setting)
                     stack.callback(worker.close)
                     worker.measure("decode-1")  # the first steps are slower
-                found = take_turns(speed_sides(setting, what, worker), options.turns)
+                found = take_turns(
+                    speed_sides(setting, what, worker), options.turns, options.beside
+                )
             cells[id] = cell_of(found, cells.get(id) if options.add else None, setting, more)
             print(report.line_of(id, cells[id]), flush=True)
             if options.save:
@@ -470,6 +490,8 @@ def main() -> None:
                         help="add turns to those that the file has of the same commit")  # fmt: skip
     parser.add_argument("--label", default="", help="of a variant of ours: 4bit-LABEL in the ids")
     parser.add_argument("--env", nargs="+", default=[], metavar="NAME=VALUE", help="for ours")
+    parser.add_argument("--beside", default="", metavar="COMMAND",
+                        help="runs during each turn, until its stdin ends")  # fmt: skip
     parser.add_argument("--cache", type=Path, default=cache, help=f"default {cache}")
     parser.add_argument("--name", default=NAME, help="of the file in bench/results")
     parser.add_argument("--no-save", dest="save", action="store_false")

@@ -80,7 +80,7 @@ class Shape:
 SHAPES = {
     "1b": Shape(2048, 16, 8192, 32, 8, 128256, 500000.0),  # Llama-3.2-1B
     "135m": Shape(576, 30, 1536, 9, 3, 49152, 10000.0),  # SmolLM2-135M
-    "tiny": Shape(128, 2, 256, 4, 2, 512, 10000.0),  # does it run?
+    "tiny": Shape(128, 2, 256, 4, 2, 4096, 10000.0),  # does it run?
 }
 
 

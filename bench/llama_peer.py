@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -180,21 +181,26 @@ def completion_command(programs: Path, model: Path, threads: int, text: str) -> 
     return [
         str(programs / "llama-completion"), "-m", str(model), "-p", text, "-n", "1", "-c", "2048",
         *common(threads), "-no-cnv", "--no-warmup", "--no-display-prompt", "--ignore-eos",
-        "--temp", "0", "--perf",
+        "--temp", "0",
     ]  # fmt: skip
 
 
+_LOADED = re.compile(r"^(\d+)\.(\d\d)\.(\d{3})\.(\d{3}) I .*threadpool init", re.MULTILINE)
+
+
 def parse_load_seconds(err: str) -> float:
-    """The load time among the figures of llama-completion.
+    """Seconds after which llama-completion had its model and its context.
+
+    (The "load time" among its figures has a prompt's time in it, and not the model's.)
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if its log does not say.
     """
-    for line in err.splitlines():
-        name, found, rest = line.partition("load time =")
-        if found and "print" in name:
-            return float(rest.split()[0]) / 1e3
-    raise ValueError(f"no load time in {err[-2000:]!r}")
+    found = _LOADED.search(err)
+    if not found:
+        raise ValueError(f"no time of loading in {err[-2000:]!r}")
+    minutes, seconds, milli, micro = map(int, found.groups())
+    return minutes * 60 + seconds + milli / 1e3 + micro / 1e6
 
 
 # Ways to serve 32 requests: which one is best depends on the model, so a run tries all of them.

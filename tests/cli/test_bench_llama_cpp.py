@@ -9,6 +9,7 @@ import argparse
 import importlib
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ BENCH_LINE = (
     '"speed_pp": 607.5, "t_tg": 0.233, "speed_tg": 137.04, "t": 0.339, "speed": 849.5}'
 )
 COMPLETION = """\
-0.00.212.554 I generate: n_ctx = 1280, n_batch = 2048, n_predict = 1, n_keep = 0
-0.03.461.020 I common_perf_print:        load time =    1843.13 ms
-0.03.461.024 I common_perf_print: prompt eval time =     192.09 ms /    11 tokens
+0.00.008.538 I llama_completion: load the model and apply lora adapter, if any
+1.02.208.042 I cmn          init: llama threadpool init, n_threads = 4
+1.02.212.554 I generate: n_ctx = 1280, n_batch = 2048, n_predict = 1, n_keep = 0
 """
 
 
@@ -109,7 +110,7 @@ def test_mlx_checkpoints_generate(bench, tmp_path, format) -> None:
         {"group_size": 64, "bits": 4} if format == "4bit" else None
     )
     stored = (folder / "model.safetensors").stat().st_size
-    assert stored < 0.4e6 if format == "4bit" else stored > 1.4e6
+    assert stored < 0.6e6 if format == "4bit" else stored > 3e6
     llm = mlx_paged.LLM(str(folder), num_gpu_blocks_override=8)
     params = mlx_paged.SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     [output] = llm.generate([[300, 301]], params)
@@ -126,9 +127,9 @@ def test_figures_of_batched_bench(bench) -> None:
             bench.peer.parse_bench(out)
 
 
-def test_load_time_of_completion(bench) -> None:
-    assert bench.peer.parse_load_seconds(COMPLETION) == pytest.approx(1.84313)
-    with pytest.raises(ValueError, match="no load time"):
+def test_load_time_in_the_log_of_completion(bench) -> None:
+    assert bench.peer.parse_load_seconds(COMPLETION) == pytest.approx(62.208042)
+    with pytest.raises(ValueError, match="no time of loading"):
         bench.peer.parse_load_seconds("error: failed to load model")
 
 
@@ -194,6 +195,21 @@ def test_sides_take_turns(bench, monkeypatch) -> None:
     found = bench.cpp.take_turns({"ours": side("ours"), "native": side("native")}, 3)
     assert order == ["ours", "native", "native", "ours", "ours", "native"]
     assert found == {"values": {"ours": [1, 4, 5], "native": [2, 3, 6]}, "others_cpu": 0.0}
+
+
+def test_a_command_runs_during_each_turn(bench, tmp_path) -> None:
+    seen = tmp_path / "seen"
+    code = f"import sys; sys.stdin.read(); open({str(seen)!r}, 'a').write('x')"
+    command = shlex.join([sys.executable, "-c", code])
+    before: list[bool] = []
+
+    def side() -> Any:
+        before.append(seen.exists())
+        return 1.0, 0.0
+
+    bench.cpp.take_turns({"ours": side, "native": side}, 2, command)
+    assert before == [False, False, True, True]
+    assert seen.read_text() == "xx"
 
 
 def test_turns_are_added_to_those_of_the_same_code_and_machine(
