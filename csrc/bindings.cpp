@@ -4,6 +4,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/parallel_for.h"
+#include "decode_plan.h"
 #include "gpu.h"
 #include "kernel_names.h"
 #include "mlx/version.h"
@@ -74,6 +75,47 @@ void bind_extension(nb::module_& m) {
         return upload(parts, stream);
       },
       "arrays"_a, nb::kw_only(), "stream"_a = nb::none());
+
+  m.def(
+      "plan_decodes",
+      [](const nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& tables,
+         const nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& num_blocks,
+         const nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& context_lens,
+         int block_size, int64_t window, int64_t shortest_piece, int64_t most_pieces, bool pads,
+         bool stays, mx::StreamOrDevice stream) -> std::optional<Arrays> {
+        size_t num_rows = context_lens.shape(0);
+        if (tables.shape(0) != num_rows || num_blocks.shape(0) != num_rows) {
+          return std::nullopt;
+        }
+        auto plan = plan_decodes(
+            tables.data(), int(num_rows), int(tables.shape(1)), num_blocks.data(),
+            context_lens.data(), {block_size, window, shortest_piece, most_pieces, pads});
+        if (!plan) {
+          return std::nullopt;
+        }
+        int rows = plan->num_rows;
+        auto part = [](const std::vector<int32_t>& values, mx::Shape shape) {
+          return HostArray{values.data(), std::move(shape), mx::int32};
+        };
+        std::vector<HostArray> parts{
+            part(plan->positions, {rows}),
+            part(plan->slots, {rows}),
+            part(plan->block_tables, {rows, plan->table_width}),
+            part(plan->context_lens, {rows}),
+            part(plan->query_starts, {rows + 1}),
+            part(plan->work_items, {int(plan->work_items.size() / 6), 6}),
+            part(plan->merge_items, {int(plan->merge_items.size() / 4), 4})};
+        if (has_transfers()) {
+          return upload(parts, stream, stays);
+        }
+        Arrays made;
+        for (const auto& p : parts) {
+          made.emplace_back(static_cast<const int32_t*>(p.data), p.shape, p.dtype);
+        }
+        return made;
+      },
+      "tables"_a, "num_blocks"_a, "context_lens"_a, nb::kw_only(), "block_size"_a, "window"_a,
+      "shortest_piece"_a, "most_pieces"_a, "pads"_a, "stays"_a, "stream"_a = nb::none());
 
   m.def("to_host", &to_host, "array"_a, nb::kw_only(), "stream"_a = nb::none());
 

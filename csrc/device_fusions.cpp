@@ -53,10 +53,6 @@ DeviceFusions::DeviceFusions(const DeviceGraph& graph, bool adds_in_products)
       if (adds_in_products && linear && !taken[*linear]) {
         taken[*linear] = true;
         added.emplace(i, std::pair(*linear, node.inputs[1 - side]));
-        if (auto norm = norm_of(node); norm && is_for_products(graph, nodes[*norm])) {
-          taken[*norm] = true;
-          norm_in_products[i] = *norm;
-        }
       } else if (auto norm = norm_of(node)) {
         taken[*norm] = true;
         norm_of_sum[i] = *norm;
@@ -110,40 +106,6 @@ std::vector<size_t> DeviceFusions::products_of_write(
   };
   bool is_one_x = x(products[0]) == x(products[1]) && x(products[0]) == x(products[2]);
   return is_one_x ? products : std::vector<size_t>{};
-}
-
-// (What is multiplied by the weight alone is larger than the norm's result: bfloat16 has the range
-// for it, float16 has not.)
-bool DeviceFusions::is_for_products(const DeviceGraph& graph, const GraphNode& norm) const {
-  const auto& out = norm.outputs[0];
-  if (out.dtype() != mx::bfloat16 || norm.inputs.size() < 2 || graph.depends(norm.inputs[1]) ||
-      out.shape(-1) % kSquaresOfSum != 0) {
-    return false;
-  }
-  // Through changes of shape, to products only.
-  std::vector<mx::array> values{out};
-  size_t num_products = 0;
-  while (!values.empty()) {
-    auto value = values.back();
-    values.pop_back();
-    for (int user : graph.users_of(value)) {
-      if (user < 0) {
-        return false;
-      }
-      const auto& node = graph.nodes()[user];
-      auto linear = graph.linear_of(node);
-      if (linear && linear->x.id() == value.id() && linear->x.shape(-1) == out.shape(-1)) {
-        num_products++;
-      } else if (
-          DeviceGraph::is_view(node) && !node.is("Split") && !node.is("Slice") &&
-          !node.is("Transpose")) {
-        values.push_back(node.outputs[0]);
-      } else {
-        return false;
-      }
-    }
-  }
-  return num_products > 0;
 }
 
 }  // namespace mlx_paged

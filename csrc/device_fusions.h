@@ -14,17 +14,12 @@
 
 namespace mlx_paged {
 
-// Columns whose squares a product adds up for the norm of its output.
-constexpr int kSquaresOfSum = 16;
-
 // Nodes by their places in the graph.
 struct DeviceFusions {
   // A SiluMul -> the products of its gate and up.
   std::map<size_t, std::pair<size_t, size_t>> gated;
   // An addition -> the product that it becomes part of, and what is added.
   std::map<size_t, std::pair<size_t, mx::array>> added;
-  // An addition that is part of a product -> a norm of it for nothing but products.
-  std::map<size_t, size_t> norm_in_products;
   // A WriteKV -> the products of the queries, keys and values that it and its attention need.
   std::map<size_t, std::vector<size_t>> written_products;
   // An addition -> the norm that takes it in.
@@ -37,8 +32,6 @@ struct DeviceFusions {
   DeviceFusions(const DeviceGraph& graph, bool adds_in_products);
 
  private:
-  // Whether products can do what is left of a norm.
-  bool is_for_products(const DeviceGraph& graph, const GraphNode& norm) const;
   // Whose results nothing but a write and its attention needs, and which can do the write.
   std::vector<size_t> products_of_write(const DeviceGraph& graph, const GraphNode& write) const;
 };

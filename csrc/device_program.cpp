@@ -253,26 +253,6 @@ std::vector<Launch> portable_product_launches(
   if (step.write) {
     launches.push_back(*step.write);
   }
-  if (step.next_norm) {
-    // As a whole, so that the next products have nothing left to do.
-    const auto& norm = *step.next_norm;
-    int chunk = kChunkBytes / (step.dtype == DType::float32 ? 4 : 2);
-    paged::NormParams params{step.parts[0].n / chunk, false, norm.eps};
-    Launch launch;
-    launch.kernel = kernel_named(std::string("add_rms_norm_") + name_of(step.dtype));
-    bind(launch, step.parts[0].out, Access::read);
-    bind(launch, step.parts[0].out, Access::read);  // (not read)
-    bind(launch, norm.weight, Access::read);
-    bind(launch, step.parts[0].out, Access::read);  // (not written)
-    bind(launch, norm.out, Access::write);
-    launch.constants = bytes_of(params);
-    uint32_t threads =
-        std::min<uint32_t>(paged::NORM_THREADS, ceil_div(params.row_chunks, 32) * 32);
-    launch.grid = {uint32_t(step.num_rows), 1, 1};
-    launch.threadgroup = {threads, 1, 1};
-    launch.threadgroup_memory = ceil_div(threads / 32 * 4, 16) * 16;
-    launches.push_back(std::move(launch));
-  }
   return launches;
 }
 

@@ -64,21 +64,6 @@ struct ProductStep {
   std::vector<Part> parts;
   int residual = -1;  // [num_rows, n] that is added to a single part; -1: none
   bool is_gated = false;
-  // x has been multiplied by the weight of an RMS norm; what else there is to it is left to this
-  // product, and done by portable kernels before.
-  struct NormOfX {
-    int squares;  // [num_rows, k / 16] float32, sums
-    float eps;
-  };
-  std::optional<NormOfX> norm_of_x;
-  // The norm of the only part's output that products follow.
-  struct NextNorm {
-    int weight;   // [n]
-    int out;      // [num_rows, n], the x of those
-    int squares;  // [num_rows, n / 16] float32
-    float eps;
-  };
-  std::optional<NextNorm> next_norm;
   // Queries, keys and values: the kernel that rotates and writes them, which products may do too.
   std::optional<Launch> write;
   int head_dim = 0;  // of `write`
@@ -179,7 +164,8 @@ class DeviceProgram {
   mutable std::mutex mutex_;           // of runners_
 };
 
-// in: the inputs that were read. out: the results, and the pools in place.
+// in: the inputs that were read. out: the results, and the pools in place or none of them: MLX
+// spends the square of an operation's outputs on it.
 class DeviceStep : public mx::Primitive {
  public:
   DeviceStep(mx::Stream stream, std::shared_ptr<const DeviceProgram> program)

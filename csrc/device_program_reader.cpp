@@ -90,13 +90,7 @@ class DeviceProgramReader {
       return read_products({found->second.first, found->second.second}, node.outputs[0], true);
     }
     if (auto found = fusions_.added.find(index); found != fusions_.added.end()) {
-      const GraphNode* norm = nullptr;
-      if (auto next = fusions_.norm_in_products.find(index);
-          next != fusions_.norm_in_products.end()) {
-        norm = &nodes()[next->second];
-      }
-      return read_products(
-          {found->second.first}, node.outputs[0], false, &found->second.second, norm);
+      return read_products({found->second.first}, node.outputs[0], false, &found->second.second);
     }
     if (auto found = fusions_.norm_of_sum.find(index); found != fusions_.norm_of_sum.end()) {
       return read_norm(nodes()[found->second], &node);
@@ -146,13 +140,13 @@ class DeviceProgramReader {
 
   void read_products(
       const std::vector<size_t>& products, const mx::array& result, bool is_gated,
-      const mx::array* residual = nullptr, const GraphNode* next_norm = nullptr) {
-    add_step(products_of(products, result, is_gated, residual, next_norm));
+      const mx::array* residual = nullptr) {
+    add_step(products_of(products, result, is_gated, residual));
   }
 
   ProductStep products_of(
       const std::vector<size_t>& products, const mx::array& result, bool is_gated,
-      const mx::array* residual, const GraphNode* next_norm) {
+      const mx::array* residual) {
     auto first = *graph_.linear_of(nodes()[products[0]]);
     View x = view(first.x);
     auto dtype = first.x.dtype();
@@ -179,8 +173,7 @@ class DeviceProgramReader {
       }
       require(linear.weight.dtype() == dtype, "weights of another dtype");
       require(weight.is_dense(), "weights that are not dense");
-      require(
-          weight.offset * item_size % kChunkBytes == 0, "weights that do not begin at 16 bytes");
+      require(begins_at_chunk(weight), "weights that do not begin at 16 bytes");
       ProductStep::Part part{};
       part.weight = operand(weight);
       part.bias = -1;
@@ -198,18 +191,6 @@ class DeviceProgramReader {
       require(added.is_dense(), "an addend that is not dense");
       step.residual = operand(added);
     }
-    if (auto found = norms_.find(x.buffer); found != norms_.end()) {
-      step.norm_of_x = {operand(found->second.squares), found->second.eps};
-    }
-    if (next_norm) {
-      const auto& out = next_norm->outputs[0];
-      float eps = next_norm->as<RmsNorm>()->eps();
-      View weight = dense_constant(next_norm->inputs[1]);
-      View normed = new_value(out);
-      View squares = new_buffer({int(out.size()) / kSquaresOfSum}, mx::float32);
-      step.next_norm = {operand(weight), operand(normed), operand(squares), eps};
-      norms_[normed.buffer] = {squares, eps};
-    }
     return step;
   }
 
@@ -226,6 +207,7 @@ class DeviceProgramReader {
         "a norm of rows of this size");
     View weight = node.inputs.size() > 1 ? dense_constant(node.inputs[1])
                                          : dense_constant(mx::ones({int(size)}, out.dtype()));
+    require(begins_at_chunk(weight), "weights that do not begin at 16 bytes");
     paged::NormParams params{int(size / chunk), sum != nullptr, norm.eps()};
     Launch launch = layer_kernel("add_rms_norm", out.dtype());
     read(launch, x);
@@ -306,8 +288,7 @@ class DeviceProgramReader {
     require(type == mx::int32 || type == mx::uint32, "a gather by other than int32");
     int64_t bytes = table.row_size() * int64_t(out.itemsize());
     require(
-        table.is_dense() && bytes % kChunkBytes == 0 &&
-            table.offset * int64_t(out.itemsize()) % kChunkBytes == 0,
+        table.is_dense() && bytes % kChunkBytes == 0 && begins_at_chunk(table),
         "a gather of rows of this size");
     require(
         rows.is_dense() && rows.row_size() == 1 && rows.rows() == out.shape(0),
@@ -356,6 +337,8 @@ class DeviceProgramReader {
       require(
           buffers_[pool->buffer].kind == ProgramOperand::Kind::input, "a pool that is no input");
       require(!buffers_[pool->buffer].is_written, "a pool that is written twice");
+      // (Nothing else would order the two.)
+      require(buffers_[pool->buffer].last_use < 0, "a pool that is read before it is written");
     }
     Heads from_queries = graph_.heads_of(queries);
     Heads from_keys = graph_.heads_of(node.inputs[2]);
@@ -374,7 +357,7 @@ class DeviceProgramReader {
     if (auto found = fusions_.written_products.find(index);
         found != fusions_.written_products.end()) {
       const auto& result = nodes()[found->second[0]].outputs[0];
-      step = products_of(found->second, result, false, nullptr, nullptr);
+      step = products_of(found->second, result, false, nullptr);
     }
     paged::RopeParams params{};
     params.num_q_heads = queries.shape(1);
@@ -413,7 +396,9 @@ class DeviceProgramReader {
       if (heads.norm) {
         has_norm = 1;
         eps = heads.norm->as<RmsNorm>()->eps();
-        read(launch, dense_constant(heads.norm->inputs[1]));
+        View weight = dense_constant(heads.norm->inputs[1]);
+        require(begins_at_chunk(weight), "weights that do not begin at 16 bytes");
+        read(launch, weight);
       } else {
         read(launch, q);  // (not read)
       }
@@ -556,6 +541,16 @@ class DeviceProgramReader {
     return {buffer, 0, a.shape(), a.strides()};
   }
 
+  // Kernels read chunks of 16 bytes.
+  bool begins_at_chunk(const View& v) const {
+    const Buffer& b = buffers_[v.buffer];
+    int64_t offset = v.offset * int64_t(b.dtype.size());
+    if (b.kind == ProgramOperand::Kind::constant) {
+      offset += program_.constants_[b.index].offset();
+    }
+    return offset % kChunkBytes == 0;
+  }
+
   View dense_constant(const mx::array& a) {
     require(!graph_.depends(a), "weights that depend on the inputs");
     bool is_known = std::any_of(
@@ -683,12 +678,6 @@ class DeviceProgramReader {
   std::vector<int> buffer_of_operand_;
   std::vector<const GraphNode*> pending_;
   std::unordered_map<Id, View> views_;
-  // Buffers that are normed by the products that read them.
-  struct Norm {
-    View squares;
-    float eps;
-  };
-  std::unordered_map<int, Norm> norms_;
   std::unordered_set<Id> for_host_;  // results
 };
 

@@ -5,6 +5,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "bindings.h"
 #include "device_program.h"
@@ -34,7 +35,8 @@ nb::capsule make(const Arrays& inputs, const Arrays& outputs, bool residual_in_p
   }
 }
 
-Arrays run(const nb::capsule& made, const Arrays& inputs, mx::StreamOrDevice s) {
+Arrays run(
+    const nb::capsule& made, const Arrays& inputs, bool returns_pools, mx::StreamOrDevice s) {
   auto* program = static_cast<const Shared*>(made.data("device_program"));
   (*program)->check(inputs);
   std::vector<mx::Shape> shapes;
@@ -43,7 +45,7 @@ Arrays run(const nb::capsule& made, const Arrays& inputs, mx::StreamOrDevice s) 
     shapes.push_back(result.shape);
     dtypes.push_back(result.dtype);
   }
-  for (int i : (*program)->pools()) {
+  for (int i : returns_pools ? (*program)->pools() : std::vector<int>{}) {
     shapes.push_back(inputs[i].shape());
     dtypes.push_back(inputs[i].dtype());
   }
@@ -58,7 +60,8 @@ void bind_device_program(nb::module_& m) {
       "make_device_program", &make, "inputs"_a, "outputs"_a, nb::kw_only(),
       "residual_in_product"_a);
   m.def(
-      "run_device_program", &run, "program"_a, "inputs"_a, nb::kw_only(), "stream"_a = nb::none());
+      "run_device_program", &run, "program"_a, "inputs"_a, nb::kw_only(), "returns_pools"_a,
+      "stream"_a = nb::none());
 }
 
 }  // namespace mlx_paged

@@ -51,6 +51,8 @@ struct Launch : Pipeline {
   // It neither reads nor overwrites what the launch before it writes, though they write to other
   // rows of the same buffers: no barrier between them.
   bool beside_previous = false;
+  // It does not begin while the launch before it ends, where a GPU could do that; NVIDIA's only.
+  bool after_previous = false;
 
   bool operator==(const Launch&) const = default;
 };

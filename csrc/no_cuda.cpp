@@ -15,7 +15,7 @@ bool has_transfers() {
   return false;
 }
 
-Arrays upload(const std::vector<HostArray>&, mx::StreamOrDevice) {
+Arrays upload(const std::vector<HostArray>&, mx::StreamOrDevice, bool) {
   throw std::runtime_error("[upload] this build of mlx_paged has no CUDA backend");
 }
 

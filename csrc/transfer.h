@@ -21,8 +21,9 @@ struct HostArray {
 // Whether `upload` and `to_host` are there.
 bool has_transfers();
 
-// The arrays on the GPU, sent as one. The numbers are copied before this returns.
-Arrays upload(const std::vector<HostArray>& arrays, mx::StreamOrDevice s = {});
+// The arrays on the GPU, sent as one. The numbers are copied before this returns. With `stays` they
+// lie in pinned memory, for a kernel that reads them once, and nothing has to be evaluated.
+Arrays upload(const std::vector<HostArray>& arrays, mx::StreamOrDevice s = {}, bool stays = false);
 
 // An int32 array where the host can read it without moving it.
 mx::array to_host(const mx::array& a, mx::StreamOrDevice s = {});

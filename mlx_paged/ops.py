@@ -93,6 +93,47 @@ def upload(*arrays: npt.NDArray[Any]) -> list[mx.array]:
     return ext.upload([np.ascontiguousarray(a) for a in arrays])
 
 
+def plan_decodes(
+    tables: npt.NDArray[np.int32],
+    num_blocks: npt.NDArray[np.int64],
+    context_lens: npt.NDArray[np.int64],
+    *,
+    block_size: int,
+    window: int | None,
+    shortest_piece: int,
+    most_pieces: int,
+    pads: bool,
+    stays: bool,
+) -> AttentionPlan | None:
+    """What `model.plan.build_plan` gives where every sequence has one row, in less time.
+
+    Args:
+        tables: ``[num_rows, max_blocks]``.
+        num_blocks: ``[num_rows]``, of each table.
+        context_lens: ``[num_rows]``.
+        window: see `model.plan.build_plan`.
+        shortest_piece: tokens of a piece of a context, at least.
+        most_pieces: of a context.
+        pads: block tables, items and merges to sizes that change seldom.
+        stays: with CUDA, in the host's pinned memory: for a step that reads it once.
+
+    Returns:
+        None for numbers that are no plan.
+    """
+    arrays = ext.plan_decodes(
+        tables,
+        num_blocks,
+        context_lens,
+        block_size=block_size,
+        window=window or 0,
+        shortest_piece=shortest_piece,
+        most_pieces=most_pieces,
+        pads=pads,
+        stays=stays,
+    )
+    return None if arrays is None else AttentionPlan(*arrays)
+
+
 def to_host(array: mx.array) -> mx.array:
     """The same numbers where NumPy can read them once they are evaluated.
 
@@ -459,14 +500,25 @@ class DeviceProgram:
         )
 
     def __call__(
-        self, inputs: Sequence[mx.array], *, stream: mx.Stream | mx.Device | None = None
+        self,
+        inputs: Sequence[mx.array],
+        *,
+        returns_pools: bool = True,
+        stream: mx.Stream | mx.Device | None = None,
     ) -> list[mx.array]:
         """The outputs for these inputs. The pools among them are consumed, as by `write_kv`.
+
+        Args:
+            returns_pools: false: the results only, which takes much less of the host's time. What
+                is built on the handles of the pools that were given must then be evaluated after
+                the results have been (by `mx.async_eval`, say): only that orders the two.
 
         Raises:
             ValueError: they are not of the shapes and dtypes that were read.
         """
-        return self._ext.run_device_program(self._program, list(inputs), stream=stream)
+        return self._ext.run_device_program(
+            self._program, list(inputs), returns_pools=returns_pools, stream=stream
+        )
 
 
 def pool_copies() -> int:

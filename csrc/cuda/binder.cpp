@@ -25,7 +25,6 @@ namespace mlx_paged::gpu {
 namespace {
 
 constexpr uint32_t kFreeSharedMemory = 48 * 1024;  // more must be requested
-
 void check(cudaError_t status, const std::string& what) {
   if (status != cudaSuccess) {
     throw std::runtime_error("[cuda] " + what + ": " + cudaGetErrorString(status));
@@ -35,7 +34,11 @@ void check(cudaError_t status, const std::string& what) {
 // MLX links its own CUDA runtime, which does not know our symbols; a CUfunction works in both.
 CUfunction function_of(const Launch& launch) {
   static std::mutex mutex;
-  static std::unordered_map<std::string, CUfunction> functions;
+  struct Found {
+    CUfunction function;
+    uint32_t shared_memory;  // that it may have
+  };
+  static std::unordered_map<std::string, Found> functions;
   const auto& name = launch.kernel.host_name;
   std::lock_guard lock(mutex);
   auto found = functions.find(name);
@@ -43,15 +46,14 @@ CUfunction function_of(const Launch& launch) {
     const void* symbol = cuda::find_kernel(name);
     cudaFunction_t function;
     check(cudaGetFuncBySymbol(&function, symbol), "kernel " + name);
-    if (launch.threadgroup_memory > kFreeSharedMemory) {
-      check(
-          cudaFuncSetAttribute(
-              symbol, cudaFuncAttributeMaxDynamicSharedMemorySize, int(launch.threadgroup_memory)),
-          "shared memory of " + name);
-    }
-    found = functions.emplace(name, reinterpret_cast<CUfunction>(function)).first;
+    Found made{reinterpret_cast<CUfunction>(function), kFreeSharedMemory};
+    found = functions.emplace(name, made).first;
   }
-  return found->second;
+  if (launch.threadgroup_memory > found->second.shared_memory) {
+    cuda::allow_shared_memory(cuda::find_kernel(name), name, launch.threadgroup_memory);
+    found->second.shared_memory = launch.threadgroup_memory;
+  }
+  return found->second.function;
 }
 
 // CUDA updates a recorded graph in place when the next one looks the same, but leaves the clusters

@@ -2,6 +2,9 @@
 
 #include "compiled_kernels.h"
 
+#include <cuda_runtime.h>
+
+#include <mutex>
 #include <stdexcept>
 #include <unordered_map>
 
@@ -27,6 +30,22 @@ const void* find_kernel(const std::string& host_name) {
     throw std::runtime_error("[cuda] this build has no kernel " + host_name);
   }
   return found->second;
+}
+
+void allow_shared_memory(const void* symbol, const std::string& host_name, uint32_t bytes) {
+  static std::mutex mutex;  // between asking and setting
+  std::lock_guard lock(mutex);
+  cudaFuncAttributes found;
+  auto status = cudaFuncGetAttributes(&found, symbol);
+  if (status == cudaSuccess && found.maxDynamicSharedSizeBytes < int(bytes)) {
+    status = cudaFuncSetAttribute(symbol, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+  }
+  if (status != cudaSuccess) {
+    cudaGetLastError();  // (the next call must not report it again)
+    throw std::runtime_error(
+        "[cuda] " + std::to_string(bytes) + " bytes of shared memory for " + host_name + ": " +
+        cudaGetErrorString(status));
+  }
 }
 
 }  // namespace mlx_paged::cuda

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -19,5 +20,9 @@ bool add_kernels(const std::vector<CompiledKernel>& kernels);
 
 // Throws std::runtime_error with the name if this build has no such kernel.
 const void* find_kernel(const std::string& host_name);
+
+// Loads a kernel, and lets it have that many bytes of dynamic shared memory or more: one kernel is
+// launched with different sizes. Throws std::runtime_error.
+void allow_shared_memory(const void* symbol, const std::string& host_name, uint32_t bytes);
 
 }  // namespace mlx_paged::cuda

@@ -11,27 +11,20 @@ constexpr int kLinearMostWeights = 3;
 
 // Products of one x with several weights, side by side. `is_gated`: the weights are gate and up,
 // and the output is silu(x @ gate.T) * (x @ up.T), of which the first weight's output is written.
-//
-// An RMS norm between two products has no kernel. The first one writes, beside its output, that
-// times the norm's weight, and sums of kNormColumns of its squares; the second one multiplies the
-// former and its sums by 1 / sqrt(mean of the squares + eps).
 struct LinearParams {
   int num_rows;  // of x and the outputs
   int k;         // inputs
   int x_stride;  // elements from one row of x to the next
   int num_weights;
   int is_gated;
-  int has_residual;   // that is added to the only output
-  int num_squares;    // of a row of x, which is to be normed; 0: it is not
-  int has_next_norm;  // of the only output
-  float eps;          // of the norm of x
+  int has_residual;  // that is added to the only output
   // Of the weights of queries, keys and values; 0: of others. Queries and keys are rotated, keys
   // and values go to their slots of the pools. A block has rows of both halves of a head.
   int head_dim;
   int n[kLinearMostWeights];  // outputs: rows of each weight
   int has_bias[kLinearMostWeights];
 };
-static_assert(sizeof(LinearParams) == 64, "the same for every compiler");
+static_assert(sizeof(LinearParams) == 52, "the same for every compiler");
 
 // Columns are added up in one order, whatever the kernel and however many rows x has, so that a
 // row's result does not depend on the others: chunk i of two steps of 32 columns belongs to part
@@ -40,11 +33,6 @@ constexpr int kLinearStep = 32;
 constexpr int kLinearChunkSteps = 2;
 constexpr int kLinearChunk = kLinearChunkSteps * kLinearStep;
 constexpr int kLinearParts = 8;
-
-// Outputs whose squares are added up in pairs, pairs of pairs and so on. Their sums are added by
-// kNormLanes: each every kNormLanes-th, in order, and these again in pairs.
-constexpr int kNormColumns = 16;
-constexpr int kNormLanes = 32;
 
 constexpr int kLinearMostRows = 64;  // of x, whichever kernel
 

@@ -12,7 +12,6 @@ namespace mlx_paged::cuda {
 namespace {
 
 constexpr int kManyTiles = 4;  // of x
-static_assert(kNormColumns == kSquaresOfSum, "what the reader made room for");
 
 // How linear_cluster is instantiated for some tiles of x.
 struct ClusterShape {
@@ -76,11 +75,13 @@ Launch linear_launch(
     launch.kernel.host_name = std::string(params.head_dim ? "linear_heads_" : "linear_") +
                               name_of(dtype) + "_" + std::to_string(tiles) + "_" +
                               std::to_string(groups);
-    launch.threadgroup_memory = (kLinearParts * (rows + 1) + 1) * tiles * 8 * sizeof(float);
+    launch.threadgroup_memory = kLinearParts * tiles * 8 * (rows + 1) * sizeof(float);
     launch.grid = {
         blocks_of(params.is_gated ? kLinearRows : rows),
         uint32_t((params.num_rows + 8 * tiles - 1) / (8 * tiles)), 1};
     launch.threadgroup = {32 * kLinearParts, 1, 1};
+    // Its blocks are few, and would crowd where the launch before has ended first.
+    launch.after_previous = true;
   }
   launch.buffers.push_back({operands.x, Access::read, 0});
   launch.buffers.push_back({operands.residual, Access::read, 0});
@@ -90,10 +91,6 @@ Launch linear_launch(
     launch.buffers.push_back({part.bias, Access::read, 0});
     launch.buffers.push_back({part.out, Access::write, 0});
   }
-  launch.buffers.push_back({operands.squares, Access::read, 0});
-  launch.buffers.push_back({operands.next_norm, Access::read, 0});
-  launch.buffers.push_back({operands.next_x, Access::write, 0});
-  launch.buffers.push_back({operands.next_squares, Access::write, 0});
   launch.buffers.push_back({operands.rotations, Access::read, 0});
   launch.buffers.push_back({operands.slots, Access::read, 0});
   launch.constants = bytes_of(params);
@@ -113,22 +110,10 @@ Launch product_launch(const ProductStep& step, const std::vector<ProgramOperand>
   params.num_weights = int(step.parts.size());
   params.is_gated = step.is_gated;
   params.has_residual = step.residual >= 0;
-  params.num_squares = step.norm_of_x ? step.k / kNormColumns : 0;
-  params.has_next_norm = step.next_norm.has_value();
   LinearOperands operands{};
   operands.x = step.x;
   operands.residual = step.residual >= 0 ? step.residual : step.x;
-  operands.squares = operands.next_norm = operands.next_x = operands.next_squares = step.x;
   operands.rotations = operands.slots = step.x;
-  if (step.norm_of_x) {
-    operands.squares = step.norm_of_x->squares;
-    params.eps = step.norm_of_x->eps;
-  }
-  if (step.next_norm) {
-    operands.next_norm = step.next_norm->weight;
-    operands.next_x = step.next_norm->out;
-    operands.next_squares = step.next_norm->squares;
-  }
   for (int i = 0; i < params.num_weights; i++) {
     const auto& part = step.parts[i];
     if (step.dtype == DType::float32 || !serves_product(step.num_rows, part.n, step.k, false)) {

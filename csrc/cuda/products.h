@@ -1,11 +1,10 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Which kernel of linear.cu or linear_cluster.cu serves a product of few rows, and over which grid.
-// Needs neither CUDA nor a GPU, so that its rule can be tested anywhere.
+// Which kernel of linear.cu or linear_cluster.cu serves a product of few rows,
+// and over which grid. Needs neither CUDA nor a GPU, so that its rule can be tested anywhere.
 
 #pragma once
 
-#include "../device_fusions.h"
 #include "../device_program.h"
 #include "../launch.h"
 #include "linear_shape.h"
@@ -28,10 +27,6 @@ struct LinearOperands {
   int x;
   int residual;  // x: none
   Part parts[kLinearMostWeights];
-  int squares;    // of x; x: it is not normed
-  int next_norm;  // x, as the following two: none
-  int next_x;
-  int next_squares;
   int rotations;  // x, as the slots: no heads
   int slots;
 };

@@ -42,7 +42,6 @@ namespace mlx_paged {
 
 namespace {
 
-constexpr uint32_t kFreeSharedMemory = 48 * 1024;
 constexpr uint64_t kSmallest = 256;  // bytes of memory
 
 void check(cudaError_t status, const std::string& what) {
@@ -83,14 +82,7 @@ void prepare(const std::vector<Launch>& launches) {
   for (const auto& launch : launches) {
     const auto& name = launch.kernel.host_name;
     const void* symbol = cuda::find_kernel(name);
-    cudaFuncAttributes found;
-    check(cudaFuncGetAttributes(&found, symbol), "kernel " + name);
-    if (launch.threadgroup_memory > kFreeSharedMemory) {
-      check(
-          cudaFuncSetAttribute(
-              symbol, cudaFuncAttributeMaxDynamicSharedMemorySize, int(launch.threadgroup_memory)),
-          "shared memory of " + name);
-    }
+    cuda::allow_shared_memory(symbol, name, launch.threadgroup_memory);
   }
 }
 
@@ -129,7 +121,9 @@ void run_launch(Launch& launch, std::vector<char*>& addresses, cudaStream_t stre
 void run_launches(PlacedLaunches& placed, size_t begin, size_t end, cudaStream_t stream) {
   bool overlap = overlaps_kernels();
   for (size_t i = begin; i < end; i++) {
-    run_launch(placed.launches[i], placed.addresses, stream, overlap && i > begin);
+    run_launch(
+        placed.launches[i], placed.addresses, stream,
+        overlap && i > begin && !placed.launches[i].after_previous);
   }
 }
 
@@ -247,7 +241,9 @@ void DeviceStep::eval_gpu(const Arrays& inputs, Arrays& out) {
     if (!can_alias_pool_on_gpu(inputs[pools[i]])) {
       throw std::runtime_error("[device_step] a pool must be dense");
     }
-    out[num_results + i].copy_shared_buffer(inputs[pools[i]]);
+    if (out.size() > num_results) {
+      out[num_results + i].copy_shared_buffer(inputs[pools[i]]);
+    }
   }
   Arrays in = inputs;
   for (int i = 0; i < int(in.size()); i++) {

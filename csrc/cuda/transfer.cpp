@@ -89,6 +89,16 @@ void place(mx::array& a, std::shared_ptr<std::byte> pinned, size_t bytes) {
   a.set_data(mx::allocator::Data(mx::allocator::Buffer(buffer), std::move(free)));
 }
 
+// Makes `part` a dense array that begins `offset` bytes behind `all`.
+void share(const mx::array& all, mx::array& part, size_t offset) {
+  mx::Strides strides(part.ndim(), 1);
+  for (int axis = int(part.ndim()) - 2; axis >= 0; axis--) {
+    strides[axis] = strides[axis + 1] * part.shape(axis + 1);
+  }
+  part.copy_shared_buffer(
+      all, strides, {true, true, part.ndim() < 2}, part.size(), int64_t(offset / 4));
+}
+
 void copy(const mx::array& from, mx::array& to, mx::Stream stream) {
   Arrays out{to};
   gpu::encode(copy_strided_launches({from}, out), {from}, out, {}, stream);
@@ -108,7 +118,7 @@ bool has_transfers() {
   return mx::default_device() == mx::Device::gpu;
 }
 
-Arrays upload(const std::vector<HostArray>& arrays, mx::StreamOrDevice s_) {
+Arrays upload(const std::vector<HostArray>& arrays, mx::StreamOrDevice s_, bool stays) {
   auto s = mx::to_stream(s_);
   std::vector<size_t> offsets;
   std::vector<mx::Shape> shapes;
@@ -128,6 +138,17 @@ Arrays upload(const std::vector<HostArray>& arrays, mx::StreamOrDevice s_) {
       std::memcpy(staged.get() + offsets[i], arrays[i].data, size);
     }
   }
+  if (stays) {
+    mx::array pinned(mx::Shape{int(bytes / 4)}, mx::int32, nullptr, {});
+    place(pinned, std::move(staged), bytes);
+    Arrays out;
+    for (size_t i = 0; i < arrays.size(); i++) {
+      out.emplace_back(shapes[i], dtypes[i], nullptr, Arrays{});
+      share(pinned, out.back(), offsets[i]);
+      out.back().set_status(mx::array::Status::available);
+    }
+    return out;
+  }
   return mx::array::make_arrays(
       std::move(shapes), dtypes,
       std::make_shared<Upload>(s, std::move(staged), std::move(offsets), bytes), {});
@@ -141,12 +162,7 @@ void Upload::eval_gpu(const Arrays&, Arrays& out) {
   gpu::allocate(device, stream());
   copy(pinned, device, stream());
   for (size_t i = 0; i < out.size(); i++) {
-    mx::Strides strides(out[i].ndim(), 1);
-    for (int axis = int(out[i].ndim()) - 2; axis >= 0; axis--) {
-      strides[axis] = strides[axis + 1] * out[i].shape(axis + 1);
-    }
-    out[i].copy_shared_buffer(
-        device, strides, {true, true, out[i].ndim() < 2}, out[i].size(), int64_t(offsets_[i] / 4));
+    share(device, out[i], offsets_[i]);
   }
   remember_host_copy(device, staged_);
 }

@@ -297,8 +297,12 @@ class ModelRunner:
                 output, columns[0], context_lens, num_rows, overlaps=previous is not None
             )
             made = self.media.store.made()
+        num_more = 0
+        if not is_decode and sampled and media is None:
+            total = int(num_rows.sum())
+            num_more = self.model.rows_with_prompts(total) - total
         logits = self.model.forward(
-            _input_tokens(token_ids, input_from, previous),
+            _input_tokens(token_ids, input_from, previous, num_more),
             self._inputs(columns, context_lens, num_rows, wanted, media),
         )
         if sampled:
@@ -446,17 +450,23 @@ def _input_tokens(
     token_ids: tuple[tuple[int, ...], ...],
     input_from: tuple[int, ...],
     previous: LaunchedStep | None,
+    num_more: int = 0,
 ) -> mx.array:
-    """``[num_rows]`` int32. Tokens that the step before is still sampling stay on the device."""
+    """``[num_rows]`` int32. Tokens that the step before is still sampling stay on the device.
+
+    Args:
+        num_more: rows of no sequence behind the others.
+    """
     num_known = input_from.count(-1)
+    more = (0,) * num_more
     if num_known == len(input_from):
-        return ops.upload(np.fromiter(chain.from_iterable(token_ids), dtype=np.int32))[0]
+        return ops.upload(np.fromiter(chain(*token_ids, more), dtype=np.int32))[0]
     assert previous is not None, "a sequence awaits a token but no step is in flight"
     if num_known == 0:
         if input_from == tuple(range(previous.tokens.size)):
             return previous.tokens  # the same sequences in the same order
         return previous.tokens[ops.upload(np.array(input_from, dtype=np.int32))[0]]
-    known = np.fromiter(chain.from_iterable(token_ids), dtype=np.int32)
+    known = np.fromiter(chain(*token_ids, more), dtype=np.int32)
     source = np.full(len(known), -1, dtype=np.int32)
     source[known == IN_FLIGHT_TOKEN] = [place for place in input_from if place >= 0]
     places, tokens = ops.upload(source, known)

@@ -40,8 +40,10 @@ OnStep = Callable[[int, int], None]
 _STEPS = 4
 # Tokens of context at which decodes have partial results to merge.
 _LONG_CONTEXT = 4096
-# Tokens of prompts: few behind a prefix, and as many as MLX's own attention serves.
-_PROMPTS = (64, 512)
+# Tokens of prompts: few, whose steps repeat as decodes do (alone and behind a prefix), and as many
+# as MLX's own attention serves.
+_PROMPTS = (16, 32, 48, 64, 512)
+_FEW = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,8 @@ def kinds(config: EngineConfig, max_context_len: int | None, *, with_cuda: bool)
     prompts = [
         Kind(1, n, n) for n in sorted(lens) if max_context_len is None or n <= max_context_len
     ]
+    if min(longest, config.step_tokens) > _FEW:
+        prompts.append(Kind(1, _FEW, longest))
     decodes = [
         kind
         for size in reversed(batch_sizes(most))
@@ -138,7 +142,11 @@ def warm_up(
 def _run(runner: ModelRunner, kind: Kind) -> None:
     """Each step takes its tokens from the one before, which has not been read: as in decoding."""
     before: LaunchedStep | None = None
-    for i in range(_STEPS if kind.num_tokens == 1 else 1):
+    if kind.num_tokens > 1:  # each is the first of its sequences
+        for _ in range(_STEPS if kind.num_tokens <= _FEW else 1):
+            runner.read(runner.launch(_step(runner, kind, 0), None))
+        return
+    for i in range(_STEPS):
         launched = runner.launch(_step(runner, kind, i), before)
         if before is not None:
             runner.read(before)

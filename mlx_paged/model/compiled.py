@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_GRAPHS = 64
 _SEEN_BEFORE = 2
+_ROWS_OF_PROMPTS = 16  # steps with prompts have multiples of it: a tile of products
 # (Decodes have no bounds.)
 _PLAN_FIELDS = tuple(field.name for field in fields(AttentionPlan) if field.name != "bounds")
 _ANY_SIZE = {"block_tables", "work_items", "merge_items"}  # on the CPU
@@ -73,11 +74,13 @@ class CompiledSteps:
         self._times: OrderedDict[object, int] = OrderedDict()  # times a shape occurred
         self._graphs: OrderedDict[object, _Graph] = OrderedDict()
         self._failed = not enabled
-        self.uses_device_programs = True  # until a graph of the model is refused
+        # Until a graph of the model is refused: of a decode step, of one with prompts.
+        self.uses_device_programs = True
+        self._takes_prompts = True
 
     def run(self, tokens: mx.array, step: Step, pools: Pools) -> tuple[mx.array, Pools]:
         """The step, compiled or not."""
-        if self._failed or not _serves(tokens, step):
+        if self._failed or not (_serves(tokens, step) or self._serves_prompts(tokens, step)):
             return self._forward(tokens, step, pools)
         shape = _shape_of(tokens, step)
         graph = self._graphs.get(shape)
@@ -90,6 +93,35 @@ class CompiledSteps:
         if ops.has_cuda() and times <= _SEEN_BEFORE:
             return self._forward(tokens, step, pools)
         return self._compile(shape, tokens, step, pools)
+
+    def reads_once(self, num_rows: int) -> bool:
+        """Whether a step of so many decodes will read its plan once, as a device program."""
+        return (
+            self.uses_device_programs
+            and not self._failed
+            and num_rows <= ops.most_device_program_rows()
+        )
+
+    def takes_prompts(self, num_rows: int) -> bool:
+        """Whether a step of so many rows, prompts among them, may become a device program."""
+        return self._takes_prompts and self.reads_once(num_rows)
+
+    def rows_with_prompts(self, num_rows: int) -> int:
+        """How many rows a step with prompts should have instead, so that it repeats."""
+        if not self.takes_prompts(num_rows):
+            return num_rows
+        return -(-num_rows // _ROWS_OF_PROMPTS) * _ROWS_OF_PROMPTS
+
+    def _serves_prompts(self, tokens: mx.array, step: Step) -> bool:
+        """Whether a step with prompts may be a device program: one of few rows, some of which are
+        sampled from. (As a graph of `mx.compile` it would begin later than it is built now.)"""
+        num_rows = tokens.shape[0]
+        return (
+            self.takes_prompts(num_rows)
+            and num_rows % _ROWS_OF_PROMPTS == 0
+            and step.logit_rows.shape[0] > 0
+            and _depends_on_arrays(step)
+        )
 
     def greedy_of(self, logits: mx.array) -> Greedy | None:
         """What greedy sampling gives, where the newest step has found it for these logits."""
@@ -120,6 +152,10 @@ class CompiledSteps:
                 self._keep(shape, graph)
                 return result
             except Exception as error:
+                if not _is_decode(tokens, step):
+                    logger.info("its steps with prompts are not device programs: %s", error)
+                    self._takes_prompts = False
+                    return self._forward(tokens, step, pools)
                 logger.info("steps of this model are not device programs: %s", error)
                 self.uses_device_programs = False
         try:
@@ -165,10 +201,11 @@ def _device_program(
     program = ops.DeviceProgram(inputs, [logits, *greedy, *written])
 
     def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> tuple[mx.array, Pools]:
-        logits, *pools = program([tokens, *arrays, *pools])
+        logits, *greedy = program([tokens, *arrays, *pools], returns_pools=False)
+        # The pools keep their handles, so the step must go before all that is built on them.
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]
         if found is not None:
-            tokens, largest, reported, *pools = pools
-            found(logits, Greedy(tokens, largest, reported))
+            found(logits, Greedy(*greedy))
         return logits, pools
 
     return run
@@ -193,18 +230,27 @@ def _program(
     return run
 
 
-def _serves(tokens: mx.array, step: Step) -> bool:
-    """Whether a step depends on arrays only, and is a small one."""
-    if (
+def _depends_on_arrays(step: Step) -> bool:
+    return not (
         step.states is not None
         or step.prefill is not None
         # (Features are as many as a step's pictures have rows: such a step does not repeat.)
         or (step.media is not None and step.media.rows is not None)
         or any(plan.bounds is not None for plan in (step.plan, *step.plans.values()))
-    ):
+    )
+
+
+def _is_decode(tokens: mx.array, step: Step) -> bool:
+    """Of every sequence."""
+    return tokens.shape[0] == step.plan.context_lens.shape[0]
+
+
+def _serves(tokens: mx.array, step: Step) -> bool:
+    """Whether a step depends on arrays only, and is a small one."""
+    if not _depends_on_arrays(step):
         return False
     if ops.has_cuda():
-        return tokens.shape[0] == step.plan.context_lens.shape[0]  # a decode of every sequence
+        return _is_decode(tokens, step)
     return tokens.shape[0] <= ops.most_program_rows() and mx.default_device() == mx.cpu
 
 

@@ -223,7 +223,9 @@ class PagedModel:
             _check_media(self.model, inputs)
         if self._is_gathered:
             return self._forward_in_groups(tokens, inputs)
-        step = self._step(inputs)
+        num_rows = tokens.shape[0]
+        repeats = num_rows > len(inputs.query_lens) and self._compiled.takes_prompts(num_rows)
+        step = self._step(inputs, num_rows if repeats else None)
         logits, pools = self._compiled.run(tokens, step, self.pools())
         self.restore(pools)
         return logits
@@ -256,7 +258,16 @@ class PagedModel:
             self._context.leave()
             self.restore(before)
 
-    def _step(self, inputs: StepInputs) -> Step:
+    def rows_with_prompts(self, num_rows: int) -> int:
+        """How many tokens `forward` should get for so many rows of sequences, prompts among them:
+        those that are more belong to no sequence, and let the step be one that occurred before.
+        """
+        has_chunks = any(reach.chunk is not None for reach in self.layout.reaches)
+        if self._is_gathered or self.layout.has_states or has_chunks:
+            return num_rows
+        return self._compiled.rows_with_prompts(num_rows)
+
+    def _step(self, inputs: StepInputs, num_rows: int | None = None) -> Step:
         states = None
         if self.layout.has_states:
             states = build_state_plan(inputs.query_lens, _slots(inputs))
@@ -265,9 +276,9 @@ class PagedModel:
         some = inputs.tables_of(reaches[0]) if reaches else self._no_blocks(inputs)
         tables = inputs.tables_of(FULL) if FULL in reaches else some
         alone = len(reaches) == 1 and reaches[0].chunk is None
-        plan = self._plan(inputs, tables, reaches[0] if alone else FULL)
+        plan = self._plan(inputs, tables, reaches[0] if alone else FULL, num_rows)
         plans = {
-            reach: self._plan(inputs, inputs.tables_of(reach), reach)
+            reach: self._plan(inputs, inputs.tables_of(reach), reach, num_rows)
             for reach in reaches
             if reach.chunk is not None
             or inputs.tables_of(reach) is not tables
@@ -302,7 +313,9 @@ class PagedModel:
             self._first_rows[count] = rows
         return rows
 
-    def _plan(self, inputs: StepInputs, tables: Tables, reach: Reach) -> AttentionPlan:
+    def _plan(
+        self, inputs: StepInputs, tables: Tables, reach: Reach, num_rows: int | None
+    ) -> AttentionPlan:
         rows = (inputs.context_lens, inputs.query_lens)
         bounds = self._bounds(inputs, reach)
         if reach.chunk is not None:
@@ -310,7 +323,13 @@ class PagedModel:
                 raise ValueError("[step media] bounds must be None for layers with chunks")
             return build_chunk_plan(tables, *rows, chunk=reach.chunk, block_size=self.block_size)
         return build_plan(
-            tables, *rows, block_size=self.block_size, window=reach.window, bounds=bounds
+            tables,
+            *rows,
+            block_size=self.block_size,
+            window=reach.window,
+            bounds=bounds,
+            stays_on_host=self._compiled.reads_once(len(inputs.context_lens)),
+            num_rows=num_rows,
         )
 
     def _bounds(self, inputs: StepInputs, reach: Reach) -> np.ndarray | None:

@@ -31,6 +31,7 @@ _LONGEST = 4096
 _SHORTEST = 384
 # More pieces of a long context fill no GPU better, and merging them takes time.
 _MOST_PIECES = 48
+_ANY_NUMBER = 1 << 62
 _MOST_DRAFT_ROWS = 8  # as in csrc/launch_attention.cpp
 # A short prefill chunk behind a long cached prefix has few items, and each would have to go through
 # all of the prefix. 16 pieces of them at 8 KV heads are 128 threadgroups; a chunk of 16 items has
@@ -208,6 +209,8 @@ def build_plan(
     rows_per_item: int = _ROWS_PER_ITEM,
     split_tokens: int | None = None,
     bounds: np.ndarray | None = None,
+    stays_on_host: bool = False,
+    num_rows: int | None = None,
 ) -> AttentionPlan:
     """Plans one step over ragged sequences.
 
@@ -227,6 +230,11 @@ def build_plan(
             whose tokens see each other, or of a prompt's prefix. Its own position, twice: none.
             None: no row has one. A span ends within what its sequence has once this step is
             written.
+        stays_on_host: of decodes, with CUDA: kernels read the plan from there, which pays where
+            they do it once (`ops.DeviceProgram`).
+        num_rows: of a step that is to have as many as others, or as much work: the last rows
+            belong to no sequence, write nothing and see nothing. None: it has those of its
+            sequences. (No row may have bounds then.)
 
     Raises:
         ValueError: for lists of different lengths, negative lengths, more query rows than context,
@@ -242,6 +250,22 @@ def build_plan(
     for name, limit in limits.items():
         if limit is not None and limit < 1:
             _refuse(name, "at least 1", limit)
+
+    if bounds is None and split_tokens is None and (rows == 1).all():
+        on_gpu = _on_gpu()
+        plan = ops.plan_decodes(
+            block_tables.blocks,
+            block_tables.lengths,
+            lens,
+            block_size=block_size,
+            window=window,
+            shortest_piece=_SHORTEST if on_gpu else _LONGEST,
+            most_pieces=_MOST_PIECES if on_gpu else _ANY_NUMBER,
+            pads=ops.has_cuda(),
+            stays=stays_on_host,
+        )
+        if plan is not None:
+            return plan
 
     tables = block_tables.blocks
     if (rows == 1).all():  # only decodes: the general case gives the same
@@ -261,8 +285,11 @@ def build_plan(
     items, merges = _work_items(
         lens, rows, starts, block_size, window, rows_per_item, split_tokens, seen
     )
-    if ops.has_cuda() and len(positions) == len(rows):
+    if ops.has_cuda() and (len(positions) == len(rows) or num_rows is not None):
         tables, items, merges = _in_strides(tables, items, merges)
+    if num_rows is not None:
+        more = (0, num_rows - len(positions))
+        positions, slots = np.pad(positions, more), np.pad(slots, more, constant_values=-1)
     arrays = [positions, slots, tables, lens, starts, items, merges]
     if bounds is not None:
         arrays.append(np.vstack([positions, bounds]))

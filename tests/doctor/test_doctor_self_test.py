@@ -29,7 +29,7 @@ NOT_PRIMITIVES = {
     *("pipelines_to_come", "prepare_pipeline"),
     # Whole steps are made of primitives.
     *("StepProgram", "most_program_rows", "placeholders"),
-    *("make_device_program", "run_device_program"),
+    *("make_device_program", "run_device_program", "plan_decodes"),
 }
 
 

@@ -44,7 +44,8 @@ def test_powers_of_two_and_the_largest_number_of_sequences_are_prepared() -> Non
 def test_what_is_prepared_with_cuda() -> None:
     config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=1024)
     assert kinds(config, None, with_cuda=True) == [
-        *(Kind(1, n, n) for n in (1024, 512, 64)),
+        Kind(1, 64, 4096),
+        *(Kind(1, n, n) for n in (1024, 512, 64, 48, 32, 16)),
         Kind(2),
         Kind(2, context_len=4096, temperature=1.0),
         Kind(1),
@@ -52,7 +53,8 @@ def test_what_is_prepared_with_cuda() -> None:
     ]
     # No more than the model takes, however many steps follow.
     assert kinds(config, 100, with_cuda=True) == [
-        Kind(1, 64, 64),
+        Kind(1, 64, 97),
+        *(Kind(1, n, n) for n in (64, 48, 32, 16)),
         Kind(2),
         Kind(2, context_len=97, temperature=1.0),
         Kind(1),
@@ -93,7 +95,8 @@ def test_the_steps_come_before_the_first_request_and_change_no_answer(
     total = len(progress) - 1
     assert progress == [(i, total) for i in range(total + 1)]
     if with_cuda:
-        wanted = [(1, 64), *[(3, 3)] * 8, *[(2, 2)] * 8, *[(1, 1)] * 8]
+        prompts = [(1, n) for n in (64, 48, 32, 16) for _ in range(4)]
+        wanted = [*prompts, *[(3, 3)] * 8, *[(2, 2)] * 8, *[(1, 1)] * 8]
         # The shape of the next decode has been compiled.
         assert llm.engine._runner.model._compiled._graphs
     else:

@@ -1,6 +1,6 @@
 """The CUDA sources are compiled where there is a compiler for them, GPU or not; elsewhere the skip
 says what is missing. The kernels: one dtype, one architecture, unoptimised and up to PTX, which is
-what the front end checks. The host's side also needs the headers of MLX's CUDA backend and fmt."""
+what the front end checks. The host's side also needs the headers of MLX's CUDA backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 KERNELS = sorted((ROOT / "csrc/cuda/kernels").glob("*.cu"))
-HOST = [ROOT / "csrc/gpu_eval.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cpp"))]
+# (module.cpp needs nanobind, which is there only while a package is built.)
+HOST = [
+    ROOT / "csrc/gpu_eval.cpp",
+    *(path for path in sorted((ROOT / "csrc/cuda").glob("*.cpp")) if path.name != "module.cpp"),
+]
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 needs_nvcc = pytest.mark.skipif(not NVCC, reason="no nvcc: CUDA sources are not compiled here")
 
@@ -55,10 +59,7 @@ def test_the_host_side_compiles(source) -> None:
     mlx = Path(importlib.util.find_spec("mlx.core").origin).parent / "include"
     if not (mlx / "mlx/backend/cuda/device.h").is_file():
         pytest.skip("this MLX has no headers of its CUDA backend")
-    folders = ("/usr/include", "/usr/local/include")
-    if not any(Path(folder, "fmt/format.h").is_file() for folder in folders):
-        pytest.skip("no headers of fmt (apt install libfmt-dev)")
     assert not run([
-        *(shutil.which("c++") or "g++", "-std=c++20", "-DFMT_HEADER_ONLY", f"-I{mlx}"),
+        *(shutil.which("c++") or "g++", "-std=c++20", f"-I{mlx}", f"-I{ROOT / 'csrc/cuda/fmt'}"),
         *("-isystem", toolkit_headers(), "-fsyntax-only", str(source)),
     ])  # fmt: skip

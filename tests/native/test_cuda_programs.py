@@ -96,13 +96,13 @@ def test_three_products_of_odd_sizes(rng, dtype) -> None:
     weights = [values(rng, 48, 96, dtype=dtype) for _ in range(3)]
     ones = mx.ones((48,), dtype)
 
-    def build(x: mx.array) -> mx.array:
+    def build(x: mx.array, rms_norm: Any = ops.rms_norm) -> mx.array:
         a, b, c = (ops.linear(x, w) for w in weights)
-        return ops.rms_norm(ops.rms_norm(a + b, ones, 1e-5) + c, ones, 1e-5)
+        return rms_norm(rms_norm(a + b, ones, 1e-5) + c, ones, 1e-5)
 
     for rows in ROWS:
         x = values(rng, rows, 96, dtype=dtype)
-        got, expected = run(build, x, residual_in_product=False), build(x)
+        got, expected = run(build, x, residual_in_product=False), build(x, mx.fast.rms_norm)
         # (A norm may round its factor differently than MLX's.)
         np.testing.assert_allclose(exact(got), exact(expected), rtol=2.0**-6, atol=2.0**-6)
 
@@ -240,3 +240,55 @@ def test_steps_through_the_driver_of_tests(rng) -> None:
         more = ours.step({"a": [7], "b": [9]})
     assert all(np.isfinite(row).all() for row in (*logits.values(), *more.values()))
     assert len(steps.made) == 2
+
+
+def test_plans_in_pinned_memory_are_those_that_are_sent(rng) -> None:
+    """Read by a program, by other kernels and by the host; many at once, whose memory is reused."""
+    tables = rng.integers(1, 100, (3, 40)).astype(np.int32)
+    lengths, lens = np.array([40, 40, 7]), np.array([640, 77, 100])
+    weight = values(rng, 48, 64, dtype=mx.bfloat16)
+    table = values(rng, 700, 64, dtype=mx.bfloat16)
+    options = {"block_size": 16, "window": None, "shortest_piece": 384, "most_pieces": 48}
+    [unknown] = ops.placeholders([mx.zeros((3,), mx.int32)])
+    program = ops.DeviceProgram([unknown], [ops.linear(table[unknown], weight)])
+    results = []
+    for i in range(200):
+        made = [
+            ops.plan_decodes(tables, lengths, lens - i % 60, pads=True, stays=stays, **options)
+            for stays in (True, False)
+        ]
+        results += [
+            [program([plan.positions])[0], table[plan.positions] @ weight.T] for plan in made
+        ]
+        if i % 50 == 0:
+            for name in ("positions", "block_tables", "work_items", "merge_items"):
+                mine, theirs = (np.array(ops.to_host(getattr(plan, name))) for plan in made)
+                np.testing.assert_array_equal(mine, theirs)
+        mx.async_eval(results[-2:])
+    for mine, theirs in zip(results[::2], results[1::2], strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            np.testing.assert_array_equal(bits(a), bits(b))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_greedy_tokens_of_a_program(rng, dtype) -> None:
+    """In memory that the host reads; each step's stay as they are."""
+    weight = values(rng, 4096, 64, dtype=dtype)
+    [unknown] = ops.placeholders([mx.zeros((5, 64), dtype)])
+    logits = ops.linear(unknown, weight)
+    program = ops.DeviceProgram([unknown], [logits, *ops.greedy_tokens(logits)])
+    inputs = [values(rng, 5, 64, dtype=dtype) for _ in range(20)]
+    inputs[3][2] = mx.nan
+    kept = [program([x]) for x in inputs]
+    mx.async_eval([reported for *_, reported in kept])
+    for i, (logits, tokens, largest, reported) in enumerate(kept):
+        rows = exact(logits)
+        reports = np.array(reported)
+        is_number = ~np.isnan(rows).any(axis=1)
+        assert is_number.sum() == (4 if i == 3 else 5)
+        np.testing.assert_array_equal(reports[is_number], rows.argmax(axis=1)[is_number])
+        assert (reports[~is_number] == -1).all()
+        np.testing.assert_array_equal(np.array(largest)[is_number], rows.max(axis=1)[is_number])
+        np.testing.assert_array_equal(np.array(tokens)[is_number], reports[is_number])
+    loose, *_ = ops.greedy_tokens(kept[0][0])
+    np.testing.assert_array_equal(np.array(loose), np.array(kept[0][1]))

@@ -10,12 +10,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from support import family_configs
 from support.device_programs import with_programs
 from support.models import StepDriver, tiny_config, tiny_model
 from support.reference import DTYPES, bits
 from support.simulated import launches, needs_simulator, sim_ext, simulated
 
 from mlx_paged import ops
+from mlx_paged.model.plan import build_plan
 
 pytestmark = needs_simulator
 
@@ -74,6 +76,77 @@ def test_a_step_gives_what_its_graph_gives(rng, name: str) -> None:
             np.testing.assert_allclose(np.array(pool), np.array(other), atol=2e-5)
 
 
+# Of mlx-lm's families, with the settings of tests/support/family_configs.py: those whose steps are
+# programs besides the ones above, and what keeps some others from it.
+FAMILIES = [
+    *("deepseek", "ernie4_5", "exaone", "glm", "glm4", "helium", "internlm3", "llama4_text"),
+    *("mimo", "nanbeige", "openelm", "seed_oss", "telechat3"),
+]
+REFUSED_FAMILIES = {
+    "cohere": "Sum",  # LayerNorm
+    "gemma2": "Multiply",  # scaled embeddings
+    "gpt_oss": "ArgPartition",  # experts
+    "mixtral": "Negative",
+    "olmo2": "Add",  # of what has been normed
+    "qwen3_moe": "Softmax",
+}
+
+
+def family_driver(family: str) -> StepDriver:
+    fields = {"hidden_size": 128, "head_dim": 32, **family_configs.CONFIGS[family]}
+    return driver_of({**family_configs.BASE, **fields, "model_type": family})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_that_are_programs(rng, family: str) -> None:
+    ours, graphs = family_driver(family), family_driver(family)
+    steps = with_programs(ours)
+    for work in ({"a": 9, "b": 1}, {"a": 1, "b": 1}):
+        tokens = {sequence: new_tokens(rng, count) for sequence, count in work.items()}
+        expected = graphs.step(tokens)
+        with simulated():
+            actual = ours.step(tokens)
+        for sequence, logits in expected.items():
+            np.testing.assert_allclose(actual[sequence], logits, atol=5e-5)
+    assert len(steps.made) == 2
+
+
+@pytest.mark.parametrize("family", REFUSED_FAMILIES)
+def test_families_that_are_none(family: str) -> None:
+    driver = family_driver(family)
+    with_programs(driver)
+    reason = f"has the operation {REFUSED_FAMILIES[family]}$"
+    with simulated(), pytest.raises(ValueError, match=reason):
+        driver.step({"a": [1], "b": [2]})
+
+
+def test_sinks(rng) -> None:
+    """No dense family of mlx-lm has them."""
+    queries, _ = values_of(rng, 3, 4, 64, dtype=mx.float32)
+    pools = [values_of(rng, 4, 8, 2, 64, dtype=mx.float32)[0] for _ in range(2)]
+    keys, new_values = (values_of(rng, 3, 2, 64, dtype=mx.float32)[0] for _ in range(2))
+    sinks, _ = values_of(rng, 4, dtype=mx.float32)
+    identity = mx.eye(256)
+    plan = build_plan([[1], [2], [3]], [3, 8, 5], [1, 1, 1], block_size=8)
+    arrays = [getattr(plan, f) for f in plan.__dataclass_fields__ if f != "bounds"]
+    mx.eval(identity, arrays)
+
+    def build(queries, keys, new_values, *rest: mx.array) -> list[mx.array]:
+        *arrays, key_pool, value_pool = rest
+        plan = ops.AttentionPlan(*arrays)
+        written = ops.write_kv(key_pool, value_pool, keys, new_values, plan.slot_mapping)
+        out = ops.paged_attention(queries, *written, plan, scale=0.1, window=4, sinks=sinks)
+        return [ops.linear(out.reshape(3, -1), identity), *written]
+
+    copies = [mx.array(np.array(pool)) for pool in pools]
+    mx.eval(copies)
+    expected = build(queries, keys, new_values, *arrays, *copies)
+    mx.eval(expected)
+    actual, _ = run(build, queries, keys, new_values, *arrays, *pools)
+    for mine, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(np.array(mine), np.array(theirs), atol=1e-5)
+
+
 def kernels_of(config: dict[str, Any], rows: int, *, dtype: mx.Dtype, cuda: bool) -> list[str]:
     """What a decode step of so many rows launches."""
     model = tiny_model(config)
@@ -88,34 +161,26 @@ def kernels_of(config: dict[str, Any], rows: int, *, dtype: mx.Dtype, cuda: bool
     return [launch["kernel"] for launch in described]
 
 
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize(
     ("rows", "product"), [(1, "1_1"), (8, "1_1"), (16, "2_1"), (17, None), (60, None)]
 )
-def test_a_layer_is_few_kernels_with_cuda(
-    rows: int, product: str | None, family: str, dtype
-) -> None:
-    """Float16 has not the range for norms within products; heads that are normed (qwen3) are
-    rotated and written by a kernel of their own."""
+def test_a_layer_is_few_kernels_with_cuda(rows: int, product: str | None, family: str) -> None:
+    """Seven; heads that are normed (qwen3) are rotated and written by a kernel of their own."""
     config = tiny_config(family, head_dim=64, tied=False, num_hidden_layers=3, vocab_size=112)
-    kernels = kernels_of(config, rows, dtype=dtype, cuda=True)
-    name = str(dtype).removeprefix("mlx.core.")
+    kernels = kernels_of(config, rows, dtype=mx.bfloat16, cuda=True)
     if product is None:
-        linear = gated = f"linear_cluster_{name}_{4 if rows <= 32 else 8}"
+        first = linear = gated = f"linear_cluster_bfloat16_{4 if rows <= 32 else 8}"
     else:
-        linear, gated = f"linear_{name}_{product}", f"linear_{name}_{product[0]}_2"
-    attention = f"paged_decode_tensor_{name}_64_n1"
-    norm, write, table = f"add_rms_norm_{name}", f"rope_write_{name}", f"gather_rows_{name}"
-    first = linear
-    if product is not None and family == "llama":
-        first = linear.replace("linear", "linear_heads")
-    layer = [first, attention, linear, gated, linear]  # (a merge where contexts are split)
-    writes = [write] * (3 if family == "qwen3" else 0)
-    norms = [norm] * (2 if dtype == mx.bfloat16 else 2 * 3 + 1)
-    ends = [norm, table, linear, f"greedy_tokens_{name}"]
-    others = [*writes, *norms[1:], table, "rope_rotations", *ends]
-    assert sorted(kernels) == sorted([*layer * 3, *others])
+        linear, gated = f"linear_bfloat16_{product}", f"linear_bfloat16_{product[0]}_2"
+        first = f"linear_heads_bfloat16_{product}" if family == "llama" else linear
+    attention = "paged_decode_tensor_bfloat16_64_n1"
+    norm, write, table = "add_rms_norm_bfloat16", "rope_write_bfloat16", "gather_rows_bfloat16"
+    layer = [norm, first, attention, linear, norm, gated, linear]
+    assert len(layer) == 7  # (and a merge where contexts are split)
+    layer += [write] if family == "qwen3" else []
+    ends = [norm, table, linear, "greedy_tokens_bfloat16"]
+    assert sorted(kernels) == sorted([*layer * 3, table, "rope_rotations", *ends])
     assert kernels[-4:] == ends
 
 
@@ -183,31 +248,6 @@ def test_a_sum_that_is_needed_again_is_kept(rng) -> None:
     [out], ran = run(build, x, added)
     np.testing.assert_allclose(np.array(out), np.array(build(x, added)[0]), atol=1e-5)
     assert len(ran) == 2
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_norm_between_products(rng, dtype) -> None:
-    x, exact = values_of(rng, 3, 64, dtype=dtype)
-    residual, exact_residual = values_of(rng, 3, 96, dtype=dtype)
-    weight, exact_weight = values_of(rng, 96, dtype=dtype)
-    first, exact_first = values_of(rng, 96, 64, dtype=dtype)
-    second, exact_second = values_of(rng, 48, 96, dtype=dtype)
-    third, exact_third = values_of(rng, 48, 96, dtype=dtype)
-
-    def build(x: mx.array, residual: mx.array) -> list[mx.array]:
-        total = residual + ops.linear(x, first)
-        between = ops.rms_norm(total, weight, 0.5)
-        return [ops.linear(total, third) + ops.linear(between, second)]
-
-    [out], ran = run(build, x, residual, residual_in_product=True)
-    total = exact_residual + exact @ exact_first.T
-    expected = total @ exact_third.T + normed(total, exact_weight, 0.5) @ exact_second.T
-    assert_close(out, expected, 4 * TOLERANCE[dtype])
-    # The norm is the first product's, and done at once where a product has no kernel for it.
-    kernels = [
-        launch["kernel"].removesuffix(f"_{dtype}".replace("mlx.core.", "")) for launch in ran
-    ]
-    assert sorted(kernels) == ["add_rms_norm", *["product_rows"] * 3]
 
 
 HEADS = {  # rows, query heads, KV heads, key dim, value dim, rotated dims, traditional
@@ -473,6 +513,24 @@ REFUSALS: dict[str, tuple[Callable[[mx.array], Any], str]] = {
 }
 
 
+def weights_in_the_middle() -> mx.array:
+    """Of 16, two bytes behind a multiple of 16."""
+    whole = mx.arange(33, dtype=mx.float16)
+    mx.eval(whole)
+    part = whole[1:17]
+    mx.eval(part)
+    return part
+
+
+def test_weights_that_begin_anywhere_are_refused() -> None:
+    part = weights_in_the_middle()
+    with simulated():
+        [x] = ops.placeholders([mx.zeros((3, 16), mx.float16)])
+        for out in (ops.rms_norm(x, part, 1e-5), x @ mx.broadcast_to(part, (16, 16)).T):
+            with pytest.raises(ValueError, match=r"16 bytes|not dense"):
+                ops.DeviceProgram([x], [out])
+
+
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_a_program_cannot_run_is_said(name: str) -> None:
     build, reason = REFUSALS[name]
@@ -489,3 +547,74 @@ def test_other_shapes_and_dtypes_are_refused() -> None:
         for wrong in ([], [mx.zeros((4, 16))], [mx.zeros((3, 16), mx.float16)]):
             with pytest.raises(ValueError, match="device_program"):
                 program(wrong)
+
+
+# --- Steps with prompts ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3", "windows"])
+def test_steps_with_prompts_are_padded_and_become_programs(rng, monkeypatch, name: str) -> None:
+    """Prompts of other lengths, alone and beside decodes, in as many rows; and one that is not
+    sampled from, which is no program and does not keep the others from being one."""
+    ours, graphs = driver_of(CONFIGS[name]), driver_of(CONFIGS[name])
+    work = [{"a": 5}, {"b": 11}, {"c": 16}, {"d": 7}, {"a": 1, "e": 9}, {"b": 12}]
+    steps = ours.runner.model._compiled
+    made = []
+    with simulated(), monkeypatch.context() as patch:
+        patch.setattr(ops, "has_cuda", lambda: True)
+        patch.setattr(ops, "most_device_program_rows", lambda: 64)
+        for part in work:
+            tokens = {sequence: new_tokens(rng, count) for sequence, count in part.items()}
+            _, before, _ = sim_ext.step_counts()
+            actual = ours.step(tokens)
+            made.append(sim_ext.step_counts()[1] - before)
+            patch.undo()
+            with monkeypatch.context() as other:
+                other.setattr(ops, "has_cuda", lambda: False)
+                expected = graphs.step(tokens)
+            patch.setattr(ops, "has_cuda", lambda: True)
+            patch.setattr(ops, "most_device_program_rows", lambda: 64)
+            for sequence, logits in expected.items():
+                np.testing.assert_allclose(actual[sequence], logits, atol=2e-5)
+    assert made == [0, 0, 1, 1, 0, 1], "the third of a shape, and those after it"
+    assert steps._takes_prompts and steps.uses_device_programs
+
+
+def test_a_step_is_under_way_when_the_next_one_is_built(rng, monkeypatch) -> None:
+    """Its pools have the handles of before, so nothing built on them waits for it."""
+    driver = driver_of(CONFIGS["qwen3"])
+    steps = driver.runner.model._compiled
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 64)
+    replayed, run = [], steps.run
+
+    def watched(*args: Any) -> Any:
+        _, before, _ = sim_ext.step_counts()
+        result = run(*args)
+        replayed.append(sim_ext.step_counts()[1] - before)
+        assert replayed[-1] == 0 or all(a is b for a, b in zip(result[1], args[2], strict=True))
+        return result
+
+    monkeypatch.setattr(steps, "run", watched)
+    with simulated():
+        for _ in range(5):
+            driver.step({"a": new_tokens(rng, 1)})
+    assert replayed == [0, 0, 1, 1, 1]
+
+
+def test_prompts_that_are_no_programs_do_not_keep_decodes_from_it(rng, monkeypatch) -> None:
+    driver = driver_of(CONFIGS["qwen3"])
+    steps = driver.runner.model._compiled
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 64)
+    with simulated():
+        for sequence in "ab":
+            driver.step({sequence: new_tokens(rng, 5)})
+        sim_ext.fail_next_capture()
+        driver.step({"c": new_tokens(rng, 5)})
+        assert not steps._takes_prompts and steps.uses_device_programs
+        assert driver.runner.model.rows_with_prompts(5) == 5
+        _, before, _ = sim_ext.step_counts()
+        for _ in range(4):
+            driver.step({"a": new_tokens(rng, 1)})
+        assert sim_ext.step_counts()[1] == before + 2

@@ -472,6 +472,33 @@ def products(library: SimLibrary) -> None:
 
 
 @check
+def greedy(library: SimLibrary) -> None:
+    """A vocabulary of whole chunks, more of them than a threadgroup reads at once, and one that is
+    not; equals, NaNs, infinities, and rows of which nothing is left."""
+    rng = np.random.default_rng(0)
+    for dtype, size in ((mx.float32, 17000), (mx.bfloat16, 1096), (mx.float16, 37)):
+        values = rng.integers(-4, 3, (9, size)).astype(np.float32)
+        values[0] = -np.inf
+        values[1, size // 2] = np.inf
+        values[2, size - 1] = np.nan
+        values[3, size - 1] = 7
+        values[4, [5, size // 2, size - 1]] = 9
+        values[5] = np.nan
+        logits = mx.array(values).astype(dtype)
+        mx.eval(logits)
+        with simulated(library):
+            found = ops.greedy_tokens(logits)
+            mx.eval(*found)
+        tokens, largest, reported = map(np.array, found)
+        expected = values.max(axis=1)
+        np.testing.assert_array_equal(largest, expected)
+        rows = ~np.isnan(expected)
+        np.testing.assert_array_equal(tokens[rows], values[rows].argmax(axis=1))
+        assert ((tokens >= 0) & (tokens < size)).all()
+        np.testing.assert_array_equal(reported, np.where(np.isfinite(expected), tokens, -1))
+
+
+@check
 def heads(library: SimLibrary) -> None:
     """Queries come out through an attention whose keys are all alike: values, and scores that show
     nothing. So queries are looked at by way of keys of their own."""

@@ -11,6 +11,7 @@ DECODE, MATRIX, PREFILL = "paged_decode.h", "paged_decode_matrix.h", "paged_pref
 TILE, SOFTMAX, TABLE = "matrix_tile.h", "softmax_state.h", "block_table.h"
 QUERIES = "query_tile.h"
 LAYER = "layer.h"
+GREEDY = "greedy.h"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 VECTOR = ("decode", "decode_options", "decode_splits")
 MATRICES = ("matrix", "matrix_options", "matrix_splits")
@@ -188,4 +189,14 @@ MUTANTS = [
     _mutant(LAYER, "sum = rounded<T>(sum) + float(bias[column]);", "", "a bias that is not added", "products"),
     _mutant(LAYER, "sum = rounded<T>(sum) + float(residual[at]);", "", "a residual that is not added", "products"),
     _mutant(LAYER, "float sum = simd_sum(sums[i]);", "float sum = sums[i];", "a lane's part of a product", "products"),
+    # Greedy choice
+    _mutant(GREEDY, "has_nan |= (as_type<uint>(logit) & 0x7fffffffu) > 0x7f800000u;", "", "NaNs are overlooked", "greedy"),
+    _mutant(GREEDY, "if (logit > value) {", "if (logit >= value) {", "the last of equals in a chunk", "greedy"),
+    _mutant(GREEDY, "(other == value && other_place < place)", "false", "any of equals", "greedy"),
+    _mutant(GREEDY, "has_nan |= other_has_nan;", "", "NaNs of another lane", "greedy"),
+    _mutant(GREEDY, "for (int i = 1; i < num_parts; i++) {", "for (int i = 1; i < 1; i++) {", "the first SIMD-group alone", "greedy"),
+    _mutant(GREEDY, "first += AT_ONCE * threads", "first += 2 * AT_ONCE * threads", "every second round of chunks", "greedy"),
+    _mutant(GREEDY, "best.place < params.vocab_size ? best.place : 0", "best.place", "a token past the last", "greedy"),
+    _mutant(GREEDY, "!best.has_nan && best.value > -INFINITY && best.value < INFINITY", "!best.has_nan && best.value > -INFINITY", "an infinity is reported", "greedy"),
+    _mutant(GREEDY, "  threadgroup_barrier(mem_flags::mem_threadgroup);\n", "", "parts are read before they are written", "greedy"),
 ]  # fmt: skip

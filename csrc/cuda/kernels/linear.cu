@@ -105,13 +105,6 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
   paged::wait_for_kernel_before();
   paged::let_next_kernel_begin();
   fetch_xs(begin);
-  // Of each warp, [row of x][row of the weight]; then the norm's factors of rows of x.
-  extern __shared__ float parts[];
-  constexpr int kPitch = kRows + 1;
-  float* factors = parts + kLinearParts * TILES * 8 * kPitch;
-  for (int at = warp; at < TILES * 8 && at < num_rows; at += kLinearParts) {
-    prefetch_squares(squares + size_t(first_x + at) * params.num_squares, params);
-  }
   while (begin < num_steps) {
     Eight w[kSteps][2 * GROUPS];
     Eight v[kSteps][TILES];
@@ -141,13 +134,9 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
     }
   }
 
-  for (int at = warp; at < TILES * 8 && at < num_rows; at += kLinearParts) {
-    const float factor =
-        norm_factor<32>(squares + size_t(first_x + at) * params.num_squares, params);
-    if (lane == 0) {
-      factors[at] = factor;
-    }
-  }
+  // Of each warp, [row of x][row of the weight].
+  extern __shared__ float parts[];
+  constexpr int kPitch = kRows + 1;
   auto part = [&](int w, int at, int output) -> float& {
     return parts[(w * TILES * 8 + at) * kPitch + output];
   };
@@ -177,7 +166,7 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
         sum[w] += sum[w + apart];
       }
     }
-    return rounded<T>(sum[0] * factors[at]);
+    return rounded<T>(sum[0]);
   };
   const LinearPart<T> ours = part_of(parts_of_launch, which);
   if constexpr (HEADS) {
@@ -212,16 +201,7 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
           gated(value, plus(sum_of_parts(at, kLinearRows + output), up.bias + column, up.has_bias));
     }
     const size_t to = size_t(first_x + at) * ours.n + column;
-    value = plus(value, residual + to, params.has_residual);
-    ours.out[to] = value;
-    if (params.has_next_norm) {
-      const float v = as_float(value);
-      next_x[to] = rounded<T>(v * as_float(next_norm[column]));
-      const float sum = sum_of_squares<kNormColumns>(v * v);
-      if (output % kNormColumns == 0) {
-        next_squares[to / kNormColumns] = sum;
-      }
-    }
+    ours.out[to] = plus(value, residual + to, params.has_residual);
   }
 }
 

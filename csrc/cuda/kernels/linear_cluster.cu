@@ -150,10 +150,6 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
     paged::commit_copies();
   }
   float sums[2][TILES][4] = {};
-  // The norm's factors of the rows of x whose outputs are this thread's (below).
-  constexpr int kMostPasses =
-      (TILES * 8 * (kRows / 4) + kLinearParts * kThreads - 1) / (kLinearParts * kThreads);
-  float factors[kMostPasses];
   for (int turn = 0; turn < num_turns; turn++) {
     paged::wait_for_copies<STAGES - 2>();
     __syncthreads();  // all threads' copies are there, and the stage before has been read
@@ -162,14 +158,6 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
       fetch_xs(turn + STAGES - 1);
     }
     paged::commit_copies();
-    if (turn == 0) {  // (while copies are on their way)
-#pragma unroll
-      for (int pass = 0; pass < kMostPasses; pass++) {
-        const int i = (pass * kLinearParts + rank) * kThreads + threadIdx.x;
-        const int at = min(i / mates, params.num_rows - 1);
-        factors[pass] = norm_factor<8>(squares + size_t(at) * params.num_squares, params);
-      }
-    }
     const unsigned int tile = ring + turn % STAGES * kStageBytes;
 #pragma unroll
     for (int step = 0; step < kLinearChunkSteps; step++) {
@@ -224,20 +212,15 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
     }
     return sum[0];
   };
-  auto with_bias = [&](float4 sum, float factor, const LinearPart<T>& part, int column,
-                       T(&four)[4]) {
+  auto with_bias = [&](float4 sum, const LinearPart<T>& part, int column, T(&four)[4]) {
     const float values[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      four[e] = plus(rounded<T>(values[e] * factor), part.bias + column + e, part.has_bias);
+      four[e] = plus(rounded<T>(values[e]), part.bias + column + e, part.has_bias);
     }
   };
-#pragma unroll
-  for (int pass = 0; pass < kMostPasses; pass++) {
-    const int i = (pass * kLinearParts + rank) * kThreads + threadIdx.x;
-    if (i >= params.num_rows * mates) {
-      break;
-    }
+  for (int i = rank * kThreads + threadIdx.x; i < params.num_rows * mates;
+       i += kLinearParts * kThreads) {
     const int at = i / mates;
     if (has_heads) {
       const int unit = min(kRows, params.head_dim);
@@ -249,10 +232,8 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
       }
       T lows[4];
       T highs[4];
-      with_bias(sums_of_cluster(at, output), factors[pass], ours, low, lows);
-      with_bias(
-          sums_of_cluster(at, output + unit / 2), factors[pass], ours, low + params.head_dim / 2,
-          highs);
+      with_bias(sums_of_cluster(at, output), ours, low, lows);
+      with_bias(sums_of_cluster(at, output + unit / 2), ours, low + params.head_dim / 2, highs);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         write_rotated<T>(
@@ -271,14 +252,14 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
       constexpr int kHalf = kClusterWarpRows / 2;
       const int gate = output / kHalf * kClusterWarpRows + output % kHalf;
       T up[4];
-      with_bias(sums_of_cluster(at, gate), factors[pass], ours, column, four);
-      with_bias(sums_of_cluster(at, gate + kHalf), factors[pass], parts_of_launch[1], column, up);
+      with_bias(sums_of_cluster(at, gate), ours, column, four);
+      with_bias(sums_of_cluster(at, gate + kHalf), parts_of_launch[1], column, up);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         four[e] = gated(four[e], up[e]);
       }
     } else {
-      with_bias(sums_of_cluster(at, output), factors[pass], ours, column, four);
+      with_bias(sums_of_cluster(at, output), ours, column, four);
     }
     const size_t to = size_t(at) * ours.n + column;
 #pragma unroll
@@ -287,22 +268,6 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
     }
     *reinterpret_cast<unsigned long long*>(ours.out + to) =
         *reinterpret_cast<unsigned long long*>(four);
-    if (params.has_next_norm) {
-      float squared[4];
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const float v = as_float(four[e]);
-        squared[e] = v * v;
-        four[e] = rounded<T>(v * as_float(next_norm[column + e]));
-      }
-      *reinterpret_cast<unsigned long long*>(next_x + to) =
-          *reinterpret_cast<unsigned long long*>(four);
-      const float sum =
-          sum_of_squares<kNormColumns / 4>((squared[0] + squared[1]) + (squared[2] + squared[3]));
-      if (output % kNormColumns == 0) {
-        next_squares[to / kNormColumns] = sum;
-      }
-    }
   }
   cluster_barrier();  // no block ends while its results are being read
 #endif

@@ -62,49 +62,6 @@ __device__ __forceinline__ T gated(T gate, T up) {
   return rounded<T>(as_float(up) * (g / (1.0f + expf(-g))));
 }
 
-// 1 / sqrt(mean of squares + eps) of a row of x, by lanes side by side of which each `LANES` know
-// the result: what kNormLanes of them would add up, in the same order. 1 where there is no norm.
-template <int LANES>
-__device__ __forceinline__ float norm_factor(const float* squares, const LinearParams& params) {
-  static_assert(kNormLanes % LANES == 0 && LANES >= 8, "pairs must be the same");
-  if (params.num_squares == 0) {
-    return 1.0f;
-  }
-  constexpr int kEach = kNormLanes / LANES;
-  const int lane = threadIdx.x % LANES;
-  float sums[kEach] = {};
-  for (int first = 0; first < params.num_squares; first += kNormLanes) {
-#pragma unroll
-    for (int i = 0; i < kEach; i++) {
-      const int at = first + i * LANES + lane;
-      if (at < params.num_squares) {
-        sums[i] += squares[at];
-      }
-    }
-  }
-#pragma unroll
-  for (int apart = kEach / 2; apart > 0; apart /= 2) {
-#pragma unroll
-    for (int i = 0; i < apart; i++) {
-      sums[i] += sums[i + apart];
-    }
-  }
-  const unsigned int mates = unsigned((1ull << LANES) - 1) << (threadIdx.x % 32 / LANES * LANES);
-#pragma unroll
-  for (int apart = LANES / 2; apart > 0; apart /= 2) {
-    sums[0] += __shfl_xor_sync(mates, sums[0], apart);
-  }
-  return 1.0f / sqrtf(sums[0] / float(params.k) + params.eps);
-}
-
-// By a warp: into the multiprocessor's cache, where norm_factor finds them later.
-__device__ __forceinline__ void prefetch_squares(const float* squares, const LinearParams& params) {
-  constexpr int kLine = 32;
-  for (int at = threadIdx.x % 32 * kLine; at < params.num_squares; at += 32 * kLine) {
-    asm volatile("prefetch.global.L1 [%0];" ::"l"(squares + at) : "memory");
-  }
-}
-
 // Two elements of a head of row `at`, half a head apart: rotated if they are a query's or a key's,
 // and written where they belong. `column`: of the first, in the outputs of its weight.
 template <typename T>
@@ -130,17 +87,6 @@ __device__ __forceinline__ void write_rotated(
   }
   to[0] = low;
   to[half] = high;
-}
-
-// The sum of kNormColumns squares, of which `LANES` lanes side by side have parts.
-template <int LANES>
-__device__ __forceinline__ float sum_of_squares(float part) {
-  const unsigned int mates = ((1u << LANES) - 1) << (threadIdx.x % 32 / LANES * LANES);
-#pragma unroll
-  for (int apart = 1; apart < LANES; apart *= 2) {
-    part += __shfl_xor_sync(mates, part, apart);
-  }
-  return part;
 }
 
 // The operands of one weight of a launch.
