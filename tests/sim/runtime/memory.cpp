@@ -58,11 +58,18 @@ Variable variables[kMaxVariables];
 uint32_t num_variables;
 
 // `count` places of 2^bits bytes.
-void reserve(uint64_t& start, int bits, uint32_t count) {
+struct Places {
+  void* memory;
+  uint64_t bytes;
+};
+Places arena_places, large_places;
+
+void reserve(Places& places, uint64_t& start, int bits, uint32_t count) {
   if (start) return;
   uint64_t each = 1ull << bits;
-  void* memory = mmap(
-      nullptr, each * (count + 1), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  places.bytes = each * (count + 1);
+  void* memory = places.memory = mmap(
+      nullptr, places.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) {
     perror("metal simulator: mmap of the arena");
     abort();
@@ -71,7 +78,14 @@ void reserve(uint64_t& start, int bits, uint32_t count) {
 }
 
 void reserve_arena() {
-  reserve(arena, kRegionBits, kMaxRegions);
+  reserve(arena_places, arena, kRegionBits, kMaxRegions);
+}
+
+// Addresses are many, but there are as many kernels in a process as tests compile, each with places
+// of its own.
+void release(Places& places, uint64_t& start) {
+  if (start) munmap(places.memory, places.bytes);
+  start = 0;
 }
 
 uint64_t region_start(uint32_t region) {
@@ -88,7 +102,7 @@ void open_memory(uint64_t start, uint64_t bytes) {
 
 uint64_t place_of(uint32_t number, bool large) {
   if (!large) return region_start(number);
-  reserve(large_arena, kLargeBits, kMaxLarge);
+  reserve(large_places, large_arena, kLargeBits, kMaxLarge);
   if (num_large == kMaxLarge) {
     fprintf(stderr, "metal simulator: more than %u buffers of a gigabyte\n", kMaxLarge);
     abort();
@@ -351,15 +365,13 @@ void end_launch(const MetalSimLaunch& args, MetalSimReport& report) {
       memcpy(r.host, reinterpret_cast<void*>(r.base), r.bytes);
     }
     r.shadow.close(), r.read.close(), r.written.close();
-    uint64_t first = r.base & ~uint64_t(16383),
-             last = (r.base + r.bytes + 16384) & ~uint64_t(16383);
-    mmap(
-        reinterpret_cast<void*>(first), last - first, PROT_NONE,
-        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   }
   regions[kThreadgroupRegion].shadow.close();
   num_regions = kFirstBuffer;
   num_large = 0;
+  release(arena_places, arena);
+  release(large_places, large_arena);
+  regions[kThreadgroupRegion].base = 0;
   num_variables = 0;
   memset(region_of_index, 0, sizeof region_of_index);
   (void)args;
