@@ -3,11 +3,15 @@
 // What a layer does around its matrix products, and sampling, as Python calls it: arguments are
 // checked and the node is made.
 
+#include <algorithm>
 #include <cmath>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "bindings.h"
 #include "cpu/blas.h"
@@ -109,8 +113,9 @@ mx::array nucleus_thresholds(
 bool served_on_cpu(
     const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias) {
   auto is_float = [](const mx::array& a) { return a.dtype() == mx::float32; };
-  return cpu::find_sgemm() && is_float(x) && is_float(weight) && (!bias || is_float(*bias)) &&
-         is_dense(weight) && weight.size() > 0;
+  // (Of float32 weights MLX's own product is as good where no BLAS is known.)
+  return (cpu::find_sgemm() || !is_float(weight)) && is_float(x) && is_supported(weight.dtype()) &&
+         (!bias || is_float(*bias)) && is_dense(weight) && weight.size() > 0;
 }
 
 mx::array linear(
@@ -139,7 +144,175 @@ mx::array linear(
   return mx::array(std::move(shape), x.dtype(), std::make_shared<Linear>(s), std::move(inputs));
 }
 
+struct Quantized {
+  cpu::WeightFormat format;
+  std::vector<int> bits;
+  std::vector<int> group_sizes;
+};
+
+// What a mode of mx.quantize may have.
+const Quantized& quantized_mode(const std::string& mode) {
+  using enum cpu::WeightFormat;
+  static const std::map<std::string, Quantized> modes{
+      {"affine", {affine, {2, 3, 4, 5, 6, 8}, {32, 64, 128}}},
+      {"mxfp4", {mxfp4, {4}, {32}}},
+      {"mxfp8", {mxfp8, {8}, {32}}},
+      {"nvfp4", {nvfp4, {4}, {16}}},
+  };
+  static const Quantized unknown{};
+  auto found = modes.find(mode);
+  return found == modes.end() ? unknown : found->second;
+}
+
+bool contains(const std::vector<int>& all, int one) {
+  return std::find(all.begin(), all.end(), one) != all.end();
+}
+
+mx::array quantized_linear(
+    const mx::array& x, const mx::array& weight, const mx::array& scales,
+    const std::optional<mx::array>& biases, const std::optional<mx::array>& bias, int group_size,
+    int bits, const std::string& mode, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("quantized_linear");
+  const auto& quantized = quantized_mode(mode);
+  bool is_affine = quantized.format == cpu::WeightFormat::affine;
+  auto is_scale = [&](const mx::array& a) {
+    return is_affine ? is_supported(a.dtype()) : a.dtype() == mx::uint8;
+  };
+  bool served = s.device == mx::Device::cpu && contains(quantized.bits, bits) &&
+                contains(quantized.group_sizes, group_size) && x.ndim() > 0 &&
+                is_supported(x.dtype()) && weight.dtype() == mx::uint32 && weight.ndim() == 2 &&
+                weight.size() > 0 && is_dense(weight) && is_scale(scales) && is_dense(scales) &&
+                bool(biases) == is_affine &&
+                (!biases || (biases->dtype() == scales.dtype() && is_dense(*biases)));
+  if (!served) {  // MLX checks what it is given
+    auto out = mx::quantized_matmul(x, weight, scales, biases, true, group_size, bits, mode, s);
+    return bias ? mx::add(out, *bias, s) : out;
+  }
+  int n = weight.shape(0);
+  int64_t k = int64_t(weight.shape(1)) * 32 / bits;
+  v.require(
+      x.shape(-1) == k, "the last axis of x", std::to_string(k) + " like weight's", x.shape(-1));
+  v.require(k % group_size == 0, "the last axis of x", "whole groups", k);
+  v.shape(scales, "scales", {n, int(k / group_size)});
+  auto float32 = [s](const mx::array& a) { return mx::astype(a, mx::float32, s); };
+  Arrays inputs{float32(x), weight, scales};
+  auto dtype = mx::promote_types(x.dtype(), is_affine ? scales.dtype() : x.dtype());
+  if (biases) {
+    v.shape(*biases, "biases", {n, int(k / group_size)});
+    inputs.push_back(*biases);
+  }
+  if (bias) {
+    v.shape(*bias, "bias", {n});
+    inputs.push_back(float32(*bias));
+    dtype = mx::promote_types(dtype, bias->dtype());
+  }
+  auto shape = x.shape();
+  shape.back() = n;
+  auto node = std::make_shared<QuantizedLinear>(s, quantized.format, bits, group_size);
+  mx::array out(std::move(shape), mx::float32, std::move(node), std::move(inputs));
+  return mx::astype(out, dtype, s);
+}
+
+mx::array lookup(
+    const mx::array& ids, const mx::array& weight, const std::optional<mx::array>& scales,
+    const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode,
+    mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("lookup");
+  v.require(
+      ids.dtype() == mx::int32 || ids.dtype() == mx::uint32, "ids", "int32 or uint32", ids.dtype());
+  v.shape(weight, "weight", {-1, -1});
+  v.require(s.device == mx::Device::cpu, "stream", "the CPU's", "a GPU's");
+  Arrays inputs{ids, weight};
+  auto shape = ids.shape();
+  auto format = cpu::WeightFormat::dense;
+  if (!scales) {
+    v.floating(weight, "weight");
+    v.require(!biases, "biases", "None where there are no scales", "an array");
+    shape.push_back(weight.shape(1));
+  } else {
+    const auto& quantized = quantized_mode(mode);
+    format = quantized.format;
+    v.require(
+        contains(quantized.bits, bits) && contains(quantized.group_sizes, group_size), "mode",
+        "a format of mx.quantize",
+        mode + ", " + std::to_string(bits) + " bits in groups of " + std::to_string(group_size));
+    v.require(weight.dtype() == mx::uint32, "weight", "uint32", weight.dtype());
+    int64_t k = int64_t(weight.shape(1)) * 32 / bits;
+    v.require(k % group_size == 0, "weight", "of whole groups", k);
+    int groups = int(k / group_size);
+    v.shape(*scales, "scales", {weight.shape(0), groups});
+    inputs.push_back(*scales);
+    if (format == cpu::WeightFormat::affine) {
+      v.floating(*scales, "scales");
+      v.require(bool(biases), "biases", "an array", "None");
+      v.shape(*biases, "biases", {weight.shape(0), groups});
+      v.same_dtype(*biases, "biases", *scales, "scales");
+      inputs.push_back(*biases);
+    } else {
+      v.require(scales->dtype() == mx::uint8, "scales", "uint8", scales->dtype());
+      v.require(!biases, "biases", "None for " + mode, "an array");
+    }
+    shape.push_back(int(k));
+  }
+  return mx::array(
+      std::move(shape), mx::float32, std::make_shared<Lookup>(s, format, bits, group_size),
+      std::move(inputs));
+}
+
+const char* mode_of(cpu::WeightFormat format) {
+  switch (format) {
+    case cpu::WeightFormat::mxfp4:
+      return "mxfp4";
+    case cpu::WeightFormat::mxfp8:
+      return "mxfp8";
+    case cpu::WeightFormat::nvfp4:
+      return "nvfp4";
+    default:
+      return "affine";
+  }
+}
+
 }  // namespace
+
+Arrays QuantizedLinear::vjp(
+    const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+    const Arrays&) {
+  bool is_affine = format_ == cpu::WeightFormat::affine;
+  int bias = is_affine ? 4 : 3;
+  Arrays out;
+  for (int arg : argnums) {
+    if (arg == 0) {
+      auto biases = is_affine ? std::optional(primals[3]) : std::nullopt;
+      out.push_back(
+          mx::quantized_matmul(
+              cotangents[0], primals[1], primals[2], biases, false, group_size_, bits_,
+              mode_of(format_), stream()));
+    } else if (arg == bias) {
+      auto rows = mx::reshape(cotangents[0], {-1, cotangents[0].shape(-1)}, stream());
+      out.push_back(mx::sum(rows, 0, false, stream()));
+    } else {
+      throw std::invalid_argument(
+          "[quantized_linear] there is no gradient of a quantised weight, its scales or biases");
+    }
+  }
+  return out;
+}
+
+std::pair<Arrays, std::vector<int>> QuantizedLinear::vmap(
+    const Arrays& inputs, const std::vector<int>& axes) {
+  for (size_t i = 1; i < axes.size(); i++) {
+    if (axes[i] >= 0) {
+      throw std::invalid_argument("[quantized_linear] only x can be mapped over");
+    }
+  }
+  Arrays moved = inputs;
+  moved[0] = mx::moveaxis(inputs[0], axes[0], 0, stream());
+  auto shape = output_shapes(moved)[0];
+  auto node = std::make_shared<QuantizedLinear>(stream(), format_, bits_, group_size_);
+  return {{mx::array(std::move(shape), mx::float32, std::move(node), std::move(moved))}, {0}};
+}
 
 void Node::eval_gpu(const Arrays&, Arrays&) {
   throw std::runtime_error(
@@ -163,6 +336,12 @@ void bind_layer_ops(nb::module_& m) {
   m.def(
       "linear", &linear, "x"_a, "weight"_a, "bias"_a.none(), nb::kw_only(),
       "stream"_a = nb::none());
+  m.def(
+      "quantized_linear", &quantized_linear, "x"_a, "weight"_a, "scales"_a, "biases"_a.none(),
+      "bias"_a.none(), nb::kw_only(), "group_size"_a, "bits"_a, "mode"_a, "stream"_a = nb::none());
+  m.def(
+      "lookup", &lookup, "ids"_a, "weight"_a, "scales"_a.none(), "biases"_a.none(), nb::kw_only(),
+      "group_size"_a, "bits"_a, "mode"_a, "stream"_a = nb::none());
 }
 
 }  // namespace mlx_paged

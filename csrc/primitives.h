@@ -22,6 +22,7 @@
 #include <optional>
 #include <vector>
 
+#include "cpu/product.h"
 #include "launch.h"
 #include "mlx/primitives.h"
 
@@ -274,13 +275,14 @@ class NucleusThresholds : public Node {
   std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {{in[0].shape(0)}}; }
 };
 
-// x @ weight.T + bias: of float32 on the CPU, as one node of the graph where MLX has five; of 16
-// bits and up to 64 rows with CUDA, in one kernel.
-// in: x [..., k], weight [n, k][, bias [n]]. out: [..., n].
+// x @ weight.T + bias: of float32 rows on the CPU, where the weight may have 16 bits, as one node
+// of the graph where MLX has five; of 16 bits and up to 64 rows with CUDA, in one kernel. in: x
+// [..., k], weight [n, k][, bias [n]]. out: [..., n].
 class Linear : public Node {
  public:
   using Node::Node;
   MLX_PAGED_NODE("linear")
+  static cpu::WeightView weights(const mx::array& weight);  // dense, with data
   // Both are in cuda/linear_launch.cpp, or in no_cuda.cpp: false, and Node's.
   static bool served_on_gpu(
       const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias);
@@ -290,6 +292,58 @@ class Linear : public Node {
     shape.back() = in[1].shape(0);
     return {shape};
   }
+};
+
+// The same with a weight that mx.quantize made, on the CPU.
+// in: x [..., k] float32, weight [n, k * bits / 32] uint32, scales [n, k / group_size][, biases
+// like scales, where the format has them][, bias [n] float32]. out: [..., n] float32.
+class QuantizedLinear : public Node {
+ public:
+  QuantizedLinear(mx::Stream s, cpu::WeightFormat format, int bits, int group_size)
+      : Node(s), format_(format), bits_(bits), group_size_(group_size) {}
+  MLX_PAGED_NODE("quantized_linear")
+  cpu::WeightView weights(const Arrays& in) const;  // dense, with data
+  bool is_equivalent(const mx::Primitive& other) const override {
+    auto& o = static_cast<const QuantizedLinear&>(other);
+    return format_ == o.format_ && bits_ == o.bits_ && group_size_ == o.group_size_;
+  }
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override {
+    auto shape = in[0].shape();
+    shape.back() = in[1].shape(0);
+    return {shape};
+  }
+  // Of x and bias: models are trained on top of quantised layers, and mapped over.
+  Arrays vjp(
+      const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+      const Arrays& outputs) override;
+  std::pair<Arrays, std::vector<int>> vmap(
+      const Arrays& inputs, const std::vector<int>& axes) override;
+
+ private:
+  cpu::WeightFormat format_;
+  int bits_;
+  int group_size_;
+};
+
+// Rows of an embedding's weight, on the CPU. No id that it has not is read for: that row is NaN.
+// in: ids int32 or uint32, weight and, where it is quantised, scales and biases, like those of
+// linear layers. out: [..., k] float32.
+class Lookup : public Node {
+ public:
+  Lookup(mx::Stream s, cpu::WeightFormat format, int bits, int group_size)
+      : Node(s), format_(format), bits_(bits), group_size_(group_size) {}
+  MLX_PAGED_NODE("lookup")
+  cpu::WeightView weights(const Arrays& in) const;  // dense, with data
+  static void read(const cpu::WeightView& weights, int64_t id, float* out);
+  bool is_equivalent(const mx::Primitive& other) const override {
+    auto& o = static_cast<const Lookup&>(other);
+    return format_ == o.format_ && bits_ == o.bits_ && group_size_ == o.group_size_;
+  }
+
+ private:
+  cpu::WeightFormat format_;
+  int bits_;
+  int group_size_;
 };
 
 #undef MLX_PAGED_NODE

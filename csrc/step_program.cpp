@@ -41,9 +41,7 @@ class StepProgram : public Node {
       cpu::alias_or_copy_pool(inputs[pools[i]], out[1 + i], encoder);
       in[pools[i]] = mx::array::unsafe_weak_copy(out[1 + i]);
     }
-    encoder.dispatch([program = program_, in = std::move(in), result = out[0].data<char>()] {
-      program->run(in, result);
-    });
+    program_->queue(in, out[0].data<char>(), stream());
   }
 
  private:
@@ -68,8 +66,9 @@ Arrays call(
     shapes.push_back(inputs[i].shape());
     dtypes.push_back(inputs[i].dtype());
   }
+  auto stream = program->stream().value_or(mx::to_stream(s));
   return mx::array::make_arrays(
-      std::move(shapes), dtypes, std::make_shared<StepProgram>(mx::to_stream(s), program), inputs);
+      std::move(shapes), dtypes, std::make_shared<StepProgram>(stream, program), inputs);
 }
 
 struct Program {
@@ -83,7 +82,7 @@ void bind_step_program(nb::module_& m) {
       "placeholders", &placeholders, "arrays"_a,
       "Arrays of the same shapes and dtypes that have no values: evaluating one is an error.");
   m.def(
-      "most_program_rows", [] { return cpu::kernels().product.most_rows; },
+      "most_program_rows", [] { return cpu::kernels().product.most_rows_float32; },
       "Rows of a step up to which a StepProgram serves.");
   nb::class_<Program>(m, "StepProgram", "A graph that runs as one operation on the CPU.")
       .def(
@@ -104,7 +103,10 @@ void bind_step_program(nb::module_& m) {
             return call(self.program, inputs, s);
           },
           "inputs"_a, nb::kw_only(), "stream"_a = nb::none())
-      .def_prop_ro("num_phases", [](const Program& self) { return self.program->num_phases(); });
+      .def_prop_ro("num_phases", [](const Program& self) { return self.program->num_phases(); })
+      .def_prop_ro(
+          "num_nodes", [](const Program& self) { return self.program->num_nodes(); },
+          "Phases that are operations of MLX's own.");
 }
 
 }  // namespace mlx_paged

@@ -32,6 +32,8 @@ def nucleus_thresholds(logits: mlx.core.array, floors: mlx.core.array, top_p: ml
 
 def linear(x: mlx.core.array, weight: mlx.core.array, bias: mlx.core.array | None, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
+def quantized_linear(x: mlx.core.array, weight: mlx.core.array, scales: mlx.core.array, biases: mlx.core.array | None, bias: mlx.core.array | None, *, group_size: int, bits: int, mode: str, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
+
 def make_device_program(inputs: Sequence[mlx.core.array], outputs: Sequence[mlx.core.array], *, residual_in_product: bool) -> CapsuleType: ...
 
 def run_device_program(program: CapsuleType, inputs: Sequence[mlx.core.array], *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...
@@ -53,6 +55,12 @@ class StepProgram:
 
     @property
     def num_phases(self) -> int: ...
+
+    @property
+    def num_nodes(self) -> int:
+        """Phases that are operations of MLX's own."""
+
+def lookup(ids: mlx.core.array, weight: mlx.core.array, scales: mlx.core.array | None, biases: mlx.core.array | None, *, group_size: int, bits: int, mode: str, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
 def has_transfers() -> bool:
     """Whether `upload` and `to_host` are there."""

@@ -398,8 +398,8 @@ def linear(
 ) -> mx.array:
     """``x @ weight.T + bias``.
 
-    One operation for float32 on the CPU, and with CUDA for up to 64 rows of 16 bits; else MLX's
-    composition.
+    One operation on the CPU for float32 `x` and a `weight` of any pool's dtype, which is read as it
+    is; and with CUDA for up to 64 rows of 16 bits; else MLX's composition.
 
     Args:
         x: ``[..., k]``.
@@ -410,6 +410,73 @@ def linear(
         ``[..., n]``.
     """
     return ext.linear(x, weight, bias, stream=stream)
+
+
+def quantized_linear(
+    x: mx.array,
+    weight: mx.array,
+    scales: mx.array,
+    biases: mx.array | None = None,
+    bias: mx.array | None = None,
+    *,
+    group_size: int,
+    bits: int,
+    mode: str = "affine",
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """``x`` times the transpose of what `mx.quantize` made ``weight``, `scales` and `biases` of.
+
+    One operation on the CPU, which reads the weight as it is and multiplies and sums in float32
+    whatever the dtypes are; else, and for a weight that is not evaluated, ``mx.quantized_matmul``.
+
+    Args:
+        x: ``[..., k]``.
+        weight: ``[n, k * bits / 32]`` uint32.
+        scales: ``[n, k / group_size]``.
+        biases: like `scales`, for the mode "affine" only.
+        bias: ``[n]``: added to the product.
+
+    Returns:
+        ``[..., n]``, of the dtype that ``mx.quantized_matmul`` gives.
+    """
+    return ext.quantized_linear(
+        x, weight, scales, biases, bias, group_size=group_size, bits=bits, mode=mode, stream=stream
+    )
+
+
+def lookup(
+    ids: mx.array,
+    weight: mx.array,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    *,
+    group_size: int = 0,
+    bits: int = 0,
+    mode: str = "affine",
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """Rows of an embedding's weight as float32, on the CPU, as one operation without a gradient.
+
+    Args:
+        ids: int32 or uint32, of any shape; negative ones count from the end, and of one that
+            `weight` has not, the row is NaN.
+        weight: ``[n, k]`` of any pool's dtype; or with `scales` what `mx.quantize` made.
+        scales: ``[n, k / group_size]``.
+        biases: like `scales`, for the mode "affine" only.
+
+    Returns:
+        ``[*ids.shape, k]`` float32.
+    """
+    return ext.lookup(
+        ids, weight, scales, biases, group_size=group_size, bits=bits, mode=mode, stream=stream
+    )
+
+
+def has_product(mode: str, bits: int, group_size: int) -> bool:
+    """Whether `quantized_linear` multiplies a format of ``mx.quantize`` natively on the CPU."""
+    if mode == "affine":
+        return bits in (2, 3, 4, 5, 6, 8) and group_size in (32, 64, 128)
+    return (mode, bits, group_size) in (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))
 
 
 def most_program_rows() -> int:
@@ -429,9 +496,9 @@ class StepProgram:
     """A graph of few rows that runs as one operation on the CPU: its operations one after another
     on all threads, with products that share an input side by side.
 
-    It consists of the operations of this module, linear layers, additions and products by element,
-    lookups of rows, and changes of shape, all of float32; every value has the step's rows as its
-    first axis.
+    It consists of the operations of this module, linear layers whose weights are of any format
+    (`linear`, `quantized_linear`), arithmetic by element, lookups of rows (`lookup`), and changes
+    of shape. Values are float32 and have the step's rows as their first axis.
 
     Args:
         inputs: `placeholders`. Those that only attention reads as a plan's block tables, work and

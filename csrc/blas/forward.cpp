@@ -50,7 +50,7 @@ void split(
     const void* b, int ldb, void* c, int ldc, const Gemm& gemm) {
   bool columns = n >= m;
   mlx_paged::cpu::for_product_pieces(
-      m, n, k, element, columns ? n : m, [&](int64_t begin, int64_t end) {
+      m, n, k, 8 * element, columns ? n : m, [&](int64_t begin, int64_t end) {
         int size = int(end - begin);
         if (columns) {
           int64_t step = transpose_b == kNoTranspose ? 1 : ldb;
@@ -83,11 +83,12 @@ const mlx_paged::cpu::ProductKernels& product_kernels() {
 bool multiply_few_rows(
     int transpose_a, int transpose_b, int m, int rows, int columns, int k, float alpha,
     const float* a, int lda, const float* b, int ldb, float beta, float* c, int ldc) {
-  if (m > product_kernels().most_rows || transpose_a != kNoTranspose ||
+  if (m > product_kernels().most_rows_float32 || transpose_a != kNoTranspose ||
       transpose_b == kNoTranspose || alpha != 1 || beta != 0) {
     return false;
   }
-  product_kernels().few_rows({a, b, c, rows, k, lda, ldb, ldc}, 0, columns);
+  auto weights = mlx_paged::cpu::WeightView::float32(b, columns, k, ldb);
+  product_kernels().few_rows({a, weights, c, rows, lda, ldc}, 0, columns);
   return true;
 }
 

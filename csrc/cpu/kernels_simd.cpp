@@ -17,9 +17,8 @@ const Kernels MLX_PAGED_KERNELS = {
     {MLX_PAGED_ISA::scratch_size, MLX_PAGED_ISA::attend, MLX_PAGED_ISA::merge},
     {MLX_PAGED_ISA::rope, MLX_PAGED_ISA::rms_norm, MLX_PAGED_ISA::silu_mul, MLX_PAGED_ISA::greedy,
      MLX_PAGED_ISA::bitmask, MLX_PAGED_ISA::nucleus},
-    MLX_PAGED_ISA::kWidth >= 8
-        ? ProductKernels{MLX_PAGED_ISA::few_rows, MLX_PAGED_ISA::kMostProductRows}
-        : ProductKernels{},
+    {MLX_PAGED_ISA::few_rows, MLX_PAGED_ISA::unpack, MLX_PAGED_ISA::kMostProductRows,
+     MLX_PAGED_ISA::kMostPackedRows},
 };
 
 }  // namespace mlx_paged::cpu

@@ -8,6 +8,7 @@
 #include "product.h"
 #include "simd.h"
 #include "sums.h"
+#include "unpack_kernel.h"
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
@@ -18,8 +19,9 @@ constexpr int kMostProductRows = 64;
 #else
 constexpr int kBlockRows = 4;
 constexpr int kBlockColumns = 2;
-constexpr int kMostProductRows = 16;
+constexpr int kMostProductRows = kWidth >= 8 ? 16 : 0;  // few registers
 #endif
+constexpr int kMostPackedRows = kMostProductRows > 16 ? kMostProductRows : 16;
 
 // Fetches `Ahead` vectors for each vector along k, so that memory is read in one long run while
 // the block is computed: four short ones side by side are too short for the prefetcher.
@@ -27,12 +29,14 @@ template <int Rows, int Columns, int Ahead>
 inline void product_block(
     const ProductArgs& args, int64_t row, int64_t column, const float*& ahead) {
   const float* a = args.a + row * args.lda;
-  const float* b = args.b + column * args.ldb;
+  int k_size = args.weights.k;
+  int64_t ldb = args.weights.row_bytes / int64_t(sizeof(float));
+  const float* b = static_cast<const float*>(args.weights.data) + column * ldb;
   VecF sums[Rows][Columns] = {};
   auto add = [&](auto load_at) {
     VecF columns[Columns];
     for (int j = 0; j < Columns; j++) {
-      columns[j] = load_at(b + j * args.ldb);
+      columns[j] = load_at(b + j * ldb);
     }
     for (int j = 0; j < Ahead; j++) {
       __builtin_prefetch(ahead, 0, 2);
@@ -46,11 +50,11 @@ inline void product_block(
     }
   };
   int k = 0;
-  for (; k + kWidth <= args.k; k += kWidth) {
+  for (; k + kWidth <= k_size; k += kWidth) {
     add([k](const float* p) { return load(p + k); });
   }
-  if (k < args.k) {
-    add([&](const float* p) { return load_tail(p + k, args.k - k); });
+  if (k < k_size) {
+    add([&](const float* p) { return load_tail(p + k, k_size - k); });
   }
   store_sums(sums, args.c + row * args.ldc + column, args.ldc);
 }
@@ -59,7 +63,8 @@ inline void product_block(
 // vectors at a time.
 template <int Columns, int Ahead>
 inline void product_rows(const ProductArgs& args, int64_t column) {
-  const float* ahead = args.b + (column + Columns) * args.ldb;
+  auto ahead = reinterpret_cast<const float*>(
+      static_cast<const char*>(args.weights.data) + (column + Columns) * args.weights.row_bytes);
   int row = 0;
   for (int fetched = 0; row + kBlockRows <= args.rows; row += kBlockRows, fetched += Ahead) {
     if (fetched < Columns) {
@@ -89,7 +94,106 @@ inline void product_columns(const ProductArgs& args, int64_t column) {
   }
 }
 
+// Weights of other formats: some columns are unpacked into the first-level cache, a part of k at a
+// time, and multiplied by all rows.
+constexpr int kPart = 512;  // elements: whole groups
+
+template <int Rows, int Columns>
+inline void part_block(
+    const float* a, int64_t lda, const float* tile, int count, VecF (*sums)[Columns]) {
+  VecF s[Rows][Columns];
+  for (int i = 0; i < Rows; i++) {
+    for (int j = 0; j < Columns; j++) {
+      s[i][j] = sums[i][j];
+    }
+  }
+  auto add = [&](int k, auto load_x) {
+    VecF columns[Columns];
+    for (int j = 0; j < Columns; j++) {
+      columns[j] = load(tile + j * kPart + k);
+    }
+    for (int i = 0; i < Rows; i++) {
+      VecF x = load_x(a + i * lda + k);
+      for (int j = 0; j < Columns; j++) {
+        s[i][j] += x * columns[j];
+      }
+    }
+  };
+  int k = 0;
+  for (; k + kWidth <= count; k += kWidth) {
+    add(k, [](const float* p) { return load(p); });
+  }
+  if (k < count) {
+    add(k, [&](const float* p) { return load_tail(p, count - k); });
+  }
+  for (int i = 0; i < Rows; i++) {
+    for (int j = 0; j < Columns; j++) {
+      sums[i][j] = s[i][j];
+    }
+  }
+}
+
+// The few rows are at most kMostPackedRows.
+template <int Columns>
+inline void packed_columns(const ProductArgs& args, int row, int rows, int64_t column) {
+  alignas(64) float tile[Columns * kPart];
+  VecF sums[kMostPackedRows][Columns];
+  __builtin_memset(sums, 0, sizeof(sums[0]) * rows);
+  const WeightView& w = args.weights;
+  for (int begin = 0; begin < w.k; begin += kPart) {
+    int count = w.k - begin < kPart ? w.k - begin : kPart;
+    for (int j = 0; j < Columns; j++) {
+      // The columns after these, while these are computed.
+      auto next = static_cast<const char*>(w.data) + (column + Columns + j) * w.row_bytes +
+                  int64_t(begin) * w.bits / 8;
+      for (int byte = 0; byte < count * w.bits / 8; byte += 64) {
+        __builtin_prefetch(next + byte, 0, 2);
+      }
+      unpack_row(w, column + j, begin, count, tile + j * kPart);
+      if (int tail = count % kWidth) {
+        __builtin_memset(tile + j * kPart + count, 0, (kWidth - tail) * sizeof(float));
+      }
+    }
+    const float* a = args.a + row * args.lda + begin;
+    int i = 0;
+    for (; i + kBlockRows <= rows; i += kBlockRows) {
+      part_block<kBlockRows, Columns>(a + i * args.lda, args.lda, tile, count, sums + i);
+    }
+    switch (rows - i) {
+      case 1:
+        part_block<1, Columns>(a + i * args.lda, args.lda, tile, count, sums + i);
+        break;
+      case 2:
+        part_block<2, Columns>(a + i * args.lda, args.lda, tile, count, sums + i);
+        break;
+      case 3:
+        part_block<3, Columns>(a + i * args.lda, args.lda, tile, count, sums + i);
+        break;
+    }
+  }
+  for (int i = 0; i < rows; i++) {
+    auto& one = reinterpret_cast<VecF(&)[1][Columns]>(sums[i]);
+    store_sums(one, args.c + (row + i) * args.ldc + column, args.ldc);
+  }
+}
+
+inline void packed_rows(const ProductArgs& args, int64_t begin, int64_t end) {
+  for (int row = 0; row < args.rows; row += kMostPackedRows) {
+    int rows = args.rows - row < kMostPackedRows ? args.rows - row : kMostPackedRows;
+    int64_t column = begin;
+    for (; column + kBlockColumns <= end; column += kBlockColumns) {
+      packed_columns<kBlockColumns>(args, row, rows, column);
+    }
+    for (; column < end; column++) {
+      packed_columns<1>(args, row, rows, column);
+    }
+  }
+}
+
 inline void few_rows(const ProductArgs& args, int64_t begin, int64_t end) {
+  if (args.weights.format != WeightFormat::dense || args.weights.dtype != DType::float32) {
+    return packed_rows(args, begin, end);
+  }
   int64_t column = begin;
   for (; column + kBlockColumns <= end; column += kBlockColumns) {
     product_columns<kBlockColumns>(args, column);

@@ -4,9 +4,14 @@
 
 #include <algorithm>
 #include <sstream>
+#include <unordered_map>
 
+#include "dense.h"
 #include "eval.h"
 #include "kernels.h"
+#include "mlx/allocator.h"
+#include "mlx/backend/common/utils.h"
+#include "mlx/backend/cpu/encoder.h"
 #include "parallel_for.h"
 #include "scratch.h"
 
@@ -50,16 +55,15 @@ void run_gated(const Product& p, const Bases& bases, int begin, int end) {
   float* gate = thread_scratch(2 * rows * width);
   float* up = gate + rows * width;
   const float* x = p.x.row(bases, 0);
-  auto multiply = [&](const float* weight, const float* bias, float* out) {
+  auto multiply = [&](const WeightView& weight, const float* bias, float* out) {
     kernels.product.few_rows(
-        {x, weight + int64_t(begin) * p.k, out, int(rows), p.k, p.x.strides[0], p.k, width}, 0,
-        width);
+        {x, weight.from_row(begin), out, int(rows), p.x.strides[0], width}, 0, width);
     for (int64_t i = 0; bias && i < rows; i++) {
       add_bias(out + i * width, bias + begin, width);
     }
   };
   multiply(p.weight, p.bias, gate);
-  multiply(p.up, p.up_bias, up);
+  multiply(*p.up, p.up_bias, up);
   for (int64_t i = 0; i < rows; i++) {
     SiluMulArgs args{DType::float32, gate + i * width, up + i * width, p.out.row(bases, i) + begin};
     kernels.layer.silu_mul(args, 0, width);
@@ -72,7 +76,7 @@ void run_product(const Product& p, const Bases& bases, int begin, int end) {
   }
   int64_t rows = p.x.rows();
   kernels().product.few_rows(
-      {p.x.row(bases, 0), p.weight, p.out.row(bases, 0), int(rows), p.k, p.x.strides[0], p.k,
+      {p.x.row(bases, 0), p.weight, p.out.row(bases, 0), int(rows), p.x.strides[0],
        p.out.strides[0]},
       begin, end);
   for (int64_t i = 0; i < rows; i++) {
@@ -80,8 +84,8 @@ void run_product(const Product& p, const Bases& bases, int begin, int end) {
     if (p.bias) {
       add_bias(out, p.bias + begin, end - begin);
     }
-    for (const View& added : p.added) {
-      add_bias(out, added.row(bases, i) + begin, end - begin);
+    if (p.added) {
+      add_bias(out, p.added->row(bases, i) + begin, end - begin);
     }
   }
 }
@@ -147,8 +151,13 @@ AttentionArgs Program::attention_args(
   return args;
 }
 
-void Program::run(const Arrays& in, char* result) const {
-  char* memory = step_memory(temporary_bytes_);
+int Program::num_nodes() const {
+  return int(std::count_if(phases_.begin(), phases_.end(), [](const Phase& phase) {
+    return std::holds_alternative<NodePhase>(phase);
+  }));
+}
+
+Bases Program::bases_of(const Arrays& in, char* result, char* memory) const {
   Bases bases;
   for (const Buffer& buffer : buffers_) {
     switch (buffer.kind) {
@@ -163,9 +172,109 @@ void Program::run(const Arrays& in, char* result) const {
         break;
       case Buffer::Kind::temporary:
         bases.push_back(memory + buffer.offset);
+        break;
+      case Buffer::Kind::node:
+        bases.push_back(nullptr);  // (known when it is queued)
     }
   }
+  return bases;
+}
 
+// A run with operations of MLX's own, from when it is queued until it is done.
+struct Program::Run {
+  Arrays in;
+  mx::array memory;  // of the temporaries
+  Bases bases;
+  std::unordered_map<int, mx::array> values;  // of those operations, by buffer
+};
+
+namespace {
+
+// What a view shows of `base`, as an array.
+mx::array shown(const View& v, mx::Dtype dtype, const mx::array& base, int64_t byte) {
+  mx::array a(v.shape, dtype, nullptr, {});
+  auto [size, is_row, is_column] = mx::check_contiguity(v.shape, v.strides);
+  int64_t span = 1;
+  for (size_t i = 0; i < v.shape.size(); i++) {
+    span += (v.shape[i] - 1) * v.strides[i];
+  }
+  a.copy_shared_buffer(
+      base, v.strides, {int64_t(size) == span, is_row, is_column}, size_t(span),
+      v.offset + byte / int64_t(a.itemsize()));
+  return a;
+}
+
+}  // namespace
+
+void Program::queue_node(const NodePhase& node, Run& run, mx::Stream stream) const {
+  Arrays inputs;
+  for (const auto& in : node.inputs) {
+    if (in.constant) {
+      inputs.push_back(*in.constant);
+      continue;
+    }
+    int b = in.view.buffer;
+    const Buffer& buffer = buffers_[b];
+    switch (buffer.kind) {
+      case Buffer::Kind::input:
+        inputs.push_back(shown(in.view, in.dtype, run.in[buffer.index], 0));
+        break;
+      case Buffer::Kind::node:
+        inputs.push_back(shown(in.view, in.dtype, run.values.at(b), 0));
+        break;
+      default:  // (nothing reads the result but who asked for it)
+        inputs.push_back(shown(in.view, in.dtype, run.memory, buffer.offset));
+    }
+  }
+  Arrays outputs;
+  for (const auto& out : node.outputs) {
+    outputs.emplace_back(out.shape, out.dtype, nullptr, Arrays{});
+  }
+  node.primitive->eval_cpu(inputs, outputs);
+  auto& encoder = mx::cpu::get_command_encoder(stream);
+  for (size_t i = 0; i < outputs.size(); i++) {
+    mx::array value = outputs[i];
+    if (!value.flags().row_contiguous) {
+      value = mx::array(value.shape(), value.dtype(), nullptr, {});
+      copy_to_dense(outputs[i], value, encoder);
+    }
+    run.bases[node.outputs[i].buffer] = value.data<char>();
+    run.values.insert_or_assign(node.outputs[i].buffer, value);
+  }
+  // Until it is done it needs what it was given.
+  encoder.dispatch([inputs = std::move(inputs), outputs = std::move(outputs)] {});
+}
+
+void Program::queue(const Arrays& in, char* result, mx::Stream stream) const {
+  auto& encoder = mx::cpu::get_command_encoder(stream);
+  auto self = shared_from_this();
+  if (!stream_) {
+    encoder.dispatch([self, in, result] {
+      char* memory = step_memory(self->temporary_bytes_);
+      self->run(self->bases_of(in, result, memory), in, 0, self->phases_.size());
+    });
+    return;
+  }
+  mx::array memory({int(std::max<int64_t>(temporary_bytes_, 1))}, mx::uint8, nullptr, {});
+  memory.set_data(mx::allocator::malloc(memory.nbytes()));
+  auto run = std::make_shared<Run>(Run{in, memory, bases_of(in, result, memory.data<char>()), {}});
+  size_t begin = 0;
+  for (size_t i = 0; i <= phases_.size(); i++) {
+    auto* node = i < phases_.size() ? std::get_if<NodePhase>(&phases_[i]) : nullptr;
+    if (!node && i < phases_.size()) {
+      continue;
+    }
+    if (begin < i) {
+      encoder.dispatch([self, run, begin, i] { self->run(run->bases, run->in, begin, i); });
+    }
+    begin = i + 1;
+    if (node) {
+      queue_node(*node, *run, stream);
+    }
+  }
+}
+
+void Program::run(const Bases& bases, const Arrays& in, size_t begin, size_t end) const {
   // Attention is two phases of a run: its pieces, and what merges them.
   struct Step {
     const Phase* phase;
@@ -176,7 +285,8 @@ void Program::run(const Arrays& in, char* result) const {
   std::vector<Step> steps;
   std::vector<int> num_tasks;
   int64_t partial_floats = 0;
-  for (const Phase& phase : phases_) {
+  for (size_t i = begin; i < end; i++) {
+    const Phase& phase = phases_[i];
     if (auto* rows = std::get_if<RowPhase>(&phase)) {
       steps.push_back({&phase});
       num_tasks.push_back(int(std::min<int64_t>(rows->rows, num_threads())));
@@ -212,10 +322,10 @@ void Program::run(const Arrays& in, char* result) const {
       run_product(products->products[piece.product], bases, piece.begin, piece.end);
     } else {
       const auto& rows = std::get<RowPhase>(*step.phase);
-      int64_t begin = rows.rows * task / num_tasks[i];
-      int64_t end = rows.rows * (task + 1) / num_tasks[i];
+      int64_t first = rows.rows * task / num_tasks[i];
+      int64_t last = rows.rows * (task + 1) / num_tasks[i];
       for (const auto& work : rows.tasks) {
-        work(bases, begin, end);
+        work(bases, first, last);
       }
     }
   });

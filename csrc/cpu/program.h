@@ -5,8 +5,10 @@
 // another (program.cpp). So a step has no nodes to schedule, no thread sleeps between its products,
 // and the projections of one input are one phase.
 //
-// Every value has the step's rows (or the rows of its logits) as its first axis. An operation is a
-// product with weights, attention, or works on each row by itself.
+// Values have the step's rows (or the rows of its logits) as their first axis. An operation is a
+// product with weights, attention, or works on each row by itself. What is none of these is left to
+// MLX, which gets whole arrays between two phases: such an operation costs what it costs in a
+// graph, but no other becomes slower by it.
 
 #pragma once
 
@@ -14,6 +16,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <variant>
@@ -21,6 +24,7 @@
 
 #include "../primitives.h"
 #include "attention_run.h"
+#include "product.h"
 
 namespace mlx_paged::cpu {
 
@@ -52,10 +56,11 @@ struct View {
 };
 
 struct Buffer {
-  enum class Kind { constant, input, output, temporary };
+  enum class Kind { constant, input, output, temporary, node };
   Kind kind;
   int index = 0;         // of a program's inputs or outputs
   char* data = nullptr;  // of a constant
+  int64_t row_size = 0;  // of a value that rows are written of, in elements
   int64_t bytes = 0;     // of a temporary
   int64_t offset = 0;    // of a temporary in the memory of a run
 };
@@ -70,16 +75,14 @@ struct RowPhase {
 
 // A linear layer, with what follows it.
 struct Product {
-  View x;               // [rows, ..., k]
-  View out;             // [rows, ..., n]
-  const float* weight;  // [n, k]
-  const float* bias;    // [n] or null
-  // Of a gated layer: out = silu(x @ weight.T + bias) * (x @ up.T + up_bias). Null: another.
-  const float* up = nullptr;
+  View x;    // [rows, ..., k]
+  View out;  // [rows, ..., n]
+  WeightView weight;
+  const float* bias = nullptr;  // [n] or null
+  // Of a gated layer: out = silu(x @ weight.T + bias) * (x @ up.T + up_bias).
+  std::optional<WeightView> up;
   const float* up_bias = nullptr;
-  std::vector<View> added;  // none or one: what is added to it
-  int n;
-  int k;
+  std::optional<View> added;
 };
 
 struct ProductPhase {
@@ -102,9 +105,26 @@ struct AttentionPhase {
   int num_q_heads, num_kv_heads, key_dim, value_dim, block_size;
 };
 
-using Phase = std::variant<RowPhase, ProductPhase, AttentionPhase>;
+// An operation of MLX's own.
+struct NodePhase {
+  struct Input {
+    View view;
+    mx::Dtype dtype;
+    std::optional<mx::array> constant;  // instead of the view
+  };
+  struct Output {
+    int buffer;
+    mx::Shape shape;
+    mx::Dtype dtype;
+  };
+  std::shared_ptr<mx::Primitive> primitive;
+  std::vector<Input> inputs;
+  std::vector<Output> outputs;
+};
 
-class Program {
+using Phase = std::variant<RowPhase, ProductPhase, AttentionPhase, NodePhase>;
+
+class Program : public std::enable_shared_from_this<Program> {
  public:
   // Reads the graph that leads from `inputs`, which have no values yet, to `outputs`: the first is
   // the step's result, the others are pools among the inputs, written in place. What does not
@@ -114,10 +134,15 @@ class Program {
   // Throws std::invalid_argument where inputs are not of the shapes and dtypes that were read.
   void check(const Arrays& inputs) const;
 
-  // One run, on the calling thread and its workers.
-  void run(const Arrays& inputs, char* result) const;
+  // Queues a run on a stream, whose thread shares it with the workers. The inputs are dense and
+  // outlive it, as does the result's memory.
+  void queue(const Arrays& inputs, char* result, mx::Stream stream) const;
+
+  // The one on which it must run, where operations of MLX's own have one.
+  std::optional<mx::Stream> stream() const { return stream_; }
 
   int num_phases() const { return int(phases_.size()); }
+  int num_nodes() const;  // phases that are operations of MLX's own
   const mx::Shape& result_shape() const { return result_shape_; }
   // Which inputs the outputs after the first are.
   const std::vector<int>& pools() const { return pools_; }
@@ -128,7 +153,12 @@ class Program {
  private:
   friend class ProgramReader;
 
+  struct Run;
+
   AttentionArgs attention_args(const AttentionPhase& p, const Bases& bases, const Arrays& in) const;
+  Bases bases_of(const Arrays& in, char* result, char* memory) const;
+  void run(const Bases& bases, const Arrays& in, size_t begin, size_t end) const;
+  void queue_node(const NodePhase& node, Run& run, mx::Stream stream) const;
 
   std::vector<Buffer> buffers_;
   std::vector<Phase> phases_;
@@ -137,6 +167,7 @@ class Program {
   std::vector<mx::Dtype> input_dtypes_;
   std::vector<bool> any_length_;  // inputs whose shape may change: a plan's work
   std::vector<int> pools_;
+  std::optional<mx::Stream> stream_;
   mx::Shape result_shape_;
   Arrays constants_;  // kept alive
 };

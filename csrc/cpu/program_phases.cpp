@@ -12,21 +12,22 @@ namespace {
 
 // Pieces of a size that keeps all threads busy to the end.
 void cut(ProductPhase& phase) {
-  constexpr int64_t kLeastBytes = 1 << 15;
-  constexpr int64_t kMostBytes = 1 << 18;
+  constexpr int64_t kLeastWeights = 1 << 13;
+  constexpr int64_t kMostWeights = 1 << 16;
   constexpr int kPiecesPerThread = 8;
   constexpr int kAlign = 16;  // whole vectors and cache lines
-  int64_t bytes = 0;
+  auto column_size = [](const Product& p) { return int64_t(p.weight.k) * (p.up ? 2 : 1); };
+  int64_t weights = 0;
   for (const Product& p : phase.products) {
-    bytes += int64_t(p.n) * p.k * sizeof(float) * (p.up ? 2 : 1);
+    weights += p.weight.n * column_size(p);
   }
-  int64_t piece = std::clamp(bytes / (kPiecesPerThread * num_threads()), kLeastBytes, kMostBytes);
+  int64_t piece =
+      std::clamp(weights / (kPiecesPerThread * num_threads()), kLeastWeights, kMostWeights);
   for (size_t i = 0; i < phase.products.size(); i++) {
     const Product& p = phase.products[i];
-    int64_t column = int64_t(p.k) * sizeof(float) * (p.up ? 2 : 1);
-    int each = int(std::max<int64_t>(1, piece / column / kAlign) * kAlign);
-    for (int begin = 0; begin < p.n; begin += each) {
-      phase.pieces.push_back({int(i), begin, std::min(p.n, begin + each)});
+    int each = int(std::max<int64_t>(1, piece / column_size(p) / kAlign) * kAlign);
+    for (int begin = 0; begin < p.weight.n; begin += each) {
+      phase.pieces.push_back({int(i), begin, std::min(p.weight.n, begin + each)});
     }
   }
 }
@@ -112,12 +113,17 @@ class PhaseMaker {
         continue;
       }
       for (size_t i = 0; i < ops.size() && members.empty(); i++) {
-        if (!ops[i].done && ops[i].kind == Operation::Kind::attention && is_ready(i, false)) {
+        if (!ops[i].done && is_ready(i, false)) {
           members.push_back(i);
         }
       }
       require(!members.empty(), "operations that wait for each other");
-      made_.phases.emplace_back(*ops[members[0]].attention);
+      const Operation& next = ops[members[0]];
+      if (next.kind == Operation::Kind::attention) {
+        made_.phases.emplace_back(*next.attention);
+      } else {
+        made_.phases.emplace_back(*next.node);
+      }
       finish(members);
     }
   }

@@ -25,12 +25,13 @@ inline void require(bool ok, const std::string& reason) {
 
 // What is to be done, before it is part of a phase.
 struct Operation {
-  enum class Kind { rows, product, attention };
+  enum class Kind { rows, product, attention, node };
   Kind kind = Kind::rows;
   int64_t rows = 0;
   RowTask task;
   std::optional<Product> product;
   std::optional<AttentionPhase> attention;
+  std::optional<NodePhase> node;
   std::vector<int> reads;    // buffers
   std::vector<int> gathers;  // buffers of which a row reads other rows
   std::vector<int> writes;

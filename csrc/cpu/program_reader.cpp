@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "../dense.h"
 #include "kernels.h"
 #include "mlx/transforms.h"
 #include "parallel_for.h"
@@ -92,7 +93,7 @@ class ProgramReader {
       : program_(program), inputs_(inputs), outputs_(outputs) {}
 
   void read() {
-    require(kernels().product.most_rows > 0, "the instruction set has too few registers");
+    require(kernels().product.most_rows_float32 > 0, "the instruction set has too few registers");
     require(!outputs_.empty(), "it has no outputs");
     add_inputs();
     find_nodes();
@@ -199,14 +200,18 @@ class ProgramReader {
     std::optional<mx::array> added;
   };
 
+  static bool is_linear(const Node& node) {
+    return dynamic_cast<const Linear*>(node.primitive) ||
+           dynamic_cast<const QuantizedLinear*>(node.primitive);
+  }
+
   std::optional<size_t> own_linear(const mx::array& a) const {
     auto found = producers_.find(a.id());
     if (found == producers_.end() || uses_.at(a.id()) != 1) {
       return std::nullopt;
     }
     const Node& node = nodes_[found->second];
-    bool is_linear = dynamic_cast<const Linear*>(node.primitive) && !node.fused;
-    return is_linear ? std::optional(found->second) : std::nullopt;
+    return is_linear(node) && !node.fused ? std::optional(found->second) : std::nullopt;
   }
 
   void fuse() {
@@ -238,13 +243,58 @@ class ProgramReader {
 
   // --- Nodes ---
 
+  // Natively, or as an operation of MLX's own.
   void read_node(const Node& node) {
+    size_t num_operations = operations_.size();
+    try {
+      read_native(node);
+    } catch (const Unsupported&) {
+      // (What is part of another node's product has no value of its own.)
+      if (dynamic_cast<const KernelNode*>(node.primitive) ||
+          linears_.count(&node - nodes_.data())) {
+        throw;
+      }
+      operations_.resize(num_operations);
+      read_whole(node);
+    }
+  }
+
+  void read_whole(const Node& node) {
+    NodePhase p;
+    p.primitive = node.outputs[0].primitive_ptr();
+    Operation op;
+    op.kind = Operation::Kind::node;
+    for (const auto& in : node.inputs) {
+      if (depends_.count(in.id())) {
+        const View& v = view(in);
+        p.inputs.push_back({v, in.dtype(), std::nullopt});
+        op.gathers.push_back(v.buffer);
+      } else {
+        p.inputs.push_back({View{}, in.dtype(), evaluated(in)});
+      }
+    }
+    for (const auto& out : node.outputs) {
+      require(out.size() > 0, "an operation without results");
+      int buffer = add_buffer({.kind = Buffer::Kind::node});
+      views_[out.id()] = {buffer, 0, out.shape(), dense_strides(out.shape())};
+      p.outputs.push_back({buffer, out.shape(), out.dtype()});
+      op.writes.push_back(buffer);
+    }
+    require(p.primitive->device() == mx::Device::cpu, "an operation of a GPU");
+    auto stream = p.primitive->stream();
+    require(!program_.stream_ || *program_.stream_ == stream, "operations of several streams");
+    program_.stream_ = stream;
+    op.node = std::move(p);
+    operations_.push_back(std::move(op));
+  }
+
+  void read_native(const Node& node) {
     size_t index = &node - nodes_.data();
     if (auto found = linears_.find(index); found != linears_.end()) {
       return read_product(found->second, node.outputs[0]);
     }
     const auto* p = node.primitive;
-    if (dynamic_cast<const Linear*>(p)) {
+    if (is_linear(node)) {
       return read_product({index, std::nullopt, std::nullopt}, node.outputs[0]);
     }
     if (auto* norm = dynamic_cast<const RmsNorm*>(p)) {
@@ -259,6 +309,9 @@ class ProgramReader {
     if (dynamic_cast<const SiluMul*>(p)) {
       return read_silu_mul(node);
     }
+    if (auto* lookup = dynamic_cast<const Lookup*>(p)) {
+      return read_lookup(node, *lookup);
+    }
     if (dynamic_cast<const WriteKV*>(p)) {
       return read_write_kv(node);
     }
@@ -271,8 +324,14 @@ class ProgramReader {
     if (is(node, "Add")) {
       return read_elementwise(node, [](float a, float b) { return a + b; });
     }
+    if (is(node, "Subtract")) {
+      return read_elementwise(node, [](float a, float b) { return a - b; });
+    }
     if (is(node, "Multiply")) {
       return read_elementwise(node, [](float a, float b) { return a * b; });
+    }
+    if (is(node, "Divide")) {
+      return read_elementwise(node, [](float a, float b) { return a / b; });
     }
     read_view(node);
   }
@@ -280,6 +339,10 @@ class ProgramReader {
   void read_view(const Node& node) {
     const auto& out = node.outputs[0];
     View in = view(node.inputs[0]);
+    if (is(node, "StopGradient")) {
+      views_[out.id()] = in;
+      return;
+    }
     if (is(node, "Transpose")) {
       View seen = in;
       auto axes = static_cast<const mx::Transpose&>(*node.primitive).state();
@@ -323,13 +386,35 @@ class ProgramReader {
       }
       return;
     }
-    static const std::set<std::string> reshapes{
-        "Reshape", "Flatten", "Unflatten", "Squeeze", "ExpandDims"};
+    // (The strides of axes of 1 are MLX's: its products choose their way by them.)
+    if (is(node, "ExpandDims")) {
+      View seen = in;
+      for (int axis : static_cast<const mx::ExpandDims&>(*node.primitive).state()) {
+        seen.shape.insert(seen.shape.begin() + axis, 1);
+        seen.strides.insert(seen.strides.begin() + axis, 1);
+      }
+      views_[out.id()] = seen;
+      return;
+    }
+    if (is(node, "Squeeze")) {
+      View seen{in.buffer, in.offset, {}, {}};
+      auto axes = static_cast<const mx::Squeeze&>(*node.primitive).state();
+      for (int axis = 0; axis < int(in.shape.size()); axis++) {
+        if (std::find(axes.begin(), axes.end(), axis) == axes.end()) {
+          seen.shape.push_back(in.shape[axis]);
+          seen.strides.push_back(in.strides[axis]);
+        }
+      }
+      views_[out.id()] = seen;
+      return;
+    }
+    static const std::set<std::string> reshapes{"Reshape", "Flatten", "Unflatten"};
     if (reshapes.count(node.primitive->name())) {
       if (auto strides = reshaped(in, out.shape())) {
         views_[out.id()] = {in.buffer, in.offset, out.shape(), *strides};
         return;
       }
+      require(node.inputs[0].itemsize() == sizeof(float), "a copy of other than four bytes");
       View dense = copied(in);
       views_[out.id()] = {dense.buffer, dense.offset, out.shape(), dense_strides(out.shape())};
       return;
@@ -356,7 +441,7 @@ class ProgramReader {
     int64_t size = source.row_size();
     int64_t count = source.rows();
     add_row_operation(
-        to, {index.buffer}, {source.buffer}, [=](const Bases& bases, int64_t begin, int64_t end) {
+        to, {index}, {source.buffer}, [=](const Bases& bases, int64_t begin, int64_t end) {
           for (int64_t i = begin; i < end; i++) {
             int64_t at = *index.row<int32_t>(bases, i);
             at += at < 0 ? count : 0;
@@ -369,6 +454,20 @@ class ProgramReader {
         });
   }
 
+  void read_lookup(const Node& node, const Lookup& lookup) {
+    View ids = view(node.inputs[0]);
+    require(ids.row_size() == 1, "a lookup of several rows for a row");
+    View to = new_value(node.outputs[0]);
+    add_row_operation(
+        to, {ids}, {},
+        [=, weights = lookup.weights(evaluated(node))](
+            const Bases& bases, int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; i++) {
+            Lookup::read(weights, *ids.row<int32_t>(bases, i), to.row(bases, i));
+          }
+        });
+  }
+
   void read_rms_norm(const Node& node, const RmsNorm& norm) {
     View x = with_dense_rows(view(node.inputs[0]));
     View to = new_value(node.outputs[0]);
@@ -377,7 +476,7 @@ class ProgramReader {
     require(x.shape.size() > 1, "a norm over its rows");
     int64_t groups = x.row_size() / size;
     add_row_operation(
-        to, {x.buffer}, {}, [=, eps = norm.eps()](const Bases& bases, int64_t begin, int64_t end) {
+        to, {x}, {}, [=, eps = norm.eps()](const Bases& bases, int64_t begin, int64_t end) {
           for (int64_t i = begin; i < end; i++) {
             RmsNormArgs args{DType::float32, x.row(bases, i), weight, to.row(bases, i), size, eps};
             kernels().layer.rms_norm(args, 0, groups);
@@ -391,7 +490,7 @@ class ProgramReader {
     View to = new_value(node.outputs[0]);
     int half_dims = node.inputs[1].shape(0);
     add_row_operation(
-        to, {positions.buffer}, {},
+        to, {positions}, {},
         [=, scale = rotations.scale()](const Bases& bases, int64_t begin, int64_t end) {
           for (int64_t i = begin; i < end; i++) {
             rotate(
@@ -414,27 +513,25 @@ class ProgramReader {
     common.half_dims = rotations.shape[2];
     common.traditional = rope.traditional();
     require(rotations.is_dense(), "rotations that are not dense");
-    add_row_operation(
-        to, {x.buffer, rotations.buffer}, {}, [=](const Bases& bases, int64_t begin, int64_t end) {
-          RopeArgs args = common;
-          args.x = x.row(bases, 0);
-          args.rotations = rotations.row(bases, 0);
-          args.out = to.row(bases, 0);
-          kernels().layer.rope(args, begin, end);
-        });
+    add_row_operation(to, {x, rotations}, {}, [=](const Bases& bases, int64_t begin, int64_t end) {
+      RopeArgs args = common;
+      args.x = x.row(bases, 0);
+      args.rotations = rotations.row(bases, 0);
+      args.out = to.row(bases, 0);
+      kernels().layer.rope(args, begin, end);
+    });
   }
 
   void read_silu_mul(const Node& node) {
     View gate = with_dense_rows(view(node.inputs[0]));
     View x = with_dense_rows(view(node.inputs[1]));
     View to = new_value(node.outputs[0]);
-    add_row_operation(
-        to, {gate.buffer, x.buffer}, {}, [=](const Bases& bases, int64_t begin, int64_t end) {
-          for (int64_t i = begin; i < end; i++) {
-            SiluMulArgs args{DType::float32, gate.row(bases, i), x.row(bases, i), to.row(bases, i)};
-            kernels().layer.silu_mul(args, 0, to.row_size());
-          }
-        });
+    add_row_operation(to, {gate, x}, {}, [=](const Bases& bases, int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) {
+        SiluMulArgs args{DType::float32, gate.row(bases, i), x.row(bases, i), to.row(bases, i)};
+        kernels().layer.silu_mul(args, 0, to.row_size());
+      }
+    });
   }
 
   // Of a row: as many numbers, or one for all.
@@ -458,7 +555,7 @@ class ProgramReader {
     require(a.shape == to.shape && b.shape == to.shape, "arithmetic on arrays of different shapes");
     int64_t size = to.row_size();
     add_row_operation(
-        to, {a.buffer, b.buffer}, {},
+        to, {a, b}, {},
         [=, a = a, b = b, one_a = one_a, one_b = one_b](
             const Bases& bases, int64_t begin, int64_t end) {
           for (int64_t i = begin; i < end; i++) {
@@ -481,7 +578,9 @@ class ProgramReader {
   void read_write_kv(const Node& node) {
     require(node.inputs[0].dtype() == mx::float32, "pools of other than float32");
     View slots = view(node.inputs[4]);
-    std::vector<int> reads{slots.buffer};
+    Operation op;
+    op.kind = Operation::Kind::rows;
+    op.gathers = {slots.buffer};
     struct Part {
       View rows, pool;
       int64_t bytes;
@@ -491,14 +590,11 @@ class ProgramReader {
       View pool = view(node.inputs[i]);
       require(buffer(pool).kind == Buffer::Kind::input, "a pool that is not an input");
       View rows = with_dense_rows(view(node.inputs[2 + i]));
-      reads.push_back(rows.buffer);
+      (is_aligned(rows) ? op.reads : op.gathers).push_back(rows.buffer);
       parts.push_back({rows, pool, rows.row_size() * int64_t(sizeof(float))});
       views_[node.outputs[i].id()] = pool;
     }
-    Operation op;
-    op.kind = Operation::Kind::rows;
     op.rows = slots.rows();
-    op.reads = reads;
     op.writes = {parts[0].pool.buffer, parts[1].pool.buffer};
     op.task = [=](const Bases& bases, int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++) {
@@ -552,34 +648,67 @@ class ProgramReader {
     operations_.push_back(std::move(op));
   }
 
+  // A constant's handle with its data.
+  mx::array evaluated(const mx::array& a) const {
+    auto found = std::find_if(
+        program_.constants_.begin(), program_.constants_.end(),
+        [&](const mx::array& constant) { return constant.id() == a.id(); });
+    return found == program_.constants_.end() ? a : *found;
+  }
+
+  // The inputs of a node with their data, but for the first.
+  Arrays evaluated(const Node& node) const {
+    Arrays in = node.inputs;
+    for (size_t i = 1; i < in.size(); i++) {
+      require(!depends_.count(in[i].id()), "weights that depend on the inputs");
+      in[i] = evaluated(in[i]);
+      require(is_dense(in[i]), "weights that are not dense");
+    }
+    return in;
+  }
+
+  struct Weights {
+    WeightView weight;
+    const float* bias = nullptr;
+  };
+
+  Weights weights_of(const Node& node) {
+    Arrays in = evaluated(node);
+    Weights w;
+    size_t bias = 2;
+    if (auto* quantized = dynamic_cast<const QuantizedLinear*>(node.primitive)) {
+      w.weight = quantized->weights(in);
+      bias = w.weight.biases ? 4 : 3;
+    } else {
+      w.weight = Linear::weights(in[1]);
+    }
+    w.bias = in.size() > bias ? constant(node.inputs[bias]) : nullptr;
+    return w;
+  }
+
   void read_product(const Linears& linears, const mx::array& out) {
     const Node& node = nodes_[linears.gate];
+    auto [weight, bias] = weights_of(node);
     Product p{};
-    p.n = node.inputs[1].shape(0);
-    p.k = node.inputs[1].shape(1);
+    p.weight = weight;
+    p.bias = bias;
     p.x = with_dense_rows(view(node.inputs[0]));
-    require(p.x.row_size() == p.k, "a product of several vectors a row");
-    require(p.x.rows() <= kernels().product.most_rows, "more rows than it pays for");
+    require(p.x.row_size() == weight.k, "a product of several vectors a row");
+    require(p.x.rows() <= kernels().product.most_rows(weight), "more rows than it pays for");
     p.out = new_value(out);
-    auto bias_of = [&](const Node& n) {
-      return n.inputs.size() > 2 ? constant(n.inputs[2]) : nullptr;
-    };
-    p.weight = constant(node.inputs[1]);
-    p.bias = bias_of(node);
     Operation op;
     op.kind = Operation::Kind::product;
     op.rows = p.x.rows();
     op.gathers = {p.x.buffer};
     if (linears.up) {
-      p.up = constant(nodes_[*linears.up].inputs[1]);
-      p.up_bias = bias_of(nodes_[*linears.up]);
-      require(
-          nodes_[*linears.up].inputs[1].shape() == node.inputs[1].shape(),
-          "a gate of another size");
+      auto [up, up_bias] = weights_of(nodes_[*linears.up]);
+      require(up.n == weight.n && up.k == weight.k, "a gate of another size");
+      p.up = up;
+      p.up_bias = up_bias;
     }
     if (linears.added) {
-      p.added = {with_dense_rows(view(*linears.added))};
-      op.gathers.push_back(p.added[0].buffer);
+      p.added = with_dense_rows(view(*linears.added));
+      op.gathers.push_back(p.added->buffer);
     }
     op.writes = {p.out.buffer};
     op.product = p;
@@ -635,6 +764,7 @@ class ProgramReader {
     require(a.ndim() > 0 && a.size() > 0, "a value without rows");
     int buffer = add_buffer({.kind = Buffer::Kind::temporary});
     program_.buffers_[buffer].bytes = int64_t(a.nbytes());
+    program_.buffers_[buffer].row_size = int64_t(a.size()) / a.shape(0);
     View v{buffer, 0, a.shape(), dense_strides(a.shape())};
     views_[a.id()] = v;
     return v;
@@ -646,6 +776,7 @@ class ProgramReader {
     int buffer = add_buffer({.kind = Buffer::Kind::temporary});
     View to{buffer, 0, from.shape, dense_strides(from.shape)};
     program_.buffers_[buffer].bytes = from.rows() * from.row_size() * int64_t(sizeof(float));
+    program_.buffers_[buffer].row_size = from.row_size();
     require(from.shape.size() <= 4, "a copy of more than four axes");
     std::array<int64_t, 4> size{1, 1, 1, 1}, step{};
     size_t missing = 4 - from.shape.size();
@@ -654,7 +785,7 @@ class ProgramReader {
       step[missing + i] = from.strides[i];
     }
     require(from.shape.size() > 0, "a copy of a scalar");
-    add_row_operation(to, {from.buffer}, {}, [=](const Bases& bases, int64_t begin, int64_t end) {
+    add_row_operation(to, {from}, {}, [=](const Bases& bases, int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++) {
         const float* src = from.row(bases, i);
         float* dst = to.row(bases, i);
@@ -677,22 +808,39 @@ class ProgramReader {
 
   const Buffer& buffer(const View& v) const { return program_.buffers_[v.buffer]; }
 
+  // Whether row i of a view is part of row i of what was written.
+  bool is_aligned(const View& v) const {
+    int64_t size = buffer(v).row_size;
+    int64_t end = v.offset + 1;
+    for (size_t i = 1; i < v.shape.size(); i++) {
+      end += (v.shape[i] - 1) * v.strides[i];
+    }
+    return end <= size && (v.rows() == 1 || v.strides[0] == size);
+  }
+
   void add_row_operation(
-      const View& to, std::vector<int> reads, std::vector<int> gathers, RowTask task) {
+      const View& to, const std::vector<View>& reads, std::vector<int> gathers, RowTask task) {
     Operation op;
     op.kind = Operation::Kind::rows;
     op.rows = to.rows();
     op.task = std::move(task);
-    op.reads = std::move(reads);
     op.gathers = std::move(gathers);
+    for (const View& v : reads) {
+      (is_aligned(v) ? op.reads : op.gathers).push_back(v.buffer);
+    }
     op.writes = {to.buffer};
     operations_.push_back(std::move(op));
   }
 
   void add_outputs() {
+    require(outputs_[0].dtype() == mx::float32, "a result of other than float32");
     View result = view(outputs_[0]);
-    if (!result.is_dense() || buffer(result).kind != Buffer::Kind::temporary || result.offset ||
-        buffer(result).bytes != int64_t(outputs_[0].nbytes())) {
+    bool is_shown = std::any_of(operations_.begin(), operations_.end(), [&](const Operation& op) {
+      return op.kind == Operation::Kind::node &&
+             std::count(op.gathers.begin(), op.gathers.end(), result.buffer);
+    });
+    if (is_shown || !result.is_dense() || buffer(result).kind != Buffer::Kind::temporary ||
+        result.offset || buffer(result).bytes != int64_t(outputs_[0].nbytes())) {
       result = copied(result);
     }
     program_.buffers_[result.buffer].kind = Buffer::Kind::output;

@@ -27,7 +27,7 @@ from mlx_lm.utils import (
 from mlx_lm.utils import load as load_mlx_lm
 from safetensors import safe_open
 
-from mlx_paged import descriptors
+from mlx_paged import descriptors, ops
 from mlx_paged.errors import ModelLoadError, UnsupportedModelError
 from mlx_paged.model.config_files import (
     eos_token_ids,
@@ -47,6 +47,7 @@ from mlx_paged.model.media_processor import MediaModel
 from mlx_paged.model.multimodal import INSTALL, installed_version
 from mlx_paged.model.multimodal import load as load_mlx_vlm
 from mlx_paged.model.patches import overridden
+from mlx_paged.model.wide_embeddings import WideEmbedding, WideQuantizedEmbedding
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +103,9 @@ def load(
         path_or_hub_id: a directory in mlx-lm's format, or a Hugging Face id. None loads the model
             embedded in this package.
         dtype: "auto", "float32", "float16" or "bfloat16". "auto" keeps what the weights have,
-            except on the CPU, where MLX is fast in float32 only: there quantised weights are
-            dequantised and all are float32.
+            except on the CPU, where activations are float32: there the weights of linear layers
+            and embeddings stay, quantised or of 16 bits, and all others become float32. "float32"
+            there dequantises and widens these too.
         generation_config: instead of what the model's own ``generation_config.json`` says. The end
             tokens that it names are end tokens of the model too.
 
@@ -143,7 +145,8 @@ def load(
         ) from error
     if media is None:
         require_family(config)
-    _convert(model, dtype)
+    # (Towers run outside of steps, where products are MLX's.)
+    _convert(model, dtype, keeps_weights=media is None)
     if generation_config is None:
         # (A hub id's files have been downloaded: this only finds their path.)
         generation_config = read_generation_config(_directory_of(name))
@@ -301,12 +304,38 @@ def _reason(name: str, error: Exception) -> str:
     )
 
 
-def _convert(model: nn.Module, dtype: str) -> None:
+def _convert(model: nn.Module, dtype: str, *, keeps_weights: bool) -> None:
     on_cpu = mx.default_device() == mx.cpu
     if dtype == "auto" and not on_cpu:
         return
-    if dtype in ("auto", "float32"):
-        # Quantised and half-precision products are scalar code in MLX's CPU backend.
-        dequantize_model(model)
-    model.set_dtype(DTYPES.get(dtype, mx.float32))
+    kept: list[tuple[nn.Module, type]] = []
+    if dtype == "auto" and keeps_weights:
+        kept = [(module, type(module)) for module in model.modules() if _stays(module)]
+    # What has no native product is scalar code in MLX's CPU backend, quantised or of 16 bits.
+    for module, _ in kept:
+        module.__class__ = nn.Module  # (hides it from what follows)
+    try:
+        if dtype in ("auto", "float32"):
+            dequantize_model(model)
+        weights = {id(module): dict(module) for module, _ in kept}
+        model.set_dtype(DTYPES.get(dtype, mx.float32))
+    finally:
+        for module, kind in kept:
+            module.__class__ = _WIDE.get(kind, kind)
+    for module, _ in kept:
+        before = weights[id(module)]
+        module.update({name: before[name] for name in _KEPT if name in before})
     mx.eval(model.parameters())
+
+
+_WIDE = {nn.Embedding: WideEmbedding, nn.QuantizedEmbedding: WideQuantizedEmbedding}
+_KEPT = ("weight", "scales", "biases")
+
+
+def _stays(module: nn.Module) -> bool:
+    """Whether a module's weight is multiplied as the checkpoint has it. (No subclass's is.)"""
+    if type(module) in (nn.Linear, nn.Embedding):
+        return module.weight.dtype in (mx.float16, mx.bfloat16)
+    if type(module) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
+        return ops.has_product(module.mode, module.bits, module.group_size)
+    return False

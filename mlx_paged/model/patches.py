@@ -6,7 +6,9 @@
   RMSNorm six, a linear layer four or five, and SwiGLU is compiled to scalar code. On a GPU each of
   these is one kernel of MLX's own, but with CUDA a linear layer of a few rows is cuBLAS, which
   costs the host more than any other operation of a decode step. The native forms have no gradient
-  and take no batch of sequences, so they are used only on the thread that builds a paged step.
+  and take no batch of sequences, so they are used only on the thread that builds a paged step. The
+  product with quantised weights has both, and is used for every call on the CPU, where MLX's own is
+  scalar code.
 - **Methods of single modules** (`Overrides`, `OutputRows`): the module keeps its place and its
   parameters, and its class becomes a subclass of itself. mlx-lm's own classes do not change.
 
@@ -118,6 +120,11 @@ class _Building(threading.local):
 
 
 _building = _Building()
+
+
+def is_native_on_cpu() -> bool:
+    """Whether this thread builds a step on the CPU, where operations without a gradient serve."""
+    return _building.linear_dtypes == (mx.float32,)
 
 
 @contextmanager
@@ -308,13 +315,31 @@ def as_linear(self: nn.Embedding, x: mx.array) -> mx.array:
 
 
 def quantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
-    """``nn.QuantizedLinear.__call__``."""
+    """``nn.QuantizedLinear.__call__``; on the CPU native outside of steps too."""
+    if mx.default_device() == mx.cpu:
+        return _native_quantized(self, x, self.get("bias"))
     return _as_one_matrix(_mlx_quantized_linear, self, x)
 
 
 def quantized_as_linear(self: nn.QuantizedEmbedding, x: mx.array) -> mx.array:
-    """``nn.QuantizedEmbedding.as_linear``."""
+    """``nn.QuantizedEmbedding.as_linear``; on the CPU native outside of steps too."""
+    if mx.default_device() == mx.cpu:
+        return _native_quantized(self, x, None)
     return _as_one_matrix(_mlx_quantized_as_linear, self, x)
+
+
+def _native_quantized(self: nn.Module, x: mx.array, bias: mx.array | None) -> mx.array:
+    # (It has a gradient, unlike the other native forms, and takes any batch.)
+    return ops.quantized_linear(
+        x,
+        self["weight"],
+        self["scales"],
+        self.get("biases"),
+        bias,
+        group_size=self.group_size,
+        bits=self.bits,
+        mode=self.mode,
+    )
 
 
 def _as_one_matrix(multiply: Callable[..., mx.array], self: nn.Module, x: mx.array) -> mx.array:

@@ -9,12 +9,15 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
 # isort: split
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from support.family_configs import config_of
 from support.models import StepDriver, tiny_config, tiny_model
 
 from mlx_paged import ops
 from mlx_paged.model.compiled import CompiledSteps
+from mlx_paged.model.loader import _convert
 from mlx_paged.model.plan import StepInputs, build_plan
 from mlx_paged.model.wrap import page
 
@@ -45,9 +48,37 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+# With operations of MLX's own between the phases.
+for _family in ("gemma3_text", "qwen3_moe", "gpt2", "cohere"):
+    CONFIGS[_family] = config_of(_family)
+
+# Weights as checkpoints have them, with heads that are tied and others.
+WIDE = {"hidden_size": 128, "intermediate_size": 256}
+FORMATS: dict[str, tuple[dict[str, Any], str | dict[str, Any]]] = {
+    "llama in bfloat16": (tiny_config("llama"), "bfloat16"),
+    "qwen3 in float16": (tiny_config("qwen3", tied=False), "float16"),
+    "llama in 4 bits": (tiny_config("llama", **WIDE), {"bits": 4, "group_size": 64}),
+    "qwen3 in 4 bits": (tiny_config("qwen3", tied=False), {"bits": 4, "group_size": 32}),
+    "qwen2 in 6 bits": (tiny_config("qwen2", **WIDE), {"bits": 6, "group_size": 128}),
+    "llama in mxfp4": (tiny_config("llama"), {"bits": 4, "group_size": 32, "mode": "mxfp4"}),
+}
+
+
+def model_of(name: str) -> tuple[Any, str]:
+    if name in CONFIGS:
+        return tiny_model(CONFIGS[name]), CONFIGS[name]["model_type"]
+    config, form = FORMATS[name]
+    model = tiny_model(config)
+    model.set_dtype(mx.bfloat16 if isinstance(form, dict) else getattr(mx, form))
+    if isinstance(form, dict):
+        nn.quantize(model, **form)
+    _convert(model, "auto", keeps_weights=True)
+    return model, config["model_type"]
+
+
 def driver_of(name: str) -> StepDriver:
-    config = CONFIGS[name]
-    return StepDriver(tiny_model(config), config["model_type"], block_size=8)
+    model, model_type = model_of(name)
+    return StepDriver(model, model_type, block_size=8)
 
 
 def steps() -> list[dict[str, list[int]]]:
@@ -63,7 +94,7 @@ def steps() -> list[dict[str, list[int]]]:
     ]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *FORMATS])
 def test_they_give_what_the_graph_gives(name: str) -> None:
     programs, graphs = driver_of(name), driver_of(name)
     graphs.runner.model._compiled._failed = True
@@ -86,22 +117,59 @@ def test_as_many_rows_as_they_take_and_one_more() -> None:
     assert shape[1] == most
 
 
-def test_a_model_of_other_operations_runs_as_before() -> None:
-    config = tiny_config("cohere")
-    driver = StepDriver(tiny_model(config), "cohere", block_size=8)
+def test_a_model_that_reads_values_runs_as_before() -> None:
+    driver = driver_of("llama")
+    compiled = driver.runner.model._compiled
+    forward = compiled._forward
+
+    def reads(tokens: mx.array, *rest: Any) -> Any:
+        assert tokens.tolist()
+        return forward(tokens, *rest)
+
+    compiled._forward = reads
     [logits] = driver.step({"a": [1, 2, 3]}).values()
-    assert np.isfinite(logits).all()
-    assert driver.runner.model._compiled._failed
+    [expected] = driver_of("llama").step({"a": [1, 2, 3]}).values()
+    np.testing.assert_array_equal(logits, expected)
+    assert compiled._failed
 
 
-def test_what_a_program_has_no_operation_for_is_named() -> None:
+def test_operations_that_it_has_not_are_mlxs_own() -> None:
+    """As a router of experts has them: of several outputs, whole arrays, integers and scalars."""
+    weight = mx.random.normal((8, 16))
+
+    def graph(x: mx.array, table: mx.array) -> mx.array:
+        scores = mx.softmax(ops.linear(x * 2.0, weight), axis=-1, precise=True)
+        best = mx.stop_gradient(mx.argpartition(scores, kth=-2, axis=-1)[..., -2:])
+        rows = table[best.flatten()].reshape(3, 2, 16)  # (more rows than the step's)
+        kept = mx.take_along_axis(scores, best, axis=-1)
+        parts = mx.split(rows * kept[..., None], 2, axis=1)
+        largest = mx.max(mx.abs(parts[0]))
+        return mx.tanh((parts[0] - parts[1]).squeeze(1) / largest) * 3.0
+
+    x, table = mx.random.normal((3, 16)), mx.random.normal((8, 16))
+    placeholders = ops.placeholders([x, table])
+    program = ops.StepProgram(placeholders, [graph(*placeholders)])
+    assert program.num_nodes > 3
+    for _ in range(3):
+        np.testing.assert_array_equal(np.array(program([x, table])[0]), np.array(graph(x, table)))
+        x, table = x + 1.0, table * -2.0
+
+
+def test_row_operations_wait_for_the_rows_that_they_read() -> None:
+    x = mx.random.normal((32, 32))
+    [placeholder] = ops.placeholders([x])
+    out = (placeholder * 2.0).T + 1.0
+    program = ops.StepProgram([placeholder], [out])
+    for _ in range(20):
+        np.testing.assert_array_equal(np.array(program([x])[0]), np.array((x * 2.0).T + 1.0))
+
+
+def test_what_a_program_cannot_be_is_named() -> None:
     [x] = ops.placeholders([mx.zeros((3, 8))])
-    with pytest.raises(ValueError, match="the operation Exp"):
-        ops.StepProgram([x], [mx.exp(x)])
     with pytest.raises(ValueError, match="does not depend on the inputs"):
         ops.StepProgram([x], [mx.zeros((3, 8))])
     [half] = ops.placeholders([mx.zeros((3, 8), dtype=mx.float16)])
-    with pytest.raises(ValueError, match="other than float32"):
+    with pytest.raises(ValueError, match="result of other than float32"):
         ops.StepProgram([half], [half + half])
 
 
@@ -134,6 +202,48 @@ def test_lookups_of_rows() -> None:
     out = np.array(program([indices])[0])
     np.testing.assert_array_equal(out[:3], 2 * np.array(table)[[4, 0, 4]])
     assert np.isnan(out[3:]).all(), "no memory beside the table is read"
+
+
+@pytest.mark.parametrize("form", ["float32", "float16", "bfloat16", "affine", "mxfp8"])
+def test_lookups_in_every_format(form: str) -> None:
+    table = mx.random.normal((5, 64))
+    arrays: list[mx.array]
+    format_of: dict[str, Any] = {}
+    if form in ("affine", "mxfp8"):
+        format_of = {"group_size": 32, "bits": 8, "mode": form}
+        arrays = list(mx.quantize(table.astype(mx.bfloat16), **format_of))
+        values = mx.dequantize(
+            arrays[0],
+            *(a.astype(mx.float32) if form == "affine" else a for a in arrays[1:]),
+            **format_of,
+            dtype=mx.float32,
+        )
+    else:
+        arrays = [table.astype(getattr(mx, form))]
+        values = arrays[0].astype(mx.float32)
+    indices = mx.array([[4], [0], [-1], [5], [-6]], dtype=mx.int32)
+    graph = np.array(ops.lookup(indices, *arrays, **format_of))
+    assert graph.shape == (5, 1, 64)
+    np.testing.assert_allclose(graph[:3, 0], np.array(values)[[4, 0, 4]], rtol=1e-6, atol=1e-6)
+    assert np.isnan(graph[3:]).all(), "no memory beside the table is read"
+    [placeholder] = ops.placeholders([indices])
+    program = ops.StepProgram([placeholder], [ops.lookup(placeholder, *arrays, **format_of)])
+    np.testing.assert_array_equal(np.array(program([indices])[0]), graph)
+
+
+def test_lookups_refuse_what_is_no_embedding() -> None:
+    table, ids = mx.zeros((4, 64)), mx.array([0], dtype=mx.int32)
+    quantised = mx.quantize(table, group_size=32, bits=4)
+    with pytest.raises(ValueError, match="ids must be int32 or uint32 but got float32"):
+        ops.lookup(table, table)
+    with pytest.raises(ValueError, match="weight"):
+        ops.lookup(ids, table.astype(mx.int32))
+    with pytest.raises(ValueError, match="7 bits in groups of 32"):
+        ops.lookup(ids, *quantised, group_size=32, bits=7)
+    with pytest.raises(ValueError, match="scales"):
+        ops.lookup(ids, *quantised, group_size=64, bits=4)
+    with pytest.raises(ValueError, match="biases must be an array but got None"):
+        ops.lookup(ids, *quantised[:2], group_size=32, bits=4)
 
 
 def test_a_plan_that_is_used_for_more_than_attention_is_refused() -> None:
