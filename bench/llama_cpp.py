@@ -30,7 +30,6 @@ import contextlib
 import fnmatch
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -204,16 +203,11 @@ class Worker:
         self._lines = iter(self._process.stdout)
         answer_of(self._lines)
 
-    def measure(self, what: str) -> tuple[float, float]:
-        """Its value, and the CPU seconds that it took."""
-        import psutil
-
-        process = psutil.Process(self._process.pid)
-        before = sum(process.cpu_times()[:2])
+    def measure(self, what: str) -> float:
         assert self._process.stdin is not None
         self._process.stdin.write(what + "\n")
         self._process.stdin.flush()
-        return answer_of(self._lines)["value"], sum(process.cpu_times()[:2]) - before
+        return answer_of(self._lines)["value"]
 
     def close(self) -> None:
         self._process.kill()
@@ -222,8 +216,7 @@ class Worker:
 
 # --- Cells ----------------------------------------------------------------------------------------
 
-Value = tuple[float, float]  # and CPU seconds
-Side = Callable[[], Value]
+Side = Callable[[], float]
 
 
 def speed_sides(setting: Setting, what: str, worker: Worker) -> dict[str, Side]:
@@ -231,14 +224,13 @@ def speed_sides(setting: Setting, what: str, worker: Worker) -> dict[str, Side]:
     rows = int(what.partition("-")[2] or 1)
     prompt, tokens = (LONG_PROMPT, 1) if what == "prefill" else (PROMPT, STEPS)
 
-    def theirs(build: str) -> Value:
+    def theirs(build: str) -> float:
         programs = peer.build(setting.cache, build)
         command = peer.bench_command(
             programs, setting.gguf(), setting.threads, prompt, tokens, rows
         )
-        done = peer.run(command, setting.cores)
-        found = peer.parse_bench(done.out)
-        return found["speed_pp" if what == "prefill" else "speed_tg"], done.cpu
+        found = peer.parse_bench(peer.run(command, setting.cores).out)
+        return found["speed_pp" if what == "prefill" else "speed_tg"]
 
     sides: dict[str, Side] = {"ours": lambda: worker.measure(what)}
     for build in setting.builds():
@@ -262,21 +254,20 @@ def start_sides(setting: Setting, what: str) -> dict[str, Side]:
         asked = "memory\n" if what == "memory" else ""
         return peer.run(command, setting.cores, setting.environ, asked)
 
-    def ours() -> Value:
+    def ours() -> float:
         done = run_ours()
         if what == "load":
-            return answer_of(iter(done.out.splitlines()))["load"], done.cpu
-        return (done.peak_rss if what == "memory" else done.first_byte), done.cpu
+            return answer_of(iter(done.out.splitlines()))["load"]
+        return done.peak_rss if what == "memory" else done.first_byte
 
-    def theirs() -> Value:
+    def theirs() -> float:
         if what == "memory":
             command = peer.bench_command(
                 programs, setting.gguf(), setting.threads, LONG_PROMPT, STEPS, 1
             )
-            done = peer.run(command, setting.cores)
-            return done.peak_rss, done.cpu
+            return peer.run(command, setting.cores).peak_rss
         done = peer.run(completion, setting.cores)
-        return (peer.parse_load_seconds(done.err) if what == "load" else done.first_byte), done.cpu
+        return peer.parse_load_seconds(done.err) if what == "load" else done.first_byte
 
     return {"ours": ours, "native": theirs}
 
@@ -329,7 +320,7 @@ class Servers:
         shared = random_prompt(rng, LONG_PROMPT)
         return [shared + random_prompt(rng, OWN) for _ in range(max(ROWS))]
 
-    def ours(self) -> Value:
+    def ours(self) -> float:
         if self._ours is None:
             port = free_port()
             blocks = (max(ROWS) + 1) * (LONG_PROMPT + OWN + ANSWER) // 16
@@ -339,9 +330,9 @@ class Servers:
                        str(max(ROWS)), "--max-model-len", "2048",
                        "--num-gpu-blocks-override", str(blocks)]  # fmt: skip
             self._ours = self._start("mlx-paged", command, port)
-        return asyncio.run(_post_all(self._ours, self._prompts())), 0.0
+        return asyncio.run(_post_all(self._ours, self._prompts()))
 
-    def theirs(self) -> Value:
+    def theirs(self) -> float:
         if self.best is None:
             for way in peer.SERVER_WAYS:
                 with contextlib.ExitStack() as stack:
@@ -351,10 +342,10 @@ class Servers:
                     self._stack = keep
                 print(f"  llama-server, {way}: {self.ways[way]:.1f} s", flush=True)
             self.best = min(self.ways, key=self.ways.__getitem__)
-            return self.ways[self.best], 0.0
+            return self.ways[self.best]
         if self._theirs is None:
             self._theirs = self.best, self._start_way(self.best)
-        return asyncio.run(_post_all(self._theirs[1], self._prompts())), 0.0
+        return asyncio.run(_post_all(self._theirs[1], self._prompts()))
 
     def _start_way(self, way: str) -> str:
         port, setting = free_port(), self._setting
@@ -375,36 +366,47 @@ def busy_seconds() -> float:
     return sum(times) - times.idle - getattr(times, "iowait", 0.0)
 
 
-@contextlib.contextmanager
-def beside(command: str) -> Iterator[None]:
-    """Runs a command meanwhile, which ends when its stdin does; nothing if it is empty."""
-    if not command:
-        yield
-        return
-    process = subprocess.Popen(shlex.split(command), stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    try:
-        time.sleep(0.3)  # (until it has done its work)
-        yield
-    finally:
-        process.stdin.close()
-        process.wait()
+def own_seconds() -> float:
+    """CPU seconds of this process and of all that it started, whether they have ended or not."""
+    import psutil
+
+    total = 0.0
+    me = psutil.Process()
+    for process in [me, *me.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:4])  # user, system, and of children that ended
+    return total
 
 
-def take_turns(sides: dict[str, Side], turns: int, meanwhile: str = "") -> dict[str, Any]:
-    """Every other turn in reverse order. Values by side, and how many cores others used at most."""
+def watched(side: Side) -> tuple[float, float]:
+    """What a side measures, and how many cores other programs used meanwhile."""
+    start, busy, own = time.perf_counter(), busy_seconds(), own_seconds()
+    value = side()
+    others = busy_seconds() - busy - (own_seconds() - own)
+    return value, max(0.0, others) / (time.perf_counter() - start)
+
+
+def take_turns(
+    sides: dict[str, Side], turns: int, idle: float | None = None, tries: int = 4
+) -> dict[str, Any]:
+    """Every other turn in reverse order. Values by side, and how many cores others used at most.
+
+    Args:
+        idle: while others use more cores than this, a side is measured again, up to `tries` times;
+            the least disturbed value counts.
+    """
     values: dict[str, list[float]] = {name: [] for name in sides}
     others: list[float] = []
     for turn in range(turns):
-        with beside(meanwhile):
-            for name in list(sides)[:: 1 if turn % 2 == 0 else -1]:
-                start, busy = time.perf_counter(), busy_seconds()
-                value, cpu = sides[name]()
-                if cpu:
-                    seconds = time.perf_counter() - start
-                    others.append(max(0.0, busy_seconds() - busy - cpu) / seconds)
-                values[name].append(value)
-    return {"values": values, "others_cpu": round(max(others), 2) if others else None}
+        for name in list(sides)[:: 1 if turn % 2 == 0 else -1]:
+            value, used = watched(sides[name])
+            for _ in range(tries - 1):
+                if idle is None or used <= idle:
+                    break
+                value, used = min((value, used), watched(sides[name]), key=lambda pair: pair[1])
+            values[name].append(value)
+            others.append(used)
+    return {"values": values, "others_cpu": round(max(others), 2)}
 
 
 def measure_group(
@@ -422,20 +424,18 @@ def measure_group(
                     known = cells.get(id, {}).get("best_way") if options.add else None
                     servers = Servers(setting, running, known)
                     sides: dict[str, Side] = {"ours": servers.ours, "native": servers.theirs}
-                    found = take_turns(sides, options.turns, options.beside)
+                    found = take_turns(sides, options.turns, options.idle)
                     more = {"best_way": servers.best}
                     if servers.ways:
                         more["ways"] = servers.ways
             elif what in ("memory", "load", "first-token"):
-                found = take_turns(start_sides(setting, what), options.turns, options.beside)
+                found = take_turns(start_sides(setting, what), options.turns, options.idle)
             else:
                 if worker is None:
                     worker = Worker(setting)
                     stack.callback(worker.close)
                     worker.measure("decode-1")  # the first steps are slower
-                found = take_turns(
-                    speed_sides(setting, what, worker), options.turns, options.beside
-                )
+                found = take_turns(speed_sides(setting, what, worker), options.turns, options.idle)
             cells[id] = cell_of(found, cells.get(id) if options.add else None, setting, more)
             print(report.line_of(id, cells[id]), flush=True)
             if options.save:
@@ -454,8 +454,7 @@ def cell_of(
     if before is not None and all(before.get(key) == value for key, value in made.items()):
         more = {"ways": before["ways"], **more} if "ways" in before else more
         values = {name: [*before["values"].get(name, []), *new] for name, new in values.items()}
-        if before["others_cpu"] is not None and others is not None:
-            others = max(others, before["others_cpu"])
+        others = max(others, before["others_cpu"])
     return {
         "values": {name: [rounded(value) for value in all] for name, all in values.items()},
         "median": {name: rounded(statistics.median(all)) for name, all in values.items()},
@@ -490,8 +489,8 @@ def main() -> None:
                         help="add turns to those that the file has of the same commit")  # fmt: skip
     parser.add_argument("--label", default="", help="of a variant of ours: 4bit-LABEL in the ids")
     parser.add_argument("--env", nargs="+", default=[], metavar="NAME=VALUE", help="for ours")
-    parser.add_argument("--beside", default="", metavar="COMMAND",
-                        help="runs during each turn, until its stdin ends")  # fmt: skip
+    parser.add_argument("--idle", type=float, metavar="CORES",
+                        help="repeat what was measured while others used more")  # fmt: skip
     parser.add_argument("--cache", type=Path, default=cache, help=f"default {cache}")
     parser.add_argument("--name", default=NAME, help="of the file in bench/results")
     parser.add_argument("--no-save", dest="save", action="store_false")

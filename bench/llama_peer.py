@@ -103,7 +103,6 @@ class Done:
     seconds: float
     first_byte: float  # seconds until something was on stdout
     peak_rss: int  # bytes, mapped files included
-    cpu: float  # seconds of all its threads
 
 
 def run(
@@ -138,7 +137,7 @@ def run(
         raise SystemExit(
             f"{' '.join(command)} ended with status {process.returncode}:\n{said[-3000:]}"
         )
-    return Done(out, said, seconds, first_byte, peak_bytes(used), used.ru_utime + used.ru_stime)
+    return Done(out, said, seconds, first_byte, peak_bytes(used))
 
 
 def peak_bytes(used: resource.struct_rusage) -> int:
