@@ -335,17 +335,24 @@ class Servers:
     def theirs(self) -> float:
         if self.best is None:
             for way in peer.SERVER_WAYS:
-                with contextlib.ExitStack() as stack:
-                    keep, self._stack = self._stack, stack
-                    url = self._start_way(way)
-                    self.ways[way] = asyncio.run(_post_all(url, self._prompts()))
-                    self._stack = keep
+                self.ways[way] = self._try_way(way, 2 * min(self.ways.values(), default=900.0))
                 print(f"  llama-server, {way}: {self.ways[way]:.1f} s", flush=True)
             self.best = min(self.ways, key=self.ways.__getitem__)
             return self.ways[self.best]
         if self._theirs is None:
             self._theirs = self.best, self._start_way(self.best)
         return asyncio.run(_post_all(self._theirs[1], self._prompts()))
+
+    def _try_way(self, way: str, limit: float) -> float:
+        """Its seconds, or the limit after which it is given up."""
+        with contextlib.ExitStack() as stack:
+            keep, self._stack = self._stack, stack
+            url = self._start_way(way)
+            self._stack = keep
+            try:
+                return asyncio.run(asyncio.wait_for(_post_all(url, self._prompts()), limit))
+            except TimeoutError:
+                return limit
 
     def _start_way(self, way: str) -> str:
         port, setting = free_port(), self._setting

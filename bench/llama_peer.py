@@ -202,15 +202,16 @@ def parse_load_seconds(err: str) -> float:
     return minutes * 60 + seconds + milli / 1e3 + micro / 1e6
 
 
-# Ways to serve 32 requests: which one is best depends on the model, so a run tries all of them.
-# Slots keep their prompts, a request gets the slot that has most of its own, and what idle slots
-# had can be loaded from the cache in RAM: with few slots a shared prompt is computed once for each.
+# Ways to serve 32 requests: which one is best depends on the model, so a run tries all of them, none
+# longer than twice the best. Slots keep their prompts, a request gets the slot that has most of its
+# own, and what idle slots had can be loaded from the cache in RAM: with few slots a shared prompt is
+# computed once for each.
 SERVER_WAYS: dict[str, list[str]] = {
+    "1 slot": ["-np", "1", "-no-kvu"],
+    "4 slots": ["-np", "4", "-no-kvu"],
+    "8 slots": ["-np", "8", "-no-kvu"],
     "32 slots": ["-np", "32", "-no-kvu"],
     "32 slots, one KV buffer": ["-np", "32", "-kvu"],
-    "8 slots": ["-np", "8", "-no-kvu"],
-    "4 slots": ["-np", "4", "-no-kvu"],
-    "1 slot": ["-np", "1", "-no-kvu"],
 }
 
 
