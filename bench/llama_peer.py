@@ -202,10 +202,10 @@ def parse_load_seconds(err: str) -> float:
     return minutes * 60 + seconds + milli / 1e3 + micro / 1e6
 
 
-# Ways to serve 32 requests: which one is best depends on the model, so a run tries all of them, none
-# longer than twice the best. Slots keep their prompts, a request gets the slot that has most of its
-# own, and what idle slots had can be loaded from the cache in RAM: with few slots a shared prompt is
-# computed once for each.
+# Ways to serve 32 requests: which one is best depends on the model, so a run tries all of them,
+# each for no more than twice the best time. Slots keep their prompts, a request gets the slot that
+# has most of its own, and what idle slots had can be loaded from the cache in RAM: with few slots a
+# shared prompt is computed once for each.
 SERVER_WAYS: dict[str, list[str]] = {
     "1 slot": ["-np", "1", "-no-kvu"],
     "4 slots": ["-np", "4", "-no-kvu"],

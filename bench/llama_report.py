@@ -11,6 +11,7 @@ BEGIN, END = "<!-- llama_cpp.py: begin -->", "<!-- llama_cpp.py: end -->"
 TITLES = {"1b": "Llama-3.2-1B's shape", "135m": "SmolLM2-135M's shape", "tiny": "a tiny shape"}
 PAIRS = {"f32": "float32, f32", "bf16": "bfloat16, bf16", "8bit": "8 bits, q8_0",
          "4bit": "4 bits, q4_0"}  # fmt: skip
+DISTURBED, MARK = 1.0, "†"  # cores of others that leave no ratio worth to be shown
 # What is asked of the ratio (of speed; of memory: of bytes), by shape and format.
 RATIOS = {
     ("1b", "4bit"): {
@@ -107,6 +108,8 @@ def _row(shape: str, format: str, what: str, title: str, row: list[Any]) -> str:
         if "no-amx" in cell["median"]:
             theirs += f" ({shown(what, cell['median']['no-amx'])})"
             ratio += f" ({ratio_of(what, cell, 'no-amx'):.2f}x)"
+        if what != "memory" and cell["others_cpu"] > DISTURBED:
+            ratio = MARK
         texts += [shown(what, cell["median"]["ours"]), theirs, ratio]
     return "| " + " | ".join([*texts, RATIOS.get((shape, base), {}).get(what, "")]) + " |"
 

@@ -276,6 +276,19 @@ def test_ratios_are_of_turns_and_more_is_faster_except_of_memory(bench) -> None:
     assert bench.report.ratio_of("memory", cell) == 1.5
 
 
+def test_tables_have_no_ratio_of_what_others_disturbed(bench) -> None:
+    """But not memory, which they do not change."""
+    busy = {"others_cpu": 1.1}
+    cells = {
+        "1b/4bit/4/decode-1": _cell([60.0], [50.0]) | busy,
+        "1b/4bit/4/decode-4": _cell([60.0], [50.0]),
+        "1b/4bit/4/memory": _cell([1e9], [1e9]) | busy,
+    }
+    lines = bench.report.markdown(cells).splitlines()
+    assert [line.split("|")[2].strip() for line in lines if "†" in line] == ["decode 1, tokens/s"]
+    assert "| 60 | 50 | † |" in "".join(lines)
+
+
 def test_tables_have_what_is_asked_beside_what_is_reached(bench, tmp_path) -> None:
     cells = {
         "1b/4bit/4/decode-1": _cell([60.0], [50.0], no_amx=[40.0]),
