@@ -350,6 +350,7 @@ class DeviceProgramReader {
       }
     }
     auto dtype = queries.dtype();
+    require(format_of(node.inputs[0].dtype()) == PoolFormat::plain, "quantised pools");
     require(
         node.inputs[0].dtype() == dtype && node.inputs[1].dtype() == dtype,
         "pools of another dtype");

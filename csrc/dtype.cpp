@@ -4,6 +4,7 @@
 
 #include <stdexcept>
 
+#include "mlx/array.h"
 #include "mlx/dtype.h"
 
 namespace mlx_paged {
@@ -44,6 +45,37 @@ DType dtype_of(const mlx::core::Dtype& dtype) {
     throw std::logic_error("[mlx_paged] no kernel takes arrays of this dtype");
   }
   return entry->dtype;
+}
+
+bool is_pool_dtype(const mlx::core::Dtype& dtype) {
+  return is_supported(dtype) || format_of(dtype) != PoolFormat::plain;
+}
+
+PoolFormat format_of(const mlx::core::Dtype& dtype) {
+  switch (dtype) {
+    case mlx::core::int8:
+      return PoolFormat::int8;
+    case mlx::core::uint32:
+      return PoolFormat::int4;
+    case mlx::core::uint8:
+      return PoolFormat::fp8;
+    default:
+      return PoolFormat::plain;
+  }
+}
+
+int last_extent(const mlx::core::Dtype& dtype, int head_dim) {
+  auto format = format_of(dtype);
+  int item_size = int(mlx::core::size_of(dtype));
+  return (code_bytes(format, head_dim, item_size) + tail_bytes(format, head_dim)) / item_size;
+}
+
+PoolLayout layout_of(const mlx::core::array& pool) {
+  auto format = format_of(pool.dtype());
+  int last = pool.shape(3);
+  int item_size = int(pool.itemsize());
+  int head_dim = format == PoolFormat::plain ? last : head_dim_of(format, last * item_size);
+  return {format, pool.shape(0), pool.shape(1), pool.shape(2), head_dim, item_size};
 }
 
 }  // namespace mlx_paged

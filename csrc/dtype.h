@@ -1,15 +1,17 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The dtypes of pools and activations, from the list in metal/kernel_table.h. No standard headers
+// The dtypes of activations and pools, from the list in metal/kernel_table.h. No standard headers
 // here: the vectorised CPU kernels include this file (cpu/simd.h says why).
 
 #pragma once
 
 #include "../metal/kernel_table.h"
+#include "pool_format.h"
 
 namespace mlx::core {
 struct Dtype;
-}
+class array;
+}  // namespace mlx::core
 
 namespace mlx_paged {
 
@@ -24,5 +26,15 @@ bool is_supported(const mlx::core::Dtype& dtype);
 
 // Of a supported dtype; Validator has checked it.
 DType dtype_of(const mlx::core::Dtype& dtype);
+
+// Whether pools may have this dtype, and the format that it stands for.
+bool is_pool_dtype(const mlx::core::Dtype& dtype);
+PoolFormat format_of(const mlx::core::Dtype& dtype);
+
+// What a pool has in place of the head dim as its last extent.
+int last_extent(const mlx::core::Dtype& dtype, int head_dim);
+
+// Of a pool that Validator has checked.
+PoolLayout layout_of(const mlx::core::array& pool);
 
 }  // namespace mlx_paged

@@ -34,6 +34,78 @@ int chunks(const mx::array& a, int64_t elements) {
 
 }  // namespace
 
+namespace {
+
+static_assert(int(PoolFormat::plain) == paged::FORMAT_PLAIN, "kernels have the same numbers");
+static_assert(int(PoolFormat::int8) == paged::FORMAT_INT8);
+static_assert(int(PoolFormat::int4) == paged::FORMAT_INT4);
+static_assert(int(PoolFormat::fp8) == paged::FORMAT_FP8);
+
+constexpr int kHeadsAtOnce = paged::DATA_THREADS / 32;  // a SIMD-group has one
+
+std::string kernel_of(const char* function, const mx::array& numbers) {
+  return std::string(function) + "_" + name_of(dtype_of(numbers.dtype()));
+}
+
+LaunchList quantise_launches(const Arrays& in, const Arrays& out) {
+  auto keys = layout_of(out[0]), values = layout_of(out[1]);
+  paged::QuantiseParams params{};
+  params.num_kv_heads = keys.num_kv_heads;
+  params.key_dim = keys.head_dim;
+  params.value_dim = values.head_dim;
+  params.block_shift = std::countr_zero(unsigned(keys.block_size));
+  params.key_format = int(keys.format);
+  params.value_format = int(values.format);
+  Launch launch;
+  launch.kernel = kernel_named(kernel_of("quantise_kv", in[2]));
+  for (int operand : {2, 3, 4, 5, 6}) {
+    launch.buffers.push_back(bind(in, out, operand));
+  }
+  launch.buffers[3].access = launch.buffers[4].access = Access::read_write;
+  launch.constants = bytes_of(params);
+  launch.grid = {
+      ceil_div(2 * int64_t(keys.num_kv_heads), kHeadsAtOnce), uint32_t(in[4].shape(0)), 1};
+  launch.threadgroup = {kThreads, 1, 1};
+  return {{launch}, {}};
+}
+
+// Of keys (0) or values (1).
+Launch gather_quantised_launch(const Arrays& in, const Arrays& out, int which) {
+  auto layout = layout_of(in[which]);
+  const auto& dense = out[which];
+  paged::GatherQuantisedParams params{};
+  params.num_kv_heads = layout.num_kv_heads;
+  params.dim = layout.head_dim;
+  params.max_context_len = dense.shape(2);
+  params.block_shift = std::countr_zero(unsigned(layout.block_size));
+  params.max_blocks = in[2].shape(1);
+  params.format = int(layout.format);
+  params.rotated = which == 0 && rotates_keys(layout.format);
+  Launch launch;
+  launch.kernel = kernel_named(kernel_of("gather_quantised", dense));
+  launch.buffers = {
+      bind(in, out, which), bind(in, out, 2), bind(in, out, 3), bind(in, out, 4 + which)};
+  launch.constants = bytes_of(params);
+  launch.grid = {
+      ceil_div(params.max_context_len, kHeadsAtOnce), uint32_t(layout.num_kv_heads),
+      uint32_t(dense.shape(0))};
+  launch.threadgroup = {kThreads, 1, 1};
+  return launch;
+}
+
+}  // namespace
+
+Launch rotate_queries_launch(const mx::array& queries, int from, int to) {
+  paged::RotateParams params{queries.shape(0) * queries.shape(1), queries.shape(2)};
+  Launch launch;
+  launch.kernel = kernel_named(kernel_of("rotate_queries", queries));
+  launch.buffers = {{from, Access::read, queries.nbytes()}, {to, Access::write, queries.nbytes()}};
+  launch.constants = bytes_of(params);
+  launch.grid = {ceil_div(params.num_rows, kHeadsAtOnce), 1, 1};
+  launch.threadgroup = {kThreads, 1, 1};
+  return launch;
+}
+
 mx::Shape workspace_shape(uint64_t bytes) {
   constexpr uint64_t kRow = 4096;  // float32s
   uint64_t rows = std::max<uint64_t>(1, (bytes + 4 * kRow - 1) / (4 * kRow));
@@ -45,6 +117,9 @@ LaunchList WriteKV::launches(const Arrays& in, const Arrays& out, Gpu) const {
   int num_tokens = in[4].shape(0);
   if (num_tokens == 0) {
     return {};
+  }
+  if (format_of(in[0].dtype()) != PoolFormat::plain) {
+    return quantise_launches(in, out);
   }
   auto token_chunks = [](const mx::array& pool) {
     return chunks(pool, int64_t(pool.shape(2)) * pool.shape(3));
@@ -111,11 +186,16 @@ LaunchList GreedyTokens::launches(const Arrays& in, const Arrays&, Gpu) const {
 }
 
 LaunchList GatherKV::launches(const Arrays& in, const Arrays& out, Gpu) const {
+  bool quantised = format_of(in[0].dtype()) != PoolFormat::plain;
   LaunchList list;
   for (int i = 0; i < 2; i++) {
     const auto& pool = in[i];
     const auto& dense = out[i];
     if (dense.size() == 0) {
+      continue;
+    }
+    if (quantised) {
+      list.launches.push_back(gather_quantised_launch(in, out, i));
       continue;
     }
     paged::GatherParams params{};

@@ -71,6 +71,9 @@ struct LaunchList {
   bool operator==(const LaunchList&) const = default;
 };
 
+// Queries [num_rows, num_heads, dim], rotated as integer keys are, from an operand to another.
+Launch rotate_queries_launch(const mx::array& queries, int from, int to);
+
 // Float32s for a workspace of at least `bytes`: at most an eighth and 16 KiB more, so that one that
 // grows is not made anew each time. In two dims, as one could not count those of 8 GiB.
 mx::Shape workspace_shape(uint64_t bytes);
@@ -109,6 +112,8 @@ struct AttentionLayer {
   bool has_softcap;
   bool has_sinks;
   bool has_bounds;  // of a step
+  PoolFormat key_format = PoolFormat::plain;
+  PoolFormat value_format = PoolFormat::plain;
 
   bool operator==(const AttentionLayer&) const = default;
 };

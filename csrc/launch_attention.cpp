@@ -14,6 +14,7 @@
 #include <mutex>
 #include <set>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -35,8 +36,17 @@ using paged::MergeItem;
 using paged::WorkItem;
 
 // In the order of attention_options.h.
-std::vector<uint8_t> function_constants(bool window, bool softcap, bool sinks, bool bounds) {
-  return {uint8_t(window), uint8_t(softcap), uint8_t(sinks), uint8_t(bounds)};
+std::vector<uint8_t> function_constants(const AttentionLayer& layer) {
+  bool values[] = {
+      layer.has_window,
+      layer.has_softcap,
+      layer.has_sinks,
+      layer.has_bounds,
+      layer.key_format != PoolFormat::plain,
+      layer.key_format == PoolFormat::int4,
+      layer.value_format == PoolFormat::int4,
+      layer.key_format == PoolFormat::fp8};
+  return {std::begin(values), std::end(values)};
 }
 
 struct Rows {
@@ -112,7 +122,7 @@ PlanSummary read_plan(const Arrays& in, Gpu gpu) {
       continue;
     }
     auto& range = plan.variants[attention_variant(
-        gpu, rows, heads, in[Inputs::kKeyPool].shape(3), int(in[Inputs::kQueries].itemsize()))];
+        gpu, rows, heads, in[Inputs::kQueries].shape(2), int(in[Inputs::kQueries].itemsize()))];
     range.fewest = std::min(range.fewest, rows);
     range.most = std::max(range.most, rows);
     if (work[i].partial_begin < 0) {
@@ -138,7 +148,7 @@ class PlanCache {
     std::array<int, 4> key{
         int(gpu), int(in[Inputs::kQueries].itemsize()),
         in[Inputs::kQueries].shape(1) / in[Inputs::kKeyPool].shape(2),
-        in[Inputs::kKeyPool].shape(3)};
+        in[Inputs::kQueries].shape(2)};
     auto [work_copy, work] = host_view<WorkItem>(in[Inputs::kWork]);
     auto [merge_copy, merge] = host_view<MergeItem>(in[Inputs::kMerge]);
     size_t work_bytes = in[Inputs::kWork].nbytes(), merge_bytes = in[Inputs::kMerge].nbytes();
@@ -207,14 +217,18 @@ std::vector<Pipeline> attention_pipelines(Gpu gpu, const AttentionLayer& layer) 
   for (int rows = 1; rows <= most; rows++) {  // beyond it tiles are of the largest size
     variants.insert(attention_variant(gpu, rows, layer.group, layer.key_dim, item_size));
   }
-  std::vector<uint8_t> constants =
-      function_constants(layer.has_window, layer.has_softcap, layer.has_sinks, layer.has_bounds);
+  std::vector<uint8_t> constants = function_constants(layer);
   std::vector<Pipeline> pipelines;
   for (const auto& variant : variants) {
     pipelines.push_back(
         {kernel_of(variant, gpu, layer.dtype, layer.key_dim, layer.value_dim), constants});
   }
   pipelines.push_back({merge_kernel(layer.dtype, layer.value_dim), constants});
+  if (layer.key_format != PoolFormat::plain) {
+    for (const char* function : {"quantise_kv_", "gather_quantised_", "rotate_queries_"}) {
+      pipelines.push_back({kernel_named(function + std::string(name_of(layer.dtype))), {}});
+    }
+  }
   return pipelines;
 }
 
@@ -249,7 +263,7 @@ void forget_attention_layers() {
 std::vector<Pipeline> pipelines_to_come(Gpu gpu) {
   std::vector<Pipeline> pipelines;
   for (const auto& kernel : kernel_names()) {
-    if (kernel.file == "data.h") {
+    if (kernel.file == "data.h" || kernel.file == "greedy.h") {
       pipelines.push_back({kernel, {}});
     }
   }
@@ -269,8 +283,8 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
   const auto& queries = in[kQueries];
   const auto& keys = in[kKeyPool];
   auto dtype = dtype_of(queries.dtype());
-  int key_dim = keys.shape(3);
-  int value_dim = in[kValuePool].shape(3);
+  int key_dim = layout_of(keys).head_dim;
+  int value_dim = layout_of(in[kValuePool]).head_dim;
   int item_size = int(queries.itemsize());
   int num_q_heads = queries.shape(1);
   int num_kv_heads = keys.shape(2);
@@ -303,8 +317,17 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
   Binding sinks = read(has_sinks ? int(kSinks) : int(kPositions));
 
   bool has_bounds = in[kPositions].ndim() == 2;
-  std::vector<uint8_t> constants =
-      function_constants(options_.window > 0, options_.softcap > 0, has_sinks, has_bounds);
+  std::vector<uint8_t> constants = function_constants(
+      {dtype, num_q_heads / num_kv_heads, key_dim, value_dim, options_.window > 0,
+       options_.softcap > 0, has_sinks, has_bounds, format_of(keys.dtype()),
+       format_of(in[kValuePool].dtype())});
+  Binding queries_read = read(kQueries);
+  if (rotates_keys(format_of(keys.dtype()))) {
+    int rotated = workspace + 1;
+    list.workspaces.push_back(queries.nbytes());
+    list.launches.push_back(rotate_queries_launch(queries, kQueries, rotated));
+    queries_read = {rotated, Access::read, queries.nbytes()};
+  }
   for (const auto& [variant, rows] : plan.variants) {
     paged::AttentionParams params{};
     params.num_q_heads = num_q_heads;
@@ -318,10 +341,13 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
     params.has_sinks = has_sinks;
     params.softcap = options_.softcap;
     params.bounded_rows = has_bounds ? in[kPositions].shape(1) : 0;
+    params.key_format = int(format_of(keys.dtype()));
+    params.value_format = int(format_of(in[kValuePool].dtype()));
     params.scale = options_.softcap ? options_.scale : options_.scale * kLog2e;
 
     Launch launch;
-    for (int operand : {kQueries, kKeyPool, kValuePool, kPositions, kTables, kWork}) {
+    launch.buffers.push_back(queries_read);
+    for (int operand : {kKeyPool, kValuePool, kPositions, kTables, kWork}) {
       launch.buffers.push_back(read(operand));
     }
     launch.buffers.push_back(sinks);

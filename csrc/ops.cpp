@@ -31,10 +31,15 @@ std::pair<mx::array, mx::array> write_kv(
   v.shape(slot_mapping, "slot_mapping", {-1});
   v.int32(slot_mapping, "slot_mapping");
   int num_tokens = slot_mapping.shape(0);
-  v.shape(keys, "keys", {num_tokens, key_pool.shape(2), key_pool.shape(3)});
-  v.shape(values, "values", {num_tokens, value_pool.shape(2), value_pool.shape(3)});
-  v.same_dtype(keys, "keys", key_pool, "key_pool");
-  v.same_dtype(values, "values", value_pool, "value_pool");
+  v.shape(keys, "keys", {num_tokens, key_pool.shape(2), layout_of(key_pool).head_dim});
+  v.shape(values, "values", {num_tokens, value_pool.shape(2), layout_of(value_pool).head_dim});
+  if (format_of(key_pool.dtype()) == PoolFormat::plain) {
+    v.same_dtype(keys, "keys", key_pool, "key_pool");
+    v.same_dtype(values, "values", value_pool, "value_pool");
+  } else {
+    v.floating(keys, "keys");
+    v.same_dtype(values, "values", keys, "keys");
+  }
 
   auto out = mx::array::make_arrays(
       {key_pool.shape(), value_pool.shape()}, {key_pool.dtype(), value_pool.dtype()},
@@ -67,10 +72,20 @@ Arrays copy_blocks(const Arrays& pools, const mx::array& block_pairs, mx::Stream
 
 std::pair<mx::array, mx::array> gather_kv(
     const mx::array& key_pool, const mx::array& value_pool, const mx::array& block_tables,
-    const mx::array& context_lens, int max_context_len, mx::StreamOrDevice s_) {
+    const mx::array& context_lens, int max_context_len, std::optional<mx::Dtype> dtype,
+    mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("gather_kv");
   v.pools(key_pool, value_pool, s);
+  auto keys = layout_of(key_pool), pool_values = layout_of(value_pool);
+  if (keys.format == PoolFormat::plain) {
+    auto own = key_pool.dtype();
+    v.require(!dtype || *dtype == own, "dtype", own, dtype.value_or(own));
+    dtype = own;
+  } else {
+    v.require(dtype.has_value(), "dtype", "given for quantised pools", "none");
+    v.require(is_supported(*dtype), "dtype", "float32, float16 or bfloat16", *dtype);
+  }
   v.shape(block_tables, "block_tables", {-1, -1});
   v.int32(block_tables, "block_tables");
   int num_seqs = block_tables.shape(0);
@@ -81,7 +96,7 @@ std::pair<mx::array, mx::array> gather_kv(
   v.require(
       max_context_len <= room, "max_context_len",
       "at most " + std::to_string(room) + " (the slots of a row of block_tables)", max_context_len);
-  int most = std::numeric_limits<int>::max() / std::max(key_pool.shape(3), value_pool.shape(3));
+  int most = std::numeric_limits<int>::max() / std::max(keys.head_dim, pool_values.head_dim);
   v.require(
       max_context_len <= most, "max_context_len",
       "at most " + std::to_string(most) + " for heads of fewer than 2^31 elements",
@@ -90,8 +105,7 @@ std::pair<mx::array, mx::array> gather_kv(
   auto primitive = std::make_shared<GatherKV>(s, max_context_len);
   Arrays inputs{key_pool, value_pool, dense(block_tables, s), dense(context_lens, s)};
   auto shapes = primitive->output_shapes(inputs);
-  auto out = mx::array::make_arrays(
-      std::move(shapes), {key_pool.dtype(), value_pool.dtype()}, primitive, inputs);
+  auto out = mx::array::make_arrays(std::move(shapes), {*dtype, *dtype}, primitive, inputs);
   return {out[0], out[1]};
 }
 
@@ -141,8 +155,13 @@ mx::array paged_attention(
   v.int32(block_tables, "block_tables");
   v.int32(work_items, "work_items");
   v.int32(merge_items, "merge_items");
-  v.shape(queries, "queries", {positions.shape(-1), -1, key_pool.shape(3)});
-  v.same_dtype(queries, "queries", key_pool, "key_pool");
+  int key_dim = layout_of(key_pool).head_dim, value_dim = layout_of(value_pool).head_dim;
+  v.shape(queries, "queries", {positions.shape(-1), -1, key_dim});
+  if (format_of(key_pool.dtype()) == PoolFormat::plain) {
+    v.same_dtype(queries, "queries", key_pool, "key_pool");
+  } else {
+    v.floating(queries, "queries");
+  }
   int num_q_heads = queries.shape(1);
   int num_kv_heads = key_pool.shape(2);
   v.require(
@@ -173,10 +192,11 @@ mx::array paged_attention(
     inputs.push_back(dense(mx::astype(*sinks, mx::float32, s), s));
   }
   note_attention_layer(
-      {dtype_of(queries.dtype()), num_q_heads / num_kv_heads, key_pool.shape(3),
-       value_pool.shape(3), window > 0, softcap > 0, sinks.has_value(), has_bounds});
+      {dtype_of(queries.dtype()), num_q_heads / num_kv_heads, key_dim, value_dim, window > 0,
+       softcap > 0, sinks.has_value(), has_bounds, format_of(key_pool.dtype()),
+       format_of(value_pool.dtype())});
   return mx::array(
-      {queries.shape(0), num_q_heads, value_pool.shape(3)}, queries.dtype(),
+      {queries.shape(0), num_q_heads, value_dim}, queries.dtype(),
       std::make_shared<PagedAttention>(s, AttentionOptions{scale, window, softcap}),
       std::move(inputs));
 }
@@ -372,7 +392,7 @@ void bind_kernel_ops(nb::module_& m) {
       "stream"_a = nb::none());
   m.def(
       "gather_kv", &gather_kv, "key_pool"_a, "value_pool"_a, "block_tables"_a, "context_lens"_a,
-      "max_context_len"_a, nb::kw_only(), "stream"_a = nb::none());
+      "max_context_len"_a, nb::kw_only(), "dtype"_a = nb::none(), "stream"_a = nb::none());
   m.def(
       "paged_attention", &paged_attention, "queries"_a, "key_pool"_a, "value_pool"_a, "positions"_a,
       "block_tables"_a, "work_items"_a, "merge_items"_a, nb::kw_only(), "scale"_a, "window"_a = 0,

@@ -48,8 +48,10 @@ class OutOfMemory : public std::bad_alloc {
 
 mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype) {
   Validator("allocate_pool").pool_layout(shape, dtype, "pool");
+  mx::Shape extents(shape.begin(), shape.end());
+  extents[3] = last_extent(dtype, shape[3]);
   size_t bytes = mx::size_of(dtype);  // (cannot overflow: see pool_layout)
-  for (int extent : shape) {
+  for (int extent : extents) {
     bytes *= extent;
   }
   std::string refusal = "[allocate_pool] cannot allocate " + std::to_string(bytes) +
@@ -57,7 +59,7 @@ mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype) {
 #ifdef MLX_PAGED_CUDA
   // Memory of MLX's allocator is shared with the CPU; the GPU's own comes from its operations.
   if (mx::default_device() == mx::Device::gpu) {
-    auto pool = mx::zeros(mx::Shape(shape.begin(), shape.end()), dtype);
+    auto pool = mx::zeros(extents, dtype);
     try {
       pool.eval();
     } catch (const std::runtime_error& error) {
@@ -76,7 +78,7 @@ mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype) {
   if (mx::default_device() == mx::Device::cpu) {
     advise_huge_pages(data.buffer().raw_ptr(), bytes);
   }
-  return mx::array(std::move(data), mx::Shape(shape.begin(), shape.end()), dtype);
+  return mx::array(std::move(data), extents, dtype);
 }
 
 int64_t pool_copies() {

@@ -6,6 +6,7 @@
 //
 // A pool is `[num_blocks, block_size, num_kv_heads, head_dim]`, token-major inside a block. Keys
 // and values have a pool each, whose head dims may differ. A slot is `block * block_size + offset`.
+// Quantised pools are laid out as pool_format.h says; writing quantises, and reading undoes it.
 //
 // Ownership. WriteKV and CopyBlocks are in place, unconditionally: the arrays they return share the
 // buffers of the pools passed in, even if those have other owners. So
@@ -124,7 +125,7 @@ class GatherKV : public KernelNode {
   Pools pools(const Arrays&) const override { return {0, 2, false}; }
   std::vector<mx::Shape> output_shapes(const Arrays& in) override {
     auto dense = [&](const mx::array& pool) {
-      return mx::Shape{in[2].shape(0), pool.shape(2), max_context_len_, pool.shape(3)};
+      return mx::Shape{in[2].shape(0), pool.shape(2), max_context_len_, layout_of(pool).head_dim};
     };
     return {dense(in[0]), dense(in[1])};
   }
@@ -163,7 +164,7 @@ class PagedAttention : public KernelNode {
   Pools pools(const Arrays&) const override { return {kKeyPool, 2, false}; }
   std::vector<int> read_by_host() const override { return {kWork, kMerge}; }
   std::vector<mx::Shape> output_shapes(const Arrays& in) override {
-    return {{in[kQueries].shape(0), in[kQueries].shape(1), in[kValuePool].shape(3)}};
+    return {{in[kQueries].shape(0), in[kQueries].shape(1), layout_of(in[kValuePool]).head_dim}};
   }
   bool is_equivalent(const mx::Primitive& other) const override {
     return options_ == static_cast<const PagedAttention&>(other).options_;

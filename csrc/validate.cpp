@@ -12,6 +12,8 @@ namespace mlx_paged {
 namespace {
 
 constexpr const char* kDTypes = "float32, float16 or bfloat16";
+constexpr const char* kPoolDTypes =
+    "float32, float16 or bfloat16, or of a quantised pool int8, uint32 or uint8";
 
 std::string shape_string(const std::vector<int>& dims) {
   std::ostringstream s;
@@ -68,7 +70,7 @@ void Validator::same_dtype(
 
 void Validator::pool_layout(
     const std::vector<int>& shape, mx::Dtype dtype, const char* what) const {
-  require(is_supported(dtype), what, kDTypes, dtype);
+  require(is_pool_dtype(dtype), what, kPoolDTypes, dtype);
   require(
       shape.size() == 4, what, "of shape (num_blocks,block_size,num_kv_heads,head_dim)",
       shape_string(shape));
@@ -99,7 +101,15 @@ void Validator::pool_layout(
 }
 
 void Validator::pool(const mx::array& a, const char* what, mx::Stream stream) const {
-  pool_layout(dims_of(a), a.dtype(), what);
+  auto shape = dims_of(a);
+  if (shape.size() == 4 && format_of(a.dtype()) != PoolFormat::plain) {
+    int dim = layout_of(a).head_dim;
+    require(
+        dim > 0 && last_extent(a.dtype(), dim) == shape[3],
+        std::string("the last extent of ") + what, "that of a pool of its dtype", shape[3]);
+    shape[3] = dim;
+  }
+  pool_layout(shape, a.dtype(), what);
   // Work on a pool is ordered by its stream alone: a second stream could read what the first has
   // not written yet, or overwrite what it has yet to read.
   if (a.status() == mx::array::Status::unscheduled && a.has_primitive()) {
@@ -112,7 +122,10 @@ void Validator::pool(const mx::array& a, const char* what, mx::Stream stream) co
 void Validator::pools(const mx::array& keys, const mx::array& values, mx::Stream stream) const {
   pool(keys, "key_pool", stream);
   pool(values, "value_pool", stream);
-  same_dtype(values, "value_pool", keys, "key_pool");
+  bool plain = format_of(keys.dtype()) == PoolFormat::plain;
+  if (plain || format_of(values.dtype()) == PoolFormat::plain) {
+    same_dtype(values, "value_pool", keys, "key_pool");
+  }
   shape(values, "value_pool", {keys.shape(0), keys.shape(1), keys.shape(2), -1});
 }
 

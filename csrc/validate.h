@@ -41,7 +41,7 @@ class Validator {
       const mx::array& a, const char* what, const mx::array& b, const char* other) const;
   void same_dtype(
       const mx::array& a, const char* what, const mx::array& b, const char* other) const;
-  // The layout alone, of a pool that does not exist yet.
+  // The layout alone, of a pool that does not exist yet; the last extent is the head dim.
   void pool_layout(const std::vector<int>& shape, mx::Dtype dtype, const char* what) const;
   // A pool of a supported dtype, rank, block size and head dim whose pending work is on `stream`.
   void pool(const mx::array& a, const char* what, mx::Stream stream) const;

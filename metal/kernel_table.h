@@ -48,8 +48,10 @@ struct AttentionParams {
   float scale;       // of the dot product; with log2(e) folded in unless there is a soft-cap
   float softcap;     // 0: none
   int bounded_rows;  // row length of positions and bounds [3, num_rows]; 0: there are no bounds
+  int key_format;    // FORMAT_..., function constants too
+  int value_format;
 };
-static_assert(sizeof(AttentionParams) == 48, "the same for every compiler");
+static_assert(sizeof(AttentionParams) == 56, "the same for every compiler");
 
 struct MergeParams {
   int num_q_heads;
@@ -107,6 +109,36 @@ struct FillParams {
   int num_chunks;
 };
 static_assert(sizeof(FillParams) == 4, "the same for every compiler");
+
+// Of a pool, as csrc/pool_format.h has them.
+enum { FORMAT_PLAIN = 0, FORMAT_INT8 = 1, FORMAT_INT4 = 2, FORMAT_FP8 = 3 };
+
+struct QuantiseParams {
+  int num_kv_heads;
+  int key_dim;
+  int value_dim;
+  int block_shift;
+  int key_format;
+  int value_format;
+};
+static_assert(sizeof(QuantiseParams) == 24, "the same for every compiler");
+
+struct GatherQuantisedParams {
+  int num_kv_heads;
+  int dim;
+  int max_context_len;
+  int block_shift;
+  int max_blocks;
+  int format;
+  int rotated;
+};
+static_assert(sizeof(GatherQuantisedParams) == 28, "the same for every compiler");
+
+struct RotateParams {
+  int num_rows;  // of all heads
+  int dim;
+};
+static_assert(sizeof(RotateParams) == 8, "the same for every compiler");
 
 struct BitmaskParams {
   int vocab_size;
@@ -201,6 +233,18 @@ static_assert(sizeof(ProductParams) == 24, "the same for every compiler");
   X("copy_strided_32", copy_strided, uint)                 \
   X("apply_token_bitmask_16", apply_token_bitmask, ushort) \
   X("apply_token_bitmask_32", apply_token_bitmask, uint)
+
+// The kernels of quantised_pool.h, likewise.
+#define PAGED_FOR_EACH_QUANTISED_TEMPLATE(X)               \
+  X("quantise_kv_float32", quantise_kv, float)             \
+  X("quantise_kv_float16", quantise_kv, half)              \
+  X("quantise_kv_bfloat16", quantise_kv, bfloat)           \
+  X("gather_quantised_float32", gather_quantised, float)   \
+  X("gather_quantised_float16", gather_quantised, half)    \
+  X("gather_quantised_bfloat16", gather_quantised, bfloat) \
+  X("rotate_queries_float32", rotate_queries, float)       \
+  X("rotate_queries_float16", rotate_queries, half)        \
+  X("rotate_queries_bfloat16", rotate_queries, bfloat)
 
 // The kernels of layer.h: between a layer's attention and its matrix products. X(...) receives the
 // host name, the function and its template arguments.

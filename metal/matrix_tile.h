@@ -10,6 +10,7 @@
 #include "attention_shape.h"
 #include "block_table.h"
 #include "language.h"
+#include "pool_codes.h"
 #include "vector_load.h"
 
 using namespace metal;
@@ -66,13 +67,50 @@ struct TileLoader {
     }
   }
 
-  METAL_FUNC void store(threadgroup T* tile, int pitch, uint thread_id) const thread {
+  // Chunks next to each other in a row that have one group of int4: the first lane loads its scale.
+  static constexpr constant int GROUP_CHUNKS = ROW_CHUNKS % (CODE_GROUP / CHUNK) == 0
+                                                   ? CODE_GROUP / CHUNK
+                                               : ROW_CHUNKS % 2 == 0 ? 2
+                                                                     : 1;
+
+  // The same of a quantised pool.
+  METAL_FUNC void load_quantised(
+      device const uchar* pool, int format, int dim, int num_heads, int head, BlockTable table,
+      int first, int end, Slice slice, uint thread_id) thread {
+    PAGED_UNROLL
+    for (int i = 0; i < LOADS; i++) {
+      int chunk = i * THREADS + int(thread_id);
+      int token = first + chunk / ROW_CHUNKS;
+      int element = slice.begin + chunk % ROW_CHUNKS * CHUNK;
+      chunks[i] = uint4(0);
+      if (chunk < TOKENS * ROW_CHUNKS && token < end && element < slice.end) {
+        CodePlace place = code_place(table, token, num_heads, head, format, dim);
+        chunks[i] = load_codes<T>(pool, place, element, format);
+        if (format == FORMAT_INT4 && chunk % GROUP_CHUNKS == 0) {
+          chunks[i].z = load_group(pool, place, element);
+        }
+      }
+      if (format == FORMAT_INT4) {
+        int lane = int(thread_id) % 32;
+        chunks[i].z = simd_shuffle(chunks[i].z, ushort(lane - lane % GROUP_CHUNKS));
+      }
+    }
+  }
+
+  // Of a quantised pool as what its codes stand for, in int8 without the scale.
+  METAL_FUNC void store(threadgroup T* tile, int pitch, int format, uint thread_id) const thread {
     PAGED_UNROLL
     for (int i = 0; i < LOADS; i++) {
       int chunk = i * THREADS + int(thread_id);
       if (chunk < TOKENS * ROW_CHUNKS) {
         threadgroup T* to = tile + chunk / ROW_CHUNKS * pitch + chunk % ROW_CHUNKS * CHUNK;
-        *(threadgroup uint4*)to = chunks[i];
+        if (format == FORMAT_PLAIN) {
+          *(threadgroup uint4*)to = chunks[i];
+        } else {
+          float values[CHUNK];
+          unpack_codes<T>(chunks[i], values, format);
+          *(threadgroup uint4*)to = pack(values, T(0));
+        }
       }
     }
   }

@@ -17,6 +17,7 @@
 #include "block_table.h"
 #include "kernel_table.h"
 #include "language.h"
+#include "pool_codes.h"
 #include "query_tile.h"
 #include "softmax_state.h"
 #include "vector_load.h"
@@ -60,6 +61,43 @@ struct DecodeLane {
     bounds[q] = keys;
   }
 
+  // A token's codes, of which a lane has CHUNKS chunks. One lane loads a scale for all that share
+  // it. Returns that of int8; no token has zeros, with scales of zero.
+  template <int DIM, int CHUNKS>
+  METAL_FUNC static float load_quantised(
+      device const uchar* pool, BlockTable table, int token, bool exists, int kv_head, int format,
+      constant AttentionParams& params, uint lane, thread uint4* chunks) {
+    constexpr int GROUP_LANES = CODE_GROUP / CHUNK;
+    int index = lane % TOKEN_LANES;
+    CodePlace place = {0, 0};
+    if (exists) {
+      place = code_place(table, token, params.num_kv_heads, kv_head, format, DIM);
+    }
+    PAGED_UNROLL
+    for (int c = 0; c < CHUNKS; c++) {
+      bool here = exists && element(c, index) < DIM;
+      chunks[c] = uint4(0);
+      if (here) {
+        chunks[c] = load_codes<T>(pool, place, element(c, index), format);
+      }
+      if (format == FORMAT_INT4) {
+        uint group = 0;
+        if (here && index % GROUP_LANES == 0) {
+          group = load_group(pool, place, element(c, index));
+        }
+        chunks[c].z = simd_shuffle(group, ushort(int(lane) - index % GROUP_LANES));
+      }
+    }
+    float scale = 0.0f;
+    if (format == FORMAT_INT8) {
+      if (exists && index == 0) {
+        scale = load_scale(pool, place);
+      }
+      scale = simd_shuffle(scale, ushort(int(lane) - index));
+    }
+    return scale;
+  }
+
   // Adds UNROLL steps of TOKENS tokens from `first` on; those at `end` and after are masked.
   METAL_FUNC void attend(
       device const T* key_pool, device const T* value_pool, BlockTable table, int first, int end,
@@ -67,12 +105,23 @@ struct DecodeLane {
     int index = lane % TOKEN_LANES;
     uint4 k[UNROLL][K_CHUNKS];
     uint4 v[UNROLL][V_CHUNKS];
+    float k_scale[UNROLL];  // of int8
+    float v_scale[UNROLL];
     int tokens[UNROLL];
     PAGED_UNROLL
     for (int u = 0; u < UNROLL; u++) {
       int token = first + u * TOKENS + int(lane) / TOKEN_LANES;
       bool exists = token < end;
       tokens[u] = token;
+      if (PAGED_QUANTISED(params)) {
+        k_scale[u] = load_quantised<K_DIM, K_CHUNKS>(
+            (device const uchar*)key_pool, table, token, exists, kv_head, key_format(params),
+            params, lane, k[u]);
+        v_scale[u] = load_quantised<V_DIM, V_CHUNKS>(
+            (device const uchar*)value_pool, table, token, exists, kv_head, value_format(params),
+            params, lane, v[u]);
+        continue;
+      }
       ulong head = 0;
       if (exists) {
         head = table.slot(token) * params.num_kv_heads + kv_head;
@@ -100,7 +149,11 @@ struct DecodeLane {
       PAGED_UNROLL
       for (int c = 0; c < K_CHUNKS; c++) {
         float key[CHUNK];
-        unpack(k[u][c], key, T(0));
+        if (PAGED_QUANTISED(params)) {
+          unpack_codes<T>(k[u][c], key, key_format(params));
+        } else {
+          unpack(k[u][c], key, T(0));
+        }
         PAGED_UNROLL
         for (int q = 0; q < QUERIES; q++) {
           PAGED_UNROLL
@@ -114,6 +167,9 @@ struct DecodeLane {
         PAGED_UNROLL
         for (ushort offset = TOKEN_LANES / 2; offset > 0; offset /= 2) {
           dots[q] += simd_shuffle_xor(dots[q], offset);
+        }
+        if (key_format(params) == FORMAT_INT8) {
+          dots[q] *= k_scale[u];
         }
         bool visible = sees(bounds[q], tokens[u], params) && tokens[u] < end;
         weights[u][q] = visible ? logit(dots[q], params) : -INFINITY;
@@ -138,6 +194,9 @@ struct DecodeLane {
       for (int u = 0; u < UNROLL; u++) {
         weights[u][q] = weight(weights[u][q], maximum);
         state[q].sum += weights[u][q];
+        if (value_format(params) == FORMAT_INT8) {
+          weights[u][q] *= v_scale[u];
+        }
       }
     }
 
@@ -146,7 +205,11 @@ struct DecodeLane {
       PAGED_UNROLL
       for (int c = 0; c < V_CHUNKS; c++) {
         float values[CHUNK];
-        unpack(v[u][c], values, T(0));
+        if (PAGED_QUANTISED(params)) {
+          unpack_codes<T>(v[u][c], values, value_format(params));
+        } else {
+          unpack(v[u][c], values, T(0));
+        }
         PAGED_UNROLL
         for (int q = 0; q < QUERIES; q++) {
           PAGED_UNROLL

@@ -45,9 +45,11 @@ struct TileSoftmax {
   template <typename T>
   METAL_FUNC void step(
       threadgroup const float* dots, threadgroup T* weights, threadgroup float* factors, int first,
-      int end, constant AttentionParams& params, uint simd_id, uint lane) thread {
+      int end, threadgroup const T* scales, int pitch, constant AttentionParams& params,
+      uint simd_id, uint lane) thread {
     int column = lane % TOKENS;
     int token = first + column;
+    threadgroup const float* own = (threadgroup const float*)(scales + column * pitch);
     PAGED_UNROLL
     for (int i = 0; i < STEPS; i++) {
       int row = row_of(i, simd_id, lane);
@@ -57,7 +59,7 @@ struct TileSoftmax {
         for (int s = 0; s < SIMD_GROUPS; s++) {
           dot += dots[(s * ROWS + row) * TOKENS + column];
         }
-        value = logit(dot, params);
+        value = logit(scaled_dot(dot, own, params), params);
       }
       float maximum = max(state[i].maximum, value);
       for (ushort offset = TOKENS / 2; offset > 0; offset /= 2) {
@@ -68,7 +70,7 @@ struct TileSoftmax {
       state[i].maximum = maximum;
       state[i].sum = state[i].sum * factor + share;  // this lane's tokens only, until `join`
       if (row < ROWS) {
-        weights[row * TOKENS + column] = T(share);
+        weights[row * TOKENS + column] = T(scaled_weight(share, own, params));
         if (column == 0) {
           factors[row] = factor;
         }
@@ -118,6 +120,7 @@ paged_decode_matrix(
   KeyRange seen = ours.keys(positions, params);
 
   threadgroup T* tile = (threadgroup T*)scratch + int(simd_id) * TOKENS * PITCH;
+  threadgroup T* scales = (threadgroup T*)scratch + PITCH - 16 / int(sizeof(T));
   threadgroup float* dots = (threadgroup float*)(scratch + AT.scores);
   threadgroup T* weights = (threadgroup T*)(scratch + AT.weights);
   threadgroup float* factors = (threadgroup float*)(scratch + AT.factors);
@@ -168,13 +171,28 @@ paged_decode_matrix(
   for (int first = seen.begin; first < seen.end; first += TOKENS) {
     TileLoader<T, TOKENS, 8 * K_COLUMNS, 32> keys;
     TileLoader<T, TOKENS, 8 * V_COLUMNS, 32> values;
-    keys.load(
-        key_pool, K_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end, k_slice,
-        lane);
-    values.load(
-        value_pool, V_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end, v_slice,
-        lane);
-    keys.store(tile, PITCH, lane);
+    if (PAGED_QUANTISED(params)) {
+      keys.load_quantised(
+          (device const uchar*)key_pool, key_format(params), K_DIM, params.num_kv_heads,
+          ours.kv_head, ours.table, first, seen.end, k_slice, lane);
+      values.load_quantised(
+          (device const uchar*)value_pool, value_format(params), V_DIM, params.num_kv_heads,
+          ours.kv_head, ours.table, first, seen.end, v_slice, lane);
+    } else {
+      keys.load(
+          key_pool, K_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end, k_slice,
+          lane);
+      values.load(
+          value_pool, V_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end,
+          v_slice, lane);
+    }
+    keys.store(tile, PITCH, key_format(params), lane);
+    if (has_scales(params) && simd_id == 0 && int(lane) < TOKENS) {
+      load_scales(
+          (threadgroup float*)(scales + int(lane) * PITCH), (device const uchar*)key_pool,
+          (device const uchar*)value_pool, K_DIM, V_DIM, ours.table, first + int(lane), seen.end,
+          ours.kv_head, params);
+    }
     simdgroup_barrier(mem_flags::mem_threadgroup);
 
     PAGED_UNROLL
@@ -200,10 +218,10 @@ paged_decode_matrix(
       }
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);  // the keys have been read
-    values.store(tile, PITCH, lane);
+    values.store(tile, PITCH, value_format(params), lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
-    softmax.step(dots, weights, factors, first, seen.end, params, simd_id, lane);
+    softmax.step(dots, weights, factors, first, seen.end, scales, PITCH, params, simd_id, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     PAGED_UNROLL

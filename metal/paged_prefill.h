@@ -39,8 +39,8 @@ METAL_FUNC float row_sum(float value) {
 template <typename T, int COLUMNS>
 METAL_FUNC float softmax_row(
     thread simdgroup_matrix<float, 8, 8>* dot, thread simdgroup_matrix<T, 8, 8>* share,
-    thread SoftmaxState& state, RowBounds bounds, int first, int end,
-    constant AttentionParams& params, uint lane) {
+    thread SoftmaxState& state, RowBounds bounds, threadgroup const T* scales, int pitch, int first,
+    int end, constant AttentionParams& params, uint lane) {
   float values[COLUMNS][2];
   float maximum = state.maximum;
   PAGED_UNROLL
@@ -49,7 +49,10 @@ METAL_FUNC float softmax_row(
     for (int e = 0; e < 2; e++) {
       int token = first + 8 * n + matrix_column(lane) + e;
       bool visible = token < end && sees(bounds, token, params);
-      float value = logit(dot[n].thread_elements()[e], params);
+      threadgroup const float* own =
+          (threadgroup const float*)(scales + (8 * n + matrix_column(lane) + e) * pitch);
+      float product = scaled_dot(dot[n].thread_elements()[e], own, params);
+      float value = logit(product, params);
       values[n][e] = visible ? value : -INFINITY;
       maximum = max(maximum, values[n][e]);
     }
@@ -63,7 +66,9 @@ METAL_FUNC float softmax_row(
     for (int e = 0; e < 2; e++) {
       float value = weight(values[n][e], maximum);
       sum += value;
-      share[n].thread_elements()[e] = T(value);
+      threadgroup const float* own =
+          (threadgroup const float*)(scales + (8 * n + matrix_column(lane) + e) * pitch);
+      share[n].thread_elements()[e] = T(scaled_weight(value, own, params));
     }
   }
   state.maximum = maximum;
@@ -101,6 +106,7 @@ paged_prefill(
   KeyRange seen = ours.keys(positions, params);
   threadgroup T* key_tile = (threadgroup T*)scratch;
   threadgroup T* value_tile = key_tile + TOKENS * K_PITCH;
+  threadgroup T* scales = key_tile + K_DIM;
 
   // Queries pass through the tile of keys, eight rows at a time; rows past the last are zeros.
   constexpr int CHUNK = chunk_size<T>();
@@ -149,15 +155,30 @@ paged_prefill(
   for (int first = seen.begin; first < seen.end; first += TOKENS) {
     TileLoader<T, TOKENS, K_DIM, THREADS> key_loader;
     TileLoader<T, TOKENS, V_DIM, THREADS> value_loader;
-    key_loader.load(
-        key_pool, K_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end, {0, K_DIM},
-        thread_id);
-    value_loader.load(
-        value_pool, V_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end,
-        {0, V_DIM}, thread_id);
+    if (PAGED_QUANTISED(params)) {
+      key_loader.load_quantised(
+          (device const uchar*)key_pool, key_format(params), K_DIM, params.num_kv_heads,
+          ours.kv_head, ours.table, first, seen.end, {0, K_DIM}, thread_id);
+      value_loader.load_quantised(
+          (device const uchar*)value_pool, value_format(params), V_DIM, params.num_kv_heads,
+          ours.kv_head, ours.table, first, seen.end, {0, V_DIM}, thread_id);
+    } else {
+      key_loader.load(
+          key_pool, K_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end,
+          {0, K_DIM}, thread_id);
+      value_loader.load(
+          value_pool, V_DIM, params.num_kv_heads, ours.kv_head, ours.table, first, seen.end,
+          {0, V_DIM}, thread_id);
+    }
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the tiles before have been read
-    key_loader.store(key_tile, K_PITCH, thread_id);
-    value_loader.store(value_tile, V_PITCH, thread_id);
+    key_loader.store(key_tile, K_PITCH, key_format(params), thread_id);
+    value_loader.store(value_tile, V_PITCH, value_format(params), thread_id);
+    if (has_scales(params) && int(thread_id) < TOKENS) {
+      load_scales(
+          (threadgroup float*)(scales + int(thread_id) * K_PITCH), (device const uchar*)key_pool,
+          (device const uchar*)value_pool, K_DIM, V_DIM, ours.table, first + int(thread_id),
+          seen.end, ours.kv_head, params);
+    }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     simdgroup_matrix<float, 8, 8> dot[BANDS][TOKENS / 8];
@@ -182,7 +203,8 @@ paged_prefill(
     PAGED_UNROLL
     for (int band = 0; band < BANDS; band++) {
       float factor = softmax_row<T, TOKENS / 8>(
-          dot[band], share[band], state[band], bounds[band], first, seen.end, params, lane);
+          dot[band], share[band], state[band], bounds[band], scales, K_PITCH, first, seen.end,
+          params, lane);
       PAGED_UNROLL
       for (int c = 0; c < V_DIM / 8; c++) {
         result[band][c].thread_elements()[0] *= factor;

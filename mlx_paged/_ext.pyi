@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import mlx.core
+import numpy
 from numpy.typing import NDArray
 from typing_extensions import CapsuleType
 
@@ -12,7 +13,7 @@ def write_kv(key_pool: mlx.core.array, value_pool: mlx.core.array, keys: mlx.cor
 
 def copy_blocks(pools: Sequence[mlx.core.array], block_pairs: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...
 
-def gather_kv(key_pool: mlx.core.array, value_pool: mlx.core.array, block_tables: mlx.core.array, context_lens: mlx.core.array, max_context_len: int, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> tuple[mlx.core.array, mlx.core.array]: ...
+def gather_kv(key_pool: mlx.core.array, value_pool: mlx.core.array, block_tables: mlx.core.array, context_lens: mlx.core.array, max_context_len: int, *, dtype: mlx.core.Dtype | None = None, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> tuple[mlx.core.array, mlx.core.array]: ...
 
 def paged_attention(queries: mlx.core.array, key_pool: mlx.core.array, value_pool: mlx.core.array, positions: mlx.core.array, block_tables: mlx.core.array, work_items: mlx.core.array, merge_items: mlx.core.array, *, scale: float, window: int = 0, softcap: float = 0.0, sinks: mlx.core.array | None = None, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
@@ -36,7 +37,7 @@ def quantized_linear(x: mlx.core.array, weight: mlx.core.array, scales: mlx.core
 
 def make_device_program(inputs: Sequence[mlx.core.array], outputs: Sequence[mlx.core.array], *, residual_in_product: bool) -> CapsuleType: ...
 
-def run_device_program(program: CapsuleType, inputs: Sequence[mlx.core.array], *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...
+def run_device_program(program: CapsuleType, inputs: Sequence[mlx.core.array], *, returns_pools: bool, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...
 
 def placeholders(arrays: Sequence[mlx.core.array]) -> list[mlx.core.array]:
     """
@@ -66,6 +67,8 @@ def has_transfers() -> bool:
     """Whether `upload` and `to_host` are there."""
 
 def upload(arrays: Sequence[Annotated[NDArray, dict(order='C', device='cpu', writable=False)]], *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...
+
+def plan_decodes(tables: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], num_blocks: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], context_lens: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], *, block_size: int, window: int, shortest_piece: int, most_pieces: int, pads: bool, stays: bool, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array] | None: ...
 
 def to_host(array: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 

@@ -4,6 +4,19 @@ A *pool* is ``[num_blocks, block_size, num_kv_heads, head_dim]``, float32, float
 keys and values have one each, and their head dims may differ. A *slot* is
 ``block * block_size + offset``.
 
+A *quantised* pool has another dtype, which tells its format; writing quantises, and reading undoes
+it:
+
+- int8: a code for a number, and for each token and head a scale;
+- uint32: a nibble for a number, lowest first, and for each group of 32 dims a scale and a minimum;
+- uint8: e4m3, without scales; numbers beyond 448 become 448.
+
+Its first three extents are those of a plain pool, and the last one is what a token and head takes
+on average (`allocate_pool` knows it): a block is ``[block_size][num_kv_heads]`` codes of a head,
+and behind them ``[num_kv_heads][block_size]`` of its scales in float16. Keys of the first two
+formats are rotated before they are quantised, and queries alike, so that outliers of single dims
+cost little: `gather_kv` gives them back as they were. Keys and values may be of different formats.
+
 `write_kv` and `copy_blocks` work **in place, unconditionally**: the arrays they return share the
 buffers of those passed in. (A pool that is not dense, or that on a GPU does not begin at a multiple
 of 16 bytes of its buffer, is copied; `pool_copies` counts that.) The handle passed in is consumed;
@@ -62,10 +75,11 @@ def allocate_pool(
     Args:
         block_size: 8, 16, 32 or 64.
         head_dim: a multiple of 8 up to 576.
-        dtype: float32, float16 or bfloat16.
+        dtype: float32, float16 or bfloat16; int8, uint32 or uint8 for a quantised pool.
 
     Returns:
-        ``[num_blocks, block_size, num_kv_heads, head_dim]`` of undefined contents.
+        ``[num_blocks, block_size, num_kv_heads, head_dim]`` of undefined contents; the last extent
+        of a quantised pool is another.
 
     Raises:
         MemoryError: there is not enough memory; the message names the bytes.
@@ -158,8 +172,9 @@ def write_kv(
     """Writes each token's key and value to its slot, in place.
 
     Args:
-        keys: ``[num_tokens, num_kv_heads, key_dim]``, the pool's dtype.
-        values: ``[num_tokens, num_kv_heads, value_dim]``, the pool's dtype.
+        keys: ``[num_tokens, num_kv_heads, key_dim]``, the pool's dtype; for quantised pools
+            float32, float16 or bfloat16.
+        values: ``[num_tokens, num_kv_heads, value_dim]``, the dtype of `keys`.
         slot_mapping: ``[num_tokens]`` int32; -1 writes nothing, nor does any other negative number
             (which ``MLX_PAGED_CHECK=1`` refuses). No slot may occur twice.
 
@@ -195,6 +210,7 @@ def gather_kv(
     context_lens: mx.array,
     max_context_len: int,
     *,
+    dtype: mx.Dtype | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Dense keys and values of whole sequences.
@@ -202,13 +218,20 @@ def gather_kv(
     Args:
         block_tables: ``[num_seqs, max_blocks]`` int32.
         context_lens: ``[num_seqs]`` int32; 0 is allowed.
+        dtype: float32, float16 or bfloat16, what quantised pools give; None: the pools' own.
 
     Returns:
         ``[num_seqs, num_kv_heads, max_context_len, head_dim]`` keys and values, zero past each
         sequence's context.
     """
     return ext.gather_kv(
-        key_pool, value_pool, block_tables, context_lens, max_context_len, stream=stream
+        key_pool,
+        value_pool,
+        block_tables,
+        context_lens,
+        max_context_len,
+        dtype=dtype,
+        stream=stream,
     )
 
 
@@ -228,8 +251,8 @@ def paged_attention(
     of ``plan.bounds``.
 
     Args:
-        queries: ``[num_rows, num_q_heads, key_dim]``, the pool's dtype; ``num_q_heads`` is a
-            multiple of ``num_kv_heads``.
+        queries: ``[num_rows, num_q_heads, key_dim]``, the pool's dtype, or for quantised pools
+            float32, float16 or bfloat16; ``num_q_heads`` is a multiple of ``num_kv_heads``.
         scale: factor on ``q . k``, at most 2e38.
         window: a row at position p sees keys at positions in ``(p - window, p]``; None: all up to
             p. What the plan's bounds add it sees beyond the window too.
@@ -496,23 +519,29 @@ class StepProgram:
     """A graph of few rows that runs as one operation on the CPU: its operations one after another
     on all threads, with products that share an input side by side.
 
-    It consists of the operations of this module, linear layers whose weights are of any format
+    Its own are the operations of this module, linear layers whose weights are of any format
     (`linear`, `quantized_linear`), arithmetic by element, lookups of rows (`lookup`), and changes
-    of shape. Values are float32 and have the step's rows as their first axis.
+    of shape, on values in float32 whose first axis is the step's rows. Any other operation of MLX
+    gets whole arrays between them, and costs what it costs in a graph.
 
     Args:
         inputs: `placeholders`. Those that only attention reads as a plan's block tables, work and
-            merges may have other sizes in a call.
+            merges, and those that nothing reads, may have other sizes in a call.
         outputs: what was built on them: the result, and pools among the inputs, which are written
             in place.
 
     Raises:
-        ValueError: for a graph of anything else; it names the operation. What does not depend on
-            the inputs is evaluated, once.
+        ValueError: for a graph that is none; it says why. What does not depend on the inputs is
+            evaluated, once.
     """
 
     def __init__(self, inputs: Sequence[mx.array], outputs: Sequence[mx.array]) -> None:
         self._program = ext.StepProgram(list(inputs), list(outputs))
+
+    @property
+    def num_nodes(self) -> int:
+        """Operations that are MLX's own."""
+        return self._program.num_nodes
 
     def __call__(
         self, inputs: Sequence[mx.array], *, stream: mx.Stream | mx.Device | None = None

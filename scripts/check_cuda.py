@@ -3,6 +3,7 @@
 python scripts/check_cuda.py                      # build, tests on the GPU, compute-sanitizer
 python scripts/check_cuda.py --only ops parity    # some of it
 python scripts/check_cuda.py --only build media   # pictures: parity with mlx-vlm, bounds of rows
+python scripts/check_cuda.py --only build formats # quantised pools: their tests, and their speed
 python scripts/check_cuda.py --bench kernels      # and then measure; or the engine, or a MoE model
 python scripts/check_cuda.py --only --bench engine moe    # measure only
 
@@ -24,7 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 OPS = ["plan", "write_kv", "copy_blocks", "gather_kv", "paged_attention", "attention_bounds",
-       "pool_contract", "validation", "numeric_edges", "big_pools", "token_bitmask"]  # fmt: skip
+       "pool_contract", "quantised_pools", "validation", "numeric_edges", "big_pools",
+       "token_bitmask"]  # fmt: skip
 ENGINE = [
     "cuda",
     "cuda_programs",
@@ -133,6 +135,12 @@ def checks() -> list[Stage]:
     ]
 
 
+def timed_checks() -> list[Stage]:
+    """Run where --only names them: the GPU has to be theirs."""
+    formats = python("bench/cuda_kv_formats.py", "--check")
+    return [Stage("formats", formats, ON_TEST_PATH)]
+
+
 def benchmarks() -> dict[str, Stage]:
     engine = python("bench/cuda_engine.py", "--only")
     return {
@@ -203,6 +211,7 @@ def main() -> int:
             whole = build("all architectures", None, "/tmp/paged-build-all")
             stages.insert(0, Stage(whole.name, ["nice", "-n", "19", *whole.command]))
         outcomes += perform(stages, options.jobs)
+        outcomes += perform([s for s in timed_checks() if options.only and wanted(s)], 1)
         outcomes += perform([benchmarks()[name] for name in options.bench], 1)
     print()
     print(*outcomes, sep="\n")

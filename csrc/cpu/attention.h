@@ -11,13 +11,12 @@
 
 namespace mlx_paged::cpu {
 
-struct PoolView {
-  const void* data;  // [num_blocks, block_size, num_kv_heads, head_dim], row-contiguous
-  int head_dim;
+struct PoolView : PoolLayout {
+  char* data;
 };
 
 struct AttentionArgs {
-  DType dtype;
+  DType dtype;          // of queries and results, and of plain pools
   const void* queries;  // [num_rows, num_q_heads, keys.head_dim]
   PoolView keys;
   PoolView values;
@@ -39,6 +38,22 @@ struct AttentionArgs {
   float scale;
   float softcap;
   int window;
+};
+
+// One dtype's numbers to or from slots of a quantised pool.
+struct PoolArgs {
+  PoolView pool;
+  DType dtype;
+  bool rotated;  // see rotates_keys
+};
+
+struct PoolKernels {
+  // Row i of [num_tokens, num_kv_heads, head_dim] to slot slots[i] if that is not negative, for the
+  // rows [begin, end).
+  void (*quantise)(
+      const PoolArgs& args, const void* rows, const int32_t* slots, int64_t begin, int64_t end);
+  // One head of a slot.
+  void (*dequantise)(const PoolArgs& args, int64_t slot, int head, void* out);
 };
 
 struct AttentionKernels {

@@ -30,10 +30,10 @@ inline void attend_as(
   for (int token = item.token_begin; token < item.token_end; token += kTile) {
     int count = min(kTile, item.token_end - token);
     if (at.lanes < kTransposeFrom) {
-      decode_tile<T>(args, item, at, head_begin, head_end, token, count, scratch);
+      decode_tile(args, item, at, head_begin, head_end, token, count, scratch);
     } else {
       for (int head = head_begin; head < head_end; head++) {
-        prefill_tile<T>(
+        prefill_tile(
             args, item, at, head, token, count, scratch, State(at, scratch, head - head_begin));
       }
     }

@@ -7,12 +7,13 @@
 
 #include "attention.h"
 #include "matmul.h"
+#include "pool_types.h"
 #include "simd.h"
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
 constexpr int kTransposeFrom = 17;  // lanes from which a transposed K tile pays for itself
-constexpr int kMaxHeadDim = 576;
+constexpr int kChunk = 8;           // tokens of which decode takes all heads before the next
 constexpr float kLog2e = 1.44269504088896340736f;
 
 inline int round_up(int n, int multiple) {
@@ -72,8 +73,8 @@ inline Item read_item(const AttentionArgs& args, int index) {
   return item;
 }
 
-// Offsets of the pieces of a task's scratch, in floats: prefill's tiles, then the state of each
-// head.
+// Offsets of the pieces of a task's scratch, in floats: rows that are not read where they lie, then
+// the state of each head.
 struct Layout {
   int lanes, key_dim, value_dim;  // dims padded to whole vectors
   size_t keys, values, shared_end;
@@ -84,10 +85,12 @@ struct Layout {
     key_dim = round_up(args.keys.head_dim, kWidth);
     value_dim = round_up(args.values.head_dim, kWidth);
     bool tiles = lanes >= kTransposeFrom;
+    // Decode converts nibbles, a few tokens at a time.
+    int converted = tiles ? kTile : args.values.format == PoolFormat::int4 ? kChunk : 0;
     keys = 0;
-    values = keys + (tiles ? size_t(kTile) * key_dim : 0);
+    values = keys + size_t(converted) * key_dim;
     // A transposed K tile is stored here too: it is not used once the tile's values are converted.
-    shared_end = values + (tiles ? size_t(kTile) * max(key_dim, value_dim) : 0);
+    shared_end = values + size_t(converted) * max(key_dim, value_dim);
     size_t padded_lanes = round_up(lanes, kWidth);
     queries = 0;
     acc = queries + size_t(lanes) * key_dim;
@@ -134,6 +137,12 @@ inline void load_queries(
     float* dst = out + size_t(lane) * at.key_dim;
     for (int d = 0; d < at.key_dim; d += kWidth) {
       store(dst + d, load_tail(q + d, min(kWidth, dim - d)) * scale);
+    }
+    if (rotates_keys(args.keys.format)) {
+      rotate(dst, dim);
+    }
+    if (args.keys.format == PoolFormat::int4) {
+      evens_first(dst, dim);
     }
   }
 }

@@ -28,7 +28,7 @@ std::vector<mx::array> dense_inputs(
 struct Pool {
   char* data;
   int num_blocks, block_size, num_kv_heads;
-  int64_t token_bytes, head_bytes;
+  int64_t token_bytes, head_bytes;  // of a quantised pool what they take on average
 
   explicit Pool(mx::array& a)
       : data(a.data<char>()),

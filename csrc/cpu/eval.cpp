@@ -22,12 +22,44 @@ namespace mlx_paged {
 using cpu::for_ranges;
 using cpu::Pool;
 
+namespace {
+
+bool is_quantised(const mx::array& pool) {
+  return format_of(pool.dtype()) != PoolFormat::plain;
+}
+
+cpu::PoolArgs pool_args(mx::array& pool, mx::Dtype dtype, bool holds_keys) {
+  auto layout = layout_of(pool);
+  return {{layout, pool.data<char>()}, dtype_of(dtype), holds_keys && rotates_keys(layout.format)};
+}
+
+// Of a token in keys or values.
+int64_t count_bytes(const mx::array& rows) {
+  return int64_t(rows.shape(1)) * rows.shape(2) * rows.itemsize();
+}
+
+}  // namespace
+
 void WriteKV::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 2, encoder);
   check_ids(in);
   for (int i = 0; i < 2; i++) {
     cpu::alias_or_copy_pool(in[i], out[i], encoder);
+  }
+  if (is_quantised(out[0])) {
+    encoder.dispatch([key_pool = pool_args(out[0], in[2].dtype(), true),
+                      value_pool = pool_args(out[1], in[3].dtype(), false),
+                      keys = in[2].data<void>(), values = in[3].data<void>(),
+                      slots = in[4].data<int32_t>(), count = in[4].shape(0),
+                      token_bytes = count_bytes(in[2]) + count_bytes(in[3])] {
+      const auto& quantise = cpu::kernels().pool.quantise;
+      for_ranges(count, token_bytes, [&](int64_t begin, int64_t end) {
+        quantise(key_pool, keys, slots, begin, end);
+        quantise(value_pool, values, slots, begin, end);
+      });
+    });
+    return;
   }
   encoder.dispatch([key_pool = Pool(out[0]), value_pool = Pool(out[1]), keys = in[2].data<char>(),
                     values = in[3].data<char>(), slots = in[4].data<int32_t>(),
@@ -80,6 +112,15 @@ void GatherKV::eval_cpu(const Arrays& inputs, Arrays& out) {
     o.set_data(mx::allocator::malloc(o.nbytes()));
   }
   encoder.dispatch([pools = std::array{Pool(key_pool), Pool(value_pool)},
+                    views =
+                        std::array{
+                            pool_args(key_pool, out[0].dtype(), true),
+                            pool_args(value_pool, out[1].dtype(), false)},
+                    quantised = is_quantised(key_pool),
+                    row_bytes =
+                        std::array{
+                            int64_t(out[0].shape(3)) * out[0].itemsize(),
+                            int64_t(out[1].shape(3)) * out[1].itemsize()},
                     dst = std::array{out[0].data<char>(), out[1].data<char>()},
                     tables = in[2].data<int32_t>(), context_lens = in[3].data<int32_t>(),
                     num_seqs = in[2].shape(0), max_blocks = in[2].shape(1),
@@ -97,22 +138,25 @@ void GatherKV::eval_cpu(const Arrays& inputs, Arrays& out) {
       int len = std::min(context_lens[seq], max_len);
       for (size_t p = 0; p < pools.size(); p++) {
         const Pool& pool = pools[p];
-        int64_t head_stride = max_len * pool.head_bytes;
+        int64_t head_bytes = row_bytes[p];
+        int64_t head_stride = max_len * head_bytes;
         char* rows = dst[p] + int64_t(seq) * pool.num_kv_heads * head_stride;
         for (int t = begin; t < std::min(end, len); t++) {
           int64_t slot = int64_t(table[t / block_size]) * block_size + t % block_size;
           const char* src = pool.slot(slot);
           for (int head = 0; head < pool.num_kv_heads; head++) {
-            std::memcpy(
-                rows + head * head_stride + t * pool.head_bytes, src + head * pool.head_bytes,
-                pool.head_bytes);
+            char* row = rows + head * head_stride + t * head_bytes;
+            if (quantised) {
+              cpu::kernels().pool.dequantise(views[p], slot, head, row);
+            } else {
+              std::memcpy(row, src + head * head_bytes, head_bytes);
+            }
           }
         }
         int empty = std::max(begin, len);
         for (int head = 0; empty < end && head < pool.num_kv_heads; head++) {
           std::memset(
-              rows + head * head_stride + empty * pool.head_bytes, 0,
-              (end - empty) * pool.head_bytes);
+              rows + head * head_stride + empty * head_bytes, 0, (end - empty) * head_bytes);
         }
       }
     });

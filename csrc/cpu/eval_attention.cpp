@@ -25,8 +25,8 @@ void PagedAttention::eval_cpu(const Arrays& inputs, Arrays& out) {
   cpu::AttentionArgs args{};
   args.dtype = dtype_of(queries.dtype());
   args.queries = queries.data<void>();
-  args.keys = {key_pool.data<void>(), key_pool.shape(3)};
-  args.values = {value_pool.data<void>(), value_pool.shape(3)};
+  args.keys = {layout_of(key_pool), key_pool.data<char>()};
+  args.values = {layout_of(value_pool), value_pool.data<char>()};
   args.out = out[0].data<void>();
   args.positions = in[kPositions].data<int32_t>();
   args.num_rows = queries.shape(0);

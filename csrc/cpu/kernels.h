@@ -13,6 +13,7 @@ namespace mlx_paged::cpu {
 struct Kernels {
   const char* simd;  // "avx512", "avx2", "baseline", "neon"
   AttentionKernels attention;
+  PoolKernels pool;
   LayerKernels layer;
   ProductKernels product;
 };

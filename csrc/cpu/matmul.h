@@ -17,7 +17,15 @@ constexpr int kTile = 64;  // tokens
 template <int R, int N, typename T>
 inline void dot(
     const float* q, int q_stride, const T* const* keys, int offset, int dim, float* scores) {
-  VecF sums[R][N] = {};
+  VecF sums[R][N];
+  // (Not `= {}`: GCC clears the stack for that with an instruction that takes as long as the sums.)
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i++) {
+      sums[r][i] = VecF{};
+    }
+  }
   auto add = [&](int d, auto load_key) {
     VecF kv[N];
     for (int i = 0; i < N; i++) {

@@ -132,8 +132,8 @@ AttentionArgs Program::attention_args(
   AttentionArgs args{};
   args.dtype = p.dtype;
   args.queries = p.queries.row(bases, 0);
-  args.keys = {bases[p.key_pool], p.key_dim};
-  args.values = {bases[p.value_pool], p.value_dim};
+  args.keys = {p.keys, bases[p.key_pool]};
+  args.values = {p.values, bases[p.value_pool]};
   args.out = p.out.row(bases, 0);
   args.positions = in[p.positions].data<int32_t>();
   args.num_rows = int(p.queries.rows());
@@ -142,8 +142,8 @@ AttentionArgs Program::attention_args(
   args.merge_items = reinterpret_cast<const paged::MergeItem*>(in[p.merge_items].data<int32_t>());
   args.sinks = p.sinks;
   args.num_q_heads = p.num_q_heads;
-  args.num_kv_heads = p.num_kv_heads;
-  args.block_size = p.block_size;
+  args.num_kv_heads = p.keys.num_kv_heads;
+  args.block_size = p.keys.block_size;
   args.max_blocks = in[p.tables].shape(1);
   args.scale = p.options.scale;
   args.softcap = p.options.softcap;
@@ -228,13 +228,18 @@ void Program::queue_node(const NodePhase& node, Run& run, mx::Stream stream) con
   }
   Arrays outputs;
   for (const auto& out : node.outputs) {
-    outputs.emplace_back(out.shape, out.dtype, nullptr, Arrays{});
+    // (Some ask an output for its primitive, for the stream.)
+    outputs.emplace_back(out.shape, out.dtype, node.primitive, Arrays{});
   }
   node.primitive->eval_cpu(inputs, outputs);
   auto& encoder = mx::cpu::get_command_encoder(stream);
+  // (An output may be its input seen in another way, whose memory others get after this phase.)
+  auto is_temporary = [&](const mx::array& a) {
+    return a.buffer().ptr() == run.memory.buffer().ptr();
+  };
   for (size_t i = 0; i < outputs.size(); i++) {
     mx::array value = outputs[i];
-    if (!value.flags().row_contiguous) {
+    if (!value.flags().row_contiguous || is_temporary(value)) {
       value = mx::array(value.shape(), value.dtype(), nullptr, {});
       copy_to_dense(outputs[i], value, encoder);
     }

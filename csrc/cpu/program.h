@@ -102,7 +102,8 @@ struct AttentionPhase {
   const float* sinks;                              // or null
   AttentionOptions options;
   DType dtype;
-  int num_q_heads, num_kv_heads, key_dim, value_dim, block_size;
+  int num_q_heads;
+  PoolLayout keys, values;
 };
 
 // An operation of MLX's own.
@@ -165,7 +166,7 @@ class Program : public std::enable_shared_from_this<Program> {
   int64_t temporary_bytes_ = 0;
   std::vector<mx::Shape> input_shapes_;
   std::vector<mx::Dtype> input_dtypes_;
-  std::vector<bool> any_length_;  // inputs whose shape may change: a plan's work
+  std::vector<bool> any_length_;  // inputs whose shape may change: a plan's work, unused ones
   std::vector<int> pools_;
   std::optional<mx::Stream> stream_;
   mx::Shape result_shape_;

@@ -106,6 +106,9 @@ class ProgramReader {
     }
     add_outputs();
     check_inputs();
+    for (size_t i = 0; i < inputs_.size(); i++) {
+      program_.any_length_[i] = program_.any_length_[i] || !uses_.count(inputs_[i].id());
+    }
     auto made = make_phases(operations_, program_.buffers_);
     program_.phases_ = std::move(made.phases);
     program_.temporary_bytes_ = made.temporary_bytes;
@@ -576,35 +579,52 @@ class ProgramReader {
   }
 
   void read_write_kv(const Node& node) {
-    require(node.inputs[0].dtype() == mx::float32, "pools of other than float32");
     View slots = view(node.inputs[4]);
     Operation op;
     op.kind = Operation::Kind::rows;
     op.gathers = {slots.buffer};
     struct Part {
       View rows, pool;
-      int64_t bytes;
+      int64_t bytes;    // of a row
+      PoolArgs format;  // (its data is not known before the run)
     };
     std::vector<Part> parts;
     for (int i = 0; i < 2; i++) {
-      View pool = view(node.inputs[i]);
+      const auto& pool_array = node.inputs[i];
+      View pool = view(pool_array);
       require(buffer(pool).kind == Buffer::Kind::input, "a pool that is not an input");
+      auto layout = layout_of(pool_array);
+      require(
+          layout.format != PoolFormat::plain || pool_array.dtype() == mx::float32,
+          "pools of 16 bits");
+      require(node.inputs[2 + i].dtype() == mx::float32, "keys of other than float32");
       View rows = with_dense_rows(view(node.inputs[2 + i]));
       (is_aligned(rows) ? op.reads : op.gathers).push_back(rows.buffer);
-      parts.push_back({rows, pool, rows.row_size() * int64_t(sizeof(float))});
+      bool rotated = i == 0 && rotates_keys(layout.format);
+      parts.push_back(
+          {rows,
+           pool,
+           rows.row_size() * int64_t(sizeof(float)),
+           {{layout, nullptr}, DType::float32, rotated}});
       views_[node.outputs[i].id()] = pool;
     }
     op.rows = slots.rows();
     op.writes = {parts[0].pool.buffer, parts[1].pool.buffer};
     op.task = [=](const Bases& bases, int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++) {
-        int32_t slot = *slots.row<int32_t>(bases, i);
-        if (slot < 0) {
+        const int32_t* slot = slots.row<int32_t>(bases, i);
+        if (*slot < 0) {
           continue;
         }
         for (const Part& part : parts) {
-          std::memcpy(
-              bases[part.pool.buffer] + slot * part.bytes, part.rows.row(bases, i), part.bytes);
+          char* pool = bases[part.pool.buffer];
+          if (part.format.pool.format == PoolFormat::plain) {
+            std::memcpy(pool + *slot * part.bytes, part.rows.row(bases, i), part.bytes);
+            continue;
+          }
+          PoolArgs args = part.format;
+          args.pool.data = pool;
+          kernels().pool.quantise(args, part.rows.row(bases, i), slot, 0, 1);
         }
       }
     };
@@ -635,10 +655,8 @@ class ProgramReader {
     p.options = attention.options();
     p.dtype = DType::float32;
     p.num_q_heads = queries.shape[1];
-    p.num_kv_heads = keys.shape[2];
-    p.key_dim = keys.shape[3];
-    p.value_dim = values.shape[3];
-    p.block_size = keys.shape[1];
+    p.keys = layout_of(in[A::kKeyPool]);
+    p.values = layout_of(in[A::kValuePool]);
     Operation op;
     op.kind = Operation::Kind::attention;
     op.rows = queries.rows();

@@ -88,7 +88,10 @@ inline void finish(
   for (int lane = 0; lane < at.lanes; lane++) {
     int row = lane / group;
     int head = kv_head * group + lane % group;
-    const float* lane_acc = state.acc + size_t(lane) * at.value_dim;
+    float* lane_acc = state.acc + size_t(lane) * at.value_dim;
+    if (args.values.format == PoolFormat::int4) {
+      dims_in_order(lane_acc, args.values.head_dim);
+    }
     if (item.partial_begin < 0) {
       finish_lane<T>(
           args, lane_acc, state.row_max[lane], state.row_sum[lane], item.row_begin + row, head);

@@ -15,24 +15,24 @@
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
-constexpr int kChunk = 8;  // tokens of which decode takes all heads before the next
 #if defined(__AVX512F__)
 constexpr int kAtOnce = 4;  // tokens of which the registers hold the sums of four lanes
 #else
 constexpr int kAtOnce = 2;
 #endif
 
-// The pool's row of each of `count` tokens: all KV heads, `pool.head_dim` apart.
+// The pool's row of each of `count` tokens: all KV heads, `head_bytes` apart.
 template <typename T>
 inline void token_rows(
     const AttentionArgs& args, const PoolView& pool, const int32_t* block_table, int token,
     int count, const T** rows) {
   int block = token / args.block_size;
   int in_block = token % args.block_size;
-  int64_t row_size = int64_t(args.num_kv_heads) * pool.head_dim;
+  int64_t token_bytes = pool.token_bytes();
+  int64_t block_bytes = pool.block_bytes();
   for (int i = 0; i < count; i++) {
-    int64_t slot = int64_t(block_table[block]) * args.block_size + in_block;
-    rows[i] = static_cast<const T*>(pool.data) + slot * row_size;
+    rows[i] = reinterpret_cast<const T*>(
+        pool.data + block_table[block] * block_bytes + in_block * token_bytes);
     if (++in_block == args.block_size) {
       in_block = 0;
       block++;
@@ -40,101 +40,241 @@ inline void token_rows(
   }
 }
 
+// The first head's part of the tail of each token; the next head's is `tail_stride` behind it.
+inline void token_tails(
+    const AttentionArgs& args, const PoolView& pool, const int32_t* block_table, int token,
+    int count, const char** tails) {
+  int block = token / args.block_size;
+  int in_block = token % args.block_size;
+  int64_t head_bytes = pool.tail_head_bytes();
+  const char* tail = pool.data + pool.tail_begin();
+  for (int i = 0; i < count; i++) {
+    tails[i] = tail + block_table[block] * pool.block_bytes() + in_block * head_bytes;
+    if (++in_block == args.block_size) {
+      in_block = 0;
+      block++;
+    }
+  }
+}
+
+inline int64_t tail_stride(const PoolView& pool) {
+  return pool.block_size * pool.tail_head_bytes();
+}
+
+// Multiplies each lane's scores or weights with the int8 scales of the tile's tokens.
+inline void scale_lanes(
+    const AttentionArgs& args, const PoolView& pool, const Item& item, int kv_head, int token,
+    int count, int lanes, float* scores) {
+  Half halves[kTile] = {};
+  int block = token / args.block_size;
+  int in_block = token % args.block_size;
+  for (int i = 0; i < count; block++, in_block = 0) {
+    int run = min(count - i, args.block_size - in_block);
+    int64_t scales = pool.scales_at(item.block_table[block], kv_head, in_block);
+    __builtin_memcpy(halves + i, pool.data + scales, run * sizeof(Half));
+    i += run;
+  }
+  for (int t = 0; t < kTile; t += kWidth) {
+    VecF scales = load(halves + t);
+    for (int lane = 0; lane < lanes; lane++) {
+      float* s = scores + lane * kTile + t;
+      store(s, load(s) * scales);
+    }
+  }
+}
+
 // One head of some tokens into the cache, while those before them are computed: blocks lie anywhere
 // in memory, so the hardware does not prefetch them.
-template <typename T>
-inline void fetch(const T* const* rows, int begin, int end, int offset, int dim) {
-  constexpr int kLine = 64 / sizeof(T);
+inline void fetch(const char* const* rows, int begin, int end, int64_t offset, int64_t bytes) {
+  constexpr int kLine = 64;
   for (int i = begin; i < end; i++) {
-    for (int d = 0; d < dim; d += kLine) {
-      __builtin_prefetch(rows[i] + offset + d, 0, 2);
+    for (int64_t b = 0; b < bytes; b += kLine) {
+      __builtin_prefetch(rows[i] + offset + b, 0, 2);
+    }
+  }
+}
+
+// One head of `count` tokens as fp32 rows.
+template <typename T>
+inline void convert_rows(
+    const PoolView& pool, int kv_head, int count, int padded_dim, const T* const* tokens,
+    const char* const* tails, float* buffer, const float** rows) {
+  for (int i = 0; i < count; i++) {
+    rows[i] = buffer + i * padded_dim;
+    convert_row(
+        pool, tokens[i] + kv_head * pool.head_bytes() / int(sizeof(T)),
+        tails[i] + kv_head * tail_stride(pool), padded_dim, buffer + i * padded_dim);
+  }
+}
+
+// The scales of one head of a chunk of tokens, likewise: those of a block are next to each other.
+inline void fetch_scales(
+    const PoolView& pool, const char* const* tails, int begin, int end, int kv_head) {
+  if (begin < end) {
+    int64_t bytes = pool.tail_head_bytes();
+    for (int64_t b = 0; b < bytes * (end - begin); b += 64) {
+      __builtin_prefetch(tails[begin] + kv_head * tail_stride(pool) + b, 0, 2);
     }
   }
 }
 
 template <typename T>
-inline void decode_tile(
+inline void score_chunk(
+    const Layout& at, const State& state, const T* const* keys, int offset, int dim, int begin,
+    int end) {
+  for_lanes(at.lanes, [&](int lane, auto group) {
+    constexpr int kLanes = decltype(group)::kCount;
+    const float* q = state.queries + lane * at.key_dim;
+    float* scores = state.scores + lane * kTile;
+    int t = begin;
+    for (; t + kAtOnce <= end; t += kAtOnce) {
+      dot<kLanes, kAtOnce>(q, at.key_dim, keys + t, offset, dim, scores + t);
+    }
+    for (; t < end; t++) {
+      dot<kLanes, 1>(q, at.key_dim, keys + t, offset, dim, scores + t);
+    }
+  });
+}
+
+// Decode's scores of a tile, for all its heads.
+template <typename T>
+inline void score_heads(
     const AttentionArgs& args, const Item& item, const Layout& at, int head_begin, int head_end,
     int token, int count, float* scratch) {
+  const PoolView& pool = args.keys;
   const T* keys[kTile];
-  const T* values[kTile];
-  int key_dim = args.keys.head_dim;
-  int value_dim = args.values.head_dim;
-  token_rows(args, args.keys, item.block_table, token, count, keys);
+  const char* tails[kTile];
+  const char* values[kTile];
+  const char* value_tails[kTile];
+  token_rows(args, pool, item.block_table, token, count, keys);
   token_rows(args, args.values, item.block_table, token, count, values);
-  const T* next_keys[kTile];
-  int num_next = min(kTile, item.token_end - token - count);
-  token_rows(args, args.keys, item.block_table, token + count, num_next, next_keys);
+  if constexpr (kIsInt4<T>) {
+    token_tails(args, pool, item.block_table, token, count, tails);
+  }
+  bool scaled = args.values.tail_head_bytes() > 0;
+  if (scaled) {
+    token_tails(args, args.values, item.block_table, token, count, value_tails);
+  }
+  int64_t value_bytes = args.values.head_bytes();
   for (int chunk = 0; chunk < count; chunk += kChunk) {
     int end = min(chunk + kChunk, count);
     for (int head = head_begin; head < head_end; head++) {
-      fetch(values, chunk, end, head * value_dim, value_dim);
+      fetch(values, chunk, end, head * value_bytes, value_bytes);
+      if (scaled) {
+        fetch_scales(args.values, value_tails, chunk, end, head);
+      }
       State state(at, scratch, head - head_begin);
-      for_lanes(at.lanes, [&](int lane, auto group) {
-        constexpr int kLanes = decltype(group)::kCount;
-        const float* q = state.queries + lane * at.key_dim;
-        float* scores = state.scores + lane * kTile;
-        int t = chunk;
-        for (; t + kAtOnce <= end; t += kAtOnce) {
-          dot<kLanes, kAtOnce>(q, at.key_dim, keys + t, head * key_dim, key_dim, scores + t);
-        }
-        for (; t < end; t++) {
-          dot<kLanes, 1>(q, at.key_dim, keys + t, head * key_dim, key_dim, scores + t);
-        }
-      });
+      if constexpr (kIsInt4<T>) {
+        const float* rows[kTile];
+        convert_rows(
+            pool, head, end - chunk, at.key_dim, keys + chunk, tails + chunk, scratch + at.keys,
+            rows + chunk);
+        score_chunk(at, state, rows, 0, at.key_dim, chunk, end);
+      } else {
+        score_chunk(at, state, keys, head * pool.head_dim, pool.head_dim, chunk, end);
+      }
     }
   }
-  for (int head = head_begin; head < head_end; head++) {
-    softmax_lanes(args, item, at, token, count, State(at, scratch, head - head_begin));
+}
+
+// Adds a tile's weighted values to what decode has of all its heads.
+template <typename T>
+inline void mix_heads(
+    const AttentionArgs& args, const Item& item, const Layout& at, int head_begin, int head_end,
+    int token, int count, float* scratch) {
+  const PoolView& pool = args.values;
+  const T* values[kTile];
+  const char* tails[kTile];
+  const char* next_keys[kTile];
+  const char* next_tails[kTile];
+  int num_next = min(kTile, item.token_end - token - count);
+  token_rows(args, pool, item.block_table, token, count, values);
+  token_rows(args, args.keys, item.block_table, token + count, num_next, next_keys);
+  if constexpr (kIsInt4<T>) {
+    token_tails(args, pool, item.block_table, token, count, tails);
   }
+  bool scaled = args.keys.tail_head_bytes() > 0;
+  if (scaled) {
+    token_tails(args, args.keys, item.block_table, token + count, num_next, next_tails);
+  }
+  int64_t key_bytes = args.keys.head_bytes();
   static const float ones[kTransposeFrom] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   for (int chunk = 0; chunk < count; chunk += kChunk) {
     int end = min(chunk + kChunk, count);
     for (int head = head_begin; head < head_end; head++) {
-      fetch(next_keys, min(chunk, num_next), min(end, num_next), head * key_dim, key_dim);
+      int next_begin = min(chunk, num_next), next_end = min(end, num_next);
+      fetch(next_keys, next_begin, next_end, head * key_bytes, key_bytes);
+      if (scaled) {
+        fetch_scales(args.keys, next_tails, next_begin, next_end, head);
+      }
       State state(at, scratch, head - head_begin);
-      matmul(
-          at.lanes, state.scores + chunk, kTile, values + chunk, head * value_dim, end - chunk,
-          chunk == 0 ? state.alpha : ones, state.acc, at.value_dim, value_dim);
+      const float* alpha = chunk == 0 ? state.alpha : ones;
+      if constexpr (kIsInt4<T>) {
+        const float* rows[kChunk];
+        convert_rows(
+            pool, head, end - chunk, at.value_dim, values + chunk, tails + chunk,
+            scratch + at.values, rows);
+        matmul(
+            at.lanes, state.scores + chunk, kTile, rows, 0, end - chunk, alpha, state.acc,
+            at.value_dim, at.value_dim);
+      } else {
+        matmul(
+            at.lanes, state.scores + chunk, kTile, values + chunk, head * pool.head_dim,
+            end - chunk, alpha, state.acc, at.value_dim, pool.head_dim);
+      }
     }
   }
+}
+
+inline void decode_tile(
+    const AttentionArgs& args, const Item& item, const Layout& at, int head_begin, int head_end,
+    int token, int count, float* scratch) {
+  with_pool_type(args.dtype, args.keys.format, [&](auto type) {
+    score_heads<decltype(type)>(args, item, at, head_begin, head_end, token, count, scratch);
+  });
+  for (int head = head_begin; head < head_end; head++) {
+    State state(at, scratch, head - head_begin);
+    if (args.keys.format == PoolFormat::int8) {
+      scale_lanes(args, args.keys, item, head, token, count, at.lanes, state.scores);
+    }
+    softmax_lanes(args, item, at, token, count, state);
+    if (args.values.format == PoolFormat::int8) {
+      scale_lanes(args, args.values, item, head, token, count, at.lanes, state.scores);
+    }
+  }
+  with_pool_type(args.dtype, args.values.format, [&](auto type) {
+    mix_heads<decltype(type)>(args, item, at, head_begin, head_end, token, count, scratch);
+  });
 }
 
 // One KV head of a tile as fp32 rows padded with zeros to whole vectors: in place where the pool
 // holds just that, else in `buffer`.
-template <typename T>
-inline void convert_rows(
-    const PoolView& pool, int kv_head, int count, int padded_dim, const T* const* tokens,
-    float* buffer, const float** rows) {
-  int dim = pool.head_dim;
-  for (int i = 0; i < count; i++) {
-    const T* row = tokens[i] + kv_head * dim;
+inline void tile_rows(
+    const AttentionArgs& args, const PoolView& pool, const Item& item, int kv_head, int token,
+    int count, int padded_dim, float* buffer, const float** rows) {
+  with_pool_type(args.dtype, pool.format, [&](auto type) {
+    using T = decltype(type);
+    const T* tokens[kTile];
+    const char* tails[kTile];
+    token_rows(args, pool, item.block_table, token, count, tokens);
     if constexpr (sizeof(T) == sizeof(float)) {
-      if (padded_dim == dim) {
-        rows[i] = row;
-        continue;
+      if (padded_dim == pool.head_dim) {
+        for (int i = 0; i < count; i++) {
+          rows[i] = tokens[i] + kv_head * pool.head_dim;
+        }
+        return;
       }
     }
-    float* dst = buffer + i * padded_dim;
-    int d = 0;
-    for (; d + kWidth <= dim; d += kWidth) {
-      store(dst + d, load(row + d));
-    }
-    if (d < dim) {
-      store(dst + d, load_tail(row + d, dim - d));
-    }
-    rows[i] = dst;
-  }
+    token_tails(args, pool, item.block_table, token, count, tails);
+    convert_rows(pool, kv_head, count, padded_dim, tokens, tails, buffer, rows);
+  });
 }
 
-template <typename T>
 inline void prefill_tile(
     const AttentionArgs& args, const Item& item, const Layout& at, int kv_head, int token,
     int count, float* scratch, const State& state) {
-  const T* tokens[kTile];
   const float* rows[kTile];
-  token_rows(args, args.keys, item.block_table, token, count, tokens);
-  convert_rows(args.keys, kv_head, count, at.key_dim, tokens, scratch + at.keys, rows);
+  tile_rows(args, args.keys, item, kv_head, token, count, at.key_dim, scratch + at.keys, rows);
 
   float* transposed = scratch + at.values;
   const float* columns[kMaxHeadDim];
@@ -154,8 +294,8 @@ inline void prefill_tile(
       kTile);
 
   softmax_lanes(args, item, at, token, count, state);
-  token_rows(args, args.values, item.block_table, token, count, tokens);
-  convert_rows(args.values, kv_head, count, at.value_dim, tokens, scratch + at.values, rows);
+  tile_rows(
+      args, args.values, item, kv_head, token, count, at.value_dim, scratch + at.values, rows);
   matmul(
       at.lanes, state.scores, kTile, rows, 0, count, state.alpha, state.acc, at.value_dim,
       at.value_dim);

@@ -82,7 +82,8 @@ Extent kernel_grid(const Launch& launch) {
   constexpr uint32_t kMost = 65535;  // along y and z
   Extent grid = launch.grid;
   const auto& name = launch.kernel.host_name;
-  if (name == "write_kv" || name == "copy_blocks" || name.starts_with("apply_token_bitmask")) {
+  if (name == "write_kv" || name.starts_with("quantise_kv") || name == "copy_blocks" ||
+      name.starts_with("apply_token_bitmask")) {
     std::swap(grid[0], grid[1]);
   } else if (name.starts_with("copy_strided")) {
     std::swap(grid[0], grid[2]);

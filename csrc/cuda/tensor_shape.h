@@ -49,6 +49,22 @@ constexpr int tensor_scratch(int dim, int queries) {
   return tensor_warps(dim) * (tensor_ring_bytes(dim, queries) + queries * 2 * 4);
 }
 
+// --- paged_decode_quantised ---
+
+// What a warp has room for: its results alone, as codes do not pass through shared memory.
+constexpr int quantised_result_bytes(int dim, int queries) {
+  return queries * tensor_result_pitch(dim) * 4;
+}
+
+constexpr int quantised_scratch(int dim, int queries) {
+  return tensor_warps(dim) * (quantised_result_bytes(dim, queries) + queries * 2 * 4);
+}
+
+// Thread blocks of a multiprocessor, for which the registers must do.
+constexpr int quantised_blocks(int columns) {
+  return columns == 1 ? 3 : 2;
+}
+
 // --- paged_prefill_tensor ---
 
 enum {
@@ -78,6 +94,13 @@ enum {
   X(__VA_ARGS__, 128, 1)              \
   X(__VA_ARGS__, 128, 2)              \
   X(__VA_ARGS__, 256, 1)
+
+// Likewise.
+#define PAGED_FOR_EACH_QUANTISED_TENSOR(X, ...) \
+  X(__VA_ARGS__, 64, 1)                         \
+  X(__VA_ARGS__, 64, 2)                         \
+  X(__VA_ARGS__, 128, 1)                        \
+  X(__VA_ARGS__, 128, 2)
 
 // Head dim and warps.
 #define PAGED_FOR_EACH_PREFILL_TENSOR(X, ...) \

@@ -24,6 +24,8 @@ using Inputs = PagedAttention;
 
 #define ENTRY(unused, dim, columns) {dim, columns},
 const std::set<std::pair<int, int>> kTensorKernels = {PAGED_FOR_EACH_TENSOR(ENTRY, unused)};
+const std::set<std::pair<int, int>> kQuantisedKernels = {
+    PAGED_FOR_EACH_QUANTISED_TENSOR(ENTRY, unused)};
 
 #define ENTRY_PREFILL(unused, dim, warps) {dim, warps},
 const std::set<std::pair<int, int>> kPrefillKernels = {
@@ -49,13 +51,17 @@ struct Attention {
   int num_kv_heads;
 };
 
+bool is_quantised(const Arrays& in) {
+  return format_of(in[Inputs::kKeyPool].dtype()) != PoolFormat::plain;
+}
+
 // Null where tensor cores are not used: fp32, whose inputs they would round; two head dims; blocks
 // that end within 16 tokens.
 std::optional<Attention> on_tensor_cores(const Launch& launch, const Arrays& in) {
   constexpr int kLeastBlock = 16;
   auto dtype = dtype_of(in[Inputs::kQueries].dtype());
-  int dim = in[Inputs::kKeyPool].shape(3);
-  if (dtype == DType::float32 || dim != in[Inputs::kValuePool].shape(3) ||
+  int dim = layout_of(in[Inputs::kKeyPool]).head_dim;
+  if (dtype == DType::float32 || dim != layout_of(in[Inputs::kValuePool]).head_dim ||
       in[Inputs::kKeyPool].shape(1) < kLeastBlock) {
     return std::nullopt;
   }
@@ -80,6 +86,32 @@ void decode_on_tensor_cores(Launch& launch, const Attention& attention) {
   launch.grid = {launch.grid[0] * uint32_t(attention.num_kv_heads), 1, 1};
   launch.threadgroup = {32 * uint32_t(paged::tensor_warps(dim)), 1, 1};
   launch.threadgroup_memory = paged::tensor_scratch(dim, columns * paged::TENSOR_QUERIES);
+}
+
+// The suffix of the kernel of a pair of formats; null: there is none.
+const char* quantised_suffix(const Arrays& in) {
+  auto keys = format_of(in[Inputs::kKeyPool].dtype());
+  auto values = format_of(in[Inputs::kValuePool].dtype());
+  if (keys != PoolFormat::int8) {
+    return nullptr;
+  }
+  return values == PoolFormat::int8 ? "_int8" : values == PoolFormat::int4 ? "_int8_int4" : nullptr;
+}
+
+bool quantised_on_tensor_cores(Launch& launch, const Attention& attention, const char* suffix) {
+  int dim = attention.dim;
+  int columns = tiles_of(attention.queries, paged::TENSOR_QUERIES);
+  if (!suffix || !kQuantisedKernels.count({dim, columns})) {
+    return false;
+  }
+  std::ostringstream name;
+  name << "paged_decode_tensor_" << name_of(attention.dtype) << "_" << dim << "_n" << columns
+       << suffix;
+  launch.kernel = {name.str(), "paged_decode_quantised", ""};
+  launch.grid = {launch.grid[0] * uint32_t(attention.num_kv_heads), 1, 1};
+  launch.threadgroup = {32 * uint32_t(paged::tensor_warps(dim)), 1, 1};
+  launch.threadgroup_memory = paged::quantised_scratch(dim, columns * paged::TENSOR_QUERIES);
+  return true;
 }
 
 void prefill_on_tensor_cores(Launch& launch, const Attention& attention) {
@@ -131,7 +163,7 @@ void merge_by_warps(Launch& launch, const Arrays& in) {
   auto params = params_of<paged::MergeParams>(launch);
   std::ostringstream name;
   name << "merge_splits_" << name_of(dtype_of(in[Inputs::kQueries].dtype())) << "_"
-       << in[Inputs::kValuePool].shape(3);
+       << layout_of(in[Inputs::kValuePool]).head_dim;
   launch.kernel = {name.str(), "merge_splits", ""};
   uint32_t blocks = (params.num_q_heads + paged::MERGE_HEADS - 1) / paged::MERGE_HEADS;
   launch.grid = {launch.grid[0] * blocks, launch.grid[2], 1};
@@ -151,7 +183,16 @@ LaunchList with_variants(LaunchList list, const Arrays& in) {
     if (!decode && file != "paged_prefill.h") {
       continue;
     }
-    if (auto attention = on_tensor_cores(launch, in)) {
+    auto attention = on_tensor_cores(launch, in);
+    if (is_quantised(in)) {
+      bool served = attention && decode &&
+                    quantised_on_tensor_cores(launch, *attention, quantised_suffix(in));
+      if (!served) {  // (these ask for bounds at run time)
+        launch.kernel.host_name += "_quantised";
+      }
+      continue;
+    }
+    if (attention) {
       (decode ? decode_on_tensor_cores : prefill_on_tensor_cores)(launch, *attention);
     }
     bool portable = launch.kernel.file == file;

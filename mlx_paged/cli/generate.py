@@ -14,6 +14,7 @@ import typer
 from mlx_paged.cli.entry import ExitCode, deferred_interrupt, needs_extra
 from mlx_paged.cli.options import (
     AsyncScheduling,
+    KVCacheDType,
     KVCacheMemory,
     MaxModelLen,
     MaxNumSeqs,
@@ -37,7 +38,7 @@ _STRUCTURED = "Structured outputs"
 # Options that apply to a batch; everything else is in its lines.
 _OF_BATCH = frozenset(
     {"input", "output", "overwrite", "served_model_name", "model", "max_num_seqs",
-     "max_model_len", "kv_cache_memory", "async_scheduling", "progress"}
+     "max_model_len", "kv_cache_memory", "kv_cache_dtype", "async_scheduling", "progress"}
 )  # fmt: skip
 _ONLY_BATCH = ("output", "overwrite", "served_model_name")
 _GREEDY = SamplingOptions(
@@ -123,6 +124,7 @@ def generate(
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = 256,
     kv_cache_memory: KVCacheMemory = None,
+    kv_cache_dtype: KVCacheDType = "auto",
     async_scheduling: AsyncScheduling = True,
 ) -> None:  # fmt: skip
     """Answer prompts, or all requests of a batch file, as many at once as there is memory for.
@@ -141,6 +143,7 @@ def generate(
     engine_options = {
         "max_num_seqs": max_num_seqs,
         "async_scheduling": async_scheduling,
+        "kv_cache_dtype": kv_cache_dtype,
         **given(max_model_len=max_model_len, kv_cache_memory=kv_cache_memory),
     }
     if input is not None:

@@ -127,6 +127,15 @@ KVCacheMemory = Annotated[
         ENGINE, "Bytes of the KV cache.", "--kv-cache-memory", min=1, show_default="from memory"
     ),
 ]
+KVCacheDType = Annotated[
+    str,
+    option(
+        ENGINE,
+        "Format of the KV cache: auto (as the model computes), int8, int8_k_int4_v (k8v4), int4 or "
+        "fp8. The others hold two to three times the tokens.",
+        "--kv-cache-dtype",
+    ),
+]
 AsyncScheduling = Annotated[
     bool,
     option(

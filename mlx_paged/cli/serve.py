@@ -219,6 +219,23 @@ class ServeOptions:
         int, option(_MEDIA, "Bytes for encoded media, which are kept for later requests.", min=1)
     ] = 512 << 20
     block_size: Annotated[int, option(_CACHE, "Tokens of a KV block: 8, 16, 32 or 64.")] = 32
+    kv_cache_dtype: Annotated[
+        str,
+        option(
+            _CACHE,
+            "Format of the KV cache: auto (as the model computes), int8, int8_k_int4_v (k8v4), "
+            "int4 or fp8. The others hold two to three times the tokens.",
+        ),
+    ] = "auto"
+    kv_cache_dtype_skip_layers: Annotated[
+        list[str] | None,
+        option(
+            _CACHE,
+            "Layer that keeps the model's own dtype, by number from 0, or sliding_window. "
+            "Repeatable.",
+            show_default="none",
+        ),
+    ] = None
     gpu_memory_utilization: Annotated[
         float | None,
         option(
@@ -475,6 +492,7 @@ def serve(
     with logs.last_line(options.log_format):
         engine_options = fields_of(EngineConfig, options)
         engine_options["pooler_config"] = _pooler_config(options)
+        engine_options["kv_cache_dtype_skip_layers"] = options.kv_cache_dtype_skip_layers or ()
         for name in _JSON_OBJECTS:
             engine_options[name] = _json_object(name, getattr(options, name))
         # Wrong options are refused before the model is loaded.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from mlx_paged.doctor.jobs import Memory
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.model.kv_formats import FORMATS, KVFormat
 
 # Bits of a weight by precision. MLX's affine quantisation keeps a 16-bit scale and bias for 64.
 _GPU_PRECISIONS = {"16-bit": 16.0, "8-bit": 8.5, "4-bit": 4.5}
@@ -47,9 +48,13 @@ class Shape:
         """Bytes of the weights; `precision` is one of `PRECISIONS`."""
         return int(self.parameters * PRECISIONS[precision] / 8)
 
-    def kv_bytes_per_token(self, precision: str) -> int:
-        """Bytes of a token's keys and values in all layers, in 16 bits, or 32 for float32."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * _value_bytes(precision)
+    def kv_bytes_per_token(self, precision: str, kv_format: KVFormat | None = None) -> int:
+        """Bytes of a token's keys and values in all layers; by default in 16 bits, or 32 for
+        float32."""
+        if kv_format is None:
+            return 2 * self.layers * self.kv_heads * self.head_dim * _value_bytes(precision)
+        row = sum(f.row_bytes(self.head_dim) for f in (kv_format.keys, kv_format.values))
+        return self.layers * self.kv_heads * row
 
     def activation_bytes(self, rows: int, sampled_rows: int, precision: str) -> int:
         """An estimate of what the largest step needs.
@@ -96,6 +101,7 @@ class Fit:
     Attributes:
         num_blocks: Blocks of the pool that the engine would have; 0: it does not fit.
         num_tokens: Tokens of keys and values in them.
+        quantised_tokens: The same with the formats of `--kv-cache-dtype`, by name.
         reason: Why it does not fit; empty where it does.
     """
 
@@ -106,6 +112,7 @@ class Fit:
     activation_bytes: int
     num_blocks: int
     num_tokens: int
+    quantised_tokens: dict[str, int]
     reason: str = ""
 
 
@@ -119,6 +126,7 @@ def fits(memory: Memory) -> list[Fit]:
 def fit(shape: Shape, precision: str, memory: Memory, config: EngineConfig) -> Fit:
     """One shape in one precision."""
     weights, per_token = shape.weight_bytes(precision), shape.kv_bytes_per_token(precision)
+    quantised = dict.fromkeys(FORMATS, 0)
     activations = shape.activation_bytes(config.step_tokens, config.max_num_seqs, precision)
     on_gpu = memory["on_gpu"]
     usable = int(memory["device_bytes"] * (memory["utilization"] if on_gpu else 1.0))
@@ -129,13 +137,20 @@ def fit(shape: Shape, precision: str, memory: Memory, config: EngineConfig) -> F
     elif left <= 0:
         reason = f"weights and activations take {_gib(weights + activations)} of {_gib(usable)}"
     else:
-        try:
+
+        def blocks_of(per_token: int) -> int:
             # On the CPU the engine does not count the weights, as blocks that are never used cost
             # nothing. Here a model fits only if all of it can be used.
-            num_blocks = config.num_blocks([per_token], shape.max_len, left if on_gpu else None)
-            num_blocks = min(num_blocks, left // (config.block_size * per_token))
-        except InvalidParameterError:
-            pass
+            try:
+                most = config.num_blocks([per_token], shape.max_len, left if on_gpu else None)
+            except InvalidParameterError:
+                return 0
+            return min(most, left // (config.block_size * per_token))
+
+        num_blocks = blocks_of(per_token)
+        for name, kv_format in FORMATS.items():
+            blocks = blocks_of(shape.kv_bytes_per_token(precision, kv_format))
+            quantised[name] = _tokens(blocks, config)
         if num_blocks < 2:
             num_blocks, reason = 0, f"{_gib(left)} are left for keys and values: no two blocks"
     return Fit(
@@ -145,9 +160,14 @@ def fit(shape: Shape, precision: str, memory: Memory, config: EngineConfig) -> F
         kv_bytes_per_token=per_token,
         activation_bytes=activations,
         num_blocks=num_blocks,
-        num_tokens=max(0, num_blocks - 1) * config.block_size,  # block 0 is never handed out
+        num_tokens=_tokens(num_blocks, config),
+        quantised_tokens=quantised,
         reason=reason,
     )
+
+
+def _tokens(num_blocks: int, config: EngineConfig) -> int:
+    return max(0, num_blocks - 1) * config.block_size  # block 0 is never handed out
 
 
 def _gib(num_bytes: int) -> str:

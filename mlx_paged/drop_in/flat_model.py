@@ -29,6 +29,7 @@ from mlx_paged.drop_in.states import (
     fitted,
 )
 from mlx_paged.errors import UnsupportedModelError
+from mlx_paged.model.kv_formats import KVFormat
 from mlx_paged.model.layout import CacheSpec, LayerSpec, Reach, StateSpec
 from mlx_paged.ops import AttentionPlan
 
@@ -47,12 +48,20 @@ class FlatModel:
 
     Args:
         model: its modules are changed in place, in ways that show only while a step is built.
+        kv_format: what keys and values are kept in; None: as the model computes.
 
     Raises:
         UnsupportedModelError: the family is not proven, or this model of it is not served.
     """
 
-    def __init__(self, model: nn.Module, *, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_blocks: int,
+        block_size: int,
+        kv_format: KVFormat | None = None,
+    ) -> None:
         # Here, not above: this very import of mlx_lm may have come from there.
         from mlx_paged.model.wrap import serve
 
@@ -63,6 +72,8 @@ class FlatModel:
                 config["model_type"],
                 f"its RoPE changes with contexts beyond {paged.layout.max_context_len} tokens",
             )
+        if kv_format is not None:
+            paged.layout = paged.layout.with_kv_format(kv_format)
         self.layout = paged.layout
         self.block_size = block_size
         self._model = weakref.ref(model)
@@ -216,8 +227,8 @@ class FlatModel:
         cache.key_pool, cache.value_pool = ops.write_kv(
             cache.key_pool,
             cache.value_pool,
-            _to_rows(keys, cache.key_pool),
-            _to_rows(values, cache.value_pool),
+            _to_rows(keys, spec.dtype, spec.pool_dims[0]),
+            _to_rows(values, spec.dtype, spec.pool_dims[1]),
             plan.slot_mapping,
         )
 
@@ -235,6 +246,7 @@ class FlatModel:
             mx.array(padded, dtype=mx.int32),
             mx.array([end] * len(tables), dtype=mx.int32),
             end,
+            dtype=None if spec.kv_format is None else spec.dtype,
         )
         _write_after(cache, [keys, values])
         if spec.latent:
@@ -335,9 +347,9 @@ class FlatModel:
     def grow(self, num_blocks: int, number: int = 0) -> None:
         """Makes room for more blocks of a group; what is there stays."""
         for cache in self._caches_of(number):
-            for name in ("key_pool", "value_pool"):
+            for name, dim in zip(("key_pool", "value_pool"), cache.spec.pool_dims):
                 old: mx.array = getattr(cache, name)
-                more, block_size, heads, dim = num_blocks - len(old), *old.shape[1:]
+                more, block_size, heads = num_blocks - len(old), *old.shape[1:3]
                 added = ops.allocate_pool(more, block_size, heads, dim, old.dtype)
                 pool = mx.concatenate([old, added])
                 mx.eval(pool)  # pool by pool, so that only one of them is there twice
@@ -381,9 +393,9 @@ def _write_after(cache: Any, reads: Any) -> None:
     cache.key_pool, cache.value_pool = mx.depends([cache.key_pool, cache.value_pool], reads)
 
 
-def _to_rows(x: mx.array, pool: mx.array) -> mx.array:
+def _to_rows(x: mx.array, dtype: mx.Dtype, pool_dim: int) -> mx.array:
     """``[batch, heads, length, dim]`` -> ``[batch * length, heads, pool_dim]``."""
     batch, heads, length, dim = x.shape
-    rows = x.transpose(0, 2, 1, 3).reshape(batch * length, heads, dim).astype(pool.dtype)
-    missing = pool.shape[-1] - dim
+    rows = x.transpose(0, 2, 1, 3).reshape(batch * length, heads, dim).astype(dtype)
+    missing = pool_dim - dim
     return mx.pad(rows, [(0, 0), (0, 0), (0, missing)]) if missing else rows

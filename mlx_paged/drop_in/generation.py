@@ -7,7 +7,7 @@ there.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
@@ -19,6 +19,7 @@ from mlx_paged.drop_in.caches import dense_copy, prompt_cache, sequence_of, work
 from mlx_paged.drop_in.registry import store_for
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.engine.guard import check_process, is_forked
+from mlx_paged.model.kv_formats import INT8
 
 Function = Callable[..., Any]
 
@@ -144,9 +145,14 @@ def tokenize(original: Function) -> Function:
 
 def _sequences_of(arguments: dict[str, Any], *models: Any) -> list[PagedSequence] | None:
     """The sequences that a call is about, one for each model; None: mlx-lm's code does it alone."""
-    if arguments["kv_bits"] is not None:
-        return None  # mlx-lm replaces the caches of the list by quantised ones as it goes
     caches = arguments["prompt_cache"]
+    if arguments["kv_bits"] is not None:
+        if caches is not None or arguments["kv_bits"] != 8 or arguments.get("max_kv_size"):
+            return None  # mlx-lm replaces the caches of the list by quantised ones as it goes
+        sequences = _quantised_sequences(arguments, models)
+        if sequences is not None:
+            arguments["kv_bits"] = None
+        return sequences
     if caches is None:
         size = _limit_that_is_reached(arguments)
         each = [mlx_lm_cache.make_prompt_cache(model, size) for model in models]
@@ -166,6 +172,27 @@ def _sequences_of(arguments: dict[str, Any], *models: Any) -> list[PagedSequence
     return found
 
 
+def _quantised_sequences(
+    arguments: dict[str, Any], models: Sequence[Any]
+) -> list[PagedSequence] | None:
+    """New sequences in int8, for `kv_bits=8`; None: a model has no store.
+
+    Mlx-lm's caches are quantised from `quantized_kv_start` on, and these from their first token, as
+    blocks of one sequence are of one kind; a text that ends before that is not quantised.
+    """
+    most = _num_prompt_tokens(arguments) + arguments["max_tokens"]
+    is_never = arguments["max_tokens"] >= 0 and most <= arguments["quantized_kv_start"]
+    dense_caches = inspect.unwrap(mlx_lm_cache.make_prompt_cache)
+    stores = [store_for(m, dense_caches(m), None if is_never else INT8) for m in models]
+    found = [PagedSequence(store) for store in stores if store is not None]
+    return found if len(found) == len(stores) else None
+
+
+def _num_prompt_tokens(arguments: dict[str, Any]) -> int:
+    embeddings = arguments.get("input_embeddings")
+    return len(arguments["prompt"] if embeddings is None else embeddings)
+
+
 def _limit_that_is_reached(arguments: dict[str, Any]) -> int | None:
     """`max_kv_size` where prompt and answer may exceed it: until then a rotating cache holds what
     any other does.
@@ -173,9 +200,9 @@ def _limit_that_is_reached(arguments: dict[str, Any]) -> int | None:
     size: int | None = arguments.get("max_kv_size")
     if size is None:
         return None  # (speculative decoding knows no such limit)
-    embeddings, max_tokens = arguments["input_embeddings"], arguments["max_tokens"]
-    num_tokens = len(arguments["prompt"] if embeddings is None else embeddings)
-    return None if max_tokens >= 0 and num_tokens + max_tokens <= size else size
+    max_tokens = arguments["max_tokens"]
+    fits = max_tokens >= 0 and _num_prompt_tokens(arguments) + max_tokens <= size
+    return None if fits else size
 
 
 def _prompt_or_last_token(prompt: mx.array, sequences: list[PagedSequence]) -> list[int]:

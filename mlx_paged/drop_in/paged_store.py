@@ -19,6 +19,7 @@ from mlx_paged.core.prefix_tree import TOKEN_TYPE, PrefixMatch
 from mlx_paged.drop_in.flat_model import WINDOW_SLACK, FlatModel
 from mlx_paged.drop_in.locking import exclusive
 from mlx_paged.drop_in.states import Snapshots, State
+from mlx_paged.model.kv_formats import KVFormat
 from mlx_paged.model.layout import Reach
 from mlx_paged.model.plan import build_plan
 from mlx_paged.ops import AttentionPlan
@@ -117,19 +118,27 @@ class PagedStore:
         cache_bytes: memory up to which prefixes that nobody uses at the moment are kept: the store
             grows to that size before it evicts any, and past it only for sequences that live.
         lock: see `exclusive`. Stores of one model have one.
+        kv_format: see `FlatModel`.
 
     Raises:
         UnsupportedModelError: the model cannot have one.
     """
 
     def __init__(
-        self, model: nn.Module, *, cache_bytes: int, lock: threading.RLock | None = None
+        self,
+        model: nn.Module,
+        *,
+        cache_bytes: int,
+        lock: threading.RLock | None = None,
+        kv_format: KVFormat | None = None,
     ) -> None:
         self.lock: Any = threading.RLock() if lock is None else lock
         self.is_interrupted = False  # by an exception, in the middle of something
         num_blocks = _INITIAL_BLOCKS
         self.block_size = BLOCK_SIZE
-        self.flat = FlatModel(model, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+        self.flat = FlatModel(
+            model, num_blocks=num_blocks, block_size=BLOCK_SIZE, kv_format=kv_format
+        )
         self.block_bytes = BLOCK_SIZE * self.flat.bytes_per_token  # in all layers
         self.has_states = self.flat.layout.has_states
         self.kv = KVManager(

@@ -20,6 +20,7 @@ from mlx_paged.drop_in.locking import InterruptsDeferred
 from mlx_paged.drop_in.paged_store import PagedStore
 from mlx_paged.engine.guard import check_process, claim_process
 from mlx_paged.errors import MlxPagedError
+from mlx_paged.model.kv_formats import KVFormat
 
 #: Memory for prefixes that nobody uses at the moment, in bytes, for each model.
 CACHE_BYTES_VARIABLE = "MLX_PAGED_CACHE_BYTES"
@@ -37,7 +38,7 @@ class _Entry:
     Attributes:
         lock: Of all of them. Whoever has it may run the model in steps and look at its weights.
         stores: With the model's present weights, one for each set of caches that it may ask for
-            (they can be changed at run time).
+            (they can be changed at run time), and each format of keys and values.
     """
 
     def __init__(self) -> None:
@@ -47,23 +48,28 @@ class _Entry:
         self.why_none = ""  # there is no store
         self._weights: list[tuple[str, _Weight]] | None = None
 
-    def store(self, model: nn.Module, kinds: tuple[Any, ...]) -> PagedStore | None:
-        """The store for a set of caches, made when it is first asked for."""
+    def store(
+        self, model: nn.Module, kinds: tuple[Any, ...], kv_format: KVFormat | None
+    ) -> PagedStore | None:
+        """The store for a set of caches and a format, made when it is first asked for."""
         with InterruptsDeferred(), self.lock:
             if self._weights is None or not self._is_current(model, self._weights):
                 self.retire()
                 self._weights = [(name, _Weight(array)) for name, array in _weights(model)]
-            if kinds not in self.stores:
-                self.stores[kinds] = self._make(model)
-            return self.stores[kinds]
+            key = (*kinds, kv_format)
+            if key not in self.stores:
+                self.stores[key] = self._make(model, kv_format)
+            return self.stores[key]
 
-    def _make(self, model: nn.Module) -> PagedStore | None:
+    def _make(self, model: nn.Module, kv_format: KVFormat | None) -> PagedStore | None:
         cache_bytes = _cache_bytes() if self.limit is None else self.limit
         reason = _unusable_device()
         if reason is None:
             try:
                 claim_process()
-                store = PagedStore(model, cache_bytes=cache_bytes, lock=self.lock)
+                store = PagedStore(
+                    model, cache_bytes=cache_bytes, lock=self.lock, kv_format=kv_format
+                )
                 _reroute(model)
                 return store
             except MlxPagedError as error:
@@ -138,11 +144,14 @@ def _weights(model: nn.Module) -> list[tuple[str, mx.array]]:
     return found
 
 
-def store_for(model: Any, caches: Sequence[Any]) -> PagedStore | None:
+def store_for(
+    model: Any, caches: Sequence[Any], kv_format: KVFormat | None = None
+) -> PagedStore | None:
     """The store of a model; None (and one warning that names the family) where it has none.
 
     Args:
         caches: mlx-lm's own caches for the model.
+        kv_format: what keys and values are kept in; None: as the model computes.
 
     Raises:
         ForkedProcessError: in a child of a process that has used MLX.
@@ -158,7 +167,7 @@ def store_for(model: Any, caches: Sequence[Any]) -> PagedStore | None:
             entry = _stores[id(model)] = _Entry()
             weakref.finalize(model, _drop, id(model))
     kinds = tuple((type(c), getattr(c, "max_size", None)) for c in leaves_of(caches))
-    return entry.store(model, kinds)
+    return entry.store(model, kinds, kv_format)
 
 
 def entry_of(model: Any) -> _Entry | None:

@@ -22,6 +22,7 @@ from mlx_paged.engine.pooling.params import (
 )
 from mlx_paged.engine.reasoning import REASONING_FORMATS
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.model.kv_formats import KVFormat, format_named, skipped_layers
 
 _GIB = 1 << 30
 _DEFAULT_KV_CACHE_MEMORY = 4 * _GIB
@@ -41,6 +42,11 @@ class EngineConfig:
         hf_overrides: vLLM's way to say that a model is a reranker: a mapping with
             `classifier_from_token`, see `PoolerConfig`.
         block_size: Tokens of a KV block: 8, 16, 32 or 64.
+        kv_cache_dtype: What keys and values are kept in: "auto", as the model computes; "int8",
+            "int8_k_int4_v" (or "k8v4"), "int4" or "fp8" hold more tokens in the same memory, see
+            docs/kv-store.md. Latents and recurrent states stay as they are.
+        kv_cache_dtype_skip_layers: Layers that stay as they are, by number from 0; "sliding_window"
+            stands for all that have a window (vLLM's name).
         num_gpu_blocks_override: Blocks of the pool, whatever the memory (vLLM's name; it holds for
             every backend).
         kv_cache_memory: Bytes for the pool. It is allocated but not touched, so blocks that were
@@ -97,6 +103,8 @@ class EngineConfig:
     pooler_config: PoolerConfig | Mapping[str, Any] | None = None
     hf_overrides: Mapping[str, Any] | None = None
     block_size: int = 32
+    kv_cache_dtype: str = "auto"
+    kv_cache_dtype_skip_layers: Sequence[int | str] = ()
     num_gpu_blocks_override: int | None = None
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float | None = None
@@ -154,6 +162,9 @@ class EngineConfig:
                 )
         if type(self.block_size) is not int or self.block_size not in (8, 16, 32, 64):
             raise InvalidParameterError("block_size", "8, 16, 32 or 64", self.block_size)
+        format_named(self.kv_cache_dtype)
+        skipped = skipped_layers(self.kv_cache_dtype_skip_layers)
+        object.__setattr__(self, "kv_cache_dtype_skip_layers", skipped)
         for name in (
             "enable_prefix_caching",
             "disable_hybrid_kv_cache_manager",
@@ -186,6 +197,26 @@ class EngineConfig:
         if self.policy not in policies:
             raise InvalidParameterError("policy", " or ".join(map(repr, policies)), self.policy)
         _ = self.media_options
+
+    @cached_property
+    def kv_format(self) -> KVFormat | None:
+        """The format of keys and values; None: as the model computes."""
+        return format_named(self.kv_cache_dtype)
+
+    @cached_property
+    def kv_salt(self) -> str | None:
+        """What tells blocks of these options from those of others, for prefix salts; None: auto."""
+        if self.kv_format is None:
+            return None
+        skipped = ",".join(map(str, self.kv_cache_dtype_skip_layers))
+        return f"{self.kv_format.name}/{skipped}"
+
+    def salted(self, cache_salt: str | None) -> str | None:
+        """The salt of a request's prefixes, the format of keys and values included."""
+        if self.kv_salt is None or cache_salt is None:
+            return self.kv_salt or cache_salt
+        is_salt = isinstance(cache_salt, str) and cache_salt != ""  # (others `Request` refuses)
+        return f"{self.kv_salt}/{cache_salt}" if is_salt else cache_salt
 
     @cached_property
     def media_options(self) -> MediaOptions:

@@ -162,6 +162,7 @@ class Engine:
             )
         self.reasoning_format = format_of(self.config.reasoning_parser, self.tokenizer)
         paged = serve(model.model, model.config, block_size=self.config.block_size)
+        _quantise(paged, self.config)
         paged.repeats_steps = not self.config.enforce_eager
         limits = [model.max_model_len, paged.layout.max_context_len]
         model_limit = min((n for n in limits if n is not None), default=None)
@@ -279,7 +280,7 @@ class Engine:
             n=params.n,
             priority=priority,
             timeout=timeout,
-            cache_salt=cache_salt,
+            cache_salt=self.config.salted(cache_salt),
             read_prefix_cache=params.prompt_logprobs is None,
             media=() if media is None else media.spans,
         )
@@ -363,7 +364,7 @@ class Engine:
             params.stop_policy(),
             priority=priority,
             timeout=timeout,
-            cache_salt=cache_salt,
+            cache_salt=self.config.salted(cache_salt),
         )
         output = RequestOutput(
             request_id,
@@ -776,6 +777,19 @@ class Engine:
             if self.needs_recovery:
                 self.recover()
             self._scheduler.check_integrity()
+
+
+def _quantise(paged: PagedModel, config: EngineConfig) -> None:
+    """Has a model keep its keys and values in the format that the options name."""
+    if config.kv_format is None:
+        return
+    layout = paged.layout.with_kv_format(config.kv_format, config.kv_cache_dtype_skip_layers)
+    paged.layout = layout
+    name, kept = config.kv_format.name, [spec for spec in layout.attention if not spec.kv_format]
+    if any(spec.latent for spec in kept):
+        logger.warning("kv_cache_dtype %r: latents (MLA) are kept as the model computes", name)
+    if layout.has_states:
+        logger.info("kv_cache_dtype %r: recurrent states are kept as the model computes", name)
 
 
 def _runner(

@@ -182,9 +182,10 @@ class KVPools:
         self._context = context
         self._reach = spec.reach
         self.key_pool, self.value_pool = (
-            ops.allocate_pool(num_blocks, block_size, spec.num_kv_heads, dim, spec.dtype)
-            for dim in spec.pool_dims
+            ops.allocate_pool(num_blocks, block_size, spec.num_kv_heads, dim, dtype)
+            for dim, dtype in zip(spec.pool_dims, spec.pool_dtypes)
         )
+        self._dims = spec.pool_dims
 
     def maybe_trim_front(self) -> None:
         """mlx-lm's chunked cache drops tokens here; the reach of the layer does."""
@@ -194,8 +195,8 @@ class KVPools:
         self.key_pool, self.value_pool = ops.write_kv(
             self.key_pool,
             self.value_pool,
-            _pad(keys.astype(self.spec.dtype), self.key_pool.shape[-1]),
-            _pad(values.astype(self.spec.dtype), self.value_pool.shape[-1]),
+            _pad(keys.astype(self.spec.dtype), self._dims[0]),
+            _pad(values.astype(self.spec.dtype), self._dims[1]),
             slot_mapping,
         )
         if self.begins_part and self._context.step.starts_early:
@@ -261,7 +262,7 @@ class PagedLayerCache(KVPools):
         softcap: float | None,
     ) -> mx.array:
         # Some models upcast queries; the kernels accumulate in float32 anyway.
-        rows = _pad(queries.astype(self.spec.dtype), self.key_pool.shape[-1])
+        rows = _pad(queries.astype(self.spec.dtype), self._dims[0])
         step = self._context.step
         if (
             step.prefill is not None

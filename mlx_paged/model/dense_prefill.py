@@ -140,6 +140,7 @@ def serves(spec: LayerSpec, *, sinks: mx.array | None, softcap: float | None) ->
         and sinks is None
         and softcap is None
         and not spec.latent
+        and spec.kv_format is None  # (a dense copy of what is quantised is what it saves)
         and spec.dtype in (mx.float16, mx.bfloat16)
         and spec.key_dim == spec.value_dim <= _MOST_DIM
         and spec.pool_dims == (spec.key_dim, spec.value_dim)

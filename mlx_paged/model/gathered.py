@@ -137,6 +137,7 @@ class GatheredLayerCache(KVPools):
             group.block_tables[reach],
             group.context_lens,
             group.max_context_len,
+            dtype=self.spec.dtype,
         )
         first = self._first_key()
         self.keys = dense_keys[:, :, first:, : self.spec.key_dim]

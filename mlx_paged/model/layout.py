@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
+
+from mlx_paged.errors import InvalidParameterError
+from mlx_paged.model.kv_formats import SLIDING_WINDOW, KVFormat
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class LayerSpec:
 
     Latent attention (DeepSeek's MLA) has one head, whose keys are latent and rotary key side by
     side, and whose values are the latents: the first `value_dim` numbers of the keys. They are
-    stored once.
+    stored once, and not quantised.
     """
 
     num_kv_heads: int
@@ -58,6 +61,7 @@ class LayerSpec:
     window: int | None = None  # keys at positions in (p - window, p]; None: all up to p
     chunk: int | None = None  # keys at positions in [p - p % chunk, p]; None: all up to p
     latent: bool = False
+    kv_format: KVFormat | None = None  # None: both pools are of `dtype`
 
     @property
     def reach(self) -> Reach:
@@ -71,9 +75,20 @@ class LayerSpec:
         return _padded(self.key_dim), _padded(0 if self.latent else self.value_dim)
 
     @property
+    def pool_dtypes(self) -> tuple[mx.Dtype, mx.Dtype]:
+        """Dtypes of the key pool and of the value pool, as the ops take them."""
+        if self.kv_format is None:
+            return self.dtype, self.dtype
+        return getattr(mx, self.kv_format.keys), getattr(mx, self.kv_format.values)
+
+    @property
     def bytes_per_token(self) -> int:
         """One token in both pools, in bytes."""
-        return self.num_kv_heads * sum(self.pool_dims) * self.dtype.size
+        keys, values = self.pool_dims
+        if self.kv_format is None:
+            return self.num_kv_heads * (keys + values) * self.dtype.size
+        kept = self.kv_format.keys.row_bytes(keys) + self.kv_format.values.row_bytes(values)
+        return self.num_kv_heads * kept
 
 
 def _padded(dim: int) -> int:
@@ -152,10 +167,44 @@ class CacheLayout:
         """K and V of one token in all attention layers, or in those of one reach."""
         return sum(s.bytes_per_token for s in self.attention if reach in (None, s.reach))
 
+    def with_kv_format(self, kv_format: KVFormat, skip: Sequence[int | str] = ()) -> CacheLayout:
+        """The same with the pools of attention layers in a format.
+
+        Latents and recurrent states stay as they are.
+
+        Args:
+            skip: layers, by number, that stay as they are too; "sliding_window" stands for all that
+                have a window.
+
+        Raises:
+            InvalidParameterError: for a layer that the model does not have.
+        """
+        skipped: set[int] = set()
+        for layer in skip:
+            if layer == SLIDING_WINDOW:
+                windows = (i for i, s in enumerate(self.specs) if getattr(s, "window", None))
+                skipped.update(windows)
+            elif isinstance(layer, int) and layer < len(self.tree):
+                skipped.update(_leaves(self.tree[layer]))
+            else:
+                expected = f"layers of the {len(self.tree)} that the model has"
+                raise InvalidParameterError("kv_cache_dtype_skip_layers", expected, layer)
+        specs = [
+            replace(spec, kv_format=kv_format)
+            if isinstance(spec, LayerSpec) and not spec.latent and i not in skipped
+            else spec
+            for i, spec in enumerate(self.specs)
+        ]
+        return replace(self, specs=tuple(specs))
+
     @property
     def bytes_per_slot(self) -> int:
         """The recurrent state of one sequence, in all layers."""
         return sum(spec.bytes_per_slot for spec in self.states)
+
+
+def _leaves(shape: Shape) -> list[int]:
+    return [shape] if isinstance(shape, int) else [leaf for part in shape for leaf in _leaves(part)]
 
 
 def assemble(tree: Sequence[Shape], leaves: Sequence[Any]) -> list[Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
+from support.models import embedded, tiny_config, tiny_model
 from support.plain import plain_mlx_lm
 from typer.testing import CliRunner
 
@@ -16,6 +18,9 @@ from mlx_paged.cli.main import app
 from mlx_paged.demo import model_path
 from mlx_paged.errors import InvalidParameterError, MlxPagedError, UnsupportedModelError
 from mlx_paged.model.loader import LoadedModel, load
+
+# isort: split
+import mlx.core as mx
 
 BLOCK = 16
 DENSE_STEP = 256  # tokens by which mlx-lm's caches grow
@@ -35,7 +40,7 @@ def test_what_is_held_is_what_can_be_counted(model) -> None:
     one = Load(3, 100, 8, 8)
     lens = [len(prompt) + count for prompt, count in one.requests(model.vocab_size, 0)]
     with plain_mlx_lm():  # as the verb does
-        held = memory_runs.measure(model, one, BLOCK, 0)
+        held = memory_runs.measure(model, one, BLOCK, 0, ["int8"])
     per_token = bytes_per_token(model)
     assert held[DENSE].live_bytes == 3 * DENSE_STEP * per_token
     assert held[DENSE].allocated_bytes is not None
@@ -51,7 +56,26 @@ def test_what_is_held_is_what_can_be_counted(model) -> None:
         assert held[name].live_bytes == held[name].blocks * BLOCK * per_token
         assert held[name].allocated_bytes is not None
         assert held[name].allocated_bytes >= held[name].live_bytes
+    quantised = held["paged_int8"]
+    assert (quantised.blocks, quantised.live_bytes * 4 * 64) == (
+        held[PAGED].blocks,
+        held[PAGED].live_bytes * (64 + 2),
+    )
     assert len({found.answer_tokens for found in held.values()}) == 1
+
+
+def test_tokens_that_32_users_hold_in_the_memory_of_bfloat16() -> None:
+    config = tiny_config("llama", head_dim=128, num_attention_heads=4, num_key_value_heads=1)
+    model = tiny_model({**config, "num_hidden_layers": 1})
+    model.set_dtype(mx.bfloat16)
+    loaded = LoadedModel(model, embedded().tokenizer, config, "tiny")
+    with plain_mlx_lm():
+        held = memory_runs.measure(loaded, Load(32, 4, 4, 2), 8, 0, ["int8", "int8_k_int4_v"])
+    load_ = {"users": 32, "system_len": 4, "user_len": 4, "answer_len": 2}
+    row = memory_runs.row(load_, {name: asdict(found) for name, found in held.items()})
+    tokens = row["tokens_in_the_same_memory"]
+    assert tokens["int8"] >= 1.9 and tokens["int8_k_int4_v"] >= 2.4
+    assert "1.97x" in memory_runs.text([row]).splitlines()[-1]
 
 
 def test_a_run_that_ends_early_is_not_a_result(model, monkeypatch) -> None:
@@ -125,7 +149,9 @@ def test_the_command_measures_the_grid_and_writes_it(tmp_path) -> None:
     assert found["environment"]["machine"]["cores"]
     assert [row["users"] for row in found["results"]] == [1, 2]
     for row in found["results"]:
-        assert list(row["held"]) == [DENSE, BATCH, PAGED, SHARED]
+        quantised = ["paged_int8", "paged_int8_k_int4_v"]
+        assert list(row["held"]) == [DENSE, BATCH, PAGED, SHARED, *quantised]
+        assert 3.8 < row["tokens_in_the_same_memory"]["int8"] < 4
     alone, two = found["results"]
     assert alone["held"][PAGED]["live_bytes"] == alone["held"][SHARED]["live_bytes"]
     assert two["held"][PAGED]["live_bytes"] > two["held"][SHARED]["live_bytes"]
@@ -143,6 +169,7 @@ def test_the_command_measures_the_grid_and_writes_it(tmp_path) -> None:
         (["--user-len", "x"], "user_len"),
         (["--answer-len", "0"], "answer_len"),
         (["--block-size", "12"], "block_size"),
+        (["--kv-cache-dtype", "int8,int9"], "kv_cache_dtype"),
         (["--json", "/no/such/directory/a.json"], "json"),
         (["--system-len", "9000"], "system_len, user_len and answer_len"),
     ],

@@ -9,6 +9,7 @@ from mlx_paged.doctor.jobs import Memory
 from mlx_paged.engine import memory
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.llm import LLM
+from mlx_paged.model.kv_formats import FORMATS
 from mlx_paged.model.loader import load
 
 GIB = 1 << 30
@@ -63,6 +64,18 @@ def test_bytes() -> None:
     assert llama.weight_bytes("4-bit") == pytest.approx(4.5 / 8 * 8_030_261_248, rel=1e-3)
     assert llama.kv_bytes_per_token("16-bit") == 128 << 10
     assert llama.kv_bytes_per_token("float32") == 256 << 10
+    int8 = llama.kv_bytes_per_token("16-bit", FORMATS["int8"])
+    assert int8 == llama.kv_bytes_per_token("float32", FORMATS["int8"]) == 130 << 9
+
+
+def test_tokens_in_the_formats_of_the_engine() -> None:
+    found = fit(BY_NAME["Llama-3.1-8B"], "16-bit", on(24 * GIB), EngineConfig())
+    tokens = {name: n / found.num_tokens for name, n in found.quantised_tokens.items()}
+    assert tokens["int8"] == pytest.approx(1.97, abs=0.01)
+    assert tokens["int8_k_int4_v"] == pytest.approx(2.44, abs=0.01)
+    assert set(fit(EMBEDDED, "16-bit", on(1 << 20), EngineConfig()).quantised_tokens.values()) == {
+        0
+    }
 
 
 @pytest.mark.parametrize(("rows", "seqs"), [(2048, 256), (1024, 16)])

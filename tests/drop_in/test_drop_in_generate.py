@@ -26,6 +26,7 @@ from mlx_paged import drop_in
 from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
 from mlx_paged.drop_in import caches as drop_in_caches
 from mlx_paged.drop_in.registry import stores_of
+from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.model import families
 
 mlx_lm_generate = sys.modules["mlx_lm.generate"]  # (the package has a function of that name)
@@ -200,11 +201,44 @@ def test_input_embeddings_share_nothing(model) -> None:
 
 
 @pytest.mark.usefixtures("paged")
-def test_quantised_caches_are_mlx_lms_own(model) -> None:
+def test_quantised_caches_of_eight_bits_are_paged(model) -> None:
+    prompt = chat(CHATS[0], SYSTEM)[:100]
+    options = {"kv_bits": 8, "quantized_kv_start": 50}
+    expected = dense(tokens_of, model, prompt)
+    assert tokens_of(model, prompt, kv_bits=8, max_tokens=0) == []  # (it is never quantised)
+    [plain] = stores_of(model)
+    assert tokens_of(model, prompt, **options) == expected
+    [_, quantised] = stores_of(model)
+    assert 3.8 < plain.flat.bytes_per_token / quantised.flat.bytes_per_token < 4
+    # Prefixes are shared with texts of the same format alone.
+    assert drop_in.stats(model).num_cached_tokens == 0
+    assert tokens_of(model, prompt, **options) == expected
+    assert drop_in.stats(model).num_cached_tokens == 99
+    long = chat(CHATS[1], SYSTEM_PROMPT)
+    assert len(tokens_of(model, long * 8, max_tokens=2, **options)) == 2  # (the pools grow)
+    assert tokens_of(model, prompt, **options) == expected
+    integrity(model)
+    keys, values = quantised.read(0, [PagedSequence(quantised).leases[0]], 0, 0)
+    assert keys.dtype == values.dtype == mx.float32
+
+
+@pytest.mark.usefixtures("paged")
+def test_drafts_on_quantised_caches(model) -> None:
+    prompt = chat(CHATS[0], SYSTEM)[:100]
+    options = {"kv_bits": 8, "quantized_kv_start": 0}
+    steps = mlx_lm_generate.speculative_generate_step(
+        mx.array(prompt), model, embedded_twin().model, max_tokens=24, **options
+    )
+    assert [token for token, _, _ in steps] == tokens_of(model, prompt, **options)
+    integrity(model)
+
+
+@pytest.mark.usefixtures("paged")
+def test_other_quantised_caches_are_mlx_lms_own(model) -> None:
     prompt = chat(CHATS[0], SYSTEM)[:100]
     for options in (
-        {"kv_bits": 8, "quantized_kv_start": 0},
-        {"kv_bits": 8, "quantized_kv_start": 50},
+        {"kv_bits": 4, "quantized_kv_start": 0},
+        {"kv_bits": 4, "quantized_kv_start": 50},
         {"max_kv_size": 64},
     ):
         expected = dense(tokens_of, model, prompt, **options)

@@ -27,7 +27,7 @@ from mlx_paged import drop_in
 from mlx_paged.drop_in.caches import PagedArraysCache, sequence_of
 from mlx_paged.drop_in.registry import forget_all, stores_of
 from mlx_paged.model.families import PROVEN
-from mlx_paged.model.layout import Mode
+from mlx_paged.model.layout import LayerSpec, Mode
 
 mlx_lm_generate = sys.modules["mlx_lm.generate"]
 pytestmark = pytest.mark.usefixtures("paged")
@@ -386,9 +386,12 @@ def quantisable() -> nn.Module:
 
 def test_quantised_keys_lie_beside_states(quantisable) -> None:
     model = quantisable
-    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 30}
-    expected = plain_tokens(model, TEXT[:50], **options)
-    assert tokens_of(model, TEXT[:50], **options) == expected
+    options = {"kv_group_size": 32, "quantized_kv_start": 30}
+    expected = plain_tokens(model, TEXT[:50], kv_bits=4, **options)
+    assert tokens_of(model, TEXT[:50], kv_bits=4, **options) == expected
+    tokens_of(model, TEXT[:50], kv_bits=8, **options)
+    [spec] = {s for s in stores_of(model)[-1].flat.specs if isinstance(s, LayerSpec)}
+    assert spec.kv_format.name == "int8"
 
 
 # --- Batches --------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from support.models import StepDriver, tiny_config, tiny_model
 
 from mlx_paged import ops
 from mlx_paged.model.compiled import CompiledSteps
+from mlx_paged.model.kv_formats import FORMATS as KV_FORMATS
 from mlx_paged.model.loader import _convert
 from mlx_paged.model.plan import StepInputs, build_plan
 from mlx_paged.model.wrap import page
@@ -76,9 +77,9 @@ def model_of(name: str) -> tuple[Any, str]:
     return model, config["model_type"]
 
 
-def driver_of(name: str) -> StepDriver:
+def driver_of(name: str, kv_format: str | None = None) -> StepDriver:
     model, model_type = model_of(name)
-    return StepDriver(model, model_type, block_size=8)
+    return StepDriver(model, model_type, block_size=8, kv_format=KV_FORMATS.get(kv_format))
 
 
 def steps() -> list[dict[str, list[int]]]:
@@ -106,6 +107,42 @@ def test_they_give_what_the_graph_gives(name: str) -> None:
     for ours, theirs in zip(programs.caches, graphs.caches, strict=True):
         np.testing.assert_array_equal(np.array(ours.key_pool), np.array(theirs.key_pool))
         np.testing.assert_array_equal(np.array(ours.value_pool), np.array(theirs.value_pool))
+
+
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_they_take_quantised_pools(name: str) -> None:
+    programs, graphs = (driver_of("windows", name) for _ in range(2))
+    graphs.runner.model._compiled._failed = True
+    for work in steps():
+        actual, expected = programs.step(work), graphs.step(work)
+        for sequence, logits in expected.items():
+            np.testing.assert_array_equal(actual[sequence], logits)
+    assert programs.runner.model._compiled._graphs
+    for ours, theirs in zip(programs.caches, graphs.caches, strict=True):
+        assert ours.key_pool.dtype != mx.float32
+        np.testing.assert_array_equal(np.array(ours.key_pool), np.array(theirs.key_pool))
+        np.testing.assert_array_equal(np.array(ours.value_pool), np.array(theirs.value_pool))
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek", "exaone4", "glm4", "granite", "mimo", "nanbeige", "olmo3", "qwen2_vl",
+               "qwen3", "seed_oss"]
+)  # fmt: skip
+def test_families_that_need_no_operation_of_mlx(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = []
+    original = ops.StepProgram.__init__
+
+    def keep(self: ops.StepProgram, *arguments: Any) -> None:
+        original(self, *arguments)
+        programs.append(self)
+
+    monkeypatch.setattr(ops.StepProgram, "__init__", keep)
+    config = config_of(family)
+    StepDriver(tiny_model(config), family, block_size=8).step({"a": [1, 2, 3]})
+    assert programs
+    assert [program.num_nodes for program in programs] == [0] * len(programs)
 
 
 def test_as_many_rows_as_they_take_and_one_more() -> None:
@@ -155,6 +192,35 @@ def test_operations_that_it_has_not_are_mlxs_own() -> None:
         x, table = x + 1.0, table * -2.0
 
 
+def test_another_view_of_a_value_outlives_its_memory() -> None:
+    x = mx.random.normal((3, 16))
+
+    def graph(x: mx.array) -> mx.array:
+        seen = mx.view(x * 2.0, mx.int32)  # (the same memory)
+        late = x
+        for i in range(6):
+            late = (late + float(i)) * 0.5
+            late = mx.tanh(late)
+        return mx.view(seen, mx.float32) + late
+
+    [placeholder] = ops.placeholders([x])
+    program = ops.StepProgram([placeholder], [graph(placeholder)])
+    np.testing.assert_array_equal(np.array(program([x])[0]), np.array(graph(x)))
+
+
+def test_changes_of_shape_that_copy_many_axes() -> None:
+    """As internlm2 has them."""
+    x = mx.random.normal((3, 48))
+
+    def graph(x: mx.array) -> mx.array:
+        parts = (x * 2.0).reshape(1, 3, 2, 4, 6)[..., :3, :]
+        return parts.reshape(3, 36) + 1.0
+
+    [placeholder] = ops.placeholders([x])
+    program = ops.StepProgram([placeholder], [graph(placeholder)])
+    np.testing.assert_array_equal(np.array(program([x])[0]), np.array(graph(x)))
+
+
 def test_row_operations_wait_for_the_rows_that_they_read() -> None:
     x = mx.random.normal((32, 32))
     [placeholder] = ops.placeholders([x])
@@ -192,6 +258,15 @@ def test_inputs_of_another_shape_or_dtype_are_refused() -> None:
         program([x.astype(mx.int32), x])
     with pytest.raises(ValueError, match="must be 2 arrays but got 1"):
         program([x])
+
+
+def test_inputs_that_are_not_used_may_have_any_length() -> None:
+    """As a plan's work in a model without attention."""
+    placeholders = ops.placeholders([mx.zeros((3, 8)), mx.zeros((4, 2), dtype=mx.int32)])
+    program = ops.StepProgram(placeholders, [placeholders[0] * 2.0])
+    x = mx.arange(24.0).reshape(3, 8)
+    for rows in (4, 9):
+        assert mx.array_equal(program([x, mx.zeros((rows, 2), dtype=mx.int32)])[0], 2 * x)
 
 
 def test_lookups_of_rows() -> None:

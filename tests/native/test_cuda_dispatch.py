@@ -7,6 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.quantised import quantised
 from support.reference import DTYPES, GPU_HEAD_DIMS, make_batch, spans_of
 from support.simulated import needs_sim_extension, planned_launches
 
@@ -56,6 +57,26 @@ def test_the_rule_that_chooses_a_kernel(rng, rows, group, dims, expected) -> Non
     shape = {"num_q_heads": group, "num_kv_heads": 1, "key_dim": dims[0], "value_dim": dims[1]}
     (launch,) = described(make_batch(rng, [rows], [rows], dtype=mx.float16, **shape))
     assert launch["kernel"] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "group", "dim", "expected"),
+    [
+        ("int8", 1, 4, 128, "paged_decode_tensor_float16_128_n1_int8"),
+        ("int8_k_int4_v", 1, 9, 64, "paged_decode_tensor_float16_64_n2_int8_int4"),
+        ("int8", 1, 17, 128, "paged_decode_matrix_float16_128_128_m32_quantised"),
+        ("int8", 1, 2, 256, "paged_decode_float16_256_256_q2_quantised"),
+        ("int4", 1, 4, 128, "paged_decode_matrix_float16_128_128_m8_quantised"),
+        ("fp8", 1, 1, 64, "paged_decode_float16_64_64_q1_quantised"),
+        ("int8", 9, 1, 128, "paged_prefill_float16_128_128_m32_quantised"),
+    ],
+)
+def test_quantised_pools(rng, name, rows, group, dim, expected) -> None:
+    shape = {"num_q_heads": group, "num_kv_heads": 1, "key_dim": dim, "value_dim": dim}
+    batch = quantised(make_batch(rng, [rows], [rows], dtype=mx.float16, **shape), name)
+    pools = {"key_pool": batch.key_pool, "value_pool": batch.value_pool}
+    launches = described(replace(batch.plain, **pools), batch.plain.plan())
+    assert [x["kernel"] for x in launches if "rotate" not in x["kernel"]] == [expected]
 
 
 # --- Bounds ---------------------------------------------------------------------------------------

@@ -114,7 +114,8 @@ def test_every_launch_is_compiled_for_its_options(rng, window, softcap, has_sink
         *("paged_decode", "paged_decode_matrix", "paged_prefill", "paged_merge")
     ]
     for launch in planned:
-        assert launch["function_constants"] == (window > 0, softcap > 0, has_sinks, False)
+        plain = (False,) * 4
+        assert launch["function_constants"] == (window > 0, softcap > 0, has_sinks, False, *plain)
 
 
 @needs_simulator

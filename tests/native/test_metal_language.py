@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 @pytest.mark.parametrize("dtype", ["float", "half", "bfloat"])
 def test_every_instantiation_is_strict_cpp14(dtype) -> None:
-    kernels = [k for k in KERNELS if f"<{dtype}," in k[2] or k[1] == "data.h"]
+    kernels = [k for k in KERNELS if f"<{dtype}" in k[2] or k[1] == "data.h"]
     assert len(kernels) > 70
     assert cxx.strict_errors(kernels, METAL) == ""
 

@@ -98,6 +98,19 @@ def test_the_operations_pass_under_sanitizers(which) -> None:
 
 
 @needs_sanitizers
+def test_step_programs_pass_under_sanitizers() -> None:
+    run = run_sanitized(
+        *("-m", "pytest", "-q", "-s", "--tb=short", "-p", "no:cacheprovider"),
+        *("-p", "support.sanitized_plugin"),
+        *("-k", "mlxs_own or outlives or many_axes or lookups or gemma3_text or int4"),
+        str(HERE.parent / "model" / "test_step_programs.py"),
+        MLX_PAGED_NUM_THREADS="2",
+    )
+    report = re.search(r"ERROR: AddressSanitizer.*|.*runtime error:.*", run.stderr + run.stdout)
+    assert run.returncode == 0, (report and report[0], run.stdout[-3000:], run.stderr[-3000:])
+
+
+@needs_sanitizers
 def test_a_read_outside_of_a_pool_is_seen() -> None:
     run = run_sanitized("-c", FAULT)
     assert run.returncode != 0 and "not seen" not in run.stdout

@@ -115,7 +115,11 @@ def test_the_arguments_that_these_tests_spoil_are_accepted(op) -> None:
 # --- Pools ----------------------------------------------------------------------------------------
 
 BAD_POOLS = {
-    "int32": (i32(*KEY_POOL), "{} must be float32, float16 or bfloat16 but got int32"),
+    "int32": (
+        i32(*KEY_POOL),
+        "{} must be float32, float16 or bfloat16, or of a quantised pool int8, uint32 or uint8 "
+        "but got int32",
+    ),
     "rank": (
         f32(4, 8, 32),
         "{} must be of shape (num_blocks,block_size,num_kv_heads,head_dim) but got (4,8,32)",

@@ -7,7 +7,7 @@ import enum
 import json
 import logging
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import httpx
 import jsonschema
@@ -273,7 +273,7 @@ class Color(enum.Enum):
 class Shape(pydantic.BaseModel):
     kind: Literal["circle", "square"]
     color: Color
-    size: int
+    size: Annotated[int, pydantic.Field(ge=1, le=99)]  # (without a limit it may have any digits)
 
 
 class GetWeather(pydantic.BaseModel):

@@ -26,7 +26,10 @@ from . import toolchain
 HERE = Path(__file__).parent
 HEADERS = HERE / "cxx"
 STANDARD = ["-x", "c++", "-std=c++14", f"-isystem{HEADERS}", "-Wno-unknown-attributes"]
-FILES = ("data.h", "paged_decode.h", "paged_decode_matrix.h", "paged_prefill.h", "paged_merge.h")
+FILES = (
+    "data.h", "paged_decode.h", "paged_decode_matrix.h", "paged_prefill.h", "paged_merge.h",
+    "quantised_pool.h",
+)  # fmt: skip
 STRICT = ["-Wall", "-Wextra", "-pedantic-errors", "-Werror", "-Werror=c++17-extensions"]
 GPU = ["--target=amdgcn-amd-amdhsa", "-mcpu=gfx1030", "-nogpulib", "-O2", "-w"]
 TOGETHER = 8  # kernels of one call of the compiler
@@ -58,7 +61,11 @@ def registers(
 ) -> dict[str, Registers]:
     """What each attention kernel needs if a thread has `limit` registers; `bounds`: in steps that
     have some."""
-    kernels = [kernel for kernel in kernels if kernel[2] and kernel[1] != "data.h"]
+    kernels = [
+        kernel
+        for kernel in kernels
+        if kernel[2] and kernel[1] not in ("data.h", "quantised_pool.h")
+    ]
     groups = [kernels[i : i + TOGETHER] for i in range(0, len(kernels), TOGETHER)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         parts = pool.map(lambda group: _registers(group, root, limit, bounds), groups)

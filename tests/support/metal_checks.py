@@ -19,6 +19,15 @@ from sim.checks import check
 
 from mlx_paged import ops
 from support import big_pools, reference
+from support.quantised import (
+    FORMATS,
+    decoded,
+    empty_pools,
+    keys_of,
+    quantised,
+    raw,
+    steps,
+)
 from support.reference import PagedBatch, assert_close, make_batch, spans_of, to_numpy
 from support.simulated import launches, simulated
 
@@ -401,6 +410,105 @@ def big_matrix(library: SimLibrary) -> None:
 @check
 def big_prefill(library: SimLibrary) -> None:
     _attend_in_big_pools(library, 9, 1)
+
+
+# --- Quantised pools ------------------------------------------------------------------------------
+
+
+def compare_quantised(library: SimLibrary, plain: PagedBatch, name: str, **options) -> None:
+    limits = options.pop("limits", {})
+    batch = quantised(plain, name)
+    with simulated(library):
+        out = batch.attend(plain.plan(**limits), scale=0.125, **options)
+        mx.eval(out)
+    expected = batch.expected(scale=0.125, **options)
+    assert_close(out, expected, 5e-5 if plain.queries.dtype == mx.float32 else None)
+
+
+@check
+def quantised_decode(library: SimLibrary) -> None:
+    for name in FORMATS:
+        compare_quantised(library, batch_of([1, 1, 1], 6, window=60), name, window=60)
+        compare_quantised(library, batch_of([1, 1, 1], 6, dtype=mx.float16), name)
+
+
+@check
+def quantised_matrix(library: SimLibrary) -> None:
+    for name in FORMATS:
+        compare_quantised(library, batch_of([1, 2, 1], 12), name, limits={"split_tokens": 64})
+        compare_quantised(library, batch_of([1, 2, 1], 12, key_dim=64, dtype=mx.bfloat16), name)
+
+
+@check
+def quantised_prefill(library: SimLibrary) -> None:
+    for name in FORMATS:
+        compare_quantised(library, batch_of([40, 20], 4), name)
+        compare_quantised(library, batch_of([40, 20], 4, key_dim=64, dtype=mx.float16), name)
+
+
+@check
+def quantised_bytes(library: SimLibrary) -> None:
+    """Codes and scales are read once, by vector units and by matrix units."""
+    for name in FORMATS:
+        for heads in (2, 8):
+            plain = batch_of([1], heads, key_dim=128, dtype=mx.float16)
+            batch = quantised(plain, name)
+            with simulated(library):
+                mx.eval(batch.attend(plain.plan(), scale=0.125))
+            read = [x["traffic"] for x in launches() if "paged_decode" in x["kernel"]]
+            for buffer, pool in ((1, batch.key_pool), (2, batch.value_pool)):
+                token = pool.nbytes / (pool.shape[0] * pool.shape[1])
+                assert sum(x[buffer][0] for x in read) <= 1.001 * 150 * token
+
+
+@check
+def quantised_write(library: SimLibrary) -> None:
+    """The CPU's codes; few of them round the other way, as a GPU divides less exactly."""
+    rng = np.random.default_rng(0)
+    for name in FORMATS:
+        for dims in ((80, 128), (576, 24)):
+            batch = make_batch(rng, [20], [1], num_kv_heads=3, num_q_heads=3, key_dim=dims[0],
+                               value_dim=dims[1])  # fmt: skip
+            rows = rng.standard_normal((6, 3, 576)) * 10.0 ** rng.uniform(-6, 2, (6, 3, 1))
+            rows[0] = np.abs(rows[0]) + 1  # (the zeros past a head are less)
+            rows[2, 1, :8] = 1.1875  # between two numbers of e4m3
+            rows[2, 0] = 0
+            rows[3, 1, 5], rows[4, 2, 7] = np.nan, -np.inf
+            rows[5, 0, 3] = 1e9
+            keys, values = (mx.array(rows[..., :d].astype(np.float32)) for d in dims)
+            slots = mx.array([3, -1, 17, 31, 0, 20], mx.int32)
+            wanted = ops.write_kv(*empty_pools(batch, name), keys, values, slots)
+            mx.eval(*wanted)
+            with simulated(library):
+                written = ops.write_kv(*empty_pools(batch, name), keys, values, slots)
+                mx.eval(*written)
+            for got, want, dim in zip(written, wanted, dims):
+                assert (raw(got) != raw(want)).mean() < 2e-3
+                held, known = decoded(got, dim), decoded(want, dim)
+                np.testing.assert_array_equal(np.isnan(held), np.isnan(known))
+                step = 0 if name == "fp8" else np.nan_to_num(steps(want, dim))
+                assert (np.nan_to_num(np.abs(held - known)) <= 1.01 * step + 1e-7).all()
+
+
+@check
+def quantised_gather(library: SimLibrary) -> None:
+    lens = mx.array([151, 33], mx.int32)  # (of the first one more than was written: a NaN)
+    mx.eval(lens)
+    for name in FORMATS:
+        for dim in (80, 512):
+            batch = quantised(batch_of([1, 1], 2, key_dim=dim), name)
+            plan = batch.plain.plan()
+            with simulated(library):
+                dense = ops.gather_kv(
+                    batch.key_pool, batch.value_pool, plan.block_tables, lens, 152,
+                    dtype=mx.float32,
+                )  # fmt: skip
+                mx.eval(*dense)
+            pools = (keys_of(batch.key_pool, dim), decoded(batch.value_pool, dim))
+            for got, pool in zip(dense, pools):
+                wanted = reference.gather_kv(pool, batch.plain.tables, [151, 33], 152)
+                assert np.isnan(wanted[0, :, 150]).all() and np.isfinite(wanted[0, :, :150]).all()
+                np.testing.assert_allclose(to_numpy(got), wanted, atol=5e-6)
 
 
 # --- Around attention -----------------------------------------------------------------------------

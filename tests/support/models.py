@@ -37,6 +37,7 @@ from mlx_paged.engine import runner as runner_module
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampling.sampler import Sampled, SamplingMetadata, SamplingRow
 from mlx_paged.model.compiled import Greedy
+from mlx_paged.model.kv_formats import KVFormat
 from mlx_paged.model.loader import LoadedModel, load
 from mlx_paged.model.wrap import page
 from support.plain import plain_caches
@@ -165,6 +166,14 @@ def rms(values: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
 
 
+def poisoned(pool: mx.array) -> mx.array:
+    """NaNs; of a quantised pool all bits are ones, and so its scales, and e4m3, are NaNs."""
+    if mx.issubdtype(pool.dtype, mx.floating):
+        return mx.full(pool.shape, mx.nan, pool.dtype)
+    ones = mx.full((pool.nbytes,), 255, mx.uint8)
+    return ones.view(pool.dtype).reshape(pool.shape)
+
+
 @dataclass
 class Rows:
     """A sequence of `StepDriver`: the tokens in its blocks, and the blocks."""
@@ -192,14 +201,17 @@ class StepDriver:
         block_size: int,
         num_blocks: int = 64,
         seed: int = 0,
+        kv_format: KVFormat | None = None,
     ) -> None:
         self.block_size = block_size
         paged = page(model, model_type, block_size=block_size)
+        if kv_format is not None:
+            paged.layout = paged.layout.with_kv_format(kv_format)
         self.runner = ModelRunner(paged, num_blocks=num_blocks)
         self.caches = paged.attention_caches
         for cache in self.caches:
-            cache.key_pool = mx.full(cache.key_pool.shape, mx.nan, cache.key_pool.dtype)
-            cache.value_pool = mx.full(cache.value_pool.shape, mx.nan, cache.value_pool.dtype)
+            cache.key_pool = poisoned(cache.key_pool)
+            cache.value_pool = poisoned(cache.value_pool)
             mx.eval(cache.key_pool, cache.value_pool)
         self.sequences: dict[str, Rows] = {}
         self._free = np.random.default_rng(seed).permutation(np.arange(1, num_blocks)).tolist()

@@ -22,7 +22,7 @@ from mlx_lm.utils import _get_classes
 
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.plan import StateSlots, StepInputs
-from support.models import dense_logits, rms
+from support.models import dense_logits, poisoned, rms
 
 NUM_STATE_SLOTS = 48
 
@@ -75,8 +75,8 @@ class Driver:
         self.paged = paged
         paged.allocate(num_blocks, NUM_STATE_SLOTS if paged.layout.has_states else 0)
         for cache in paged.attention_caches:
-            cache.key_pool = mx.full(cache.key_pool.shape, mx.nan, cache.key_pool.dtype)
-            cache.value_pool = mx.full(cache.value_pool.shape, mx.nan, cache.value_pool.dtype)
+            cache.key_pool = poisoned(cache.key_pool)
+            cache.value_pool = poisoned(cache.value_pool)
         rng = np.random.default_rng(seed)
         self.sequences: dict[str, Tracked] = {}
         self._free = rng.permutation(np.arange(1, num_blocks)).tolist()

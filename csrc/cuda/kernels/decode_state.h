@@ -9,12 +9,56 @@
 
 #include "../tensor_shape.h"
 #include "block_table.h"
-#include "kv_ring.h"
 #include "kernel_table.h"
+#include "kv_ring.h"
 #include "softmax_state.h"
 #include "tensor_core.h"
 
 namespace paged {
+
+// Turns logits of tokens `token` and `token` + 8, of which a query e of a lane's two sees `keys`,
+// into weights; the factor by which its results shrink.
+__device__ __forceinline__ float softmax_of_column(
+    SoftmaxState& state, KeyRange keys, int e, FragmentD& logits, int token,
+    const AttentionParams& params) {
+  float maximum = state.maximum;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    float& value = logits[2 * i + e];
+    bool visible = token + 8 * i >= keys.begin && token + 8 * i < keys.end;
+    value = visible ? logit(value, params) : -INFINITY;
+    maximum = fmaxf(maximum, value);
+  }
+#pragma unroll
+  for (int mask = 4; mask < 32; mask *= 2) {
+    maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, mask));
+  }
+  float factor = rescale(state.maximum, maximum);
+  state.maximum = maximum;
+  state.sum *= factor;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    float& value = logits[2 * i + e];
+    value = weight(value, maximum);
+    state.sum += value;
+  }
+  return factor;
+}
+
+// A lane has summed its own tokens only.
+template <int COLUMNS>
+__device__ __forceinline__ void join_sums(SoftmaxState (&state)[COLUMNS][2]) {
+#pragma unroll
+  for (int n = 0; n < COLUMNS; n++) {
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+#pragma unroll
+      for (int mask = 4; mask < 32; mask *= 2) {
+        state[n][e].sum += __shfl_xor_sync(0xffffffffu, state[n][e].sum, mask);
+      }
+    }
+  }
+}
 
 // COLUMNS: tiles of 8 queries.
 template <typename T, int DIM, int COLUMNS>
@@ -73,7 +117,8 @@ struct DecodeState {
       float factor[2];
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        factor[e] = softmax(n, e, logits[n], first + lane / 4, params);
+        factor[e] =
+            softmax_of_column(state[n][e], keys[n][e], e, logits[n], first + lane / 4, params);
       }
       transpose<T>(weights[n], logits[n]);
 #pragma unroll
@@ -95,50 +140,6 @@ struct DecodeState {
         multiply_accumulate(result[n][c], value, weights[n], T(0.0f));
       }
     }
-  }
-
-  // A lane has summed its own tokens only.
-  __device__ __forceinline__ void join_lanes() {
-#pragma unroll
-    for (int n = 0; n < COLUMNS; n++) {
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-#pragma unroll
-        for (int mask = 4; mask < 32; mask *= 2) {
-          state[n][e].sum += __shfl_xor_sync(0xffffffffu, state[n][e].sum, mask);
-        }
-      }
-    }
-  }
-
- private:
-  // Turns a query's logits of tokens `token` and `token` + 8 into weights; the factor by which its
-  // results shrink.
-  __device__ __forceinline__ float softmax(
-      int n, int e, FragmentD& logits, int token, const AttentionParams& params) {
-    SoftmaxState& s = state[n][e];
-    float maximum = s.maximum;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float& value = logits[2 * i + e];
-      bool visible = token + 8 * i >= keys[n][e].begin && token + 8 * i < keys[n][e].end;
-      value = visible ? logit(value, params) : -INFINITY;
-      maximum = fmaxf(maximum, value);
-    }
-#pragma unroll
-    for (int mask = 4; mask < 32; mask *= 2) {
-      maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, mask));
-    }
-    float factor = rescale(s.maximum, maximum);
-    s.maximum = maximum;
-    s.sum *= factor;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float& value = logits[2 * i + e];
-      value = weight(value, maximum);
-      s.sum += value;
-    }
-    return factor;
   }
 };
 

@@ -16,11 +16,10 @@
 
 namespace paged {
 
-// What the warps of a block exchange, in shared memory.
-template <int DIM, int QUERIES>
+// What the warps of a block exchange, in shared memory. RING: bytes that a warp has.
+template <int DIM, int QUERIES, int RING = tensor_ring_bytes(DIM, QUERIES)>
 struct WarpResults {
   static constexpr int WARPS = tensor_warps(DIM);
-  static constexpr int RING = tensor_ring_bytes(DIM, QUERIES);
   static constexpr int PITCH = tensor_result_pitch(DIM);
 
   unsigned char* shared;
@@ -79,6 +78,37 @@ struct WarpResults {
   }
 };
 
+// Joins the warps' results and writes an item's rows, or its partials.
+template <typename T, int DIM, typename Results>
+__device__ __forceinline__ void write_results(
+    const Results& meeting, const WorkItem& item, int num_queries, int heads, int kv_head,
+    const float* sinks, T* out, float* workspace, const AttentionParams& params) {
+  constexpr int THREADS = 32 * tensor_warps(DIM);
+  bool whole = item.partial_begin < 0;
+  Partials partials = partials_at(workspace, params.num_partials, params.num_q_heads, DIM);
+  for (int i = threadIdx.x; i < num_queries * (DIM / 4); i += THREADS) {
+    int q = i / (DIM / 4);
+    int element = i % (DIM / 4) * 4;
+    float values[4] = {};
+    SoftmaxState joined = meeting.join(q, element, values);
+    int head = kv_head * heads + q % heads;
+    size_t row = size_t((whole ? item.row_begin : item.partial_begin) + q / heads);
+    size_t at = row * params.num_q_heads + head;
+    if (whole) {
+      float factor = joined.normaliser(params.has_sinks, params.has_sinks ? sinks[head] : 0.0f);
+      unsigned int* to = reinterpret_cast<unsigned int*>(out + at * DIM + element);
+      to[0] = pack(values[0] * factor, values[1] * factor, T(0.0f));
+      to[1] = pack(values[2] * factor, values[3] * factor, T(0.0f));
+      continue;
+    }
+    store(partials.values + at * DIM + element, values, evict_last());
+    if (element == 0) {
+      partials.maxima[at] = joined.maximum;
+      partials.sums[at] = joined.sum;
+    }
+  }
+}
+
 }  // namespace paged
 
 // grid: work items x KV heads, the heads of an item side by side, as their keys lie in memory.
@@ -86,7 +116,6 @@ template <typename T, int DIM, int COLUMNS>
 __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM))
     decode_tensor_entry(ATTENTION_PARAMETERS) {
   using namespace paged;
-  constexpr int THREADS = 32 * tensor_warps(DIM);
   constexpr int STEP = tensor_warps(DIM) * TENSOR_TOKENS;
   typedef KVRing<T, DIM> Ring;
   extern __shared__ __align__(128) unsigned char shared[];
@@ -131,33 +160,11 @@ __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM))
   for (; first < seen.end; first += STEP) {
     state.attend(ring.advance(lane), first, params, lane);
   }
-  state.join_lanes();
+  join_sums(state.state);
   wait_for_copies<0>();
   __syncwarp();  // the last tile has been read
   meeting.put(state, warp, lane);
   __syncthreads();
 
-  bool whole = item.partial_begin < 0;
-  Partials partials = partials_at(workspace, params.num_partials, params.num_q_heads, DIM);
-  for (int i = threadIdx.x; i < num_queries * (DIM / 4); i += THREADS) {
-    int q = i / (DIM / 4);
-    int element = i % (DIM / 4) * 4;
-    float values[4] = {};
-    SoftmaxState joined = meeting.join(q, element, values);
-    int head = kv_head * heads + q % heads;
-    size_t row = size_t((whole ? item.row_begin : item.partial_begin) + q / heads);
-    size_t at = row * params.num_q_heads + head;
-    if (whole) {
-      float factor = joined.normaliser(params.has_sinks, params.has_sinks ? sinks[head] : 0.0f);
-      unsigned int* to = reinterpret_cast<unsigned int*>(out + at * DIM + element);
-      to[0] = pack(values[0] * factor, values[1] * factor, T(0.0f));
-      to[1] = pack(values[2] * factor, values[3] * factor, T(0.0f));
-      continue;
-    }
-    store(partials.values + at * DIM + element, values, evict_last());
-    if (element == 0) {
-      partials.maxima[at] = joined.maximum;
-      partials.sums[at] = joined.sum;
-    }
-  }
+  write_results<T, DIM>(meeting, item, num_queries, heads, kv_head, sinks, out, workspace, params);
 }

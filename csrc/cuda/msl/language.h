@@ -69,6 +69,12 @@ struct ThreadgroupMemory {
 #define PAGED_HAS_WINDOW(params) true
 #define PAGED_HAS_SOFTCAP(params) ((params).softcap > 0.0f)
 #define PAGED_HAS_SINKS(params) ((params).has_sinks)
+#ifndef PAGED_QUANTISED  // a file of kernels of quantised pools says which
+#define PAGED_QUANTISED(params) false
+#define PAGED_INT4_KEYS(params) false
+#define PAGED_INT4_VALUES(params) false
+#define PAGED_FP8(params) false
+#endif
 #ifndef PAGED_HAS_BOUNDS  // a file of kernels may know
 #define PAGED_HAS_BOUNDS(params) ((params).bounded_rows > 0)
 #endif

@@ -23,12 +23,25 @@ METAL_FUNC T simd_shuffle_xor(T value, ushort mask) {
   return __shfl_xor_sync(0xffffffffu, value, hardware_lane(mask));
 }
 
+template <typename T>
+METAL_FUNC T simd_shuffle(T value, ushort lane) {
+  return __shfl_sync(0xffffffffu, value, hardware_lane(lane));
+}
+
 METAL_FUNC float simd_max(float value) {
   PAGED_UNROLL
   for (int mask = 16; mask > 0; mask /= 2) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, mask));
   }
   return value;
+}
+
+METAL_FUNC float simd_min(float value) {
+  return -simd_max(-value);
+}
+
+METAL_FUNC bool simd_all(bool value) {
+  return __all_sync(0xffffffffu, value);
 }
 
 METAL_FUNC float simd_sum(float value) {
@@ -47,9 +60,17 @@ METAL_FUNC float exp2(float x) {
 }
 }  // namespace fast
 
+METAL_FUNC float clamp(float x, float least, float most) {
+  return fminf(fmaxf(x, least), most);
+}
+
 namespace precise {
 METAL_FUNC float tanh(float x) {
   return ::tanhf(x);
+}
+
+METAL_FUNC float sqrt(float x) {
+  return ::sqrtf(x);
 }
 METAL_FUNC float cos(float x) {
   return ::cosf(x);

@@ -230,7 +230,7 @@ class VlmEngine:
         extension.use_supported_device()
         with contextlib.redirect_stdout(sys.stderr):
             self._model, self._processor = load_vlm(model)
-        _convert(self._model, dtype)
+        _convert(self._model, dtype, keeps_weights=False)
         tokenizer = getattr(self._processor, "tokenizer", self._processor)
         tokenizer.stopping_criteria = lambda token: False  # answers of full length
         self._features: Any = None

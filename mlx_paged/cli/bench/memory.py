@@ -14,6 +14,7 @@ import typer
 from mlx_paged.cli.bench.options import BLOCK_SIZES, ListOf, at_least, list_option, parse_list
 from mlx_paged.cli.bench.results import check_writable, checkout, write_csv, write_json
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.model.kv_formats import format_named
 
 if TYPE_CHECKING:
     from mlx_paged.cli.bench.memory_runs import Load
@@ -31,6 +32,9 @@ def memory(
         ListOf, list_option(None, "Tokens of an answer, on average.", "64")
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens: 8, 16, 32, 64.")] = 32,
+    kv_cache_dtype: Annotated[
+        ListOf, list_option(None, "Formats of keys and values, paged.", "int8,int8_k_int4_v")
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="Model directory or Hugging Face id.", show_default="the embedded model"),
@@ -47,7 +51,8 @@ def memory(
     Users share a system prompt and have answers in progress at once;
     lengths vary from half to one and a half times their mean. The same
     requests run on mlx-lm with a cache for each user, on its
-    BatchGenerator, on the paged engine, and there with prefix sharing.
+    BatchGenerator, on the paged engine, and there with prefix sharing
+    and with quantised keys and values.
     Nothing is computed from shapes: arrays, MLX's memory and blocks are
     read while it runs. Options with LIST may be repeated or take commas.
 
@@ -65,6 +70,7 @@ def memory(
     preset = {"users": [1, 8, 32], "system_len": [64, 512], "user_len": [64], "answer_len": [64]}
     if quick:
         preset |= {"users": [1, 4], "system_len": [128], "user_len": [16], "answer_len": [16]}
+    formats = _formats(kv_cache_dtype) if kv_cache_dtype else ["int8", "int8_k_int4_v"]
     if block_size not in BLOCK_SIZES:
         raise InvalidParameterError("block_size", "8, 16, 32 or 64", block_size)
     for field, path in (("json", json), ("csv", csv)):
@@ -86,7 +92,7 @@ def memory(
     for i, one in enumerate(loads):
         if sys.stderr.isatty():
             typer.echo(f"{i + 1} of {len(loads)}: {one.users} users", err=True)
-        held = memory_runs.measure(loaded, one, block_size, seed)
+        held = memory_runs.measure(loaded, one, block_size, seed, formats)
         found = {name: asdict(each) for name, each in held.items()}
         rows.append(memory_runs.row(vars(one), found))
     typer.echo(memory_runs.text(rows))
@@ -105,6 +111,16 @@ def memory(
         )
     if csv is not None:
         write_csv(csv, rows)
+
+
+def _formats(names: Sequence[str]) -> list[str]:
+    """Every format that the lists name; "auto" is measured anyway.
+
+    Raises:
+        InvalidParameterError: for a name that there is not.
+    """
+    formats = (format_named(name.strip()) for one in names for name in one.split(","))
+    return list(dict.fromkeys(f.name for f in formats if f is not None))
 
 
 def _check_lengths(loads: Sequence[Load], limit: int | None) -> None:

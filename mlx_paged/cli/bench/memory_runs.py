@@ -77,8 +77,10 @@ class Held:
     answer_tokens: int
 
 
-def measure(model: LoadedModel, load: Load, block_size: int, seed: int) -> dict[str, Held]:
-    """One load on all four.
+def measure(
+    model: LoadedModel, load: Load, block_size: int, seed: int, formats: Sequence[str] = ()
+) -> dict[str, Held]:
+    """One load on all four, and paged in other formats, without sharing: ``paged_<format>``.
 
     Raises:
         UnsupportedModelError: layers have windows or recurrent state, whose memory is not blocks of
@@ -89,6 +91,7 @@ def measure(model: LoadedModel, load: Load, block_size: int, seed: int) -> dict[
     held = {
         SHARED: _paged(model, requests, block_size, sharing=True),
         PAGED: _paged(model, requests, block_size, sharing=False),
+        **{in_format(f): _paged(model, requests, block_size, kv_format=f) for f in formats},
         DENSE: _dense(model, requests),
         BATCH: _batch(model, requests),
     }
@@ -96,7 +99,12 @@ def measure(model: LoadedModel, load: Load, block_size: int, seed: int) -> dict[
     for name, found in held.items():
         if found.answer_tokens != expected:
             raise RuntimeError(f"{name} made {found.answer_tokens} tokens instead of {expected}")
-    return {name: held[name] for name in NAMES}
+    return {name: held[name] for name in (*NAMES, *map(in_format, formats))}
+
+
+def in_format(kv_cache_dtype: str) -> str:
+    """What a paged run with quantised keys and values is called."""
+    return f"{PAGED}_{kv_cache_dtype}"
 
 
 def _about(mean: int, rng: random.Random) -> int:
@@ -144,9 +152,14 @@ def _batch(model: LoadedModel, requests: list[tuple[list[int], int]]) -> Held:
 
 
 def _paged(
-    model: LoadedModel, requests: list[tuple[list[int], int]], block_size: int, *, sharing: bool
+    model: LoadedModel,
+    requests: list[tuple[list[int], int]],
+    block_size: int,
+    *,
+    sharing: bool = False,
+    kv_format: str = "auto",
 ) -> Held:
-    generate = partial(_generate, model, requests, block_size, sharing)
+    generate = partial(_generate, model, requests, block_size, sharing, kv_format)
     num_blocks = 2 + sum(-(-(len(prompt) + count) // block_size) + 1 for prompt, count in requests)
     stats, made, pool_bytes = generate(num_blocks)
     if stats.num_preemptions:
@@ -167,6 +180,7 @@ def _generate(
     requests: list[tuple[list[int], int]],
     block_size: int,
     sharing: bool,
+    kv_format: str,
     num_blocks: int,
 ) -> tuple[Any, int, int]:
     """Answers the requests; returns statistics, tokens of all answers, bytes of the pools."""
@@ -177,6 +191,7 @@ def _generate(
         num_gpu_blocks_override=num_blocks,
         max_num_seqs=len(requests),
         enable_prefix_caching=sharing,
+        kv_cache_dtype=kv_format,
     )
     if llm.stats().group_usage:
         kind = str(model.config.get("model_type"))
@@ -196,13 +211,20 @@ CLAIM = (2.0, 4.0)
 
 
 def row(load: Mapping[str, int], held: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """One load's results, and how many times as much dense caches hold as paged ones."""
+    """One load's results, how many times as much dense caches hold as paged ones, and how many
+    tokens a format holds in the memory of one as the model computes."""
     ratios = {
         f"{dense}_over_{paged}": held[dense]["live_bytes"] / held[paged]["live_bytes"]
         for dense in ("dense", "batch_generator")
         for paged in ("paged", "paged_shared")
     }
-    return {**load, "held": {name: dict(found) for name, found in held.items()}, "ratios": ratios}
+    tokens = {
+        name.removeprefix(in_format("")): held[PAGED]["live_bytes"] / found["live_bytes"]
+        for name, found in held.items()
+        if name not in NAMES
+    }
+    found = {name: dict(each) for name, each in held.items()}
+    return {**load, "held": found, "ratios": ratios, "tokens_in_the_same_memory": tokens}
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
@@ -217,7 +239,7 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Two tables: memory of all four, and the claim."""
+    """Tables: memory of all four, the claim, and tokens in other formats."""
     loads = ("users", "system_len", "user_len", "answer_len")
     header = ["users", "system", "user", "answer"]
     body = [
@@ -236,6 +258,13 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
         ratios = [one["ratios"][name] for one in rows]
         found = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
         parts.append(f"  {_comparison(name)}: {min(ratios):.2f}x to {max(ratios):.2f}x: {found} it")
+    if formats := list(rows[0]["tokens_in_the_same_memory"]):
+        body = []
+        for one in rows:
+            ratios = one["tokens_in_the_same_memory"].values()
+            body.append([*(str(one[k]) for k in loads), *(f"{ratio:.2f}x" for ratio in ratios)])
+        parts += ["", "Paged: tokens in the same memory, over those of the model's own dtype"]
+        parts.append(table([*header, *formats], body))
     return "\n".join(parts)
 
 

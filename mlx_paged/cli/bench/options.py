@@ -12,6 +12,7 @@ from mlx_paged.cli.options import (
     ENGINE,
     AsyncScheduling,
     DType,
+    KVCacheDType,
     KVCacheMemory,
     MaxNumSeqs,
     Model,
@@ -75,6 +76,7 @@ class EngineOptions:
     ] = None
     block_size: Annotated[int, option(ENGINE, "mlx-paged: tokens of a KV block.")] = 32
     kv_cache_memory: KVCacheMemory = None
+    kv_cache_dtype: KVCacheDType = "auto"
     gpu_memory_utilization: Annotated[
         float | None,
         option(

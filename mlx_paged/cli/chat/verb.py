@@ -13,6 +13,7 @@ import typer
 from mlx_paged.cli.entry import needs_extra
 from mlx_paged.cli.options import (
     AsyncScheduling,
+    KVCacheDType,
     KVCacheMemory,
     Markup,
     MaxModelLen,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from mlx_paged.cli.chat.tools import ChatTools
 
 _TOOLS = "Tools of MCP servers"
-_ONLY_LOCAL = ("max_model_len", "kv_cache_memory", "async_scheduling")
+_ONLY_LOCAL = ("max_model_len", "kv_cache_memory", "kv_cache_dtype", "async_scheduling")
 
 
 @with_options()
@@ -87,6 +88,7 @@ def chat(
     model: Model = None,
     max_model_len: MaxModelLen = None,
     kv_cache_memory: KVCacheMemory = None,
+    kv_cache_dtype: KVCacheDType = "auto",
     async_scheduling: AsyncScheduling = True,
 ) -> None:  # fmt: skip
     """Talk to a model in the terminal.
@@ -114,6 +116,7 @@ def chat(
     with typed_ahead() if at_terminal else contextlib.nullcontext():
         if server is None:
             sizes = given(max_model_len=max_model_len, kv_cache_memory=kv_cache_memory)
+            sizes["kv_cache_dtype"] = kv_cache_dtype
             backend = _local(model, async_scheduling=async_scheduling, **sizes)
         else:
             backend = _remote(server, model, api_key)

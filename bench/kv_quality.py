@@ -1,0 +1,336 @@
+"""What quantised KV caches cost in quality: KL, perplexity and greedy answers against bfloat16.
+
+python bench/kv_quality.py            # all, some minutes; writes bench/results/kv_quality-cpu.json
+python bench/kv_quality.py --quick    # a sixteenth of the tokens, nothing is written
+
+Models: the embedded one on source files that it was not trained on (this package's own), and two
+with random weights, as mlx-lm initialises them, and planted outliers, on texts that they wrote
+themselves. Two more show where the limits of this are: the embedded one with planted outliers, and
+a random one whose weights are doubled and whose logits are spread, so that it enlarges all errors
+(bfloat16's, too). Outliers are two pairs of key channels that are twelve times as large, with
+queries divided by as much: what the model computes is the same. Arithmetic is float32 everywhere.
+The reference are mlx-lm's dense caches, whose keys and values are rounded to bfloat16; the formats
+run through the paged kernels, in chunks, so that later ones read what earlier ones wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx_paged  # before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from harness import print_table, save
+from mlx.utils import tree_map_with_path
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.utils import _get_classes
+
+from mlx_paged import LLM, SamplingParams
+from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
+from mlx_paged.model.kv_formats import FORMATS, KVFormat
+from mlx_paged.model.loader import LoadedModel, load
+from mlx_paged.model.plan import StepInputs
+from mlx_paged.model.wrap import serve
+
+BLOCK_SIZE = 32
+CHUNK = 256  # tokens of a step
+OUTLIERS = ((3, 12.0), (17, 12.0))  # of each head: a channel of the first half, and how much larger
+# Asked: the most KL, and the most by which perplexity may change.
+LIMITS = {"int8": (0.0005, 0.003), "int8_k_int4_v": (0.015, 0.01)}
+# Beyond what was asked.
+OUTLIERS_IN_EMBEDDED = "embedded, outliers planted"
+SHARPENED = "random llama, sharpened, outliers planted"
+WITHOUT_LIMITS = (OUTLIERS_IN_EMBEDDED, SHARPENED)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    model: nn.Module
+    config: dict[str, Any]
+    texts: list[np.ndarray]  # [num_tokens] each
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Of one format, against the reference.
+
+    Attributes:
+        kl: mean of KL(reference || format) over all positions, in nats.
+        perplexity: of the format.
+        perplexity_change: relative.
+        top1: share of positions whose likeliest token is the same.
+    """
+
+    model: str
+    kv_cache_dtype: str
+    bits: float
+    kl: float
+    perplexity: float
+    perplexity_change: float
+    top1: float
+
+    @property
+    def missed(self) -> bool:
+        """Whether it is worse than what was asked."""
+        if self.model in WITHOUT_LIMITS or self.kv_cache_dtype not in LIMITS:
+            return False
+        most_kl, most_change = LIMITS[self.kv_cache_dtype]
+        return not (self.kl <= most_kl and abs(self.perplexity_change) <= most_change)
+
+
+# --- Models and texts -----------------------------------------------------------------------------
+
+
+def plant_outliers(model: nn.Module) -> None:
+    """Scales pairs of key channels up and of query channels down, in every layer."""
+    for layer in model.layers:
+        attention = layer.self_attn
+        if hasattr(attention, "k_norm"):  # (heads are normed after the projections)
+            parts = ((attention.k_norm, 1.0), (attention.q_norm, -1.0))
+            dim = attention.k_norm.weight.shape[0]
+        else:
+            parts = ((attention.k_proj, 1.0), (attention.q_proj, -1.0))
+            dim = attention.k_proj.weight.shape[0] // attention.n_kv_heads
+        factors = np.ones(dim, np.float32)
+        for channel, factor in OUTLIERS:
+            factors[[channel, channel + dim // 2]] = factor  # (rotated together)
+        for module, power in parts:
+            weight = module.weight
+            repeated = mx.array(np.tile(factors**power, weight.shape[0] // dim))
+            module.weight = weight * repeated.reshape(-1, *[1] * (weight.ndim - 1))
+    mx.eval(model.parameters())
+
+
+def random_model(
+    model_type: str, head_dim: int, *, is_sharpened: bool = False
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A small model as mlx-lm initialises it, with planted outliers."""
+    config = {
+        "model_type": model_type,
+        "hidden_size": 512,
+        "num_hidden_layers": 6,
+        "intermediate_size": 1024,
+        "num_attention_heads": 1024 // head_dim,
+        "num_key_value_heads": 256 // head_dim,
+        "head_dim": head_dim,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 1024,
+        "max_position_embeddings": 4096,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": False,
+    }
+    model_class, args_class = _get_classes(config=config)
+    mx.random.seed(0)
+    model = model_class(args_class.from_dict(config))
+
+    def sharpened(path: str, weight: mx.array) -> mx.array:
+        return weight * (5.0 if "lm_head" in path else 2.0 if "_proj" in path else 1.0)
+
+    if is_sharpened:
+        model.update(tree_map_with_path(sharpened, model.parameters()))
+    model.eval()
+    mx.eval(model.parameters())
+    plant_outliers(model)
+    return model, config
+
+
+def written_by(model: nn.Module, num_texts: int, length: int) -> list[np.ndarray]:
+    """Texts that a model writes at temperature 1."""
+    mx.random.seed(1)
+    caches = plain_caches(model)
+    tokens = [mx.random.randint(0, 1024, (num_texts, 1))]
+    while len(tokens) < length:
+        tokens.append(mx.random.categorical(model(tokens[-1], cache=caches)[:, -1])[:, None])
+        mx.eval(tokens[-1])
+    return list(np.array(mx.concatenate(tokens, axis=1)))
+
+
+def sources(loaded: LoadedModel, num_texts: int, length: int) -> list[np.ndarray]:
+    """The first tokens of this package's longer modules."""
+    texts: list[np.ndarray] = []
+    for path in sorted(Path(mlx_paged.__file__).parent.rglob("*.py")):
+        tokens = loaded.tokenizer.encode(path.read_text())
+        if len(tokens) >= length and len(texts) < num_texts:
+            texts.append(np.array(tokens[:length]))
+    return texts
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    num_texts, length = (2, 256) if quick else (8, 1024)
+    for name in ("embedded", OUTLIERS_IN_EMBEDDED):
+        loaded = load(dtype="float32")
+        if name == OUTLIERS_IN_EMBEDDED:
+            plant_outliers(loaded.model)
+        yield Case(name, loaded.model, loaded.config, sources(loaded, num_texts, length))
+    for model_type, head_dim in (("llama", 64), ("qwen3", 128)):
+        model, config = random_model(model_type, head_dim)
+        name = f"random {model_type}, D = {head_dim}, outliers planted"
+        yield Case(name, model, config, written_by(model, num_texts, length // 2))
+    model, config = random_model("llama", 64, is_sharpened=True)
+    yield Case(SHARPENED, model, config, written_by(model, num_texts, length // 2))
+
+
+# --- Logits ---------------------------------------------------------------------------------------
+
+
+def plain_caches(model: nn.Module) -> list[Any]:
+    return mlx_lm_cache.make_prompt_cache(model)
+
+
+def dense(model: nn.Module, tokens: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    """``[num_tokens, vocab_size]`` by mlx-lm, whose caches keep keys and values in a dtype."""
+    caches = plain_caches(model)
+    for cache in caches:
+        cache.update_and_fetch = _rounded(cache.update_and_fetch, dtype)
+    return np.array(model(mx.array(tokens)[None], cache=caches)[0])
+
+
+def _rounded(update_and_fetch: Callable[..., Any], dtype: mx.Dtype) -> Callable[..., Any]:
+    return lambda *arrays: update_and_fetch(*(a.astype(dtype).astype(a.dtype) for a in arrays))
+
+
+def paged(
+    model: nn.Module, config: dict[str, Any], kv_format: KVFormat, tokens: np.ndarray
+) -> np.ndarray:
+    """The same on paged pools of a format, chunk by chunk."""
+    served = serve(model, config, block_size=BLOCK_SIZE)
+    served.layout = served.layout.with_kv_format(kv_format)
+    num_blocks = -(-len(tokens) // BLOCK_SIZE)
+    served.allocate(num_blocks + 1)
+    table = (np.random.default_rng(0).permutation(num_blocks) + 1).tolist()
+    logits = []
+    for begin in range(0, len(tokens), CHUNK):
+        end = min(begin + CHUNK, len(tokens))
+        inputs = StepInputs(
+            context_lens=np.array([end]),
+            query_lens=np.array([end - begin]),
+            tables=[table[: -(-end // BLOCK_SIZE)]],
+            logit_rows=np.arange(end - begin),
+        )
+        found = served.forward(mx.array(tokens[begin:end].astype(np.int32)), inputs)
+        mx.eval(found, *served.pools())
+        logits.append(np.array(found))
+    return np.concatenate(logits)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    x = logits.astype(np.float64)
+    x -= x.max(axis=-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+
+
+def bits_of(kv_format: KVFormat, head_dim: int) -> float:
+    return 4 * sum(f.row_bytes(head_dim) for f in (kv_format.keys, kv_format.values)) / head_dim
+
+
+def measure(case: Case) -> list[Quality]:
+    """All formats, and float32 as a measure of what bfloat16 itself costs."""
+    head_dim = int(
+        case.config.get("head_dim")
+        or case.config["hidden_size"] // case.config["num_attention_heads"]
+    )
+    runs: dict[str, tuple[float, Callable[[np.ndarray], np.ndarray]]] = {
+        "float32": (32.0, lambda tokens: dense(case.model, tokens, mx.float32))
+    }
+    for name, kv_format in FORMATS.items():
+        runs[name] = (
+            bits_of(kv_format, head_dim),
+            lambda tokens, f=kv_format: paged(case.model, case.config, f, tokens),
+        )
+    references = [log_softmax(dense(case.model, text, mx.bfloat16)) for text in case.texts]
+    base = _loss(references, case.texts)
+    found = []
+    for name, (bits, run) in runs.items():
+        logs = [log_softmax(run(text)) for text in case.texts]
+        pairs = list(zip(references, logs, strict=True))
+        kl = np.mean([(np.exp(r) * (r - x)).sum(axis=-1).mean() for r, x in pairs])
+        same = np.mean([(r.argmax(axis=-1) == x.argmax(axis=-1)).mean() for r, x in pairs])
+        loss = _loss(logs, case.texts)
+        change = float(np.exp(loss - base) - 1)
+        found.append(
+            Quality(case.name, name, bits, float(kl), float(np.exp(loss)), change, float(same))
+        )
+    return found
+
+
+def _loss(logs: list[np.ndarray], texts: list[np.ndarray]) -> float:
+    """Nats a token."""
+    return -float(
+        np.mean([x[np.arange(len(t) - 1), t[1:]].mean() for x, t in zip(logs, texts, strict=True)])
+    )
+
+
+# --- Answers --------------------------------------------------------------------------------------
+
+
+def answers(kv_cache_dtype: str, num_chats: int) -> list[list[int]]:
+    """Greedy answers to the demo's chats, with its system prompt and without."""
+    llm = LLM(kv_cache_dtype=kv_cache_dtype)
+    system = {"role": "system", "content": SYSTEM_PROMPT}
+    chats: list[Any] = []
+    for chat in CHATS[:num_chats]:
+        user = {"role": "user", "content": chat}
+        chats += [[user], [system, user]]
+    outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=256))
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer tokens, no file")
+    quick = parser.parse_args().quick
+    mlx_paged.unpatch()  # dense caches are mlx-lm's own
+    mx.set_default_device(mx.cpu)
+    rows: list[Quality] = []
+    for case in cases(quick):
+        found = measure(case)
+        rows += found
+        print(f"\n{case.name}: {sum(map(len, case.texts))} tokens")
+        print_table(
+            ["", "bits", "KL", "perplexity", "change", "same top-1"],
+            [
+                [
+                    q.kv_cache_dtype,
+                    f"{q.bits:.2f}",
+                    f"{q.kl:.5f}",
+                    f"{q.perplexity:.3f}",
+                    f"{100 * q.perplexity_change:+.2f}%",
+                    f"{100 * q.top1:.1f}%",
+                ]
+                for q in found
+            ],
+        )
+    num_chats = 4 if quick else len(CHATS)
+    expected = answers("auto", num_chats)
+    equal = {}
+    for name in FORMATS:
+        pairs = zip(answers(name, num_chats), expected, strict=True)
+        equal[name] = sum(a == b for a, b in pairs)
+    print(f"\ngreedy answers of the demo that are equal, of {len(expected)}: {equal}")
+    if not quick:
+        save(
+            "kv_quality-cpu",
+            {
+                "benchmark": "kv_quality",
+                "limits": LIMITS,
+                "results": [asdict(q) for q in rows],
+                "answers": {"number": len(expected), "equal": equal},
+            },
+        )
+    missed = [f"{q.model}: {q.kv_cache_dtype}" for q in rows if q.missed]
+    if equal["int8"] < len(expected):
+        missed.append("answers with int8")
+    if missed:
+        raise SystemExit(f"worse than asked: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()

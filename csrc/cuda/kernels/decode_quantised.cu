@@ -1,0 +1,14 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include "../compiled_kernels.h"
+#include "../msl/metal_stdlib"
+#include "paged_decode_quantised.h"
+
+#define QUANTISED_TENSOR(dtype, type, dim, columns)                              \
+  {"paged_decode_tensor_" #dtype "_" #dim "_n" #columns "_int8",                 \
+   (const void*)decode_quantised_entry<type, dim, columns, paged::FORMAT_INT8>}, \
+      {"paged_decode_tensor_" #dtype "_" #dim "_n" #columns "_int8_int4",        \
+       (const void*)decode_quantised_entry<type, dim, columns, paged::FORMAT_INT4>},
+
+static const bool added =
+    mlx_paged::cuda::add_kernels({PAGED_FOR_EACH_QUANTISED_TENSOR(QUANTISED_TENSOR, PAGED_DTYPE)});

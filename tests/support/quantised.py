@@ -1,0 +1,312 @@
+"""Quantised pools in float64 NumPy, written from `mlx_paged.ops`'s description of them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import CacheList
+
+from mlx_paged import ops
+from support import reference
+from support.reference import PagedBatch, make_batch, to_numpy
+
+# Key and value formats that go together, by the name of --kv-cache-dtype.
+FORMATS = {
+    "int8": (mx.int8, mx.int8),
+    "int8_k_int4_v": (mx.int8, mx.uint32),
+    "int4": (mx.uint32, mx.uint32),
+    "fp8": (mx.uint8, mx.uint8),
+}
+GROUP = 32
+
+
+def groups(head_dim: int) -> int:
+    return -(-head_dim // GROUP)
+
+
+def row_bytes(dtype: mx.Dtype, head_dim: int) -> tuple[int, int]:
+    """Bytes of the codes and of the scales of a token and head."""
+    return {
+        mx.int8: (head_dim, 2),
+        mx.uint32: (head_dim // 2, 4 * groups(head_dim)),
+        mx.uint8: (head_dim, 0),
+    }[dtype]
+
+
+def raw(pool: mx.array) -> np.ndarray:
+    """``[num_blocks, bytes of a block]`` uint8, a copy."""
+    return np.array(mx.contiguous(pool)).view(np.uint8).reshape(pool.shape[0], -1).copy()
+
+
+def parts(pool: mx.array, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """``[num_blocks, block_size, num_kv_heads, *]`` uint8 codes and scales."""
+    num_blocks, block_size, heads, _ = pool.shape
+    code, tail = row_bytes(pool.dtype, head_dim)
+    data = raw(pool)
+    assert data.shape[1] == block_size * heads * (code + tail)
+    split = block_size * heads * code
+    codes = data[:, :split].reshape(num_blocks, block_size, heads, code)
+    scales = data[:, split:].reshape(num_blocks, heads, block_size, tail)
+    return codes, scales.swapaxes(1, 2)
+
+
+def e4m3(codes: np.ndarray) -> np.ndarray:
+    sign = np.where(codes & 0x80, -1.0, 1.0)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    value = np.where(
+        exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent.astype(int) - 7)
+    )
+    return sign * np.where((codes & 0x7F) == 0x7F, np.nan, value)
+
+
+def steps(pool: mx.array, head_dim: int) -> np.ndarray:
+    """``[num_blocks, block_size, num_kv_heads, head_dim]``: how far two codes of int8 or int4 are
+    apart."""
+    scales = np.ascontiguousarray(parts(pool, head_dim)[1]).view(np.float16).astype(np.float64)
+    if pool.dtype == mx.int8:
+        return np.broadcast_to(scales, (*scales.shape[:3], head_dim))
+    return np.repeat(scales[..., ::2], GROUP, axis=-1)[..., :head_dim]
+
+
+def decoded(pool: mx.array, head_dim: int) -> np.ndarray:
+    """``[num_blocks, block_size, num_kv_heads, head_dim]`` float64: what the codes stand for."""
+    codes, tails = parts(pool, head_dim)
+    if pool.dtype == mx.uint8:
+        return e4m3(codes)
+    scales = np.ascontiguousarray(tails).view(np.float16).astype(np.float64)
+    if pool.dtype == mx.int8:
+        return codes.view(np.int8) * scales
+    nibbles = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:3], head_dim)
+    step, least = (np.repeat(scales[..., i::2], GROUP, axis=-1)[..., :head_dim] for i in range(2))
+    return nibbles * step + least
+
+
+def rotation(dtype: mx.Dtype, head_dim: int) -> np.ndarray:
+    """``[head_dim, head_dim]``: what keys are multiplied with before they are quantised."""
+    if dtype == mx.uint8:
+        return np.eye(head_dim)
+    run = head_dim & -head_dim
+    hadamard = np.ones((1, 1))
+    while len(hadamard) < run:
+        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+    matrix = np.kron(np.eye(head_dim // run), hadamard / np.sqrt(run))
+    signs = []
+    for dim in range(head_dim):
+        x = ((dim + 1) * 0x9E3779B1) & 0xFFFFFFFF
+        x = ((x ^ (x >> 15)) * 0x85EBCA77) & 0xFFFFFFFF
+        signs.append(-1.0 if (x ^ (x >> 13)) >> 31 else 1.0)
+    return matrix * np.array(signs)
+
+
+def keys_of(pool: mx.array, head_dim: int) -> np.ndarray:
+    """`decoded` keys, rotated back."""
+    return decoded(pool, head_dim) @ rotation(pool.dtype, head_dim)
+
+
+@dataclass(frozen=True)
+class QuantisedBatch:
+    """A batch whose pools are quantised, and the dense one that they were made of."""
+
+    plain: PagedBatch
+    key_pool: mx.array
+    value_pool: mx.array
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.plain.key_pool.shape[-1], self.plain.value_pool.shape[-1]
+
+    def attend(self, plan: ops.AttentionPlan | None = None, **options: object) -> mx.array:
+        plan = plan or self.plain.plan()
+        return ops.paged_attention(
+            self.plain.queries, self.key_pool, self.value_pool, plan, **options
+        )
+
+    def expected(self, *, sinks: mx.array | None = None, **options: float | None) -> np.ndarray:
+        """The oracle on what the codes stand for."""
+        plain = self.plain
+        return reference.paged_attention(
+            to_numpy(plain.queries),
+            keys_of(self.key_pool, self.dims[0]),
+            decoded(self.value_pool, self.dims[1]),
+            plain.tables,
+            plain.context_lens,
+            plain.query_lens,
+            sinks=None if sinks is None else to_numpy(sinks),
+            bounds=plain.bounds,
+            **options,
+        )
+
+
+def empty_pools(batch: PagedBatch, name: str) -> list[mx.array]:
+    """Pools of the batch's shape, every byte of which is 0xff: scales and e4m3 are NaN."""
+    pools = []
+    for plain, dtype in zip((batch.key_pool, batch.value_pool), FORMATS[name]):
+        num_blocks, block_size, heads, dim = plain.shape
+        last = sum(row_bytes(dtype, dim)) // dtype.size
+        shape = (num_blocks, block_size, heads, last)
+        pools.append(
+            mx.full((int(np.prod(shape)) * dtype.size,), 255, mx.uint8).view(dtype).reshape(shape)
+        )
+    return pools
+
+
+def quantised(batch: PagedBatch, name: str, chunks: Sequence[int] = ()) -> QuantisedBatch:
+    """Writes each sequence's tokens that are not NaN, in pieces of `chunks` tokens."""
+    pools = empty_pools(batch, name)
+    block_size = batch.key_pool.shape[1]
+    for table, context_len in zip(batch.tables, batch.context_lens):
+        slots = np.array(
+            [table[p // block_size] * block_size + p % block_size for p in range(context_len)],
+            np.int32,
+        )
+        rows = [
+            pool.reshape(-1, *pool.shape[2:])[mx.array(slots)] if len(slots) else pool[:0, 0]
+            for pool in (batch.key_pool, batch.value_pool)
+        ]
+        held = ~np.isnan(to_numpy(rows[0])).any(axis=(1, 2))
+        slots = np.where(held, slots, -1).astype(np.int32)
+        at = 0
+        sizes = iter(chunks)
+        while at < len(slots):
+            end = min(len(slots), at + next(sizes, len(slots)))
+            pools = ops.write_kv(*pools, rows[0][at:end], rows[1][at:end], mx.array(slots[at:end]))
+            at = end
+    mx.eval(*pools)
+    return QuantisedBatch(batch, *pools)
+
+
+def make_quantised(
+    rng: np.random.Generator, *args: object, name: str, **options: object
+) -> QuantisedBatch:
+    """`make_batch` on quantised pools."""
+    return quantised(make_batch(rng, *args, **options), name)
+
+
+# --- mlx-lm's dense caches that keep what a quantised pool would ----------------------------------
+
+
+def _fp16_above(x: mx.array) -> mx.array:
+    """The least float16 not below x >= 0, as float32."""
+    half = x.astype(mx.float16)
+    above = (half.view(mx.uint16) + 1).view(mx.float16)
+    return mx.where(half.astype(mx.float32) < x, above, half).astype(mx.float32)
+
+
+def _fp16_below(x: mx.array) -> mx.array:
+    half = x.astype(mx.float16)
+    bits = half.view(mx.uint16)
+    below = mx.where(bits >= 0x8000, bits + 1, mx.where(bits == 0, 0x8001, bits - 1))
+    below = below.astype(mx.uint16).view(mx.float16)
+    return mx.where(half.astype(mx.float32) > x, below, half).astype(mx.float32)
+
+
+def _divided(x: mx.array, step: mx.array) -> mx.array:
+    return mx.where(step > 0, x / mx.where(step > 0, step, 1.0), 0.0)
+
+
+def kept(x: mx.array, dtype: mx.Dtype, *, keys: bool) -> mx.array:
+    """What a pool of `dtype` gives back of ``[..., head_dim]`` numbers."""
+    dim = x.shape[-1]
+    rotated = mx.array(rotation(dtype, dim) if keys else np.eye(dim)).astype(mx.float32)
+    y = x.astype(mx.float32) @ rotated.T
+    if dtype == mx.int8:
+        step = _fp16_above(mx.abs(y).max(axis=-1, keepdims=True) / 127)
+        y = mx.round(_divided(y, step)) * step
+    elif dtype == mx.uint8:
+        y = mx.from_fp8(mx.to_fp8(y), mx.float32)
+    else:
+        groups = []
+        for begin in range(0, dim, GROUP):
+            group = y[..., begin : begin + GROUP]
+            least = _fp16_below(group.min(axis=-1, keepdims=True))
+            step = _fp16_above((group.max(axis=-1, keepdims=True) - least) / 15)
+            groups.append(mx.round(_divided(group - least, step)) * step + least)
+        y = mx.concatenate(groups, axis=-1)
+    return (y @ rotated).astype(x.dtype)
+
+
+Keep = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
+
+
+def keeping(caches: Sequence[Any], keeps: Iterator[Keep | None]) -> list[Any]:
+    """mlx-lm's own caches, of which attention layer i keeps what keeps[i] makes of keys and values
+    ``[1, num_kv_heads, num_tokens, head_dim]``; None: what it is given."""
+
+    def replace(cache: Any) -> None:
+        kind = type(cache)
+        if isinstance(cache, CacheList):
+            for part in cache.caches:
+                replace(part)
+        elif hasattr(kind, "update_and_fetch"):
+            keep = next(keeps)
+            if keep is None:
+                return
+
+            def update_and_fetch(self: Any, keys: mx.array, values: mx.array) -> Any:
+                return kind.update_and_fetch(self, *keep(keys, values))
+
+            cache.__class__ = type(kind.__name__, (kind,), {"update_and_fetch": update_and_fetch})
+
+    for cache in caches:
+        replace(cache)
+    return list(caches)
+
+
+def quantising(caches: Sequence[Any], name: str, skip: Sequence[int] = ()) -> list[Any]:
+    """mlx-lm's own caches, of which the attention layers keep what the codes stand for."""
+    key_dtype, value_dtype = FORMATS[name]
+
+    def keep(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return kept(keys, key_dtype, keys=True), kept(values, value_dtype, keys=False)
+
+    return keeping(caches, (None if i in skip else keep for i in count()))
+
+
+def half_steps(x: np.ndarray, pool: mx.array, slots: np.ndarray, *, keys: bool) -> np.ndarray:
+    """How far codes of those slots are from the numbers ``[num_tokens, num_kv_heads, head_dim]``
+    that they stand for, in halves of the distance of two codes: at most 1 where each is nearest."""
+    dim = x.shape[-1]
+    held = decoded(pool, dim).reshape(-1, *x.shape[1:])[slots]
+    wanted = x @ rotation(pool.dtype, dim).T if keys else x
+    if pool.dtype == mx.uint8:
+        half = np.maximum(2.0 ** (np.floor(np.log2(np.abs(wanted) + 1e-30)) - 4), 2.0**-10)
+    else:
+        half = steps(pool, dim).reshape(-1, *x.shape[1:])[slots] / 2
+    return np.abs(held - wanted) / np.maximum(half, 1e-12)
+
+
+def holding(caches: Sequence[Any], pools: Sequence[Any], slots: np.ndarray) -> list[Any]:
+    """mlx-lm's own caches that keep what pools hold at the slots of a sequence's tokens, which is
+    checked to be the nearest of what they are given.
+
+    Args:
+        pools: for each attention layer, with `key_pool` and `value_pool`.
+    """
+
+    def keep_of(layer: Any) -> Keep:
+        begin = 0
+
+        def keep(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+            nonlocal begin
+            here = slots[begin : begin + keys.shape[2]]
+            begin += keys.shape[2]
+            kept = []
+            for given, pool, is_keys in (
+                (keys, layer.key_pool, True),
+                (values, layer.value_pool, False),
+            ):
+                x = to_numpy(given)[0].swapaxes(0, 1)
+                assert half_steps(x, pool, here, keys=is_keys).max() < 1.01
+                known = (keys_of if is_keys else decoded)(pool, x.shape[-1])
+                rows = known.reshape(-1, *x.shape[1:])[here].swapaxes(0, 1)[None]
+                kept.append(mx.array(rows.astype(np.float32)))
+            return kept[0], kept[1]
+
+        return keep
+
+    return keeping(caches, map(keep_of, pools))
