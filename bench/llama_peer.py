@@ -1,0 +1,226 @@
+"""llama.cpp as a peer: built once from the sdist of llama-cpp-python, and its programs run.
+
+Its programs, not its library: `llama-batched-bench` (which neither samples nor detokenises),
+`llama-completion` and `llama-server`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VERSION = "0.3.36"
+OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DGGML_OPENMP=ON", "-DBUILD_SHARED_LIBS=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF",
+)  # fmt: skip
+# Programs of each build. The second one is for machines with AMX: what processors without it get.
+BUILDS = {
+    "native": ("llama-batched-bench", "llama-completion", "llama-server"),
+    "no-amx": ("llama-batched-bench",),
+}
+NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+# GCC before 13 takes the tile configuration for eight bytes and drops the stores of the rest.
+_TILES = "    _tile_loadconfig(&tc);"
+_TILES_MENDED = f'    asm volatile("" : : "m"(tc));\n{_TILES}'
+
+
+def has_amx() -> bool:
+    """Whether this processor has 8-bit matrix tiles, which llama.cpp uses."""
+    try:
+        return "amx_int8" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+def builds() -> tuple[str, ...]:
+    """Those that differ on this machine."""
+    return ("native", "no-amx") if has_amx() else ("native",)
+
+
+def source(cache: Path) -> Path:
+    """llama.cpp's sources: downloads and unpacks the sdist if they are not there."""
+    folder = cache / f"llama_cpp_python-{VERSION}"
+    tree = folder / "vendor" / "llama.cpp"
+    if not tree.exists():
+        archive = cache / f"llama_cpp_python-{VERSION}.tar.gz"
+        if not archive.exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary",
+                       "llama-cpp-python", f"llama-cpp-python=={VERSION}",
+                       "-d", str(cache)]  # fmt: skip
+            subprocess.run(command, check=True)
+        with tarfile.open(archive) as tar:
+            tar.extractall(cache, filter="data")
+    mend(tree / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp")
+    return tree
+
+
+def mend(file: Path) -> None:
+    """Makes the AMX products run where GCC 12 compiles them; without it they end the process."""
+    text = file.read_text()
+    if _TILES_MENDED not in text:
+        file.write_text(text.replace(_TILES, _TILES_MENDED))
+
+
+def build(cache: Path, name: str) -> Path:
+    """The folder of a build's programs; compiles them, for minutes, if they are not there."""
+    tree, folder = source(cache), cache / f"build-{VERSION}-{name}"
+    if all((folder / "bin" / program).exists() for program in BUILDS[name]):
+        return folder / "bin"
+    generator = ["-GNinja"] if shutil.which("ninja") else []
+    flags = [f"-DCMAKE_{language}_FLAGS={NO_AMX}" for language in ("C", "CXX")]
+    subprocess.run(
+        ["cmake", *generator, "-S", str(tree), "-B", str(folder), *OPTIONS,
+         *(flags if name == "no-amx" else [])],
+        check=True,
+    )  # fmt: skip
+    subprocess.run(
+        ["cmake", "--build", str(folder), "-j", str(os.cpu_count()), "--target", *BUILDS[name]],
+        check=True,
+    )
+    return folder / "bin"
+
+
+@dataclass(frozen=True)
+class Done:
+    """A process that has ended."""
+
+    out: str
+    err: str
+    seconds: float
+    first_byte: float  # seconds until something was on stdout
+    peak_rss: int  # bytes, mapped files included
+
+
+def run(
+    command: list[str], cores: set[int], env: dict[str, str] | None = None, asked: str = ""
+) -> Done:
+    """Runs a program on some cores; its memory and times.
+
+    Args:
+        asked: for its stdin.
+
+    Raises:
+        SystemExit: if it fails.
+    """
+    with tempfile.TemporaryFile("w+") as err:
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err,
+            env={**os.environ, **(env or {})}, preexec_fn=lambda: os.sched_setaffinity(0, cores),
+        )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(asked.encode())
+        process.stdin.close()
+        first = os.read(process.stdout.fileno(), 1)
+        first_byte = time.perf_counter() - start
+        out = (first + process.stdout.read()).decode(errors="replace")
+        _, status, used = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - start
+        process.returncode = os.waitstatus_to_exitcode(status)
+        err.seek(0)
+        said = err.read()
+    if process.returncode:
+        raise SystemExit(
+            f"{' '.join(command)} ended with status {process.returncode}:\n{said[-3000:]}"
+        )
+    return Done(out, said, seconds, first_byte, peak_bytes(used))
+
+
+def peak_bytes(used: resource.struct_rusage) -> int:
+    return used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def parse_bench(out: str) -> dict[str, Any]:
+    """The one line of figures that llama-batched-bench prints.
+
+    Raises:
+        ValueError: if there is none, or more than one.
+    """
+    found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    if len(found) != 1:
+        raise ValueError(f"expected one line of JSON from llama-batched-bench but got {out!r}")
+    return found[0]
+
+
+def bench_command(
+    programs: Path, model: Path, threads: int, prompt: int, tokens: int, rows: int
+) -> list[str]:
+    """Rows that continue one prompt, computed once and then copied: each has keys of its own."""
+    # (It needs room for one token more, and contexts come in cells of 256.)
+    context = rows * (-(-(prompt + tokens + 1) // 256) * 256)
+    return [
+        str(programs / "llama-batched-bench"), "-m", str(model), "-c", str(context),
+        "-npp", str(prompt), "-ntg", str(tokens), "-npl", str(rows), "-pps", *common(threads),
+        "--output-format", "jsonl",
+    ]  # fmt: skip
+
+
+def common(threads: int) -> list[str]:
+    """What all programs get: flash attention, the batches that measured best."""
+    number = str(threads)
+    return ["-t", number, "-tb", number, "-fa", "on", "-b", "2048", "-ub", "512"]
+
+
+def completion_command(programs: Path, model: Path, threads: int, text: str) -> list[str]:
+    """One greedy token after a prompt, on stdout."""
+    return [
+        str(programs / "llama-completion"), "-m", str(model), "-p", text, "-n", "1", "-c", "2048",
+        *common(threads), "-no-cnv", "--no-warmup", "--no-display-prompt", "--ignore-eos",
+        "--temp", "0",
+    ]  # fmt: skip
+
+
+_LOADED = re.compile(r"^(\d+)\.(\d\d)\.(\d{3})\.(\d{3}) I .*threadpool init", re.MULTILINE)
+
+
+def parse_load_seconds(err: str) -> float:
+    """Seconds after which llama-completion had its model and its context.
+
+    (The "load time" among its figures has a prompt's time in it, and not the model's.)
+
+    Raises:
+        ValueError: if its log does not say.
+    """
+    found = _LOADED.search(err)
+    if not found:
+        raise ValueError(f"no time of loading in {err[-2000:]!r}")
+    minutes, seconds, milli, micro = map(int, found.groups())
+    return minutes * 60 + seconds + milli / 1e3 + micro / 1e6
+
+
+# Ways to serve 32 requests: which one is best depends on the model, so a run tries all of them,
+# each for no more than twice the best time. Slots keep their prompts, a request gets the slot that
+# has most of its own, and what idle slots had can be loaded from the cache in RAM: with few slots a
+# shared prompt is computed once for each.
+SERVER_WAYS: dict[str, list[str]] = {
+    "1 slot": ["-np", "1", "-no-kvu"],
+    "4 slots": ["-np", "4", "-no-kvu"],
+    "8 slots": ["-np", "8", "-no-kvu"],
+    "32 slots": ["-np", "32", "-no-kvu"],
+    "32 slots, one KV buffer": ["-np", "32", "-kvu"],
+}
+
+
+def server_command(
+    programs: Path, model: Path, threads: int, way: str, length: int, port: int
+) -> list[str]:
+    """A server whose slots hold `length` tokens each."""
+    slots = int(SERVER_WAYS[way][1])
+    return [
+        str(programs / "llama-server"), "-m", str(model), "--port", str(port), *common(threads),
+        "-c", str(slots * (-(-length // 256) * 256)), *SERVER_WAYS[way], "--no-ui",
+    ]  # fmt: skip

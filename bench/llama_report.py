@@ -1,0 +1,150 @@
+"""Figures of `bench/llama_cpp.py` as lines and as the tables of docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- llama_cpp.py: begin -->", "<!-- llama_cpp.py: end -->"
+TITLES = {"1b": "Llama-3.2-1B's shape", "135m": "SmolLM2-135M's shape", "tiny": "a tiny shape"}
+PAIRS = {"f32": "float32, f32", "bf16": "bfloat16, bf16", "8bit": "8 bits, q8_0",
+         "4bit": "4 bits, q4_0"}  # fmt: skip
+DISTURBED, MARK = 1.0, "†"  # cores of others that leave no ratio worth to be shown
+# What is asked of the ratio (of speed; of memory: of bytes), by shape and format.
+RATIOS = {
+    ("1b", "4bit"): {
+        "decode-1": "≥ 1.0x", "decode-4": "≥ 1.1x in int8, 0.8x in float",
+        "decode-8": "≥ 1.1x in int8, 0.8x in float", "decode-32": "≥ 1.2x in int8, 1.0x in float",
+        "prefill": "≥ 1.0x", "shared-32": "≥ 3x", "memory": "≤ 1.2x", "first-token": "≤ 3 s",
+    },
+    ("135m", "f32"): {"decode-1": "≥ 143 (7 ms) with 4 threads"},
+    ("135m", "bf16"): {"decode-1": "≥ 143 (7 ms) with 4 threads"},
+    ("135m", "4bit"): {"decode-1": "≥ 200 (5 ms) with 4 threads"},
+}  # fmt: skip
+WHATS = {
+    "decode-1": "decode 1, tokens/s", "decode-4": "decode 4", "decode-8": "decode 8",
+    "decode-32": "decode 32", "prefill": "prefill, tokens/s", "memory": "memory, MB",
+    "load": "load, s", "first-token": "first token, s", "shared-32": "32 that share, s",
+}  # fmt: skip
+
+
+def parts(id: str) -> tuple[str, str, int, str]:
+    """Shape, format, threads, and what is measured."""
+    shape, format, threads, what = id.split("/")
+    return shape, format, int(threads), what
+
+
+def ratio_of(what: str, cell: dict[str, Any], side: str = "native") -> float:
+    """Median over the turns. Of times: how many times as fast ours is; else ours over theirs."""
+    less_is_better = what in ("load", "first-token", "shared-32")
+    pairs = zip(cell["values"]["ours"], cell["values"][side])
+    return statistics.median(
+        theirs / ours if less_is_better else ours / theirs for ours, theirs in pairs
+    )
+
+
+def shown(what: str, value: float) -> str:
+    if what == "memory":
+        return f"{value / 1e6:,.0f}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def line_of(id: str, cell: dict[str, Any]) -> str:
+    """One cell: medians with the smallest and largest value, and ratios."""
+    what = parts(id)[3]
+    sides = [
+        f"{name} {shown(what, cell['median'][name])} "
+        f"({shown(what, min(values))} to {shown(what, max(values))})"
+        for name, values in cell["values"].items()
+    ]
+    ratios = [f"{ratio_of(what, cell, name):.2f}x" for name in cell["values"] if name != "ours"]
+    return f"{id}: {', '.join(sides)}; {', '.join(ratios)}; others {cell['others_cpu']}"
+
+
+def summary(cells: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows for a terminal."""
+    rows = []
+    for id, cell in cells.items():
+        what = parts(id)[3]
+        asked = RATIOS.get((parts(id)[0], parts(id)[1].split("-")[0]), {}).get(what, "")
+        sides = [shown(what, cell["median"].get(side, float("nan"))) for side in
+                 ("ours", "native", "no-amx")]  # fmt: skip
+        rows.append([id, *sides, f"{ratio_of(what, cell):.2f}", asked])
+    return ["cell", "ours", "llama.cpp", "without AMX", "ours is", "asked"], rows
+
+
+def markdown(cells: dict[str, Any]) -> str:
+    """A table for each shape, and how more threads help."""
+    blocks = []
+    found = [parts(id) for id in cells]
+    for shape in dict.fromkeys(part[0] for part in found):
+        threads = sorted({part[2] for part in found if part[0] == shape}, reverse=True)
+        head = "| format | what | " + " | ".join(
+            f"ours, {n} threads | llama.cpp | ours is" for n in threads
+        )
+        lines = [f"**{TITLES[shape]}**", "", f"{head} | asked |",
+                 "| --- | --- |" + " ---: | ---: | ---: |" * len(threads) + " --- |"]  # fmt: skip
+        lines[-1] = lines[-1].replace("| |", "|")
+        for format in dict.fromkeys(part[1] for part in found if part[0] == shape):
+            for what, title in WHATS.items():
+                row = [cells.get(f"{shape}/{format}/{n}/{what}") for n in threads]
+                if any(row):
+                    lines.append(_row(shape, format, what, title, row))
+        blocks.append("\n".join(lines))
+    blocks += [text for text in [_threads(cells)] if text]
+    return "\n\n".join(blocks)
+
+
+def _row(shape: str, format: str, what: str, title: str, row: list[Any]) -> str:
+    base, _, variant = format.partition("-")
+    texts = [f"{PAIRS[base]}{f'; ours with {variant}' if variant else ''}", title]
+    for cell in row:
+        if cell is None:
+            texts += ["", "", ""]
+            continue
+        theirs, ratio = shown(what, cell["median"]["native"]), f"{ratio_of(what, cell):.2f}x"
+        if "no-amx" in cell["median"]:
+            theirs += f" ({shown(what, cell['median']['no-amx'])})"
+            ratio += f" ({ratio_of(what, cell, 'no-amx'):.2f}x)"
+        if what != "memory" and cell["others_cpu"] > DISTURBED:
+            ratio = MARK
+        texts += [shown(what, cell["median"]["ours"]), theirs, ratio]
+    return "| " + " | ".join([*texts, RATIOS.get((shape, base), {}).get(what, "")]) + " |"
+
+
+def _threads(cells: dict[str, Any]) -> str:
+    """Speed with 4 threads over that with 2."""
+    lines = []
+    for id, cell in cells.items():
+        shape, format, threads, what = parts(id)
+        half = cells.get(f"{shape}/{format}/2/{what}")
+        if threads != 4 or what not in ("decode-1", "decode-32") or half is None:
+            continue
+        asked = ""
+        if shape == "135m":
+            asked = "≥ 1.3x" if what == "decode-1" else "≥ 1.7x"
+        gain = [cell["median"][side] / half["median"][side] for side in ("ours", "native")]
+        lines.append(f"| {TITLES[shape]} | {format} | {WHATS[what].split(',')[0]} | "
+                     f"{gain[0]:.2f}x | {gain[1]:.2f}x | {asked} |")  # fmt: skip
+    if not lines:
+        return ""
+    head = ["**Speed with 4 threads over that with 2**", "",
+            "| shape | format | what | ours | llama.cpp | asked of ours |",
+            "| --- | --- | --- | ---: | ---: | --- |"]  # fmt: skip
+    return "\n".join([*head, *lines])
+
+
+def write_docs(cells: dict[str, Any], docs: Path = DOCS) -> None:
+    """Puts the tables between the marks of a page.
+
+    Raises:
+        ValueError: if the page lacks the marks.
+    """
+    text = docs.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{docs} lacks {BEGIN} or {END}")
+    docs.write_text(f"{before}{BEGIN}\n\n{markdown(cells)}\n\n{END}{after}")
