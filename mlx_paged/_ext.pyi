@@ -35,6 +35,8 @@ def linear(x: mlx.core.array, weight: mlx.core.array, bias: mlx.core.array | Non
 
 def quantized_linear(x: mlx.core.array, weight: mlx.core.array, scales: mlx.core.array, biases: mlx.core.array | None, bias: mlx.core.array | None, *, group_size: int, bits: int, mode: str, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
+def lookup(ids: mlx.core.array, weight: mlx.core.array, scales: mlx.core.array | None, biases: mlx.core.array | None, *, group_size: int, bits: int, mode: str, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
+
 def make_device_program(inputs: Sequence[mlx.core.array], outputs: Sequence[mlx.core.array], *, residual_in_product: bool) -> CapsuleType: ...
 
 def run_device_program(program: CapsuleType, inputs: Sequence[mlx.core.array], *, returns_pools: bool, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...
@@ -60,8 +62,6 @@ class StepProgram:
     @property
     def num_nodes(self) -> int:
         """Phases that are operations of MLX's own."""
-
-def lookup(ids: mlx.core.array, weight: mlx.core.array, scales: mlx.core.array | None, biases: mlx.core.array | None, *, group_size: int, bits: int, mode: str, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
 def has_transfers() -> bool:
     """Whether `upload` and `to_host` are there."""
