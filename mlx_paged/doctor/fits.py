@@ -17,9 +17,10 @@ from mlx_paged.model.kv_formats import FORMATS, KVFormat
 
 # Bits of a weight by precision. MLX's affine quantisation keeps a 16-bit scale and bias for 64.
 _GPU_PRECISIONS = {"16-bit": 16.0, "8-bit": 8.5, "4-bit": 4.5}
-# On the CPU quantised weights are dequantised when they are loaded: float32 is what MLX is fast in.
-_CPU_PRECISIONS = {"float32": 32.0}
-PRECISIONS = _GPU_PRECISIONS | _CPU_PRECISIONS
+# On the CPU weights stay as the checkpoint has them, but those of experts, which become float32;
+# keys, values and activations are float32.
+_FLOAT32 = {"float32": 32.0}
+PRECISIONS = _GPU_PRECISIONS | _FLOAT32
 
 
 @dataclass(frozen=True)
@@ -118,17 +119,27 @@ class Fit:
 
 def fits(memory: Memory) -> list[Fit]:
     """Every model in every precision that makes sense on the device, with the engine's defaults."""
-    precisions = _GPU_PRECISIONS if memory["on_gpu"] else _CPU_PRECISIONS
     config = EngineConfig()
-    return [fit(shape, precision, memory, config) for shape in MODELS for precision in precisions]
+    return [
+        fit(shape, precision, memory, config)
+        for shape in MODELS
+        for precision in _precisions(shape, memory["on_gpu"])
+    ]
+
+
+def _precisions(shape: Shape, on_gpu: bool) -> dict[str, float]:
+    if on_gpu:
+        return _GPU_PRECISIONS
+    return _FLOAT32 if shape.active_experts > 1 else PRECISIONS
 
 
 def fit(shape: Shape, precision: str, memory: Memory, config: EngineConfig) -> Fit:
     """One shape in one precision."""
-    weights, per_token = shape.weight_bytes(precision), shape.kv_bytes_per_token(precision)
-    quantised = dict.fromkeys(FORMATS, 0)
-    activations = shape.activation_bytes(config.step_tokens, config.max_num_seqs, precision)
     on_gpu = memory["on_gpu"]
+    values = precision if on_gpu else "float32"
+    weights, per_token = shape.weight_bytes(precision), shape.kv_bytes_per_token(values)
+    quantised = dict.fromkeys(FORMATS, 0)
+    activations = shape.activation_bytes(config.step_tokens, config.max_num_seqs, values)
     usable = int(memory["device_bytes"] * (memory["utilization"] if on_gpu else 1.0))
     left = usable - weights - activations
     reason, num_blocks = "", 0

@@ -287,6 +287,22 @@ def _linear(data: Data) -> None:
     data.check(ops.linear(x, weight, bias), exact(x) @ exact(weight).T + exact(bias))
 
 
+def _quantized_linear(data: Data) -> None:
+    x, weight, bias = data.normal(7, 128), data.normal(9, 128), data.normal(9)
+    packed, scales, biases = mx.quantize(weight, group_size=64, bits=4)
+    codes = mx.dequantize(
+        packed, mx.ones(scales.shape), mx.zeros(scales.shape), group_size=64, bits=4
+    )
+    wide = exact(codes) * np.repeat(exact(scales), 64, 1) + np.repeat(exact(biases), 64, 1)
+    out = ops.quantized_linear(x, packed, scales, biases, bias, group_size=64, bits=4)
+    data.check(out, exact(x) @ wide.T + exact(bias))
+
+
+def _lookup(data: Data) -> None:
+    weight, ids = data.normal(10, 96), [3, -1, 0]
+    data.same(ops.lookup(mx.array(ids), weight), exact(weight)[ids], "rows")
+
+
 def _upload(data: Data) -> None:
     sent = [np.arange(7, dtype=np.int32), exact(data.normal(3, 5)).astype(np.float32)]
     for name, out, expected in zip(("integers", "floats"), ops.upload(*sent), sent):
@@ -322,6 +338,9 @@ CASES: dict[str, Case] = {
     "apply_token_bitmask": Case(_apply_token_bitmask, gpu_dtypes=DTYPES),
     # In float32 it is MLX's own on a GPU, which may round to TF32.
     "linear": Case(_linear, gpu_dtypes=("float16", "bfloat16")),
+    # (On a GPU they are MLX's own.)
+    "quantized_linear": Case(_quantized_linear),
+    "lookup": Case(_lookup),
     "upload": Case(_upload, dtypes=("float32",), gpu_dtypes=("float32",)),
     "to_host": Case(_to_host, dtypes=("float32",), gpu_dtypes=("float32",)),
 }

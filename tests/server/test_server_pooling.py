@@ -33,6 +33,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.pooling.params import PoolerConfig
 from mlx_paged.engine.pooling.runner import PooledPrompt
 from mlx_paged.errors import EngineOverloadedError, InvalidParameterError
+from mlx_paged.model.loader import load
 from mlx_paged.server import logs, pooling, pooling_bodies, run
 from mlx_paged.server.app import API
 from mlx_paged.server.config import ServerConfig
@@ -74,7 +75,7 @@ def sdk(server: RunningServer) -> openai.OpenAI:
 @pytest.fixture(scope="module")
 def expected() -> np.ndarray:
     """``[len(TEXTS), hidden_size]`` by the offline engine, which others compare with mlx-lm."""
-    llm = LLM(embedded_twin(), runner="pooling", block_size=8, num_gpu_blocks_override=400)
+    llm = LLM(load(), runner="pooling", block_size=8, num_gpu_blocks_override=400)
     return np.array([output.outputs.embedding for output in llm.embed(TEXTS)])
 
 
@@ -534,7 +535,7 @@ def test_a_generating_server_refuses_to_pool() -> None:
 
 def test_a_server_may_pool_by_the_mean(expected) -> None:
     llm = LLM(
-        embedded_twin(), runner="pooling", block_size=8, num_gpu_blocks_override=400,
+        load(), runner="pooling", block_size=8, num_gpu_blocks_override=400,
         pooler_config={"pooling_type": "MEAN"},
     )  # fmt: skip
     wanted = np.array([output.outputs.embedding for output in llm.embed(TEXTS)])
@@ -548,7 +549,7 @@ def test_a_reranker_scores_pairs() -> None:
     tokenizer = embedded().tokenizer
     words = tokenizer.convert_ids_to_tokens([400, 700])
     engine: dict[str, Any] = {"hf_overrides": {"classifier_from_token": words}}
-    llm = LLM(embedded_twin(), block_size=8, num_gpu_blocks_override=400, **engine)
+    llm = LLM(load(), block_size=8, num_gpu_blocks_override=400, **engine)
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
     query, documents = TEXTS[0], TEXTS[1:]
     for given in (None, template):
