@@ -36,7 +36,7 @@ void sgemm(int m, int n, int k, const float* x, const float* weight, float* out,
 // Of many rows: some of the weights at a time are unpacked, into what the processor's caches hold,
 // and multiplied by all of x.
 void multiply_many(const float* x, const cpu::WeightView& weights, float* out, int m) {
-  constexpr int64_t kSlabBytes = 4 << 20;
+  constexpr int64_t kSlabBytes = 32 << 20;
   constexpr int kAlign = 16;
   constexpr int kAtOnce = 8;  // rows of weights
   int64_t fit = kSlabBytes / (int64_t(weights.k) * int64_t(sizeof(float)));

@@ -177,7 +177,105 @@ inline void packed_columns(const ProductArgs& args, int row, int rows, int64_t c
   }
 }
 
+#if defined(__AVX512F__)
+// Affine weights of 4 or 8 bits times so few rows that storing them costs more than unpacking them
+// once for every four: in registers, in the order of packed_columns and to the same bits.
+constexpr int kMostFusedRows = 8;
+
+template <int Bits, typename T, int Rows, int Columns>
+inline void fused_block(const ProductArgs& args, int64_t row, int64_t column) {
+  constexpr int kGroups = kWidth;  // whose scales are widened at once
+  const WeightView& w = args.weights;
+  const int groups = w.k / w.group_size;
+  const float* a = args.a + row * args.lda;
+  const uint8_t* p[Columns];
+  const T* scales[Columns];
+  const T* biases[Columns];
+  for (int j = 0; j < Columns; j++) {
+    p[j] = static_cast<const uint8_t*>(w.data) + (column + j) * w.row_bytes;
+    scales[j] = static_cast<const T*>(w.scales) + (column + j) * groups;
+    biases[j] = static_cast<const T*>(w.biases) + (column + j) * groups;
+  }
+  const VecU index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  alignas(64) float scale[Columns][kGroups];
+  alignas(64) float bias[Columns][kGroups];
+  VecF sums[Rows][Columns] = {};
+  for (int first = 0; first < groups; first += kGroups) {
+    const int count = groups - first < kGroups ? groups - first : kGroups;
+    for (int j = 0; j < Columns; j++) {
+      const bool whole = count == kGroups;
+      store(scale[j], whole ? load(scales[j] + first) : load_tail(scales[j] + first, count));
+      store(bias[j], whole ? load(biases[j] + first) : load_tail(biases[j] + first, count));
+    }
+    for (int g = 0; g < count; g++) {
+      VecF table[Columns];
+      for (int j = 0; j < Columns; j++) {
+        if constexpr (Bits == 4) {
+          table[j] = to_float(index) * scale[j][g] + bias[j][g];
+        }
+        __builtin_prefetch(p[j] + Columns * w.row_bytes, 0, 2);
+      }
+      for (int k = 0; k < w.group_size; k += kWidth, a += kWidth) {
+        for (int j = 0; j < Columns; j++) {
+          VecF value;
+          if constexpr (Bits == 4) {
+            value = Table(table[j])(spread<4>(p[j], 0));
+          } else {
+            value = to_float(spread<8>(p[j], 0)) * scale[j][g] + bias[j][g];
+          }
+          p[j] += kWidth * Bits / 8;
+          for (int i = 0; i < Rows; i++) {
+            sums[i][j] += load(a + i * args.lda) * value;
+          }
+        }
+      }
+    }
+  }
+  store_sums(sums, args.c + row * args.ldc + column, args.ldc);
+}
+
+template <int Bits, typename T, int Columns>
+inline void fused_columns(const ProductArgs& args, int64_t column) {
+  int row = 0;
+  for (; row + kBlockRows <= args.rows; row += kBlockRows) {
+    fused_block<Bits, T, kBlockRows, Columns>(args, row, column);
+  }
+  switch (args.rows - row) {
+    case 1:
+      return fused_block<Bits, T, 1, Columns>(args, row, column);
+    case 2:
+      return fused_block<Bits, T, 2, Columns>(args, row, column);
+    case 3:
+      return fused_block<Bits, T, 3, Columns>(args, row, column);
+  }
+}
+
+template <int Bits>
+inline void fused_rows(const ProductArgs& args, int64_t begin, int64_t end) {
+  with_type(args.weights.dtype, [&](auto type) {
+    using T = decltype(type);
+    int64_t column = begin;
+    for (; column + kBlockColumns <= end; column += kBlockColumns) {
+      fused_columns<Bits, T, kBlockColumns>(args, column);
+    }
+    for (; column < end; column++) {
+      fused_columns<Bits, T, 1>(args, column);
+    }
+  });
+}
+#endif
+
 inline void packed_rows(const ProductArgs& args, int64_t begin, int64_t end) {
+#if defined(__AVX512F__)
+  const WeightView& w = args.weights;
+  if (w.format == WeightFormat::affine && args.rows <= kMostFusedRows) {
+    if (w.bits == 4) {
+      return fused_rows<4>(args, begin, end);
+    } else if (w.bits == 8) {
+      return fused_rows<8>(args, begin, end);
+    }
+  }
+#endif
   for (int row = 0; row < args.rows; row += kMostPackedRows) {
     int rows = args.rows - row < kMostPackedRows ? args.rows - row : kMostPackedRows;
     int64_t column = begin;
