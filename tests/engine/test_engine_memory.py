@@ -199,6 +199,7 @@ def test_memory_and_live_arrays_are_flat(overlap) -> None:
         engine.step()
         if step % 100 == 0:
             gc.collect()
+            mx.synchronize()  # (the step that is under way has arrays of its own)
             samples.append((mx.get_active_memory(), memory.live_arrays()))
     active, arrays = zip(*samples[1:])
     assert max(arrays) - min(arrays) == 0
