@@ -23,6 +23,7 @@
 #include <optional>
 #include <vector>
 
+#include "cpu/experts.h"
 #include "cpu/product.h"
 #include "launch.h"
 #include "mlx/primitives.h"
@@ -339,6 +340,33 @@ class Lookup : public Node {
   bool is_equivalent(const mx::Primitive& other) const override {
     auto& o = static_cast<const Lookup&>(other);
     return format_ == o.format_ && bits_ == o.bits_ && group_size_ == o.group_size_;
+  }
+
+ private:
+  cpu::WeightFormat format_;
+  int bits_;
+  int group_size_;
+};
+
+// Each row times the matrix of its expert, on the CPU: mlx-lm's `SwitchLinear`, with a weight of any
+// format that linear layers have. A row whose expert is none of them is NaN.
+// in: x [..., 1 or rows, 1, k] float32, indices [..., rows] uint32, weight [num_experts, n, k] and,
+// where it is quantised, scales and biases; [bias [num_experts, n] float32].
+// out: [..., rows, 1, n] float32.
+class ExpertLinear : public Node {
+ public:
+  ExpertLinear(mx::Stream s, cpu::WeightFormat format, int bits, int group_size)
+      : Node(s), format_(format), bits_(bits), group_size_(group_size) {}
+  MLX_PAGED_NODE("expert_linear")
+  cpu::ExpertWeights weights(const Arrays& in) const;  // dense, with data
+  bool is_equivalent(const mx::Primitive& other) const override {
+    auto& o = static_cast<const ExpertLinear&>(other);
+    return format_ == o.format_ && bits_ == o.bits_ && group_size_ == o.group_size_;
+  }
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override {
+    auto shape = in[1].shape();
+    shape.insert(shape.end(), {1, in[2].shape(1)});
+    return {shape};
   }
 
  private:

@@ -495,8 +495,54 @@ def lookup(
     )
 
 
+def expert_linear(
+    x: mx.array,
+    indices: mx.array,
+    weight: mx.array,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    bias: mx.array | None = None,
+    *,
+    group_size: int = 0,
+    bits: int = 0,
+    mode: str = "affine",
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """Each row times the transpose of its expert's matrix, on the CPU, as one operation without a
+    gradient: ``mx.gather_mm`` or ``mx.gather_qmm`` with `indices` of matrices, and a bias.
+
+    Rows of one expert are multiplied together, in any order of `indices`, and weights are read as
+    they are. A row's numbers do not depend on the others.
+
+    Args:
+        x: ``[..., 1, k]`` float32.
+        indices: int32 or uint32, broadcast with the leading axes of `x`. A row whose expert is not
+            one of `weight` is NaN.
+        weight: ``[num_experts, n, k]`` of any pool's dtype; or with `scales` what `mx.quantize`
+            made.
+        scales: ``[num_experts, n, k / group_size]``.
+        biases: like `scales`, for the mode "affine" only.
+        bias: ``[num_experts, n]``: added to the products.
+
+    Returns:
+        ``[..., 1, n]`` float32.
+    """
+    return ext.expert_linear(
+        x,
+        indices,
+        weight,
+        scales,
+        biases,
+        bias,
+        group_size=group_size,
+        bits=bits,
+        mode=mode,
+        stream=stream,
+    )
+
+
 def has_product(mode: str, bits: int, group_size: int) -> bool:
-    """Whether `quantized_linear` multiplies a format of ``mx.quantize`` natively on the CPU."""
+    """Whether the CPU multiplies a format of ``mx.quantize`` natively."""
     if mode == "affine":
         return bits in (2, 3, 4, 5, 6, 8) and group_size in (32, 64, 128)
     return (mode, bits, group_size) in (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))
