@@ -79,6 +79,53 @@ mx::array silu_mul(const mx::array& gate, const mx::array& x, mx::StreamOrDevice
       gate.shape(), gate.dtype(), std::make_shared<SiluMul>(s), {dense(gate, s), dense(x, s)});
 }
 
+mx::array layer_norm(
+    const mx::array& x, const std::optional<mx::array>& weight,
+    const std::optional<mx::array>& bias, float eps, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("layer_norm");
+  v.require(x.ndim() > 0, "x", "of at least one axis", "a scalar");
+  v.floating(x, "x");
+  v.require(std::isfinite(eps) && eps >= 0, "eps", "finite and at least 0", eps);
+  Arrays inputs{dense(x, s)};
+  auto add = [&](const std::optional<mx::array>& a, const char* what) {
+    if (a) {
+      v.shape(*a, what, {x.shape(-1)});
+      v.same_dtype(*a, what, x, "x");
+      inputs.push_back(dense(*a, s));
+    }
+  };
+  add(weight, "weight");
+  add(bias, "bias");
+  auto node = std::make_shared<LayerNorm>(s, eps, bool(weight));
+  return mx::array(x.shape(), x.dtype(), std::move(node), std::move(inputs));
+}
+
+mx::array gelu(const mx::array& x, const std::string& approximation, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("gelu");
+  v.floating(x, "x");
+  static const std::map<std::string, cpu::GeluKind> kinds{
+      {"none", cpu::GeluKind::none}, {"tanh", cpu::GeluKind::tanh}, {"fast", cpu::GeluKind::fast}};
+  auto kind = kinds.find(approximation);
+  v.require(kind != kinds.end(), "approximation", "'none', 'tanh' or 'fast'", approximation);
+  return mx::array(x.shape(), x.dtype(), std::make_shared<Gelu>(s, kind->second), {dense(x, s)});
+}
+
+mx::array clipped_swiglu(
+    const mx::array& gate, const mx::array& x, float alpha, float limit, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("clipped_swiglu");
+  v.floating(gate, "gate");
+  v.same_dtype(x, "x", gate, "gate");
+  v.same_shape(x, "x", gate, "gate");
+  v.require(std::isfinite(alpha), "alpha", "finite", alpha);
+  v.require(limit > 0, "limit", "above 0", limit);
+  return mx::array(
+      gate.shape(), gate.dtype(), std::make_shared<ClippedSwiglu>(s, alpha, limit),
+      {dense(gate, s), dense(x, s)});
+}
+
 std::tuple<mx::array, mx::array, mx::array> greedy_tokens(
     const mx::array& logits, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
@@ -299,8 +346,9 @@ mx::array expert_linear(
   mx::Shape rows(x.shape().begin(), x.shape().end() - 2);
   auto shape = mx::broadcast_shapes(rows, indices.shape());
   v.require(!shape.empty(), "indices", "of at least one axis", "a scalar");
-  v.require(mx::array(shape, mx::uint32, nullptr, {}).size() <= INT32_MAX, "indices",
-            "at most 2^31 - 1", shape);
+  v.require(
+      mx::array(shape, mx::uint32, nullptr, {}).size() <= INT32_MAX, "indices", "at most 2^31 - 1",
+      shape);
   rows.insert(rows.begin(), shape.size() - rows.size(), 1);
   auto shared = shape;
   shared.back() = 1;
@@ -384,6 +432,13 @@ void bind_layer_ops(nb::module_& m) {
       "rms_norm", &rms_norm, "x"_a, "weight"_a.none(), "eps"_a, nb::kw_only(),
       "stream"_a = nb::none());
   m.def("silu_mul", &silu_mul, "gate"_a, "x"_a, nb::kw_only(), "stream"_a = nb::none());
+  m.def(
+      "layer_norm", &layer_norm, "x"_a, "weight"_a.none(), "bias"_a.none(), "eps"_a, nb::kw_only(),
+      "stream"_a = nb::none());
+  m.def("gelu", &gelu, "x"_a, "approximation"_a, nb::kw_only(), "stream"_a = nb::none());
+  m.def(
+      "clipped_swiglu", &clipped_swiglu, "gate"_a, "x"_a, nb::kw_only(), "alpha"_a, "limit"_a,
+      "stream"_a = nb::none());
   m.def("greedy_tokens", &greedy_tokens, "logits"_a, nb::kw_only(), "stream"_a = nb::none());
   m.def(
       "nucleus_thresholds", &nucleus_thresholds, "logits"_a, "floors"_a, "top_p"_a, nb::kw_only(),

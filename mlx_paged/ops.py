@@ -346,6 +346,53 @@ def silu_mul(
     return ext.silu_mul(gate, x, stream=stream)
 
 
+def layer_norm(
+    x: mx.array,
+    weight: mx.array | None,
+    bias: mx.array | None,
+    eps: float,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last axis, in float32. CPU
+    only, no gradient.
+
+    Args:
+        x: ``[..., size]`` float32, float16 or bfloat16.
+        weight: ``[size]`` in the dtype of `x`; None: ones.
+        bias: likewise; None: zeros.
+    """
+    return ext.layer_norm(x, weight, bias, eps, stream=stream)
+
+
+def gelu(
+    x: mx.array,
+    approximation: str = "none",
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """GELU in float32, by element. CPU only, no gradient.
+
+    Args:
+        x: float32, float16 or bfloat16.
+        approximation: "none", "tanh" (mlx's "precise") or "fast" (by a sigmoid).
+    """
+    return ext.gelu(x, approximation, stream=stream)
+
+
+def clipped_swiglu(
+    gate: mx.array,
+    x: mx.array,
+    *,
+    alpha: float,
+    limit: float,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """gpt-oss's SwiGLU: ``g * sigmoid(alpha * g) * (clip(x, -limit, limit) + 1)`` with
+    ``g = min(gate, limit)``, of one shape and dtype. CPU only, no gradient."""
+    return ext.clipped_swiglu(gate, x, alpha=alpha, limit=limit, stream=stream)
+
+
 def greedy_tokens(
     logits: mx.array, *, stream: mx.Stream | mx.Device | None = None
 ) -> tuple[mx.array, mx.array, mx.array]:

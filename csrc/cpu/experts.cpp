@@ -14,9 +14,9 @@ namespace mlx_paged::cpu {
 
 namespace {
 
-constexpr int kAlign = 16;      // columns: whole vectors and cache lines
-constexpr int kMostRows = 64;   // at a time, so that what is gathered of x stays in the cache
-constexpr int64_t kFixed = 8;   // rows that take as long as reading the weights
+constexpr int kAlign = 16;     // columns: whole vectors and cache lines
+constexpr int kMostRows = 64;  // at a time, so that what is gathered of x stays in the cache
+constexpr int64_t kFixed = 8;  // rows that take as long as reading the weights
 
 // Columns [begin, end) of one expert, for `count` of its pairs.
 class Block {
