@@ -320,8 +320,8 @@ mx::array lookup(
 mx::array expert_linear(
     const mx::array& x, const mx::array& indices, const mx::array& weight,
     const std::optional<mx::array>& scales, const std::optional<mx::array>& biases,
-    const std::optional<mx::array>& bias, int group_size, int bits, const std::string& mode,
-    mx::StreamOrDevice s_) {
+    const std::optional<mx::array>& bias, const std::optional<mx::array>& global_scale,
+    int group_size, int bits, const std::string& mode, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("expert_linear");
   v.require(s.device == mx::Device::cpu, "stream", "the CPU's", "a GPU's");
@@ -342,6 +342,14 @@ mx::array expert_linear(
     v.shape(*bias, "bias", {weight.shape(0), weight.shape(1)});
     weights.push_back(mx::astype(*bias, mx::float32, s));
   }
+  if (global_scale) {
+    v.shape(*global_scale, "global_scale", {weight.shape(0)});
+    v.require(format == cpu::WeightFormat::nvfp4, "global_scale", "None but for nvfp4", "an array");
+    // The largest value of the format times the largest scale.
+    auto factors = mx::divide(
+        mx::astype(*global_scale, mx::float32, s), mx::array(6.0f * 448.0f, mx::float32), s);
+    weights.push_back(factors);
+  }
   // Rows of x belong to the indices one by one, or to all those of the last axis.
   mx::Shape rows(x.shape().begin(), x.shape().end() - 2);
   auto shape = mx::broadcast_shapes(rows, indices.shape());
@@ -360,8 +368,8 @@ mx::array expert_linear(
   inputs.insert(inputs.end(), weights.begin(), weights.end());
   shape.insert(shape.end(), {1, weight.shape(1)});
   return mx::array(
-      std::move(shape), mx::float32, std::make_shared<ExpertLinear>(s, format, bits, group_size),
-      std::move(inputs));
+      std::move(shape), mx::float32,
+      std::make_shared<ExpertLinear>(s, format, bits, group_size, bool(bias)), std::move(inputs));
 }
 
 const char* mode_of(cpu::WeightFormat format) {
@@ -451,8 +459,8 @@ void bind_layer_ops(nb::module_& m) {
       "bias"_a.none(), nb::kw_only(), "group_size"_a, "bits"_a, "mode"_a, "stream"_a = nb::none());
   m.def(
       "expert_linear", &expert_linear, "x"_a, "indices"_a, "weight"_a, "scales"_a.none(),
-      "biases"_a.none(), "bias"_a.none(), nb::kw_only(), "group_size"_a, "bits"_a, "mode"_a,
-      "stream"_a = nb::none());
+      "biases"_a.none(), "bias"_a.none(), "global_scale"_a.none(), nb::kw_only(), "group_size"_a,
+      "bits"_a, "mode"_a, "stream"_a = nb::none());
   m.def(
       "lookup", &lookup, "ids"_a, "weight"_a, "scales"_a.none(), "biases"_a.none(), nb::kw_only(),
       "group_size"_a, "bits"_a, "mode"_a, "stream"_a = nb::none());

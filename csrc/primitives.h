@@ -410,13 +410,14 @@ class Lookup : public Node {
 // quantised, scales and biases; [bias [num_experts, n] float32]. out: [..., rows, 1, n] float32.
 class ExpertLinear : public Node {
  public:
-  ExpertLinear(mx::Stream s, cpu::WeightFormat format, int bits, int group_size)
-      : Node(s), format_(format), bits_(bits), group_size_(group_size) {}
+  ExpertLinear(mx::Stream s, cpu::WeightFormat format, int bits, int group_size, bool has_bias)
+      : Node(s), format_(format), bits_(bits), group_size_(group_size), has_bias_(has_bias) {}
   MLX_PAGED_NODE("expert_linear")
   cpu::ExpertWeights weights(const Arrays& in) const;  // dense, with data
   bool is_equivalent(const mx::Primitive& other) const override {
     auto& o = static_cast<const ExpertLinear&>(other);
-    return format_ == o.format_ && bits_ == o.bits_ && group_size_ == o.group_size_;
+    return format_ == o.format_ && bits_ == o.bits_ && group_size_ == o.group_size_ &&
+           has_bias_ == o.has_bias_;
   }
   std::vector<mx::Shape> output_shapes(const Arrays& in) override {
     auto shape = in[1].shape();
@@ -428,6 +429,7 @@ class ExpertLinear : public Node {
   cpu::WeightFormat format_;
   int bits_;
   int group_size_;
+  bool has_bias_;
 };
 
 #undef MLX_PAGED_NODE

@@ -549,6 +549,7 @@ def expert_linear(
     scales: mx.array | None = None,
     biases: mx.array | None = None,
     bias: mx.array | None = None,
+    global_scale: mx.array | None = None,
     *,
     group_size: int = 0,
     bits: int = 0,
@@ -570,6 +571,7 @@ def expert_linear(
         scales: ``[num_experts, n, k / group_size]``.
         biases: like `scales`, for the mode "affine" only.
         bias: ``[num_experts, n]``: added to the products.
+        global_scale: ``[num_experts]``, of the mode "nvfp4" only, as `mx.quantize` takes it.
 
     Returns:
         ``[..., 1, n]`` float32.
@@ -581,6 +583,7 @@ def expert_linear(
         scales,
         biases,
         bias,
+        global_scale,
         group_size=group_size,
         bits=bits,
         mode=mode,

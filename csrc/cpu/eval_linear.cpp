@@ -179,8 +179,11 @@ cpu::ExpertWeights ExpertLinear::weights(const Arrays& in) const {
   w.all =
       is_quantized ? quantized_view(&in[2], format_, bits_, group_size_) : Linear::weights(in[2]);
   w.num_experts = in[2].shape(0);
-  size_t bias = !is_quantized ? 3 : w.all.biases ? 5 : 4;
-  w.bias = in.size() > bias ? in[bias].data<float>() : nullptr;
+  size_t next = !is_quantized ? 3 : w.all.biases ? 5 : 4;
+  if (has_bias_) {
+    w.bias = in[next++].data<float>();
+  }
+  w.scales = in.size() > next ? in[next].data<float>() : nullptr;
   return w;
 }
 

@@ -64,6 +64,9 @@ class Block {
     int64_t row = int64_t(expert_) * w.n() + begin_;
     kernels().product.few_rows(
         {x, w.all.from_row(row), out, count_, int64_t(w.all.k), width}, 0, width);
+    for (int64_t i = 0; w.scales && i < count_ * width; i++) {
+      out[i] *= w.scales[expert_];
+    }
     for (int i = 0; w.bias && i < count_; i++) {
       for (int64_t j = 0; j < width; j++) {
         out[i * width + j] += w.bias[row + j];

@@ -16,8 +16,9 @@ namespace mlx_paged::cpu {
 
 // The matrices [n, k] of all experts, one after the other.
 struct ExpertWeights {
-  WeightView all;               // [num_experts * n, k]
-  const float* bias = nullptr;  // [num_experts, n] or null
+  WeightView all;                 // [num_experts * n, k]
+  const float* bias = nullptr;    // [num_experts, n] or null
+  const float* scales = nullptr;  // [num_experts] or null: factors of the products
   int num_experts = 0;
 
   int n() const { return num_experts ? all.n / num_experts : 0; }

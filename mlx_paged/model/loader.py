@@ -47,7 +47,7 @@ from mlx_paged.model.media_families import (
 from mlx_paged.model.media_processor import MediaModel
 from mlx_paged.model.multimodal import INSTALL, installed_version
 from mlx_paged.model.multimodal import load as load_mlx_vlm
-from mlx_paged.model.patches import has_expert_product, overridden
+from mlx_paged.model.patches import overridden
 from mlx_paged.model.wide_embeddings import WideEmbedding, WideQuantizedEmbedding
 
 logger = logging.getLogger(__name__)
@@ -337,8 +337,6 @@ def _stays(module: nn.Module) -> bool:
     """Whether a module's weight is multiplied as the checkpoint has it. (No subclass's is.)"""
     if type(module) in (nn.Linear, nn.Embedding, SwitchLinear):
         return module.weight.dtype in (mx.float16, mx.bfloat16)
-    if type(module) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
+    if type(module) in (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear):
         return ops.has_product(module.mode, module.bits, module.group_size)
-    if type(module) is QuantizedSwitchLinear:
-        return has_expert_product(module)
     return False

@@ -378,7 +378,14 @@ def quantized_expert_linear(
     sorted_indices: bool = False,
 ) -> mx.array:
     """``QuantizedSwitchLinear.__call__``."""
-    if _takes_experts(x) and has_expert_product(self):
+    # (With a scale of each matrix MLX's own is for GPUs only.)
+    takes = _takes_experts(x) or (
+        self.get("global_scale") is not None
+        and mx.default_device() == mx.cpu
+        and x.dtype == mx.float32
+        and x.shape[-2] == 1
+    )
+    if takes and ops.has_product(self.mode, self.bits, self.group_size):
         return ops.expert_linear(
             x,
             indices,
@@ -386,18 +393,12 @@ def quantized_expert_linear(
             self["scales"],
             self.get("biases"),
             self.get("bias"),
+            self.get("global_scale"),
             group_size=self.group_size,
             bits=self.bits,
             mode=self.mode,
         )
     return _mlx_quantized_expert_linear(self, x, indices, sorted_indices)
-
-
-def has_expert_product(module: switch_layers.QuantizedSwitchLinear) -> bool:
-    """Whether a module's experts are multiplied natively on the CPU."""
-    return module.get("global_scale") is None and ops.has_product(
-        module.mode, module.bits, module.group_size
-    )
 
 
 # (MLX's sort many rows by expert first; ours does that itself.)

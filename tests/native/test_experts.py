@@ -133,6 +133,38 @@ def test_a_row_does_not_depend_on_the_others(rng, form: str) -> None:
         np.testing.assert_array_equal(np.array(alone), whole[part])
 
 
+def test_scales_of_experts(rng) -> None:
+    """nvfp4 may have a scale of each matrix; MLX takes it on GPUs only."""
+    n, k = 21, 160
+    weight = mx.array(rng.standard_normal((EXPERTS, n, k)).astype(np.float32)) * mx.arange(
+        1.0, EXPERTS + 1
+    ).reshape(-1, 1, 1)
+    scales = mx.abs(weight).max(axis=(1, 2))
+    packed = [
+        mx.quantize(weight[e], 16, 4, "nvfp4", global_scale=scales[e]) for e in range(EXPERTS)
+    ]
+    exact = np.stack(
+        [
+            np.array(mx.dequantize(*packed[e], None, 16, 4, "nvfp4", global_scale=scales[e]))
+            for e in range(EXPERTS)
+        ]
+    ).astype(np.float64)
+    assert np.abs(exact - np.array(weight)).max() < 0.2 * np.abs(exact).max()
+    arrays = [mx.stack([p[i] for p in packed]) for i in range(2)]
+    bias = rng.standard_normal((EXPERTS, n)).astype(np.float32)
+    experts = ROUTES["few"](rng)
+    x = rng.standard_normal((5, 1, k)).astype(np.float32)
+    got = ops.expert_linear(
+        mx.array(x)[:, :, None], mx.array(experts.astype(np.uint32)), *arrays, None, mx.array(bias),
+        scales, group_size=16, bits=4, mode="nvfp4",
+    )  # fmt: skip
+    assert_products(got, x, experts, exact, bias)
+    with pytest.raises(ValueError, match="global_scale must be None but for nvfp4"):
+        ops.expert_linear(
+            mx.zeros((1, 1, k)), mx.array([0]), weight, global_scale=mx.ones((EXPERTS,))
+        )
+
+
 def test_rows_of_experts_that_are_none_are_nan(rng) -> None:
     weight = mx.array(rng.standard_normal((EXPERTS, 5, 8)).astype(np.float32))
     x = mx.ones((3, 1, 1, 8))
