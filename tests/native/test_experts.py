@@ -267,6 +267,30 @@ def test_programs_give_what_the_operations_give(rng, rows: int, gated: bool) -> 
         )
 
 
+@pytest.mark.skipif(ops.most_program_rows() == 0, reason="no step programs here")
+@pytest.mark.parametrize("other", ["experts", "rows", "uses"])
+def test_gates_that_are_no_gated_layer(rng, other: str) -> None:
+    """Of other experts or rows than the rest, or needed elsewhere too."""
+    matrices = [
+        mx.array(rng.standard_normal((EXPERTS, 24, 32)).astype(np.float32)) for _ in range(2)
+    ]
+    mx.eval(matrices)
+
+    def graph(x: mx.array, experts: mx.array) -> mx.array:
+        x = x[:, None, None]
+        others = experts[:, ::-1] * 1 if other == "experts" else experts
+        gate = ops.expert_linear(x, experts, matrices[0])
+        up = ops.expert_linear(x * 2.0 if other == "rows" else x, others, matrices[1])
+        out = ops.silu_mul(gate, up)
+        return (out + gate if other == "uses" else out).sum(axis=1)
+
+    x = mx.array(rng.standard_normal((5, 32)).astype(np.float32))
+    experts = mx.array(rng.integers(0, EXPERTS, (5, 3)).astype(np.uint32))
+    inputs = ops.placeholders([x, experts])
+    program = ops.StepProgram(inputs, [graph(*inputs)])
+    np.testing.assert_array_equal(np.array(program([x, experts])[0]), np.array(graph(x, experts)))
+
+
 @pytest.mark.parametrize("simd", ["avx2", "baseline"])
 def test_experts_in_a_process_of(simd: str) -> None:
     run_in_process_of(simd, 4, [__file__], "not in_a_process_of")

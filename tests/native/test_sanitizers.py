@@ -106,7 +106,7 @@ def test_step_programs_pass_under_sanitizers() -> None:
     run = run_sanitized(
         *("-m", "pytest", "-q", "-s", "--tb=short", "-p", "no:cacheprovider"),
         *("-p", "support.sanitized_plugin"),
-        *("-k", "mlxs_own or outlives or many_axes or lookups or gemma3_text or int4"),
+        *("-k", "mlxs_own or outlives or many_axes or lookups or gemma3_text or mixtral or int4"),
         str(HERE.parent / "model" / "test_step_programs.py"),
         MLX_PAGED_NUM_THREADS="2",
     )
