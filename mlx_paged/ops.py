@@ -615,9 +615,10 @@ class StepProgram:
     """A graph of few rows that runs as one operation on the CPU: its operations one after another
     on all threads, with products that share an input side by side.
 
-    Its own are the operations of this module, linear layers whose weights are of any format
-    (`linear`, `quantized_linear`), arithmetic by element, lookups of rows (`lookup`), and changes
-    of shape, on values in float32 whose first axis is the step's rows. Any other operation of MLX
+    Its own are the operations of this module, linear layers and experts whose weights are of any
+    format (`linear`, `quantized_linear`, `expert_linear`), arithmetic and some functions by
+    element, softmax, sums, partitions and lookups along a row, lookups of rows (`lookup`), and
+    changes of shape, on values in float32 whose first axis is the step's rows. Any other operation of MLX
     gets whole arrays between them, and costs what it costs in a graph.
 
     Args:
