@@ -618,8 +618,8 @@ class StepProgram:
     Its own are the operations of this module, linear layers and experts whose weights are of any
     format (`linear`, `quantized_linear`, `expert_linear`), arithmetic and some functions by
     element, softmax, sums, partitions and lookups along a row, lookups of rows (`lookup`), and
-    changes of shape, on values in float32 whose first axis is the step's rows. Any other operation of MLX
-    gets whole arrays between them, and costs what it costs in a graph.
+    changes of shape, on values in float32 whose first axis is the step's rows. Any other operation
+    of MLX gets whole arrays between them, and costs what it costs in a graph.
 
     Args:
         inputs: `placeholders`. Those that only attention reads as a plan's block tables, work and
