@@ -172,7 +172,9 @@ class ProgramReader : public RowReader {
     for (size_t i = 0; i < nodes_.size(); i++) {
       const Node& node = nodes_[i];
       if (dynamic_cast<const SiluMul*>(node.primitive)) {
-        fuse_gated(i, is_linear, 1) || fuse_gated(i, is_expert, 2);
+        if (!fuse_gated(i, is_linear, 1)) {
+          fuse_gated(i, is_expert, 2);
+        }
       } else if (is(node, "Add") && node.inputs[0].shape() == node.inputs[1].shape()) {
         for (int side : {1, 0}) {
           if (auto linear = own(node.inputs[side], is_linear)) {

@@ -337,7 +337,8 @@ def layer_norm(
 
 def _gelu(original: Callable[[mx.array], mx.array], approximation: str) -> Any:
     def gelu(x: mx.array) -> mx.array:
-        if (is_native_on_cpu() or _building.tower is not None) and x.dtype == mx.float32:
+        in_step = is_native_on_cpu() and x.dtype in _FLOATS
+        if in_step or (_building.tower is not None and x.dtype == mx.float32):
             return ops.gelu(x, approximation)
         return original(x)
 
@@ -358,16 +359,15 @@ def clipped_swiglu(
     return _mlx_lm_clipped_swiglu(gate, x, alpha=alpha, limit=limit)
 
 
-def _takes_experts(x: mx.array) -> bool:
-    return is_native_on_cpu() and x.dtype == mx.float32 and x.ndim >= 2 and x.shape[-2] == 1
-
-
 def expert_linear(
     self: switch_layers.SwitchLinear, x: mx.array, indices: mx.array, sorted_indices: bool = False
 ) -> mx.array:
     """``SwitchLinear.__call__``."""
-    if _takes_experts(x) and self["weight"].dtype in _FLOATS:
-        return ops.expert_linear(x, indices, self["weight"], bias=self.get("bias"))
+    weight = self["weight"]
+    if is_native_on_cpu() and _are_rows(x) and weight.dtype in _FLOATS:
+        dtype = mx.result_type(x, weight)
+        out = ops.expert_linear(x.astype(mx.float32), indices, weight, bias=self.get("bias"))
+        return out.astype(dtype)
     return _mlx_expert_linear(self, x, indices, sorted_indices)
 
 
@@ -379,15 +379,13 @@ def quantized_expert_linear(
 ) -> mx.array:
     """``QuantizedSwitchLinear.__call__``."""
     # (With a scale of each matrix MLX's own is for GPUs only.)
-    takes = _takes_experts(x) or (
-        self.get("global_scale") is not None
-        and mx.default_device() == mx.cpu
-        and x.dtype == mx.float32
-        and x.shape[-2] == 1
+    native = is_native_on_cpu() or (
+        self.get("global_scale") is not None and mx.default_device() == mx.cpu
     )
-    if takes and ops.has_product(self.mode, self.bits, self.group_size):
-        return ops.expert_linear(
-            x,
+    if native and _are_rows(x) and ops.has_product(self.mode, self.bits, self.group_size):
+        dtype = mx.result_type(x, self["scales"]) if self.mode == "affine" else x.dtype
+        out = ops.expert_linear(
+            x.astype(mx.float32),
             indices,
             self["weight"],
             self["scales"],
@@ -398,7 +396,12 @@ def quantized_expert_linear(
             bits=self.bits,
             mode=self.mode,
         )
+        return out.astype(dtype)
     return _mlx_quantized_expert_linear(self, x, indices, sorted_indices)
+
+
+def _are_rows(x: mx.array) -> bool:
+    return x.dtype in _FLOATS and x.ndim >= 2 and x.shape[-2] == 1
 
 
 # (MLX's sort many rows by expert first; ours does that itself.)

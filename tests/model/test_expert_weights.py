@@ -124,6 +124,23 @@ def test_no_other_copy_of_them_is_made(tmp_path: Path, form: str) -> None:
     assert size([module.parameters() for module in experts(loaded.model)]) == held
 
 
+@pytest.mark.parametrize("form", ["4 bits", "bfloat16"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_activations_of_16_bits(tmp_path: Path, family: str, form: str) -> None:
+    """As mlx-lm loads a model, in whose place the drop-in runs it."""
+    config = config_of(family) | WIDE
+    path = directory(tmp_path / "model", config, form)
+    stored, exact = load_dense(str(path))[0], load(path, dtype="float32").model
+    rng = np.random.default_rng(0)
+    work = {str(i): rng.integers(0, 96, 1 + i % 4).tolist() for i in range(11)}
+    found, expected = (StepDriver(m, family, block_size=8).step(work) for m in (stored, exact))
+    errors = [
+        np.linalg.norm(found[name] - truth) / np.linalg.norm(truth)
+        for name, truth in expected.items()
+    ]
+    assert 1e-5 < np.median(errors) < 0.03  # (of a row here and there another expert is chosen)
+
+
 def test_float32_widens_them(tmp_path: Path) -> None:
     config = config_of("mixtral") | WIDE
     loaded = load(directory(tmp_path / "model", config, "4 bits"), dtype="float32")
