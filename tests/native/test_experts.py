@@ -248,10 +248,10 @@ def test_programs_give_what_the_operations_give(rng, rows: int, gated: bool) -> 
     format_of = {"group_size": 32, "bits": 4}
 
     def graph(x: mx.array, experts: mx.array) -> mx.array:
-        x = x[:, 4:]  # (rows apart)
+        x = x[:, 4:][:, None, None]  # (rows apart)
         experts = experts[:, 2:]
-        gate = ops.expert_linear(x[:, None, None], experts, *matrices[0], bias, **format_of)
-        up = ops.expert_linear(x[:, None, None], experts, *matrices[1], **format_of)
+        gate = ops.expert_linear(x, experts, *matrices[0], bias, **format_of)
+        up = ops.expert_linear(x, experts, *matrices[1], **format_of)
         h = ops.silu_mul(gate, up) if gated else gate * up
         h = mx.concatenate([h.squeeze(-2), wide], axis=-1)
         out = ops.expert_linear(h[:, :, None], experts, *matrices[2], **format_of)
