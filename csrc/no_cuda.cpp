@@ -40,4 +40,8 @@ bool cuda::has_clusters() {
   return true;
 }
 
+bool cuda::has_library_products() {
+  return true;
+}
+
 }  // namespace mlx_paged

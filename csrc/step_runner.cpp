@@ -119,7 +119,7 @@ std::shared_ptr<StepRunner::Captured> StepRunner::captured(
   }
   mx::array values = memory_->at_least(value_bytes_, StepMemory::Use::values, device);
   mx::array workspace = memory_->at_least(
-      DeviceProgram::workspace_bytes(key.attention), StepMemory::Use::workspace, device);
+      program_.workspace_bytes(key.attention), StepMemory::Use::workspace, device);
   std::vector<char*> addresses;
   for (const auto& o : program_.operands()) {
     char* begin = nullptr;

@@ -37,6 +37,9 @@ def quantized_linear(x: mlx.core.array, weight: mlx.core.array, scales: mlx.core
 
 def lookup(ids: mlx.core.array, weight: mlx.core.array, scales: mlx.core.array | None, biases: mlx.core.array | None, *, group_size: int, bits: int, mode: str, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
+def most_device_program_rows() -> int:
+    """Rows of a step up to which GPU programs serve; 0: none do."""
+
 def make_device_program(inputs: Sequence[mlx.core.array], outputs: Sequence[mlx.core.array], *, residual_in_product: bool) -> CapsuleType: ...
 
 def run_device_program(program: CapsuleType, inputs: Sequence[mlx.core.array], *, returns_pools: bool, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...

@@ -42,8 +42,6 @@ import numpy.typing as npt
 
 from mlx_paged.extension import ext
 
-_MOST_PRODUCT_ROWS = 64  # kLinearMostRows in csrc/cuda/linear_shape.h
-
 OnKernel = Callable[[int, int], None]  # how many kernels are done, of how many
 
 
@@ -560,11 +558,11 @@ def most_device_program_rows() -> int:
     None with ``MLX_PAGED_CHECK=1`` either, as a program does not check ids.
     """
     is_checked = os.environ.get("MLX_PAGED_CHECK") == "1"
-    return _MOST_PRODUCT_ROWS if ext.has_transfers() and not is_checked else 0
+    return 0 if is_checked else ext.most_device_program_rows()
 
 
 class DeviceProgram:
-    """A decode step of few rows as one operation of a GPU: its kernels one after another in memory
+    """A decode step as one operation of a GPU: its kernels one after another in memory
     that stays, with CUDA captured as a graph and replayed.
 
     The graph consists of `linear`, `rms_norm`, `rope_rotations`, `rope`, `silu_mul`, `write_kv`,

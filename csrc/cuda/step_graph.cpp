@@ -33,6 +33,7 @@
 #include "../host_copies.h"
 #include "../step_runner.h"
 #include "compiled_kernels.h"
+#include "library_products.h"
 #include "mlx/backend/cuda/device.h"
 #include "mlx/backend/cuda/utils.h"
 #include "step_inputs.h"
@@ -80,6 +81,9 @@ cudaStream_t capture_stream() {
 // Loads every kernel, which must not happen while launches are captured.
 void prepare(const std::vector<Launch>& launches) {
   for (const auto& launch : launches) {
+    if (cuda::is_library_product(launch)) {
+      continue;
+    }
     const auto& name = launch.kernel.host_name;
     const void* symbol = cuda::find_kernel(name, launch.buffers.size() + 1);
     cuda::allow_shared_memory(symbol, name, launch.threadgroup_memory);
@@ -90,6 +94,13 @@ void run_launch(Launch& launch, std::vector<char*>& addresses, cudaStream_t stre
   const Extent& grid = launch.grid;
   if (std::find(grid.begin(), grid.end(), 0) != grid.end()) {
     return;
+  }
+  if (cuda::is_library_product(launch)) {
+    std::vector<char*> buffers;
+    for (const auto& binding : launch.buffers) {
+      buffers.push_back(addresses[binding.operand]);
+    }
+    return cuda::run_library_product(launch, buffers, stream);
   }
   const void* symbol = cuda::find_kernel(launch.kernel.host_name);
   std::vector<void*> arguments;
@@ -121,9 +132,10 @@ void run_launch(Launch& launch, std::vector<char*>& addresses, cudaStream_t stre
 void run_launches(PlacedLaunches& placed, size_t begin, size_t end, cudaStream_t stream) {
   bool overlap = overlaps_kernels();
   for (size_t i = begin; i < end; i++) {
-    run_launch(
-        placed.launches[i], placed.addresses, stream,
-        overlap && i > begin && !placed.launches[i].after_previous);
+    // (What a library launched last may be no kernel.)
+    bool may_overlap = i > begin && !placed.launches[i].after_previous &&
+                       !cuda::is_library_product(placed.launches[i - 1]);
+    run_launch(placed.launches[i], placed.addresses, stream, overlap && may_overlap);
   }
 }
 
@@ -156,6 +168,7 @@ class CudaStepDevice : public StepDevice {
     if (!wanted || end == 0) {
       return nullptr;
     }
+    load_library_kernels(launches, end);
     cudaStream_t stream = capture_stream();
     check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "a capture");
     cudaGraph_t graph = nullptr;
@@ -221,6 +234,19 @@ class CudaStepDevice : public StepDevice {
   }
 
  private:
+  // By running them. Between two steps nothing that they overwrite is needed.
+  void load_library_kernels(PlacedLaunches& placed, size_t end) {
+    bool first = true;
+    for (size_t i = 0; i < end; i++) {
+      if (cuda::is_library_product(placed.launches[i])) {
+        if (std::exchange(first, false)) {
+          encoder_.commit();
+        }
+        run_launch(placed.launches[i], placed.addresses, encoder_.stream(), false);
+      }
+    }
+  }
+
   mx::Stream stream_;
   mx::cu::CommandEncoder& encoder_;
 };

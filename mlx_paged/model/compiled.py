@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 _MOST_GRAPHS = 64
 _SEEN_BEFORE = 2
 _ROWS_OF_PROMPTS = 16  # steps with prompts have multiples of it: a tile of products
+_MOST_ROWS_OF_PROMPTS = 64  # beyond, each would be worth a graph of its own too seldom
 # (Decodes have no bounds.)
 _PLAN_FIELDS = tuple(field.name for field in fields(AttentionPlan) if field.name != "bounds")
 _ANY_SIZE = {"block_tables", "work_items", "merge_items"}  # on the CPU
@@ -104,7 +105,9 @@ class CompiledSteps:
 
     def takes_prompts(self, num_rows: int) -> bool:
         """Whether a step of so many rows, prompts among them, may become a device program."""
-        return self._takes_prompts and self.reads_once(num_rows)
+        return (
+            self._takes_prompts and num_rows <= _MOST_ROWS_OF_PROMPTS and self.reads_once(num_rows)
+        )
 
     def rows_with_prompts(self, num_rows: int) -> int:
         """How many rows a step with prompts should have instead, so that it repeats."""

@@ -152,7 +152,7 @@ def kernels_of(config: dict[str, Any], rows: int, *, dtype: mx.Dtype, cuda: bool
     model = tiny_model(config)
     model.set_dtype(dtype)
     mx.eval(model.parameters())
-    driver = StepDriver(model, config["model_type"], block_size=16)
+    driver = StepDriver(model, config["model_type"], block_size=16, num_blocks=2 + rows)
     with simulated():
         steps = with_programs(driver)
         driver.step({str(i): [i] for i in range(rows)})
@@ -182,6 +182,21 @@ def test_a_layer_is_few_kernels_with_cuda(rows: int, product: str | None, family
     ends = [norm, table, linear, "greedy_tokens_bfloat16"]
     assert sorted(kernels) == sorted([*layer * 3, table, "rope_rotations", *ends])
     assert kernels[-4:] == ends
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_products_of_many_rows_are_a_librarys_with_cuda(family: str) -> None:
+    """Keys and values in one call, as gate and up."""
+    config = tiny_config(family, head_dim=64, tied=False, num_hidden_layers=3, vocab_size=112)
+    kernels = kernels_of(config, 65, dtype=mx.bfloat16, cuda=True)
+    product, attention = "library_product", "paged_decode_tensor_bfloat16_64_n1"
+    norm, write, table = "add_rms_norm_bfloat16", "rope_write_bfloat16", "gather_rows_bfloat16"
+    layer = [norm, product, product, write, attention, product]
+    layer += [norm, product, "silu_mul_bfloat16", product]
+    ends = [norm, table, product, "greedy_tokens_bfloat16"]
+    assert sorted(kernels) == sorted([*layer * 3, table, "rope_rotations", *ends])
+    first_layer = [kernel for kernel in kernels if kernel not in (table, "rope_rotations")]
+    assert first_layer[: len(layer)] == layer
 
 
 # --- Kernels --------------------------------------------------------------------------------------
