@@ -217,6 +217,10 @@ uint32_t alignment_of(const char* address) {
   return uint32_t(bits & -bits);
 }
 
+// Bytes from one matrix to the next in one call: copy engines count to 2^40, and memory that the
+// host shares is farther from the device's own.
+constexpr ptrdiff_t kFarthestApart = ptrdiff_t(1) << 39;
+
 struct Matrices {
   const char* weight;
   const char* bias;
@@ -249,7 +253,8 @@ void run_library_product(
     if (parts[1].weight < parts[0].weight) {
       std::swap(parts[0], parts[1]);
     }
-    together = parts[0].out < parts[1].out;
+    together = parts[0].out < parts[1].out && parts[1].weight - parts[0].weight < kFarthestApart &&
+               parts[1].out - parts[0].out < kFarthestApart;
   }
   constexpr int kItemSize = 2;
   Shape shape{};
