@@ -18,6 +18,8 @@
 #include <tuple>
 #include <utility>
 
+#include "unchecked.h"
+
 namespace mlx_paged::cuda {
 
 namespace {
@@ -53,6 +55,7 @@ constexpr int kBatchCount = 5;
 constexpr int kBatchOffset = 6;
 // cublasLtMatmulPreferenceAttributes_t
 constexpr int kMostWorkspace = 1;
+constexpr int kReductions = 3;
 constexpr int kLeastAlignment = 5;  // of A, then B, C and D
 
 struct Library {
@@ -173,6 +176,9 @@ Plan make_plan(const Shape& shape, Handle handle) {
   check(l.prefer(&preference), "a preference");
   const uint64_t workspace_bytes = kLibraryWorkspaceBytes;
   Status set = l.set_preference(preference, kMostWorkspace, &workspace_bytes, sizeof(uint64_t));
+  // Parts of a sum are added in float32: in place (1), or by another kernel (2).
+  const uint32_t reductions = 1 | 2;
+  set = set ? set : l.set_preference(preference, kReductions, &reductions, sizeof(reductions));
   for (int i = 0; i < 4 && set == 0; i++) {
     set = l.set_preference(
         preference, kLeastAlignment + i, &shape.alignment[i], sizeof(shape.alignment[i]));
@@ -217,9 +223,9 @@ uint32_t alignment_of(const char* address) {
   return uint32_t(bits & -bits);
 }
 
-// Bytes from one matrix to the next in one call: copy engines count to 2^40, and memory that the
-// host shares is farther from the device's own.
-constexpr ptrdiff_t kFarthestApart = ptrdiff_t(1) << 39;
+// Bytes from one matrix to the next in one call. Kernels count them in 32 bits of elements, or copy
+// engines to 2^40; and memory that the host shares is farther than that from the device's own.
+constexpr ptrdiff_t kFarthestApart = ptrdiff_t(1) << 31;
 
 struct Matrices {
   const char* weight;
@@ -230,12 +236,12 @@ struct Matrices {
 }  // namespace
 
 bool has_library_products() {
-  return library() != nullptr;
+  return takes_unchecked_kernels() && library();
 }
 
 void run_library_product(
     const Launch& launch, const std::vector<char*>& addresses, cudaStream_t stream) {
-  if (!has_library_products()) {
+  if (!library()) {
     throw std::runtime_error("[cuda] cuBLASLt is not loaded");
   }
   LibraryProductParams params;

@@ -53,15 +53,21 @@ def test_a_product_with_a_residual(rng, dtype, k: int) -> None:
 
 
 MANY_ROWS = [65, 100, 256, 512]
+of_many_rows = pytest.mark.skipif(
+    ops.most_device_program_rows() <= 64,
+    reason="MLX_PAGED_UNCHECKED_KERNELS=1 has products of many rows in programs",
+)
 
 
 def assert_rounded(got: mx.array, expected: np.ndarray, times: int = 1) -> None:
     """To its dtype, that many times, but for sums in float32."""
     unit = times * (2.0**-11 if got.dtype == mx.float16 else 2.0**-8)
-    largest = np.linalg.norm(expected, axis=-1, keepdims=True) / np.sqrt(expected.shape[-1])
-    assert (np.abs(exact(got) - expected) <= unit * (np.abs(expected) + 1e-2 * largest)).all()
+    size = np.linalg.norm(expected, axis=-1, keepdims=True) / np.sqrt(expected.shape[-1])
+    # (Tensor cores cut off some bits of what they add.)
+    assert (np.abs(exact(got) - expected) <= unit * np.abs(expected) + 1e-4 * size).all()
 
 
+@of_many_rows
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(8, 8), (144, 72), (144, 3072), (4096, 320)])
 def test_products_of_many_rows(rng, dtype, n: int, k: int) -> None:
@@ -78,6 +84,7 @@ def test_products_of_many_rows(rng, dtype, n: int, k: int) -> None:
         assert_rounded(run(build, x, residual), expected + is_added * exact(residual))
 
 
+@of_many_rows
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gate_and_up_of_many_rows(rng, dtype, has_bias: bool) -> None:
