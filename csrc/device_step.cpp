@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "bindings.h"
-#include "cuda/products.h"
 #include "device_program.h"
+#include "gpu.h"
 #include "transfer.h"
 
 namespace mlx_paged {
@@ -54,18 +54,11 @@ Arrays run(
       std::move(shapes), dtypes, std::make_shared<DeviceStep>(mx::to_stream(s), *program), inputs);
 }
 
-int most_rows() {
-  if (!has_transfers()) {
-    return 0;
-  }
-  return cuda::has_library_products() ? cuda::kLibraryMostRows : cuda::kLinearMostRows;
-}
-
 }  // namespace
 
 void bind_device_program(nb::module_& m) {
   m.def(
-      "most_device_program_rows", &most_rows,
+      "most_device_program_rows", &gpu::most_program_rows,
       "Rows of a step up to which GPU programs serve; 0: none do.");
   m.def(
       "make_device_program", &make, "inputs"_a, "outputs"_a, nb::kw_only(),

@@ -5,7 +5,6 @@
 #include <stdexcept>
 
 #include "cuda/products.h"
-#include "device_program.h"
 #include "primitives.h"
 #include "transfer.h"
 
@@ -29,10 +28,6 @@ bool Linear::served_on_gpu(const mx::array&, const mx::array&, const std::option
 
 void Linear::eval_gpu(const Arrays& in, Arrays& out) {
   Node::eval_gpu(in, out);
-}
-
-void DeviceStep::eval_gpu(const Arrays&, Arrays&) {
-  throw std::runtime_error("[device_step] this build of mlx_paged has no CUDA backend");
 }
 
 // (Launches for NVIDIA are described for tests.)

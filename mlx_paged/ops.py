@@ -561,6 +561,12 @@ def most_device_program_rows() -> int:
     return 0 if is_checked else ext.most_device_program_rows()
 
 
+def repeats_steps() -> bool:
+    """Whether a GPU repeats steps of one shape as a whole, so that arrays of a plan should keep
+    their sizes while contexts grow."""
+    return has_cuda() or most_device_program_rows() > 0
+
+
 class DeviceProgram:
     """A decode step as one operation of a GPU: its kernels one after another in memory
     that stays, with CUDA captured as a graph and replayed.

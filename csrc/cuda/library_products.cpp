@@ -18,7 +18,7 @@
 #include <tuple>
 #include <utility>
 
-#include "unchecked.h"
+#include "../unchecked.h"
 
 namespace mlx_paged::cuda {
 

@@ -27,10 +27,7 @@
 #include <utility>
 #include <vector>
 
-#include "../dense.h"
-#include "../device_program.h"
 #include "../gpu.h"
-#include "../host_copies.h"
 #include "../step_runner.h"
 #include "compiled_kernels.h"
 #include "library_products.h"
@@ -149,6 +146,8 @@ class CudaStepDevice : public StepDevice {
 
   Gpu kind() const override { return Gpu::nvidia; }
 
+  bool captures() const override { return true; }
+
   mx::array allocate(uint64_t bytes) override {
     mx::array a(workspace_shape(std::max(bytes, kSmallest)), mx::float32, nullptr, {});
     gpu::allocate(a, stream_);
@@ -253,40 +252,20 @@ class CudaStepDevice : public StepDevice {
 
 }  // namespace
 
-void DeviceStep::eval_gpu(const Arrays& inputs, Arrays& out) {
-  const auto& pools = program_->pools();
-  size_t num_results = program_->results().size();
-  for (size_t i = 0; i < num_results; i++) {
-    if (program_->results()[i].is_for_host) {
-      allocate_pinned(out[i]);
-    } else {
-      gpu::allocate(out[i], stream());
-    }
+std::unique_ptr<StepDevice> gpu::step_device(mx::Stream stream) {
+  return std::make_unique<CudaStepDevice>(stream);
+}
+
+void gpu::allocate_for_host(mx::array& a, mx::Stream) {
+  allocate_pinned(a);
+}
+
+// (Elsewhere than on a GPU the same build serves the CPU.)
+int gpu::most_program_rows() {
+  if (!has_transfers()) {
+    return 0;
   }
-  for (size_t i = 0; i < pools.size(); i++) {
-    if (!can_alias_pool_on_gpu(inputs[pools[i]])) {
-      throw std::runtime_error("[device_step] a pool must be dense");
-    }
-    if (out.size() > num_results) {
-      out[num_results + i].copy_shared_buffer(inputs[pools[i]]);
-    }
-  }
-  Arrays in = inputs;
-  for (int i = 0; i < int(in.size()); i++) {
-    if (program_->is_used(i) && !program_->is_pool(i)) {
-      in[i] = gpu::readable(inputs[i], stream());
-    }
-  }
-  // What the host reads came from the host, which kept a copy.
-  for (int i : program_->read_by_host()) {
-    bool copied = in[i].data_shared_ptr() != inputs[i].data_shared_ptr();
-    if (!find_host_copy(in[i]) && (copied || !is_on_host(inputs[i]))) {
-      mx::synchronize(stream());
-    }
-  }
-  CudaStepDevice device(stream());
-  program_->runner(stream().index)->run(in, {out.begin(), out.begin() + num_results}, device);
-  device.keep(program_);  // (its constants)
+  return cuda::has_library_products() ? cuda::kLibraryMostRows : cuda::kLinearMostRows;
 }
 
 }  // namespace mlx_paged

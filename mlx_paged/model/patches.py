@@ -137,8 +137,8 @@ def native_ops(positions: mx.array) -> Iterator[None]:
     if mx.default_device() == mx.cpu:
         _building.rotations = _Rotations(positions)
         _building.linear_dtypes = (mx.float32,)
-    elif ops.has_cuda():
-        _building.on_cuda = True
+    elif ops.has_cuda() or _building.for_program:
+        _building.on_cuda = ops.has_cuda()
         _building.linear_dtypes = (mx.float16, mx.bfloat16)
         if _building.for_program:
             _building.rotations = _Rotations(positions)

@@ -595,6 +595,48 @@ def test_steps_with_prompts_are_padded_and_become_programs(rng, monkeypatch, nam
     assert steps._takes_prompts and steps.uses_device_programs
 
 
+@pytest.mark.parametrize("name", ["llama", "windows"])
+def test_steps_as_metal_runs_them(rng, monkeypatch, name: str) -> None:
+    """Decodes whose shape repeats, encoded anew in each step; nothing is captured."""
+    ours, graphs = driver_of(CONFIGS[name]), driver_of(CONFIGS[name])
+    steps = ours.runner.model._compiled
+    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 4)
+    with simulated():
+        sim_ext.capture_steps(False)
+        try:
+            counts, _, _ = sim_ext.step_counts()
+            num_launches = []
+            for part in [{"a": 5, "b": 9, "c": 1}, *[dict.fromkeys("abc", 1)] * 9]:
+                tokens = {sequence: new_tokens(rng, count) for sequence, count in part.items()}
+                with monkeypatch.context() as other:
+                    other.setattr(ops, "most_device_program_rows", lambda: 0)
+                    expected = graphs.step(tokens)
+                launches()
+                actual = ours.step(tokens)
+                num_launches.append(len([o for o in launches() if o["kernel"] != "write_kv"]))
+                for sequence, logits in expected.items():
+                    np.testing.assert_allclose(actual[sequence], logits, atol=2e-5)
+            assert sim_ext.step_counts()[0] == counts
+        finally:
+            sim_ext.capture_steps(True)
+    assert steps.uses_device_programs and steps._graphs
+    # (The graph's operations that are no kernels of ours run on the CPU here.)
+    assert min(num_launches[3:]) > max(num_launches[:3])
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+def test_steps_that_are_no_programs_of_metal_run_as_before(rng, monkeypatch, family: str) -> None:
+    ours, graphs = family_driver(family), family_driver(family)
+    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 4)
+    with simulated():
+        for _ in range(5):
+            tokens = {sequence: new_tokens(rng, 1) for sequence in "ab"}
+            actual, expected = ours.step(tokens), graphs.step(tokens)
+            for sequence, logits in expected.items():
+                np.testing.assert_allclose(actual[sequence], logits, atol=2e-5)
+    assert ours.runner.model._compiled._failed
+
+
 def test_a_step_is_under_way_when_the_next_one_is_built(rng, monkeypatch) -> None:
     """Its pools have the handles of before, so nothing built on them waits for it."""
     driver = driver_of(CONFIGS["qwen3"])

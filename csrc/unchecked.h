@@ -4,10 +4,11 @@
 
 #include <cstdlib>
 
-namespace mlx_paged::cuda {
+namespace mlx_paged {
 
-// Whether kernels serve that have not passed scripts/check_cuda.py on a GPU yet (docs/cuda.md lists
-// them). That script asks for them.
+// Whether those serve that have not passed their tests on a GPU of this kind yet: on NVIDIA's
+// docs/cuda.md lists them, and scripts/check_cuda.py asks for them; on Apple's it is device
+// programs, which bench/mac_report.py asks for.
 inline bool takes_unchecked_kernels() {
   static const bool wanted = [] {
     const char* set = std::getenv("MLX_PAGED_UNCHECKED_KERNELS");
@@ -16,4 +17,4 @@ inline bool takes_unchecked_kernels() {
   return wanted;
 }
 
-}  // namespace mlx_paged::cuda
+}  // namespace mlx_paged
