@@ -164,6 +164,11 @@ const Quantized& quantized_mode(const std::string& mode) {
   return found == modes.end() ? unknown : found->second;
 }
 
+cpu::Activations activations_named(const Validator& v, const std::string& name) {
+  v.require(name == "float32" || name == "int8", "activations", "float32 or int8", name);
+  return name == "int8" ? cpu::Activations::int8 : cpu::Activations::float32;
+}
+
 bool contains(const std::vector<int>& all, int one) {
   return std::find(all.begin(), all.end(), one) != all.end();
 }
@@ -171,9 +176,10 @@ bool contains(const std::vector<int>& all, int one) {
 mx::array quantized_linear(
     const mx::array& x, const mx::array& weight, const mx::array& scales,
     const std::optional<mx::array>& biases, const std::optional<mx::array>& bias, int group_size,
-    int bits, const std::string& mode, mx::StreamOrDevice s_) {
+    int bits, const std::string& mode, const std::string& activations, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("quantized_linear");
+  auto rounded = activations_named(v, activations);
   const auto& quantized = quantized_mode(mode);
   bool is_affine = quantized.format == cpu::WeightFormat::affine;
   auto is_scale = [&](const mx::array& a) {
@@ -209,7 +215,7 @@ mx::array quantized_linear(
   }
   auto shape = x.shape();
   shape.back() = n;
-  auto node = std::make_shared<QuantizedLinear>(s, quantized.format, bits, group_size);
+  auto node = std::make_shared<QuantizedLinear>(s, quantized.format, bits, group_size, rounded);
   mx::array out(std::move(shape), mx::float32, std::move(node), std::move(inputs));
   return mx::astype(out, dtype, s);
 }
@@ -310,7 +316,8 @@ std::pair<Arrays, std::vector<int>> QuantizedLinear::vmap(
   Arrays moved = inputs;
   moved[0] = mx::moveaxis(inputs[0], axes[0], 0, stream());
   auto shape = output_shapes(moved)[0];
-  auto node = std::make_shared<QuantizedLinear>(stream(), format_, bits_, group_size_);
+  auto node =
+      std::make_shared<QuantizedLinear>(stream(), format_, bits_, group_size_, activations_);
   return {{mx::array(std::move(shape), mx::float32, std::move(node), std::move(moved))}, {0}};
 }
 
@@ -338,7 +345,8 @@ void bind_layer_ops(nb::module_& m) {
       "stream"_a = nb::none());
   m.def(
       "quantized_linear", &quantized_linear, "x"_a, "weight"_a, "scales"_a, "biases"_a.none(),
-      "bias"_a.none(), nb::kw_only(), "group_size"_a, "bits"_a, "mode"_a, "stream"_a = nb::none());
+      "bias"_a.none(), nb::kw_only(), "group_size"_a, "bits"_a, "mode"_a, "activations"_a,
+      "stream"_a = nb::none());
   m.def(
       "lookup", &lookup, "ids"_a, "weight"_a, "scales"_a.none(), "biases"_a.none(), nb::kw_only(),
       "group_size"_a, "bits"_a, "mode"_a, "stream"_a = nb::none());

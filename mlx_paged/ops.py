@@ -445,12 +445,17 @@ def quantized_linear(
     group_size: int,
     bits: int,
     mode: str = "affine",
+    activations: str = "float32",
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
     """``x`` times the transpose of what `mx.quantize` made ``weight``, `scales` and `biases` of.
 
     One operation on the CPU, which reads the weight as it is and multiplies and sums in float32
     whatever the dtypes are; else, and for a weight that is not evaluated, ``mx.quantized_matmul``.
+    With `activations` "int8" that one operation rounds `x` first, each group of 32 to
+    ``[-127, 127]`` times a float32 scale, and multiplies integers; a group that has a NaN or an
+    infinity makes the row NaN. `rounds_activations` says for which weights; others are multiplied
+    as with "float32".
 
     Args:
         x: ``[..., k]``.
@@ -458,13 +463,20 @@ def quantized_linear(
         scales: ``[n, k / group_size]``.
         biases: like `scales`, for the mode "affine" only.
         bias: ``[n]``: added to the product.
+        activations: what `x` is rounded to, "float32" or "int8".
 
     Returns:
         ``[..., n]``, of the dtype that ``mx.quantized_matmul`` gives.
     """
     return ext.quantized_linear(
-        x, weight, scales, biases, bias, group_size=group_size, bits=bits, mode=mode, stream=stream
-    )
+        x, weight, scales, biases, bias, group_size=group_size, bits=bits, mode=mode,
+        activations=activations, stream=stream,
+    )  # fmt: skip
+
+
+def rounds_activations(mode: str, bits: int, group_size: int) -> bool:
+    """Whether `quantized_linear` has a product of int8 activations with weights of a format."""
+    return mode == "affine" and bits in (4, 8) and group_size in (32, 64, 128)
 
 
 def lookup(

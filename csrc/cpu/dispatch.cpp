@@ -11,12 +11,24 @@ namespace mlx_paged::cpu {
 
 namespace {
 
+#ifdef __x86_64__
+Kernels with_int8(const char* simd, Kernels kernels, const Int8Kernels& int8) {
+  kernels.simd = simd;
+  kernels.int8 = int8;
+  return kernels;
+}
+#endif
+
 // Best first.
 std::vector<const Kernels*> supported_kernels() {
   std::vector<const Kernels*> found;
 #ifdef __x86_64__
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    if (__builtin_cpu_supports("avx512vnni")) {
+      static const Kernels vnni = with_int8("avx512vnni", kAvx512Kernels, kAvx512VnniInt8);
+      found.push_back(&vnni);
+    }
     found.push_back(&kAvx512Kernels);
   }
   // F16C came with AVX2's first processors; __builtin_cpu_supports accepts it only from GCC 11 on.

@@ -136,6 +136,15 @@ KVCacheDType = Annotated[
         "--kv-cache-dtype",
     ),
 ]
+CPUActivations = Annotated[
+    str,
+    option(
+        ENGINE,
+        "On the CPU, what the inputs of quantised layers are rounded to: float32 (not at all) or "
+        "int8, which is faster and less exact.",
+        "--cpu-activations",
+    ),
+]
 AsyncScheduling = Annotated[
     bool,
     option(

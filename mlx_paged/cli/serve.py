@@ -42,6 +42,14 @@ class ServeOptions:
     dtype: Annotated[
         DType, option(_MODEL, "Type of the weights; auto: as they are, float32 on the CPU.")
     ] = "auto"
+    cpu_activations: Annotated[
+        str,
+        option(
+            _MODEL,
+            "On the CPU, what the inputs of quantised layers are rounded to: float32 (not at all) "
+            "or int8, which is faster and less exact.",
+        ),
+    ] = "float32"
     max_model_len: Annotated[
         int | None,
         option(

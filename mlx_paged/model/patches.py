@@ -116,6 +116,7 @@ class _Building(threading.local):
     for_program: bool = False  # the graph becomes an `ops.DeviceProgram`
     on_cuda: bool = False
     linear_dtypes: tuple[mx.Dtype, ...] = ()  # of what `ops.linear` takes
+    activations: str = "float32"  # of products with quantised weights, on the CPU
     tower: TowerOps | None = None  # on the CPU, while it is a tower instead
 
 
@@ -128,13 +129,15 @@ def is_native_on_cpu() -> bool:
 
 
 @contextmanager
-def native_ops(positions: mx.array) -> Iterator[None]:
+def native_ops(positions: mx.array, activations: str = "float32") -> Iterator[None]:
     """Within it, model code on this thread runs the native operations.
 
     Args:
         positions: ``[num_rows]`` int32: the array that the model's RoPE gets as its offset.
+        activations: what `ops.quantized_linear` rounds its input to, on the CPU.
     """
     if mx.default_device() == mx.cpu:
+        _building.activations = activations
         _building.rotations = _Rotations(positions)
         _building.linear_dtypes = (mx.float32,)
     elif ops.has_cuda():
@@ -163,7 +166,7 @@ def leave_native_ops() -> None:
     """Ends `native_ops` and `native_tower` on this thread, also where an exception kept them from
     ending."""
     _building.rotations, _building.linear_dtypes, _building.tower = None, (), None
-    _building.on_cuda = False
+    _building.on_cuda, _building.activations = False, "float32"
 
 
 @contextmanager
@@ -339,6 +342,7 @@ def _native_quantized(self: nn.Module, x: mx.array, bias: mx.array | None) -> mx
         group_size=self.group_size,
         bits=self.bits,
         mode=self.mode,
+        activations=_building.activations,
     )
 
 
