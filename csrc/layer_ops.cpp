@@ -15,6 +15,7 @@
 
 #include "bindings.h"
 #include "cpu/blas.h"
+#include "cpu/kernels.h"
 #include "dense.h"
 #include "primitives.h"
 #include "validate.h"
@@ -109,6 +110,28 @@ mx::array nucleus_thresholds(
       {dense(logits, s), dense(floors, s), dense(top_p, s)});
 }
 
+// The names of what activations may be rounded to on this processor.
+std::vector<std::string> activations() {
+  std::vector<std::string> names{"float32", "int8"};
+  if (cpu::kernels().rounded.bfloat.product) {
+    names.insert(names.begin() + 1, "bfloat16");
+  }
+  return names;
+}
+
+cpu::Activations activations_named(const Validator& v, const std::string& name) {
+  auto names = activations();
+  std::string expected;
+  for (const auto& known : names) {
+    expected += (expected.empty() ? "" : ", ") + known;
+  }
+  bool is_known = std::find(names.begin(), names.end(), name) != names.end();
+  v.require(is_known, "activations", "one of " + expected + " on this processor", name);
+  return name == "int8"       ? cpu::Activations::int8
+         : name == "bfloat16" ? cpu::Activations::bfloat16
+                              : cpu::Activations::float32;
+}
+
 // Weights that would have to be made dense in every step are left to MLX.
 bool served_on_cpu(
     const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias) {
@@ -120,9 +143,10 @@ bool served_on_cpu(
 
 mx::array linear(
     const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias,
-    mx::StreamOrDevice s_) {
+    const std::string& activations, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("linear");
+  auto rounded = activations_named(v, activations);
   v.shape(weight, "weight", {-1, -1});
   v.require(
       x.ndim() > 0 && x.shape(-1) == weight.shape(1), "the last axis of x",
@@ -141,7 +165,8 @@ mx::array linear(
   if (bias) {
     inputs.push_back(*bias);
   }
-  return mx::array(std::move(shape), x.dtype(), std::make_shared<Linear>(s), std::move(inputs));
+  auto node = std::make_shared<Linear>(s, rounded);
+  return mx::array(std::move(shape), x.dtype(), std::move(node), std::move(inputs));
 }
 
 struct Quantized {
@@ -162,11 +187,6 @@ const Quantized& quantized_mode(const std::string& mode) {
   static const Quantized unknown{};
   auto found = modes.find(mode);
   return found == modes.end() ? unknown : found->second;
-}
-
-cpu::Activations activations_named(const Validator& v, const std::string& name) {
-  v.require(name == "float32" || name == "int8", "activations", "float32 or int8", name);
-  return name == "int8" ? cpu::Activations::int8 : cpu::Activations::float32;
 }
 
 bool contains(const std::vector<int>& all, int one) {
@@ -341,8 +361,9 @@ void bind_layer_ops(nb::module_& m) {
       "nucleus_thresholds", &nucleus_thresholds, "logits"_a, "floors"_a, "top_p"_a, nb::kw_only(),
       "stream"_a = nb::none());
   m.def(
-      "linear", &linear, "x"_a, "weight"_a, "bias"_a.none(), nb::kw_only(),
+      "linear", &linear, "x"_a, "weight"_a, "bias"_a.none(), nb::kw_only(), "activations"_a,
       "stream"_a = nb::none());
+  m.def("activations", &activations);
   m.def(
       "quantized_linear", &quantized_linear, "x"_a, "weight"_a, "scales"_a, "biases"_a.none(),
       "bias"_a.none(), nb::kw_only(), "group_size"_a, "bits"_a, "mode"_a, "activations"_a,

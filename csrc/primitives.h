@@ -281,8 +281,11 @@ class NucleusThresholds : public Node {
 // [..., k], weight [n, k][, bias [n]]. out: [..., n].
 class Linear : public Node {
  public:
-  using Node::Node;
+  Linear(mx::Stream s, cpu::Activations activations) : Node(s), activations_(activations) {}
   MLX_PAGED_NODE("linear")
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return activations_ == static_cast<const Linear&>(other).activations_;
+  }
   static cpu::WeightView weights(const mx::array& weight);  // dense, with data
   // Both are in cuda/linear_launch.cpp, or in no_cuda.cpp: false, and Node's.
   static bool served_on_gpu(
@@ -293,6 +296,9 @@ class Linear : public Node {
     shape.back() = in[1].shape(0);
     return {shape};
   }
+
+ private:
+  cpu::Activations activations_;  // on the CPU
 };
 
 // The same with a weight that mx.quantize made, on the CPU.

@@ -417,6 +417,7 @@ def linear(
     weight: mx.array,
     bias: mx.array | None = None,
     *,
+    activations: str = "float32",
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
     """``x @ weight.T + bias``.
@@ -428,11 +429,13 @@ def linear(
         x: ``[..., k]``.
         weight: ``[n, k]``.
         bias: ``[n]``.
+        activations: one of `activations()`. "bfloat16" rounds `x` to it where the weight is of that
+            type and has so many rows (more than 64) that its products are worth it, on the CPU.
 
     Returns:
         ``[..., n]``.
     """
-    return ext.linear(x, weight, bias, stream=stream)
+    return ext.linear(x, weight, bias, activations=activations, stream=stream)
 
 
 def quantized_linear(
@@ -463,7 +466,7 @@ def quantized_linear(
         scales: ``[n, k / group_size]``.
         biases: like `scales`, for the mode "affine" only.
         bias: ``[n]``: added to the product.
-        activations: what `x` is rounded to, "float32" or "int8".
+        activations: one of `activations()`; "bfloat16" is as "float32" here.
 
     Returns:
         ``[..., n]``, of the dtype that ``mx.quantized_matmul`` gives.
@@ -472,6 +475,13 @@ def quantized_linear(
         x, weight, scales, biases, bias, group_size=group_size, bits=bits, mode=mode,
         activations=activations, stream=stream,
     )  # fmt: skip
+
+
+def activations() -> list[str]:
+    """What products on this CPU can round activations to: "float32" is not at all; "int8", see
+    `quantized_linear`; and where the processor has AVX-512 BF16 "bfloat16", see `linear`.
+    """
+    return ext.activations()
 
 
 def rounds_activations(mode: str, bits: int, group_size: int) -> bool:

@@ -12,9 +12,9 @@ namespace mlx_paged::cpu {
 namespace {
 
 #ifdef __x86_64__
-Kernels with_int8(const char* simd, Kernels kernels, const Int8Kernels& int8) {
+Kernels with_rounded(const char* simd, Kernels kernels, const RoundedKernels& rounded) {
   kernels.simd = simd;
-  kernels.int8 = int8;
+  kernels.rounded = rounded;
   return kernels;
 }
 #endif
@@ -26,7 +26,11 @@ std::vector<const Kernels*> supported_kernels() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     if (__builtin_cpu_supports("avx512vnni")) {
-      static const Kernels vnni = with_int8("avx512vnni", kAvx512Kernels, kAvx512VnniInt8);
+      if (__builtin_cpu_supports("avx512bf16")) {
+        static const Kernels bf16 = with_rounded("avx512bf16", kAvx512Kernels, kAvx512Bf16Kernels);
+        found.push_back(&bf16);
+      }
+      static const Kernels vnni = with_rounded("avx512vnni", kAvx512Kernels, kAvx512VnniKernels);
       found.push_back(&vnni);
     }
     found.push_back(&kAvx512Kernels);

@@ -62,7 +62,7 @@ void multiply_many(const float* x, const cpu::WeightView& weights, float* out, i
 void multiply_int8(const float* x, const cpu::WeightView& weights, float* out, int m) {
   constexpr int kMostRows = 256;
   constexpr int kAtOnce = 4;  // rows that are rounded
-  const auto& int8 = cpu::kernels().int8;
+  const auto& int8 = cpu::kernels().rounded.int8;
   int n = weights.n;
   int k = weights.k;
   int64_t chunks = cpu::num_int8_chunks(k);
@@ -88,6 +88,31 @@ void multiply_int8(const float* x, const cpu::WeightView& weights, float* out, i
   }
 }
 
+// The same with activations that are rounded to bfloat16.
+void multiply_bfloat(const float* x, const cpu::WeightView& weights, float* out, int m) {
+  constexpr int kAtOnce = 4;  // rows that are rounded
+  const auto& bfloat = cpu::kernels().rounded.bfloat;
+  int n = weights.n;
+  int k = weights.k;
+  int64_t stride = cpu::bfloat_stride(k);
+  // Its pages are not made anew for every product.
+  thread_local std::vector<uint16_t> memory;
+  memory.resize(std::max(memory.size(), size_t(m * stride)));
+  uint16_t* rounded = memory.data();
+  cpu::parallel_for((m + kAtOnce - 1) / kAtOnce, [&](int task, int) {
+    int first = task * kAtOnce;
+    int count = std::min(kAtOnce, m - first);
+    bfloat.round(x + int64_t(first) * k, k, count, k, rounded + first * stride);
+  });
+  cpu::for_product_pieces(
+      m, n, k, weights.bits, n,
+      [&](int64_t begin, int64_t end) {
+        float* scratch = cpu::thread_scratch(cpu::kBFloatScratch);
+        bfloat.product({rounded, weights, out, m, n, scratch}, begin, end);
+      },
+      cpu::kBFloatTileColumns);
+}
+
 // x [m, k] times the rows of weights, plus bias where there is one.
 void multiply(
     const float* x, const cpu::WeightView& weights, const float* bias, float* out, int m,
@@ -101,6 +126,10 @@ void multiply(
   bool is_float = weights.format == cpu::WeightFormat::dense && weights.dtype == DType::float32;
   if (activations == cpu::Activations::int8 && cpu::has_int8_product(weights)) {
     multiply_int8(x, weights, out, m);
+  } else if (
+      activations == cpu::Activations::bfloat16 && cpu::kernels().rounded.bfloat.serves(weights) &&
+      m > product.most_rows(weights)) {
+    multiply_bfloat(x, weights, out, m);
   } else if (m <= product.most_rows(weights) || !cpu::find_sgemm()) {
     cpu::for_product_pieces(m, n, k, weights.bits, n, [&](int64_t begin, int64_t end) {
       product.few_rows({x, weights, out, m, k, n}, begin, end);
@@ -157,11 +186,10 @@ void Linear::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
-  encoder.dispatch([m = int(in[0].size() / in[1].shape(1)), x = in[0].data<float>(),
-                    weights = weights(in[1]), bias = in.size() > 2 ? in[2].data<float>() : nullptr,
-                    out = out[0].data<float>()] {
-    multiply(x, weights, bias, out, m, cpu::Activations::float32);
-  });
+  encoder.dispatch(
+      [m = int(in[0].size() / in[1].shape(1)), x = in[0].data<float>(), weights = weights(in[1]),
+       bias = in.size() > 2 ? in[2].data<float>() : nullptr, out = out[0].data<float>(),
+       activations = activations_] { multiply(x, weights, bias, out, m, activations); });
 }
 
 cpu::WeightView QuantizedLinear::weights(const Arrays& in) const {

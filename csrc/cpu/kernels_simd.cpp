@@ -22,7 +22,8 @@ const Kernels MLX_PAGED_KERNELS = {
      MLX_PAGED_ISA::bitmask, MLX_PAGED_ISA::nucleus},
     {MLX_PAGED_ISA::few_rows, MLX_PAGED_ISA::unpack, MLX_PAGED_ISA::kMostProductRows,
      MLX_PAGED_ISA::kMostPackedRows},
-    {MLX_PAGED_ISA::quantise_int8, MLX_PAGED_ISA::int8_product, MLX_PAGED_ISA::kLeastTileRows},
+    {{MLX_PAGED_ISA::quantise_int8, MLX_PAGED_ISA::int8_product, MLX_PAGED_ISA::kLeastTileRows},
+     {nullptr, nullptr}},
 };
 
 }  // namespace mlx_paged::cpu

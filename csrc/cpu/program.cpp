@@ -50,7 +50,7 @@ void add_bias(float* out, const float* bias, int64_t size) {
 
 int64_t num_scratch_floats(const Projection& p) {
   return p.activations == Activations::int8
-             ? kernels().int8.num_scratch_floats(int(p.x.rows()), p.weight)
+             ? kernels().rounded.int8.num_scratch_floats(int(p.x.rows()), p.weight)
              : 0;
 }
 
@@ -62,7 +62,7 @@ void project(
   const float* x = p.x.row(bases, 0);
   if (p.activations == Activations::int8) {
     auto chunks = reinterpret_cast<const Int8Chunk*>(x);
-    kernels().int8.product({chunks, p.weight, c, int(rows), ldc, scratch}, begin, end);
+    kernels().rounded.int8.product({chunks, p.weight, c, int(rows), ldc, scratch}, begin, end);
   } else {
     kernels().product.few_rows({x, p.weight, c, int(rows), p.x.strides[0], ldc}, begin, end);
   }

@@ -725,7 +725,7 @@ class ProgramReader {
         *to, {x}, {},
         [x, to = *to, k = weight.k, bits = weight.bits](
             const Bases& bases, int64_t begin, int64_t end) {
-          kernels().int8.quantise(
+          kernels().rounded.int8.quantise(
               x.row(bases, begin), x.strides[0], int(end - begin), k, bits,
               reinterpret_cast<Int8Chunk*>(to.row(bases, begin)));
         });

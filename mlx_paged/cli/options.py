@@ -140,8 +140,9 @@ CPUActivations = Annotated[
     str,
     option(
         ENGINE,
-        "On the CPU, what the inputs of quantised layers are rounded to: float32 (not at all) or "
-        "int8, which is faster and less exact.",
+        "On the CPU, what the inputs of linear layers are rounded to: float32 (not at all), int8 "
+        "(for weights of 4 or 8 bits) or bfloat16 (for such weights and prompts). These are faster "
+        "and less exact.",
         "--cpu-activations",
     ),
 ]

@@ -28,7 +28,7 @@ _GIB = 1 << 30
 _DEFAULT_KV_CACHE_MEMORY = 4 * _GIB
 _MOST_SECONDS = 3600
 DEFAULT_STEP_TOKENS = 2048
-CPU_ACTIVATIONS = ("float32", "int8")
+CPU_ACTIVATIONS = ("float32", "bfloat16", "int8")
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,10 @@ class EngineConfig:
             docs/kv-store.md. Latents and recurrent states stay as they are.
         kv_cache_dtype_skip_layers: Layers that stay as they are, by number from 0; "sliding_window"
             stands for all that have a window (vLLM's name).
-        cpu_activations: What the inputs of quantised layers (affine, of 4 or 8 bits) are rounded
-            to on the CPU: "float32", not at all, or "int8", which is faster and less exact, see
-            docs/engine.md. On a GPU only "float32".
+        cpu_activations: What the inputs of linear layers are rounded to on the CPU: "float32", not
+            at all; "int8" where weights have 4 or 8 bits, or "bfloat16" where they are that and a
+            step has many rows. These are faster and less exact, see docs/engine.md. On a GPU only
+            "float32".
         num_gpu_blocks_override: Blocks of the pool, whatever the memory (vLLM's name; it holds for
             every backend).
         kv_cache_memory: Bytes for the pool. It is allocated but not touched, so blocks that were

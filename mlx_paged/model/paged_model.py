@@ -93,14 +93,17 @@ class PagedModel:
         self._compiled = CompiledSteps(self._run, chooses=self._chooses)
 
     def round_activations(self, activations: str) -> None:
-        """Has the inputs of quantised layers rounded, see `ops.quantized_linear`, in steps after
-        the next `allocate`.
+        """Has the inputs of linear layers rounded, see `ops.activations`, in steps after the next
+        `allocate`.
 
         Raises:
-            InvalidParameterError: the default device has no such products.
+            InvalidParameterError: the default device or the processor has no such products.
         """
         if activations != "float32" and mx.default_device() != mx.cpu:
             expected = "'float32' where the model does not run on the CPU"
+            raise InvalidParameterError("cpu_activations", expected, activations)
+        if activations not in ops.activations():
+            expected = f"one of {', '.join(ops.activations())} on this processor"
             raise InvalidParameterError("cpu_activations", expected, activations)
         self._activations = activations
 

@@ -116,7 +116,7 @@ class _Building(threading.local):
     for_program: bool = False  # the graph becomes an `ops.DeviceProgram`
     on_cuda: bool = False
     linear_dtypes: tuple[mx.Dtype, ...] = ()  # of what `ops.linear` takes
-    activations: str = "float32"  # of products with quantised weights, on the CPU
+    activations: str = "float32"  # of products on the CPU
     tower: TowerOps | None = None  # on the CPU, while it is a tower instead
 
 
@@ -134,7 +134,7 @@ def native_ops(positions: mx.array, activations: str = "float32") -> Iterator[No
 
     Args:
         positions: ``[num_rows]`` int32: the array that the model's RoPE gets as its offset.
-        activations: what `ops.quantized_linear` rounds its input to, on the CPU.
+        activations: what `ops.linear` and `ops.quantized_linear` round their input to, on the CPU.
     """
     if mx.default_device() == mx.cpu:
         _building.activations = activations
@@ -300,7 +300,7 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 def linear(self: nn.Linear, x: mx.array) -> mx.array:
     """``nn.Linear.__call__``."""
     if x.dtype in _building.linear_dtypes:
-        return ops.linear(x, self["weight"], self.get("bias"))
+        return ops.linear(x, self["weight"], self.get("bias"), activations=_building.activations)
     return _mlx_linear(self, x)
 
 
@@ -313,7 +313,7 @@ def gelu(self: nn.GELU, x: mx.array) -> mx.array:
 def as_linear(self: nn.Embedding, x: mx.array) -> mx.array:
     """``nn.Embedding.as_linear``: the output projection of models whose embeddings are tied."""
     if x.dtype in _building.linear_dtypes:
-        return ops.linear(x, self["weight"])
+        return ops.linear(x, self["weight"], activations=_building.activations)
     return _mlx_as_linear(self, x)
 
 

@@ -1,4 +1,4 @@
-"""Products of activations that are rounded to int8, against float64.
+"""Products of activations that are rounded to int8 or bfloat16, against float64.
 
 ``MLX_PAGED_TEST_PRODUCTS=all`` runs every shape with every number of rows.
 """
@@ -177,14 +177,79 @@ def test_bias_axes_and_strides(rng, bits: int, group: int) -> None:
     assert np.allclose(np.array(gradient), weight.sum(axis=0), rtol=1e-3, atol=1e-2)
 
 
-def test_an_unknown_name_is_refused(rng) -> None:
+# --- bfloat16 -------------------------------------------------------------------------------------
+
+needs_bfloat16 = pytest.mark.skipif(
+    "bfloat16" not in ops.activations(), reason="the kernels in use have no such product"
+)
+FEW = 64  # rows, which are not rounded
+
+
+def exact(a: mx.array) -> Floats:
+    return np.array(a.astype(mx.float32)).astype(np.float64)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize(
+    ("n", "k"), [(1, 1), (5, 17), (31, 31), (32, 32), (33, 1025), (70, 2047), (3, 2080)]
+)
+def test_products_of_many_rows_of_bfloat16(rng, n: int, k: int) -> None:
+    weight = mx.array(rng.standard_normal((n, k))).astype(mx.bfloat16)
+    for rows in [*range(FEW + 1, FEW + 9), 300] if EVERYTHING else [65, 71, 76, 131]:
+        x = mx.array(rng.standard_normal((rows, k)).astype(np.float32))
+        bias = mx.array(rng.standard_normal(n).astype(np.float32)) if rows % 2 else None
+        got = ops.linear(x, weight, bias, activations="bfloat16")
+        assert_near(
+            got, exact(x.astype(mx.bfloat16)), exact(weight), None if bias is None else exact(bias)
+        )
+        if k > 1000:  # rounding is there
+            assert not mx.array_equal(got, ops.linear(x, weight, bias))
+
+
+@needs_bfloat16
+def test_what_is_not_rounded_to_bfloat16(rng) -> None:
+    x = mx.array(rng.standard_normal((80, 96)).astype(np.float32))
+    weight = mx.array(rng.standard_normal((20, 96)).astype(np.float32))
+    for dtype, rows in ((mx.float32, 80), (mx.float16, 80), (mx.bfloat16, FEW), (mx.bfloat16, 1)):
+        given = weight.astype(dtype)
+        mx.eval(given)
+        got = ops.linear(x[:rows], given, activations="bfloat16")
+        assert mx.array_equal(got, ops.linear(x[:rows], given))
+    given = weight.astype(mx.bfloat16)
+    got = ops.linear(x, given, activations="int8")
+    assert mx.array_equal(got, ops.linear(x, given))
+
+
+@needs_bfloat16
+def test_a_row_of_bfloat16_that_is_no_number_stays_alone(rng) -> None:
+    x = rng.standard_normal((80, 96)).astype(np.float32)
+    weight = mx.array(rng.standard_normal((20, 96))).astype(mx.bfloat16)
+    clean = np.array(ops.linear(mx.array(x), weight, activations="bfloat16"))
+    for value in (np.nan, np.inf):
+        x[7, 50] = value
+        got = np.array(ops.linear(mx.array(x), weight, activations="bfloat16"))
+        assert not np.isfinite(got[7]).any()
+        np.testing.assert_array_equal(np.delete(got, 7, 0), np.delete(clean, 7, 0))
+
+
+# --- Names and instruction sets -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["int4", "Int8", "", "bfloat16"])
+def test_an_unknown_name_is_refused(rng, name: str) -> None:
+    if name in ops.activations():
+        pytest.skip("it is known here")
+    known = ", ".join(ops.activations())
     arrays = quantised(rng, 9, 256, "affine", 4, 64, mx.bfloat16)
-    with pytest.raises(ValueError, match="activations must be float32 or int8 but got int4"):
+    expected = f"activations must be one of {known} on this processor but got {name}"
+    with pytest.raises(ValueError, match=expected):
         ops.quantized_linear(
-            mx.ones((1, 256)), *arrays, group_size=64, bits=4, activations="int4"
+            mx.ones((1, 256)), *arrays, group_size=64, bits=4, activations=name
         )  # fmt: skip
+    with pytest.raises(ValueError, match=expected):
+        ops.linear(mx.ones((1, 256)), mx.ones((2, 256)), activations=name)
 
 
-@pytest.mark.parametrize("simd", ["avx512", "avx2", "baseline"])
-def test_int8_products_in_a_process_of(simd: str) -> None:
+@pytest.mark.parametrize("simd", ["avx512vnni", "avx512", "avx2", "baseline"])
+def test_rounded_products_in_a_process_of(simd: str) -> None:
     run_in_process_of(simd, 4, [__file__], "not in_a_process_of")
