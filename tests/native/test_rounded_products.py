@@ -195,6 +195,7 @@ def exact(a: mx.array) -> Floats:
 )
 def test_products_of_many_rows_of_bfloat16(rng, n: int, k: int) -> None:
     weight = mx.array(rng.standard_normal((n, k))).astype(mx.bfloat16)
+    mx.eval(weight)
     for rows in [*range(FEW + 1, FEW + 9), 300] if EVERYTHING else [65, 71, 76, 131]:
         x = mx.array(rng.standard_normal((rows, k)).astype(np.float32))
         bias = mx.array(rng.standard_normal(n).astype(np.float32)) if rows % 2 else None
@@ -216,6 +217,7 @@ def test_what_is_not_rounded_to_bfloat16(rng) -> None:
         got = ops.linear(x[:rows], given, activations="bfloat16")
         assert mx.array_equal(got, ops.linear(x[:rows], given))
     given = weight.astype(mx.bfloat16)
+    mx.eval(given)
     got = ops.linear(x, given, activations="int8")
     assert mx.array_equal(got, ops.linear(x, given))
 
@@ -224,6 +226,7 @@ def test_what_is_not_rounded_to_bfloat16(rng) -> None:
 def test_a_row_of_bfloat16_that_is_no_number_stays_alone(rng) -> None:
     x = rng.standard_normal((80, 96)).astype(np.float32)
     weight = mx.array(rng.standard_normal((20, 96))).astype(mx.bfloat16)
+    mx.eval(weight)
     clean = np.array(ops.linear(mx.array(x), weight, activations="bfloat16"))
     for value in (np.nan, np.inf):
         x[7, 50] = value
