@@ -8,7 +8,7 @@
 #if defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
 #elif defined(__SSE2__)
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 #include "int8.h"
