@@ -15,6 +15,7 @@
 
 #include "bindings.h"
 #include "cpu/blas.h"
+#include "cpu/kernels.h"
 #include "dense.h"
 #include "primitives.h"
 #include "validate.h"
@@ -156,6 +157,28 @@ mx::array nucleus_thresholds(
       {dense(logits, s), dense(floors, s), dense(top_p, s)});
 }
 
+// The names of what activations may be rounded to on this processor.
+std::vector<std::string> activations() {
+  std::vector<std::string> names{"float32", "int8"};
+  if (cpu::kernels().rounded.bfloat.product) {
+    names.insert(names.begin() + 1, "bfloat16");
+  }
+  return names;
+}
+
+cpu::Activations activations_named(const Validator& v, const std::string& name) {
+  auto names = activations();
+  std::string expected;
+  for (const auto& known : names) {
+    expected += (expected.empty() ? "" : ", ") + known;
+  }
+  bool is_known = std::find(names.begin(), names.end(), name) != names.end();
+  v.require(is_known, "activations", "one of " + expected + " on this processor", name);
+  return name == "int8"       ? cpu::Activations::int8
+         : name == "bfloat16" ? cpu::Activations::bfloat16
+                              : cpu::Activations::float32;
+}
+
 // Weights that would have to be made dense in every step are left to MLX.
 bool served_on_cpu(
     const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias) {
@@ -167,9 +190,10 @@ bool served_on_cpu(
 
 mx::array linear(
     const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias,
-    mx::StreamOrDevice s_) {
+    const std::string& activations, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("linear");
+  auto rounded = activations_named(v, activations);
   v.shape(weight, "weight", {-1, -1});
   v.require(
       x.ndim() > 0 && x.shape(-1) == weight.shape(1), "the last axis of x",
@@ -188,7 +212,8 @@ mx::array linear(
   if (bias) {
     inputs.push_back(*bias);
   }
-  return mx::array(std::move(shape), x.dtype(), std::make_shared<Linear>(s), std::move(inputs));
+  auto node = std::make_shared<Linear>(s, rounded);
+  return mx::array(std::move(shape), x.dtype(), std::move(node), std::move(inputs));
 }
 
 struct Quantized {
@@ -218,9 +243,10 @@ bool contains(const std::vector<int>& all, int one) {
 mx::array quantized_linear(
     const mx::array& x, const mx::array& weight, const mx::array& scales,
     const std::optional<mx::array>& biases, const std::optional<mx::array>& bias, int group_size,
-    int bits, const std::string& mode, mx::StreamOrDevice s_) {
+    int bits, const std::string& mode, const std::string& activations, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("quantized_linear");
+  auto rounded = activations_named(v, activations);
   const auto& quantized = quantized_mode(mode);
   bool is_affine = quantized.format == cpu::WeightFormat::affine;
   auto is_scale = [&](const mx::array& a) {
@@ -256,7 +282,7 @@ mx::array quantized_linear(
   }
   auto shape = x.shape();
   shape.back() = n;
-  auto node = std::make_shared<QuantizedLinear>(s, quantized.format, bits, group_size);
+  auto node = std::make_shared<QuantizedLinear>(s, quantized.format, bits, group_size, rounded);
   mx::array out(std::move(shape), mx::float32, std::move(node), std::move(inputs));
   return mx::astype(out, dtype, s);
 }
@@ -421,7 +447,8 @@ std::pair<Arrays, std::vector<int>> QuantizedLinear::vmap(
   Arrays moved = inputs;
   moved[0] = mx::moveaxis(inputs[0], axes[0], 0, stream());
   auto shape = output_shapes(moved)[0];
-  auto node = std::make_shared<QuantizedLinear>(stream(), format_, bits_, group_size_);
+  auto node =
+      std::make_shared<QuantizedLinear>(stream(), format_, bits_, group_size_, activations_);
   return {{mx::array(std::move(shape), mx::float32, std::move(node), std::move(moved))}, {0}};
 }
 
@@ -452,11 +479,13 @@ void bind_layer_ops(nb::module_& m) {
       "nucleus_thresholds", &nucleus_thresholds, "logits"_a, "floors"_a, "top_p"_a, nb::kw_only(),
       "stream"_a = nb::none());
   m.def(
-      "linear", &linear, "x"_a, "weight"_a, "bias"_a.none(), nb::kw_only(),
+      "linear", &linear, "x"_a, "weight"_a, "bias"_a.none(), nb::kw_only(), "activations"_a,
       "stream"_a = nb::none());
+  m.def("activations", &activations);
   m.def(
       "quantized_linear", &quantized_linear, "x"_a, "weight"_a, "scales"_a, "biases"_a.none(),
-      "bias"_a.none(), nb::kw_only(), "group_size"_a, "bits"_a, "mode"_a, "stream"_a = nb::none());
+      "bias"_a.none(), nb::kw_only(), "group_size"_a, "bits"_a, "mode"_a, "activations"_a,
+      "stream"_a = nb::none());
   m.def(
       "expert_linear", &expert_linear, "x"_a, "indices"_a, "weight"_a, "scales"_a.none(),
       "biases"_a.none(), "bias"_a.none(), "global_scale"_a.none(), nb::kw_only(), "group_size"_a,

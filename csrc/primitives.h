@@ -338,8 +338,11 @@ class NucleusThresholds : public Node {
 // [..., k], weight [n, k][, bias [n]]. out: [..., n].
 class Linear : public Node {
  public:
-  using Node::Node;
+  Linear(mx::Stream s, cpu::Activations activations) : Node(s), activations_(activations) {}
   MLX_PAGED_NODE("linear")
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return activations_ == static_cast<const Linear&>(other).activations_;
+  }
   static cpu::WeightView weights(const mx::array& weight);  // dense, with data
   // Both are in cuda/linear_launch.cpp, or in no_cuda.cpp: false, and Node's.
   static bool served_on_gpu(
@@ -350,6 +353,9 @@ class Linear : public Node {
     shape.back() = in[1].shape(0);
     return {shape};
   }
+
+ private:
+  cpu::Activations activations_;  // on the CPU
 };
 
 // The same with a weight that mx.quantize made, on the CPU.
@@ -357,13 +363,17 @@ class Linear : public Node {
 // like scales, where the format has them][, bias [n] float32]. out: [..., n] float32.
 class QuantizedLinear : public Node {
  public:
-  QuantizedLinear(mx::Stream s, cpu::WeightFormat format, int bits, int group_size)
-      : Node(s), format_(format), bits_(bits), group_size_(group_size) {}
+  QuantizedLinear(
+      mx::Stream s, cpu::WeightFormat format, int bits, int group_size,
+      cpu::Activations activations)
+      : Node(s), format_(format), bits_(bits), group_size_(group_size), activations_(activations) {}
   MLX_PAGED_NODE("quantized_linear")
   cpu::WeightView weights(const Arrays& in) const;  // dense, with data
+  cpu::Activations activations() const { return activations_; }
   bool is_equivalent(const mx::Primitive& other) const override {
     auto& o = static_cast<const QuantizedLinear&>(other);
-    return format_ == o.format_ && bits_ == o.bits_ && group_size_ == o.group_size_;
+    return format_ == o.format_ && bits_ == o.bits_ && group_size_ == o.group_size_ &&
+           activations_ == o.activations_;
   }
   std::vector<mx::Shape> output_shapes(const Arrays& in) override {
     auto shape = in[0].shape();
@@ -381,6 +391,7 @@ class QuantizedLinear : public Node {
   cpu::WeightFormat format_;
   int bits_;
   int group_size_;
+  cpu::Activations activations_;
 };
 
 // Rows of an embedding's weight, on the CPU. No id that it has not is read for: that row is NaN.

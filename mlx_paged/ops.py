@@ -42,8 +42,6 @@ import numpy.typing as npt
 
 from mlx_paged.extension import ext
 
-_MOST_PRODUCT_ROWS = 64  # kLinearMostRows in csrc/cuda/linear_shape.h
-
 OnKernel = Callable[[int, int], None]  # how many kernels are done, of how many
 
 
@@ -464,6 +462,7 @@ def linear(
     weight: mx.array,
     bias: mx.array | None = None,
     *,
+    activations: str = "float32",
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
     """``x @ weight.T + bias``.
@@ -475,11 +474,13 @@ def linear(
         x: ``[..., k]``.
         weight: ``[n, k]``.
         bias: ``[n]``.
+        activations: one of `activations()`. "bfloat16" rounds `x` to it where the weight is of that
+            type and has so many rows (more than 64) that its products are worth it, on the CPU.
 
     Returns:
         ``[..., n]``.
     """
-    return ext.linear(x, weight, bias, stream=stream)
+    return ext.linear(x, weight, bias, activations=activations, stream=stream)
 
 
 def quantized_linear(
@@ -492,12 +493,17 @@ def quantized_linear(
     group_size: int,
     bits: int,
     mode: str = "affine",
+    activations: str = "float32",
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
     """``x`` times the transpose of what `mx.quantize` made ``weight``, `scales` and `biases` of.
 
     One operation on the CPU, which reads the weight as it is and multiplies and sums in float32
     whatever the dtypes are; else, and for a weight that is not evaluated, ``mx.quantized_matmul``.
+    With `activations` "int8" that one operation rounds `x` first, each group of 32 to
+    ``[-127, 127]`` times a float32 scale, and multiplies integers; a group that has a NaN or an
+    infinity makes the row NaN. `rounds_activations` says for which weights; others are multiplied
+    as with "float32".
 
     Args:
         x: ``[..., k]``.
@@ -505,13 +511,27 @@ def quantized_linear(
         scales: ``[n, k / group_size]``.
         biases: like `scales`, for the mode "affine" only.
         bias: ``[n]``: added to the product.
+        activations: one of `activations()`; "bfloat16" is as "float32" here.
 
     Returns:
         ``[..., n]``, of the dtype that ``mx.quantized_matmul`` gives.
     """
     return ext.quantized_linear(
-        x, weight, scales, biases, bias, group_size=group_size, bits=bits, mode=mode, stream=stream
-    )
+        x, weight, scales, biases, bias, group_size=group_size, bits=bits, mode=mode,
+        activations=activations, stream=stream,
+    )  # fmt: skip
+
+
+def activations() -> list[str]:
+    """What products on this CPU can round activations to: "float32" is not at all; "int8", see
+    `quantized_linear`; and where the processor has AVX-512 BF16 "bfloat16", see `linear`.
+    """
+    return ext.activations()
+
+
+def rounds_activations(mode: str, bits: int, group_size: int) -> bool:
+    """Whether `quantized_linear` has a product of int8 activations with weights of a format."""
+    return mode == "affine" and bits in (4, 8) and group_size in (32, 64, 128)
 
 
 def lookup(
@@ -657,11 +677,17 @@ def most_device_program_rows() -> int:
     None with ``MLX_PAGED_CHECK=1`` either, as a program does not check ids.
     """
     is_checked = os.environ.get("MLX_PAGED_CHECK") == "1"
-    return _MOST_PRODUCT_ROWS if ext.has_transfers() and not is_checked else 0
+    return 0 if is_checked else ext.most_device_program_rows()
+
+
+def repeats_steps() -> bool:
+    """Whether a GPU repeats steps of one shape as a whole, so that arrays of a plan should keep
+    their sizes while contexts grow."""
+    return has_cuda() or most_device_program_rows() > 0
 
 
 class DeviceProgram:
-    """A decode step of few rows as one operation of a GPU: its kernels one after another in memory
+    """A decode step as one operation of a GPU: its kernels one after another in memory
     that stays, with CUDA captured as a graph and replayed.
 
     The graph consists of `linear`, `rms_norm`, `rope_rotations`, `rope`, `silu_mul`, `write_kv`,

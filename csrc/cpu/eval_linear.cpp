@@ -16,6 +16,7 @@
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "product_pieces.h"
+#include "scratch.h"
 
 namespace mlx_paged {
 
@@ -56,9 +57,66 @@ void multiply_many(const float* x, const cpu::WeightView& weights, float* out, i
   }
 }
 
+// The same with activations that are rounded to int8: some rows at a time, so that they stay in the
+// caches while all weights pass.
+void multiply_int8(const float* x, const cpu::WeightView& weights, float* out, int m) {
+  constexpr int kMostRows = 256;
+  constexpr int kAtOnce = 4;  // rows that are rounded
+  const auto& int8 = cpu::kernels().rounded.int8;
+  int n = weights.n;
+  int k = weights.k;
+  int64_t chunks = cpu::num_int8_chunks(k);
+  // Its pages are not made anew for every product.
+  thread_local std::vector<cpu::Int8Chunk> memory;
+  memory.resize(std::max(memory.size(), size_t(std::min(m, kMostRows) * chunks)));
+  cpu::Int8Chunk* rounded = memory.data();
+  for (int begin = 0; begin < m; begin += kMostRows) {
+    int rows = std::min(kMostRows, m - begin);
+    const float* from = x + int64_t(begin) * k;
+    cpu::parallel_for((rows + kAtOnce - 1) / kAtOnce, [&](int task, int) {
+      int first = task * kAtOnce;
+      int count = std::min(kAtOnce, rows - first);
+      int8.quantise(from + int64_t(first) * k, k, count, k, weights.bits, rounded + first * chunks);
+    });
+    cpu::for_product_pieces(
+        rows, n, k, weights.bits, n,
+        [&](int64_t first, int64_t last) {
+          float* scratch = cpu::thread_scratch(int8.num_scratch_floats(rows, weights));
+          int8.product({rounded, weights, out + int64_t(begin) * n, rows, n, scratch}, first, last);
+        },
+        cpu::kInt8TileColumns);
+  }
+}
+
+// The same with activations that are rounded to bfloat16.
+void multiply_bfloat(const float* x, const cpu::WeightView& weights, float* out, int m) {
+  constexpr int kAtOnce = 4;  // rows that are rounded
+  const auto& bfloat = cpu::kernels().rounded.bfloat;
+  int n = weights.n;
+  int k = weights.k;
+  int64_t stride = cpu::bfloat_stride(k);
+  // Its pages are not made anew for every product.
+  thread_local std::vector<uint16_t> memory;
+  memory.resize(std::max(memory.size(), size_t(m * stride)));
+  uint16_t* rounded = memory.data();
+  cpu::parallel_for((m + kAtOnce - 1) / kAtOnce, [&](int task, int) {
+    int first = task * kAtOnce;
+    int count = std::min(kAtOnce, m - first);
+    bfloat.round(x + int64_t(first) * k, k, count, k, rounded + first * stride);
+  });
+  cpu::for_product_pieces(
+      m, n, k, weights.bits, n,
+      [&](int64_t begin, int64_t end) {
+        float* scratch = cpu::thread_scratch(cpu::kBFloatScratch);
+        bfloat.product({rounded, weights, out, m, n, scratch}, begin, end);
+      },
+      cpu::kBFloatTileColumns);
+}
+
 // x [m, k] times the rows of weights, plus bias where there is one.
 void multiply(
-    const float* x, const cpu::WeightView& weights, const float* bias, float* out, int m) {
+    const float* x, const cpu::WeightView& weights, const float* bias, float* out, int m,
+    cpu::Activations activations) {
   if (m == 0) {
     return;
   }
@@ -66,7 +124,13 @@ void multiply(
   int k = weights.k;
   const auto& product = cpu::kernels().product;
   bool is_float = weights.format == cpu::WeightFormat::dense && weights.dtype == DType::float32;
-  if (m <= product.most_rows(weights) || !cpu::find_sgemm()) {
+  if (activations == cpu::Activations::int8 && cpu::has_int8_product(weights)) {
+    multiply_int8(x, weights, out, m);
+  } else if (
+      activations == cpu::Activations::bfloat16 && cpu::kernels().rounded.bfloat.serves(weights) &&
+      m > product.most_rows(weights)) {
+    multiply_bfloat(x, weights, out, m);
+  } else if (m <= product.most_rows(weights) || !cpu::find_sgemm()) {
     cpu::for_product_pieces(m, n, k, weights.bits, n, [&](int64_t begin, int64_t end) {
       product.few_rows({x, weights, out, m, k, n}, begin, end);
     });
@@ -124,9 +188,10 @@ void Linear::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
-  encoder.dispatch([m = int(in[0].size() / in[1].shape(1)), x = in[0].data<float>(),
-                    weights = weights(in[1]), bias = in.size() > 2 ? in[2].data<float>() : nullptr,
-                    out = out[0].data<float>()] { multiply(x, weights, bias, out, m); });
+  encoder.dispatch(
+      [m = int(in[0].size() / in[1].shape(1)), x = in[0].data<float>(), weights = weights(in[1]),
+       bias = in.size() > 2 ? in[2].data<float>() : nullptr, out = out[0].data<float>(),
+       activations = activations_] { multiply(x, weights, bias, out, m, activations); });
 }
 
 cpu::WeightView QuantizedLinear::weights(const Arrays& in) const {
@@ -141,7 +206,8 @@ void QuantizedLinear::eval_cpu(const Arrays& inputs, Arrays& out) {
   size_t bias = w.biases ? 4 : 3;
   encoder.dispatch([m = int(in[0].size() / w.k), x = in[0].data<float>(), w,
                     bias = in.size() > bias ? in[bias].data<float>() : nullptr,
-                    out = out[0].data<float>()] { multiply(x, w, bias, out, m); });
+                    out = out[0].data<float>(),
+                    activations = activations_] { multiply(x, w, bias, out, m, activations); });
 }
 
 cpu::WeightView Lookup::weights(const Arrays& in) const {

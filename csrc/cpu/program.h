@@ -74,15 +74,19 @@ struct RowPhase {
   std::vector<RowTask> tasks;  // in this order for each row
 };
 
-// A linear layer, with what follows it.
-struct Product {
-  View x;    // [rows, ..., k]
-  View out;  // [rows, ..., n]
+// x @ weight.T + bias.
+struct Projection {
+  View x;  // [rows, ..., k]; of int8 activations [rows, chunks, ...]
   WeightView weight;
   const float* bias = nullptr;  // [n] or null
-  // Of a gated layer: out = silu(x @ weight.T + bias) * (x @ up.T + up_bias).
-  std::optional<WeightView> up;
-  const float* up_bias = nullptr;
+  Activations activations = Activations::float32;
+};
+
+// A linear layer, with what follows it.
+struct Product {
+  View out;  // [rows, ..., n]
+  Projection main;
+  std::optional<Projection> up;  // of a gated layer: out = silu(main) * up
   std::optional<View> added;
 };
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "kernels.h"
 #include "parallel_for.h"
 
 namespace mlx_paged::cpu {
@@ -16,18 +17,23 @@ void cut(ProductPhase& phase) {
   constexpr int64_t kMostWeights = 1 << 16;
   constexpr int kPiecesPerThread = 8;
   constexpr int kAlign = 16;  // whole vectors and cache lines
-  auto column_size = [](const Product& p) { return int64_t(p.weight.k) * (p.up ? 2 : 1); };
+  auto column_size = [](const Product& p) { return int64_t(p.main.weight.k) * (p.up ? 2 : 1); };
   int64_t weights = 0;
   for (const Product& p : phase.products) {
-    weights += p.weight.n * column_size(p);
+    weights += p.main.weight.n * column_size(p);
   }
   int64_t piece =
       std::clamp(weights / (kPiecesPerThread * num_threads()), kLeastWeights, kMostWeights);
   for (size_t i = 0; i < phase.products.size(); i++) {
     const Product& p = phase.products[i];
-    int each = int(std::max<int64_t>(1, piece / column_size(p) / kAlign) * kAlign);
-    for (int begin = 0; begin < p.weight.n; begin += each) {
-      phase.pieces.push_back({int(i), begin, std::min(p.weight.n, begin + each)});
+    int64_t align = p.main.activations == Activations::int8 &&
+                            kernels().rounded.int8.uses_tiles(int(p.out.rows()))
+                        ? kInt8TileColumns
+                        : kAlign;
+    int each = int(std::max<int64_t>(1, piece / column_size(p) / align) * align);
+    int n = p.main.weight.n;
+    for (int begin = 0; begin < n; begin += each) {
+      phase.pieces.push_back({int(i), begin, std::min(n, begin + each)});
     }
   }
 }

@@ -345,44 +345,67 @@ class ProgramReader : public RowReader {
     operations_.push_back(std::move(op));
   }
 
-  struct Weights {
-    WeightView weight;
-    const float* bias = nullptr;
-  };
-
-  Weights weights_of(const Node& node) {
+  Projection projection_of(const Node& node) {
     Arrays in = evaluated(node);
-    Weights w;
+    Projection p{};
     size_t bias = 2;
     if (auto* quantized = dynamic_cast<const QuantizedLinear*>(node.primitive)) {
-      w.weight = quantized->weights(in);
-      bias = w.weight.biases ? 4 : 3;
+      p.weight = quantized->weights(in);
+      p.activations = quantized->activations();
+      bias = p.weight.biases ? 4 : 3;
     } else {
-      w.weight = Linear::weights(in[1]);
+      p.weight = Linear::weights(in[1]);
     }
-    w.bias = in.size() > bias ? constant(node.inputs[bias]) : nullptr;
-    return w;
+    p.bias = in.size() > bias ? constant(node.inputs[bias]) : nullptr;
+    p.x = with_dense_rows(view(node.inputs[0]));
+    require(p.x.row_size() == p.weight.k, "a product of several vectors a row");
+    require(p.x.rows() <= kernels().product.most_rows(p.weight), "more rows than it pays for");
+    if (p.activations == Activations::int8) {
+      if (has_int8_product(p.weight)) {
+        p.x = rounded_to_int8(p.x, p.weight);
+      } else {
+        p.activations = Activations::float32;
+      }
+    }
+    return p;
+  }
+
+  // The rows of x as the products of int8 activations read them; once for all that read them.
+  View rounded_to_int8(const View& x, const WeightView& weight) {
+    auto& to = rounded_[{x.buffer, x.offset, x.strides[0], x.rows(), weight.k, weight.bits}];
+    if (to) {
+      return *to;
+    }
+    int floats = num_int8_chunks(weight.k) * int(sizeof(Int8Chunk) / sizeof(float));
+    int buffer = add_buffer({.kind = Buffer::Kind::temporary});
+    program_.buffers_[buffer].bytes = x.rows() * floats * int64_t(sizeof(float));
+    program_.buffers_[buffer].row_size = floats;
+    to = View{buffer, 0, {int(x.rows()), floats}, {floats, 1}};
+    add_row_operation(
+        *to, {x}, {},
+        [x, to = *to, k = weight.k, bits = weight.bits](
+            const Bases& bases, int64_t begin, int64_t end) {
+          kernels().rounded.int8.quantise(
+              x.row(bases, begin), x.strides[0], int(end - begin), k, bits,
+              reinterpret_cast<Int8Chunk*>(to.row(bases, begin)));
+        });
+    return *to;
   }
 
   void read_product(const Linears& linears, const mx::array& out) {
-    const Node& node = nodes_[linears.gate];
-    auto [weight, bias] = weights_of(node);
     Product p{};
-    p.weight = weight;
-    p.bias = bias;
-    p.x = with_dense_rows(view(node.inputs[0]));
-    require(p.x.row_size() == weight.k, "a product of several vectors a row");
-    require(p.x.rows() <= kernels().product.most_rows(weight), "more rows than it pays for");
     p.out = new_value(out);
+    p.main = projection_of(nodes_[linears.gate]);
     Operation op;
     op.kind = Operation::Kind::product;
-    op.rows = p.x.rows();
-    op.gathers = {p.x.buffer};
+    op.rows = p.out.rows();
+    op.gathers = {p.main.x.buffer};
     if (linears.up) {
-      auto [up, up_bias] = weights_of(nodes_[*linears.up]);
-      require(up.n == weight.n && up.k == weight.k, "a gate of another size");
-      p.up = up;
-      p.up_bias = up_bias;
+      p.up = projection_of(nodes_[*linears.up]);
+      op.gathers.push_back(p.up->x.buffer);
+      require(
+          p.up->weight.n == p.main.weight.n && p.up->weight.k == p.main.weight.k,
+          "a gate of another size");
     }
     if (linears.added) {
       p.added = with_dense_rows(view(*linears.added));
@@ -492,6 +515,8 @@ class ProgramReader : public RowReader {
   std::unordered_map<Id, size_t> producers_;
   std::unordered_map<Id, int> uses_;
   std::map<size_t, Linears> linears_;
+  // What was rounded: its buffer, offset, stride and rows, and for what k and bits.
+  std::map<std::array<int64_t, 6>, std::optional<View>> rounded_;
 };
 
 Program::Program(const Arrays& inputs, const Arrays& outputs) {

@@ -329,6 +329,20 @@ def _expert_linear(data: Data) -> None:
     data.check(out[:, :, 0], expected + exact(bias)[experts])
 
 
+def _int8_activations(data: Data) -> None:
+    """Of whole numbers up to 127, which are not rounded."""
+    codes = np.random.default_rng(2).integers(-127, 128, (30, 128)).astype(np.float32)
+    codes[:, ::32] = 127
+    x, weight = mx.array(codes).astype(data.dtype), data.normal(9, 128)
+    for bits in (4, 8):
+        packed, scales, biases = mx.quantize(weight.astype(mx.float32), group_size=64, bits=bits)
+        out = ops.quantized_linear(
+            x, packed, scales, biases, group_size=64, bits=bits, activations="int8"
+        )
+        wide = mx.dequantize(packed, scales, biases, group_size=64, bits=bits)
+        data.check(out, exact(x) @ exact(wide).T, f"{bits} bits")
+
+
 def _lookup(data: Data) -> None:
     weight, ids = data.normal(10, 96), [3, -1, 0]
     data.same(ops.lookup(mx.array(ids), weight), exact(weight)[ids], "rows")
@@ -375,6 +389,7 @@ CASES: dict[str, Case] = {
     # (On a GPU they are MLX's own.)
     "quantized_linear": Case(_quantized_linear),
     "expert_linear": Case(_expert_linear),
+    "quantized_linear: int8 activations": Case(_int8_activations),
     "lookup": Case(_lookup),
     "upload": Case(_upload, dtypes=("float32",), gpu_dtypes=("float32",)),
     "to_host": Case(_to_host, dtypes=("float32",), gpu_dtypes=("float32",)),

@@ -128,6 +128,7 @@ class _Building(threading.local):
     for_program: bool = False  # the graph becomes an `ops.DeviceProgram`
     on_cuda: bool = False
     linear_dtypes: tuple[mx.Dtype, ...] = ()  # of what `ops.linear` takes
+    activations: str = "float32"  # of products on the CPU
     tower: TowerOps | None = None  # on the CPU, while it is a tower instead
 
 
@@ -140,17 +141,19 @@ def is_native_on_cpu() -> bool:
 
 
 @contextmanager
-def native_ops(positions: mx.array) -> Iterator[None]:
+def native_ops(positions: mx.array, activations: str = "float32") -> Iterator[None]:
     """Within it, model code on this thread runs the native operations.
 
     Args:
         positions: ``[num_rows]`` int32: the array that the model's RoPE gets as its offset.
+        activations: what `ops.linear` and `ops.quantized_linear` round their input to, on the CPU.
     """
     if mx.default_device() == mx.cpu:
+        _building.activations = activations
         _building.rotations = _Rotations(positions)
         _building.linear_dtypes = (mx.float32,)
-    elif ops.has_cuda():
-        _building.on_cuda = True
+    elif ops.has_cuda() or _building.for_program:
+        _building.on_cuda = ops.has_cuda()
         _building.linear_dtypes = (mx.float16, mx.bfloat16)
         if _building.for_program:
             _building.rotations = _Rotations(positions)
@@ -175,7 +178,7 @@ def leave_native_ops() -> None:
     """Ends `native_ops` and `native_tower` on this thread, also where an exception kept them from
     ending."""
     _building.rotations, _building.linear_dtypes, _building.tower = None, (), None
-    _building.on_cuda = False
+    _building.on_cuda, _building.activations = False, "float32"
 
 
 @contextmanager
@@ -309,7 +312,7 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 def linear(self: nn.Linear, x: mx.array) -> mx.array:
     """``nn.Linear.__call__``."""
     if x.dtype in _building.linear_dtypes:
-        return ops.linear(x, self["weight"], self.get("bias"))
+        return ops.linear(x, self["weight"], self.get("bias"), activations=_building.activations)
     return _mlx_linear(self, x)
 
 
@@ -427,7 +430,7 @@ def switch_mlp(self: switch_layers.SwitchMLP, x: mx.array, indices: mx.array) ->
 def as_linear(self: nn.Embedding, x: mx.array) -> mx.array:
     """``nn.Embedding.as_linear``: the output projection of models whose embeddings are tied."""
     if x.dtype in _building.linear_dtypes:
-        return ops.linear(x, self["weight"])
+        return ops.linear(x, self["weight"], activations=_building.activations)
     return _mlx_as_linear(self, x)
 
 
@@ -456,6 +459,7 @@ def _native_quantized(self: nn.Module, x: mx.array, bias: mx.array | None) -> mx
         group_size=self.group_size,
         bits=self.bits,
         mode=self.mode,
+        activations=_building.activations,
     )
 
 

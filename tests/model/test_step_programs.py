@@ -130,6 +130,42 @@ def test_they_give_what_the_graph_gives(name: str) -> None:
         np.testing.assert_array_equal(np.array(ours.value_pool), np.array(theirs.value_pool))
 
 
+MIXED = {"up_proj": {"bits": 8, "group_size": 32}, "v_proj": {"bits": 3, "group_size": 64}}
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_they_round_activations(bits: int, mixed: bool) -> None:
+    """Each input once for all that read it alike; linear layers of other formats do not."""
+
+    def driver(activations: str) -> StepDriver:
+        model = tiny_model(tiny_config("llama", **WIDE, attention_bias=True))
+        model.set_dtype(mx.bfloat16)
+        form = {"bits": bits, "group_size": 64}
+        nn.quantize(
+            model,
+            class_predicate=lambda path, layer: (
+                hasattr(layer, "to_quantized")
+                and ((mixed and MIXED.get(path.split(".")[-1])) or form)
+            ),
+        )
+        _convert(model, "auto", keeps_weights=True)
+        made = StepDriver(model, "llama", block_size=8)
+        made.runner.model.round_activations(activations)
+        made.runner.model.allocate(64)
+        return made
+
+    programs, graphs, exact = driver("int8"), driver("int8"), driver("float32")
+    graphs.runner.model._compiled._failed = True
+    for work in steps():
+        actual, expected, floats = (one.step(work) for one in (programs, graphs, exact))
+        for sequence, logits in expected.items():
+            np.testing.assert_array_equal(actual[sequence], logits)
+            error = np.linalg.norm(logits - floats[sequence]) / np.linalg.norm(floats[sequence])
+            assert 1e-4 < error < 0.15, error  # (weights are tripled)
+    assert programs.runner.model._compiled._graphs and not graphs.runner.model._compiled._graphs
+
+
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_they_take_quantised_pools(name: str) -> None:
     programs, graphs = (driver_of("windows", name) for _ in range(2))

@@ -194,7 +194,7 @@ def test_linear(rng, shape, n: int, biased: bool) -> None:
 @pytest.mark.parametrize("n", [3, 17, 960])
 def test_a_row_of_a_linear_layer_does_not_depend_on_the_others(rng, n: int, k: int) -> None:
     """Whoever serves MLX's BLAS: the engine's tokens do not depend on the batch."""
-    most = {"avx512": 64, "avx2": 16}.get(build_info()["simd"])
+    most = {"avx5": 64, "avx2": 16}.get(build_info()["simd"][:4])
     if most is None or mx.default_device() != mx.cpu:
         pytest.skip("the products are another library's here")
     x, exact = values_of(rng, most, k, dtype=mx.float32)
