@@ -146,8 +146,35 @@ def test_sums_that_mlx_compiled(rng) -> None:
     a, b = edges(rng, 4, 24), edges(rng, 4, 24)
     assert_program_equals_graph(mx.compile(lambda a, b: a + b, shapeless=True), a, b)
     assert_program_equals_graph(mx.compile(lambda a, b: a + b), a, b)
-    for other in (lambda a, b: a + b + 1, lambda a, b: a + a * b):
+    for other in (lambda a, b: (a + b) * b, lambda a, b: a + a * b):
         assert_program_equals_graph(mx.compile(other, shapeless=True), a, b, num_nodes=1)
+
+
+@pytest.mark.parametrize("affine", ["", "weight", "bias", "weight and bias"])
+def test_layer_norms(rng, affine: str) -> None:
+    weight, bias = (mx.array(rng.standard_normal(40).astype(np.float32)) for _ in range(2))
+    mx.eval(weight, bias)
+    x = mx.array(rng.standard_normal((5, 3, 40)).astype(np.float32))
+    assert_program_equals_graph(
+        lambda x: ops.layer_norm(
+            x * 2.0,
+            weight if "weight" in affine else None,
+            bias if "bias" in affine else None,
+            1e-5,
+        ),
+        x,
+    )
+
+
+@pytest.mark.parametrize("name", ["none", "tanh", "fast", "clipped_swiglu"])
+def test_activations(rng, name: str) -> None:
+    x = edges(rng, 4, 66).reshape(4, 3, 22)
+    if name == "clipped_swiglu":
+        assert_program_equals_graph(
+            lambda x: ops.clipped_swiglu(x[..., ::2], x[..., 1::2], alpha=1.5, limit=3.0), x
+        )
+    else:
+        assert_program_equals_graph(lambda x: ops.gelu(x[:, 1:], name), x)
 
 
 def test_a_router_of_each_kind(rng) -> None:
