@@ -83,7 +83,7 @@ FAMILIES = [
     *("mimo", "nanbeige", "openelm", "seed_oss", "telechat3"),
 ]
 REFUSED_FAMILIES = {
-    "cohere": "Sum",  # LayerNorm
+    "cohere": "layer_norm",
     "gemma2": "Multiply",  # scaled embeddings
     "gpt_oss": "ArgPartition",  # experts
     "mixtral": "Negative",
