@@ -182,8 +182,9 @@ def test_they_take_quantised_pools(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["deepseek", "exaone4", "glm4", "granite", "mimo", "nanbeige", "olmo3", "qwen2_vl",
-               "qwen3", "seed_oss"]
+    "family", ["cohere", "deepseek", "exaone4", "gemma3_text", "glm4", "gpt_neox", "gpt_oss",
+               "granite", "granitemoe", "mimo", "mixtral", "nanbeige", "olmo3", "olmoe", "phi",
+               "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_moe", "seed_oss", "starcoder2"]
 )  # fmt: skip
 def test_families_that_need_no_operation_of_mlx(
     family: str, monkeypatch: pytest.MonkeyPatch
