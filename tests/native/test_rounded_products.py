@@ -135,6 +135,7 @@ def test_numbers_at_the_ends_of_their_range(rng, bits: int, rows: int) -> None:
             np.array(multiply(x, arrays, bits, 64)), np.array(multiply(without, arrays, bits, 64))
         )
         assert np.isfinite(np.array(multiply(x, arrays, bits, 64))).all()
+        assert (np.array(multiply(np.full((rows, 256), value), arrays, bits, 64)) == 0).all()
     for value in (2.0**-87, 2.0**87):  # (groups of 127 * 2^-12 to 2^12 of these)
         x = exact_rows(rng, rows, 256) * value
         assert_near(multiply(x, arrays, bits, 64), x, weight)

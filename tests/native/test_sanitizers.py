@@ -83,6 +83,7 @@ def test_the_operations_pass_under_sanitizers(which) -> None:
         "copy_blocks",
         "gather_kv",
         "layer_ops",
+        "rounded_products",
         "token_bitmask",
     )
     run = run_sanitized(
@@ -102,7 +103,10 @@ def test_step_programs_pass_under_sanitizers() -> None:
     run = run_sanitized(
         *("-m", "pytest", "-q", "-s", "--tb=short", "-p", "no:cacheprovider"),
         *("-p", "support.sanitized_plugin"),
-        *("-k", "mlxs_own or outlives or many_axes or lookups or gemma3_text or int4"),
+        *(
+            "-k",
+            "mlxs_own or outlives or many_axes or lookups or gemma3_text or int4 or they_round",
+        ),
         str(HERE.parent / "model" / "test_step_programs.py"),
         MLX_PAGED_NUM_THREADS="2",
     )
