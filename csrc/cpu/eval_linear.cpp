@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// eval_cpu of x @ weight.T + bias, of weights in each of their formats.
+// eval_cpu of x @ weight.T + bias and of what else reads weights, in each of their formats.
 
 #include <dlfcn.h>
 
@@ -151,17 +151,19 @@ void multiply(
   });
 }
 
+// Matrices of several experts are one, one after the other.
 cpu::WeightView quantized_view(
     const mx::array* in, cpu::WeightFormat format, int bits, int group_size) {
+  int words = in[0].shape(-1);
   cpu::WeightView w;
   w.data = in[0].data<void>();
   w.scales = in[1].data<void>();
-  w.n = in[0].shape(0);
-  w.k = int(int64_t(in[0].shape(1)) * 32 / bits);
+  w.n = int(int64_t(in[0].size()) / words);
+  w.k = int(int64_t(words) * 32 / bits);
   w.format = format;
   w.bits = bits;
   w.group_size = group_size;
-  w.row_bytes = int64_t(in[0].shape(1)) * 4;
+  w.row_bytes = int64_t(words) * 4;
   if (format == cpu::WeightFormat::affine) {
     w.dtype = dtype_of(in[1].dtype());
     w.biases = in[2].data<void>();
@@ -174,8 +176,8 @@ cpu::WeightView quantized_view(
 cpu::WeightView Linear::weights(const mx::array& weight) {
   cpu::WeightView w;
   w.data = weight.data<void>();
-  w.n = weight.shape(0);
-  w.k = weight.shape(1);
+  w.k = weight.shape(-1);
+  w.n = int(int64_t(weight.size()) / w.k);
   w.dtype = dtype_of(weight.dtype());
   w.bits = int(weight.itemsize()) * 8;
   w.row_bytes = int64_t(w.k) * weight.itemsize();
@@ -235,6 +237,45 @@ void Lookup::eval_cpu(const Arrays& inputs, Arrays& out) {
           }
         });
       });
+}
+
+cpu::ExpertWeights ExpertLinear::weights(const Arrays& in) const {
+  cpu::ExpertWeights w;
+  bool is_quantized = format_ != cpu::WeightFormat::dense;
+  w.all =
+      is_quantized ? quantized_view(&in[2], format_, bits_, group_size_) : Linear::weights(in[2]);
+  w.num_experts = in[2].shape(0);
+  size_t next = !is_quantized ? 3 : w.all.biases ? 5 : 4;
+  if (has_bias_) {
+    w.bias = in[next++].data<float>();
+  }
+  w.scales = in.size() > next ? in[next].data<float>() : nullptr;
+  return w;
+}
+
+void ExpertLinear::eval_cpu(const Arrays& inputs, Arrays& out) {
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
+  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+  cpu::ExpertArgs args;
+  args.weights = weights(in);
+  int64_t k = args.weights.all.k;
+  bool shares_rows = in[0].size() != in[1].size() * k;
+  args.x = in[0].data<float>();
+  args.indices = in[1].data<uint32_t>();
+  args.per_row = in[1].shape(-1);
+  args.num_rows = args.per_row ? int(in[1].size() / args.per_row) : 0;
+  args.x_row_stride = shares_rows ? k : args.per_row * k;
+  args.x_pair_stride = shares_rows ? 0 : k;
+  args.index_row_stride = args.per_row;
+  args.out = out[0].data<float>();
+  encoder.dispatch([args] {
+    cpu::ExpertGroups groups;
+    groups.assign(args);
+    int shares = cpu::expert_shares(args);
+    cpu::parallel_for(
+        shares, [&](int share, int) { cpu::run_experts(args, groups, share, shares); });
+  });
 }
 
 }  // namespace mlx_paged

@@ -103,6 +103,16 @@ void run_product(const Product& p, const Bases& bases, int begin, int end) {
   }
 }
 
+void run_expert_piece(const ExpertPhase& phase, const Bases& bases, int task) {
+  const auto& piece = phase.pieces[task];
+  const ExpertProduct& p = phase.products[piece.product];
+  ExpertArgs args = p.args;
+  args.x = p.x.row(bases, 0);
+  args.indices = p.indices.row<uint32_t>(bases, 0);
+  args.out = p.out.row(bases, 0);
+  run_experts(args, piece.share, piece.num_shares);
+}
+
 // Memory of the stream's thread, for what lies between the phases of a step.
 char* step_memory(int64_t bytes) {
   thread_local std::vector<std::max_align_t> memory;
@@ -311,6 +321,9 @@ void Program::run(const Bases& bases, const Arrays& in, size_t begin, size_t end
     } else if (auto* products = std::get_if<ProductPhase>(&phase)) {
       steps.push_back({&phase});
       num_tasks.push_back(int(products->pieces.size()));
+    } else if (auto* experts = std::get_if<ExpertPhase>(&phase)) {
+      steps.push_back({&phase});
+      num_tasks.push_back(int(experts->pieces.size()));
     } else {
       const auto& p = std::get<AttentionPhase>(phase);
       attention.push_back(
@@ -338,6 +351,8 @@ void Program::run(const Bases& bases, const Arrays& in, size_t begin, size_t end
     } else if (auto* products = std::get_if<ProductPhase>(step.phase)) {
       const auto& piece = products->pieces[task];
       run_product(products->products[piece.product], bases, piece.begin, piece.end);
+    } else if (auto* experts = std::get_if<ExpertPhase>(step.phase)) {
+      run_expert_piece(*experts, bases, task);
     } else {
       const auto& rows = std::get<RowPhase>(*step.phase);
       int64_t first = rows.rows * task / num_tasks[i];

@@ -38,6 +38,15 @@ void cut(ProductPhase& phase) {
   }
 }
 
+void cut(ExpertPhase& phase) {
+  for (size_t i = 0; i < phase.products.size(); i++) {
+    int shares = expert_shares(phase.products[i].args);
+    for (int share = 0; share < shares; share++) {
+      phase.pieces.push_back({int(i), share, shares});
+    }
+  }
+}
+
 class PhaseMaker {
  public:
   PhaseMaker(std::vector<Operation>& operations, std::vector<Buffer>& buffers)
@@ -103,19 +112,27 @@ class PhaseMaker {
         finish(members);
         continue;
       }
-      for (size_t i = 0; i < ops.size(); i++) {
-        if (!ops[i].done && ops[i].kind == Operation::Kind::product && is_ready(i, false)) {
-          members.push_back(i);
+      auto add_products = [&](auto phase, Operation::Kind kind, auto product_of) {
+        for (size_t i = 0; i < ops.size(); i++) {
+          if (!ops[i].done && ops[i].kind == kind && is_ready(i, false)) {
+            members.push_back(i);
+            phase.products.push_back(product_of(ops[i]));
+          }
         }
-      }
-      if (!members.empty()) {
-        ProductPhase phase;
-        for (size_t i : members) {
-          phase.products.push_back(*ops[i].product);
+        if (members.empty()) {
+          return false;
         }
         cut(phase);
         made_.phases.emplace_back(std::move(phase));
         finish(members);
+        return true;
+      };
+      if (add_products(
+              ProductPhase{}, Operation::Kind::product,
+              [](const Operation& op) { return *op.product; }) ||
+          add_products(ExpertPhase{}, Operation::Kind::experts, [](const Operation& op) {
+            return *op.experts;
+          })) {
         continue;
       }
       for (size_t i = 0; i < ops.size() && members.empty(); i++) {

@@ -16,7 +16,14 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from support.simd_processes import run_in_process_of
-from support.weight_formats import assert_near, dequantised, quantised
+from support.weight_formats import (
+    FLOATS,
+    FORMATS,
+    SCALE_DTYPES,
+    assert_near,
+    dequantised,
+    quantised,
+)
 
 from mlx_paged import ops
 
@@ -25,10 +32,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 EVERYTHING = os.environ.get("MLX_PAGED_TEST_PRODUCTS") == "all"
-AFFINE = [(bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
-FLOATS = [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
-FORMATS = [("affine", bits, group) for bits, group in AFFINE] + FLOATS
-SCALE_DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 # Rows on both sides of the borders between ways to multiply.
 ROWS = [*range(1, 66), 200] if EVERYTHING else [1, 3, 6, 65]
 # k: shorter than a part of the kernel's, exactly parts, and parts with some more.

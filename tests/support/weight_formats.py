@@ -1,10 +1,15 @@
-"""Weights in the formats of ``mx.quantize``, and what they stand for in float64."""
+"""Weights in the formats that checkpoints have, and what they stand for in float64."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+
+AFFINE = [(bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
+FLOATS = [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
+FORMATS = [("affine", bits, group) for bits, group in AFFINE] + FLOATS
+SCALE_DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
 Floats = npt.NDArray[np.float64]
 
