@@ -2,7 +2,7 @@
 
 python bench/llama_cpp.py                                         # everything: an hour on 4 cores
 python bench/llama_cpp.py --only '1b/4bit/4/*' --turns 1 --add    # one turn more of some cells
-python bench/llama_cpp.py --only '*/decode-1' --label int8 --env NAME=VALUE    # a variant of ours
+python bench/llama_cpp.py --label int8 --env MLX_PAGED_CPU_ACTIVATIONS=int8    # a variant of ours
 python bench/llama_cpp.py --list                                  # ids of all cells
 python bench/llama_cpp.py --prepare                               # builds and writes files only
 python bench/llama_cpp.py --docs                                  # writes the tables of the docs
@@ -131,6 +131,7 @@ def work(arguments: dict[str, Any]) -> None:
     llm = LLM(
         arguments["model"], max_num_seqs=max(ROWS), max_model_len=2048,
         num_gpu_blocks_override=tokens // EngineConfig().block_size + 2,
+        cpu_activations=os.environ.get("MLX_PAGED_CPU_ACTIVATIONS", "float32"),
     )  # fmt: skip
     _answer({"load": time.perf_counter() - start})
     rng = np.random.default_rng(int(arguments.get("seed", 0)))

@@ -50,8 +50,8 @@ class EngineConfig:
             stands for all that have a window (vLLM's name).
         cpu_activations: What the inputs of linear layers are rounded to on the CPU: "float32", not
             at all; "int8" where weights have 4 or 8 bits, or "bfloat16" where they are that and a
-            step has many rows. These are faster and less exact, see docs/engine.md. On a GPU only
-            "float32".
+            step has many rows. These are faster and less exact, see docs/architecture.md. On a GPU
+            only "float32".
         num_gpu_blocks_override: Blocks of the pool, whatever the memory (vLLM's name; it holds for
             every backend).
         kv_cache_memory: Bytes for the pool. It is allocated but not touched, so blocks that were

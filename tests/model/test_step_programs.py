@@ -139,7 +139,7 @@ def test_they_round_activations(bits: int, mixed: bool) -> None:
     """Each input once for all that read it alike; linear layers of other formats do not."""
 
     def driver(activations: str) -> StepDriver:
-        model = tiny_model(tiny_config("llama", **WIDE, attention_bias=True))
+        model = tiny_model(tiny_config("llama", **WIDE, attention_bias=True, mlp_bias=True))
         model.set_dtype(mx.bfloat16)
         form = {"bits": bits, "group_size": 64}
         nn.quantize(

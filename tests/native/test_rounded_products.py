@@ -135,6 +135,7 @@ def test_numbers_at_the_ends_of_their_range(rng, bits: int, rows: int) -> None:
             np.array(multiply(x, arrays, bits, 64)), np.array(multiply(without, arrays, bits, 64))
         )
         assert np.isfinite(np.array(multiply(x, arrays, bits, 64))).all()
+        assert (np.array(multiply(np.full((rows, 256), value), arrays, bits, 64)) == 0).all()
     for value in (2.0**-87, 2.0**87):  # (groups of 127 * 2^-12 to 2^12 of these)
         x = exact_rows(rng, rows, 256) * value
         assert_near(multiply(x, arrays, bits, 64), x, weight)
@@ -233,6 +234,21 @@ def test_a_row_of_bfloat16_that_is_no_number_stays_alone(rng) -> None:
         got = np.array(ops.linear(mx.array(x), weight, activations="bfloat16"))
         assert not np.isfinite(got[7]).any()
         np.testing.assert_array_equal(np.delete(got, 7, 0), np.delete(clean, 7, 0))
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("k", [1, 47, 1025])
+def test_a_column_of_bfloat16_that_is_no_number_stays_alone(rng, k: int) -> None:
+    """Vectors read as many elements as they have, also where a column of weights ends."""
+    x = mx.array(rng.standard_normal((70, k)).astype(np.float32))
+    rows = rng.standard_normal((20, k)).astype(np.float32)
+    clean = mx.array(rows).astype(mx.bfloat16)
+    rows[1::2] = np.inf
+    weight = mx.array(rows).astype(mx.bfloat16)
+    mx.eval(clean, weight)
+    got, expected = (np.array(ops.linear(x, w, activations="bfloat16")) for w in (weight, clean))
+    assert not np.isfinite(got[:, 1::2]).any()
+    np.testing.assert_array_equal(got[:, ::2], expected[:, ::2])
 
 
 # --- Names and instruction sets -------------------------------------------------------------------

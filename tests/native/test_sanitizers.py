@@ -34,6 +34,10 @@ SELECTED = (
     "and not more_pieces and not every_ratio and not nan_in_a_query and not simulated"
 )
 
+STEPS = (
+    "mlxs_own or outlives or many_axes or lookups or gemma3_text or mixtral or int4 or they_round"
+)
+
 # Reads outside of a pool of two blocks, by an id that nothing checks here.
 FAULT = """
 import support.sanitized_plugin, mlx.core as mx
@@ -85,6 +89,7 @@ def test_the_operations_pass_under_sanitizers(which) -> None:
         "copy_blocks",
         "gather_kv",
         "layer_ops",
+        "rounded_products",
         "token_bitmask",
         "experts",
         "program_rows",
@@ -106,7 +111,7 @@ def test_step_programs_pass_under_sanitizers() -> None:
     run = run_sanitized(
         *("-m", "pytest", "-q", "-s", "--tb=short", "-p", "no:cacheprovider"),
         *("-p", "support.sanitized_plugin"),
-        *("-k", "mlxs_own or outlives or many_axes or lookups or gemma3_text or mixtral or int4"),
+        *("-k", STEPS),
         str(HERE.parent / "model" / "test_step_programs.py"),
         MLX_PAGED_NUM_THREADS="2",
     )
