@@ -120,8 +120,9 @@ struct QuantiseParams {
   int block_shift;
   int key_format;
   int value_format;
+  int num_tokens;
 };
-static_assert(sizeof(QuantiseParams) == 24, "the same for every compiler");
+static_assert(sizeof(QuantiseParams) == 28, "the same for every compiler");
 
 struct GatherQuantisedParams {
   int num_kv_heads;
