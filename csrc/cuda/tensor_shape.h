@@ -73,9 +73,13 @@ constexpr int quantised_tile_bytes(int key_format, int value_format, int dim) {
   return quantised_rows_bytes(key_format, dim) + quantised_rows_bytes(value_format, dim);
 }
 
-// Tiles that a warp has room for: one in use, the others being copied.
-constexpr int quantised_stages(int tile_bytes) {
-  return tile_bytes > 6 * 1024 ? 2 : 3;
+constexpr int quantised_warps(int dim) {
+  return tensor_warps(dim);
+}
+
+// Tiles that a warp has room for: one in use, the other being copied.
+constexpr int quantised_stages(int) {
+  return 2;
 }
 
 // A warp's ring of tiles, which at the end holds its results instead.
@@ -88,12 +92,12 @@ constexpr int quantised_ring_bytes(int key_format, int value_format, int dim, in
 
 constexpr int quantised_scratch(int key_format, int value_format, int dim, int queries) {
   int ring = quantised_ring_bytes(key_format, value_format, dim, queries);
-  return tensor_warps(dim) * (ring + queries * 2 * 4);
+  return quantised_warps(dim) * (ring + queries * 2 * 4);
 }
 
 // Thread blocks of a multiprocessor, for which the registers must do.
-constexpr int quantised_blocks(int columns) {
-  return columns == 1 ? 4 : 2;
+constexpr int quantised_blocks(int key_format, int dim, int columns) {
+  return columns > 1 ? 2 : dim > 64 && key_format != FORMAT_INT4 ? 3 : 4;
 }
 
 // --- quantise_rows, rotate_rows ---
@@ -133,27 +137,31 @@ enum {
   X(__VA_ARGS__, 128, 2)              \
   X(__VA_ARGS__, 256, 1)
 
-// Likewise, then a suffix of the name, and the formats of keys and values.
-#define PAGED_FOR_EACH_QUANTISED_TENSOR(X, ...)   \
-  PAGED_QUANTISED_TENSORS(X, __VA_ARGS__, 64, 1)  \
-  PAGED_QUANTISED_TENSORS(X, __VA_ARGS__, 64, 2)  \
-  PAGED_QUANTISED_TENSORS(X, __VA_ARGS__, 128, 1) \
-  PAGED_QUANTISED_TENSORS(X, __VA_ARGS__, 128, 2)
-#define PAGED_QUANTISED_TENSORS(X, ...)               \
+// The formats of keys and values that have kernels: what names end with, and both.
+#define PAGED_QUANTISED_FORMATS(X, ...)               \
   X(__VA_ARGS__, int8, FORMAT_INT8, FORMAT_INT8)      \
   X(__VA_ARGS__, int8_int4, FORMAT_INT8, FORMAT_INT4) \
   X(__VA_ARGS__, int4, FORMAT_INT4, FORMAT_INT4)      \
   X(__VA_ARGS__, fp8, FORMAT_FP8, FORMAT_FP8)
 
-// The suffix and the formats of keys and values.
-#define PAGED_FOR_EACH_QUANTISED_ROWS(X, ...)  \
-  PAGED_QUANTISED_TENSORS(X, __VA_ARGS__, 64)  \
-  PAGED_QUANTISED_TENSORS(X, __VA_ARGS__, 128) \
-  PAGED_QUANTISED_TENSORS(X, __VA_ARGS__, 256)
+// Head dim, tiles of 8 queries, and a line of the above.
+#define PAGED_FOR_EACH_QUANTISED_TENSOR(X, ...)   \
+  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 64, 1)  \
+  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 64, 2)  \
+  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 128, 1) \
+  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 128, 2)
+
+// Head dim.
 #define PAGED_FOR_EACH_ROTATED_ROWS(X, ...) \
   X(__VA_ARGS__, 64)                        \
   X(__VA_ARGS__, 128)                       \
   X(__VA_ARGS__, 256)
+
+// Head dim and a line of the formats.
+#define PAGED_FOR_EACH_QUANTISED_ROWS(X, ...)  \
+  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 64)  \
+  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 128) \
+  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 256)
 
 // Head dim and warps.
 #define PAGED_FOR_EACH_PREFILL_TENSOR(X, ...) \

@@ -66,8 +66,9 @@ def test_the_rule_that_chooses_a_kernel(rng, rows, group, dims, expected) -> Non
         ("int8_k_int4_v", 1, 9, 64, "paged_decode_tensor_float16_64_n2_int8_int4"),
         ("int8", 1, 17, 128, "paged_decode_matrix_float16_128_128_m32_quantised"),
         ("int8", 1, 2, 256, "paged_decode_float16_256_256_q2_quantised"),
-        ("int4", 1, 4, 128, "paged_decode_matrix_float16_128_128_m8_quantised"),
-        ("fp8", 1, 1, 64, "paged_decode_float16_64_64_q1_quantised"),
+        ("int4", 1, 4, 128, "paged_decode_tensor_float16_128_n1_int4"),
+        ("int4", 1, 4, 80, "paged_decode_matrix_float16_80_80_m8_quantised"),
+        ("fp8", 1, 1, 64, "paged_decode_tensor_float16_64_n1_fp8"),
         ("int8", 9, 1, 128, "paged_prefill_float16_128_128_m32_quantised"),
     ],
 )

@@ -11,10 +11,11 @@
 
 // KEYS, VALUES: formats.
 template <typename T, int DIM, int COLUMNS, int KEYS, int VALUES>
-__global__ void __launch_bounds__(32 * paged::tensor_warps(DIM), paged::quantised_blocks(COLUMNS))
+__global__ void __launch_bounds__(
+    32 * paged::quantised_warps(DIM), paged::quantised_blocks(KEYS, DIM, COLUMNS))
     decode_quantised_entry(ATTENTION_PARAMETERS) {
   using namespace paged;
-  constexpr int STEP = tensor_warps(DIM) * QUANTISED_TOKENS;
+  constexpr int STEP = quantised_warps(DIM) * QUANTISED_TOKENS;
   constexpr int QUERIES = COLUMNS * TENSOR_QUERIES;
   typedef CodeRing<KEYS, VALUES, DIM> Ring;
   typedef WarpResults<DIM, QUERIES, quantised_ring_bytes(KEYS, VALUES, DIM, QUERIES)> Results;

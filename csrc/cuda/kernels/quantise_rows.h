@@ -153,14 +153,17 @@ struct RowPart {
 
   __device__ __forceinline__ unsigned int to_int4(unsigned int& group) const {
     constexpr int GROUP_LANES = CODE_GROUP / ROW_PART;
-    bool finite = largest_magnitude(GROUP_LANES) < 0x7f800000u;
     float less = -x[0];
     float largest = x[0];
+    float zero = x[0] * 0.0f;  // or NaN
 #pragma unroll
     for (int i = 1; i < ROW_PART; i++) {
       less = fmaxf(less, -x[i]);
       largest = fmaxf(largest, x[i]);
+      zero = fmaf(x[i], 0.0f, zero);
     }
+    unsigned int group_mask = ((1u << GROUP_LANES) - 1) << (threadIdx.x % 32 & -GROUP_LANES);
+    bool finite = (__ballot_sync(0xffffffffu, zero != 0.0f) & group_mask) == 0;
     auto more = [](float a, float b) { return fmaxf(a, b); };
     float least = -over_lanes(less, GROUP_LANES, more);
     largest = over_lanes(largest, GROUP_LANES, more);
@@ -170,11 +173,11 @@ struct RowPart {
     float size = float(as_type<half>(scale));
     float inverse = size > 0.0f ? 1.0f / size : 0.0f;
     group = scale | static_cast<unsigned int>(minimum) << 16;
-    unsigned int codes = 0;
+    unsigned int codes = -ROUNDED_ZERO * 0x11111111u;  // of what is above each code
 #pragma unroll
     for (int i = 0; i < ROW_PART; i++) {
       float value = fminf(fmaxf((x[i] - base) * inverse, 0.0f), 15.0f);
-      codes |= (rounded(value) & 15u) << (4 * i);
+      codes += rounded(value) << (4 * i);
     }
     return finite ? codes : 0;
   }
@@ -190,8 +193,9 @@ struct RowPart {
 
  private:
   // To the nearest integer, in the lowest bits: 2^23 + 2^22 has no bits behind the point.
+  static constexpr unsigned int ROUNDED_ZERO = 0x4b400000u;
   __device__ __forceinline__ static unsigned int rounded(float value) {
-    return __float_as_uint(value + 12582912.0f);
+    return __float_as_uint(value + __uint_as_float(ROUNDED_ZERO));
   }
 
   __device__ __forceinline__ static unsigned int join_bytes(const unsigned int* bytes) {
