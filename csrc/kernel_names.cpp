@@ -112,6 +112,17 @@ KernelName attention_kernel(
   return kernel_named(name);
 }
 
+KernelName quantised_kernel(const std::string& function, DType dtype, int most_dims) {
+  for (int dims : {64, 128, 256, 576}) {
+    if (most_dims <= dims) {
+      return kernel_named(join(function, "_", name_of(dtype), "_", dims));
+    }
+  }
+  throw std::invalid_argument(join(
+      "[", function, "] head_dim of a quantised pool must be at most 576 on a GPU but got ",
+      most_dims));
+}
+
 KernelName merge_kernel(DType dtype, int value_dim) {
   return kernel_named(join("paged_merge_", name_of(dtype), "_", value_dim));
 }

@@ -31,6 +31,9 @@ KernelName attention_kernel(
 // Whether there are attention kernels for these head dims.
 bool has_kernels(int key_dim, int value_dim);
 
+// Of quantised_pool.h: with registers for heads of so many dims.
+KernelName quantised_kernel(const std::string& function, DType dtype, int most_dims);
+
 KernelName merge_kernel(DType dtype, int value_dim);
 KernelName kernel_named(const std::string& name);
 

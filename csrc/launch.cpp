@@ -43,8 +43,8 @@ static_assert(int(PoolFormat::fp8) == paged::FORMAT_FP8);
 
 constexpr int kHeadsAtOnce = paged::DATA_THREADS / 32;  // a SIMD-group has one
 
-std::string kernel_of(const char* function, const mx::array& numbers) {
-  return std::string(function) + "_" + name_of(dtype_of(numbers.dtype()));
+KernelName kernel_of(const char* function, const mx::array& numbers, int most_dims) {
+  return quantised_kernel(function, dtype_of(numbers.dtype()), most_dims);
 }
 
 LaunchList quantise_launches(const Arrays& in, const Arrays& out) {
@@ -56,8 +56,9 @@ LaunchList quantise_launches(const Arrays& in, const Arrays& out) {
   params.block_shift = std::countr_zero(unsigned(keys.block_size));
   params.key_format = int(keys.format);
   params.value_format = int(values.format);
+  params.num_tokens = in[4].shape(0);
   Launch launch;
-  launch.kernel = kernel_named(kernel_of("quantise_kv", in[2]));
+  launch.kernel = kernel_of("quantise_kv", in[2], std::max(params.key_dim, params.value_dim));
   for (int operand : {2, 3, 4, 5, 6}) {
     launch.buffers.push_back(bind(in, out, operand));
   }
@@ -82,7 +83,7 @@ Launch gather_quantised_launch(const Arrays& in, const Arrays& out, int which) {
   params.format = int(layout.format);
   params.rotated = which == 0 && rotates_keys(layout.format);
   Launch launch;
-  launch.kernel = kernel_named(kernel_of("gather_quantised", dense));
+  launch.kernel = kernel_of("gather_quantised", dense, params.dim);
   launch.buffers = {
       bind(in, out, which), bind(in, out, 2), bind(in, out, 3), bind(in, out, 4 + which)};
   launch.constants = bytes_of(params);
@@ -98,7 +99,7 @@ Launch gather_quantised_launch(const Arrays& in, const Arrays& out, int which) {
 Launch rotate_queries_launch(const mx::array& queries, int from, int to) {
   paged::RotateParams params{queries.shape(0) * queries.shape(1), queries.shape(2)};
   Launch launch;
-  launch.kernel = kernel_named(kernel_of("rotate_queries", queries));
+  launch.kernel = kernel_of("rotate_queries", queries, params.dim);
   launch.buffers = {{from, Access::read, queries.nbytes()}, {to, Access::write, queries.nbytes()}};
   launch.constants = bytes_of(params);
   launch.grid = {ceil_div(params.num_rows, kHeadsAtOnce), 1, 1};

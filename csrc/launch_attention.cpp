@@ -225,8 +225,17 @@ std::vector<Pipeline> attention_pipelines(Gpu gpu, const AttentionLayer& layer) 
   }
   pipelines.push_back({merge_kernel(layer.dtype, layer.value_dim), constants});
   if (layer.key_format != PoolFormat::plain) {
-    for (const char* function : {"quantise_kv_", "gather_quantised_", "rotate_queries_"}) {
-      pipelines.push_back({kernel_named(function + std::string(name_of(layer.dtype))), {}});
+    int key_dim = layer.key_dim, value_dim = layer.value_dim;
+    std::pair<const char*, int> kernels[] = {
+        {"quantise_kv", std::max(key_dim, value_dim)},
+        {"gather_quantised", key_dim},
+        {"gather_quantised", value_dim},
+        {"rotate_queries", key_dim}};
+    for (auto [function, dims] : kernels) {
+      Pipeline pipeline{quantised_kernel(function, layer.dtype, dims), {}};
+      if (std::find(pipelines.begin(), pipelines.end(), pipeline) == pipelines.end()) {
+        pipelines.push_back(std::move(pipeline));
+      }
     }
   }
   return pipelines;

@@ -120,8 +120,9 @@ struct QuantiseParams {
   int block_shift;
   int key_format;
   int value_format;
+  int num_tokens;
 };
-static_assert(sizeof(QuantiseParams) == 24, "the same for every compiler");
+static_assert(sizeof(QuantiseParams) == 28, "the same for every compiler");
 
 struct GatherQuantisedParams {
   int num_kv_heads;
@@ -234,17 +235,18 @@ static_assert(sizeof(ProductParams) == 24, "the same for every compiler");
   X("apply_token_bitmask_16", apply_token_bitmask, ushort) \
   X("apply_token_bitmask_32", apply_token_bitmask, uint)
 
-// The kernels of quantised_pool.h, likewise.
-#define PAGED_FOR_EACH_QUANTISED_TEMPLATE(X)               \
-  X("quantise_kv_float32", quantise_kv, float)             \
-  X("quantise_kv_float16", quantise_kv, half)              \
-  X("quantise_kv_bfloat16", quantise_kv, bfloat)           \
-  X("gather_quantised_float32", gather_quantised, float)   \
-  X("gather_quantised_float16", gather_quantised, half)    \
-  X("gather_quantised_bfloat16", gather_quantised, bfloat) \
-  X("rotate_queries_float32", rotate_queries, float)       \
-  X("rotate_queries_float16", rotate_queries, half)        \
-  X("rotate_queries_bfloat16", rotate_queries, bfloat)
+// The kernels of quantised_pool.h, likewise: a row of a head has registers for 32 dims at a time.
+// X(host name, function, type, how many times).
+#define PAGED_QUANTISED_PARTS(X, function, dtype, type) \
+  X(#function "_" #dtype "_64", function, type, 2)      \
+  X(#function "_" #dtype "_128", function, type, 4)     \
+  X(#function "_" #dtype "_256", function, type, 8)     \
+  X(#function "_" #dtype "_576", function, type, 18)
+#define PAGED_QUANTISED_KERNELS(X, dtype, type)           \
+  PAGED_QUANTISED_PARTS(X, quantise_kv, dtype, type)      \
+  PAGED_QUANTISED_PARTS(X, gather_quantised, dtype, type) \
+  PAGED_QUANTISED_PARTS(X, rotate_queries, dtype, type)
+#define PAGED_FOR_EACH_QUANTISED_TEMPLATE(X) PAGED_FOR_EACH_DTYPE(PAGED_QUANTISED_KERNELS, X)
 
 // The kernels of layer.h: between a layer's attention and its matrix products. X(...) receives the
 // host name, the function and its template arguments.

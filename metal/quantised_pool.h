@@ -22,9 +22,9 @@ METAL_FUNC bool changes_sign(int dim) {
   return ((x ^ (x >> 13)) >> 31) != 0;
 }
 
+// PARTS: of 32 dims, as many as the largest head dim of a kernel has.
+template <int PARTS>
 struct HeadRow {
-  enum { PARTS = 18 };  // of 32 dims
-
   float x[PARTS];  // zeros past the head dim
 
   template <typename T>
@@ -142,8 +142,9 @@ METAL_FUNC uint to_e4m3(float x) {
   return sign | ((rounded >> 20) - (120u << 3));
 }
 
+template <int PARTS>
 METAL_FUNC void encode(
-    thread const HeadRow& row, device uchar* pool, CodePlace place, int format, int dim,
+    thread const HeadRow<PARTS>& row, device uchar* pool, CodePlace place, int format, int dim,
     uint lane) {
   device uchar* codes = pool + place.codes;
   device half* scales = (device half*)(pool + place.scales);
@@ -151,7 +152,7 @@ METAL_FUNC void encode(
     float largest = 0.0f;
     bool finite = true;
     PAGED_UNROLL
-    for (int i = 0; i < HeadRow::PARTS; i++) {
+    for (int i = 0; i < PARTS; i++) {
       finite = finite && is_finite_number(row.x[i]);
       largest = max(largest, abs(row.x[i]));
     }
@@ -161,7 +162,7 @@ METAL_FUNC void encode(
     float size = float(as_type<half>(scale));
     float inverse = size > 0.0f ? 1.0f / size : 0.0f;
     PAGED_UNROLL
-    for (int i = 0; i < HeadRow::PARTS; i++) {
+    for (int i = 0; i < PARTS; i++) {
       int d = 32 * i + int(lane);
       if (d < dim) {
         float code = finite ? rint(clamp(row.x[i] * inverse, -127.0f, 127.0f)) : 0.0f;
@@ -173,7 +174,7 @@ METAL_FUNC void encode(
     }
   } else if (format == FORMAT_INT4) {
     PAGED_UNROLL
-    for (int i = 0; i < HeadRow::PARTS; i++) {
+    for (int i = 0; i < PARTS; i++) {
       if (32 * i < dim) {
         int d = 32 * i + int(lane);
         bool exists = d < dim;
@@ -199,7 +200,7 @@ METAL_FUNC void encode(
     }
   } else {
     PAGED_UNROLL
-    for (int i = 0; i < HeadRow::PARTS; i++) {
+    for (int i = 0; i < PARTS; i++) {
       int d = 32 * i + int(lane);
       if (d < dim) {
         codes[d] = uchar(to_e4m3(row.x[i]));
@@ -208,11 +209,12 @@ METAL_FUNC void encode(
   }
 }
 
+template <int PARTS>
 METAL_FUNC void decode(
-    thread HeadRow& row, device const uchar* pool, CodePlace place, int format, int dim,
+    thread HeadRow<PARTS>& row, device const uchar* pool, CodePlace place, int format, int dim,
     uint lane) {
   PAGED_UNROLL
-  for (int i = 0; i < HeadRow::PARTS; i++) {
+  for (int i = 0; i < PARTS; i++) {
     int d = 32 * i + int(lane);
     row.x[i] = 0.0f;
     if (d < dim) {
@@ -238,7 +240,7 @@ METAL_FUNC bool rotates_keys(int format) {
 
 // Quantises the key and the value of each token to its slot, in place.
 // grid: (KV heads of keys, then of values, / 8 rounded up, tokens).
-template <typename T>
+template <typename T, int PARTS>
 PAGED_KERNEL(paged::DATA_THREADS)
 quantise_kv(
     device const T* keys [[buffer(0)]], device const T* values [[buffer(1)]],
@@ -258,7 +260,7 @@ quantise_kv(
   int format = is_key ? params.key_format : params.value_format;
   int dim = is_key ? params.key_dim : params.value_dim;
   ulong at = (token * params.num_kv_heads + head) * dim;
-  HeadRow row;
+  HeadRow<PARTS> row;
   row.load((is_key ? keys : values) + at, dim, lane);
   if (is_key && rotates_keys(format)) {
     row.rotate(dim, lane);
@@ -272,7 +274,7 @@ quantise_kv(
 // Dense [num_seqs, num_kv_heads, max_context_len, dim] keys or values of whole sequences, as they
 // were before they were rotated, zeros past each context.
 // grid: (tokens / 8 rounded up, KV heads, sequences).
-template <typename T>
+template <typename T, int PARTS>
 PAGED_KERNEL(paged::DATA_THREADS)
 gather_quantised(
     device const uchar* pool [[buffer(0)]], device const int* block_tables [[buffer(1)]],
@@ -288,7 +290,7 @@ gather_quantised(
   int head = group_id.y;
   ulong sequence = group_id.z;
   ulong at = (sequence * params.num_kv_heads + head) * params.max_context_len + token;
-  HeadRow row;
+  HeadRow<PARTS> row;
   if (token < context_lens[sequence]) {
     BlockTable table = {block_tables + sequence * params.max_blocks, params.block_shift};
     CodePlace place =
@@ -299,7 +301,7 @@ gather_quantised(
     }
   } else {
     PAGED_UNROLL
-    for (int i = 0; i < HeadRow::PARTS; i++) {
+    for (int i = 0; i < PARTS; i++) {
       row.x[i] = 0.0f;
     }
   }
@@ -307,7 +309,7 @@ gather_quantised(
 }
 
 // Queries as rotated keys need them. grid: rows of all heads / 8 rounded up.
-template <typename T>
+template <typename T, int PARTS>
 PAGED_KERNEL(paged::DATA_THREADS)
 rotate_queries(
     device const T* queries [[buffer(0)]], device T* rotated [[buffer(1)]],
@@ -320,7 +322,7 @@ rotate_queries(
     return;
   }
   ulong at = ulong(index) * params.dim;
-  HeadRow row;
+  HeadRow<PARTS> row;
   row.load(queries + at, params.dim, lane);
   row.rotate(params.dim, lane);
   row.store(rotated + at, params.dim, lane);

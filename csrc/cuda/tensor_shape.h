@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include "../../metal/kernel_table.h"
+
 namespace paged {
 
 // --- paged_decode_tensor ---
@@ -51,19 +53,59 @@ constexpr int tensor_scratch(int dim, int queries) {
 
 // --- paged_decode_quantised ---
 
-// What a warp has room for: its results alone, as codes do not pass through shared memory.
-constexpr int quantised_result_bytes(int dim, int queries) {
-  return queries * tensor_result_pitch(dim) * 4;
+enum { QUANTISED_TOKENS = 32 };  // of a tile: about as many bytes as one of 16 bits
+
+// Of a head of a token.
+constexpr int quantised_code_bytes(int format, int dim) {
+  return format == FORMAT_INT4 ? dim / 2 : dim;
 }
 
-constexpr int quantised_scratch(int dim, int queries) {
-  return tensor_warps(dim) * (quantised_result_bytes(dim, queries) + queries * 2 * 4);
+constexpr int quantised_tail_bytes(int format, int dim) {
+  return format == FORMAT_INT8 ? 2 : format == FORMAT_INT4 ? dim / 8 : 0;
+}
+
+// Codes and scales of a tile of keys, or of values.
+constexpr int quantised_rows_bytes(int format, int dim) {
+  return QUANTISED_TOKENS * (quantised_code_bytes(format, dim) + quantised_tail_bytes(format, dim));
+}
+
+constexpr int quantised_tile_bytes(int key_format, int value_format, int dim) {
+  return quantised_rows_bytes(key_format, dim) + quantised_rows_bytes(value_format, dim);
+}
+
+constexpr int quantised_warps(int dim) {
+  return tensor_warps(dim);
+}
+
+// Tiles that a warp has room for: one in use, the other being copied.
+constexpr int quantised_stages(int) {
+  return 2;
+}
+
+// A warp's ring of tiles, which at the end holds its results instead.
+constexpr int quantised_ring_bytes(int key_format, int value_format, int dim, int queries) {
+  int tile = quantised_tile_bytes(key_format, value_format, dim);
+  int ring = quantised_stages(tile) * tile;
+  int results = queries * tensor_result_pitch(dim) * 4;
+  return ring > results ? ring : results;
+}
+
+constexpr int quantised_scratch(int key_format, int value_format, int dim, int queries) {
+  int ring = quantised_ring_bytes(key_format, value_format, dim, queries);
+  return quantised_warps(dim) * (ring + queries * 2 * 4);
 }
 
 // Thread blocks of a multiprocessor, for which the registers must do.
-constexpr int quantised_blocks(int columns) {
-  return columns == 1 ? 3 : 2;
+constexpr int quantised_blocks(int key_format, int dim, int columns) {
+  return columns > 1 ? 2 : dim > 64 && key_format != FORMAT_INT4 ? 3 : 4;
 }
+
+// --- quantise_rows, rotate_rows ---
+
+enum {
+  ROW_THREADS = 128,  // of a thread block
+  ROW_PART = 8,       // dims of a lane
+};
 
 // --- paged_prefill_tensor ---
 
@@ -95,12 +137,31 @@ enum {
   X(__VA_ARGS__, 128, 2)              \
   X(__VA_ARGS__, 256, 1)
 
-// Likewise.
-#define PAGED_FOR_EACH_QUANTISED_TENSOR(X, ...) \
-  X(__VA_ARGS__, 64, 1)                         \
-  X(__VA_ARGS__, 64, 2)                         \
-  X(__VA_ARGS__, 128, 1)                        \
-  X(__VA_ARGS__, 128, 2)
+// The formats of keys and values that have kernels: what names end with, and both.
+#define PAGED_QUANTISED_FORMATS(X, ...)               \
+  X(__VA_ARGS__, int8, FORMAT_INT8, FORMAT_INT8)      \
+  X(__VA_ARGS__, int8_int4, FORMAT_INT8, FORMAT_INT4) \
+  X(__VA_ARGS__, int4, FORMAT_INT4, FORMAT_INT4)      \
+  X(__VA_ARGS__, fp8, FORMAT_FP8, FORMAT_FP8)
+
+// Head dim, tiles of 8 queries, and a line of the above.
+#define PAGED_FOR_EACH_QUANTISED_TENSOR(X, ...)   \
+  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 64, 1)  \
+  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 64, 2)  \
+  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 128, 1) \
+  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 128, 2)
+
+// Head dim.
+#define PAGED_FOR_EACH_ROTATED_ROWS(X, ...) \
+  X(__VA_ARGS__, 64)                        \
+  X(__VA_ARGS__, 128)                       \
+  X(__VA_ARGS__, 256)
+
+// Head dim and a line of the formats.
+#define PAGED_FOR_EACH_QUANTISED_ROWS(X, ...)  \
+  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 64)  \
+  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 128) \
+  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 256)
 
 // Head dim and warps.
 #define PAGED_FOR_EACH_PREFILL_TENSOR(X, ...) \

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <optional>
 #include <set>
 #include <sstream>
@@ -24,8 +25,18 @@ using Inputs = PagedAttention;
 
 #define ENTRY(unused, dim, columns) {dim, columns},
 const std::set<std::pair<int, int>> kTensorKernels = {PAGED_FOR_EACH_TENSOR(ENTRY, unused)};
+
+// By the formats of keys and of values: what the names of their kernels end with.
+#define ENTRY_FORMATS(unused, suffix, keys, values) {{paged::keys, paged::values}, "_" #suffix},
+const std::map<std::pair<int, int>, std::string> kFormats = {
+    PAGED_QUANTISED_FORMATS(ENTRY_FORMATS, unused)};
+
+#define ENTRY_QUANTISED(unused, dim, columns, ...) {dim, columns},
 const std::set<std::pair<int, int>> kQuantisedKernels = {
-    PAGED_FOR_EACH_QUANTISED_TENSOR(ENTRY, unused)};
+    PAGED_FOR_EACH_QUANTISED_TENSOR(ENTRY_QUANTISED, unused)};
+
+#define ENTRY_ROWS(unused, dim, ...) dim,
+const std::set<int> kRowDims = {PAGED_FOR_EACH_ROTATED_ROWS(ENTRY_ROWS, unused)};
 
 #define ENTRY_PREFILL(unused, dim, warps) {dim, warps},
 const std::set<std::pair<int, int>> kPrefillKernels = {
@@ -88,30 +99,66 @@ void decode_on_tensor_cores(Launch& launch, const Attention& attention) {
   launch.threadgroup_memory = paged::tensor_scratch(dim, columns * paged::TENSOR_QUERIES);
 }
 
-// The suffix of the kernel of a pair of formats; null: there is none.
-const char* quantised_suffix(const Arrays& in) {
-  auto keys = format_of(in[Inputs::kKeyPool].dtype());
-  auto values = format_of(in[Inputs::kValuePool].dtype());
-  if (keys != PoolFormat::int8) {
-    return nullptr;
-  }
-  return values == PoolFormat::int8 ? "_int8" : values == PoolFormat::int4 ? "_int8_int4" : nullptr;
-}
-
-bool quantised_on_tensor_cores(Launch& launch, const Attention& attention, const char* suffix) {
+bool quantised_on_tensor_cores(Launch& launch, const Attention& attention) {
+  auto params = params_of<paged::AttentionParams>(launch);
   int dim = attention.dim;
   int columns = tiles_of(attention.queries, paged::TENSOR_QUERIES);
-  if (!suffix || !kQuantisedKernels.count({dim, columns})) {
+  auto formats = kFormats.find({params.key_format, params.value_format});
+  if (formats == kFormats.end() || !kQuantisedKernels.count({dim, columns})) {
     return false;
   }
   std::ostringstream name;
   name << "paged_decode_tensor_" << name_of(attention.dtype) << "_" << dim << "_n" << columns
-       << suffix;
+       << formats->second;
   launch.kernel = {name.str(), "paged_decode_quantised", ""};
   launch.grid = {launch.grid[0] * uint32_t(attention.num_kv_heads), 1, 1};
-  launch.threadgroup = {32 * uint32_t(paged::tensor_warps(dim)), 1, 1};
-  launch.threadgroup_memory = paged::quantised_scratch(dim, columns * paged::TENSOR_QUERIES);
+  launch.threadgroup = {32 * uint32_t(paged::quantised_warps(dim)), 1, 1};
+  launch.threadgroup_memory = paged::quantised_scratch(
+      params.key_format, params.value_format, dim, columns * paged::TENSOR_QUERIES);
   return true;
+}
+
+// Rows of so many elements, a few lanes for each.
+void by_rows(Launch& launch, int64_t num_rows, int dim) {
+  int64_t threads = num_rows * (dim / paged::ROW_PART);
+  launch.grid[0] = uint32_t((threads + paged::ROW_THREADS - 1) / paged::ROW_THREADS);
+  launch.threadgroup = {paged::ROW_THREADS, 1, 1};
+}
+
+void write_by_rows(Launch& launch, const std::string& dtype) {
+  auto params = params_of<paged::QuantiseParams>(launch);
+  auto formats = kFormats.find({params.key_format, params.value_format});
+  if (params.key_dim != params.value_dim || !kRowDims.count(params.key_dim) ||
+      formats == kFormats.end()) {
+    return;
+  }
+  launch.kernel = {
+      "quantise_rows_" + dtype + "_" + std::to_string(params.key_dim) + formats->second,
+      "quantise_rows", ""};
+  by_rows(launch, int64_t(params.num_tokens) * params.num_kv_heads, params.key_dim);
+  launch.grid[1] = 2;  // keys and values
+}
+
+void rotate_by_rows(Launch& launch, const std::string& dtype) {
+  auto params = params_of<paged::RotateParams>(launch);
+  if (kRowDims.count(params.dim)) {
+    launch.kernel = {
+        "rotate_rows_" + dtype + "_" + std::to_string(params.dim), "quantise_rows", ""};
+    by_rows(launch, params.num_rows, params.dim);
+  }
+}
+
+// Of the kernels of quantised_pool.h those that have one of quantise_rows.h.
+void by_rows(Launch& launch) {
+  std::string name = launch.kernel.host_name;
+  size_t end = name.rfind('_');  // before how many dims there may be
+  size_t begin = name.rfind('_', end - 1) + 1;
+  std::string dtype = name.substr(begin, end - begin);
+  if (name.starts_with("quantise_kv_")) {
+    write_by_rows(launch, dtype);
+  } else if (name.starts_with("rotate_queries_")) {
+    rotate_by_rows(launch, dtype);
+  }
 }
 
 void prefill_on_tensor_cores(Launch& launch, const Attention& attention) {
@@ -179,14 +226,17 @@ LaunchList with_variants(LaunchList list, const Arrays& in) {
       merge_by_warps(launch, in);
       continue;
     }
+    if (file == "quantised_pool.h") {
+      by_rows(launch);
+      continue;
+    }
     bool decode = file == "paged_decode.h" || file == "paged_decode_matrix.h";
     if (!decode && file != "paged_prefill.h") {
       continue;
     }
     auto attention = on_tensor_cores(launch, in);
     if (is_quantised(in)) {
-      bool served = attention && decode &&
-                    quantised_on_tensor_cores(launch, *attention, quantised_suffix(in));
+      bool served = attention && decode && quantised_on_tensor_cores(launch, *attention);
       if (!served) {  // (these ask for bounds at run time)
         launch.kernel.host_name += "_quantised";
       }

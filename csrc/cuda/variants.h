@@ -9,12 +9,16 @@
 
 namespace mlx_paged::cuda {
 
-// The launches of paged_attention_launches, of which
+// The launches of an operation, of which
 //   - decodes and drafts in 16 bits with up to 16 queries (query rows x heads of a group) go to
 //     paged_decode_tensor, which needs equal head dims of keys and values out of 64, 128 and 256
 //     (there up to 8 queries) and blocks of at least 16 tokens, as a tile of 16 must lie in one;
 //   - prefill chunks in 16 bits go to paged_prefill_tensor, which needs equal head dims of 64 or
 //     128 and blocks of at least 16 tokens;
+//   - decodes and drafts of quantised pools in 16 bits with up to 16 queries go to
+//     paged_decode_quantised, which needs equal head dims of 64 or 128 and such blocks, too;
+//   - writes of quantised pools go to quantise_rows and rotations to rotate_rows, to the same bits,
+//     where head dims are (equal and) 64, 128 or 256;
 //   - merges go to merge_splits;
 //   - what is left goes to the portable kernels for bounds where the step has some.
 // Without bounds, which kernel serves a row follows from the row alone: its bits do not depend on

@@ -45,7 +45,7 @@ def stored(name: str, rows: np.ndarray, dtype: mx.Dtype = mx.float32) -> list[mx
     return list(ops.write_kv(*pools, x, x, int32(range(tokens))))
 
 
-@pytest.mark.parametrize("dim", [8, 24, 40, 64, 80, 128, 192, 576])
+@pytest.mark.parametrize("dim", [8, 24, 40, 64, 80, 128, 192, 256, 576])
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_a_code_is_the_nearest(rng, name, dim) -> None:
     rows = rng.standard_normal((20, 3, dim)) * 10.0 ** rng.uniform(-4, 3, (20, 3, 1))
@@ -213,7 +213,7 @@ def test_heads_and_block_sizes(rng, name, heads, block_size) -> None:
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 4, 8, 12])
-@pytest.mark.parametrize("name", ["int8", "int8_k_int4_v"])
+@pytest.mark.parametrize("name", NAMES)
 def test_groups_in_16_bits(rng, name, group, dim, dtype) -> None:
     heads = {"num_q_heads": 3 * group, "num_kv_heads": 3, "key_dim": dim, "value_dim": dim}
     for block_size, rows, options in (

@@ -55,3 +55,8 @@ def planned_launches(*args: Any, **options: Any) -> list[dict[str, Any]]:
     """What a GPU would run for a call of `ops.paged_attention`, with the arrays of the plan one by
     one; ``cuda=True``: NVIDIA's."""
     return sim_ext.paged_attention_launches(*args, **options)
+
+
+def planned_writes(*args: Any, **options: Any) -> list[dict[str, Any]]:
+    """The same for a call of `ops.write_kv`."""
+    return sim_ext.write_kv_launches(*args, **options)

@@ -4,11 +4,9 @@
 #include "../msl/metal_stdlib"
 #include "paged_decode_quantised.h"
 
-#define QUANTISED_TENSOR(dtype, type, dim, columns)                              \
-  {"paged_decode_tensor_" #dtype "_" #dim "_n" #columns "_int8",                 \
-   decode_quantised_entry<type, dim, columns, paged::FORMAT_INT8>}, \
-      {"paged_decode_tensor_" #dtype "_" #dim "_n" #columns "_int8_int4",        \
-       decode_quantised_entry<type, dim, columns, paged::FORMAT_INT4>},
+#define QUANTISED_TENSOR(dtype, type, dim, columns, suffix, keys, values) \
+  {"paged_decode_tensor_" #dtype "_" #dim "_n" #columns "_" #suffix,      \
+   decode_quantised_entry<type, dim, columns, paged::keys, paged::values>},
 
 static const bool added =
     mlx_paged::cuda::add_kernels({PAGED_FOR_EACH_QUANTISED_TENSOR(QUANTISED_TENSOR, PAGED_DTYPE)});

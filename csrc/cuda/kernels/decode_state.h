@@ -16,18 +16,20 @@
 
 namespace paged {
 
-// Turns logits of tokens `token` and `token` + 8, of which a query e of a lane's two sees `keys`,
-// into weights; the factor by which its results shrink.
+// Turns logits of tokens `token` + 16 i and `token` + 16 i + 8 for each tile i, of which a query e
+// of a lane's two sees `keys`, into weights; the factor by which its results shrink. The maximum
+// that weights are relative to is SMALLER by that much, in base 2, than that of the logits.
+template <int SMALLER = 0, int TILES>
 __device__ __forceinline__ float softmax_of_column(
-    SoftmaxState& state, KeyRange keys, int e, FragmentD& logits, int token,
+    SoftmaxState& state, KeyRange keys, int e, FragmentD (&logits)[TILES], int token,
     const AttentionParams& params) {
   float maximum = state.maximum;
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    float& value = logits[2 * i + e];
-    bool visible = token + 8 * i >= keys.begin && token + 8 * i < keys.end;
-    value = visible ? logit(value, params) : -INFINITY;
-    maximum = fmaxf(maximum, value);
+  for (int i = 0; i < 2 * TILES; i++) {
+    float& value = logits[i / 2][i % 2 * 2 + e];
+    int at = token + 8 * i;
+    value = at >= keys.begin && at < keys.end ? logit(value, params) : -INFINITY;
+    maximum = fmaxf(maximum, value - SMALLER);
   }
 #pragma unroll
   for (int mask = 4; mask < 32; mask *= 2) {
@@ -37,8 +39,8 @@ __device__ __forceinline__ float softmax_of_column(
   state.maximum = maximum;
   state.sum *= factor;
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    float& value = logits[2 * i + e];
+  for (int i = 0; i < 2 * TILES; i++) {
+    float& value = logits[i / 2][i % 2 * 2 + e];
     value = weight(value, maximum);
     state.sum += value;
   }
@@ -100,14 +102,14 @@ struct DecodeState {
   // Adds the tile of tokens [first, first + 16): keys at shared address `tile`, then values.
   __device__ __forceinline__ void attend(
       unsigned int tile, int first, const AttentionParams& params, int lane) {
-    FragmentD logits[COLUMNS] = {};
+    FragmentD logits[COLUMNS][1] = {};
 #pragma unroll
     for (int c = 0; c < SLICES; c++) {
       FragmentA key;  // 16 tokens x 16 dims
       load_matrices(key, tile + Ring::offset(lane % 16, 2 * c + lane / 16));
 #pragma unroll
       for (int n = 0; n < COLUMNS; n++) {
-        multiply_accumulate(logits[n], key, query[n][c], T(0.0f));
+        multiply_accumulate(logits[n][0], key, query[n][c], T(0.0f));
       }
     }
 
@@ -120,7 +122,7 @@ struct DecodeState {
         factor[e] =
             softmax_of_column(state[n][e], keys[n][e], e, logits[n], first + lane / 4, params);
       }
-      transpose<T>(weights[n], logits[n]);
+      transpose<T>(weights[n], logits[n][0]);
 #pragma unroll
       for (int c = 0; c < SLICES; c++) {
 #pragma unroll

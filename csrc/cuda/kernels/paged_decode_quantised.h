@@ -1,7 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Decode attention of int8 keys, and int8 or int4 values, on tensor cores. Work is divided as in
-// paged_decode_tensor.h.
+// Decode attention of quantised pools on tensor cores. Work is divided as in paged_decode_tensor.h.
 
 #pragma once
 
@@ -10,19 +9,16 @@
 #include "paged_decode_tensor.h"
 #include "quantised_state.h"
 
-namespace paged {
-
-template <int DIM, int COLUMNS>
-using QuantisedResults = WarpResults<
-    DIM, COLUMNS * TENSOR_QUERIES, quantised_result_bytes(DIM, COLUMNS* TENSOR_QUERIES)>;
-
-}  // namespace paged
-
-template <typename T, int DIM, int COLUMNS, int VALUES>
-__global__ void __launch_bounds__(32 * paged::tensor_warps(DIM), paged::quantised_blocks(COLUMNS))
+// KEYS, VALUES: formats.
+template <typename T, int DIM, int COLUMNS, int KEYS, int VALUES>
+__global__ void __launch_bounds__(
+    32 * paged::quantised_warps(DIM), paged::quantised_blocks(KEYS, DIM, COLUMNS))
     decode_quantised_entry(ATTENTION_PARAMETERS) {
   using namespace paged;
-  constexpr int STEP = tensor_warps(DIM) * TENSOR_TOKENS;
+  constexpr int STEP = quantised_warps(DIM) * QUANTISED_TOKENS;
+  constexpr int QUERIES = COLUMNS * TENSOR_QUERIES;
+  typedef CodeRing<KEYS, VALUES, DIM> Ring;
+  typedef WarpResults<DIM, QUERIES, quantised_ring_bytes(KEYS, VALUES, DIM, QUERIES)> Results;
   extern __shared__ __align__(128) unsigned char shared[];
   wait_for_kernel_before();
   let_next_kernel_begin();
@@ -38,24 +34,20 @@ __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM), paged::quantise
   int heads = params.num_q_heads / params.num_kv_heads;  // of a group
   int num_queries = num_rows * heads;
   BlockTable table = {block_tables + size_t(item.sequence) * params.max_blocks, params.block_shift};
-  KeyRange seen = keys_of_rows(item, positions, item.row_begin, item.row_end, params);
-  auto block_of = [&](int token) -> int {
-    return token < seen.end ? table.blocks[token >> table.shift] : 0;
+  auto seen_of = [&]() -> KeyRange {
+    return keys_of_rows(item, positions, item.row_begin, item.row_end, params);
   };
-  int first = seen.begin / TENSOR_TOKENS * TENSOR_TOKENS + warp * TENSOR_TOKENS;
-  int block = block_of(first);
-  int next_block = block_of(first + STEP);
-  CachePolicy policy = evict_first();
-  QuantisedTile<DIM, VALUES> tile;
-  auto load = [&](int block, int token) {
-    tile.load(
-        reinterpret_cast<const unsigned char*>(key_pool),
-        reinterpret_cast<const unsigned char*>(value_pool), block, table.shift, params.num_kv_heads,
-        kv_head, token, seen, policy, lane);
-  };
-  if (first < seen.end) {
-    load(block, first);
-  }
+
+  Results meeting = {shared};
+  // Without a window the first token does not have to wait for the rows' positions.
+  int begin = params.window == INT_MAX ? item.first_block << params.block_shift : seen_of().begin;
+  int first = begin / QUANTISED_TOKENS * QUANTISED_TOKENS + warp * QUANTISED_TOKENS;
+  Ring ring(
+      meeting.ring(warp), reinterpret_cast<const unsigned char*>(key_pool),
+      reinterpret_cast<const unsigned char*>(value_pool), table,
+      item.last_block << params.block_shift, seen_of, params.num_kv_heads, kv_head, first, STEP,
+      lane);
+  KeyRange seen = ring.seen();
   auto query_of = [&](int q) -> const T* {
     size_t row = size_t(item.row_begin + q / heads) * params.num_q_heads;
     return q < num_queries ? queries + (row + kv_head * heads + q % heads) * DIM : nullptr;
@@ -67,19 +59,14 @@ __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM), paged::quantise
     KeyRange keys = keys_of_row(positions, item.row_begin + q / heads, params);
     return {max(keys.begin, seen.begin), min(keys.end, seen.end)};
   };
-  QuantisedState<T, DIM, COLUMNS, VALUES> state(query_of, keys_of, lane);
+  QuantisedState<T, DIM, COLUMNS, KEYS, VALUES> state(query_of, keys_of, lane);
   for (; first < seen.end; first += STEP) {
-    QuantisedTile<DIM, VALUES> now = tile;
-    if (first + STEP < seen.end) {
-      int block = next_block;
-      next_block = block_of(first + 2 * STEP);
-      load(block, first + STEP);
-    }
-    state.attend(now, first, params, lane);
+    state.attend(ring.advance(lane), first, seen, params, lane);
   }
   join_sums(state.state);
+  wait_for_copies<0>();
+  __syncwarp();  // the last tile has been read
 
-  QuantisedResults<DIM, COLUMNS> meeting = {shared};
 #pragma unroll
   for (int n = 0; n < COLUMNS; n++) {
 #pragma unroll
@@ -87,9 +74,8 @@ __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM), paged::quantise
       int q = n * TENSOR_QUERIES + 2 * (lane % 4) + e;
 #pragma unroll
       for (int s = 0; s < DIM / 16; s++) {
-        float* to = meeting.result(warp, q) + state.dim_of(s, lane);
-        to[0] = state.result[n][s][e];
-        to[1] = state.result[n][s][2 + e];
+        float2 both = {state.result[n][s][e], state.result[n][s][2 + e]};
+        *reinterpret_cast<float2*>(meeting.result(warp, q) + state.dim_of(s, lane)) = both;
       }
       if (lane < 4) {
         meeting.maximum(warp, q) = state.state[n][e].maximum;

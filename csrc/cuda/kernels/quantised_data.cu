@@ -6,35 +6,49 @@
 #include "../../../metal/kernel_table.h"
 #include "../compiled_kernels.h"
 #include "../msl/metal_stdlib"
+#include "quantise_rows.h"
 #include "quantised_pool.h"
 
-template <typename T>
+template <typename T, int PARTS>
 __global__ void quantise_kv_entry(
     const T* __restrict__ keys, const T* __restrict__ values, const int* __restrict__ slot_mapping,
     unsigned char* __restrict__ key_pool, unsigned char* __restrict__ value_pool,
     const __grid_constant__ paged::QuantiseParams params) {
-  quantise_kv<T>(
+  quantise_kv<T, PARTS>(
       keys, values, slot_mapping, key_pool, value_pool, params,
       make_uint3(blockIdx.y, blockIdx.x, blockIdx.z));
 }
 
-template <typename T>
+template <typename T, int PARTS>
 __global__ void gather_quantised_entry(
     const unsigned char* __restrict__ pool, const int* __restrict__ block_tables,
     const int* __restrict__ context_lens, T* __restrict__ dense,
     const __grid_constant__ paged::GatherQuantisedParams params) {
-  gather_quantised<T>(pool, block_tables, context_lens, dense, params);
+  gather_quantised<T, PARTS>(pool, block_tables, context_lens, dense, params);
 }
 
-template <typename T>
+template <typename T, int PARTS>
 __global__ void rotate_queries_entry(
     const T* __restrict__ queries, T* __restrict__ rotated,
     const __grid_constant__ paged::RotateParams params) {
-  rotate_queries<T>(queries, rotated, params);
+  rotate_queries<T, PARTS>(queries, rotated, params);
 }
 
-#define QUANTISED_TEMPLATE(host_name, function, ...) \
-  {host_name, function##_entry<__VA_ARGS__>},
+#define QUANTISED_TEMPLATE(host_name, function, ...) {host_name, function##_entry<__VA_ARGS__>},
+#define ROWS_KERNEL(dtype, type, dim, suffix, keys, values) \
+  {"quantise_rows_" #dtype "_" #dim "_" #suffix,            \
+   quantise_rows_entry<type, dim, paged::keys, paged::values>},
+#define ROTATED_ROWS_KERNEL(dtype, type, dim) \
+  {"rotate_rows_" #dtype "_" #dim, rotate_rows_entry<type, dim>},
 
-static const bool added =
-    mlx_paged::cuda::add_kernels({PAGED_FOR_EACH_QUANTISED_TEMPLATE(QUANTISED_TEMPLATE)});
+static const bool added = mlx_paged::cuda::add_kernels({
+    // clang-format off
+    PAGED_FOR_EACH_QUANTISED_TEMPLATE(QUANTISED_TEMPLATE)
+    PAGED_FOR_EACH_QUANTISED_ROWS(ROWS_KERNEL, float32, float)
+    PAGED_FOR_EACH_QUANTISED_ROWS(ROWS_KERNEL, float16, half)
+    PAGED_FOR_EACH_QUANTISED_ROWS(ROWS_KERNEL, bfloat16, bfloat)
+    PAGED_FOR_EACH_ROTATED_ROWS(ROTATED_ROWS_KERNEL, float32, float)
+    PAGED_FOR_EACH_ROTATED_ROWS(ROTATED_ROWS_KERNEL, float16, half)
+    PAGED_FOR_EACH_ROTATED_ROWS(ROTATED_ROWS_KERNEL, bfloat16, bfloat)
+    // clang-format on
+});

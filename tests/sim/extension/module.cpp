@@ -141,6 +141,26 @@ void bind_simulator(nb::module_& m) {
       "What a GPU would run for a call of paged_attention: Apple's, or with `cuda` NVIDIA's.");
 
   m.def(
+      "write_kv_launches",
+      [](const mx::array& key_pool, const mx::array& value_pool, const mx::array& keys,
+         const mx::array& values, const mx::array& slot_mapping, bool cuda) {
+        Arrays in{key_pool, value_pool, keys, values, slot_mapping};
+        mx::eval(in);
+        WriteKV node(mx::default_stream(mx::Device::cpu));
+        auto list = node.launches(in, {key_pool, value_pool}, cuda ? Gpu::nvidia : Gpu::apple);
+        if (cuda) {
+          list = cuda::with_variants(std::move(list), in);
+        }
+        nb::list launches;
+        for (const auto& launch : list.launches) {
+          launches.append(describe(launch));
+        }
+        return launches;
+      },
+      "key_pool"_a, "value_pool"_a, "keys"_a, "values"_a, "slot_mapping"_a, nb::kw_only(),
+      "cuda"_a = false, "The same for a call of write_kv.");
+
+  m.def(
       "device_program_launches",
       [](const nb::capsule& made, const Arrays& inputs, bool cuda) {
         auto* program =

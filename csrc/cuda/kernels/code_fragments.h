@@ -1,0 +1,138 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// From codes to the fp16 of a product. Codes of every format are exact in fp16; int8 and int4 get
+// there as the low bits of 1024 + n, whose last bit is worth 1.
+//
+// ldmatrix moves 16 bits, so a lane has two codes side by side (of 8 bits) or four, and which dims
+// are which rows and columns of a product is free as long as both sides agree:
+//   keys    lane 4 r + c has of token r four bytes of each chunk of 16
+//   values  it has two bytes, 2 r and 2 r + 1 of a chunk, of the tokens 2 c and 2 c + 1.
+
+#pragma once
+
+#include "kernel_table.h"
+#include "tensor_core.h"
+
+namespace paged {
+
+__device__ __forceinline__ __half2 as_halves(unsigned int bits) {
+  return *reinterpret_cast<__half2*>(&bits);
+}
+
+__device__ __forceinline__ unsigned int bits_of(__half2 halves) {
+  return *reinterpret_cast<unsigned int*>(&halves);
+}
+
+// Two signed bytes of a word, whose sign bits were turned: those that `selector` puts below 0x64.
+__device__ __forceinline__ __half2 from_bytes(unsigned int word, unsigned int selector) {
+  unsigned int both = __byte_perm(word, 0x64646464u, selector);
+  return __hsub2(as_halves(both), as_halves(0x64806480u));
+}
+
+// Nibbles i and i + 4 of a word.
+__device__ __forceinline__ void from_nibbles(__half2 (&to)[4], unsigned int word) {
+  __half2 sixteenth = as_halves(0x2c002c00u);
+  __half2 less = as_halves(0xd400d400u);  // -64
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    unsigned int pairs = word >> (4 * i);
+    to[i] = __hsub2(as_halves((pairs & 0x000f000fu) | 0x64006400u), as_halves(0x64006400u));
+    to[i + 1] = __hfma2(as_halves((pairs & 0x00f000f0u) | 0x64006400u), sixteenth, less);
+  }
+}
+
+// Two e4m3, the lower or the upper half of a word.
+__device__ __forceinline__ __half2 from_e4m3_pair(unsigned int word, bool upper) {
+#if __CUDA_ARCH__ >= 890
+  unsigned short pair = static_cast<unsigned short>(upper ? word >> 16 : word);
+  unsigned int both;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(pair));
+  return as_halves(both);
+#else
+  unsigned int both = __byte_perm(word, 0, upper ? 0x3424 : 0x1404);  // each above a zero
+  unsigned int magnitude = both & 0x7f007f00u;
+  __half2 x = __hmul2(
+      as_halves((both & 0x80008000u) | magnitude >> 1), as_halves(0x5c005c00u));  // 2^8: the biases
+  unsigned int nan = ((magnitude + 0x01000100u) & 0x80008000u) >> 15;
+  return as_halves(bits_of(x) | nan * 0x7e00u);
+#endif
+}
+
+// Which number of a lane's is which in its fragments of slices 2 i and 2 i + 1 (int4) or of slice
+// i: B of a query, [0] and [1], has dims that its A of keys has.
+template <int FORMAT>
+struct KeyCodes {
+  static constexpr int SLICES = FORMAT == FORMAT_INT4 ? 2 : 1;  // of a chunk of 16 bytes
+  static constexpr int NUMBERS = 4 * SLICES;  // of a chunk that a lane has, side by side
+
+  // Of slice s of a chunk: which of a lane's numbers is element j of its four.
+  __device__ __forceinline__ static constexpr int number(int s, int j) {
+    return FORMAT == FORMAT_INT4 ? 2 * s + j / 2 + j % 2 * 4 : j;
+  }
+
+  // Words of tokens r and r + 8.
+  __device__ __forceinline__ static void decode(
+      FragmentA (&to)[SLICES], unsigned int upper, unsigned int lower) {
+    unsigned int words[2] = {upper, lower};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      if constexpr (FORMAT == FORMAT_INT8) {
+        unsigned int turned = words[i] ^ 0x80808080u;
+        to[0][i] = bits_of(from_bytes(turned, 0x4140));
+        to[0][2 + i] = bits_of(from_bytes(turned, 0x4342));
+      } else if constexpr (FORMAT == FORMAT_FP8) {
+        to[0][i] = bits_of(from_e4m3_pair(words[i], false));
+        to[0][2 + i] = bits_of(from_e4m3_pair(words[i], true));
+      } else {
+        __half2 pairs[4];
+        from_nibbles(pairs, words[i]);
+#pragma unroll
+        for (int s = 0; s < SLICES; s++) {
+          to[s][i] = bits_of(pairs[2 * s]);
+          to[s][2 + i] = bits_of(pairs[2 * s + 1]);
+        }
+      }
+    }
+  }
+};
+
+template <int FORMAT>
+struct ValueCodes {
+  static constexpr int SLICES = FORMAT == FORMAT_INT4 ? 2 : 1;  // of a chunk
+
+  // Of slice s of a chunk: the dim of row r of a product; row r + 8 is the next dim.
+  __device__ __forceinline__ static int dim(int s, int r) {
+    return FORMAT == FORMAT_INT4 ? 4 * r + 2 * s : 2 * r;
+  }
+
+  // Words of tokens 2c and 2c + 1, and of 2c + 8 and 2c + 9; the scales (and minima) of both.
+  __device__ __forceinline__ static void decode(
+      FragmentA (&to)[SLICES], unsigned int upper, unsigned int lower,
+      const unsigned int (&scales)[2], const unsigned int (&minima)[2]) {
+    unsigned int words[2] = {upper, lower};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      __half2 scale = as_halves(scales[i]);
+      if constexpr (FORMAT == FORMAT_INT8) {
+        unsigned int turned = words[i] ^ 0x80808080u;
+        to[0][2 * i] = bits_of(__hmul2(from_bytes(turned, 0x4240), scale));
+        to[0][2 * i + 1] = bits_of(__hmul2(from_bytes(turned, 0x4341), scale));
+      } else if constexpr (FORMAT == FORMAT_FP8) {
+        unsigned int sorted = __byte_perm(words[i], 0, 0x3120);  // by dims
+        to[0][2 * i] = bits_of(from_e4m3_pair(sorted, false));
+        to[0][2 * i + 1] = bits_of(from_e4m3_pair(sorted, true));
+      } else {
+        __half2 pairs[4];
+        from_nibbles(pairs, words[i]);
+        __half2 minimum = as_halves(minima[i]);
+#pragma unroll
+        for (int s = 0; s < SLICES; s++) {
+          to[s][2 * i] = bits_of(__hfma2(pairs[2 * s], scale, minimum));
+          to[s][2 * i + 1] = bits_of(__hfma2(pairs[2 * s + 1], scale, minimum));
+        }
+      }
+    }
+  }
+};
+
+}  // namespace paged
