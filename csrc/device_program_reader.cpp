@@ -128,7 +128,8 @@ class DeviceProgramReader {
     auto linear = graph_.linear_of(nodes()[index]);
     std::vector<size_t> together{index};
     for (size_t other : fusions_.linears_of[DeviceGraph::value_of(linear->x)]) {
-      if (together.size() < 3 && other != index && !is_read_[other]) {
+      if (together.size() < 3 && other != index && !is_read_[other] &&
+          graph_.linear_of(nodes()[other])->codes == linear->codes) {
         together.push_back(other);
       }
     }
@@ -164,6 +165,7 @@ class DeviceProgramReader {
     step.x_stride = int(x.row_stride());
     step.is_gated = is_gated;
     step.dtype = dtype_of(dtype);
+    step.codes = first.codes;
     for (size_t i : products) {
       auto linear = *graph_.linear_of(nodes()[i]);
       View weight = view(linear.weight);
@@ -171,12 +173,24 @@ class DeviceProgramReader {
         std::swap(weight.shape[0], weight.shape[1]);
         std::swap(weight.strides[0], weight.strides[1]);
       }
-      require(linear.weight.dtype() == dtype, "weights of another dtype");
+      require(linear.codes || linear.weight.dtype() == dtype, "weights of another dtype");
       require(weight.is_dense(), "weights that are not dense");
       require(begins_at_chunk(weight), "weights that do not begin at 16 bytes");
       ProductStep::Part part{};
       part.weight = operand(weight);
       part.bias = -1;
+      if (linear.codes) {
+        for (auto [from, to] : {std::pair(&linear.scales, &part.scales), {&linear.biases, &part.biases}}) {
+          if (*from) {
+            require(
+                (*from)->dtype() == dtype || (*from)->dtype() == mx::uint8,
+                "scales of another dtype");
+            View scales = dense_constant(**from);
+            require(begins_at_chunk(scales), "scales that do not begin at 16 bytes");
+            *to = operand(scales);
+          }
+        }
+      }
       if (linear.bias) {
         require(linear.bias->dtype() == dtype, "a bias of another dtype");
         part.bias = operand(dense_constant(*linear.bias));

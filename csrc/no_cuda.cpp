@@ -31,6 +31,14 @@ void Linear::eval_gpu(const Arrays& in, Arrays& out) {
   Node::eval_gpu(in, out);
 }
 
+bool QuantizedLinear::served_on_gpu(const Arrays&, const WeightCodes&) {
+  return false;
+}
+
+void QuantizedLinear::eval_gpu(const Arrays& in, Arrays& out) {
+  Node::eval_gpu(in, out);
+}
+
 void DeviceStep::eval_gpu(const Arrays&, Arrays&) {
   throw std::runtime_error("[device_step] this build of mlx_paged has no CUDA backend");
 }
