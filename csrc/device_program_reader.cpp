@@ -9,10 +9,12 @@
 #include <unordered_set>
 
 #include "../metal/kernel_table.h"
+#include "cuda/quantised_shape.h"
 #include "device_fusions.h"
 #include "device_graph.h"
 #include "device_memory.h"
 #include "device_view.h"
+#include "mlx/fast_primitives.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
 
@@ -120,6 +122,9 @@ class DeviceProgramReader {
     if (node.is("Gather")) {
       return read_gather(node, static_cast<const mx::Gather&>(*node.primitive));
     }
+    if (node.is("Quantize")) {
+      return read_dequantize(node, static_cast<const mx::fast::Quantize&>(*node.primitive));
+    }
     read_view(node);
   }
 
@@ -180,7 +185,8 @@ class DeviceProgramReader {
       part.weight = operand(weight);
       part.bias = -1;
       if (linear.codes) {
-        for (auto [from, to] : {std::pair(&linear.scales, &part.scales), {&linear.biases, &part.biases}}) {
+        for (auto [from, to] :
+             {std::pair(&linear.scales, &part.scales), {&linear.biases, &part.biases}}) {
           if (*from) {
             require(
                 (*from)->dtype() == dtype || (*from)->dtype() == mx::uint8,
@@ -308,12 +314,39 @@ class DeviceProgramReader {
         rows.is_dense() && rows.row_size() == 1 && rows.rows() == out.shape(0),
         "a gather of several rows for a row");
     paged::RowParams params{int(bytes / kChunkBytes), int(table.rows())};
-    Launch launch = layer_kernel("gather_rows", out.dtype());
+    // (It copies: codes of weights too.)
+    Launch launch =
+        layer_kernel("gather_rows", out.dtype() == mx::uint32 ? mx::float32 : out.dtype());
     read(launch, table);
     read(launch, rows);
     write(launch, new_value(out));
     launch.constants = bytes_of(params);
     launch.grid = {uint32_t(out.shape(0)), ceil_div(params.row_chunks, paged::DATA_THREADS), 1};
+    launch.threadgroup = {paged::DATA_THREADS, 1, 1};
+    add_step(launch);
+  }
+
+  // Rows of a quantised embedding, with CUDA: elsewhere MLX has no such node.
+  void read_dequantize(const GraphNode& node, const mx::fast::Quantize& quantize) {
+    auto [unused, group_size, bits, mode, is_inverse] = quantize.state();
+    const auto& out = node.outputs[0];
+    require(
+        is_inverse && mode == mx::QuantizationMode::Affine && node.inputs.size() == 3 &&
+            (out.dtype() == mx::float16 || out.dtype() == mx::bfloat16) &&
+            node.inputs[1].dtype() == out.dtype() && out.shape(-1) % 8 == 0,
+        "a quantised embedding in this format");
+    cuda::DequantiseParams params{
+        int(out.size() / 8), int(out.shape(-1)), int(node.inputs[0].shape(-1)), group_size, bits};
+    Launch launch;
+    launch.kernel.host_name = std::string("dequantise_rows_") + name_of(dtype_of(out.dtype()));
+    for (const auto& in : node.inputs) {
+      View v = view(in);
+      require(v.is_dense(), "codes that are not dense");
+      read(launch, v);
+    }
+    write(launch, new_value(out));
+    launch.constants = bytes_of(params);
+    launch.grid = {ceil_div(params.num_chunks, paged::DATA_THREADS), 1, 1};
     launch.threadgroup = {paged::DATA_THREADS, 1, 1};
     add_step(launch);
   }

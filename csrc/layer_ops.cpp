@@ -192,8 +192,8 @@ mx::array quantized_linear(
                 weight.ndim() == 2 && weight.size() > 0 && is_dense(weight) && is_scale(scales) &&
                 is_dense(scales) && bool(biases) == is_affine &&
                 (!biases || (biases->dtype() == scales.dtype() && is_dense(*biases)));
-  served = served && (on_cpu || QuantizedLinear::served_on_gpu(
-                                    inputs, {quantized.format, bits, group_size}));
+  served = served &&
+           (on_cpu || QuantizedLinear::served_on_gpu(inputs, {quantized.format, bits, group_size}));
   if (!served) {  // MLX checks what it is given
     auto out = mx::quantized_matmul(x, weight, scales, biases, true, group_size, bits, mode, s);
     return bias ? mx::add(out, *bias, s) : out;

@@ -450,7 +450,9 @@ def quantized_linear(
     """``x`` times the transpose of what `mx.quantize` made ``weight``, `scales` and `biases` of.
 
     One operation on the CPU, which reads the weight as it is and multiplies and sums in float32
-    whatever the dtypes are; else, and for a weight that is not evaluated, ``mx.quantized_matmul``.
+    whatever the dtypes are; and with CUDA for up to 64 rows of 16 bits, with scales of the same
+    dtype, in every format but "nvfp4". Else, and for a weight that is not evaluated,
+    ``mx.quantized_matmul``.
 
     Args:
         x: ``[..., k]``.

@@ -155,8 +155,7 @@ Launch quantised_launch(
     tiles = std::min(tiles, 2);
     int rows = kQuantisedRows / (params.is_gated ? 2 : 1);
     shape = quantised_rows_shape(format, codes.bits, codes.group_size, tiles);
-    launch.grid = {
-        blocks_of(rows), uint32_t((params.num_rows + 8 * tiles - 1) / (8 * tiles)), 1};
+    launch.grid = {blocks_of(rows), uint32_t((params.num_rows + 8 * tiles - 1) / (8 * tiles)), 1};
     launch.threadgroup = {32 * kLinearParts, 1, 1};
     launch.after_previous = true;  // as of linear
   }
@@ -227,9 +226,8 @@ Launch product_launch(const ProductStep& step, const std::vector<ProgramOperand>
       operands.parts[i].out = buffers[ProductStep::kQueriesOut + i].operand;
     }
   }
-  return step.codes
-             ? quantised_launch(params, step.dtype, *step.codes, operands, has_clusters())
-             : linear_launch(params, step.dtype, operands, has_clusters());
+  return step.codes ? quantised_launch(params, step.dtype, *step.codes, operands, has_clusters())
+                    : linear_launch(params, step.dtype, operands, has_clusters());
 }
 
 }  // namespace mlx_paged::cuda

@@ -15,6 +15,16 @@ enum class CodeFormat {
   mxfp8,   // E4M3 * 2^(scale - 127)
 };
 
+// Rows that were looked up of a quantised embedding: a thread makes eight elements.
+struct DequantiseParams {
+  int num_chunks;  // of eight elements
+  int k;
+  int row_words;
+  int group_size;
+  int bits;
+};
+static_assert(sizeof(DequantiseParams) == 20, "the same for every compiler");
+
 // Columns are added up in one order, as in linear_shape.h: chunk i of so many columns belongs to
 // part i % 8, and a part adds its groups in order, each with its scale. (Copies of a row's scales
 // have 4 bytes or more.)

@@ -31,9 +31,9 @@ __device__ __forceinline__ TileRow row_of_tile(const LinearParams& params, int t
   return {tile * ROWS + row, false};
 }
 
-// Finishes every `stride`-th four outputs side by side, from number `begin` on. `sums_of(at, row)`: those of
-// row `at` of x and rows `row` to `row` + 3 of the tile. x has `num_rows`, the first of them row
-// `first_x` of the step's.
+// Finishes every `stride`-th four outputs side by side, from number `begin` on. `sums_of(at, row)`:
+// those of row `at` of x and rows `row` to `row` + 3 of the tile. x has `num_rows`, the first of
+// them row `first_x` of the step's.
 template <typename T, int ROWS, int UNIT, typename Sums>
 __device__ __forceinline__ void finish_rows(
     const LinearParams& params, const LinearPart<T> (&parts)[kLinearMostWeights], int which,

@@ -10,24 +10,24 @@ using namespace mlx_paged::cuda;
 
 #define NAME(kernel, dtype, format, bits, group, tiles) \
   kernel "_" #dtype "_" #format "_" #bits "_" #group "_" #tiles
-#define ROWS(dtype, type, format, bits, group, tiles)               \
-  {NAME("linear_quantised", dtype, format, bits, group, tiles),     \
+#define ROWS(dtype, type, format, bits, group, tiles)           \
+  {NAME("linear_quantised", dtype, format, bits, group, tiles), \
    linear_quantised_entry<type, CodeFormat::format, bits, group, tiles>},
 #define CLUSTER(dtype, type, format, bits, group, tiles)                \
   {NAME("linear_quantised_cluster", dtype, format, bits, group, tiles), \
    linear_quantised_cluster_entry<type, CodeFormat::format, bits, group, tiles>},
-#define TILES(dtype, type, format, bits, group)    \
-  ROWS(dtype, type, format, bits, group, 1)        \
-  ROWS(dtype, type, format, bits, group, 2)        \
-  CLUSTER(dtype, type, format, bits, group, 2)     \
-  CLUSTER(dtype, type, format, bits, group, 4)     \
+#define TILES(dtype, type, format, bits, group) \
+  ROWS(dtype, type, format, bits, group, 1)     \
+  ROWS(dtype, type, format, bits, group, 2)     \
+  CLUSTER(dtype, type, format, bits, group, 2)  \
+  CLUSTER(dtype, type, format, bits, group, 4)  \
   CLUSTER(dtype, type, format, bits, group, 8)
-#define DTYPES(format, bits, group)                      \
-  TILES(float16, __half, format, bits, group)            \
+#define DTYPES(format, bits, group)           \
+  TILES(float16, __half, format, bits, group) \
   TILES(bfloat16, __nv_bfloat16, format, bits, group)
-#define GROUPS(bits)        \
-  DTYPES(affine, bits, 32)  \
-  DTYPES(affine, bits, 64)  \
+#define GROUPS(bits)       \
+  DTYPES(affine, bits, 32) \
+  DTYPES(affine, bits, 64) \
   DTYPES(affine, bits, 128)
 
 static const bool added = add_kernels({

@@ -13,29 +13,29 @@
 namespace mlx_paged::cuda {
 
 // One weight of a launch, and where it is written.
-#define QUANTISED_WEIGHT(i)                                                                        \
-  const unsigned char *__restrict__ codes_##i, const unsigned char *__restrict__ scales_##i,       \
-      const unsigned char *__restrict__ biases_##i, const T *__restrict__ bias_##i, T *out_##i
+#define QUANTISED_WEIGHT(i)                                                                  \
+  const unsigned char* __restrict__ codes_##i, const unsigned char* __restrict__ scales_##i, \
+      const unsigned char* __restrict__ biases_##i, const T* __restrict__ bias_##i, T* out_##i
 
-#define QUANTISED_PARAMETERS                                                               \
-  const T *__restrict__ x, const T *residual, QUANTISED_WEIGHT(0), QUANTISED_WEIGHT(1),    \
-      QUANTISED_WEIGHT(2), const float *rotations, const int *__restrict__ slots,          \
+#define QUANTISED_PARAMETERS                                                            \
+  const T *__restrict__ x, const T *residual, QUANTISED_WEIGHT(0), QUANTISED_WEIGHT(1), \
+      QUANTISED_WEIGHT(2), const float *rotations, const int *__restrict__ slots,       \
       const __grid_constant__ LinearParams params
 
-#define QUANTISED_PARTS                                              \
+#define QUANTISED_PARTS                                            \
   {{nullptr, bias_0, out_0, params.n[0], params.has_bias[0] != 0}, \
    {nullptr, bias_1, out_1, params.n[1], params.has_bias[1] != 0}, \
    {nullptr, bias_2, out_2, params.n[2], params.has_bias[2] != 0}}
 
 // Rows of the tile from `first` on, in weight `which`: what QuantisedStage::copy asks for.
-#define QUANTISED_ROWS_OF(tile, first)                                                        \
-  [&](int& row) -> QuantisedRowsOf {                                                          \
-    const TileRow at = row_of_tile<kRows, kUnit>(params, tile, (first) + row);                \
-    const int weight = at.is_up ? 1 : which;                                                  \
-    row = min(at.of_weight, n - 1);                                                           \
-    return weight == 0   ? QuantisedRowsOf{codes_0, scales_0, biases_0}                       \
-           : weight == 1 ? QuantisedRowsOf{codes_1, scales_1, biases_1}                       \
-                         : QuantisedRowsOf{codes_2, scales_2, biases_2};                      \
+#define QUANTISED_ROWS_OF(tile, first)                                         \
+  [&](int& row) -> QuantisedRowsOf {                                           \
+    const TileRow at = row_of_tile<kRows, kUnit>(params, tile, (first) + row); \
+    const int weight = at.is_up ? 1 : which;                                   \
+    row = min(at.of_weight, n - 1);                                            \
+    return weight == 0   ? QuantisedRowsOf{codes_0, scales_0, biases_0}        \
+           : weight == 1 ? QuantisedRowsOf{codes_1, scales_1, biases_1}        \
+                         : QuantisedRowsOf{codes_2, scales_2, biases_2};       \
   }
 
 // A warp is a part, with all columns of it and sixteen rows of the weight. TILES: of eight rows of
@@ -161,8 +161,8 @@ __global__ void __launch_bounds__(32 * kQuantisedClusterWarps, quantised_blocks(
   constexpr int kUnit = kClusterWarpRows;
   constexpr QuantisedShape kShape = quantised_cluster_shape(FORMAT, BITS, GROUP, TILES);
   constexpr int kStages = kShape.stages;
-  constexpr int kPieces = Stage::kChunk / 8;           // of 16 bytes, of a row of x
-  constexpr int kLanePieces = Group::kColumns / 8;     // ... of a lane's part of a group
+  constexpr int kPieces = Stage::kChunk / 8;        // of 16 bytes, of a row of x
+  constexpr int kLanePieces = Group::kColumns / 8;  // ... of a lane's part of a group
   constexpr int kXBytes = 8 * TILES * kPieces * 16;
   extern __shared__ __align__(128) unsigned char shared[];
   const LinearPart<T> parts_of_launch[kLinearMostWeights] = QUANTISED_PARTS;
@@ -190,8 +190,7 @@ __global__ void __launch_bounds__(32 * kQuantisedClusterWarps, quantised_blocks(
   };
   auto copy_weights = [&](int turn) {
     Stage::copy(
-        stage_of(turn) + rows_of_warp, rows_of, num_groups, turn * kLinearParts + rank, lane,
-        once);
+        stage_of(turn) + rows_of_warp, rows_of, num_groups, turn * kLinearParts + rank, lane, once);
   };
   auto copy_xs = [&](int turn) {
     constexpr int kOfGroup = 4 * kLanePieces;

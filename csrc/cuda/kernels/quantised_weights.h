@@ -70,9 +70,9 @@ struct CodesOf<__nv_bfloat16, CodeFormat::affine, 8> {
   static constexpr float kOffset = -128.0f;
   static constexpr float kPerUnit = 1.0f;
   __device__ __forceinline__ static unsigned int pair(unsigned int raw) {
-    return bits_of(
-        __hsub2(as_pair(masked_or(raw, 0x007f007fu, 0x43004300u)),
-                as_pair(masked_or(~raw, 0x00800080u, 0x43004300u))));
+    return bits_of(__hsub2(
+        as_pair(masked_or(raw, 0x007f007fu, 0x43004300u)),
+        as_pair(masked_or(~raw, 0x00800080u, 0x43004300u))));
   }
 };
 
@@ -293,7 +293,8 @@ struct QuantisedStage {
       int row = of_tile;
       const QuantisedRowsOf rows = rows_of(row);
       const unsigned char* scales = at % kArrays == 0 ? rows.scales : rows.biases;
-      const unsigned int to = stage + kRows * kPitch + of_tile * kRecord + at % kArrays * kScalesBytes;
+      const unsigned int to =
+          stage + kRows * kPitch + of_tile * kRecord + at % kArrays * kScalesBytes;
       const size_t from = size_t(row) * num_groups + first_group;
       if (whole) {
         const bool exists = first_group < num_groups;

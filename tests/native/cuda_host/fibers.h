@@ -30,7 +30,7 @@
 #undef __align__
 #define __global__
 #define __device__
-#define __shared__ thread_local
+#define __shared__ __thread
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
@@ -187,7 +187,7 @@ inline void cluster_barrier() {
 
 namespace mlx_paged::cuda {
 
-inline thread_local unsigned char shared[fibers::kSharedBytes] __attribute__((aligned(128)));
+__thread unsigned char shared[fibers::kSharedBytes] __attribute__((aligned(128)));
 
 }  // namespace mlx_paged::cuda
 
@@ -230,8 +230,8 @@ inline float __uint_as_float(unsigned int v) {
 namespace fibers {
 
 inline void start(unsigned int low, unsigned int high) {
-  auto* body = reinterpret_cast<std::function<void()>*>(
-      low | static_cast<unsigned long long>(high) << 32);
+  auto* body =
+      reinterpret_cast<std::function<void()>*>(low | static_cast<unsigned long long>(high) << 32);
   (*body)();
   block->fibers[block->current].done = true;
   yield();
@@ -287,8 +287,9 @@ inline void run_grid(
       Cluster cluster;
       std::vector<std::thread> blocks;
       for (int rank = 0; rank < at_once; rank++) {
-        blocks.emplace_back(
-            [=, &cluster] { run_block(i + rank, j, threads, scratch, clusters ? &cluster : nullptr, body); });
+        blocks.emplace_back([=, &cluster] {
+          run_block(i + rank, j, threads, scratch, clusters ? &cluster : nullptr, body);
+        });
       }
       for (auto& t : blocks) {
         t.join();

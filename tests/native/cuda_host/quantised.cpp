@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The kernels of csrc/cuda/kernels/linear_quantised.h on the CPU (fibers.h), against float64. Prints
-// a line for each failure, and how many products were compared.
+// The kernels of csrc/cuda/kernels/linear_quantised.h on the CPU (fibers.h), against float64.
+// Prints a line for each failure, and how many products were compared.
 
 #include "fibers.h"
 
@@ -31,7 +31,9 @@ T rounded_to(double v) {
 
 template <typename T>
 struct Aligned {
-  explicit Aligned(size_t size) : data(static_cast<T*>(std::aligned_alloc(64, (size * sizeof(T) + 127) / 64 * 64))), size(size) {}
+  explicit Aligned(size_t size)
+      : data(static_cast<T*>(std::aligned_alloc(64, (size * sizeof(T) + 127) / 64 * 64))),
+        size(size) {}
   ~Aligned() { std::free(data); }
   Aligned(const Aligned&) = delete;
   T& operator[](size_t i) { return data[i]; }
@@ -62,7 +64,13 @@ struct Weight {
   std::vector<double> exact;
 
   Weight(std::mt19937& rng, int n, int k)
-      : n(n), k(k), codes(size_t(n) * k / 32 * BITS), scales(size_t(n) * k / GROUP * 2), biases(size_t(n) * k / GROUP * 2), bias(n), exact(size_t(n) * k) {
+      : n(n),
+        k(k),
+        codes(size_t(n) * k / 32 * BITS),
+        scales(size_t(n) * k / GROUP * 2),
+        biases(size_t(n) * k / GROUP * 2),
+        bias(n),
+        exact(size_t(n) * k) {
     std::normal_distribution<double> normal;
     for (size_t i = 0; i < codes.size; i++) {
       codes[i] = rng();
@@ -90,7 +98,9 @@ struct Weight {
           for (int bit = 0; bit < BITS; bit++) {
             code |= (codes[(code_at + bit) / 32] >> (code_at + bit) % 32 & 1) << bit;
           }
-          double v = FORMAT == CodeFormat::affine ? code : FORMAT == CodeFormat::mxfp4 ? e2m1(code) : e4m3(code);
+          double v = FORMAT == CodeFormat::affine  ? code
+                     : FORMAT == CodeFormat::mxfp4 ? e2m1(code)
+                                                   : e4m3(code);
           exact[size_t(i) * k + g * GROUP + e] = v * scale + added;
         }
       }
@@ -122,7 +132,13 @@ struct Product {
   Kind kind;
 
   Product(std::mt19937& rng, Kind kind, std::vector<int> ns, int k)
-      : k(k), stride(k + 8), x(size_t(64) * (k + 8)), residual(size_t(64) * ns[0]), rotations(64 * kHead), slots(64), kind(kind) {
+      : k(k),
+        stride(k + 8),
+        x(size_t(64) * (k + 8)),
+        residual(size_t(64) * ns[0]),
+        rotations(64 * kHead),
+        slots(64),
+        kind(kind) {
     std::normal_distribution<double> normal;
     for (int n : ns) {
       weights.push_back(std::make_unique<W>(rng, n, k));
@@ -160,10 +176,13 @@ struct Product {
       outs.emplace_back(size_t(64) * weights[i]->n, rounded_to<T>(NAN));
     }
     auto of = [&](size_t i) { return std::min(i, weights.size() - 1); };
-    auto codes = [&](size_t i) { return reinterpret_cast<const unsigned char*>(weights[of(i)]->codes.data); };
-    auto kernel = c.cluster ? (c.tiles == 2   ? linear_quantised_cluster_entry<T, FORMAT, BITS, GROUP, 2>
-                               : c.tiles == 4 ? linear_quantised_cluster_entry<T, FORMAT, BITS, GROUP, 4>
-                                              : linear_quantised_cluster_entry<T, FORMAT, BITS, GROUP, 8>)
+    auto codes = [&](size_t i) {
+      return reinterpret_cast<const unsigned char*>(weights[of(i)]->codes.data);
+    };
+    auto kernel = c.cluster
+                      ? (c.tiles == 2   ? linear_quantised_cluster_entry<T, FORMAT, BITS, GROUP, 2>
+                         : c.tiles == 4 ? linear_quantised_cluster_entry<T, FORMAT, BITS, GROUP, 4>
+                                        : linear_quantised_cluster_entry<T, FORMAT, BITS, GROUP, 8>)
                   : c.tiles == 1 ? linear_quantised_entry<T, FORMAT, BITS, GROUP, 1>
                                  : linear_quantised_entry<T, FORMAT, BITS, GROUP, 2>;
     int tile = c.cluster ? cluster_rows(kQuantisedClusterWarps) : kQuantisedRows;
@@ -172,14 +191,19 @@ struct Product {
     for (int i = 0; i < (p.is_gated ? 1 : p.num_weights); i++) {
       blocks += (p.n[i] + tile - 1) / tile;
     }
-    auto shape = c.cluster ? quantised_cluster_shape(FORMAT, BITS, GROUP, c.tiles) : quantised_rows_shape(FORMAT, BITS, GROUP, c.tiles);
+    auto shape = c.cluster ? quantised_cluster_shape(FORMAT, BITS, GROUP, c.tiles)
+                           : quantised_rows_shape(FORMAT, BITS, GROUP, c.tiles);
     int y = c.cluster ? 1 : (c.rows + 8 * c.tiles - 1) / (8 * c.tiles);
     fibers::run_grid(
-        c.cluster ? blocks * kLinearParts : blocks, y, 32 * (c.cluster ? kQuantisedClusterWarps : kLinearParts), shape.scratch, c.cluster, [&] {
-          kernel(x.data, residual.data, codes(0), weights[of(0)]->scales.data, weights[of(0)]->biases.data, weights[of(0)]->bias.data, outs[of(0)].data(),
-                 codes(1), weights[of(1)]->scales.data, weights[of(1)]->biases.data, weights[of(1)]->bias.data, outs[of(1)].data(),
-                 codes(2), weights[of(2)]->scales.data, weights[of(2)]->biases.data, weights[of(2)]->bias.data, outs[of(2)].data(),
-                 rotations.data(), slots.data(), p);
+        c.cluster ? blocks * kLinearParts : blocks, y,
+        32 * (c.cluster ? kQuantisedClusterWarps : kLinearParts), shape.scratch, c.cluster, [&] {
+          kernel(
+              x.data, residual.data, codes(0), weights[of(0)]->scales.data,
+              weights[of(0)]->biases.data, weights[of(0)]->bias.data, outs[of(0)].data(), codes(1),
+              weights[of(1)]->scales.data, weights[of(1)]->biases.data, weights[of(1)]->bias.data,
+              outs[of(1)].data(), codes(2), weights[of(2)]->scales.data,
+              weights[of(2)]->biases.data, weights[of(2)]->bias.data, outs[of(2)].data(),
+              rotations.data(), slots.data(), p);
         });
     check(c, outs, name);
     std::vector<unsigned short> bits;
@@ -198,7 +222,8 @@ struct Product {
     double sum = 0;
     double terms = 0;
     for (int i = 0; i < k; i++) {
-      double term = double(float(x[size_t(at) * stride + i])) * weights[which]->exact[size_t(row) * k + i];
+      double term =
+          double(float(x[size_t(at) * stride + i])) * weights[which]->exact[size_t(row) * k + i];
       sum += term;
       terms += std::fabs(term);
     }
@@ -227,7 +252,8 @@ struct Product {
           if (kind == Kind::gated) {
             auto [up, up_allowed] = value(1, at, row);
             double silu = v / (1 + std::exp(-v));
-            allowed = std::fabs(up) * 1.2 * allowed + std::fabs(silu) * up_allowed + unit * std::fabs(silu * up) * 2 + allowed * up_allowed;
+            allowed = std::fabs(up) * 1.2 * allowed + std::fabs(silu) * up_allowed +
+                      unit * std::fabs(silu * up) * 2 + allowed * up_allowed;
             v = silu * up;
           }
           if (kind == Kind::heads) {
@@ -265,9 +291,11 @@ struct Product {
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP>
 void test(const char* dtype, bool all) {
   constexpr const char* kFormats[] = {"affine", "mxfp4", "mxfp8"};
-  std::string name = std::string(dtype) + " " + kFormats[int(FORMAT)] + " of " + std::to_string(BITS) + " bits, groups of " + std::to_string(GROUP);
+  std::string name = std::string(dtype) + " " + kFormats[int(FORMAT)] + " of " +
+                     std::to_string(BITS) + " bits, groups of " + std::to_string(GROUP);
   std::mt19937 rng(BITS * 1000 + GROUP);
-  auto same = [&](const std::vector<unsigned short>& few, const std::vector<unsigned short>& many, size_t count, const std::string& what) {
+  auto same = [&](const std::vector<unsigned short>& few, const std::vector<unsigned short>& many,
+                  size_t count, const std::string& what) {
     if (!std::equal(few.begin(), few.begin() + count, many.begin())) {
       failed++;
       std::printf("%s: other bits in other company\n", what.c_str());
@@ -285,11 +313,17 @@ void test(const char* dtype, bool all) {
     auto more = p.run({Kind::plain, 13, 2, true, true}, name + ", 13 rows");
     same(few, more, 5 * 37, name);
     fibers::copies_at_once = true;
-    same(p.run({Kind::plain, 13, 2, true, true}, name + ", at once"), more, 13 * 37, name + ", at once");
-    same(p.run({Kind::plain, 5, 1, false, true}, name + ", at once"), more, 5 * 37, name + ", at once");
+    same(
+        p.run({Kind::plain, 13, 2, true, true}, name + ", at once"), more, 13 * 37,
+        name + ", at once");
+    same(
+        p.run({Kind::plain, 5, 1, false, true}, name + ", at once"), more, 5 * 37,
+        name + ", at once");
     fibers::copies_at_once = false;
     if (all) {
-      same(p.run({Kind::plain, 20, 2, false, true}, name + ", 20 rows in blocks"), p.run({Kind::plain, 29, 4, true, true}, name + ", 29 rows"), 20 * 37, name);
+      same(
+          p.run({Kind::plain, 20, 2, false, true}, name + ", 20 rows in blocks"),
+          p.run({Kind::plain, 29, 4, true, true}, name + ", 29 rows"), 20 * 37, name);
       same(more, p.run({Kind::plain, 61, 8, true, true}, name + ", 61 rows"), 13 * 37, name);
     }
   }
@@ -302,7 +336,9 @@ void test(const char* dtype, bool all) {
     for (bool extras : {false, true}) {
       Product<T, FORMAT, BITS, GROUP> p(rng, Kind::gated, {76, 76}, 256);
       auto few = p.run({Kind::gated, 7, 1, false, extras}, name + ", gated");
-      same(few, p.run({Kind::gated, 17, 4, true, extras}, name + ", gated, clusters"), 7 * 76, name + ", gated");
+      same(
+          few, p.run({Kind::gated, 17, 4, true, extras}, name + ", gated, clusters"), 7 * 76,
+          name + ", gated");
       Product<T, FORMAT, BITS, GROUP> h(rng, Kind::heads, {192, 64, 64}, 256);
       h.run({Kind::heads, 7, 1, false, extras}, name + ", heads");
       h.run({Kind::heads, 17, 4, true, extras}, name + ", heads, clusters");

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Stands in for csrc/cuda/kernels/tensor_core.h where kernels run on the CPU: the same functions, of
-// fibers instead of lanes.
+// Stands in for csrc/cuda/kernels/tensor_core.h where kernels run on the CPU: the same functions,
+// of fibers instead of lanes.
 
 #pragma once
 
