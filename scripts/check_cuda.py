@@ -30,6 +30,7 @@ OPS = ["plan", "write_kv", "copy_blocks", "gather_kv", "paged_attention", "atten
 ENGINE = [
     "cuda",
     "cuda_programs",
+    "cuda_quantised",
     "bounds",
     "dense_prefill",
     "engine_faults",
@@ -146,6 +147,7 @@ def benchmarks() -> dict[str, Stage]:
     return {
         "kernels": Stage("bench kernels", python("bench/cuda_kernels.py")),
         "steps": Stage("bench steps", python("bench/cuda_steps.py")),
+        "quantised": Stage("bench quantised", python("bench/cuda_quantised.py")),
         "engine": Stage("bench engine", [*engine, *NOT_THE_MOE]),
         "media": Stage("bench media", python("bench/media.py", "--gpu")),
         "moe": Stage("bench moe", [*engine, "qwen3-30b-a3b"]),

@@ -33,7 +33,8 @@ def test_the_kernels_compile(tmp_path) -> None:
         return run([
             # (-O0 alone is for the host's code.)
             NVCC, "-std=c++17", "-arch=sm_80", "-O0", "-Xcicc", "-O0", "--expt-relaxed-constexpr",
-            "-DPAGED_DTYPE_bfloat16", "-DPAGED_CODE_BITS=3", f"-I{ROOT / 'csrc/cuda/msl'}", f"-I{ROOT / 'metal'}",
+            "-DPAGED_DTYPE_bfloat16", "-DPAGED_CODE_BITS=3",
+            f"-I{ROOT / 'csrc/cuda/msl'}", f"-I{ROOT / 'metal'}",
             "-ptx", str(source), "-o", str(tmp_path / f"{source.stem}.ptx"),
         ])  # fmt: skip
 

@@ -1,5 +1,5 @@
-"""CUDA kernels of quantised products on the CPU: what their threads do, lane by lane, compiled by the
-C++ compiler (`cuda_host/fibers.h`). It needs the headers of CUDA's 16-bit floats."""
+"""CUDA kernels of quantised products on the CPU: what their threads do, lane by lane, compiled by
+the C++ compiler (`cuda_host/fibers.h`). It needs the headers of CUDA's 16-bit floats."""
 
 from __future__ import annotations
 
