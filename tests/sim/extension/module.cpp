@@ -193,6 +193,36 @@ void bind_simulator(nb::module_& m) {
       "What NVIDIA's GPUs run for a product with quantised weights, if they have a kernel for it.");
 
   m.def(
+      "quantized_linear_node",
+      [](const mx::array& x, const mx::array& weight, const mx::array& scales,
+         const mx::array& biases, const std::optional<mx::array>& bias, int bits, int group_size) {
+        Arrays inputs{x, weight, scales, biases};
+        if (bias) {
+          inputs.push_back(*bias);
+        }
+        auto shape = x.shape();
+        shape.back() = weight.shape(0);
+        WeightCodes codes{cpu::WeightFormat::affine, bits, group_size};
+        auto node = std::make_shared<QuantizedLinear>(mx::default_stream(mx::Device::cpu), codes);
+        return mx::array(std::move(shape), x.dtype(), std::move(node), std::move(inputs));
+      },
+      "x"_a, "weight"_a, "scales"_a, "biases"_a, "bias"_a.none(), nb::kw_only(), "bits"_a,
+      "group_size"_a, "quantized_linear as it is with CUDA: of the dtype of x.");
+
+  m.def(
+      "cuda_program_launches",
+      [](const Arrays& inputs, const Arrays& outputs) {
+        DeviceProgram program(inputs, outputs, Gpu::nvidia, DeviceProgram::Residual::in_product);
+        nb::list launches;
+        for (const auto& launch : program.launches({}, Gpu::nvidia)) {
+          launches.append(describe(launch));
+        }
+        return launches;
+      },
+      "inputs"_a, "outputs"_a,
+      "The launches of a DeviceProgram for NVIDIA's GPUs, without attention. Raises RuntimeError.");
+
+  m.def(
       "step_counts",
       [] {
         auto counts = sim::counts_of_steps();
