@@ -27,16 +27,22 @@ FORMATS: dict[str, tuple[str, int, int] | mx.Dtype] = {
     "mxfp8": ("mxfp8", 8, 32),
     "nvfp4": ("nvfp4", 4, 16),
 }
+# The same weights with activations that are rounded.
+ROUNDED = {
+    **{f"{name}, int8": (name, "int8") for name in ("affine 4 bits", "affine 8 bits")},
+    **({"bfloat16, rounded": ("bfloat16", "bfloat16")} if "bfloat16" in ops.activations() else {}),
+}
 
 
 def product(name: str, n: int, k: int, copies: int) -> tuple[list[Callable], int]:
     """The product with one of several weights, which together do not fit the caches; its bytes."""
+    name, activations = ROUNDED.get(name, (name, "float32"))
     form, multiply = FORMATS[name], []
     for i in range(copies):
         weight = mx.random.normal((n, k), key=mx.random.key(i)) / k**0.5
         if isinstance(form, mx.Dtype):
             arrays = [weight.astype(form)]
-            multiply.append(lambda x, w=arrays: ops.linear(x, *w))
+            multiply.append(lambda x, w=arrays: ops.linear(x, *w, activations=activations))
         else:
             mode, bits, group = form
             arrays = mx.quantize(weight, group, bits, mode)
@@ -44,7 +50,7 @@ def product(name: str, n: int, k: int, copies: int) -> tuple[list[Callable], int
                 arrays = [arrays[0], *(a.astype(mx.bfloat16) for a in arrays[1:])]
             multiply.append(
                 lambda x, w=arrays, g=group, b=bits, m=mode: ops.quantized_linear(
-                    x, *w, group_size=g, bits=b, mode=m
+                    x, *w, group_size=g, bits=b, mode=m, activations=activations
                 )
             )
         mx.eval(arrays)
@@ -57,7 +63,9 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=8192)
     parser.add_argument("--k", type=int, default=2048)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 32, 512])
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument(
+        "--formats", nargs="+", default=[*FORMATS, *ROUNDED], choices=[*FORMATS, *ROUNDED]
+    )
     parser.add_argument("--copies", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
@@ -85,7 +93,7 @@ def main() -> None:
             }
             results.append(result)
             print(
-                f"{name:14} {rows:4} rows {result['ms']:8.3f} ms {result['gb_per_s']:7.1f} GB/s "
+                f"{name:19} {rows:4} rows {result['ms']:8.3f} ms {result['gb_per_s']:7.1f} GB/s "
                 f"{result['gflops']:8.1f} GFLOP/s",
                 flush=True,
             )

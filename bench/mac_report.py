@@ -1,5 +1,6 @@
-"""The kernels on an Apple GPU: its tests, then every primitive against copy
-bandwidth, MLX's dense attention, and gathering first. Writes bench/results/mac-<chip>.json, .md.
+"""The kernels on an Apple GPU: its tests, then every primitive against copy bandwidth, MLX's dense
+attention, and gathering first; and decoding with and without steps that are encoded as a whole
+(MLX_PAGED_UNCHECKED_KERNELS=1, docs/metal-kernels.md). Writes bench/results/mac-<chip>.json, .md.
 
 python bench/mac_report.py
 """
@@ -7,6 +8,7 @@ python bench/mac_report.py
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -27,13 +29,45 @@ SHAPES = [
 ]
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    print("+", " ".join(command), flush=True)
+def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    print("+", *(f"{name}={value}" for name, value in env.items()), *command, flush=True)
     return subprocess.run([sys.executable, *command], cwd=ROOT, text=True, check=False,
-                          capture_output=True)  # fmt: skip
+                          capture_output=True, env={**os.environ, **env})  # fmt: skip
 
 
-def markdown(chip: str, tests: str, results: list[dict[str, Any]], copy: float) -> str:
+def whole_steps(tokens: int = 128, runs: int = 5) -> list[dict[str, Any]]:
+    """Decoding of the embedded model with steps as MLX's graphs and as one operation each: the
+    seconds of the median batch, in turns, and whether greedy answers are the same."""
+    ways = {"graphs": "0", "whole": "1"}
+    prompt = ["generate", "Return the n-th Fibonacci number", "--temperature", "0"]
+    results = []
+    for batch in (1, 8, 16):
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        options = ["--batch-size", str(batch), "--output-len", str(tokens), "--input-len", "128"]
+        for _ in range(3):
+            for name, value in ways.items():
+                path = RESULTS / "latency-part.json"
+                done = run("-m", "mlx_paged.cli.main", "bench", "latency", *options, "--num-iters",
+                           str(runs), "--num-iters-warmup", "2", "--output-json", str(path),
+                           MLX_PAGED_UNCHECKED_KERNELS=value)  # fmt: skip
+                if done.returncode:
+                    return [{"failed": name, "batch": batch, "error": done.stderr[-2000:]}]
+                seconds[name] += json.loads(path.read_text())["latencies"]
+                path.unlink()
+        results.append(
+            {"batch": batch, **{name: statistics.median(s) for name, s in seconds.items()}}
+        )
+    answers = [
+        run("-m", "mlx_paged.cli.main", *prompt, MLX_PAGED_UNCHECKED_KERNELS=value).stdout
+        for value in ways.values()
+    ]
+    results.append({"same_answer": bool(answers[0]) and answers[0] == answers[1]})
+    return results
+
+
+def markdown(
+    chip: str, tests: str, results: list[dict[str, Any]], copy: float, steps: list[dict[str, Any]]
+) -> str:
     lines = [
         f"# {chip}\n",
         f"Tests on the GPU: {tests}. Copy bandwidth: {copy / 1e9:.0f} GB/s.\n",
@@ -52,6 +86,8 @@ def markdown(chip: str, tests: str, results: list[dict[str, Any]], copy: float) 
             *(f"{r['bytes_per_second'] / 1e9:.0f}", f"{r['share_of_copy']:.0%}", *times),
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines.append("\nDecoding of the embedded model, steps encoded as a whole or node by node:\n")
+    lines += [f"- {json.dumps(step)}" for step in steps]
     return "\n".join(lines) + "\n"
 
 
@@ -84,9 +120,10 @@ def main() -> int:
         "tests": {"summary": summary, "passed": tests.returncode == 0},
         "copy_bytes_per_second": copy,
         "results": results,
+        "whole_steps": (steps := whole_steps()),
     }
     (RESULTS / f"{slug}.json").write_text(json.dumps(report, indent=2) + "\n")
-    (RESULTS / f"{slug}.md").write_text(markdown(chip, summary, results, copy))
+    (RESULTS / f"{slug}.md").write_text(markdown(chip, summary, results, copy, steps))
     print(f"wrote {RESULTS / slug}.json and .md")
     return tests.returncode
 

@@ -30,9 +30,17 @@ uint32_t ceil_div(int64_t n, int64_t m) {
 DeviceProgram::DeviceProgram(
     const Arrays& inputs, const Arrays& outputs, Gpu gpu, Residual residual) {
   read_program(*this, inputs, outputs, residual);
+  if (workspace_ < 0) {
+    workspace_ = int(operands_.size());
+    operands_.push_back({ProgramOperand::Kind::workspace});
+  }
   for (const auto& step : steps_) {
     if (const auto* products = std::get_if<ProductStep>(&step)) {
-      product_launches(*products, gpu);
+      for (const auto& launch : product_launches(*products, gpu)) {
+        if (launch.kernel.host_name == cuda::kLibraryProduct) {
+          product_workspace_bytes_ = cuda::kLibraryWorkspaceBytes;
+        }
+      }
     }
   }
 }
@@ -168,8 +176,8 @@ std::vector<LaunchList> DeviceProgram::attention(const Arrays& inputs, Gpu gpu) 
   return lists;
 }
 
-uint64_t DeviceProgram::workspace_bytes(const std::vector<LaunchList>& attention) {
-  uint64_t most = kChunkBytes;
+uint64_t DeviceProgram::workspace_bytes(const std::vector<LaunchList>& attention) const {
+  uint64_t most = std::max<uint64_t>(kChunkBytes, product_workspace_bytes_);
   for (const auto& list : attention) {
     for (uint64_t bytes : list.workspaces) {
       most = std::max(most, bytes);
@@ -205,7 +213,7 @@ std::vector<Launch> DeviceProgram::launches(
 
 std::vector<Launch> DeviceProgram::product_launches(const ProductStep& step, Gpu gpu) const {
   if (gpu == Gpu::nvidia) {
-    return {cuda::product_launch(step, operands_)};
+    return cuda::product_launches(step, operands_, workspace_);
   }
   return portable_product_launches(step, operands_);
 }
@@ -238,6 +246,18 @@ std::vector<Launch> portable_product_launches(
     launch.beside_previous = i > 0;
     launches.push_back(std::move(launch));
   }
+  for (auto& launch : launches_after_products(step, operands)) {
+    launches.push_back(std::move(launch));
+  }
+  return launches;
+}
+
+std::vector<Launch> launches_after_products(
+    const ProductStep& step, const std::vector<ProgramOperand>& operands) {
+  std::vector<Launch> launches;
+  auto bind = [&](Launch& launch, int operand, Access access) {
+    launch.buffers.push_back({operand, access, operands[operand].bytes});
+  };
   if (step.is_gated) {
     // In place: a thread reads what it writes.
     int item_size = step.dtype == DType::float32 ? 4 : 2;

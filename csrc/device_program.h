@@ -40,7 +40,7 @@ struct ProgramOperand {
     constant,   // of the constants
     temporary,  // in the program's memory
     result,     // of the results
-    workspace,  // of attention; one at a time
+    workspace,  // of attention or a library's product; one at a time
   };
   Kind kind;
   int index = 0;
@@ -126,7 +126,7 @@ class DeviceProgram {
   const std::vector<ProgramOperand>& operands() const { return operands_; }
   const Arrays& constants() const { return constants_; }
   uint64_t temporary_bytes() const { return temporary_bytes_; }
-  static uint64_t workspace_bytes(const std::vector<LaunchList>& attention);
+  uint64_t workspace_bytes(const std::vector<LaunchList>& attention) const;
   const std::vector<Result>& results() const { return results_; }
   // Which inputs the outputs after the results are.
   const std::vector<int>& pools() const { return pools_; }
@@ -153,6 +153,7 @@ class DeviceProgram {
   Arrays constants_;
   uint64_t temporary_bytes_ = 0;
   int workspace_ = -1;  // an operand
+  uint64_t product_workspace_bytes_ = 0;
   std::vector<mx::Shape> input_shapes_;
   std::vector<mx::Dtype> input_dtypes_;
   std::vector<bool> used_;
@@ -189,6 +190,11 @@ class DeviceStep : public mx::Primitive {
 // The launches of one product where MLX has none of its own to take: portable, or NVIDIA's
 // (cuda/products.h).
 std::vector<Launch> portable_product_launches(
+    const ProductStep& step, const std::vector<ProgramOperand>& operands);
+
+// What is left to do where a step's products have only been multiplied: silu(gate) * up, or the
+// rotation and write of heads.
+std::vector<Launch> launches_after_products(
     const ProductStep& step, const std::vector<ProgramOperand>& operands);
 
 }  // namespace mlx_paged

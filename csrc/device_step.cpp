@@ -9,6 +9,7 @@
 
 #include "bindings.h"
 #include "device_program.h"
+#include "gpu.h"
 #include "transfer.h"
 
 namespace mlx_paged {
@@ -56,6 +57,9 @@ Arrays run(
 }  // namespace
 
 void bind_device_program(nb::module_& m) {
+  m.def(
+      "most_device_program_rows", &gpu::most_program_rows,
+      "Rows of a step up to which GPU programs serve; 0: none do.");
   m.def(
       "make_device_program", &make, "inputs"_a, "outputs"_a, nb::kw_only(),
       "residual_in_product"_a);

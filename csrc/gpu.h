@@ -4,11 +4,13 @@
 
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "launch.h"
 #include "mlx/array.h"
 #include "mlx/stream.h"
+#include "step_runner.h"
 
 namespace mlx_paged::gpu {
 
@@ -22,6 +24,9 @@ void prepare(const Pipeline& pipeline);
 // registered with the encoder.
 void allocate(mx::array& a, mx::Stream stream);
 
+// The same of memory that the host reads once kernels have written it.
+void allocate_for_host(mx::array& a, mx::Stream stream);
+
 // Keeps `a` alive until the GPU has done what is encoded so far.
 void keep(const mx::array& a, mx::Stream stream);
 
@@ -31,6 +36,12 @@ void keep(const mx::array& a, mx::Stream stream);
 void encode(
     const LaunchList& list, const Arrays& in, Arrays& out, const std::vector<int>& pools,
     mx::Stream stream);
+
+// What runs the steps of device programs on a stream. Only within eval_gpu.
+std::unique_ptr<StepDevice> step_device(mx::Stream stream);
+
+// Rows of a step up to which device programs serve; 0: they do not.
+int most_program_rows();
 
 // The array itself where kernels can read it (can_read_on_gpu), else a dense copy (gpu_eval.cpp).
 mx::array readable(const mx::array& a, mx::Stream stream);

@@ -15,6 +15,7 @@
 
 #include "bindings.h"
 #include "cpu/blas.h"
+#include "cpu/kernels.h"
 #include "dense.h"
 #include "primitives.h"
 #include "validate.h"
@@ -79,6 +80,53 @@ mx::array silu_mul(const mx::array& gate, const mx::array& x, mx::StreamOrDevice
       gate.shape(), gate.dtype(), std::make_shared<SiluMul>(s), {dense(gate, s), dense(x, s)});
 }
 
+mx::array layer_norm(
+    const mx::array& x, const std::optional<mx::array>& weight,
+    const std::optional<mx::array>& bias, float eps, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("layer_norm");
+  v.require(x.ndim() > 0, "x", "of at least one axis", "a scalar");
+  v.floating(x, "x");
+  v.require(std::isfinite(eps) && eps >= 0, "eps", "finite and at least 0", eps);
+  Arrays inputs{dense(x, s)};
+  auto add = [&](const std::optional<mx::array>& a, const char* what) {
+    if (a) {
+      v.shape(*a, what, {x.shape(-1)});
+      v.same_dtype(*a, what, x, "x");
+      inputs.push_back(dense(*a, s));
+    }
+  };
+  add(weight, "weight");
+  add(bias, "bias");
+  auto node = std::make_shared<LayerNorm>(s, eps, bool(weight));
+  return mx::array(x.shape(), x.dtype(), std::move(node), std::move(inputs));
+}
+
+mx::array gelu(const mx::array& x, const std::string& approximation, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("gelu");
+  v.floating(x, "x");
+  static const std::map<std::string, cpu::GeluKind> kinds{
+      {"none", cpu::GeluKind::none}, {"tanh", cpu::GeluKind::tanh}, {"fast", cpu::GeluKind::fast}};
+  auto kind = kinds.find(approximation);
+  v.require(kind != kinds.end(), "approximation", "'none', 'tanh' or 'fast'", approximation);
+  return mx::array(x.shape(), x.dtype(), std::make_shared<Gelu>(s, kind->second), {dense(x, s)});
+}
+
+mx::array clipped_swiglu(
+    const mx::array& gate, const mx::array& x, float alpha, float limit, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("clipped_swiglu");
+  v.floating(gate, "gate");
+  v.same_dtype(x, "x", gate, "gate");
+  v.same_shape(x, "x", gate, "gate");
+  v.require(std::isfinite(alpha), "alpha", "finite", alpha);
+  v.require(limit > 0, "limit", "above 0", limit);
+  return mx::array(
+      gate.shape(), gate.dtype(), std::make_shared<ClippedSwiglu>(s, alpha, limit),
+      {dense(gate, s), dense(x, s)});
+}
+
 std::tuple<mx::array, mx::array, mx::array> greedy_tokens(
     const mx::array& logits, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
@@ -109,6 +157,28 @@ mx::array nucleus_thresholds(
       {dense(logits, s), dense(floors, s), dense(top_p, s)});
 }
 
+// The names of what activations may be rounded to on this processor.
+std::vector<std::string> activations() {
+  std::vector<std::string> names{"float32", "int8"};
+  if (cpu::kernels().rounded.bfloat.product) {
+    names.insert(names.begin() + 1, "bfloat16");
+  }
+  return names;
+}
+
+cpu::Activations activations_named(const Validator& v, const std::string& name) {
+  auto names = activations();
+  std::string expected;
+  for (const auto& known : names) {
+    expected += (expected.empty() ? "" : ", ") + known;
+  }
+  bool is_known = std::find(names.begin(), names.end(), name) != names.end();
+  v.require(is_known, "activations", "one of " + expected + " on this processor", name);
+  return name == "int8"       ? cpu::Activations::int8
+         : name == "bfloat16" ? cpu::Activations::bfloat16
+                              : cpu::Activations::float32;
+}
+
 // Weights that would have to be made dense in every step are left to MLX.
 bool served_on_cpu(
     const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias) {
@@ -120,9 +190,10 @@ bool served_on_cpu(
 
 mx::array linear(
     const mx::array& x, const mx::array& weight, const std::optional<mx::array>& bias,
-    mx::StreamOrDevice s_) {
+    const std::string& activations, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("linear");
+  auto rounded = activations_named(v, activations);
   v.shape(weight, "weight", {-1, -1});
   v.require(
       x.ndim() > 0 && x.shape(-1) == weight.shape(1), "the last axis of x",
@@ -141,7 +212,8 @@ mx::array linear(
   if (bias) {
     inputs.push_back(*bias);
   }
-  return mx::array(std::move(shape), x.dtype(), std::make_shared<Linear>(s), std::move(inputs));
+  auto node = std::make_shared<Linear>(s, rounded);
+  return mx::array(std::move(shape), x.dtype(), std::move(node), std::move(inputs));
 }
 
 struct Quantized {
@@ -171,9 +243,10 @@ bool contains(const std::vector<int>& all, int one) {
 mx::array quantized_linear(
     const mx::array& x, const mx::array& weight, const mx::array& scales,
     const std::optional<mx::array>& biases, const std::optional<mx::array>& bias, int group_size,
-    int bits, const std::string& mode, mx::StreamOrDevice s_) {
+    int bits, const std::string& mode, const std::string& activations, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("quantized_linear");
+  auto rounded = activations_named(v, activations);
   const auto& quantized = quantized_mode(mode);
   bool is_affine = quantized.format == cpu::WeightFormat::affine;
   auto is_scale = [&](const mx::array& a) {
@@ -215,7 +288,7 @@ mx::array quantized_linear(
   shape.back() = n;
   if (!on_cpu) {
     return mx::array(
-        std::move(shape), x.dtype(), std::make_shared<QuantizedLinear>(s, codes),
+        std::move(shape), x.dtype(), std::make_shared<QuantizedLinear>(s, codes, rounded),
         std::move(inputs));
   }
   auto dtype = mx::promote_types(x.dtype(), is_affine ? scales.dtype() : x.dtype());
@@ -225,9 +298,46 @@ mx::array quantized_linear(
     inputs.back() = mx::astype(*bias, mx::float32, s);
   }
   mx::array out(
-      std::move(shape), mx::float32, std::make_shared<QuantizedLinear>(s, codes),
+      std::move(shape), mx::float32, std::make_shared<QuantizedLinear>(s, codes, rounded),
       std::move(inputs));
   return mx::astype(out, dtype, s);
+}
+
+// Checks weights [..., n, k] that mx.quantize may have made, and puts them to the inputs.
+// Returns their format, and k.
+std::pair<cpu::WeightFormat, int> add_weights(
+    const Validator& v, const mx::array& weight, const std::optional<mx::array>& scales,
+    const std::optional<mx::array>& biases, int group_size, int bits, const std::string& mode,
+    Arrays& inputs) {
+  inputs.push_back(weight);
+  if (!scales) {
+    v.floating(weight, "weight");
+    v.require(!biases, "biases", "None where there are no scales", "an array");
+    return {cpu::WeightFormat::dense, weight.shape(-1)};
+  }
+  const auto& quantized = quantized_mode(mode);
+  v.require(
+      contains(quantized.bits, bits) && contains(quantized.group_sizes, group_size), "mode",
+      "a format of mx.quantize",
+      mode + ", " + std::to_string(bits) + " bits in groups of " + std::to_string(group_size));
+  v.require(weight.dtype() == mx::uint32, "weight", "uint32", weight.dtype());
+  int64_t k = int64_t(weight.shape(-1)) * 32 / bits;
+  v.require(k % group_size == 0, "weight", "of whole groups", k);
+  auto shape = weight.shape();
+  shape.back() = int(k / group_size);
+  v.require(scales->shape() == shape, "the shape of scales", shape, scales->shape());
+  inputs.push_back(*scales);
+  if (quantized.format == cpu::WeightFormat::affine) {
+    v.floating(*scales, "scales");
+    v.require(bool(biases), "biases", "an array", "None");
+    v.require(biases->shape() == shape, "the shape of biases", shape, biases->shape());
+    v.same_dtype(*biases, "biases", *scales, "scales");
+    inputs.push_back(*biases);
+  } else {
+    v.require(scales->dtype() == mx::uint8, "scales", "uint8", scales->dtype());
+    v.require(!biases, "biases", "None for " + mode, "an array");
+  }
+  return {quantized.format, int(k)};
 }
 
 mx::array lookup(
@@ -240,41 +350,68 @@ mx::array lookup(
       ids.dtype() == mx::int32 || ids.dtype() == mx::uint32, "ids", "int32 or uint32", ids.dtype());
   v.shape(weight, "weight", {-1, -1});
   v.require(s.device == mx::Device::cpu, "stream", "the CPU's", "a GPU's");
-  Arrays inputs{ids, weight};
+  Arrays inputs{ids};
+  auto [format, k] = add_weights(v, weight, scales, biases, group_size, bits, mode, inputs);
   auto shape = ids.shape();
-  auto format = cpu::WeightFormat::dense;
-  if (!scales) {
-    v.floating(weight, "weight");
-    v.require(!biases, "biases", "None where there are no scales", "an array");
-    shape.push_back(weight.shape(1));
-  } else {
-    const auto& quantized = quantized_mode(mode);
-    format = quantized.format;
-    v.require(
-        contains(quantized.bits, bits) && contains(quantized.group_sizes, group_size), "mode",
-        "a format of mx.quantize",
-        mode + ", " + std::to_string(bits) + " bits in groups of " + std::to_string(group_size));
-    v.require(weight.dtype() == mx::uint32, "weight", "uint32", weight.dtype());
-    int64_t k = int64_t(weight.shape(1)) * 32 / bits;
-    v.require(k % group_size == 0, "weight", "of whole groups", k);
-    int groups = int(k / group_size);
-    v.shape(*scales, "scales", {weight.shape(0), groups});
-    inputs.push_back(*scales);
-    if (format == cpu::WeightFormat::affine) {
-      v.floating(*scales, "scales");
-      v.require(bool(biases), "biases", "an array", "None");
-      v.shape(*biases, "biases", {weight.shape(0), groups});
-      v.same_dtype(*biases, "biases", *scales, "scales");
-      inputs.push_back(*biases);
-    } else {
-      v.require(scales->dtype() == mx::uint8, "scales", "uint8", scales->dtype());
-      v.require(!biases, "biases", "None for " + mode, "an array");
-    }
-    shape.push_back(int(k));
-  }
+  shape.push_back(k);
   return mx::array(
       std::move(shape), mx::float32, std::make_shared<Lookup>(s, format, bits, group_size),
       std::move(inputs));
+}
+
+mx::array expert_linear(
+    const mx::array& x, const mx::array& indices, const mx::array& weight,
+    const std::optional<mx::array>& scales, const std::optional<mx::array>& biases,
+    const std::optional<mx::array>& bias, const std::optional<mx::array>& global_scale,
+    int group_size, int bits, const std::string& mode, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("expert_linear");
+  v.require(s.device == mx::Device::cpu, "stream", "the CPU's", "a GPU's");
+  v.require(x.dtype() == mx::float32, "x", "float32", x.dtype());
+  v.require(
+      indices.dtype() == mx::int32 || indices.dtype() == mx::uint32, "indices", "int32 or uint32",
+      indices.dtype());
+  v.shape(weight, "weight", {-1, -1, -1});
+  v.require(
+      weight.size() > 0 && int64_t(weight.shape(0)) * weight.shape(1) <= INT32_MAX, "weight",
+      "of at least one row and at most 2^31 - 1", weight.shape());
+  Arrays weights;
+  auto [format, k] = add_weights(v, weight, scales, biases, group_size, bits, mode, weights);
+  v.require(
+      x.ndim() >= 2 && x.shape(-1) == k && x.shape(-2) == 1, "the last axes of x",
+      "1 and " + std::to_string(k) + " like weight's", x.shape());
+  if (bias) {
+    v.shape(*bias, "bias", {weight.shape(0), weight.shape(1)});
+    weights.push_back(mx::astype(*bias, mx::float32, s));
+  }
+  if (global_scale) {
+    v.shape(*global_scale, "global_scale", {weight.shape(0)});
+    v.require(format == cpu::WeightFormat::nvfp4, "global_scale", "None but for nvfp4", "an array");
+    // The largest value of the format times the largest scale.
+    auto factors = mx::divide(
+        mx::astype(*global_scale, mx::float32, s), mx::array(6.0f * 448.0f, mx::float32), s);
+    weights.push_back(factors);
+  }
+  // Rows of x belong to the indices one by one, or to all those of the last axis.
+  mx::Shape rows(x.shape().begin(), x.shape().end() - 2);
+  auto shape = mx::broadcast_shapes(rows, indices.shape());
+  v.require(!shape.empty(), "indices", "of at least one axis", "a scalar");
+  v.require(
+      mx::array(shape, mx::uint32, nullptr, {}).size() <= INT32_MAX, "indices", "at most 2^31 - 1",
+      shape);
+  rows.insert(rows.begin(), shape.size() - rows.size(), 1);
+  auto shared = shape;
+  shared.back() = 1;
+  auto x_shape = rows == shared ? shared : shape;
+  x_shape.insert(x_shape.end(), {1, k});
+  Arrays inputs{
+      mx::broadcast_to(x, x_shape, s),
+      mx::astype(mx::broadcast_to(indices, shape, s), mx::uint32, s)};
+  inputs.insert(inputs.end(), weights.begin(), weights.end());
+  shape.insert(shape.end(), {1, weight.shape(1)});
+  return mx::array(
+      std::move(shape), mx::float32,
+      std::make_shared<ExpertLinear>(s, format, bits, group_size, bool(bias)), std::move(inputs));
 }
 
 const char* mode_of(cpu::WeightFormat format) {
@@ -333,7 +470,7 @@ std::pair<Arrays, std::vector<int>> QuantizedLinear::vmap(
     size_t bias = has_biases() ? 4 : 3;
     return {{moved.size() > bias ? mx::add(out, moved[bias], stream()) : out}, {0}};
   }
-  auto node = std::make_shared<QuantizedLinear>(stream(), codes_);
+  auto node = std::make_shared<QuantizedLinear>(stream(), codes_, activations_);
   auto dtype = moved[0].dtype();
   return {{mx::array(std::move(shape), dtype, std::move(node), std::move(moved))}, {0}};
 }
@@ -353,16 +490,29 @@ void bind_layer_ops(nb::module_& m) {
       "rms_norm", &rms_norm, "x"_a, "weight"_a.none(), "eps"_a, nb::kw_only(),
       "stream"_a = nb::none());
   m.def("silu_mul", &silu_mul, "gate"_a, "x"_a, nb::kw_only(), "stream"_a = nb::none());
+  m.def(
+      "layer_norm", &layer_norm, "x"_a, "weight"_a.none(), "bias"_a.none(), "eps"_a, nb::kw_only(),
+      "stream"_a = nb::none());
+  m.def("gelu", &gelu, "x"_a, "approximation"_a, nb::kw_only(), "stream"_a = nb::none());
+  m.def(
+      "clipped_swiglu", &clipped_swiglu, "gate"_a, "x"_a, nb::kw_only(), "alpha"_a, "limit"_a,
+      "stream"_a = nb::none());
   m.def("greedy_tokens", &greedy_tokens, "logits"_a, nb::kw_only(), "stream"_a = nb::none());
   m.def(
       "nucleus_thresholds", &nucleus_thresholds, "logits"_a, "floors"_a, "top_p"_a, nb::kw_only(),
       "stream"_a = nb::none());
   m.def(
-      "linear", &linear, "x"_a, "weight"_a, "bias"_a.none(), nb::kw_only(),
+      "linear", &linear, "x"_a, "weight"_a, "bias"_a.none(), nb::kw_only(), "activations"_a,
       "stream"_a = nb::none());
+  m.def("activations", &activations);
   m.def(
       "quantized_linear", &quantized_linear, "x"_a, "weight"_a, "scales"_a, "biases"_a.none(),
-      "bias"_a.none(), nb::kw_only(), "group_size"_a, "bits"_a, "mode"_a, "stream"_a = nb::none());
+      "bias"_a.none(), nb::kw_only(), "group_size"_a, "bits"_a, "mode"_a, "activations"_a,
+      "stream"_a = nb::none());
+  m.def(
+      "expert_linear", &expert_linear, "x"_a, "indices"_a, "weight"_a, "scales"_a.none(),
+      "biases"_a.none(), "bias"_a.none(), "global_scale"_a.none(), nb::kw_only(), "group_size"_a,
+      "bits"_a, "mode"_a, "stream"_a = nb::none());
   m.def(
       "lookup", &lookup, "ids"_a, "weight"_a, "scales"_a.none(), "biases"_a.none(), nb::kw_only(),
       "group_size"_a, "bits"_a, "mode"_a, "stream"_a = nb::none());

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "device_program.h"
 #include "gpu.h"
 #include "primitives.h"
 
@@ -16,11 +17,19 @@ Gpu gpu::kind() {
 
 void gpu::prepare(const Pipeline&) {}
 
+int gpu::most_program_rows() {
+  return 0;
+}
+
 void KernelNode::eval_gpu(const Arrays&, Arrays&) {
   throw std::runtime_error(
       std::string("[") + name() +
       "] must run on the CPU: this build of mlx_paged has no GPU backend. Pass stream=mx.cpu, or "
       "call mx.set_default_device(mx.cpu) first.");
+}
+
+void DeviceStep::eval_gpu(const Arrays&, Arrays&) {
+  throw std::runtime_error("[device_step] this build of mlx_paged has no GPU backend");
 }
 
 }  // namespace mlx_paged

@@ -23,6 +23,8 @@
 #include <optional>
 #include <vector>
 
+#include "cpu/experts.h"
+#include "cpu/layer.h"
 #include "cpu/product.h"
 #include "launch.h"
 #include "mlx/primitives.h"
@@ -239,6 +241,61 @@ class SiluMul : public Node {
   std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[0].shape()}; }
 };
 
+// (x - mean) / sqrt(variance + eps) * weight + bias over the last axis.
+// in: x[, weight][, bias]. out: like x.
+class LayerNorm : public Node {
+ public:
+  LayerNorm(mx::Stream stream, float eps, bool has_weight)
+      : Node(stream), eps_(eps), has_weight_(has_weight) {}
+  MLX_PAGED_NODE("layer_norm")
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[0].shape()}; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    auto& o = static_cast<const LayerNorm&>(other);
+    return eps_ == o.eps_ && has_weight_ == o.has_weight_;
+  }
+  float eps() const { return eps_; }
+  bool has_weight() const { return has_weight_; }
+
+ private:
+  float eps_;
+  bool has_weight_;
+};
+
+// in: x. out: like x.
+class Gelu : public Node {
+ public:
+  Gelu(mx::Stream stream, cpu::GeluKind kind) : Node(stream), kind_(kind) {}
+  MLX_PAGED_NODE("gelu")
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[0].shape()}; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return kind_ == static_cast<const Gelu&>(other).kind_;
+  }
+  cpu::GeluKind kind() const { return kind_; }
+
+ private:
+  cpu::GeluKind kind_;
+};
+
+// gpt-oss's form of SwiGLU: g * sigmoid(alpha * g) * (clip(x, -limit, limit) + 1) with
+// g = min(gate, limit). in: gate, x of one shape and dtype. out: like them.
+class ClippedSwiglu : public Node {
+ public:
+  ClippedSwiglu(mx::Stream stream, float alpha, float limit)
+      : Node(stream), alpha_(alpha), limit_(limit) {}
+  MLX_PAGED_NODE("clipped_swiglu")
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[0].shape()}; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    auto& o = static_cast<const ClippedSwiglu&>(other);
+    return alpha_ == o.alpha_ && limit_ == o.limit_;
+  }
+  float alpha() const { return alpha_; }
+  float limit() const { return limit_; }
+
+ private:
+  float alpha_;
+  float limit_;
+};
+
 // in: logits [num_rows, vocab_size]. out: the first largest of each row, int32, and its logit,
 // float32; NaN where the row holds one (its token is then any). And the tokens for the host, int32:
 // -1 where the largest is not finite.
@@ -281,8 +338,11 @@ class NucleusThresholds : public Node {
 // [..., k], weight [n, k][, bias [n]]. out: [..., n].
 class Linear : public Node {
  public:
-  using Node::Node;
+  Linear(mx::Stream s, cpu::Activations activations) : Node(s), activations_(activations) {}
   MLX_PAGED_NODE("linear")
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return activations_ == static_cast<const Linear&>(other).activations_;
+  }
   static cpu::WeightView weights(const mx::array& weight);  // dense, with data
   // Both are in cuda/linear_launch.cpp, or in no_cuda.cpp: false, and Node's.
   static bool served_on_gpu(
@@ -293,6 +353,9 @@ class Linear : public Node {
     shape.back() = in[1].shape(0);
     return {shape};
   }
+
+ private:
+  cpu::Activations activations_;  // on the CPU
 };
 
 // How mx.quantize packed a weight.
@@ -310,11 +373,14 @@ struct WeightCodes {
 // dtype of x; so is bias, and with CUDA scales and biases that are no bytes.
 class QuantizedLinear : public Node {
  public:
-  QuantizedLinear(mx::Stream s, WeightCodes codes) : Node(s), codes_(codes) {}
+  QuantizedLinear(mx::Stream s, WeightCodes codes, cpu::Activations activations)
+      : Node(s), codes_(codes), activations_(activations) {}
   MLX_PAGED_NODE("quantized_linear")
   cpu::WeightView weights(const Arrays& in) const;  // dense, with data
+  cpu::Activations activations() const { return activations_; }
   bool is_equivalent(const mx::Primitive& other) const override {
-    return codes_ == static_cast<const QuantizedLinear&>(other).codes_;
+    auto& o = static_cast<const QuantizedLinear&>(other);
+    return codes_ == o.codes_ && activations_ == o.activations_;
   }
   const WeightCodes& codes() const { return codes_; }
   bool has_biases() const { return codes_.format == cpu::WeightFormat::affine; }
@@ -335,6 +401,7 @@ class QuantizedLinear : public Node {
 
  private:
   WeightCodes codes_;
+  cpu::Activations activations_;  // on the CPU
 };
 
 // Rows of an embedding's weight, on the CPU. No id that it has not is read for: that row is NaN.
@@ -356,6 +423,34 @@ class Lookup : public Node {
   cpu::WeightFormat format_;
   int bits_;
   int group_size_;
+};
+
+// Each row times the matrix of its expert, on the CPU: mlx-lm's `SwitchLinear`, with a weight of
+// any format that linear layers have. A row whose expert is none of them is NaN. in: x [..., 1 or
+// rows, 1, k] float32, indices [..., rows] uint32, weight [num_experts, n, k] and, where it is
+// quantised, scales and biases; [bias [num_experts, n] float32]. out: [..., rows, 1, n] float32.
+class ExpertLinear : public Node {
+ public:
+  ExpertLinear(mx::Stream s, cpu::WeightFormat format, int bits, int group_size, bool has_bias)
+      : Node(s), format_(format), bits_(bits), group_size_(group_size), has_bias_(has_bias) {}
+  MLX_PAGED_NODE("expert_linear")
+  cpu::ExpertWeights weights(const Arrays& in) const;  // dense, with data
+  bool is_equivalent(const mx::Primitive& other) const override {
+    auto& o = static_cast<const ExpertLinear&>(other);
+    return format_ == o.format_ && bits_ == o.bits_ && group_size_ == o.group_size_ &&
+           has_bias_ == o.has_bias_;
+  }
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override {
+    auto shape = in[1].shape();
+    shape.insert(shape.end(), {1, in[2].shape(1)});
+    return {shape};
+  }
+
+ private:
+  cpu::WeightFormat format_;
+  int bits_;
+  int group_size_;
+  bool has_bias_;
 };
 
 #undef MLX_PAGED_NODE

@@ -55,8 +55,11 @@ StepRunner::StepRunner(const DeviceProgram& program, std::shared_ptr<StepMemory>
     value_bytes_ += is_copied(i) ? aligned(program.input_bytes(int(i))) : 0;
   }
   for (size_t i = 0; i < program.operands().size(); i++) {
-    if (program.operands()[i].kind == ProgramOperand::Kind::result) {
+    const auto& operand = program.operands()[i];
+    if (operand.kind == ProgramOperand::Kind::result) {
       result_operands_.push_back(int(i));
+    } else if (operand.kind == ProgramOperand::Kind::input && is_copied(operand.index)) {
+      input_operands_.push_back(int(i));
     }
   }
 }
@@ -77,7 +80,7 @@ void StepRunner::run(const Arrays& in, const Arrays& results, StepDevice& device
   }
   auto step = captured(std::move(key), in, device);
   std::vector<StepCopy> copies;
-  for (size_t i = 0; i < in.size(); i++) {
+  for (size_t i = 0; device.captures() && i < in.size(); i++) {
     if (is_copied(i) && in[i].nbytes() > 0) {
       char* to = device.address_of(step->values) + input_offsets_[i];
       copies.push_back({device.address_of(in[i]), to, in[i].nbytes()});
@@ -86,6 +89,14 @@ void StepRunner::run(const Arrays& in, const Arrays& results, StepDevice& device
   for (int operand : result_operands_) {
     const auto& o = program_.operands()[operand];
     step->launches.addresses[operand] = device.address_of(results[o.index]) + o.offset;
+  }
+  if (!device.captures()) {
+    for (int operand : input_operands_) {
+      const auto& o = program_.operands()[operand];
+      step->launches.addresses[operand] = device.address_of(in[o.index]) + o.offset;
+    }
+    device.address_of(step->values);  // (so that it knows all that addresses lie in)
+    device.address_of(step->workspace);
   }
   device.begin();
   device.copy(copies);
@@ -119,7 +130,7 @@ std::shared_ptr<StepRunner::Captured> StepRunner::captured(
   }
   mx::array values = memory_->at_least(value_bytes_, StepMemory::Use::values, device);
   mx::array workspace = memory_->at_least(
-      DeviceProgram::workspace_bytes(key.attention), StepMemory::Use::workspace, device);
+      program_.workspace_bytes(key.attention), StepMemory::Use::workspace, device);
   std::vector<char*> addresses;
   for (const auto& o : program_.operands()) {
     char* begin = nullptr;
@@ -146,7 +157,9 @@ std::shared_ptr<StepRunner::Captured> StepRunner::captured(
   size_t result_begin = first_of(result_operands_, launches.launches);
   auto made = std::make_shared<Captured>(
       Captured{std::move(key), values, workspace, std::move(launches), result_begin, nullptr});
-  made->replayed = device.capture(made->launches, result_begin);
+  if (device.captures()) {
+    made->replayed = device.capture(made->launches, result_begin);
+  }
   captured_.push_front(made);
   if (captured_.size() > kMostCaptured) {
     captured_.pop_back();  // (while it runs, it is kept)

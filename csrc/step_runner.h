@@ -2,14 +2,15 @@
 //
 // Runs the steps of a device program: where its values lie, for what its launches were captured,
 // and how long all of it is kept. Knows no GPU framework; a StepDevice does what is asked
-// (cuda/step_graph.cpp, and the simulator of tests).
+// (cuda/step_graph.cpp, metal/step_encoder.cpp, and the simulator of tests).
 //
 // Of a program on a stream, one step is
 //   copy     the step's inputs to where the captured launches look for them
 //   replay   launches that were captured once
 //   run      those that write the results, which are new arrays each time (a caller may keep them)
-// and all of it in the order of the stream. So steps, of whatever programs, share one memory for
-// what is needed within a step only.
+// and all of it in the order of the stream. (A device that captures nothing runs all of them, on
+// the inputs where they are.) So steps, of whatever programs, share one memory for what is needed
+// within a step only.
 
 #pragma once
 
@@ -40,11 +41,13 @@ class StepDevice {
   virtual ~StepDevice() = default;
 
   virtual Gpu kind() const = 0;
+  // Whether it keeps launches.
+  virtual bool captures() const = 0;
   // Memory that stays where it is. Before any launch of a step.
   virtual mx::array allocate(uint64_t bytes) = 0;
   virtual char* address_of(const mx::array& a) = 0;
-  // Launches [0, end) so that they can be replayed; null: they are run each time. Throws where
-  // that fails, and then nothing is left of it.
+  // Launches [0, end) so that they can be replayed; null: they are run each time, on copies of the
+  // inputs all the same. Throws where that fails, and then nothing is left of it.
   virtual std::shared_ptr<void> capture(PlacedLaunches& launches, size_t end) = 0;
 
   // From here on, all is in the order of the stream and after all that was encoded so far.
@@ -110,6 +113,7 @@ class StepRunner {
   std::vector<int64_t> input_offsets_;  // in `values`
   uint64_t value_bytes_;
   std::vector<int> result_operands_;
+  std::vector<int> input_operands_;                // that are copied, where launches are captured
   std::list<std::shared_ptr<Captured>> captured_;  // the one used last first
 };
 

@@ -42,8 +42,6 @@ import numpy.typing as npt
 
 from mlx_paged.extension import ext
 
-_MOST_PRODUCT_ROWS = 64  # kLinearMostRows in csrc/cuda/linear_shape.h
-
 OnKernel = Callable[[int, int], None]  # how many kernels are done, of how many
 
 
@@ -346,6 +344,53 @@ def silu_mul(
     return ext.silu_mul(gate, x, stream=stream)
 
 
+def layer_norm(
+    x: mx.array,
+    weight: mx.array | None,
+    bias: mx.array | None,
+    eps: float,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last axis, in float32. CPU
+    only, no gradient.
+
+    Args:
+        x: ``[..., size]`` float32, float16 or bfloat16.
+        weight: ``[size]`` in the dtype of `x`; None: ones.
+        bias: likewise; None: zeros.
+    """
+    return ext.layer_norm(x, weight, bias, eps, stream=stream)
+
+
+def gelu(
+    x: mx.array,
+    approximation: str = "none",
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """GELU in float32, by element. CPU only, no gradient.
+
+    Args:
+        x: float32, float16 or bfloat16.
+        approximation: "none", "tanh" (mlx's "precise") or "fast" (by a sigmoid).
+    """
+    return ext.gelu(x, approximation, stream=stream)
+
+
+def clipped_swiglu(
+    gate: mx.array,
+    x: mx.array,
+    *,
+    alpha: float,
+    limit: float,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """gpt-oss's SwiGLU: ``g * sigmoid(alpha * g) * (clip(x, -limit, limit) + 1)`` with
+    ``g = min(gate, limit)``, of one shape and dtype. CPU only, no gradient."""
+    return ext.clipped_swiglu(gate, x, alpha=alpha, limit=limit, stream=stream)
+
+
 def greedy_tokens(
     logits: mx.array, *, stream: mx.Stream | mx.Device | None = None
 ) -> tuple[mx.array, mx.array, mx.array]:
@@ -417,6 +462,7 @@ def linear(
     weight: mx.array,
     bias: mx.array | None = None,
     *,
+    activations: str = "float32",
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
     """``x @ weight.T + bias``.
@@ -428,11 +474,13 @@ def linear(
         x: ``[..., k]``.
         weight: ``[n, k]``.
         bias: ``[n]``.
+        activations: one of `activations()`. "bfloat16" rounds `x` to it where the weight is of that
+            type and has so many rows (more than 64) that its products are worth it, on the CPU.
 
     Returns:
         ``[..., n]``.
     """
-    return ext.linear(x, weight, bias, stream=stream)
+    return ext.linear(x, weight, bias, activations=activations, stream=stream)
 
 
 def quantized_linear(
@@ -445,6 +493,7 @@ def quantized_linear(
     group_size: int,
     bits: int,
     mode: str = "affine",
+    activations: str = "float32",
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
     """``x`` times the transpose of what `mx.quantize` made ``weight``, `scales` and `biases` of.
@@ -453,6 +502,10 @@ def quantized_linear(
     whatever the dtypes are; and with CUDA for up to 64 rows of 16 bits, with scales of the same
     dtype, in every format but "nvfp4". Else, and for a weight that is not evaluated,
     ``mx.quantized_matmul``.
+    On the CPU, with `activations` "int8", that one operation rounds `x` first, each group of 32 to
+    ``[-127, 127]`` times a float32 scale, and multiplies integers; a group that has a NaN or an
+    infinity makes the row NaN. `rounds_activations` says for which weights; others are multiplied
+    as with "float32".
 
     Args:
         x: ``[..., k]``.
@@ -460,13 +513,27 @@ def quantized_linear(
         scales: ``[n, k / group_size]``.
         biases: like `scales`, for the mode "affine" only.
         bias: ``[n]``: added to the product.
+        activations: one of `activations()`; "bfloat16" is as "float32" here.
 
     Returns:
         ``[..., n]``, of the dtype that ``mx.quantized_matmul`` gives.
     """
     return ext.quantized_linear(
-        x, weight, scales, biases, bias, group_size=group_size, bits=bits, mode=mode, stream=stream
-    )
+        x, weight, scales, biases, bias, group_size=group_size, bits=bits, mode=mode,
+        activations=activations, stream=stream,
+    )  # fmt: skip
+
+
+def activations() -> list[str]:
+    """What products on this CPU can round activations to: "float32" is not at all; "int8", see
+    `quantized_linear`; and where the processor has AVX-512 BF16 "bfloat16", see `linear`.
+    """
+    return ext.activations()
+
+
+def rounds_activations(mode: str, bits: int, group_size: int) -> bool:
+    """Whether `quantized_linear` has a product of int8 activations with weights of a format."""
+    return mode == "affine" and bits in (4, 8) and group_size in (32, 64, 128)
 
 
 def lookup(
@@ -497,8 +564,57 @@ def lookup(
     )
 
 
+def expert_linear(
+    x: mx.array,
+    indices: mx.array,
+    weight: mx.array,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    bias: mx.array | None = None,
+    global_scale: mx.array | None = None,
+    *,
+    group_size: int = 0,
+    bits: int = 0,
+    mode: str = "affine",
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """Each row times the transpose of its expert's matrix, on the CPU, as one operation without a
+    gradient: ``mx.gather_mm`` or ``mx.gather_qmm`` with `indices` of matrices, and a bias.
+
+    Rows of one expert are multiplied together, in any order of `indices`, and weights are read as
+    they are. A row's numbers do not depend on the others.
+
+    Args:
+        x: ``[..., 1, k]`` float32.
+        indices: int32 or uint32, broadcast with the leading axes of `x`. A row whose expert is not
+            one of `weight` is NaN.
+        weight: ``[num_experts, n, k]`` of any pool's dtype; or with `scales` what `mx.quantize`
+            made.
+        scales: ``[num_experts, n, k / group_size]``.
+        biases: like `scales`, for the mode "affine" only.
+        bias: ``[num_experts, n]``: added to the products.
+        global_scale: ``[num_experts]``, of the mode "nvfp4" only, as `mx.quantize` takes it.
+
+    Returns:
+        ``[..., 1, n]`` float32.
+    """
+    return ext.expert_linear(
+        x,
+        indices,
+        weight,
+        scales,
+        biases,
+        bias,
+        global_scale,
+        group_size=group_size,
+        bits=bits,
+        mode=mode,
+        stream=stream,
+    )
+
+
 def has_product(mode: str, bits: int, group_size: int) -> bool:
-    """Whether `quantized_linear` multiplies a format of ``mx.quantize`` natively on the CPU."""
+    """Whether the CPU multiplies a format of ``mx.quantize`` natively."""
     if mode == "affine":
         return bits in (2, 3, 4, 5, 6, 8) and group_size in (32, 64, 128)
     return (mode, bits, group_size) in (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))
@@ -521,10 +637,11 @@ class StepProgram:
     """A graph of few rows that runs as one operation on the CPU: its operations one after another
     on all threads, with products that share an input side by side.
 
-    Its own are the operations of this module, linear layers whose weights are of any format
-    (`linear`, `quantized_linear`), arithmetic by element, lookups of rows (`lookup`), and changes
-    of shape, on values in float32 whose first axis is the step's rows. Any other operation of MLX
-    gets whole arrays between them, and costs what it costs in a graph.
+    Its own are the operations of this module, linear layers and experts whose weights are of any
+    format (`linear`, `quantized_linear`, `expert_linear`), arithmetic and some functions by
+    element, softmax, sums, partitions and lookups along a row, lookups of rows (`lookup`), and
+    changes of shape, on values in float32 whose first axis is the step's rows. Any other operation
+    of MLX gets whole arrays between them, and costs what it costs in a graph.
 
     Args:
         inputs: `placeholders`. Those that only attention reads as a plan's block tables, work and
@@ -562,11 +679,17 @@ def most_device_program_rows() -> int:
     None with ``MLX_PAGED_CHECK=1`` either, as a program does not check ids.
     """
     is_checked = os.environ.get("MLX_PAGED_CHECK") == "1"
-    return _MOST_PRODUCT_ROWS if ext.has_transfers() and not is_checked else 0
+    return 0 if is_checked else ext.most_device_program_rows()
+
+
+def repeats_steps() -> bool:
+    """Whether a GPU repeats steps of one shape as a whole, so that arrays of a plan should keep
+    their sizes while contexts grow."""
+    return has_cuda() or most_device_program_rows() > 0
 
 
 class DeviceProgram:
-    """A decode step of few rows as one operation of a GPU: its kernels one after another in memory
+    """A decode step as one operation of a GPU: its kernels one after another in memory
     that stays, with CUDA captured as a graph and replayed.
 
     The graph consists of `linear`, `rms_norm`, `rope_rotations`, `rope`, `silu_mul`, `write_kv`,

@@ -139,7 +139,19 @@ def checks() -> list[Stage]:
 def timed_checks() -> list[Stage]:
     """Run where --only names them: the GPU has to be theirs."""
     formats = python("bench/cuda_kv_formats.py", "--check")
-    return [Stage("formats", formats, ON_TEST_PATH)]
+    unchecked = {"MLX_PAGED_UNCHECKED_KERNELS": "1"}
+    steps = python("bench/cuda_steps.py", "--only", "256 x 1024", "--save", "cuda-steps-unchecked")
+    return [
+        Stage("formats", formats, ON_TEST_PATH),
+        # What does not serve by default yet (docs/cuda.md).
+        *(
+            Stage(stage.name, stage.command, {**stage.env, **unchecked})
+            for stage in (
+                *pytest("unchecked programs", "cuda_programs"),
+                Stage("unchecked steps", steps, ON_TEST_PATH),
+            )
+        ),
+    ]
 
 
 def benchmarks() -> dict[str, Stage]:

@@ -58,7 +58,7 @@ METAL_INCLUDE = re.compile(r"metal/[\w/]+\.h|metal_\w+|\w+\.h")
 PYTHON_INCLUDE = re.compile(r"Python\.h|nanobind/.*|pybind11/.*")
 # Compiled once for each instruction set, so a shared inline function could carry AVX-512 to all.
 PER_INSTRUCTION_SET = ROOT / "csrc/cpu/kernels_simd.cpp"
-PLAIN_INCLUDE = re.compile(r"(stddef|stdint|immintrin)\.h|cstddef|cstdint")
+PLAIN_INCLUDE = re.compile(r"(stddef|stdint|immintrin|arm_neon)\.h|cstddef|cstdint")
 
 
 def part_of(path: Path, package: Path = PACKAGE) -> str:

@@ -11,12 +11,28 @@ namespace mlx_paged::cpu {
 
 namespace {
 
+#ifdef __x86_64__
+Kernels with_rounded(const char* simd, Kernels kernels, const RoundedKernels& rounded) {
+  kernels.simd = simd;
+  kernels.rounded = rounded;
+  return kernels;
+}
+#endif
+
 // Best first.
 std::vector<const Kernels*> supported_kernels() {
   std::vector<const Kernels*> found;
 #ifdef __x86_64__
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    if (__builtin_cpu_supports("avx512vnni")) {
+      if (__builtin_cpu_supports("avx512bf16")) {
+        static const Kernels bf16 = with_rounded("avx512bf16", kAvx512Kernels, kAvx512Bf16Kernels);
+        found.push_back(&bf16);
+      }
+      static const Kernels vnni = with_rounded("avx512vnni", kAvx512Kernels, kAvx512VnniKernels);
+      found.push_back(&vnni);
+    }
     found.push_back(&kAvx512Kernels);
   }
   // F16C came with AVX2's first processors; __builtin_cpu_supports accepts it only from GCC 11 on.

@@ -82,6 +82,49 @@ void RmsNorm::eval_cpu(const Arrays& inputs, Arrays& out) {
   cpu::dispatch_ranges(encoder, cpu::kernels().layer.rms_norm, args, num_rows, row_bytes);
 }
 
+void LayerNorm::eval_cpu(const Arrays& inputs, Arrays& out) {
+  allocate_or_reuse(inputs[0], out[0]);
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
+  size_t bias = has_weight_ ? 2 : 1;
+  cpu::LayerNormArgs args{};
+  args.dtype = dtype_of(in[0].dtype());
+  args.x = in[0].data<void>();
+  args.weight = has_weight_ ? in[1].data<void>() : nullptr;
+  args.bias = in.size() > bias ? in[bias].data<void>() : nullptr;
+  args.out = out[0].data<void>();
+  args.size = in[0].shape(-1);
+  args.eps = eps_;
+  int64_t num_rows = args.size ? int64_t(in[0].size()) / args.size : 0;
+  int64_t row_bytes = args.size * int64_t(in[0].itemsize());
+  cpu::dispatch_ranges(encoder, cpu::kernels().layer.layer_norm, args, num_rows, row_bytes);
+}
+
+void Gelu::eval_cpu(const Arrays& inputs, Arrays& out) {
+  allocate_or_reuse(inputs[0], out[0]);
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
+  cpu::GeluArgs args{dtype_of(in[0].dtype()), kind_, in[0].data<void>(), out[0].data<void>()};
+  int64_t bytes = 2 * int64_t(in[0].itemsize());
+  cpu::dispatch_ranges(encoder, cpu::kernels().layer.gelu, args, int64_t(in[0].size()), bytes);
+}
+
+void ClippedSwiglu::eval_cpu(const Arrays& inputs, Arrays& out) {
+  allocate_or_reuse(inputs[0], out[0]);
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
+  cpu::ClippedSwigluArgs args{
+      dtype_of(in[0].dtype()),
+      in[0].data<void>(),
+      in[1].data<void>(),
+      out[0].data<void>(),
+      alpha_,
+      limit_};
+  int64_t bytes = 2 * int64_t(in[0].itemsize());
+  cpu::dispatch_ranges(
+      encoder, cpu::kernels().layer.clipped_swiglu, args, int64_t(in[0].size()), bytes);
+}
+
 void SiluMul::eval_cpu(const Arrays& inputs, Arrays& out) {
   allocate_or_reuse(inputs[0], out[0]);
   auto& encoder = mx::cpu::get_command_encoder(stream());

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// eval_cpu of x @ weight.T + bias, of weights in each of their formats.
+// eval_cpu of x @ weight.T + bias and of what else reads weights, in each of their formats.
 
 #include <dlfcn.h>
 
@@ -16,6 +16,7 @@
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "product_pieces.h"
+#include "scratch.h"
 
 namespace mlx_paged {
 
@@ -56,9 +57,66 @@ void multiply_many(const float* x, const cpu::WeightView& weights, float* out, i
   }
 }
 
+// The same with activations that are rounded to int8: some rows at a time, so that they stay in the
+// caches while all weights pass.
+void multiply_int8(const float* x, const cpu::WeightView& weights, float* out, int m) {
+  constexpr int kMostRows = 256;
+  constexpr int kAtOnce = 4;  // rows that are rounded
+  const auto& int8 = cpu::kernels().rounded.int8;
+  int n = weights.n;
+  int k = weights.k;
+  int64_t chunks = cpu::num_int8_chunks(k);
+  // Its pages are not made anew for every product.
+  thread_local std::vector<cpu::Int8Chunk> memory;
+  memory.resize(std::max(memory.size(), size_t(std::min(m, kMostRows) * chunks)));
+  cpu::Int8Chunk* rounded = memory.data();
+  for (int begin = 0; begin < m; begin += kMostRows) {
+    int rows = std::min(kMostRows, m - begin);
+    const float* from = x + int64_t(begin) * k;
+    cpu::parallel_for((rows + kAtOnce - 1) / kAtOnce, [&](int task, int) {
+      int first = task * kAtOnce;
+      int count = std::min(kAtOnce, rows - first);
+      int8.quantise(from + int64_t(first) * k, k, count, k, weights.bits, rounded + first * chunks);
+    });
+    cpu::for_product_pieces(
+        rows, n, k, weights.bits, n,
+        [&](int64_t first, int64_t last) {
+          float* scratch = cpu::thread_scratch(int8.num_scratch_floats(rows, weights));
+          int8.product({rounded, weights, out + int64_t(begin) * n, rows, n, scratch}, first, last);
+        },
+        cpu::kInt8TileColumns);
+  }
+}
+
+// The same with activations that are rounded to bfloat16.
+void multiply_bfloat(const float* x, const cpu::WeightView& weights, float* out, int m) {
+  constexpr int kAtOnce = 4;  // rows that are rounded
+  const auto& bfloat = cpu::kernels().rounded.bfloat;
+  int n = weights.n;
+  int k = weights.k;
+  int64_t stride = cpu::bfloat_stride(k);
+  // Its pages are not made anew for every product.
+  thread_local std::vector<uint16_t> memory;
+  memory.resize(std::max(memory.size(), size_t(m * stride)));
+  uint16_t* rounded = memory.data();
+  cpu::parallel_for((m + kAtOnce - 1) / kAtOnce, [&](int task, int) {
+    int first = task * kAtOnce;
+    int count = std::min(kAtOnce, m - first);
+    bfloat.round(x + int64_t(first) * k, k, count, k, rounded + first * stride);
+  });
+  cpu::for_product_pieces(
+      m, n, k, weights.bits, n,
+      [&](int64_t begin, int64_t end) {
+        float* scratch = cpu::thread_scratch(cpu::kBFloatScratch);
+        bfloat.product({rounded, weights, out, m, n, scratch}, begin, end);
+      },
+      cpu::kBFloatTileColumns);
+}
+
 // x [m, k] times the rows of weights, plus bias where there is one.
 void multiply(
-    const float* x, const cpu::WeightView& weights, const float* bias, float* out, int m) {
+    const float* x, const cpu::WeightView& weights, const float* bias, float* out, int m,
+    cpu::Activations activations) {
   if (m == 0) {
     return;
   }
@@ -66,7 +124,13 @@ void multiply(
   int k = weights.k;
   const auto& product = cpu::kernels().product;
   bool is_float = weights.format == cpu::WeightFormat::dense && weights.dtype == DType::float32;
-  if (m <= product.most_rows(weights) || !cpu::find_sgemm()) {
+  if (activations == cpu::Activations::int8 && cpu::has_int8_product(weights)) {
+    multiply_int8(x, weights, out, m);
+  } else if (
+      activations == cpu::Activations::bfloat16 && cpu::kernels().rounded.bfloat.serves(weights) &&
+      m > product.most_rows(weights)) {
+    multiply_bfloat(x, weights, out, m);
+  } else if (m <= product.most_rows(weights) || !cpu::find_sgemm()) {
     cpu::for_product_pieces(m, n, k, weights.bits, n, [&](int64_t begin, int64_t end) {
       product.few_rows({x, weights, out, m, k, n}, begin, end);
     });
@@ -87,17 +151,19 @@ void multiply(
   });
 }
 
+// Matrices of several experts are one, one after the other.
 cpu::WeightView quantized_view(
     const mx::array* in, cpu::WeightFormat format, int bits, int group_size) {
+  int words = in[0].shape(-1);
   cpu::WeightView w;
   w.data = in[0].data<void>();
   w.scales = in[1].data<void>();
-  w.n = in[0].shape(0);
-  w.k = int(int64_t(in[0].shape(1)) * 32 / bits);
+  w.n = int(int64_t(in[0].size()) / words);
+  w.k = int(int64_t(words) * 32 / bits);
   w.format = format;
   w.bits = bits;
   w.group_size = group_size;
-  w.row_bytes = int64_t(in[0].shape(1)) * 4;
+  w.row_bytes = int64_t(words) * 4;
   if (format == cpu::WeightFormat::affine) {
     w.dtype = dtype_of(in[1].dtype());
     w.biases = in[2].data<void>();
@@ -110,8 +176,8 @@ cpu::WeightView quantized_view(
 cpu::WeightView Linear::weights(const mx::array& weight) {
   cpu::WeightView w;
   w.data = weight.data<void>();
-  w.n = weight.shape(0);
-  w.k = weight.shape(1);
+  w.k = weight.shape(-1);
+  w.n = int(int64_t(weight.size()) / w.k);
   w.dtype = dtype_of(weight.dtype());
   w.bits = int(weight.itemsize()) * 8;
   w.row_bytes = int64_t(w.k) * weight.itemsize();
@@ -122,9 +188,10 @@ void Linear::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
-  encoder.dispatch([m = int(in[0].size() / in[1].shape(1)), x = in[0].data<float>(),
-                    weights = weights(in[1]), bias = in.size() > 2 ? in[2].data<float>() : nullptr,
-                    out = out[0].data<float>()] { multiply(x, weights, bias, out, m); });
+  encoder.dispatch(
+      [m = int(in[0].size() / in[1].shape(1)), x = in[0].data<float>(), weights = weights(in[1]),
+       bias = in.size() > 2 ? in[2].data<float>() : nullptr, out = out[0].data<float>(),
+       activations = activations_] { multiply(x, weights, bias, out, m, activations); });
 }
 
 cpu::WeightView QuantizedLinear::weights(const Arrays& in) const {
@@ -139,7 +206,8 @@ void QuantizedLinear::eval_cpu(const Arrays& inputs, Arrays& out) {
   size_t bias = w.biases ? 4 : 3;
   encoder.dispatch([m = int(in[0].size() / w.k), x = in[0].data<float>(), w,
                     bias = in.size() > bias ? in[bias].data<float>() : nullptr,
-                    out = out[0].data<float>()] { multiply(x, w, bias, out, m); });
+                    out = out[0].data<float>(),
+                    activations = activations_] { multiply(x, w, bias, out, m, activations); });
 }
 
 cpu::WeightView Lookup::weights(const Arrays& in) const {
@@ -169,6 +237,45 @@ void Lookup::eval_cpu(const Arrays& inputs, Arrays& out) {
           }
         });
       });
+}
+
+cpu::ExpertWeights ExpertLinear::weights(const Arrays& in) const {
+  cpu::ExpertWeights w;
+  bool is_quantized = format_ != cpu::WeightFormat::dense;
+  w.all =
+      is_quantized ? quantized_view(&in[2], format_, bits_, group_size_) : Linear::weights(in[2]);
+  w.num_experts = in[2].shape(0);
+  size_t next = !is_quantized ? 3 : w.all.biases ? 5 : 4;
+  if (has_bias_) {
+    w.bias = in[next++].data<float>();
+  }
+  w.scales = in.size() > next ? in[next].data<float>() : nullptr;
+  return w;
+}
+
+void ExpertLinear::eval_cpu(const Arrays& inputs, Arrays& out) {
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
+  out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+  cpu::ExpertArgs args;
+  args.weights = weights(in);
+  int64_t k = args.weights.all.k;
+  bool shares_rows = in[0].size() != in[1].size() * k;
+  args.x = in[0].data<float>();
+  args.indices = in[1].data<uint32_t>();
+  args.per_row = in[1].shape(-1);
+  args.num_rows = args.per_row ? int(in[1].size() / args.per_row) : 0;
+  args.x_row_stride = shares_rows ? k : args.per_row * k;
+  args.x_pair_stride = shares_rows ? 0 : k;
+  args.index_row_stride = args.per_row;
+  args.out = out[0].data<float>();
+  encoder.dispatch([args] {
+    cpu::ExpertGroups groups;
+    groups.assign(args);
+    int shares = cpu::expert_shares(args);
+    cpu::parallel_for(
+        shares, [&](int share, int) { cpu::run_experts(args, groups, share, shares); });
+  });
 }
 
 }  // namespace mlx_paged

@@ -5,23 +5,34 @@
 #pragma once
 
 #include "attention.h"
+#include "bfloat.h"
+#include "int8.h"
 #include "layer.h"
 #include "product.h"
 
 namespace mlx_paged::cpu {
 
+struct RoundedKernels {
+  Int8Kernels int8;
+  BFloatKernels bfloat;  // none, but of AVX-512 with BF16
+};
+
 struct Kernels {
-  const char* simd;  // "avx512", "avx2", "baseline", "neon"
+  const char* simd;  // "avx512bf16", "avx512vnni", "avx512", "avx2", "baseline", "neon"
   AttentionKernels attention;
   PoolKernels pool;
   LayerKernels layer;
   ProductKernels product;
+  RoundedKernels rounded;
 };
 
 extern const Kernels kBaselineKernels;
 #ifdef __x86_64__
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
+// The rest is AVX-512's.
+extern const RoundedKernels kAvx512VnniKernels;
+extern const RoundedKernels kAvx512Bf16Kernels;
 #endif
 
 // The best build that this processor runs, or the one MLX_PAGED_SIMD names.

@@ -5,6 +5,7 @@
 
 #include "attention_kernel.h"
 #include "bitmask_kernel.h"
+#include "int8_tile_kernel.h"
 #include "kernels.h"
 #include "layer_kernel.h"
 #include "nucleus_kernel.h"
@@ -17,10 +18,13 @@ const Kernels MLX_PAGED_KERNELS = {
     MLX_PAGED_SIMD_NAME,
     {MLX_PAGED_ISA::scratch_size, MLX_PAGED_ISA::attend, MLX_PAGED_ISA::merge},
     {MLX_PAGED_ISA::quantise, MLX_PAGED_ISA::dequantise},
-    {MLX_PAGED_ISA::rope, MLX_PAGED_ISA::rms_norm, MLX_PAGED_ISA::silu_mul, MLX_PAGED_ISA::greedy,
-     MLX_PAGED_ISA::bitmask, MLX_PAGED_ISA::nucleus},
+    {MLX_PAGED_ISA::rope, MLX_PAGED_ISA::rms_norm, MLX_PAGED_ISA::silu_mul,
+     MLX_PAGED_ISA::layer_norm, MLX_PAGED_ISA::gelu, MLX_PAGED_ISA::clipped_swiglu,
+     MLX_PAGED_ISA::greedy, MLX_PAGED_ISA::bitmask, MLX_PAGED_ISA::nucleus},
     {MLX_PAGED_ISA::few_rows, MLX_PAGED_ISA::unpack, MLX_PAGED_ISA::kMostProductRows,
      MLX_PAGED_ISA::kMostPackedRows},
+    {{MLX_PAGED_ISA::quantise_int8, MLX_PAGED_ISA::int8_product, MLX_PAGED_ISA::kLeastTileRows},
+     {nullptr, nullptr}},
 };
 
 }  // namespace mlx_paged::cpu

@@ -42,6 +42,35 @@ struct SiluMulArgs {
   void* out;         // [size]; may be gate or x
 };
 
+struct LayerNormArgs {
+  DType dtype;
+  const void* x;       // [num_rows, size]
+  const void* weight;  // [size] or null
+  const void* bias;    // [size] or null
+  void* out;           // [num_rows, size]; may be x
+  int64_t size;
+  float eps;
+};
+
+// x * P(X <= x) of a normal X: exact, by a hyperbolic tangent of a cubic, by a sigmoid.
+enum class GeluKind : uint8_t { none, tanh, fast };
+
+struct GeluArgs {
+  DType dtype;
+  GeluKind kind;
+  const void* x;  // [size]
+  void* out;      // [size]; may be x
+};
+
+struct ClippedSwigluArgs {
+  DType dtype;
+  const void* gate;  // [size]
+  const void* x;     // [size]
+  void* out;         // [size]; may be gate or x
+  float alpha;
+  float limit;
+};
+
 struct GreedyArgs {
   DType dtype;
   const void* logits;  // [num_rows, size]
@@ -78,6 +107,9 @@ struct LayerKernels {
   void (*rope)(const RopeArgs& args, int64_t begin, int64_t end);
   void (*rms_norm)(const RmsNormArgs& args, int64_t begin, int64_t end);
   void (*silu_mul)(const SiluMulArgs& args, int64_t begin, int64_t end);
+  void (*layer_norm)(const LayerNormArgs& args, int64_t begin, int64_t end);
+  void (*gelu)(const GeluArgs& args, int64_t begin, int64_t end);
+  void (*clipped_swiglu)(const ClippedSwigluArgs& args, int64_t begin, int64_t end);
   void (*greedy)(const GreedyArgs& args, int64_t begin, int64_t end);
   void (*bitmask)(const BitmaskArgs& args, int64_t begin, int64_t end);
   void (*nucleus)(const NucleusArgs& args, int64_t begin, int64_t end);

@@ -112,26 +112,140 @@ inline void rms_norm(const RmsNormArgs& args, int64_t begin, int64_t end) {
   });
 }
 
+template <typename T>
+inline void layer_norm_row(
+    const LayerNormArgs& args, const T* x, const T* weight, const T* bias, T* out) {
+  // The sum of f(element), four at a time as in rms_norm_row.
+  auto total = [&](auto f) {
+    VecF sums[4] = {};
+    int64_t i = 0;
+    for (; i + 4 * kWidth <= args.size; i += 4 * kWidth) {
+      for (int k = 0; k < 4; k++) {
+        sums[k] += f(load(x + i + k * kWidth));
+      }
+    }
+    float rest = 0;
+    for (; i < args.size; i++) {
+      rest += f(splat(load_one(x + i)))[0];
+    }
+    return sum((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest;
+  };
+  const float mean = total([](VecF v) { return v; }) / float(args.size);
+  float variance = total([mean](VecF v) { return (v - mean) * (v - mean); }) / float(args.size);
+  const float factor = 1.0f / __builtin_sqrtf(variance + args.eps);
+  auto normed = [&](VecF v, auto load_at) {
+    v = (v - mean) * factor;
+    v = weight ? v * load_at(weight) : v;
+    return bias ? v + load_at(bias) : v;
+  };
+  int64_t i = 0;
+  for (; i + kWidth <= args.size; i += kWidth) {
+    store_vector(out + i, normed(load(x + i), [i](const T* p) { return load(p + i); }));
+  }
+  for (; i < args.size; i++) {
+    auto one = [i](const T* p) { return splat(load_one(p + i)); };
+    store_as(out + i, normed(one(x), one)[0]);
+  }
+}
+
+inline void layer_norm(const LayerNormArgs& args, int64_t begin, int64_t end) {
+  with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    for (int64_t row = begin; row < end; row++) {
+      layer_norm_row(
+          args, static_cast<const T*>(args.x) + row * args.size, static_cast<const T*>(args.weight),
+          static_cast<const T*>(args.bias), static_cast<T*>(args.out) + row * args.size);
+    }
+  });
+}
+
+inline VecF sigmoid(VecF x) {
+  // By e^-|x|, which cannot overflow.
+  VecF e = exp2(max(x, -x) * -1.44269504088896340736f);
+  return select(x < 0.0f, e, splat(1.0f)) / (1.0f + e);
+}
+
 inline VecF silu_mul(VecF gate, VecF x) {
-  // By e^-|gate|, which cannot overflow.
-  VecF e = exp2(max(gate, -gate) * -1.44269504088896340736f);
-  return gate * (select(gate < 0.0f, e, splat(1.0f)) / (1.0f + e)) * x;
+  return gate * sigmoid(gate) * x;
+}
+
+// To 1e-7: near zero a polynomial of x^2, elsewhere 1 - e^p(|x|).
+inline VecF erf(VecF x) {
+  VecF a = max(x, -x);
+  VecF x2 = x * x;
+  VecF p = a * -1.72853470e-5f + 3.83197126e-4f;
+  p = p * x2 + (a * -3.88396438e-3f + 2.42546219e-2f);
+  p = p * a - 1.06777877e-1f;
+  p = p * a - 6.34846687e-1f;
+  p = p * a - 1.28717512e-1f;
+  p = p * a - a;
+  VecF far = 1.0f - exp2(p * 1.44269504088896340736f);
+  VecF near = x2 * -5.96761703e-4f + 4.99119423e-3f;
+  near = near * x2 - 2.67681349e-2f;
+  near = near * x2 + 1.12819925e-1f;
+  near = near * x2 - 3.76125336e-1f;
+  near = near * x2 + 1.28379166e-1f;
+  near = near * x + x;
+  return select(a > 0.921875f, select(x < 0.0f, -far, far), near);
+}
+
+inline VecF gelu(GeluKind kind, VecF x) {
+  switch (kind) {
+    case GeluKind::none:
+      return x * ((1.0f + erf(x * 0.70710678118654752440f)) * 0.5f);
+    case GeluKind::tanh:  // (1 + tanh(u)) / 2 is the sigmoid of 2 u
+      return x * sigmoid(1.59576912160573071176f * (x + 0.044715f * (x * x * x)));
+    case GeluKind::fast:
+      break;
+  }
+  return x * sigmoid(1.702f * x);
+}
+
+// gate * sigmoid(alpha * gate) * (x + 1), of a gate that is clipped from above, and x on both
+// sides.
+inline VecF clipped_swiglu(const ClippedSwigluArgs& args, VecF gate, VecF x) {
+  VecF limit = splat(args.limit);
+  gate = select(gate > limit, limit, gate);
+  x = select(x > limit, limit, select(x < -limit, -limit, x));
+  return (x + 1.0f) * (gate * sigmoid(args.alpha * gate));
+}
+
+// `f` of vectors of one input or two, and of what is left of them.
+template <typename F, typename T, typename... Inputs>
+inline void map_elements(F f, int64_t begin, int64_t end, T* out, const Inputs*... in) {
+  int64_t i = begin;
+  for (; i + kWidth <= end; i += kWidth) {
+    store_vector(out + i, f(load(in + i)...));
+  }
+  for (; i < end; i++) {
+    store_as(out + i, f(splat(load_one(in + i))...)[0]);
+  }
 }
 
 inline void silu_mul(const SiluMulArgs& args, int64_t begin, int64_t end) {
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);
-    auto* gate = static_cast<const T*>(args.gate);
-    auto* x = static_cast<const T*>(args.x);
-    auto* out = static_cast<T*>(args.out);
-    int64_t i = begin;
-    for (; i + kWidth <= end; i += kWidth) {
-      store_vector(out + i, silu_mul(load(gate + i), load(x + i)));
-    }
-    for (; i < end; i++) {
-      VecF result = silu_mul(splat(load_one(gate + i)), splat(load_one(x + i)));
-      store_as(out + i, result[0]);
-    }
+    map_elements(
+        [](VecF gate, VecF x) { return silu_mul(gate, x); }, begin, end, static_cast<T*>(args.out),
+        static_cast<const T*>(args.gate), static_cast<const T*>(args.x));
+  });
+}
+
+inline void gelu(const GeluArgs& args, int64_t begin, int64_t end) {
+  with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    map_elements(
+        [&](VecF x) { return gelu(args.kind, x); }, begin, end, static_cast<T*>(args.out),
+        static_cast<const T*>(args.x));
+  });
+}
+
+inline void clipped_swiglu(const ClippedSwigluArgs& args, int64_t begin, int64_t end) {
+  with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    map_elements(
+        [&](VecF gate, VecF x) { return clipped_swiglu(args, gate, x); }, begin, end,
+        static_cast<T*>(args.out), static_cast<const T*>(args.gate), static_cast<const T*>(args.x));
   });
 }
 

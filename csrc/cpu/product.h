@@ -20,6 +20,13 @@ enum class WeightFormat : uint8_t {
   nvfp4,   // E2M1 * scale, which is E4M3
 };
 
+// What activations are rounded to before a product.
+enum class Activations : uint8_t {
+  float32,   // not at all
+  bfloat16,  // of many rows, where the weights are, see bfloat.h
+  int8,      // in groups, where the weights have 4 or 8 bits and are affine, see int8.h
+};
+
 // A matrix [n, k]. Of a quantised one each row is k * bits / 8 bytes, lowest bits first, as MLX
 // packs them, and has k / group_size scales.
 struct WeightView {

@@ -14,15 +14,15 @@ namespace mlx_paged::cpu {
 // streams, and a few for each thread so that none waits long for another.
 template <typename Body>
 void for_product_pieces(
-    int64_t m, int64_t n, int64_t k, int64_t weight_bits, int64_t extent, const Body& body) {
+    int64_t m, int64_t n, int64_t k, int64_t weight_bits, int64_t extent, const Body& body,
+    int64_t align = 16) {  // whole vectors and cache lines
   constexpr int64_t kFlopsPerPiece = 4'000'000;
   constexpr int64_t kBytesPerPiece = 1 << 19;
   constexpr int64_t kPiecesPerThread = 4;
-  constexpr int64_t kAlign = 16;  // whole vectors and cache lines
   int64_t pieces = std::max(
       2 * m * n * k / kFlopsPerPiece, std::max(m, n) * k * weight_bits / 8 / kBytesPerPiece);
   pieces = std::clamp<int64_t>(pieces, 1, kPiecesPerThread * num_threads());
-  int64_t each = ((extent + pieces - 1) / pieces + kAlign - 1) / kAlign * kAlign;
+  int64_t each = ((extent + pieces - 1) / pieces + align - 1) / align * align;
   parallel_for(int((extent + each - 1) / each), [&](int piece, int) {
     body(piece * each, std::min(extent, (piece + 1) * each));
   });

@@ -48,25 +48,46 @@ void add_bias(float* out, const float* bias, int64_t size) {
   }
 }
 
-void run_gated(const Product& p, const Bases& bases, int begin, int end) {
-  const auto& kernels = cpu::kernels();
+int64_t num_scratch_floats(const Projection& p) {
+  return p.activations == Activations::int8
+             ? kernels().rounded.int8.num_scratch_floats(int(p.x.rows()), p.weight)
+             : 0;
+}
+
+// Columns [begin, end) of a product, and the bias. `c` is where column 0 of row 0 would be.
+void project(
+    const Projection& p, const Bases& bases, int begin, int end, float* c, int64_t ldc,
+    float* scratch) {
   int64_t rows = p.x.rows();
-  int64_t width = end - begin;
-  float* gate = thread_scratch(2 * rows * width);
-  float* up = gate + rows * width;
   const float* x = p.x.row(bases, 0);
-  auto multiply = [&](const WeightView& weight, const float* bias, float* out) {
-    kernels.product.few_rows(
-        {x, weight.from_row(begin), out, int(rows), p.x.strides[0], width}, 0, width);
-    for (int64_t i = 0; bias && i < rows; i++) {
-      add_bias(out + i * width, bias + begin, width);
-    }
+  if (p.activations == Activations::int8) {
+    auto chunks = reinterpret_cast<const Int8Chunk*>(x);
+    kernels().rounded.int8.product({chunks, p.weight, c, int(rows), ldc, scratch}, begin, end);
+  } else {
+    kernels().product.few_rows({x, p.weight, c, int(rows), p.x.strides[0], ldc}, begin, end);
+  }
+  for (int64_t i = 0; p.bias && i < rows; i++) {
+    add_bias(c + i * ldc + begin, p.bias + begin, end - begin);
+  }
+}
+
+void run_gated(const Product& p, const Bases& bases, int begin, int end) {
+  int64_t rows = p.out.rows();
+  int64_t width = end - begin;
+  int64_t work = std::max(num_scratch_floats(p.main), num_scratch_floats(*p.up));
+  float* scratch = thread_scratch(work + 2 * rows * width);
+  float* gate = scratch + work;
+  float* up = gate + rows * width;
+  auto multiply = [&](Projection projection, float* out) {
+    projection.weight = projection.weight.from_row(begin);
+    projection.bias += projection.bias ? begin : 0;
+    project(projection, bases, 0, int(width), out, width, scratch);
   };
-  multiply(p.weight, p.bias, gate);
-  multiply(*p.up, p.up_bias, up);
+  multiply(p.main, gate);
+  multiply(*p.up, up);
   for (int64_t i = 0; i < rows; i++) {
     SiluMulArgs args{DType::float32, gate + i * width, up + i * width, p.out.row(bases, i) + begin};
-    kernels.layer.silu_mul(args, 0, width);
+    kernels().layer.silu_mul(args, 0, width);
   }
 }
 
@@ -74,20 +95,22 @@ void run_product(const Product& p, const Bases& bases, int begin, int end) {
   if (p.up) {
     return run_gated(p, bases, begin, end);
   }
-  int64_t rows = p.x.rows();
-  kernels().product.few_rows(
-      {p.x.row(bases, 0), p.weight, p.out.row(bases, 0), int(rows), p.x.strides[0],
-       p.out.strides[0]},
-      begin, end);
-  for (int64_t i = 0; i < rows; i++) {
-    float* out = p.out.row(bases, i) + begin;
-    if (p.bias) {
-      add_bias(out, p.bias + begin, end - begin);
-    }
-    if (p.added) {
-      add_bias(out, p.added->row(bases, i) + begin, end - begin);
-    }
+  project(
+      p.main, bases, begin, end, p.out.row(bases, 0), p.out.strides[0],
+      thread_scratch(num_scratch_floats(p.main)));
+  for (int64_t i = 0; p.added && i < p.out.rows(); i++) {
+    add_bias(p.out.row(bases, i) + begin, p.added->row(bases, i) + begin, end - begin);
   }
+}
+
+void run_expert_piece(const ExpertPhase& phase, const Bases& bases, int task) {
+  const auto& piece = phase.pieces[task];
+  const ExpertProduct& p = phase.products[piece.product];
+  ExpertArgs args = p.args;
+  args.x = p.x.row(bases, 0);
+  args.indices = p.indices.row<uint32_t>(bases, 0);
+  args.out = p.out.row(bases, 0);
+  run_experts(args, piece.share, piece.num_shares);
 }
 
 // Memory of the stream's thread, for what lies between the phases of a step.
@@ -298,6 +321,9 @@ void Program::run(const Bases& bases, const Arrays& in, size_t begin, size_t end
     } else if (auto* products = std::get_if<ProductPhase>(&phase)) {
       steps.push_back({&phase});
       num_tasks.push_back(int(products->pieces.size()));
+    } else if (auto* experts = std::get_if<ExpertPhase>(&phase)) {
+      steps.push_back({&phase});
+      num_tasks.push_back(int(experts->pieces.size()));
     } else {
       const auto& p = std::get<AttentionPhase>(phase);
       attention.push_back(
@@ -325,6 +351,8 @@ void Program::run(const Bases& bases, const Arrays& in, size_t begin, size_t end
     } else if (auto* products = std::get_if<ProductPhase>(step.phase)) {
       const auto& piece = products->pieces[task];
       run_product(products->products[piece.product], bases, piece.begin, piece.end);
+    } else if (auto* experts = std::get_if<ExpertPhase>(step.phase)) {
+      run_expert_piece(*experts, bases, task);
     } else {
       const auto& rows = std::get<RowPhase>(*step.phase);
       int64_t first = rows.rows * task / num_tasks[i];

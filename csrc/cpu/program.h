@@ -6,9 +6,9 @@
 // and the projections of one input are one phase.
 //
 // Values have the step's rows (or the rows of its logits) as their first axis. An operation is a
-// product with weights, attention, or works on each row by itself. What is none of these is left to
-// MLX, which gets whole arrays between two phases: such an operation costs what it costs in a
-// graph, but no other becomes slower by it.
+// product with weights or with those of experts, attention, or works on each row by itself. What is
+// none of these is left to MLX, which gets whole arrays between two phases: such an operation costs
+// what it costs in a graph, but no other becomes slower by it.
 
 #pragma once
 
@@ -24,6 +24,7 @@
 
 #include "../primitives.h"
 #include "attention_run.h"
+#include "experts.h"
 #include "product.h"
 
 namespace mlx_paged::cpu {
@@ -73,15 +74,19 @@ struct RowPhase {
   std::vector<RowTask> tasks;  // in this order for each row
 };
 
-// A linear layer, with what follows it.
-struct Product {
-  View x;    // [rows, ..., k]
-  View out;  // [rows, ..., n]
+// x @ weight.T + bias.
+struct Projection {
+  View x;  // [rows, ..., k]; of int8 activations [rows, chunks, ...]
   WeightView weight;
   const float* bias = nullptr;  // [n] or null
-  // Of a gated layer: out = silu(x @ weight.T + bias) * (x @ up.T + up_bias).
-  std::optional<WeightView> up;
-  const float* up_bias = nullptr;
+  Activations activations = Activations::float32;
+};
+
+// A linear layer, with what follows it.
+struct Product {
+  View out;  // [rows, ..., n]
+  Projection main;
+  std::optional<Projection> up;  // of a gated layer: out = silu(main) * up
   std::optional<View> added;
 };
 
@@ -91,6 +96,23 @@ struct ProductPhase {
     int begin, end;  // columns
   };
   std::vector<Product> products;
+  std::vector<Piece> pieces;
+};
+
+// Experts of the step's rows, which are known only when it runs: so it is cut into shares.
+struct ExpertProduct {
+  View x;           // [rows, ..., k] or [rows, ..., experts of a row, ..., k]
+  View indices;     // [rows, ..., experts of a row]
+  View out;         // [rows, ..., experts of a row, ..., n]
+  ExpertArgs args;  // but for where these lie
+};
+
+struct ExpertPhase {
+  struct Piece {
+    int product;
+    int share, num_shares;
+  };
+  std::vector<ExpertProduct> products;
   std::vector<Piece> pieces;
 };
 
@@ -123,7 +145,7 @@ struct NodePhase {
   std::vector<Output> outputs;
 };
 
-using Phase = std::variant<RowPhase, ProductPhase, AttentionPhase, NodePhase>;
+using Phase = std::variant<RowPhase, ProductPhase, ExpertPhase, AttentionPhase, NodePhase>;
 
 class Program : public std::enable_shared_from_this<Program> {
  public:
@@ -153,6 +175,7 @@ class Program : public std::enable_shared_from_this<Program> {
 
  private:
   friend class ProgramReader;
+  friend class ProgramValues;
 
   struct Run;
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "kernels.h"
 #include "parallel_for.h"
 
 namespace mlx_paged::cpu {
@@ -16,18 +17,32 @@ void cut(ProductPhase& phase) {
   constexpr int64_t kMostWeights = 1 << 16;
   constexpr int kPiecesPerThread = 8;
   constexpr int kAlign = 16;  // whole vectors and cache lines
-  auto column_size = [](const Product& p) { return int64_t(p.weight.k) * (p.up ? 2 : 1); };
+  auto column_size = [](const Product& p) { return int64_t(p.main.weight.k) * (p.up ? 2 : 1); };
   int64_t weights = 0;
   for (const Product& p : phase.products) {
-    weights += p.weight.n * column_size(p);
+    weights += p.main.weight.n * column_size(p);
   }
   int64_t piece =
       std::clamp(weights / (kPiecesPerThread * num_threads()), kLeastWeights, kMostWeights);
   for (size_t i = 0; i < phase.products.size(); i++) {
     const Product& p = phase.products[i];
-    int each = int(std::max<int64_t>(1, piece / column_size(p) / kAlign) * kAlign);
-    for (int begin = 0; begin < p.weight.n; begin += each) {
-      phase.pieces.push_back({int(i), begin, std::min(p.weight.n, begin + each)});
+    int64_t align = p.main.activations == Activations::int8 &&
+                            kernels().rounded.int8.uses_tiles(int(p.out.rows()))
+                        ? kInt8TileColumns
+                        : kAlign;
+    int each = int(std::max<int64_t>(1, piece / column_size(p) / align) * align);
+    int n = p.main.weight.n;
+    for (int begin = 0; begin < n; begin += each) {
+      phase.pieces.push_back({int(i), begin, std::min(n, begin + each)});
+    }
+  }
+}
+
+void cut(ExpertPhase& phase) {
+  for (size_t i = 0; i < phase.products.size(); i++) {
+    int shares = expert_shares(phase.products[i].args);
+    for (int share = 0; share < shares; share++) {
+      phase.pieces.push_back({int(i), share, shares});
     }
   }
 }
@@ -97,19 +112,27 @@ class PhaseMaker {
         finish(members);
         continue;
       }
-      for (size_t i = 0; i < ops.size(); i++) {
-        if (!ops[i].done && ops[i].kind == Operation::Kind::product && is_ready(i, false)) {
-          members.push_back(i);
+      auto add_products = [&](auto phase, Operation::Kind kind, auto product_of) {
+        for (size_t i = 0; i < ops.size(); i++) {
+          if (!ops[i].done && ops[i].kind == kind && is_ready(i, false)) {
+            members.push_back(i);
+            phase.products.push_back(product_of(ops[i]));
+          }
         }
-      }
-      if (!members.empty()) {
-        ProductPhase phase;
-        for (size_t i : members) {
-          phase.products.push_back(*ops[i].product);
+        if (members.empty()) {
+          return false;
         }
         cut(phase);
         made_.phases.emplace_back(std::move(phase));
         finish(members);
+        return true;
+      };
+      if (add_products(
+              ProductPhase{}, Operation::Kind::product,
+              [](const Operation& op) { return *op.product; }) ||
+          add_products(ExpertPhase{}, Operation::Kind::experts, [](const Operation& op) {
+            return *op.experts;
+          })) {
         continue;
       }
       for (size_t i = 0; i < ops.size() && members.empty(); i++) {

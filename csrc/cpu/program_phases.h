@@ -25,11 +25,12 @@ inline void require(bool ok, const std::string& reason) {
 
 // What is to be done, before it is part of a phase.
 struct Operation {
-  enum class Kind { rows, product, attention, node };
+  enum class Kind { rows, product, experts, attention, node };
   Kind kind = Kind::rows;
   int64_t rows = 0;
   RowTask task;
   std::optional<Product> product;
+  std::optional<ExpertProduct> experts;
   std::optional<AttentionPhase> attention;
   std::optional<NodePhase> node;
   std::vector<int> reads;    // buffers

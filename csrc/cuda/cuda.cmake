@@ -82,6 +82,7 @@ target_compile_definitions(cuda_backend INTERFACE MLX_PAGED_CUDA)
 # CUDA's and, among MLX's, those of the C++ library for CUDA: none of them are ours to warn of.
 target_include_directories(cuda_backend SYSTEM INTERFACE csrc/cuda/fmt
                            ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
-set(CUDA_SOURCES csrc/gpu_eval.cpp csrc/cuda/binder.cpp csrc/cuda/compiled_kernels.cpp
+set(CUDA_SOURCES csrc/gpu_eval.cpp csrc/gpu_step.cpp csrc/cuda/binder.cpp
+                 csrc/cuda/compiled_kernels.cpp csrc/cuda/library_products.cpp
                  csrc/cuda/linear_launch.cpp csrc/cuda/memory.cpp csrc/cuda/step_graph.cpp
                  csrc/cuda/transfer.cpp)

@@ -185,7 +185,20 @@ bool serves_product(int num_rows, int n, int k, bool is_gated) {
          k % kLinearStep == 0 && (!is_gated || n % 4 == 0);
 }
 
-Launch product_launch(const ProductStep& step, const std::vector<ProgramOperand>&) {
+namespace {
+
+[[noreturn]] void refuse_product(const ProductStep& step, int n) {
+  std::ostringstream what;
+  what << "a product of " << step.num_rows << " rows, " << n << " x " << step.k << " "
+       << name_of(step.dtype);
+  if (step.codes) {
+    what << " with weights of " << step.codes->bits << " bits in groups of "
+         << step.codes->group_size;
+  }
+  throw NoProgram(what.str());
+}
+
+Launch kernel_product(const ProductStep& step) {
   LinearParams params{};
   params.num_rows = step.num_rows;
   params.k = step.k;
@@ -199,18 +212,6 @@ Launch product_launch(const ProductStep& step, const std::vector<ProgramOperand>
   operands.rotations = operands.slots = step.x;
   for (int i = 0; i < params.num_weights; i++) {
     const auto& part = step.parts[i];
-    bool is_served = step.codes ? serves_quantised(step.num_rows, part.n, step.k, *step.codes)
-                                : serves_product(step.num_rows, part.n, step.k, false);
-    if (step.dtype == DType::float32 || !is_served) {
-      std::ostringstream what;
-      what << "a product of " << step.num_rows << " rows, " << part.n << " x " << step.k << " "
-           << mlx_paged::name_of(step.dtype);
-      if (step.codes) {
-        what << " with weights of " << step.codes->bits << " bits in groups of "
-             << step.codes->group_size;
-      }
-      throw NoProgram(what.str());
-    }
     params.n[i] = part.n;
     params.has_bias[i] = part.bias >= 0;
     operands.parts[i] = {
@@ -228,6 +229,66 @@ Launch product_launch(const ProductStep& step, const std::vector<ProgramOperand>
   }
   return step.codes ? quantised_launch(params, step.dtype, *step.codes, operands, has_clusters())
                     : linear_launch(params, step.dtype, operands, has_clusters());
+}
+
+// Neighbours of one size together: each alone would leave multiprocessors without work.
+std::vector<Launch> library_products(const ProductStep& step, int workspace) {
+  std::vector<Launch> launches;
+  for (size_t i = 0; i < step.parts.size();) {
+    const auto& part = step.parts[i];
+    LibraryProductParams params{};
+    params.num_rows = step.num_rows;
+    params.k = step.k;
+    params.x_stride = step.x_stride;
+    params.n = part.n;
+    params.count = 1;
+    params.has_bias = part.bias >= 0;
+    params.has_residual = step.residual >= 0;
+    params.dtype = step.dtype;
+    if (i + 1 < step.parts.size() && part.n == step.parts[i + 1].n && part.bias < 0 &&
+        step.parts[i + 1].bias < 0 && step.residual < 0) {
+      params.count = 2;
+    }
+    Launch launch;
+    launch.kernel.host_name = kLibraryProduct;
+    launch.buffers.push_back({step.x, Access::read, 0});
+    launch.buffers.push_back({step.residual >= 0 ? step.residual : step.x, Access::read, 0});
+    launch.buffers.push_back({workspace, Access::read_write, 0});
+    for (int j = 0; j < params.count; j++, i++) {
+      const auto& p = step.parts[i];
+      launch.buffers.push_back({p.weight, Access::read, 0});
+      launch.buffers.push_back({p.bias >= 0 ? p.bias : p.weight, Access::read, 0});
+      launch.buffers.push_back({p.out, Access::write, 0});
+    }
+    launch.constants = bytes_of(params);
+    launch.grid = launch.threadgroup = {1, 1, 1};
+    launches.push_back(std::move(launch));
+  }
+  return launches;
+}
+
+}  // namespace
+
+std::vector<Launch> product_launches(
+    const ProductStep& step, const std::vector<ProgramOperand>& operands, int workspace) {
+  bool is_many = step.num_rows > kLinearMostRows;
+  for (const auto& part : step.parts) {
+    bool served = step.codes ? serves_quantised(step.num_rows, part.n, step.k, *step.codes)
+                  : is_many  ? has_library_products() && step.num_rows <= kLibraryMostRows &&
+                                   part.n % 8 == 0 && step.k % 8 == 0
+                             : serves_product(step.num_rows, part.n, step.k, false);
+    if (step.dtype == DType::float32 || !served) {
+      refuse_product(step, part.n);
+    }
+  }
+  if (!is_many) {
+    return {kernel_product(step)};
+  }
+  auto launches = library_products(step, workspace);
+  for (auto& launch : launches_after_products(step, operands)) {
+    launches.push_back(std::move(launch));
+  }
+  return launches;
 }
 
 }  // namespace mlx_paged::cuda

@@ -1,7 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Which kernel of linear.cu, linear_cluster.cu or linear_quantised.h serves a product of few rows,
-// and over which grid. Needs neither CUDA nor a GPU, so that its rule can be tested anywhere.
+// What serves a product: a kernel of linear.cu, linear_cluster.cu or linear_quantised.h, and over
+// which grid, or for more rows cuBLASLt. Needs neither CUDA nor a GPU, so that its rule can be
+// tested anywhere.
 
 #pragma once
 
@@ -46,7 +47,35 @@ Launch quantised_launch(
 
 bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes);
 
-// Throws NoProgram where no kernel serves it.
-Launch product_launch(const ProductStep& step, const std::vector<ProgramOperand>& operands);
+// Whether this process has cuBLASLt.
+bool has_library_products();
+
+// The name of a launch that is no kernel but a product, or two of one size, by cuBLASLt.
+inline constexpr const char* kLibraryProduct = "library_product";
+constexpr uint64_t kLibraryWorkspaceBytes = 32 << 20;  // of one at a time
+constexpr int kLibraryMostRows =
+    512;  // of a step: more take so long that the host is no part of it
+
+struct LibraryProductParams {
+  // Buffers. Of each part its weight, its bias (or weight) and its result.
+  static constexpr int kX = 0;
+  static constexpr int kResidual = 1;  // x: none
+  static constexpr int kWorkspace = 2;
+  static constexpr int kParts = 3;
+
+  int num_rows;
+  int k;
+  int x_stride;  // elements from one row of x to the next
+  int n;         // rows of each weight
+  int count;     // of parts: 1 or 2
+  int has_bias;
+  int has_residual;
+  DType dtype;
+};
+
+// The launches of one step of products. `workspace`: an operand. Throws NoProgram where nothing
+// serves it.
+std::vector<Launch> product_launches(
+    const ProductStep& step, const std::vector<ProgramOperand>& operands, int workspace);
 
 }  // namespace mlx_paged::cuda

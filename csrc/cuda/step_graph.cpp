@@ -27,12 +27,10 @@
 #include <utility>
 #include <vector>
 
-#include "../dense.h"
-#include "../device_program.h"
 #include "../gpu.h"
-#include "../host_copies.h"
 #include "../step_runner.h"
 #include "compiled_kernels.h"
+#include "library_products.h"
 #include "mlx/backend/cuda/device.h"
 #include "mlx/backend/cuda/utils.h"
 #include "step_inputs.h"
@@ -80,6 +78,9 @@ cudaStream_t capture_stream() {
 // Loads every kernel, which must not happen while launches are captured.
 void prepare(const std::vector<Launch>& launches) {
   for (const auto& launch : launches) {
+    if (cuda::is_library_product(launch)) {
+      continue;
+    }
     const auto& name = launch.kernel.host_name;
     const void* symbol = cuda::find_kernel(name, launch.buffers.size() + 1);
     cuda::allow_shared_memory(symbol, name, launch.threadgroup_memory);
@@ -90,6 +91,13 @@ void run_launch(Launch& launch, std::vector<char*>& addresses, cudaStream_t stre
   const Extent& grid = launch.grid;
   if (std::find(grid.begin(), grid.end(), 0) != grid.end()) {
     return;
+  }
+  if (cuda::is_library_product(launch)) {
+    std::vector<char*> buffers;
+    for (const auto& binding : launch.buffers) {
+      buffers.push_back(addresses[binding.operand]);
+    }
+    return cuda::run_library_product(launch, buffers, stream);
   }
   const void* symbol = cuda::find_kernel(launch.kernel.host_name);
   std::vector<void*> arguments;
@@ -121,9 +129,10 @@ void run_launch(Launch& launch, std::vector<char*>& addresses, cudaStream_t stre
 void run_launches(PlacedLaunches& placed, size_t begin, size_t end, cudaStream_t stream) {
   bool overlap = overlaps_kernels();
   for (size_t i = begin; i < end; i++) {
-    run_launch(
-        placed.launches[i], placed.addresses, stream,
-        overlap && i > begin && !placed.launches[i].after_previous);
+    // (What a library launched last may be no kernel.)
+    bool may_overlap = i > begin && !placed.launches[i].after_previous &&
+                       !cuda::is_library_product(placed.launches[i - 1]);
+    run_launch(placed.launches[i], placed.addresses, stream, overlap && may_overlap);
   }
 }
 
@@ -136,6 +145,8 @@ class CudaStepDevice : public StepDevice {
   }
 
   Gpu kind() const override { return Gpu::nvidia; }
+
+  bool captures() const override { return true; }
 
   mx::array allocate(uint64_t bytes) override {
     mx::array a(workspace_shape(std::max(bytes, kSmallest)), mx::float32, nullptr, {});
@@ -156,6 +167,7 @@ class CudaStepDevice : public StepDevice {
     if (!wanted || end == 0) {
       return nullptr;
     }
+    load_library_kernels(launches, end);
     cudaStream_t stream = capture_stream();
     check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "a capture");
     cudaGraph_t graph = nullptr;
@@ -221,46 +233,39 @@ class CudaStepDevice : public StepDevice {
   }
 
  private:
+  // By running them. Between two steps nothing that they overwrite is needed.
+  void load_library_kernels(PlacedLaunches& placed, size_t end) {
+    bool first = true;
+    for (size_t i = 0; i < end; i++) {
+      if (cuda::is_library_product(placed.launches[i])) {
+        if (std::exchange(first, false)) {
+          encoder_.commit();
+        }
+        run_launch(placed.launches[i], placed.addresses, encoder_.stream(), false);
+      }
+    }
+  }
+
   mx::Stream stream_;
   mx::cu::CommandEncoder& encoder_;
 };
 
 }  // namespace
 
-void DeviceStep::eval_gpu(const Arrays& inputs, Arrays& out) {
-  const auto& pools = program_->pools();
-  size_t num_results = program_->results().size();
-  for (size_t i = 0; i < num_results; i++) {
-    if (program_->results()[i].is_for_host) {
-      allocate_pinned(out[i]);
-    } else {
-      gpu::allocate(out[i], stream());
-    }
+std::unique_ptr<StepDevice> gpu::step_device(mx::Stream stream) {
+  return std::make_unique<CudaStepDevice>(stream);
+}
+
+void gpu::allocate_for_host(mx::array& a, mx::Stream) {
+  allocate_pinned(a);
+}
+
+// (Elsewhere than on a GPU the same build serves the CPU.)
+int gpu::most_program_rows() {
+  if (!has_transfers()) {
+    return 0;
   }
-  for (size_t i = 0; i < pools.size(); i++) {
-    if (!can_alias_pool_on_gpu(inputs[pools[i]])) {
-      throw std::runtime_error("[device_step] a pool must be dense");
-    }
-    if (out.size() > num_results) {
-      out[num_results + i].copy_shared_buffer(inputs[pools[i]]);
-    }
-  }
-  Arrays in = inputs;
-  for (int i = 0; i < int(in.size()); i++) {
-    if (program_->is_used(i) && !program_->is_pool(i)) {
-      in[i] = gpu::readable(inputs[i], stream());
-    }
-  }
-  // What the host reads came from the host, which kept a copy.
-  for (int i : program_->read_by_host()) {
-    bool copied = in[i].data_shared_ptr() != inputs[i].data_shared_ptr();
-    if (!find_host_copy(in[i]) && (copied || !is_on_host(inputs[i]))) {
-      mx::synchronize(stream());
-    }
-  }
-  CudaStepDevice device(stream());
-  program_->runner(stream().index)->run(in, {out.begin(), out.begin() + num_results}, device);
-  device.keep(program_);  // (its constants)
+  return cuda::has_library_products() ? cuda::kLibraryMostRows : cuda::kLinearMostRows;
 }
 
 }  // namespace mlx_paged

@@ -2,8 +2,11 @@
 //
 // Apple GPUs: hands launches to MLX's Metal encoder.
 
+#include "binder.h"
+
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "../gpu.h"
 #include "../kernel_source.h"
@@ -59,40 +62,35 @@ void keep(const mx::array& a, mx::Stream stream) {
   mx::metal::get_command_encoder(stream).add_temporary(a);
 }
 
-// Metal's encoder orders reads and writes of a pool by itself, by buffer. Launches beside each
-// other write other rows of one buffer; within a ConcurrentContext MLX puts no barrier between
-// them.
-void encode(
-    const LaunchList& list, const Arrays& in, Arrays& out, const std::vector<int>&,
+void allocate_for_host(mx::array& a, mx::Stream stream) {
+  allocate(a, stream);  // (the CPU sees the same memory)
+}
+
+// Metal's encoder orders reads and writes of a buffer by itself. Launches beside each other write
+// other rows of one buffer; within a ConcurrentContext MLX puts no barrier between them.
+void encode_launches(
+    const std::vector<Launch>& launches, size_t begin, size_t end, std::vector<Place>& places,
     mx::Stream stream) {
   auto& device = mx::metal::device(stream.device);
   auto& encoder = mx::metal::get_command_encoder(stream);
-  Arrays operands(in);
-  operands.insert(operands.end(), out.begin(), out.end());
-  for (uint64_t bytes : list.workspaces) {
-    mx::array workspace(workspace_shape(bytes), mx::float32, nullptr, {});
-    allocate(workspace, stream);
-    keep(workspace, stream);
-    operands.push_back(std::move(workspace));
-  }
   std::optional<mx::metal::CommandEncoder::ConcurrentContext> beside;
-  for (size_t i = 0; i < list.launches.size(); i++) {
-    const auto& launch = list.launches[i];
+  for (size_t i = begin; i < end; i++) {
+    const auto& launch = launches[i];
     if (!launch.beside_previous) {
       beside.reset();
     }
-    if (!beside && i + 1 < list.launches.size() && list.launches[i + 1].beside_previous) {
+    if (!beside && i + 1 < end && launches[i + 1].beside_previous) {
       beside.emplace(encoder);
     }
     auto* kernel = pipeline(device, launch);
     encoder.set_compute_pipeline_state(kernel);
     int index = 0;
     for (const auto& binding : launch.buffers) {
-      auto& operand = operands[binding.operand];
+      auto& place = places[binding.operand];
       if (binding.access == Access::read) {
-        encoder.set_input_array(operand, index);
+        encoder.set_input_array(place.array, index, place.offset);
       } else {
-        encoder.set_output_array(operand, index);  // (registers it as an input too)
+        encoder.set_output_array(place.array, index, place.offset);  // (an input too)
       }
       index++;
     }
@@ -104,6 +102,24 @@ void encode(
     mx::check_kernel_threadgroup_size(kernel, threads, launch.kernel.host_name);
     encoder.dispatch_threadgroups(size(launch.grid), threads);
   }
+}
+
+void encode(
+    const LaunchList& list, const Arrays& in, Arrays& out, const std::vector<int>&,
+    mx::Stream stream) {
+  std::vector<Place> places;
+  for (const Arrays* arrays : {&in, const_cast<const Arrays*>(&out)}) {
+    for (const auto& a : *arrays) {
+      places.push_back({a, 0});
+    }
+  }
+  for (uint64_t bytes : list.workspaces) {
+    mx::array workspace(workspace_shape(bytes), mx::float32, nullptr, {});
+    allocate(workspace, stream);
+    keep(workspace, stream);
+    places.push_back({std::move(workspace), 0});
+  }
+  encode_launches(list.launches, 0, list.launches.size(), places, stream);
 }
 
 }  // namespace mlx_paged::gpu

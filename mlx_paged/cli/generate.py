@@ -14,6 +14,7 @@ import typer
 from mlx_paged.cli.entry import ExitCode, deferred_interrupt, needs_extra
 from mlx_paged.cli.options import (
     AsyncScheduling,
+    CPUActivations,
     KVCacheDType,
     KVCacheMemory,
     MaxModelLen,
@@ -38,7 +39,8 @@ _STRUCTURED = "Structured outputs"
 # Options that apply to a batch; everything else is in its lines.
 _OF_BATCH = frozenset(
     {"input", "output", "overwrite", "served_model_name", "model", "max_num_seqs",
-     "max_model_len", "kv_cache_memory", "kv_cache_dtype", "async_scheduling", "progress"}
+     "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations", "async_scheduling",
+     "progress"}
 )  # fmt: skip
 _ONLY_BATCH = ("output", "overwrite", "served_model_name")
 _GREEDY = SamplingOptions(
@@ -125,6 +127,7 @@ def generate(
     max_num_seqs: MaxNumSeqs = 256,
     kv_cache_memory: KVCacheMemory = None,
     kv_cache_dtype: KVCacheDType = "auto",
+    cpu_activations: CPUActivations = "float32",
     async_scheduling: AsyncScheduling = True,
 ) -> None:  # fmt: skip
     """Answer prompts, or all requests of a batch file, as many at once as there is memory for.
@@ -144,6 +147,7 @@ def generate(
         "max_num_seqs": max_num_seqs,
         "async_scheduling": async_scheduling,
         "kv_cache_dtype": kv_cache_dtype,
+        "cpu_activations": cpu_activations,
         **given(max_model_len=max_model_len, kv_cache_memory=kv_cache_memory),
     }
     if input is not None:

@@ -136,6 +136,16 @@ KVCacheDType = Annotated[
         "--kv-cache-dtype",
     ),
 ]
+CPUActivations = Annotated[
+    str,
+    option(
+        ENGINE,
+        "On the CPU, what the inputs of linear layers are rounded to: float32 (not at all), int8 "
+        "(for weights of 4 or 8 bits) or bfloat16 (for such weights and prompts). These are faster "
+        "and less exact.",
+        "--cpu-activations",
+    ),
+]
 AsyncScheduling = Annotated[
     bool,
     option(

@@ -42,6 +42,15 @@ class ServeOptions:
     dtype: Annotated[
         DType, option(_MODEL, "Type of the weights; auto: as they are, float32 on the CPU.")
     ] = "auto"
+    cpu_activations: Annotated[
+        str,
+        option(
+            _MODEL,
+            "On the CPU, what the inputs of linear layers are rounded to: float32 (not at all), "
+            "int8 (for weights of 4 or 8 bits) or bfloat16 (for such weights and prompts). These "
+            "are faster and less exact.",
+        ),
+    ] = "float32"
     max_model_len: Annotated[
         int | None,
         option(

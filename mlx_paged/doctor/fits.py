@@ -17,10 +17,8 @@ from mlx_paged.model.kv_formats import FORMATS, KVFormat
 
 # Bits of a weight by precision. MLX's affine quantisation keeps a 16-bit scale and bias for 64.
 _GPU_PRECISIONS = {"16-bit": 16.0, "8-bit": 8.5, "4-bit": 4.5}
-# On the CPU weights stay as the checkpoint has them, but those of experts, which become float32;
-# keys, values and activations are float32.
-_FLOAT32 = {"float32": 32.0}
-PRECISIONS = _GPU_PRECISIONS | _FLOAT32
+# On the CPU weights stay as the checkpoint has them; keys, values and activations are float32.
+PRECISIONS = _GPU_PRECISIONS | {"float32": 32.0}
 
 
 @dataclass(frozen=True)
@@ -123,14 +121,8 @@ def fits(memory: Memory) -> list[Fit]:
     return [
         fit(shape, precision, memory, config)
         for shape in MODELS
-        for precision in _precisions(shape, memory["on_gpu"])
+        for precision in (_GPU_PRECISIONS if memory["on_gpu"] else PRECISIONS)
     ]
-
-
-def _precisions(shape: Shape, on_gpu: bool) -> dict[str, float]:
-    if on_gpu:
-        return _GPU_PRECISIONS
-    return _FLOAT32 if shape.active_experts > 1 else PRECISIONS
 
 
 def fit(shape: Shape, precision: str, memory: Memory, config: EngineConfig) -> Fit:

@@ -6,6 +6,7 @@ The data is random, unused slots hold NaN, and each case takes milliseconds. A c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -244,6 +245,27 @@ def _silu_mul(data: Data) -> None:
     data.check(ops.silu_mul(gate, x), exact(gate) / (1 + np.exp(-exact(gate))) * exact(x))
 
 
+def _layer_norm(data: Data) -> None:
+    x, weight, bias = data.normal(5, 96), data.normal(96), data.normal(96)
+    wide = exact(x) - exact(x).mean(axis=-1, keepdims=True)
+    normed = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-5)
+    data.check(ops.layer_norm(x, weight, bias, 1e-5), normed * exact(weight) + exact(bias))
+
+
+def _gelu(data: Data) -> None:
+    x = data.normal(5, 96)
+    wide = exact(x)
+    data.check(ops.gelu(x), wide * (1 + np.vectorize(math.erf)(wide / np.sqrt(2))) / 2)
+    data.check(ops.gelu(x, "fast"), wide / (1 + np.exp(-1.702 * wide)))
+
+
+def _clipped_swiglu(data: Data) -> None:
+    gate, x = data.normal(5, 96), data.normal(5, 96)
+    g = np.minimum(exact(gate), 0.5)
+    expected = g / (1 + np.exp(-1.5 * g)) * (np.clip(exact(x), -0.5, 0.5) + 1)
+    data.check(ops.clipped_swiglu(gate, x, alpha=1.5, limit=0.5), expected)
+
+
 def _greedy_tokens(data: Data) -> None:
     logits = exact(data.normal(4, 1000))
     logits[3, 500] = np.nan
@@ -298,6 +320,29 @@ def _quantized_linear(data: Data) -> None:
     data.check(out, exact(x) @ wide.T + exact(bias))
 
 
+def _expert_linear(data: Data) -> None:
+    weight, bias = data.normal(4, 33, 96), mx.array(exact(data.normal(4, 33)).astype(np.float32))
+    x = mx.array(exact(data.normal(5, 1, 1, 96)).astype(np.float32))
+    experts = np.array([[0, 3], [3, 1], [1, 0], [3, 0], [0, 1]])
+    out = ops.expert_linear(x, mx.array(experts.astype(np.uint32)), weight, bias=bias)
+    expected = np.einsum("tk,teok->teo", exact(x)[:, 0, 0], exact(weight)[experts])
+    data.check(out[:, :, 0], expected + exact(bias)[experts])
+
+
+def _int8_activations(data: Data) -> None:
+    """Of whole numbers up to 127, which are not rounded."""
+    codes = np.random.default_rng(2).integers(-127, 128, (30, 128)).astype(np.float32)
+    codes[:, ::32] = 127
+    x, weight = mx.array(codes).astype(data.dtype), data.normal(9, 128)
+    for bits in (4, 8):
+        packed, scales, biases = mx.quantize(weight.astype(mx.float32), group_size=64, bits=bits)
+        out = ops.quantized_linear(
+            x, packed, scales, biases, group_size=64, bits=bits, activations="int8"
+        )
+        wide = mx.dequantize(packed, scales, biases, group_size=64, bits=bits)
+        data.check(out, exact(x) @ exact(wide).T, f"{bits} bits")
+
+
 def _lookup(data: Data) -> None:
     weight, ids = data.normal(10, 96), [3, -1, 0]
     data.same(ops.lookup(mx.array(ids), weight), exact(weight)[ids], "rows")
@@ -333,6 +378,9 @@ CASES: dict[str, Case] = {
     "rope": Case(_rope),
     "rms_norm": Case(_rms_norm),
     "silu_mul": Case(_silu_mul),
+    "layer_norm": Case(_layer_norm),
+    "gelu": Case(_gelu),
+    "clipped_swiglu": Case(_clipped_swiglu),
     "greedy_tokens": Case(_greedy_tokens, gpu_dtypes=DTYPES),
     "nucleus_thresholds": Case(_nucleus_thresholds, dtypes=("float32",)),
     "apply_token_bitmask": Case(_apply_token_bitmask, gpu_dtypes=DTYPES),
@@ -340,6 +388,8 @@ CASES: dict[str, Case] = {
     "linear": Case(_linear, gpu_dtypes=("float16", "bfloat16")),
     # (On a GPU they are MLX's own.)
     "quantized_linear": Case(_quantized_linear),
+    "expert_linear": Case(_expert_linear),
+    "quantized_linear: int8 activations": Case(_int8_activations),
     "lookup": Case(_lookup),
     "upload": Case(_upload, dtypes=("float32",), gpu_dtypes=("float32",)),
     "to_host": Case(_to_host, dtypes=("float32",), gpu_dtypes=("float32",)),

@@ -28,6 +28,7 @@ _GIB = 1 << 30
 _DEFAULT_KV_CACHE_MEMORY = 4 * _GIB
 _MOST_SECONDS = 3600
 DEFAULT_STEP_TOKENS = 2048
+CPU_ACTIVATIONS = ("float32", "bfloat16", "int8")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ class EngineConfig:
             docs/kv-store.md. Latents and recurrent states stay as they are.
         kv_cache_dtype_skip_layers: Layers that stay as they are, by number from 0; "sliding_window"
             stands for all that have a window (vLLM's name).
+        cpu_activations: What the inputs of linear layers are rounded to on the CPU: "float32", not
+            at all; "int8" where weights have 4 or 8 bits, or "bfloat16" where they are that and a
+            step has many rows. These are faster and less exact, see docs/engine.md. On a GPU only
+            "float32".
         num_gpu_blocks_override: Blocks of the pool, whatever the memory (vLLM's name; it holds for
             every backend).
         kv_cache_memory: Bytes for the pool. It is allocated but not touched, so blocks that were
@@ -105,6 +110,7 @@ class EngineConfig:
     block_size: int = 32
     kv_cache_dtype: str = "auto"
     kv_cache_dtype_skip_layers: Sequence[int | str] = ()
+    cpu_activations: str = "float32"
     num_gpu_blocks_override: int | None = None
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float | None = None
@@ -165,6 +171,9 @@ class EngineConfig:
         format_named(self.kv_cache_dtype)
         skipped = skipped_layers(self.kv_cache_dtype_skip_layers)
         object.__setattr__(self, "kv_cache_dtype_skip_layers", skipped)
+        if self.cpu_activations not in CPU_ACTIVATIONS:
+            expected = " or ".join(map(repr, CPU_ACTIVATIONS))
+            raise InvalidParameterError("cpu_activations", expected, self.cpu_activations)
         for name in (
             "enable_prefix_caching",
             "disable_hybrid_kv_cache_manager",
@@ -205,11 +214,13 @@ class EngineConfig:
 
     @cached_property
     def kv_salt(self) -> str | None:
-        """What tells blocks of these options from those of others, for prefix salts; None: auto."""
+        """What tells blocks of these options from those of others, for prefix salts; None: those
+        of the defaults."""
+        rounded = None if self.cpu_activations == "float32" else f"x={self.cpu_activations}"
         if self.kv_format is None:
-            return None
+            return rounded
         skipped = ",".join(map(str, self.kv_cache_dtype_skip_layers))
-        return f"{self.kv_format.name}/{skipped}"
+        return f"{self.kv_format.name}/{skipped}" + (f"/{rounded}" if rounded else "")
 
     def salted(self, cache_salt: str | None) -> str | None:
         """The salt of a request's prefixes, the format of keys and values included."""

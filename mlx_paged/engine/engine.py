@@ -163,6 +163,7 @@ class Engine:
         self.reasoning_format = format_of(self.config.reasoning_parser, self.tokenizer)
         paged = serve(model.model, model.config, block_size=self.config.block_size)
         _quantise(paged, self.config)
+        paged.round_activations(self.config.cpu_activations)
         paged.repeats_steps = not self.config.enforce_eager
         limits = [model.max_model_len, paged.layout.max_context_len]
         model_limit = min((n for n in limits if n is not None), default=None)

@@ -7,7 +7,8 @@ With CUDA the graph becomes one operation too (`ops.DeviceProgram`), which a GPU
 so that the host has next to nothing to do; where it has more rows or other operations than that
 takes, `mx.compile` repeats the graph, whose arrays keep their sizes because those of a plan grow
 in strides (`plan.build_plan`). A shape is compiled when it occurs for the third time, so that model
-code has run on real arrays before, and shapes that do not repeat cost nothing.
+code has run on real arrays before, and shapes that do not repeat cost nothing. With Metal the same
+operation is encoded as a whole, where it is asked for (docs/metal-kernels.md).
 
 On the CPU the graph becomes one operation (`ops.StepProgram`). Reading it costs no more than
 evaluating it, so it happens at once, and a plan's work may have any size.
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 _MOST_GRAPHS = 64
 _SEEN_BEFORE = 2
 _ROWS_OF_PROMPTS = 16  # steps with prompts have multiples of it: a tile of products
+_FEW_ROWS = 64  # whose products are kernels of our own; those of more rows serve fewer formats
+_MOST_ROWS_OF_PROMPTS = _FEW_ROWS  # beyond, each would be worth a graph of its own too seldom
 # (Decodes have no bounds.)
 _PLAN_FIELDS = tuple(field.name for field in fields(AttentionPlan) if field.name != "bounds")
 _ANY_SIZE = {"block_tables", "work_items", "merge_items"}  # on the CPU
@@ -76,6 +79,7 @@ class CompiledSteps:
         self._failed = not enabled
         # Until a graph of the model is refused: of a decode step, of one with prompts.
         self.uses_device_programs = True
+        self._refuses_many_rows = False
         self._takes_prompts = True
 
     def run(self, tokens: mx.array, step: Step, pools: Pools) -> tuple[mx.array, Pools]:
@@ -90,21 +94,25 @@ class CompiledSteps:
         self._times[shape] = times = self._times.pop(shape, 0) + 1
         if len(self._times) > 4 * _MOST_GRAPHS:
             self._times.popitem(last=False)
-        if ops.has_cuda() and times <= _SEEN_BEFORE:
+        if ops.repeats_steps() and times <= _SEEN_BEFORE:
             return self._forward(tokens, step, pools)
         return self._compile(shape, tokens, step, pools)
 
     def reads_once(self, num_rows: int) -> bool:
         """Whether a step of so many decodes will read its plan once, as a device program."""
         return (
-            self.uses_device_programs
-            and not self._failed
-            and num_rows <= ops.most_device_program_rows()
+            self.uses_device_programs and not self._failed and self._fits_device_program(num_rows)
         )
+
+    def _fits_device_program(self, num_rows: int) -> bool:
+        most = ops.most_device_program_rows()
+        return num_rows <= (min(most, _FEW_ROWS) if self._refuses_many_rows else most)
 
     def takes_prompts(self, num_rows: int) -> bool:
         """Whether a step of so many rows, prompts among them, may become a device program."""
-        return self._takes_prompts and self.reads_once(num_rows)
+        return (
+            self._takes_prompts and num_rows <= _MOST_ROWS_OF_PROMPTS and self.reads_once(num_rows)
+        )
 
     def rows_with_prompts(self, num_rows: int) -> int:
         """How many rows a step with prompts should have instead, so that it repeats."""
@@ -142,7 +150,7 @@ class CompiledSteps:
         ) -> tuple[mx.array, Pools]:
             return self._forward(tokens, _step_of(arrays, reaches, has_rope), pools)
 
-        if self.uses_device_programs and tokens.shape[0] <= ops.most_device_program_rows():
+        if self.uses_device_programs and self._fits_device_program(tokens.shape[0]):
             try:
                 found = self._found if self._chooses() else None
                 graph = _device_program(forward, tokens, arrays, pools, found)
@@ -156,8 +164,15 @@ class CompiledSteps:
                     logger.info("its steps with prompts are not device programs: %s", error)
                     self._takes_prompts = False
                     return self._forward(tokens, step, pools)
-                logger.info("steps of this model are not device programs: %s", error)
-                self.uses_device_programs = False
+                if tokens.shape[0] > _FEW_ROWS:
+                    logger.info("its steps of many rows are not device programs: %s", error)
+                    self._refuses_many_rows = True
+                else:
+                    logger.info("steps of this model are not device programs: %s", error)
+                    self.uses_device_programs = False
+        if _is_metal():  # (whose graphs MLX encodes alike, compiled or not)
+            self._failed = True
+            return self._forward(tokens, step, pools)
         try:
             if ops.has_cuda():
                 graph = mx.compile(forward)
@@ -249,15 +264,20 @@ def _serves(tokens: mx.array, step: Step) -> bool:
     """Whether a step depends on arrays only, and is a small one."""
     if not _depends_on_arrays(step):
         return False
-    if ops.has_cuda():
-        return _is_decode(tokens, step)
+    if ops.repeats_steps():
+        fits = ops.has_cuda() or tokens.shape[0] <= ops.most_device_program_rows()
+        return fits and _is_decode(tokens, step)
     return tokens.shape[0] <= ops.most_program_rows() and mx.default_device() == mx.cpu
 
 
+def _is_metal() -> bool:
+    return ops.repeats_steps() and not ops.has_cuda()
+
+
 def _shape_of(tokens: mx.array, step: Step) -> object:
-    any_size = set() if ops.has_cuda() else _ANY_SIZE
+    any_size = set() if ops.repeats_steps() else _ANY_SIZE
     # (A program's operations that are MLX's own have the stream of the thread that built them.)
-    stream = None if ops.has_cuda() else repr(mx.default_stream(mx.default_device()))
+    stream = None if ops.repeats_steps() else repr(mx.default_stream(mx.default_device()))
     return (
         tuple(step.plans),
         tokens.shape[0],

@@ -15,6 +15,7 @@ from mlx_paged import extension  # checks the extension, and loads BLAS, before 
 import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import (
     _download,
@@ -103,9 +104,9 @@ def load(
         path_or_hub_id: a directory in mlx-lm's format, or a Hugging Face id. None loads the model
             embedded in this package.
         dtype: "auto", "float32", "float16" or "bfloat16". "auto" keeps what the weights have,
-            except on the CPU, where activations are float32: there the weights of linear layers
-            and embeddings stay, quantised or of 16 bits, and all others become float32. "float32"
-            there dequantises and widens these too.
+            except on the CPU, where activations are float32: there the weights of linear layers,
+            experts and embeddings stay, quantised or of 16 bits, and all others become float32.
+            "float32" there dequantises and widens these too.
         generation_config: instead of what the model's own ``generation_config.json`` says. The end
             tokens that it names are end tokens of the model too.
 
@@ -334,8 +335,8 @@ _KEPT = ("weight", "scales", "biases")
 
 def _stays(module: nn.Module) -> bool:
     """Whether a module's weight is multiplied as the checkpoint has it. (No subclass's is.)"""
-    if type(module) in (nn.Linear, nn.Embedding):
+    if type(module) in (nn.Linear, nn.Embedding, SwitchLinear):
         return module.weight.dtype in (mx.float16, mx.bfloat16)
-    if type(module) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
+    if type(module) in (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear):
         return ops.has_product(module.mode, module.bits, module.group_size)
     return False

@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_paged import ops
+from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model import dense_prefill, patches
 from mlx_paged.model.caches import (
     KVPools,
@@ -87,8 +88,24 @@ class PagedModel:
         self.caches: list[object] = []
         self._allocated: list[mx.array] = []  # the first handles of the pools
         self.repeats_steps = True
+        self._activations = "float32"
         self._first_rows: dict[int, mx.array] = {}  # [n] int32: the first n rows of a step
         self._compiled = CompiledSteps(self._run, chooses=self._chooses)
+
+    def round_activations(self, activations: str) -> None:
+        """Has the inputs of linear layers rounded, see `ops.activations`, in steps after the next
+        `allocate`.
+
+        Raises:
+            InvalidParameterError: the default device or the processor has no such products.
+        """
+        if activations != "float32" and mx.default_device() != mx.cpu:
+            expected = "'float32' where the model does not run on the CPU"
+            raise InvalidParameterError("cpu_activations", expected, activations)
+        if activations not in ops.activations():
+            expected = f"one of {', '.join(ops.activations())} on this processor"
+            raise InvalidParameterError("cpu_activations", expected, activations)
+        self._activations = activations
 
     def allocate(
         self,
@@ -250,7 +267,7 @@ class PagedModel:
         self.restore(pools)
         self._context.enter(step)
         try:
-            with patches.native_ops(step.plan.positions):
+            with patches.native_ops(step.plan.positions, self._activations):
                 more = {} if step.media is None else {"media": step.media}
                 logits = self.model(tokens[:, None], cache=self.caches, **more)
                 return self._output_rows.finish(logits), self.pools()

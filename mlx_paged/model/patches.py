@@ -3,10 +3,11 @@
 - **The attention patch.** Every mlx-lm model (and ``mlx_lm.models.base``) looks up
   ``mx.fast.scaled_dot_product_attention`` when it is called, so one rebinding serves them all.
 - **Native forms of what MLX composes of many operations.** On the CPU RoPE is ten operations,
-  RMSNorm six, a linear layer four or five, and SwiGLU is compiled to scalar code. On a GPU each of
-  these is one kernel of MLX's own, but with CUDA a linear layer of a few rows is cuBLAS, which
-  costs the host more than any other operation of a decode step. The native forms have no gradient
-  and take no batch of sequences, so they are used only on the thread that builds a paged step. The
+  RMSNorm six, LayerNorm ten, a linear layer four or five; SwiGLU and GELU are compiled to scalar
+  code, and so are the products of experts. On a GPU each of these is one kernel of MLX's own, but
+  with CUDA a linear layer of a few rows is cuBLAS, which costs the host more than any other
+  operation of a decode step. The native forms have no gradient and take no batch of sequences, so
+  they are used only on the thread that builds a paged step (GELU: or a tower's pass). The
   product with quantised weights has both, and is used for every call on the CPU, where MLX's own is
   scalar code.
 - **Methods of single modules** (`Overrides`, `OutputRows`): the module keeps its place and its
@@ -23,12 +24,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import activations
+from mlx.nn.layers import activations as mlx_activations
+from mlx_lm.models import activations, switch_layers
 
 from mlx_paged import ops
 from mlx_paged.model.caches import KVHandle, Scores, StepContext
@@ -41,7 +43,17 @@ _mlx_rope = mx.fast.rope
 _mlx_rms_norm = mx.fast.rms_norm
 _mlx_linear = nn.Linear.__call__
 _mlx_quantized_linear = nn.QuantizedLinear.__call__
-_mlx_gelu = nn.GELU.__call__
+_mlx_layer_norm = mx.fast.layer_norm
+_mlx_gelus = {
+    "gelu": "none",
+    "gelu_approx": "tanh",
+    "gelu_fast_approx": "fast",
+}  # of mlx.nn, and what `ops.gelu` calls them
+_mlx_expert_linear = switch_layers.SwitchLinear.__call__
+_mlx_quantized_expert_linear = switch_layers.QuantizedSwitchLinear.__call__
+_mlx_switch_glu = switch_layers.SwitchGLU.__call__
+_mlx_switch_mlp = switch_layers.SwitchMLP.__call__
+_mlx_lm_clipped_swiglu = activations.swiglu_oai
 _mlx_as_linear = nn.Embedding.as_linear
 _mlx_quantized_as_linear = nn.QuantizedEmbedding.as_linear
 _mlx_lm_swiglu = activations.swiglu
@@ -116,6 +128,7 @@ class _Building(threading.local):
     for_program: bool = False  # the graph becomes an `ops.DeviceProgram`
     on_cuda: bool = False
     linear_dtypes: tuple[mx.Dtype, ...] = ()  # of what `ops.linear` takes
+    activations: str = "float32"  # of products on the CPU
     tower: TowerOps | None = None  # on the CPU, while it is a tower instead
 
 
@@ -128,17 +141,19 @@ def is_native_on_cpu() -> bool:
 
 
 @contextmanager
-def native_ops(positions: mx.array) -> Iterator[None]:
+def native_ops(positions: mx.array, activations: str = "float32") -> Iterator[None]:
     """Within it, model code on this thread runs the native operations.
 
     Args:
         positions: ``[num_rows]`` int32: the array that the model's RoPE gets as its offset.
+        activations: what `ops.linear` and `ops.quantized_linear` round their input to, on the CPU.
     """
     if mx.default_device() == mx.cpu:
+        _building.activations = activations
         _building.rotations = _Rotations(positions)
         _building.linear_dtypes = (mx.float32,)
-    elif ops.has_cuda():
-        _building.on_cuda = True
+    elif ops.has_cuda() or _building.for_program:
+        _building.on_cuda = ops.has_cuda()
         _building.linear_dtypes = (mx.float16, mx.bfloat16)
         if _building.for_program:
             _building.rotations = _Rotations(positions)
@@ -163,7 +178,7 @@ def leave_native_ops() -> None:
     """Ends `native_ops` and `native_tower` on this thread, also where an exception kept them from
     ending."""
     _building.rotations, _building.linear_dtypes, _building.tower = None, (), None
-    _building.on_cuda = False
+    _building.on_cuda, _building.activations = False, "float32"
 
 
 @contextmanager
@@ -297,20 +312,122 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 def linear(self: nn.Linear, x: mx.array) -> mx.array:
     """``nn.Linear.__call__``."""
     if x.dtype in _building.linear_dtypes:
-        return ops.linear(x, self["weight"], self.get("bias"))
+        return ops.linear(x, self["weight"], self.get("bias"), activations=_building.activations)
     return _mlx_linear(self, x)
 
 
-def gelu(self: nn.GELU, x: mx.array) -> mx.array:
-    """``nn.GELU.__call__``."""
-    out = None if _building.tower is None else _building.tower.gelu(self, x)
-    return _mlx_gelu(self, x) if out is None else out
+def layer_norm(
+    x: mx.array,
+    weight: mx.array | None,
+    bias: mx.array | None,
+    eps: float,
+    *,
+    stream: Any = None,
+) -> mx.array:
+    """``mx.fast.layer_norm``."""
+    if (
+        is_native_on_cpu()
+        and stream is None
+        and x.ndim > 0
+        and x.dtype in _FLOATS
+        and all(
+            a is None or (a.dtype == x.dtype and a.shape == x.shape[-1:]) for a in (weight, bias)
+        )
+    ):
+        return ops.layer_norm(x, weight, bias, eps)
+    return _mlx_layer_norm(x, weight, bias, eps, stream=stream)
+
+
+def _gelu(original: Callable[[mx.array], mx.array], approximation: str) -> Any:
+    def gelu(x: mx.array) -> mx.array:
+        if (is_native_on_cpu() or _building.tower is not None) and x.dtype == mx.float32:
+            return ops.gelu(x, approximation)
+        return original(x)
+
+    return wraps(original)(gelu)
+
+
+def clipped_swiglu(
+    gate: mx.array, x: mx.array, alpha: float = 1.702, limit: float = 7.0
+) -> mx.array:
+    """``mlx_lm.models.activations.swiglu_oai``."""
+    if (
+        is_native_on_cpu()
+        and gate.dtype in _FLOATS
+        and gate.dtype == x.dtype
+        and gate.shape == x.shape
+    ):
+        return ops.clipped_swiglu(gate, x, alpha=alpha, limit=limit)
+    return _mlx_lm_clipped_swiglu(gate, x, alpha=alpha, limit=limit)
+
+
+def _takes_experts(x: mx.array) -> bool:
+    return is_native_on_cpu() and x.dtype == mx.float32 and x.ndim >= 2 and x.shape[-2] == 1
+
+
+def expert_linear(
+    self: switch_layers.SwitchLinear, x: mx.array, indices: mx.array, sorted_indices: bool = False
+) -> mx.array:
+    """``SwitchLinear.__call__``."""
+    if _takes_experts(x) and self["weight"].dtype in _FLOATS:
+        return ops.expert_linear(x, indices, self["weight"], bias=self.get("bias"))
+    return _mlx_expert_linear(self, x, indices, sorted_indices)
+
+
+def quantized_expert_linear(
+    self: switch_layers.QuantizedSwitchLinear,
+    x: mx.array,
+    indices: mx.array,
+    sorted_indices: bool = False,
+) -> mx.array:
+    """``QuantizedSwitchLinear.__call__``."""
+    # (With a scale of each matrix MLX's own is for GPUs only.)
+    takes = _takes_experts(x) or (
+        self.get("global_scale") is not None
+        and mx.default_device() == mx.cpu
+        and x.dtype == mx.float32
+        and x.shape[-2] == 1
+    )
+    if takes and ops.has_product(self.mode, self.bits, self.group_size):
+        return ops.expert_linear(
+            x,
+            indices,
+            self["weight"],
+            self["scales"],
+            self.get("biases"),
+            self.get("bias"),
+            self.get("global_scale"),
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
+    return _mlx_quantized_expert_linear(self, x, indices, sorted_indices)
+
+
+# (MLX's sort many rows by expert first; ours does that itself.)
+
+
+def switch_glu(self: switch_layers.SwitchGLU, x: mx.array, indices: mx.array) -> mx.array:
+    """``SwitchGLU.__call__``."""
+    if not is_native_on_cpu():
+        return _mlx_switch_glu(self, x, indices)
+    x, indices = mx.expand_dims(x, (-2, -3)), mx.stop_gradient(indices)
+    x = self.activation(self.up_proj(x, indices), self.gate_proj(x, indices))
+    return self.down_proj(x, indices).squeeze(-2)
+
+
+def switch_mlp(self: switch_layers.SwitchMLP, x: mx.array, indices: mx.array) -> mx.array:
+    """``SwitchMLP.__call__``."""
+    if not is_native_on_cpu():
+        return _mlx_switch_mlp(self, x, indices)
+    x, indices = mx.expand_dims(x, (-2, -3)), mx.stop_gradient(indices)
+    return self.fc2(self.activation(self.fc1(x, indices)), indices).squeeze(-2)
 
 
 def as_linear(self: nn.Embedding, x: mx.array) -> mx.array:
     """``nn.Embedding.as_linear``: the output projection of models whose embeddings are tied."""
     if x.dtype in _building.linear_dtypes:
-        return ops.linear(x, self["weight"])
+        return ops.linear(x, self["weight"], activations=_building.activations)
     return _mlx_as_linear(self, x)
 
 
@@ -341,6 +458,7 @@ def _native_quantized(self: nn.Module, x: mx.array) -> mx.array:
         group_size=self.group_size,
         bits=self.bits,
         mode=self.mode,
+        activations=_building.activations,
     )
 
 
@@ -354,15 +472,37 @@ def _as_one_matrix(multiply: Callable[..., mx.array], self: nn.Module, x: mx.arr
 
 # --- Installing -----------------------------------------------------------------------------------
 
+
+def _gelus() -> list[tuple[Any, str, Any, Any]]:
+    """Where models look them up, and where `nn.GELU` does."""
+    found = []
+    for name, approximation in _mlx_gelus.items():
+        original = getattr(nn, name)
+        own = _gelu(original, approximation)
+        found += [(owner, name, original, own) for owner in (nn, mlx_activations)]
+    return found
+
+
 _REBOUND: tuple[tuple[Any, str, Any, Any], ...] = (  # owner, name, MLX's, ours
     (mx.fast, "scaled_dot_product_attention", _mlx_attention, scaled_dot_product_attention),
     (mx.fast, "rope", _mlx_rope, rope),
     (mx.fast, "rms_norm", _mlx_rms_norm, rms_norm),
+    (mx.fast, "layer_norm", _mlx_layer_norm, layer_norm),
     (nn.Linear, "__call__", _mlx_linear, linear),
-    (nn.GELU, "__call__", _mlx_gelu, gelu),
     (nn.QuantizedLinear, "__call__", _mlx_quantized_linear, quantized_linear),
     (nn.Embedding, "as_linear", _mlx_as_linear, as_linear),
     (nn.QuantizedEmbedding, "as_linear", _mlx_quantized_as_linear, quantized_as_linear),
+    (switch_layers.SwitchLinear, "__call__", _mlx_expert_linear, expert_linear),
+    (
+        switch_layers.QuantizedSwitchLinear,
+        "__call__",
+        _mlx_quantized_expert_linear,
+        quantized_expert_linear,
+    ),
+    (switch_layers.SwitchGLU, "__call__", _mlx_switch_glu, switch_glu),
+    (switch_layers.SwitchMLP, "__call__", _mlx_switch_mlp, switch_mlp),
+    (activations, "swiglu_oai", _mlx_lm_clipped_swiglu, clipped_swiglu),
+    *_gelus(),
 )
 
 

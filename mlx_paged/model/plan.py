@@ -261,7 +261,7 @@ def build_plan(
             window=window,
             shortest_piece=_SHORTEST if on_gpu else _LONGEST,
             most_pieces=_MOST_PIECES if on_gpu else _ANY_NUMBER,
-            pads=ops.has_cuda(),
+            pads=ops.repeats_steps(),
             stays=stays_on_host,
         )
         if plan is not None:
@@ -285,7 +285,7 @@ def build_plan(
     items, merges = _work_items(
         lens, rows, starts, block_size, window, rows_per_item, split_tokens, seen
     )
-    if ops.has_cuda() and (len(positions) == len(rows) or num_rows is not None):
+    if ops.repeats_steps() and (len(positions) == len(rows) or num_rows is not None):
         tables, items, merges = _in_strides(tables, items, merges)
     if num_rows is not None:
         more = (0, num_rows - len(positions))

@@ -1,8 +1,7 @@
-"""Native forms of what towers compute, on the CPU.
+"""Attention of towers on the CPU.
 
-MLX's CPU backend computes an exponential or a hyperbolic tangent at a time, in one thread: softmax
-and GELU take nine tenths of a ViT. Here attention is the paged kernel over blocks that are made of
-the keys and values, with every position visible to every row, and GELU is a product with a sigmoid.
+MLX's CPU backend computes an exponential at a time, in one thread. Here attention is the paged
+kernel over blocks that are made of the keys and values, with every position visible to every row.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from mlx_paged import ops
@@ -20,9 +18,6 @@ _BLOCK = 64
 # Fewer rows than this are a prompt's tokens or a resampler's, not worth a plan.
 _LEAST_ROWS = 16
 _MOST_WIDTH = 256  # of a head; it is filled up with zeros to a multiple of eight
-_TANH = 2 * (2 / np.pi) ** 0.5  # GELU's approximation is x * sigmoid(_TANH * (x + _CUBE * x**3))
-_CUBE = 0.044715
-_FAST = 1.702
 
 
 class TowerOps:
@@ -59,16 +54,6 @@ class TowerOps:
         )
         out = out.reshape(batch, rows, heads, padded)[..., :width]
         return out.transpose(0, 2, 1, 3)
-
-    def gelu(self, layer: nn.GELU, x: mx.array) -> mx.array | None:
-        """``nn.GELU.__call__``; None for the exact form."""
-        kind = layer._approx
-        if x.dtype != mx.float32 or kind == "none":
-            return None
-        if kind == "fast":
-            return ops.silu_mul(x * _FAST, mx.full(x.shape, 1 / _FAST))
-        factor = _TANH + _TANH * _CUBE * x.square()  # x * factor is the sigmoid's argument
-        return ops.silu_mul(x * factor, mx.reciprocal(factor))
 
 
 def _blocks(array: mx.array, columns: int) -> mx.array:

@@ -26,9 +26,9 @@ def test_every_case_passes(job) -> None:
 
 NOT_PRIMITIVES = {
     *("accepts", "build_info", "kernel_names", "pool_copies", "has_transfers", "limit_threads"),
-    *("pipelines_to_come", "prepare_pipeline"),
+    *("activations", "pipelines_to_come", "prepare_pipeline"),
     # Whole steps are made of primitives.
-    *("StepProgram", "most_program_rows", "placeholders"),
+    *("StepProgram", "most_program_rows", "most_device_program_rows", "placeholders"),
     *("make_device_program", "run_device_program", "plan_decodes"),
 }
 
@@ -44,7 +44,8 @@ def test_every_case_runs_in_every_dtype_that_its_primitive_takes() -> None:
     assert len(set(self_test.jobs("cpu"))) == len(CASES) * 3 - 2 * len(once)
     on_gpu = {job.split("/")[2].partition(":")[0] for job in self_test.jobs("gpu")}
     cpu_only = {"rope_rotations", "rope", "rms_norm", "silu_mul"}
-    cpu_only |= {"nucleus_thresholds", "quantized_linear", "lookup"}
+    cpu_only |= {"nucleus_thresholds", "quantized_linear", "lookup", "expert_linear"}
+    cpu_only |= {"layer_norm", "gelu", "clipped_swiglu"}
     assert on_gpu == {name.partition(":")[0] for name in CASES} - cpu_only
     assert "test/gpu/linear/float32" not in self_test.jobs("gpu")
 

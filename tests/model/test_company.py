@@ -46,7 +46,7 @@ OURS = [("bfloat16", n) for n in (2, 8, 32)] if ON_GPU else [("float32", n) for 
 
 @pytest.mark.parametrize(("dtype", "rows"), OURS)
 def test_greedy_logits(rng, dtype, rows) -> None:
-    if not ON_GPU and build_info()["simd"] not in ("avx2", "avx512"):
+    if not ON_GPU and not build_info()["simd"].startswith("avx"):
         pytest.skip("the products are another library's here")
     config = tiny_config("llama", tied=False, hidden_size=128, head_dim=64)
     model = tiny_model(config)

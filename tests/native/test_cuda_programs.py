@@ -52,6 +52,56 @@ def test_a_product_with_a_residual(rng, dtype, k: int) -> None:
         np.testing.assert_array_equal(bits(got), bits(residual + ops.linear(x, weight, b)))
 
 
+MANY_ROWS = [65, 100, 256, 512]
+of_many_rows = pytest.mark.skipif(
+    ops.most_device_program_rows() <= 64,
+    reason="MLX_PAGED_UNCHECKED_KERNELS=1 has products of many rows in programs",
+)
+
+
+def assert_rounded(got: mx.array, expected: np.ndarray, times: int = 1) -> None:
+    """To its dtype, that many times, but for sums in float32."""
+    unit = times * (2.0**-11 if got.dtype == mx.float16 else 2.0**-8)
+    size = np.linalg.norm(expected, axis=-1, keepdims=True) / np.sqrt(expected.shape[-1])
+    # (Tensor cores cut off some bits of what they add.)
+    assert (np.abs(exact(got) - expected) <= unit * np.abs(expected) + 1e-4 * size).all()
+
+
+@of_many_rows
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(8, 8), (144, 72), (144, 3072), (4096, 320)])
+def test_products_of_many_rows(rng, dtype, n: int, k: int) -> None:
+    """Of a library: with and without a bias and a residual; x is a part of longer rows."""
+    weight, bias = values(rng, n, k, dtype=dtype), values(rng, n, dtype=dtype)
+    for rows, b, is_added in itertools.product(MANY_ROWS, (None, bias), (False, True)):
+        x, residual = values(rng, rows, 2 * k, dtype=dtype), values(rng, rows, n, dtype=dtype)
+
+        def build(x: mx.array, residual: mx.array) -> mx.array:
+            product = ops.linear(mx.split(x, 2, axis=1)[1], weight, b)  # noqa: B023
+            return residual + product if is_added else product  # noqa: B023
+
+        expected = exact(x)[:, k:] @ exact(weight).T + (0 if b is None else exact(b))
+        assert_rounded(run(build, x, residual), expected + is_added * exact(residual))
+
+
+@of_many_rows
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gate_and_up_of_many_rows(rng, dtype, has_bias: bool) -> None:
+    """Both weights in one call, wherever they are."""
+    gate, between, up = (values(rng, 528, 96, dtype=dtype) * 0.2 for _ in range(3))
+    biases = [values(rng, 528, dtype=dtype) if has_bias else None for _ in range(2)]
+    mx.eval(gate, between, up)
+    for rows, (g, u) in itertools.product(MANY_ROWS, ((gate, up), (up, gate))):
+        x = values(rng, rows, 96, dtype=dtype)
+        got = run(
+            lambda x: ops.silu_mul(ops.linear(x, g, biases[0]), ops.linear(x, u, biases[1])),  # noqa: B023
+            x,
+        )
+        a, b = (exact(ops.linear(x, w, bias)) for w, bias in zip((g, u), biases, strict=True))
+        assert_rounded(got, a / (1 + np.exp(-a)) * b)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(16, 64), (80, 544), (8192, 96)])
 def test_gate_and_up(rng, dtype, n: int, k: int) -> None:
@@ -143,11 +193,13 @@ def steps_of(rng: np.random.Generator) -> list[dict[str, list[int]]]:
         return rng.integers(0, 96, count).tolist()
 
     names = [str(i) for i in range(6)]
+    many = [str(i) for i in range(70)]  # whose products are a library's
     return [
         {"0": new(900), "1": new(20), "2": new(1)},
         *({name: new(1) for name in names[:3]} for _ in range(24)),
         {name: new(1) for name in names},
         *({name: new(1) for name in names} for _ in range(3)),
+        *({name: new(1) for name in many} for _ in range(5)),
     ]
 
 
@@ -173,7 +225,7 @@ def test_steps_of_a_model(rng, family: str, head_dim: int, dtype: mx.Dtype) -> N
         model.set_dtype(dtype)
         model.set_dtype(computed_in)
         mx.eval(model.parameters())
-        driver = StepDriver(model, family, block_size=16, num_blocks=128)
+        driver = StepDriver(model, family, block_size=16, num_blocks=256)
         driver.runner.model._compiled.uses_device_programs = programs
         return driver
 

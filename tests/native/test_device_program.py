@@ -152,7 +152,7 @@ def kernels_of(config: dict[str, Any], rows: int, *, dtype: mx.Dtype, cuda: bool
     model = tiny_model(config)
     model.set_dtype(dtype)
     mx.eval(model.parameters())
-    driver = StepDriver(model, config["model_type"], block_size=16)
+    driver = StepDriver(model, config["model_type"], block_size=16, num_blocks=2 + rows)
     with simulated():
         steps = with_programs(driver)
         driver.step({str(i): [i] for i in range(rows)})
@@ -182,6 +182,21 @@ def test_a_layer_is_few_kernels_with_cuda(rows: int, product: str | None, family
     ends = [norm, table, linear, "greedy_tokens_bfloat16"]
     assert sorted(kernels) == sorted([*layer * 3, table, "rope_rotations", *ends])
     assert kernels[-4:] == ends
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_products_of_many_rows_are_a_librarys_with_cuda(family: str) -> None:
+    """Keys and values in one call, as gate and up."""
+    config = tiny_config(family, head_dim=64, tied=False, num_hidden_layers=3, vocab_size=112)
+    kernels = kernels_of(config, 65, dtype=mx.bfloat16, cuda=True)
+    product, attention = "library_product", "paged_decode_tensor_bfloat16_64_n1"
+    norm, write, table = "add_rms_norm_bfloat16", "rope_write_bfloat16", "gather_rows_bfloat16"
+    layer = [norm, product, product, write, attention, product]
+    layer += [norm, product, "silu_mul_bfloat16", product]
+    ends = [norm, table, product, "greedy_tokens_bfloat16"]
+    assert sorted(kernels) == sorted([*layer * 3, table, "rope_rotations", *ends])
+    first_layer = [kernel for kernel in kernels if kernel not in (table, "rope_rotations")]
+    assert first_layer[: len(layer)] == layer
 
 
 # --- Kernels --------------------------------------------------------------------------------------
@@ -578,6 +593,48 @@ def test_steps_with_prompts_are_padded_and_become_programs(rng, monkeypatch, nam
                 np.testing.assert_allclose(actual[sequence], logits, atol=2e-5)
     assert made == [0, 0, 1, 1, 0, 1], "the third of a shape, and those after it"
     assert steps._takes_prompts and steps.uses_device_programs
+
+
+@pytest.mark.parametrize("name", ["llama", "windows"])
+def test_steps_as_metal_runs_them(rng, monkeypatch, name: str) -> None:
+    """Decodes whose shape repeats, encoded anew in each step; nothing is captured."""
+    ours, graphs = driver_of(CONFIGS[name]), driver_of(CONFIGS[name])
+    steps = ours.runner.model._compiled
+    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 4)
+    with simulated():
+        sim_ext.capture_steps(False)
+        try:
+            counts, _, _ = sim_ext.step_counts()
+            num_launches = []
+            for part in [{"a": 5, "b": 9, "c": 1}, *[dict.fromkeys("abc", 1)] * 9]:
+                tokens = {sequence: new_tokens(rng, count) for sequence, count in part.items()}
+                with monkeypatch.context() as other:
+                    other.setattr(ops, "most_device_program_rows", lambda: 0)
+                    expected = graphs.step(tokens)
+                launches()
+                actual = ours.step(tokens)
+                num_launches.append(len([o for o in launches() if o["kernel"] != "write_kv"]))
+                for sequence, logits in expected.items():
+                    np.testing.assert_allclose(actual[sequence], logits, atol=2e-5)
+            assert sim_ext.step_counts()[0] == counts
+        finally:
+            sim_ext.capture_steps(True)
+    assert steps.uses_device_programs and steps._graphs
+    # (The graph's operations that are no kernels of ours run on the CPU here.)
+    assert min(num_launches[3:]) > max(num_launches[:3])
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+def test_steps_that_are_no_programs_of_metal_run_as_before(rng, monkeypatch, family: str) -> None:
+    ours, graphs = family_driver(family), family_driver(family)
+    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 4)
+    with simulated():
+        for _ in range(5):
+            tokens = {sequence: new_tokens(rng, 1) for sequence in "ab"}
+            actual, expected = ours.step(tokens), graphs.step(tokens)
+            for sequence, logits in expected.items():
+                np.testing.assert_allclose(actual[sequence], logits, atol=2e-5)
+    assert ours.runner.model._compiled._failed
 
 
 def test_a_step_is_under_way_when_the_next_one_is_built(rng, monkeypatch) -> None:

@@ -7,6 +7,7 @@ declaration (the compiler says which), or a symbol that libmlx.dylib does not ex
 
 from __future__ import annotations
 
+import math
 import platform
 import re
 import shutil
@@ -21,14 +22,17 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.reference import make_batch
-from support.simulated import launches, needs_simulator, simulated
+from support.simulated import launches, needs_simulator, sim_ext, simulated
 
 from mlx_paged import ops
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="the real headers are used here")
 ROOT = Path(__file__).resolve().parents[2]
 STUBS = ROOT / "tests/native/metal_host/stubs"
-SOURCES = [ROOT / "csrc/gpu_eval.cpp", ROOT / "csrc/metal/binder.cpp"]
+SOURCES = [
+    ROOT / f"csrc/{name}.cpp"
+    for name in ("gpu_eval", "gpu_step", "metal/binder", "metal/step_encoder")
+]
 
 
 def tool(*names: str) -> str:
@@ -76,7 +80,7 @@ def test_the_binder_compiles_against_mlx_metal(wheel, source) -> None:
 
 def test_a_call_that_mlx_does_not_have_is_found(wheel, tmp_path) -> None:
     binder = (ROOT / "csrc/metal/binder.cpp").read_text()
-    moved = binder.replace("set_input_array(operand, index)", "set_input_array(index, operand)")
+    moved = binder.replace("set_input_array(place.array, index", "set_input_array(index, index")
     assert moved != binder
     broken = tmp_path / "binder.cpp"
     broken.write_text(moved)
@@ -115,7 +119,15 @@ def record(wheel, tmp_path_factory) -> Path:
     """The binder linked to a recorder in place of MLX's encoder, and to this machine's libmlx."""
     folder = tmp_path_factory.mktemp("record")
     (folder / "metal").symlink_to(ROOT / "metal")
-    names = ("metal/binder", "gpu_eval", "launch", "launch_attention", "host_copies", "pool")
+    names = (
+        "metal/binder",
+        "metal/step_encoder",
+        "gpu_eval",
+        "launch",
+        "launch_attention",
+        "host_copies",
+        "pool",
+    )
     names += ("kernel_names", "kernel_source", "dtype", "validate")
     sources = [*(ROOT / f"csrc/{name}.cpp" for name in names)]
     sources += [ROOT / f"tests/native/metal_host/{name}.cpp" for name in ("recorder", "record")]
@@ -127,11 +139,22 @@ def record(wheel, tmp_path_factory) -> Path:
     return folder / "record"
 
 
+WORKSPACE = 9  # of attention with sinks: the operand after its inputs and its output
+
+
 def line_of(launch: dict[str, Any]) -> str:
-    """As record.cpp prints it."""
+    """As record.cpp prints it: of a workspace, all of what is allocated for it."""
+
+    def size_of(operand: int, size: int) -> int:
+        is_workspace = launch["kernel"].startswith("paged_") and operand == WORKSPACE
+        return 4 * math.prod(sim_ext.workspace_shape(size)) if is_workspace else size
+
     extents = [",".join(map(str, launch[name])) for name in ("grid", "threadgroup")]
     constants = [len(launch["buffers"]), launch["constants"].hex()]
-    buffers = [f"{n}{'r' if access == 'read' else 'w'}" for _, access, n in launch["buffers"]]
+    buffers = [
+        f"{size_of(operand, n)}{'r' if access == 'read' else 'w'}"
+        for operand, access, n in launch["buffers"]
+    ]
     memory = launch["threadgroup_memory"]
     values = "".join(str(int(value)) for value in launch["function_constants"])
     names = [launch["kernel"], f"[{values}]", *["beside"] * launch["beside_previous"]]
@@ -176,3 +199,18 @@ def test_mlx_is_told_what_the_simulator_is_told(record, rng) -> None:
     assert {"write_kv", "copy_blocks", "gather_kv", "paged_decode"} <= set(kernels)
     assert "apply_token_bitmask_16" in kernels and "apply_token_bitmask_32" in kernels
     assert {"paged_decode_matrix", "paged_prefill", "paged_merge"} <= set(kernels)
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the recorder's entry is x86-64 assembly"
+)
+def test_addresses_of_a_step_are_places_in_arrays(record) -> None:
+    run = subprocess.run([str(record)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    buffers = [line.split(" source")[0].split()[7:] for line in run.stdout.splitlines()]
+    memory = 4096 + 4096 // 8  # (or more: what grows is not made anew each time)
+    places = [[tuple(map(int, re.findall(r"\d+", b))) for b in line] for line in buffers]
+    (first, part), (again, second, whole) = places
+    assert first == (400, 40) and second == (60,) and whole == (400,)
+    assert part == again and part[1] == 256 and 4096 <= part[0] <= 4 * memory
+    assert [b[-1] for line in buffers for b in line if "+" not in b] == ["r", "w"]

@@ -14,10 +14,16 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import numpy.typing as npt
 import pytest
 from support.simd_processes import run_in_process_of
-from support.weight_formats import dequantised, quantised
+from support.weight_formats import (
+    FLOATS,
+    FORMATS,
+    SCALE_DTYPES,
+    assert_near,
+    dequantised,
+    quantised,
+)
 
 from mlx_paged import ops
 
@@ -26,25 +32,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 EVERYTHING = os.environ.get("MLX_PAGED_TEST_PRODUCTS") == "all"
-AFFINE = [(bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
-FLOATS = [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
-FORMATS = [("affine", bits, group) for bits, group in AFFINE] + FLOATS
-SCALE_DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 # Rows on both sides of the borders between ways to multiply.
 ROWS = [*range(1, 66), 200] if EVERYTHING else [1, 3, 6, 65]
 # k: shorter than a part of the kernel's, exactly parts, and parts with some more.
 SHAPES = [(1, 1), (5, 4), (33, 5), (18, 9)] if EVERYTHING else [(5, 4), (18, 9)]  # n, groups of 128
-
-Floats = npt.NDArray[np.float64]
-
-
-def assert_near(got: mx.array, x: Floats, weight: Floats, bias: Floats | None = None) -> None:
-    """Each result to a few roundings of the largest terms that it is the sum of."""
-    expected = x @ weight.T + (0 if bias is None else bias)
-    terms = np.abs(x) @ np.abs(weight.T) + (0 if bias is None else np.abs(bias))
-    error = np.abs(np.array(got).astype(np.float64) - expected)
-    # q * scale + bias cancels: its rounding is of the larger of the two.
-    assert (error <= 4e-6 * terms + 1e-30).all(), (error / (terms + 1e-30)).max()
 
 
 @pytest.mark.parametrize(("mode", "bits", "group"), FORMATS)

@@ -1,4 +1,5 @@
-"""The CPU kernels, and what calls them, under AddressSanitizer and UndefinedBehaviorSanitizer.
+"""The CPU kernels, and what calls them, under AddressSanitizer and UndefinedBehaviorSanitizer, and
+the pool of workers under ThreadSanitizer.
 
 ``mlx_paged._asan`` is the extension with that part compiled for them (-DMLX_PAGED_SANITIZE=ON, as
 .ci/run has it). Tests of the operations run on it in processes that load the sanitizer first, as it
@@ -10,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -84,6 +86,8 @@ def test_the_operations_pass_under_sanitizers(which) -> None:
         "gather_kv",
         "layer_ops",
         "token_bitmask",
+        "experts",
+        "program_rows",
     )
     run = run_sanitized(
         *("-m", "pytest", "-q", "-s", "--tb=short", "-p", "no:cacheprovider"),
@@ -102,7 +106,7 @@ def test_step_programs_pass_under_sanitizers() -> None:
     run = run_sanitized(
         *("-m", "pytest", "-q", "-s", "--tb=short", "-p", "no:cacheprovider"),
         *("-p", "support.sanitized_plugin"),
-        *("-k", "mlxs_own or outlives or many_axes or lookups or gemma3_text or int4"),
+        *("-k", "mlxs_own or outlives or many_axes or lookups or gemma3_text or mixtral or int4"),
         str(HERE.parent / "model" / "test_step_programs.py"),
         MLX_PAGED_NUM_THREADS="2",
     )
@@ -117,3 +121,32 @@ def test_a_read_outside_of_a_pool_is_seen() -> None:
     assert "AddressSanitizer: heap-buffer-overflow" in run.stderr
     # (An installed module has no names of its functions.)
     assert re.search(r"/_asan\.|csrc/cpu/eval\.cpp", run.stderr)
+
+
+def test_the_pool_of_workers_passes_under_thread_sanitizer(tmp_path: Path) -> None:
+    """As a program of its own, which takes seconds to compile."""
+    compiler = os.environ.get("CXX", "g++")
+    sources = [HERE / "sanitized" / "threads.cpp", HERE.parents[1] / "csrc/cpu/parallel_for.cpp"]
+    program = tmp_path / "threads"
+    options = ["-std=c++20", "-O1", "-g1", "-fsanitize=thread", "-pthread"]
+    if shutil.which(compiler) is None or not sources[1].is_file():
+        pytest.skip("there is no compiler, or the sources are not here")
+    empty = tmp_path / "empty.cpp"
+    empty.write_text("int main() {}")
+    checked = subprocess.run(
+        [compiler, *options, str(empty), "-o", str(program)], check=False, capture_output=True
+    )
+    if checked.returncode != 0 and not os.environ.get("CI"):
+        pytest.skip("this compiler has no ThreadSanitizer")
+    subprocess.run(
+        [compiler, *options, *map(str, sources), "-o", str(program)], check=True, timeout=300
+    )
+    run = subprocess.run(
+        [str(program), "400"],
+        env={**os.environ, "MLX_PAGED_NUM_THREADS": "4", "TSAN_OPTIONS": "halt_on_error=1"},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0 and run.stdout == "done\n", run.stderr[-3000:]

@@ -158,8 +158,8 @@ def test_an_answer_that_was_cut_is_continued(page, visitor) -> None:
 
 
 @in_browser
-def test_stop_by_key_and_by_button(page, visitor, page_server) -> None:
-    never_ending(visitor.context)
+def test_stop_by_key_and_by_button(page, visitor, page_server, monkeypatch) -> None:
+    never_ending(visitor.context, page_server, monkeypatch)
     send(page, PROMPT)
     expect(page.locator(".assistant .text")).not_to_be_empty()
     page.keyboard.press("Escape")
@@ -173,8 +173,10 @@ def test_stop_by_key_and_by_button(page, visitor, page_server) -> None:
 
 
 @in_browser
-def test_two_chats_answer_at_once_and_one_is_stopped(page, visitor, page_server) -> None:
-    never_ending(visitor.context)
+def test_two_chats_answer_at_once_and_one_is_stopped(
+    page, visitor, page_server, monkeypatch
+) -> None:
+    never_ending(visitor.context, page_server, monkeypatch)
     for text in ("First of all", "Second of all"):
         page.click("#new-chat")
         send(page, text)
@@ -286,8 +288,8 @@ def test_what_was_typed_survives_a_reload(page) -> None:
 
 
 @in_browser
-def test_a_reload_in_mid_answer_keeps_what_came(page, visitor, page_server) -> None:
-    never_ending(visitor.context)
+def test_a_reload_in_mid_answer_keeps_what_came(page, visitor, page_server, monkeypatch) -> None:
+    never_ending(visitor.context, page_server, monkeypatch)
     set_parameters(page, temperature="0")
     send(page, PROMPT)
     saved(page, "return a")

@@ -43,8 +43,9 @@ def server() -> Iterator[RunningServer]:
         yield server
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def engine(server: RunningServer) -> ScriptedEngine:
+    """Nothing is left to say of a test that failed."""
     assert isinstance(server.engine, ScriptedEngine)
     server.engine.script.clear()
     return server.engine
@@ -88,25 +89,26 @@ def test_a_text_whole_and_streamed(client, engine) -> None:
 
 
 def test_the_sdk_whole_streamed_and_async(server, sdk, engine) -> None:
-    engine.says("Hello there", "Hello there", "Hello there", "Hello there")
+    said = " ".join(f"Hello {i}." for i in range(50))  # (a busy reader gets several tokens at once)
+    engine.says(said, said, said, said)
     whole = sdk.responses.create(model=MODEL, input="hello")
-    assert whole.output_text == "Hello there" and whole.status == "completed"
+    assert whole.output_text == said and whole.status == "completed"
     deltas = [
         event.delta
         for event in sdk.responses.create(model=MODEL, input="hello", stream=True)
         if event.type == "response.output_text.delta"
     ]
-    assert "".join(deltas) == "Hello there" and len(deltas) > 1
+    assert "".join(deltas) == said and len(deltas) > 1
     with sdk.responses.stream(model=MODEL, input="hello") as stream:
         snapshots = [e.snapshot for e in stream if e.type == "response.output_text.delta"]
         final = stream.get_final_response()
-    assert snapshots[-1] == final.output_text == "Hello there"
+    assert snapshots[-1] == final.output_text == said
 
     async def work() -> str:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
             return (await client.responses.create(model=MODEL, input="hello")).output_text
 
-    assert asyncio.run(work()) == "Hello there"
+    assert asyncio.run(work()) == said
 
 
 class Person(BaseModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,8 +165,19 @@ def set_parameters(page: Page, **values: str) -> None:
     page.click("#close-settings")
 
 
-def never_ending(context: BrowserContext) -> None:
-    """The server's answers go on until they are stopped."""
+def never_ending(
+    context: BrowserContext, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's answers go on until they are stopped: two minutes for as many tokens as the
+    model takes, while a click on a busy machine takes some seconds."""
+    engine = server.engine.engine
+    step = engine.step
+
+    def slow_step() -> Any:
+        time.sleep(0.05)
+        return step()
+
+    monkeypatch.setattr(engine, "step", slow_step)
 
     def route(route: Route) -> None:
         body = {**route.request.post_data_json, "ignore_eos": True}

@@ -1,10 +1,15 @@
-"""Weights in the formats of ``mx.quantize``: random ones, and what they stand for."""
+"""Weights in the formats that checkpoints have, and what they stand for in float64."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+
+AFFINE = [(bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
+FLOATS = [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
+FORMATS = [("affine", bits, group) for bits, group in AFFINE] + FLOATS
+SCALE_DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
 Floats = npt.NDArray[np.float64]
 
@@ -58,3 +63,12 @@ def quantised(
         arrays = [weight, mx.array(codes)]
     mx.eval(arrays)
     return arrays
+
+
+def assert_near(got: mx.array, x: Floats, weight: Floats, bias: Floats | None = None) -> None:
+    """Each result to a few roundings of the largest terms that it is the sum of."""
+    expected = x @ weight.T + (0 if bias is None else bias)
+    terms = np.abs(x) @ np.abs(weight.T) + (0 if bias is None else np.abs(bias))
+    error = np.abs(np.array(got).astype(np.float64) - expected)
+    # q * scale + bias cancels: its rounding is of the larger of the two.
+    assert (error <= 4e-6 * terms + 1e-30).all(), (error / (terms + 1e-30)).max()

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from mlx_paged.cli.options import (
     ENGINE,
     AsyncScheduling,
+    CPUActivations,
     DType,
     KVCacheDType,
     KVCacheMemory,
@@ -77,6 +78,7 @@ class EngineOptions:
     block_size: Annotated[int, option(ENGINE, "mlx-paged: tokens of a KV block.")] = 32
     kv_cache_memory: KVCacheMemory = None
     kv_cache_dtype: KVCacheDType = "auto"
+    cpu_activations: CPUActivations = "float32"
     gpu_memory_utilization: Annotated[
         float | None,
         option(

@@ -13,6 +13,7 @@ import typer
 from mlx_paged.cli.entry import needs_extra
 from mlx_paged.cli.options import (
     AsyncScheduling,
+    CPUActivations,
     KVCacheDType,
     KVCacheMemory,
     Markup,
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
     from mlx_paged.cli.chat.tools import ChatTools
 
 _TOOLS = "Tools of MCP servers"
-_ONLY_LOCAL = ("max_model_len", "kv_cache_memory", "kv_cache_dtype", "async_scheduling")
+_ONLY_LOCAL = (
+    "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations", "async_scheduling",
+)  # fmt: skip
 
 
 @with_options()
@@ -89,6 +92,7 @@ def chat(
     max_model_len: MaxModelLen = None,
     kv_cache_memory: KVCacheMemory = None,
     kv_cache_dtype: KVCacheDType = "auto",
+    cpu_activations: CPUActivations = "float32",
     async_scheduling: AsyncScheduling = True,
 ) -> None:  # fmt: skip
     """Talk to a model in the terminal.
@@ -117,6 +121,7 @@ def chat(
         if server is None:
             sizes = given(max_model_len=max_model_len, kv_cache_memory=kv_cache_memory)
             sizes["kv_cache_dtype"] = kv_cache_dtype
+            sizes["cpu_activations"] = cpu_activations
             backend = _local(model, async_scheduling=async_scheduling, **sizes)
         else:
             backend = _remote(server, model, api_key)

@@ -6,6 +6,8 @@
 // buffer. The test compares that with what the simulator was told.
 //
 // record ITEMS MERGES: the plan's work and merge items, as comma-separated numbers.
+// record: a step of a device program, whose operands are addresses; the offset of each buffer in
+// its array follows its size.
 
 #include <cstdio>
 #include <cstdlib>
@@ -14,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "../../../csrc/gpu.h"
 #include "../../../csrc/primitives.h"
 #include "mlx/mlx.h"
 #include "recorder.h"
@@ -49,6 +52,31 @@ mx::array blank(mx::Shape shape, mx::Dtype dtype) {
   return mx::zeros(std::move(shape), dtype);
 }
 
+// Two launches: operands are parts of one array, of another, and of memory for the step.
+void run_step(mx::Stream stream) {
+  auto device = mlx_paged::gpu::step_device(stream);
+  auto first = blank({100}, mx::float32);
+  auto second = blank({30}, mx::float16);
+  mx::eval(first, second);
+  auto memory = device->allocate(4096);
+  mlx_paged::PlacedLaunches placed;
+  placed.addresses = {
+      device->address_of(first) + 40, device->address_of(memory) + 256, nullptr,
+      device->address_of(second), device->address_of(first)};
+  for (std::vector<int> operands : {std::vector{0, 1}, std::vector{1, 3, 4}}) {
+    mlx_paged::Launch launch;
+    launch.kernel = mlx_paged::kernel_named("write_kv");
+    for (int operand : operands) {
+      auto access = operand == operands.back() ? mlx_paged::Access::write : mlx_paged::Access::read;
+      launch.buffers.push_back({operand, access, 4});
+    }
+    launch.constants.resize(4);
+    launch.grid = launch.threadgroup = {1, 1, 1};
+    placed.launches.push_back(launch);
+  }
+  device->run(placed, 0, 2);
+}
+
 void print(const recorder::Call& call) {
   auto extent = [](const auto& e) { std::printf(" %zu,%zu,%zu", e[0], e[1], e[2]); };
   std::printf("%s [%s]", call.kernel.c_str(), call.function_constants.c_str());
@@ -61,16 +89,15 @@ void print(const recorder::Call& call) {
   }
   for (const auto& buffer : call.buffers) {
     std::printf(" %zu%c", buffer.bytes, buffer.written ? 'w' : 'r');
+    if (buffer.offset) {
+      std::printf("+%zu", buffer.offset);
+    }
   }
   bool found = call.source.find(call.kernel) != std::string::npos;
   std::printf(" %s\n", found ? "source" : "no-source");
 }
 
-}  // namespace
-
-int main(int, char** argv) {
-  mx::set_default_device(mx::Device::cpu);
-  mx::Stream stream(0, mx::Device::gpu);
+void run_operations(mx::Stream stream, char** argv) {
   auto run = [](mlx_paged::KernelNode&& node, std::vector<mx::array> in) {
     mx::eval(in);
     auto shapes = node.output_shapes(in);
@@ -101,6 +128,14 @@ int main(int, char** argv) {
   run(mlx_paged::PagedAttention(stream, {0.125f, 30, 0.0f}),
       {queries, keys, values, blank({20}, mx::int32), blank({3, 4}, mx::int32), ints(argv[1], 6),
        ints(argv[2], 4), blank({6}, mx::float32)});
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  mx::set_default_device(mx::Device::cpu);
+  mx::Stream stream(0, mx::Device::gpu);
+  argc > 1 ? run_operations(stream, argv) : run_step(stream);
   for (const auto& call : recorder::calls) {
     print(call);
   }

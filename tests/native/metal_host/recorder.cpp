@@ -40,12 +40,12 @@ T* object() {
   return reinterpret_cast<T*>(storage);
 }
 
-void bind(const mlx::core::array& a, int index, bool written) {
+void bind(const mlx::core::array& a, int index, int64_t offset, bool written) {
   if (index != int(current.buffers.size())) {
     std::fprintf(stderr, "buffer %d bound out of turn\n", index);
     std::abort();
   }
-  current.buffers.push_back({a.nbytes(), written});
+  current.buffers.push_back({a.nbytes(), uint64_t(offset), written});
 }
 
 template struct Reveal<&mlx::core::metal::CommandEncoder::concurrent_>;
@@ -81,6 +81,12 @@ extern "C" uintptr_t recorder_message(
 // metal-cpp calls this through pointers of the types that it needs.
 asm(".globl objc_msgSend\nobjc_msgSend: jmp recorder_message\n");
 
+// Of blocks, which complete what a command buffer holds; none is made here.
+extern "C" void* _NSConcreteStackBlock[32] = {};
+extern "C" void* _NSConcreteGlobalBlock[32] = {};
+extern "C" void _Block_object_assign(void*, const void*, int) {}
+extern "C" void _Block_object_dispose(const void*, int) {}
+
 // The messages that the binder sends, by name.
 namespace MTL::Private::Selector {
 SEL selector(const char* name) {
@@ -89,6 +95,7 @@ SEL selector(const char* name) {
 SEL s_ksetComputePipelineState_ = selector("setComputePipelineState:");
 SEL s_kmaxTotalThreadsPerThreadgroup = selector("maxTotalThreadsPerThreadgroup");
 SEL s_ksetBytes_length_atIndex_ = selector("setBytes:length:atIndex:");
+SEL s_kaddCompletedHandler_ = selector("addCompletedHandler:");
 SEL s_ksetThreadgroupMemoryLength_atIndex_ = selector("setThreadgroupMemoryLength:atIndex:");
 }  // namespace MTL::Private::Selector
 
@@ -137,12 +144,12 @@ MTL::ComputeCommandEncoder* CommandEncoder::get_command_encoder() {
   return recorder::object<MTL::ComputeCommandEncoder>();
 }
 
-void CommandEncoder::set_input_array(const array& a, int index, int64_t) {
-  recorder::bind(a, index, false);
+void CommandEncoder::set_input_array(const array& a, int index, int64_t offset) {
+  recorder::bind(a, index, offset, false);
 }
 
-void CommandEncoder::set_output_array(array& a, int index, int64_t) {
-  recorder::bind(a, index, true);
+void CommandEncoder::set_output_array(array& a, int index, int64_t offset) {
+  recorder::bind(a, index, offset, true);
 }
 
 void CommandEncoder::add_temporary(array) {}

@@ -15,6 +15,7 @@ namespace recorder {
 
 struct Buffer {
   uint64_t bytes;
+  uint64_t offset;  // in its array
   bool written;
 };
 

@@ -230,6 +230,10 @@ void bind_simulator(nb::module_& m) {
       },
       "Captures and replays of device programs so far, and the bytes of memory that they have.");
 
+  m.def(
+      "capture_steps", &sim::capture_steps, "wanted"_a,
+      "Whether launches of device programs are captured, or run one after another.");
+
   m.def("fail_next_capture", &sim::fail_next_capture, "The next capture throws.");
 
   m.def(

@@ -151,6 +151,7 @@ void simulate(KernelNode& node, const Arrays& inputs, Arrays& out) {
 
 StepCounts step_counts;
 bool capture_fails = false;
+bool captures_nothing = false;
 struct SimulatedMemory {
   std::weak_ptr<mx::array::Data> data;
   char* begin;
@@ -164,6 +165,8 @@ class SimulatedStepDevice : public StepDevice {
   explicit SimulatedStepDevice(mx::Stream stream) : stream_(stream) {}
 
   Gpu kind() const override { return Gpu::apple; }
+
+  bool captures() const override { return !captures_nothing; }
 
   mx::array allocate(uint64_t bytes) override {
     mx::array a(mx::Shape{int((bytes + 3) / 4)}, mx::float32, nullptr, {});
@@ -289,6 +292,10 @@ void simulate(DeviceStep& node, const Arrays& inputs, Arrays& out) {
 
 void set_simulator(Simulator simulator) {
   installed = simulator;
+}
+
+void capture_steps(bool wanted) {
+  captures_nothing = !wanted;
 }
 
 StepCounts counts_of_steps() {

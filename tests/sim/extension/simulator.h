@@ -34,6 +34,9 @@ struct StepCounts {
 };
 StepCounts counts_of_steps();
 
+// Whether launches are captured, as on NVIDIA's GPUs, or run one after another, as on Apple's.
+void capture_steps(bool wanted);
+
 // The next capture throws.
 void fail_next_capture();
 

@@ -1,0 +1,44 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Products of activations that are rounded to bfloat16 with weights that are, in pairs: twice as
+// many a second as of float32 numbers. Sums are float32. For AVX-512 with BF16.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "product.h"
+
+namespace mlx_paged::cpu {
+
+constexpr int kBFloatTileColumns = 32;
+constexpr int kBFloatPart = 1024;  // of k, that lies in the second-level cache at a time
+
+// Elements from one row of rounded activations to the next; those behind k are zeros.
+inline int64_t bfloat_stride(int k) {
+  return (int64_t(k) + 31) / 32 * 32;
+}
+
+struct BFloatProductArgs {
+  const uint16_t* x;  // [rows, bfloat_stride(weights.k)]
+  WeightView weights;
+  float* c;  // [rows, weights.n], rows ldc apart
+  int rows;
+  int64_t ldc;
+  float* scratch;  // kBFloatScratch floats, 64-byte aligned
+};
+
+constexpr int64_t kBFloatScratch = int64_t(kBFloatTileColumns) * kBFloatPart / 2;
+
+struct BFloatKernels {
+  // `count` rows of x [.., k], to the nearest.
+  void (*round)(const float* x, int64_t stride, int count, int k, uint16_t* out);
+  // Columns [begin, end) of c. Denormal numbers count as zeros.
+  void (*product)(const BFloatProductArgs& args, int64_t begin, int64_t end);
+
+  bool serves(const WeightView& w) const {
+    return product && w.format == WeightFormat::dense && w.dtype == DType::bfloat16;
+  }
+};
+
+}  // namespace mlx_paged::cpu

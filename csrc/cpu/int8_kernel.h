@@ -1,0 +1,374 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// See int8.h. Four columns at a time, whose weights are read as they lie in memory. Compiled once
+// for each instruction set, see simd.h.
+
+#pragma once
+
+#if defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#elif defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#include "int8.h"
+#include "simd.h"
+#include "unpack_kernel.h"
+
+namespace mlx_paged::cpu::MLX_PAGED_ISA {
+
+typedef uint8_t VecU8 __attribute__((vector_size(4 * kWidth)));
+typedef uint16_t VecU16 __attribute__((vector_size(4 * kWidth)));
+typedef int16_t VecS16 __attribute__((vector_size(4 * kWidth)));
+
+constexpr int kUnits = kWidth / 4;            // groups that a vector has half of
+constexpr int kParts = kInt8Groups / kUnits;  // vectors of half a chunk
+constexpr int kInt8Columns = 4;
+constexpr int kScaleGroups = 16;  // of weights, whose scales are widened at once
+
+// Adds to each element of `sums` the products of four codes. Those of weights of 4 bits are below
+// 16.
+template <int Bits>
+inline VecI add_products(VecI sums, VecU8 codes, VecU8 x) {
+#if defined(__AVX512VNNI__)
+  return (VecI)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, (__m512i)x);
+#elif defined(__ARM_FEATURE_DOTPROD)
+  // Signed by signed: eight bits in two halves.
+  int32x4_t low = vdotq_s32((int32x4_t)sums, (int8x16_t)(codes & 15), (int8x16_t)x);
+  if constexpr (Bits == 4) {
+    return (VecI)low;
+  } else {
+    int32x4_t high = vdotq_s32(int32x4_t{}, (int8x16_t)(codes >> 4), (int8x16_t)x);
+    return (VecI)(low + high * 16);
+  }
+#else
+#if defined(__AVX2__)
+  if constexpr (Bits == 4) {  // two products of 15 and 127 fit 16 bits
+#if defined(__AVX512BW__)
+    __m512i pairs = _mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
+    return sums + (VecI)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#else
+    __m256i pairs = _mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
+    return sums + (VecI)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+  }
+#endif
+  // Bytes 0 and 2, and 1 and 3, as numbers of 16 bits.
+  VecS16 even = (VecS16)((VecU16)codes & 0xff);
+  VecS16 odd = (VecS16)((VecU16)codes >> 8);
+  VecS16 x_even = (VecS16)((VecU16)x << 8) >> 8;
+  VecS16 x_odd = (VecS16)x >> 8;
+#if defined(__AVX512BW__)
+  return sums + (VecI)_mm512_madd_epi16((__m512i)even, (__m512i)x_even) +
+         (VecI)_mm512_madd_epi16((__m512i)odd, (__m512i)x_odd);
+#elif defined(__AVX2__)
+  return sums + (VecI)_mm256_madd_epi16((__m256i)even, (__m256i)x_even) +
+         (VecI)_mm256_madd_epi16((__m256i)odd, (__m256i)x_odd);
+#elif defined(__SSE2__)
+  return sums + (VecI)_mm_madd_epi16((__m128i)even, (__m128i)x_even) +
+         (VecI)_mm_madd_epi16((__m128i)odd, (__m128i)x_odd);
+#else
+  auto low = [](VecS16 v) { return (VecI)((VecU)v << 16) >> 16; };
+  auto high = [](VecS16 v) { return (VecI)v >> 16; };
+  return sums + low(even) * low(x_even) + high(even) * high(x_even) + low(odd) * low(x_odd) +
+         high(odd) * high(x_odd);
+#endif
+#endif
+}
+
+// Of each group (a quarter of a vector) of each column the sum of its four elements: the columns
+// side by side.
+inline VecI sum_columns(VecI a, VecI b, VecI c, VecI d) {
+#if defined(__AVX512F__)
+  __m512i ab = _mm512_add_epi32(
+      _mm512_unpacklo_epi32((__m512i)a, (__m512i)b), _mm512_unpackhi_epi32((__m512i)a, (__m512i)b));
+  __m512i cd = _mm512_add_epi32(
+      _mm512_unpacklo_epi32((__m512i)c, (__m512i)d), _mm512_unpackhi_epi32((__m512i)c, (__m512i)d));
+  return (VecI)_mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+#elif defined(__AVX2__)
+  __m256i ab = _mm256_add_epi32(
+      _mm256_unpacklo_epi32((__m256i)a, (__m256i)b), _mm256_unpackhi_epi32((__m256i)a, (__m256i)b));
+  __m256i cd = _mm256_add_epi32(
+      _mm256_unpacklo_epi32((__m256i)c, (__m256i)d), _mm256_unpackhi_epi32((__m256i)c, (__m256i)d));
+  return (VecI)_mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+#elif defined(__SSE2__)
+  __m128i ab = _mm_add_epi32(
+      _mm_unpacklo_epi32((__m128i)a, (__m128i)b), _mm_unpackhi_epi32((__m128i)a, (__m128i)b));
+  __m128i cd = _mm_add_epi32(
+      _mm_unpacklo_epi32((__m128i)c, (__m128i)d), _mm_unpackhi_epi32((__m128i)c, (__m128i)d));
+  return (VecI)_mm_add_epi32(_mm_unpacklo_epi64(ab, cd), _mm_unpackhi_epi64(ab, cd));
+#else
+  auto sum = [](VecI v) { return v[0] + v[1] + v[2] + v[3]; };
+  return VecI{sum(a), sum(b), sum(c), sum(d)};
+#endif
+}
+
+// Both halves of the groups of part `part` of a chunk, whose weights begin at p.
+template <int Bits>
+inline void load_codes(const uint8_t* p, int part, VecU8& first, VecU8& second) {
+  constexpr int kBytes = 4 * kWidth;
+  if constexpr (Bits == 4) {
+    VecU8 both = load_as<VecU8>(p + part * kBytes);
+    first = both & 15;
+    second = (VecU8)((VecU16)both >> 4) & 15;
+  } else {
+    p += part * 2 * kBytes;
+#if defined(__AVX512F__)
+    __m512i low = load_as<__m512i>(p);
+    __m512i high = load_as<__m512i>(p + kBytes);
+    first = (VecU8)_mm512_shuffle_i32x4(low, high, 0x88);
+    second = (VecU8)_mm512_shuffle_i32x4(low, high, 0xdd);
+#elif defined(__AVX2__)
+    __m256i low = load_as<__m256i>(p);
+    __m256i high = load_as<__m256i>(p + kBytes);
+    first = (VecU8)_mm256_permute2x128_si256(low, high, 0x20);
+    second = (VecU8)_mm256_permute2x128_si256(low, high, 0x31);
+#else
+    first = load_as<VecU8>(p);
+    second = load_as<VecU8>(p + kBytes);
+#endif
+  }
+}
+
+// Scales or biases of four columns: of group i of weights at [4 * i].
+struct ColumnScales {
+  alignas(64) float values[(kScaleGroups + 3) * kInt8Columns] = {};
+
+  // Those of a part of a chunk, whose first group of weights is `first`; a group of weights has
+  // 1 << shift of activations.
+  VecF of(int first, int part, int shift) const {
+    const float* at = values + first * kInt8Columns;
+#if defined(__AVX512F__)
+    static const int64_t kQuarters[3][8] = {
+        {0, 1, 2, 3, 4, 5, 6, 7}, {0, 1, 0, 1, 2, 3, 2, 3}, {0, 1, 0, 1, 0, 1, 0, 1}};
+    (void)part;
+    return (VecF)_mm512_permutexvar_epi64(load_as<__m512i>(kQuarters[shift]), load_as<__m512i>(at));
+#elif defined(__AVX2__)
+    return (VecF)_mm256_set_m128(
+        load_as<__m128>(at + ((2 * part + 1) >> shift) * kInt8Columns),
+        load_as<__m128>(at + ((2 * part) >> shift) * kInt8Columns));
+#else
+    return load(at + (part >> shift) * kInt8Columns);
+#endif
+  }
+};
+
+template <typename T>
+inline void read_scales(const T* const* from, int first, int count, ColumnScales& to) {
+  count = count < kScaleGroups ? count : kScaleGroups;
+  alignas(64) float rows[kInt8Columns][kScaleGroups];
+  for (int j = 0; j < kInt8Columns; j++) {
+    for (int i = 0; i < kScaleGroups; i += kWidth) {
+      const T* p = from[j] + first + i;
+      int left = count - i;
+      store(rows[j] + i, left >= kWidth ? load(p) : left > 0 ? load_tail(p, left) : VecF{});
+    }
+  }
+#if defined(__AVX512F__)
+  __m512 a = load_as<__m512>(rows[0]), b = load_as<__m512>(rows[1]);
+  __m512 c = load_as<__m512>(rows[2]), d = load_as<__m512>(rows[3]);
+  __m512d ab = (__m512d)_mm512_unpacklo_ps(a, b), cd = (__m512d)_mm512_unpacklo_ps(c, d);
+  __m512d ab_high = (__m512d)_mm512_unpackhi_ps(a, b), cd_high = (__m512d)_mm512_unpackhi_ps(c, d);
+  // Quarter q of vector i is group 4 * q + i.
+  const __m512 groups[4] = {
+      (__m512)_mm512_unpacklo_pd(ab, cd), (__m512)_mm512_unpackhi_pd(ab, cd),
+      (__m512)_mm512_unpacklo_pd(ab_high, cd_high), (__m512)_mm512_unpackhi_pd(ab_high, cd_high)};
+  auto put = [&](int at, __m512 v01, __m512 v23) {
+    store(to.values + at, (VecF)_mm512_shuffle_f32x4(v01, v23, 0x88));
+    store(to.values + at + 16, (VecF)_mm512_shuffle_f32x4(v01, v23, 0xdd));
+  };
+  put(0, _mm512_shuffle_f32x4(groups[0], groups[1], 0x44),
+      _mm512_shuffle_f32x4(groups[2], groups[3], 0x44));
+  put(32, _mm512_shuffle_f32x4(groups[0], groups[1], 0xee),
+      _mm512_shuffle_f32x4(groups[2], groups[3], 0xee));
+#else
+  for (int i = 0; i < kScaleGroups; i++) {
+    for (int j = 0; j < kInt8Columns; j++) {
+      to.values[i * kInt8Columns + j] = rows[j][i];
+    }
+  }
+#endif
+}
+
+// How many times, as a power of two, a group of weights is one of activations.
+inline int group_shift(int group_size) {
+  return group_size == 32 ? 0 : group_size == 64 ? 1 : 2;
+}
+
+// Up to four columns; those that are missing are the last one again.
+template <int Bits, int Rows>
+inline void int8_block(const Int8ProductArgs& args, int row, int64_t column, int columns) {
+  constexpr int kBytes = kInt8Chunk * Bits / 8;
+  const WeightView& w = args.weights;
+  const int groups = w.k / w.group_size;
+  const int chunks = num_int8_chunks(w.k);
+  const int whole = w.k / kInt8Chunk;
+  const int shift = group_shift(w.group_size);
+  const uint8_t* p[kInt8Columns];
+  int64_t first_scale[kInt8Columns];
+  // The last chunk of a row that ends within it, and zeros.
+  alignas(64) uint8_t last[kInt8Columns][kBytes] = {};
+  for (int j = 0; j < kInt8Columns; j++) {
+    int64_t at = column + (j < columns ? j : columns - 1);
+    p[j] = static_cast<const uint8_t*>(w.data) + at * w.row_bytes;
+    first_scale[j] = at * groups;
+    if (whole < chunks) {
+      __builtin_memcpy(last[j], p[j] + whole * kBytes, (w.k % kInt8Chunk) * Bits / 8);
+    }
+  }
+  ColumnScales scales, biases;
+  auto read = [&](int first) {
+    with_type(w.dtype, [&](auto type) {
+      using T = decltype(type);
+      const T *s[kInt8Columns], *b[kInt8Columns];
+      for (int j = 0; j < kInt8Columns; j++) {
+        s[j] = static_cast<const T*>(w.scales) + first_scale[j];
+        b[j] = static_cast<const T*>(w.biases) + first_scale[j];
+      }
+      read_scales(s, first, groups - first, scales);
+      read_scales(b, first, groups - first, biases);
+    });
+  };
+  const Int8Chunk* x = args.x + int64_t(row) * chunks;
+  VecF sums[Rows][kParts] = {};
+  const int chunks_of_scales = kScaleGroups * w.group_size / kInt8Chunk;
+  for (int c = 0; c < chunks; c++) {
+    const int within = c % chunks_of_scales;
+    if (within == 0) {
+      read(c * kInt8Groups >> shift);
+    }
+    const int first = within * kInt8Groups >> shift;
+    const uint8_t* codes[kInt8Columns];
+    for (int j = 0; j < kInt8Columns; j++) {
+      codes[j] = c < whole ? p[j] + c * kBytes : last[j];
+      // The columns after these.
+      for (int byte = 0; byte < kBytes; byte += 64) {
+        __builtin_prefetch(p[j] + kInt8Columns * w.row_bytes + c * kBytes + byte, 0, 2);
+      }
+    }
+    for (int part = 0; part < kParts; part++) {
+      VecU8 low[kInt8Columns], high[kInt8Columns];
+      for (int j = 0; j < kInt8Columns; j++) {
+        load_codes<Bits>(codes[j], part, low[j], high[j]);
+      }
+      const VecF scale = scales.of(first, part, shift);
+      const VecF bias = biases.of(first, part, shift);
+      for (int i = 0; i < Rows; i++) {
+        const Int8Chunk& xc = x[int64_t(i) * chunks + c];
+        const VecU8 x_low = load_as<VecU8>(xc.codes + part * 4 * kWidth);
+        const VecU8 x_high = load_as<VecU8>(xc.codes + kInt8Chunk / 2 + part * 4 * kWidth);
+        VecI products[kInt8Columns];
+        for (int j = 0; j < kInt8Columns; j++) {
+          products[j] =
+              add_products<Bits>(add_products<Bits>(VecI{}, low[j], x_low), high[j], x_high);
+        }
+        const VecI total = sum_columns(products[0], products[1], products[2], products[3]);
+        const VecF scaled = to_float((VecU)total) * load(xc.scales + part * kWidth);
+        sums[i][part] += scaled * scale;
+        sums[i][part] += load(xc.sums + part * kWidth) * bias;
+      }
+    }
+  }
+  for (int i = 0; i < Rows; i++) {
+    float quarters[kInt8Groups][kInt8Columns];
+    __builtin_memcpy(quarters, sums[i], sizeof(quarters));
+    float* out = args.c + int64_t(row + i) * args.ldc + column;
+    for (int j = 0; j < columns; j++) {
+      out[j] = (quarters[0][j] + quarters[1][j]) + (quarters[2][j] + quarters[3][j]);
+    }
+  }
+}
+
+template <int Bits>
+inline void int8_columns(const Int8ProductArgs& args, int64_t begin, int64_t end) {
+  for (int64_t column = begin; column < end; column += kInt8Columns) {
+    int columns = end - column < kInt8Columns ? int(end - column) : kInt8Columns;
+    int row = 0;
+    for (; row + 4 <= args.rows; row += 4) {
+      int8_block<Bits, 4>(args, row, column, columns);
+    }
+    switch (args.rows - row) {
+      case 1:
+        int8_block<Bits, 1>(args, row, column, columns);
+        break;
+      case 2:
+        int8_block<Bits, 2>(args, row, column, columns);
+        break;
+      case 3:
+        int8_block<Bits, 3>(args, row, column, columns);
+        break;
+    }
+  }
+}
+
+// A group's codes, in their order, and its scale. The sum of the codes is returned.
+inline int quantise_group(const float* x, int8_t* codes, float& scale) {
+  VecU largest = {};
+  for (int i = 0; i < kInt8Group; i += kWidth) {
+    VecU magnitude = as_uint(load(x + i)) & 0x7fffffffu;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  uint32_t most = 0;  // infinities and what is no number are larger than all else
+  for (int i = 0; i < kWidth; i++) {
+    most = largest[i] > most ? largest[i] : most;
+  }
+  constexpr uint32_t kLeast = (127u - 100) << 23;  // 2^-100
+  constexpr uint32_t kInfinity = 255u << 23;
+  if (most < kLeast || most >= kInfinity) {
+    scale = most < kLeast ? 0.0f : __builtin_nanf("");
+    __builtin_memset(codes, 0, kInt8Group);
+    return 0;
+  }
+  float magnitude = bits_as_float(most);
+  scale = magnitude / 127.0f;
+  float inverse = 127.0f / magnitude;
+  int sum = 0;
+  int32_t rounded[kInt8Group];
+  for (int i = 0; i < kInt8Group; i += kWidth) {
+    // Rounds to the nearest integer, which is then in the low bits.
+    VecF shifted = load(x + i) * inverse + 0x1.8p23f;
+    VecI code = (VecI)(as_uint(shifted) - 0x4b400000u);
+    __builtin_memcpy(rounded + i, &code, sizeof(code));
+  }
+  for (int i = 0; i < kInt8Group; i++) {
+    codes[i] = int8_t(rounded[i]);
+    sum += rounded[i];
+  }
+  return sum;
+}
+
+inline void quantise_int8(
+    const float* x, int64_t stride, int count, int k, int bits, Int8Chunk* out) {
+  const int chunks = num_int8_chunks(k);
+  for (int row = 0; row < count; row++) {
+    for (int c = 0; c < chunks; c++) {
+      Int8Chunk& to = out[int64_t(row) * chunks + c];
+      for (int g = 0; g < kInt8Groups; g++) {
+        int8_t codes[kInt8Group] = {};
+        float scale = 0;
+        int sum = 0;
+        int64_t at = int64_t(c) * kInt8Chunk + g * kInt8Group;
+        if (at < k) {
+          sum = quantise_group(x + row * stride + at, codes, scale);
+        }
+        int8_t* first = to.codes + g * kInt8Group / 2;
+        int8_t* second = first + kInt8Chunk / 2;
+        if (bits == 4) {
+          for (int i = 0; i < kInt8Group / 2; i++) {
+            first[i] = codes[2 * i];
+            second[i] = codes[2 * i + 1];
+          }
+        } else {
+          __builtin_memcpy(first, codes, kInt8Group / 2);
+          __builtin_memcpy(second, codes + kInt8Group / 2, kInt8Group / 2);
+        }
+        for (int i = 0; i < 4; i++) {
+          to.scales[4 * g + i] = scale;
+          to.sums[4 * g + i] = scale * float(sum);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace mlx_paged::cpu::MLX_PAGED_ISA

@@ -1,0 +1,23 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// The products of rounded activations for instruction sets that have more for these than for the
+// other kernels. Compiled like kernels_simd.cpp.
+
+#if defined(__AVX512BF16__)
+#include "bfloat_kernel.h"
+#endif
+#include "int8_tile_kernel.h"
+#include "kernels.h"
+
+namespace mlx_paged::cpu {
+
+const RoundedKernels MLX_PAGED_KERNELS = {
+    {MLX_PAGED_ISA::quantise_int8, MLX_PAGED_ISA::int8_product, MLX_PAGED_ISA::kLeastTileRows},
+#if defined(__AVX512BF16__)
+    {MLX_PAGED_ISA::round_bfloat, MLX_PAGED_ISA::bfloat_product},
+#else
+    {nullptr, nullptr},
+#endif
+};
+
+}  // namespace mlx_paged::cpu

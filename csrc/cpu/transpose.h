@@ -1,0 +1,39 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// For AVX-512, see simd.h.
+
+#pragma once
+
+#include "simd.h"
+
+namespace mlx_paged::cpu::MLX_PAGED_ISA {
+
+#if defined(__AVX512F__)
+// Of 16 rows of 16 words each the columns.
+inline void transpose(__m512i (&v)[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 4) {
+    __m512i ab = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    __m512i cd = _mm512_unpacklo_epi32(v[i + 2], v[i + 3]);
+    __m512i ab_high = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+    __m512i cd_high = _mm512_unpackhi_epi32(v[i + 2], v[i + 3]);
+    t[i] = _mm512_unpacklo_epi64(ab, cd);
+    t[i + 1] = _mm512_unpackhi_epi64(ab, cd);
+    t[i + 2] = _mm512_unpacklo_epi64(ab_high, cd_high);
+    t[i + 3] = _mm512_unpackhi_epi64(ab_high, cd_high);
+  }
+  // Quarter q of t[4 * b + i]: column 4 * q + i of rows 4 * b to 4 * b + 3.
+  for (int i = 0; i < 4; i++) {
+    __m512i low01 = _mm512_shuffle_i32x4(t[i], t[4 + i], 0x88);  // quarters 0 and 2
+    __m512i low23 = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0x88);
+    __m512i high01 = _mm512_shuffle_i32x4(t[i], t[4 + i], 0xdd);  // 1 and 3
+    __m512i high23 = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0xdd);
+    v[i] = _mm512_shuffle_i32x4(low01, low23, 0x88);
+    v[4 + i] = _mm512_shuffle_i32x4(high01, high23, 0x88);
+    v[8 + i] = _mm512_shuffle_i32x4(low01, low23, 0xdd);
+    v[12 + i] = _mm512_shuffle_i32x4(high01, high23, 0xdd);
+  }
+}
+#endif
+
+}  // namespace mlx_paged::cpu::MLX_PAGED_ISA

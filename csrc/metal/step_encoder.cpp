@@ -1,0 +1,102 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// A step of a device program on an Apple GPU: its launches go to MLX's encoder one after another,
+// without MLX's nodes. Metal keeps no graphs, so nothing is captured.
+
+#include <algorithm>
+#include <utility>
+
+#include "../../metal/kernel_table.h"
+#include "../gpu.h"
+#include "../unchecked.h"
+#include "binder.h"
+#include "mlx/allocator.h"
+#include "mlx/backend/metal/device.h"
+
+namespace mlx_paged {
+
+namespace {
+
+class MetalStepDevice : public StepDevice {
+ public:
+  explicit MetalStepDevice(mx::Stream stream) : stream_(stream) {}
+
+  Gpu kind() const override { return Gpu::apple; }
+
+  bool captures() const override { return false; }
+
+  mx::array allocate(uint64_t bytes) override {
+    mx::array a(workspace_shape(bytes), mx::float32, nullptr, {});
+    gpu::allocate(a, stream_);
+    return a;
+  }
+
+  // An encoder wants arrays, so those that addresses lie in are remembered.
+  char* address_of(const mx::array& a) override {
+    auto* begin = const_cast<char*>(a.data<char>());
+    known_.push_back({begin, a});
+    is_sorted_ = false;
+    return begin;
+  }
+
+  std::shared_ptr<void> capture(PlacedLaunches&, size_t) override { return nullptr; }
+  void begin() override {}
+  void copy(const std::vector<StepCopy>&) override {}
+  void replay(void*) override {}
+
+  void run(PlacedLaunches& placed, size_t begin, size_t end) override {
+    auto places = places_of(placed.addresses);
+    gpu::encode_launches(placed.launches, begin, end, places, stream_);
+  }
+
+  void keep(const mx::array& a) override { gpu::keep(a, stream_); }
+
+  void keep(std::shared_ptr<const void> what) override {
+    mx::metal::get_command_encoder(stream_).get_command_buffer()->addCompletedHandler(
+        [what = std::move(what)](MTL::CommandBuffer*) {});
+  }
+
+ private:
+  struct Known {
+    char* begin;
+    mx::array array;
+  };
+
+  std::vector<gpu::Place> places_of(const std::vector<char*>& addresses) {
+    if (!std::exchange(is_sorted_, true)) {
+      std::stable_sort(known_.begin(), known_.end(), [](const Known& a, const Known& b) {
+        return a.begin < b.begin;
+      });
+    }
+    std::vector<gpu::Place> places;
+    places.reserve(addresses.size());
+    for (char* address : addresses) {
+      // The last array that does not begin behind it. (An operand that no launch has lies nowhere.)
+      auto after = std::upper_bound(
+          known_.begin(), known_.end(), address,
+          [](const char* a, const Known& known) { return a < known.begin; });
+      const auto& known = after == known_.begin() ? *after : *(after - 1);
+      places.push_back({known.array, address ? address - known.begin : 0});
+    }
+    return places;
+  }
+
+  mx::Stream stream_;
+  std::vector<Known> known_;
+  bool is_sorted_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<StepDevice> gpu::step_device(mx::Stream stream) {
+  return std::make_unique<MetalStepDevice>(stream);
+}
+
+// As many as read each weight once or twice. No Apple GPU has run these steps yet, so they are
+// asked for (unchecked.h).
+int gpu::most_program_rows() {
+  bool is_used = takes_unchecked_kernels() && mx::default_device() == mx::Device::gpu;
+  return is_used ? 2 * paged::PRODUCT_ROWS : 0;
+}
+
+}  // namespace mlx_paged

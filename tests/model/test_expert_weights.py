@@ -1,0 +1,174 @@
+"""Experts as checkpoints have them: on the CPU they stay so, and steps give mlx-lm's logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.utils import load as load_dense
+from mlx_lm.utils import quantize_model, save_config, save_model
+from support.family_configs import config_of
+from support.models import StepDriver, embedded, tiny_model
+from support.parity import Driver, family_model, relative_difference
+from support.reference import ON_GPU
+
+from mlx_paged import ops
+from mlx_paged.model import patches
+from mlx_paged.model.loader import LoadedModel, _convert, load
+from mlx_paged.model.wrap import page
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="GPUs multiply these with MLX's own kernels")
+
+TOLERANCE = 1e-5
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
+FORMATS: dict[str, dict[str, Any] | str] = {
+    "4 bits": {"bits": 4, "group_size": 32, "mode": "affine"},
+    "3 bits": {"bits": 3, "group_size": 64, "mode": "affine"},
+    "8 bits": {"bits": 8, "group_size": 32, "mode": "affine"},
+    "mxfp4": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
+    "mxfp8": {"bits": 8, "group_size": 32, "mode": "mxfp8"},
+    "nvfp4": {"bits": 4, "group_size": 16, "mode": "nvfp4"},
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+}
+CASES = [
+    ("mixtral", "4 bits"),
+    ("mixtral", "bfloat16"),
+    ("qwen2_moe", "8 bits"),
+    ("qwen3_moe", "4 bits"),
+    ("qwen3_moe", "3 bits"),
+    ("qwen3_moe", "float16"),
+    ("olmoe", "nvfp4"),
+    ("olmoe", "mxfp8"),
+    ("gpt_oss", "mxfp4"),
+    ("gpt_oss", "bfloat16"),
+    ("granitemoe", "4 bits"),
+    ("deepseek_v3", "4 bits"),
+    ("phimoe", "4 bits"),
+]
+
+
+def directory(path: Path, config: dict[str, Any], form: str) -> Path:
+    model = family_model(config)
+    kind = FORMATS[form]
+    model.set_dtype(getattr(mx, kind) if isinstance(kind, str) else mx.bfloat16)
+    if isinstance(kind, dict):
+        model, config = quantize_model(model, dict(config), **kind)
+    path.mkdir()
+    save_model(path, model)
+    save_config(dict(config), path / "config.json")
+    embedded().tokenizer.save_pretrained(path)
+    return path
+
+
+def experts(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(m, (SwitchLinear, QuantizedSwitchLinear))]
+
+
+def size(arrays: Any) -> int:
+    return sum(a.nbytes for _, a in tree_flatten(arrays))
+
+
+@pytest.mark.parametrize(("family", "form"), CASES)
+def test_they_stay_as_they_are_and_give_mlx_lms_logits(
+    tmp_path: Path, family: str, form: str
+) -> None:
+    config = config_of(family)
+    config |= {name: number for name, number in WIDE.items() if name in config}
+    path = directory(tmp_path / "model", config, form)
+    loaded = load(path)
+    stored = load_dense(str(path))[0]
+    found = experts(loaded.model)
+    assert found and len(found) == len(experts(stored))
+    for ours, theirs in zip(found, experts(stored), strict=True):
+        for name in ("weight", "scales", "biases"):
+            if theirs.get(name) is not None:
+                assert ours[name].dtype == theirs[name].dtype, name
+                assert mx.array_equal(ours[name].view(mx.uint8), theirs[name].view(mx.uint8))
+    driver = Driver(page(loaded.model, family, block_size=8))
+    assert max(relative_difference(loaded.model, driver, 96).values()) < TOLERANCE
+
+
+def moe(tmp_path: Path, form: str) -> LoadedModel:
+    """Of whose bytes nearly all are experts'."""
+    fields = {"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 16}
+    config = config_of("qwen3_moe") | fields | {"num_hidden_layers": 2}
+    return load(directory(tmp_path / "model", config, form))
+
+
+@pytest.mark.parametrize("form", ["4 bits", "bfloat16"])
+def test_no_other_copy_of_them_is_made(tmp_path: Path, form: str) -> None:
+    loaded = moe(tmp_path, form)
+    widened = 2 * 3 * 16 * 256 * 512 * 4  # bytes of them in float32
+    held = size([module.parameters() for module in experts(loaded.model)])
+    assert held <= widened * {"4 bits": 5.0, "bfloat16": 16}[form] / 32
+    driver = StepDriver(loaded.model, "qwen3_moe", block_size=8)
+    rng = np.random.default_rng(0)
+    for count in (1, 20, 90):
+        prompt = rng.integers(0, 96, count).tolist()
+        driver.step({f"{count}": prompt})
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        driver.step({f"{count} more": prompt})
+        # Less than a matrix of half of a layer's experts. (Arrays of 90 rows have a third of that.)
+        assert mx.get_peak_memory() - before < 16 * 256 * 512 * 4 / 2
+    assert size([module.parameters() for module in experts(loaded.model)]) == held
+
+
+def test_float32_widens_them(tmp_path: Path) -> None:
+    config = config_of("mixtral") | WIDE
+    loaded = load(directory(tmp_path / "model", config, "4 bits"), dtype="float32")
+    found = experts(loaded.model)
+    assert found and all(type(m) is SwitchLinear and m.weight.dtype == mx.float32 for m in found)
+
+
+def test_experts_with_a_scale_of_their_own() -> None:
+    """Of nvfp4; MLX multiplies them on GPUs only."""
+    model = family_model(config_of("mixtral") | WIDE)
+    exact = family_model(config_of("mixtral") | WIDE)
+    for ours, theirs in zip(experts(model), experts(exact), strict=True):
+        ours.weight, theirs.weight = ours.weight * 3.0, theirs.weight * 3.0
+    for layer, widened in zip(model.layers, exact.layers, strict=True):
+        ours, theirs = layer.block_sparse_moe.switch_mlp, widened.block_sparse_moe.switch_mlp
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            packed = ours[name].to_quantized(16, 4, "nvfp4", global_scale=True)
+            ours[name] = packed
+            theirs[name].weight = mx.stack(
+                [
+                    mx.dequantize(
+                        packed.weight[e], packed.scales[e], None, 16, 4, "nvfp4",
+                        global_scale=packed.global_scale[e],
+                    )
+                    for e in range(packed.num_experts)
+                ]
+            )  # fmt: skip
+    _convert(model, "auto", keeps_weights=True)
+    assert all(module.get("global_scale") is not None for module in experts(model))
+    work = {"a": [1, 2, 3, 4, 5], "b": [6]}
+    found, expected = (StepDriver(m, "mixtral", block_size=8).step(work) for m in (model, exact))
+    for name in work:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "phixtral"])
+def test_outside_of_steps_they_are_mlxs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which have a gradient."""
+    patches.install()
+    model = tiny_model(config_of(family))
+    monkeypatch.setattr(ops, "expert_linear", None)
+    monkeypatch.setattr(ops, "layer_norm", None)
+    monkeypatch.setattr(ops, "gelu", None)
+    tokens = mx.array([[1, 2, 3]])
+    gradient = nn.value_and_grad(model, lambda model: model(tokens).square().sum())
+    _, found = gradient(model)
+    mx.eval(found)
+    assert any(mx.abs(a).max().item() > 0 for name, a in tree_flatten(found) if "mlp" in name)

@@ -1,0 +1,258 @@
+"""Products of activations that are rounded to int8 or bfloat16, against float64.
+
+``MLX_PAGED_TEST_PRODUCTS=all`` runs every shape with every number of rows.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.simd_processes import run_in_process_of
+from support.weight_formats import Floats, assert_near, dequantised, quantised
+
+from mlx_paged import ops
+
+pytestmark = pytest.mark.skipif(
+    mx.default_device() != mx.cpu, reason="only the CPU multiplies integers"
+)
+
+EVERYTHING = os.environ.get("MLX_PAGED_TEST_PRODUCTS") == "all"
+FORMATS = [(bits, group) for bits in (4, 8) for group in (32, 64, 128)]
+ROUNDED = 32  # activations that share a scale
+# Rows on both sides of the borders between ways to multiply, and more than are rounded at once.
+ROWS = [*range(1, 66), 257] if EVERYTHING else [1, 2, 3, 7, 23, 25, 36, 257]
+# n, and k in groups of weights: a part of what is rounded together, and more scales than are read
+# at once.
+SHAPES = [(1, 1), (5, 3), (33, 4), (70, 17)] if not EVERYTHING else [
+    (n, groups) for n in (1, 3, 4, 5, 16, 17, 32, 33, 70) for groups in (1, 2, 3, 4, 5, 16, 17, 35)
+]  # fmt: skip
+
+
+def multiply(x: Floats | mx.array, arrays: list[mx.array], bits: int, group: int) -> Any:
+    given = x if isinstance(x, mx.array) else mx.array(x.astype(np.float32))
+    return ops.quantized_linear(
+        given, *arrays, group_size=group, bits=bits, activations="int8"
+    )  # fmt: skip
+
+
+def exact_rows(rng: np.random.Generator, rows: int, k: int) -> Floats:
+    """Activations that rounding does not change: whole numbers up to 127, and their scales."""
+    codes = rng.integers(-127, 128, (rows, k // ROUNDED, ROUNDED)).astype(np.float64)
+    largest = rng.integers(0, ROUNDED, (rows, k // ROUNDED, 1))
+    np.put_along_axis(codes, largest, rng.choice([-127.0, 127.0], largest.shape), axis=-1)
+    scales = 2.0 ** rng.integers(-12, 12, (rows, k // ROUNDED, 1))
+    return (codes * scales).reshape(rows, k)
+
+
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
+def test_products_of_what_rounding_does_not_change(rng, bits: int, group: int) -> None:
+    for dtype in (mx.float32, mx.float16, mx.bfloat16):
+        for n, groups in SHAPES:
+            k = groups * group
+            arrays = quantised(rng, n, k, "affine", bits, group, dtype)
+            weight = dequantised(arrays, "affine", bits, group)
+            for rows in ROWS:
+                x = exact_rows(rng, rows, k)
+                assert_near(multiply(x, arrays, bits, group), x, weight)
+
+
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
+def test_rounding_is_to_the_nearest_of_255_steps_of_each_group(rng, bits: int, group: int) -> None:
+    n, k = 21, 2 * group + (group if group < 128 else 0)
+    arrays = quantised(rng, n, k, "affine", bits, group, mx.bfloat16)
+    weight = dequantised(arrays, "affine", bits, group)
+    for rows in (1, 5, 40):
+        x = rng.standard_normal((rows, k)) * 2.0 ** rng.integers(-20, 20, (rows, 1))
+        x = x.astype(np.float32).astype(np.float64)
+        groups = x.reshape(rows, -1, ROUNDED)
+        steps = np.abs(groups).max(axis=-1, keepdims=True) / 127
+        most = np.broadcast_to(steps / 2, groups.shape).reshape(rows, k)
+        error = np.abs(np.array(multiply(x, arrays, bits, group)) - x @ weight.T)
+        assert (error <= (most * (1 + 1e-5) + np.abs(x) * 1e-5) @ np.abs(weight).T).all()
+        # Rounding is there, and as small as that of the nearest step would be.
+        typical = np.sqrt((most**2 / 3) @ (weight**2).T)
+        assert 0.5 < np.sqrt((error**2).sum() / (typical**2).sum()) < 1.5
+
+
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
+@pytest.mark.parametrize("rows", [1, 3, 4, 40])
+def test_the_largest_sums_are_exact(bits: int, group: int, rows: int) -> None:
+    n, k = 35, 128
+    most = 2**bits - 1
+    for codes, sign in ((most, 1), (most, -1), (1, -1), (0, 1)):
+        packed = np.packbits(
+            np.unpackbits(
+                np.full((n, k, 1), codes, np.uint8), axis=-1, bitorder="little"
+            )[..., :bits].reshape(n, -1),
+            axis=-1, bitorder="little",
+        )  # fmt: skip
+        arrays = [
+            mx.array(packed.view(np.uint32)),
+            mx.ones((n, k // group)),
+            mx.full((n, k // group), 2.0),
+        ]
+        got = np.array(multiply(np.full((rows, k), 127.0 * sign), arrays, bits, group))
+        assert (got == sign * 127.0 * k * (codes + 2)).all()  # (below 2^24)
+
+
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
+def test_a_row_does_not_depend_on_the_others(rng, bits: int, group: int) -> None:
+    k = 1152 - (0 if group == 128 else group)
+    arrays = quantised(rng, 37, k, "affine", bits, group, mx.bfloat16)
+    x = mx.array(rng.standard_normal((300, k)).astype(np.float32))
+    whole = np.array(multiply(x, arrays, bits, group))
+    for rows in (1, 2, 3, 4, 5, 8, 13, 23, 24, 27, 31, 64, 65, 256, 299):
+        assert np.array_equal(np.array(multiply(x[:rows], arrays, bits, group)), whole[:rows]), rows
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [2, 30])
+def test_numbers_at_the_ends_of_their_range(rng, bits: int, rows: int) -> None:
+    arrays = quantised(rng, 9, 256, "affine", bits, 64, mx.float32)
+    weight = dequantised(arrays, "affine", bits, 64)
+    clean = rng.standard_normal((rows, 256)).astype(np.float32)
+    expected = np.array(multiply(clean, arrays, bits, 64))
+    for value in (np.nan, np.inf, -np.inf):
+        x = clean.copy()
+        x[1, 100] = value
+        got = np.array(multiply(x, arrays, bits, 64))
+        assert np.isnan(got[1]).all()
+        np.testing.assert_array_equal(np.delete(got, 1, 0), np.delete(expected, 1, 0))
+    # Groups of zeros, and of denormal and other tiny numbers, which count as zeros.
+    for value in (0.0, 1e-45, 2.0**-101):
+        x = clean.copy()
+        x[:, 32:64] = value
+        without = x.copy()
+        without[:, 32:64] = 0
+        np.testing.assert_array_equal(
+            np.array(multiply(x, arrays, bits, 64)), np.array(multiply(without, arrays, bits, 64))
+        )
+        assert np.isfinite(np.array(multiply(x, arrays, bits, 64))).all()
+    for value in (2.0**-87, 2.0**87):  # (groups of 127 * 2^-12 to 2^12 of these)
+        x = exact_rows(rng, rows, 256) * value
+        assert_near(multiply(x, arrays, bits, 64), x, weight)
+
+
+OTHERS = [("affine", 2, 64), ("affine", 3, 32), ("affine", 6, 128), ("mxfp4", 4, 32),
+          ("mxfp8", 8, 32), ("nvfp4", 4, 16)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "bits", "group"), OTHERS)
+def test_other_formats_keep_their_activations(rng, mode: str, bits: int, group: int) -> None:
+    assert not ops.rounds_activations(mode, bits, group)
+    arrays = quantised(rng, 9, 256, mode, bits, group, mx.bfloat16)
+    x = mx.array(rng.standard_normal((3, 256)).astype(np.float32))
+    given = {"group_size": group, "bits": bits, "mode": mode}
+    got, expected = (
+        ops.quantized_linear(x, *arrays, activations=name, **given) for name in ("int8", "float32")
+    )
+    assert mx.array_equal(got, expected)
+
+
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
+def test_bias_axes_and_strides(rng, bits: int, group: int) -> None:
+    assert ops.rounds_activations("affine", bits, group)
+    arrays = quantised(rng, 12, 256, "affine", bits, group, mx.float16)
+    x = mx.array(rng.standard_normal((6, 256)).astype(np.float32))
+    bias = mx.array(rng.standard_normal(12).astype(np.float32))
+    plain = multiply(x, arrays, bits, group)
+    given = {"group_size": group, "bits": bits, "activations": "int8"}
+    assert mx.array_equal(ops.quantized_linear(x, *arrays, bias, **given), plain + bias)
+    assert mx.array_equal(
+        multiply(x.reshape(2, 3, 256), arrays, bits, group), plain.reshape(2, 3, 12)
+    )
+    assert mx.array_equal(multiply(mx.array(np.array(x.T)).T, arrays, bits, group), plain)
+    assert multiply(x[:0], arrays, bits, group).shape == (0, 12)
+    mapped = mx.vmap(lambda row: multiply(row, arrays, bits, group))(x)
+    assert mx.array_equal(mapped, plain)
+    gradient = mx.grad(lambda x: multiply(x, arrays, bits, group).sum())(x)
+    weight = dequantised(arrays, "affine", bits, group)
+    assert np.allclose(np.array(gradient), weight.sum(axis=0), rtol=1e-3, atol=1e-2)
+
+
+# --- bfloat16 -------------------------------------------------------------------------------------
+
+needs_bfloat16 = pytest.mark.skipif(
+    "bfloat16" not in ops.activations(), reason="the kernels in use have no such product"
+)
+FEW = 64  # rows, which are not rounded
+
+
+def exact(a: mx.array) -> Floats:
+    return np.array(a.astype(mx.float32)).astype(np.float64)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize(
+    ("n", "k"), [(1, 1), (5, 17), (31, 31), (32, 32), (33, 1025), (70, 2047), (3, 2080)]
+)
+def test_products_of_many_rows_of_bfloat16(rng, n: int, k: int) -> None:
+    weight = mx.array(rng.standard_normal((n, k))).astype(mx.bfloat16)
+    mx.eval(weight)
+    for rows in [*range(FEW + 1, FEW + 9), 300] if EVERYTHING else [65, 71, 76, 131]:
+        x = mx.array(rng.standard_normal((rows, k)).astype(np.float32))
+        bias = mx.array(rng.standard_normal(n).astype(np.float32)) if rows % 2 else None
+        got = ops.linear(x, weight, bias, activations="bfloat16")
+        assert_near(
+            got, exact(x.astype(mx.bfloat16)), exact(weight), None if bias is None else exact(bias)
+        )
+        if k > 1000:  # rounding is there
+            assert not mx.array_equal(got, ops.linear(x, weight, bias))
+
+
+@needs_bfloat16
+def test_what_is_not_rounded_to_bfloat16(rng) -> None:
+    x = mx.array(rng.standard_normal((80, 96)).astype(np.float32))
+    weight = mx.array(rng.standard_normal((20, 96)).astype(np.float32))
+    for dtype, rows in ((mx.float32, 80), (mx.float16, 80), (mx.bfloat16, FEW), (mx.bfloat16, 1)):
+        given = weight.astype(dtype)
+        mx.eval(given)
+        got = ops.linear(x[:rows], given, activations="bfloat16")
+        assert mx.array_equal(got, ops.linear(x[:rows], given))
+    given = weight.astype(mx.bfloat16)
+    mx.eval(given)
+    got = ops.linear(x, given, activations="int8")
+    assert mx.array_equal(got, ops.linear(x, given))
+
+
+@needs_bfloat16
+def test_a_row_of_bfloat16_that_is_no_number_stays_alone(rng) -> None:
+    x = rng.standard_normal((80, 96)).astype(np.float32)
+    weight = mx.array(rng.standard_normal((20, 96))).astype(mx.bfloat16)
+    mx.eval(weight)
+    clean = np.array(ops.linear(mx.array(x), weight, activations="bfloat16"))
+    for value in (np.nan, np.inf):
+        x[7, 50] = value
+        got = np.array(ops.linear(mx.array(x), weight, activations="bfloat16"))
+        assert not np.isfinite(got[7]).any()
+        np.testing.assert_array_equal(np.delete(got, 7, 0), np.delete(clean, 7, 0))
+
+
+# --- Names and instruction sets -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["int4", "Int8", "", "bfloat16"])
+def test_an_unknown_name_is_refused(rng, name: str) -> None:
+    if name in ops.activations():
+        pytest.skip("it is known here")
+    known = ", ".join(ops.activations())
+    arrays = quantised(rng, 9, 256, "affine", 4, 64, mx.bfloat16)
+    expected = f"activations must be one of {known} on this processor but got {name}"
+    with pytest.raises(ValueError, match=expected):
+        ops.quantized_linear(
+            mx.ones((1, 256)), *arrays, group_size=64, bits=4, activations=name
+        )  # fmt: skip
+    with pytest.raises(ValueError, match=expected):
+        ops.linear(mx.ones((1, 256)), mx.ones((2, 256)), activations=name)
+
+
+@pytest.mark.parametrize("simd", ["avx512vnni", "avx512", "avx2", "baseline"])
+def test_rounded_products_in_a_process_of(simd: str) -> None:
+    run_in_process_of(simd, 4, [__file__], "not in_a_process_of")
