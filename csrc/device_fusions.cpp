@@ -39,6 +39,7 @@ DeviceFusions::DeviceFusions(const DeviceGraph& graph, bool adds_in_products)
       auto gate = graph.own_linear(node.inputs[0]);
       auto up = graph.own_linear(node.inputs[1]);
       if (gate && up && gate != up && value_multiplied(*gate) == value_multiplied(*up) &&
+          graph.linear_of(nodes[*gate])->codes == graph.linear_of(nodes[*up])->codes &&
           nodes[*gate].outputs[0].shape() == nodes[*up].outputs[0].shape()) {
         taken[*gate] = taken[*up] = true;
         gated[i] = {*gate, *up};
@@ -104,8 +105,12 @@ std::vector<size_t> DeviceFusions::products_of_write(
   auto x = [&](size_t product) {
     return DeviceGraph::value_of(graph.linear_of(graph.nodes()[product])->x);
   };
-  bool is_one_x = x(products[0]) == x(products[1]) && x(products[0]) == x(products[2]);
-  return is_one_x ? products : std::vector<size_t>{};
+  auto codes = [&](size_t product) { return graph.linear_of(graph.nodes()[product])->codes; };
+  bool are_alike = true;
+  for (size_t other : {products[1], products[2]}) {
+    are_alike = are_alike && x(other) == x(products[0]) && codes(other) == codes(products[0]);
+  }
+  return are_alike ? products : std::vector<size_t>{};
 }
 
 }  // namespace mlx_paged

@@ -122,11 +122,29 @@ std::optional<LinearNode> DeviceGraph::linear_of(const GraphNode& node) const {
   if (node.as<Linear>()) {
     bool has_bias = node.inputs.size() > 2;
     return LinearNode{
-        node.inputs[0], node.inputs[1], has_bias ? std::optional(node.inputs[2]) : std::nullopt,
-        false};
+        node.inputs[0],
+        node.inputs[1],
+        has_bias ? std::optional(node.inputs[2]) : std::nullopt,
+        false,
+        {},
+        {},
+        {}};
+  }
+  if (const auto* quantized = node.as<QuantizedLinear>()) {
+    LinearNode linear{node.inputs[0], node.inputs[1], std::nullopt, false, {}, {}, {}};
+    linear.codes = quantized->codes();
+    linear.scales = node.inputs[2];
+    size_t bias = 3;
+    if (quantized->has_biases()) {
+      linear.biases = node.inputs[bias++];
+    }
+    if (node.inputs.size() > bias) {
+      linear.bias = node.inputs[bias];
+    }
+    return linear;
   }
   if (node.is("Matmul") && node.inputs[1].ndim() == 2 && !depends(node.inputs[1])) {
-    return LinearNode{node.inputs[0], node.inputs[1], std::nullopt, true};
+    return LinearNode{node.inputs[0], node.inputs[1], std::nullopt, true, {}, {}, {}};
   }
   return std::nullopt;
 }

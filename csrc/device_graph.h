@@ -44,7 +44,10 @@ struct LinearNode {
   mx::array x;
   mx::array weight;  // [n, k]
   std::optional<mx::array> bias;
-  bool is_transposed;  // `weight` is [k, n], a view
+  bool is_transposed;                // `weight` is [k, n], a view
+  std::optional<WeightCodes> codes;  // how `weight` is quantised
+  std::optional<mx::array> scales;
+  std::optional<mx::array> biases;
 };
 
 // Where queries or keys come from, before they are normed and rotated.

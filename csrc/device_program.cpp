@@ -220,6 +220,9 @@ std::vector<Launch> DeviceProgram::product_launches(const ProductStep& step, Gpu
 
 std::vector<Launch> portable_product_launches(
     const ProductStep& step, const std::vector<ProgramOperand>& operands) {
+  if (step.codes) {
+    throw NoProgram("a product with quantised weights");
+  }
   std::vector<Launch> launches;
   auto bind = [&](Launch& launch, int operand, Access access) {
     launch.buffers.push_back({operand, access, operands[operand].bytes});

@@ -56,6 +56,8 @@ struct ProductStep {
     int bias;    // [n]; -1: none
     int out;     // [num_rows, n]; of a gated one the first part's is the result
     int n;
+    int scales = -1;  // of a quantised weight
+    int biases = -1;
   };
   int x;
   int num_rows;
@@ -64,6 +66,7 @@ struct ProductStep {
   std::vector<Part> parts;
   int residual = -1;  // [num_rows, n] that is added to a single part; -1: none
   bool is_gated = false;
+  std::optional<WeightCodes> codes;  // of all parts
   // Queries, keys and values: the kernel that rotates and writes them, which products may do too.
   std::optional<Launch> write;
   int head_dim = 0;  // of `write`

@@ -9,12 +9,15 @@
 #include <unordered_set>
 
 #include "../metal/kernel_table.h"
+#include "cuda/quantised_shape.h"
 #include "device_fusions.h"
 #include "device_graph.h"
 #include "device_memory.h"
 #include "device_view.h"
+#include "mlx/fast_primitives.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
+#include "unchecked.h"
 
 namespace mlx_paged {
 
@@ -120,6 +123,9 @@ class DeviceProgramReader {
     if (node.is("Gather")) {
       return read_gather(node, static_cast<const mx::Gather&>(*node.primitive));
     }
+    if (node.is("Quantize")) {
+      return read_dequantize(node, static_cast<const mx::fast::Quantize&>(*node.primitive));
+    }
     read_view(node);
   }
 
@@ -128,7 +134,8 @@ class DeviceProgramReader {
     auto linear = graph_.linear_of(nodes()[index]);
     std::vector<size_t> together{index};
     for (size_t other : fusions_.linears_of[DeviceGraph::value_of(linear->x)]) {
-      if (together.size() < 3 && other != index && !is_read_[other]) {
+      if (together.size() < 3 && other != index && !is_read_[other] &&
+          graph_.linear_of(nodes()[other])->codes == linear->codes) {
         together.push_back(other);
       }
     }
@@ -164,6 +171,7 @@ class DeviceProgramReader {
     step.x_stride = int(x.row_stride());
     step.is_gated = is_gated;
     step.dtype = dtype_of(dtype);
+    step.codes = first.codes;
     for (size_t i : products) {
       auto linear = *graph_.linear_of(nodes()[i]);
       View weight = view(linear.weight);
@@ -171,12 +179,25 @@ class DeviceProgramReader {
         std::swap(weight.shape[0], weight.shape[1]);
         std::swap(weight.strides[0], weight.strides[1]);
       }
-      require(linear.weight.dtype() == dtype, "weights of another dtype");
+      require(linear.codes || linear.weight.dtype() == dtype, "weights of another dtype");
       require(weight.is_dense(), "weights that are not dense");
       require(begins_at_chunk(weight), "weights that do not begin at 16 bytes");
       ProductStep::Part part{};
       part.weight = operand(weight);
       part.bias = -1;
+      if (linear.codes) {
+        for (auto [from, to] :
+             {std::pair(&linear.scales, &part.scales), {&linear.biases, &part.biases}}) {
+          if (*from) {
+            require(
+                (*from)->dtype() == dtype || (*from)->dtype() == mx::uint8,
+                "scales of another dtype");
+            View scales = dense_constant(**from);
+            require(begins_at_chunk(scales), "scales that do not begin at 16 bytes");
+            *to = operand(scales);
+          }
+        }
+      }
       if (linear.bias) {
         require(linear.bias->dtype() == dtype, "a bias of another dtype");
         part.bias = operand(dense_constant(*linear.bias));
@@ -294,12 +315,40 @@ class DeviceProgramReader {
         rows.is_dense() && rows.row_size() == 1 && rows.rows() == out.shape(0),
         "a gather of several rows for a row");
     paged::RowParams params{int(bytes / kChunkBytes), int(table.rows())};
-    Launch launch = layer_kernel("gather_rows", out.dtype());
+    // (It copies: codes of weights too.)
+    Launch launch =
+        layer_kernel("gather_rows", out.dtype() == mx::uint32 ? mx::float32 : out.dtype());
     read(launch, table);
     read(launch, rows);
     write(launch, new_value(out));
     launch.constants = bytes_of(params);
     launch.grid = {uint32_t(out.shape(0)), ceil_div(params.row_chunks, paged::DATA_THREADS), 1};
+    launch.threadgroup = {paged::DATA_THREADS, 1, 1};
+    add_step(launch);
+  }
+
+  // Rows of a quantised embedding, with CUDA: elsewhere MLX has no such node.
+  void read_dequantize(const GraphNode& node, const mx::fast::Quantize& quantize) {
+    require(takes_unchecked_kernels(), "quantised embeddings");
+    auto [unused, group_size, bits, mode, is_inverse] = quantize.state();
+    const auto& out = node.outputs[0];
+    require(
+        is_inverse && mode == mx::QuantizationMode::Affine && node.inputs.size() == 3 &&
+            (out.dtype() == mx::float16 || out.dtype() == mx::bfloat16) &&
+            node.inputs[1].dtype() == out.dtype() && out.shape(-1) % 8 == 0,
+        "a quantised embedding in this format");
+    cuda::DequantiseParams params{
+        int(out.size() / 8), int(out.shape(-1)), int(node.inputs[0].shape(-1)), group_size, bits};
+    Launch launch;
+    launch.kernel.host_name = std::string("dequantise_rows_") + name_of(dtype_of(out.dtype()));
+    for (const auto& in : node.inputs) {
+      View v = view(in);
+      require(v.is_dense(), "codes that are not dense");
+      read(launch, v);
+    }
+    write(launch, new_value(out));
+    launch.constants = bytes_of(params);
+    launch.grid = {ceil_div(params.num_chunks, paged::DATA_THREADS), 1, 1};
     launch.threadgroup = {paged::DATA_THREADS, 1, 1};
     add_step(launch);
   }

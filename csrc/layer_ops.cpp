@@ -252,12 +252,21 @@ mx::array quantized_linear(
   auto is_scale = [&](const mx::array& a) {
     return is_affine ? is_supported(a.dtype()) : a.dtype() == mx::uint8;
   };
-  bool served = s.device == mx::Device::cpu && contains(quantized.bits, bits) &&
-                contains(quantized.group_sizes, group_size) && x.ndim() > 0 &&
-                is_supported(x.dtype()) && weight.dtype() == mx::uint32 && weight.ndim() == 2 &&
-                weight.size() > 0 && is_dense(weight) && is_scale(scales) && is_dense(scales) &&
-                bool(biases) == is_affine &&
+  bool on_cpu = s.device == mx::Device::cpu;
+  Arrays inputs{x, weight, scales};
+  if (biases) {
+    inputs.push_back(*biases);
+  }
+  if (bias) {
+    inputs.push_back(*bias);
+  }
+  bool served = contains(quantized.bits, bits) && contains(quantized.group_sizes, group_size) &&
+                x.ndim() > 0 && is_supported(x.dtype()) && weight.dtype() == mx::uint32 &&
+                weight.ndim() == 2 && weight.size() > 0 && is_dense(weight) && is_scale(scales) &&
+                is_dense(scales) && bool(biases) == is_affine &&
                 (!biases || (biases->dtype() == scales.dtype() && is_dense(*biases)));
+  served = served &&
+           (on_cpu || QuantizedLinear::served_on_gpu(inputs, {quantized.format, bits, group_size}));
   if (!served) {  // MLX checks what it is given
     auto out = mx::quantized_matmul(x, weight, scales, biases, true, group_size, bits, mode, s);
     return bias ? mx::add(out, *bias, s) : out;
@@ -268,22 +277,29 @@ mx::array quantized_linear(
       x.shape(-1) == k, "the last axis of x", std::to_string(k) + " like weight's", x.shape(-1));
   v.require(k % group_size == 0, "the last axis of x", "whole groups", k);
   v.shape(scales, "scales", {n, int(k / group_size)});
-  auto float32 = [s](const mx::array& a) { return mx::astype(a, mx::float32, s); };
-  Arrays inputs{float32(x), weight, scales};
-  auto dtype = mx::promote_types(x.dtype(), is_affine ? scales.dtype() : x.dtype());
   if (biases) {
     v.shape(*biases, "biases", {n, int(k / group_size)});
-    inputs.push_back(*biases);
   }
   if (bias) {
     v.shape(*bias, "bias", {n});
-    inputs.push_back(float32(*bias));
-    dtype = mx::promote_types(dtype, bias->dtype());
   }
+  WeightCodes codes{quantized.format, bits, group_size};
   auto shape = x.shape();
   shape.back() = n;
-  auto node = std::make_shared<QuantizedLinear>(s, quantized.format, bits, group_size, rounded);
-  mx::array out(std::move(shape), mx::float32, std::move(node), std::move(inputs));
+  if (!on_cpu) {
+    return mx::array(
+        std::move(shape), x.dtype(), std::make_shared<QuantizedLinear>(s, codes, rounded),
+        std::move(inputs));
+  }
+  auto dtype = mx::promote_types(x.dtype(), is_affine ? scales.dtype() : x.dtype());
+  dtype = bias ? mx::promote_types(dtype, bias->dtype()) : dtype;
+  inputs[0] = mx::astype(x, mx::float32, s);
+  if (bias) {
+    inputs.back() = mx::astype(*bias, mx::float32, s);
+  }
+  mx::array out(
+      std::move(shape), mx::float32, std::make_shared<QuantizedLinear>(s, codes, rounded),
+      std::move(inputs));
   return mx::astype(out, dtype, s);
 }
 
@@ -416,16 +432,15 @@ const char* mode_of(cpu::WeightFormat format) {
 Arrays QuantizedLinear::vjp(
     const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
     const Arrays&) {
-  bool is_affine = format_ == cpu::WeightFormat::affine;
-  int bias = is_affine ? 4 : 3;
+  int bias = has_biases() ? 4 : 3;
   Arrays out;
   for (int arg : argnums) {
     if (arg == 0) {
-      auto biases = is_affine ? std::optional(primals[3]) : std::nullopt;
+      auto biases = has_biases() ? std::optional(primals[3]) : std::nullopt;
       out.push_back(
           mx::quantized_matmul(
-              cotangents[0], primals[1], primals[2], biases, false, group_size_, bits_,
-              mode_of(format_), stream()));
+              cotangents[0], primals[1], primals[2], biases, false, codes_.group_size, codes_.bits,
+              mode_of(codes_.format), stream()));
     } else if (arg == bias) {
       auto rows = mx::reshape(cotangents[0], {-1, cotangents[0].shape(-1)}, stream());
       out.push_back(mx::sum(rows, 0, false, stream()));
@@ -447,9 +462,17 @@ std::pair<Arrays, std::vector<int>> QuantizedLinear::vmap(
   Arrays moved = inputs;
   moved[0] = mx::moveaxis(inputs[0], axes[0], 0, stream());
   auto shape = output_shapes(moved)[0];
-  auto node =
-      std::make_shared<QuantizedLinear>(stream(), format_, bits_, group_size_, activations_);
-  return {{mx::array(std::move(shape), mx::float32, std::move(node), std::move(moved))}, {0}};
+  if (stream().device != mx::Device::cpu && !served_on_gpu(moved, codes_)) {  // of more rows
+    auto biases = has_biases() ? std::optional(moved[3]) : std::nullopt;
+    auto out = mx::quantized_matmul(
+        moved[0], moved[1], moved[2], biases, true, codes_.group_size, codes_.bits,
+        mode_of(codes_.format), stream());
+    size_t bias = has_biases() ? 4 : 3;
+    return {{moved.size() > bias ? mx::add(out, moved[bias], stream()) : out}, {0}};
+  }
+  auto node = std::make_shared<QuantizedLinear>(stream(), codes_, activations_);
+  auto dtype = moved[0].dtype();
+  return {{mx::array(std::move(shape), dtype, std::move(node), std::move(moved))}, {0}};
 }
 
 void Node::eval_gpu(const Arrays&, Arrays&) {

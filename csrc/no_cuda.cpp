@@ -30,6 +30,14 @@ void Linear::eval_gpu(const Arrays& in, Arrays& out) {
   Node::eval_gpu(in, out);
 }
 
+bool QuantizedLinear::served_on_gpu(const Arrays&, const WeightCodes&) {
+  return false;
+}
+
+void QuantizedLinear::eval_gpu(const Arrays& in, Arrays& out) {
+  Node::eval_gpu(in, out);
+}
+
 // (Launches for NVIDIA are described for tests.)
 bool cuda::has_clusters() {
   return true;

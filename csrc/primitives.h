@@ -358,23 +358,35 @@ class Linear : public Node {
   cpu::Activations activations_;  // on the CPU
 };
 
-// The same with a weight that mx.quantize made, on the CPU.
-// in: x [..., k] float32, weight [n, k * bits / 32] uint32, scales [n, k / group_size][, biases
-// like scales, where the format has them][, bias [n] float32]. out: [..., n] float32.
+// How mx.quantize packed a weight.
+struct WeightCodes {
+  cpu::WeightFormat format;
+  int bits;
+  int group_size;
+
+  bool operator==(const WeightCodes&) const = default;
+};
+
+// The same with a weight that mx.quantize made: of float32 rows on the CPU, and with CUDA of 16
+// bits, up to 64 rows. in: x [..., k], weight [n, k * bits / 32] uint32, scales [n, k /
+// group_size][, biases like scales, where the format has them][, bias [n]]. out: [..., n] of the
+// dtype of x; so is bias, and with CUDA scales and biases that are no bytes.
 class QuantizedLinear : public Node {
  public:
-  QuantizedLinear(
-      mx::Stream s, cpu::WeightFormat format, int bits, int group_size,
-      cpu::Activations activations)
-      : Node(s), format_(format), bits_(bits), group_size_(group_size), activations_(activations) {}
+  QuantizedLinear(mx::Stream s, WeightCodes codes, cpu::Activations activations)
+      : Node(s), codes_(codes), activations_(activations) {}
   MLX_PAGED_NODE("quantized_linear")
   cpu::WeightView weights(const Arrays& in) const;  // dense, with data
   cpu::Activations activations() const { return activations_; }
   bool is_equivalent(const mx::Primitive& other) const override {
     auto& o = static_cast<const QuantizedLinear&>(other);
-    return format_ == o.format_ && bits_ == o.bits_ && group_size_ == o.group_size_ &&
-           activations_ == o.activations_;
+    return codes_ == o.codes_ && activations_ == o.activations_;
   }
+  const WeightCodes& codes() const { return codes_; }
+  bool has_biases() const { return codes_.format == cpu::WeightFormat::affine; }
+  // Both are in cuda/linear_launch.cpp, or in no_cuda.cpp: false, and Node's. in: as above.
+  static bool served_on_gpu(const Arrays& in, const WeightCodes& codes);
+  void eval_gpu(const Arrays& in, Arrays& out) override;
   std::vector<mx::Shape> output_shapes(const Arrays& in) override {
     auto shape = in[0].shape();
     shape.back() = in[1].shape(0);
@@ -388,10 +400,8 @@ class QuantizedLinear : public Node {
       const Arrays& inputs, const std::vector<int>& axes) override;
 
  private:
-  cpu::WeightFormat format_;
-  int bits_;
-  int group_size_;
-  cpu::Activations activations_;
+  WeightCodes codes_;
+  cpu::Activations activations_;  // on the CPU
 };
 
 // Rows of an embedding's weight, on the CPU. No id that it has not is read for: that row is NaN.

@@ -140,6 +140,7 @@ def timed_checks() -> list[Stage]:
     formats = python("bench/cuda_kv_formats.py", "--check")
     unchecked = {"MLX_PAGED_UNCHECKED_KERNELS": "1"}
     steps = python("bench/cuda_steps.py", "--only", "256 x 1024", "--save", "cuda-steps-unchecked")
+    quantised = python("bench/cuda_quantised.py")
     return [
         Stage("formats", formats, ON_TEST_PATH),
         # What does not serve by default yet (docs/cuda.md).
@@ -147,7 +148,12 @@ def timed_checks() -> list[Stage]:
             Stage(stage.name, stage.command, {**stage.env, **unchecked})
             for stage in (
                 *pytest("unchecked programs", "cuda_programs"),
+                *pytest("unchecked products", "cuda_quantised"),
+                Stage(
+                    "unchecked memcheck", sanitizer("memcheck", "--dtype", "bfloat16"), ON_TEST_PATH
+                ),
                 Stage("unchecked steps", steps, ON_TEST_PATH),
+                Stage("unchecked quantised", quantised),
             )
         ),
     ]

@@ -195,7 +195,7 @@ void Linear::eval_cpu(const Arrays& inputs, Arrays& out) {
 }
 
 cpu::WeightView QuantizedLinear::weights(const Arrays& in) const {
-  return quantized_view(&in[1], format_, bits_, group_size_);
+  return quantized_view(&in[1], codes_.format, codes_.bits, codes_.group_size);
 }
 
 void QuantizedLinear::eval_cpu(const Arrays& inputs, Arrays& out) {

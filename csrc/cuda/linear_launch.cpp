@@ -7,6 +7,7 @@
 #include "../dense.h"
 #include "../gpu.h"
 #include "../primitives.h"
+#include "../unchecked.h"
 #include "compiled_kernels.h"
 #include "products.h"
 
@@ -57,6 +58,48 @@ void Linear::eval_gpu(const Arrays& in, Arrays& out) {
   operands.parts[0] = {1, has_bias ? 2 : 1, int(in.size())};
   auto launch =
       cuda::linear_launch(params, dtype_of(in[0].dtype()), operands, cuda::has_clusters());
+  gpu::encode({{launch}, {}}, inputs, out, {}, stream());
+}
+
+bool QuantizedLinear::served_on_gpu(const Arrays& in, const WeightCodes& codes) {
+  if (!takes_unchecked_kernels()) {
+    return false;
+  }
+  const auto& x = in[0];
+  const auto& weight = in[1];
+  auto dtype = x.dtype();
+  bool is_affine = codes.format == cpu::WeightFormat::affine;
+  int64_t k = int64_t(weight.shape(1)) * 32 / codes.bits;
+  bool is_small = k > 0 && x.size() <= size_t(cuda::kLinearMostRows) * k;
+  if ((dtype != mx::float16 && dtype != mx::bfloat16) || x.ndim() > 4 || !is_small ||
+      !cuda::serves_quantised(int(x.size() / k), weight.shape(0), int(k), codes)) {
+    return false;
+  }
+  for (size_t i = 1; i < in.size(); i++) {
+    auto expected = i == 1 ? mx::uint32 : i == 2 && !is_affine ? mx::uint8 : dtype;
+    if (in[i].dtype() != expected || !is_dense(in[i]) || in[i].offset() % 16 != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void QuantizedLinear::eval_gpu(const Arrays& in, Arrays& out) {
+  gpu::allocate(out[0], stream());
+  auto inputs = in;
+  inputs[0] = gpu::readable(in[0], stream());
+  size_t bias = has_biases() ? 4 : 3;
+  bool has_bias = in.size() > bias;
+  cuda::LinearParams params{};
+  params.k = params.x_stride = in[0].shape(-1);
+  params.num_rows = int(in[0].size() / params.k);
+  params.num_weights = 1;
+  params.n[0] = in[1].shape(0);
+  params.has_bias[0] = has_bias;
+  cuda::LinearOperands operands{};
+  operands.parts[0] = {1, has_bias ? int(bias) : 1, int(in.size()), 2, has_biases() ? 3 : 2};
+  auto launch = cuda::quantised_launch(
+      params, dtype_of(in[0].dtype()), codes_, operands, cuda::has_clusters());
   gpu::encode({{launch}, {}}, inputs, out, {}, stream());
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <sstream>
 #include <string>
 
@@ -97,6 +98,88 @@ Launch linear_launch(
   return launch;
 }
 
+namespace {
+
+std::optional<CodeFormat> kernel_format(const WeightCodes& codes) {
+  using Format = cpu::WeightFormat;
+  auto is_one_of = [](int value, std::initializer_list<int> all) {
+    return std::find(all.begin(), all.end(), value) != all.end();
+  };
+  if (codes.format == Format::affine && is_one_of(codes.bits, {2, 3, 4, 5, 6, 8}) &&
+      is_one_of(codes.group_size, {32, 64, 128})) {
+    return CodeFormat::affine;
+  }
+  if (codes.format == Format::mxfp4 && codes.bits == 4 && codes.group_size == 32) {
+    return CodeFormat::mxfp4;
+  }
+  if (codes.format == Format::mxfp8 && codes.bits == 8 && codes.group_size == 32) {
+    return CodeFormat::mxfp8;
+  }
+  return std::nullopt;  // nvfp4: a group's codes are not enough for four lanes
+}
+
+const char* name_of(CodeFormat format) {
+  return format == CodeFormat::mxfp4 ? "mxfp4" : format == CodeFormat::mxfp8 ? "mxfp8" : "affine";
+}
+
+}  // namespace
+
+bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes) {
+  // (Rows of codes are copied 16 bytes at a time.)
+  return kernel_format(codes) && num_rows > 0 && num_rows <= kLinearMostRows && n > 0 && k > 0 &&
+         k % codes.group_size == 0 && int64_t(k) * codes.bits % 128 == 0;
+}
+
+Launch quantised_launch(
+    const LinearParams& params, DType dtype, const WeightCodes& codes,
+    const LinearOperands& operands, bool clusters) {
+  auto format = kernel_format(codes).value();
+  int tiles = tiles_of(params.num_rows);
+  bool in_clusters = params.num_rows >= kQuantisedClusterFewest && clusters;
+  Launch launch;
+  auto blocks_of = [&](int rows) {
+    int blocks = 0;
+    for (int i = 0; i < (params.is_gated ? 1 : params.num_weights); i++) {
+      blocks += (params.n[i] + rows - 1) / rows;
+    }
+    return uint32_t(blocks);
+  };
+  QuantisedShape shape;
+  if (in_clusters) {
+    int rows = cluster_rows(kQuantisedClusterWarps) / (params.is_gated ? 2 : 1);
+    shape = quantised_cluster_shape(format, codes.bits, codes.group_size, tiles);
+    launch.cluster = kLinearParts;
+    launch.grid = {blocks_of(rows) * kLinearParts, 1, 1};
+    launch.threadgroup = {32 * kQuantisedClusterWarps, 1, 1};
+  } else {
+    tiles = std::min(tiles, 2);
+    int rows = kQuantisedRows / (params.is_gated ? 2 : 1);
+    shape = quantised_rows_shape(format, codes.bits, codes.group_size, tiles);
+    launch.grid = {blocks_of(rows), uint32_t((params.num_rows + 8 * tiles - 1) / (8 * tiles)), 1};
+    launch.threadgroup = {32 * kLinearParts, 1, 1};
+    launch.after_previous = true;  // as of linear
+  }
+  std::ostringstream name;
+  name << (in_clusters ? "linear_quantised_cluster_" : "linear_quantised_")
+       << mlx_paged::name_of(dtype) << "_" << name_of(format) << "_" << codes.bits << "_"
+       << codes.group_size << "_" << tiles;
+  launch.kernel.host_name = name.str();
+  launch.threadgroup_memory = shape.scratch;
+  launch.buffers.push_back({operands.x, Access::read, 0});
+  launch.buffers.push_back({operands.residual, Access::read, 0});
+  for (int i = 0; i < kLinearMostWeights; i++) {
+    const auto& part = operands.parts[std::min(i, params.num_weights - 1)];
+    for (int operand : {part.weight, part.scales, part.biases, part.bias}) {
+      launch.buffers.push_back({operand, Access::read, 0});
+    }
+    launch.buffers.push_back({part.out, Access::write, 0});
+  }
+  launch.buffers.push_back({operands.rotations, Access::read, 0});
+  launch.buffers.push_back({operands.slots, Access::read, 0});
+  launch.constants = bytes_of(params);
+  return launch;
+}
+
 bool serves_product(int num_rows, int n, int k, bool is_gated) {
   return num_rows > 0 && num_rows <= kLinearMostRows && n > 0 && n % kLinearRows == 0 && k > 0 &&
          k % kLinearStep == 0 && (!is_gated || n % 4 == 0);
@@ -108,6 +191,10 @@ namespace {
   std::ostringstream what;
   what << "a product of " << step.num_rows << " rows, " << n << " x " << step.k << " "
        << name_of(step.dtype);
+  if (step.codes) {
+    what << " with weights of " << step.codes->bits << " bits in groups of "
+         << step.codes->group_size;
+  }
   throw NoProgram(what.str());
 }
 
@@ -127,7 +214,9 @@ Launch kernel_product(const ProductStep& step) {
     const auto& part = step.parts[i];
     params.n[i] = part.n;
     params.has_bias[i] = part.bias >= 0;
-    operands.parts[i] = {part.weight, part.bias >= 0 ? part.bias : part.weight, part.out};
+    operands.parts[i] = {
+        part.weight, part.bias >= 0 ? part.bias : part.weight, part.out, part.scales,
+        part.biases >= 0 ? part.biases : part.scales};
   }
   if (step.write) {
     const auto& buffers = step.write->buffers;
@@ -138,7 +227,8 @@ Launch kernel_product(const ProductStep& step) {
       operands.parts[i].out = buffers[ProductStep::kQueriesOut + i].operand;
     }
   }
-  return linear_launch(params, step.dtype, operands, has_clusters());
+  return step.codes ? quantised_launch(params, step.dtype, *step.codes, operands, has_clusters())
+                    : linear_launch(params, step.dtype, operands, has_clusters());
 }
 
 // Neighbours of one size together: each alone would leave multiprocessors without work.
@@ -183,9 +273,10 @@ std::vector<Launch> product_launches(
     const ProductStep& step, const std::vector<ProgramOperand>& operands, int workspace) {
   bool is_many = step.num_rows > kLinearMostRows;
   for (const auto& part : step.parts) {
-    bool served = is_many ? has_library_products() && step.num_rows <= kLibraryMostRows &&
-                                part.n % 8 == 0 && step.k % 8 == 0
-                          : serves_product(step.num_rows, part.n, step.k, false);
+    bool served = step.codes ? serves_quantised(step.num_rows, part.n, step.k, *step.codes)
+                  : is_many  ? has_library_products() && step.num_rows <= kLibraryMostRows &&
+                                   part.n % 8 == 0 && step.k % 8 == 0
+                             : serves_product(step.num_rows, part.n, step.k, false);
     if (step.dtype == DType::float32 || !served) {
       refuse_product(step, part.n);
     }

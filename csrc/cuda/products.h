@@ -1,13 +1,14 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What serves a product: a kernel of linear.cu or linear_cluster.cu, and over which grid, or for
-// more rows cuBLASLt. Needs neither CUDA nor a GPU, so that its rule can be tested anywhere.
+// What serves a product: a kernel of linear.cu, linear_cluster.cu or linear_quantised.h, and over
+// which grid, or for more rows cuBLASLt. Needs neither CUDA nor a GPU, so that its rule can be
+// tested anywhere.
 
 #pragma once
 
 #include "../device_program.h"
 #include "../launch.h"
-#include "linear_shape.h"
+#include "quantised_shape.h"
 
 namespace mlx_paged::cuda {
 
@@ -23,6 +24,8 @@ struct LinearOperands {
     int weight;
     int bias;
     int out;
+    int scales = -1;  // of a quantised weight
+    int biases = -1;  // scales: its format has none
   };
   int x;
   int residual;  // x: none
@@ -36,6 +39,13 @@ Launch linear_launch(
 
 // Whether there is a kernel for such a product.
 bool serves_product(int num_rows, int n, int k, bool is_gated);
+
+// The same of weights that mx.quantize made.
+Launch quantised_launch(
+    const LinearParams& params, DType dtype, const WeightCodes& codes,
+    const LinearOperands& operands, bool clusters);
+
+bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes);
 
 // Whether this process has cuBLASLt.
 bool has_library_products();

@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 _MOST_GRAPHS = 64
 _SEEN_BEFORE = 2
 _ROWS_OF_PROMPTS = 16  # steps with prompts have multiples of it: a tile of products
-_MOST_ROWS_OF_PROMPTS = 64  # beyond, each would be worth a graph of its own too seldom
+_FEW_ROWS = 64  # whose products are kernels of our own; those of more rows serve fewer formats
+_MOST_ROWS_OF_PROMPTS = _FEW_ROWS  # beyond, each would be worth a graph of its own too seldom
 # (Decodes have no bounds.)
 _PLAN_FIELDS = tuple(field.name for field in fields(AttentionPlan) if field.name != "bounds")
 _ANY_SIZE = {"block_tables", "work_items", "merge_items"}  # on the CPU
@@ -78,6 +79,7 @@ class CompiledSteps:
         self._failed = not enabled
         # Until a graph of the model is refused: of a decode step, of one with prompts.
         self.uses_device_programs = True
+        self._refuses_many_rows = False
         self._takes_prompts = True
 
     def run(self, tokens: mx.array, step: Step, pools: Pools) -> tuple[mx.array, Pools]:
@@ -99,10 +101,12 @@ class CompiledSteps:
     def reads_once(self, num_rows: int) -> bool:
         """Whether a step of so many decodes will read its plan once, as a device program."""
         return (
-            self.uses_device_programs
-            and not self._failed
-            and num_rows <= ops.most_device_program_rows()
+            self.uses_device_programs and not self._failed and self._fits_device_program(num_rows)
         )
+
+    def _fits_device_program(self, num_rows: int) -> bool:
+        most = ops.most_device_program_rows()
+        return num_rows <= (min(most, _FEW_ROWS) if self._refuses_many_rows else most)
 
     def takes_prompts(self, num_rows: int) -> bool:
         """Whether a step of so many rows, prompts among them, may become a device program."""
@@ -146,7 +150,7 @@ class CompiledSteps:
         ) -> tuple[mx.array, Pools]:
             return self._forward(tokens, _step_of(arrays, reaches, has_rope), pools)
 
-        if self.uses_device_programs and tokens.shape[0] <= ops.most_device_program_rows():
+        if self.uses_device_programs and self._fits_device_program(tokens.shape[0]):
             try:
                 found = self._found if self._chooses() else None
                 graph = _device_program(forward, tokens, arrays, pools, found)
@@ -160,8 +164,12 @@ class CompiledSteps:
                     logger.info("its steps with prompts are not device programs: %s", error)
                     self._takes_prompts = False
                     return self._forward(tokens, step, pools)
-                logger.info("steps of this model are not device programs: %s", error)
-                self.uses_device_programs = False
+                if tokens.shape[0] > _FEW_ROWS:
+                    logger.info("its steps of many rows are not device programs: %s", error)
+                    self._refuses_many_rows = True
+                else:
+                    logger.info("steps of this model are not device programs: %s", error)
+                    self.uses_device_programs = False
         if _is_metal():  # (whose graphs MLX encodes alike, compiled or not)
             self._failed = True
             return self._forward(tokens, step, pools)

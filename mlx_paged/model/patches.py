@@ -437,25 +437,27 @@ def as_linear(self: nn.Embedding, x: mx.array) -> mx.array:
 def quantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
     """``nn.QuantizedLinear.__call__``; on the CPU native outside of steps too."""
     if mx.default_device() == mx.cpu:
-        return _native_quantized(self, x, self.get("bias"))
-    return _as_one_matrix(_mlx_quantized_linear, self, x)
+        return _native_quantized(self, x)
+    native = x.dtype in _building.linear_dtypes
+    return _as_one_matrix(_native_quantized if native else _mlx_quantized_linear, self, x)
 
 
 def quantized_as_linear(self: nn.QuantizedEmbedding, x: mx.array) -> mx.array:
     """``nn.QuantizedEmbedding.as_linear``; on the CPU native outside of steps too."""
     if mx.default_device() == mx.cpu:
-        return _native_quantized(self, x, None)
-    return _as_one_matrix(_mlx_quantized_as_linear, self, x)
+        return _native_quantized(self, x)
+    native = x.dtype in _building.linear_dtypes
+    return _as_one_matrix(_native_quantized if native else _mlx_quantized_as_linear, self, x)
 
 
-def _native_quantized(self: nn.Module, x: mx.array, bias: mx.array | None) -> mx.array:
+def _native_quantized(self: nn.Module, x: mx.array) -> mx.array:
     # (It has a gradient, unlike the other native forms, and takes any batch.)
     return ops.quantized_linear(
         x,
         self["weight"],
         self["scales"],
         self.get("biases"),
-        bias,
+        self.get("bias"),
         group_size=self.group_size,
         bits=self.bits,
         mode=self.mode,

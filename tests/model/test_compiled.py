@@ -182,3 +182,28 @@ def test_a_step_with_features_is_not_compiled(steps) -> None:
     for _ in range(4):
         steps.run(*decode_step(2, media=MediaRows(mx.array([0]), features, None)), [])
     assert not steps._graphs
+
+
+def test_a_refusal_of_many_rows_leaves_programs_of_few(steps, monkeypatch) -> None:
+    """Products of few rows have more formats than those of many."""
+    tried: list[int] = []
+
+    def device_program(forward: Any, tokens: mx.array, *_: Any) -> Any:
+        tried.append(tokens.shape[0])
+        if tokens.shape[0] > refused_from:
+            raise ValueError("a product with quantised weights")
+        return lambda tokens, arrays, pools: forward(tokens, arrays, pools)
+
+    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 512)
+    monkeypatch.setattr(compiled_module, "_device_program", device_program)
+    refused_from = 64
+    for num_seqs in (65, 100, 64):
+        assert steps.reads_once(num_seqs) == (num_seqs != 100)
+        for _ in range(3):
+            steps.run(*decode_step(num_seqs), [])
+    assert tried == [65, 64]
+    assert steps.reads_once(64) and not steps.reads_once(65)
+    refused_from = 0
+    for _ in range(3):
+        steps.run(*decode_step(1), [])
+    assert tried == [65, 64, 1] and not steps.reads_once(1)

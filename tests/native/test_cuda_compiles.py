@@ -5,13 +5,13 @@ what the front end checks. The host's side also needs the headers of MLX's CUDA 
 from __future__ import annotations
 
 import importlib.util
-import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.nvcc import NVCC, needs_nvcc, toolkit_headers
 
 ROOT = Path(__file__).parents[2]
 KERNELS = sorted((ROOT / "csrc/cuda/kernels").glob("*.cu"))
@@ -20,20 +20,11 @@ HOST = [
     ROOT / "csrc/gpu_eval.cpp",
     *(path for path in sorted((ROOT / "csrc/cuda").glob("*.cpp")) if path.name != "module.cpp"),
 ]
-NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-needs_nvcc = pytest.mark.skipif(not NVCC, reason="no nvcc: CUDA sources are not compiled here")
 
 
 def run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     return "" if done.returncode == 0 else f"{' '.join(command)}\n{done.stderr}"
-
-
-def toolkit_headers() -> str:
-    """From nvcc's own account of what it would do; the nvcc on the path may be a script."""
-    command = [NVCC, "--dryrun", "-c", "-x", "cu", "/dev/null"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return f"{re.search(r'TOP=(.+)', told).group(1)}/include"
 
 
 @needs_nvcc
@@ -42,7 +33,8 @@ def test_the_kernels_compile(tmp_path) -> None:
         return run([
             # (-O0 alone is for the host's code.)
             NVCC, "-std=c++17", "-arch=sm_80", "-O0", "-Xcicc", "-O0", "--expt-relaxed-constexpr",
-            "-DPAGED_DTYPE_bfloat16", f"-I{ROOT / 'csrc/cuda/msl'}", f"-I{ROOT / 'metal'}",
+            "-DPAGED_DTYPE_bfloat16", "-DPAGED_CODE_BITS=3",
+            f"-I{ROOT / 'csrc/cuda/msl'}", f"-I{ROOT / 'metal'}",
             "-ptx", str(source), "-o", str(tmp_path / f"{source.stem}.ptx"),
         ])  # fmt: skip
 

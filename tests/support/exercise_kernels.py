@@ -128,6 +128,25 @@ def linear(rng: np.random.Generator, dtype: mx.Dtype) -> None:
                 assert np.abs(out - product).max() < 0.05 * np.sqrt(k)
 
 
+def quantised(rng: np.random.Generator, dtype: mx.Dtype) -> None:
+    """Products with weights of several formats, with rows and columns missing."""
+    if dtype == mx.float32:  # (MLX's own)
+        return
+    for bits, group in ((4, 64), (3, 128), (8, 32)):
+        for n, k in ((40, 128), (144, 1152)):
+            weight = mx.quantize(
+                mx.array(rng.standard_normal((n, k))).astype(dtype), group_size=group, bits=bits
+            )
+            form = {"group_size": group, "bits": bits}
+            for rows in (1, 8, 9, 17, 33):
+                x = mx.array(rng.standard_normal((rows, k))).astype(dtype)
+                mx.eval(x, weight)
+                out = np.array(ops.quantized_linear(x, *weight, **form).astype(mx.float32))
+                dense = np.array(mx.dequantize(*weight, **form).astype(mx.float32), np.float64)
+                product = np.array(x.astype(mx.float32), np.float64) @ dense.T
+                assert np.abs(out - product).max() < 0.05 * np.sqrt(k)
+
+
 def program_of(rows: int, weights: list[mx.array], scale: mx.array, inputs: list[mx.array]) -> Any:
     """What a layer does, and logits of its rows."""
 
@@ -203,7 +222,8 @@ def main() -> None:
     parser.add_argument("--fault", action="store_true")
     parser.add_argument("--dtype", nargs="+", default=["float32", "float16", "bfloat16"])
     parts = {
-        f.__name__: f for f in (attention, windows, bounds, prefill, movement, bitmask, linear)
+        f.__name__: f
+        for f in (attention, windows, bounds, prefill, movement, bitmask, linear, quantised)
     }
     parser.add_argument("--only", nargs="+", default=list(parts), choices=parts)
     options = parser.parse_args()

@@ -7,52 +7,19 @@
 // eight divides the columns, a part each, and adds up the sums in each other's shared memory.
 
 #include "../compiled_kernels.h"
-#include "linear_math.h"
+#include "linear_finish.h"
+#include "shared_memory.h"
 #include "tensor_core.h"
 
 using namespace mlx_paged::cuda;
 
 namespace {
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile(
-      "barrier.cluster.arrive.aligned;\n"
-      "barrier.cluster.wait.aligned;" ::
-          : "memory");
-}
-
-// float4 floats at the same place in the shared memory of block `rank` of the cluster.
-__device__ __forceinline__ float4 load_of_rank(unsigned int address, int rank) {
-  unsigned int there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(there));
-  return v;
-}
-
-__device__ __forceinline__ float4 sum_of(float4 a, float4 b) {
-  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-}
-
-__device__ __forceinline__ Eight load_shared(unsigned int address) {
-  Eight v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address));
-  return v;
-}
-
 // Where 16 bytes of a chunk lie in a tile: what eight lanes read at once are four pieces of two
 // neighbouring rows, and these lie in different banks.
 __device__ __forceinline__ unsigned int place(int row, int piece) {
   return (row * 8 + (piece ^ (row & 1) * 4)) * 16;
 }
-
-#endif
 
 }  // namespace
 
@@ -71,18 +38,13 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
   const unsigned int ring = paged::shared_address(shared);
 
   const LinearPart<T> parts_of_launch[kLinearMostWeights] = LINEAR_PARTS;
-  const int outputs = params.is_gated ? kRows / 2 : kRows;  // of the block
   int tile_of_weight = blockIdx.x / kLinearParts;
   const int which = weight_of_block(params, kRows, tile_of_weight);
   const LinearPart<T> ours = part_of(parts_of_launch, which);
   const int lane = threadIdx.x % 32;
   const int first_of_warp = threadIdx.x / 32 * kClusterWarpRows;
   const int rank = blockIdx.x % kLinearParts;
-  const int first = tile_of_weight * outputs;
   const size_t k = params.k;
-  const bool has_heads = params.head_dim > 0;
-  // Threads that finish a row of x: with four outputs each, of heads four of each half.
-  const int mates = has_heads ? outputs / 8 : outputs / 4;
 
   // Each thread copies one piece of every kAtOnce-th row. Of gate and up a warp's tile has sixteen
   // rows each.
@@ -95,17 +57,10 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
   const T* rows[kRows / kAtOnce];  // of the weight; null: there is none
 #pragma unroll
   for (int i = 0; i < kRows / kAtOnce; i++) {
-    const int row = i * kAtOnce + copied;
-    int of_weight = first + row;
-    if (has_heads) {
-      const HeadRow at = head_row(tile_of_weight, kRows, params.head_dim, row);
-      of_weight = at.first + at.is_second * (params.head_dim / 2);
-    } else if (params.is_gated) {
-      constexpr int kHalf = kClusterWarpRows / 2;
-      of_weight = first + row / kClusterWarpRows * kHalf + row % kHalf;
-    }
-    const bool is_up = params.is_gated && row % kClusterWarpRows >= kClusterWarpRows / 2;
-    rows[i] = of_weight < ours.n ? (is_up ? weight_1 : ours.weight) + of_weight * k : nullptr;
+    const TileRow at =
+        row_of_tile<kRows, kClusterWarpRows>(params, tile_of_weight, i * kAtOnce + copied);
+    const bool exists = at.of_weight < ours.n;
+    rows[i] = exists ? (at.is_up ? weight_1 : ours.weight) + at.of_weight * k : nullptr;
   }
   auto fetch_weights = [&](int turn) {
     const unsigned int tile = ring + turn % STAGES * kStageBytes;
@@ -195,87 +150,25 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) linear_cluster_entry(LINEAR_PA
   }
   cluster_barrier();
 
-  // Each block finishes every kLinearParts-th part of the outputs, four side by side a thread.
-  auto sums_of_cluster = [&](int at, int output) {
-    const unsigned int address = ring + (at * kPitch + output) * 4;
-    float4 sum[kLinearParts];
+  // Each block finishes every kLinearParts-th part of the outputs.
+  finish_rows<T, kRows, kClusterWarpRows>(
+      params, parts_of_launch, which, tile_of_weight, residual, rotations, slots, 0,
+      params.num_rows, rank * kThreads + threadIdx.x, kLinearParts * kThreads,
+      [&](int at, int output) {
+        const unsigned int address = ring + (at * kPitch + output) * 4;
+        float4 sum[kLinearParts];
 #pragma unroll
-    for (int r = 0; r < kLinearParts; r++) {
-      sum[r] = load_of_rank(address, r);
-    }
-#pragma unroll
-    for (int apart = 1; apart < kLinearParts; apart *= 2) {
-#pragma unroll
-      for (int r = 0; r < kLinearParts; r += 2 * apart) {
-        sum[r] = sum_of(sum[r], sum[r + apart]);
-      }
-    }
-    return sum[0];
-  };
-  auto with_bias = [&](float4 sum, const LinearPart<T>& part, int column, T(&four)[4]) {
-    const float values[4] = {sum.x, sum.y, sum.z, sum.w};
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      four[e] = plus(rounded<T>(values[e]), part.bias + column + e, part.has_bias);
-    }
-  };
-  for (int i = rank * kThreads + threadIdx.x; i < params.num_rows * mates;
-       i += kLinearParts * kThreads) {
-    const int at = i / mates;
-    if (has_heads) {
-      const int unit = min(kRows, params.head_dim);
-      const int of_half = i % mates * 4;  // among the block's first halves
-      const int output = of_half / (unit / 2) * unit + of_half % (unit / 2);
-      const int low = head_row(tile_of_weight, kRows, params.head_dim, output).first;
-      if (low >= ours.n) {
-        continue;
-      }
-      T lows[4];
-      T highs[4];
-      with_bias(sums_of_cluster(at, output), ours, low, lows);
-      with_bias(sums_of_cluster(at, output + unit / 2), ours, low + params.head_dim / 2, highs);
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        write_rotated<T>(
-            params, rotations, slots, ours.out, ours.n, which, at, low + e, lows[e], highs[e]);
-      }
-      continue;
-    }
-    const int output = i % mates * 4;
-    const int column = first + output;
-    if (column >= ours.n) {
-      continue;
-    }
-    __align__(8) T four[4];
-    if (params.is_gated) {
-      // A warp's tile: sixteen of gate, then sixteen of up.
-      constexpr int kHalf = kClusterWarpRows / 2;
-      const int gate = output / kHalf * kClusterWarpRows + output % kHalf;
-      T up[4];
-      with_bias(sums_of_cluster(at, gate), ours, column, four);
-      with_bias(sums_of_cluster(at, gate + kHalf), parts_of_launch[1], column, up);
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        four[e] = gated(four[e], up[e]);
-      }
-    } else {
-      with_bias(sums_of_cluster(at, output), ours, column, four);
-    }
-    const size_t to = size_t(at) * ours.n + column;
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      four[e] = plus(four[e], residual + to + e, params.has_residual);
-    }
-    *reinterpret_cast<unsigned long long*>(ours.out + to) =
-        *reinterpret_cast<unsigned long long*>(four);
-  }
+        for (int r = 0; r < kLinearParts; r++) {
+          sum[r] = load_of_rank(address, r);
+        }
+        return sum_of_parts(sum);
+      });
   cluster_barrier();  // no block ends while its results are being read
 #endif
 }
 
 #define LINEAR(dtype, type, tiles, warps, stages) \
-  {"linear_cluster_" #dtype "_" #tiles,           \
-   linear_cluster_entry<type, tiles, warps, stages>},
+  {"linear_cluster_" #dtype "_" #tiles, linear_cluster_entry<type, tiles, warps, stages>},
 
 static const bool added = add_kernels({
     // clang-format off

@@ -6,12 +6,16 @@
 #include <sys/mman.h>
 
 #include <cstddef>
+#include <map>
 #include <memory>
 #include <new>
+#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "../../../csrc/bindings.h"
+#include "../../../csrc/cuda/products.h"
 #include "../../../csrc/cuda/variants.h"
 #include "../../../csrc/device_program.h"
 #include "../../../csrc/host_copies.h"
@@ -174,6 +178,69 @@ void bind_simulator(nb::module_& m) {
       },
       "program"_a, "inputs"_a, nb::kw_only(), "cuda"_a,
       "What a GPU would run for a step of a DeviceProgram: Apple's, or with `cuda` NVIDIA's.");
+
+  m.def(
+      "quantised_product_launch",
+      [](int num_rows, const std::vector<int>& outputs, int k, const std::string& dtype, int bits,
+         int group_size, const std::string& mode, bool is_gated,
+         bool clusters) -> std::optional<nb::dict> {
+        using Format = cpu::WeightFormat;
+        static const std::map<std::string, Format> formats{
+            {"affine", Format::affine},
+            {"mxfp4", Format::mxfp4},
+            {"mxfp8", Format::mxfp8},
+            {"nvfp4", Format::nvfp4}};
+        WeightCodes codes{formats.at(mode), bits, group_size};
+        cuda::LinearParams params{};
+        params.num_rows = num_rows;
+        params.k = params.x_stride = k;
+        params.num_weights = int(outputs.size());
+        params.is_gated = is_gated;
+        for (size_t i = 0; i < outputs.size(); i++) {
+          params.n[i] = outputs[i];
+          if (!cuda::serves_quantised(num_rows, outputs[i], k, codes)) {
+            return std::nullopt;
+          }
+        }
+        auto type = dtype == "float16" ? DType::float16 : DType::bfloat16;
+        auto launch = cuda::quantised_launch(params, type, codes, {}, clusters);
+        nb::dict d = describe(launch);
+        d["cluster"] = launch.cluster;
+        return d;
+      },
+      "num_rows"_a, "outputs"_a, "k"_a, nb::kw_only(), "dtype"_a, "bits"_a, "group_size"_a,
+      "mode"_a, "is_gated"_a, "clusters"_a,
+      "What NVIDIA's GPUs run for a product with quantised weights, if they have a kernel for it.");
+
+  m.def(
+      "quantized_linear_node",
+      [](const mx::array& x, const mx::array& weight, const mx::array& scales,
+         const mx::array& biases, const std::optional<mx::array>& bias, int bits, int group_size) {
+        Arrays inputs{x, weight, scales, biases};
+        if (bias) {
+          inputs.push_back(*bias);
+        }
+        auto shape = x.shape();
+        shape.back() = weight.shape(0);
+        WeightCodes codes{cpu::WeightFormat::affine, bits, group_size};
+        auto node = std::make_shared<QuantizedLinear>(mx::default_stream(mx::Device::cpu), codes);
+        return mx::array(std::move(shape), x.dtype(), std::move(node), std::move(inputs));
+      },
+      "x"_a, "weight"_a, "scales"_a, "biases"_a, "bias"_a.none(), nb::kw_only(), "bits"_a,
+      "group_size"_a, "quantized_linear as it is with CUDA: of the dtype of x.");
+
+  m.def(
+      "cuda_program_launches",
+      [](const Arrays& inputs, const Arrays& outputs) {
+        DeviceProgram program(inputs, outputs, Gpu::nvidia, DeviceProgram::Residual::in_product);
+        nb::list launches;
+        for (const auto& launch : program.launches({}, Gpu::nvidia)) {
+          launches.append(describe(launch));
+        }
+        return launches;
+      },
+      "inputs"_a, "outputs"_a,
+      "The launches of a DeviceProgram for NVIDIA's GPUs, without attention. Raises RuntimeError.");
 
   m.def(
       "step_counts",

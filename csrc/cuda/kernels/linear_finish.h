@@ -1,0 +1,115 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// What becomes of the sums of a block's rows of the weight: biases are added, gates applied, heads
+// rotated and written, a residual added.
+//
+// Of gate and up a block has UNIT / 2 rows of each, in turn; of heads it has what head_row says.
+
+#pragma once
+
+#include "linear_math.h"
+
+namespace mlx_paged::cuda {
+
+// The row of a weight that row `row` of block `tile` is, and whether it is of up (gated ones).
+struct TileRow {
+  int of_weight;
+  bool is_up;
+};
+
+template <int ROWS, int UNIT>
+__device__ __forceinline__ TileRow row_of_tile(const LinearParams& params, int tile, int row) {
+  if (params.head_dim > 0) {
+    const HeadRow at = head_row(tile, ROWS, params.head_dim, row);
+    return {at.first + at.is_second * (params.head_dim / 2), false};
+  }
+  if (params.is_gated) {
+    constexpr int kHalf = UNIT / 2;
+    const int of_weight = tile * (ROWS / 2) + row / UNIT * kHalf + row % kHalf;
+    return {of_weight, row % UNIT >= kHalf};
+  }
+  return {tile * ROWS + row, false};
+}
+
+// Finishes every `stride`-th four outputs side by side, from number `begin` on. `sums_of(at, row)`:
+// those of row `at` of x and rows `row` to `row` + 3 of the tile. x has `num_rows`, the first of
+// them row `first_x` of the step's.
+template <typename T, int ROWS, int UNIT, typename Sums>
+__device__ __forceinline__ void finish_rows(
+    const LinearParams& params, const LinearPart<T> (&parts)[kLinearMostWeights], int which,
+    int tile, const T* residual, const float* rotations, const int* slots, int first_x,
+    int num_rows, int begin, int stride, Sums sums_of) {
+  const LinearPart<T> ours = part_of(parts, which);
+  const bool has_heads = params.head_dim > 0;
+  const int outputs = params.is_gated ? ROWS / 2 : ROWS;
+  // Threads that finish a row of x: with four outputs each, of heads four of each half.
+  const int mates = has_heads ? outputs / 8 : outputs / 4;
+  auto with_bias = [&](float4 sum, const LinearPart<T>& part, int column, T(&four)[4]) {
+    const float values[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const bool has_bias = part.has_bias && column + e < part.n;
+      four[e] = plus(rounded<T>(values[e]), part.bias + column + e, has_bias);
+    }
+  };
+  for (int i = begin; i < num_rows * mates; i += stride) {
+    const int at = i / mates;
+    if (has_heads) {
+      const int unit = min(ROWS, params.head_dim);
+      const int of_half = i % mates * 4;  // among the block's first halves
+      const int output = of_half / (unit / 2) * unit + of_half % (unit / 2);
+      const int low = head_row(tile, ROWS, params.head_dim, output).first;
+      if (low >= ours.n) {
+        continue;
+      }
+      T lows[4];
+      T highs[4];
+      with_bias(sums_of(at, output), ours, low, lows);
+      with_bias(sums_of(at, output + unit / 2), ours, low + params.head_dim / 2, highs);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        write_rotated<T>(
+            params, rotations, slots, ours.out, ours.n, which, first_x + at, low + e, lows[e],
+            highs[e]);
+      }
+      continue;
+    }
+    const int output = i % mates * 4;
+    const int column = tile * outputs + output;
+    if (column >= ours.n) {
+      continue;
+    }
+    __align__(8) T four[4];
+    if (params.is_gated) {
+      constexpr int kHalf = UNIT / 2;
+      const int gate = output / kHalf * UNIT + output % kHalf;
+      T up[4];
+      with_bias(sums_of(at, gate), ours, column, four);
+      with_bias(sums_of(at, gate + kHalf), parts[1], column, up);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        four[e] = gated(four[e], up[e]);
+      }
+    } else {
+      with_bias(sums_of(at, output), ours, column, four);
+    }
+    const size_t to = size_t(first_x + at) * ours.n + column;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      four[e] = plus(four[e], residual + to + e, params.has_residual && column + e < ours.n);
+    }
+    if (ours.n % 4 == 0) {
+      *reinterpret_cast<unsigned long long*>(ours.out + to) =
+          *reinterpret_cast<unsigned long long*>(four);
+      continue;
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      if (column + e < ours.n) {
+        ours.out[to + e] = four[e];
+      }
+    }
+  }
+}
+
+}  // namespace mlx_paged::cuda

@@ -1,0 +1,53 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Products with weights of PAGED_CODE_BITS bits: every instantiation of linear_quantised.h.
+
+#include "linear_quantised.h"
+
+#include "../compiled_kernels.h"
+
+using namespace mlx_paged::cuda;
+
+#define NAME(kernel, dtype, format, bits, group, tiles) \
+  kernel "_" #dtype "_" #format "_" #bits "_" #group "_" #tiles
+#define ROWS(dtype, type, format, bits, group, tiles)           \
+  {NAME("linear_quantised", dtype, format, bits, group, tiles), \
+   linear_quantised_entry<type, CodeFormat::format, bits, group, tiles>},
+#define CLUSTER(dtype, type, format, bits, group, tiles)                \
+  {NAME("linear_quantised_cluster", dtype, format, bits, group, tiles), \
+   linear_quantised_cluster_entry<type, CodeFormat::format, bits, group, tiles>},
+#define TILES(dtype, type, format, bits, group) \
+  ROWS(dtype, type, format, bits, group, 1)     \
+  ROWS(dtype, type, format, bits, group, 2)     \
+  CLUSTER(dtype, type, format, bits, group, 2)  \
+  CLUSTER(dtype, type, format, bits, group, 4)  \
+  CLUSTER(dtype, type, format, bits, group, 8)
+#define DTYPES(format, bits, group)           \
+  TILES(float16, __half, format, bits, group) \
+  TILES(bfloat16, __nv_bfloat16, format, bits, group)
+#define GROUPS(bits)       \
+  DTYPES(affine, bits, 32) \
+  DTYPES(affine, bits, 64) \
+  DTYPES(affine, bits, 128)
+
+static const bool added = add_kernels({
+// clang-format off
+#if PAGED_CODE_BITS == 2
+    GROUPS(2)
+#elif PAGED_CODE_BITS == 3
+    GROUPS(3)
+#elif PAGED_CODE_BITS == 4
+    GROUPS(4)
+    DTYPES(mxfp4, 4, 32)
+#elif PAGED_CODE_BITS == 5
+    GROUPS(5)
+#elif PAGED_CODE_BITS == 6
+    GROUPS(6)
+#elif PAGED_CODE_BITS == 8
+    GROUPS(8)
+    DTYPES(mxfp8, 8, 32)
+#else
+#error "PAGED_CODE_BITS must be 2, 3, 4, 5, 6 or 8"
+#endif
+    // clang-format on
+});

@@ -1,0 +1,282 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// x @ weight.T + bias for the few rows of a decode step, of weights that mx.quantize made. As in
+// linear.cu and linear_cluster.cu time is that of reading the weights once; here a block reads so
+// little that the time until it arrives counts. Copies run two chunks and more ahead of the
+// products.
+
+#pragma once
+
+#include "linear_finish.h"
+#include "quantised_weights.h"
+
+namespace mlx_paged::cuda {
+
+// One weight of a launch, and where it is written.
+#define QUANTISED_WEIGHT(i)                                                                  \
+  const unsigned char* __restrict__ codes_##i, const unsigned char* __restrict__ scales_##i, \
+      const unsigned char* __restrict__ biases_##i, const T* __restrict__ bias_##i, T* out_##i
+
+#define QUANTISED_PARAMETERS                                                            \
+  const T *__restrict__ x, const T *residual, QUANTISED_WEIGHT(0), QUANTISED_WEIGHT(1), \
+      QUANTISED_WEIGHT(2), const float *rotations, const int *__restrict__ slots,       \
+      const __grid_constant__ LinearParams params
+
+#define QUANTISED_PARTS                                            \
+  {{nullptr, bias_0, out_0, params.n[0], params.has_bias[0] != 0}, \
+   {nullptr, bias_1, out_1, params.n[1], params.has_bias[1] != 0}, \
+   {nullptr, bias_2, out_2, params.n[2], params.has_bias[2] != 0}}
+
+// Rows of the tile from `first` on, in weight `which`: what QuantisedStage::copy asks for.
+#define QUANTISED_ROWS_OF(tile, first)                                         \
+  [&](int& row) -> QuantisedRowsOf {                                           \
+    const TileRow at = row_of_tile<kRows, kUnit>(params, tile, (first) + row); \
+    const int weight = at.is_up ? 1 : which;                                   \
+    row = min(at.of_weight, n - 1);                                            \
+    return weight == 0   ? QuantisedRowsOf{codes_0, scales_0, biases_0}        \
+           : weight == 1 ? QuantisedRowsOf{codes_1, scales_1, biases_1}        \
+                         : QuantisedRowsOf{codes_2, scales_2, biases_2};       \
+  }
+
+// A warp is a part, with all columns of it and sixteen rows of the weight. TILES: of eight rows of
+// x, which go straight to registers. grid: rows of the weight x rows of x.
+template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES>
+__global__ void __launch_bounds__(32 * kLinearParts, quantised_blocks(TILES, false))
+    linear_quantised_entry(QUANTISED_PARAMETERS) {
+  using Stage = QuantisedStage<T, FORMAT, BITS, GROUP, 1>;
+  using Group = typename Stage::Group;
+  constexpr int kRows = kQuantisedRows;
+  constexpr int kUnit = kRows;
+  constexpr int kStages = quantised_rows_shape(FORMAT, BITS, GROUP, TILES).stages;
+  constexpr int kPieces = Group::kColumns / 8;  // of 16 bytes of x, of a lane's part of a group
+  extern __shared__ __align__(128) unsigned char shared[];
+  const LinearPart<T> parts_of_launch[kLinearMostWeights] = QUANTISED_PARTS;
+  int tile = blockIdx.x;
+  const int which = weight_of_block(params, params.is_gated ? kRows / 2 : kRows, tile);
+  const int n = part_of(parts_of_launch, which).n;
+  const int lane = threadIdx.x % 32;
+  const int part = threadIdx.x / 32;
+  const int row = lane / 4;
+  const int column = lane % 4;
+  const int first_x = blockIdx.y * TILES * 8;
+  const int num_rows = min(params.num_rows - first_x, TILES * 8);
+  const int num_groups = params.k / GROUP;
+  const int num_chunks = (num_groups + Stage::kGroups - 1) / Stage::kGroups;
+  const int num_turns = (num_chunks - part + kLinearParts - 1) / kLinearParts;
+  const unsigned int ring = paged::shared_address(shared) + part * (kStages * Stage::kBytes);
+  const paged::CachePolicy once = paged::evict_first();
+  auto rows_of = QUANTISED_ROWS_OF(tile, 0);
+  auto copy_weights = [&](int turn) {
+    if (turn < num_turns) {
+      Stage::copy(
+          ring + turn % kStages * Stage::kBytes, rows_of, num_groups, turn * kLinearParts + part,
+          lane, once);
+    }
+    paged::commit_copies();
+  };
+  Eight xs[Stage::kGroups][TILES][kPieces];
+  const Eight zero = make_uint4(0, 0, 0, 0);
+  auto fetch_xs = [&](int turn) {
+#pragma unroll
+    for (int g = 0; g < Stage::kGroups; g++) {
+      const int group = (turn * kLinearParts + part) * Stage::kGroups + g;
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        const T* from = x + size_t(first_x + t * 8 + row) * params.x_stride + group * GROUP +
+                        column * Group::kColumns;
+        const bool inside = group < num_groups && t * 8 + row < num_rows;
+#pragma unroll
+        for (int h = 0; h < kPieces; h++) {
+          xs[g][t][h] = inside ? load_x(from + 8 * h) : zero;
+        }
+      }
+    }
+  };
+
+#pragma unroll
+  for (int turn = 0; turn < kStages - 1; turn++) {
+    copy_weights(turn);  // which no kernel writes
+  }
+  paged::wait_for_kernel_before();
+  paged::let_next_kernel_begin();
+  if (num_turns > 0) {
+    fetch_xs(0);
+  }
+  float sums[1][TILES][4] = {};
+  for (int turn = 0; turn < num_turns; turn++) {
+    paged::wait_for_copies<kStages - 2>();
+    __syncwarp();  // all lanes' copies are there, and the stage before has been read
+    copy_weights(turn + kStages - 1);
+    const unsigned int stage = ring + turn % kStages * Stage::kBytes;
+    typename Stage::Scales scales;
+    scales.load(stage, row);
+#pragma unroll
+    for (int g = 0; g < Stage::kGroups; g++) {
+      Stage::multiply(
+          sums, stage, scales, g, row, column, [&](int t, int h) { return xs[g][t][h]; });
+    }
+    if (turn + 1 < num_turns) {
+      fetch_xs(turn + 1);
+    }
+  }
+  paged::wait_for_copies<0>();
+  __syncthreads();  // the rings have been read
+
+  // Of each part, [row of x][row of the weight].
+  constexpr int kPitch = kRows + 4;
+  float* results = reinterpret_cast<float*>(shared);
+  auto result = [&](int of_part, int at, int output) -> float& {
+    return results[(of_part * TILES * 8 + at) * kPitch + output];
+  };
+#pragma unroll
+  for (int t = 0; t < TILES; t++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      result(part, t * 8 + column * 2 + i % 2, i / 2 * 8 + row) = sums[0][t][i];
+    }
+  }
+  __syncthreads();
+  finish_rows<T, kRows, kUnit>(
+      params, parts_of_launch, which, tile, residual, rotations, slots, first_x, num_rows,
+      threadIdx.x, 32 * kLinearParts, [&](int at, int output) {
+        float4 sum[kLinearParts];
+#pragma unroll
+        for (int i = 0; i < kLinearParts; i++) {
+          sum[i] = *reinterpret_cast<const float4*>(&result(i, at, output));
+        }
+        return sum_of_parts(sum);
+      });
+}
+
+// A block of a cluster is a part; its warps have 32 rows of the weight each and share x.
+// grid: tiles of the weight x blocks of a cluster.
+template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES>
+__global__ void __launch_bounds__(32 * kQuantisedClusterWarps, quantised_blocks(TILES, true))
+    linear_quantised_cluster_entry(QUANTISED_PARAMETERS) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  using Stage = QuantisedStage<T, FORMAT, BITS, GROUP, 2>;
+  using Group = typename Stage::Group;
+  constexpr int kThreads = 32 * kQuantisedClusterWarps;
+  constexpr int kRows = cluster_rows(kQuantisedClusterWarps);
+  constexpr int kUnit = kClusterWarpRows;
+  constexpr QuantisedShape kShape = quantised_cluster_shape(FORMAT, BITS, GROUP, TILES);
+  constexpr int kStages = kShape.stages;
+  constexpr int kPieces = Stage::kChunk / 8;        // of 16 bytes, of a row of x
+  constexpr int kLanePieces = Group::kColumns / 8;  // ... of a lane's part of a group
+  constexpr int kXBytes = 8 * TILES * kPieces * 16;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const LinearPart<T> parts_of_launch[kLinearMostWeights] = QUANTISED_PARTS;
+  int tile = blockIdx.x / kLinearParts;
+  const int which = weight_of_block(params, params.is_gated ? kRows / 2 : kRows, tile);
+  const int n = part_of(parts_of_launch, which).n;
+  const int lane = threadIdx.x % 32;
+  const int row = lane / 4;
+  const int column = lane % 4;
+  const int first_of_warp = threadIdx.x / 32 * kClusterWarpRows;
+  const int rank = blockIdx.x % kLinearParts;
+  const int num_groups = params.k / GROUP;
+  const int num_chunks = (num_groups + Stage::kGroups - 1) / Stage::kGroups;
+  const int num_turns = (num_chunks - rank + kLinearParts - 1) / kLinearParts;
+  const unsigned int ring = paged::shared_address(shared);
+  const unsigned int rows_of_warp = kXBytes + threadIdx.x / 32 * Stage::kBytes;
+  const paged::CachePolicy once = paged::evict_first();
+  auto rows_of = QUANTISED_ROWS_OF(tile, first_of_warp);
+  auto stage_of = [&](int turn) { return ring + turn % kStages * kShape.stage_bytes; };
+  // Where eight columns of x lie in a tile: [group][piece of a lane's][lane of four], so that what
+  // eight lanes read at once, of two neighbouring rows, lies in different banks.
+  auto place = [](int at, int group, int lanes_piece, int of_lane) {
+    const int piece = (group * kLanePieces + lanes_piece) * 4 + of_lane;
+    return (at * kPieces + (piece ^ (at & 1) * 4)) * 16;
+  };
+  auto copy_weights = [&](int turn) {
+    Stage::copy(
+        stage_of(turn) + rows_of_warp, rows_of, num_groups, turn * kLinearParts + rank, lane, once);
+  };
+  auto copy_xs = [&](int turn) {
+    constexpr int kOfGroup = 4 * kLanePieces;
+    const int begin = (turn * kLinearParts + rank) * Stage::kChunk;
+#pragma unroll
+    for (int i = threadIdx.x; i < 8 * TILES * kPieces; i += kThreads) {
+      const int at = i / kPieces;
+      const int piece = i % kPieces;
+      const int of_group = piece % kOfGroup;
+      const int first = begin + piece * 8;
+      const bool exists = at < params.num_rows && first < params.k;
+      paged::copy_async(
+          stage_of(turn) +
+              place(at, piece / kOfGroup, of_group % kLanePieces, of_group / kLanePieces),
+          exists ? x + size_t(at) * params.x_stride + first : x, exists);
+    }
+  };
+
+#pragma unroll
+  for (int turn = 0; turn < kStages - 1; turn++) {
+    if (turn < num_turns) {
+      copy_weights(turn);  // which no kernel writes
+    }
+  }
+  paged::wait_for_kernel_before();
+  paged::let_next_kernel_begin();
+#pragma unroll
+  for (int turn = 0; turn < kStages - 1; turn++) {
+    if (turn < num_turns) {
+      copy_xs(turn);
+    }
+    paged::commit_copies();
+  }
+  float sums[2][TILES][4] = {};
+  for (int turn = 0; turn < num_turns; turn++) {
+    paged::wait_for_copies<kStages - 2>();
+    __syncthreads();  // all threads' copies are there, and the stage before has been read
+    if (turn + kStages - 1 < num_turns) {
+      copy_weights(turn + kStages - 1);
+      copy_xs(turn + kStages - 1);
+    }
+    paged::commit_copies();
+    const unsigned int xs = stage_of(turn);
+    const unsigned int stage = xs + rows_of_warp;
+    typename Stage::Scales scales;
+    scales.load(stage, row);
+#pragma unroll
+    for (int g = 0; g < Stage::kGroups; g++) {
+      Stage::multiply(sums, stage, scales, g, row, column, [&](int t, int h) {
+        return load_shared(xs + place(8 * t + row, g, h, column));
+      });
+    }
+  }
+  paged::wait_for_copies<0>();
+  __syncthreads();  // the ring has been read
+
+  // Sums of the block, [row of x][row of the weight].
+  constexpr int kPitch = cluster_result_pitch(kQuantisedClusterWarps);
+  float* results = reinterpret_cast<float*>(shared);
+#pragma unroll
+  for (int m = 0; m < 2; m++) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int at = t * 8 + column * 2 + i % 2;
+        const int output = first_of_warp + m * 16 + i / 2 * 8 + row;
+        results[at * kPitch + output] = sums[m][t][i];
+      }
+    }
+  }
+  cluster_barrier();
+  // Each block finishes every kLinearParts-th part of the outputs.
+  finish_rows<T, kRows, kUnit>(
+      params, parts_of_launch, which, tile, residual, rotations, slots, 0, params.num_rows,
+      rank * kThreads + threadIdx.x, kLinearParts * kThreads, [&](int at, int output) {
+        const unsigned int address = ring + (at * kPitch + output) * 4;
+        float4 sum[kLinearParts];
+#pragma unroll
+        for (int i = 0; i < kLinearParts; i++) {
+          sum[i] = load_of_rank(address, i);
+        }
+        return sum_of_parts(sum);
+      });
+  cluster_barrier();  // no block ends while its results are being read
+#endif
+}
+
+}  // namespace mlx_paged::cuda

@@ -1,0 +1,412 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Weights as mx.quantize packs them, as the left operand of mma.m16n8k16.
+//
+// Codes are never scaled in 16 bits. They become numbers that 16 bits hold exactly, a group of
+// columns is multiplied and added up in fp32, and its scale and bias are applied to that sum:
+//   x . (code * scale + bias) = scale * (x . code) + bias * (sum of x)
+//
+// Of a group each of the four lanes of a row has a quarter, side by side; which of its columns are
+// which of the product's is free, as long as x agrees. Where a word has whole pairs of codes 16
+// bits apart, these are pairs of a fragment, and one logical operation makes one of them.
+
+#pragma once
+
+#include <type_traits>
+
+#include "../quantised_shape.h"
+#include "linear_math.h"
+#include "shared_memory.h"
+
+namespace mlx_paged::cuda {
+
+__device__ __forceinline__ unsigned int bits_of(__nv_bfloat162 v) {
+  return *reinterpret_cast<unsigned int*>(&v);
+}
+
+__device__ __forceinline__ __nv_bfloat162 as_pair(unsigned int bits) {
+  return *reinterpret_cast<__nv_bfloat162*>(&bits);
+}
+
+// The lower or upper half of a word.
+template <typename T>
+__device__ __forceinline__ float element(unsigned int pair, int which) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __uint_as_float(which ? pair & 0xffff0000u : pair << 16);
+  } else {
+    const unsigned short half = static_cast<unsigned short>(pair >> 16 * which);
+    return __half2float(__ushort_as_half(half));
+  }
+}
+
+// Codes at the bottom of each half of a word, as numbers: code * kUnit + kOffset. (What else is in
+// the word is not looked at.)
+template <typename T, CodeFormat FORMAT, int BITS>
+struct CodesOf;
+
+// Denormal numbers: the product takes them as they are.
+template <int BITS>
+struct CodesOf<__half, CodeFormat::affine, BITS> {
+  static constexpr float kOffset = 0.0f;
+  static constexpr float kPerUnit = 16777216.0f;  // a number is a code's 2^-24th
+  __device__ __forceinline__ static unsigned int pair(unsigned int raw) {
+    return raw & ((1u << BITS) - 1) * 0x10001u;
+  }
+};
+
+// 128 + code.
+template <int BITS>
+struct CodesOf<__nv_bfloat16, CodeFormat::affine, BITS> {
+  static constexpr float kOffset = 128.0f;
+  static constexpr float kPerUnit = 1.0f;
+  __device__ __forceinline__ static unsigned int pair(unsigned int raw) {
+    return masked_or(raw, ((1u << BITS) - 1) * 0x10001u, 0x43004300u);
+  }
+};
+
+// code - 128: 128 + (its lower seven bits), less 128 or 256.
+template <>
+struct CodesOf<__nv_bfloat16, CodeFormat::affine, 8> {
+  static constexpr float kOffset = -128.0f;
+  static constexpr float kPerUnit = 1.0f;
+  __device__ __forceinline__ static unsigned int pair(unsigned int raw) {
+    return bits_of(__hsub2(
+        as_pair(masked_or(raw, 0x007f007fu, 0x43004300u)),
+        as_pair(masked_or(~raw, 0x00800080u, 0x43004300u))));
+  }
+};
+
+// The bits of small floats are those of fp16 with fewer bits of exponent: another power of two.
+template <>
+struct CodesOf<__half, CodeFormat::mxfp4, 4> {
+  static constexpr float kOffset = 0.0f;
+  static constexpr float kPerUnit = 16384.0f;
+  __device__ __forceinline__ static unsigned int pair(unsigned int raw) {
+    return (raw << 12 & 0x80008000u) | (raw << 9 & 0x0e000e00u);
+  }
+};
+
+template <>
+struct CodesOf<__half, CodeFormat::mxfp8, 8> {
+  static constexpr float kOffset = 0.0f;
+  static constexpr float kPerUnit = 256.0f;
+  __device__ __forceinline__ static unsigned int pair(unsigned int raw) {
+    return (raw << 8 & 0x80008000u) | (raw << 7 & 0x3f803f80u);
+  }
+};
+
+// bf16's exponent is wider: products with its denormal numbers would be too small for fp32.
+template <>
+struct CodesOf<__nv_bfloat16, CodeFormat::mxfp4, 4> {
+  static constexpr float kOffset = 0.0f;
+  static constexpr float kPerUnit = 1.0f;
+  __device__ __forceinline__ static unsigned int pair(unsigned int raw) {
+    unsigned int small = (raw << 12 & 0x80008000u) | (raw << 6 & 0x01c001c0u);
+    return bits_of(__hmul2(as_pair(small), as_pair(0x7e807e80u)));  // by 2^126
+  }
+};
+
+template <>
+struct CodesOf<__nv_bfloat16, CodeFormat::mxfp8, 8> {
+  static constexpr float kOffset = 0.0f;
+  static constexpr float kPerUnit = 1.0f;
+  __device__ __forceinline__ static unsigned int pair(unsigned int raw) {
+    unsigned int small = (raw << 8 & 0x80008000u) | (raw << 4 & 0x07f007f0u);
+    return bits_of(__hmul2(as_pair(small), as_pair(0x7b807b80u)));  // by 2^120
+  }
+};
+
+// Bits [at, at + 32) of words; of bits before the first or after the last anything. `at` is known
+// to the compiler.
+template <int WORDS>
+__device__ __forceinline__ unsigned int bits_from(const unsigned int (&words)[WORDS], int at) {
+  if (at < 0) {
+    return words[0] << -at;
+  }
+  const int word = at / 32;
+  if (at % 32 == 0 || word + 1 >= WORDS) {
+    return words[word] >> at % 32;
+  }
+  return __funnelshift_r(words[word], words[word + 1], at % 32);
+}
+
+// Words that the codes of any of four lanes lie in: they need not begin with one of the row's.
+constexpr int words_of_lane(int bits) {
+  int most = 0;
+  for (int lane = 0; lane < 4; lane++) {
+    const int words = ((lane + 1) * bits - 1) / 32 - lane * bits / 32 + 1;
+    most = words > most ? words : most;
+  }
+  return most;
+}
+
+// A lane's part of a group of a row: kColumns columns side by side, of which pair p of the
+// fragments has two.
+template <typename T, CodeFormat FORMAT, int BITS, int GROUP>
+struct GroupOf {
+  using Codes = CodesOf<T, FORMAT, BITS>;
+  static constexpr int kColumns = GROUP / 4;
+  static constexpr int kPairs = kColumns / 2;
+  static constexpr int kProducts = kPairs / 2;  // mma instructions
+  static constexpr int kLaneBits = kColumns * BITS;
+  static constexpr bool kInWords = kLaneBits % 32 == 0;
+  static constexpr int kWords = words_of_lane(kLaneBits);
+  static constexpr int kGroupWords = GROUP * BITS / 32;
+  // Pairs are codes 16 bits apart, instead of neighbours.
+  static constexpr bool kApart = kInWords && (BITS == 4 || BITS == 8);
+  static constexpr bool kHasBiases = FORMAT == CodeFormat::affine;
+
+  // From shared memory. `group`: of the row, where its codes begin.
+  __device__ __forceinline__ static void load(
+      unsigned int group, int lane, unsigned int (&words)[kWords]) {
+    if constexpr (kInWords) {
+      const unsigned int from = group + lane * (kWords * 4);
+      if constexpr (kWords % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < kWords; i += 4) {
+          const Eight v = load_shared(from + i * 4);
+          words[i] = v.x;
+          words[i + 1] = v.y;
+          words[i + 2] = v.z;
+          words[i + 3] = v.w;
+        }
+      } else if constexpr (kWords % 2 == 0) {
+#pragma unroll
+        for (int i = 0; i < kWords; i += 2) {
+          load_shared_pair(from + i * 4, words[i], words[i + 1]);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kWords; i++) {
+          words[i] = load_shared_word(from + i * 4);
+        }
+      }
+    } else {
+      const int first = lane * kLaneBits / 32;
+#pragma unroll
+      for (int i = 0; i < kWords; i++) {
+        words[i] = load_shared_word(group + min(first + i, kGroupWords - 1) * 4);
+      }
+    }
+  }
+
+  // What was loaded, from the lane's first code on.
+  __device__ __forceinline__ static void align(int lane, unsigned int (&words)[kWords]) {
+    if constexpr (!kInWords) {
+      const int shift = lane * kLaneBits % 32;
+#pragma unroll
+      for (int i = 0; i + 1 < kWords; i++) {
+        words[i] = __funnelshift_r(words[i], words[i + 1], shift);
+      }
+      words[kWords - 1] >>= shift;
+    }
+  }
+
+  __device__ __forceinline__ static unsigned int pair(const unsigned int (&words)[kWords], int p) {
+    if constexpr (kApart) {
+      constexpr int kOfWord = 16 / BITS;
+      return Codes::pair(words[p / kOfWord] >> p % kOfWord * BITS);
+    } else {
+      constexpr unsigned int kMask = (1u << BITS) - 1;
+      const unsigned int low = bits_from(words, 2 * p * BITS);
+      const unsigned int high = bits_from(words, (2 * p + 1) * BITS - 16);
+      return Codes::pair((low & kMask) | (high & kMask << 16));
+    }
+  }
+
+  // Eight elements of x side by side, as pairs.
+  __device__ __forceinline__ static Eight pairs_of(Eight x) {
+    if constexpr (!kApart) {
+      return x;
+    }
+    constexpr unsigned int kLow = 0x5410;
+    constexpr unsigned int kHigh = 0x7632;
+    if constexpr (BITS == 4) {
+      return make_uint4(
+          __byte_perm(x.x, x.z, kLow), __byte_perm(x.x, x.z, kHigh), __byte_perm(x.y, x.w, kLow),
+          __byte_perm(x.y, x.w, kHigh));
+    } else {
+      return make_uint4(
+          __byte_perm(x.x, x.y, kLow), __byte_perm(x.x, x.y, kHigh), __byte_perm(x.z, x.w, kLow),
+          __byte_perm(x.z, x.w, kHigh));
+    }
+  }
+};
+
+// Where a warp's rows of the weight begin: of one weight, or half of them of another.
+struct QuantisedRowsOf {
+  const unsigned char* codes;
+  const unsigned char* scales;
+  const unsigned char* biases;
+};
+
+// A stage of a warp's ring in shared memory: the codes and scales of a chunk's groups, for sixteen
+// rows of each of M_TILES tiles.
+template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int M_TILES>
+struct QuantisedStage {
+  using Group = GroupOf<T, FORMAT, BITS, GROUP>;
+  static constexpr int kRows = 16 * M_TILES;
+  static constexpr int kChunk = quantised_chunk(GROUP);
+  static constexpr int kGroups = kChunk / GROUP;
+  static constexpr int kRowBytes = kChunk * BITS / 8;  // codes
+  static constexpr int kPieces = kRowBytes / 16;
+  static constexpr int kPitch = quantised_pitch(BITS, GROUP);
+  static constexpr int kScaleBytes = Group::kHasBiases ? 2 : 1;
+  static constexpr int kArrays = Group::kHasBiases ? 2 : 1;
+  static constexpr int kScalesBytes = quantised_scale_bytes(FORMAT, GROUP);  // of a row
+  static constexpr int kRecord = kArrays * kScalesBytes;                     // and its biases
+  static constexpr int kBytes = quantised_stage_bytes(FORMAT, BITS, GROUP, kRows);
+
+  // Starts the copies of a chunk. `rows_of(row)`: the weight that row `row` of the tile is of, and
+  // `row` becomes its place in it.
+  template <typename RowsOf>
+  __device__ __forceinline__ static void copy(
+      unsigned int stage, RowsOf rows_of, int num_groups, int chunk, int lane,
+      paged::CachePolicy once) {
+    const int row_bytes = num_groups * (Group::kGroupWords * 4);
+    const int begin = chunk * kRowBytes;
+#pragma unroll
+    for (int i = 0; i < (kRows * kPieces + 31) / 32; i++) {
+      const int at = i * 32 + lane;
+      if (kRows * kPieces % 32 != 0 && at >= kRows * kPieces) {
+        break;
+      }
+      const int of_tile = at / kPieces;
+      const int piece = at % kPieces;
+      int row = of_tile;
+      const unsigned char* codes = rows_of(row).codes;
+      const int first = begin + piece * 16;
+      const int left = max(0, min(row_bytes - first, 16));  // (rows need not end with a chunk)
+      copy_part_async(
+          stage + of_tile * kPitch + piece * 16,
+          codes + (left > 0 ? size_t(row) * row_bytes + first : 0), left, once);
+    }
+    const int first_group = chunk * kGroups;
+    const bool whole = num_groups % kGroups == 0;
+#pragma unroll
+    for (int i = 0; i < (kRows * kArrays + 31) / 32; i++) {
+      const int at = i * 32 + lane;
+      if (kRows * kArrays % 32 != 0 && at >= kRows * kArrays) {
+        break;
+      }
+      const int of_tile = at / kArrays;
+      int row = of_tile;
+      const QuantisedRowsOf rows = rows_of(row);
+      const unsigned char* scales = at % kArrays == 0 ? rows.scales : rows.biases;
+      const unsigned int to =
+          stage + kRows * kPitch + of_tile * kRecord + at % kArrays * kScalesBytes;
+      const size_t from = size_t(row) * num_groups + first_group;
+      if (whole) {
+        const bool exists = first_group < num_groups;
+        copy_few_async<kScalesBytes>(to, scales + (exists ? from * kScaleBytes : 0), exists);
+        continue;
+      }
+#pragma unroll
+      for (int g = 0; g < kGroups; g++) {
+        const bool exists = first_group + g < num_groups;
+        const unsigned char* scale = scales + (from + g) * kScaleBytes;
+        if constexpr (kScaleBytes == 2) {
+          store_shared_half(
+              to + g * 2, exists ? *reinterpret_cast<const unsigned short*>(scale) : 0);
+        } else {
+          store_shared_byte(to + g, exists ? *scale : 0);
+        }
+      }
+    }
+  }
+
+  // A lane's scales of rows r + 8 i, all groups of a stage.
+  struct Scales {
+    unsigned int words[2 * M_TILES][(kRecord + 3) / 4];
+
+    __device__ __forceinline__ void load(unsigned int stage, int r) {
+#pragma unroll
+      for (int i = 0; i < 2 * M_TILES; i++) {
+        const unsigned int from = stage + kRows * kPitch + (r + 8 * i) * kRecord;
+        if constexpr (kRecord % 16 == 0) {
+#pragma unroll
+          for (int j = 0; j < kRecord / 16; j++) {
+            const Eight v = load_shared(from + 16 * j);
+            words[i][4 * j] = v.x;
+            words[i][4 * j + 1] = v.y;
+            words[i][4 * j + 2] = v.z;
+            words[i][4 * j + 3] = v.w;
+          }
+        } else if constexpr (kRecord == 8) {
+          load_shared_pair(from, words[i][0], words[i][1]);
+        } else {
+          words[i][0] = load_shared_word(from);
+        }
+      }
+    }
+
+    // Scale `g` of the row's; biases follow.
+    __device__ __forceinline__ float at(int i, int g) const {
+      if constexpr (kScaleBytes == 1) {  // 2^(code - 127)
+        const unsigned int code = words[i][g / 4] >> 8 * (g % 4) & 0xff;
+        return __uint_as_float(code == 0 ? 0x00400000u : code << 23);
+      } else {
+        return element<T>(words[i][g / 2], g % 2);
+      }
+    }
+  };
+
+  // Adds one group's part of all products to `sums`. `x_of(t, h)`: of tile t of x eight columns of
+  // the lane's, number h.
+  template <int TILES, typename X>
+  __device__ __forceinline__ static void multiply(
+      float (&sums)[M_TILES][TILES][4], unsigned int stage, const Scales& scales, int g, int r,
+      int c, X x_of) {
+    constexpr int kProducts = Group::kProducts;
+    constexpr unsigned int kOne = std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u;
+    unsigned int fragments[M_TILES][kProducts][4];
+    float scale[2 * M_TILES];
+    float bias[2 * M_TILES];
+#pragma unroll
+    for (int i = 0; i < 2 * M_TILES; i++) {
+      unsigned int codes[Group::kWords];
+      Group::load(stage + (r + 8 * i) * kPitch + g * (Group::kGroupWords * 4), c, codes);
+      Group::align(c, codes);
+#pragma unroll
+      for (int p = 0; p < Group::kPairs; p++) {
+        fragments[i / 2][p / 2][p % 2 * 2 + i % 2] = Group::pair(codes, p);
+      }
+      const float s = scales.at(i, g);
+      scale[i] = s * Group::Codes::kPerUnit;
+      if constexpr (Group::kHasBiases) {
+        bias[i] = scales.at(i, kGroups + g) - Group::Codes::kOffset * s;
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+      float products[M_TILES][4] = {};
+      float x_sums[4] = {};
+#pragma unroll
+      for (int h = 0; h < kProducts / 2; h++) {
+        const Eight x = Group::pairs_of(x_of(t, h));
+#pragma unroll
+        for (int m = 0; m < M_TILES; m++) {
+          paged::multiply_accumulate(products[m], fragments[m][2 * h], {x.x, x.y}, T(0.0f));
+          paged::multiply_accumulate(products[m], fragments[m][2 * h + 1], {x.z, x.w}, T(0.0f));
+        }
+        if constexpr (Group::kHasBiases) {
+          paged::multiply_accumulate(x_sums, {kOne, kOne, kOne, kOne}, {x.x, x.y}, T(0.0f));
+          paged::multiply_accumulate(x_sums, {kOne, kOne, kOne, kOne}, {x.z, x.w}, T(0.0f));
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < M_TILES; m++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          float& sum = sums[m][t][e];
+          sum = fmaf(scale[2 * m + e / 2], products[m][e], sum);
+          if constexpr (Group::kHasBiases) {
+            sum = fmaf(bias[2 * m + e / 2], x_sums[e % 2], sum);
+          }
+        }
+      }
+    }
+  }
+};
+
+}  // namespace mlx_paged::cuda

@@ -1,0 +1,301 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Runs CUDA kernels on the CPU: a block is a thread of the system, its threads are fibers that take
+// turns, and what a warp or a block does together waits for all of them. A copy to shared memory
+// happens as late as the kernel allows, or (`copies_at_once`) as early; both must give the same.
+
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#undef __global__
+#undef __device__
+#undef __shared__
+#undef __grid_constant__
+#undef __launch_bounds__
+#undef __align__
+#define __global__
+#define __device__
+#define __shared__ __thread
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+
+using std::max;
+using std::min;
+
+namespace fibers {
+
+constexpr int kSharedBytes = 227 * 1024;
+constexpr int kMostThreads = 256;
+constexpr int kCluster = 8;
+
+inline bool copies_at_once = false;
+
+inline void require(bool ok, const char* what) {
+  if (!ok) {
+    std::printf("not so: %s\n", what);
+    std::fflush(stdout);
+    std::_Exit(1);
+  }
+}
+
+struct Copy {
+  unsigned int to;
+  const void* from;
+  int size;
+  int bytes;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack;
+  bool done = false;
+  std::vector<Copy> open;                // not committed
+  std::deque<std::vector<Copy>> groups;  // committed
+};
+
+// Waits until `count` have come.
+struct Meeting {
+  int here = 0;
+  int generation = 0;
+};
+
+struct Warp {
+  Meeting meeting;
+  char operands[32][64];
+};
+
+struct Cluster {
+  std::barrier<> barrier{kCluster};
+  unsigned char* shared[kCluster] = {};
+};
+
+struct Block {
+  std::vector<Fiber> fibers;
+  Warp warps[kMostThreads / 32];
+  Meeting meeting;
+  Meeting in_cluster;
+  Cluster* cluster = nullptr;
+  unsigned char* shared = nullptr;
+  int limit = 0;  // of shared memory
+  int current = 0;
+  ucontext_t scheduler;
+};
+
+inline thread_local Block* block;
+
+inline void yield() {
+  swapcontext(&block->fibers[block->current].context, &block->scheduler);
+}
+
+template <typename Last>
+void meet(Meeting& meeting, int count, Last last) {
+  int generation = meeting.generation;
+  if (++meeting.here == count) {
+    last();
+    meeting.here = 0;
+    meeting.generation++;
+    return;
+  }
+  while (meeting.generation == generation) {
+    yield();
+  }
+}
+
+template <typename Operands, typename Compute>
+void together_in_warp(Operands mine, Compute compute) {
+  static_assert(sizeof(Operands) <= 64);
+  Warp& warp = block->warps[block->current / 32];
+  std::memcpy(warp.operands[block->current % 32], &mine, sizeof(mine));
+  meet(warp.meeting, 32, [&] {
+    Operands all[32];
+    for (int i = 0; i < 32; i++) {
+      std::memcpy(&all[i], warp.operands[i], sizeof(mine));
+    }
+    compute(all);
+  });
+}
+
+template <typename V>
+V& shared_at(unsigned int address) {
+  require(address % sizeof(V) == 0, "addresses of shared memory are aligned");
+  require(int(address + sizeof(V)) <= block->limit, "addresses lie in a block's shared memory");
+  return *reinterpret_cast<V*>(block->shared + address);
+}
+
+template <typename V>
+V& shared_of_rank(unsigned int address, int rank) {
+  require(int(address + sizeof(V)) <= block->limit, "addresses lie in a block's shared memory");
+  return *reinterpret_cast<V*>(block->cluster->shared[rank] + address);
+}
+
+inline void do_copy(const Copy& c) {
+  std::memcpy(block->shared + c.to, c.from, c.bytes);
+  std::memset(block->shared + c.to + c.bytes, 0, c.size - c.bytes);
+}
+
+inline void start_copy(unsigned int to, const void* from, int size, int bytes) {
+  require(to % size == 0, "copies go to multiples of their size");
+  require(reinterpret_cast<size_t>(from) % size == 0, "copies come from multiples of their size");
+  require(int(to) + size <= block->limit, "copies go to a block's shared memory");
+  Copy c{to, from, size, bytes};
+  if (copies_at_once) {
+    do_copy(c);
+  } else {
+    block->fibers[block->current].open.push_back(c);
+  }
+}
+
+inline void commit_copies() {
+  Fiber& f = block->fibers[block->current];
+  f.groups.push_back(std::move(f.open));
+  f.open.clear();
+}
+
+inline void wait_for_copies(int pending) {
+  Fiber& f = block->fibers[block->current];
+  while (int(f.groups.size()) > pending) {
+    for (const Copy& c : f.groups.front()) {
+      do_copy(c);
+    }
+    f.groups.pop_front();
+  }
+}
+
+inline void cluster_barrier() {
+  meet(block->in_cluster, int(block->fibers.size()), [] {
+    block->cluster->barrier.arrive_and_wait();
+  });
+}
+
+}  // namespace fibers
+
+namespace mlx_paged::cuda {
+
+__thread unsigned char shared[fibers::kSharedBytes] __attribute__((aligned(128)));
+
+}  // namespace mlx_paged::cuda
+
+struct Position {
+  int x, y, z;
+};
+inline thread_local Position threadIdx_;
+inline thread_local Position blockIdx_;
+#define threadIdx threadIdx_
+#define blockIdx blockIdx_
+
+inline void __syncwarp() {
+  fibers::together_in_warp(0, [](int*) {});
+}
+
+inline void __syncthreads() {
+  fibers::meet(fibers::block->meeting, int(fibers::block->fibers.size()), [] {});
+}
+
+inline unsigned int __byte_perm(unsigned int a, unsigned int b, unsigned int which) {
+  unsigned long long both = a | static_cast<unsigned long long>(b) << 32;
+  unsigned int out = 0;
+  for (int i = 0; i < 4; i++) {
+    out |= static_cast<unsigned int>(both >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
+  }
+  return out;
+}
+
+inline unsigned int __funnelshift_r(unsigned int low, unsigned int high, unsigned int by) {
+  unsigned long long both = low | static_cast<unsigned long long>(high) << 32;
+  return static_cast<unsigned int>(both >> (by & 31));
+}
+
+inline float __uint_as_float(unsigned int v) {
+  float f;
+  std::memcpy(&f, &v, 4);
+  return f;
+}
+
+namespace fibers {
+
+inline void start(unsigned int low, unsigned int high) {
+  auto* body =
+      reinterpret_cast<std::function<void()>*>(low | static_cast<unsigned long long>(high) << 32);
+  (*body)();
+  block->fibers[block->current].done = true;
+  yield();
+}
+
+// One block, in an order of its threads that changes from turn to turn.
+inline void run_block(
+    int x, int y, int threads, int scratch, Cluster* cluster, std::function<void()> body) {
+  Block b;
+  block = &b;
+  b.fibers.resize(threads);
+  b.cluster = cluster;
+  b.shared = mlx_paged::cuda::shared;
+  b.limit = scratch;
+  std::memset(b.shared, 0xff, kSharedBytes);  // NaN
+  if (cluster) {
+    cluster->shared[x % kCluster] = b.shared;
+    cluster->barrier.arrive_and_wait();
+  }
+  for (auto& f : b.fibers) {
+    f.stack.resize(128 << 10);
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = f.stack.data();
+    f.context.uc_stack.ss_size = f.stack.size();
+    f.context.uc_link = nullptr;
+    auto address = reinterpret_cast<unsigned long long>(&body);
+    makecontext(
+        &f.context, reinterpret_cast<void (*)()>(start), 2, static_cast<unsigned int>(address),
+        static_cast<unsigned int>(address >> 32));
+  }
+  blockIdx = {x, y, 0};
+  unsigned int step = 1;
+  for (int left = threads; left > 0;) {
+    step = step * 5 % threads | 1;  // (threads are a power of two)
+    for (int i = 0; i < threads; i++) {
+      b.current = int(i * step % threads);
+      Fiber& f = b.fibers[b.current];
+      if (f.done) {
+        continue;
+      }
+      threadIdx = {b.current, 0, 0};
+      swapcontext(&b.scheduler, &f.context);
+      left -= f.done;
+    }
+  }
+}
+
+inline void run_grid(
+    int x, int y, int threads, int scratch, bool clusters, std::function<void()> body) {
+  int at_once = clusters ? kCluster : 1;
+  for (int j = 0; j < y; j++) {
+    for (int i = 0; i < x; i += at_once) {
+      Cluster cluster;
+      std::vector<std::thread> blocks;
+      for (int rank = 0; rank < at_once; rank++) {
+        blocks.emplace_back([=, &cluster] {
+          run_block(i + rank, j, threads, scratch, clusters ? &cluster : nullptr, body);
+        });
+      }
+      for (auto& t : blocks) {
+        t.join();
+      }
+    }
+  }
+}
+
+}  // namespace fibers

@@ -1,0 +1,82 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Stands in for csrc/cuda/kernels/tensor_core.h where kernels run on the CPU: the same functions,
+// of fibers instead of lanes.
+
+#pragma once
+
+#include "../fibers.h"
+
+namespace paged {
+
+typedef unsigned int FragmentA[4];
+typedef unsigned int FragmentB[2];
+typedef float FragmentD[4];
+
+struct CachePolicy {};
+inline CachePolicy evict_first() {
+  return {};
+}
+
+inline unsigned int shared_address(const void*) {
+  return 0;
+}
+
+template <typename T>
+float half_of(unsigned int pair, int i) {
+  unsigned short bits = static_cast<unsigned short>(pair >> 16 * i);
+  T value;
+  std::memcpy(&value, &bits, 2);
+  return static_cast<float>(value);
+}
+
+template <typename T>
+void multiply_accumulate(FragmentD& d, const FragmentA& a, const FragmentB& b, T) {
+  struct Operands {
+    const unsigned int* a;
+    const unsigned int* b;
+    float* d;
+  };
+  fibers::together_in_warp(Operands{a, b, d}, [](Operands* lanes) {
+    double left[16][16];
+    double right[16][8];
+    for (int lane = 0; lane < 32; lane++) {
+      int r = lane / 4;
+      int c = lane % 4 * 2;
+      for (int i = 0; i < 2; i++) {
+        left[r][c + i] = half_of<T>(lanes[lane].a[0], i);
+        left[r + 8][c + i] = half_of<T>(lanes[lane].a[1], i);
+        left[r][c + 8 + i] = half_of<T>(lanes[lane].a[2], i);
+        left[r + 8][c + 8 + i] = half_of<T>(lanes[lane].a[3], i);
+        right[c + i][r] = half_of<T>(lanes[lane].b[0], i);
+        right[c + 8 + i][r] = half_of<T>(lanes[lane].b[1], i);
+      }
+    }
+    for (int lane = 0; lane < 32; lane++) {
+      for (int i = 0; i < 4; i++) {
+        int r = lane / 4 + i / 2 * 8;
+        int c = lane % 4 * 2 + i % 2;
+        double sum = lanes[lane].d[i];
+        for (int k = 0; k < 16; k++) {
+          sum += left[r][k] * right[k][c];
+        }
+        lanes[lane].d[i] = static_cast<float>(sum);
+      }
+    }
+  });
+}
+
+inline void copy_async(unsigned int to, const void* from, bool exists) {
+  fibers::start_copy(to, from, 16, exists ? 16 : 0);
+}
+
+inline void commit_copies() {
+  fibers::commit_copies();
+}
+
+template <int PENDING>
+void wait_for_copies() {
+  fibers::wait_for_copies(PENDING);
+}
+
+}  // namespace paged

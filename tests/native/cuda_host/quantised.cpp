@@ -1,0 +1,375 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// The kernels of csrc/cuda/kernels/linear_quantised.h on the CPU (fibers.h), against float64.
+// Prints a line for each failure, and how many products were compared.
+
+#include "fibers.h"
+
+#include "kernels/linear_quantised.h"
+
+#include <random>
+#include <string>
+
+using namespace mlx_paged::cuda;
+
+namespace {
+
+int compared = 0;
+int failed = 0;
+
+template <typename T>
+constexpr bool kIsHalf = std::is_same_v<T, __half>;
+
+template <typename T>
+T rounded_to(double v) {
+  if constexpr (kIsHalf<T>) {
+    return __float2half(float(v));
+  } else {
+    return __float2bfloat16(float(v));
+  }
+}
+
+template <typename T>
+struct Aligned {
+  explicit Aligned(size_t size)
+      : data(static_cast<T*>(std::aligned_alloc(64, (size * sizeof(T) + 127) / 64 * 64))),
+        size(size) {}
+  ~Aligned() { std::free(data); }
+  Aligned(const Aligned&) = delete;
+  T& operator[](size_t i) { return data[i]; }
+  T* data;
+  size_t size;
+};
+
+double e2m1(unsigned code) {
+  const double magnitudes[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  return magnitudes[code & 7] * (code & 8 ? -1 : 1);
+}
+
+double e4m3(unsigned code) {
+  int exponent = code >> 3 & 15;
+  int mantissa = code & 7;
+  double v = exponent ? (1 + mantissa / 8.0) * std::exp2(exponent - 7) : mantissa / 512.0;
+  return code & 128 ? -v : v;
+}
+
+template <typename T, CodeFormat FORMAT, int BITS, int GROUP>
+struct Weight {
+  int n;
+  int k;
+  Aligned<unsigned int> codes;
+  Aligned<unsigned char> scales;
+  Aligned<unsigned char> biases;
+  Aligned<T> bias;
+  std::vector<double> exact;
+
+  Weight(std::mt19937& rng, int n, int k)
+      : n(n),
+        k(k),
+        codes(size_t(n) * k / 32 * BITS),
+        scales(size_t(n) * k / GROUP * 2),
+        biases(size_t(n) * k / GROUP * 2),
+        bias(n),
+        exact(size_t(n) * k) {
+    std::normal_distribution<double> normal;
+    for (size_t i = 0; i < codes.size; i++) {
+      codes[i] = rng();
+    }
+    for (int i = 0; i < n; i++) {
+      bias[i] = rounded_to<T>(normal(rng));
+      for (int g = 0; g < k / GROUP; g++) {
+        size_t at = size_t(i) * (k / GROUP) + g;
+        double scale;
+        double added = 0;
+        if constexpr (FORMAT == CodeFormat::affine) {
+          T s = rounded_to<T>(at % 7 ? normal(rng) / 8 : 0.0);
+          T b = rounded_to<T>(normal(rng));
+          std::memcpy(scales.data + 2 * at, &s, 2);
+          std::memcpy(biases.data + 2 * at, &b, 2);
+          scale = float(s);
+          added = float(b);
+        } else {
+          scales[at] = 120 + rng() % 8;
+          scale = std::exp2(scales[at] - 127);
+        }
+        for (int e = 0; e < GROUP; e++) {
+          size_t code_at = (size_t(i) * k + g * GROUP + e) * BITS;
+          unsigned code = 0;
+          for (int bit = 0; bit < BITS; bit++) {
+            code |= (codes[(code_at + bit) / 32] >> (code_at + bit) % 32 & 1) << bit;
+          }
+          double v = FORMAT == CodeFormat::affine  ? code
+                     : FORMAT == CodeFormat::mxfp4 ? e2m1(code)
+                                                   : e4m3(code);
+          exact[size_t(i) * k + g * GROUP + e] = v * scale + added;
+        }
+      }
+    }
+  }
+};
+
+enum class Kind { plain, gated, heads };
+
+struct Case {
+  Kind kind;
+  int rows;
+  int tiles;
+  bool cluster;
+  bool extras;  // biases and a residual
+};
+
+template <typename T, CodeFormat FORMAT, int BITS, int GROUP>
+struct Product {
+  using W = Weight<T, FORMAT, BITS, GROUP>;
+  static constexpr int kHead = 64;
+  int k;
+  int stride;
+  std::vector<std::unique_ptr<W>> weights;
+  Aligned<T> x;
+  Aligned<T> residual;
+  std::vector<float> rotations;
+  std::vector<int> slots;
+  Kind kind;
+
+  Product(std::mt19937& rng, Kind kind, std::vector<int> ns, int k)
+      : k(k),
+        stride(k + 8),
+        x(size_t(64) * (k + 8)),
+        residual(size_t(64) * ns[0]),
+        rotations(64 * kHead),
+        slots(64),
+        kind(kind) {
+    std::normal_distribution<double> normal;
+    for (int n : ns) {
+      weights.push_back(std::make_unique<W>(rng, n, k));
+    }
+    for (size_t i = 0; i < x.size; i++) {
+      x[i] = rounded_to<T>(i % stride < size_t(k) ? normal(rng) : NAN);
+    }
+    for (size_t i = 0; i < residual.size; i++) {
+      residual[i] = rounded_to<T>(normal(rng));
+    }
+    for (int i = 0; i < 64; i++) {
+      slots[i] = i % 5 == 3 ? -1 : (i * 7) % 64;
+      for (int j = 0; j < kHead / 2; j++) {
+        double angle = normal(rng);
+        rotations[i * kHead + j] = float(std::cos(angle));
+        rotations[i * kHead + kHead / 2 + j] = float(std::sin(angle));
+      }
+    }
+  }
+
+  // The bits of all outputs.
+  std::vector<unsigned short> run(const Case& c, const std::string& name) {
+    LinearParams p{};
+    p.num_rows = c.rows;
+    p.k = k;
+    p.x_stride = stride;
+    p.num_weights = int(weights.size());
+    p.is_gated = kind == Kind::gated;
+    p.has_residual = kind != Kind::heads && c.extras;
+    p.head_dim = kind == Kind::heads ? kHead : 0;
+    std::vector<std::vector<T>> outs;
+    for (size_t i = 0; i < weights.size(); i++) {
+      p.n[i] = weights[i]->n;
+      p.has_bias[i] = c.extras;
+      outs.emplace_back(size_t(64) * weights[i]->n, rounded_to<T>(NAN));
+    }
+    auto of = [&](size_t i) { return std::min(i, weights.size() - 1); };
+    auto codes = [&](size_t i) {
+      return reinterpret_cast<const unsigned char*>(weights[of(i)]->codes.data);
+    };
+    auto kernel = c.cluster
+                      ? (c.tiles == 2   ? linear_quantised_cluster_entry<T, FORMAT, BITS, GROUP, 2>
+                         : c.tiles == 4 ? linear_quantised_cluster_entry<T, FORMAT, BITS, GROUP, 4>
+                                        : linear_quantised_cluster_entry<T, FORMAT, BITS, GROUP, 8>)
+                  : c.tiles == 1 ? linear_quantised_entry<T, FORMAT, BITS, GROUP, 1>
+                                 : linear_quantised_entry<T, FORMAT, BITS, GROUP, 2>;
+    int tile = c.cluster ? cluster_rows(kQuantisedClusterWarps) : kQuantisedRows;
+    tile /= p.is_gated ? 2 : 1;
+    int blocks = 0;
+    for (int i = 0; i < (p.is_gated ? 1 : p.num_weights); i++) {
+      blocks += (p.n[i] + tile - 1) / tile;
+    }
+    auto shape = c.cluster ? quantised_cluster_shape(FORMAT, BITS, GROUP, c.tiles)
+                           : quantised_rows_shape(FORMAT, BITS, GROUP, c.tiles);
+    int y = c.cluster ? 1 : (c.rows + 8 * c.tiles - 1) / (8 * c.tiles);
+    fibers::run_grid(
+        c.cluster ? blocks * kLinearParts : blocks, y,
+        32 * (c.cluster ? kQuantisedClusterWarps : kLinearParts), shape.scratch, c.cluster, [&] {
+          kernel(
+              x.data, residual.data, codes(0), weights[of(0)]->scales.data,
+              weights[of(0)]->biases.data, weights[of(0)]->bias.data, outs[of(0)].data(), codes(1),
+              weights[of(1)]->scales.data, weights[of(1)]->biases.data, weights[of(1)]->bias.data,
+              outs[of(1)].data(), codes(2), weights[of(2)]->scales.data,
+              weights[of(2)]->biases.data, weights[of(2)]->bias.data, outs[of(2)].data(),
+              rotations.data(), slots.data(), p);
+        });
+    check(c, outs, name);
+    std::vector<unsigned short> bits;
+    for (auto& out : outs) {
+      for (T& v : out) {
+        unsigned short b;
+        std::memcpy(&b, &v, 2);
+        bits.push_back(b);
+      }
+    }
+    return bits;
+  }
+
+  // Of a row of x and a row of a weight: the result and the sum of its terms' magnitudes.
+  std::pair<double, double> dot(size_t which, int at, int row) {
+    double sum = 0;
+    double terms = 0;
+    for (int i = 0; i < k; i++) {
+      double term =
+          double(float(x[size_t(at) * stride + i])) * weights[which]->exact[size_t(row) * k + i];
+      sum += term;
+      terms += std::fabs(term);
+    }
+    return {sum, terms};
+  }
+
+  void check(const Case& c, std::vector<std::vector<T>>& outs, const std::string& name) {
+    const double unit = kIsHalf<T> ? 0x1p-11 : 0x1p-8;
+    double worst = 0;
+    auto compare = [&](double got, double expected, double allowed) {
+      compared++;
+      double error = std::fabs(got - expected) / (allowed + 1e-30);
+      worst = std::isnan(error) ? INFINITY : std::max(worst, error);
+    };
+    auto value = [&](size_t which, int at, int row) {
+      auto [sum, terms] = dot(which, at, row);
+      double bias = c.extras ? float(weights[which]->bias[row]) : 0;
+      double allowed = 2e-6 * terms + unit * (std::fabs(sum) + std::fabs(sum + bias) * c.extras);
+      return std::pair(sum + bias, allowed);
+    };
+    for (int at = 0; at < c.rows; at++) {
+      for (size_t w = 0; w < (kind == Kind::gated ? 1 : outs.size()); w++) {
+        int n = weights[w]->n;
+        for (int row = 0; row < n; row++) {
+          auto [v, allowed] = value(w, at, row);
+          if (kind == Kind::gated) {
+            auto [up, up_allowed] = value(1, at, row);
+            double silu = v / (1 + std::exp(-v));
+            allowed = std::fabs(up) * 1.2 * allowed + std::fabs(silu) * up_allowed +
+                      unit * std::fabs(silu * up) * 2 + allowed * up_allowed;
+            v = silu * up;
+          }
+          if (kind == Kind::heads) {
+            int to = w > 0 ? slots[at] : at;
+            if (to < 0) {
+              continue;
+            }
+            if (w < 2) {
+              int i = row % kHead;
+              int other = i < kHead / 2 ? row + kHead / 2 : row - kHead / 2;
+              auto [partner, more] = value(w, at, other);
+              double cosine = rotations[at * kHead + i % (kHead / 2)];
+              double sine = rotations[at * kHead + kHead / 2 + i % (kHead / 2)];
+              v = i < kHead / 2 ? v * cosine - partner * sine : v * cosine + partner * sine;
+              allowed = allowed + more + unit * std::fabs(v);
+            }
+            compare(float(outs[w][size_t(to) * n + row]), v, allowed);
+            continue;
+          }
+          if (c.extras) {
+            v += float(residual[size_t(at) * n + row]);
+            allowed += unit * std::fabs(v);
+          }
+          compare(float(outs[w][size_t(at) * n + row]), v, allowed);
+        }
+      }
+    }
+    if (worst > 1.1) {
+      failed++;
+      std::printf("%s: error %.3g of what is allowed\n", name.c_str(), worst);
+    }
+  }
+};
+
+template <typename T, CodeFormat FORMAT, int BITS, int GROUP>
+void test(const char* dtype, bool all) {
+  constexpr const char* kFormats[] = {"affine", "mxfp4", "mxfp8"};
+  std::string name = std::string(dtype) + " " + kFormats[int(FORMAT)] + " of " +
+                     std::to_string(BITS) + " bits, groups of " + std::to_string(GROUP);
+  std::mt19937 rng(BITS * 1000 + GROUP);
+  auto same = [&](const std::vector<unsigned short>& few, const std::vector<unsigned short>& many,
+                  size_t count, const std::string& what) {
+    if (!std::equal(few.begin(), few.begin() + count, many.begin())) {
+      failed++;
+      std::printf("%s: other bits in other company\n", what.c_str());
+    }
+  };
+  // An odd number of groups, of more than one turn for some parts; and of fewer chunks than parts.
+  constexpr int kUnit = 128 * GROUP / 32 > 128 ? GROUP : GROUP;
+  int odd = (1100 / kUnit) * kUnit;
+  while (odd * BITS % 128 != 0) {
+    odd += kUnit;
+  }
+  {
+    Product<T, FORMAT, BITS, GROUP> p(rng, Kind::plain, {37}, odd);
+    auto few = p.run({Kind::plain, 5, 1, false, true}, name + ", 5 rows");
+    auto more = p.run({Kind::plain, 13, 2, true, true}, name + ", 13 rows");
+    same(few, more, 5 * 37, name);
+    fibers::copies_at_once = true;
+    same(
+        p.run({Kind::plain, 13, 2, true, true}, name + ", at once"), more, 13 * 37,
+        name + ", at once");
+    same(
+        p.run({Kind::plain, 5, 1, false, true}, name + ", at once"), more, 5 * 37,
+        name + ", at once");
+    fibers::copies_at_once = false;
+    if (all) {
+      same(
+          p.run({Kind::plain, 20, 2, false, true}, name + ", 20 rows in blocks"),
+          p.run({Kind::plain, 29, 4, true, true}, name + ", 29 rows"), 20 * 37, name);
+      same(more, p.run({Kind::plain, 61, 8, true, true}, name + ", 61 rows"), 13 * 37, name);
+    }
+  }
+  {
+    Product<T, FORMAT, BITS, GROUP> p(rng, Kind::plain, {132, 20}, BITS % 4 ? 256 : 3 * 128);
+    p.run({Kind::plain, 3, 1, false, false}, name + ", two weights");
+    p.run({Kind::plain, 9, 2, true, false}, name + ", two weights, clusters");
+  }
+  if (all) {
+    for (bool extras : {false, true}) {
+      Product<T, FORMAT, BITS, GROUP> p(rng, Kind::gated, {76, 76}, 256);
+      auto few = p.run({Kind::gated, 7, 1, false, extras}, name + ", gated");
+      same(
+          few, p.run({Kind::gated, 17, 4, true, extras}, name + ", gated, clusters"), 7 * 76,
+          name + ", gated");
+      Product<T, FORMAT, BITS, GROUP> h(rng, Kind::heads, {192, 64, 64}, 256);
+      h.run({Kind::heads, 7, 1, false, extras}, name + ", heads");
+      h.run({Kind::heads, 17, 4, true, extras}, name + ", heads, clusters");
+    }
+  }
+}
+
+template <CodeFormat FORMAT, int BITS, int GROUP>
+void test(bool all) {
+  test<__nv_bfloat16, FORMAT, BITS, GROUP>("bfloat16", all);
+  test<__half, FORMAT, BITS, GROUP>("float16", all);
+}
+
+}  // namespace
+
+int main() {
+#if CODE_BITS == 4
+  test<CodeFormat::affine, 4, 64>(true);
+  test<CodeFormat::affine, 4, 32>(false);
+  test<CodeFormat::affine, 4, 128>(false);
+  test<CodeFormat::mxfp4, 4, 32>(false);
+#elif CODE_BITS == 8
+  test<CodeFormat::affine, 8, 64>(false);
+  test<CodeFormat::affine, 8, 32>(false);
+  test<CodeFormat::affine, 8, 128>(false);
+  test<CodeFormat::mxfp8, 8, 32>(false);
+#else
+  test<CodeFormat::affine, CODE_BITS, 64>(false);
+  test<CodeFormat::affine, CODE_BITS, 32>(false);
+  test<CodeFormat::affine, CODE_BITS, 128>(false);
+#endif
+  std::printf("%d compared, %d failed\n", compared, failed);
+  return failed != 0;
+}

@@ -1,0 +1,77 @@
+"""CUDA kernels of quantised products on the CPU: what their threads do, lane by lane, compiled by
+the C++ compiler (`cuda_host/fibers.h`). It needs the headers of CUDA's 16-bit floats."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.nvcc import needs_nvcc, toolkit_headers
+
+ROOT = Path(__file__).parents[2]
+CUDA = ROOT / "csrc/cuda"
+HOST = Path(__file__).parent / "cuda_host"
+# Those that the others include; what is in `cuda_host/kernels` takes the place of the rest.
+KERNELS = ("linear_quantised.h", "quantised_weights.h", "linear_finish.h", "linear_math.h")
+
+
+def compiled(folder: Path, bits: int, changes: dict[str, tuple[str, str]] | None = None) -> Path:
+    """The program of `cuda_host/quantised.cpp`, with something changed in some files."""
+    shutil.copytree(HOST, folder, dirs_exist_ok=True)
+    for header in ("linear_shape.h", "quantised_shape.h"):
+        shutil.copy(CUDA / header, folder)
+    for header in KERNELS:
+        shutil.copy(CUDA / "kernels" / header, folder / "kernels")
+    for name, (before, after) in (changes or {}).items():
+        text = (folder / name).read_text()
+        assert before in text
+        (folder / name).write_text(text.replace(before, after))
+    headers = toolkit_headers()
+    program = folder / "quantised"
+    subprocess.run(
+        [
+            *(shutil.which("c++") or "g++", "-std=c++20", "-O1", "-w", "-pthread"),
+            *(f"-DCODE_BITS={bits}", "-isystem", headers, "-isystem", f"{headers}/cccl"),
+            *(str(folder / "quantised.cpp"), "-o", str(program)),
+        ],
+        check=True,
+        timeout=600,
+    )
+    return program
+
+
+@needs_nvcc
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_quantised_products(tmp_path, bits: int) -> None:
+    done = subprocess.run(
+        [compiled(tmp_path, bits)], capture_output=True, text=True, check=False, timeout=600
+    )
+    compared = re.search(r"(\d+) compared, 0 failed", done.stdout)
+    assert compared and int(compared[1]) > 10_000, done.stdout + done.stderr
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    "change",
+    [
+        # A copy that is still under way when it is read, and one that comes while it is.
+        ("wait_for_copies<kStages - 2>", "wait_for_copies<kStages - 1>"),
+        ("copy_weights(turn + kStages - 1)", "copy_weights(turn + kStages)"),
+        ("bool is_up", "bool is_up_", "at.is_up ? 1", "at.is_up_ ? 0"),
+    ],
+    ids=["too little is waited for", "too early", "gate twice"],
+)
+def test_faults_are_seen(tmp_path, change: tuple[str, ...]) -> None:
+    changes = {"kernels/linear_quantised.h": (change[0], change[1])}
+    if len(change) > 2:
+        changes = {
+            "kernels/linear_finish.h": (change[0], change[1]),
+            "kernels/linear_quantised.h": (change[2], change[3]),
+        }
+    done = subprocess.run(
+        [compiled(tmp_path, 4, changes)], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode != 0, done.stdout

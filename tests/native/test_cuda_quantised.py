@@ -1,0 +1,170 @@
+"""Products with quantised weights on an NVIDIA GPU, against float64; and as part of programs, whose
+results have the bits of single products."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from support.device_programs import with_programs
+from support.models import StepDriver, tiny_config, tiny_model
+from support.reference import bits
+from support.weight_formats import dequantised, quantised
+
+from mlx_paged import ops
+from mlx_paged.model.patches import native_ops
+
+pytestmark = pytest.mark.skipif(
+    not ops.has_cuda() or os.environ.get("MLX_PAGED_UNCHECKED_KERNELS", "0") == "0",
+    reason="needs an NVIDIA GPU as the device, and MLX_PAGED_UNCHECKED_KERNELS=1",
+)
+
+DTYPES = [mx.float16, mx.bfloat16]
+FORMATS = [
+    *(("affine", b, group) for b in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)),
+    *(("mxfp4", 4, 32), ("mxfp8", 8, 32)),
+]
+ROWS = [1, 3, 8, 9, 16, 17, 31, 33, 64]
+SHAPES = [(16, 128), (37, 1408), (260, 4096)]  # n, k; parts with nothing, or less than others
+
+
+def exact(a: mx.array) -> np.ndarray:
+    return np.array(a.astype(mx.float32)).astype(np.float64)
+
+
+def multiply(
+    x: mx.array, arrays: list[mx.array], form: tuple[str, int, int], bias: Any = None
+) -> mx.array:
+    mode, width, group = form
+    biases = arrays[2] if mode == "affine" else None
+    return ops.quantized_linear(
+        x, arrays[0], arrays[1], biases, bias, group_size=group, bits=width, mode=mode
+    )
+
+
+def weights(
+    rng: np.random.Generator, n: int, k: int, form: tuple[str, int, int], dtype: mx.Dtype
+) -> list[mx.array]:
+    arrays = quantised(rng, n, k, *form, dtype)
+    if form[0] != "affine":  # results that float16 can hold
+        arrays[1] = mx.minimum(arrays[1], 124)
+    elif form[1] == 8:
+        arrays[1] = arrays[1] / 16
+    mx.eval(arrays)
+    return arrays
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_products(rng, form: tuple[str, int, int], dtype: mx.Dtype) -> None:
+    unit = 2.0**-11 if dtype == mx.float16 else 2.0**-8
+    for n, k in SHAPES:
+        arrays = weights(rng, n, k, form, dtype)
+        weight = dequantised(arrays, *form)
+        for rows in ROWS:
+            x = mx.array(rng.standard_normal((rows, k)).astype(np.float32)).astype(dtype)
+            bias = mx.array(rng.standard_normal(n).astype(np.float32)).astype(dtype)
+            mx.eval(x, bias)
+            product = exact(x) @ weight.T
+            rounding = 2e-6 * (np.abs(exact(x)) @ np.abs(weight.T))
+            out = multiply(x[:, None], arrays, form)
+            assert out.shape == (rows, 1, n) and out.dtype == dtype
+            error = np.abs(exact(out[:, 0]) - product)
+            assert (error <= 1.1 * unit * np.abs(product) + rounding).all(), (n, k, rows)
+            total = product + exact(bias)
+            error = np.abs(exact(multiply(x, arrays, form, bias)) - total)
+            allowed = 1.1 * unit * (np.abs(product) + np.abs(total)) + rounding
+            assert (error <= allowed).all(), (n, k, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "form", [("affine", 4, 64), ("affine", 8, 32), ("affine", 3, 128), ("mxfp4", 4, 32)], ids=str
+)
+def test_a_row_has_the_same_bits_in_any_company(rng, form, dtype: mx.Dtype) -> None:
+    arrays = weights(rng, 260, 2432, form, dtype)
+    x = mx.random.normal((64, 2432)).astype(dtype)
+    mx.eval(x)
+    alone = [bits(multiply(x[i : i + 1], arrays, form))[0] for i in range(64)]
+    for rows in (2, 8, 9, 16, 17, 32, 33, 64):
+        together = bits(multiply(x[:rows], arrays, form))
+        np.testing.assert_array_equal(together, alone[:rows])
+
+
+def test_what_no_kernel_serves_is_mlxs(rng) -> None:
+    form = ("affine", 4, 64)
+    arrays = weights(rng, 48, 128, form, mx.float16)
+    weight = dequantised(arrays, *form)
+    for rows, dtype in ((65, mx.float16), (3, mx.float32)):
+        x = mx.random.normal((rows, 128)).astype(dtype)
+        np.testing.assert_allclose(
+            exact(multiply(x, arrays, form)), exact(x) @ weight.T, rtol=0.02, atol=0.5
+        )
+
+
+def test_a_layer_is_one_operation_within_a_step() -> None:
+    layer = nn.QuantizedLinear(128, 48, group_size=64, bits=4)
+    layer.set_dtype(mx.bfloat16)
+    x = mx.random.normal((3, 1, 128)).astype(mx.bfloat16)
+    mx.eval(x, layer.parameters())
+    want = exact(layer(x))
+    with native_ops(mx.arange(3)):
+        got = layer(x)
+    np.testing.assert_allclose(exact(got), want, rtol=0.02, atol=0.02)
+
+
+# --- In programs ----------------------------------------------------------------------------------
+
+
+def run(build: Any, *inputs: mx.array) -> mx.array:
+    unknown = ops.placeholders(inputs)
+    program = ops.DeviceProgram(unknown, [build(*unknown)])
+    first, second = program(list(inputs))[0], program(list(inputs))[0]
+    mx.eval(first, second)
+    np.testing.assert_array_equal(bits(first), bits(second))
+    return first
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 8, 9, 17, 64])
+def test_products_of_programs(rng, rows: int, dtype: mx.Dtype) -> None:
+    form = ("affine", 4, 64)
+    gate, up, back = (
+        weights(rng, n, k, form, dtype) for n, k in ((320, 256), (320, 256), (256, 320))
+    )
+    x = (mx.random.normal((rows, 256)) / 64).astype(dtype)
+    mx.eval(x)
+    added = run(lambda x: x + multiply(multiply(x, gate, form), back, form), x)
+    np.testing.assert_array_equal(
+        bits(added), bits(x + multiply(multiply(x, gate, form), back, form))
+    )
+    got = exact(run(lambda x: ops.silu_mul(multiply(x, gate, form), multiply(x, up, form)), x))
+    g, u = exact(multiply(x, gate, form)), exact(multiply(x, up, form))
+    np.testing.assert_allclose(got, u * g / (1 + np.exp(-g)), rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 17, 40])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_steps_of_a_quantised_model(rng, family: str, rows: int) -> None:
+    """One program, embeddings and the LM head included, which gives what its graph gives."""
+    config = tiny_config(family, hidden_size=512, head_dim=64, tied=False, vocab_size=112)
+    drivers = []
+    for _ in range(2):
+        model = tiny_model(config)
+        nn.quantize(model, group_size=64, bits=4)
+        model.set_dtype(mx.bfloat16)
+        mx.eval(model.parameters())
+        drivers.append(StepDriver(model, config["model_type"], block_size=16))
+    ours, graphs = drivers
+    steps = with_programs(ours)
+    for _ in range(3):
+        tokens = {str(i): rng.integers(0, 96, 1).tolist() for i in range(rows)}
+        expected, actual = graphs.step(tokens), ours.step(tokens)
+        for sequence, logits in expected.items():
+            scale = np.abs(np.asarray(logits, np.float64)).max()
+            np.testing.assert_allclose(actual[sequence], logits, atol=0.05 * scale)
+    assert len(steps.made) == 1

@@ -1,0 +1,160 @@
+"""Which kernel serves a product with quantised weights on NVIDIA's GPUs, and over which grid. The
+rule needs no GPU; nor does the reading of programs that have such products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.simulated import needs_sim_extension, sim_ext, simulated
+
+from mlx_paged import ops
+
+pytestmark = needs_sim_extension
+
+
+def launch_of(rows: int, outputs: list[int], k: int, **options: Any) -> dict[str, Any] | None:
+    given = {"dtype": "bfloat16", "bits": 4, "group_size": 64, "mode": "affine"}
+    given |= {"is_gated": False, "clusters": True}
+    return sim_ext.quantised_product_launch(rows, outputs, k, **(given | options))
+
+
+@pytest.mark.parametrize(
+    ("rows", "clusters", "kernel", "grid"),
+    [
+        (1, True, "linear_quantised_bfloat16_affine_4_64_1", (256, 1, 1)),
+        (8, True, "linear_quantised_bfloat16_affine_4_64_1", (256, 1, 1)),
+        (9, True, "linear_quantised_cluster_bfloat16_affine_4_64_2", (256, 1, 1)),
+        (17, True, "linear_quantised_cluster_bfloat16_affine_4_64_4", (256, 1, 1)),
+        (33, True, "linear_quantised_cluster_bfloat16_affine_4_64_8", (256, 1, 1)),
+        (64, True, "linear_quantised_cluster_bfloat16_affine_4_64_8", (256, 1, 1)),
+        (9, False, "linear_quantised_bfloat16_affine_4_64_2", (256, 1, 1)),
+        (33, False, "linear_quantised_bfloat16_affine_4_64_2", (256, 3, 1)),
+    ],
+)
+def test_the_kernel_for_so_many_rows(rows: int, clusters: bool, kernel: str, grid: Any) -> None:
+    launch = launch_of(rows, [4096], 4096, clusters=clusters)
+    assert launch and launch["kernel"] == kernel and launch["grid"] == grid
+    in_clusters = "cluster" in kernel
+    assert launch["cluster"] == (8 if in_clusters else 0)
+    assert launch["threadgroup"] == ((128 if in_clusters else 256), 1, 1)
+    assert len(launch["buffers"]) == 19
+
+
+def test_no_block_has_rows_of_two_weights() -> None:
+    for rows, tile in ((8, 16), (32, 128)):
+        outputs = [4096, 1030, 20]
+        blocks = sum(-(-n // tile) for n in outputs) * (1 if rows == 8 else 8)
+        assert launch_of(rows, outputs, 4096)["grid"][0] == blocks
+        gated = launch_of(rows, [1030, 1030], 4096, is_gated=True)
+        assert gated["grid"][0] == -(-1030 // (tile // 2)) * (1 if rows == 8 else 8)
+
+
+@pytest.mark.parametrize("mode_bits_group", [
+    *(("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)),
+    ("mxfp4", 4, 32), ("mxfp8", 8, 32),
+])  # fmt: skip
+@pytest.mark.parametrize("rows", [1, 9, 17, 33])
+def test_every_format_fits_a_multiprocessor(mode_bits_group: tuple[str, int, int], rows) -> None:
+    mode, bits, group = mode_bits_group
+    launch = launch_of(rows, [512], 4096, mode=mode, bits=bits, group_size=group)
+    assert launch and f"_{mode}_{bits}_{group}_" in launch["kernel"]
+    assert 0 < launch["threadgroup_memory"] <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "nvfp4", "group_size": 16},
+        {"group_size": 256},
+        {"bits": 7},
+        {"mode": "mxfp4", "group_size": 64},
+        {"rows": 65},
+        {"rows": 0},
+        {"k": 4096 + 32},  # half a group
+        {"k": 64, "bits": 3},  # rows of 24 bytes
+    ],
+    ids=str,
+)
+def test_what_is_left_to_mlx(options: dict[str, Any]) -> None:
+    given = {"rows": 8, "k": 4096, **options}
+    assert launch_of(given.pop("rows"), [512], given.pop("k"), **given) is None
+
+
+# --- In programs ----------------------------------------------------------------------------------
+
+
+def weight_of(n: int, k: int, bits: int = 4) -> Callable[[mx.array], mx.array]:
+    """A layer with a quantised weight and a bias."""
+    arrays = mx.quantize(mx.random.normal((n, k)).astype(mx.bfloat16), group_size=64, bits=bits)
+    bias = mx.zeros(n, mx.bfloat16)
+    mx.eval(arrays, bias)
+    return lambda x: sim_ext.quantized_linear_node(x, *arrays, bias, bits=bits, group_size=64)
+
+
+def launches_of(build: Callable[..., list[mx.array]], rows: int = 8) -> list[dict[str, Any]]:
+    with simulated():
+        [x] = ops.placeholders([mx.zeros((rows, 256), mx.bfloat16)])
+        return sim_ext.cuda_program_launches([x], build(x))
+
+
+def params_of(launch: dict[str, Any]) -> dict[str, int]:
+    """`LinearParams`."""
+    names = ("num_rows", "k", "x_stride", "num_weights", "is_gated", "has_residual", "head_dim")
+    names += ("n0", "n1", "n2", "bias0", "bias1", "bias2")
+    return dict(zip(names, np.frombuffer(launch["constants"], np.int32).tolist(), strict=True))
+
+
+KERNEL = "linear_quantised_bfloat16_affine_4_64_1"
+
+
+def test_a_residual_is_part_of_a_product() -> None:
+    up, down = weight_of(320, 256), weight_of(256, 320)
+    first, second = launches_of(lambda x: [x + down(up(x))])
+    assert first["kernel"] == second["kernel"] == KERNEL
+    assert params_of(first) == {
+        **dict.fromkeys(params_of(first), 0),
+        **{"num_rows": 8, "k": 256, "x_stride": 256, "num_weights": 1, "n0": 320, "bias0": 1},
+    }
+    assert params_of(second)["has_residual"] == 1 and params_of(second)["n0"] == 256
+    read = [operand for operand, access, _ in second["buffers"] if access == "read"]
+    x, residual, codes, scales, biases, bias = read[:6]
+    assert len({x, residual, codes, scales, biases, bias}) == 6
+    assert second["buffers"][0][0] != second["buffers"][1][0]
+
+
+def test_gate_and_up_are_one_launch() -> None:
+    gate, up = weight_of(320, 256), weight_of(320, 256)
+    [launch] = launches_of(lambda x: [ops.silu_mul(gate(x), up(x))], rows=40)
+    assert launch["kernel"] == "linear_quantised_cluster_bfloat16_affine_4_64_8"
+    params = params_of(launch)
+    assert params["is_gated"] == 1 and params["num_weights"] == 2 and params["num_rows"] == 40
+    assert launch["grid"] == (5 * 8, 1, 1)  # of 64 rows of each
+
+
+def test_products_of_one_input_are_one_launch_if_their_weights_are_alike() -> None:
+    layers = [weight_of(n, 256) for n in (256, 64, 64)]
+    [launch] = launches_of(lambda x: [layer(x) for layer in layers])
+    params = params_of(launch)
+    assert [params[name] for name in ("num_weights", "n0", "n1", "n2")] == [3, 256, 64, 64]
+    wide, dense = weight_of(64, 256, bits=8), mx.zeros((64, 256), mx.bfloat16)
+    mixed = launches_of(lambda x: [layers[0](x), wide(x), x @ dense.T])
+    assert [launch["kernel"] for launch in mixed] == [
+        KERNEL, KERNEL.replace("_4_64", "_8_64"), "linear_bfloat16_1_1"
+    ]  # fmt: skip
+    assert [params_of(launch)["num_weights"] for launch in mixed] == [1, 1, 1]
+    gate, up = weight_of(64, 256), weight_of(64, 256, bits=8)
+    kernels = [x["kernel"] for x in launches_of(lambda x: [ops.silu_mul(gate(x), up(x))])]
+    assert kernels == [KERNEL, KERNEL.replace("_4_64", "_8_64"), "silu_mul_bfloat16"]
+
+
+def test_a_refusal_names_the_format() -> None:
+    layer = weight_of(64, 256)
+    with pytest.raises(RuntimeError, match=r"of 65 rows, 64 x 256 .* 4 bits in groups of 64"):
+        launches_of(lambda x: [layer(x)], rows=65)
+    with simulated(), pytest.raises(ValueError, match=r"has a product with quantised weights$"):
+        [x] = ops.placeholders([mx.zeros((8, 256), mx.bfloat16)])
+        ops.DeviceProgram([x], [layer(x)])

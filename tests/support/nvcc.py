@@ -1,0 +1,19 @@
+"""The compiler of CUDA sources, where there is one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+needs_nvcc = pytest.mark.skipif(not NVCC, reason="no nvcc: CUDA sources are not compiled here")
+
+
+def toolkit_headers() -> str:
+    """From nvcc's own account of what it would do; the nvcc on the path may be a script."""
+    command = [NVCC, "--dryrun", "-c", "-x", "cu", "/dev/null"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return f"{re.search(r'TOP=(.+)', told).group(1)}/include"
