@@ -55,16 +55,16 @@ def test_quantised_products(tmp_path, bits: int) -> None:
 
 @needs_nvcc
 @pytest.mark.parametrize(
-    "change",
+    ("bits", "change"),
     [
         # A copy that is still under way when it is read, and one that comes while it is.
-        ("wait_for_copies<kStages - 2>", "wait_for_copies<kStages - 1>"),
-        ("copy_weights(turn + kStages - 1)", "copy_weights(turn + kStages)"),
-        ("bool is_up", "bool is_up_", "at.is_up ? 1", "at.is_up_ ? 0"),
+        (3, ("wait_for_copies<kStages - 2>", "wait_for_copies<kStages - 1>")),
+        (3, ("copy_weights(turn + kStages - 1)", "copy_weights(turn + kStages)")),
+        (4, ("bool is_up", "bool is_up_", "at.is_up ? 1", "at.is_up_ ? 0")),
     ],
     ids=["too little is waited for", "too early", "gate twice"],
 )
-def test_faults_are_seen(tmp_path, change: tuple[str, ...]) -> None:
+def test_faults_are_seen(tmp_path, bits: int, change: tuple[str, ...]) -> None:
     changes = {"kernels/linear_quantised.h": (change[0], change[1])}
     if len(change) > 2:
         changes = {
@@ -72,6 +72,10 @@ def test_faults_are_seen(tmp_path, change: tuple[str, ...]) -> None:
             "kernels/linear_quantised.h": (change[2], change[3]),
         }
     done = subprocess.run(
-        [compiled(tmp_path, 4, changes)], capture_output=True, text=True, check=False, timeout=600
+        [compiled(tmp_path, bits, changes)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
     assert done.returncode != 0, done.stdout

@@ -302,30 +302,37 @@ void test(const char* dtype, bool all) {
     }
   };
   // An odd number of groups, of more than one turn for some parts; and of fewer chunks than parts.
-  constexpr int kUnit = 128 * GROUP / 32 > 128 ? GROUP : GROUP;
-  int odd = (1100 / kUnit) * kUnit;
+  int odd = 1100 / GROUP * GROUP;
   while (odd * BITS % 128 != 0) {
-    odd += kUnit;
+    odd += GROUP;
   }
   {
     Product<T, FORMAT, BITS, GROUP> p(rng, Kind::plain, {37}, odd);
     auto few = p.run({Kind::plain, 5, 1, false, true}, name + ", 5 rows");
     auto more = p.run({Kind::plain, 13, 2, true, true}, name + ", 13 rows");
     same(few, more, 5 * 37, name);
-    fibers::copies_at_once = true;
-    same(
-        p.run({Kind::plain, 13, 2, true, true}, name + ", at once"), more, 13 * 37,
-        name + ", at once");
-    same(
-        p.run({Kind::plain, 5, 1, false, true}, name + ", at once"), more, 5 * 37,
-        name + ", at once");
-    fibers::copies_at_once = false;
     if (all) {
       same(
           p.run({Kind::plain, 20, 2, false, true}, name + ", 20 rows in blocks"),
           p.run({Kind::plain, 29, 4, true, true}, name + ", 29 rows"), 20 * 37, name);
       same(more, p.run({Kind::plain, 61, 8, true, true}, name + ", 61 rows"), 13 * 37, name);
     }
+  }
+  {
+    // A part has more turns than there are stages: each stage is used again.
+    constexpr int kMostStages = 4;
+    constexpr int kChunk = GROUP > 64 ? 256 : 128;
+    static_assert(quantised_rows_shape(FORMAT, BITS, GROUP, 1).stages <= kMostStages);
+    static_assert(quantised_cluster_shape(FORMAT, BITS, GROUP, 2).stages <= kMostStages);
+    int k = (kMostStages * kLinearParts + 1) * kChunk;
+    Product<T, FORMAT, BITS, GROUP> p(rng, Kind::plain, {18}, k);
+    auto late = p.run({Kind::plain, 9, 2, true, false}, name + ", long");
+    same(p.run({Kind::plain, 2, 1, false, false}, name + ", long, 2 rows"), late, 2 * 18, name);
+    fibers::copies_at_once = true;
+    std::string at_once = name + ", long, at once";
+    same(p.run({Kind::plain, 9, 2, true, false}, at_once), late, 9 * 18, at_once);
+    same(p.run({Kind::plain, 2, 1, false, false}, at_once), late, 2 * 18, at_once);
+    fibers::copies_at_once = false;
   }
   {
     Product<T, FORMAT, BITS, GROUP> p(rng, Kind::plain, {132, 20}, BITS % 4 ? 256 : 3 * 128);
