@@ -8,6 +8,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -42,6 +43,7 @@ namespace fibers {
 
 constexpr int kSharedBytes = 227 * 1024;
 constexpr int kMostThreads = 256;
+constexpr int kStackBytes = 96 << 10;
 constexpr int kCluster = 8;
 
 inline bool copies_at_once = false;
@@ -62,8 +64,10 @@ struct Copy {
 };
 
 struct Fiber {
-  ucontext_t context;
-  std::vector<char> stack;
+  ucontext_t context;  // where it begins
+  jmp_buf place;       // where it goes on: without the system's help, unlike swapcontext
+  std::unique_ptr<char[]> stack;
+  bool is_begun = false;
   bool done = false;
   std::vector<Copy> open;                // not committed
   std::deque<std::vector<Copy>> groups;  // committed
@@ -94,13 +98,27 @@ struct Block {
   unsigned char* shared = nullptr;
   int limit = 0;  // of shared memory
   int current = 0;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
 };
 
 inline thread_local Block* block;
 
 inline void yield() {
-  swapcontext(&block->fibers[block->current].context, &block->scheduler);
+  if (_setjmp(block->fibers[block->current].place) == 0) {
+    _longjmp(block->scheduler, 1);
+  }
+}
+
+// Until it yields or ends.
+inline __attribute__((noinline)) void resume(Fiber& fiber) {
+  if (_setjmp(block->scheduler) != 0) {
+    return;
+  }
+  if (fiber.is_begun) {
+    _longjmp(fiber.place, 1);
+  }
+  fiber.is_begun = true;
+  setcontext(&fiber.context);
 }
 
 template <typename Last>
@@ -252,10 +270,10 @@ inline void run_block(
     cluster->barrier.arrive_and_wait();
   }
   for (auto& f : b.fibers) {
-    f.stack.resize(128 << 10);
+    f.stack.reset(new char[kStackBytes]);
     getcontext(&f.context);
-    f.context.uc_stack.ss_sp = f.stack.data();
-    f.context.uc_stack.ss_size = f.stack.size();
+    f.context.uc_stack.ss_sp = f.stack.get();
+    f.context.uc_stack.ss_size = kStackBytes;
     f.context.uc_link = nullptr;
     auto address = reinterpret_cast<unsigned long long>(&body);
     makecontext(
@@ -273,7 +291,7 @@ inline void run_block(
         continue;
       }
       threadIdx = {b.current, 0, 0};
-      swapcontext(&b.scheduler, &f.context);
+      resume(f);
       left -= f.done;
     }
   }
