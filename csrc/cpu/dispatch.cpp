@@ -69,4 +69,13 @@ const Kernels& kernels() {
   return chosen;
 }
 
+const IntegerKernels* integer_kernels(Activations activations, const WeightView& weights) {
+  const auto& rounded = kernels().rounded;
+  bool is_affine = weights.format == WeightFormat::affine;
+  if (is_affine && activations == Activations::int8 && (weights.bits == 4 || weights.bits == 8)) {
+    return &rounded.int8;
+  }
+  return is_affine && rounded.wide.product && weights.bits == 4 ? &rounded.wide : nullptr;
+}
+
 }  // namespace mlx_paged::cpu

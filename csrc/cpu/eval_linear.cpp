@@ -57,34 +57,37 @@ void multiply_many(const float* x, const cpu::WeightView& weights, float* out, i
   }
 }
 
-// The same with activations that are rounded to int8: some rows at a time, so that they stay in the
-// caches while all weights pass.
-void multiply_int8(const float* x, const cpu::WeightView& weights, float* out, int m) {
+// The same with activations as integers: some rows at a time, so that they stay in the caches while
+// all weights pass.
+void multiply_integers(
+    const cpu::IntegerKernels& integers, const float* x, const cpu::WeightView& weights, float* out,
+    int m) {
   constexpr int kMostRows = 256;
   constexpr int kAtOnce = 4;  // rows that are rounded
-  const auto& int8 = cpu::kernels().rounded.int8;
   int n = weights.n;
   int k = weights.k;
-  int64_t chunks = cpu::num_int8_chunks(k);
+  int64_t row_bytes = integers.row_bytes(k);
   // Its pages are not made anew for every product.
-  thread_local std::vector<cpu::Int8Chunk> memory;
-  memory.resize(std::max(memory.size(), size_t(std::min(m, kMostRows) * chunks)));
-  cpu::Int8Chunk* rounded = memory.data();
+  thread_local std::vector<char> memory;
+  memory.resize(std::max(memory.size(), size_t(std::min(m, kMostRows) * row_bytes)));
+  char* rounded = memory.data();
   for (int begin = 0; begin < m; begin += kMostRows) {
     int rows = std::min(kMostRows, m - begin);
     const float* from = x + int64_t(begin) * k;
     cpu::parallel_for((rows + kAtOnce - 1) / kAtOnce, [&](int task, int) {
       int first = task * kAtOnce;
       int count = std::min(kAtOnce, rows - first);
-      int8.quantise(from + int64_t(first) * k, k, count, k, weights.bits, rounded + first * chunks);
+      integers.round(
+          from + int64_t(first) * k, k, count, k, weights.bits, rounded + first * row_bytes);
     });
     cpu::for_product_pieces(
         rows, n, k, weights.bits, n,
         [&](int64_t first, int64_t last) {
-          float* scratch = cpu::thread_scratch(int8.num_scratch_floats(rows, weights));
-          int8.product({rounded, weights, out + int64_t(begin) * n, rows, n, scratch}, first, last);
+          float* scratch = cpu::thread_scratch(integers.num_scratch_floats(rows, weights));
+          float* to = out + int64_t(begin) * n;
+          integers.product({rounded, weights, to, rows, n, scratch}, first, last);
         },
-        cpu::kInt8TileColumns);
+        cpu::kIntegerTileColumns);
   }
 }
 
@@ -124,8 +127,8 @@ void multiply(
   int k = weights.k;
   const auto& product = cpu::kernels().product;
   bool is_float = weights.format == cpu::WeightFormat::dense && weights.dtype == DType::float32;
-  if (activations == cpu::Activations::int8 && cpu::has_int8_product(weights)) {
-    multiply_int8(x, weights, out, m);
+  if (const auto* integers = cpu::integer_kernels(activations, weights)) {
+    multiply_integers(*integers, x, weights, out, m);
   } else if (
       activations == cpu::Activations::bfloat16 && cpu::kernels().rounded.bfloat.serves(weights) &&
       m > product.most_rows(weights)) {

@@ -6,14 +6,16 @@
 
 #include "attention.h"
 #include "bfloat.h"
-#include "int8.h"
+#include "integers.h"
 #include "layer.h"
 #include "product.h"
 
 namespace mlx_paged::cpu {
 
 struct RoundedKernels {
-  Int8Kernels int8;
+  IntegerKernels int8;
+  // Of three digits: in place of products in float32. `product` is null where it would be slower.
+  IntegerKernels wide;
   BFloatKernels bfloat;  // none, but of AVX-512 with BF16
 };
 
@@ -34,6 +36,9 @@ extern const Kernels kAvx512Kernels;
 extern const RoundedKernels kAvx512VnniKernels;
 extern const RoundedKernels kAvx512Bf16Kernels;
 #endif
+
+// What multiplies activations as integers, with weights and activations like these; null: nothing.
+const IntegerKernels* integer_kernels(Activations activations, const WeightView& weights);
 
 // The best build that this processor runs, or the one MLX_PAGED_SIMD names.
 const Kernels& kernels();

@@ -5,7 +5,7 @@
 
 #include "attention_kernel.h"
 #include "bitmask_kernel.h"
-#include "int8_tile_kernel.h"
+#include "integers_tile_kernel.h"
 #include "kernels.h"
 #include "layer_kernel.h"
 #include "nucleus_kernel.h"
@@ -23,8 +23,7 @@ const Kernels MLX_PAGED_KERNELS = {
      MLX_PAGED_ISA::greedy, MLX_PAGED_ISA::bitmask, MLX_PAGED_ISA::nucleus},
     {MLX_PAGED_ISA::few_rows, MLX_PAGED_ISA::unpack, MLX_PAGED_ISA::kMostProductRows,
      MLX_PAGED_ISA::kMostPackedRows},
-    {{MLX_PAGED_ISA::quantise_int8, MLX_PAGED_ISA::int8_product, MLX_PAGED_ISA::kLeastTileRows},
-     {nullptr, nullptr}},
+    {MLX_PAGED_ISA::kIntegerKernels<1>, {}, {}},
 };
 
 }  // namespace mlx_paged::cpu

@@ -24,7 +24,7 @@ enum class WeightFormat : uint8_t {
 enum class Activations : uint8_t {
   float32,   // not at all
   bfloat16,  // of many rows, where the weights are, see bfloat.h
-  int8,      // in groups, where the weights have 4 or 8 bits and are affine, see int8.h
+  int8,      // in groups, where the weights have 4 or 8 bits and are affine, see integers.h
 };
 
 // A matrix [n, k]. Of a quantised one each row is k * bits / 8 bytes, lowest bits first, as MLX

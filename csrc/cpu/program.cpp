@@ -49,9 +49,7 @@ void add_bias(float* out, const float* bias, int64_t size) {
 }
 
 int64_t num_scratch_floats(const Projection& p) {
-  return p.activations == Activations::int8
-             ? kernels().rounded.int8.num_scratch_floats(int(p.x.rows()), p.weight)
-             : 0;
+  return p.integers ? p.integers->num_scratch_floats(int(p.x.rows()), p.weight) : 0;
 }
 
 // Columns [begin, end) of a product, and the bias. `c` is where column 0 of row 0 would be.
@@ -60,9 +58,8 @@ void project(
     float* scratch) {
   int64_t rows = p.x.rows();
   const float* x = p.x.row(bases, 0);
-  if (p.activations == Activations::int8) {
-    auto chunks = reinterpret_cast<const Int8Chunk*>(x);
-    kernels().rounded.int8.product({chunks, p.weight, c, int(rows), ldc, scratch}, begin, end);
+  if (p.integers) {
+    p.integers->product({x, p.weight, c, int(rows), ldc, scratch}, begin, end);
   } else {
     kernels().product.few_rows({x, p.weight, c, int(rows), p.x.strides[0], ldc}, begin, end);
   }

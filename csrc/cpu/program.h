@@ -25,6 +25,7 @@
 #include "../primitives.h"
 #include "attention_run.h"
 #include "experts.h"
+#include "integers.h"
 #include "product.h"
 
 namespace mlx_paged::cpu {
@@ -76,10 +77,10 @@ struct RowPhase {
 
 // x @ weight.T + bias.
 struct Projection {
-  View x;  // [rows, ..., k]; of int8 activations [rows, chunks, ...]
+  View x;  // [rows, ..., k]; of integers [rows, chunks, ...]
   WeightView weight;
-  const float* bias = nullptr;  // [n] or null
-  Activations activations = Activations::float32;
+  const float* bias = nullptr;               // [n] or null
+  const IntegerKernels* integers = nullptr;  // what x is rounded for
 };
 
 // A linear layer, with what follows it.

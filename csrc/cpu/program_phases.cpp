@@ -26,10 +26,8 @@ void cut(ProductPhase& phase) {
       std::clamp(weights / (kPiecesPerThread * num_threads()), kLeastWeights, kMostWeights);
   for (size_t i = 0; i < phase.products.size(); i++) {
     const Product& p = phase.products[i];
-    int64_t align = p.main.activations == Activations::int8 &&
-                            kernels().rounded.int8.uses_tiles(int(p.out.rows()))
-                        ? kInt8TileColumns
-                        : kAlign;
+    bool uses_tiles = p.main.integers && p.main.integers->uses_tiles(int(p.out.rows()));
+    int64_t align = uses_tiles ? kIntegerTileColumns : kAlign;
     int each = int(std::max<int64_t>(1, piece / column_size(p) / align) * align);
     int n = p.main.weight.n;
     for (int begin = 0; begin < n; begin += each) {

@@ -351,7 +351,7 @@ class ProgramReader : public RowReader {
     size_t bias = 2;
     if (auto* quantized = dynamic_cast<const QuantizedLinear*>(node.primitive)) {
       p.weight = quantized->weights(in);
-      p.activations = quantized->activations();
+      p.integers = integer_kernels(quantized->activations(), p.weight);
       bias = p.weight.biases ? 4 : 3;
     } else {
       p.weight = Linear::weights(in[1]);
@@ -360,34 +360,29 @@ class ProgramReader : public RowReader {
     p.x = with_dense_rows(view(node.inputs[0]));
     require(p.x.row_size() == p.weight.k, "a product of several vectors a row");
     require(p.x.rows() <= kernels().product.most_rows(p.weight), "more rows than it pays for");
-    if (p.activations == Activations::int8) {
-      if (has_int8_product(p.weight)) {
-        p.x = rounded_to_int8(p.x, p.weight);
-      } else {
-        p.activations = Activations::float32;
-      }
+    if (p.integers) {
+      p.x = as_integers(p.x, p.weight, *p.integers);
     }
     return p;
   }
 
-  // The rows of x as the products of int8 activations read them; once for all that read them.
-  View rounded_to_int8(const View& x, const WeightView& weight) {
-    auto& to = rounded_[{x.buffer, x.offset, x.strides[0], x.rows(), weight.k, weight.bits}];
+  // The rows of x as products of integers read them; once for all that read them.
+  View as_integers(const View& x, const WeightView& weight, const IntegerKernels& integers) {
+    auto& to = rounded_[{
+        x.buffer, x.offset, x.strides[0], x.rows(), weight.k, weight.bits, integers.chunk_bytes}];
     if (to) {
       return *to;
     }
-    int floats = num_int8_chunks(weight.k) * int(sizeof(Int8Chunk) / sizeof(float));
+    int floats = int(integers.row_bytes(weight.k) / sizeof(float));
     int buffer = add_buffer({.kind = Buffer::Kind::temporary});
     program_.buffers_[buffer].bytes = x.rows() * floats * int64_t(sizeof(float));
     program_.buffers_[buffer].row_size = floats;
     to = View{buffer, 0, {int(x.rows()), floats}, {floats, 1}};
     add_row_operation(
         *to, {x}, {},
-        [x, to = *to, k = weight.k, bits = weight.bits](
+        [x, to = *to, k = weight.k, bits = weight.bits, round = integers.round](
             const Bases& bases, int64_t begin, int64_t end) {
-          kernels().rounded.int8.quantise(
-              x.row(bases, begin), x.strides[0], int(end - begin), k, bits,
-              reinterpret_cast<Int8Chunk*>(to.row(bases, begin)));
+          round(x.row(bases, begin), x.strides[0], int(end - begin), k, bits, to.row(bases, begin));
         });
     return *to;
   }
@@ -515,8 +510,8 @@ class ProgramReader : public RowReader {
   std::unordered_map<Id, size_t> producers_;
   std::unordered_map<Id, int> uses_;
   std::map<size_t, Linears> linears_;
-  // What was rounded: its buffer, offset, stride and rows, and for what k and bits.
-  std::map<std::array<int64_t, 6>, std::optional<View>> rounded_;
+  // What was rounded: its buffer, offset, stride and rows, for what k and bits, and to what size.
+  std::map<std::array<int64_t, 7>, std::optional<View>> rounded_;
 };
 
 Program::Program(const Arrays& inputs, const Arrays& outputs) {

@@ -6,17 +6,18 @@
 #if defined(__AVX512BF16__)
 #include "bfloat_kernel.h"
 #endif
-#include "int8_tile_kernel.h"
+#include "integers_tile_kernel.h"
 #include "kernels.h"
 
 namespace mlx_paged::cpu {
 
 const RoundedKernels MLX_PAGED_KERNELS = {
-    {MLX_PAGED_ISA::quantise_int8, MLX_PAGED_ISA::int8_product, MLX_PAGED_ISA::kLeastTileRows},
+    MLX_PAGED_ISA::kIntegerKernels<1>,
+    MLX_PAGED_ISA::kIntegerKernels<3>,
 #if defined(__AVX512BF16__)
     {MLX_PAGED_ISA::round_bfloat, MLX_PAGED_ISA::bfloat_product},
 #else
-    {nullptr, nullptr},
+    {},
 #endif
 };
 

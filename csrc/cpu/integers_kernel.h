@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// See int8.h. Four columns at a time, whose weights are read as they lie in memory. Compiled once
-// for each instruction set, see simd.h.
+// See integers.h. Four columns at a time, whose weights are read as they lie in memory. Compiled
+// once for each instruction set, see simd.h.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-#include "int8.h"
+#include "integers.h"
 #include "simd.h"
 #include "unpack_kernel.h"
 
@@ -21,17 +21,19 @@ typedef uint8_t VecU8 __attribute__((vector_size(4 * kWidth)));
 typedef uint16_t VecU16 __attribute__((vector_size(4 * kWidth)));
 typedef int16_t VecS16 __attribute__((vector_size(4 * kWidth)));
 
-constexpr int kUnits = kWidth / 4;            // groups that a vector has half of
-constexpr int kParts = kInt8Groups / kUnits;  // vectors of half a chunk
-constexpr int kInt8Columns = 4;
+constexpr int kUnits = kWidth / 4;               // groups that a vector has half of
+constexpr int kParts = kIntegerGroups / kUnits;  // vectors of half a chunk
+constexpr int kBlockOfColumns = 4;
 constexpr int kScaleGroups = 16;  // of weights, whose scales are widened at once
 
-// Adds to each element of `sums` the products of four codes. Those of weights of 4 bits are below
-// 16.
+// Adds to each element of `sums` the products of four codes and digits. Codes of 4 bits are
+// below 16.
 template <int Bits>
 inline VecI add_products(VecI sums, VecU8 codes, VecU8 x) {
 #if defined(__AVX512VNNI__)
-  return (VecI)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, (__m512i)x);
+  // (As an intrinsic GCC 12 copies the sums before each.)
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(x));
+  return sums;
 #elif defined(__ARM_FEATURE_DOTPROD)
   // Signed by signed: eight bits in two halves.
   int32x4_t low = vdotq_s32((int32x4_t)sums, (int8x16_t)(codes & 15), (int8x16_t)x);
@@ -132,12 +134,12 @@ inline void load_codes(const uint8_t* p, int part, VecU8& first, VecU8& second) 
 
 // Scales or biases of four columns: of group i of weights at [4 * i].
 struct ColumnScales {
-  alignas(64) float values[(kScaleGroups + 3) * kInt8Columns] = {};
+  alignas(64) float values[(kScaleGroups + 3) * kBlockOfColumns] = {};
 
   // Those of a part of a chunk, whose first group of weights is `first`; a group of weights has
   // 1 << shift of activations.
   VecF of(int first, int part, int shift) const {
-    const float* at = values + first * kInt8Columns;
+    const float* at = values + first * kBlockOfColumns;
 #if defined(__AVX512F__)
     static const int64_t kQuarters[3][8] = {
         {0, 1, 2, 3, 4, 5, 6, 7}, {0, 1, 0, 1, 2, 3, 2, 3}, {0, 1, 0, 1, 0, 1, 0, 1}};
@@ -145,10 +147,10 @@ struct ColumnScales {
     return (VecF)_mm512_permutexvar_epi64(load_as<__m512i>(kQuarters[shift]), load_as<__m512i>(at));
 #elif defined(__AVX2__)
     return (VecF)_mm256_set_m128(
-        load_as<__m128>(at + ((2 * part + 1) >> shift) * kInt8Columns),
-        load_as<__m128>(at + ((2 * part) >> shift) * kInt8Columns));
+        load_as<__m128>(at + ((2 * part + 1) >> shift) * kBlockOfColumns),
+        load_as<__m128>(at + ((2 * part) >> shift) * kBlockOfColumns));
 #else
-    return load(at + (part >> shift) * kInt8Columns);
+    return load(at + (part >> shift) * kBlockOfColumns);
 #endif
   }
 };
@@ -156,8 +158,8 @@ struct ColumnScales {
 template <typename T>
 inline void read_scales(const T* const* from, int first, int count, ColumnScales& to) {
   count = count < kScaleGroups ? count : kScaleGroups;
-  alignas(64) float rows[kInt8Columns][kScaleGroups];
-  for (int j = 0; j < kInt8Columns; j++) {
+  alignas(64) float rows[kBlockOfColumns][kScaleGroups];
+  for (int j = 0; j < kBlockOfColumns; j++) {
     for (int i = 0; i < kScaleGroups; i += kWidth) {
       const T* p = from[j] + first + i;
       int left = count - i;
@@ -183,8 +185,8 @@ inline void read_scales(const T* const* from, int first, int count, ColumnScales
       _mm512_shuffle_f32x4(groups[2], groups[3], 0xee));
 #else
   for (int i = 0; i < kScaleGroups; i++) {
-    for (int j = 0; j < kInt8Columns; j++) {
-      to.values[i * kInt8Columns + j] = rows[j][i];
+    for (int j = 0; j < kBlockOfColumns; j++) {
+      to.values[i * kBlockOfColumns + j] = rows[j][i];
     }
   }
 #endif
@@ -196,32 +198,32 @@ inline int group_shift(int group_size) {
 }
 
 // Up to four columns; those that are missing are the last one again.
-template <int Bits, int Rows>
-inline void int8_block(const Int8ProductArgs& args, int row, int64_t column, int columns) {
-  constexpr int kBytes = kInt8Chunk * Bits / 8;
+template <int Bits, int Digits, int Rows>
+inline void integer_block(const IntegerProductArgs& args, int row, int64_t column, int columns) {
+  constexpr int kBytes = kIntegerChunk * Bits / 8;
   const WeightView& w = args.weights;
   const int groups = w.k / w.group_size;
-  const int chunks = num_int8_chunks(w.k);
-  const int whole = w.k / kInt8Chunk;
+  const int chunks = num_integer_chunks(w.k);
+  const int whole = w.k / kIntegerChunk;
   const int shift = group_shift(w.group_size);
-  const uint8_t* p[kInt8Columns];
-  int64_t first_scale[kInt8Columns];
+  const uint8_t* p[kBlockOfColumns];
+  int64_t first_scale[kBlockOfColumns];
   // The last chunk of a row that ends within it, and zeros.
-  alignas(64) uint8_t last[kInt8Columns][kBytes] = {};
-  for (int j = 0; j < kInt8Columns; j++) {
+  alignas(64) uint8_t last[kBlockOfColumns][kBytes] = {};
+  for (int j = 0; j < kBlockOfColumns; j++) {
     int64_t at = column + (j < columns ? j : columns - 1);
     p[j] = static_cast<const uint8_t*>(w.data) + at * w.row_bytes;
     first_scale[j] = at * groups;
     if (whole < chunks) {
-      __builtin_memcpy(last[j], p[j] + whole * kBytes, (w.k % kInt8Chunk) * Bits / 8);
+      __builtin_memcpy(last[j], p[j] + whole * kBytes, (w.k % kIntegerChunk) * Bits / 8);
     }
   }
   ColumnScales scales, biases;
   auto read = [&](int first) {
     with_type(w.dtype, [&](auto type) {
       using T = decltype(type);
-      const T *s[kInt8Columns], *b[kInt8Columns];
-      for (int j = 0; j < kInt8Columns; j++) {
+      const T *s[kBlockOfColumns], *b[kBlockOfColumns];
+      for (int j = 0; j < kBlockOfColumns; j++) {
         s[j] = static_cast<const T*>(w.scales) + first_scale[j];
         b[j] = static_cast<const T*>(w.biases) + first_scale[j];
       }
@@ -229,38 +231,42 @@ inline void int8_block(const Int8ProductArgs& args, int row, int64_t column, int
       read_scales(b, first, groups - first, biases);
     });
   };
-  const Int8Chunk* x = args.x + int64_t(row) * chunks;
+  auto x = static_cast<const IntegerChunk<Digits>*>(args.x) + int64_t(row) * chunks;
   VecF sums[Rows][kParts] = {};
-  const int chunks_of_scales = kScaleGroups * w.group_size / kInt8Chunk;
+  const int chunks_of_scales = kScaleGroups * w.group_size / kIntegerChunk;
   for (int c = 0; c < chunks; c++) {
     const int within = c % chunks_of_scales;
     if (within == 0) {
-      read(c * kInt8Groups >> shift);
+      read(c * kIntegerGroups >> shift);
     }
-    const int first = within * kInt8Groups >> shift;
-    const uint8_t* codes[kInt8Columns];
-    for (int j = 0; j < kInt8Columns; j++) {
+    const int first = within * kIntegerGroups >> shift;
+    const uint8_t* codes[kBlockOfColumns];
+    for (int j = 0; j < kBlockOfColumns; j++) {
       codes[j] = c < whole ? p[j] + c * kBytes : last[j];
       // The columns after these.
       for (int byte = 0; byte < kBytes; byte += 64) {
-        __builtin_prefetch(p[j] + kInt8Columns * w.row_bytes + c * kBytes + byte, 0, 2);
+        __builtin_prefetch(p[j] + kBlockOfColumns * w.row_bytes + c * kBytes + byte, 0, 2);
       }
     }
     for (int part = 0; part < kParts; part++) {
-      VecU8 low[kInt8Columns], high[kInt8Columns];
-      for (int j = 0; j < kInt8Columns; j++) {
+      VecU8 low[kBlockOfColumns], high[kBlockOfColumns];
+      for (int j = 0; j < kBlockOfColumns; j++) {
         load_codes<Bits>(codes[j], part, low[j], high[j]);
       }
       const VecF scale = scales.of(first, part, shift);
       const VecF bias = biases.of(first, part, shift);
       for (int i = 0; i < Rows; i++) {
-        const Int8Chunk& xc = x[int64_t(i) * chunks + c];
-        const VecU8 x_low = load_as<VecU8>(xc.codes + part * 4 * kWidth);
-        const VecU8 x_high = load_as<VecU8>(xc.codes + kInt8Chunk / 2 + part * 4 * kWidth);
-        VecI products[kInt8Columns];
-        for (int j = 0; j < kInt8Columns; j++) {
-          products[j] =
-              add_products<Bits>(add_products<Bits>(VecI{}, low[j], x_low), high[j], x_high);
+        const auto& xc = x[int64_t(i) * chunks + c];
+        VecI products[kBlockOfColumns] = {};
+        for (int d = 0; d < Digits; d++) {
+          const int8_t* digits = xc.digits[d] + part * 4 * kWidth;
+          const VecU8 x_low = load_as<VecU8>(digits);
+          const VecU8 x_high = load_as<VecU8>(digits + kIntegerChunk / 2);
+          for (int j = 0; j < kBlockOfColumns; j++) {
+            const VecI before = products[j] << (d > 0 ? 8 : 0);
+            products[j] =
+                add_products<Bits>(add_products<Bits>(before, low[j], x_low), high[j], x_high);
+          }
         }
         const VecI total = sum_columns(products[0], products[1], products[2], products[3]);
         const VecF scaled = to_float((VecU)total) * load(xc.scales + part * kWidth);
@@ -270,7 +276,7 @@ inline void int8_block(const Int8ProductArgs& args, int row, int64_t column, int
     }
   }
   for (int i = 0; i < Rows; i++) {
-    float quarters[kInt8Groups][kInt8Columns];
+    float quarters[kIntegerGroups][kBlockOfColumns];
     __builtin_memcpy(quarters, sums[i], sizeof(quarters));
     float* out = args.c + int64_t(row + i) * args.ldc + column;
     for (int j = 0; j < columns; j++) {
@@ -279,33 +285,40 @@ inline void int8_block(const Int8ProductArgs& args, int row, int64_t column, int
   }
 }
 
-template <int Bits>
-inline void int8_columns(const Int8ProductArgs& args, int64_t begin, int64_t end) {
-  for (int64_t column = begin; column < end; column += kInt8Columns) {
-    int columns = end - column < kInt8Columns ? int(end - column) : kInt8Columns;
+template <int Bits, int Digits>
+inline void integer_columns(const IntegerProductArgs& args, int64_t begin, int64_t end) {
+  for (int64_t column = begin; column < end; column += kBlockOfColumns) {
+    int columns = end - column < kBlockOfColumns ? int(end - column) : kBlockOfColumns;
     int row = 0;
     for (; row + 4 <= args.rows; row += 4) {
-      int8_block<Bits, 4>(args, row, column, columns);
+      integer_block<Bits, Digits, 4>(args, row, column, columns);
     }
     switch (args.rows - row) {
       case 1:
-        int8_block<Bits, 1>(args, row, column, columns);
+        integer_block<Bits, Digits, 1>(args, row, column, columns);
         break;
       case 2:
-        int8_block<Bits, 2>(args, row, column, columns);
+        integer_block<Bits, Digits, 2>(args, row, column, columns);
         break;
       case 3:
-        int8_block<Bits, 3>(args, row, column, columns);
+        integer_block<Bits, Digits, 3>(args, row, column, columns);
         break;
     }
   }
 }
 
-// A group's codes, in their order, and its scale. The sum of the codes is returned.
-inline int quantise_group(const float* x, int8_t* codes, float& scale) {
+typedef int8_t GroupOfDigits __attribute__((vector_size(kIntegerGroup)));
+typedef int8_t HalfOfDigits __attribute__((vector_size(kIntegerGroup / 2)));
+
+// A group's integers, and their scale. Their sum is returned.
+template <int Digits>
+inline int round_group(const float* x, VecI* integers, float& scale) {
+  constexpr int kVectors = kIntegerGroup / kWidth;
+  VecF values[kVectors];
   VecU largest = {};
-  for (int i = 0; i < kInt8Group; i += kWidth) {
-    VecU magnitude = as_uint(load(x + i)) & 0x7fffffffu;
+  for (int i = 0; i < kVectors; i++) {
+    values[i] = load(x + i * kWidth);
+    VecU magnitude = as_uint(values[i]) & 0x7fffffffu;
     largest = magnitude > largest ? magnitude : largest;
   }
   uint32_t most = 0;  // infinities and what is no number are larger than all else
@@ -316,55 +329,78 @@ inline int quantise_group(const float* x, int8_t* codes, float& scale) {
   constexpr uint32_t kInfinity = 255u << 23;
   if (most < kLeast || most >= kInfinity) {
     scale = most < kLeast ? 0.0f : __builtin_nanf("");
-    __builtin_memset(codes, 0, kInt8Group);
+    for (int i = 0; i < kVectors; i++) {
+      integers[i] = VecI{};
+    }
     return 0;
   }
-  float magnitude = bits_as_float(most);
-  scale = magnitude / 127.0f;
-  float inverse = 127.0f / magnitude;
-  int sum = 0;
-  int32_t rounded[kInt8Group];
-  for (int i = 0; i < kInt8Group; i += kWidth) {
+  float inverse;
+  if constexpr (Digits == 1) {
+    float magnitude = bits_as_float(most);
+    scale = magnitude / 127.0f;
+    inverse = 127.0f / magnitude;
+  } else {
+    // A power of two, so that the largest is at least 2^21 and at most 2^22.
+    static_assert(Digits == 3);
+    uint32_t exponent = (most >> 23) - 21;
+    scale = bits_as_float(exponent << 23);
+    inverse = bits_as_float((254 - exponent) << 23);
+  }
+  VecI sum = {};
+  for (int i = 0; i < kVectors; i++) {
     // Rounds to the nearest integer, which is then in the low bits.
-    VecF shifted = load(x + i) * inverse + 0x1.8p23f;
-    VecI code = (VecI)(as_uint(shifted) - 0x4b400000u);
-    __builtin_memcpy(rounded + i, &code, sizeof(code));
+    VecF shifted = values[i] * inverse + 0x1.8p23f;
+    integers[i] = (VecI)(as_uint(shifted) - 0x4b400000u);
+    sum += integers[i];
   }
-  for (int i = 0; i < kInt8Group; i++) {
-    codes[i] = int8_t(rounded[i]);
-    sum += rounded[i];
+  int total = 0;
+  for (int i = 0; i < kWidth; i++) {
+    total += sum[i];
   }
-  return sum;
+  return total;
 }
 
-inline void quantise_int8(
-    const float* x, int64_t stride, int count, int k, int bits, Int8Chunk* out) {
-  const int chunks = num_int8_chunks(k);
+template <int Digits>
+inline void round_to_integers(
+    const float* x, int64_t stride, int count, int k, int bits, void* out) {
+  constexpr int kVectors = kIntegerGroup / kWidth;
+  constexpr int kHalf = kIntegerGroup / 2;
+  const int chunks = num_integer_chunks(k);
+  auto to = static_cast<IntegerChunk<Digits>*>(out);
   for (int row = 0; row < count; row++) {
-    for (int c = 0; c < chunks; c++) {
-      Int8Chunk& to = out[int64_t(row) * chunks + c];
-      for (int g = 0; g < kInt8Groups; g++) {
-        int8_t codes[kInt8Group] = {};
+    for (int c = 0; c < chunks; c++, to++) {
+      for (int g = 0; g < kIntegerGroups; g++) {
+        VecI integers[kVectors] = {};
         float scale = 0;
         int sum = 0;
-        int64_t at = int64_t(c) * kInt8Chunk + g * kInt8Group;
+        int64_t at = int64_t(c) * kIntegerChunk + g * kIntegerGroup;
         if (at < k) {
-          sum = quantise_group(x + row * stride + at, codes, scale);
+          sum = round_group<Digits>(x + row * stride + at, integers, scale);
         }
-        int8_t* first = to.codes + g * kInt8Group / 2;
-        int8_t* second = first + kInt8Chunk / 2;
-        if (bits == 4) {
-          for (int i = 0; i < kInt8Group / 2; i++) {
-            first[i] = codes[2 * i];
-            second[i] = codes[2 * i + 1];
+        for (int d = Digits; d-- > 0;) {
+          typedef int8_t Bytes __attribute__((vector_size(kWidth)));
+          GroupOfDigits all;
+          for (int i = 0; i < kVectors; i++) {
+            Bytes digits = __builtin_convertvector(integers[i], Bytes);
+            __builtin_memcpy(reinterpret_cast<char*>(&all) + i * kWidth, &digits, kWidth);
+            integers[i] = (integers[i] + 128) >> 8;
           }
-        } else {
-          __builtin_memcpy(first, codes, kInt8Group / 2);
-          __builtin_memcpy(second, codes + kInt8Group / 2, kInt8Group / 2);
+          HalfOfDigits first, second;
+          if (bits == 4) {
+            first = __builtin_shufflevector(
+                all, all, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+            second = __builtin_shufflevector(
+                all, all, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+          } else {
+            __builtin_memcpy(&first, &all, kHalf);
+            __builtin_memcpy(&second, reinterpret_cast<char*>(&all) + kHalf, kHalf);
+          }
+          __builtin_memcpy(to->digits[d] + g * kHalf, &first, kHalf);
+          __builtin_memcpy(to->digits[d] + kIntegerChunk / 2 + g * kHalf, &second, kHalf);
         }
         for (int i = 0; i < 4; i++) {
-          to.scales[4 * g + i] = scale;
-          to.sums[4 * g + i] = scale * float(sum);
+          to->scales[4 * g + i] = scale;
+          to->sums[4 * g + i] = scale * float(sum);
         }
       }
     }

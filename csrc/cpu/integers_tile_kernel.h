@@ -1,0 +1,219 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// See integers.h. Of many rows: the codes of 32 columns are laid out anew, so that a vector has
+// four codes of each of sixteen columns and no sum crosses a vector. For AVX-512 with VNNI.
+
+#pragma once
+
+#include "integers_kernel.h"
+#include "transpose.h"
+
+namespace mlx_paged::cpu::MLX_PAGED_ISA {
+
+#if defined(__AVX512VNNI__)
+template <int Digits>
+constexpr int kLeastTileRows = Digits == 1 ? 24 : 8;
+
+struct IntegerTile {
+  static constexpr int kVectors = kIntegerTileColumns / kWidth;
+  static constexpr int kUnits = 8;  // of four codes, in a group
+
+  uint8_t* codes;  // [chunk, group, unit, vector, kWidth, 4]
+  float* scales;   // [group of weights, 2: scale and bias, kIntegerTileColumns]
+
+  IntegerTile(float* scratch, const WeightView& w)
+      : codes(reinterpret_cast<uint8_t*>(scratch)),
+        scales(
+            scratch + int64_t(num_integer_chunks(w.k)) * kIntegerChunk * kIntegerTileColumns / 4) {}
+
+  const uint8_t* group(int chunk, int g) const {
+    constexpr int kBytes = kIntegerGroup * kIntegerTileColumns;
+    return codes + int64_t(chunk * kIntegerGroups + g) * kBytes;
+  }
+};
+
+template <int Bits>
+inline void fill_codes(const WeightView& w, int64_t column, int columns, const IntegerTile& tile) {
+  constexpr int kBytes = kIntegerChunk * Bits / 8;
+  constexpr int kVectors = kBytes / 64;
+  const int row_bytes = w.k * Bits / 8;
+  for (int v = 0; v < IntegerTile::kVectors; v++) {
+    const uint8_t* p[kWidth];
+    for (int j = 0; j < kWidth; j++) {  // (those that are missing are the last one again)
+      int at = v * kWidth + j < columns ? v * kWidth + j : columns - 1;
+      p[j] = static_cast<const uint8_t*>(w.data) + (column + at) * w.row_bytes;
+    }
+    for (int c = 0; c < num_integer_chunks(w.k); c++) {
+      __m512i low[kWidth], high[kWidth];
+      for (int j = 0; j < kWidth; j++) {
+        __m512i read[kVectors];
+        for (int i = 0; i < kVectors; i++) {
+          int at = c * kBytes + i * 64;
+          int left = row_bytes - at < 64 ? row_bytes - at : 64;
+          __mmask64 mask = left <= 0 ? 0 : ~uint64_t(0) >> (64 - left);
+          read[i] = _mm512_maskz_loadu_epi8(mask, p[j] + at);
+        }
+        VecU8 first, second;
+        load_codes<Bits>(reinterpret_cast<const uint8_t*>(read), 0, first, second);
+        low[j] = (__m512i)first;
+        high[j] = (__m512i)second;
+      }
+      transpose(low);
+      transpose(high);
+      for (int g = 0; g < kIntegerGroups; g++) {
+        auto to = const_cast<uint8_t*>(tile.group(c, g)) + v * 64;
+        for (int i = 0; i < 4; i++) {
+          constexpr int kUnitBytes = 64 * IntegerTile::kVectors;
+          _mm512_store_si512(to + i * kUnitBytes, low[4 * g + i]);
+          _mm512_store_si512(to + (4 + i) * kUnitBytes, high[4 * g + i]);
+        }
+      }
+    }
+  }
+}
+
+inline void fill_scales(const WeightView& w, int64_t column, int columns, const IntegerTile& tile) {
+  const int groups = w.k / w.group_size;
+  with_type(w.dtype, [&](auto type) {
+    using T = decltype(type);
+    const void* both[2] = {w.scales, w.biases};
+    for (int which = 0; which < 2; which++) {
+      for (int v = 0; v < IntegerTile::kVectors; v++) {
+        for (int first = 0; first < groups; first += kWidth) {
+          __m512i rows[kWidth];
+          int left = groups - first;
+          for (int j = 0; j < kWidth; j++) {
+            int at = v * kWidth + j < columns ? v * kWidth + j : columns - 1;
+            const T* p = static_cast<const T*>(both[which]) + (column + at) * groups + first;
+            rows[j] = (__m512i)(left >= kWidth ? load(p) : load_tail(p, left));
+          }
+          transpose(rows);
+          for (int g = 0; g < kWidth && g < left; g++) {
+            float* to = tile.scales + (int64_t(first + g) * 2 + which) * kIntegerTileColumns;
+            store(to + v * kWidth, (VecF)rows[g]);
+          }
+        }
+      }
+    }
+  });
+}
+
+template <int Bits, int Digits, int Rows>
+inline void tile_rows_of(
+    const IntegerProductArgs& args, const IntegerTile& tile, int row, int64_t column, int columns) {
+  constexpr int kVectors = IntegerTile::kVectors;
+  const int chunks = num_integer_chunks(args.weights.k);
+  const int groups = args.weights.k / kIntegerGroup;
+  const int shift = group_shift(args.weights.group_size);
+  auto x = static_cast<const IntegerChunk<Digits>*>(args.x) + int64_t(row) * chunks;
+  // Every fourth group is added up by itself: the order of integer_block.
+  VecF sums[kIntegerGroups][Rows][kVectors] = {};
+  for (int group = 0; group < groups; group++) {
+    const int g = group % kIntegerGroups;
+    const uint8_t* codes = tile.group(group / kIntegerGroups, g);
+    const auto* xg = x + group / kIntegerGroups;
+    const float* scales = tile.scales + int64_t(group >> shift) * 2 * kIntegerTileColumns;
+    VecI products[Rows][kVectors] = {};
+    for (int d = 0; d < Digits; d++) {
+      for (int i = 0; d > 0 && i < Rows; i++) {
+        for (int v = 0; v < kVectors; v++) {
+          products[i][v] <<= 8;
+        }
+      }
+      for (int unit = 0; unit < IntegerTile::kUnits; unit++) {
+        VecU8 w[kVectors];
+        for (int v = 0; v < kVectors; v++) {
+          w[v] = load_as<VecU8>(codes + (unit * kVectors + v) * 64);
+        }
+        const int at = unit / 4 * (kIntegerChunk / 2) + 16 * g + 4 * (unit % 4);
+        for (int i = 0; i < Rows; i++) {
+          auto digits = xg[int64_t(i) * chunks].digits[d] + at;
+          const VecU8 four = (VecU8)_mm512_set1_epi32(load_as<int32_t>(digits));
+          for (int v = 0; v < kVectors; v++) {
+            products[i][v] = add_products<Bits>(products[i][v], w[v], four);
+          }
+        }
+      }
+    }
+    VecF scale[kVectors], bias[kVectors];
+    for (int v = 0; v < kVectors; v++) {
+      scale[v] = load(scales + v * kWidth);
+      bias[v] = load(scales + kIntegerTileColumns + v * kWidth);
+    }
+    for (int i = 0; i < Rows; i++) {
+      const auto& xc = xg[int64_t(i) * chunks];
+      for (int v = 0; v < kVectors; v++) {
+        const VecF scaled = to_float((VecU)products[i][v]) * xc.scales[4 * g];
+        sums[g][i][v] += scaled * scale[v];
+        sums[g][i][v] += xc.sums[4 * g] * bias[v];
+      }
+    }
+  }
+  for (int i = 0; i < Rows; i++) {
+    alignas(64) float out[kIntegerTileColumns];
+    for (int v = 0; v < kVectors; v++) {
+      store(out + v * kWidth, (sums[0][i][v] + sums[1][i][v]) + (sums[2][i][v] + sums[3][i][v]));
+    }
+    __builtin_memcpy(args.c + int64_t(row + i) * args.ldc + column, out, columns * sizeof(float));
+  }
+}
+
+template <int Bits, int Digits>
+inline void integer_tiles(const IntegerProductArgs& args, int64_t begin, int64_t end) {
+  const IntegerTile tile(args.scratch, args.weights);
+  for (int64_t column = begin; column < end; column += kIntegerTileColumns) {
+    int columns = end - column < kIntegerTileColumns ? int(end - column) : kIntegerTileColumns;
+    fill_codes<Bits>(args.weights, column, columns, tile);
+    fill_scales(args.weights, column, columns, tile);
+    int row = 0;
+    for (; row + 8 <= args.rows; row += 8) {
+      tile_rows_of<Bits, Digits, 8>(args, tile, row, column, columns);
+    }
+    if (row + 4 <= args.rows) {
+      tile_rows_of<Bits, Digits, 4>(args, tile, row, column, columns);
+      row += 4;
+    }
+    switch (args.rows - row) {
+      case 1:
+        tile_rows_of<Bits, Digits, 1>(args, tile, row, column, columns);
+        break;
+      case 2:
+        tile_rows_of<Bits, Digits, 2>(args, tile, row, column, columns);
+        break;
+      case 3:
+        tile_rows_of<Bits, Digits, 3>(args, tile, row, column, columns);
+        break;
+    }
+  }
+}
+#else
+template <int Digits>
+constexpr int kLeastTileRows = 0;
+#endif
+
+template <int Bits, int Digits>
+inline void integer_product_of(const IntegerProductArgs& args, int64_t begin, int64_t end) {
+#if defined(__AVX512VNNI__)
+  if (args.rows >= kLeastTileRows<Digits>) {
+    return integer_tiles<Bits, Digits>(args, begin, end);
+  }
+#endif
+  integer_columns<Bits, Digits>(args, begin, end);
+}
+
+template <int Digits>
+inline void integer_product(const IntegerProductArgs& args, int64_t begin, int64_t end) {
+  if constexpr (Digits > 1) {
+    return integer_product_of<4, Digits>(args, begin, end);
+  } else {
+    return args.weights.bits == 4 ? integer_product_of<4, Digits>(args, begin, end)
+                                  : integer_product_of<8, Digits>(args, begin, end);
+  }
+}
+
+template <int Digits>
+constexpr IntegerKernels kIntegerKernels = {
+    sizeof(IntegerChunk<Digits>), round_to_integers<Digits>, integer_product<Digits>,
+    kLeastTileRows<Digits>};
+
+}  // namespace mlx_paged::cpu::MLX_PAGED_ISA
