@@ -24,6 +24,7 @@ typedef int16_t VecS16 __attribute__((vector_size(4 * kWidth)));
 constexpr int kUnits = kWidth / 4;               // groups that a vector has half of
 constexpr int kParts = kIntegerGroups / kUnits;  // vectors of half a chunk
 constexpr int kBlockOfColumns = 4;
+constexpr int kBlocksAhead = 2;
 constexpr int kScaleGroups = 16;  // of weights, whose scales are widened at once
 
 // Adds to each element of `sums` the products of four codes and digits. Codes of 4 bits are
@@ -209,13 +210,13 @@ inline void integer_block(const IntegerProductArgs& args, int row, int64_t colum
   const uint8_t* p[kBlockOfColumns];
   int64_t first_scale[kBlockOfColumns];
   // The last chunk of a row that ends within it, and zeros.
-  alignas(64) uint8_t last[kBlockOfColumns][kBytes] = {};
+  alignas(64) uint8_t last[kBlockOfColumns][kBytes];
   for (int j = 0; j < kBlockOfColumns; j++) {
     int64_t at = column + (j < columns ? j : columns - 1);
     p[j] = static_cast<const uint8_t*>(w.data) + at * w.row_bytes;
     first_scale[j] = at * groups;
     if (whole < chunks) {
-      __builtin_memcpy(last[j], p[j] + whole * kBytes, (w.k % kIntegerChunk) * Bits / 8);
+      copy_tail(last[j], p[j] + whole * kBytes, (w.k % kIntegerChunk) * Bits / 8, kBytes);
     }
   }
   ColumnScales scales, biases;
@@ -226,6 +227,8 @@ inline void integer_block(const IntegerProductArgs& args, int row, int64_t colum
       for (int j = 0; j < kBlockOfColumns; j++) {
         s[j] = static_cast<const T*>(w.scales) + first_scale[j];
         b[j] = static_cast<const T*>(w.biases) + first_scale[j];
+        __builtin_prefetch(s[j] + first + kBlocksAhead * kBlockOfColumns * groups, 0, 2);
+        __builtin_prefetch(b[j] + first + kBlocksAhead * kBlockOfColumns * groups, 0, 2);
       }
       read_scales(s, first, groups - first, scales);
       read_scales(b, first, groups - first, biases);
@@ -233,6 +236,8 @@ inline void integer_block(const IntegerProductArgs& args, int row, int64_t colum
   };
   auto x = static_cast<const IntegerChunk<Digits>*>(args.x) + int64_t(row) * chunks;
   VecF sums[Rows][kParts] = {};
+  // In one long run: the columns after the next ones, as are their scales.
+  const uint8_t* ahead = p[0] + kBlocksAhead * kBlockOfColumns * w.row_bytes;
   const int chunks_of_scales = kScaleGroups * w.group_size / kIntegerChunk;
   for (int c = 0; c < chunks; c++) {
     const int within = c % chunks_of_scales;
@@ -243,9 +248,8 @@ inline void integer_block(const IntegerProductArgs& args, int row, int64_t colum
     const uint8_t* codes[kBlockOfColumns];
     for (int j = 0; j < kBlockOfColumns; j++) {
       codes[j] = c < whole ? p[j] + c * kBytes : last[j];
-      // The columns after these.
-      for (int byte = 0; byte < kBytes; byte += 64) {
-        __builtin_prefetch(p[j] + kBlockOfColumns * w.row_bytes + c * kBytes + byte, 0, 2);
+      for (int byte = 0; byte < kBytes; byte += 64, ahead += 64) {
+        __builtin_prefetch(ahead, 0, 2);
       }
     }
     for (int part = 0; part < kParts; part++) {

@@ -12,7 +12,7 @@ namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
 #if defined(__AVX512VNNI__)
 template <int Digits>
-constexpr int kLeastTileRows = Digits == 1 ? 24 : 8;
+constexpr int kLeastTileRows = Digits == 1 ? 24 : 32;
 
 struct IntegerTile {
   static constexpr int kVectors = kIntegerTileColumns / kWidth;

@@ -14,16 +14,19 @@ namespace {
 // Pieces of a size that keeps all threads busy to the end.
 void cut(ProductPhase& phase) {
   constexpr int64_t kLeastWeights = 1 << 13;
-  constexpr int64_t kMostWeights = 1 << 16;
+  constexpr int64_t kMostWork = 1 << 19;  // weights times rows
   constexpr int kPiecesPerThread = 8;
   constexpr int kAlign = 16;  // whole vectors and cache lines
   auto column_size = [](const Product& p) { return int64_t(p.main.weight.k) * (p.up ? 2 : 1); };
   int64_t weights = 0;
+  int64_t rows = 1;
   for (const Product& p : phase.products) {
     weights += p.main.weight.n * column_size(p);
+    rows = std::max(rows, p.out.rows());
   }
-  int64_t piece =
-      std::clamp(weights / (kPiecesPerThread * num_threads()), kLeastWeights, kMostWeights);
+  // Of few rows it takes a long run: kernels fetch what comes after a piece, which is another's.
+  int64_t most = std::max(kMostWork / rows, 8 * kLeastWeights);
+  int64_t piece = std::clamp(weights / (kPiecesPerThread * num_threads()), kLeastWeights, most);
   for (size_t i = 0; i < phase.products.size(); i++) {
     const Product& p = phase.products[i];
     bool uses_tiles = p.main.integers && p.main.integers->uses_tiles(int(p.out.rows()));

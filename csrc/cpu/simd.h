@@ -88,10 +88,19 @@ inline VecU as_uint(VecF v) {
   return load_as<VecU>(&v);
 }
 
+#if defined(__AVX512F__)
+inline VecF widened(__m256i bits, BFloat) {
+  return (VecF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+}
+
+inline VecF widened(__m256i bits, Half) {
+  return (VecF)_mm512_cvtph_ps(bits);
+}
+#endif
+
 inline VecF load(const BFloat* p) {
 #if defined(__AVX512F__)
-  __m512i wide = _mm512_cvtepu16_epi32(load_as<__m256i>(p));
-  return (VecF)_mm512_slli_epi32(wide, 16);
+  return widened(load_as<__m256i>(p), BFloat{});
 #else
   return as_float(__builtin_convertvector(load_as<VecH>(p), VecU) << 16);
 #endif
@@ -99,7 +108,7 @@ inline VecF load(const BFloat* p) {
 
 inline VecF load(const Half* p) {
 #if defined(__AVX512F__)
-  return (VecF)_mm512_cvtph_ps(load_as<__m256i>(p));
+  return widened(load_as<__m256i>(p), Half{});
 #elif defined(__AVX2__)
   return (VecF)_mm256_cvtph_ps(load_as<__m128i>(p));
 #else
@@ -116,9 +125,34 @@ inline VecF load(const Half* p) {
 // `count` < kWidth elements, zeros behind them.
 template <typename T>
 inline VecF load_tail(const T* p, int count) {
+#if defined(__AVX512F__)
+  // (What was stored in pieces cannot be loaded as a whole before it is in the cache.)
+  const __mmask16 mask = (1u << count) - 1;
+  if constexpr (sizeof(T) == 4) {
+    return (VecF)_mm512_maskz_loadu_ps(mask, p);
+  } else if constexpr (sizeof(T) == 2) {
+    return widened(_mm256_maskz_loadu_epi16(mask, p), T{});
+  }
+#endif
   T padded[kWidth] = {};
   __builtin_memcpy(padded, p, count * sizeof(T));
   return load(padded);
+}
+
+// `count` bytes, zeros behind them up to `size`.
+inline void copy_tail(void* to, const void* from, int count, int size) {
+#if defined(__AVX512F__)
+  for (int i = 0; i < size; i += 64) {
+    const int left = count - i;
+    const __mmask64 mask = left >= 64 ? ~uint64_t(0) : left <= 0 ? 0 : (uint64_t(1) << left) - 1;
+    _mm512_storeu_si512(
+        static_cast<char*>(to) + i,
+        _mm512_maskz_loadu_epi8(mask, static_cast<const char*>(from) + i));
+  }
+#else
+  __builtin_memset(to, 0, size);
+  __builtin_memcpy(to, from, count);
+#endif
 }
 
 inline void store_as(float* p, float x) {
