@@ -500,12 +500,14 @@ def quantized_linear(
 
     One operation on the CPU, which reads the weight as it is and multiplies and sums in float32
     whatever the dtypes are; and with CUDA for up to 64 rows of 16 bits, with scales of the same
-    dtype, in every format but "nvfp4". Else, and for a weight that is not evaluated,
-    ``mx.quantized_matmul``.
+    dtype, in every format but "nvfp4" (while ``MLX_PAGED_UNCHECKED_KERNELS=1``, docs/cuda.md).
+    Else, and for a weight that is not evaluated, ``mx.quantized_matmul``.
     On the CPU, with `activations` "int8", that one operation rounds `x` first, each group of 32 to
     ``[-127, 127]`` times a float32 scale, and multiplies integers; a group that has a NaN or an
     infinity makes the row NaN. `rounds_activations` says for which weights; others are multiplied
-    as with "float32".
+    as with "float32". Processors with AVX-512 VNNI multiply affine weights of 4 bits so with
+    "float32" too: by integers of 22 bits times a power of two, whose errors are like those of sums
+    in float32.
 
     Args:
         x: ``[..., k]``.

@@ -1,4 +1,5 @@
-"""Products of activations that are rounded to int8 or bfloat16, against float64.
+"""Products of activations as integers (int8, or three digits), or rounded to bfloat16, against
+float64.
 
 ``MLX_PAGED_TEST_PRODUCTS=all`` runs every shape with every number of rows.
 """
@@ -18,6 +19,7 @@ from support.simd_processes import run_in_process_of
 from support.weight_formats import Floats, assert_near, dequantised, quantised
 
 from mlx_paged import ops
+from mlx_paged.extension import build_info
 
 pytestmark = pytest.mark.skipif(
     mx.default_device() != mx.cpu, reason="only the CPU multiplies integers"
@@ -176,6 +178,101 @@ def test_bias_axes_and_strides(rng, bits: int, group: int) -> None:
     gradient = mx.grad(lambda x: multiply(x, arrays, bits, group).sum())(x)
     weight = dequantised(arrays, "affine", bits, group)
     assert np.allclose(np.array(gradient), weight.sum(axis=0), rtol=1e-3, atol=1e-2)
+
+
+# --- Three digits ---------------------------------------------------------------------------------
+
+HAS_DIGITS = build_info()["simd"] in ("avx512vnni", "avx512bf16")
+needs_digits = pytest.mark.skipif(
+    not HAS_DIGITS, reason="products of float activations are in float32 with these kernels"
+)
+MOST = 2**22  # of an integer
+
+
+def multiply_floats(x: Floats | mx.array, arrays: list[mx.array], group: int) -> mx.array:
+    given = x if isinstance(x, mx.array) else mx.array(x.astype(np.float32))
+    return ops.quantized_linear(given, *arrays, group_size=group, bits=4)
+
+
+@needs_digits
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_integers_of_22_bits_are_multiplied_as_they_are(rng, group: int) -> None:
+    """Against sums of integers: what is left are roundings of whole groups' results."""
+    for n, groups in SHAPES:
+        k = groups * group
+        arrays = quantised(rng, n, k, "affine", 4, group, mx.float32)
+        arrays[1] = mx.ones_like(arrays[1])
+        arrays[2] = mx.zeros_like(arrays[2])
+        codes = dequantised(arrays, "affine", 4, group)
+        for rows in ROWS:
+            integers = rng.integers(-MOST + 1, MOST, (rows, k)).astype(np.float64)
+            scales = np.repeat(2.0 ** rng.integers(-30, 30, (rows, k // ROUNDED)), ROUNDED, axis=1)
+            got = np.array(multiply_floats(integers * scales, arrays, group)).astype(np.float64)
+            sums = (integers * scales).reshape(rows, 1, -1, ROUNDED) * codes.reshape(
+                1, n, -1, ROUNDED
+            )
+            allowed = np.abs(sums.sum(axis=-1)).sum(axis=-1) * 4e-7
+            assert (np.abs(got - sums.sum(axis=(-1, -2))) <= allowed).all()
+
+
+@needs_digits
+@pytest.mark.parametrize("rows", [1, 3, 4, 40])
+def test_the_largest_sums_of_22_bits_fit(rows: int) -> None:
+    n, k = 35, 128
+    arrays = [
+        mx.full((n, k // 8), 0xFFFFFFFF, mx.uint32),
+        mx.ones((n, k // 64)),
+        mx.full((n, k // 64), 2.0),
+    ]
+    # (The first is rounded up, to the largest integer that there is.)
+    for value in (MOST - 0.25, MOST - 1, -MOST + 0.25, 2**21, -(2**21), 128 - MOST, 2**22 - 2**15):
+        got = np.array(multiply_floats(np.full((rows, k), float(value)), arrays, 64))
+        np.testing.assert_allclose(got, value * k * 17, rtol=3e-7)
+
+
+@needs_digits
+def test_errors_are_like_those_of_float32(rng) -> None:
+    for k, spread in ((576, 0), (2048, 0), (2048, 8), (8192, 4)):
+        arrays = quantised(rng, 40, k, "affine", 4, 64, mx.bfloat16)
+        weight = dequantised(arrays, "affine", 4, 64)
+        x = rng.standard_normal((36, k)) * 2.0 ** rng.integers(-spread, spread + 1, (36, k))
+        x = x.astype(np.float32).astype(np.float64)
+        error = np.array(multiply_floats(x, arrays, 64)).astype(np.float64) - x @ weight.T
+        # Of float32's sums 1e-7 to 4e-7; of int8 5e-3.
+        assert np.sqrt((error**2).mean()) < 1.5e-6 * np.sqrt(((x @ weight.T) ** 2).mean())
+
+
+@needs_digits
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_a_row_of_digits_does_not_depend_on_the_others(rng, group: int) -> None:
+    k = 1152 - (0 if group == 128 else group)
+    arrays = quantised(rng, 37, k, "affine", 4, group, mx.bfloat16)
+    x = mx.array(rng.standard_normal((300, k)).astype(np.float32))
+    whole = np.array(multiply_floats(x, arrays, group))
+    for rows in (1, 2, 3, 4, 5, 8, 13, 31, 32, 33, 35, 64, 65, 256, 299):
+        assert np.array_equal(np.array(multiply_floats(x[:rows], arrays, group)), whole[:rows])
+
+
+@needs_digits
+@pytest.mark.parametrize("rows", [2, 40])
+def test_digits_of_numbers_at_the_ends_of_their_range(rng, rows: int) -> None:
+    arrays = quantised(rng, 9, 256, "affine", 4, 64, mx.float32)
+    weight = dequantised(arrays, "affine", 4, 64)
+    clean = rng.standard_normal((rows, 256)).astype(np.float32)
+    expected = np.array(multiply_floats(clean, arrays, 64))
+    for value in (np.nan, np.inf, -np.inf):
+        x = clean.copy()
+        x[1, 100] = value
+        got = np.array(multiply_floats(x, arrays, 64))
+        assert np.isnan(got[1]).all()
+        np.testing.assert_array_equal(np.delete(got, 1, 0), np.delete(expected, 1, 0))
+    for value in (0.0, 1e-45, 2.0**-101):
+        x = np.full((rows, 256), value)
+        assert (np.array(multiply_floats(x, arrays, 64)) == 0).all()
+    for value in (2.0**-98, 2.0**90):
+        x = (clean * value).astype(np.float32).astype(np.float64)
+        x[:, ::32] = value * 4  # no group is below 2^-100
+        assert_near(multiply_floats(x, arrays, 64), x, weight)
 
 
 # --- bfloat16 -------------------------------------------------------------------------------------
