@@ -22,7 +22,6 @@ namespace mlx_paged::cpu {
 constexpr int kIntegerGroup = 32;
 constexpr int kIntegerGroups = 4;  // of a chunk
 constexpr int kIntegerChunk = kIntegerGroup * kIntegerGroups;
-constexpr int kMostDigits = 3;
 
 // 128 activations. Digits lie as kernels read weights: first half of each of the four groups, then
 // the other half. Half of a group are its 16 even elements, which the low four bits of bytes hold
@@ -52,9 +51,8 @@ constexpr int kIntegerTileColumns = 32;
 struct IntegerKernels {
   int chunk_bytes;
   // `count` rows of x [.., k], which lie `stride` apart, for weights of `bits` bits (three digits:
-  // of 4). A group with a
-  // number that is infinite or none makes its whole product none; one whose numbers are all below
-  // 2^-100 counts as zeros.
+  // of 4). A group with a number that is infinite or none makes its whole product none; one whose
+  // numbers are all below 2^-100 counts as zeros.
   void (*round)(const float* x, int64_t stride, int count, int k, int bits, void* out);
   // Columns [begin, end) of c. Each element is summed in the same order whatever `rows` is.
   void (*product)(const IntegerProductArgs& args, int64_t begin, int64_t end);
