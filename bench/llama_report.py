@@ -93,8 +93,19 @@ def markdown(cells: dict[str, Any]) -> str:
                 if any(row):
                     lines.append(_row(shape, format, what, title, row))
         blocks.append("\n".join(lines))
+    blocks += [text for text in [_origins(cells)] if text]
     blocks += [text for text in [_threads(cells)] if text]
     return "\n\n".join(blocks)
+
+
+def _origins(cells: dict[str, Any]) -> str:
+    """Which processor and commit of ours the figures of each number of threads are of."""
+    origins: dict[int, dict[str, None]] = {}
+    for id, cell in cells.items():
+        if "processor" in cell:
+            commit = str(cell.get("commit") or "")[:8]
+            origins.setdefault(parts(id)[2], {})[f"{cell['processor']} ({commit})"] = None
+    return "\n".join(f"- {n} threads: {', '.join(found)}" for n, found in origins.items())
 
 
 def _row(shape: str, format: str, what: str, title: str, row: list[Any]) -> str:
@@ -115,12 +126,14 @@ def _row(shape: str, format: str, what: str, title: str, row: list[Any]) -> str:
 
 
 def _threads(cells: dict[str, Any]) -> str:
-    """Speed with 4 threads over that with 2."""
+    """Speed with 4 threads over that with 2, on one machine and of one commit."""
     lines = []
     for id, cell in cells.items():
         shape, format, threads, what = parts(id)
         half = cells.get(f"{shape}/{format}/2/{what}")
         if threads != 4 or what not in ("decode-1", "decode-32") or half is None:
+            continue
+        if any(cell.get(key) != half.get(key) for key in ("processor", "commit")):
             continue
         asked = ""
         if shape == "135m":
