@@ -4,6 +4,7 @@ python scripts/check_cuda.py                      # build, tests on the GPU, com
 python scripts/check_cuda.py --only ops parity    # some of it
 python scripts/check_cuda.py --only build media   # pictures: parity with mlx-vlm, bounds of rows
 python scripts/check_cuda.py --only build formats # quantised pools: their tests, and their speed
+python scripts/check_cuda.py --only build unchecked    # what does not serve yet (docs/cuda.md)
 python scripts/check_cuda.py --bench kernels      # and then measure; or the engine, or a MoE model
 python scripts/check_cuda.py --only --bench engine moe    # measure only
 
