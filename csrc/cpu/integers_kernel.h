@@ -311,8 +311,9 @@ inline void integer_columns(const IntegerProductArgs& args, int64_t begin, int64
   }
 }
 
-typedef int8_t GroupOfDigits __attribute__((vector_size(kIntegerGroup)));
-typedef int8_t HalfOfDigits __attribute__((vector_size(kIntegerGroup / 2)));
+typedef int8_t Bytes __attribute__((vector_size(kWidth)));
+typedef int8_t HalfBytes __attribute__((vector_size(kWidth / 2)));
+typedef uint16_t BytePairs __attribute__((vector_size(kWidth)));
 
 // A group's integers, and their scale. Their sum is returned.
 template <int Digits>
@@ -382,25 +383,22 @@ inline void round_to_integers(
           sum = round_group<Digits>(x + row * stride + at, integers, scale);
         }
         for (int d = Digits; d-- > 0;) {
-          typedef int8_t Bytes __attribute__((vector_size(kWidth)));
-          GroupOfDigits all;
+          int8_t* first = to->digits[d] + g * kHalf;
           for (int i = 0; i < kVectors; i++) {
-            Bytes digits = __builtin_convertvector(integers[i], Bytes);
-            __builtin_memcpy(reinterpret_cast<char*>(&all) + i * kWidth, &digits, kWidth);
+            const Bytes digits = __builtin_convertvector(integers[i], Bytes);
             integers[i] = (integers[i] + 128) >> 8;
+            if (bits == 4) {
+              const auto pairs = load_as<BytePairs>(&digits);
+              const HalfBytes even = __builtin_convertvector(pairs, HalfBytes);
+              const HalfBytes odd = __builtin_convertvector(pairs >> 8, HalfBytes);
+              __builtin_memcpy(first + i * (kWidth / 2), &even, kWidth / 2);
+              __builtin_memcpy(first + kIntegerChunk / 2 + i * (kWidth / 2), &odd, kWidth / 2);
+            } else {
+              const int half = i * kWidth / kHalf;
+              const int within = i * kWidth % kHalf;
+              __builtin_memcpy(first + half * (kIntegerChunk / 2) + within, &digits, kWidth);
+            }
           }
-          HalfOfDigits first, second;
-          if (bits == 4) {
-            first = __builtin_shufflevector(
-                all, all, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-            second = __builtin_shufflevector(
-                all, all, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-          } else {
-            __builtin_memcpy(&first, &all, kHalf);
-            __builtin_memcpy(&second, reinterpret_cast<char*>(&all) + kHalf, kHalf);
-          }
-          __builtin_memcpy(to->digits[d] + g * kHalf, &first, kHalf);
-          __builtin_memcpy(to->digits[d] + kIntegerChunk / 2 + g * kHalf, &second, kHalf);
         }
         for (int i = 0; i < 4; i++) {
           to->scales[4 * g + i] = scale;

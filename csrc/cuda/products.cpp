@@ -34,6 +34,15 @@ int tiles_of(int num_rows) {
   return tiles;
 }
 
+// Of `rows` outputs each: no block has rows of two weights.
+uint32_t blocks_of(const LinearParams& params, int rows) {
+  int blocks = 0;
+  for (int i = 0; i < (params.is_gated ? 1 : params.num_weights); i++) {
+    blocks += (params.n[i] + rows - 1) / rows;
+  }
+  return uint32_t(blocks);
+}
+
 }  // namespace
 
 std::string cluster_kernel(DType dtype, int tiles) {
@@ -47,21 +56,13 @@ Launch linear_launch(
     const LinearParams& params, DType dtype, const LinearOperands& operands, bool clusters) {
   int tiles = tiles_of(params.num_rows);
   Launch launch;
-  // Blocks of `rows` outputs each: no block has rows of two weights.
-  auto blocks_of = [&](int rows) {
-    int blocks = 0;
-    for (int i = 0; i < (params.is_gated ? 1 : params.num_weights); i++) {
-      blocks += (params.n[i] + rows - 1) / rows;
-    }
-    return uint32_t(blocks);
-  };
   if (params.num_rows >= kClusterFewestRows && clusters) {
     auto [warps, stages] = cluster_shape(tiles);
     int rows = cluster_rows(warps) / (params.is_gated ? 2 : 1);
     launch.kernel.host_name = cluster_kernel(dtype, tiles);
     launch.threadgroup_memory = cluster_scratch(tiles, warps, stages);
     launch.cluster = kLinearParts;
-    launch.grid = {blocks_of(rows) * kLinearParts, 1, 1};
+    launch.grid = {blocks_of(params, rows) * kLinearParts, 1, 1};
     launch.threadgroup = {32 * uint32_t(warps), 1, 1};
   } else {
     tiles = std::min(tiles, kLinearBlockRows / 8);
@@ -137,25 +138,19 @@ Launch quantised_launch(
   int tiles = tiles_of(params.num_rows);
   bool in_clusters = params.num_rows >= kQuantisedClusterFewest && clusters;
   Launch launch;
-  auto blocks_of = [&](int rows) {
-    int blocks = 0;
-    for (int i = 0; i < (params.is_gated ? 1 : params.num_weights); i++) {
-      blocks += (params.n[i] + rows - 1) / rows;
-    }
-    return uint32_t(blocks);
-  };
   QuantisedShape shape;
   if (in_clusters) {
     int rows = cluster_rows(kQuantisedClusterWarps) / (params.is_gated ? 2 : 1);
     shape = quantised_cluster_shape(format, codes.bits, codes.group_size, tiles);
     launch.cluster = kLinearParts;
-    launch.grid = {blocks_of(rows) * kLinearParts, 1, 1};
+    launch.grid = {blocks_of(params, rows) * kLinearParts, 1, 1};
     launch.threadgroup = {32 * kQuantisedClusterWarps, 1, 1};
   } else {
     tiles = std::min(tiles, 2);
     int rows = kQuantisedRows / (params.is_gated ? 2 : 1);
     shape = quantised_rows_shape(format, codes.bits, codes.group_size, tiles);
-    launch.grid = {blocks_of(rows), uint32_t((params.num_rows + 8 * tiles - 1) / (8 * tiles)), 1};
+    launch.grid = {
+        blocks_of(params, rows), uint32_t((params.num_rows + 8 * tiles - 1) / (8 * tiles)), 1};
     launch.threadgroup = {32 * kLinearParts, 1, 1};
     launch.after_previous = true;  // as of linear
   }

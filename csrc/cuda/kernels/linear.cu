@@ -7,6 +7,7 @@
 
 #include "../compiled_kernels.h"
 #include "linear_math.h"
+#include "shared_memory.h"
 
 using namespace mlx_paged::cuda;
 
@@ -17,16 +18,6 @@ __device__ __forceinline__ Eight load_weight(const void* p) {
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(p));
-  return v;
-}
-
-// What the kernel before may have written: not through the cache of what never changes.
-__device__ __forceinline__ Eight load_x(const void* p) {
-  Eight v;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
-               : "memory");
   return v;
 }
 
@@ -206,8 +197,7 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
 }
 
 #define LINEAR(name, dtype, type, tiles, groups, chunks, heads) \
-  {name "_" #dtype "_" #tiles "_" #groups,                      \
-   linear_entry<type, tiles, groups, chunks, heads>},
+  {name "_" #dtype "_" #tiles "_" #groups, linear_entry<type, tiles, groups, chunks, heads>},
 #define LINEAR_TILES(dtype, type)                    \
   LINEAR("linear", dtype, type, 1, 1, 2, false)      \
   LINEAR("linear", dtype, type, 2, 1, 1, false)      \

@@ -52,6 +52,14 @@ nb::dict describe(const Launch& launch) {
   return d;
 }
 
+nb::list describe(const std::vector<Launch>& launches) {
+  nb::list described;
+  for (const auto& launch : launches) {
+    described.append(describe(launch));
+  }
+  return described;
+}
+
 }  // namespace
 
 // A pool of which only what is touched takes memory, and whose size is not held against the
@@ -133,11 +141,7 @@ void bind_simulator(nb::module_& m) {
         if (cuda) {
           list = cuda::with_variants(std::move(list), in);
         }
-        nb::list launches;
-        for (const auto& launch : list.launches) {
-          launches.append(describe(launch));
-        }
-        return launches;
+        return describe(list.launches);
       },
       "queries"_a, "key_pool"_a, "value_pool"_a, "positions"_a, "block_tables"_a, "work_items"_a,
       "merge_items"_a, nb::kw_only(), "scale"_a, "window"_a = 0, "softcap"_a = 0.0f,
@@ -155,11 +159,7 @@ void bind_simulator(nb::module_& m) {
         if (cuda) {
           list = cuda::with_variants(std::move(list), in);
         }
-        nb::list launches;
-        for (const auto& launch : list.launches) {
-          launches.append(describe(launch));
-        }
-        return launches;
+        return describe(list.launches);
       },
       "key_pool"_a, "value_pool"_a, "keys"_a, "values"_a, "slot_mapping"_a, nb::kw_only(),
       "cuda"_a = false, "The same for a call of write_kv.");
@@ -170,11 +170,7 @@ void bind_simulator(nb::module_& m) {
         auto* program =
             static_cast<const std::shared_ptr<const DeviceProgram>*>(made.data("device_program"));
         auto gpu = cuda ? Gpu::nvidia : Gpu::apple;
-        nb::list launches;
-        for (const auto& launch : (*program)->launches((*program)->attention(inputs, gpu), gpu)) {
-          launches.append(describe(launch));
-        }
-        return launches;
+        return describe((*program)->launches((*program)->attention(inputs, gpu), gpu));
       },
       "program"_a, "inputs"_a, nb::kw_only(), "cuda"_a,
       "What a GPU would run for a step of a DeviceProgram: Apple's, or with `cuda` NVIDIA's.");
@@ -234,11 +230,7 @@ void bind_simulator(nb::module_& m) {
       "cuda_program_launches",
       [](const Arrays& inputs, const Arrays& outputs) {
         DeviceProgram program(inputs, outputs, Gpu::nvidia, DeviceProgram::Residual::in_product);
-        nb::list launches;
-        for (const auto& launch : program.launches({}, Gpu::nvidia)) {
-          launches.append(describe(launch));
-        }
-        return launches;
+        return describe(program.launches({}, Gpu::nvidia));
       },
       "inputs"_a, "outputs"_a,
       "The launches of a DeviceProgram for NVIDIA's GPUs, without attention. Raises RuntimeError.");
