@@ -79,7 +79,7 @@ Launch linear_launch(
                               std::to_string(groups);
     launch.threadgroup_memory = kLinearParts * tiles * 8 * (rows + 1) * sizeof(float);
     launch.grid = {
-        blocks_of(params.is_gated ? kLinearRows : rows),
+        blocks_of(params, params.is_gated ? kLinearRows : rows),
         uint32_t((params.num_rows + 8 * tiles - 1) / (8 * tiles)), 1};
     launch.threadgroup = {32 * kLinearParts, 1, 1};
     // Its blocks are few, and would crowd where the launch before has ended first.
