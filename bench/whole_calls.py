@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cuda_engine  # (first: it keeps mlx-lm as it is)
@@ -46,7 +47,9 @@ DECODE = {**cuda_engine.DECODE, **cuda_engine.DECODE_MORE}
 FEW = cuda_engine.OTHER_MODELS
 PREFILL = cuda_engine.PREFILL
 BUSY = {name: DECODE[name] for name in ("8 x 1024", "32 x 1024")}
+LONG_CONTEXTS = {"32 x 8192": (8192,) * 32}
 CONFIGS = cuda_engine.CONFIGS
+CONFIGS["Llama-3.1-8B"] = CONFIGS["Llama-3.1-8B, 4 bits"]
 CONFIGS["Qwen3-30B-A3B, 4 bits"] = CONFIGS["Qwen3-30B-A3B"]
 CONFIGS["tiny"] = {
     **CONFIGS["Llama-3.2-3B"],
@@ -108,7 +111,9 @@ def seconds_of(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def llm_for(model: LoadedModel, lengths: Lengths, max_tokens: int, copies: int = 1) -> LLM:
+def llm_for(
+    model: LoadedModel, lengths: Lengths, max_tokens: int, copies: int = 1, **options: Any
+) -> LLM:
     """With a pool that holds what is asked of it, `copies` times (prefixes that stay cached)."""
     blocks = sum(-(-(n + max_tokens) // BLOCK) + 1 for n in lengths) * copies + 8
     return LLM(
@@ -116,6 +121,7 @@ def llm_for(model: LoadedModel, lengths: Lengths, max_tokens: int, copies: int =
         num_gpu_blocks_override=blocks,
         max_num_seqs=len(lengths),
         max_model_len=max(lengths) + max_tokens + 64,
+        **options,
     )
 
 
@@ -138,13 +144,13 @@ def step_ms(times: Callable[[int], float], run: Run, repeat: int) -> dict[str, A
     }
 
 
-def decode(model: LoadedModel, lengths: Lengths, run: Run) -> dict[str, Any]:
-    """Ours: step time, host time, idle share of the GPU, peak memory."""
+def decode(model: LoadedModel, lengths: Lengths, run: Run, **options: Any) -> dict[str, Any]:
+    """Ours, with an engine's options: step time, host time, idle share of the GPU, peak memory."""
     rest()
     copies = ops.pool_copies()
     prompts, (_, long) = prompts_of(model, lengths), run.tokens
     start = time.perf_counter()
-    llm = llm_for(model, lengths, long)
+    llm = llm_for(model, lengths, long, **options)
     start_s = time.perf_counter() - start
 
     def call(max_tokens: int) -> float:
@@ -387,12 +393,23 @@ def few(model: LoadedModel, run: Run) -> Report:
     return compared(model, FEW, run, decode, decode_peer)
 
 
+def kv_formats(model: LoadedModel, run: Run) -> Report:
+    """Long contexts in pools of 16 bits and in quantised ones."""
+    results = []
+    for name in ("auto", "int8", "int8_k_int4_v"):
+        ours = partial(decode, kv_cache_dtype=name)
+        for row in compared(model, LONG_CONTEXTS, run, ours):
+            results.append({**row, "workload": f"{row['workload']}, KV cache {name}"})
+    return results
+
+
 PARTS: dict[str, Part] = {
     "decode": ("Llama-3.2-3B", lambda m, r: compared(m, DECODE, r, decode, decode_peer)),
     "prefill": ("Llama-3.2-3B", lambda m, r: compared(m, PREFILL, r, prefill, prefill_peer)),
     "ttft": ("Llama-3.2-3B", ttft_part),
     "busy": ("Llama-3.2-3B", lambda m, r: compared(m, BUSY, r, busy)),
     "qwen3-0.6b": ("Qwen3-0.6B", few),
+    "llama-8b-kv": ("Llama-3.1-8B", kv_formats),
     "llama-8b-4bit": ("Llama-3.1-8B, 4 bits", few),
     "qwen3-30b-a3b-4bit": ("Qwen3-30B-A3B, 4 bits", few),
     "qwen3-30b-a3b": ("Qwen3-30B-A3B", few),

@@ -18,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
+from support.quantised import FORMATS, make_quantised
 from support.reference import GPU_HEAD_DIMS, assert_close, make_batch, spans_of
 
 
@@ -148,6 +149,21 @@ def quantised(rng: np.random.Generator, dtype: mx.Dtype) -> None:
                 assert np.abs(out - product).max() < 0.05 * np.sqrt(k)
 
 
+def pools(rng: np.random.Generator, dtype: mx.Dtype) -> None:
+    """Quantised ones of every format: writes, and attention of decodes, a draft and a chunk."""
+    tolerance = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}[dtype]
+    for name in FORMATS:
+        for dim, group, block_size in ((64, 12, 16), (128, 4, 32), (128, 1, 64), (256, 2, 16)):
+            for query_lens in ([1, 1, 2], [1, 20, 1]):
+                batch = make_quantised(
+                    rng, [70, 33, 41], query_lens, num_q_heads=2 * group, num_kv_heads=2,
+                    key_dim=dim, dtype=dtype, block_size=block_size, name=name,
+                )  # fmt: skip
+                for limits in ({}, {"split_tokens": 32}):
+                    out = batch.attend(batch.plain.plan(**limits), scale=0.125)
+                    assert_close(out, batch.expected(scale=0.125), tolerance)
+
+
 def program_of(rows: int, weights: list[mx.array], scale: mx.array, inputs: list[mx.array]) -> Any:
     """What a layer does, and logits of its rows."""
 
@@ -224,7 +240,17 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32", "float16", "bfloat16"])
     parts = {
         f.__name__: f
-        for f in (attention, windows, bounds, prefill, movement, bitmask, linear, quantised)
+        for f in (
+            attention,
+            windows,
+            bounds,
+            prefill,
+            pools,
+            movement,
+            bitmask,
+            linear,
+            quantised,
+        )
     }
     parser.add_argument("--only", nargs="+", default=list(parts), choices=parts)
     options = parser.parse_args()
