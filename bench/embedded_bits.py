@@ -1,0 +1,395 @@
+"""What the 8 bits of the embedded model cost and save: KL, answers, bytes, speed.
+
+python bench/embedded_bits.py          # a quarter of an hour; writes
+                                       # bench/results/embedded_bits-cpu.json
+python bench/embedded_bits.py --quick  # fewer tokens and turns, nothing is written
+
+The weights that were rounded to 8 bits are not kept. But each is known to half a step, so the
+originals are drawn: every weight at random among those that round to what the package has. Formats
+are made from a draw and compared with it, in the engine, on source files that the model was not
+trained on (this package's own) and by the greedy answers to the demo's chats. For bytes and speed
+all formats are directories that are loaded as any other; engines with them take turns in one
+process, and the best turn counts. mlx-lm is timed twice: with this package's products, as in the
+demo, and alone, as installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+if sys.argv[1:2] != ["alone"]:
+    import mlx_paged  # before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_map_with_path
+
+FORMATS: dict[str, tuple[int, int]] = {  # bits, and group size (0: none)
+    "float32": (32, 0),
+    "float16": (16, 0),
+    "8 bits, groups of 64": (8, 64),
+    "8 bits, groups of 32": (8, 32),
+    "4 bits, groups of 64": (4, 64),
+}
+SHIPPED = "8 bits, groups of 64"
+ROWS = (1, 8, 32)
+ALONE_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Of a format, against the weights that it was made from; means over draws.
+
+    Attributes:
+        kl: of the next token's distributions, mean over all positions, in nats.
+        perplexity_change: relative.
+        top1: share of positions whose likeliest token is the same.
+        equal_answers: of all draws.
+        answers: how many there are.
+        first_difference: median number of equal tokens before the first that differs, in answers
+            that differ; None: there are none.
+    """
+
+    format: str
+    kl: float
+    perplexity: float
+    perplexity_change: float
+    top1: float
+    equal_answers: int
+    answers: int
+    first_difference: float | None
+
+
+# --- Models ---------------------------------------------------------------------------------------
+
+
+def drawn(shipped: nn.Module, dequantised: nn.Module, seed: int) -> nn.Module:
+    """A float32 model whose weights round to those of `shipped`."""
+    mx.random.seed(seed)
+    steps = {
+        f"{path}.weight": mx.repeat(module.scales.astype(mx.float32), module.group_size, axis=-1)
+        for path, module in shipped.named_modules()
+        if hasattr(module, "scales")
+    }
+
+    def moved(path: str, weight: mx.array) -> mx.array:
+        if path not in steps:
+            return weight
+        return weight + steps[path] * mx.random.uniform(-0.5, 0.5, weight.shape)
+
+    model = deepcopy(dequantised)
+    model.update(tree_map_with_path(moved, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def in_format(model: nn.Module, name: str) -> nn.Module:
+    bits, group_size = FORMATS[name]
+    model = deepcopy(model)
+    if bits == 16:
+        model.set_dtype(mx.float16)
+    elif group_size:
+        # As `scripts/demo_model/convert.py` does: from float16, scales in float16.
+        model.set_dtype(mx.float16)
+        nn.quantize(model, group_size=group_size, bits=bits)
+    mx.eval(model.parameters())
+    return model
+
+
+def write(model: nn.Module, name: str, config: dict[str, Any], folder: Path) -> Path:
+    """A directory as `mlx_lm.convert` writes it."""
+    from mlx_lm.utils import save_config, save_model
+
+    from mlx_paged.demo import model_path
+
+    bits, group_size = FORMATS[name]
+    shutil.copytree(
+        model_path(), folder, ignore=shutil.ignore_patterns("model.safetensors", "*.md")
+    )
+    config = {k: v for k, v in config.items() if not k.startswith("quantization")}
+    if group_size:
+        config["quantization"] = {"group_size": group_size, "bits": bits}
+    save_model(folder, model)
+    save_config(config, folder / "config.json")
+    return folder
+
+
+# --- Quality --------------------------------------------------------------------------------------
+
+
+def answers(path: Path, num_chats: int) -> list[list[int]]:
+    """Greedy ones to the demo's chats, with its system prompt and without."""
+    from mlx_paged import LLM, SamplingParams
+    from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
+
+    system = {"role": "system", "content": SYSTEM_PROMPT}
+    chats: list[Any] = []
+    for chat in CHATS[:num_chats]:
+        user = {"role": "user", "content": chat}
+        chats += [[user], [system, user]]
+    outputs = LLM(str(path)).chat(chats, SamplingParams(temperature=0, max_tokens=256))
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def num_equal(a: list[int], b: list[int]) -> int | None:
+    """How many first tokens are; None: all, of both."""
+    return None if a == b else next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), len(a))
+
+
+def log_probabilities(path: Path, texts: list[np.ndarray]) -> list[np.ndarray]:
+    from activation_quality import logits
+    from kv_quality import log_softmax
+
+    from mlx_paged.model.loader import load
+
+    loaded = load(path)
+    return [log_softmax(logits(loaded.model, loaded.config, "float32", text)) for text in texts]
+
+
+def qualities(folder: Path, num_draws: int, quick: bool) -> Iterator[Quality]:
+    """One for each format, and first of the package's own weights, 8 bits against dequantised."""
+    from activation_quality import kl, loss
+    from kv_quality import sources
+
+    from mlx_paged.demo.prompts import CHATS
+    from mlx_paged.model.loader import load
+
+    plain = load(dtype="float32")
+    shipped = load().model
+    texts = sources(plain, *((2, 256) if quick else (8, 1024)))
+    num_chats = 4 if quick else len(CHATS)
+
+    def seen(model: nn.Module, name: str) -> tuple[list[np.ndarray], list[list[int]]]:
+        path = write(model, name, plain.config, folder / "drawn")
+        try:
+            return log_probabilities(path, texts), answers(path, num_chats)
+        finally:
+            shutil.rmtree(path)
+
+    found: dict[str, list[tuple[Any, ...]]] = {}
+
+    def compare(name: str, reference: Any, other: Any) -> None:
+        pairs = list(zip(reference[0], other[0], strict=True))
+        same = np.mean([(r.argmax(axis=-1) == x.argmax(axis=-1)).mean() for r, x in pairs])
+        lost, before = loss(other[0], texts), loss(reference[0], texts)
+        ends = [num_equal(a, b) for a, b in zip(reference[1], other[1], strict=True)]
+        divergence = kl(reference[0], other[0])
+        found.setdefault(name, []).append((divergence, lost, lost - before, same, ends))
+        print(name, divergence, lost - before, same, ends, flush=True)
+
+    dequantised = seen(plain.model, "float32")
+    quantised = load().model
+    quantised.set_dtype(mx.float16)
+    compare("as shipped, not dequantised", dequantised, seen(quantised, SHIPPED))
+    for seed in range(num_draws):
+        original = drawn(shipped, plain.model, seed)
+        reference = seen(original, "float32")
+        for name in FORMATS:
+            if name != "float32":
+                compare(name, reference, seen(in_format(original, name), name))
+    for name, runs in found.items():
+        divergence, lost, change, same = (
+            float(np.mean([run[i] for run in runs])) for i in range(4)
+        )
+        ends = [end for run in runs for end in run[4]]
+        different = [end for end in ends if end is not None]
+        yield Quality(
+            name, divergence, float(np.exp(lost)), float(np.exp(change) - 1), same,
+            ends.count(None), len(ends), statistics.median(different) if different else None,
+        )  # fmt: skip
+
+
+# --- Bytes and speed ------------------------------------------------------------------------------
+
+
+def loading(path: Path) -> dict[str, float]:
+    """In this process: seconds to load, and bytes."""
+    import psutil
+
+    from mlx_paged.model.loader import load
+
+    process = psutil.Process()
+    before = process.memory_info().rss
+    start = time.perf_counter()
+    loaded = load(path)
+    seconds = time.perf_counter() - start
+    rss = process.memory_info().rss - before
+    weights = sum(a.nbytes for _, a in tree_flatten(loaded.model.parameters()))
+    return {"load_seconds": seconds, "weights_bytes": weights, "rss_bytes": rss}
+
+
+def alone(path: Path) -> dict[str, float]:
+    """mlx-lm as installed, in this process: seconds a token after a prompt of some tokens."""
+    from mlx_lm import load
+    from mlx_lm.generate import generate_step
+
+    mx.set_default_device(mx.cpu)
+    model, tokenizer = load(str(path))[:2]
+    prompt = mx.array(tokenizer.encode("def fibonacci(n):\n"))
+    times = []
+    start = time.perf_counter()
+    for _ in generate_step(prompt, model, max_tokens=ALONE_TOKENS):
+        times.append(time.perf_counter() - start)
+        start = time.perf_counter()
+    return {"alone_seconds_per_token": statistics.median(times[1:])}
+
+
+def spawned(what: str, path: Path, env: dict[str, str]) -> dict[str, float]:
+    command = [sys.executable, __file__, what, str(path)]
+    done = subprocess.run(command, env={**os.environ, **env}, stdout=subprocess.PIPE, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def speeds(paths: dict[str, Path], rounds: int) -> dict[str, dict[str, float]]:
+    """Tokens a second, the best turn of each engine."""
+    from cpu_steps import steps_ms
+
+    from mlx_paged import LLM, SamplingParams
+    from mlx_paged.cli.demo import NUM_CHATS, one_by_one
+    from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
+    from mlx_paged.model.loader import load
+
+    models = {name: load(path) for name, path in paths.items()}
+    llms = {
+        name: LLM(load(path), kv_cache_memory=128 << 20, enable_prefix_caching=True)
+        for name, path in paths.items()
+    }
+    steppers = {
+        name: LLM(load(path), kv_cache_memory=128 << 20, enable_prefix_caching=False).engine
+        for name, path in paths.items()
+    }
+    system = {"role": "system", "content": SYSTEM_PROMPT}
+    chats: list[Any] = [[system, {"role": "user", "content": c}] for c in CHATS[:NUM_CHATS]]
+    best: dict[str, dict[str, float]] = {name: {} for name in paths}
+    rng = np.random.default_rng(0)
+
+    def keep(name: str, what: str, speed: float) -> None:
+        best[name][what] = max(speed, best[name].get(what, 0.0))
+
+    for turn in range(rounds + 1):  # (the first is a warm-up)
+        if turn == 1:
+            best = {name: {} for name in paths}
+        for name in list(paths) if turn % 2 else reversed(paths):
+            llm, engine = llms[name], steppers[name]
+            for rows in ROWS:
+                keep(name, f"{rows} rows", 1e3 * rows / steps_ms(engine, rows, 24))
+            prompts = [rng.integers(3, 4000, 1024).tolist()]
+            start = time.perf_counter()
+            llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1))
+            keep(name, "prefill", 1024 / (time.perf_counter() - start))
+            llm.engine.reset_prefix_cache()
+            start = time.perf_counter()
+            outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=160))
+            count = sum(len(o.outputs[0].token_ids) for o in outputs)
+            keep(name, "demo", count / (time.perf_counter() - start))
+            start = time.perf_counter()
+            [answer], _ = one_by_one(models[name], [llm.render_chats([chats[0]])[0]], 160)
+            keep(name, "mlx-lm", len(answer) / (time.perf_counter() - start))
+    return best
+
+
+def measured(folder: Path, rounds: int) -> list[dict[str, Any]]:
+    from mlx_paged.demo import model_path
+    from mlx_paged.model.loader import load
+
+    plain = load(dtype="float32")
+    paths = {}
+    for name in FORMATS:
+        if name == SHIPPED:
+            paths[name] = Path(model_path())
+        else:
+            paths[name] = write(in_format(plain.model, name), name, plain.config, folder / name)
+    results: dict[str, dict[str, Any]] = {}
+    for name, path in paths.items():
+        results[name] = {
+            "format": name,
+            "disk_bytes": sum(f.stat().st_size for f in path.iterdir() if f.suffix != ".md"),
+            **spawned("alone", path, {"MLX_PAGED_DISABLE": "1", "MLX_PAGED_BLAS": "off"}),
+        }
+    for _ in range(rounds):
+        for name, path in paths.items():
+            for what, value in spawned("loading", path, {}).items():
+                results[name][what] = min(value, results[name].get(what, value))
+    for name, tokens in speeds(paths, rounds).items():
+        results[name]["tokens_per_second"] = tokens
+    return list(results.values())
+
+
+def main() -> None:
+    from harness import print_table, save
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer tokens and turns, no file")
+    parser.add_argument("--draws", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
+    rounds, draws = (2, 1) if options.quick else (options.rounds, options.draws)
+    mlx_paged.unpatch()  # mlx-lm's caches are its own
+    mx.set_default_device(mx.cpu)
+    with tempfile.TemporaryDirectory() as folder:
+        speed = measured(Path(folder), rounds)
+        quality = list(qualities(Path(folder), draws, options.quick))
+    print_table(
+        ["", "KL", "perplexity", "change", "same top-1", "equal answers", "differ after"],
+        [
+            [
+                q.format,
+                f"{q.kl:.2g}",
+                f"{q.perplexity:.3f}",
+                f"{100 * q.perplexity_change:+.3f}%",
+                f"{100 * q.top1:.2f}%",
+                f"{q.equal_answers} of {q.answers}",
+                "" if q.first_difference is None else f"{q.first_difference:.0f} tokens",
+            ]
+            for q in quality
+        ],
+    )
+    columns = [*(f"{rows} rows" for rows in ROWS), "prefill", "demo", "mlx-lm"]
+    print_table(
+        ["", "MB on disk", "in memory", "load s", *columns, "mlx-lm alone"],
+        [
+            [
+                r["format"],
+                f"{r['disk_bytes'] / 1e6:.1f}",
+                f"{r['weights_bytes'] / 1e6:.1f}",
+                f"{r['load_seconds']:.2f}",
+                *(f"{r['tokens_per_second'][what]:.0f}" for what in columns),
+                f"{1 / r['alone_seconds_per_token']:.1f}",
+            ]
+            for r in speed
+        ],
+    )
+    if not options.quick:
+        save(
+            "embedded_bits-cpu",
+            {
+                "benchmark": "embedded_bits",
+                "draws": draws,
+                "rounds": rounds,
+                "quality": [asdict(q) for q in quality],
+                "speed": speed,
+            },
+        )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] in (["alone"], ["loading"]):
+        mode = {"alone": alone, "loading": loading}[sys.argv[1]]
+        print(json.dumps(mode(Path(sys.argv[2]))))
+    else:
+        main()
