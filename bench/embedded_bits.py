@@ -30,14 +30,28 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-if sys.argv[1:2] != ["alone"]:
-    import mlx_paged  # before mlx.core, so that its BLAS takes effect
+import mlx_paged  # before mlx.core, so that its BLAS takes effect
 
 # isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import psutil
+from activation_quality import kl, logits, loss
+from harness import print_table, save
+from kv_quality import log_softmax, sources
 from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import load as load_mlx_lm
+from mlx_lm.utils import save_config, save_model
+
+from mlx_paged import LLM, SamplingParams
+from mlx_paged.cli.demo import NUM_CHATS, one_by_one
+from mlx_paged.demo import model_path
+from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.engine import Engine
+from mlx_paged.model.loader import load
 
 FORMATS: dict[str, tuple[int, int]] = {  # bits, and group size (0: none)
     "float32": (32, 0),
@@ -49,6 +63,8 @@ FORMATS: dict[str, tuple[int, int]] = {  # bits, and group size (0: none)
 SHIPPED = "8 bits, groups of 64"
 ROWS = (1, 8, 32)
 ALONE_TOKENS = 8
+PROMPT_TOKENS = 128
+TURN_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -113,10 +129,6 @@ def in_format(model: nn.Module, name: str) -> nn.Module:
 
 def write(model: nn.Module, name: str, config: dict[str, Any], folder: Path) -> Path:
     """A directory as `mlx_lm.convert` writes it."""
-    from mlx_lm.utils import save_config, save_model
-
-    from mlx_paged.demo import model_path
-
     bits, group_size = FORMATS[name]
     shutil.copytree(
         model_path(), folder, ignore=shutil.ignore_patterns("model.safetensors", "*.md")
@@ -134,9 +146,6 @@ def write(model: nn.Module, name: str, config: dict[str, Any], folder: Path) -> 
 
 def answers(path: Path, num_chats: int) -> list[list[int]]:
     """Greedy ones to the demo's chats, with its system prompt and without."""
-    from mlx_paged import LLM, SamplingParams
-    from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
-
     system = {"role": "system", "content": SYSTEM_PROMPT}
     chats: list[Any] = []
     for chat in CHATS[:num_chats]:
@@ -152,10 +161,6 @@ def num_equal(a: list[int], b: list[int]) -> int | None:
 
 
 def log_probabilities(path: Path, texts: list[np.ndarray]) -> list[np.ndarray]:
-    from activation_quality import logits
-    from kv_quality import log_softmax
-
-    from mlx_paged.model.loader import load
 
     loaded = load(path)
     return [log_softmax(logits(loaded.model, loaded.config, "float32", text)) for text in texts]
@@ -163,12 +168,6 @@ def log_probabilities(path: Path, texts: list[np.ndarray]) -> list[np.ndarray]:
 
 def qualities(folder: Path, num_draws: int, quick: bool) -> Iterator[Quality]:
     """One for each format, and first of the package's own weights, 8 bits against dequantised."""
-    from activation_quality import kl, loss
-    from kv_quality import sources
-
-    from mlx_paged.demo.prompts import CHATS
-    from mlx_paged.model.loader import load
-
     plain = load(dtype="float32")
     shipped = load().model
     texts = sources(plain, *((2, 256) if quick else (8, 1024)))
@@ -219,10 +218,6 @@ def qualities(folder: Path, num_draws: int, quick: bool) -> Iterator[Quality]:
 
 def loading(path: Path) -> dict[str, float]:
     """In this process: seconds to load, and bytes."""
-    import psutil
-
-    from mlx_paged.model.loader import load
-
     process = psutil.Process()
     before = process.memory_info().rss
     start = time.perf_counter()
@@ -235,11 +230,8 @@ def loading(path: Path) -> dict[str, float]:
 
 def alone(path: Path) -> dict[str, float]:
     """mlx-lm as installed, in this process: seconds a token after a prompt of some tokens."""
-    from mlx_lm import load
-    from mlx_lm.generate import generate_step
-
     mx.set_default_device(mx.cpu)
-    model, tokenizer = load(str(path))[:2]
+    model, tokenizer = load_mlx_lm(str(path))[:2]
     prompt = mx.array(tokenizer.encode("def fibonacci(n):\n"))
     times = []
     start = time.perf_counter()
@@ -255,57 +247,69 @@ def spawned(what: str, path: Path, env: dict[str, str]) -> dict[str, float]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+def decode_speeds(engines: dict[str, Engine], rows: int, num_turns: int) -> dict[str, float]:
+    """Tokens a second while `rows` sequences decode, the best turn of each."""
+    params = SamplingParams(temperature=0, max_tokens=(num_turns + 2) * TURN_STEPS, ignore_eos=True)
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(3, 4000, (rows, PROMPT_TOKENS)).tolist()
+    for engine in engines.values():
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, params)
+        while engine.stats().num_waiting or engine.stats().num_running < rows:
+            engine.step()
+    best = dict.fromkeys(engines, 0.0)
+    for turn in range(num_turns):
+        for name in list(engines) if turn % 2 else reversed(engines):
+            start = time.perf_counter()
+            for _ in range(TURN_STEPS):
+                engines[name].step()
+            speed = rows * TURN_STEPS / (time.perf_counter() - start)
+            best[name] = max(best[name], speed)
+    for engine in engines.values():
+        for i in range(rows):
+            engine.abort(str(i))
+        engine.settle()
+    return best
+
+
 def speeds(paths: dict[str, Path], rounds: int) -> dict[str, dict[str, float]]:
     """Tokens a second, the best turn of each engine."""
-    from cpu_steps import steps_ms
-
-    from mlx_paged import LLM, SamplingParams
-    from mlx_paged.cli.demo import NUM_CHATS, one_by_one
-    from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
-    from mlx_paged.model.loader import load
-
     models = {name: load(path) for name, path in paths.items()}
-    llms = {
-        name: LLM(load(path), kv_cache_memory=128 << 20, enable_prefix_caching=True)
-        for name, path in paths.items()
-    }
-    steppers = {
-        name: LLM(load(path), kv_cache_memory=128 << 20, enable_prefix_caching=False).engine
-        for name, path in paths.items()
-    }
-    system = {"role": "system", "content": SYSTEM_PROMPT}
-    chats: list[Any] = [[system, {"role": "user", "content": c}] for c in CHATS[:NUM_CHATS]]
+    llms = {name: LLM(load(path), kv_cache_memory=128 << 20) for name, path in paths.items()}
+    # (A step that is in flight would be computed in the turn of another engine.)
+    config = EngineConfig(kv_cache_memory=128 << 20, async_scheduling=False)
+    engines = {name: Engine(load(path), config) for name, path in paths.items()}
     best: dict[str, dict[str, float]] = {name: {} for name in paths}
-    rng = np.random.default_rng(0)
+    for rows in ROWS:
+        decode_speeds(engines, rows, 1)
+        for name, speed in decode_speeds(engines, rows, 4 * rounds).items():
+            best[name][f"{rows} rows"] = speed
 
-    def keep(name: str, what: str, speed: float) -> None:
+    def keep(name: str, what: str, count: int, start: float) -> None:
+        speed = count / (time.perf_counter() - start)
         best[name][what] = max(speed, best[name].get(what, 0.0))
 
-    for turn in range(rounds + 1):  # (the first is a warm-up)
-        if turn == 1:
-            best = {name: {} for name in paths}
+    system = {"role": "system", "content": SYSTEM_PROMPT}
+    chats: list[Any] = [[system, {"role": "user", "content": c}] for c in CHATS[:NUM_CHATS]]
+    rng = np.random.default_rng(0)
+    for turn in range(rounds):
         for name in list(paths) if turn % 2 else reversed(paths):
-            llm, engine = llms[name], steppers[name]
-            for rows in ROWS:
-                keep(name, f"{rows} rows", 1e3 * rows / steps_ms(engine, rows, 24))
+            llm = llms[name]
             prompts = [rng.integers(3, 4000, 1024).tolist()]
             start = time.perf_counter()
             llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1))
-            keep(name, "prefill", 1024 / (time.perf_counter() - start))
+            keep(name, "prefill", 1024, start)
             llm.engine.reset_prefix_cache()
             start = time.perf_counter()
             outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=160))
-            count = sum(len(o.outputs[0].token_ids) for o in outputs)
-            keep(name, "demo", count / (time.perf_counter() - start))
+            keep(name, "demo", sum(len(o.outputs[0].token_ids) for o in outputs), start)
             start = time.perf_counter()
-            [answer], _ = one_by_one(models[name], [llm.render_chats([chats[0]])[0]], 160)
-            keep(name, "mlx-lm", len(answer) / (time.perf_counter() - start))
+            [answer], _ = one_by_one(models[name], llm.render_chats(chats[:1]), 160)
+            keep(name, "mlx-lm", len(answer), start)
     return best
 
 
 def measured(folder: Path, rounds: int) -> list[dict[str, Any]]:
-    from mlx_paged.demo import model_path
-    from mlx_paged.model.loader import load
 
     plain = load(dtype="float32")
     paths = {}
@@ -331,7 +335,6 @@ def measured(folder: Path, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    from harness import print_table, save
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer tokens and turns, no file")
