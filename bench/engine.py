@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--no-save", dest="save", action="store_false")
     options = parser.parse_args()
     mx.set_default_device(mx.cpu)
-    model = load()
+    model = load(dtype="float32")
     results, rows = [], []
     chosen = [w for w in WORKLOADS if re.search(options.only, f"{w.name}, {w.count} requests")]
     if not chosen:

@@ -73,7 +73,7 @@ def export_float32(target: Path) -> None:
     from mlx_paged.demo import model_path
     from mlx_paged.model.loader import load
 
-    model = load()
+    model = load(dtype="float32")
     save_model(target, model.model)
     config = {k: v for k, v in model.config.items() if not k.startswith("quantization")}
     save_config({**config, "torch_dtype": "float32"}, target / "config.json")
