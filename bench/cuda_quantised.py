@@ -11,15 +11,10 @@ of 4.2 TB/s of the weights' bytes at 8 rows, 50% at 32.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from collections.abc import Callable
 from itertools import cycle
 
-# They do not serve by default yet: MLX's product would be measured against itself.
-os.environ["MLX_PAGED_UNCHECKED_KERNELS"] = "1"
-
-# isort: split
 from cuda_kernels import PAST_CACHE, REPEAT, time_calls
 
 # isort: split

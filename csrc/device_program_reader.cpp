@@ -18,7 +18,6 @@
 #include "mlx/fast_primitives.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
-#include "unchecked.h"
 
 namespace mlx_paged {
 
@@ -330,7 +329,6 @@ class DeviceProgramReader {
 
   // Rows of a quantised embedding, with CUDA: elsewhere MLX has no such node.
   void read_dequantize(const GraphNode& node, const mx::fast::Quantize& quantize) {
-    require(takes_unchecked_kernels(), "quantised embeddings");
     auto [unused, group_size, bits, mode, is_inverse] = quantize.state();
     const auto& out = node.outputs[0];
     require(

@@ -54,10 +54,6 @@ def test_a_product_with_a_residual(rng, dtype, k: int) -> None:
 
 
 MANY_ROWS = [65, 100, 256, 512]
-of_many_rows = pytest.mark.skipif(
-    ops.most_device_program_rows() <= 64,
-    reason="MLX_PAGED_UNCHECKED_KERNELS=1 has products of many rows in programs",
-)
 
 
 def assert_rounded(got: mx.array, expected: np.ndarray, times: int = 1) -> None:
@@ -68,7 +64,6 @@ def assert_rounded(got: mx.array, expected: np.ndarray, times: int = 1) -> None:
     assert (np.abs(exact(got) - expected) <= unit * np.abs(expected) + 1e-4 * size).all()
 
 
-@of_many_rows
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(8, 8), (144, 72), (144, 3072), (4096, 320)])
 def test_products_of_many_rows(rng, dtype, n: int, k: int) -> None:
@@ -85,7 +80,6 @@ def test_products_of_many_rows(rng, dtype, n: int, k: int) -> None:
         assert_rounded(run(build, x, residual), expected + is_added * exact(residual))
 
 
-@of_many_rows
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gate_and_up_of_many_rows(rng, dtype, has_bias: bool) -> None:
