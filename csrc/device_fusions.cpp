@@ -83,6 +83,9 @@ std::vector<size_t> DeviceFusions::products_of_write(
   const auto& queries = attention->inputs[PagedAttention::kQueries];
   Heads of_queries = graph.heads_of(queries);
   Heads of_keys = graph.heads_of(write.inputs[2]);
+  if (format_of(write.inputs[0].dtype()) != PoolFormat::plain) {
+    return {};
+  }
   int head_dim = queries.shape(-1);
   // (Of these, blocks of products have whole heads or parts of one.)
   bool is_served = head_dim == 64 || head_dim == 128 || head_dim == 256;

@@ -11,6 +11,17 @@ void refuse_graph(const std::string& reason) {
   throw NoProgram(reason);
 }
 
+namespace {
+
+// What all rows of `a` are, where it is made of one.
+mx::array without_broadcast(const mx::array& a) {
+  bool is_broadcast = a.has_primitive() && a.status() == mx::array::Status::unscheduled &&
+                      std::strcmp(a.primitive().name(), "Broadcast") == 0;
+  return is_broadcast && a.inputs()[0].ndim() == 1 ? a.inputs()[0] : a;
+}
+
+}  // namespace
+
 DeviceGraph::DeviceGraph(const Arrays& inputs, const Arrays& outputs) {
   for (const auto& in : inputs) {
     inputs_.insert(in.id());
@@ -72,6 +83,9 @@ void DeviceGraph::add_node(const mx::array& array) {
     return;
   }
   GraphNode node{&array.primitive(), inputs, mx::array(array).outputs()};
+  if (node.is("AddMM")) {
+    node.inputs[2] = without_broadcast(node.inputs[2]);
+  }
   for (const auto& out : node.outputs) {
     depends_.insert(out.id());
     producers_[out.id()] = nodes_.size();
@@ -143,8 +157,18 @@ std::optional<LinearNode> DeviceGraph::linear_of(const GraphNode& node) const {
     }
     return linear;
   }
-  if (node.is("Matmul") && node.inputs[1].ndim() == 2 && !depends(node.inputs[1])) {
+  if (node.inputs.size() < 2 || node.inputs[1].ndim() != 2 || depends(node.inputs[1])) {
+    return std::nullopt;
+  }
+  if (node.is("Matmul")) {
     return LinearNode{node.inputs[0], node.inputs[1], std::nullopt, true, {}, {}, {}};
+  }
+  if (node.is("AddMM")) {
+    auto [alpha, beta] = static_cast<const mx::AddMM&>(*node.primitive).state();
+    const auto& bias = node.inputs[2];
+    if (alpha == 1 && beta == 1 && bias.ndim() == 1 && !depends(bias)) {
+      return LinearNode{node.inputs[0], node.inputs[1], bias, true, {}, {}, {}};
+    }
   }
   return std::nullopt;
 }

@@ -132,15 +132,16 @@ std::vector<LaunchList> DeviceProgram::attention(const Arrays& inputs, Gpu gpu) 
       return mx::array(shape, dtype, nullptr, {});
     };
     Arrays in{
-        shaped(kind.queries, kind.dtype), shaped(kind.key_pool, kind.dtype),
-        shaped(kind.value_pool, kind.dtype)};
+        shaped(kind.queries, kind.dtype), shaped(kind.key_pool, kind.key_dtype),
+        shaped(kind.value_pool, kind.value_dtype)};
+    int value_dim = layout_of(in[PagedAttention::kValuePool]).head_dim;
     for (int i = PagedAttention::kPositions; i <= PagedAttention::kMerge; i++) {
       in.push_back(inputs[kind.inputs[i]]);
     }
     if (!kind.sinks.empty()) {
       in.push_back(shaped(kind.sinks, mx::float32));
     }
-    mx::Shape out_shape{kind.queries[0], kind.queries[1], kind.value_pool[3]};
+    mx::Shape out_shape{kind.queries[0], kind.queries[1], value_dim};
     PagedAttention node(mx::default_stream(mx::Device::cpu), kind.options);
     auto list = node.launches(in, {shaped(out_shape, kind.dtype)}, gpu);
     int workspace = int(in.size()) + 1;
@@ -154,12 +155,12 @@ std::vector<LaunchList> DeviceProgram::attention(const Arrays& inputs, Gpu gpu) 
     }
     if (num_partials > 0) {
       int heads = kind.queries[1];
-      uint64_t bytes = uint64_t(num_partials) * heads * (kind.value_pool[3] + 2) * 4;
-      list.workspaces = {bytes};
+      uint64_t bytes = uint64_t(num_partials) * heads * (value_dim + 2) * 4;
+      list.workspaces[0] = bytes;
       for (auto& launch : list.launches) {
         bool is_merge = launch.kernel.file == "paged_merge.h";
-        if (launch.kernel.file == "data.h") {
-          continue;  // zeros
+        if (launch.kernel.file == "data.h" || launch.kernel.file == "quantised_pool.h") {
+          continue;  // zeros, and rotated queries
         }
         is_merge ? set_partials<paged::MergeParams>(launch, num_partials)
                  : set_partials<paged::AttentionParams>(launch, num_partials);
@@ -192,6 +193,9 @@ std::vector<Launch> DeviceProgram::launches(
   for (const auto& step : steps_) {
     if (const auto* launch = std::get_if<Launch>(&step)) {
       all.push_back(*launch);
+      if (gpu == Gpu::nvidia) {
+        all.back() = cuda::with_variants({{*launch}, {}}, {}).launches[0];
+      }
     } else if (const auto* products = std::get_if<ProductStep>(&step)) {
       for (auto& launch : product_launches(*products, gpu)) {
         all.push_back(std::move(launch));
@@ -202,7 +206,8 @@ std::vector<Launch> DeviceProgram::launches(
         for (auto& binding : launch.buffers) {
           int i = binding.operand;
           int num_inputs = int(a.operands.size());
-          binding.operand = i < num_inputs ? a.operands[i] : i == num_inputs ? a.out : workspace_;
+          int after[] = {a.out, workspace_, a.rotated};
+          binding.operand = i < num_inputs ? a.operands[i] : after[i - num_inputs];
         }
         all.push_back(std::move(launch));
       }

@@ -80,7 +80,8 @@ struct ProductStep {
 struct AttentionStep {
   std::vector<int> operands;  // of PagedAttention
   int out;
-  int kind;  // which of the program's attention_kinds
+  int rotated = -1;  // queries, where the pool's keys are rotated
+  int kind;          // which of the program's attention_kinds
 };
 
 class DeviceProgram {
@@ -109,6 +110,8 @@ class DeviceProgram {
     mx::Shape value_pool;
     mx::Shape sinks;  // empty: none
     mx::Dtype dtype;
+    mx::Dtype key_dtype;
+    mx::Dtype value_dtype;
 
     bool operator==(const AttentionKind&) const = default;
   };

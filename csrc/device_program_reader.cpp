@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
 #include <optional>
 #include <unordered_map>
 #include <unordered_set>
@@ -17,7 +18,6 @@
 #include "mlx/fast_primitives.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
-#include "unchecked.h"
 
 namespace mlx_paged {
 
@@ -329,7 +329,6 @@ class DeviceProgramReader {
 
   // Rows of a quantised embedding, with CUDA: elsewhere MLX has no such node.
   void read_dequantize(const GraphNode& node, const mx::fast::Quantize& quantize) {
-    require(takes_unchecked_kernels(), "quantised embeddings");
     auto [unused, group_size, bits, mode, is_inverse] = quantize.state();
     const auto& out = node.outputs[0];
     require(
@@ -399,9 +398,9 @@ class DeviceProgramReader {
       }
     }
     auto dtype = queries.dtype();
-    require(format_of(node.inputs[0].dtype()) == PoolFormat::plain, "quantised pools");
+    bool is_quantised = format_of(node.inputs[0].dtype()) != PoolFormat::plain;
     require(
-        node.inputs[0].dtype() == dtype && node.inputs[1].dtype() == dtype,
+        is_quantised || (node.inputs[0].dtype() == dtype && node.inputs[1].dtype() == dtype),
         "pools of another dtype");
     std::optional<ProductStep> step;
     if (auto found = fusions_.written_products.find(index);
@@ -411,9 +410,9 @@ class DeviceProgramReader {
     }
     paged::RopeParams params{};
     params.num_q_heads = queries.shape(1);
-    params.num_kv_heads = key_pool.shape[2];
-    params.key_dim = key_pool.shape[3];
-    params.value_dim = value_pool.shape[3];
+    params.num_kv_heads = node.inputs[2].shape(1);
+    params.key_dim = node.inputs[2].shape(2);
+    params.value_dim = node.inputs[3].shape(2);
     View q = heads_side_by_side(from_queries.from, params.num_q_heads, params.key_dim, "queries");
     View k = heads_side_by_side(from_keys.from, params.num_kv_heads, params.key_dim, "keys");
     View v = heads_side_by_side(node.inputs[3], params.num_kv_heads, params.value_dim, "values");
@@ -441,7 +440,10 @@ class DeviceProgramReader {
     } else {
       read(launch, slots);  // (not read)
     }
-    read(launch, slots);
+    // What a quantised pool is written from is a pool of a row's own first.
+    View keys = is_quantised ? new_buffer(node.inputs[2].shape(), dtype) : key_pool;
+    View values = is_quantised ? new_buffer(node.inputs[3].shape(), dtype) : value_pool;
+    read(launch, is_quantised ? row_numbers(slots.shape[0]) : slots);
     auto weight_of = [&](const Heads& heads, int& has_norm, float& eps) {
       if (heads.norm) {
         has_norm = 1;
@@ -457,8 +459,8 @@ class DeviceProgramReader {
     weight_of(from_keys, params.has_key_norm, params.key_eps);
     View rotated = new_value(queries);
     write(launch, rotated);
-    write(launch, key_pool, Access::read_write);
-    write(launch, value_pool, Access::read_write);
+    write(launch, keys, is_quantised ? Access::write : Access::read_write);
+    write(launch, values, is_quantised ? Access::write : Access::read_write);
     for (int i = 0; i < 2; i++) {
       views_[node.outputs[i].id()] = i ? value_pool : key_pool;
     }
@@ -473,6 +475,31 @@ class DeviceProgramReader {
     } else {
       add_step(launch);
     }
+    if (is_quantised) {
+      add_quantising_write(node, {key_pool, value_pool, keys, values, slots});
+    }
+  }
+
+  // Views of the operation's inputs.
+  void add_quantising_write(const GraphNode& node, const std::vector<View>& in) {
+    auto list = node.as<WriteKV>()->launches(node.inputs, node.outputs, Gpu::apple);
+    for (auto& made : list.launches) {  // (whose variants are chosen when they are launched)
+      auto bindings = std::exchange(made.buffers, {});
+      for (const auto& binding : bindings) {
+        if (binding.access == Access::read) {
+          read(made, in[binding.operand]);
+        } else {
+          write(made, in[binding.operand - in.size()], binding.access);
+        }
+      }
+      add_step(std::move(made));
+    }
+  }
+
+  // 0, 1, 2, ...
+  View row_numbers(int count) {
+    auto& made = row_numbers_.try_emplace(count, mx::arange(0, count, mx::int32)).first->second;
+    return dense_constant(made);
   }
 
   void read_attention(const GraphNode& node, const PagedAttention& attention) {
@@ -484,7 +511,8 @@ class DeviceProgramReader {
     require(queries.is_dense(), "queries that are not dense");
     DeviceProgram::AttentionKind kind{
         attention.options(),       {}, in[A::kQueries].shape(), in[A::kKeyPool].shape(),
-        in[A::kValuePool].shape(), {}, in[A::kQueries].dtype()};
+        in[A::kValuePool].shape(), {}, in[A::kQueries].dtype(), in[A::kKeyPool].dtype(),
+        in[A::kValuePool].dtype()};
     AttentionStep step{};
     for (int i = 0; i < int(in.size()); i++) {
       View v = i == A::kSinks ? dense_constant(in[i]) : view(in[i]);
@@ -504,6 +532,9 @@ class DeviceProgramReader {
       kind.sinks = in[A::kSinks].shape();
     }
     step.out = operand(new_value(node.outputs[0]));
+    if (rotates_keys(format_of(in[A::kKeyPool].dtype()))) {
+      step.rotated = operand(new_buffer(in[A::kQueries].shape(), in[A::kQueries].dtype()));
+    }
     auto& kinds = program_.kinds_;
     auto found = std::find(kinds.begin(), kinds.end(), kind);
     step.kind = int(found - kinds.begin());
@@ -729,6 +760,7 @@ class DeviceProgramReader {
   std::vector<const GraphNode*> pending_;
   std::unordered_map<Id, View> views_;
   std::unordered_set<Id> for_host_;  // results
+  std::map<int, mx::array> row_numbers_;
 };
 
 void read_program(

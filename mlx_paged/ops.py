@@ -500,7 +500,7 @@ def quantized_linear(
 
     One operation on the CPU, which reads the weight as it is and multiplies and sums in float32
     whatever the dtypes are; and with CUDA for up to 64 rows of 16 bits, with scales of the same
-    dtype, in every format but "nvfp4" (while ``MLX_PAGED_UNCHECKED_KERNELS=1``, docs/cuda.md).
+    dtype, in every format but "nvfp4".
     Else, and for a weight that is not evaluated, ``mx.quantized_matmul``.
     On the CPU, with `activations` "int8", that one operation rounds `x` first, each group of 32 to
     ``[-127, 127]`` times a float32 scale, and multiplies integers; a group that has a NaN or an

@@ -4,7 +4,6 @@ python scripts/check_cuda.py                      # build, tests on the GPU, com
 python scripts/check_cuda.py --only ops parity    # some of it
 python scripts/check_cuda.py --only build media   # pictures: parity with mlx-vlm, bounds of rows
 python scripts/check_cuda.py --only build formats # quantised pools: their tests, and their speed
-python scripts/check_cuda.py --only build unchecked    # what does not serve yet (docs/cuda.md)
 python scripts/check_cuda.py --bench kernels      # and then measure; or the engine, or a MoE model
 python scripts/check_cuda.py --only --bench engine moe    # measure only
 
@@ -31,6 +30,7 @@ OPS = ["plan", "write_kv", "copy_blocks", "gather_kv", "paged_attention", "atten
 ENGINE = [
     "cuda",
     "cuda_programs",
+    "cuda_quantised",
     "bounds",
     "dense_prefill",
     "engine_faults",
@@ -139,31 +139,14 @@ def checks() -> list[Stage]:
 def timed_checks() -> list[Stage]:
     """Run where --only names them: the GPU has to be theirs."""
     formats = python("bench/cuda_kv_formats.py", "--check")
-    unchecked = {"MLX_PAGED_UNCHECKED_KERNELS": "1"}
-    steps = python("bench/cuda_steps.py", "--only", "256 x 1024", "--save", "cuda-steps-unchecked")
-    quantised = python("bench/cuda_quantised.py")
-    return [
-        Stage("formats", formats, ON_TEST_PATH),
-        # What does not serve by default yet (docs/cuda.md).
-        *(
-            Stage(stage.name, stage.command, {**stage.env, **unchecked})
-            for stage in (
-                *pytest("unchecked programs", "cuda_programs"),
-                *pytest("unchecked products", "cuda_quantised"),
-                Stage(
-                    "unchecked memcheck", sanitizer("memcheck", "--dtype", "bfloat16"), ON_TEST_PATH
-                ),
-                Stage("unchecked steps", steps, ON_TEST_PATH),
-                Stage("unchecked quantised", quantised),
-            )
-        ),
-    ]
+    return [Stage("formats", formats, ON_TEST_PATH)]
 
 
 def benchmarks() -> dict[str, Stage]:
     engine = python("bench/cuda_engine.py", "--only")
     return {
         "kernels": Stage("bench kernels", python("bench/cuda_kernels.py")),
+        "quantised": Stage("bench quantised", python("bench/cuda_quantised.py")),
         "steps": Stage("bench steps", python("bench/cuda_steps.py")),
         "engine": Stage("bench engine", [*engine, *NOT_THE_MOE]),
         "media": Stage("bench media", python("bench/media.py", "--gpu")),

@@ -76,26 +76,6 @@ void mark_cluster(mx::cu::CommandEncoder& encoder, uint32_t cluster) {
   }
 }
 
-// CUDA's grids are large along x only. The kernels of kernels/data.cu whose tokens, pairs or blocks
-// lie along another dim turn theirs; this is the host's side of it.
-Extent kernel_grid(const Launch& launch) {
-  constexpr uint32_t kMost = 65535;  // along y and z
-  Extent grid = launch.grid;
-  const auto& name = launch.kernel.host_name;
-  if (name == "write_kv" || name.starts_with("quantise_kv") || name == "copy_blocks" ||
-      name.starts_with("apply_token_bitmask")) {
-    std::swap(grid[0], grid[1]);
-  } else if (name.starts_with("copy_strided")) {
-    std::swap(grid[0], grid[2]);
-  }
-  if (grid[1] > kMost || grid[2] > kMost) {
-    throw std::invalid_argument(
-        "[cuda] a grid of " + launch.kernel.host_name + " must have at most 65535 groups along y " +
-        "and z but has " + std::to_string(grid[1]) + " and " + std::to_string(grid[2]));
-  }
-  return grid;
-}
-
 // Workspace i of a stream, kept from one operation to the next: what was left in it is overwritten
 // in the cache and never written out, and operations under way hold one instead of one each.
 mx::array workspace(size_t i, uint64_t bytes, mx::Stream stream) {
@@ -136,7 +116,7 @@ void encode(
     keep(operands.back(), stream);
   }
   for (const auto& launch : list.launches) {
-    Extent grid = kernel_grid(launch);
+    Extent grid = cuda::kernel_grid(launch);
     if (std::find(grid.begin(), grid.end(), 0) != grid.end()) {
       continue;  // nothing to do: CUDA reports an empty grid as an error
     }

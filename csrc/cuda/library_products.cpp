@@ -18,8 +18,6 @@
 #include <tuple>
 #include <utility>
 
-#include "../unchecked.h"
-
 namespace mlx_paged::cuda {
 
 namespace {
@@ -236,7 +234,7 @@ struct Matrices {
 }  // namespace
 
 bool has_library_products() {
-  return takes_unchecked_kernels() && library();
+  return library();
 }
 
 void run_library_product(

@@ -35,6 +35,7 @@
 #include "mlx/backend/cuda/utils.h"
 #include "step_inputs.h"
 #include "transfer.h"
+#include "variants.h"
 
 namespace mlx_paged {
 
@@ -88,7 +89,7 @@ void prepare(const std::vector<Launch>& launches) {
 }
 
 void run_launch(Launch& launch, std::vector<char*>& addresses, cudaStream_t stream, bool overlap) {
-  const Extent& grid = launch.grid;
+  const Extent grid = cuda::kernel_grid(launch);
   if (std::find(grid.begin(), grid.end(), 0) != grid.end()) {
     return;
   }

@@ -253,4 +253,22 @@ LaunchList with_variants(LaunchList list, const Arrays& in) {
   return list;
 }
 
+Extent kernel_grid(const Launch& launch) {
+  constexpr uint32_t kMost = 65535;  // along y and z
+  Extent grid = launch.grid;
+  const auto& name = launch.kernel.host_name;
+  if (name == "write_kv" || name.starts_with("quantise_kv") || name == "copy_blocks" ||
+      name.starts_with("apply_token_bitmask")) {
+    std::swap(grid[0], grid[1]);
+  } else if (name.starts_with("copy_strided")) {
+    std::swap(grid[0], grid[2]);
+  }
+  if (grid[1] > kMost || grid[2] > kMost) {
+    throw std::invalid_argument(
+        "[cuda] a grid of " + launch.kernel.host_name + " must have at most 65535 groups along y " +
+        "and z but has " + std::to_string(grid[1]) + " and " + std::to_string(grid[2]));
+  }
+  return grid;
+}
+
 }  // namespace mlx_paged::cuda

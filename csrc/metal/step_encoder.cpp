@@ -8,7 +8,7 @@
 
 #include "../../metal/kernel_table.h"
 #include "../gpu.h"
-#include "../unchecked.h"
+#include "unchecked.h"
 #include "binder.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/metal/device.h"

@@ -15,6 +15,7 @@ from support.reference import bits
 
 from mlx_paged import ops
 from mlx_paged.model import patches
+from mlx_paged.model.kv_formats import FORMATS
 
 pytestmark = pytest.mark.skipif(not ops.has_cuda(), reason="needs an NVIDIA GPU as the device")
 
@@ -53,10 +54,6 @@ def test_a_product_with_a_residual(rng, dtype, k: int) -> None:
 
 
 MANY_ROWS = [65, 100, 256, 512]
-of_many_rows = pytest.mark.skipif(
-    ops.most_device_program_rows() <= 64,
-    reason="MLX_PAGED_UNCHECKED_KERNELS=1 has products of many rows in programs",
-)
 
 
 def assert_rounded(got: mx.array, expected: np.ndarray, times: int = 1) -> None:
@@ -67,7 +64,6 @@ def assert_rounded(got: mx.array, expected: np.ndarray, times: int = 1) -> None:
     assert (np.abs(exact(got) - expected) <= unit * np.abs(expected) + 1e-4 * size).all()
 
 
-@of_many_rows
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(8, 8), (144, 72), (144, 3072), (4096, 320)])
 def test_products_of_many_rows(rng, dtype, n: int, k: int) -> None:
@@ -84,7 +80,6 @@ def test_products_of_many_rows(rng, dtype, n: int, k: int) -> None:
         assert_rounded(run(build, x, residual), expected + is_added * exact(residual))
 
 
-@of_many_rows
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gate_and_up_of_many_rows(rng, dtype, has_bias: bool) -> None:
@@ -204,15 +199,21 @@ def steps_of(rng: np.random.Generator) -> list[dict[str, list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "head_dim", "dtype"),
+    ("family", "head_dim", "dtype", "kv_format"),
     [
-        ("llama", 128, mx.bfloat16),
-        ("llama", 64, mx.float16),
-        ("qwen2", 64, mx.bfloat16),
-        ("qwen3", 128, mx.bfloat16),
+        ("llama", 128, mx.bfloat16, None),
+        ("llama", 64, mx.float16, None),
+        ("qwen2", 64, mx.bfloat16, None),
+        ("qwen3", 128, mx.bfloat16, None),
+        ("llama", 128, mx.bfloat16, "int8"),
+        ("qwen3", 64, mx.bfloat16, "int8_k_int4_v"),
+        ("llama", 64, mx.float16, "fp8"),
+        ("llama", 80, mx.bfloat16, "int4"),  # (portable kernels serve it)
     ],
 )
-def test_steps_of_a_model(rng, family: str, head_dim: int, dtype: mx.Dtype) -> None:
+def test_steps_of_a_model(
+    rng, family: str, head_dim: int, dtype: mx.Dtype, kv_format: str | None
+) -> None:
     """The third time a shape occurs it is a program, and blocks and splits are added while it
     repeats. Its logits are as near to those of float32 as the graph's: these models are sharpened,
     so that roundings grow to some percent of them."""
@@ -225,7 +226,9 @@ def test_steps_of_a_model(rng, family: str, head_dim: int, dtype: mx.Dtype) -> N
         model.set_dtype(dtype)
         model.set_dtype(computed_in)
         mx.eval(model.parameters())
-        driver = StepDriver(model, family, block_size=16, num_blocks=256)
+        driver = StepDriver(
+            model, family, block_size=16, num_blocks=256, kv_format=FORMATS.get(kv_format)
+        )
         driver.runner.model._compiled.uses_device_programs = programs
         return driver
 

@@ -13,10 +13,12 @@ import pytest
 from support import family_configs
 from support.device_programs import with_programs
 from support.models import StepDriver, tiny_config, tiny_model
+from support.quantised import raw
 from support.reference import DTYPES, bits
 from support.simulated import launches, needs_simulator, sim_ext, simulated
 
 from mlx_paged import ops
+from mlx_paged.model.kv_formats import FORMATS
 from mlx_paged.model.plan import build_plan
 
 pytestmark = needs_simulator
@@ -74,6 +76,32 @@ def test_a_step_gives_what_its_graph_gives(rng, name: str) -> None:
     for mine, theirs in zip(ours.caches, graphs.caches, strict=True):
         for pool, other in ((mine.key_pool, theirs.key_pool), (mine.value_pool, theirs.value_pool)):
             np.testing.assert_allclose(np.array(pool), np.array(other), atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "windows"])
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_steps_with_quantised_pools(rng, kv_format: str, name: str) -> None:
+    """What is written is quantised, and rotated, as it is without a program."""
+    ours, graphs = (
+        StepDriver(
+            tiny_model(CONFIGS[name]), CONFIGS[name]["model_type"], block_size=8,
+            kv_format=FORMATS[kv_format],
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    steps = with_programs(ours)
+    for work in ({"a": 7, "b": 1}, {"a": 1, "b": 1, "c": 9}, {"a": 1, "b": 1, "c": 1}):
+        tokens = {sequence: new_tokens(rng, count) for sequence, count in work.items()}
+        expected = graphs.step(tokens)
+        with simulated():
+            actual = ours.step(tokens)
+        for sequence, logits in expected.items():
+            np.testing.assert_allclose(actual[sequence], logits, atol=1e-4)
+    assert len(steps.made) == 3
+    for mine, theirs in zip(ours.caches, graphs.caches, strict=True):
+        for pool, other in ((mine.key_pool, theirs.key_pool), (mine.value_pool, theirs.value_pool)):
+            # (Products in another order of sums: a number between two codes may get the other.)
+            assert (raw(pool) != raw(other)).mean() < 1e-3
 
 
 # Of mlx-lm's families, with the settings of tests/support/family_configs.py: those whose steps are
@@ -147,12 +175,14 @@ def test_sinks(rng) -> None:
         np.testing.assert_allclose(np.array(mine), np.array(theirs), atol=1e-5)
 
 
-def kernels_of(config: dict[str, Any], rows: int, *, dtype: mx.Dtype, cuda: bool) -> list[str]:
+def kernels_of(
+    config: dict[str, Any], rows: int, *, dtype: mx.Dtype, cuda: bool, **options: Any
+) -> list[str]:
     """What a decode step of so many rows launches."""
     model = tiny_model(config)
     model.set_dtype(dtype)
     mx.eval(model.parameters())
-    driver = StepDriver(model, config["model_type"], block_size=16, num_blocks=2 + rows)
+    driver = StepDriver(model, config["model_type"], block_size=16, num_blocks=2 + rows, **options)
     with simulated():
         steps = with_programs(driver)
         driver.step({str(i): [i] for i in range(rows)})
@@ -182,6 +212,23 @@ def test_a_layer_is_few_kernels_with_cuda(rows: int, product: str | None, family
     ends = [norm, table, linear, "greedy_tokens_bfloat16"]
     assert sorted(kernels) == sorted([*layer * 3, table, "rope_rotations", *ends])
     assert kernels[-4:] == ends
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_a_layer_of_quantised_pools_with_cuda(kv_format: str) -> None:
+    """Heads are rotated, then quantised, and queries rotated as integer keys are."""
+    config = tiny_config("llama", head_dim=64, tied=False, num_hidden_layers=3, vocab_size=112)
+    kernels = kernels_of(
+        config, 8, dtype=mx.bfloat16, cuda=True, kv_format=FORMATS[kv_format]
+    )  # fmt: skip
+    suffix = {"int8_k_int4_v": "int8_int4"}.get(kv_format, kv_format)
+    linear, gated, norm = "linear_bfloat16_1_1", "linear_bfloat16_1_2", "add_rms_norm_bfloat16"
+    write = ["rope_write_bfloat16", f"quantise_rows_bfloat16_64_{suffix}"]
+    write += [] if kv_format == "fp8" else ["rotate_rows_bfloat16_64"]
+    attention = f"paged_decode_tensor_bfloat16_64_n1_{suffix}"
+    layer = [norm, linear, *write, attention, linear, norm, gated, linear]
+    of_layers = [k for k in kernels if k not in ("gather_rows_bfloat16", "rope_rotations")]
+    assert of_layers[: 2 * len(layer)] == layer * 2
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -357,6 +404,22 @@ def test_a_product(rng, dtype, rows: int, has_residual: bool) -> None:
     expected = exact @ exact_weight.T + (exact_residual if has_residual else 0)
     assert_close(out, expected, TOLERANCE[dtype] * 2)
     assert launch["traffic"][1] == (weight.nbytes * (1 + (rows > 8)), 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_product_of_mlxs_with_a_bias(rng, dtype) -> None:
+    x, exact = values_of(rng, 3, 72, dtype=dtype)
+    weight, exact_weight = values_of(rng, 42, 72, dtype=dtype)
+    bias, exact_bias = values_of(rng, 42, dtype=dtype)
+    [out], ran = run(lambda x: [mx.addmm(bias, x, weight.T)], x)
+    assert_close(out, exact @ exact_weight.T + exact_bias, TOLERANCE[dtype] * 2)
+    assert len(ran) == 1
+    for build in (
+        lambda x: mx.addmm(bias, x, weight.T, alpha=2.0),
+        lambda x: mx.addmm(mx.ones((3, 42), dtype), x, weight.T),
+    ):
+        with pytest.raises(ValueError, match="the operation AddMM"):
+            run(lambda x: [build(x)], x)  # noqa: B023
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

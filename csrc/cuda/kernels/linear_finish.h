@@ -42,8 +42,9 @@ __device__ __forceinline__ void finish_rows(
   const LinearPart<T> ours = part_of(parts, which);
   const bool has_heads = params.head_dim > 0;
   const int outputs = params.is_gated ? ROWS / 2 : ROWS;
-  // Threads that finish a row of x: with four outputs each, of heads four of each half.
-  const int mates = has_heads ? outputs / 8 : outputs / 4;
+  // A thread finishes four outputs of a row of x; of gate and up, and of a head's halves, of both.
+  const bool has_pairs = params.is_gated || has_heads;
+  const int mates = has_pairs ? ROWS / 8 : ROWS / 4;
   auto with_bias = [&](float4 sum, const LinearPart<T>& part, int column, T(&four)[4]) {
     const float values[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
@@ -53,10 +54,11 @@ __device__ __forceinline__ void finish_rows(
     }
   };
   for (int i = begin; i < num_rows * mates; i += stride) {
-    const int at = i / mates;
+    const int at = has_pairs ? i / (ROWS / 8) : i / (ROWS / 4);
+    const int mate = has_pairs ? i % (ROWS / 8) : i % (ROWS / 4);
     if (has_heads) {
       const int unit = min(ROWS, params.head_dim);
-      const int of_half = i % mates * 4;  // among the block's first halves
+      const int of_half = mate * 4;  // among the block's first halves
       const int output = of_half / (unit / 2) * unit + of_half % (unit / 2);
       const int low = head_row(tile, ROWS, params.head_dim, output).first;
       if (low >= ours.n) {
@@ -74,7 +76,7 @@ __device__ __forceinline__ void finish_rows(
       }
       continue;
     }
-    const int output = i % mates * 4;
+    const int output = mate * 4;
     const int column = tile * outputs + output;
     if (column >= ours.n) {
       continue;

@@ -27,7 +27,7 @@ namespace mlx_paged::cuda {
    {nullptr, bias_1, out_1, params.n[1], params.has_bias[1] != 0}, \
    {nullptr, bias_2, out_2, params.n[2], params.has_bias[2] != 0}}
 
-// Rows of the tile from `first` on, in weight `which`: what QuantisedStage::copy asks for.
+// Rows of the tile from `first` on, in weight `which`: what QuantisedStage::Sources asks for.
 #define QUANTISED_ROWS_OF(tile, first)                                         \
   [&](int& row) -> QuantisedRowsOf {                                           \
     const TileRow at = row_of_tile<kRows, kUnit>(params, tile, (first) + row); \
@@ -65,25 +65,25 @@ __global__ void __launch_bounds__(32 * kLinearParts, quantised_blocks(TILES, fal
   const int num_turns = (num_chunks - part + kLinearParts - 1) / kLinearParts;
   const unsigned int ring = paged::shared_address(shared) + part * (kStages * Stage::kBytes);
   const paged::CachePolicy once = paged::evict_first();
-  auto rows_of = QUANTISED_ROWS_OF(tile, 0);
+  const typename Stage::Sources weights(QUANTISED_ROWS_OF(tile, 0), num_groups, lane);
   auto copy_weights = [&](int turn) {
     if (turn < num_turns) {
       Stage::copy(
-          ring + turn % kStages * Stage::kBytes, rows_of, num_groups, turn * kLinearParts + part,
+          ring + turn % kStages * Stage::kBytes, weights, num_groups, turn * kLinearParts + part,
           lane, once);
     }
     paged::commit_copies();
   };
   Eight xs[Stage::kGroups][TILES][kPieces];
   const Eight zero = make_uint4(0, 0, 0, 0);
+  const T* of_lane = x + size_t(first_x + row) * params.x_stride + column * Group::kColumns;
   auto fetch_xs = [&](int turn) {
 #pragma unroll
     for (int g = 0; g < Stage::kGroups; g++) {
       const int group = (turn * kLinearParts + part) * Stage::kGroups + g;
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
-        const T* from = x + size_t(first_x + t * 8 + row) * params.x_stride + group * GROUP +
-                        column * Group::kColumns;
+        const T* from = of_lane + t * 8 * params.x_stride + group * GROUP;
         const bool inside = group < num_groups && t * 8 + row < num_rows;
 #pragma unroll
         for (int h = 0; h < kPieces; h++) {
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(32 * kQuantisedClusterWarps, quantised_blocks(
   const unsigned int ring = paged::shared_address(shared);
   const unsigned int rows_of_warp = kXBytes + threadIdx.x / 32 * Stage::kBytes;
   const paged::CachePolicy once = paged::evict_first();
-  auto rows_of = QUANTISED_ROWS_OF(tile, first_of_warp);
+  const typename Stage::Sources weights(QUANTISED_ROWS_OF(tile, first_of_warp), num_groups, lane);
   auto stage_of = [&](int turn) { return ring + turn % kStages * kShape.stage_bytes; };
   // Where eight columns of x lie in a tile: [group][piece of a lane's][lane of four], so that what
   // eight lanes read at once, of two neighbouring rows, lies in different banks.
@@ -190,22 +190,27 @@ __global__ void __launch_bounds__(32 * kQuantisedClusterWarps, quantised_blocks(
   };
   auto copy_weights = [&](int turn) {
     Stage::copy(
-        stage_of(turn) + rows_of_warp, rows_of, num_groups, turn * kLinearParts + rank, lane, once);
+        stage_of(turn) + rows_of_warp, weights, num_groups, turn * kLinearParts + rank, lane, once);
   };
+  // A thread copies one piece of every kRowsAtOnce-th row of x.
+  constexpr int kRowsAtOnce = kThreads / kPieces;
+  static_assert(kThreads % kPieces == 0 && kRowsAtOnce % 2 == 0 && 8 * TILES % kRowsAtOnce == 0);
+  constexpr int kOfGroup = 4 * kLanePieces;
+  const int x_row = threadIdx.x / kPieces;
+  const int piece = threadIdx.x % kPieces;
+  const int of_group = piece % kOfGroup;
+  const unsigned int x_place =
+      place(x_row, piece / kOfGroup, of_group % kLanePieces, of_group / kLanePieces);
+  const T* x_piece = x + size_t(x_row) * params.x_stride + piece * 8;
   auto copy_xs = [&](int turn) {
-    constexpr int kOfGroup = 4 * kLanePieces;
     const int begin = (turn * kLinearParts + rank) * Stage::kChunk;
+    const unsigned int to = stage_of(turn) + x_place;
+    const bool inside = begin + piece * 8 < params.k;
 #pragma unroll
-    for (int i = threadIdx.x; i < 8 * TILES * kPieces; i += kThreads) {
-      const int at = i / kPieces;
-      const int piece = i % kPieces;
-      const int of_group = piece % kOfGroup;
-      const int first = begin + piece * 8;
-      const bool exists = at < params.num_rows && first < params.k;
+    for (int i = 0; i < 8 * TILES; i += kRowsAtOnce) {
+      const bool exists = inside && x_row + i < params.num_rows;
       paged::copy_async(
-          stage_of(turn) +
-              place(at, piece / kOfGroup, of_group % kLanePieces, of_group / kLanePieces),
-          exists ? x + size_t(at) * params.x_stride + first : x, exists);
+          to + i * (kPieces * 16), exists ? x_piece + i * params.x_stride + begin : x, exists);
     }
   };
 

@@ -6,14 +6,16 @@
 #include "../../../metal/kernel_table.h"
 #include "../compiled_kernels.h"
 #include "../msl/metal_stdlib"
+#include "dependent_launch.h"
 #include "quantise_rows.h"
 #include "quantised_pool.h"
 
 template <typename T, int PARTS>
 __global__ void quantise_kv_entry(
-    const T* __restrict__ keys, const T* __restrict__ values, const int* __restrict__ slot_mapping,
-    unsigned char* __restrict__ key_pool, unsigned char* __restrict__ value_pool,
-    const __grid_constant__ paged::QuantiseParams params) {
+    const T* keys, const T* values, const int* slot_mapping, unsigned char* key_pool,
+    unsigned char* value_pool, const __grid_constant__ paged::QuantiseParams params) {
+  paged::wait_for_kernel_before();
+  paged::let_next_kernel_begin();
   quantise_kv<T, PARTS>(
       keys, values, slot_mapping, key_pool, value_pool, params,
       make_uint3(blockIdx.y, blockIdx.x, blockIdx.z));
@@ -29,8 +31,9 @@ __global__ void gather_quantised_entry(
 
 template <typename T, int PARTS>
 __global__ void rotate_queries_entry(
-    const T* __restrict__ queries, T* __restrict__ rotated,
-    const __grid_constant__ paged::RotateParams params) {
+    const T* queries, T* rotated, const __grid_constant__ paged::RotateParams params) {
+  paged::wait_for_kernel_before();
+  paged::let_next_kernel_begin();
   rotate_queries<T, PARTS>(queries, rotated, params);
 }
 

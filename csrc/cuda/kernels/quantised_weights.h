@@ -257,54 +257,74 @@ struct QuantisedStage {
   static constexpr int kRecord = kArrays * kScalesBytes;                     // and its biases
   static constexpr int kBytes = quantised_stage_bytes(FORMAT, BITS, GROUP, kRows);
 
-  // Starts the copies of a chunk. `rows_of(row)`: the weight that row `row` of the tile is of, and
-  // `row` becomes its place in it.
-  template <typename RowsOf>
+  // Where a lane's copies come from: of the first chunk. (Which rows a tile has takes divisions.)
+  struct Sources {
+    static constexpr int kCodes = (kRows * kPieces + 31) / 32;
+    static constexpr int kScales = (kRows * kArrays + 31) / 32;
+    const unsigned char* codes[kCodes];
+    const unsigned char* scales[kScales];
+
+    // `rows_of(row)`: the weight that row `row` of the tile is of, and `row` becomes its place in
+    // it.
+    template <typename RowsOf>
+    __device__ __forceinline__ Sources(RowsOf rows_of, int num_groups, int lane) {
+#pragma unroll
+      for (int i = 0; i < kCodes; i++) {
+        const int at = i * 32 + lane;
+        int row = min(at / kPieces, kRows - 1);
+        const unsigned char* first = rows_of(row).codes;
+        codes[i] = first + size_t(row) * num_groups * (Group::kGroupWords * 4) + at % kPieces * 16;
+      }
+#pragma unroll
+      for (int i = 0; i < kScales; i++) {
+        const int at = i * 32 + lane;
+        int row = min(at / kArrays, kRows - 1);
+        const QuantisedRowsOf rows = rows_of(row);
+        const unsigned char* first = at % kArrays == 0 ? rows.scales : rows.biases;
+        scales[i] = first + size_t(row) * num_groups * kScaleBytes;
+      }
+    }
+  };
+
+  // Starts the copies of a chunk.
   __device__ __forceinline__ static void copy(
-      unsigned int stage, RowsOf rows_of, int num_groups, int chunk, int lane,
+      unsigned int stage, const Sources& from, int num_groups, int chunk, int lane,
       paged::CachePolicy once) {
     const int row_bytes = num_groups * (Group::kGroupWords * 4);
     const int begin = chunk * kRowBytes;
 #pragma unroll
-    for (int i = 0; i < (kRows * kPieces + 31) / 32; i++) {
+    for (int i = 0; i < Sources::kCodes; i++) {
       const int at = i * 32 + lane;
       if (kRows * kPieces % 32 != 0 && at >= kRows * kPieces) {
         break;
       }
-      const int of_tile = at / kPieces;
       const int piece = at % kPieces;
-      int row = of_tile;
-      const unsigned char* codes = rows_of(row).codes;
-      const int first = begin + piece * 16;
-      const int left = max(0, min(row_bytes - first, 16));  // (rows need not end with a chunk)
+      // (Rows need not end with a chunk.)
+      const int left = max(0, min(row_bytes - begin - piece * 16, 16));
       copy_part_async(
-          stage + of_tile * kPitch + piece * 16,
-          codes + (left > 0 ? size_t(row) * row_bytes + first : 0), left, once);
+          stage + at / kPieces * kPitch + piece * 16, from.codes[i] + (left > 0 ? begin : 0), left,
+          once);
     }
     const int first_group = chunk * kGroups;
     const bool whole = num_groups % kGroups == 0;
 #pragma unroll
-    for (int i = 0; i < (kRows * kArrays + 31) / 32; i++) {
+    for (int i = 0; i < Sources::kScales; i++) {
       const int at = i * 32 + lane;
       if (kRows * kArrays % 32 != 0 && at >= kRows * kArrays) {
         break;
       }
-      const int of_tile = at / kArrays;
-      int row = of_tile;
-      const QuantisedRowsOf rows = rows_of(row);
-      const unsigned char* scales = at % kArrays == 0 ? rows.scales : rows.biases;
       const unsigned int to =
-          stage + kRows * kPitch + of_tile * kRecord + at % kArrays * kScalesBytes;
-      const size_t from = size_t(row) * num_groups + first_group;
+          stage + kRows * kPitch + at / kArrays * kRecord + at % kArrays * kScalesBytes;
       if (whole) {
         const bool exists = first_group < num_groups;
-        copy_few_async<kScalesBytes>(to, scales + (exists ? from * kScaleBytes : 0), exists);
+        copy_few_async<kScalesBytes>(
+            to, from.scales[i] + (exists ? first_group * kScaleBytes : 0), exists);
         continue;
       }
 #pragma unroll
       for (int g = 0; g < kGroups; g++) {
         const bool exists = first_group + g < num_groups;
-        const unsigned char* scale = scales + (from + g) * kScaleBytes;
+        const unsigned char* scale = from.scales[i] + (first_group + g) * kScaleBytes;
         if constexpr (kScaleBytes == 2) {
           store_shared_half(
               to + g * 2, exists ? *reinterpret_cast<const unsigned short*>(scale) : 0);

@@ -6,9 +6,8 @@
 
 namespace mlx_paged {
 
-// Whether those serve that have not passed their tests on a GPU of this kind yet: on NVIDIA's
-// docs/cuda.md lists them, and scripts/check_cuda.py asks for them; on Apple's it is device
-// programs, which bench/mac_report.py asks for.
+// Whether what has not run on an Apple GPU yet serves: device programs (docs/metal-kernels.md),
+// which bench/mac_report.py asks for.
 inline bool takes_unchecked_kernels() {
   static const bool wanted = [] {
     const char* set = std::getenv("MLX_PAGED_UNCHECKED_KERNELS");
