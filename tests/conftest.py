@@ -101,9 +101,13 @@ def device() -> None:
 
 
 @pytest.fixture(autouse=True)
-def shipped_default() -> None:
-    """mlx-lm is paged, if it is loaded, even after a test that unpatched it."""
+def shipped_default() -> Iterator[None]:
+    """mlx-lm is paged, if it is loaded, even after a test that unpatched it; collections come."""
     drop_in.arrange()
+    yield
+    is_enabled = gc.isenabled()
+    gc.enable()  # (for the next test: what it drops may be in cycles)
+    assert is_enabled, "the garbage collector was left disabled"
 
 
 @pytest.fixture
