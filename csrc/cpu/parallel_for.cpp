@@ -124,7 +124,9 @@ class Phases : public Job {
       for (int i = phase.next++; i < phase.num_tasks; i = phase.next++) {
         run(p, i);
         if (++phase.num_done == phase.num_tasks) {
-          current_.store(next_with_tasks(p + 1), std::memory_order_release);
+          // Sequentially consistent, as notify_all() loads the number of those that sleep: before a
+          // store that only releases is seen it may find none, while one falls asleep for ever.
+          current_.store(next_with_tasks(p + 1), std::memory_order_seq_cst);
           current_.notify_all();
         }
       }
