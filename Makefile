@@ -75,15 +75,16 @@ mac-report: $(BIN)/.installed
 wheel: $(BIN)/.installed
 	$(BIN)/python -m pip wheel --config-settings=cmake.define.MLX_PAGED_CUDA=$(CUDA) --no-deps --wheel-dir dist .
 
+# (--no-compile: to compile all modules of all packages takes half a minute. What is imported is then.)
 $(BIN)/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python scripts/install_progress.py $(BIN)/python -m pip install --verbose \
+	$(BIN)/python scripts/install_progress.py $(BIN)/python -m pip install --verbose --no-compile \
 		--config-settings=cmake.define.MLX_PAGED_WERROR=$(WERROR) \
 		--config-settings=cmake.define.MLX_PAGED_SANITIZE=$(SANITIZE) \
 		--config-settings=cmake.define.MLX_PAGED_CUDA=$(CUDA) \
 		--config-settings=cmake.define.MLX_PAGED_BUILD_TESTS=ON --editable '.[$(EXTRAS)]'
-	$(BIN)/python -m pip install --quiet --no-deps mlx-vlm==$(MLX_VLM)
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps mlx-vlm==$(MLX_VLM)
 	touch $@
 # What the extra `vision` needs besides: see pyproject.toml.
 MLX_VLM := 0.7.10

@@ -31,6 +31,7 @@ from hypothesis import HealthCheck, settings
 from support.reference import ON_GPU
 
 from mlx_paged import drop_in
+from mlx_paged.engine import collector
 
 # The tests' own files, too, are compiled once and not by each worker of each run.
 sys.dont_write_bytecode = False
@@ -101,9 +102,15 @@ def device() -> None:
 
 
 @pytest.fixture(autouse=True)
-def shipped_default() -> None:
-    """mlx-lm is paged, if it is loaded, even after a test that unpatched it."""
+def shipped_default() -> Iterator[None]:
+    """mlx-lm is paged, if it is loaded, even after a test that unpatched it; collections come."""
     drop_in.arrange()
+    yield
+    with collector._lock:  # (an engine that is shared may be in a step)
+        is_left_disabled = not gc.isenabled() and not collector._threads
+        if is_left_disabled:
+            gc.enable()  # (for the next test: what it drops may be in cycles)
+    assert not is_left_disabled, "the garbage collector was left disabled"
 
 
 @pytest.fixture

@@ -13,27 +13,32 @@ import os
 import threading
 from types import TracebackType
 
-_lock = threading.Lock()
+# Reentrant: a stream that is garbage-collected while this thread holds it lets go, too.
+_lock = threading.RLock()
 _threads: set[int] = set()  # that are in a step
 _was_enabled = True  # before the first of them
 
 
 def _hold_back() -> None:
     global _was_enabled
+    this = threading.get_ident()
     with _lock:
         if not _threads:
             _was_enabled = gc.isenabled()
-        _threads.add(threading.get_ident())
+        # (Before: what comes in between, as an exception or a collection, lets go. It may have.)
+        _threads.add(this)
         gc.disable()
+        _threads.add(this)
 
 
 def let_go() -> None:
     """Ends what this thread holds back, if anything: also after a step that was broken off."""
+    this = threading.get_ident()
     with _lock:
-        if threading.get_ident() in _threads:
-            _threads.remove(threading.get_ident())
-            if not _threads and _was_enabled:
+        if this in _threads:
+            if _was_enabled and len(_threads) == 1:
                 gc.enable()
+            _threads.discard(this)  # (last: where that was broken off, the next call does it)
 
 
 class _Step:
@@ -54,7 +59,7 @@ step = _Step()
 def _forked() -> None:
     """In a child, no thread is in a step."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     if _threads and _was_enabled:
         gc.enable()
     _threads.clear()

@@ -178,7 +178,12 @@ class DeferredText:
         self._ends = array("Q", [0])  # length of the text after that many tokens
         self._is_flushed = False
         self._is_decoding = False
-        self._lock = threading.Lock()
+        self._lock: Any = threading.RLock()  # (reentrant only to know its owner)
+
+    @property
+    def is_read_here(self) -> bool:
+        """Whether this thread is about to read it: what a collection then ends must not."""
+        return bool(self._lock._is_owned())
 
     def end(self, num_text_tokens: int) -> None:
         """The answer has ended; tokens past this many are not text (the one that ended it)."""

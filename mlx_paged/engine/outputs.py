@@ -180,10 +180,11 @@ class CompletionOutput:
     def settle(self) -> None:
         """Makes the text a plain string, if it has not been read yet.
 
-        One that cannot be decoded ends there, and is an error of this answer.
+        One that cannot be decoded ends there, and is an error of this answer. (A stream that was
+        left may be garbage-collected, and settle its answers, while one of them is read.)
         """
         source = vars(self)["_text"]
-        if not isinstance(source, DeferredText):
+        if not isinstance(source, DeferredText) or source.is_read_here:
             return
         try:
             self.text = source.whole()

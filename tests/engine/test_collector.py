@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import pytest
+from support.interrupts import Interrupter
 from support.models import embedded_twin
 
 from mlx_paged import LLM, SamplingParams
@@ -99,6 +103,60 @@ def test_a_failed_step_lets_collections_come_again() -> None:
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[3, 4, 5]], PARAMS)
     assert gc.isenabled()
+
+
+def test_an_exception_at_any_line_leaves_collections_on() -> None:
+    for at in itertools.count(1):
+        interrupter = Interrupter(at, KeyboardInterrupt("injected"))
+        with suppress(KeyboardInterrupt), interrupter.watching(), collector.step:
+            pass
+        collector.let_go()  # (as those do who call a step)
+        assert gc.isenabled(), interrupter.where
+        with collector.step:
+            assert not gc.isenabled(), interrupter.where
+        assert gc.isenabled(), interrupter.where
+        if not interrupter.where:
+            break
+    assert at > 10
+
+
+def test_what_is_collected_in_the_middle_may_let_go(monkeypatch) -> None:
+    """A stream that was left, in a cycle: a collection ends it, on whatever thread that comes."""
+
+    class Left:
+        def __del__(self) -> None:
+            num_left.append(1)
+            collector.let_go()
+
+    def collect() -> None:
+        left: Any = Left()
+        left.itself = left
+        del left
+        gc.collect()
+
+    def is_enabled() -> bool:
+        result = gc.isenabled()
+        collect()
+        return result
+
+    def disable() -> None:
+        collect()
+        gc.disable()
+
+    def hold() -> None:
+        with collector.step:
+            found.append(gc.isenabled())
+        found.append(gc.isenabled())
+
+    num_left: list[int] = []
+    found: list[bool] = []
+    names = SimpleNamespace(isenabled=is_enabled, disable=disable, enable=gc.enable)
+    monkeypatch.setattr(collector, "gc", names)
+    thread = threading.Thread(target=hold, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "it waits for itself"
+    assert found == [False, True] and len(num_left) == 2
 
 
 def test_collections_stay_off_where_they_were_off() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +49,30 @@ def deferred(tokenizer: Any, tokens: Sequence[int] = ()) -> DeferredText:
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return LLM(num_gpu_blocks_override=64)
+
+
+def test_a_stream_that_is_collected_while_its_text_is_read(llm, monkeypatch) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    [expected, *_] = [update.text for update in llm.stream(PROMPT, params)]
+    stream = llm.stream(PROMPT, params)
+    update, found = next(stream), []
+    in_a_cycle: Any = SimpleNamespace(stream=stream)
+    in_a_cycle.itself = in_a_cycle
+    is_there = weakref.ref(stream)
+    del stream, in_a_cycle
+    add = IncrementalDetokenizer.add
+
+    def collect_and_add(*arguments: Any) -> str:
+        gc.collect()
+        return add(*arguments)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "add", collect_and_add)
+    reader = threading.Thread(target=lambda: found.append(update.text), daemon=True)
+    reader.start()
+    reader.join(60)
+    assert not reader.is_alive(), "it waits for itself"
+    assert found == [expected] and is_there() is None
+    assert not llm.engine.has_unfinished
 
 
 # --- The same text --------------------------------------------------------------------------------

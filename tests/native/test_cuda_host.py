@@ -27,7 +27,11 @@ BITS = [2, 3, 4, 5, 6, 8] if os.environ.get("MLX_PAGED_TEST_PRODUCTS") == "all" 
 
 
 def compiled(folder: Path, bits: int, changes: dict[str, tuple[str, str]] | None = None) -> Path:
-    """The program of `cuda_host/quantised.cpp`, with something changed in some files."""
+    """The program of `cuda_host/quantised.cpp`. With something changed in some files it is of one
+    kind of weights only, which passes as a part of the others.
+
+    (To compile its templates takes most of the time; -Og takes the least to compile and run them.)
+    """
     shutil.copytree(HOST, folder, dirs_exist_ok=True)
     for header in ("linear_shape.h", "quantised_shape.h"):
         shutil.copy(CUDA / header, folder)
@@ -41,8 +45,9 @@ def compiled(folder: Path, bits: int, changes: dict[str, tuple[str, str]] | None
     program = folder / "quantised"
     subprocess.run(
         [
-            *(shutil.which("c++") or "g++", "-std=c++20", "-O1", "-w", "-pthread"),
-            *(f"-DCODE_BITS={bits}", "-isystem", headers, "-isystem", f"{headers}/cccl"),
+            *(shutil.which("c++") or "g++", "-std=c++20", "-Og", "-w", "-pthread"),
+            *(f"-DCODE_BITS={bits}", *(["-DONE_KIND"] if changes is not None else [])),
+            *("-isystem", headers, "-isystem", f"{headers}/cccl"),
             *(str(folder / "quantised.cpp"), "-o", str(program)),
         ],
         check=True,

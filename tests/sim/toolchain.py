@@ -55,8 +55,10 @@ def clang() -> tuple[str, ...] | None:
     named = os.environ.get("MLX_PAGED_SIM_CLANG")
     candidates: list[tuple[str, ...]] = [tuple(named.split())] if named else []
     if not named:
-        if importlib.util.find_spec("ziglang"):
-            candidates.append((sys.executable, "-m", "ziglang", "clang"))
+        if (package := importlib.util.find_spec("ziglang")) and package.origin:
+            # (What `python -m ziglang` runs, without the start of an interpreter each time.)
+            zig = shutil.which("zig", path=str(Path(package.origin).parent))
+            candidates += [(zig, "clang")] if zig else []
         names = ["clang", *(f"clang-{version}" for version in range(24, 13, -1))]
         candidates += [(found,) for name in names if (found := shutil.which(name))]
     probe = (

@@ -26,20 +26,33 @@ from mlx_paged.server.app import create_app
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import Context
 from mlx_paged.server.run import bind, impatient
+from support.hangs import all_threads
 
 TIMEOUT = 300.0
+_LONGEST_TURN = 10.0  # (a request may wait for 5 s)
 ENGINE: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 1000, "max_num_seqs": 64}
 
 
-def until(condition: Callable[[], Any]) -> None:
-    """Waits for a condition; a connection error counts as false."""
-    deadline = time.monotonic() + TIMEOUT
+def until(condition: Callable[[], Any], timeout: float = TIMEOUT) -> None:
+    """Waits for a condition; a connection error counts as false.
+
+    Raises:
+        AssertionError: the time is over; it says what each thread of this process does.
+    """
+    waited, error = 0.0, None
     while True:
-        with contextlib.suppress(httpx.TransportError):
+        start = time.monotonic()
+        try:
             if condition():
                 return
-        assert time.monotonic() < deadline, "it did not happen in time"
+        except httpx.TransportError as failed:
+            error = failed
+        if waited >= timeout:
+            # (Not an `assert`: pytest would cut the text.)
+            raise AssertionError(f"it did not happen in time\n{all_threads()}") from error
         time.sleep(0.02)
+        # A machine that stood still in the meantime gave nobody else that time either.
+        waited += min(time.monotonic() - start, _LONGEST_TURN)
 
 
 def drained(sock: socket.socket) -> bytes:
@@ -66,6 +79,7 @@ class RunningServer:
             http=impatient(config.read_timeout),
             log_config=None,
             access_log=False,
+            lifespan="on",
             ws="none",
             timeout_graceful_shutdown=2,
             root_path=config.root_path,
@@ -75,12 +89,41 @@ class RunningServer:
             target=lambda: self._server.run(sockets=[self._socket]), daemon=True
         )
         self._thread.start()
-        self.until(lambda: httpx.get(f"{self.url}/live").status_code)
+        self.until(lambda: self._answer("/live").status_code)
 
     until = staticmethod(until)
 
-    def wait_ready(self) -> None:
-        self.until(lambda: httpx.get(f"{self.url}/ready").status_code == 200)
+    def _answer(self, path: str) -> httpx.Response:
+        assert self._thread.is_alive(), "the server has ended"
+        return httpx.get(f"{self.url}{path}")
+
+    def wait_ready(self, timeout: float = TIMEOUT) -> None:
+        """Waits until requests are taken.
+
+        Raises:
+            AssertionError: the engine failed, from what it failed with; or the time is over, and it
+                says what the engine and each thread do.
+        """
+        answers = []
+
+        def is_ready() -> bool:
+            made = self.engine._thread.ready
+            failure = self.context.failure or (made.exception() if made.done() else None)
+            if failure is not None:
+                raise AssertionError(f"the engine was not made: {failure!r}") from failure
+            assert self.engine.is_alive, f"the engine stopped: {self.engine._thread.dead}"
+            answers[:] = [self._answer("/ready")]
+            return answers[0].status_code == 200
+
+        try:
+            self.until(is_ready, timeout)
+        except AssertionError as error:
+            made = self.engine._thread.ready
+            error.add_note(
+                f"the engine is made: {made.done()}; it is alive: {self.engine.is_alive}"
+            )
+            error.add_note(f"/ready: {answers[0].text if answers else 'no answer'}")
+            raise
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=TIMEOUT, **options)
@@ -109,9 +152,20 @@ class RunningServer:
         self.until(idle)
         return self.stats()
 
-    def close(self) -> None:
+    def close(self, timeout: float = TIMEOUT) -> None:
+        """Ends the server and its engine.
+
+        Raises:
+            AssertionError: one of them does not end; it says what each thread does.
+        """
         self._server.should_exit = True
-        self._thread.join(TIMEOUT)
+        self._thread.join(timeout)
+        engine = self.engine._thread
+        engine.stop(0.0)
+        engine.join(timeout)  # (`shutdown` would wait for ever)
+        for name, thread in (("engine", engine._thread), ("server", self._thread)):
+            if thread.is_alive():
+                raise AssertionError(f"the {name} does not end\n{all_threads()}")
         run_elsewhere(self.engine.shutdown())
 
 
