@@ -8,10 +8,10 @@
 
 #include "../../metal/kernel_table.h"
 #include "../gpu.h"
-#include "unchecked.h"
 #include "binder.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/metal/device.h"
+#include "unchecked.h"
 
 namespace mlx_paged {
 
