@@ -75,7 +75,7 @@ mac-report: $(BIN)/.installed
 wheel: $(BIN)/.installed
 	$(BIN)/python -m pip wheel --config-settings=cmake.define.MLX_PAGED_CUDA=$(CUDA) --no-deps --wheel-dir dist .
 
-# (--no-compile: to compile all modules of all packages takes half a minute. What is imported is then.)
+# (--no-compile: all modules of all packages take half a minute. Python compiles those that it imports.)
 $(BIN)/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip

@@ -158,10 +158,11 @@ std::vector<LaunchList> DeviceProgram::attention(const Arrays& inputs, Gpu gpu) 
       uint64_t bytes = uint64_t(num_partials) * heads * (value_dim + 2) * 4;
       list.workspaces[0] = bytes;
       for (auto& launch : list.launches) {
-        bool is_merge = launch.kernel.file == "paged_merge.h";
-        if (launch.kernel.file == "data.h" || launch.kernel.file == "quantised_pool.h") {
-          continue;  // zeros, and rotated queries
+        auto sees_partials = [&](const Binding& b) { return b.operand == workspace; };
+        if (std::none_of(launch.buffers.begin(), launch.buffers.end(), sees_partials)) {
+          continue;
         }
+        bool is_merge = launch.kernel.file == "paged_merge.h";
         is_merge ? set_partials<paged::MergeParams>(launch, num_partials)
                  : set_partials<paged::AttentionParams>(launch, num_partials);
         for (auto& binding : launch.buffers) {

@@ -4,6 +4,7 @@
 // without MLX's nodes. Metal keeps no graphs, so nothing is captured.
 
 #include <algorithm>
+#include <cstdlib>
 #include <utility>
 
 #include "../../metal/kernel_table.h"
@@ -11,7 +12,6 @@
 #include "binder.h"
 #include "mlx/allocator.h"
 #include "mlx/backend/metal/device.h"
-#include "unchecked.h"
 
 namespace mlx_paged {
 
@@ -92,10 +92,14 @@ std::unique_ptr<StepDevice> gpu::step_device(mx::Stream stream) {
   return std::make_unique<MetalStepDevice>(stream);
 }
 
-// As many as read each weight once or twice. No Apple GPU has run these steps yet, so they are
-// asked for (unchecked.h).
+// As many as read each weight once or twice. No Apple GPU has run these steps yet, so they have to
+// be asked for: bench/mac_report.py does (docs/metal-kernels.md).
 int gpu::most_program_rows() {
-  bool is_used = takes_unchecked_kernels() && mx::default_device() == mx::Device::gpu;
+  static const bool is_wanted = [] {
+    const char* set = std::getenv("MLX_PAGED_UNCHECKED_KERNELS");
+    return set && std::atoi(set) != 0;
+  }();
+  bool is_used = is_wanted && mx::default_device() == mx::Device::gpu;
   return is_used ? 2 * paged::PRODUCT_ROWS : 0;
 }
 

@@ -4,7 +4,7 @@ read from, and each kernel against float64."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -57,19 +57,33 @@ def new_tokens(rng: np.random.Generator, count: int) -> list[int]:
 # --- Whole steps ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_step_gives_what_its_graph_gives(rng, name: str) -> None:
-    ours, graphs = driver_of(CONFIGS[name]), driver_of(CONFIGS[name])
-    steps = with_programs(ours, residual_in_product=len(name) % 2 == 0)
-    for work in ({"a": 7, "b": 1}, {"a": 1, "b": 1, "c": 9}, {"a": 1, "b": 1, "c": 1}):
+def steps_of_both(
+    rng: np.random.Generator,
+    ours: StepDriver,
+    graphs: StepDriver,
+    works: list[dict[str, int]],
+    tolerance: float,
+) -> Iterator[list[np.ndarray]]:
+    """Of each step, with so many new tokens of sequences: our logits, which are those of graphs."""
+    for work in works:
         tokens = {sequence: new_tokens(rng, count) for sequence, count in work.items()}
         expected = graphs.step(tokens)
         with simulated():
             actual = ours.step(tokens)
         for sequence, logits in expected.items():
-            np.testing.assert_allclose(actual[sequence], logits, atol=2e-5)
-        greedy = steps.newest_greedy()
-        rows = np.array([actual[sequence] for sequence in tokens])
+            np.testing.assert_allclose(actual[sequence], logits, atol=tolerance)
+        yield [actual[sequence] for sequence in tokens]
+
+
+WORKS = [{"a": 7, "b": 1}, {"a": 1, "b": 1, "c": 9}, {"a": 1, "b": 1, "c": 1}]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_gives_what_its_graph_gives(rng, name: str) -> None:
+    ours, graphs = driver_of(CONFIGS[name]), driver_of(CONFIGS[name])
+    steps = with_programs(ours, residual_in_product=len(name) % 2 == 0)
+    for logits in steps_of_both(rng, ours, graphs, WORKS, 2e-5):
+        greedy, rows = steps.newest_greedy(), np.array(logits)
         for found in (greedy.tokens, greedy.reported):
             np.testing.assert_array_equal(np.array(found), rows.argmax(axis=1))
         np.testing.assert_array_equal(np.array(greedy.largest), rows.max(axis=1))
@@ -90,14 +104,7 @@ def test_steps_with_quantised_pools(rng, kv_format: str, name: str) -> None:
         for _ in range(2)
     )  # fmt: skip
     steps = with_programs(ours)
-    for work in ({"a": 7, "b": 1}, {"a": 1, "b": 1, "c": 9}, {"a": 1, "b": 1, "c": 1}):
-        tokens = {sequence: new_tokens(rng, count) for sequence, count in work.items()}
-        expected = graphs.step(tokens)
-        with simulated():
-            actual = ours.step(tokens)
-        for sequence, logits in expected.items():
-            np.testing.assert_allclose(actual[sequence], logits, atol=1e-4)
-    assert len(steps.made) == 3
+    assert len(list(steps_of_both(rng, ours, graphs, WORKS, 1e-4))) == len(steps.made) == 3
     for mine, theirs in zip(ours.caches, graphs.caches, strict=True):
         for pool, other in ((mine.key_pool, theirs.key_pool), (mine.value_pool, theirs.value_pool)):
             # (Products in another order of sums: a number between two codes may get the other.)
@@ -129,14 +136,8 @@ def family_driver(family: str) -> StepDriver:
 def test_families_that_are_programs(rng, family: str) -> None:
     ours, graphs = family_driver(family), family_driver(family)
     steps = with_programs(ours)
-    for work in ({"a": 9, "b": 1}, {"a": 1, "b": 1}):
-        tokens = {sequence: new_tokens(rng, count) for sequence, count in work.items()}
-        expected = graphs.step(tokens)
-        with simulated():
-            actual = ours.step(tokens)
-        for sequence, logits in expected.items():
-            np.testing.assert_allclose(actual[sequence], logits, atol=5e-5)
-    assert len(steps.made) == 2
+    works = [{"a": 9, "b": 1}, {"a": 1, "b": 1}]
+    assert len(list(steps_of_both(rng, ours, graphs, works, 5e-5))) == len(steps.made) == 2
 
 
 @pytest.mark.parametrize("family", REFUSED_FAMILIES)
