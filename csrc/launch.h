@@ -33,6 +33,23 @@ struct Binding {
 
 using Extent = std::array<uint32_t, 3>;
 
+// A matrix in a buffer as NVIDIA's copy engine reads it: in boxes, with zeros for what lies
+// outside. Its rows are multiples of 16 bytes apart.
+struct MatrixMap {
+  int buffer;      // of the launch
+  int item_bytes;  // of an element: 1, 2 or 4
+  int rows;
+  int columns;
+  int stride;  // elements from one row to the next
+  int box_rows;
+  int box_columns;  // 16 to 128 bytes
+  // Rows of 128 bytes whose pieces of 16 are exchanged so that those of one column lie in different
+  // banks (tile_offset in cuda/kernels/tensor_core.h).
+  bool is_swizzled = true;
+
+  bool operator==(const MatrixMap&) const = default;
+};
+
 // A kernel compiled for what it is given here.
 struct Pipeline {
   KernelName kernel;
@@ -44,6 +61,7 @@ struct Pipeline {
 struct Launch : Pipeline {
   std::vector<Binding> buffers;      // buffers[i] is [[buffer(i)]]
   std::vector<std::byte> constants;  // the params struct, at [[buffer(buffers.size())]]
+  std::vector<MatrixMap> maps;       // the argument behind it, if there are any; NVIDIA's only
   Extent grid;                       // threadgroups
   Extent threadgroup;                // threads
   uint32_t threadgroup_memory = 0;   // bytes at [[threadgroup(0)]]; 0: the kernel has none
@@ -53,6 +71,8 @@ struct Launch : Pipeline {
   bool beside_previous = false;
   // It does not begin while the launch before it ends, where a GPU could do that; NVIDIA's only.
   bool after_previous = false;
+
+  size_t num_arguments() const { return buffers.size() + 1 + !maps.empty(); }
 
   bool operator==(const Launch&) const = default;
 };

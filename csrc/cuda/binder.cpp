@@ -16,6 +16,7 @@
 
 #include "../gpu.h"
 #include "compiled_kernels.h"
+#include "matrix_maps.h"
 #include "mlx/backend/cuda/device.h"
 #include "mlx/backend/cuda/utils.h"
 #include "variants.h"
@@ -43,7 +44,7 @@ CUfunction function_of(const Launch& launch) {
   std::lock_guard lock(mutex);
   auto found = functions.find(name);
   if (found == functions.end()) {
-    const void* symbol = cuda::find_kernel(name, launch.buffers.size() + 1);
+    const void* symbol = cuda::find_kernel(name, launch.num_arguments());
     cudaFunction_t function;
     check(cudaGetFuncBySymbol(&function, symbol), "kernel " + name);
     Found made{reinterpret_cast<CUfunction>(function), kFreeSharedMemory};
@@ -123,9 +124,8 @@ void encode(
     if (launch.cluster) {
       mark_cluster(encoder, launch.cluster);
     }
-    std::vector<void*> pointers;
+    std::vector<char*> addresses(operands.size());
     std::vector<void*> arguments;
-    pointers.reserve(launch.buffers.size());
     for (const auto& binding : launch.buffers) {
       auto& operand = operands[binding.operand];
       // A pool or a workspace is written again, so its readers are registered as writers.
@@ -136,11 +136,16 @@ void encode(
       } else {
         encoder.set_output_array(operand);
       }
-      pointers.push_back(mx::gpu_ptr<char>(operand));
-      arguments.push_back(&pointers.back());
+      addresses[binding.operand] = mx::gpu_ptr<char>(operand);
+      arguments.push_back(&addresses[binding.operand]);
     }
     std::vector<std::byte> constants = launch.constants;
     arguments.push_back(constants.data());
+    cuda::EncodedMaps maps;
+    if (!launch.maps.empty()) {
+      maps = cuda::encode_maps(launch, addresses);
+      arguments.push_back(&maps);
+    }
     const Extent& threads = launch.threadgroup;
     uint32_t one = launch.cluster ? 1 : 0;
     encoder.add_kernel_node_raw(

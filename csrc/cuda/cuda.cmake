@@ -62,7 +62,7 @@ add_cuda_kernels(dequantise dequantise)
 add_cuda_kernels(greedy greedy)
 add_cuda_kernels(layer layer)
 add_cuda_kernels(linear linear)
-add_cuda_kernels(linear_cluster linear_cluster)
+add_cuda_kernels(linear_stream linear_stream)
 foreach(bits 2 3 4 5 6 8)
   add_cuda_kernels(linear_quantised_${bits} linear_quantised PAGED_CODE_BITS=${bits})
 endforeach()
@@ -84,5 +84,5 @@ target_include_directories(cuda_backend SYSTEM INTERFACE csrc/cuda/fmt
                            ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 set(CUDA_SOURCES csrc/gpu_eval.cpp csrc/gpu_step.cpp csrc/cuda/binder.cpp
                  csrc/cuda/compiled_kernels.cpp csrc/cuda/library_products.cpp
-                 csrc/cuda/linear_launch.cpp csrc/cuda/memory.cpp csrc/cuda/step_graph.cpp
-                 csrc/cuda/transfer.cpp)
+                 csrc/cuda/linear_launch.cpp csrc/cuda/matrix_maps.cpp csrc/cuda/memory.cpp
+                 csrc/cuda/step_graph.cpp csrc/cuda/transfer.cpp)

@@ -16,7 +16,7 @@ bool has_clusters() {
   static const bool has = [] {
     // Of the code that the driver chose for this device, compiled or PTX.
     cudaFuncAttributes found;
-    auto symbol = find_kernel(cluster_kernel(DType::float16, kLinearMostRows / 8));
+    auto symbol = find_kernel(stream_kernel(DType::float16, kLinearMostRows / 8));
     return cudaFuncGetAttributes(&found, symbol) == cudaSuccess && found.ptxVersion >= 90;
   }();
   return has;

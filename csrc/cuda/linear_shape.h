@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // What the host and the kernels of a linear layer agree on: params, how the work is divided, and
-// every instantiation of linear_cluster. Plain C++: nvcc reads it too.
+// every instantiation of linear_stream. Plain C++: nvcc reads it too.
 
 #pragma once
 
@@ -26,9 +26,10 @@ struct LinearParams {
 };
 static_assert(sizeof(LinearParams) == 52, "the same for every compiler");
 
-// Columns are added up in one order, whatever the kernel and however many rows x has, so that a
-// row's result does not depend on the others: chunk i of two steps of 32 columns belongs to part
-// i % 8, a part adds its own in order, and the parts are added in pairs, pairs of pairs and so on.
+// Columns are added up in one order, however many rows x has, so that a row's result does not
+// depend on the others: the columns are kLinearParts parts, a part is added up in order, and the
+// parts are added in pairs, pairs of pairs and so on. Of linear, chunk i of two steps of 32 columns
+// belongs to part i % 8.
 constexpr int kLinearStep = 32;
 constexpr int kLinearChunkSteps = 2;
 constexpr int kLinearChunk = kLinearChunkSteps * kLinearStep;
@@ -40,17 +41,48 @@ constexpr int kLinearMostRows = 64;  // of x, whichever kernel
 constexpr int kLinearRows = 16;
 constexpr int kLinearBlockRows = 32;  // of x, of a block: most
 
-// linear_cluster, for more rows of x where blocks can form clusters (sm_90 and later): a block of a
-// cluster has a part.
-constexpr int kClusterFewestRows = 17;  // of x: fewer are faster in linear
-constexpr int kClusterWarpRows = 32;    // of the weight, in a warp's tile
+// linear_stream, which serves any number of rows where blocks can form clusters (sm_90 and later).
+// Its parts are runs of chunks, of which a block of a cluster has one or several.
+constexpr int kStreamRows = 64;          // of the weight, of a block: a warp for each sixteen
+constexpr int kStreamBytes = 96 * 1024;  // of a ring, at most: two blocks to a multiprocessor
+constexpr int kStreamMostBlocks = 264;   // that are made by dividing columns
+constexpr int kStreamFewestChunks = 4;   // that are left to each
+constexpr int kStreamThreads = 32 * (kStreamRows / kLinearRows + 1);  // one warp copies
+constexpr int kStreamPitch =
+    kStreamRows + 4;  // floats from one row of a block's results to the next
 
-constexpr int cluster_rows(int row_warps) {
-  return kClusterWarpRows * row_warps;
+constexpr int stream_stage_bytes(int tiles) {
+  return (kStreamRows + 8 * tiles) * kLinearChunk * 2;
 }
 
-constexpr int cluster_stage_bytes(int tiles, int row_warps) {
-  return (cluster_rows(row_warps) + 8 * tiles) * kLinearChunk * 2;
+constexpr int stream_stages(int tiles) {
+  return kStreamBytes / stream_stage_bytes(tiles);
+}
+
+// Of barriers, in shared memory (kernels/copy_ring.h).
+constexpr int copy_ring_bytes(int stages) {
+  return 16 * stages;
+}
+
+// A ring of tiles of both operands, and in its place at the end the block's results; then barriers.
+constexpr int stream_barriers(int tiles) {
+  int ring = stream_stages(tiles) * stream_stage_bytes(tiles);
+  int results = 8 * tiles * kStreamPitch * 4;
+  return ring > results ? ring : results;
+}
+
+constexpr int stream_scratch(int tiles) {
+  return stream_barriers(tiles) + copy_ring_bytes(stream_stages(tiles));
+}
+
+// Blocks of a cluster, which divide `num_chunks` of so many tiles of the weight, each `fewest`.
+constexpr int stream_cluster(int num_tiles, int num_chunks, int fewest) {
+  int blocks = 1;
+  while (blocks < kLinearParts && 2 * blocks * num_tiles <= kStreamMostBlocks &&
+         num_chunks >= 2 * blocks * fewest) {
+    blocks *= 2;
+  }
+  return blocks;
 }
 
 // Where rows of a weight of heads are, of which a block has `rows` (or several heads): those of the
@@ -69,22 +101,11 @@ constexpr HeadRow head_row(int block, int rows, int head_dim, int row) {
   return {head * head_dim + first, in_unit >= unit / 2};
 }
 
-// Of fp32, from one row of x to the next: no two lanes of a warp's store use the same bank.
-constexpr int cluster_result_pitch(int row_warps) {
-  return cluster_rows(row_warps) + 4;
-}
-
-// A ring of tiles of both operands, and in its place at the end the block's results.
-constexpr int cluster_scratch(int tiles, int row_warps, int stages) {
-  int ring = stages * cluster_stage_bytes(tiles, row_warps);
-  int results = 8 * tiles * cluster_result_pitch(row_warps) * 4;
-  return ring > results ? ring : results;
-}
-
 }  // namespace mlx_paged::cuda
 
-// X(...) receives the arguments given after it, then tiles of eight rows of x, warps of a block,
-// and stages. Small blocks, three or more to a multiprocessor, were fastest.
-#define PAGED_FOR_EACH_LINEAR_CLUSTER(X, ...) \
-  X(__VA_ARGS__, 4, 2, 3)                     \
-  X(__VA_ARGS__, 8, 4, 3)
+// X(...) receives the arguments given after it, then tiles of eight rows of x.
+#define PAGED_FOR_EACH_LINEAR_STREAM(X, ...) \
+  X(__VA_ARGS__, 1)                          \
+  X(__VA_ARGS__, 2)                          \
+  X(__VA_ARGS__, 4)                          \
+  X(__VA_ARGS__, 8)

@@ -14,17 +14,10 @@ namespace {
 
 constexpr int kManyTiles = 4;  // of x
 
-// How linear_cluster is instantiated for some tiles of x.
-struct ClusterShape {
-  int warps;
-  int stages;
-};
-
-ClusterShape cluster_shape(int tiles) {
-#define SHAPE(unused, tiles, warps, stages) {tiles, {warps, stages}},
-  static const std::map<int, ClusterShape> shapes{PAGED_FOR_EACH_LINEAR_CLUSTER(SHAPE, unused)};
-  return shapes.at(tiles);
-}
+// Buffers of a launch: x and a residual, then of each part its weight, bias and output.
+constexpr int kFirstPart = 2;
+constexpr int kPartBuffers = 3;
+constexpr int kQuantisedPartBuffers = 5;  // of a quantised weight scales and biases, too
 
 int tiles_of(int num_rows) {
   int tiles = 1;
@@ -45,9 +38,15 @@ uint32_t blocks_of(const LinearParams& params, int rows) {
 
 }  // namespace
 
-std::string cluster_kernel(DType dtype, int tiles) {
+namespace {
+MatrixMap map_of_x(const LinearParams& params, int tiles) {
+  return {0, 2, params.num_rows, params.k, params.x_stride, 8 * tiles, kLinearChunk};
+}
+}  // namespace
+
+std::string stream_kernel(DType dtype, int tiles) {
   std::ostringstream name;
-  name << "linear_cluster_" << name_of(dtype) << "_" << tiles;
+  name << "linear_stream_" << name_of(dtype) << "_" << tiles;
   return name.str();
 }
 
@@ -56,14 +55,21 @@ Launch linear_launch(
     const LinearParams& params, DType dtype, const LinearOperands& operands, bool clusters) {
   int tiles = tiles_of(params.num_rows);
   Launch launch;
-  if (params.num_rows >= kClusterFewestRows && clusters) {
-    auto [warps, stages] = cluster_shape(tiles);
-    int rows = cluster_rows(warps) / (params.is_gated ? 2 : 1);
-    launch.kernel.host_name = cluster_kernel(dtype, tiles);
-    launch.threadgroup_memory = cluster_scratch(tiles, warps, stages);
-    launch.cluster = kLinearParts;
-    launch.grid = {blocks_of(params, rows) * kLinearParts, 1, 1};
-    launch.threadgroup = {32 * uint32_t(warps), 1, 1};
+  if (clusters) {
+    uint32_t num_tiles = blocks_of(params, kStreamRows / (params.is_gated ? 2 : 1));
+    int num_chunks = (params.k + kLinearChunk - 1) / kLinearChunk;
+    uint32_t blocks = stream_cluster(num_tiles, num_chunks, kStreamFewestChunks);
+    launch.kernel.host_name = stream_kernel(dtype, tiles);
+    launch.threadgroup_memory = stream_scratch(tiles);
+    launch.cluster = blocks > 1 ? blocks : 0;
+    launch.grid = {num_tiles * blocks, 1, 1};
+    launch.threadgroup = {kStreamThreads, 1, 1};
+    launch.maps.push_back(map_of_x(params, tiles));
+    for (int i = 0; i < params.num_weights; i++) {
+      launch.maps.push_back(
+          {kFirstPart + kPartBuffers * i, 2, params.n[i], params.k, params.k, kStreamRows / 2,
+           kLinearChunk});
+    }
   } else {
     tiles = std::min(tiles, kLinearBlockRows / 8);
     // Rows of x are read again for every group of rows of the weight; larger groups are fewer
@@ -123,6 +129,33 @@ const char* name_of(CodeFormat format) {
   return format == CodeFormat::mxfp4 ? "mxfp4" : format == CodeFormat::mxfp8 ? "mxfp8" : "affine";
 }
 
+// Whether rows of scales, too, are multiples of 16 bytes apart, as the copy engine needs it.
+bool streams_quantised(CodeFormat format, const WeightCodes& codes, int k) {
+  int scale_bytes = format == CodeFormat::affine ? 2 : 1;
+  return k % kQuantisedStreamChunk == 0 && k / codes.group_size * scale_bytes % 16 == 0;
+}
+
+std::vector<MatrixMap> quantised_maps(
+    const LinearParams& params, CodeFormat format, const WeightCodes& codes, int tiles) {
+  constexpr int kBoxRows = kQuantisedStreamRows / 2;
+  std::vector<MatrixMap> maps{map_of_x(params, tiles)};
+  int words = params.k * codes.bits / 32;
+  int groups = params.k / codes.group_size;
+  int scale_bytes = format == CodeFormat::affine ? 2 : 1;
+  for (int i = 0; i < params.num_weights; i++) {
+    int buffer = kFirstPart + kQuantisedPartBuffers * i;
+    maps.push_back(
+        {buffer, 4, params.n[i], words, words, kBoxRows, kQuantisedStreamChunk * codes.bits / 32,
+         false});
+    for (int array : {1, 2}) {  // (Without biases these are the scales again.)
+      maps.push_back(
+          {buffer + array, scale_bytes, params.n[i], groups, groups, kBoxRows, 16 / scale_bytes,
+           false});
+    }
+  }
+  return maps;
+}
+
 }  // namespace
 
 bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes) {
@@ -136,30 +169,33 @@ Launch quantised_launch(
     const LinearOperands& operands, bool clusters) {
   auto format = kernel_format(codes).value();
   int tiles = tiles_of(params.num_rows);
-  bool in_clusters = params.num_rows >= kQuantisedClusterFewest && clusters;
+  bool by_stream = clusters && streams_quantised(format, codes, params.k);
   Launch launch;
-  QuantisedShape shape;
-  if (in_clusters) {
-    int rows = cluster_rows(kQuantisedClusterWarps) / (params.is_gated ? 2 : 1);
-    shape = quantised_cluster_shape(format, codes.bits, codes.group_size, tiles);
-    launch.cluster = kLinearParts;
-    launch.grid = {blocks_of(params, rows) * kLinearParts, 1, 1};
-    launch.threadgroup = {32 * kQuantisedClusterWarps, 1, 1};
+  if (by_stream) {
+    auto shape = quantised_stream_shape(format, codes.bits, codes.group_size, tiles);
+    uint32_t num_tiles = blocks_of(params, kQuantisedStreamRows / (params.is_gated ? 2 : 1));
+    uint32_t blocks =
+        stream_cluster(num_tiles, params.k / kQuantisedStreamChunk, kQuantisedStreamFewestChunks);
+    launch.threadgroup_memory = shape.scratch;
+    launch.cluster = blocks > 1 ? blocks : 0;
+    launch.grid = {num_tiles * blocks, 1, 1};
+    launch.threadgroup = {kQuantisedStreamThreads, 1, 1};
+    launch.maps = quantised_maps(params, format, codes, tiles);
   } else {
     tiles = std::min(tiles, 2);
     int rows = kQuantisedRows / (params.is_gated ? 2 : 1);
-    shape = quantised_rows_shape(format, codes.bits, codes.group_size, tiles);
+    launch.threadgroup_memory =
+        quantised_rows_shape(format, codes.bits, codes.group_size, tiles).scratch;
     launch.grid = {
         blocks_of(params, rows), uint32_t((params.num_rows + 8 * tiles - 1) / (8 * tiles)), 1};
     launch.threadgroup = {32 * kLinearParts, 1, 1};
     launch.after_previous = true;  // as of linear
   }
   std::ostringstream name;
-  name << (in_clusters ? "linear_quantised_cluster_" : "linear_quantised_")
+  name << (by_stream ? "linear_quantised_stream_" : "linear_quantised_")
        << mlx_paged::name_of(dtype) << "_" << name_of(format) << "_" << codes.bits << "_"
        << codes.group_size << "_" << tiles;
   launch.kernel.host_name = name.str();
-  launch.threadgroup_memory = shape.scratch;
   launch.buffers.push_back({operands.x, Access::read, 0});
   launch.buffers.push_back({operands.residual, Access::read, 0});
   for (int i = 0; i < kLinearMostWeights; i++) {

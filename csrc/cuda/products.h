@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What serves a product: a kernel of linear.cu, linear_cluster.cu or linear_quantised.h, and over
+// What serves a product: a kernel of linear.cu, linear_stream.cu or linear_quantised.h, and over
 // which grid, or for more rows cuBLASLt. Needs neither CUDA nor a GPU, so that its rule can be
 // tested anywhere.
 
@@ -15,8 +15,8 @@ namespace mlx_paged::cuda {
 // Whether thread blocks can form clusters: sm_90 and later, if this build has code for it.
 bool has_clusters();
 
-// The host name of linear_cluster for so many tiles of x.
-std::string cluster_kernel(DType dtype, int tiles);
+// The host name of linear_stream for so many tiles of x.
+std::string stream_kernel(DType dtype, int tiles);
 
 // Operands of a launch; a part without a bias names its weight, as the argument must be a buffer.
 struct LinearOperands {

@@ -35,11 +35,6 @@ constexpr int quantised_chunk(int group) {
 // linear_quantised: a block has a warp for each part, and sixteen rows of the weight.
 constexpr int kQuantisedRows = 16;
 
-// linear_quantised_cluster, from so many rows of x on: a block of a cluster has a part, and each of
-// its warps 32 rows of the weight.
-constexpr int kQuantisedClusterFewest = 9;
-constexpr int kQuantisedClusterWarps = 4;
-
 // From one row's codes of a chunk to the next's: what eight lanes read at once, a group's codes of
 // two or four rows, lies in different banks.
 constexpr int quantised_pitch(int bits, int group) {
@@ -65,8 +60,8 @@ constexpr int quantised_stage_bytes(CodeFormat format, int bits, int group, int 
 
 // Thread blocks that a multiprocessor should have at once, by tiles of eight rows of x. (By hand:
 // so that registers suffice.)
-constexpr int quantised_blocks(int tiles, bool cluster) {
-  return !cluster ? (tiles == 1 ? 3 : 2) : tiles <= 2 ? 4 : tiles <= 4 ? 3 : 2;
+constexpr int quantised_blocks(int tiles) {
+  return tiles == 1 ? 3 : 2;
 }
 
 // Stages of a ring: up to four, of which so many blocks have room.
@@ -84,19 +79,59 @@ struct QuantisedShape {
 
 constexpr QuantisedShape quantised_rows_shape(CodeFormat format, int bits, int group, int tiles) {
   const int stage = kLinearParts * quantised_stage_bytes(format, bits, group, kQuantisedRows);
-  const int stages = quantised_stages(stage, quantised_blocks(tiles, false));
+  const int stages = quantised_stages(stage, quantised_blocks(tiles));
   const int results = kLinearParts * 8 * tiles * (kQuantisedRows + 4) * 4;
   return {stage, stages, stages * stage > results ? stages * stage : results};
 }
 
-constexpr QuantisedShape quantised_cluster_shape(
+// linear_quantised_stream, where blocks can form clusters: of a block four pairs of warps have 32
+// rows of the weight each, a warp of a pair every other run of columns of a chunk. A run has the
+// columns of one group, 64 at most.
+constexpr int kQuantisedStreamRows = 128;
+constexpr int kQuantisedStreamThreads = 32 * (8 + 1);  // one warp copies
+constexpr int kQuantisedStreamChunk = 128;
+constexpr int kQuantisedStreamPitch = kQuantisedStreamRows + 4;  // floats, of results
+constexpr int kQuantisedStreamBytes = 96 * 1024;                 // of shared memory, at most
+constexpr int kQuantisedStreamFewestChunks = 8;                  // of a block of a cluster
+
+constexpr int quantised_stream_run(int group) {
+  return group < 64 ? group : 64;
+}
+
+// Scales (and biases) are copied 16 bytes a row at a time: of so many chunks.
+constexpr int quantised_stream_span(CodeFormat format, int group) {
+  return (format == CodeFormat::affine ? 8 : 16) * group / kQuantisedStreamChunk;
+}
+
+struct QuantisedStreamShape {
+  int codes_bytes;  // of a stage: codes, then x
+  int stage_bytes;
+  int scales_bytes;  // of one slot
+  int stages;
+  int slots;     // of scales, behind the stages: none is needed again before its stages are
+  int barriers;  // where they are: behind all of this, in whose place are the results at the end
+  int scratch;   // bytes of shared memory
+};
+
+constexpr QuantisedStreamShape quantised_stream_shape(
     CodeFormat format, int bits, int group, int tiles) {
-  const int stage =
-      8 * tiles * quantised_chunk(group) * 2 +
-      kQuantisedClusterWarps * quantised_stage_bytes(format, bits, group, kClusterWarpRows);
-  const int stages = quantised_stages(stage, quantised_blocks(tiles, true));
-  const int results = 8 * tiles * cluster_result_pitch(kQuantisedClusterWarps) * 4;
-  return {stage, stages, stages * stage > results ? stages * stage : results};
+  const int codes = kQuantisedStreamRows * kQuantisedStreamChunk * bits / 8;
+  const int stage = codes + 8 * tiles * kQuantisedStreamChunk * 2;
+  const int scales = kQuantisedStreamRows * 16 * (format == CodeFormat::affine ? 2 : 1);
+  const int span = quantised_stream_span(format, group);
+  int stages = 8;
+  int slots = 0;
+  int bytes = 0;
+  for (; stages >= 2; stages--) {
+    slots = (stages - 1 + span - 1) / span + 1;
+    bytes = stages * stage + slots * scales;
+    if (bytes <= kQuantisedStreamBytes) {
+      break;
+    }
+  }
+  const int results = 8 * tiles * kQuantisedStreamPitch * 4;
+  const int barriers = bytes > results ? bytes : results;
+  return {codes, stage, scales, stages, slots, barriers, barriers + copy_ring_bytes(stages)};
 }
 
 }  // namespace mlx_paged::cuda

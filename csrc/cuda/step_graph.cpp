@@ -31,6 +31,7 @@
 #include "../step_runner.h"
 #include "compiled_kernels.h"
 #include "library_products.h"
+#include "matrix_maps.h"
 #include "mlx/backend/cuda/device.h"
 #include "mlx/backend/cuda/utils.h"
 #include "step_inputs.h"
@@ -83,7 +84,7 @@ void prepare(const std::vector<Launch>& launches) {
       continue;
     }
     const auto& name = launch.kernel.host_name;
-    const void* symbol = cuda::find_kernel(name, launch.buffers.size() + 1);
+    const void* symbol = cuda::find_kernel(name, launch.num_arguments());
     cuda::allow_shared_memory(symbol, name, launch.threadgroup_memory);
   }
 }
@@ -106,6 +107,11 @@ void run_launch(Launch& launch, std::vector<char*>& addresses, cudaStream_t stre
     arguments.push_back(&addresses[binding.operand]);
   }
   arguments.push_back(launch.constants.data());
+  cuda::EncodedMaps maps;
+  if (!launch.maps.empty()) {
+    maps = cuda::encode_maps(launch, addresses);
+    arguments.push_back(&maps);
+  }
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid[0], grid[1], grid[2]);

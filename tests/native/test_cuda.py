@@ -62,7 +62,7 @@ def test_linear(dtype: mx.Dtype, rows: int, n: int, k: int, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-@pytest.mark.parametrize(("n", "k"), [(48, 96), (1024, 3072), (144, 8224)])
+@pytest.mark.parametrize(("n", "k"), [(48, 96), (1024, 3072), (144, 8224), (8192, 512)])
 def test_a_row_of_a_linear_layer_has_the_same_bits_in_any_company(dtype, n: int, k: int) -> None:
     x, w = mx.random.normal((64, k)).astype(dtype), mx.random.normal((n, k)).astype(dtype)
     mx.eval(x, w)
@@ -74,12 +74,12 @@ def test_a_row_of_a_linear_layer_has_the_same_bits_in_any_company(dtype, n: int,
 
 def test_other_kernels_follow_those_of_clusters() -> None:
     """CUDA updates graphs of equal shape in place, but not how their blocks form clusters."""
-    x, w, y = (mx.random.normal(s).astype(mx.float16) for s in ((40, 96), (16, 96), (40, 96)))
+    x, w, y = (mx.random.normal(s).astype(mx.float16) for s in ((40, 1088), (16, 1088), (40, 1088)))
     few = x[:3] + 0
     mx.eval(x, w, y, few)
     expected = np.array(x.astype(mx.float32)) @ np.array(w.astype(mx.float32)).T
     total = np.array(x) + np.array(y)
     for _ in range(3):
-        assert np.abs(np.array(ops.linear(x, w)) - expected).max() < 0.1
-        assert np.abs(np.array(ops.linear(few, w)) - expected[:3]).max() < 0.1
+        assert np.abs(np.array(ops.linear(x, w)) - expected).max() < 0.5
+        assert np.abs(np.array(ops.linear(few, w)) - expected[:3]).max() < 0.5
         assert (np.array(x + y) == total).all()

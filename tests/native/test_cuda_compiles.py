@@ -32,7 +32,7 @@ def test_the_kernels_compile(tmp_path) -> None:
     def compile_to_ptx(source: Path) -> str:
         return run([
             # (-O0 alone is for the host's code.)
-            NVCC, "-std=c++17", "-arch=sm_80", "-O0", "-Xcicc", "-O0", "--expt-relaxed-constexpr",
+            NVCC, "-std=c++17", "-arch=sm_90", "-O0", "-Xcicc", "-O0", "--expt-relaxed-constexpr",
             "-DPAGED_DTYPE_bfloat16", "-DPAGED_CODE_BITS=3",
             f"-I{ROOT / 'csrc/cuda/msl'}", f"-I{ROOT / 'metal'}",
             "-ptx", str(source), "-o", str(tmp_path / f"{source.stem}.ptx"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from support.quantised import FORMATS, quantised
 from support.reference import DTYPES, GPU_HEAD_DIMS, make_batch, spans_of
-from support.simulated import needs_sim_extension, planned_launches, planned_writes
+from support.simulated import needs_sim_extension, planned_launches, planned_writes, sim_ext
 
 from mlx_paged import ops
 
@@ -165,6 +166,53 @@ def test_launches_with_bounds_are_those_of_the_tiles(rng, rows, dims, threads, m
         assert launch["kernel"] == "paged_decode_matrix_float16_80_80_m64_bounds"
     if memory:
         assert launch["threadgroup_memory"] == memory
+
+
+# --- Products -------------------------------------------------------------------------------------
+
+
+def product(rows: int, outputs: list[int], k: int, **options: Any) -> dict[str, Any]:
+    given = {"dtype": "bfloat16", "is_gated": False, "clusters": True}
+    return sim_ext.product_launch(rows, outputs, k, **(given | options))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "k", "is_gated", "cluster", "blocks"),
+    [
+        # Tiles of 64 rows; columns are divided while that makes no more than 264 blocks.
+        ([3072, 1024, 1024], 3072, False, 2, 80 * 2),
+        ([3072], 3072, False, 4, 48 * 4),
+        ([3072], 8192, False, 4, 48 * 4),
+        ([8192, 8192], 3072, True, 0, 256),  # 32 rows of each
+        ([128256], 3072, False, 0, 2004),
+        ([1024], 2048, False, 8, 16 * 8),
+        ([1024], 512, False, 2, 16 * 2),  # eight chunks of columns, of which each has four
+        ([1024, 80], 224, False, 0, 16 + 2),
+        ([80, 80], 64, True, 0, 3),
+    ],
+)
+def test_products_by_clusters(outputs, k: int, is_gated: bool, cluster: int, blocks: int) -> None:
+    for rows, tiles in ((1, 1), (8, 1), (9, 2), (17, 4), (32, 4), (33, 8), (64, 8)):
+        launch = product(rows, outputs, k, is_gated=is_gated)
+        assert launch["kernel"] == f"linear_stream_bfloat16_{tiles}"
+        assert (launch["cluster"], launch["grid"]) == (cluster, (blocks, 1, 1))
+        assert launch["threadgroup"] == (160, 1, 1)  # one warp copies, four multiply
+        assert launch["threadgroup_memory"] + 1024 <= 99 * 1024  # (all that sm_120 has)
+        x, *weights = launch["maps"]
+        assert x == (0, 2, rows, k, k, 8 * tiles, 64, True)
+        assert weights == [(2 + 3 * i, 2, n, k, k, 32, 64, True) for i, n in enumerate(outputs)]
+
+
+def test_products_without_clusters() -> None:
+    for rows, kernel, grid in (
+        (1, "linear_float16_1_1", (192, 1, 1)),
+        (9, "linear_float16_2_1", (192, 1, 1)),
+        (64, "linear_float16_4_2", (96, 2, 1)),
+    ):
+        launch = product(rows, [3072], 3072, dtype="float16", clusters=False)
+        assert (launch["kernel"], launch["grid"]) == (kernel, grid)
+        assert launch["cluster"] == 0 and not launch["maps"]
+    assert product(8, [64, 64], 64, is_gated=True, clusters=False)["grid"] == (4, 1, 1)
 
 
 # --- The rest -------------------------------------------------------------------------------------

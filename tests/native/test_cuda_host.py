@@ -20,7 +20,10 @@ ROOT = Path(__file__).parents[2]
 CUDA = ROOT / "csrc/cuda"
 HOST = Path(__file__).parent / "cuda_host"
 # Those that the others include; what is in `cuda_host/kernels` takes the place of the rest.
-KERNELS = ("linear_quantised.h", "quantised_weights.h", "linear_finish.h", "linear_math.h")
+KERNELS = (
+    *("linear_quantised.h", "linear_quantised_stream.h", "quantised_weights.h"),
+    *("linear_finish.h", "linear_math.h"),
+)
 
 
 BITS = [2, 3, 4, 5, 6, 8] if os.environ.get("MLX_PAGED_TEST_PRODUCTS") == "all" else [3, 4, 8]
@@ -66,24 +69,31 @@ def test_quantised_products(tmp_path, bits: int) -> None:
     assert compared and int(compared[1]) > 10_000, done.stdout + done.stderr
 
 
+ROWS, STREAM = "kernels/linear_quantised.h", "kernels/linear_quantised_stream.h"
+
+
 @needs_nvcc
 @pytest.mark.parametrize(
-    ("bits", "change"),
+    ("bits", "changes"),
     [
         # A copy that is still under way when it is read, and one that comes while it is.
-        (3, ("wait_for_copies<kStages - 2>", "wait_for_copies<kStages - 1>")),
-        (3, ("copy_weights(turn + kStages - 1)", "copy_weights(turn + kStages)")),
-        (4, ("bool is_up", "bool is_up_", "at.is_up ? 1", "at.is_up_ ? 0")),
+        (3, {ROWS: ("wait_for_copies<kStages - 2>", "wait_for_copies<kStages - 1>")}),
+        (3, {ROWS: ("copy_weights(turn + kStages - 1)", "copy_weights(turn + kStages)")}),
+        (3, {STREAM: ("ring.wait_until_full(turn)", "turn % kShape.stages")}),
+        (4, {STREAM: ("ring.begin(kMultipliers)", "ring.begin(1)")}),
+        (4, {"quantised_shape.h": ("slots = (stages - 1 + span - 1) / span + 1", "slots = 1")}),
+        (4, {
+            "kernels/linear_finish.h": ("bool is_up", "bool is_up_"),
+            ROWS: ("at.is_up ? 1", "at.is_up_ ? 0"),
+            STREAM: ("high.is_up ?", "high.is_up_ && false ?"),
+        }),
     ],
-    ids=["too little is waited for", "too early", "gate twice"],
-)
-def test_faults_are_seen(tmp_path, bits: int, change: tuple[str, ...]) -> None:
-    changes = {"kernels/linear_quantised.h": (change[0], change[1])}
-    if len(change) > 2:
-        changes = {
-            "kernels/linear_finish.h": (change[0], change[1]),
-            "kernels/linear_quantised.h": (change[2], change[3]),
-        }
+    ids=[
+        "too little is waited for", "too early", "nothing is waited for", "one warp releases",
+        "too few scales", "gate twice",
+    ],
+)  # fmt: skip
+def test_faults_are_seen(tmp_path, bits: int, changes: dict[str, tuple[str, str]]) -> None:
     done = subprocess.run(
         [compiled(tmp_path, bits, changes)],
         capture_output=True,

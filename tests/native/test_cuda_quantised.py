@@ -26,7 +26,12 @@ FORMATS = [
     *(("mxfp4", 4, 32), ("mxfp8", 8, 32)),
 ]
 ROWS = [1, 3, 8, 9, 16, 17, 31, 33, 64]
-SHAPES = [(16, 128), (37, 1408), (260, 4096)]  # n, k; parts with nothing, or less than others
+SHAPES = [
+    (16, 128),
+    (37, 1408),
+    (260, 4096),
+    (300, 3072),
+]  # n, k; parts with nothing, or less than others
 
 
 def exact(a: mx.array) -> np.ndarray:
@@ -82,9 +87,10 @@ def test_products(rng, form: tuple[str, int, int], dtype: mx.Dtype) -> None:
 @pytest.mark.parametrize(
     "form", [("affine", 4, 64), ("affine", 8, 32), ("affine", 3, 128), ("mxfp4", 4, 32)], ids=str
 )
-def test_a_row_has_the_same_bits_in_any_company(rng, form, dtype: mx.Dtype) -> None:
-    arrays = weights(rng, 260, 2432, form, dtype)
-    x = mx.random.normal((64, 2432)).astype(dtype)
+@pytest.mark.parametrize("k", [2432, 3072])
+def test_a_row_has_the_same_bits_in_any_company(rng, k: int, form, dtype: mx.Dtype) -> None:
+    arrays = weights(rng, 260, k, form, dtype)
+    x = mx.random.normal((64, k)).astype(dtype)
     mx.eval(x)
     alone = [bits(multiply(x[i : i + 1], arrays, form))[0] for i in range(64)]
     for rows in (2, 8, 9, 16, 17, 32, 33, 64):
@@ -128,12 +134,11 @@ def run(build: Any, *inputs: mx.array) -> mx.array:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 8, 9, 17, 64])
-def test_products_of_programs(rng, rows: int, dtype: mx.Dtype) -> None:
+@pytest.mark.parametrize(("n", "k"), [(320, 256), (1024, 512)])
+def test_products_of_programs(rng, n: int, k: int, rows: int, dtype: mx.Dtype) -> None:
     form = ("affine", 4, 64)
-    gate, up, back = (
-        weights(rng, n, k, form, dtype) for n, k in ((320, 256), (320, 256), (256, 320))
-    )
-    x = (mx.random.normal((rows, 256)) / 64).astype(dtype)
+    gate, up, back = (weights(rng, *size, form, dtype) for size in ((n, k), (n, k), (k, n)))
+    x = (mx.random.normal((rows, k)) / 64).astype(dtype)
     mx.eval(x)
     added = run(lambda x: x + multiply(multiply(x, gate, form), back, form), x)
     np.testing.assert_array_equal(

@@ -25,12 +25,13 @@ def launch_of(rows: int, outputs: list[int], k: int, **options: Any) -> dict[str
 @pytest.mark.parametrize(
     ("rows", "clusters", "kernel", "grid"),
     [
-        (1, True, "linear_quantised_bfloat16_affine_4_64_1", (256, 1, 1)),
-        (8, True, "linear_quantised_bfloat16_affine_4_64_1", (256, 1, 1)),
-        (9, True, "linear_quantised_cluster_bfloat16_affine_4_64_2", (256, 1, 1)),
-        (17, True, "linear_quantised_cluster_bfloat16_affine_4_64_4", (256, 1, 1)),
-        (33, True, "linear_quantised_cluster_bfloat16_affine_4_64_8", (256, 1, 1)),
-        (64, True, "linear_quantised_cluster_bfloat16_affine_4_64_8", (256, 1, 1)),
+        (1, True, "linear_quantised_stream_bfloat16_affine_4_64_1", (128, 1, 1)),
+        (8, True, "linear_quantised_stream_bfloat16_affine_4_64_1", (128, 1, 1)),
+        (9, True, "linear_quantised_stream_bfloat16_affine_4_64_2", (128, 1, 1)),
+        (17, True, "linear_quantised_stream_bfloat16_affine_4_64_4", (128, 1, 1)),
+        (33, True, "linear_quantised_stream_bfloat16_affine_4_64_8", (128, 1, 1)),
+        (64, True, "linear_quantised_stream_bfloat16_affine_4_64_8", (128, 1, 1)),
+        (8, False, "linear_quantised_bfloat16_affine_4_64_1", (256, 1, 1)),
         (9, False, "linear_quantised_bfloat16_affine_4_64_2", (256, 1, 1)),
         (33, False, "linear_quantised_bfloat16_affine_4_64_2", (256, 3, 1)),
     ],
@@ -38,19 +39,52 @@ def launch_of(rows: int, outputs: list[int], k: int, **options: Any) -> dict[str
 def test_the_kernel_for_so_many_rows(rows: int, clusters: bool, kernel: str, grid: Any) -> None:
     launch = launch_of(rows, [4096], 4096, clusters=clusters)
     assert launch and launch["kernel"] == kernel and launch["grid"] == grid
-    in_clusters = "cluster" in kernel
-    assert launch["cluster"] == (8 if in_clusters else 0)
-    assert launch["threadgroup"] == ((128 if in_clusters else 256), 1, 1)
+    assert launch["cluster"] == (4 if clusters else 0)  # of 32 tiles of 128 rows
+    assert launch["threadgroup"] == ((288 if clusters else 256), 1, 1)
     assert len(launch["buffers"]) == 19
 
 
+def test_how_columns_are_divided() -> None:
+    for outputs, k, cluster in (
+        ([4096, 1024, 1024], 4096, 4),
+        ([4096], 14336, 8),
+        ([4096], 1024, 1),  # eight chunks of columns: no block has fewer
+        ([14336], 4096, 2),
+        ([40960], 4096, 1),
+    ):
+        launch = launch_of(8, outputs, k)
+        tiles = sum(-(-n // 128) for n in outputs)
+        assert launch["cluster"] == (cluster if cluster > 1 else 0)
+        assert launch["grid"][0] == tiles * cluster
+
+
+def test_what_the_copy_engine_is_told() -> None:
+    x, *of_weights = launch_of(17, [4096, 1024], 4096, bits=8, group_size=32)["maps"]
+    assert x == (0, 2, 17, 4096, 4096, 32, 64, True)
+    for i, n in enumerate((4096, 1024)):
+        codes, scales, biases = of_weights[3 * i : 3 * i + 3]
+        assert codes == (2 + 5 * i, 4, n, 1024, 1024, 64, 32, False)
+        assert scales == (3 + 5 * i, 2, n, 128, 128, 64, 8, False)
+        assert biases == (4 + 5 * i, *scales[1:])
+    maps = launch_of(1, [512], 1024, mode="mxfp4", bits=4, group_size=32)["maps"]
+    assert maps[2] == (3, 1, 512, 32, 32, 64, 16, False)
+
+
+def test_rows_of_scales_that_the_copy_engine_cannot_read() -> None:
+    for group, k in ((32, 4096 + 128), (64, 4096 + 256), (128, 4096 + 512)):
+        launch = launch_of(33, [512], k, group_size=group)
+        assert launch["kernel"] == f"linear_quantised_bfloat16_affine_4_{group}_2"
+        assert launch["cluster"] == 0 and not launch["maps"]
+
+
 def test_no_block_has_rows_of_two_weights() -> None:
-    for rows, tile in ((8, 16), (32, 128)):
+    for clusters, tile in ((False, 16), (True, 128)):
         outputs = [4096, 1030, 20]
-        blocks = sum(-(-n // tile) for n in outputs) * (1 if rows == 8 else 8)
-        assert launch_of(rows, outputs, 4096)["grid"][0] == blocks
-        gated = launch_of(rows, [1030, 1030], 4096, is_gated=True)
-        assert gated["grid"][0] == -(-1030 // (tile // 2)) * (1 if rows == 8 else 8)
+        launch = launch_of(8, outputs, 4096, clusters=clusters)
+        blocks = sum(-(-n // tile) for n in outputs)
+        assert launch["grid"][0] == blocks * (launch["cluster"] or 1)
+        gated = launch_of(8, [1030, 1030], 4096, is_gated=True, clusters=clusters)
+        assert gated["grid"][0] == -(-1030 // (tile // 2)) * (gated["cluster"] or 1)
 
 
 @pytest.mark.parametrize("mode_bits_group", [
@@ -95,9 +129,11 @@ def weight_of(n: int, k: int, bits: int = 4) -> Callable[[mx.array], mx.array]:
     return lambda x: sim_ext.quantized_linear_node(x, *arrays, bias, bits=bits, group_size=64)
 
 
-def launches_of(build: Callable[..., list[mx.array]], rows: int = 8) -> list[dict[str, Any]]:
+def launches_of(
+    build: Callable[..., list[mx.array]], rows: int = 8, k: int = 256
+) -> list[dict[str, Any]]:
     with simulated():
-        [x] = ops.placeholders([mx.zeros((rows, 256), mx.bfloat16)])
+        [x] = ops.placeholders([mx.zeros((rows, k), mx.bfloat16)])
         return sim_ext.cuda_program_launches([x], build(x))
 
 
@@ -129,10 +165,14 @@ def test_a_residual_is_part_of_a_product() -> None:
 def test_gate_and_up_are_one_launch() -> None:
     gate, up = weight_of(320, 256), weight_of(320, 256)
     [launch] = launches_of(lambda x: [ops.silu_mul(gate(x), up(x))], rows=40)
-    assert launch["kernel"] == "linear_quantised_cluster_bfloat16_affine_4_64_8"
+    assert launch["kernel"] == "linear_quantised_bfloat16_affine_4_64_2"
     params = params_of(launch)
     assert params["is_gated"] == 1 and params["num_weights"] == 2 and params["num_rows"] == 40
-    assert launch["grid"] == (5 * 8, 1, 1)  # of 64 rows of each
+    assert launch["grid"] == (40, 3, 1)  # of eight rows of each, for sixteen of x
+    wide = [weight_of(320, 512) for _ in range(2)]
+    [launch] = launches_of(lambda x: [ops.silu_mul(wide[0](x), wide[1](x))], rows=40, k=512)
+    assert launch["kernel"] == "linear_quantised_stream_bfloat16_affine_4_64_8"
+    assert launch["grid"] == (5, 1, 1)  # of 64 rows of each
 
 
 def test_products_of_one_input_are_one_launch_if_their_weights_are_alike() -> None:
@@ -143,7 +183,7 @@ def test_products_of_one_input_are_one_launch_if_their_weights_are_alike() -> No
     wide, dense = weight_of(64, 256, bits=8), mx.zeros((64, 256), mx.bfloat16)
     mixed = launches_of(lambda x: [layers[0](x), wide(x), x @ dense.T])
     assert [launch["kernel"] for launch in mixed] == [
-        KERNEL, KERNEL.replace("_4_64", "_8_64"), "linear_bfloat16_1_1"
+        KERNEL, KERNEL.replace("_4_64", "_8_64"), "linear_stream_bfloat16_1"
     ]  # fmt: skip
     assert [params_of(launch)["num_weights"] for launch in mixed] == [1, 1, 1]
     gate, up = weight_of(64, 256), weight_of(64, 256, bits=8)

@@ -193,21 +193,15 @@ def kernels_of(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize(
-    ("rows", "product"), [(1, "1_1"), (8, "1_1"), (16, "2_1"), (17, None), (60, None)]
-)
-def test_a_layer_is_few_kernels_with_cuda(rows: int, product: str | None, family: str) -> None:
+@pytest.mark.parametrize(("rows", "tiles"), [(1, 1), (8, 1), (16, 2), (17, 4), (60, 8)])
+def test_a_layer_is_few_kernels_with_cuda(rows: int, tiles: int, family: str) -> None:
     """Seven; heads that are normed (qwen3) are rotated and written by a kernel of their own."""
     config = tiny_config(family, head_dim=64, tied=False, num_hidden_layers=3, vocab_size=112)
     kernels = kernels_of(config, rows, dtype=mx.bfloat16, cuda=True)
-    if product is None:
-        first = linear = gated = f"linear_cluster_bfloat16_{4 if rows <= 32 else 8}"
-    else:
-        linear, gated = f"linear_bfloat16_{product}", f"linear_bfloat16_{product[0]}_2"
-        first = f"linear_heads_bfloat16_{product}" if family == "llama" else linear
+    linear = f"linear_stream_bfloat16_{tiles}"
     attention = "paged_decode_tensor_bfloat16_64_n1"
     norm, write, table = "add_rms_norm_bfloat16", "rope_write_bfloat16", "gather_rows_bfloat16"
-    layer = [norm, first, attention, linear, norm, gated, linear]
+    layer = [norm, linear, attention, linear, norm, linear, linear]
     assert len(layer) == 7  # (and a merge where contexts are split)
     layer += [write] if family == "qwen3" else []
     ends = [norm, table, linear, "greedy_tokens_bfloat16"]
@@ -223,11 +217,11 @@ def test_a_layer_of_quantised_pools_with_cuda(kv_format: str) -> None:
         config, 8, dtype=mx.bfloat16, cuda=True, kv_format=FORMATS[kv_format]
     )  # fmt: skip
     suffix = {"int8_k_int4_v": "int8_int4"}.get(kv_format, kv_format)
-    linear, gated, norm = "linear_bfloat16_1_1", "linear_bfloat16_1_2", "add_rms_norm_bfloat16"
+    linear, norm = "linear_stream_bfloat16_1", "add_rms_norm_bfloat16"
     write = ["rope_write_bfloat16", f"quantise_rows_bfloat16_64_{suffix}"]
     write += [] if kv_format == "fp8" else ["rotate_rows_bfloat16_64"]
     attention = f"paged_decode_tensor_bfloat16_64_n1_{suffix}"
-    layer = [norm, linear, *write, attention, linear, norm, gated, linear]
+    layer = [norm, linear, *write, attention, linear, norm, linear, linear]
     of_layers = [k for k in kernels if k not in ("gather_rows_bfloat16", "rope_rotations")]
     assert of_layers[: 2 * len(layer)] == layer * 2
 

@@ -134,7 +134,7 @@ def quantised(rng: np.random.Generator, dtype: mx.Dtype) -> None:
     if dtype == mx.float32:  # (MLX's own)
         return
     for bits, group in ((4, 64), (3, 128), (8, 32)):
-        for n, k in ((40, 128), (144, 1152)):
+        for n, k in ((40, 128), (144, 1152), (144, 3072)):
             weight = mx.quantize(
                 mx.array(rng.standard_normal((n, k))).astype(dtype), group_size=group, bits=bits
             )

@@ -31,6 +31,46 @@ __device__ __forceinline__ TileRow row_of_tile(const LinearParams& params, int t
   return {tile * ROWS + row, false};
 }
 
+// write_rotated of four elements side by side, and those half a head behind them.
+template <typename T>
+__device__ __forceinline__ void write_rotated_four(
+    const LinearParams& params, const float* rotations, const int* slots, T* out, int n, int weight,
+    int at, int column, const T (&lows)[4], const T (&highs)[4]) {
+  const int half = params.head_dim / 2;
+  size_t row = at;
+  if (weight > 0) {
+    const int slot = slots[at];
+    if (slot < 0) {
+      return;
+    }
+    row = slot;
+  }
+  __align__(8) T low[4];
+  __align__(8) T high[4];
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    low[e] = lows[e];
+    high[e] = highs[e];
+  }
+  if (weight < 2) {
+    const float* angles = rotations + size_t(at) * params.head_dim + column % params.head_dim;
+    const float4 cosines = *reinterpret_cast<const float4*>(angles);
+    const float4 sines = *reinterpret_cast<const float4*>(angles + half);
+    const float c[4] = {cosines.x, cosines.y, cosines.z, cosines.w};
+    const float s[4] = {sines.x, sines.y, sines.z, sines.w};
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const float a = as_float(lows[e]);
+      const float b = as_float(highs[e]);
+      low[e] = rounded<T>(a * c[e] - b * s[e]);
+      high[e] = rounded<T>(a * s[e] + b * c[e]);
+    }
+  }
+  T* to = out + row * n + column;
+  *reinterpret_cast<unsigned long long*>(to) = *reinterpret_cast<unsigned long long*>(low);
+  *reinterpret_cast<unsigned long long*>(to + half) = *reinterpret_cast<unsigned long long*>(high);
+}
+
 // Finishes every `stride`-th four outputs side by side, from number `begin` on. `sums_of(at, row)`:
 // those of row `at` of x and rows `row` to `row` + 3 of the tile. x has `num_rows`, the first of
 // them row `first_x` of the step's.
@@ -68,12 +108,8 @@ __device__ __forceinline__ void finish_rows(
       T highs[4];
       with_bias(sums_of(at, output), ours, low, lows);
       with_bias(sums_of(at, output + unit / 2), ours, low + params.head_dim / 2, highs);
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        write_rotated<T>(
-            params, rotations, slots, ours.out, ours.n, which, first_x + at, low + e, lows[e],
-            highs[e]);
-      }
+      write_rotated_four<T>(
+          params, rotations, slots, ours.out, ours.n, which, first_x + at, low, lows, highs);
       continue;
     }
     const int output = mate * 4;
@@ -96,11 +132,16 @@ __device__ __forceinline__ void finish_rows(
       with_bias(sums_of(at, output), ours, column, four);
     }
     const size_t to = size_t(first_x + at) * ours.n + column;
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      four[e] = plus(four[e], residual + to + e, params.has_residual && column + e < ours.n);
-    }
     if (ours.n % 4 == 0) {
+      if (params.has_residual) {
+        __align__(8) T added[4];
+        *reinterpret_cast<unsigned long long*>(added) =
+            *reinterpret_cast<const unsigned long long*>(residual + to);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          four[e] = plus(four[e], added + e, true);
+        }
+      }
       *reinterpret_cast<unsigned long long*>(ours.out + to) =
           *reinterpret_cast<unsigned long long*>(four);
       continue;
@@ -108,7 +149,7 @@ __device__ __forceinline__ void finish_rows(
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       if (column + e < ours.n) {
-        ours.out[to + e] = four[e];
+        ours.out[to + e] = plus(four[e], residual + to + e, params.has_residual);
       }
     }
   }

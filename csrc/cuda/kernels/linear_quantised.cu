@@ -1,8 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Products with weights of PAGED_CODE_BITS bits: every instantiation of linear_quantised.h.
+// Products with weights of PAGED_CODE_BITS bits: every instantiation of linear_quantised.h and
+// linear_quantised_stream.h.
 
-#include "linear_quantised.h"
+#include "linear_quantised_stream.h"
 
 #include "../compiled_kernels.h"
 
@@ -13,15 +14,16 @@ using namespace mlx_paged::cuda;
 #define ROWS(dtype, type, format, bits, group, tiles)           \
   {NAME("linear_quantised", dtype, format, bits, group, tiles), \
    linear_quantised_entry<type, CodeFormat::format, bits, group, tiles>},
-#define CLUSTER(dtype, type, format, bits, group, tiles)                \
-  {NAME("linear_quantised_cluster", dtype, format, bits, group, tiles), \
-   linear_quantised_cluster_entry<type, CodeFormat::format, bits, group, tiles>},
+#define STREAM(dtype, type, format, bits, group, tiles)                \
+  {NAME("linear_quantised_stream", dtype, format, bits, group, tiles), \
+   linear_quantised_stream_entry<type, CodeFormat::format, bits, group, tiles>},
 #define TILES(dtype, type, format, bits, group) \
   ROWS(dtype, type, format, bits, group, 1)     \
   ROWS(dtype, type, format, bits, group, 2)     \
-  CLUSTER(dtype, type, format, bits, group, 2)  \
-  CLUSTER(dtype, type, format, bits, group, 4)  \
-  CLUSTER(dtype, type, format, bits, group, 8)
+  STREAM(dtype, type, format, bits, group, 1)   \
+  STREAM(dtype, type, format, bits, group, 2)   \
+  STREAM(dtype, type, format, bits, group, 4)   \
+  STREAM(dtype, type, format, bits, group, 8)
 #define DTYPES(format, bits, group)           \
   TILES(float16, __half, format, bits, group) \
   TILES(bfloat16, __nv_bfloat16, format, bits, group)

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // x @ weight.T + bias for the few rows of a decode step, of weights that mx.quantize made. As in
-// linear.cu and linear_cluster.cu time is that of reading the weights once; here a block reads so
+// linear.cu and linear_stream.cu time is that of reading the weights once; here a block reads so
 // little that the time until it arrives counts. Copies run two chunks and more ahead of the
 // products.
 
@@ -41,15 +41,15 @@ namespace mlx_paged::cuda {
 // A warp is a part, with all columns of it and sixteen rows of the weight. TILES: of eight rows of
 // x, which go straight to registers. grid: rows of the weight x rows of x.
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES>
-__global__ void __launch_bounds__(32 * kLinearParts, quantised_blocks(TILES, false))
+__global__ void __launch_bounds__(32 * kLinearParts, quantised_blocks(TILES))
     linear_quantised_entry(QUANTISED_PARAMETERS) {
-  using Stage = QuantisedStage<T, FORMAT, BITS, GROUP, 1>;
+  using Stage = QuantisedStage<T, FORMAT, BITS, GROUP>;
   using Group = typename Stage::Group;
   constexpr int kRows = kQuantisedRows;
   constexpr int kUnit = kRows;
   constexpr int kStages = quantised_rows_shape(FORMAT, BITS, GROUP, TILES).stages;
   constexpr int kPieces = Group::kColumns / 8;  // of 16 bytes of x, of a lane's part of a group
-  extern __shared__ __align__(128) unsigned char shared[];
+  extern __shared__ __align__(1024) unsigned char shared[];
   const LinearPart<T> parts_of_launch[kLinearMostWeights] = QUANTISED_PARTS;
   int tile = blockIdx.x;
   const int which = weight_of_block(params, params.is_gated ? kRows / 2 : kRows, tile);
@@ -146,142 +146,6 @@ __global__ void __launch_bounds__(32 * kLinearParts, quantised_blocks(TILES, fal
         }
         return sum_of_parts(sum);
       });
-}
-
-// A block of a cluster is a part; its warps have 32 rows of the weight each and share x.
-// grid: tiles of the weight x blocks of a cluster.
-template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES>
-__global__ void __launch_bounds__(32 * kQuantisedClusterWarps, quantised_blocks(TILES, true))
-    linear_quantised_cluster_entry(QUANTISED_PARAMETERS) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  using Stage = QuantisedStage<T, FORMAT, BITS, GROUP, 2>;
-  using Group = typename Stage::Group;
-  constexpr int kThreads = 32 * kQuantisedClusterWarps;
-  constexpr int kRows = cluster_rows(kQuantisedClusterWarps);
-  constexpr int kUnit = kClusterWarpRows;
-  constexpr QuantisedShape kShape = quantised_cluster_shape(FORMAT, BITS, GROUP, TILES);
-  constexpr int kStages = kShape.stages;
-  constexpr int kPieces = Stage::kChunk / 8;        // of 16 bytes, of a row of x
-  constexpr int kLanePieces = Group::kColumns / 8;  // ... of a lane's part of a group
-  constexpr int kXBytes = 8 * TILES * kPieces * 16;
-  extern __shared__ __align__(128) unsigned char shared[];
-  const LinearPart<T> parts_of_launch[kLinearMostWeights] = QUANTISED_PARTS;
-  int tile = blockIdx.x / kLinearParts;
-  const int which = weight_of_block(params, params.is_gated ? kRows / 2 : kRows, tile);
-  const int n = part_of(parts_of_launch, which).n;
-  const int lane = threadIdx.x % 32;
-  const int row = lane / 4;
-  const int column = lane % 4;
-  const int first_of_warp = threadIdx.x / 32 * kClusterWarpRows;
-  const int rank = blockIdx.x % kLinearParts;
-  const int num_groups = params.k / GROUP;
-  const int num_chunks = (num_groups + Stage::kGroups - 1) / Stage::kGroups;
-  const int num_turns = (num_chunks - rank + kLinearParts - 1) / kLinearParts;
-  const unsigned int ring = paged::shared_address(shared);
-  const unsigned int rows_of_warp = kXBytes + threadIdx.x / 32 * Stage::kBytes;
-  const paged::CachePolicy once = paged::evict_first();
-  const typename Stage::Sources weights(QUANTISED_ROWS_OF(tile, first_of_warp), num_groups, lane);
-  auto stage_of = [&](int turn) { return ring + turn % kStages * kShape.stage_bytes; };
-  // Where eight columns of x lie in a tile: [group][piece of a lane's][lane of four], so that what
-  // eight lanes read at once, of two neighbouring rows, lies in different banks.
-  auto place = [](int at, int group, int lanes_piece, int of_lane) {
-    const int piece = (group * kLanePieces + lanes_piece) * 4 + of_lane;
-    return (at * kPieces + (piece ^ (at & 1) * 4)) * 16;
-  };
-  auto copy_weights = [&](int turn) {
-    Stage::copy(
-        stage_of(turn) + rows_of_warp, weights, num_groups, turn * kLinearParts + rank, lane, once);
-  };
-  // A thread copies one piece of every kRowsAtOnce-th row of x.
-  constexpr int kRowsAtOnce = kThreads / kPieces;
-  static_assert(kThreads % kPieces == 0 && kRowsAtOnce % 2 == 0 && 8 * TILES % kRowsAtOnce == 0);
-  constexpr int kOfGroup = 4 * kLanePieces;
-  const int x_row = threadIdx.x / kPieces;
-  const int piece = threadIdx.x % kPieces;
-  const int of_group = piece % kOfGroup;
-  const unsigned int x_place =
-      place(x_row, piece / kOfGroup, of_group % kLanePieces, of_group / kLanePieces);
-  const T* x_piece = x + size_t(x_row) * params.x_stride + piece * 8;
-  auto copy_xs = [&](int turn) {
-    const int begin = (turn * kLinearParts + rank) * Stage::kChunk;
-    const unsigned int to = stage_of(turn) + x_place;
-    const bool inside = begin + piece * 8 < params.k;
-#pragma unroll
-    for (int i = 0; i < 8 * TILES; i += kRowsAtOnce) {
-      const bool exists = inside && x_row + i < params.num_rows;
-      paged::copy_async(
-          to + i * (kPieces * 16), exists ? x_piece + i * params.x_stride + begin : x, exists);
-    }
-  };
-
-#pragma unroll
-  for (int turn = 0; turn < kStages - 1; turn++) {
-    if (turn < num_turns) {
-      copy_weights(turn);  // which no kernel writes
-    }
-  }
-  paged::wait_for_kernel_before();
-  paged::let_next_kernel_begin();
-#pragma unroll
-  for (int turn = 0; turn < kStages - 1; turn++) {
-    if (turn < num_turns) {
-      copy_xs(turn);
-    }
-    paged::commit_copies();
-  }
-  float sums[2][TILES][4] = {};
-  for (int turn = 0; turn < num_turns; turn++) {
-    paged::wait_for_copies<kStages - 2>();
-    __syncthreads();  // all threads' copies are there, and the stage before has been read
-    if (turn + kStages - 1 < num_turns) {
-      copy_weights(turn + kStages - 1);
-      copy_xs(turn + kStages - 1);
-    }
-    paged::commit_copies();
-    const unsigned int xs = stage_of(turn);
-    const unsigned int stage = xs + rows_of_warp;
-    typename Stage::Scales scales;
-    scales.load(stage, row);
-#pragma unroll
-    for (int g = 0; g < Stage::kGroups; g++) {
-      Stage::multiply(sums, stage, scales, g, row, column, [&](int t, int h) {
-        return load_shared(xs + place(8 * t + row, g, h, column));
-      });
-    }
-  }
-  paged::wait_for_copies<0>();
-  __syncthreads();  // the ring has been read
-
-  // Sums of the block, [row of x][row of the weight].
-  constexpr int kPitch = cluster_result_pitch(kQuantisedClusterWarps);
-  float* results = reinterpret_cast<float*>(shared);
-#pragma unroll
-  for (int m = 0; m < 2; m++) {
-#pragma unroll
-    for (int t = 0; t < TILES; t++) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int at = t * 8 + column * 2 + i % 2;
-        const int output = first_of_warp + m * 16 + i / 2 * 8 + row;
-        results[at * kPitch + output] = sums[m][t][i];
-      }
-    }
-  }
-  cluster_barrier();
-  // Each block finishes every kLinearParts-th part of the outputs.
-  finish_rows<T, kRows, kUnit>(
-      params, parts_of_launch, which, tile, residual, rotations, slots, 0, params.num_rows,
-      rank * kThreads + threadIdx.x, kLinearParts * kThreads, [&](int at, int output) {
-        const unsigned int address = ring + (at * kPitch + output) * 4;
-        float4 sum[kLinearParts];
-#pragma unroll
-        for (int i = 0; i < kLinearParts; i++) {
-          sum[i] = load_of_rank(address, i);
-        }
-        return sum_of_parts(sum);
-      });
-  cluster_barrier();  // no block ends while its results are being read
-#endif
 }
 
 }  // namespace mlx_paged::cuda

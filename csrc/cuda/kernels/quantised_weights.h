@@ -39,6 +39,11 @@ __device__ __forceinline__ float element(unsigned int pair, int which) {
   }
 }
 
+// 2^(code - 127).
+__device__ __forceinline__ float power_of_two(unsigned int code) {
+  return __uint_as_float(code == 0 ? 0x00400000u : code << 23);
+}
+
 // Codes at the bottom of each half of a word, as numbers: code * kUnit + kOffset. (What else is in
 // the word is not looked at.)
 template <typename T, CodeFormat FORMAT, int BITS>
@@ -144,6 +149,7 @@ constexpr int words_of_lane(int bits) {
 // fragments has two.
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP>
 struct GroupOf {
+  using Element = T;
   using Codes = CodesOf<T, FORMAT, BITS>;
   static constexpr int kColumns = GROUP / 4;
   static constexpr int kPairs = kColumns / 2;
@@ -233,6 +239,67 @@ struct GroupOf {
   }
 };
 
+// Adds one group's part of all products to `sums`. Of rows r + 8 i of the weight (r: lane / 4),
+// `codes_of(i)` is where their codes of the group begin in shared memory, `scale_of(i)` and
+// `bias_of(i)` what they are scaled with. `x_of(t, h)`: of tile t of x eight columns of the lane's,
+// number h. `c`: lane % 4.
+template <
+    typename Group, int M_TILES, int TILES, typename Codes, typename Scale, typename Bias,
+    typename X>
+__device__ __forceinline__ void multiply_group(
+    float (&sums)[M_TILES][TILES][4], int c, Codes codes_of, Scale scale_of, Bias bias_of, X x_of) {
+  using T = typename Group::Element;
+  constexpr int kProducts = Group::kProducts;
+  constexpr unsigned int kOne = std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u;
+  unsigned int fragments[M_TILES][kProducts][4];
+  float scale[2 * M_TILES];
+  float bias[2 * M_TILES];
+#pragma unroll
+  for (int i = 0; i < 2 * M_TILES; i++) {
+    unsigned int codes[Group::kWords];
+    Group::load(codes_of(i), c, codes);
+    Group::align(c, codes);
+#pragma unroll
+    for (int p = 0; p < Group::kPairs; p++) {
+      fragments[i / 2][p / 2][p % 2 * 2 + i % 2] = Group::pair(codes, p);
+    }
+    const float s = scale_of(i);
+    scale[i] = s * Group::Codes::kPerUnit;
+    if constexpr (Group::kHasBiases) {
+      bias[i] = bias_of(i) - Group::Codes::kOffset * s;
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < TILES; t++) {
+    float products[M_TILES][4] = {};
+    float x_sums[4] = {};
+#pragma unroll
+    for (int h = 0; h < kProducts / 2; h++) {
+      const Eight x = Group::pairs_of(x_of(t, h));
+#pragma unroll
+      for (int m = 0; m < M_TILES; m++) {
+        paged::multiply_accumulate(products[m], fragments[m][2 * h], {x.x, x.y}, T(0.0f));
+        paged::multiply_accumulate(products[m], fragments[m][2 * h + 1], {x.z, x.w}, T(0.0f));
+      }
+      if constexpr (Group::kHasBiases) {
+        paged::multiply_accumulate(x_sums, {kOne, kOne, kOne, kOne}, {x.x, x.y}, T(0.0f));
+        paged::multiply_accumulate(x_sums, {kOne, kOne, kOne, kOne}, {x.z, x.w}, T(0.0f));
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        float& sum = sums[m][t][e];
+        sum = fmaf(scale[2 * m + e / 2], products[m][e], sum);
+        if constexpr (Group::kHasBiases) {
+          sum = fmaf(bias[2 * m + e / 2], x_sums[e % 2], sum);
+        }
+      }
+    }
+  }
+}
+
 // Where a warp's rows of the weight begin: of one weight, or half of them of another.
 struct QuantisedRowsOf {
   const unsigned char* codes;
@@ -241,11 +308,11 @@ struct QuantisedRowsOf {
 };
 
 // A stage of a warp's ring in shared memory: the codes and scales of a chunk's groups, for sixteen
-// rows of each of M_TILES tiles.
-template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int M_TILES>
+// rows.
+template <typename T, CodeFormat FORMAT, int BITS, int GROUP>
 struct QuantisedStage {
   using Group = GroupOf<T, FORMAT, BITS, GROUP>;
-  static constexpr int kRows = 16 * M_TILES;
+  static constexpr int kRows = 16;
   static constexpr int kChunk = quantised_chunk(GROUP);
   static constexpr int kGroups = kChunk / GROUP;
   static constexpr int kRowBytes = kChunk * BITS / 8;  // codes
@@ -337,11 +404,11 @@ struct QuantisedStage {
 
   // A lane's scales of rows r + 8 i, all groups of a stage.
   struct Scales {
-    unsigned int words[2 * M_TILES][(kRecord + 3) / 4];
+    unsigned int words[2][(kRecord + 3) / 4];
 
     __device__ __forceinline__ void load(unsigned int stage, int r) {
 #pragma unroll
-      for (int i = 0; i < 2 * M_TILES; i++) {
+      for (int i = 0; i < 2; i++) {
         const unsigned int from = stage + kRows * kPitch + (r + 8 * i) * kRecord;
         if constexpr (kRecord % 16 == 0) {
 #pragma unroll
@@ -364,7 +431,7 @@ struct QuantisedStage {
     __device__ __forceinline__ float at(int i, int g) const {
       if constexpr (kScaleBytes == 1) {  // 2^(code - 127)
         const unsigned int code = words[i][g / 4] >> 8 * (g % 4) & 0xff;
-        return __uint_as_float(code == 0 ? 0x00400000u : code << 23);
+        return power_of_two(code);
       } else {
         return element<T>(words[i][g / 2], g % 2);
       }
@@ -375,57 +442,12 @@ struct QuantisedStage {
   // the lane's, number h.
   template <int TILES, typename X>
   __device__ __forceinline__ static void multiply(
-      float (&sums)[M_TILES][TILES][4], unsigned int stage, const Scales& scales, int g, int r,
-      int c, X x_of) {
-    constexpr int kProducts = Group::kProducts;
-    constexpr unsigned int kOne = std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u;
-    unsigned int fragments[M_TILES][kProducts][4];
-    float scale[2 * M_TILES];
-    float bias[2 * M_TILES];
-#pragma unroll
-    for (int i = 0; i < 2 * M_TILES; i++) {
-      unsigned int codes[Group::kWords];
-      Group::load(stage + (r + 8 * i) * kPitch + g * (Group::kGroupWords * 4), c, codes);
-      Group::align(c, codes);
-#pragma unroll
-      for (int p = 0; p < Group::kPairs; p++) {
-        fragments[i / 2][p / 2][p % 2 * 2 + i % 2] = Group::pair(codes, p);
-      }
-      const float s = scales.at(i, g);
-      scale[i] = s * Group::Codes::kPerUnit;
-      if constexpr (Group::kHasBiases) {
-        bias[i] = scales.at(i, kGroups + g) - Group::Codes::kOffset * s;
-      }
-    }
-#pragma unroll
-    for (int t = 0; t < TILES; t++) {
-      float products[M_TILES][4] = {};
-      float x_sums[4] = {};
-#pragma unroll
-      for (int h = 0; h < kProducts / 2; h++) {
-        const Eight x = Group::pairs_of(x_of(t, h));
-#pragma unroll
-        for (int m = 0; m < M_TILES; m++) {
-          paged::multiply_accumulate(products[m], fragments[m][2 * h], {x.x, x.y}, T(0.0f));
-          paged::multiply_accumulate(products[m], fragments[m][2 * h + 1], {x.z, x.w}, T(0.0f));
-        }
-        if constexpr (Group::kHasBiases) {
-          paged::multiply_accumulate(x_sums, {kOne, kOne, kOne, kOne}, {x.x, x.y}, T(0.0f));
-          paged::multiply_accumulate(x_sums, {kOne, kOne, kOne, kOne}, {x.z, x.w}, T(0.0f));
-        }
-      }
-#pragma unroll
-      for (int m = 0; m < M_TILES; m++) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-          float& sum = sums[m][t][e];
-          sum = fmaf(scale[2 * m + e / 2], products[m][e], sum);
-          if constexpr (Group::kHasBiases) {
-            sum = fmaf(bias[2 * m + e / 2], x_sums[e % 2], sum);
-          }
-        }
-      }
-    }
+      float (&sums)[1][TILES][4], unsigned int stage, const Scales& scales, int g, int r, int c,
+      X x_of) {
+    multiply_group<Group>(
+        sums, c, [&](int i) { return stage + (r + 8 * i) * kPitch + g * (Group::kGroupWords * 4); },
+        [&](int i) { return scales.at(i, g); }, [&](int i) { return scales.at(i, kGroups + g); },
+        x_of);
   }
 };
 

@@ -32,6 +32,18 @@ __device__ __forceinline__ unsigned int load_shared_word(unsigned int address) {
   return v;
 }
 
+__device__ __forceinline__ unsigned short load_shared_half(unsigned int address) {
+  unsigned short v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ unsigned int load_shared_byte(unsigned int address) {
+  unsigned int v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ void store_shared_half(unsigned int address, unsigned short v) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory");
 }

@@ -20,6 +20,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -42,9 +43,9 @@ using std::min;
 namespace fibers {
 
 constexpr int kSharedBytes = 227 * 1024;
-constexpr int kMostThreads = 256;
+constexpr int kMostThreads = 288;
 constexpr int kStackBytes = 96 << 10;
-constexpr int kCluster = 8;
+constexpr int kMostBlocks = 8;  // of a cluster
 
 inline bool copies_at_once = false;
 
@@ -85,8 +86,10 @@ struct Warp {
 };
 
 struct Cluster {
-  std::barrier<> barrier{kCluster};
-  unsigned char* shared[kCluster] = {};
+  explicit Cluster(int size) : size(size), barrier(size) {}
+  int size;
+  std::barrier<> barrier;
+  unsigned char* shared[kMostBlocks] = {};
 };
 
 struct Block {
@@ -265,10 +268,8 @@ inline void run_block(
   b.shared = mlx_paged::cuda::shared;
   b.limit = scratch;
   std::memset(b.shared, 0xff, kSharedBytes);  // NaN
-  if (cluster) {
-    cluster->shared[x % kCluster] = b.shared;
-    cluster->barrier.arrive_and_wait();
-  }
+  cluster->shared[x % cluster->size] = b.shared;
+  cluster->barrier.arrive_and_wait();
   for (auto& f : b.fibers) {
     f.stack.reset(new char[kStackBytes]);
     getcontext(&f.context);
@@ -283,7 +284,9 @@ inline void run_block(
   blockIdx = {x, y, 0};
   unsigned int step = 1;
   for (int left = threads; left > 0;) {
-    step = step * 5 % threads | 1;  // (threads are a power of two)
+    do {
+      step = step * 5 % 8191;
+    } while (std::gcd(step, unsigned(threads)) != 1);
     for (int i = 0; i < threads; i++) {
       b.current = int(i * step % threads);
       Fiber& f = b.fibers[b.current];
@@ -298,16 +301,14 @@ inline void run_block(
 }
 
 inline void run_grid(
-    int x, int y, int threads, int scratch, bool clusters, std::function<void()> body) {
-  int at_once = clusters ? kCluster : 1;
+    int x, int y, int threads, int scratch, int cluster_blocks, std::function<void()> body) {
   for (int j = 0; j < y; j++) {
-    for (int i = 0; i < x; i += at_once) {
-      Cluster cluster;
+    for (int i = 0; i < x; i += cluster_blocks) {
+      Cluster cluster(cluster_blocks);
       std::vector<std::thread> blocks;
-      for (int rank = 0; rank < at_once; rank++) {
-        blocks.emplace_back([=, &cluster] {
-          run_block(i + rank, j, threads, scratch, clusters ? &cluster : nullptr, body);
-        });
+      for (int rank = 0; rank < cluster_blocks; rank++) {
+        blocks.emplace_back(
+            [=, &cluster] { run_block(i + rank, j, threads, scratch, &cluster, body); });
       }
       for (auto& t : blocks) {
         t.join();

@@ -1,11 +1,11 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The kernels of csrc/cuda/kernels/linear_quantised.h on the CPU (fibers.h), against float64.
-// Prints a line for each failure, and how many products were compared.
+// The kernels of linear_quantised.h and linear_quantised_stream.h (csrc/cuda/kernels) on the CPU
+// (fibers.h), against float64. Prints a line for each failure, and how many products were compared.
 
 #include "fibers.h"
 
-#include "kernels/linear_quantised.h"
+#include "kernels/linear_quantised_stream.h"
 
 #include <random>
 #include <string>
@@ -114,7 +114,7 @@ struct Case {
   Kind kind;
   int rows;
   int tiles;
-  bool cluster;
+  int cluster;  // blocks of linear_quantised_stream's; 0: linear_quantised
   bool extras;  // biases and a residual
 };
 
@@ -179,32 +179,39 @@ struct Product {
     auto codes = [&](size_t i) {
       return reinterpret_cast<const unsigned char*>(weights[of(i)]->codes.data);
     };
-    auto kernel = c.cluster
-                      ? (c.tiles == 2   ? linear_quantised_cluster_entry<T, FORMAT, BITS, GROUP, 2>
-                         : c.tiles == 4 ? linear_quantised_cluster_entry<T, FORMAT, BITS, GROUP, 4>
-                                        : linear_quantised_cluster_entry<T, FORMAT, BITS, GROUP, 8>)
-                  : c.tiles == 1 ? linear_quantised_entry<T, FORMAT, BITS, GROUP, 1>
-                                 : linear_quantised_entry<T, FORMAT, BITS, GROUP, 2>;
-    int tile = c.cluster ? cluster_rows(kQuantisedClusterWarps) : kQuantisedRows;
+    int tile = c.cluster ? kQuantisedStreamRows : kQuantisedRows;
     tile /= p.is_gated ? 2 : 1;
     int blocks = 0;
     for (int i = 0; i < (p.is_gated ? 1 : p.num_weights); i++) {
       blocks += (p.n[i] + tile - 1) / tile;
     }
-    auto shape = c.cluster ? quantised_cluster_shape(FORMAT, BITS, GROUP, c.tiles)
-                           : quantised_rows_shape(FORMAT, BITS, GROUP, c.tiles);
-    int y = c.cluster ? 1 : (c.rows + 8 * c.tiles - 1) / (8 * c.tiles);
-    fibers::run_grid(
-        c.cluster ? blocks * kLinearParts : blocks, y,
-        32 * (c.cluster ? kQuantisedClusterWarps : kLinearParts), shape.scratch, c.cluster, [&] {
-          kernel(
-              x.data, residual.data, codes(0), weights[of(0)]->scales.data,
-              weights[of(0)]->biases.data, weights[of(0)]->bias.data, outs[of(0)].data(), codes(1),
-              weights[of(1)]->scales.data, weights[of(1)]->biases.data, weights[of(1)]->bias.data,
-              outs[of(1)].data(), codes(2), weights[of(2)]->scales.data,
-              weights[of(2)]->biases.data, weights[of(2)]->bias.data, outs[of(2)].data(),
-              rotations.data(), slots.data(), p);
-        });
+    auto with_arguments = [&](auto launch) {
+      launch(
+          x.data, residual.data, codes(0), weights[of(0)]->scales.data, weights[of(0)]->biases.data,
+          weights[of(0)]->bias.data, outs[of(0)].data(), codes(1), weights[of(1)]->scales.data,
+          weights[of(1)]->biases.data, weights[of(1)]->bias.data, outs[of(1)].data(), codes(2),
+          weights[of(2)]->scales.data, weights[of(2)]->biases.data, weights[of(2)]->bias.data,
+          outs[of(2)].data(), rotations.data(), slots.data(), p);
+    };
+    if (c.cluster) {
+      auto kernel = c.tiles == 1   ? linear_quantised_stream_entry<T, FORMAT, BITS, GROUP, 1>
+                    : c.tiles == 2 ? linear_quantised_stream_entry<T, FORMAT, BITS, GROUP, 2>
+                    : c.tiles == 4 ? linear_quantised_stream_entry<T, FORMAT, BITS, GROUP, 4>
+                                   : linear_quantised_stream_entry<T, FORMAT, BITS, GROUP, 8>;
+      QuantisedMaps maps = maps_of(c);
+      int scratch = quantised_stream_shape(FORMAT, BITS, GROUP, c.tiles).scratch;
+      fibers::run_grid(blocks * c.cluster, 1, kQuantisedStreamThreads, scratch, c.cluster, [&] {
+        with_arguments([&](auto... arguments) { kernel(arguments..., maps); });
+      });
+    } else {
+      auto kernel = c.tiles == 1 ? linear_quantised_entry<T, FORMAT, BITS, GROUP, 1>
+                                 : linear_quantised_entry<T, FORMAT, BITS, GROUP, 2>;
+      int scratch = quantised_rows_shape(FORMAT, BITS, GROUP, c.tiles).scratch;
+      int y = (c.rows + 8 * c.tiles - 1) / (8 * c.tiles);
+      fibers::run_grid(blocks, y, 32 * kLinearParts, scratch, 1, [&] {
+        with_arguments([&](auto... arguments) { kernel(arguments...); });
+      });
+    }
     check(c, outs, name);
     std::vector<unsigned short> bits;
     for (auto& out : outs) {
@@ -215,6 +222,38 @@ struct Product {
       }
     }
     return bits;
+  }
+
+  // As products.cpp describes them.
+  QuantisedMaps maps_of(const Case& c) {
+    constexpr int kScaleBytes = FORMAT == CodeFormat::affine ? 2 : 1;
+    QuantisedMaps maps{};
+    auto map = [](const void* data, int item_bytes, int rows, int columns, int stride, int box_rows,
+                  int box_columns, bool is_swizzled) {
+      return CUtensorMap{
+          static_cast<const unsigned char*>(data),
+          item_bytes,
+          rows,
+          columns,
+          stride,
+          box_rows,
+          box_columns,
+          is_swizzled};
+    };
+    maps.x = map(x.data, 2, c.rows, k, stride, 8 * c.tiles, 64, true);
+    for (size_t i = 0; i < weights.size(); i++) {
+      const W& w = *weights[i];
+      int box_rows = kQuantisedStreamRows / 2;
+      int words = k * BITS / 32;
+      maps.weights[i].codes = map(
+          w.codes.data, 4, w.n, words, words, box_rows, kQuantisedStreamChunk * BITS / 32, false);
+      auto scales = [&](const void* data) {
+        return map(data, kScaleBytes, w.n, k / GROUP, k / GROUP, box_rows, 16 / kScaleBytes, false);
+      };
+      maps.weights[i].scales = scales(w.scales.data);
+      maps.weights[i].biases = scales(w.biases.data);
+    }
+    return maps;
   }
 
   // Of a row of x and a row of a weight: the result and the sum of its terms' magnitudes.
@@ -308,47 +347,60 @@ void test(const char* dtype, bool all) {
   }
   {
     Product<T, FORMAT, BITS, GROUP> p(rng, Kind::plain, {37}, odd);
-    auto few = p.run({Kind::plain, 5, 1, false, true}, name + ", 5 rows");
-    auto more = p.run({Kind::plain, 13, 2, true, true}, name + ", 13 rows");
+    auto few = p.run({Kind::plain, 5, 1, 0, true}, name + ", 5 rows");
+    same(few, p.run({Kind::plain, 13, 2, 0, true}, name + ", 13 rows"), 5 * 37, name);
+  }
+  {
+    // Blocks of a cluster that begin within a span of scales, and two without any columns.
+    int k = GROUP == 128 ? 1024 : 512;
+    int blocks = GROUP == 128 ? 2 : 4;
+    Product<T, FORMAT, BITS, GROUP> p(rng, Kind::plain, {37}, 3 * k);
+    auto few = p.run({Kind::plain, 5, 1, 8, true}, name + ", 5 rows, clusters of 8");
+    auto more = p.run({Kind::plain, 13, 2, 8, true}, name + ", 13 rows, clusters of 8");
     same(few, more, 5 * 37, name);
     if (all) {
-      same(
-          p.run({Kind::plain, 20, 2, false, true}, name + ", 20 rows in blocks"),
-          p.run({Kind::plain, 29, 4, true, true}, name + ", 29 rows"), 20 * 37, name);
-      same(more, p.run({Kind::plain, 61, 8, true, true}, name + ", 61 rows"), 13 * 37, name);
+      same(more, p.run({Kind::plain, 29, 4, 8, true}, name + ", 29 rows"), 13 * 37, name);
+      same(more, p.run({Kind::plain, 61, 8, 8, true}, name + ", 61 rows"), 13 * 37, name);
+      p.run({Kind::plain, 7, 1, blocks, false}, name + ", other clusters");
+      p.run({Kind::plain, 29, 4, 1, false}, name + ", no clusters");
     }
   }
   {
-    // A part has more turns than there are stages: each stage is used again.
+    // There are more turns than stages: each stage is used again.
     constexpr int kMostStages = 4;
     constexpr int kChunk = GROUP > 64 ? 256 : 128;
     static_assert(quantised_rows_shape(FORMAT, BITS, GROUP, 1).stages <= kMostStages);
-    static_assert(quantised_cluster_shape(FORMAT, BITS, GROUP, 2).stages <= kMostStages);
     int k = (kMostStages * kLinearParts + 1) * kChunk;
     Product<T, FORMAT, BITS, GROUP> p(rng, Kind::plain, {18}, k);
-    auto late = p.run({Kind::plain, 9, 2, true, false}, name + ", long");
-    same(p.run({Kind::plain, 2, 1, false, false}, name + ", long, 2 rows"), late, 2 * 18, name);
+    Product<T, FORMAT, BITS, GROUP> stream(rng, Kind::plain, {18}, 3072);
+    static_assert(quantised_stream_shape(FORMAT, BITS, GROUP, 1).stages <= 12);
+    auto late = p.run({Kind::plain, 2, 1, 0, false}, name + ", long");
+    auto late_stream = stream.run({Kind::plain, 9, 2, 1, false}, name + ", long stream");
+    auto late_of_two = stream.run({Kind::plain, 2, 1, 2, false}, name + ", long stream of two");
     fibers::copies_at_once = true;
     std::string at_once = name + ", long, at once";
-    same(p.run({Kind::plain, 9, 2, true, false}, at_once), late, 9 * 18, at_once);
-    same(p.run({Kind::plain, 2, 1, false, false}, at_once), late, 2 * 18, at_once);
+    same(p.run({Kind::plain, 2, 1, 0, false}, at_once), late, 2 * 18, at_once);
+    same(stream.run({Kind::plain, 9, 2, 1, false}, at_once), late_stream, 9 * 18, at_once);
+    same(stream.run({Kind::plain, 2, 1, 2, false}, at_once), late_of_two, 2 * 18, at_once);
     fibers::copies_at_once = false;
   }
   {
     Product<T, FORMAT, BITS, GROUP> p(rng, Kind::plain, {132, 20}, BITS % 4 ? 256 : 3 * 128);
-    p.run({Kind::plain, 3, 1, false, false}, name + ", two weights");
-    p.run({Kind::plain, 9, 2, true, false}, name + ", two weights, clusters");
+    p.run({Kind::plain, 3, 1, 0, false}, name + ", two weights");
+    Product<T, FORMAT, BITS, GROUP> q(rng, Kind::plain, {132, 20}, 1024);
+    q.run({Kind::plain, 9, 2, 2, false}, name + ", two weights, clusters");
   }
   if (all) {
     for (bool extras : {false, true}) {
-      Product<T, FORMAT, BITS, GROUP> p(rng, Kind::gated, {76, 76}, 256);
-      auto few = p.run({Kind::gated, 7, 1, false, extras}, name + ", gated");
+      Product<T, FORMAT, BITS, GROUP> p(rng, Kind::gated, {76, 76}, 512);
+      p.run({Kind::gated, 7, 1, 0, extras}, name + ", gated");
       same(
-          few, p.run({Kind::gated, 17, 4, true, extras}, name + ", gated, clusters"), 7 * 76,
+          p.run({Kind::gated, 7, 1, 2, extras}, name + ", gated, few"),
+          p.run({Kind::gated, 17, 4, 2, extras}, name + ", gated, clusters"), 7 * 76,
           name + ", gated");
-      Product<T, FORMAT, BITS, GROUP> h(rng, Kind::heads, {192, 64, 64}, 256);
-      h.run({Kind::heads, 7, 1, false, extras}, name + ", heads");
-      h.run({Kind::heads, 17, 4, true, extras}, name + ", heads, clusters");
+      Product<T, FORMAT, BITS, GROUP> h(rng, Kind::heads, {192, 64, 64}, 512);
+      h.run({Kind::heads, 7, 1, 0, extras}, name + ", heads");
+      h.run({Kind::heads, 17, 4, 2, extras}, name + ", heads, clusters");
     }
   }
 }

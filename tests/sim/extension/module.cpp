@@ -52,6 +52,17 @@ nb::dict describe(const Launch& launch) {
   return d;
 }
 
+nb::list described_maps(const Launch& launch) {
+  nb::list maps;
+  for (const auto& map : launch.maps) {
+    maps.append(
+        nb::make_tuple(
+            map.buffer, map.item_bytes, map.rows, map.columns, map.stride, map.box_rows,
+            map.box_columns, map.is_swizzled));
+  }
+  return maps;
+}
+
 nb::list describe(const std::vector<Launch>& launches) {
   nb::list described;
   for (const auto& launch : launches) {
@@ -176,6 +187,28 @@ void bind_simulator(nb::module_& m) {
       "What a GPU would run for a step of a DeviceProgram: Apple's, or with `cuda` NVIDIA's.");
 
   m.def(
+      "product_launch",
+      [](int num_rows, const std::vector<int>& outputs, int k, const std::string& dtype,
+         bool is_gated, bool clusters) {
+        cuda::LinearParams params{};
+        params.num_rows = num_rows;
+        params.k = params.x_stride = k;
+        params.num_weights = int(outputs.size());
+        params.is_gated = is_gated;
+        for (size_t i = 0; i < outputs.size(); i++) {
+          params.n[i] = outputs[i];
+        }
+        auto type = dtype == "float16" ? DType::float16 : DType::bfloat16;
+        auto launch = cuda::linear_launch(params, type, {}, clusters);
+        nb::dict d = describe(launch);
+        d["cluster"] = launch.cluster;
+        d["maps"] = described_maps(launch);
+        return d;
+      },
+      "num_rows"_a, "outputs"_a, "k"_a, nb::kw_only(), "dtype"_a, "is_gated"_a, "clusters"_a,
+      "What NVIDIA's GPUs run for products of one input with weights of 16 bits.");
+
+  m.def(
       "quantised_product_launch",
       [](int num_rows, const std::vector<int>& outputs, int k, const std::string& dtype, int bits,
          int group_size, const std::string& mode, bool is_gated,
@@ -202,6 +235,7 @@ void bind_simulator(nb::module_& m) {
         auto launch = cuda::quantised_launch(params, type, codes, {}, clusters);
         nb::dict d = describe(launch);
         d["cluster"] = launch.cluster;
+        d["maps"] = described_maps(launch);
         return d;
       },
       "num_rows"_a, "outputs"_a, "k"_a, nb::kw_only(), "dtype"_a, "bits"_a, "group_size"_a,

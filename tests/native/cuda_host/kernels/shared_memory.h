@@ -21,6 +21,14 @@ inline unsigned int load_shared_word(unsigned int address) {
   return fibers::shared_at<unsigned int>(address);
 }
 
+inline unsigned short load_shared_half(unsigned int address) {
+  return fibers::shared_at<unsigned short>(address);
+}
+
+inline unsigned int load_shared_byte(unsigned int address) {
+  return fibers::shared_at<unsigned char>(address);
+}
+
 inline void store_shared_half(unsigned int address, unsigned short v) {
   fibers::shared_at<unsigned short>(address) = v;
 }

@@ -18,6 +18,15 @@ inline CachePolicy evict_first() {
   return {};
 }
 
+inline CachePolicy evict_last() {
+  return {};
+}
+
+template <int ROW_CHUNKS>
+unsigned int tile_offset(int row, int chunk) {
+  return (row * ROW_CHUNKS + (chunk ^ (row & 7))) * 16;
+}
+
 inline unsigned int shared_address(const void*) {
   return 0;
 }

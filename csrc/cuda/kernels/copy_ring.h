@@ -1,0 +1,116 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// A ring of stages in shared memory that the copy engine fills (sm_90 and later). One thread has it
+// copy tiles; warps wait until a stage is full, read it, and release it. Nothing else waits.
+
+#pragma once
+
+#include <cuda.h>
+
+#include "linear_math.h"
+#include "tensor_core.h"
+
+namespace mlx_paged::cuda {
+
+// The operands of a product as the copy engine sees them (matrix_maps.h).
+struct StreamMaps {
+  CUtensorMap x;
+  CUtensorMap weights[kLinearMostWeights];
+};
+
+struct QuantisedMaps {
+  struct Weight {
+    CUtensorMap codes;
+    CUtensorMap scales;
+    CUtensorMap biases;  // scales: the format has none
+  };
+  CUtensorMap x;
+  Weight weights[kLinearMostWeights];
+};
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+template <int STAGES>
+struct CopyRing {
+  unsigned int barriers;  // where they are in shared memory: copy_ring_bytes(STAGES)
+
+  // By one thread, before any other uses it. `readers`: warps.
+  __device__ __forceinline__ void begin(int readers) const {
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) {
+      initialise(full(i), 1);
+      initialise(free(i), readers);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+
+  // The stage of turn `turn`, once nobody reads what was in it before. It is full when `bytes` have
+  // come.
+  __device__ __forceinline__ int expect(int turn, int bytes) const {
+    const int stage = turn % STAGES;
+    if (turn >= STAGES) {
+      wait(free(stage), (turn / STAGES - 1) & 1);
+    }
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(full(stage)), "r"(bytes)
+                 : "memory");
+    return stage;
+  }
+
+  // A box of a matrix, from row `row` and column `column` on, which is a multiple of 16 bytes.
+  __device__ __forceinline__ void copy(
+      int stage, unsigned int to, const CUtensorMap* map, int column, int row,
+      paged::CachePolicy policy) const {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(map), "r"(column), "r"(row), "r"(full(stage)), "l"(policy.bits)
+        : "memory");
+  }
+
+  __device__ __forceinline__ int wait_until_full(int turn) const {
+    const int stage = turn % STAGES;
+    wait(full(stage), turn / STAGES & 1);
+    return stage;
+  }
+
+  // By every lane of a warp that has read it.
+  __device__ __forceinline__ void release(int stage, int lane) const {
+    __syncwarp();
+    if (lane == 0) {
+      asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(free(stage)) : "memory");
+    }
+  }
+
+ private:
+  __device__ __forceinline__ unsigned int full(int stage) const { return barriers + stage * 8; }
+  __device__ __forceinline__ unsigned int free(int stage) const {
+    return barriers + (STAGES + stage) * 8;
+  }
+
+  __device__ __forceinline__ static void initialise(unsigned int barrier, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+  }
+
+  __device__ __forceinline__ static void wait(unsigned int barrier, int parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+  }
+};
+
+// Blocks of this block's cluster; 1: it was launched without.
+__device__ __forceinline__ int cluster_size() {
+  unsigned int size;
+  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
+  return int(size);
+}
+
+#endif
+
+}  // namespace mlx_paged::cuda

@@ -1,0 +1,138 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Stands in for csrc/cuda/kernels/copy_ring.h where kernels run on the CPU. The copies of a stage
+// happen when somebody has waited for it, or (`copies_at_once`) when they are asked for.
+
+#pragma once
+
+#include "../fibers.h"
+
+struct CUtensorMap {
+  const unsigned char* data;
+  int item_bytes;
+  int rows;
+  int columns;
+  int stride;  // elements
+  int box_rows;
+  int box_columns;
+  bool is_swizzled;
+};
+
+#include "linear_math.h"
+
+namespace mlx_paged::cuda {
+
+struct QuantisedMaps {
+  struct Weight {
+    CUtensorMap codes;
+    CUtensorMap scales;
+    CUtensorMap biases;
+  };
+  CUtensorMap x;
+  Weight weights[kLinearMostWeights];
+};
+
+struct BoxCopy {
+  unsigned int to;
+  CUtensorMap map;
+  int column;
+  int row;
+
+  int bytes() const { return map.box_rows * map.box_columns * map.item_bytes; }
+
+  void run() const {
+    for (int r = 0; r < map.box_rows; r++) {
+      for (int c = 0; c < map.box_columns; c++) {
+        int at = r * map.box_columns * map.item_bytes + c * map.item_bytes;
+        if (map.is_swizzled) {
+          at = (r * 8 + (at % 128 / 16 ^ (r & 7))) * 16 + at % 16;
+        }
+        unsigned char* item = fibers::block->shared + to + at;
+        if (row + r < map.rows && column + c < map.columns) {
+          size_t from = (size_t(row + r) * map.stride + column + c) * map.item_bytes;
+          std::memcpy(item, map.data + from, map.item_bytes);
+        } else {
+          std::memset(item, 0, map.item_bytes);
+        }
+      }
+    }
+  }
+};
+
+struct StageState {
+  int turns = 0;  // that bytes are expected of, the last of them now
+  int missing = 0;
+  int released = 0;
+  std::vector<BoxCopy> open;
+};
+
+inline thread_local std::vector<StageState> stage_states;
+inline thread_local int stage_readers;
+
+constexpr int copy_ring_bytes(int stages);
+
+template <int STAGES>
+struct CopyRing {
+  unsigned int barriers;
+
+  void begin(int readers) const {
+    fibers::require(barriers % 8 == 0, "barriers are aligned");
+    fibers::require(
+        int(barriers) + copy_ring_bytes(STAGES) <= fibers::block->limit, "barriers have room");
+    stage_states.assign(STAGES, {});
+    stage_readers = readers;
+  }
+
+  int expect(int turn, int bytes) const {
+    StageState& state = stage_states[turn % STAGES];
+    while (state.released < turn / STAGES * stage_readers) {
+      fibers::yield();
+    }
+    fibers::require(state.turns == turn / STAGES && state.missing == 0, "turns come in order");
+    state.turns++;
+    state.missing = bytes;
+    return turn % STAGES;
+  }
+
+  void copy(
+      int stage, unsigned int to, const CUtensorMap* map, int column, int row,
+      paged::CachePolicy) const {
+    BoxCopy box{to, *map, column, row};
+    fibers::require(column * map->item_bytes % 16 == 0, "boxes begin at multiples of 16 bytes");
+    fibers::require(to % (map->is_swizzled ? 1024 : 128) == 0, "boxes are aligned");
+    fibers::require(to + box.bytes() <= barriers, "boxes lie before the barriers");
+    StageState& state = stage_states[stage];
+    state.missing -= box.bytes();
+    fibers::require(state.missing >= 0, "no more is copied than is expected");
+    if (fibers::copies_at_once) {
+      box.run();
+    } else {
+      state.open.push_back(box);
+    }
+  }
+
+  int wait_until_full(int turn) const {
+    StageState& state = stage_states[turn % STAGES];
+    while (state.turns < turn / STAGES + 1 || state.missing > 0) {
+      fibers::yield();
+    }
+    for (const BoxCopy& box : state.open) {
+      box.run();
+    }
+    state.open.clear();
+    return turn % STAGES;
+  }
+
+  void release(int stage, int lane) const {
+    __syncwarp();
+    if (lane == 0) {
+      stage_states[stage].released++;
+    }
+  }
+};
+
+inline int cluster_size() {
+  return fibers::block->cluster->size;
+}
+
+}  // namespace mlx_paged::cuda
