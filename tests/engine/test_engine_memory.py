@@ -263,6 +263,7 @@ def test_an_nvidia_gpu_takes_larger_steps_where_it_has_the_memory(
     assert memory.with_step_tokens(given) is given
 
 
-def test_elsewhere_a_step_has_2048_tokens() -> None:
+def test_elsewhere_a_step_has_2048_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.ops, "has_cuda", lambda: False)
     config = memory.with_step_tokens(EngineConfig())
     assert config.step_tokens == config.scheduler_config(None).max_num_batched_tokens == 2048

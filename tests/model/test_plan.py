@@ -19,16 +19,16 @@ BLOCK_SIZE = 16
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_strides() -> Iterator[None]:
-    """For NVIDIA's GPUs plans are padded; here they are as large as they need to be."""
+    """On GPUs plans are padded; here they are as large as they need to be."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "has_cuda", lambda: False)
+        patch.setattr(ops, "repeats_steps", lambda: False)
         yield
 
 
 def test_strides_add_items_and_blocks_that_do_nothing(monkeypatch) -> None:
     lengths = [(n, 1) for n in (700, 3, 64)]
     exact = plan_of(lengths, split_tokens=64)
-    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    monkeypatch.setattr(ops, "repeats_steps", lambda: True)
     padded = plan_of(lengths, split_tokens=64)
     for name in ("block_tables", "work_items", "merge_items"):
         small, large = (np.array(getattr(plan, name)) for plan in (exact, padded))

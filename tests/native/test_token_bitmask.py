@@ -89,10 +89,11 @@ def test_every_size_of_vocabulary(rng, device, dtype, vocab_size) -> None:
 def test_logits_that_nothing_else_needs_are_changed_in_place(
     rng, device, dtype, vocab_size
 ) -> None:
+    if ops.has_cuda():
+        pytest.skip("with CUDA, looking where an array is moves it to the host's memory")
     made = random_logits(rng, 5, vocab_size, dtype)
     masks, rows = random_masks(rng, 2, vocab_size), [4, 1]
     want = expected(bits(made), masks, rows, dtype)
-    # (Made on the device: with CUDA, what came from the host moves there when it is first used.)
     logits = mx.concatenate([made[:2], made[2:]])
     mx.eval(logits)
     del made

@@ -401,6 +401,7 @@ void test(const char* dtype, bool all) {
       Product<T, FORMAT, BITS, GROUP> h(rng, Kind::heads, {192, 64, 64}, 512);
       h.run({Kind::heads, 7, 1, 0, extras}, name + ", heads");
       h.run({Kind::heads, 17, 4, 2, extras}, name + ", heads, clusters");
+      h.run({Kind::heads, 61, 8, 2, extras}, name + ", heads, many");
     }
   }
 }
