@@ -3,7 +3,6 @@
 #include "products.h"
 
 #include <algorithm>
-#include <map>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -36,12 +35,10 @@ uint32_t blocks_of(const LinearParams& params, int rows) {
   return uint32_t(blocks);
 }
 
-}  // namespace
-
-namespace {
 MatrixMap map_of_x(const LinearParams& params, int tiles) {
   return {0, 2, params.num_rows, params.k, params.x_stride, 8 * tiles, kLinearChunk};
 }
+
 }  // namespace
 
 std::string stream_kernel(DType dtype, int tiles) {

@@ -1,4 +1,4 @@
-"""CUDA kernels of quantised products on the CPU: what their threads do, lane by lane, compiled by
+"""CUDA kernels of products on the CPU: what their threads do, lane by lane, compiled by
 the C++ compiler (`cuda_host/fibers.h`). It needs the headers of CUDA's 16-bit floats.
 
 ``MLX_PAGED_TEST_PRODUCTS=all`` has every number of bits: by default one that divides a byte, one
@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ CUDA = ROOT / "csrc/cuda"
 HOST = Path(__file__).parent / "cuda_host"
 # Those that the others include; what is in `cuda_host/kernels` takes the place of the rest.
 KERNELS = (
-    *("linear_quantised.h", "linear_quantised_stream.h", "quantised_weights.h"),
+    *("linear_stream.h", "linear_quantised.h", "linear_quantised_stream.h", "quantised_weights.h"),
     *("linear_finish.h", "linear_math.h"),
 )
 
@@ -29,9 +30,13 @@ KERNELS = (
 BITS = [2, 3, 4, 5, 6, 8] if os.environ.get("MLX_PAGED_TEST_PRODUCTS") == "all" else [3, 4, 8]
 
 
-def compiled(folder: Path, bits: int, changes: dict[str, tuple[str, str]] | None = None) -> Path:
-    """The program of `cuda_host/quantised.cpp`. With something changed in some files it is of one
-    kind of weights only, which passes as a part of the others.
+def compiled(
+    folder: Path,
+    program: str,
+    definitions: Iterable[str] = (),
+    changes: dict[str, tuple[str, str]] | None = None,
+) -> Path:
+    """A program of `cuda_host`, with something changed in some files.
 
     (To compile its templates takes most of the time; -Og takes the least to compile and run them.)
     """
@@ -45,28 +50,40 @@ def compiled(folder: Path, bits: int, changes: dict[str, tuple[str, str]] | None
         assert before in text
         (folder / name).write_text(text.replace(before, after))
     headers = toolkit_headers()
-    program = folder / "quantised"
     subprocess.run(
         [
             *(shutil.which("c++") or "g++", "-std=c++20", "-Og", "-w", "-pthread"),
-            *(f"-DCODE_BITS={bits}", *(["-DONE_KIND"] if changes is not None else [])),
+            *(f"-D{name}" for name in definitions),
             *("-isystem", headers, "-isystem", f"{headers}/cccl"),
-            *(str(folder / "quantised.cpp"), "-o", str(program)),
+            *(str(folder / f"{program}.cpp"), "-o", str(folder / program)),
         ],
         check=True,
         timeout=600,
     )
-    return program
+    return folder / program
+
+
+def run(program: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program], capture_output=True, text=True, check=False, timeout=600)
+
+
+def compared(program: Path) -> int:
+    """Results that were compared, all of them right."""
+    done = run(program)
+    found = re.search(r"(\d+) compared, 0 failed", done.stdout)
+    assert found, done.stdout + done.stderr
+    return int(found[1])
+
+
+@needs_nvcc
+def test_products(tmp_path) -> None:
+    assert compared(compiled(tmp_path, "stream")) > 50_000
 
 
 @needs_nvcc
 @pytest.mark.parametrize("bits", BITS)
 def test_quantised_products(tmp_path, bits: int) -> None:
-    done = subprocess.run(
-        [compiled(tmp_path, bits)], capture_output=True, text=True, check=False, timeout=600
-    )
-    compared = re.search(r"(\d+) compared, 0 failed", done.stdout)
-    assert compared and int(compared[1]) > 10_000, done.stdout + done.stderr
+    assert compared(compiled(tmp_path, "quantised", [f"CODE_BITS={bits}"])) > 10_000
 
 
 ROWS, STREAM = "kernels/linear_quantised.h", "kernels/linear_quantised_stream.h"
@@ -94,11 +111,23 @@ ROWS, STREAM = "kernels/linear_quantised.h", "kernels/linear_quantised_stream.h"
     ],
 )  # fmt: skip
 def test_faults_are_seen(tmp_path, bits: int, changes: dict[str, tuple[str, str]]) -> None:
-    done = subprocess.run(
-        [compiled(tmp_path, bits, changes)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    """In one kind of weights, which passes as a part of the others."""
+    kind = [f"CODE_BITS={bits}", "ONE_KIND"]
+    done = run(compiled(tmp_path, "quantised", kind, changes))
+    assert done.returncode != 0, done.stdout
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("ring.wait_until_full(turn)", "turn % kStages"),
+        ("ring.begin(kMultipliers)", "ring.begin(1)"),
+        ("before.add(part, sums);", "if (num_parts < 8) before.add(part, sums);"),
+        ("kept[level][t][i] + sums[t][i]", "sums[t][i] + (level == 2 ? 0 : kept[level][t][i])"),
+    ],
+    ids=["nothing is waited for", "one warp releases", "one part", "half of the parts"],
+)  # fmt: skip
+def test_faults_of_the_stream_are_seen(tmp_path, change: tuple[str, str]) -> None:
+    done = run(compiled(tmp_path, "stream", changes={"kernels/linear_stream.h": change}))
     assert done.returncode != 0, done.stdout

@@ -6,40 +6,11 @@
 #include "fibers.h"
 
 #include "kernels/linear_quantised_stream.h"
-
-#include <random>
-#include <string>
+#include "operands.h"
 
 using namespace mlx_paged::cuda;
 
 namespace {
-
-int compared = 0;
-int failed = 0;
-
-template <typename T>
-constexpr bool kIsHalf = std::is_same_v<T, __half>;
-
-template <typename T>
-T rounded_to(double v) {
-  if constexpr (kIsHalf<T>) {
-    return __float2half(float(v));
-  } else {
-    return __float2bfloat16(float(v));
-  }
-}
-
-template <typename T>
-struct Aligned {
-  explicit Aligned(size_t size)
-      : data(static_cast<T*>(std::aligned_alloc(64, (size * sizeof(T) + 127) / 64 * 64))),
-        size(size) {}
-  ~Aligned() { std::free(data); }
-  Aligned(const Aligned&) = delete;
-  T& operator[](size_t i) { return data[i]; }
-  T* data;
-  size_t size;
-};
 
 double e2m1(unsigned code) {
   const double magnitudes[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
@@ -107,8 +78,6 @@ struct Weight {
     }
   }
 };
-
-enum class Kind { plain, gated, heads };
 
 struct Case {
   Kind kind;

@@ -22,6 +22,11 @@ struct CUtensorMap {
 
 namespace mlx_paged::cuda {
 
+struct StreamMaps {
+  CUtensorMap x;
+  CUtensorMap weights[kLinearMostWeights];
+};
+
 struct QuantisedMaps {
   struct Weight {
     CUtensorMap codes;

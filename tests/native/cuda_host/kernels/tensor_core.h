@@ -39,6 +39,22 @@ float half_of(unsigned int pair, int i) {
   return static_cast<float>(value);
 }
 
+inline void load_matrices(FragmentA& to, unsigned int row) {
+  struct Operands {
+    unsigned int row;
+    unsigned int* to;
+  };
+  fibers::together_in_warp(Operands{row, to}, [](Operands* lanes) {
+    for (int lane = 0; lane < 32; lane++) {
+      for (int i = 0; i < 4; i++) {
+        unsigned int at = lanes[8 * i + lane / 4].row;
+        fibers::require(at % 16 == 0, "rows of matrices are aligned");
+        lanes[lane].to[i] = fibers::shared_at<unsigned int>(at + lane % 4 * 4);
+      }
+    }
+  });
+}
+
 template <typename T>
 void multiply_accumulate(FragmentD& d, const FragmentA& a, const FragmentB& b, T) {
   struct Operands {

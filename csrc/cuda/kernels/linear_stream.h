@@ -1,0 +1,189 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// x @ weight.T + bias for up to 64 rows, on sm_90 and later, in the time in which the weight can be
+// read. One warp of a block has the copy engine fill a ring in shared memory with tiles of both
+// operands, the others multiply what has come, sixteen rows of the weight each. Weights are under
+// way before the kernel before has ended, as no kernel writes them.
+
+#pragma once
+
+#include "copy_ring.h"
+#include "linear_finish.h"
+#include "shared_memory.h"
+#include "tensor_core.h"
+
+namespace mlx_paged::cuda {
+
+// The sums of a block's parts, which come in order, added in pairs, pairs of pairs and so on.
+template <int TILES>
+struct PartSums {
+  float kept[3][TILES][4];  // of two, four and eight parts: the first half
+
+  // Adds part `part` of the block to those before it that it makes a pair with.
+  __device__ __forceinline__ void add(int part, float (&sums)[TILES][4]) {
+#pragma unroll
+    for (int level = 0; level < 3; level++) {
+      const bool is_second = part >> level & 1;
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          if (is_second) {
+            sums[t][i] = kept[level][t][i] + sums[t][i];
+          } else {
+            kept[level][t][i] = sums[t][i];
+          }
+        }
+      }
+      if (!is_second) {
+        return;
+      }
+    }
+  }
+};
+
+// TILES: of eight rows of x. grid: tiles of the weight x blocks of a cluster.
+template <typename T, int TILES>
+__global__ void __launch_bounds__(kStreamThreads, 2)
+    linear_stream_entry(LINEAR_PARAMETERS, const __grid_constant__ StreamMaps maps) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  constexpr int kStages = stream_stages(TILES);
+  constexpr int kStageBytes = stream_stage_bytes(TILES);
+  constexpr int kMultipliers = kStreamRows / kLinearRows;  // warps
+  constexpr int kPieces = kLinearChunk / 8;                // of 16 bytes, of a row's chunk
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const unsigned int tiles = paged::shared_address(shared);
+  const CopyRing<kStages> ring{tiles + stream_barriers(TILES)};
+
+  const LinearPart<T> parts_of_launch[kLinearMostWeights] = LINEAR_PARTS;
+  const int num_ranks = cluster_size();
+  const int rank = blockIdx.x % num_ranks;
+  int tile_of_weight = blockIdx.x / num_ranks;
+  const int which = weight_of_block(params, kStreamRows, tile_of_weight);
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+
+  const int num_chunks = (params.k + kLinearChunk - 1) / kLinearChunk;
+  const int chunks_of_part = (num_chunks + kLinearParts - 1) / kLinearParts;
+  const int num_parts = kLinearParts / num_ranks;  // of this block
+  const int first_chunk = rank * num_parts * chunks_of_part;
+  // (Those of the last parts may be none.)
+  const int num_turns = min(num_parts * chunks_of_part, num_chunks - first_chunk);
+
+  if (threadIdx.x == 0) {
+    ring.begin(kMultipliers);
+  }
+  __syncthreads();
+
+  if (warp == kMultipliers && lane == 0) {
+    // The tile's rows are two runs of a weight's: of gate and of up, or of a head's halves.
+    const TileRow low = row_of_tile<kStreamRows, kStreamRows>(params, tile_of_weight, 0);
+    const TileRow high =
+        row_of_tile<kStreamRows, kStreamRows>(params, tile_of_weight, kStreamRows / 2);
+    const CUtensorMap* map_of_low = &maps.weights[which];
+    const CUtensorMap* map_of_high = high.is_up ? &maps.weights[1] : map_of_low;
+    const paged::CachePolicy once = paged::evict_first();
+    const paged::CachePolicy often = paged::evict_last();
+    auto copy_weights = [&](int turn) {
+      const int stage = ring.expect(turn, kStageBytes);
+      const unsigned int tile = tiles + stage * kStageBytes;
+      const int column = (first_chunk + turn) * kLinearChunk;
+      ring.copy(stage, tile, map_of_low, column, low.of_weight, once);
+      ring.copy(
+          stage, tile + kStreamRows / 2 * kLinearChunk * 2, map_of_high, column, high.of_weight,
+          once);
+    };
+    auto copy_x = [&](int turn) {
+      const int stage = turn % kStages;
+      const unsigned int tile = tiles + stage * kStageBytes + kStreamRows * kLinearChunk * 2;
+      ring.copy(stage, tile, &maps.x, (first_chunk + turn) * kLinearChunk, 0, often);
+    };
+    const int ahead = min(kStages, num_turns);
+    for (int turn = 0; turn < ahead; turn++) {
+      copy_weights(turn);
+    }
+    paged::let_next_kernel_begin();
+    paged::wait_for_kernel_before();
+    for (int turn = 0; turn < ahead; turn++) {
+      copy_x(turn);
+    }
+    for (int turn = kStages; turn < num_turns; turn++) {
+      copy_weights(turn);
+      copy_x(turn);
+    }
+  }
+
+  float sums[TILES][4] = {};
+  if (warp < kMultipliers) {
+    PartSums<TILES> before;
+    const int row = warp * kLinearRows + lane % 16;
+    int turn = 0;
+    for (int part = 0; part < num_parts; part++) {
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          sums[t][i] = 0.0f;
+        }
+      }
+      for (const int end = min((part + 1) * chunks_of_part, num_turns); turn < end; turn++) {
+        const int stage = ring.wait_until_full(turn);
+        const unsigned int tile = tiles + stage * kStageBytes;
+        paged::FragmentA w[kPieces / 2];
+#pragma unroll
+        for (int s = 0; s < kPieces / 2; s++) {
+          paged::load_matrices(w[s], tile + paged::tile_offset<kPieces>(row, 2 * s + lane / 16));
+        }
+#pragma unroll
+        for (int s = 0; s < kPieces / 4; s++) {
+#pragma unroll
+          for (int t = 0; t < TILES; t++) {
+            paged::FragmentA v;  // of two products
+            const int at = kStreamRows + 8 * t + lane % 8;
+            paged::load_matrices(v, tile + paged::tile_offset<kPieces>(at, 4 * s + lane / 8));
+            paged::multiply_accumulate(sums[t], w[2 * s], {v[0], v[1]}, T(0.0f));
+            paged::multiply_accumulate(sums[t], w[2 * s + 1], {v[2], v[3]}, T(0.0f));
+          }
+        }
+        ring.release(stage, lane);
+      }
+      before.add(part, sums);
+    }
+  }
+  __syncthreads();  // the ring has been read
+  paged::wait_for_kernel_before();
+
+  // Sums of the block, [row of x][row of the weight].
+  float* results = reinterpret_cast<float*>(shared);
+  if (warp < kMultipliers) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int at = t * 8 + lane % 4 * 2 + i % 2;
+        const int output = warp * kLinearRows + i / 2 * 8 + lane / 4;
+        results[at * kStreamPitch + output] = sums[t][i];
+      }
+    }
+  }
+  cluster_barrier();
+
+  // Each block finishes some of the outputs.
+  finish_rows<T, kStreamRows, kStreamRows>(
+      params, parts_of_launch, which, tile_of_weight, residual, rotations, slots, 0,
+      params.num_rows, rank * kStreamThreads + threadIdx.x, num_ranks * kStreamThreads,
+      [&](int at, int output) {
+        const unsigned int address = tiles + (at * kStreamPitch + output) * 4;
+        const float none = -0.0f;  // x + -0 is x, whatever the sign of a zero x
+        float4 sum[kLinearParts];
+#pragma unroll
+        for (int r = 0; r < kLinearParts; r++) {
+          sum[r] = r < num_ranks ? load_of_rank(address, r) : make_float4(none, none, none, none);
+        }
+        return sum_of_parts(sum);
+      });
+  cluster_barrier();  // no block ends while its results are being read
+#endif
+}
+
+}  // namespace mlx_paged::cuda

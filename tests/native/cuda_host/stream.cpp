@@ -1,0 +1,233 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// The kernel of linear_stream.h (csrc/cuda/kernels) on the CPU (fibers.h), against float64. Prints
+// a line for each failure, and how many results were compared.
+
+#include "fibers.h"
+
+#include "kernels/linear_stream.h"
+#include "operands.h"
+
+using namespace mlx_paged::cuda;
+
+namespace {
+
+constexpr int kMostRows = 64;
+constexpr int kHead = 64;
+
+template <typename T>
+struct Product {
+  Kind kind;
+  std::vector<int> ns;
+  int k;
+  int stride;
+  bool extras;  // biases, and a residual
+  Aligned<T> x;
+  Aligned<T> residual;
+  std::vector<std::unique_ptr<Aligned<T>>> weights;
+  std::vector<std::unique_ptr<Aligned<T>>> biases;
+  std::vector<float> rotations;
+  std::vector<int> slots;
+
+  Product(std::mt19937& rng, Kind kind, std::vector<int> ns, int k, bool extras)
+      : kind(kind),
+        ns(ns),
+        k(k),
+        stride(k + 8),
+        extras(extras),
+        x(size_t(kMostRows) * (k + 8)),
+        residual(size_t(kMostRows) * ns[0]),
+        rotations(kMostRows * kHead),
+        slots(kMostRows) {
+    std::normal_distribution<double> normal;
+    auto fill = [&](Aligned<T>& a) {
+      for (size_t i = 0; i < a.size; i++) {
+        a[i] = rounded_to<T>(normal(rng));
+      }
+    };
+    fill(x);
+    fill(residual);
+    for (int n : ns) {
+      weights.push_back(std::make_unique<Aligned<T>>(size_t(n) * k));
+      biases.push_back(std::make_unique<Aligned<T>>(n));
+      fill(*weights.back());
+      fill(*biases.back());
+    }
+    for (int i = 0; i < kMostRows; i++) {
+      slots[i] = i % 5 == 3 ? -1 : (i * 7) % kMostRows;
+      for (int j = 0; j < kHead / 2; j++) {
+        double angle = normal(rng);
+        rotations[i * kHead + j] = float(std::cos(angle));
+        rotations[i * kHead + kHead / 2 + j] = float(std::sin(angle));
+      }
+    }
+  }
+
+  // All outputs' bits, by weight. What no row of x has written is NaN.
+  std::vector<std::vector<unsigned short>> run(int rows, int tiles, int cluster) {
+    LinearParams p{};
+    p.num_rows = rows;
+    p.k = k;
+    p.x_stride = stride;
+    p.num_weights = int(ns.size());
+    p.is_gated = kind == Kind::gated;
+    p.has_residual = kind != Kind::heads && extras;
+    p.head_dim = kind == Kind::heads ? kHead : 0;
+    auto map = [&](const T* data, int rows, int stride, int box_rows) {
+      return CUtensorMap{reinterpret_cast<const unsigned char*>(data),
+                         2,
+                         rows,
+                         k,
+                         stride,
+                         box_rows,
+                         kLinearChunk,
+                         true};
+    };
+    StreamMaps maps{};
+    maps.x = map(x.data, rows, stride, 8 * tiles);
+    std::vector<std::vector<T>> outs;
+    int blocks = 0;
+    for (size_t i = 0; i < ns.size(); i++) {
+      p.n[i] = ns[i];
+      p.has_bias[i] = extras;
+      maps.weights[i] = map(weights[i]->data, ns[i], k, kStreamRows / 2);
+      outs.emplace_back(size_t(kMostRows) * ns[i], rounded_to<T>(NAN));
+      int tile = kStreamRows / (p.is_gated ? 2 : 1);
+      blocks += p.is_gated && i > 0 ? 0 : (ns[i] + tile - 1) / tile;
+    }
+    auto kernel = tiles == 1   ? linear_stream_entry<T, 1>
+                  : tiles == 2 ? linear_stream_entry<T, 2>
+                  : tiles == 4 ? linear_stream_entry<T, 4>
+                               : linear_stream_entry<T, 8>;
+    size_t i[3];
+    for (size_t j = 0; j < 3; j++) {
+      i[j] = std::min(j, ns.size() - 1);
+    }
+    fibers::run_grid(blocks * cluster, 1, kStreamThreads, stream_scratch(tiles), cluster, [&] {
+      kernel(
+          x.data, residual.data, weights[i[0]]->data, biases[i[0]]->data, outs[i[0]].data(),
+          weights[i[1]]->data, biases[i[1]]->data, outs[i[1]].data(), weights[i[2]]->data,
+          biases[i[2]]->data, outs[i[2]].data(), rotations.data(), slots.data(), p, maps);
+    });
+    check(rows, outs);
+    std::vector<std::vector<unsigned short>> bits;
+    for (auto& out : outs) {
+      auto& words = bits.emplace_back(out.size());
+      std::memcpy(words.data(), out.data(), 2 * out.size());
+    }
+    return bits;
+  }
+
+  // A product with a row of a weight, and how far a result may be from it.
+  std::pair<double, double> value(int at, size_t which, int row) {
+    double sum = 0;
+    double terms = 0;
+    for (int i = 0; i < k; i++) {
+      double term =
+          double(float(x[size_t(at) * stride + i])) * float((*weights[which])[size_t(row) * k + i]);
+      sum += term;
+      terms += std::fabs(term);
+    }
+    double bias = extras ? float((*biases[which])[row]) : 0;
+    double allowed = 2e-6 * terms + kUnit * (std::fabs(sum) + extras * std::fabs(sum + bias));
+    return {sum + bias, allowed};
+  }
+
+  void check(int rows, std::vector<std::vector<T>>& outs) {
+    double worst = 0;
+    auto compare = [&](T got, double expected, double allowed) {
+      compared++;
+      double error = std::fabs(float(got) - expected) / (allowed + 1e-30);
+      worst = std::isnan(error) ? INFINITY : std::max(worst, error);
+    };
+    for (int at = 0; at < rows; at++) {
+      for (size_t w = 0; w < (kind == Kind::gated ? 1 : ns.size()); w++) {
+        for (int row = 0; row < ns[w]; row++) {
+          auto [v, allowed] = value(at, w, row);
+          int to = at;
+          if (kind == Kind::gated) {
+            auto [up, up_allowed] = value(at, 1, row);
+            double silu = v / (1 + std::exp(-v));
+            allowed = std::fabs(up) * 1.2 * allowed + std::fabs(silu) * up_allowed +
+                      kUnit * std::fabs(silu * up) * 2 + allowed * up_allowed;
+            v = silu * up;
+          }
+          if (kind == Kind::heads) {
+            to = w > 0 ? slots[at] : at;
+            if (to < 0) {
+              continue;
+            }
+            if (w < 2) {
+              int i = row % kHead;
+              int half = kHead / 2;
+              auto [partner, more] = value(at, w, i < half ? row + half : row - half);
+              double cosine = rotations[at * kHead + i % half];
+              double sine = rotations[at * kHead + half + i % half];
+              v = i < half ? v * cosine - partner * sine : v * cosine + partner * sine;
+              allowed += more + kUnit * std::fabs(v);
+            }
+          } else if (extras) {
+            v += float(residual[size_t(at) * ns[w] + row]);
+            allowed += kUnit * std::fabs(v);
+          }
+          compare(outs[w][size_t(to) * ns[w] + row], v, allowed);
+        }
+      }
+    }
+    if (worst > 1.1) {
+      failed++;
+      std::printf("%d rows, %d x %d: error %.3g of what is allowed\n", rows, ns[0], k, worst);
+    }
+  }
+
+  static constexpr double kUnit = kIsHalf<T> ? 0x1p-11 : 0x1p-8;
+};
+
+template <typename T>
+void test() {
+  std::mt19937 rng(7);
+  using Bits = std::vector<unsigned short>;
+  auto same = [&](const Bits& few, const Bits& many, size_t count, const char* what) {
+    if (!std::equal(few.begin(), few.begin() + count, many.begin())) {
+      failed++;
+      std::printf("other bits: %s\n", what);
+    }
+  };
+  // Chunks: fewer than parts; not a multiple of them, the last one half full; more than stages.
+  for (int k : {96, 1056, 1600}) {
+    Product<T> p(rng, Kind::plain, {37}, k, k == 1056);
+    auto alone = p.run(1, 1, 1)[0];
+    for (int cluster : {1, 2, 4, 8}) {
+      same(alone, p.run(5, 1, cluster)[0], 37, "in clusters");
+    }
+    auto more = p.run(13, 2, 4)[0];
+    same(alone, more, 37, "13 rows");
+    same(more, p.run(29, 4, 2)[0], 13 * 37, "29 rows");
+    same(more, p.run(61, 8, 1)[0], 13 * 37, "61 rows");
+    fibers::copies_at_once = true;
+    same(more, p.run(13, 2, 4)[0], 13 * 37, "copied at once");
+    same(more, p.run(13, 2, 1)[0], 13 * 37, "copied at once by one block");
+    fibers::copies_at_once = false;
+  }
+  {
+    Product<T> p(rng, Kind::plain, {132, 20, 64}, 256, true);
+    auto together = p.run(9, 2, 1);
+    p.ns = {132};
+    same(together[0], p.run(9, 2, 4)[0], 9 * 132, "beside other weights");
+  }
+  for (bool extras : {false, true}) {
+    Product<T> p(rng, Kind::gated, {76, 76}, 256, extras);
+    same(p.run(7, 1, 2)[0], p.run(33, 8, 1)[0], 7 * 76, "gated");
+    Product<T> h(rng, Kind::heads, {192, 64, 64}, 256, extras);
+    same(h.run(7, 1, 2)[0], h.run(33, 8, 1)[0], 7 * 192, "heads");
+  }
+}
+
+}  // namespace
+
+int main() {
+  test<__nv_bfloat16>();
+  test<__half>();
+  std::printf("%d compared, %d failed\n", compared, failed);
+  return failed != 0;
+}
