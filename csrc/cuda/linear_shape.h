@@ -45,8 +45,9 @@ constexpr int kLinearBlockRows = 32;  // of x, of a block: most
 // Its parts are runs of chunks, of which a block of a cluster has one or several.
 constexpr int kStreamRows = 64;          // of the weight, of a block: a warp for each sixteen
 constexpr int kStreamBytes = 96 * 1024;  // of a ring, at most: two blocks to a multiprocessor
-constexpr int kStreamMostBlocks = 264;   // that are made by dividing columns
-constexpr int kStreamFewestChunks = 4;   // that are left to each
+constexpr int kStreamMostBlocks =
+    264;  // that are made by dividing columns: two for each of 132 multiprocessors
+constexpr int kStreamFewestChunks = 4;                                // that are left to each
 constexpr int kStreamThreads = 32 * (kStreamRows / kLinearRows + 1);  // one warp copies
 constexpr int kStreamPitch =
     kStreamRows + 4;  // floats from one row of a block's results to the next

@@ -23,7 +23,7 @@ HOST = Path(__file__).parent / "cuda_host"
 # Those that the others include; what is in `cuda_host/kernels` takes the place of the rest.
 KERNELS = (
     *("linear_stream.h", "linear_quantised.h", "linear_quantised_stream.h", "quantised_weights.h"),
-    *("linear_finish.h", "linear_math.h"),
+    *("linear_finish.h", "linear_math.h", "operand_maps.h"),
 )
 
 

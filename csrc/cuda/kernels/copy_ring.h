@@ -8,25 +8,10 @@
 #include <cuda.h>
 
 #include "linear_math.h"
+#include "operand_maps.h"
 #include "tensor_core.h"
 
 namespace mlx_paged::cuda {
-
-// The operands of a product as the copy engine sees them (matrix_maps.h).
-struct StreamMaps {
-  CUtensorMap x;
-  CUtensorMap weights[kLinearMostWeights];
-};
-
-struct QuantisedMaps {
-  struct Weight {
-    CUtensorMap codes;
-    CUtensorMap scales;
-    CUtensorMap biases;  // scales: the format has none
-  };
-  CUtensorMap x;
-  Weight weights[kLinearMostWeights];
-};
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 

@@ -31,44 +31,28 @@ __device__ __forceinline__ TileRow row_of_tile(const LinearParams& params, int t
   return {tile * ROWS + row, false};
 }
 
-// write_rotated of four elements side by side, and those half a head behind them.
+// write_rotated of four elements side by side, and those half a head behind them, which it changes.
 template <typename T>
 __device__ __forceinline__ void write_rotated_four(
     const LinearParams& params, const float* rotations, const int* slots, T* out, int n, int weight,
-    int at, int column, const T (&lows)[4], const T (&highs)[4]) {
+    int at, int column, T (&lows)[4], T (&highs)[4]) {
   const int half = params.head_dim / 2;
-  size_t row = at;
-  if (weight > 0) {
-    const int slot = slots[at];
-    if (slot < 0) {
-      return;
-    }
-    row = slot;
-  }
-  __align__(8) T low[4];
-  __align__(8) T high[4];
-#pragma unroll
-  for (int e = 0; e < 4; e++) {
-    low[e] = lows[e];
-    high[e] = highs[e];
+  const int row = row_of_head(slots, weight, at);
+  if (row < 0) {
+    return;
   }
   if (weight < 2) {
     const float* angles = rotations + size_t(at) * params.head_dim + column % params.head_dim;
     const float4 cosines = *reinterpret_cast<const float4*>(angles);
     const float4 sines = *reinterpret_cast<const float4*>(angles + half);
-    const float c[4] = {cosines.x, cosines.y, cosines.z, cosines.w};
-    const float s[4] = {sines.x, sines.y, sines.z, sines.w};
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const float a = as_float(lows[e]);
-      const float b = as_float(highs[e]);
-      low[e] = rounded<T>(a * c[e] - b * s[e]);
-      high[e] = rounded<T>(a * s[e] + b * c[e]);
-    }
+    rotate(lows[0], highs[0], cosines.x, sines.x);
+    rotate(lows[1], highs[1], cosines.y, sines.y);
+    rotate(lows[2], highs[2], cosines.z, sines.z);
+    rotate(lows[3], highs[3], cosines.w, sines.w);
   }
-  T* to = out + row * n + column;
-  *reinterpret_cast<unsigned long long*>(to) = *reinterpret_cast<unsigned long long*>(low);
-  *reinterpret_cast<unsigned long long*>(to + half) = *reinterpret_cast<unsigned long long*>(high);
+  T* to = out + size_t(row) * n + column;
+  *reinterpret_cast<unsigned long long*>(to) = *reinterpret_cast<unsigned long long*>(lows);
+  *reinterpret_cast<unsigned long long*>(to + half) = *reinterpret_cast<unsigned long long*>(highs);
 }
 
 // Finishes every `stride`-th four outputs side by side, from number `begin` on. `sums_of(at, row)`:
@@ -104,8 +88,8 @@ __device__ __forceinline__ void finish_rows(
       if (low >= ours.n) {
         continue;
       }
-      T lows[4];
-      T highs[4];
+      __align__(8) T lows[4];
+      __align__(8) T highs[4];
       with_bias(sums_of(at, output), ours, low, lows);
       with_bias(sums_of(at, output + unit / 2), ours, low + params.head_dim / 2, highs);
       write_rotated_four<T>(

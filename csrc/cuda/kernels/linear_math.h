@@ -62,6 +62,21 @@ __device__ __forceinline__ T gated(T gate, T up) {
   return rounded<T>(as_float(up) * (g / (1.0f + expf(-g))));
 }
 
+// Where the output of row `at` of x goes: a row of the queries, or a slot of a pool; negative:
+// nowhere.
+__device__ __forceinline__ int row_of_head(const int* slots, int weight, int at) {
+  return weight == 0 ? at : slots[at];
+}
+
+// Two elements of a head, half a head apart, rotated.
+template <typename T>
+__device__ __forceinline__ void rotate(T& low, T& high, float cosine, float sine) {
+  const float a = as_float(low);
+  const float b = as_float(high);
+  low = rounded<T>(a * cosine - b * sine);
+  high = rounded<T>(a * sine + b * cosine);
+}
+
 // Two elements of a head of row `at`, half a head apart: rotated if they are a query's or a key's,
 // and written where they belong. `column`: of the first, in the outputs of its weight.
 template <typename T>
@@ -69,22 +84,15 @@ __device__ __forceinline__ void write_rotated(
     const LinearParams& params, const float* rotations, const int* slots, T* out, int n, int weight,
     int at, int column, T low, T high) {
   const int half = params.head_dim / 2;
-  size_t row = at;
-  if (weight > 0) {
-    const int slot = slots[at];
-    if (slot < 0) {
-      return;
-    }
-    row = slot;
+  const int row = row_of_head(slots, weight, at);
+  if (row < 0) {
+    return;
   }
-  T* to = out + row * n + column;
   if (weight < 2) {
-    const float* cosines = rotations + size_t(at) * params.head_dim + column % params.head_dim;
-    const float a = as_float(low);
-    const float b = as_float(high);
-    low = rounded<T>(a * cosines[0] - b * cosines[half]);
-    high = rounded<T>(a * cosines[half] + b * cosines[0]);
+    const float* angles = rotations + size_t(at) * params.head_dim + column % params.head_dim;
+    rotate(low, high, angles[0], angles[half]);
   }
+  T* to = out + size_t(row) * n + column;
   to[0] = low;
   to[half] = high;
 }
@@ -100,11 +108,11 @@ struct LinearPart {
 };
 
 // What all kernels of linear layers are given.
-#define LINEAR_PARAMETERS                                                                      \
-  const T *__restrict__ x, const T *residual, const T *__restrict__ weight_0,                  \
-      const T *__restrict__ bias_0, T *out_0, const T *__restrict__ weight_1,                  \
-      const T *__restrict__ bias_1, T *out_1, const T *__restrict__ weight_2,                  \
-      const T *__restrict__ bias_2, T *out_2, const float *rotations,                          \
+#define LINEAR_PARAMETERS                                                     \
+  const T *__restrict__ x, const T *residual, const T *__restrict__ weight_0, \
+      const T *__restrict__ bias_0, T *out_0, const T *__restrict__ weight_1, \
+      const T *__restrict__ bias_1, T *out_1, const T *__restrict__ weight_2, \
+      const T *__restrict__ bias_2, T *out_2, const float *rotations,         \
       const int *__restrict__ slots, const __grid_constant__ LinearParams params
 
 #define LINEAR_PARTS                                                \

@@ -40,4 +40,72 @@ struct Aligned {
 
 enum class Kind { plain, gated, heads };
 
+constexpr int kHead = 64;  // dims of a head
+
+template <typename T>
+constexpr double kUnit = kIsHalf<T> ? 0x1p-11 : 0x1p-8;  // of rounding
+
+// Compares what a launch wrote with what it had to: the largest error as a share of what is
+// allowed. `value(at, w, row)`: of row `at` of x and row `row` of weight w the product and how far
+// from it a result may be. `residual`: null for none.
+template <typename T, typename Value>
+double worst_error(
+    Kind kind, int rows, const std::vector<int>& ns, const std::vector<std::vector<T>>& outs,
+    const T* residual, const std::vector<float>& rotations, const std::vector<int>& slots,
+    Value value) {
+  double worst = 0;
+  for (int at = 0; at < rows; at++) {
+    for (size_t w = 0; w < (kind == Kind::gated ? 1 : ns.size()); w++) {
+      for (int row = 0; row < ns[w]; row++) {
+        auto [v, allowed] = value(at, w, row);
+        int to = at;
+        if (kind == Kind::gated) {
+          auto [up, up_allowed] = value(at, 1, row);
+          double silu = v / (1 + std::exp(-v));
+          allowed = std::fabs(up) * 1.2 * allowed + std::fabs(silu) * up_allowed +
+                    kUnit<T> * std::fabs(silu * up) * 2 + allowed * up_allowed;
+          v = silu * up;
+        }
+        if (kind == Kind::heads) {
+          to = w > 0 ? slots[at] : at;
+          if (to < 0) {
+            continue;
+          }
+          if (w < 2) {
+            constexpr int kHalf = kHead / 2;
+            int i = row % kHead;
+            auto [partner, more] = value(at, w, i < kHalf ? row + kHalf : row - kHalf);
+            double cosine = rotations[at * kHead + i % kHalf];
+            double sine = rotations[at * kHead + kHalf + i % kHalf];
+            v = i < kHalf ? v * cosine - partner * sine : v * cosine + partner * sine;
+            allowed += more + kUnit<T> * std::fabs(v);
+          }
+        } else if (residual) {
+          v += float(residual[size_t(at) * ns[w] + row]);
+          allowed += kUnit<T> * std::fabs(v);
+        }
+        compared++;
+        double error = std::fabs(float(outs[w][size_t(to) * ns[w] + row]) - v) / (allowed + 1e-30);
+        worst = std::isnan(error) ? INFINITY : std::max(worst, error);
+      }
+    }
+  }
+  return worst;
+}
+
+// Slots of 64 rows, some of them none, and cosines and sines for them.
+void fill_heads(std::mt19937& rng, std::vector<float>& rotations, std::vector<int>& slots) {
+  std::normal_distribution<double> normal;
+  slots.resize(64);
+  rotations.resize(64 * kHead);
+  for (int i = 0; i < 64; i++) {
+    slots[i] = i % 5 == 3 ? -1 : (i * 7) % 64;
+    for (int j = 0; j < kHead / 2; j++) {
+      double angle = normal(rng);
+      rotations[i * kHead + j] = float(std::cos(angle));
+      rotations[i * kHead + kHead / 2 + j] = float(std::sin(angle));
+    }
+  }
+}
+
 }  // namespace

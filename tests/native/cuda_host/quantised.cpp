@@ -90,7 +90,6 @@ struct Case {
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP>
 struct Product {
   using W = Weight<T, FORMAT, BITS, GROUP>;
-  static constexpr int kHead = 64;
   int k;
   int stride;
   std::vector<std::unique_ptr<W>> weights;
@@ -101,13 +100,7 @@ struct Product {
   Kind kind;
 
   Product(std::mt19937& rng, Kind kind, std::vector<int> ns, int k)
-      : k(k),
-        stride(k + 8),
-        x(size_t(64) * (k + 8)),
-        residual(size_t(64) * ns[0]),
-        rotations(64 * kHead),
-        slots(64),
-        kind(kind) {
+      : k(k), stride(k + 8), x(size_t(64) * (k + 8)), residual(size_t(64) * ns[0]), kind(kind) {
     std::normal_distribution<double> normal;
     for (int n : ns) {
       weights.push_back(std::make_unique<W>(rng, n, k));
@@ -118,14 +111,7 @@ struct Product {
     for (size_t i = 0; i < residual.size; i++) {
       residual[i] = rounded_to<T>(normal(rng));
     }
-    for (int i = 0; i < 64; i++) {
-      slots[i] = i % 5 == 3 ? -1 : (i * 7) % 64;
-      for (int j = 0; j < kHead / 2; j++) {
-        double angle = normal(rng);
-        rotations[i * kHead + j] = float(std::cos(angle));
-        rotations[i * kHead + kHead / 2 + j] = float(std::sin(angle));
-      }
-    }
+    fill_heads(rng, rotations, slots);
   }
 
   // The bits of all outputs.
@@ -238,57 +224,20 @@ struct Product {
     return {sum, terms};
   }
 
-  void check(const Case& c, std::vector<std::vector<T>>& outs, const std::string& name) {
-    const double unit = kIsHalf<T> ? 0x1p-11 : 0x1p-8;
-    double worst = 0;
-    auto compare = [&](double got, double expected, double allowed) {
-      compared++;
-      double error = std::fabs(got - expected) / (allowed + 1e-30);
-      worst = std::isnan(error) ? INFINITY : std::max(worst, error);
-    };
-    auto value = [&](size_t which, int at, int row) {
+  void check(const Case& c, const std::vector<std::vector<T>>& outs, const std::string& name) {
+    auto value = [&](int at, size_t which, int row) {
       auto [sum, terms] = dot(which, at, row);
       double bias = c.extras ? float(weights[which]->bias[row]) : 0;
-      double allowed = 2e-6 * terms + unit * (std::fabs(sum) + std::fabs(sum + bias) * c.extras);
+      double allowed =
+          2e-6 * terms + kUnit<T> * (std::fabs(sum) + std::fabs(sum + bias) * c.extras);
       return std::pair(sum + bias, allowed);
     };
-    for (int at = 0; at < c.rows; at++) {
-      for (size_t w = 0; w < (kind == Kind::gated ? 1 : outs.size()); w++) {
-        int n = weights[w]->n;
-        for (int row = 0; row < n; row++) {
-          auto [v, allowed] = value(w, at, row);
-          if (kind == Kind::gated) {
-            auto [up, up_allowed] = value(1, at, row);
-            double silu = v / (1 + std::exp(-v));
-            allowed = std::fabs(up) * 1.2 * allowed + std::fabs(silu) * up_allowed +
-                      unit * std::fabs(silu * up) * 2 + allowed * up_allowed;
-            v = silu * up;
-          }
-          if (kind == Kind::heads) {
-            int to = w > 0 ? slots[at] : at;
-            if (to < 0) {
-              continue;
-            }
-            if (w < 2) {
-              int i = row % kHead;
-              int other = i < kHead / 2 ? row + kHead / 2 : row - kHead / 2;
-              auto [partner, more] = value(w, at, other);
-              double cosine = rotations[at * kHead + i % (kHead / 2)];
-              double sine = rotations[at * kHead + kHead / 2 + i % (kHead / 2)];
-              v = i < kHead / 2 ? v * cosine - partner * sine : v * cosine + partner * sine;
-              allowed = allowed + more + unit * std::fabs(v);
-            }
-            compare(float(outs[w][size_t(to) * n + row]), v, allowed);
-            continue;
-          }
-          if (c.extras) {
-            v += float(residual[size_t(at) * n + row]);
-            allowed += unit * std::fabs(v);
-          }
-          compare(float(outs[w][size_t(at) * n + row]), v, allowed);
-        }
-      }
+    std::vector<int> ns;
+    for (const auto& weight : weights) {
+      ns.push_back(weight->n);
     }
+    double worst = worst_error<T>(
+        kind, c.rows, ns, outs, c.extras ? residual.data : nullptr, rotations, slots, value);
     if (worst > 1.1) {
       failed++;
       std::printf("%s: error %.3g of what is allowed\n", name.c_str(), worst);

@@ -13,7 +13,6 @@ using namespace mlx_paged::cuda;
 namespace {
 
 constexpr int kMostRows = 64;
-constexpr int kHead = 64;
 
 template <typename T>
 struct Product {
@@ -36,9 +35,7 @@ struct Product {
         stride(k + 8),
         extras(extras),
         x(size_t(kMostRows) * (k + 8)),
-        residual(size_t(kMostRows) * ns[0]),
-        rotations(kMostRows * kHead),
-        slots(kMostRows) {
+        residual(size_t(kMostRows) * ns[0]) {
     std::normal_distribution<double> normal;
     auto fill = [&](Aligned<T>& a) {
       for (size_t i = 0; i < a.size; i++) {
@@ -53,14 +50,7 @@ struct Product {
       fill(*weights.back());
       fill(*biases.back());
     }
-    for (int i = 0; i < kMostRows; i++) {
-      slots[i] = i % 5 == 3 ? -1 : (i * 7) % kMostRows;
-      for (int j = 0; j < kHead / 2; j++) {
-        double angle = normal(rng);
-        rotations[i * kHead + j] = float(std::cos(angle));
-        rotations[i * kHead + kHead / 2 + j] = float(std::sin(angle));
-      }
-    }
+    fill_heads(rng, rotations, slots);
   }
 
   // All outputs' bits, by weight. What no row of x has written is NaN.
@@ -129,58 +119,19 @@ struct Product {
       terms += std::fabs(term);
     }
     double bias = extras ? float((*biases[which])[row]) : 0;
-    double allowed = 2e-6 * terms + kUnit * (std::fabs(sum) + extras * std::fabs(sum + bias));
+    double allowed = 2e-6 * terms + kUnit<T> * (std::fabs(sum) + extras * std::fabs(sum + bias));
     return {sum + bias, allowed};
   }
 
-  void check(int rows, std::vector<std::vector<T>>& outs) {
-    double worst = 0;
-    auto compare = [&](T got, double expected, double allowed) {
-      compared++;
-      double error = std::fabs(float(got) - expected) / (allowed + 1e-30);
-      worst = std::isnan(error) ? INFINITY : std::max(worst, error);
-    };
-    for (int at = 0; at < rows; at++) {
-      for (size_t w = 0; w < (kind == Kind::gated ? 1 : ns.size()); w++) {
-        for (int row = 0; row < ns[w]; row++) {
-          auto [v, allowed] = value(at, w, row);
-          int to = at;
-          if (kind == Kind::gated) {
-            auto [up, up_allowed] = value(at, 1, row);
-            double silu = v / (1 + std::exp(-v));
-            allowed = std::fabs(up) * 1.2 * allowed + std::fabs(silu) * up_allowed +
-                      kUnit * std::fabs(silu * up) * 2 + allowed * up_allowed;
-            v = silu * up;
-          }
-          if (kind == Kind::heads) {
-            to = w > 0 ? slots[at] : at;
-            if (to < 0) {
-              continue;
-            }
-            if (w < 2) {
-              int i = row % kHead;
-              int half = kHead / 2;
-              auto [partner, more] = value(at, w, i < half ? row + half : row - half);
-              double cosine = rotations[at * kHead + i % half];
-              double sine = rotations[at * kHead + half + i % half];
-              v = i < half ? v * cosine - partner * sine : v * cosine + partner * sine;
-              allowed += more + kUnit * std::fabs(v);
-            }
-          } else if (extras) {
-            v += float(residual[size_t(at) * ns[w] + row]);
-            allowed += kUnit * std::fabs(v);
-          }
-          compare(outs[w][size_t(to) * ns[w] + row], v, allowed);
-        }
-      }
-    }
+  void check(int rows, const std::vector<std::vector<T>>& outs) {
+    double worst = worst_error<T>(
+        kind, rows, ns, outs, extras ? residual.data : nullptr, rotations, slots,
+        [&](int at, size_t which, int row) { return value(at, which, row); });
     if (worst > 1.1) {
       failed++;
       std::printf("%d rows, %d x %d: error %.3g of what is allowed\n", rows, ns[0], k, worst);
     }
   }
-
-  static constexpr double kUnit = kIsHalf<T> ? 0x1p-11 : 0x1p-8;
 };
 
 template <typename T>

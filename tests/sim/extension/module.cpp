@@ -52,7 +52,10 @@ nb::dict describe(const Launch& launch) {
   return d;
 }
 
-nb::list described_maps(const Launch& launch) {
+// With what only NVIDIA's have.
+nb::dict describe_product(const Launch& launch) {
+  nb::dict d = describe(launch);
+  d["cluster"] = launch.cluster;
   nb::list maps;
   for (const auto& map : launch.maps) {
     maps.append(
@@ -60,7 +63,23 @@ nb::list described_maps(const Launch& launch) {
             map.buffer, map.item_bytes, map.rows, map.columns, map.stride, map.box_rows,
             map.box_columns, map.is_swizzled));
   }
-  return maps;
+  d["maps"] = maps;
+  return d;
+}
+
+cuda::LinearParams product_params(
+    int num_rows, const std::vector<int>& outputs, int k, bool is_gated) {
+  cuda::LinearParams params{};
+  params.num_rows = num_rows;
+  params.k = params.x_stride = k;
+  params.num_weights = int(outputs.size());
+  params.is_gated = is_gated;
+  std::copy(outputs.begin(), outputs.end(), params.n);
+  return params;
+}
+
+DType product_dtype(const std::string& name) {
+  return name == "float16" ? DType::float16 : DType::bfloat16;
 }
 
 nb::list describe(const std::vector<Launch>& launches) {
@@ -190,20 +209,8 @@ void bind_simulator(nb::module_& m) {
       "product_launch",
       [](int num_rows, const std::vector<int>& outputs, int k, const std::string& dtype,
          bool is_gated, bool clusters) {
-        cuda::LinearParams params{};
-        params.num_rows = num_rows;
-        params.k = params.x_stride = k;
-        params.num_weights = int(outputs.size());
-        params.is_gated = is_gated;
-        for (size_t i = 0; i < outputs.size(); i++) {
-          params.n[i] = outputs[i];
-        }
-        auto type = dtype == "float16" ? DType::float16 : DType::bfloat16;
-        auto launch = cuda::linear_launch(params, type, {}, clusters);
-        nb::dict d = describe(launch);
-        d["cluster"] = launch.cluster;
-        d["maps"] = described_maps(launch);
-        return d;
+        auto params = product_params(num_rows, outputs, k, is_gated);
+        return describe_product(cuda::linear_launch(params, product_dtype(dtype), {}, clusters));
       },
       "num_rows"_a, "outputs"_a, "k"_a, nb::kw_only(), "dtype"_a, "is_gated"_a, "clusters"_a,
       "What NVIDIA's GPUs run for products of one input with weights of 16 bits.");
@@ -220,23 +227,14 @@ void bind_simulator(nb::module_& m) {
             {"mxfp8", Format::mxfp8},
             {"nvfp4", Format::nvfp4}};
         WeightCodes codes{formats.at(mode), bits, group_size};
-        cuda::LinearParams params{};
-        params.num_rows = num_rows;
-        params.k = params.x_stride = k;
-        params.num_weights = int(outputs.size());
-        params.is_gated = is_gated;
-        for (size_t i = 0; i < outputs.size(); i++) {
-          params.n[i] = outputs[i];
-          if (!cuda::serves_quantised(num_rows, outputs[i], k, codes)) {
+        for (int n : outputs) {
+          if (!cuda::serves_quantised(num_rows, n, k, codes)) {
             return std::nullopt;
           }
         }
-        auto type = dtype == "float16" ? DType::float16 : DType::bfloat16;
-        auto launch = cuda::quantised_launch(params, type, codes, {}, clusters);
-        nb::dict d = describe(launch);
-        d["cluster"] = launch.cluster;
-        d["maps"] = described_maps(launch);
-        return d;
+        auto params = product_params(num_rows, outputs, k, is_gated);
+        return describe_product(
+            cuda::quantised_launch(params, product_dtype(dtype), codes, {}, clusters));
       },
       "num_rows"_a, "outputs"_a, "k"_a, nb::kw_only(), "dtype"_a, "bits"_a, "group_size"_a,
       "mode"_a, "is_gated"_a, "clusters"_a,

@@ -18,24 +18,9 @@ struct CUtensorMap {
   bool is_swizzled;
 };
 
-#include "linear_math.h"
+#include "operand_maps.h"
 
 namespace mlx_paged::cuda {
-
-struct StreamMaps {
-  CUtensorMap x;
-  CUtensorMap weights[kLinearMostWeights];
-};
-
-struct QuantisedMaps {
-  struct Weight {
-    CUtensorMap codes;
-    CUtensorMap scales;
-    CUtensorMap biases;
-  };
-  CUtensorMap x;
-  Weight weights[kLinearMostWeights];
-};
 
 struct BoxCopy {
   unsigned int to;

@@ -1,0 +1,28 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// The last argument of kernels whose operands the copy engine reads. (CUtensorMap is CUDA's, or of
+// a test that runs kernels without it.)
+
+#pragma once
+
+#include "linear_math.h"
+
+namespace mlx_paged::cuda {
+
+// The operands of a product as the copy engine sees them (matrix_maps.h).
+struct StreamMaps {
+  CUtensorMap x;
+  CUtensorMap weights[kLinearMostWeights];
+};
+
+struct QuantisedMaps {
+  struct Weight {
+    CUtensorMap codes;
+    CUtensorMap scales;
+    CUtensorMap biases;  // scales: the format has none
+  };
+  CUtensorMap x;
+  Weight weights[kLinearMostWeights];
+};
+
+}  // namespace mlx_paged::cuda
