@@ -58,7 +58,8 @@ struct PlanSummary {
   std::map<AttentionVariant, Rows> variants;
   int num_partials = 0;
   int most_merge_rows = 0;
-  int covered_rows = 0;  // that some item or merge writes
+  int covered_rows = 0;          // that some item or merge writes
+  bool has_one_row_each = true;  // row i is the only one of sequence i
 };
 
 // The items of a plan, and what keeps them alive: the host's copy where it has sent them to a GPU.
@@ -121,6 +122,7 @@ PlanSummary read_plan(const Arrays& in, Gpu gpu) {
     if (rows <= 0) {
       continue;
     }
+    plan.has_one_row_each &= rows == 1 && work[i].row_begin == work[i].sequence;
     auto& range = plan.variants[attention_variant(
         gpu, rows, heads, in[Inputs::kQueries].shape(2), int(in[Inputs::kQueries].itemsize()))];
     range.fewest = std::min(range.fewest, rows);
@@ -352,6 +354,7 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
     params.bounded_rows = has_bounds ? in[kPositions].shape(1) : 0;
     params.key_format = int(format_of(keys.dtype()));
     params.value_format = int(format_of(in[kValuePool].dtype()));
+    params.writes_last_only = plan.has_one_row_each;
     params.scale = options_.softcap ? options_.scale : options_.scale * kLog2e;
 
     Launch launch;

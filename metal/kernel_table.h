@@ -50,8 +50,9 @@ struct AttentionParams {
   int bounded_rows;  // row length of positions and bounds [3, num_rows]; 0: there are no bounds
   int key_format;    // FORMAT_..., function constants too
   int value_format;
+  int writes_last_only;  // of the keys that rows see, the step writes each row's own alone
 };
-static_assert(sizeof(AttentionParams) == 56, "the same for every compiler");
+static_assert(sizeof(AttentionParams) == 60, "the same for every compiler");
 
 struct MergeParams {
   int num_q_heads;

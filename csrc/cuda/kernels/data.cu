@@ -45,8 +45,7 @@ __global__ void gather_kv_entry(
 }
 
 __global__ void fill_zero_entry(uint4* out, const __grid_constant__ paged::FillParams params) {
-  paged::wait_for_kernel_before();
-  paged::let_next_kernel_begin();
+  paged::begin_after_kernel_before();
   fill_zero(out, params);
 }
 

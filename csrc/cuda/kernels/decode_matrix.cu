@@ -14,8 +14,7 @@
 
 template <typename T, int K_DIM, int V_DIM, int ROWS>
 __global__ void __launch_bounds__(32 * paged::portable_matrix_simd_groups(K_DIM)) paged_decode_matrix_entry(ATTENTION_PARAMETERS) {
-  paged::wait_for_kernel_before();
-  paged::let_next_kernel_begin();
+  paged::begin_after_kernel_before();
   paged_decode_matrix<T, K_DIM, V_DIM, ROWS, paged::portable_matrix_simd_groups(K_DIM)>(
       ATTENTION_ARGUMENTS);
 }

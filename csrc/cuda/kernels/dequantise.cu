@@ -13,8 +13,7 @@ template <typename T>
 __global__ void dequantise_rows_entry(
     const unsigned int* codes, const T* scales, const T* biases, T* out,
     const __grid_constant__ DequantiseParams params) {
-  paged::wait_for_kernel_before();
-  paged::let_next_kernel_begin();
+  paged::begin_after_kernel_before();
   const int chunk = blockIdx.x * blockDim.x + threadIdx.x;
   if (chunk >= params.num_chunks) {
     return;

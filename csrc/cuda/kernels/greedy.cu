@@ -13,8 +13,7 @@ template <typename T>
 __global__ void __launch_bounds__(paged::GREEDY_THREADS) greedy_tokens_entry(
     const T* logits, int* tokens, float* largest, int* reported,
     const __grid_constant__ paged::GreedyParams params) {
-  paged::wait_for_kernel_before();
-  paged::let_next_kernel_begin();
+  paged::begin_after_kernel_before();
   greedy_tokens<T>(logits, tokens, largest, reported, params);
 }
 

@@ -7,6 +7,7 @@
 
 #include "../tensor_shape.h"
 #include "block_table.h"
+#include "dependent_launch.h"
 #include "tensor_core.h"
 
 namespace paged {
@@ -22,10 +23,13 @@ class KVRing {
   // `first` is the warp's first token, a multiple of 16, and `step` the way to its next tile.
   // Tokens that are not seen become zeros: 0 x NaN would reach the results. `seen_of()` looks at
   // memory to find them, so the blocks of the first tokens before `end` are looked up in parallel.
+  // Waits for the kernel before, which may write keys and values. Where it `writes_last_only`, what
+  // is seen but for the last token is on its way before that.
   template <typename Seen>
   __device__ __forceinline__ KVRing(
       const void* shared, const T* key_pool, const T* value_pool, BlockTable table, int end,
-      Seen seen_of, int num_kv_heads, int kv_head, int first, int step, int lane)
+      Seen seen_of, bool writes_last_only, int num_kv_heads, int kv_head, int first, int step,
+      int lane)
       : shared_(shared_address(shared)),
         keys_(key_pool + kv_head * DIM + lane % ROW_CHUNKS * 8),
         values_(value_pool + kv_head * DIM + lane % ROW_CHUNKS * 8),
@@ -43,9 +47,20 @@ class KVRing {
     }
     block_ = block_of(first + (STAGES - 1) * step);
     seen_ = seen_of();
+    int copied = 0;
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
-      copy(blocks[s], lane);
+      if (writes_last_only && next_ + TENSOR_TOKENS < seen_.end) {
+        copy(blocks[s], lane);
+        copied = s + 1;
+      }
+    }
+    wait_for_kernel_before();
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) {
+      if (s >= copied) {
+        copy(blocks[s], lane);
+      }
     }
   }
 

@@ -10,20 +10,15 @@
 #include "dependent_launch.h"
 #include "layer.h"
 
-namespace {
-
-__device__ __forceinline__ void begin() {
-  paged::wait_for_kernel_before();
-  paged::let_next_kernel_begin();
-}
-
-}  // namespace
-
 template <typename T>
 __global__ void __launch_bounds__(paged::NORM_THREADS) add_rms_norm_entry(
     const T* x, const T* residual, const T* weight, T* sum, T* out,
     const __grid_constant__ paged::NormParams params) {
-  begin();
+  constexpr int kLine = 8;  // chunks
+  for (int i = threadIdx.x * kLine; i < params.row_chunks; i += blockDim.x * kLine) {
+    paged::fetch_to_l2(weight + i * paged::chunk_size<T>());  // which no kernel writes
+  }
+  paged::begin_after_kernel_before();
   add_rms_norm<T>(x, residual, weight, sum, out, params);
 }
 
@@ -31,7 +26,7 @@ template <typename T>
 __global__ void rope_rotations_entry(
     const int* positions, const T* inv_freqs, T* out,
     const __grid_constant__ paged::RotationParams params) {
-  begin();
+  paged::begin_after_kernel_before();
   rope_rotations<T>(positions, inv_freqs, out, params);
 }
 
@@ -40,7 +35,7 @@ __global__ void __launch_bounds__(32 * paged::ROPE_SIMD_GROUPS) rope_write_entry
     const T* queries, const T* keys, const T* values, const float* rotations,
     const int* slot_mapping, const T* query_weight, const T* key_weight, T* out, T* key_pool,
     T* value_pool, const __grid_constant__ paged::RopeParams params) {
-  begin();
+  paged::begin_after_kernel_before();
   rope_write<T>(
       queries, keys, values, rotations, slot_mapping, query_weight, key_weight, out, key_pool,
       value_pool, params);
@@ -49,14 +44,14 @@ __global__ void __launch_bounds__(32 * paged::ROPE_SIMD_GROUPS) rope_write_entry
 template <typename T>
 __global__ void silu_mul_entry(
     const T* gate, const T* up, T* out, const __grid_constant__ paged::SiluParams params) {
-  begin();
+  paged::begin_after_kernel_before();
   silu_mul<T>(gate, up, out, params);
 }
 
 template <typename T>
 __global__ void gather_rows_entry(
     const T* table, const int* rows, T* out, const __grid_constant__ paged::RowParams params) {
-  begin();
+  paged::begin_after_kernel_before();
   gather_rows<T>(table, rows, out, params);
 }
 
@@ -64,13 +59,13 @@ template <typename T>
 __global__ void __launch_bounds__(32 * paged::PRODUCT_SIMD_GROUPS) product_rows_entry(
     const T* x, const T* weight, const T* bias, const T* residual, T* out,
     const __grid_constant__ paged::ProductParams params) {
-  begin();
+  paged::begin_after_kernel_before();
   product_rows<T>(x, weight, bias, residual, out, params);
 }
 
 // grid: (blocks of an input, inputs).
 __global__ void copy_inputs_entry(const __grid_constant__ mlx_paged::cuda::StepInputs inputs) {
-  begin();
+  paged::begin_after_kernel_before();
   const mlx_paged::cuda::StepInput input = inputs.inputs[blockIdx.y];
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < input.words;
        i += gridDim.x * blockDim.x) {

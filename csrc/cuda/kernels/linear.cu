@@ -93,8 +93,7 @@ __global__ void __launch_bounds__(32 * kLinearParts) linear_entry(LINEAR_PARAMET
   float sums[GROUPS][TILES][4] = {};
   int begin = warp * kLinearChunkSteps;
   fetch_weights(begin);  // which no kernel writes
-  paged::wait_for_kernel_before();
-  paged::let_next_kernel_begin();
+  paged::begin_after_kernel_before();
   fetch_xs(begin);
   while (begin < num_steps) {
     Eight w[kSteps][2 * GROUPS];

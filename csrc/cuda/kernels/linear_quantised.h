@@ -97,8 +97,7 @@ __global__ void __launch_bounds__(32 * kLinearParts, quantised_blocks(TILES))
   for (int turn = 0; turn < kStages - 1; turn++) {
     copy_weights(turn);  // which no kernel writes
   }
-  paged::wait_for_kernel_before();
-  paged::let_next_kernel_begin();
+  paged::begin_after_kernel_before();
   if (num_turns > 0) {
     fetch_xs(0);
   }

@@ -103,12 +103,10 @@ __global__ void __launch_bounds__(32 * paged::MERGE_HEADS) merge_splits_entry(
     const __grid_constant__ paged::MergeParams params) {
   using namespace paged;
   typedef SplitValues<V_DIM> Values;
-  wait_for_kernel_before();
-  let_next_kernel_begin();
-
   int blocks = (params.num_q_heads + MERGE_HEADS - 1) / MERGE_HEADS;
   int head = blockIdx.x % blocks * MERGE_HEADS + threadIdx.x / 32;
   MergeItem item = merge_items[blockIdx.x / blocks];
+  begin_after_kernel_before();
   int num_rows = item.row_end - item.row_begin;
   int row = blockIdx.y;
   if (row >= num_rows || head >= params.num_q_heads) {

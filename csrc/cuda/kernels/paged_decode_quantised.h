@@ -20,8 +20,7 @@ __global__ void __launch_bounds__(
   typedef CodeRing<KEYS, VALUES, DIM> Ring;
   typedef WarpResults<DIM, QUERIES, quantised_ring_bytes(KEYS, VALUES, DIM, QUERIES)> Results;
   extern __shared__ __align__(128) unsigned char shared[];
-  wait_for_kernel_before();
-  let_next_kernel_begin();
+  begin_after_kernel_before();
 
   int kv_head = blockIdx.x % params.num_kv_heads;
   WorkItem item = work_items[blockIdx.x / params.num_kv_heads];

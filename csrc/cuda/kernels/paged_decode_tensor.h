@@ -119,13 +119,13 @@ __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM))
   constexpr int STEP = tensor_warps(DIM) * TENSOR_TOKENS;
   typedef KVRing<T, DIM> Ring;
   extern __shared__ __align__(128) unsigned char shared[];
-  wait_for_kernel_before();
   let_next_kernel_begin();
 
   int kv_head = blockIdx.x % params.num_kv_heads;
   WorkItem item = work_items[blockIdx.x / params.num_kv_heads];
   int num_rows = item.row_end - item.row_begin;
   if (num_rows < params.min_rows || num_rows > params.max_rows) {
+    wait_for_kernel_before();
     return;
   }
   int warp = threadIdx.x / 32;
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM))
   int first = begin / TENSOR_TOKENS * TENSOR_TOKENS + warp * TENSOR_TOKENS;
   Ring ring(
       meeting.ring(warp), key_pool, value_pool, table, item.last_block << params.block_shift,
-      seen_of, params.num_kv_heads, kv_head, first, STEP, lane);
+      seen_of, params.writes_last_only, params.num_kv_heads, kv_head, first, STEP, lane);
   KeyRange seen = ring.seen();
   auto query_of = [&](int q) -> const T* {
     size_t row = size_t(item.row_begin + q / heads) * params.num_q_heads;

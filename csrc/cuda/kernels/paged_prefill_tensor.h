@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(32 * WARPS) prefill_tensor_entry(ATTENTION_PAR
   typedef KVTiles<T, DIM, 32 * WARPS> Tiles;
   extern __shared__ __align__(128) unsigned char shared[];
 
-  wait_for_kernel_before();
+  begin_after_kernel_before();
   QueryTile ours = query_tile(
       work_items[blockIdx.x], block_tables, params, blockIdx.y, int(blockIdx.z) * QUERIES, QUERIES);
   if (ours.num_queries <= 0) {

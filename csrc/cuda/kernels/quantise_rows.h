@@ -252,8 +252,7 @@ __global__ void __launch_bounds__(paged::ROW_THREADS) quantise_rows_entry(
     const T* keys, const T* values, const int* slot_mapping, unsigned char* key_pool,
     unsigned char* value_pool, const __grid_constant__ paged::QuantiseParams params) {
   using namespace paged;
-  wait_for_kernel_before();
-  let_next_kernel_begin();
+  begin_after_kernel_before();
   if (blockIdx.y == 0) {
     quantise_row<T, DIM, KEYS, true>(keys, slot_mapping, key_pool, params);
   } else {
@@ -267,8 +266,7 @@ __global__ void __launch_bounds__(paged::ROW_THREADS) rotate_rows_entry(
     const T* queries, T* rotated, const __grid_constant__ paged::RotateParams params) {
   using namespace paged;
   typedef RowPart<DIM> Part;
-  wait_for_kernel_before();
-  let_next_kernel_begin();
+  begin_after_kernel_before();
   int index = (blockIdx.x * ROW_THREADS + threadIdx.x) / Part::LANES;
   bool exists = index < params.num_rows;
   Part part;

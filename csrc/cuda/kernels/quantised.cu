@@ -23,8 +23,7 @@
 template <typename T, int K_DIM, int V_DIM, int QUERIES>
 __global__ void __launch_bounds__(32 * paged::DECODE_SIMD_GROUPS)
     paged_decode_quantised_entry(ATTENTION_PARAMETERS) {
-  paged::wait_for_kernel_before();
-  paged::let_next_kernel_begin();
+  paged::begin_after_kernel_before();
   paged_decode<T, K_DIM, V_DIM, QUERIES, paged::portable_decode_loads(QUERIES)>(
       ATTENTION_ARGUMENTS);
 }
@@ -32,8 +31,7 @@ __global__ void __launch_bounds__(32 * paged::DECODE_SIMD_GROUPS)
 template <typename T, int K_DIM, int V_DIM, int ROWS>
 __global__ void __launch_bounds__(32 * paged::portable_matrix_simd_groups(K_DIM))
     paged_decode_matrix_quantised_entry(ATTENTION_PARAMETERS) {
-  paged::wait_for_kernel_before();
-  paged::let_next_kernel_begin();
+  paged::begin_after_kernel_before();
   paged_decode_matrix<T, K_DIM, V_DIM, ROWS, paged::portable_matrix_simd_groups(K_DIM)>(
       ATTENTION_ARGUMENTS);
 }
@@ -41,8 +39,7 @@ __global__ void __launch_bounds__(32 * paged::portable_matrix_simd_groups(K_DIM)
 template <typename T, int K_DIM, int V_DIM, int ROWS>
 __global__ void __launch_bounds__(32 * paged::PREFILL_SIMD_GROUPS)
     paged_prefill_quantised_entry(ATTENTION_PARAMETERS) {
-  paged::wait_for_kernel_before();
-  paged::let_next_kernel_begin();
+  paged::begin_after_kernel_before();
   paged_prefill<T, K_DIM, V_DIM, ROWS, paged::portable_prefill_tokens(K_DIM, V_DIM, sizeof(T))>(
       ATTENTION_ARGUMENTS);
 }

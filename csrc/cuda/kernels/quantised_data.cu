@@ -14,8 +14,7 @@ template <typename T, int PARTS>
 __global__ void quantise_kv_entry(
     const T* keys, const T* values, const int* slot_mapping, unsigned char* key_pool,
     unsigned char* value_pool, const __grid_constant__ paged::QuantiseParams params) {
-  paged::wait_for_kernel_before();
-  paged::let_next_kernel_begin();
+  paged::begin_after_kernel_before();
   quantise_kv<T, PARTS>(
       keys, values, slot_mapping, key_pool, value_pool, params,
       make_uint3(blockIdx.y, blockIdx.x, blockIdx.z));
@@ -32,8 +31,7 @@ __global__ void gather_quantised_entry(
 template <typename T, int PARTS>
 __global__ void rotate_queries_entry(
     const T* queries, T* rotated, const __grid_constant__ paged::RotateParams params) {
-  paged::wait_for_kernel_before();
-  paged::let_next_kernel_begin();
+  paged::begin_after_kernel_before();
   rotate_queries<T, PARTS>(queries, rotated, params);
 }
 
