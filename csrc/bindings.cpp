@@ -81,15 +81,17 @@ void bind_extension(nb::module_& m) {
       [](const nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& tables,
          const nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& num_blocks,
          const nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& context_lens,
-         int block_size, int64_t window, int64_t shortest_piece, int64_t most_pieces, bool pads,
-         bool stays, mx::StreamOrDevice stream) -> std::optional<Arrays> {
+         int block_size, int64_t window, int64_t shortest_piece, int64_t most_pieces,
+         int64_t most_half_pieces, bool pads, bool stays,
+         mx::StreamOrDevice stream) -> std::optional<Arrays> {
         size_t num_rows = context_lens.shape(0);
         if (tables.shape(0) != num_rows || num_blocks.shape(0) != num_rows) {
           return std::nullopt;
         }
         auto plan = plan_decodes(
             tables.data(), int(num_rows), int(tables.shape(1)), num_blocks.data(),
-            context_lens.data(), {block_size, window, shortest_piece, most_pieces, pads});
+            context_lens.data(),
+            {block_size, window, shortest_piece, most_pieces, most_half_pieces, pads});
         if (!plan) {
           return std::nullopt;
         }
@@ -115,7 +117,8 @@ void bind_extension(nb::module_& m) {
         return made;
       },
       "tables"_a, "num_blocks"_a, "context_lens"_a, nb::kw_only(), "block_size"_a, "window"_a,
-      "shortest_piece"_a, "most_pieces"_a, "pads"_a, "stays"_a, "stream"_a = nb::none());
+      "shortest_piece"_a, "most_pieces"_a, "most_half_pieces"_a, "pads"_a, "stays"_a,
+      "stream"_a = nb::none());
 
   m.def("to_host", &to_host, "array"_a, nb::kw_only(), "stream"_a = nb::none());
 

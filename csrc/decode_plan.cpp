@@ -20,6 +20,13 @@ int64_t in_strides(int64_t size) {
   return ceil_div(size, stride) * stride;
 }
 
+// As `tokens_per_piece` of plan.py.
+int64_t longest_piece(int64_t tokens, const DecodePlanRules& rules) {
+  int64_t longest = std::max(ceil_div(tokens, rules.most_pieces), rules.shortest_piece);
+  bool halves = tokens > longest && 2 * tokens <= longest * rules.most_half_pieces;
+  return halves ? longest / 2 : longest;
+}
+
 struct Item {
   int row;
   int64_t first_block;
@@ -44,8 +51,8 @@ std::optional<DecodePlan> plan_decodes(
     int64_t first = rules.window ? std::max<int64_t>(len - rules.window, 0) / block_size : 0;
     int64_t end = ceil_div(len, block_size);
     int64_t tokens = len - first * block_size;
-    int64_t longest = std::max(ceil_div(tokens, rules.most_pieces), rules.shortest_piece);
-    items[i] = {i, first, end, tokens, std::min(ceil_div(tokens, longest), end - first)};
+    int64_t splits = ceil_div(tokens, longest_piece(tokens, rules));
+    items[i] = {i, first, end, tokens, std::min(splits, end - first)};
   }
   // (The longest first.)
   std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) {

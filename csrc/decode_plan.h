@@ -14,10 +14,11 @@ namespace mlx_paged {
 
 struct DecodePlanRules {
   int block_size;
-  int64_t window;          // 0: none
-  int64_t shortest_piece;  // tokens
-  int64_t most_pieces;     // of a context
-  bool pads;               // sizes to strides, so that they change seldom
+  int64_t window;            // 0: none
+  int64_t shortest_piece;    // tokens
+  int64_t most_pieces;       // of a context
+  int64_t most_half_pieces;  // of a context of several that are half as long
+  bool pads;                 // sizes to strides, so that they change seldom
 };
 
 struct DecodePlan {

@@ -114,6 +114,7 @@ def plan_decodes(
     window: int | None,
     shortest_piece: int,
     most_pieces: int,
+    most_half_pieces: int,
     pads: bool,
     stays: bool,
 ) -> AttentionPlan | None:
@@ -126,6 +127,7 @@ def plan_decodes(
         window: see `model.plan.build_plan`.
         shortest_piece: tokens of a piece of a context, at least.
         most_pieces: of a context.
+        most_half_pieces: of a context that has several; these are half as long.
         pads: block tables, items and merges to sizes that change seldom.
         stays: with CUDA, in the host's pinned memory: for a step that reads it once.
 
@@ -140,6 +142,7 @@ def plan_decodes(
         window=window or 0,
         shortest_piece=shortest_piece,
         most_pieces=most_pieces,
+        most_half_pieces=most_half_pieces,
         pads=pads,
         stays=stays,
     )

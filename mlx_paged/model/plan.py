@@ -31,6 +31,9 @@ _LONGEST = 4096
 _SHORTEST = 384
 # More pieces of a long context fill no GPU better, and merging them takes time.
 _MOST_PIECES = 48
+# A short context that is alone would leave most of a GPU idle: 1024 tokens are 24 threadgroups at
+# 8 KV heads, or 48 where pieces are half as long. As many as a merge takes at once.
+_MOST_HALF_PIECES = 12
 _ANY_NUMBER = 1 << 62
 _MOST_DRAFT_ROWS = 8  # as in csrc/launch_attention.cpp
 # A short prefill chunk behind a long cached prefix has few items, and each would have to go through
@@ -261,6 +264,7 @@ def build_plan(
             window=window,
             shortest_piece=_SHORTEST if on_gpu else _LONGEST,
             most_pieces=_MOST_PIECES if on_gpu else _ANY_NUMBER,
+            most_half_pieces=_MOST_HALF_PIECES if on_gpu else 0,
             pads=ops.repeats_steps(),
             stays=stays_on_host,
         )
@@ -468,6 +472,8 @@ def tokens_per_piece(
     if not _on_gpu():
         return longest
     pieces = np.maximum(-(-num_tokens // _MOST_PIECES), _SHORTEST)
+    halves = (num_tokens > pieces) & (2 * num_tokens <= pieces * _MOST_HALF_PIECES)
+    pieces = np.where(halves, pieces // 2, pieces)
     if num_rows.max(initial=0) <= _MOST_DRAFT_ROWS:
         return pieces
     shares = np.clip(_PREFILL_PIECES // num_items, 1, _MOST_PREFILL_PIECES)

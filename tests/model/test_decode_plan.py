@@ -64,7 +64,8 @@ def test_numbers_that_are_no_plan_are_named_by_python() -> None:
 
 def test_a_table_is_not_read_beyond_its_width() -> None:
     tables = PaddedTables(np.ones((1, 2), np.int32), np.array([5]))  # (as no cache makes it)
-    options = {"block_size": 8, "window": None, "shortest_piece": 384, "most_pieces": 48}
+    options = {"block_size": 8, "window": None, "shortest_piece": 384}
+    options |= {"most_pieces": 48, "most_half_pieces": 12}
     made = ops.plan_decodes(
         tables.blocks, tables.lengths, np.array([30]), pads=False, stays=False, **options
     )

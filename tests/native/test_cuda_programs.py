@@ -303,7 +303,8 @@ def test_plans_in_pinned_memory_are_those_that_are_sent(rng) -> None:
     lengths, lens = np.array([40, 40, 7]), np.array([640, 77, 100])
     weight = values(rng, 48, 64, dtype=mx.bfloat16)
     table = values(rng, 700, 64, dtype=mx.bfloat16)
-    options = {"block_size": 16, "window": None, "shortest_piece": 384, "most_pieces": 48}
+    options = {"block_size": 16, "window": None, "shortest_piece": 384}
+    options |= {"most_pieces": 48, "most_half_pieces": 12}
     [unknown] = ops.placeholders([mx.zeros((3,), mx.int32)])
     program = ops.DeviceProgram([unknown], [ops.linear(table[unknown], weight)])
     results = []
