@@ -78,7 +78,13 @@ void StepRunner::run(const Arrays& in, const Arrays& results, StepDevice& device
   for (const auto& constant : program_.constants()) {
     key.fixed.push_back(device.address_of(constant));
   }
-  auto step = captured(std::move(key), in, device);
+  auto step = way_of(std::move(key), in, device);
+  if (device.captures() && step->has_run && !step->was_captured) {
+    device.address_of(step->values);  // (so that it knows all that addresses lie in)
+    device.address_of(step->workspace);
+    step->replayed = device.capture(step->launches, step->result_begin);
+    step->was_captured = true;
+  }
   std::vector<StepCopy> copies;
   for (size_t i = 0; device.captures() && i < in.size(); i++) {
     if (is_copied(i) && in[i].nbytes() > 0) {
@@ -95,7 +101,7 @@ void StepRunner::run(const Arrays& in, const Arrays& results, StepDevice& device
       const auto& o = program_.operands()[operand];
       step->launches.addresses[operand] = device.address_of(in[o.index]) + o.offset;
     }
-    device.address_of(step->values);  // (so that it knows all that addresses lie in)
+    device.address_of(step->values);
     device.address_of(step->workspace);
   }
   device.begin();
@@ -106,6 +112,7 @@ void StepRunner::run(const Arrays& in, const Arrays& results, StepDevice& device
     device.run(step->launches, 0, step->result_begin);
   }
   device.run(step->launches, step->result_begin, step->launches.launches.size());
+  step->has_run = true;
   // Also of what was kept until begin() only: copies made to be read here.
   for (size_t i = 0; i < in.size(); i++) {
     if (is_copied(i)) {
@@ -120,12 +127,11 @@ void StepRunner::run(const Arrays& in, const Arrays& results, StepDevice& device
   device.keep(step);
 }
 
-std::shared_ptr<StepRunner::Captured> StepRunner::captured(
-    Key key, const Arrays& in, StepDevice& device) {
-  for (auto it = captured_.begin(); it != captured_.end(); ++it) {
+std::shared_ptr<StepRunner::Way> StepRunner::way_of(Key key, const Arrays& in, StepDevice& device) {
+  for (auto it = ways_.begin(); it != ways_.end(); ++it) {
     if ((*it)->key == key) {
-      captured_.splice(captured_.begin(), captured_, it);
-      return captured_.front();
+      ways_.splice(ways_.begin(), ways_, it);
+      return ways_.front();
     }
   }
   mx::array values = memory_->at_least(value_bytes_, StepMemory::Use::values, device);
@@ -155,14 +161,12 @@ std::shared_ptr<StepRunner::Captured> StepRunner::captured(
   }
   PlacedLaunches launches{program_.launches(key.attention, device.kind()), std::move(addresses)};
   size_t result_begin = first_of(result_operands_, launches.launches);
-  auto made = std::make_shared<Captured>(
-      Captured{std::move(key), values, workspace, std::move(launches), result_begin, nullptr});
-  if (device.captures()) {
-    made->replayed = device.capture(made->launches, result_begin);
-  }
-  captured_.push_front(made);
-  if (captured_.size() > kMostCaptured) {
-    captured_.pop_back();  // (while it runs, it is kept)
+  device.prepare(launches);
+  auto made = std::make_shared<Way>(
+      Way{std::move(key), values, workspace, std::move(launches), result_begin});
+  ways_.push_front(made);
+  if (ways_.size() > kMostWays) {
+    ways_.pop_back();  // (while it runs, it is kept)
   }
   return made;
 }

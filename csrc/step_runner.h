@@ -8,9 +8,10 @@
 //   copy     the step's inputs to where the captured launches look for them
 //   replay   launches that were captured once
 //   run      those that write the results, which are new arrays each time (a caller may keep them)
-// and all of it in the order of the stream. (A device that captures nothing runs all of them, on
-// the inputs where they are.) So steps, of whatever programs, share one memory for what is needed
-// within a step only.
+// and all of it in the order of the stream. What is launched for the first time is run, and
+// captured when it occurs again: a capture takes the time of some launches, and the device would
+// wait for it. (A device that captures nothing runs all of them, on the inputs where they are.) So
+// steps, of whatever programs, share one memory for what is needed within a step only.
 
 #pragma once
 
@@ -43,11 +44,13 @@ class StepDevice {
   virtual Gpu kind() const = 0;
   // Whether it keeps launches.
   virtual bool captures() const = 0;
+  // Loads what launches need. Before they first run.
+  virtual void prepare(const PlacedLaunches& launches) = 0;
   // Memory that stays where it is. Before any launch of a step.
   virtual mx::array allocate(uint64_t bytes) = 0;
   virtual char* address_of(const mx::array& a) = 0;
-  // Launches [0, end) so that they can be replayed; null: they are run each time, on copies of the
-  // inputs all the same. Throws where that fails, and then nothing is left of it.
+  // Launches [0, end), which have run, so that they can be replayed; null: they are run each time,
+  // on copies of the inputs all the same. Throws where that fails, and then nothing is left of it.
   virtual std::shared_ptr<void> capture(PlacedLaunches& launches, size_t end) = 0;
 
   // From here on, all is in the order of the stream and after all that was encoded so far.
@@ -78,8 +81,8 @@ std::shared_ptr<StepMemory> step_memory(int stream);
 // Of a program on a stream.
 class StepRunner {
  public:
-  // Ways to launch a program's steps that stay captured.
-  static constexpr size_t kMostCaptured = 4;
+  // Ways to launch a program's steps that are kept.
+  static constexpr size_t kMostWays = 4;
 
   // `program` must outlive it, though not its steps under way.
   StepRunner(const DeviceProgram& program, std::shared_ptr<StepMemory> memory);
@@ -88,7 +91,7 @@ class StepRunner {
   void run(const Arrays& in, const Arrays& results, StepDevice& device);
 
  private:
-  // What launches were captured for.
+  // What launches were made for.
   struct Key {
     std::vector<LaunchList> attention;
     std::vector<const void*> fixed;  // where pools and constants are
@@ -96,25 +99,27 @@ class StepRunner {
     bool operator==(const Key& other) const = default;
   };
 
-  struct Captured {
+  struct Way {
     Key key;
     mx::array values;     // temporaries, then inputs
     mx::array workspace;  // of attention
     PlacedLaunches launches;
     size_t result_begin;  // launches from there on write results
-    std::shared_ptr<void> replayed;
+    bool has_run = false;
+    bool was_captured = false;
+    std::shared_ptr<void> replayed = nullptr;
   };
 
   bool is_copied(size_t input) const;
-  std::shared_ptr<Captured> captured(Key key, const Arrays& in, StepDevice& device);
+  std::shared_ptr<Way> way_of(Key key, const Arrays& in, StepDevice& device);
 
   const DeviceProgram& program_;
   std::shared_ptr<StepMemory> memory_;
   std::vector<int64_t> input_offsets_;  // in `values`
   uint64_t value_bytes_;
   std::vector<int> result_operands_;
-  std::vector<int> input_operands_;                // that are copied, where launches are captured
-  std::list<std::shared_ptr<Captured>> captured_;  // the one used last first
+  std::vector<int> input_operands_;       // that are copied, where launches are captured
+  std::list<std::shared_ptr<Way>> ways_;  // the one used last first
 };
 
 }  // namespace mlx_paged

@@ -77,18 +77,6 @@ cudaStream_t capture_stream() {
   return stream;
 }
 
-// Loads every kernel, which must not happen while launches are captured.
-void prepare(const std::vector<Launch>& launches) {
-  for (const auto& launch : launches) {
-    if (cuda::is_library_product(launch)) {
-      continue;
-    }
-    const auto& name = launch.kernel.host_name;
-    const void* symbol = cuda::find_kernel(name, launch.num_arguments());
-    cuda::allow_shared_memory(symbol, name, launch.threadgroup_memory);
-  }
-}
-
 void run_launch(Launch& launch, std::vector<char*>& addresses, cudaStream_t stream, bool overlap) {
   const Extent grid = cuda::kernel_grid(launch);
   if (std::find(grid.begin(), grid.end(), 0) != grid.end()) {
@@ -155,6 +143,17 @@ class CudaStepDevice : public StepDevice {
 
   bool captures() const override { return true; }
 
+  void prepare(const PlacedLaunches& placed) override {
+    for (const auto& launch : placed.launches) {
+      if (cuda::is_library_product(launch)) {
+        continue;
+      }
+      const auto& name = launch.kernel.host_name;
+      const void* symbol = cuda::find_kernel(name, launch.num_arguments());
+      cuda::allow_shared_memory(symbol, name, launch.threadgroup_memory);
+    }
+  }
+
   mx::array allocate(uint64_t bytes) override {
     mx::array a(workspace_shape(std::max(bytes, kSmallest)), mx::float32, nullptr, {});
     gpu::allocate(a, stream_);
@@ -165,8 +164,9 @@ class CudaStepDevice : public StepDevice {
     return mx::gpu_ptr<char>(const_cast<mx::array&>(a));
   }
 
+  // (Loading a kernel must not happen in a capture, nor what a library does when it first runs a
+  // product. All of it has happened when they first ran.)
   std::shared_ptr<void> capture(PlacedLaunches& launches, size_t end) override {
-    prepare(launches.launches);
     static const bool wanted = [] {
       const char* set = std::getenv("MLX_PAGED_STEP_GRAPHS");
       return !set || std::atoi(set) != 0;
@@ -174,7 +174,6 @@ class CudaStepDevice : public StepDevice {
     if (!wanted || end == 0) {
       return nullptr;
     }
-    load_library_kernels(launches, end);
     cudaStream_t stream = capture_stream();
     check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "a capture");
     cudaGraph_t graph = nullptr;
@@ -240,19 +239,6 @@ class CudaStepDevice : public StepDevice {
   }
 
  private:
-  // By running them. Between two steps nothing that they overwrite is needed.
-  void load_library_kernels(PlacedLaunches& placed, size_t end) {
-    bool first = true;
-    for (size_t i = 0; i < end; i++) {
-      if (cuda::is_library_product(placed.launches[i])) {
-        if (std::exchange(first, false)) {
-          encoder_.commit();
-        }
-        run_launch(placed.launches[i], placed.addresses, encoder_.stream(), false);
-      }
-    }
-  }
-
   mx::Stream stream_;
   mx::cu::CommandEncoder& encoder_;
 };

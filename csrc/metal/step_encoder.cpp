@@ -25,6 +25,8 @@ class MetalStepDevice : public StepDevice {
 
   bool captures() const override { return false; }
 
+  void prepare(const PlacedLaunches&) override {}
+
   mx::array allocate(uint64_t bytes) override {
     mx::array a(workspace_shape(bytes), mx::float32, nullptr, {});
     gpu::allocate(a, stream_);

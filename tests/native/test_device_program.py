@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -496,13 +497,26 @@ def products_of(rng: np.random.Generator, rows: int, size: int) -> tuple[Any, mx
     return program, x, expected
 
 
-def test_a_step_is_captured_once_and_its_results_are_new_arrays(rng) -> None:
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Fills in the steps, captures and replays of programs."""
+    before, counts = sim_ext.step_counts(), {}
+    yield counts
+    after = sim_ext.step_counts()
+    counts |= {name: after[name] - before[name] for name in ("steps", "captures", "replays")}
+
+
+def test_a_step_is_captured_when_it_repeats_and_its_results_are_new_arrays(rng) -> None:
     with simulated():
         program, x, expected = products_of(rng, 3, 64)
-        captures, replays, _ = sim_ext.step_counts()
-        results = [program([x * scale])[0] for scale in (1, 2, 3)]
-        mx.eval(results)
-        assert sim_ext.step_counts()[:2] == (captures + 1, replays + 3)
+        with counted() as first:
+            results = [program([x])[0]]
+            mx.eval(results)
+        assert first == {"steps": 1, "captures": 0, "replays": 0}
+        with counted() as others:
+            results += [program([x * scale])[0] for scale in (2, 3)]
+            mx.eval(results)
+        assert others == {"steps": 2, "captures": 1, "replays": 2}
         for scale, result in zip((1, 2, 3), results, strict=True):
             np.testing.assert_allclose(
                 np.array(result), np.array(expected) * scale, rtol=1e-3, atol=1e-3
@@ -512,20 +526,21 @@ def test_a_step_is_captured_once_and_its_results_are_new_arrays(rng) -> None:
 def test_a_capture_that_fails_leaves_nothing(rng) -> None:
     with simulated():
         program, x, expected = products_of(rng, 3, 64)
+        mx.eval(program([x])[0])
         sim_ext.fail_next_capture()
         with pytest.raises(RuntimeError, match="a capture that fails"):
             mx.eval(program([x])[0])
-        captures, *_ = sim_ext.step_counts()
-        [result] = program([x])
-        mx.eval(result)
-        assert sim_ext.step_counts()[0] == captures + 1
+        with counted() as found:
+            [result] = program([x])
+            mx.eval(result)
+        assert found == {"steps": 1, "captures": 1, "replays": 1}
         np.testing.assert_allclose(np.array(result), np.array(expected), rtol=1e-5)
 
 
 def test_programs_share_their_memory_and_give_it_back(rng) -> None:
     gc.collect()
     with simulated():
-        *_, before = sim_ext.step_counts()
+        before = sim_ext.step_counts()["memory"]
         made = [products_of(rng, rows, 256) for rows in (8, 1, 2, 3, 4, 5, 6, 7, 8)]
         for _ in range(2):
             for program, x, expected in made:
@@ -534,17 +549,17 @@ def test_programs_share_their_memory_and_give_it_back(rng) -> None:
                     np.array(result), np.array(expected), rtol=1e-3, atol=1e-2
                 )
         largest = 2 * 8 * 256 * 4  # its input and the first product
-        *_, memory = sim_ext.step_counts()
+        memory = sim_ext.step_counts()["memory"]
         assert largest <= memory - before <= largest + 4096
         del made, program
         gc.collect()
-        assert sim_ext.step_counts()[2] == before
+        assert sim_ext.step_counts()["memory"] == before
 
 
 def test_memory_that_grows_does_so_in_few_steps(rng) -> None:
     """What was captured before keeps its own, which is no larger in all than the newest."""
     with simulated():
-        *_, before = sim_ext.step_counts()
+        before = sim_ext.step_counts()["memory"]
         made = [products_of(rng, rows, 256) for rows in range(1, 9)]
         for _ in range(2):
             for program, x, expected in made:
@@ -552,7 +567,7 @@ def test_memory_that_grows_does_so_in_few_steps(rng) -> None:
                 np.testing.assert_allclose(
                     np.array(result), np.array(expected), rtol=1e-3, atol=1e-2
                 )
-        assert sim_ext.step_counts()[2] - before <= 4 * 2 * 8 * 256 * 4
+        assert sim_ext.step_counts()["memory"] - before <= 4 * 2 * 8 * 256 * 4
 
 
 def test_attention_that_is_launched_otherwise_is_captured_anew(rng) -> None:
@@ -565,11 +580,11 @@ def test_attention_that_is_launched_otherwise_is_captured_anew(rng) -> None:
         driver.step({"a": [1], "b": [2]})
         graphs.step({"a": [1], "b": [2]})
         program, inputs = steps.made[-1]
-        captures, replays, _ = sim_ext.step_counts()
-        for _ in range(3):
-            logits, *_ = program([*inputs[:-8], *driver.runner.model.pools()])
-            mx.eval(logits)
-        assert sim_ext.step_counts()[:2] == (captures, replays + 3)
+        with counted() as found:
+            for _ in range(3):
+                logits, *_ = program([*inputs[:-8], *driver.runner.model.pools()])
+                mx.eval(logits)
+        assert found == {"steps": 3, "captures": 1, "replays": 3}
 
 
 # --- Refusals -------------------------------------------------------------------------------------
@@ -638,9 +653,9 @@ def test_steps_with_prompts_are_padded_and_become_programs(rng, monkeypatch, nam
         patch.setattr(ops, "most_device_program_rows", lambda: 64)
         for part in work:
             tokens = {sequence: new_tokens(rng, count) for sequence, count in part.items()}
-            _, before, _ = sim_ext.step_counts()
-            actual = ours.step(tokens)
-            made.append(sim_ext.step_counts()[1] - before)
+            with counted() as found:
+                actual = ours.step(tokens)
+            made.append(found["steps"])
             patch.undo()
             with monkeypatch.context() as other:
                 other.setattr(ops, "has_cuda", lambda: False)
@@ -662,7 +677,7 @@ def test_steps_as_metal_runs_them(rng, monkeypatch, name: str) -> None:
     with simulated():
         sim_ext.capture_steps(False)
         try:
-            counts, _, _ = sim_ext.step_counts()
+            captures = sim_ext.step_counts()["captures"]
             num_launches = []
             for part in [{"a": 5, "b": 9, "c": 1}, *[dict.fromkeys("abc", 1)] * 9]:
                 tokens = {sequence: new_tokens(rng, count) for sequence, count in part.items()}
@@ -674,7 +689,7 @@ def test_steps_as_metal_runs_them(rng, monkeypatch, name: str) -> None:
                 num_launches.append(len([o for o in launches() if o["kernel"] != "write_kv"]))
                 for sequence, logits in expected.items():
                     np.testing.assert_allclose(actual[sequence], logits, atol=2e-5)
-            assert sim_ext.step_counts()[0] == counts
+            assert sim_ext.step_counts()["captures"] == captures
         finally:
             sim_ext.capture_steps(True)
     assert steps.uses_device_programs and steps._graphs
@@ -701,20 +716,20 @@ def test_a_step_is_under_way_when_the_next_one_is_built(rng, monkeypatch) -> Non
     steps = driver.runner.model._compiled
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
     monkeypatch.setattr(ops, "most_device_program_rows", lambda: 64)
-    replayed, run = [], steps.run
+    made, run = [], steps.run
 
     def watched(*args: Any) -> Any:
-        _, before, _ = sim_ext.step_counts()
-        result = run(*args)
-        replayed.append(sim_ext.step_counts()[1] - before)
-        assert replayed[-1] == 0 or all(a is b for a, b in zip(result[1], args[2], strict=True))
+        with counted() as found:
+            result = run(*args)
+        made.append(found["steps"])
+        assert made[-1] == 0 or all(a is b for a, b in zip(result[1], args[2], strict=True))
         return result
 
     monkeypatch.setattr(steps, "run", watched)
     with simulated():
         for _ in range(5):
             driver.step({"a": new_tokens(rng, 1)})
-    assert replayed == [0, 0, 1, 1, 1]
+    assert made == [0, 0, 1, 1, 1]
 
 
 def test_prompts_that_are_no_programs_do_not_keep_decodes_from_it(rng, monkeypatch) -> None:
@@ -725,11 +740,11 @@ def test_prompts_that_are_no_programs_do_not_keep_decodes_from_it(rng, monkeypat
     with simulated():
         for sequence in "ab":
             driver.step({sequence: new_tokens(rng, 5)})
-        sim_ext.fail_next_capture()
+        sim_ext.fail_next_preparation()
         driver.step({"c": new_tokens(rng, 5)})
         assert not steps._takes_prompts and steps.uses_device_programs
         assert driver.runner.model.rows_with_prompts(5) == 5
-        _, before, _ = sim_ext.step_counts()
-        for _ in range(4):
-            driver.step({"a": new_tokens(rng, 1)})
-        assert sim_ext.step_counts()[1] == before + 2
+        with counted() as found:
+            for _ in range(4):
+                driver.step({"a": new_tokens(rng, 1)})
+        assert found == {"steps": 2, "captures": 1, "replays": 1}

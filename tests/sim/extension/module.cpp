@@ -271,15 +271,22 @@ void bind_simulator(nb::module_& m) {
       "step_counts",
       [] {
         auto counts = sim::counts_of_steps();
-        return nb::make_tuple(counts.captures, counts.replays, counts.memory_bytes);
+        nb::dict named;
+        named["steps"] = counts.steps;
+        named["captures"] = counts.captures;
+        named["replays"] = counts.replays;
+        named["memory"] = counts.memory_bytes;
+        return named;
       },
-      "Captures and replays of device programs so far, and the bytes of memory that they have.");
+      "Steps of device programs so far, captures and replays, and the bytes that programs have.");
 
   m.def(
       "capture_steps", &sim::capture_steps, "wanted"_a,
       "Whether launches of device programs are captured, or run one after another.");
 
   m.def("fail_next_capture", &sim::fail_next_capture, "The next capture throws.");
+
+  m.def("fail_next_preparation", &sim::fail_next_preparation, "What a step loads first throws.");
 
   m.def(
       "workspace_shape",

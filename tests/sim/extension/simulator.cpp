@@ -151,6 +151,7 @@ void simulate(KernelNode& node, const Arrays& inputs, Arrays& out) {
 
 StepCounts step_counts;
 bool capture_fails = false;
+bool preparation_fails = false;
 bool captures_nothing = false;
 struct SimulatedMemory {
   std::weak_ptr<mx::array::Data> data;
@@ -167,6 +168,12 @@ class SimulatedStepDevice : public StepDevice {
   Gpu kind() const override { return Gpu::apple; }
 
   bool captures() const override { return !captures_nothing; }
+
+  void prepare(const PlacedLaunches&) override {
+    if (std::exchange(preparation_fails, false)) {
+      throw std::runtime_error("[simulator] a preparation that fails");
+    }
+  }
 
   mx::array allocate(uint64_t bytes) override {
     mx::array a(mx::Shape{int((bytes + 3) / 4)}, mx::float32, nullptr, {});
@@ -194,6 +201,7 @@ class SimulatedStepDevice : public StepDevice {
 
   // What a step finds in its memory is of other steps.
   void begin() override {
+    step_counts.steps++;
     mx::synchronize(stream_);
     std::erase_if(step_memories, [](const auto& memory) { return memory.data.expired(); });
     for (const auto& memory : step_memories) {
@@ -308,6 +316,10 @@ StepCounts counts_of_steps() {
 
 void fail_next_capture() {
   capture_fails = true;
+}
+
+void fail_next_preparation() {
+  preparation_fails = true;
 }
 
 std::vector<Record> take_records() {

@@ -28,6 +28,7 @@ std::vector<Record> take_records();
 
 // Of device programs, since the process started; and the memory that they have now.
 struct StepCounts {
+  int steps = 0;
   int captures = 0;
   int replays = 0;
   uint64_t memory_bytes = 0;
@@ -39,5 +40,6 @@ void capture_steps(bool wanted);
 
 // The next capture throws.
 void fail_next_capture();
+void fail_next_preparation();
 
 }  // namespace mlx_paged::sim
