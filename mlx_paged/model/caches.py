@@ -9,6 +9,7 @@ is padded and nothing is masked. ``update_and_fetch`` writes K and V to the pool
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -26,6 +27,39 @@ from mlx_paged.ops import AttentionPlan
 
 
 @dataclass(frozen=True)
+class Parts:
+    """Layers of a step that the device has begun with.
+
+    What a part computes takes memory until all of it has run. So of a large step the host waits
+    for parts while it builds others, and these keep the device busy.
+
+    Attributes:
+        num_layers: of a part.
+        most: parts that are under way; None: any number.
+    """
+
+    num_layers: int
+    most: int | None = None
+    _under_way: deque[mx.array] = field(default_factory=deque, init=False, compare=False)
+
+    def layer_built(self, layer: int, pool: mx.array, rows: mx.array) -> None:
+        """Begins with all up to layer `layer`, which ends a part, or nothing.
+
+        Args:
+            pool: that it has written.
+            rows: what it has written there. (A pool that is kept is not written in place.)
+        """
+        if layer % self.num_layers:
+            return
+        mx.async_eval(pool)  # type: ignore[no-untyped-call]
+        if self.most is None:
+            return
+        self._under_way.append(rows)
+        if len(self._under_way) > self.most:
+            mx.eval(self._under_way.popleft())
+
+
+@dataclass(frozen=True)
 class Step:
     """One forward over ragged sequences.
 
@@ -35,8 +69,8 @@ class Step:
         plans: Of layers with another reach. One that is missing here reads through `plan`.
         states: Of recurrent layers; None for a model that has none.
         prefill: Of layers that see everything, where long chunks take MLX's own attention.
-        starts_early: Whether the device begins with the first layers while the last ones are
-            still being built.
+        parts: The device begins with them while the next ones are still being built; None: with
+            the whole step.
         media: What the rows bring besides tokens, for a multimodal model.
     """
 
@@ -45,7 +79,7 @@ class Step:
     plans: Mapping[Reach, AttentionPlan] = field(default_factory=dict)
     states: StatePlan | None = None
     prefill: dense_prefill.DensePrefill | None = None
-    starts_early: bool = False
+    parts: Parts | None = None
     media: MediaRows | None = None
 
     def plan_for(self, reach: Reach) -> AttentionPlan:
@@ -172,8 +206,7 @@ class KVPools:
     start_position = 0
     # mlx-vlm asks for the column that a batch shares, and without one reads positions on the host.
     _idx = 0
-    # Whether to start the part of a step built so far, once this layer has written.
-    begins_part = False
+    layer = 0  # which of the layers that have pools
 
     def __init__(
         self, context: StepContext, spec: LayerSpec, *, num_blocks: int, block_size: int
@@ -199,8 +232,9 @@ class KVPools:
             _pad(values.astype(self.spec.dtype), self._dims[1]),
             slot_mapping,
         )
-        if self.begins_part and self._context.step.starts_early:
-            mx.async_eval(self.key_pool)  # type: ignore[no-untyped-call]
+        parts = self._context.step.parts
+        if parts is not None:
+            parts.layer_built(self.layer, self.key_pool, keys)
 
 
 class PagedLayerCache(KVPools):

@@ -11,6 +11,7 @@ by rows and keys behind it, which no row of it sees.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -25,33 +26,41 @@ from mlx_paged.ops import AttentionPlan
 LEAST_ROWS = 512
 ALIGNMENT = 256
 _MOST_DIM = 128  # cuDNN's
+# Of the sequences of one call together: gathered keys and values take memory, and beyond that a
+# call is long enough that the host is no part of it.
+_MOST_KEYS = 16384
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One sequence's rows of a step."""
+    """The rows of a step of one sequence, or of several that are alike and side by side."""
 
     first_row: int
-    num_rows: int
-    rows_before: int  # to add, down to an aligned position
+    num_rows: int  # of all sequences
+    num_sequences: int
+    rows_before: int  # to add to each sequence, down to an aligned position
     rows_behind: int
-    num_keys: int  # up to an aligned position
-    block_table: mx.array  # [1, num_keys / block_size] int32
-    context_len: mx.array  # [1] int32
+    num_keys: int  # of each, up to an aligned position
+    block_tables: mx.array  # [num_sequences, num_keys / block_size] int32
+    context_lens: mx.array  # [num_sequences] int32
 
     def attend(
         self, queries: mx.array, key_pool: mx.array, value_pool: mx.array, scale: float
     ) -> mx.array:
         """``[num_rows, num_q_heads, dim]`` queries -> the same shape."""
         keys, values = ops.gather_kv(
-            key_pool, value_pool, self.block_table, self.context_len, self.num_keys
+            key_pool, value_pool, self.block_tables, self.context_lens, self.num_keys
         )
+        rows = self.num_rows // self.num_sequences
+        queries = mx.unflatten(queries, 0, (self.num_sequences, rows))
         if self.rows_before or self.rows_behind:
-            queries = mx.pad(queries, [(self.rows_before, self.rows_behind), (0, 0), (0, 0)])
+            around = (self.rows_before, self.rows_behind)
+            queries = mx.pad(queries, [(0, 0), around, (0, 0), (0, 0)])
+        # (What it returns lies in memory as the queries do: no copy. An index would be one.)
         out = mx.fast.scaled_dot_product_attention(
-            queries.transpose(1, 0, 2)[None], keys, values, scale=scale, mask="causal"
-        )
-        return out[0].transpose(1, 0, 2)[self.rows_before : self.rows_before + self.num_rows]
+            queries.transpose(0, 2, 1, 3), keys, values, scale=scale, mask="causal"
+        ).transpose(0, 2, 1, 3)
+        return out[:, self.rows_before : self.rows_before + rows].flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -110,9 +119,13 @@ def plan_dense_prefill(
         tables = PaddedTables.of(tables)
     chunks = tuple(
         _chunk(
-            tables.blocks[i], int(context_lens[i]), int(query_lens[i]), int(starts[i]), block_size
+            tables.blocks[group],
+            context_lens[group],
+            query_lens[group],
+            int(starts[group[0]]),
+            block_size,
         )
-        for i in np.flatnonzero(long)
+        for group in _alike(np.flatnonzero(long), context_lens, query_lens)
     )
     rest = np.flatnonzero(~long & (query_lens > 0))
     if not len(rest):
@@ -147,15 +160,54 @@ def serves(spec: LayerSpec, *, sinks: mx.array | None, softcap: float | None) ->
     )
 
 
-def _chunk(table: np.ndarray, context: int, rows: int, first_row: int, block_size: int) -> Chunk:
-    start = context - rows
-    before = start % ALIGNMENT
-    num_keys = -(-context // ALIGNMENT) * ALIGNMENT
-    blocks = np.zeros(-(-num_keys // block_size), dtype=np.int32)
-    used = table[: len(blocks)]
-    blocks[: len(used)] = used
-    block_table, context_len = ops.upload(blocks[None], np.array([context], dtype=np.int32))
-    return Chunk(first_row, rows, before, num_keys - context, num_keys, block_table, context_len)
+def _alike(
+    members: np.ndarray, context_lens: np.ndarray, query_lens: np.ndarray
+) -> Iterator[np.ndarray]:
+    """Sequences with as many rows and keys, side by side: one, two, four and so on of them, as
+    each number is another shape.
+    """
+    first = 0
+    while first < len(members):
+        count = 1
+        keys = _aligned(int(context_lens[members[first]]))
+        while first + 2 * count <= len(members) and 2 * count * keys <= _MOST_KEYS:
+            group = members[first : first + 2 * count]
+            is_run = group[-1] - group[0] == len(group) - 1
+            if not (is_run and np.ptp(context_lens[group]) == np.ptp(query_lens[group]) == 0):
+                break
+            count *= 2
+        yield members[first : first + count]
+        first += count
+
+
+def _chunk(
+    tables: np.ndarray,
+    context_lens: np.ndarray,
+    query_lens: np.ndarray,
+    first_row: int,
+    block_size: int,
+) -> Chunk:
+    """Of sequences that are alike."""
+    count, rows, context = len(tables), int(query_lens[0]), int(context_lens[0])
+    num_keys = _aligned(context)
+    blocks = np.zeros((count, -(-num_keys // block_size)), dtype=np.int32)
+    used = tables[:, : blocks.shape[1]]
+    blocks[:, : used.shape[1]] = used
+    block_tables, lens = ops.upload(blocks, context_lens.astype(np.int32))
+    return Chunk(
+        first_row=first_row,
+        num_rows=count * rows,
+        num_sequences=count,
+        rows_before=(context - rows) % ALIGNMENT,
+        rows_behind=num_keys - context,
+        num_keys=num_keys,
+        block_tables=block_tables,
+        context_lens=lens,
+    )
+
+
+def _aligned(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT
 
 
 def _joined(parts: list[mx.array]) -> mx.array:

@@ -16,6 +16,7 @@ from mlx_paged.model.caches import (
     KVPools,
     LatentLayerCache,
     PagedLayerCache,
+    Parts,
     Step,
     StepContext,
     UnusedCache,
@@ -50,7 +51,12 @@ from mlx_paged.model.recurrent import RecurrentCache
 from mlx_paged.ops import AttentionPlan
 
 _MOST_FIRST_ROWS = 1024  # arrays of logit rows that are kept: as many as steps may have rows
-_LAYERS_OF_PART = 4  # of a step that starts early: a GPU works on them longer than the host
+# A GPU begins with the first layers of a step with prompts while the host builds the others. It
+# works longer on so many than the host takes to build as many.
+_LAYERS_OF_PART = 4
+# The arrays of a large step's layers take memory: the host builds two layers ahead.
+_LARGE_STEP = 2048  # rows
+_MOST_LARGE_PARTS = 2
 
 
 class PagedModel:
@@ -132,7 +138,7 @@ class PagedModel:
                 cache = self._cache_type(spec)(
                     self._context, spec, num_blocks=count, block_size=self.block_size
                 )
-                cache.begins_part = len(self._attention) % _LAYERS_OF_PART == 0
+                cache.layer = len(self._attention)
                 self._attention.append(cache)
                 leaves.append(cache)
             elif isinstance(spec, UnusedSpec):
@@ -312,9 +318,12 @@ class PagedModel:
                 bounds=self._bounds(inputs, FULL),
             )
         # A step of decodes only is built while the step before runs, and repeats as one graph.
-        early = ops.has_cuda() and longest > 1
+        parts = None
+        if ops.has_cuda() and longest > 1:
+            is_large = inputs.query_lens.sum() >= _LARGE_STEP
+            parts = Parts(1, most=_MOST_LARGE_PARTS) if is_large else Parts(_LAYERS_OF_PART)
         media = None if inputs.media is None else MediaRows.of(inputs.media)
-        return Step(plan, self._logit_rows(inputs.logit_rows), plans, states, prefill, early, media)
+        return Step(plan, self._logit_rows(inputs.logit_rows), plans, states, prefill, parts, media)
 
     def _logit_rows(self, wanted: np.ndarray) -> mx.array:
         """On the device; kept where they are the first of a step, as in all decodes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from support.models import StepDriver, tiny_config, tiny_model
 
@@ -17,6 +18,7 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.model import compiled as compiled_module
+from mlx_paged.model import paged_model
 from mlx_paged.model.caches import Step
 from mlx_paged.model.loader import load
 from mlx_paged.model.media import MediaFeatures, MediaRows
@@ -99,6 +101,37 @@ def test_only_steps_with_prompts_start_before_they_are_built(monkeypatch) -> Non
     assert started == [0, 4]  # of six layers
     driver.step({"a": [4]})
     assert started == [0, 4]
+
+
+def test_layers_of_a_large_step_start_one_by_one_and_few_ahead(monkeypatch) -> None:
+    config = tiny_config("llama", num_hidden_layers=6, head_dim=64)
+    expected = StepDriver(tiny_model(config), "llama", block_size=8).step({"a": [1, 2, 3]})
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    monkeypatch.setattr(paged_model, "_LARGE_STEP", 3)
+    driver = StepDriver(tiny_model(config), "llama", block_size=8)
+    events: list[str] = []
+    async_eval, evaluate = mx.async_eval, mx.eval
+
+    def started(*arrays: mx.array) -> None:
+        if any(arrays[0] is cache.key_pool for cache in driver.caches):
+            events.append("start")
+        async_eval(*arrays)
+
+    def waited(*arrays: mx.array) -> None:
+        if isinstance(arrays[0], mx.array) and arrays[0].shape[1:] == (2, 64):  # keys
+            events.append("wait")
+        evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "async_eval", started)
+    monkeypatch.setattr(mx, "eval", waited)
+    copies = ops.pool_copies()
+    actual = driver.step({"a": [1, 2, 3]})
+    assert events == ["start"] * 3 + ["wait", "start"] * 3 + ["wait"]
+    for rows in (expected, actual):
+        assert list(rows) == ["a"]
+    np.testing.assert_array_equal(np.array(actual["a"]), np.array(expected["a"]))
+    driver.step({"a": [4]})
+    assert len(events) == 10 and ops.pool_copies() == copies
 
 
 def decode_step(num_seqs: int, **fields: Any) -> tuple[mx.array, Step]:

@@ -43,6 +43,7 @@ def tables_of(context_lens: list[int]) -> list[list[int]]:
         ([70, 900, 33], [1, 700, 1]),  # decodes on both sides
         ([40, 41, 1600, 600, 300], [1, 1, 520, 600, 90]),  # a short chunk stays with the decodes
         ([40, 600, 30, 50], [0, 600, 0, 1]),  # sequences without rows
+        ([700] * 3 + [650, 650], [600] * 3 + [600, 600]),  # several alike
     ],
 )
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
@@ -60,11 +61,35 @@ def test_equals_paged_attention(
     expected = ops.paged_attention(queries, keys, values, plan, scale=DIM**-0.5)
     prefill = dense_prefill.plan_dense_prefill(tables, lens, rows, block_size=BLOCK)
     assert prefill is not None
-    assert len(prefill.chunks) == (rows >= dense_prefill.LEAST_ROWS).sum()
+    num_long = (rows >= dense_prefill.LEAST_ROWS).sum()
+    assert sum(chunk.num_sequences for chunk in prefill.chunks) == num_long
     actual = prefill.attend(queries, keys, values, DIM**-0.5)
     assert actual.shape == expected.shape
     error = mx.abs(actual.astype(mx.float32) - expected.astype(mx.float32)).max().item()
     assert error < (4e-3 if dtype == mx.float16 else 3e-2)
+
+
+@pytest.mark.parametrize(
+    ("context_lens", "query_lens", "expected"),
+    [
+        ([512] * 7, [512] * 7, [4, 2, 1]),  # as many as a power of two
+        ([512] * 2, [513, 512], [1, 1]),
+        ([600, 512, 512], [512] * 3, [1, 2]),
+        ([512, 40, 512], [512, 1, 512], [1, 1]),  # not side by side
+        ([8192] * 4, [512] * 4, [2, 2]),  # keys for two
+        ([9000] * 2, [512] * 2, [1, 1]),
+    ],
+)
+def test_sequences_that_are_alike_are_one_call(
+    context_lens: list[int], query_lens: list[int], expected: list[int]
+) -> None:
+    prefill = dense_prefill.plan_dense_prefill(
+        tables_of(context_lens), np.array(context_lens), np.array(query_lens), block_size=BLOCK
+    )
+    assert prefill is not None
+    assert [chunk.num_sequences for chunk in prefill.chunks] == expected
+    ends = [chunk.first_row + chunk.num_rows for chunk in prefill.chunks]
+    assert ends[-1] == sum(query_lens)
 
 
 def test_short_rows_are_not_touched() -> None:
