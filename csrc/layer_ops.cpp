@@ -490,6 +490,8 @@ void bind_layer_ops(nb::module_& m) {
       "rms_norm", &rms_norm, "x"_a, "weight"_a.none(), "eps"_a, nb::kw_only(),
       "stream"_a = nb::none());
   m.def("silu_mul", &silu_mul, "gate"_a, "x"_a, nb::kw_only(), "stream"_a = nb::none());
+  m.def("serves_rope", &Rope::served_on_gpu, "x"_a, "rotations"_a, "traditional"_a);
+  m.def("serves_silu_mul", &SiluMul::served_on_gpu, "gate"_a);
   m.def(
       "layer_norm", &layer_norm, "x"_a, "weight"_a.none(), "bias"_a.none(), "eps"_a, nb::kw_only(),
       "stream"_a = nb::none());

@@ -22,6 +22,26 @@ mx::array to_host(const mx::array&, mx::StreamOrDevice) {
   throw std::runtime_error("[to_host] this build of mlx_paged has no CUDA backend");
 }
 
+void RopeRotations::eval_gpu(const Arrays& in, Arrays& out) {
+  Node::eval_gpu(in, out);
+}
+
+bool Rope::served_on_gpu(const mx::array&, const mx::array&, bool) {
+  return false;
+}
+
+void Rope::eval_gpu(const Arrays& in, Arrays& out) {
+  Node::eval_gpu(in, out);
+}
+
+bool SiluMul::served_on_gpu(const mx::array&) {
+  return false;
+}
+
+void SiluMul::eval_gpu(const Arrays& in, Arrays& out) {
+  Node::eval_gpu(in, out);
+}
+
 bool Linear::served_on_gpu(const mx::array&, const mx::array&, const std::optional<mx::array>&) {
   return false;
 }

@@ -31,7 +31,8 @@
 
 namespace mlx_paged {
 
-// A node that runs on the CPU. On a GPU MLX has its own operations for the same.
+// A node that runs on the CPU. On a GPU MLX has its own operations for the same, where the node
+// does not say otherwise.
 class Node : public mx::Primitive {
  public:
   using Primitive::Primitive;
@@ -189,6 +190,7 @@ class RopeRotations : public Node {
  public:
   RopeRotations(mx::Stream stream, float scale) : Node(stream), scale_(scale) {}
   MLX_PAGED_NODE("rope_rotations")
+  void eval_gpu(const Arrays& in, Arrays& out) override;  // with CUDA
   std::vector<mx::Shape> output_shapes(const Arrays& in) override {
     return {{in[0].shape(0), 2, in[1].shape(0)}};
   }
@@ -208,6 +210,9 @@ class Rope : public Node {
  public:
   Rope(mx::Stream stream, bool traditional) : Node(stream), traditional_(traditional) {}
   MLX_PAGED_NODE("rope")
+  // Whether the CUDA backend has a kernel for it.
+  static bool served_on_gpu(const mx::array& x, const mx::array& rotations, bool traditional);
+  void eval_gpu(const Arrays& in, Arrays& out) override;
   std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[0].shape()}; }
   bool is_equivalent(const mx::Primitive& other) const override {
     return traditional_ == static_cast<const Rope&>(other).traditional_;
@@ -238,6 +243,9 @@ class SiluMul : public Node {
  public:
   using Node::Node;
   MLX_PAGED_NODE("silu_mul")
+  // Whether the CUDA backend has a kernel for it.
+  static bool served_on_gpu(const mx::array& gate);
+  void eval_gpu(const Arrays& in, Arrays& out) override;
   std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[0].shape()}; }
 };
 

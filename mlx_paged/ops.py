@@ -313,7 +313,8 @@ def rope(
     traditional: bool = False,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
-    """Rotary position embedding of each row's heads; computed in float32. CPU only, no gradient.
+    """Rotary position embedding of each row's heads; computed in float32. No gradient. On the CPU,
+    and with CUDA where `serves_rope` says so.
 
     Args:
         x: ``[num_rows, num_heads, 1, head_dim]`` float32, float16 or bfloat16, of any strides.
@@ -322,6 +323,13 @@ def rope(
         traditional: pair dim 2i with 2i + 1, and not i with i + dims / 2.
     """
     return ext.rope(x, rotations, traditional=traditional, stream=stream)
+
+
+def serves_rope(x: mx.array, rotations: mx.array, *, traditional: bool = False) -> bool:
+    """Whether this build runs `rope` of such arrays on a GPU: with CUDA, in 16 bits, of whole heads
+    whose halves are multiples of 16 bytes, not traditional.
+    """
+    return ext.serves_rope(x, rotations, traditional)
 
 
 def rms_norm(
@@ -343,8 +351,17 @@ def rms_norm(
 def silu_mul(
     gate: mx.array, x: mx.array, *, stream: mx.Stream | mx.Device | None = None
 ) -> mx.array:
-    """``gate * sigmoid(gate) * x``, of one shape and dtype. CPU only, no gradient."""
+    """``gate * sigmoid(gate) * x``, of one shape and dtype. No gradient. On the CPU, and with CUDA
+    where `serves_silu_mul` says so.
+    """
     return ext.silu_mul(gate, x, stream=stream)
+
+
+def serves_silu_mul(gate: mx.array) -> bool:
+    """Whether this build runs `silu_mul` of such arrays on a GPU: with CUDA, in 16 bits, with rows
+    of a multiple of 16 bytes.
+    """
+    return ext.serves_silu_mul(gate)
 
 
 def layer_norm(

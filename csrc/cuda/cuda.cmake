@@ -84,5 +84,6 @@ target_include_directories(cuda_backend SYSTEM INTERFACE csrc/cuda/fmt
                            ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 set(CUDA_SOURCES csrc/gpu_eval.cpp csrc/gpu_step.cpp csrc/cuda/binder.cpp
                  csrc/cuda/compiled_kernels.cpp csrc/cuda/library_products.cpp
-                 csrc/cuda/linear_launch.cpp csrc/cuda/matrix_maps.cpp csrc/cuda/memory.cpp
+                 csrc/cuda/layer_launch.cpp csrc/cuda/linear_launch.cpp
+                 csrc/cuda/matrix_maps.cpp csrc/cuda/memory.cpp
                  csrc/cuda/step_graph.cpp csrc/cuda/transfer.cpp)

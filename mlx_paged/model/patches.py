@@ -124,7 +124,8 @@ class _Rotations:
 class _Building(threading.local):
     """The step that this thread is building."""
 
-    rotations: _Rotations | None = None  # on the CPU, and for a program
+    rotations: _Rotations | None = None
+    is_native: bool = False  # on the CPU, and for a program: all operations
     for_program: bool = False  # the graph becomes an `ops.DeviceProgram`
     on_cuda: bool = False
     linear_dtypes: tuple[mx.Dtype, ...] = ()  # of what `ops.linear` takes
@@ -151,12 +152,13 @@ def native_ops(positions: mx.array, activations: str = "float32") -> Iterator[No
     if mx.default_device() == mx.cpu:
         _building.activations = activations
         _building.rotations = _Rotations(positions)
+        _building.is_native = True
         _building.linear_dtypes = (mx.float32,)
     elif ops.has_cuda() or _building.for_program:
         _building.on_cuda = ops.has_cuda()
         _building.linear_dtypes = (mx.float16, mx.bfloat16)
-        if _building.for_program:
-            _building.rotations = _Rotations(positions)
+        _building.rotations = _Rotations(positions)
+        _building.is_native = _building.for_program
     try:
         yield
     finally:
@@ -178,7 +180,8 @@ def leave_native_ops() -> None:
     """Ends `native_ops` and `native_tower` on this thread, also where an exception kept them from
     ending."""
     _building.rotations, _building.linear_dtypes, _building.tower = None, (), None
-    _building.on_cuda, _building.activations = False, "float32"
+    _building.is_native = _building.on_cuda = False
+    _building.activations = "float32"
 
 
 @contextmanager
@@ -245,7 +248,7 @@ def rope(
 ) -> mx.array:
     """``mx.fast.rope``; native for a step's rows at their own positions.
 
-    On CUDA, MLX's own, but where its kernel cannot start.
+    On CUDA, MLX's own for some shapes, but where its kernel cannot start.
     """
     rotations = _building.rotations
     if (
@@ -261,7 +264,9 @@ def rope(
         and dims % 2 == 0
         and (freqs is None or freqs.shape == (dims // 2,))
     ):
-        return ops.rope(a, rotations.get(dims, base, scale, freqs), traditional=traditional)
+        angles = rotations.get(dims, base, scale, freqs)
+        if _building.is_native or ops.serves_rope(a, angles, traditional=traditional):
+            return ops.rope(a, angles, traditional=traditional)
     if _building.on_cuda and _too_narrow_for_cuda(a, dims, offset):
         assert isinstance(offset, mx.array)
         inv_freqs = 1 / freqs if freqs is not None else _inv_freqs_of(dims, base)
@@ -287,7 +292,7 @@ def rms_norm(
 ) -> mx.array:
     """``mx.fast.rms_norm``."""
     if (
-        _building.rotations is not None
+        _building.is_native
         and stream is None
         and x.ndim > 0
         and x.dtype in _FLOATS
@@ -304,6 +309,7 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
         and gate.dtype in _FLOATS
         and gate.dtype == x.dtype
         and gate.shape == x.shape
+        and (_building.is_native or ops.serves_silu_mul(gate))
     ):
         return ops.silu_mul(gate, x)
     return _mlx_lm_swiglu(gate, x)

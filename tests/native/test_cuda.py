@@ -37,6 +37,58 @@ def test_host_reads_what_the_device_wrote() -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize(("rows", "heads", "dim"), [(1, 1, 16), (7, 3, 64), (600, 24, 128)])
+def test_rope_of_rows(dtype: mx.Dtype, view: bool, rows: int, heads: int, dim: int) -> None:
+    rng = np.random.default_rng(rows)
+    x = mx.array(rng.standard_normal((rows, heads, 1, dim + 8 * view))).astype(dtype)
+    x = x[..., 8:] if view else x
+    exact = np.array(x.astype(mx.float32), np.float64)
+    positions = rng.integers(0, 5000, rows).astype(np.int32)
+    inv_freqs = (10000.0 ** (-np.arange(dim // 2) / (dim // 2))).astype(np.float32)
+    rotations = ops.rope_rotations(mx.array(positions), mx.array(inv_freqs), scale=0.5)
+    assert ops.serves_rope(x, rotations)
+    angles = (positions.astype(np.float32) * np.float32(0.5))[:, None] * inv_freqs
+    np.testing.assert_allclose(np.array(rotations[:, 0]), np.cos(np.float64(angles)), atol=1e-6)
+    cos, sin = (f(np.float64(angles))[:, None, None] for f in (np.cos, np.sin))
+    low, high = exact[..., : dim // 2], exact[..., dim // 2 :]
+    expected = np.concatenate([low * cos - high * sin, low * sin + high * cos], axis=-1)
+    twice = x + x
+    out = np.array(ops.rope(x, rotations).astype(mx.float32))
+    unit = 2.0**-10 if dtype == mx.float16 else 2.0**-7
+    np.testing.assert_allclose(out, expected, rtol=unit, atol=unit)
+    np.testing.assert_array_equal(np.array(twice.astype(mx.float32)), 2 * exact)  # x is as it was
+    donated = np.array(ops.rope(x * 1, rotations).astype(mx.float32))  # in its input's place
+    np.testing.assert_array_equal(donated, out)
+
+
+def test_ropes_that_no_kernel_serves_are_named() -> None:
+    rotations = ops.rope_rotations(mx.arange(3), mx.ones(8), scale=1.0)
+    halves = mx.ones((3, 2, 1, 16), mx.bfloat16)
+    assert ops.serves_rope(halves, rotations)
+    assert not ops.serves_rope(halves, rotations, traditional=True)
+    for x in (mx.ones((3, 2, 1, 16)), mx.ones((3, 2, 1, 24), mx.bfloat16)):
+        assert not ops.serves_rope(x, rotations)
+        with pytest.raises(RuntimeError, match="must run on the CPU"):
+            mx.eval(ops.rope(x, rotations))
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("shape", [(8,), (3, 1, 960), (600, 8192), (2, 3, 16), (0, 16)])
+def test_silu_mul(dtype: mx.Dtype, shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(1)
+    gate, x = (mx.array(rng.standard_normal(shape)).astype(dtype) for _ in range(2))
+    assert ops.serves_silu_mul(gate)
+    g, v = (np.array(a.astype(mx.float32), np.float64) for a in (gate, x))
+    unit = 2.0**-10 if dtype == mx.float16 else 2.0**-7
+    out = np.array(ops.silu_mul(gate, x).astype(mx.float32))
+    np.testing.assert_allclose(out, g / (1 + np.exp(-g)) * v, rtol=2 * unit, atol=unit / 100)
+    donated = np.array(ops.silu_mul(gate * 1, x).astype(mx.float32))
+    np.testing.assert_array_equal(donated, out)
+    assert not ops.serves_silu_mul(mx.ones((2, 3), dtype)) and not ops.serves_silu_mul(mx.ones(8))
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65])
 @pytest.mark.parametrize(
     ("n", "k"), [(16, 32), (48, 96), (144, 544), (1024, 3072), (3072, 8192), (40, 64)]

@@ -6,6 +6,7 @@
 #include "../../../metal/kernel_table.h"
 #include "../compiled_kernels.h"
 #include "../msl/metal_stdlib"
+#include "../rope_shape.h"
 #include "../step_inputs.h"
 #include "dependent_launch.h"
 #include "layer.h"
@@ -39,6 +40,45 @@ __global__ void __launch_bounds__(32 * paged::ROPE_SIMD_GROUPS) rope_write_entry
   rope_write<T>(
       queries, keys, values, rotations, slot_mapping, query_weight, key_weight, out, key_pool,
       value_pool, params);
+}
+
+// grid: chunks of the first halves of all heads / 256 rounded up.
+template <typename T>
+__global__ void __launch_bounds__(paged::DATA_THREADS) rope_rows_entry(
+    const uint4* x, const float4* rotations, uint4* out,
+    const __grid_constant__ mlx_paged::cuda::RopeRowsParams params) {
+  using namespace paged;
+  constexpr int CHUNK = chunk_size<T>();
+  begin_after_kernel_before();
+  long long i = (long long)(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= params.num_chunks) {
+    return;
+  }
+  int chunk = int(i % params.half_chunks);
+  long long head = i / params.half_chunks;
+  long long low = 2 * head * params.half_chunks + chunk;
+  long long high = low + params.half_chunks;
+  constexpr int FOURS = CHUNK / 4;
+  long long row = head / params.num_heads;
+  const float4* cosines = rotations + (2 * row * params.half_chunks + chunk) * FOURS;
+  const float4* sines = cosines + params.half_chunks * FOURS;
+  float a[CHUNK], b[CHUNK];
+  unpack(x[low], a, T(0.0f));
+  unpack(x[high], b, T(0.0f));
+#pragma unroll
+  for (int f = 0; f < FOURS; f++) {
+    const float4 cosine = cosines[f], sine = sines[f];
+    const float turns[4][2] = {
+        {cosine.x, sine.x}, {cosine.y, sine.y}, {cosine.z, sine.z}, {cosine.w, sine.w}};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float first = a[4 * f + i], second = b[4 * f + i];
+      a[4 * f + i] = first * turns[i][0] - second * turns[i][1];
+      b[4 * f + i] = first * turns[i][1] + second * turns[i][0];
+    }
+  }
+  out[low] = pack(a, T(0.0f));
+  out[high] = pack(b, T(0.0f));
 }
 
 template <typename T>
@@ -79,5 +119,7 @@ static const bool added = mlx_paged::cuda::add_kernels({
     // clang-format off
     PAGED_FOR_EACH_LAYER_TEMPLATE(LAYER)
     {"copy_inputs", copy_inputs_entry},
+    {"rope_rows_float16", rope_rows_entry<half>},
+    {"rope_rows_bfloat16", rope_rows_entry<bfloat>},
     // clang-format on
 });

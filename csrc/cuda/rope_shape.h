@@ -1,0 +1,17 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#pragma once
+
+#include <cstdint>
+
+namespace mlx_paged::cuda {
+
+// Of rope_rows, which rotates dim i of each head with dim i + half_dims. Chunks are of 16 bytes.
+struct RopeRowsParams {
+  int64_t num_chunks;  // of the first halves of all heads
+  int num_heads;
+  int half_chunks;  // of half a head
+};
+static_assert(sizeof(RopeRowsParams) == 16, "the same for every compiler");
+
+}  // namespace mlx_paged::cuda
