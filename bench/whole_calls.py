@@ -308,10 +308,10 @@ def prefill(model: LoadedModel, lengths: Lengths, run: Run) -> dict[str, Any]:
     """Prompt tokens a second, until the last first token; other prompts in each call."""
     rest()
     llm = llm_for(model, lengths, 1, copies=2)
-    seconds = [
-        seconds_of(lambda i=i: llm.generate(prompts_of(model, lengths, seed=i), greedy(1)))
-        for i in range(1, 2 if run.tiny else 6)
-    ]
+    seconds = []
+    for i in range(1, 2 if run.tiny else 6):
+        prompts = prompts_of(model, lengths, seed=i)
+        seconds.append(seconds_of(lambda prompts=prompts: llm.generate(prompts, greedy(1))))
     median = statistics.median(seconds[1:] or seconds)
     return {
         "tokens_per_s": round(sum(lengths) / median),

