@@ -54,9 +54,9 @@ _MOST_FIRST_ROWS = 1024  # arrays of logit rows that are kept: as many as steps 
 # A GPU begins with the first layers of a step with prompts while the host builds the others. It
 # works longer on so many than the host takes to build as many.
 _LAYERS_OF_PART = 4
-# The arrays of a large step's layers take memory: the host builds two layers ahead.
+# The arrays of a large step's layers take memory: the host builds one layer ahead.
 _LARGE_STEP = 2048  # rows
-_MOST_LARGE_PARTS = 2
+_MOST_LARGE_PARTS = 1
 
 
 class PagedModel:

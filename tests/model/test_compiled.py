@@ -126,12 +126,12 @@ def test_layers_of_a_large_step_start_one_by_one_and_few_ahead(monkeypatch) -> N
     monkeypatch.setattr(mx, "eval", waited)
     copies = ops.pool_copies()
     actual = driver.step({"a": [1, 2, 3]})
-    assert events == ["start"] * 3 + ["wait", "start"] * 3 + ["wait"]
+    assert events == ["start"] * 2 + ["wait", "start"] * 4 + ["wait"]
     for rows in (expected, actual):
         assert list(rows) == ["a"]
     np.testing.assert_array_equal(np.array(actual["a"]), np.array(expected["a"]))
     driver.step({"a": [4]})
-    assert len(events) == 10 and ops.pool_copies() == copies
+    assert len(events) == 11 and ops.pool_copies() == copies
 
 
 def decode_step(num_seqs: int, **fields: Any) -> tuple[mx.array, Step]:
