@@ -241,6 +241,30 @@ def test_the_grid_has_a_block_for_every_item_and_head(rng) -> None:
     assert merge["grid"] == (plan.merge_items.shape[0] * 2, 1, 1)  # four heads a block
 
 
+@pytest.mark.parametrize(
+    ("context_lens", "query_lens", "expected"),
+    [
+        ([700, 30, 9], [1, 1, 1], 1),
+        ([700], [2], 0),
+        ([700, 30], [2, 1], 0),
+        ([30, 700], [1, 33], 0),  # the last item of the second has one row, and 32 before it
+        ([30, 700, 20], [0, 1, 1], 0),
+        ([30, 700], [0, 2], 0),
+    ],
+)
+def test_keys_may_be_read_early_in_steps_of_decodes_only(
+    rng, context_lens: list[int], query_lens: list[int], expected: int
+) -> None:
+    """There a row's own key is the only one that it sees and the step writes."""
+    shape = {"num_q_heads": 4, "num_kv_heads": 1, "key_dim": 128, "value_dim": 128}
+    launches = described(make_batch(rng, context_lens, query_lens, dtype=mx.float16, **shape))
+    found = [o["constants"] for o in launches if o["kernel"].startswith("paged_")]
+    assert found
+    for constants in found:
+        assert len(constants) == 60
+        assert int.from_bytes(constants[56:], "little") == expected
+
+
 def test_buffers_and_constants_stay_as_they_were(rng) -> None:
     batch = make_batch(rng, [700], [1], key_dim=64, dtype=mx.bfloat16)
     plan = batch.plan(split_tokens=64)
