@@ -30,6 +30,7 @@ NOT_PRIMITIVES = {
     # Whole steps are made of primitives.
     *("StepProgram", "most_program_rows", "most_device_program_rows", "placeholders"),
     *("make_device_program", "run_device_program", "plan_decodes"),
+    *("serves_rope", "serves_silu_mul"),
 }
 
 

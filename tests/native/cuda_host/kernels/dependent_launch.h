@@ -5,6 +5,7 @@
 namespace paged {
 
 inline void wait_for_kernel_before() {}
+inline void begin_after_kernel_before() {}
 inline void let_next_kernel_begin() {}
 
 }  // namespace paged
