@@ -59,8 +59,8 @@ void QuantizedLinear::eval_gpu(const Arrays& in, Arrays& out) {
 }
 
 // (Launches for NVIDIA are described for tests.)
-bool cuda::has_clusters() {
-  return true;
+cuda::Streams cuda::streams() {
+  return Streams::any;
 }
 
 bool cuda::has_library_products() {

@@ -12,14 +12,25 @@
 
 namespace mlx_paged::cuda {
 
-bool has_clusters() {
-  static const bool has = [] {
+namespace {
+#ifdef MLX_PAGED_SM90A  // (cuda.cmake)
+constexpr bool kHasSm90a = true;
+#else
+constexpr bool kHasSm90a = false;
+#endif
+}  // namespace
+
+Streams streams() {
+  static const Streams found = [] {
     // Of the code that the driver chose for this device, compiled or PTX.
-    cudaFuncAttributes found;
-    auto symbol = find_kernel(stream_kernel(DType::float16, kLinearMostRows / 8));
-    return cudaFuncGetAttributes(&found, symbol) == cudaSuccess && found.ptxVersion >= 90;
+    cudaFuncAttributes kernel;
+    auto symbol = find_kernel(stream_kernel(DType::float16, 1, Streams::any));
+    if (cudaFuncGetAttributes(&kernel, symbol) != cudaSuccess || kernel.ptxVersion < 90) {
+      return Streams::none;
+    }
+    return kHasSm90a && kernel.binaryVersion == 90 ? Streams::wgmma : Streams::any;
   }();
-  return has;
+  return found;
 }
 
 }  // namespace mlx_paged::cuda
@@ -55,8 +66,7 @@ void Linear::eval_gpu(const Arrays& in, Arrays& out) {
   // A kernel without bias does not read it, but its argument must still be a buffer.
   cuda::LinearOperands operands{};
   operands.parts[0] = {1, has_bias ? 2 : 1, int(in.size())};
-  auto launch =
-      cuda::linear_launch(params, dtype_of(in[0].dtype()), operands, cuda::has_clusters());
+  auto launch = cuda::linear_launch(params, dtype_of(in[0].dtype()), operands, cuda::streams());
   gpu::encode({{launch}, {}}, inputs, out, {}, stream());
 }
 
@@ -94,8 +104,8 @@ void QuantizedLinear::eval_gpu(const Arrays& in, Arrays& out) {
   params.has_bias[0] = has_bias;
   cuda::LinearOperands operands{};
   operands.parts[0] = {1, has_bias ? int(bias) : 1, int(in.size()), 2, has_biases() ? 3 : 2};
-  auto launch = cuda::quantised_launch(
-      params, dtype_of(in[0].dtype()), codes_, operands, cuda::has_clusters());
+  auto launch =
+      cuda::quantised_launch(params, dtype_of(in[0].dtype()), codes_, operands, cuda::streams());
   gpu::encode({{launch}, {}}, inputs, out, {}, stream());
 }
 

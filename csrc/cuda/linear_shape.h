@@ -43,6 +43,7 @@ constexpr int kLinearBlockRows = 32;  // of x, of a block: most
 
 // linear_stream, which serves any number of rows where blocks can form clusters (sm_90 and later).
 // Its parts are runs of chunks, of which a block of a cluster has one or several.
+constexpr int kWgmmaTiles = 8;           // of eight rows of x: of sm_90a's kernel
 constexpr int kStreamRows = 64;          // of the weight, of a block: a warp for each sixteen
 constexpr int kStreamBytes = 96 * 1024;  // of a ring, at most: two blocks to a multiprocessor
 constexpr int kStreamMostBlocks =

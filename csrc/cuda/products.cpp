@@ -41,22 +41,24 @@ MatrixMap map_of_x(const LinearParams& params, int tiles) {
 
 }  // namespace
 
-std::string stream_kernel(DType dtype, int tiles) {
+// (Products of four warps give the same bits. Where x is few rows, those of one are faster.)
+std::string stream_kernel(DType dtype, int tiles, Streams streams) {
+  bool wgmma = streams == Streams::wgmma && tiles == kWgmmaTiles;
   std::ostringstream name;
-  name << "linear_stream_" << name_of(dtype) << "_" << tiles;
+  name << "linear_stream_" << (wgmma ? "wgmma_" : "") << name_of(dtype) << "_" << tiles;
   return name.str();
 }
 
 // (Sizes of buffers, which CUDA's encoder ignores, are left out.)
 Launch linear_launch(
-    const LinearParams& params, DType dtype, const LinearOperands& operands, bool clusters) {
+    const LinearParams& params, DType dtype, const LinearOperands& operands, Streams streams) {
   int tiles = tiles_of(params.num_rows);
   Launch launch;
-  if (clusters) {
+  if (streams != Streams::none) {
     uint32_t num_tiles = blocks_of(params, kStreamRows / (params.is_gated ? 2 : 1));
     int num_chunks = (params.k + kLinearChunk - 1) / kLinearChunk;
     uint32_t blocks = stream_cluster(num_tiles, num_chunks, kStreamFewestChunks);
-    launch.kernel.host_name = stream_kernel(dtype, tiles);
+    launch.kernel.host_name = stream_kernel(dtype, tiles, streams);
     launch.threadgroup_memory = stream_scratch(tiles);
     launch.cluster = blocks > 1 ? blocks : 0;
     launch.grid = {num_tiles * blocks, 1, 1};
@@ -129,7 +131,7 @@ const char* name_of(CodeFormat format) {
 // Whether rows of scales, too, are multiples of 16 bytes apart, as the copy engine needs it.
 bool streams_quantised(CodeFormat format, const WeightCodes& codes, int k) {
   int scale_bytes = format == CodeFormat::affine ? 2 : 1;
-  return k % kQuantisedStreamChunk == 0 && k / codes.group_size * scale_bytes % 16 == 0;
+  return k % 128 == 0 && k / codes.group_size * scale_bytes % 16 == 0;
 }
 
 std::vector<MatrixMap> quantised_maps(
@@ -142,8 +144,9 @@ std::vector<MatrixMap> quantised_maps(
   for (int i = 0; i < params.num_weights; i++) {
     int buffer = kFirstPart + kQuantisedPartBuffers * i;
     maps.push_back(
-        {buffer, 4, params.n[i], words, words, kBoxRows, kQuantisedStreamChunk * codes.bits / 32,
-         false});
+        {buffer, 4, params.n[i], words, words, kBoxRows,
+         quantised_stream_chunk(codes.bits) * codes.bits / 32,
+         quantised_stream_swizzles(codes.bits)});
     for (int array : {1, 2}) {  // (Without biases these are the scales again.)
       maps.push_back(
           {buffer + array, scale_bytes, params.n[i], groups, groups, kBoxRows, 16 / scale_bytes,
@@ -163,16 +166,15 @@ bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes) {
 
 Launch quantised_launch(
     const LinearParams& params, DType dtype, const WeightCodes& codes,
-    const LinearOperands& operands, bool clusters) {
+    const LinearOperands& operands, Streams streams) {
   auto format = kernel_format(codes).value();
   int tiles = tiles_of(params.num_rows);
-  bool by_stream = clusters && streams_quantised(format, codes, params.k);
+  bool by_stream = streams != Streams::none && streams_quantised(format, codes, params.k);
   Launch launch;
   if (by_stream) {
     auto shape = quantised_stream_shape(format, codes.bits, codes.group_size, tiles);
     uint32_t num_tiles = blocks_of(params, kQuantisedStreamRows / (params.is_gated ? 2 : 1));
-    uint32_t blocks =
-        stream_cluster(num_tiles, params.k / kQuantisedStreamChunk, kQuantisedStreamFewestChunks);
+    uint32_t blocks = stream_cluster(num_tiles, params.k, kQuantisedStreamFewestColumns);
     launch.threadgroup_memory = shape.scratch;
     launch.cluster = blocks > 1 ? blocks : 0;
     launch.grid = {num_tiles * blocks, 1, 1};
@@ -255,8 +257,8 @@ Launch kernel_product(const ProductStep& step) {
       operands.parts[i].out = buffers[ProductStep::kQueriesOut + i].operand;
     }
   }
-  return step.codes ? quantised_launch(params, step.dtype, *step.codes, operands, has_clusters())
-                    : linear_launch(params, step.dtype, operands, has_clusters());
+  return step.codes ? quantised_launch(params, step.dtype, *step.codes, operands, streams())
+                    : linear_launch(params, step.dtype, operands, streams());
 }
 
 // Neighbours of one size together: each alone would leave multiprocessors without work.

@@ -12,11 +12,13 @@
 
 namespace mlx_paged::cuda {
 
-// Whether thread blocks can form clusters: sm_90 and later, if this build has code for it.
-bool has_clusters();
+// Whether kernels can have the copy engine read, and their blocks form clusters: sm_90 and later,
+// if this build has code for it. wgmma: sm_90a's products of four warps, too.
+enum class Streams { none, any, wgmma };
+Streams streams();
 
 // The host name of linear_stream for so many tiles of x.
-std::string stream_kernel(DType dtype, int tiles);
+std::string stream_kernel(DType dtype, int tiles, Streams streams);
 
 // Operands of a launch; a part without a bias names its weight, as the argument must be a buffer.
 struct LinearOperands {
@@ -35,7 +37,7 @@ struct LinearOperands {
 };
 
 Launch linear_launch(
-    const LinearParams& params, DType dtype, const LinearOperands& operands, bool clusters);
+    const LinearParams& params, DType dtype, const LinearOperands& operands, Streams streams);
 
 // Whether there is a kernel for such a product.
 bool serves_product(int num_rows, int n, int k, bool is_gated);
@@ -43,7 +45,7 @@ bool serves_product(int num_rows, int n, int k, bool is_gated);
 // The same of weights that mx.quantize made.
 Launch quantised_launch(
     const LinearParams& params, DType dtype, const WeightCodes& codes,
-    const LinearOperands& operands, bool clusters);
+    const LinearOperands& operands, Streams streams);
 
 bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes);
 

@@ -88,19 +88,31 @@ constexpr QuantisedShape quantised_rows_shape(CodeFormat format, int bits, int g
 // rows of the weight each, a warp of a pair every other run of columns of a chunk. A run has the
 // columns of one group, 64 at most.
 constexpr int kQuantisedStreamRows = 128;
-constexpr int kQuantisedStreamThreads = 32 * (8 + 1);  // one warp copies
-constexpr int kQuantisedStreamChunk = 128;
+constexpr int kQuantisedStreamThreads = 32 * (8 + 1);            // one warp copies
 constexpr int kQuantisedStreamPitch = kQuantisedStreamRows + 4;  // floats, of results
-constexpr int kQuantisedStreamBytes = 96 * 1024;                 // of shared memory, at most
-constexpr int kQuantisedStreamFewestChunks = 8;                  // of a block of a cluster
+constexpr int kQuantisedStreamFewestColumns = 1024;              // of a block of a cluster
+
+// Columns of a turn: a row's codes are one line of 128 bytes where that is possible.
+constexpr int quantised_stream_chunk(int bits) {
+  return bits <= 4 ? 256 : 128;
+}
+
+constexpr bool quantised_stream_swizzles(int bits) {
+  return quantised_stream_chunk(bits) * bits / 8 == 128;
+}
+
+// Blocks that a multiprocessor has at once, by tiles of eight rows of x: registers allow no more.
+constexpr int quantised_stream_blocks(int tiles) {
+  return tiles <= 4 ? 2 : 1;
+}
 
 constexpr int quantised_stream_run(int group) {
   return group < 64 ? group : 64;
 }
 
 // Scales (and biases) are copied 16 bytes a row at a time: of so many chunks.
-constexpr int quantised_stream_span(CodeFormat format, int group) {
-  return (format == CodeFormat::affine ? 8 : 16) * group / kQuantisedStreamChunk;
+constexpr int quantised_stream_span(CodeFormat format, int bits, int group) {
+  return (format == CodeFormat::affine ? 8 : 16) * group / quantised_stream_chunk(bits);
 }
 
 struct QuantisedStreamShape {
@@ -115,17 +127,19 @@ struct QuantisedStreamShape {
 
 constexpr QuantisedStreamShape quantised_stream_shape(
     CodeFormat format, int bits, int group, int tiles) {
-  const int codes = kQuantisedStreamRows * kQuantisedStreamChunk * bits / 8;
-  const int stage = codes + 8 * tiles * kQuantisedStreamChunk * 2;
+  const int chunk = quantised_stream_chunk(bits);
+  const int codes = kQuantisedStreamRows * chunk * bits / 8;
+  const int stage = codes + 8 * tiles * chunk * 2;
+  const int most = (quantised_stream_blocks(tiles) == 2 ? 112 : 216) * 1024;
   const int scales = kQuantisedStreamRows * 16 * (format == CodeFormat::affine ? 2 : 1);
-  const int span = quantised_stream_span(format, group);
+  const int span = quantised_stream_span(format, bits, group);
   int stages = 8;
   int slots = 0;
   int bytes = 0;
   for (; stages >= 2; stages--) {
     slots = (stages - 1 + span - 1) / span + 1;
     bytes = stages * stage + slots * scales;
-    if (bytes <= kQuantisedStreamBytes) {
+    if (bytes <= most) {
       break;
     }
   }

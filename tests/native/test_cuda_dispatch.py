@@ -172,7 +172,7 @@ def test_launches_with_bounds_are_those_of_the_tiles(rng, rows, dims, threads, m
 
 
 def product(rows: int, outputs: list[int], k: int, **options: Any) -> dict[str, Any]:
-    given = {"dtype": "bfloat16", "is_gated": False, "clusters": True}
+    given = {"dtype": "bfloat16", "is_gated": False, "clusters": True, "wgmma": False}
     return sim_ext.product_launch(rows, outputs, k, **(given | options))
 
 
@@ -201,6 +201,25 @@ def test_products_by_clusters(outputs, k: int, is_gated: bool, cluster: int, blo
         x, *weights = launch["maps"]
         assert x == (0, 2, rows, k, k, 8 * tiles, 64, True)
         assert weights == [(2 + 3 * i, 2, n, k, k, 32, 64, True) for i, n in enumerate(outputs)]
+
+
+def test_products_of_four_warps() -> None:
+    """On sm_90a, of as many rows as make them faster; all else is the same."""
+    for rows in (1, 32, 33, 64):
+        for dtype in ("bfloat16", "float16"):
+            launch, other = (
+                product(rows, [3072], 3072, dtype=dtype, wgmma=wgmma) for wgmma in (True, False)
+            )
+            wgmma = "wgmma_" if rows > 32 else ""
+            assert (
+                launch.pop("kernel")
+                == f"linear_stream_{wgmma}{dtype}_{8 if rows > 32 else 4 if rows > 16 else 1}"
+            )
+            assert (
+                other.pop("kernel")
+                == f"linear_stream_{dtype}_{8 if rows > 32 else 4 if rows > 16 else 1}"
+            )
+            assert launch == other
 
 
 def test_products_without_clusters() -> None:

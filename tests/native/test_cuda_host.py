@@ -96,7 +96,7 @@ ROWS, STREAM = "kernels/linear_quantised.h", "kernels/linear_quantised_stream.h"
         # A copy that is still under way when it is read, and one that comes while it is.
         (3, {ROWS: ("wait_for_copies<kStages - 2>", "wait_for_copies<kStages - 1>")}),
         (3, {ROWS: ("copy_weights(turn + kStages - 1)", "copy_weights(turn + kStages)")}),
-        (3, {STREAM: ("ring.wait_until_full(turn)", "turn % kShape.stages")}),
+        (3, {STREAM: ("ring.wait_until_full(turn.stage, turn.round);", "")}),
         (4, {STREAM: ("ring.begin(kMultipliers)", "ring.begin(1)")}),
         (4, {"quantised_shape.h": ("slots = (stages - 1 + span - 1) / span + 1", "slots = 1")}),
         (4, {
@@ -121,12 +121,18 @@ def test_faults_are_seen(tmp_path, bits: int, changes: dict[str, tuple[str, str]
 @pytest.mark.parametrize(
     "change",
     [
-        ("ring.wait_until_full(turn)", "turn % kStages"),
+        ("ring.wait_until_full(stage, turn / kStages);", ""),
         ("ring.begin(kMultipliers)", "ring.begin(1)"),
+        ("wait_for_products<1>(sums);", ""),
+        ("stage_before >= 0 || s > 0", "true"),
+        ("x + s * kNextColumns", "x"),
         ("before.add(part, sums);", "if (num_parts < 8) before.add(part, sums);"),
         ("kept[level][t][i] + sums[t][i]", "sums[t][i] + (level == 2 ? 0 : kept[level][t][i])"),
     ],
-    ids=["nothing is waited for", "one warp releases", "one part", "half of the parts"],
+    ids=[
+        "nothing is waited for", "one warp releases", "released under way", "added to what was",
+        "the first columns", "one part", "half of the parts",
+    ],
 )  # fmt: skip
 def test_faults_of_the_stream_are_seen(tmp_path, change: tuple[str, str]) -> None:
     done = run(compiled(tmp_path, "stream", changes={"kernels/linear_stream.h": change}))

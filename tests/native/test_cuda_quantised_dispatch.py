@@ -48,7 +48,7 @@ def test_how_columns_are_divided() -> None:
     for outputs, k, cluster in (
         ([4096, 1024, 1024], 4096, 4),
         ([4096], 14336, 8),
-        ([4096], 1024, 1),  # eight chunks of columns: no block has fewer
+        ([4096], 1024, 1),  # no block has fewer columns
         ([14336], 4096, 2),
         ([40960], 4096, 1),
     ):
@@ -63,11 +63,16 @@ def test_what_the_copy_engine_is_told() -> None:
     assert x == (0, 2, 17, 4096, 4096, 32, 64, True)
     for i, n in enumerate((4096, 1024)):
         codes, scales, biases = of_weights[3 * i : 3 * i + 3]
-        assert codes == (2 + 5 * i, 4, n, 1024, 1024, 64, 32, False)
+        assert codes == (2 + 5 * i, 4, n, 1024, 1024, 64, 32, True)
         assert scales == (3 + 5 * i, 2, n, 128, 128, 64, 8, False)
         assert biases == (4 + 5 * i, *scales[1:])
     maps = launch_of(1, [512], 1024, mode="mxfp4", bits=4, group_size=32)["maps"]
     assert maps[2] == (3, 1, 512, 32, 32, 64, 16, False)
+    # Rows of 128 bytes are swizzled, others are not.
+    boxes = {2: (16, False), 3: (24, False), 4: (32, True), 5: (20, False), 6: (24, False)}
+    for bits, box in boxes.items():
+        _, codes, *_ = launch_of(1, [512], 1024, bits=bits)["maps"]
+        assert codes[6:] == box
 
 
 def test_rows_of_scales_that_the_copy_engine_cannot_read() -> None:

@@ -29,16 +29,14 @@ struct CopyRing {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 
-  // The stage of turn `turn`, once nobody reads what was in it before. It is full when `bytes` have
-  // come.
-  __device__ __forceinline__ int expect(int turn, int bytes) const {
-    const int stage = turn % STAGES;
-    if (turn >= STAGES) {
-      wait(free(stage), (turn / STAGES - 1) & 1);
+  // Waits until nobody reads what was in a stage before. It is full when `bytes` have come. `round`:
+  // how often it was used before.
+  __device__ __forceinline__ void expect(int stage, int round, int bytes) const {
+    if (round > 0) {
+      wait(free(stage), (round - 1) & 1);
     }
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(full(stage)), "r"(bytes)
                  : "memory");
-    return stage;
   }
 
   // A box of a matrix, from row `row` and column `column` on, which is a multiple of 16 bytes.
@@ -52,10 +50,8 @@ struct CopyRing {
         : "memory");
   }
 
-  __device__ __forceinline__ int wait_until_full(int turn) const {
-    const int stage = turn % STAGES;
-    wait(full(stage), turn / STAGES & 1);
-    return stage;
+  __device__ __forceinline__ void wait_until_full(int stage, int round) const {
+    wait(full(stage), round & 1);
   }
 
   // By every lane of a warp that has read it.

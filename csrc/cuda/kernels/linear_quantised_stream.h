@@ -2,6 +2,9 @@
 //
 // linear_stream of weights that mx.quantize made. Codes, their scales and x come through a ring in
 // shared memory that one warp has the copy engine fill; the other warps multiply.
+//
+// Unlike in linear_quantised.h codes are scaled in 16 bits, rounded once, as where a prompt's
+// weights are dequantised: whatever is done to sums instead is done for each row of x.
 
 #pragma once
 
@@ -10,53 +13,101 @@
 
 namespace mlx_paged::cuda {
 
-// TILES: of eight rows of x. grid: tiles of the weight x blocks of a cluster.
-template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES>
-__global__ void __launch_bounds__(kQuantisedStreamThreads, TILES <= 4 ? 2 : 1)
-    linear_quantised_stream_entry(
-        QUANTISED_PARAMETERS, const __grid_constant__ QuantisedMaps maps) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  constexpr int kRows = kQuantisedStreamRows;
-  constexpr int kChunk = kQuantisedStreamChunk;
-  constexpr int kRun = quantised_stream_run(GROUP);
-  using Group = GroupOf<T, FORMAT, BITS, kRun>;
-  constexpr QuantisedStreamShape kShape = quantised_stream_shape(FORMAT, BITS, GROUP, TILES);
-  constexpr int kSpan = quantised_stream_span(FORMAT, GROUP);
-  constexpr int kRuns = kChunk / kRun;
-  constexpr int kRowBytes = kChunk * BITS / 8;
-  constexpr int kScaleBytes = Group::kHasBiases ? 2 : 1;
-  constexpr int kMultipliers = kRows / 32 * 2;  // warps
-  constexpr int kXBox = 64;                     // columns
-  constexpr int kXBoxBytes = 8 * TILES * kXBox * 2;
-  static_assert(kShape.stages >= 2);
-  extern __shared__ __align__(1024) unsigned char shared[];
-  const unsigned int stages = paged::shared_address(shared);
-  const CopyRing<kShape.stages> ring{stages + kShape.barriers};
-  const unsigned int scale_slots = stages + kShape.stages * kShape.stage_bytes;
 
-  const LinearPart<T> parts_of_launch[kLinearMostWeights] = QUANTISED_PARTS;
-  const int num_ranks = cluster_size();
-  const int rank = blockIdx.x % num_ranks;
-  int tile_of_weight = blockIdx.x / num_ranks;
-  const int which = weight_of_block(params, kRows, tile_of_weight);
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  const int num_chunks = params.k / kChunk;
-  const int of_rank = (num_chunks + num_ranks - 1) / num_ranks;
-  const int first_chunk = rank * of_rank;
-  const int num_turns = min(of_rank, num_chunks - first_chunk);  // of the last: none, maybe
-  // A span's scales are copied with the first of its chunks that this block has.
-  auto slot_of = [&](int turn) {
-    const int span = (first_chunk + turn) / kSpan - first_chunk / kSpan;
-    return scale_slots + span % kShape.slots * kShape.scales_bytes;
+// A block's part of the product: rows of one tile of the weight, the columns of a rank of the
+// cluster. A turn has a chunk of them.
+template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES>
+struct QuantisedStream {
+  static constexpr int kRows = kQuantisedStreamRows;
+  static constexpr int kChunk = quantised_stream_chunk(BITS);
+  static constexpr QuantisedStreamShape kShape = quantised_stream_shape(FORMAT, BITS, GROUP, TILES);
+  static constexpr int kSpan = quantised_stream_span(FORMAT, BITS, GROUP);
+  static constexpr int kRowBytes = kChunk * BITS / 8;
+  static constexpr bool kHasBiases = FORMAT == CodeFormat::affine;
+  static constexpr int kScaleBytes = kHasBiases ? 2 : 1;
+  static constexpr int kMultipliers = 8;  // warps
+  static constexpr int kXBox = 64;        // columns
+  static constexpr int kXBoxBytes = 8 * TILES * kXBox * 2;
+  static constexpr int kRun = quantised_stream_run(GROUP);
+  static constexpr int kRuns = kChunk / kRun;
+  using Group = GroupOf<T, FORMAT, BITS, kRun>;
+  using Sums = float[2][TILES][4];
+  static_assert(kShape.stages >= 2);
+
+  const unsigned int stages;  // in shared memory
+  const CopyRing<kShape.stages> ring;
+  const int num_ranks;
+  const int rank;
+  int tile_of_weight;
+  const int which;  // of the weights
+  int first_chunk;
+  int num_turns;  // of the last ranks: none, maybe
+
+  __device__ __forceinline__ QuantisedStream(const LinearParams& params, unsigned int shared)
+      : stages(shared),
+        ring{stages + kShape.barriers},
+        num_ranks(cluster_size()),
+        rank(blockIdx.x % num_ranks),
+        tile_of_weight(blockIdx.x / num_ranks),
+        which(weight_of_block(params, kRows, tile_of_weight)) {
+    // (Columns that the last chunk does not have are copied as zeros.)
+    const int num_chunks = (params.k + kChunk - 1) / kChunk;
+    const int of_rank = (num_chunks + num_ranks - 1) / num_ranks;
+    first_chunk = rank * of_rank;
+    num_turns = min(of_rank, num_chunks - first_chunk);
+  }
+
+  // By all threads, before any other of these.
+  __device__ __forceinline__ void begin() const {
+    if (threadIdx.x == 0) {
+      ring.begin(kMultipliers);
+    }
+    __syncthreads();
+  }
+
+  // A chunk of this block, and where it is: found by counting, as divisions would take longer than
+  // what is done with it. A span's scales are copied with the first of its chunks.
+  struct Turn {
+    int number = 0;
+    int stage = 0;
+    int round = 0;  // how often the stage was used before
+    int in_span;
+    int slot = 0;
+
+    __device__ __forceinline__ void advance() {
+      number++;
+      if (++stage == kShape.stages) {
+        stage = 0;
+        round++;
+      }
+      if (++in_span == kSpan) {
+        in_span = 0;
+        slot = slot + 1 == kShape.slots ? 0 : slot + 1;
+      }
+    }
+    __device__ __forceinline__ bool begins_span() const { return number == 0 || in_span == 0; }
   };
 
-  if (threadIdx.x == 0) {
-    ring.begin(kMultipliers);
+  __device__ __forceinline__ Turn first_turn() const {
+    Turn turn;
+    turn.in_span = first_chunk % kSpan;
+    return turn;
   }
-  __syncthreads();
 
-  if (warp == kMultipliers && lane == 0) {
+  __device__ __forceinline__ unsigned int codes_of(const Turn& turn) const {
+    return stages + turn.stage * kShape.stage_bytes;
+  }
+  __device__ __forceinline__ unsigned int xs_of(const Turn& turn) const {
+    return codes_of(turn) + kShape.codes_bytes;
+  }
+  __device__ __forceinline__ unsigned int scales_of(const Turn& turn) const {
+    return stages + kShape.stages * kShape.stage_bytes + turn.slot * kShape.scales_bytes;
+  }
+
+  // By one thread: everything that this block reads.
+  __device__ __forceinline__ void copy(
+      const LinearParams& params, const QuantisedMaps& maps) const {
     // The tile's rows are two runs of a weight's: of gate and of up, or of a head's halves.
     const TileRow low = row_of_tile<kRows, kRows>(params, tile_of_weight, 0);
     const TileRow high = row_of_tile<kRows, kRows>(params, tile_of_weight, kRows / 2);
@@ -64,90 +115,176 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, TILES <= 4 ? 2 : 1)
     const auto* maps_of_high = high.is_up ? &maps.weights[1] : maps_of_low;
     const paged::CachePolicy once = paged::evict_first();
     const paged::CachePolicy often = paged::evict_last();
-    auto copy_weights = [&](int turn) {
-      const bool begins_span = turn == 0 || (first_chunk + turn) % kSpan == 0;
-      const int stage =
-          ring.expect(turn, kShape.stage_bytes + (begins_span ? kShape.scales_bytes : 0));
-      const unsigned int codes = stages + stage * kShape.stage_bytes;
-      const int word = (first_chunk + turn) * (kRowBytes / 4);
-      ring.copy(stage, codes, &maps_of_low->codes, word, low.of_weight, once);
+    auto copy_weights = [&](const Turn& turn) {
+      const bool begins = turn.begins_span();
+      ring.expect(turn.stage, turn.round, kShape.stage_bytes + (begins ? kShape.scales_bytes : 0));
+      const unsigned int codes = codes_of(turn);
+      const int chunk = first_chunk + turn.number;
+      const int word = chunk * (kRowBytes / 4);
+      ring.copy(turn.stage, codes, &maps_of_low->codes, word, low.of_weight, once);
       ring.copy(
-          stage, codes + kShape.codes_bytes / 2, &maps_of_high->codes, word, high.of_weight, once);
-      if (begins_span) {
-        const unsigned int slot = slot_of(turn);
-        const int group = (first_chunk + turn) / kSpan * (kSpan * kChunk / GROUP);
+          turn.stage, codes + kShape.codes_bytes / 2, &maps_of_high->codes, word, high.of_weight,
+          once);
+      if (begins) {
+        const unsigned int to = scales_of(turn);
+        const int group = (chunk - turn.in_span) * kChunk / GROUP;
         constexpr int kHalf = kRows / 2 * 16;
-        ring.copy(stage, slot, &maps_of_low->scales, group, low.of_weight, once);
-        ring.copy(stage, slot + kHalf, &maps_of_high->scales, group, high.of_weight, once);
-        if constexpr (Group::kHasBiases) {
-          ring.copy(stage, slot + 2 * kHalf, &maps_of_low->biases, group, low.of_weight, once);
-          ring.copy(stage, slot + 3 * kHalf, &maps_of_high->biases, group, high.of_weight, once);
+        ring.copy(turn.stage, to, &maps_of_low->scales, group, low.of_weight, once);
+        ring.copy(turn.stage, to + kHalf, &maps_of_high->scales, group, high.of_weight, once);
+        if constexpr (kHasBiases) {
+          ring.copy(turn.stage, to + 2 * kHalf, &maps_of_low->biases, group, low.of_weight, once);
+          ring.copy(turn.stage, to + 3 * kHalf, &maps_of_high->biases, group, high.of_weight, once);
         }
       }
     };
-    auto copy_x = [&](int turn) {
-      const int stage = turn % kShape.stages;
-      const unsigned int to = stages + stage * kShape.stage_bytes + kShape.codes_bytes;
+    auto copy_x = [&](const Turn& turn) {
 #pragma unroll
       for (int b = 0; b < kChunk / kXBox; b++) {
-        const int column = (first_chunk + turn) * kChunk + b * kXBox;
-        ring.copy(stage, to + b * kXBoxBytes, &maps.x, column, 0, often);
+        const int column = (first_chunk + turn.number) * kChunk + b * kXBox;
+        ring.copy(turn.stage, xs_of(turn) + b * kXBoxBytes, &maps.x, column, 0, often);
       }
     };
     const int ahead = min(kShape.stages, num_turns);
-    for (int turn = 0; turn < ahead; turn++) {
+    Turn turn = first_turn();
+    for (; turn.number < ahead; turn.advance()) {
       copy_weights(turn);  // which no kernel writes
     }
     paged::let_next_kernel_begin();
     paged::wait_for_kernel_before();
-    for (int turn = 0; turn < ahead; turn++) {
-      copy_x(turn);
+    for (Turn again = first_turn(); again.number < ahead; again.advance()) {
+      copy_x(again);
     }
-    for (int turn = kShape.stages; turn < num_turns; turn++) {
+    for (; turn.number < num_turns; turn.advance()) {
       copy_weights(turn);
       copy_x(turn);
     }
   }
 
-  const int first_row = warp % 4 * 32;
-  const int row = lane / 4;
-  const int column = lane % 4;
-  float sums[2][TILES][4] = {};
-  if (warp < kMultipliers) {
-    for (int turn = 0; turn < num_turns; turn++) {
-      const int stage = ring.wait_until_full(turn);
-      const unsigned int codes = stages + stage * kShape.stage_bytes;
-      const unsigned int xs = codes + kShape.codes_bytes;
-      const unsigned int scales = slot_of(turn);
+  // The sum of what is in shared memory when all turns are over, of 32 rows of the weight from
+  // `first_row` on and every second run of columns, from `first_run` on.
+  __device__ __forceinline__ void multiply(
+      Sums& sums, int first_row, int first_run, int lane) const {
+    const int row = lane / 4;
+    const int column = lane % 4;
+    // Where the lane's part of a stage is: codes of its row, eight columns of its row of x.
+    const int first_column = first_run * kRun + column * Group::kColumns;
+    const unsigned int codes_of_lane =
+        (first_row + row) * kRowBytes + codes_in_row(first_run, row, column);
+    const unsigned int x_of_lane = kShape.codes_bytes + first_column / kXBox * kXBoxBytes +
+                                   paged::tile_offset<8>(row, first_column % kXBox / 8);
+    for (Turn turn = first_turn(); turn.number < num_turns; turn.advance()) {
+      ring.wait_until_full(turn.stage, turn.round);
+      const unsigned int stage = codes_of(turn);
 #pragma unroll
       for (int i = 0; i < kRuns / 2; i++) {
-        const int run = warp / 4 + 2 * i;
-        // Among the groups of the span.
-        const int group = ((first_chunk + turn) % kSpan * kChunk + run * kRun) / GROUP;
-        auto scale_at = [&](int array, int i) {
-          const unsigned int at =
-              scales + array * (kRows * 16) + (first_row + row + 8 * i) * 16 + group * kScaleBytes;
-          if constexpr (kScaleBytes == 2) {
-            return element<T>(load_shared_half(at), 0);
+        const int run = first_run + 2 * i;
+        const int group = (turn.in_span * kChunk + run * kRun) / GROUP;  // of the span
+        const unsigned int scales = scales_of(turn) + (first_row + row) * 16 + group * kScaleBytes;
+        auto scale_at = [&](int array, int i) -> unsigned int {
+          const unsigned int at = scales + array * (kRows * 16) + i * (8 * 16);
+          if constexpr (kHasBiases) {
+            return load_shared_half(at) * 0x10001u;
           } else {
-            return power_of_two(load_shared_byte(at));
+            return scale_of_code<T>(load_shared_byte(at)) * 0x10001u;
           }
         };
-        multiply_group<Group>(
-            sums, column,
-            [&](int i) {
-              return codes + (first_row + row + 8 * i) * kRowBytes + run * (kRun * BITS / 8);
-            },
-            [&](int i) { return scale_at(0, i); }, [&](int i) { return scale_at(1, i); },
-            [&](int t, int h) {
-              const int first = run * kRun + column * Group::kColumns + h * 8;
-              const int piece = first % kXBox / 8;
-              return load_shared(
-                  xs + first / kXBox * kXBoxBytes + paged::tile_offset<8>(8 * t + row, piece));
-            });
+        const unsigned int codes = stage + (kSwizzles ? codes_of_lane ^ i * (2 * kRunBytes)
+                                                      : codes_of_lane + i * (2 * kRunBytes));
+        const unsigned int x = stage + x_of_lane + 2 * i * kRun / kXBox * kXBoxBytes;
+        paged::FragmentA weights[2][Group::kProducts];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          unsigned int words[Group::kWords];
+          load_codes(words, codes + i * (8 * kRowBytes), column);
+          Group::align(column, words);
+          const unsigned int scale = scale_at(0, i);
+          const unsigned int bias = kHasBiases ? scale_at(1, i) : 0;
+#pragma unroll
+          for (int p = 0; p < Group::kPairs; p++) {
+            weights[i / 2][p / 2][p % 2 * 2 + i % 2] =
+                scaled<T, FORMAT, BITS>(Group::pair(words, p), scale, bias);
+          }
+        }
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+#pragma unroll
+          for (int h = 0; h < Group::kProducts / 2; h++) {
+            // (The second eight columns are those beside the first: tile_offset.)
+            const Eight v = Group::pairs_of(load_shared((x ^ h * 16) + t * (8 * 128)));
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+              paged::multiply_accumulate(sums[m][t], weights[m][2 * h], {v.x, v.y}, T(0.0f));
+              paged::multiply_accumulate(sums[m][t], weights[m][2 * h + 1], {v.z, v.w}, T(0.0f));
+            }
+          }
+        }
       }
-      ring.release(stage, lane);
+      ring.release(turn.stage, lane);
     }
+  }
+
+  // Where the ring was, the block's sums are put together, [row of x][row of the weight]; then each
+  // block of the cluster finishes some of the outputs. By all threads, after what they wrote.
+  __device__ __forceinline__ void finish(
+      const LinearParams& params, const LinearPart<T> (&parts)[kLinearMostWeights],
+      const T* residual, const float* rotations, const int* slots) const {
+    cluster_barrier();
+    finish_rows<T, kRows, kRows>(
+        params, parts, which, tile_of_weight, residual, rotations, slots, 0, params.num_rows,
+        rank * kQuantisedStreamThreads + threadIdx.x, num_ranks * kQuantisedStreamThreads,
+        [&](int at, int output) {
+          const unsigned int address = stages + (at * kQuantisedStreamPitch + output) * 4;
+          float4 sum[kLinearParts];
+#pragma unroll
+          for (int r = 0; r < kLinearParts; r++) {
+            sum[r] = r < num_ranks ? load_of_rank(address, r) : make_float4(0, 0, 0, 0);
+          }
+          return sum_of_parts(sum);
+        });
+    end_of_cluster();
+  }
+
+ private:
+  static constexpr int kRunBytes = kRun * BITS / 8;
+  static constexpr bool kSwizzles = quantised_stream_swizzles(BITS);
+
+  // Where a lane's codes of a run are in a row; or the row's, if they do not begin with a word.
+  __device__ __forceinline__ static unsigned int codes_in_row(int run, int row, int column) {
+    return kSwizzles ? run * kRunBytes + column * (Group::kWords * 4) ^ row * 16 : run * kRunBytes;
+  }
+
+  __device__ __forceinline__ static void load_codes(
+      unsigned int (&words)[Group::kWords], unsigned int from, int column) {
+    if constexpr (kSwizzles) {
+      Group::load_words(from, words);
+    } else {
+      Group::load(from, column, words);
+    }
+  }
+};
+
+#endif
+
+// TILES: of eight rows of x. grid: tiles of the weight x blocks of a cluster.
+template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES>
+__global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_blocks(TILES))
+    linear_quantised_stream_entry(
+        QUANTISED_PARAMETERS, const __grid_constant__ QuantisedMaps maps) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  using Stream = QuantisedStream<T, FORMAT, BITS, GROUP, TILES>;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const LinearPart<T> parts_of_launch[kLinearMostWeights] = QUANTISED_PARTS;
+  const Stream stream(params, paged::shared_address(shared));
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int first_row = warp % 4 * 32;
+  stream.begin();
+  if (warp == Stream::kMultipliers && lane == 0) {
+    stream.copy(params, maps);
+  }
+  typename Stream::Sums sums = {};
+  if (warp < Stream::kMultipliers) {
+    stream.multiply(sums, first_row, warp / 4, lane);
   }
   __syncthreads();  // the ring has been read
   paged::wait_for_kernel_before();
@@ -163,8 +300,8 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, TILES <= 4 ? 2 : 1)
         for (int t = 0; t < TILES; t++) {
 #pragma unroll
           for (int i = 0; i < 4; i++) {
-            const int at = t * 8 + column * 2 + i % 2;
-            const int output = first_row + m * 16 + i / 2 * 8 + row;
+            const int at = t * 8 + lane % 4 * 2 + i % 2;
+            const int output = first_row + m * 16 + i / 2 * 8 + lane / 4;
             float& result = results[at * kQuantisedStreamPitch + output];
             result = of_pair == 1 ? sums[m][t][i] : sums[m][t][i] + result;
           }
@@ -173,22 +310,7 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, TILES <= 4 ? 2 : 1)
     }
     __syncthreads();
   }
-  cluster_barrier();
-
-  // Each block finishes some of the outputs.
-  finish_rows<T, kRows, kRows>(
-      params, parts_of_launch, which, tile_of_weight, residual, rotations, slots, 0,
-      params.num_rows, rank * kQuantisedStreamThreads + threadIdx.x,
-      num_ranks * kQuantisedStreamThreads, [&](int at, int output) {
-        const unsigned int address = stages + (at * kQuantisedStreamPitch + output) * 4;
-        float4 sum[kLinearParts];
-#pragma unroll
-        for (int r = 0; r < kLinearParts; r++) {
-          sum[r] = r < num_ranks ? load_of_rank(address, r) : make_float4(0, 0, 0, 0);
-        }
-        return sum_of_parts(sum);
-      });
-  cluster_barrier();  // no block ends while its results are being read
+  stream.finish(params, parts_of_launch, residual, rotations, slots);
 #endif
 }
 

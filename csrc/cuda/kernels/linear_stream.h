@@ -11,6 +11,7 @@
 #include "linear_finish.h"
 #include "shared_memory.h"
 #include "tensor_core.h"
+#include "warpgroup.h"
 
 namespace mlx_paged::cuda {
 
@@ -42,15 +43,49 @@ struct PartSums {
   }
 };
 
-// TILES: of eight rows of x. grid: tiles of the weight x blocks of a cluster.
+// Adds a chunk's products to `sums`. `tile`: of the weight and behind it of x.
 template <typename T, int TILES>
+__device__ __forceinline__ void multiply_chunk(
+    float (&sums)[TILES][4], unsigned int tile, int warp, int lane) {
+  constexpr int kPieces = kLinearChunk / 8;  // of 16 bytes, of a row
+  const int row = warp * kLinearRows + lane % 16;
+  paged::FragmentA w[kPieces / 2];
+#pragma unroll
+  for (int s = 0; s < kPieces / 2; s++) {
+    paged::load_matrices(w[s], tile + paged::tile_offset<kPieces>(row, 2 * s + lane / 16));
+  }
+#pragma unroll
+  for (int s = 0; s < kPieces / 4; s++) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+      paged::FragmentA v;  // of two products
+      const int at = kStreamRows + 8 * t + lane % 8;
+      paged::load_matrices(v, tile + paged::tile_offset<kPieces>(at, 4 * s + lane / 8));
+      paged::multiply_accumulate(sums[t], w[2 * s], {v[0], v[1]}, T(0.0f));
+      paged::multiply_accumulate(sums[t], w[2 * s + 1], {v[2], v[3]}, T(0.0f));
+    }
+  }
+}
+
+template <int TILES>
+__device__ __forceinline__ void clear(float (&sums)[TILES][4]) {
+#pragma unroll
+  for (int t = 0; t < TILES; t++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      sums[t][i] = 0.0f;
+    }
+  }
+}
+
+// TILES: of eight rows of x. WGMMA: for sm_90a. grid: tiles of the weight x blocks of a cluster.
+template <typename T, int TILES, bool WGMMA>
 __global__ void __launch_bounds__(kStreamThreads, 2)
     linear_stream_entry(LINEAR_PARAMETERS, const __grid_constant__ StreamMaps maps) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   constexpr int kStages = stream_stages(TILES);
   constexpr int kStageBytes = stream_stage_bytes(TILES);
   constexpr int kMultipliers = kStreamRows / kLinearRows;  // warps
-  constexpr int kPieces = kLinearChunk / 8;                // of 16 bytes, of a row's chunk
   extern __shared__ __align__(1024) unsigned char shared[];
   const unsigned int tiles = paged::shared_address(shared);
   const CopyRing<kStages> ring{tiles + stream_barriers(TILES)};
@@ -85,7 +120,8 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
     const paged::CachePolicy once = paged::evict_first();
     const paged::CachePolicy often = paged::evict_last();
     auto copy_weights = [&](int turn) {
-      const int stage = ring.expect(turn, kStageBytes);
+      const int stage = turn % kStages;
+      ring.expect(stage, turn / kStages, kStageBytes);
       const unsigned int tile = tiles + stage * kStageBytes;
       const int column = (first_chunk + turn) * kLinearChunk;
       ring.copy(stage, tile, map_of_low, column, low.of_weight, once);
@@ -116,37 +152,45 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   float sums[TILES][4] = {};
   if (warp < kMultipliers) {
     PartSums<TILES> before;
-    const int row = warp * kLinearRows + lane % 16;
     int turn = 0;
     for (int part = 0; part < num_parts; part++) {
-#pragma unroll
-      for (int t = 0; t < TILES; t++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          sums[t][i] = 0.0f;
-        }
+      const int end = min((part + 1) * chunks_of_part, num_turns);
+      if (!WGMMA || turn >= end) {
+        clear(sums);
       }
-      for (const int end = min((part + 1) * chunks_of_part, num_turns); turn < end; turn++) {
-        const int stage = ring.wait_until_full(turn);
+      int stage_before = -1;
+      for (; turn < end; turn++) {
+        const int stage = turn % kStages;
+        ring.wait_until_full(stage, turn / kStages);
         const unsigned int tile = tiles + stage * kStageBytes;
-        paged::FragmentA w[kPieces / 2];
+        if constexpr (WGMMA) {
+#ifdef PAGED_HAS_WGMMA
+          const unsigned int weight = first_columns(tile);
+          const unsigned int x = first_columns(tile + kStreamRows * kLinearChunk * 2);
+          begin_products();
 #pragma unroll
-        for (int s = 0; s < kPieces / 2; s++) {
-          paged::load_matrices(w[s], tile + paged::tile_offset<kPieces>(row, 2 * s + lane / 16));
-        }
-#pragma unroll
-        for (int s = 0; s < kPieces / 4; s++) {
-#pragma unroll
-          for (int t = 0; t < TILES; t++) {
-            paged::FragmentA v;  // of two products
-            const int at = kStreamRows + 8 * t + lane % 8;
-            paged::load_matrices(v, tile + paged::tile_offset<kPieces>(at, 4 * s + lane / 8));
-            paged::multiply_accumulate(sums[t], w[2 * s], {v[0], v[1]}, T(0.0f));
-            paged::multiply_accumulate(sums[t], w[2 * s + 1], {v[2], v[3]}, T(0.0f));
+          for (int s = 0; s < kLinearChunk / 16; s++) {
+            const bool adds = stage_before >= 0 || s > 0;
+            start_product(sums, weight + s * kNextColumns, x + s * kNextColumns, adds, T(0.0f));
           }
+          commit_products();
+          if (stage_before >= 0) {
+            wait_for_products<1>(sums);
+            ring.release(stage_before, lane);
+          }
+          stage_before = stage;
+#endif
+        } else {
+          multiply_chunk<T>(sums, tile, warp, lane);
+          ring.release(stage, lane);
         }
-        ring.release(stage, lane);
       }
+#ifdef PAGED_HAS_WGMMA
+      if (WGMMA && stage_before >= 0) {
+        wait_for_products<0>(sums);
+        ring.release(stage_before, lane);
+      }
+#endif
       before.add(part, sums);
     }
   }
@@ -182,7 +226,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
         }
         return sum_of_parts(sum);
       });
-  cluster_barrier();  // no block ends while its results are being read
+  end_of_cluster();
 #endif
 }
 

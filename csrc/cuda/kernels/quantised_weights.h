@@ -2,7 +2,7 @@
 //
 // Weights as mx.quantize packs them, as the left operand of mma.m16n8k16.
 //
-// Codes are never scaled in 16 bits. They become numbers that 16 bits hold exactly, a group of
+// Codes become numbers that 16 bits hold exactly. Where they are not scaled in 16 bits, a group of
 // columns is multiplied and added up in fp32, and its scale and bias are applied to that sum:
 //   x . (code * scale + bias) = scale * (x . code) + bias * (sum of x)
 //
@@ -121,6 +121,51 @@ struct CodesOf<__nv_bfloat16, CodeFormat::mxfp8, 8> {
   }
 };
 
+// 2^(code - 127) in 16 bits. (fp16 has none below 2^-24 and above 2^15: 0 and infinity.)
+template <typename T>
+__device__ __forceinline__ unsigned int scale_of_code(unsigned int code) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return code == 0 ? 0x40u : code << 7;
+  } else {
+    return code < 103   ? 0u
+           : code < 113 ? 1u << (code - 103)
+           : code > 142 ? 0x7c00u
+                        : (code - 112) << 10;
+  }
+}
+
+__device__ __forceinline__ __half2 as_halves(unsigned int bits) {
+  return *reinterpret_cast<__half2*>(&bits);
+}
+
+__device__ __forceinline__ unsigned int bits_of(__half2 v) {
+  return *reinterpret_cast<unsigned int*>(&v);
+}
+
+// What CodesOf made of two codes, scaled. Scale and bias are in both halves of a word.
+template <typename T, CodeFormat FORMAT, int BITS>
+__device__ __forceinline__ unsigned int scaled(
+    unsigned int codes, unsigned int scale, unsigned int bias) {
+  using Codes = CodesOf<T, FORMAT, BITS>;
+  if constexpr (FORMAT != CodeFormat::affine && std::is_same_v<T, __half>) {
+    const __half2 value = __hmul2(as_halves(codes), __float2half2_rn(Codes::kPerUnit));
+    return bits_of(__hmul2(value, as_halves(scale)));
+  } else if constexpr (FORMAT != CodeFormat::affine) {
+    static_assert(Codes::kPerUnit == 1.0f);
+    return bits_of(__hmul2(as_pair(codes), as_pair(scale)));
+  } else if constexpr (std::is_same_v<T, __half>) {
+    constexpr unsigned int k1024 = 0x64006400u;  // plus a denormal number: plus its code
+    return bits_of(__hfma2(
+        __hsub2(as_halves(codes | k1024), as_halves(k1024)), as_halves(scale), as_halves(bias)));
+  } else {
+    constexpr unsigned int k128 = 0x43004300u;
+    static_assert(Codes::kOffset == 128.0f || Codes::kOffset == -128.0f);
+    const __nv_bfloat162 code = Codes::kOffset > 0.0f ? __hsub2(as_pair(codes), as_pair(k128))
+                                                      : __hadd2(as_pair(codes), as_pair(k128));
+    return bits_of(__hfma2(code, as_pair(scale), as_pair(bias)));
+  }
+}
+
 // Bits [at, at + 32) of words; of bits before the first or after the last anything. `at` is known
 // to the compiler.
 template <int WORDS>
@@ -166,32 +211,37 @@ struct GroupOf {
   __device__ __forceinline__ static void load(
       unsigned int group, int lane, unsigned int (&words)[kWords]) {
     if constexpr (kInWords) {
-      const unsigned int from = group + lane * (kWords * 4);
-      if constexpr (kWords % 4 == 0) {
-#pragma unroll
-        for (int i = 0; i < kWords; i += 4) {
-          const Eight v = load_shared(from + i * 4);
-          words[i] = v.x;
-          words[i + 1] = v.y;
-          words[i + 2] = v.z;
-          words[i + 3] = v.w;
-        }
-      } else if constexpr (kWords % 2 == 0) {
-#pragma unroll
-        for (int i = 0; i < kWords; i += 2) {
-          load_shared_pair(from + i * 4, words[i], words[i + 1]);
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < kWords; i++) {
-          words[i] = load_shared_word(from + i * 4);
-        }
-      }
+      load_words(group + lane * (kWords * 4), words);
     } else {
       const int first = lane * kLaneBits / 32;
 #pragma unroll
       for (int i = 0; i < kWords; i++) {
         words[i] = load_shared_word(group + min(first + i, kGroupWords - 1) * 4);
+      }
+    }
+  }
+
+  // `from`: where the lane's codes begin.
+  __device__ __forceinline__ static void load_words(
+      unsigned int from, unsigned int (&words)[kWords]) {
+    if constexpr (kWords % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < kWords; i += 4) {
+        const Eight v = load_shared(from + i * 4);
+        words[i] = v.x;
+        words[i + 1] = v.y;
+        words[i + 2] = v.z;
+        words[i + 3] = v.w;
+      }
+    } else if constexpr (kWords % 2 == 0) {
+#pragma unroll
+      for (int i = 0; i < kWords; i += 2) {
+        load_shared_pair(from + i * 4, words[i], words[i + 1]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWords; i++) {
+        words[i] = load_shared_word(from + i * 4);
       }
     }
   }

@@ -96,6 +96,15 @@ __device__ __forceinline__ void cluster_barrier() {
           : "memory");
 }
 
+// No block ends while its shared memory is being read. (What the others read of it they have: there
+// is nothing to wait for but that, least of all for what was written to device memory.)
+__device__ __forceinline__ void end_of_cluster() {
+  asm volatile(
+      "barrier.cluster.arrive.relaxed.aligned;\n"
+      "barrier.cluster.wait.aligned;" ::
+          : "memory");
+}
+
 // Four floats at the same place in the shared memory of block `rank` of the cluster.
 __device__ __forceinline__ float4 load_of_rank(unsigned int address, int rank) {
   unsigned int there;

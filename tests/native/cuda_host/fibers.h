@@ -242,6 +242,21 @@ inline unsigned int __funnelshift_r(unsigned int low, unsigned int high, unsigne
   return static_cast<unsigned int>(both >> (by & 31));
 }
 
+// (Products and sums of 16 bits are exact in double.)
+inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
+  auto one = [](__half a, __half b, __half c) {
+    return __float2half(float(double(float(a)) * float(b) + float(c)));
+  };
+  return {one(a.x, b.x, c.x), one(a.y, b.y, c.y)};
+}
+
+inline __nv_bfloat162 __hfma2(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bfloat162 c) {
+  auto one = [](__nv_bfloat16 a, __nv_bfloat16 b, __nv_bfloat16 c) {
+    return __float2bfloat16(float(double(float(a)) * float(b) + float(c)));
+  };
+  return {one(a.x, b.x, c.x), one(a.y, b.y, c.y)};
+}
+
 inline float __uint_as_float(unsigned int v) {
   float f;
   std::memcpy(&f, &v, 4);

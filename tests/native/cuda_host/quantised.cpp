@@ -33,6 +33,7 @@ struct Weight {
   Aligned<unsigned char> biases;
   Aligned<T> bias;
   std::vector<double> exact;
+  std::vector<double> rounded;  // to T: what linear_quantised_stream multiplies
 
   Weight(std::mt19937& rng, int n, int k)
       : n(n),
@@ -41,7 +42,8 @@ struct Weight {
         scales(size_t(n) * k / GROUP * 2),
         biases(size_t(n) * k / GROUP * 2),
         bias(n),
-        exact(size_t(n) * k) {
+        exact(size_t(n) * k),
+        rounded(size_t(n) * k) {
     std::normal_distribution<double> normal;
     for (size_t i = 0; i < codes.size; i++) {
       codes[i] = rng();
@@ -73,6 +75,7 @@ struct Weight {
                      : FORMAT == CodeFormat::mxfp4 ? e2m1(code)
                                                    : e4m3(code);
           exact[size_t(i) * k + g * GROUP + e] = v * scale + added;
+          rounded[size_t(i) * k + g * GROUP + e] = float(rounded_to<T>(v * scale + added));
         }
       }
     }
@@ -201,7 +204,8 @@ struct Product {
       int box_rows = kQuantisedStreamRows / 2;
       int words = k * BITS / 32;
       maps.weights[i].codes = map(
-          w.codes.data, 4, w.n, words, words, box_rows, kQuantisedStreamChunk * BITS / 32, false);
+          w.codes.data, 4, w.n, words, words, box_rows, quantised_stream_chunk(BITS) * BITS / 32,
+          quantised_stream_swizzles(BITS));
       auto scales = [&](const void* data) {
         return map(data, kScaleBytes, w.n, k / GROUP, k / GROUP, box_rows, 16 / kScaleBytes, false);
       };
@@ -212,12 +216,12 @@ struct Product {
   }
 
   // Of a row of x and a row of a weight: the result and the sum of its terms' magnitudes.
-  std::pair<double, double> dot(size_t which, int at, int row) {
+  std::pair<double, double> dot(const Case& c, size_t which, int at, int row) {
+    const auto& numbers = c.cluster ? weights[which]->rounded : weights[which]->exact;
     double sum = 0;
     double terms = 0;
     for (int i = 0; i < k; i++) {
-      double term =
-          double(float(x[size_t(at) * stride + i])) * weights[which]->exact[size_t(row) * k + i];
+      double term = double(float(x[size_t(at) * stride + i])) * numbers[size_t(row) * k + i];
       sum += term;
       terms += std::fabs(term);
     }
@@ -226,7 +230,7 @@ struct Product {
 
   void check(const Case& c, const std::vector<std::vector<T>>& outs, const std::string& name) {
     auto value = [&](int at, size_t which, int row) {
-      auto [sum, terms] = dot(which, at, row);
+      auto [sum, terms] = dot(c, which, at, row);
       double bias = c.extras ? float(weights[which]->bias[row]) : 0;
       double allowed =
           2e-6 * terms + kUnit<T> * (std::fabs(sum) + std::fabs(sum + bias) * c.extras);

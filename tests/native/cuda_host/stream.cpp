@@ -54,7 +54,8 @@ struct Product {
   }
 
   // All outputs' bits, by weight. What no row of x has written is NaN.
-  std::vector<std::vector<unsigned short>> run(int rows, int tiles, int cluster) {
+  std::vector<std::vector<unsigned short>> run(
+      int rows, int tiles, int cluster, bool wgmma = false) {
     LinearParams p{};
     p.num_rows = rows;
     p.k = k;
@@ -85,10 +86,11 @@ struct Product {
       int tile = kStreamRows / (p.is_gated ? 2 : 1);
       blocks += p.is_gated && i > 0 ? 0 : (ns[i] + tile - 1) / tile;
     }
-    auto kernel = tiles == 1   ? linear_stream_entry<T, 1>
-                  : tiles == 2 ? linear_stream_entry<T, 2>
-                  : tiles == 4 ? linear_stream_entry<T, 4>
-                               : linear_stream_entry<T, 8>;
+    auto kernel = wgmma        ? linear_stream_entry<T, kWgmmaTiles, true>
+                  : tiles == 1 ? linear_stream_entry<T, 1, false>
+                  : tiles == 2 ? linear_stream_entry<T, 2, false>
+                  : tiles == 4 ? linear_stream_entry<T, 4, false>
+                               : linear_stream_entry<T, 8, false>;
     size_t i[3];
     for (size_t j = 0; j < 3; j++) {
       i[j] = std::min(j, ns.size() - 1);
@@ -155,9 +157,23 @@ void test() {
     same(alone, more, 37, "13 rows");
     same(more, p.run(29, 4, 2)[0], 13 * 37, "29 rows");
     same(more, p.run(61, 8, 1)[0], 13 * 37, "61 rows");
+    for (int cluster : {1, 2, 8}) {
+      same(more, p.run(61, 8, cluster, true)[0], 13 * 37, "61 rows by four warps");
+    }
     fibers::copies_at_once = true;
     same(more, p.run(13, 2, 4)[0], 13 * 37, "copied at once");
     same(more, p.run(13, 2, 1)[0], 13 * 37, "copied at once by one block");
+    fibers::copies_at_once = false;
+  }
+  {
+    // A part has more chunks than there are stages.
+    Product<T> p(rng, Kind::plain, {20}, 8 * 8 * kLinearChunk, false);
+    static_assert(stream_stages(8) < 8);
+    auto alone = p.run(2, 1, 8)[0];
+    for (bool at_once : {false, true}) {
+      fibers::copies_at_once = at_once;
+      same(alone, p.run(33, 8, 1, true)[0], 2 * 20, "long parts");
+    }
     fibers::copies_at_once = false;
   }
   {
@@ -171,6 +187,8 @@ void test() {
     same(p.run(7, 1, 2)[0], p.run(33, 8, 1)[0], 7 * 76, "gated");
     Product<T> h(rng, Kind::heads, {192, 64, 64}, 256, extras);
     same(h.run(7, 1, 2)[0], h.run(33, 8, 1)[0], 7 * 192, "heads");
+    same(p.run(7, 1, 2)[0], p.run(33, 8, 1, true)[0], 7 * 76, "gated, by four warps");
+    same(h.run(7, 1, 2)[0], h.run(33, 8, 1, true)[0], 7 * 192, "heads, by four warps");
   }
 }
 

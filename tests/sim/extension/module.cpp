@@ -208,12 +208,15 @@ void bind_simulator(nb::module_& m) {
   m.def(
       "product_launch",
       [](int num_rows, const std::vector<int>& outputs, int k, const std::string& dtype,
-         bool is_gated, bool clusters) {
+         bool is_gated, bool clusters, bool wgmma) {
+        auto streams = wgmma      ? cuda::Streams::wgmma
+                       : clusters ? cuda::Streams::any
+                                  : cuda::Streams::none;
         auto params = product_params(num_rows, outputs, k, is_gated);
-        return describe_product(cuda::linear_launch(params, product_dtype(dtype), {}, clusters));
+        return describe_product(cuda::linear_launch(params, product_dtype(dtype), {}, streams));
       },
       "num_rows"_a, "outputs"_a, "k"_a, nb::kw_only(), "dtype"_a, "is_gated"_a, "clusters"_a,
-      "What NVIDIA's GPUs run for products of one input with weights of 16 bits.");
+      "wgmma"_a, "What NVIDIA's GPUs run for products of one input with weights of 16 bits.");
 
   m.def(
       "quantised_product_launch",
@@ -234,7 +237,9 @@ void bind_simulator(nb::module_& m) {
         }
         auto params = product_params(num_rows, outputs, k, is_gated);
         return describe_product(
-            cuda::quantised_launch(params, product_dtype(dtype), codes, {}, clusters));
+            cuda::quantised_launch(
+                params, product_dtype(dtype), codes, {},
+                clusters ? cuda::Streams::any : cuda::Streams::none));
       },
       "num_rows"_a, "outputs"_a, "k"_a, nb::kw_only(), "dtype"_a, "bits"_a, "group_size"_a,
       "mode"_a, "is_gated"_a, "clusters"_a,

@@ -73,15 +73,14 @@ struct CopyRing {
     stage_readers = readers;
   }
 
-  int expect(int turn, int bytes) const {
-    StageState& state = stage_states[turn % STAGES];
-    while (state.released < turn / STAGES * stage_readers) {
+  void expect(int stage, int round, int bytes) const {
+    StageState& state = stage_states.at(stage);
+    while (state.released < round * stage_readers) {
       fibers::yield();
     }
-    fibers::require(state.turns == turn / STAGES && state.missing == 0, "turns come in order");
+    fibers::require(state.turns == round && state.missing == 0, "turns come in order");
     state.turns++;
     state.missing = bytes;
-    return turn % STAGES;
   }
 
   void copy(
@@ -101,16 +100,15 @@ struct CopyRing {
     }
   }
 
-  int wait_until_full(int turn) const {
-    StageState& state = stage_states[turn % STAGES];
-    while (state.turns < turn / STAGES + 1 || state.missing > 0) {
+  void wait_until_full(int stage, int round) const {
+    StageState& state = stage_states.at(stage);
+    while (state.turns < round + 1 || state.missing > 0) {
       fibers::yield();
     }
     for (const BoxCopy& box : state.open) {
       box.run();
     }
     state.open.clear();
-    return turn % STAGES;
   }
 
   void release(int stage, int lane) const {

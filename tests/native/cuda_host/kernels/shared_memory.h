@@ -59,6 +59,10 @@ inline void cluster_barrier() {
   fibers::cluster_barrier();
 }
 
+inline void end_of_cluster() {
+  fibers::cluster_barrier();
+}
+
 inline float4 load_of_rank(unsigned int address, int rank) {
   return fibers::shared_of_rank<float4>(address, rank);
 }

@@ -1,0 +1,118 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Products of the four warps of a group together, which sm_90a alone has:
+//   D[64 x N] += A[64 x 16] B[16 x N]
+// A and the transpose of B are tiles in shared memory, which the tensor cores read by themselves.
+// Of D each warp has sixteen rows in registers, as of mma.m16n8k16 (tensor_core.h). Products are
+// under way until they are waited for; before, nobody may touch their registers or tiles.
+
+#pragma once
+
+#include "tensor_core.h"
+
+namespace mlx_paged::cuda {
+
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define PAGED_HAS_WGMMA
+
+// A tile with rows of 64 columns, as the copy engine lays it out when it swizzles 128 bytes, at a
+// multiple of 1024 bytes: its first sixteen columns. The next ones are kNextColumns further on.
+__device__ __forceinline__ unsigned int first_columns(unsigned int tile) {
+  return (tile & 0x3ffff) >> 4 | 1u << 16;
+}
+constexpr unsigned int kNextColumns = 16 * 2 / 16;
+// The rest of what a product is told of it: from eight rows to the next 1024 bytes, swizzle of 128.
+constexpr unsigned int kTileLayout = 1024 / 16 | 1u << 30;
+
+// Before products whose registers were touched.
+__device__ __forceinline__ void begin_products() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Those that were started since the last call become one batch.
+__device__ __forceinline__ void commit_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Until at most PENDING batches are under way.
+template <int PENDING, int TILES>
+__device__ __forceinline__ void wait_for_products(float (&d)[TILES][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+  if constexpr (PENDING == 0) {
+    // The compiler does not know that they change until here.
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+      asm volatile("" : "+f"(d[t][0]), "+f"(d[t][1]), "+f"(d[t][2]), "+f"(d[t][3])::"memory");
+    }
+  }
+}
+
+// (The instruction names its registers one by one.)
+#define PAGED_D(t) "+f"(d[t][0]), "+f"(d[t][1]), "+f"(d[t][2]), "+f"(d[t][3])
+#define PAGED_START(shape, type, registers, of_a, of_b, of_adds, of_layout, ...) \
+  asm volatile(                                                                  \
+      "{\n"                                                                      \
+      ".reg .pred adds;\n"                                                       \
+      ".reg .b64 a;\n"                                                           \
+      ".reg .b64 b;\n"                                                           \
+      "setp.ne.b32 adds, " of_adds                                               \
+      ", 0;\n"                                                                   \
+      "mov.b64 a, {" of_a ", " of_layout                                         \
+      "};\n"                                                                     \
+      "mov.b64 b, {" of_b ", " of_layout                                         \
+      "};\n"                                                                     \
+      "wgmma.mma_async.sync.aligned." shape ".f32." type "." type " {" registers \
+      "}, "                                                                      \
+      "a, b, adds, 1, 1, 0, 0;\n"                                                \
+      "}"                                                                        \
+      : __VA_ARGS__                                                              \
+      : "r"(a), "r"(b), "r"(int(adds)), "n"(kTileLayout)                         \
+      : "memory")
+#define PAGED_8 "%0, %1, %2, %3"
+#define PAGED_16 PAGED_8 ", %4, %5, %6, %7"
+#define PAGED_32 PAGED_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define PAGED_64                                                  \
+  PAGED_32                                                        \
+      ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, " \
+      "%27, %28, %29, %30, %31"
+#define PAGED_START_ANY(type)                                                                   \
+  static_assert(TILES == 1 || TILES == 2 || TILES == 4 || TILES == 8);                          \
+  if constexpr (TILES == 1) {                                                                   \
+    PAGED_START("m64n8k16", type, PAGED_8, "%4", "%5", "%6", "%7", PAGED_D(0));                 \
+  } else if constexpr (TILES == 2) {                                                            \
+    PAGED_START("m64n16k16", type, PAGED_16, "%8", "%9", "%10", "%11", PAGED_D(0), PAGED_D(1)); \
+  } else if constexpr (TILES == 4) {                                                            \
+    PAGED_START(                                                                                \
+        "m64n32k16", type, PAGED_32, "%16", "%17", "%18", "%19", PAGED_D(0), PAGED_D(1),        \
+        PAGED_D(2), PAGED_D(3));                                                                \
+  } else {                                                                                      \
+    PAGED_START(                                                                                \
+        "m64n64k16", type, PAGED_64, "%32", "%33", "%34", "%35", PAGED_D(0), PAGED_D(1),        \
+        PAGED_D(2), PAGED_D(3), PAGED_D(4), PAGED_D(5), PAGED_D(6), PAGED_D(7));                \
+  }
+
+// Starts d += a b, or (`adds` is false) d = a b. `a`, `b`: columns of their tiles. TILES: of eight
+// columns of D.
+template <int TILES>
+__device__ __forceinline__ void start_product(
+    float (&d)[TILES][4], unsigned int a, unsigned int b, bool adds, __nv_bfloat16) {
+  PAGED_START_ANY("bf16")
+}
+
+template <int TILES>
+__device__ __forceinline__ void start_product(
+    float (&d)[TILES][4], unsigned int a, unsigned int b, bool adds, __half) {
+  PAGED_START_ANY("f16")
+}
+
+#undef PAGED_D
+#undef PAGED_START
+#undef PAGED_8
+#undef PAGED_16
+#undef PAGED_32
+#undef PAGED_64
+#undef PAGED_START_ANY
+
+#endif
+
+}  // namespace mlx_paged::cuda

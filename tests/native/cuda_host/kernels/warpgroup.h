@@ -1,0 +1,83 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Stands in for csrc/cuda/kernels/warpgroup.h where kernels run on the CPU. Products happen when
+// they are waited for, as late as the hardware might.
+
+#pragma once
+
+#include "tensor_core.h"
+
+#define PAGED_HAS_WGMMA
+
+namespace mlx_paged::cuda {
+
+struct StartedProduct {
+  float (*d)[4];
+  int tiles;
+  unsigned int a;
+  unsigned int b;
+  bool adds;
+  float (*value)(unsigned short);
+
+  // Row `row` of a tile of rows of 64 columns, and a column of its sixteen.
+  float at(unsigned int columns, int row, int column) const {
+    const unsigned int address = columns * 16;
+    const int chunk = int(address % 1024) / 16 + column / 8;
+    const unsigned int tile = address - address % 1024;
+    return value(
+        fibers::shared_at<unsigned short>(tile + paged::tile_offset<8>(row, chunk) + column % 8 * 2));
+  }
+
+  void run(int thread) const {
+    const int lane = thread % 32;
+    for (int t = 0; t < tiles; t++) {
+      for (int i = 0; i < 4; i++) {
+        const int row = thread / 32 % 4 * 16 + lane / 4 + i / 2 * 8;
+        const int column = 8 * t + lane % 4 * 2 + i % 2;
+        double sum = adds ? d[t][i] : 0.0;
+        for (int k = 0; k < 16; k++) {
+          sum += double(at(a, row, k)) * at(b, column, k);
+        }
+        d[t][i] = float(sum);
+      }
+    }
+  }
+};
+
+// By threads of the block.
+inline thread_local std::vector<std::vector<StartedProduct>> open_products(fibers::kMostThreads);
+inline thread_local std::vector<std::deque<std::vector<StartedProduct>>> product_batches(
+    fibers::kMostThreads);
+
+inline unsigned int first_columns(unsigned int tile) {
+  fibers::require(tile % 1024 == 0, "tiles are aligned");
+  return tile / 16;
+}
+constexpr unsigned int kNextColumns = 2;
+
+inline void begin_products() {}
+
+inline void commit_products() {
+  auto& open = open_products[fibers::block->current];
+  product_batches[fibers::block->current].push_back(std::move(open));
+  open.clear();
+}
+
+template <int PENDING, int TILES>
+void wait_for_products(float (&)[TILES][4]) {
+  auto& batches = product_batches[fibers::block->current];
+  while (int(batches.size()) > PENDING) {
+    for (const StartedProduct& product : batches.front()) {
+      product.run(fibers::block->current);
+    }
+    batches.pop_front();
+  }
+}
+
+template <int TILES, typename T>
+void start_product(float (&d)[TILES][4], unsigned int a, unsigned int b, bool adds, T) {
+  auto value = [](unsigned short bits) { return paged::half_of<T>(bits, 0); };
+  open_products[fibers::block->current].push_back({d, TILES, a, b, adds, value});
+}
+
+}  // namespace mlx_paged::cuda
