@@ -21,10 +21,6 @@ namespace {
 
 constexpr int kChunkBytes = 16;
 
-uint32_t ceil_div(int64_t n, int64_t m) {
-  return uint32_t((n + m - 1) / m);
-}
-
 }  // namespace
 
 DeviceProgram::DeviceProgram(
@@ -268,15 +264,10 @@ std::vector<Launch> launches_after_products(
     // In place: a thread reads what it writes.
     int item_size = step.dtype == DType::float32 ? 4 : 2;
     int chunks = step.parts[0].n * item_size / kChunkBytes;
-    paged::SiluParams params{chunks, chunks, chunks};
-    Launch launch;
-    launch.kernel = kernel_named(std::string("silu_mul_") + name_of(step.dtype));
+    Launch launch = silu_mul_launch(step.num_rows, {chunks, chunks, chunks}, step.dtype);
     bind(launch, step.parts[0].out, Access::read_write);
     bind(launch, step.parts[1].out, Access::read);
     bind(launch, step.parts[0].out, Access::read_write);
-    launch.constants = bytes_of(params);
-    launch.grid = {uint32_t(step.num_rows), ceil_div(chunks, paged::DATA_THREADS), 1};
-    launch.threadgroup = {paged::DATA_THREADS, 1, 1};
     launches.push_back(std::move(launch));
   }
   if (step.write) {

@@ -25,10 +25,6 @@ namespace {
 
 constexpr int kChunkBytes = 16;
 
-uint32_t ceil_div(int64_t n, int64_t m) {
-  return uint32_t((n + m - 1) / m);
-}
-
 }  // namespace
 
 class DeviceProgramReader {
@@ -260,16 +256,10 @@ class DeviceProgramReader {
     View inv_freqs = dense_constant(node.inputs[1]);
     require(positions.is_dense() && positions.shape.size() == 1, "positions of several axes");
     const auto& out = node.outputs[0];
-    paged::RotationParams params{out.shape(0), out.shape(2), rotations.scale()};
-    Launch launch;
-    launch.kernel = kernel_named("rope_rotations");
+    Launch launch = rotations_launch({out.shape(0), out.shape(2), rotations.scale()});
     read(launch, positions);
     read(launch, inv_freqs);
     write(launch, new_value(out));
-    launch.constants = bytes_of(params);
-    launch.grid = {
-        ceil_div(int64_t(params.num_rows) * params.half_dims, paged::DATA_THREADS), 1, 1};
-    launch.threadgroup = {paged::DATA_THREADS, 1, 1};
     add_step(launch);
   }
 
@@ -286,13 +276,10 @@ class DeviceProgramReader {
     }
     paged::SiluParams params{
         int(gate.row_size() / chunk), int(gate.row_stride() / chunk), int(up.row_stride() / chunk)};
-    Launch launch = layer_kernel("silu_mul", out.dtype());
+    Launch launch = silu_mul_launch(gate.rows(), params, dtype_of(out.dtype()));
     read(launch, gate);
     read(launch, up);
     write(launch, new_value(out));
-    launch.constants = bytes_of(params);
-    launch.grid = {uint32_t(gate.rows()), ceil_div(params.row_chunks, paged::DATA_THREADS), 1};
-    launch.threadgroup = {paged::DATA_THREADS, 1, 1};
     add_step(launch);
   }
 

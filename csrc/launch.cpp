@@ -17,10 +17,6 @@ namespace {
 constexpr uint32_t kThreads = paged::DATA_THREADS;
 constexpr int64_t kChunk = 16;  // bytes that a thread moves at once
 
-uint32_t ceil_div(int64_t n, int64_t m) {
-  return uint32_t((n + m - 1) / m);
-}
-
 Binding bind(const Arrays& in, const Arrays& out, int operand) {
   int num_inputs = int(in.size());
   bool input = operand < num_inputs;
@@ -176,6 +172,24 @@ Launch greedy_launch(int num_rows, int vocab_size, DType dtype) {
   uint32_t threads = std::clamp<uint32_t>(ceil_div(chunks, 32) * 32, 32, paged::GREEDY_THREADS);
   launch.threadgroup = {threads, 1, 1};
   launch.threadgroup_memory = ceil_div(threads / 32 * 3 * sizeof(float), 16) * 16;
+  return launch;
+}
+
+Launch rotations_launch(const paged::RotationParams& params) {
+  Launch launch;
+  launch.kernel = kernel_named("rope_rotations");
+  launch.constants = bytes_of(params);
+  launch.grid = {ceil_div(int64_t(params.num_rows) * params.half_dims, kThreads), 1, 1};
+  launch.threadgroup = {kThreads, 1, 1};
+  return launch;
+}
+
+Launch silu_mul_launch(int64_t num_rows, const paged::SiluParams& params, DType dtype) {
+  Launch launch;
+  launch.kernel = kernel_named(std::string("silu_mul_") + name_of(dtype));
+  launch.constants = bytes_of(params);
+  launch.grid = {uint32_t(num_rows), ceil_div(params.row_chunks, kThreads), 1};
+  launch.threadgroup = {kThreads, 1, 1};
   return launch;
 }
 

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "../metal/kernel_table.h"
 #include "kernel_names.h"
 #include "mlx/array.h"
 
@@ -83,6 +84,11 @@ std::vector<std::byte> bytes_of(const Params& params) {
   return {bytes, bytes + sizeof(Params)};
 }
 
+// How many of `m` cover `n`.
+constexpr uint32_t ceil_div(int64_t n, int64_t m) {
+  return uint32_t((n + m - 1) / m);
+}
+
 // The launches of one operation, to be run in this order.
 struct LaunchList {
   std::vector<Launch> launches;
@@ -100,6 +106,12 @@ mx::Shape workspace_shape(uint64_t bytes);
 
 // Of GreedyTokens: operands are the logits and its outputs.
 Launch greedy_launch(int num_rows, int vocab_size, DType dtype);
+
+// Without operands, which are positions, frequencies and the rotations.
+Launch rotations_launch(const paged::RotationParams& params);
+
+// Without operands, which are gate, up and the result. `params`: of rows in 16 bytes.
+Launch silu_mul_launch(int64_t num_rows, const paged::SiluParams& params, DType dtype);
 
 // A dense copy of in[0]; of rank 4, or row-contiguous.
 LaunchList copy_strided_launches(const Arrays& in, const Arrays& out);

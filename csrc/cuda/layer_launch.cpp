@@ -4,7 +4,6 @@
 
 #include "../dense.h"
 #include "../gpu.h"
-#include "../kernel_names.h"
 #include "../primitives.h"
 #include "mlx/backend/cuda/device.h"
 #include "rope_shape.h"
@@ -14,10 +13,6 @@ namespace mlx_paged {
 namespace {
 
 constexpr int kChunk = 16;  // bytes
-
-uint32_t ceil_div(int64_t n, int64_t m) {
-  return uint32_t((n + m - 1) / m);
-}
 
 // Inputs that the kernel can read, and an output that takes the first one's buffer where nothing
 // else needs it.
@@ -42,24 +37,13 @@ void run(Launch launch, const Arrays& in, Arrays& out, mx::Stream stream) {
   gpu::encode({{launch}, {}}, in, out, {}, stream);
 }
 
-std::string of_dtype(const char* name, mx::Dtype dtype) {
-  return std::string(name) + "_" + name_of(dtype_of(dtype));
-}
-
 }  // namespace
 
 void RopeRotations::eval_gpu(const Arrays& in, Arrays& out) {
   Arrays inputs = begin(in, out, false, stream());
-  paged::RotationParams params{out[0].shape(0), out[0].shape(2), scale_};
-  if (out[0].size() == 0) {
-    return;
+  if (out[0].size() > 0) {
+    run(rotations_launch({out[0].shape(0), out[0].shape(2), scale_}), inputs, out, stream());
   }
-  Launch launch;
-  launch.kernel = kernel_named("rope_rotations");
-  launch.constants = bytes_of(params);
-  launch.grid = {ceil_div(out[0].size() / 2, paged::DATA_THREADS), 1, 1};
-  launch.threadgroup = {paged::DATA_THREADS, 1, 1};
-  run(launch, inputs, out, stream());
 }
 
 bool Rope::served_on_gpu(const mx::array& x, const mx::array& rotations, bool traditional) {
@@ -80,7 +64,7 @@ void Rope::eval_gpu(const Arrays& in, Arrays& out) {
   int64_t num_chunks = int64_t(in[0].shape(0)) * in[0].shape(1) * half_chunks;
   cuda::RopeRowsParams params{num_chunks, in[0].shape(1), half_chunks};
   Launch launch;
-  launch.kernel = {of_dtype("rope_rows", in[0].dtype()), "", ""};
+  launch.kernel = {std::string("rope_rows_") + name_of(dtype_of(in[0].dtype())), "", ""};
   launch.constants = bytes_of(params);
   launch.grid = {ceil_div(num_chunks, paged::DATA_THREADS), 1, 1};
   launch.threadgroup = {paged::DATA_THREADS, 1, 1};
@@ -97,18 +81,12 @@ void SiluMul::eval_gpu(const Arrays& in, Arrays& out) {
     return Node::eval_gpu(in, out);
   }
   Arrays inputs = begin(in, out, true, stream());
-  if (out[0].size() == 0) {
-    return;
+  if (out[0].size() > 0) {
+    int chunks = in[0].shape(-1) * int(in[0].itemsize()) / kChunk;
+    int64_t num_rows = in[0].size() / in[0].shape(-1);
+    auto launch = silu_mul_launch(num_rows, {chunks, chunks, chunks}, dtype_of(in[0].dtype()));
+    run(launch, inputs, out, stream());
   }
-  int row_chunks = in[0].shape(-1) * int(in[0].itemsize()) / kChunk;
-  paged::SiluParams params{row_chunks, row_chunks, row_chunks};
-  Launch launch;
-  launch.kernel = kernel_named(of_dtype("silu_mul", in[0].dtype()));
-  launch.constants = bytes_of(params);
-  launch.grid = {
-      uint32_t(in[0].size() / in[0].shape(-1)), ceil_div(row_chunks, paged::DATA_THREADS), 1};
-  launch.threadgroup = {paged::DATA_THREADS, 1, 1};
-  run(launch, inputs, out, stream());
 }
 
 }  // namespace mlx_paged
