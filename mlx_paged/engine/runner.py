@@ -283,9 +283,9 @@ class ModelRunner:
             # Rows that are sampled from, then those that prompt tokens to report follow.
             reported = [ends[i] - num_rows[i] + np.arange(len(t.token_ids)) for i, t in targets]
             wanted = np.concatenate([(ends - 1)[is_sampled], *reported])
-        if sampled:
+        metadata, newest, grammars = None, None, None
+        if sampled and (is_decode or any(s.sequence.sampler.has_edits for s in sampled)):
             metadata = self._metadata(sampled, positions)
-            newest, grammars = None, None
             if metadata.edits:
                 newest = _newest(sampled, metadata, previous)
                 if has_grammars(metadata.edits):
@@ -306,6 +306,8 @@ class ModelRunner:
             self._inputs(columns, context_lens, num_rows, wanted, media),
         )
         if sampled:
+            if metadata is None:  # (for which the GPU need not have waited)
+                metadata = self._metadata(sampled, positions)
             raw = logits[: len(sampled)] if targets else logits
             greedy = self.model.greedy_of(raw)
             why_none = _choose(raw, metadata, newest, grammars, greedy)

@@ -368,6 +368,11 @@ def clipped_swiglu(
     return _mlx_lm_clipped_swiglu(gate, x, alpha=alpha, limit=limit)
 
 
+# Of one `mx.gather_qmm`: more blocks a CUDA grid's third axis has not. A step of 8192 tokens with
+# eight experts each has one more.
+_MOST_CUDA_MATRICES = (1 << 16) - 1
+
+
 def expert_linear(
     self: switch_layers.SwitchLinear, x: mx.array, indices: mx.array, sorted_indices: bool = False
 ) -> mx.array:
@@ -406,6 +411,13 @@ def quantized_expert_linear(
             mode=self.mode,
         )
         return out.astype(dtype)
+    if indices.size > _MOST_CUDA_MATRICES and indices.ndim == 1 and ops.has_cuda():
+        parts = range(0, len(indices), _MOST_CUDA_MATRICES)
+        rows = [slice(first, first + _MOST_CUDA_MATRICES) for first in parts]
+        return mx.concatenate([
+            _mlx_quantized_expert_linear(self, x[part], indices[part], sorted_indices)
+            for part in rows
+        ])  # fmt: skip
     return _mlx_quantized_expert_linear(self, x, indices, sorted_indices)
 
 

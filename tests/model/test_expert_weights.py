@@ -189,3 +189,27 @@ def test_outside_of_steps_they_are_mlxs(family: str, monkeypatch: pytest.MonkeyP
     _, found = gradient(model)
     mx.eval(found)
     assert any(mx.abs(a).max().item() > 0 for name, a in tree_flatten(found) if "mlp" in name)
+
+
+def test_more_matrices_than_a_cuda_grid_has_room_for(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts, with the same results. (tests/native/test_cuda_quantised.py has so many.)"""
+    patches.install()
+    layer = QuantizedSwitchLinear(64, 32, 4, bias=True)
+    layer.bias = mx.array(rng.standard_normal((4, 32)).astype(np.float32))
+    x = mx.array(rng.standard_normal((13, 1, 64)).astype(np.float32))
+    indices = mx.array(np.sort(rng.integers(0, 4, 13)).astype(np.uint32))
+    want = np.array(layer(x, indices, sorted_indices=True))
+    sizes = []
+
+    def part(self: Any, x: mx.array, indices: mx.array, sorted_indices: bool) -> mx.array:
+        sizes.append(len(indices))
+        return plain(self, x, indices, sorted_indices)
+
+    plain = patches._mlx_quantized_expert_linear
+    monkeypatch.setattr(patches, "_mlx_quantized_expert_linear", part)
+    monkeypatch.setattr(patches, "_MOST_CUDA_MATRICES", 5)
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    np.testing.assert_array_equal(np.array(layer(x, indices, sorted_indices=True)), want)
+    assert sizes == [5, 5, 3]

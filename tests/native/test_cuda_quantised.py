@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from mlx_lm.utils import dequantize_model
 from support.device_programs import with_programs
 from support.models import StepDriver, tiny_config, tiny_model
@@ -114,6 +115,19 @@ def test_what_no_kernel_serves_is_mlxs(rng) -> None:
         np.testing.assert_allclose(
             exact(multiply(x, arrays, form)), exact(x) @ weight.T, rtol=0.02, atol=0.5
         )
+
+
+def test_experts_of_a_large_step() -> None:
+    """More of them at once than the third axis of a grid has room for."""
+    patches.install()
+    layer = QuantizedSwitchLinear(64, 64, 2, bias=False)
+    layer.set_dtype(mx.bfloat16)
+    indices = (mx.arange(65_540) >= 65_537).astype(mx.uint32)
+    x = mx.random.normal((len(indices), 1, 64)).astype(mx.bfloat16)
+    got = exact(layer(x, indices, sorted_indices=True))
+    for rows in (slice(0, 4), slice(65_533, 65_540)):
+        want = layer(x[rows], indices[rows], sorted_indices=True)
+        np.testing.assert_allclose(got[rows], exact(want), rtol=0.02, atol=0.02)
 
 
 def test_a_layer_is_one_operation_within_a_step() -> None:
