@@ -28,6 +28,13 @@ Streams streams() {
     if (cudaFuncGetAttributes(&kernel, symbol) != cudaSuccess || kernel.ptxVersion < 90) {
       return Streams::none;
     }
+    int device = 0;
+    int bytes = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (bytes < kQuantisedStreamBytes) {
+      return Streams::small;
+    }
     return kHasSm90a && kernel.binaryVersion == 90 ? Streams::wgmma : Streams::any;
   }();
   return found;

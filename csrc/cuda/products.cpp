@@ -169,7 +169,7 @@ Launch quantised_launch(
     const LinearOperands& operands, Streams streams) {
   auto format = kernel_format(codes).value();
   int tiles = tiles_of(params.num_rows);
-  bool by_stream = streams != Streams::none && streams_quantised(format, codes, params.k);
+  bool by_stream = streams >= Streams::any && streams_quantised(format, codes, params.k);
   Launch launch;
   if (by_stream) {
     auto shape = quantised_stream_shape(format, codes.bits, codes.group_size, tiles);

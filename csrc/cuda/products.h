@@ -12,9 +12,14 @@
 
 namespace mlx_paged::cuda {
 
-// Whether kernels can have the copy engine read, and their blocks form clusters: sm_90 and later,
-// if this build has code for it. wgmma: sm_90a's products of four warps, too.
-enum class Streams { none, any, wgmma };
+// Which kernels can run whose operands the copy engine reads and whose blocks form clusters: on
+// sm_90 and later, if this build has code for it.
+enum class Streams {
+  none,
+  small,  // linear_stream alone: a block has too little shared memory for the other (sm_120)
+  any,
+  wgmma,  // sm_90a's, too
+};
 Streams streams();
 
 // The host name of linear_stream for so many tiles of x.

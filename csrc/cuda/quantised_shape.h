@@ -101,6 +101,9 @@ constexpr bool quantised_stream_swizzles(int bits) {
   return quantised_stream_chunk(bits) * bits / 8 == 128;
 }
 
+// Of shared memory that a block must be able to have: all of sm_90's and sm_100's.
+constexpr int kQuantisedStreamBytes = 227 * 1024;
+
 // Blocks that a multiprocessor has at once, by tiles of eight rows of x: registers allow no more.
 constexpr int quantised_stream_blocks(int tiles) {
   return tiles <= 4 ? 2 : 1;

@@ -172,7 +172,7 @@ def test_launches_with_bounds_are_those_of_the_tiles(rng, rows, dims, threads, m
 
 
 def product(rows: int, outputs: list[int], k: int, **options: Any) -> dict[str, Any]:
-    given = {"dtype": "bfloat16", "is_gated": False, "clusters": True, "wgmma": False}
+    given = {"dtype": "bfloat16", "is_gated": False, "streams": "any"}
     return sim_ext.product_launch(rows, outputs, k, **(given | options))
 
 
@@ -208,7 +208,8 @@ def test_products_of_four_warps() -> None:
     for rows in (1, 32, 33, 64):
         for dtype in ("bfloat16", "float16"):
             launch, other = (
-                product(rows, [3072], 3072, dtype=dtype, wgmma=wgmma) for wgmma in (True, False)
+                product(rows, [3072], 3072, dtype=dtype, streams=streams)
+                for streams in ("wgmma", "any")
             )
             wgmma = "wgmma_" if rows > 32 else ""
             assert (
@@ -228,10 +229,10 @@ def test_products_without_clusters() -> None:
         (9, "linear_float16_2_1", (192, 1, 1)),
         (64, "linear_float16_4_2", (96, 2, 1)),
     ):
-        launch = product(rows, [3072], 3072, dtype="float16", clusters=False)
+        launch = product(rows, [3072], 3072, dtype="float16", streams="none")
         assert (launch["kernel"], launch["grid"]) == (kernel, grid)
         assert launch["cluster"] == 0 and not launch["maps"]
-    assert product(8, [64, 64], 64, is_gated=True, clusters=False)["grid"] == (4, 1, 1)
+    assert product(8, [64, 64], 64, is_gated=True, streams="none")["grid"] == (4, 1, 1)
 
 
 # --- The rest -------------------------------------------------------------------------------------

@@ -18,30 +18,40 @@ pytestmark = needs_sim_extension
 
 def launch_of(rows: int, outputs: list[int], k: int, **options: Any) -> dict[str, Any] | None:
     given = {"dtype": "bfloat16", "bits": 4, "group_size": 64, "mode": "affine"}
-    given |= {"is_gated": False, "clusters": True}
+    given |= {"is_gated": False, "streams": "any"}
     return sim_ext.quantised_product_launch(rows, outputs, k, **(given | options))
 
 
 @pytest.mark.parametrize(
-    ("rows", "clusters", "kernel", "grid"),
+    ("rows", "streams", "kernel", "grid"),
     [
-        (1, True, "linear_quantised_stream_bfloat16_affine_4_64_1", (128, 1, 1)),
-        (8, True, "linear_quantised_stream_bfloat16_affine_4_64_1", (128, 1, 1)),
-        (9, True, "linear_quantised_stream_bfloat16_affine_4_64_2", (128, 1, 1)),
-        (17, True, "linear_quantised_stream_bfloat16_affine_4_64_4", (128, 1, 1)),
-        (33, True, "linear_quantised_stream_bfloat16_affine_4_64_8", (128, 1, 1)),
-        (64, True, "linear_quantised_stream_bfloat16_affine_4_64_8", (128, 1, 1)),
-        (8, False, "linear_quantised_bfloat16_affine_4_64_1", (256, 1, 1)),
-        (9, False, "linear_quantised_bfloat16_affine_4_64_2", (256, 1, 1)),
-        (33, False, "linear_quantised_bfloat16_affine_4_64_2", (256, 3, 1)),
+        (1, "any", "linear_quantised_stream_bfloat16_affine_4_64_1", (128, 1, 1)),
+        (8, "any", "linear_quantised_stream_bfloat16_affine_4_64_1", (128, 1, 1)),
+        (9, "any", "linear_quantised_stream_bfloat16_affine_4_64_2", (128, 1, 1)),
+        (17, "any", "linear_quantised_stream_bfloat16_affine_4_64_4", (128, 1, 1)),
+        (33, "any", "linear_quantised_stream_bfloat16_affine_4_64_8", (128, 1, 1)),
+        (64, "any", "linear_quantised_stream_bfloat16_affine_4_64_8", (128, 1, 1)),
+        (8, "none", "linear_quantised_bfloat16_affine_4_64_1", (256, 1, 1)),
+        (9, "none", "linear_quantised_bfloat16_affine_4_64_2", (256, 1, 1)),
+        (33, "small", "linear_quantised_bfloat16_affine_4_64_2", (256, 3, 1)),
     ],
 )
-def test_the_kernel_for_so_many_rows(rows: int, clusters: bool, kernel: str, grid: Any) -> None:
-    launch = launch_of(rows, [4096], 4096, clusters=clusters)
+def test_the_kernel_for_so_many_rows(rows: int, streams: str, kernel: str, grid: Any) -> None:
+    launch = launch_of(rows, [4096], 4096, streams=streams)
+    clusters = streams == "any"
     assert launch and launch["kernel"] == kernel and launch["grid"] == grid
     assert launch["cluster"] == (4 if clusters else 0)  # of 32 tiles of 128 rows
     assert launch["threadgroup"] == ((288 if clusters else 256), 1, 1)
     assert len(launch["buffers"]) == 19
+
+
+def test_shared_memory() -> None:
+    """Two blocks to a multiprocessor, or one; less than `Streams::any` promises."""
+    for rows in (1, 9, 17, 33):
+        for bits in (2, 3, 4, 5, 6, 8):
+            launch = launch_of(rows, [4096], 4096, bits=bits, group_size=32)
+            blocks = 2 if rows <= 32 else 1
+            assert blocks * (launch["threadgroup_memory"] + 1024) <= 228 * 1024
 
 
 def test_how_columns_are_divided() -> None:
@@ -83,12 +93,12 @@ def test_rows_of_scales_that_the_copy_engine_cannot_read() -> None:
 
 
 def test_no_block_has_rows_of_two_weights() -> None:
-    for clusters, tile in ((False, 16), (True, 128)):
+    for streams, tile in (("none", 16), ("any", 128)):
         outputs = [4096, 1030, 20]
-        launch = launch_of(8, outputs, 4096, clusters=clusters)
+        launch = launch_of(8, outputs, 4096, streams=streams)
         blocks = sum(-(-n // tile) for n in outputs)
         assert launch["grid"][0] == blocks * (launch["cluster"] or 1)
-        gated = launch_of(8, [1030, 1030], 4096, is_gated=True, clusters=clusters)
+        gated = launch_of(8, [1030, 1030], 4096, is_gated=True, streams=streams)
         assert gated["grid"][0] == -(-1030 // (tile // 2)) * (gated["cluster"] or 1)
 
 

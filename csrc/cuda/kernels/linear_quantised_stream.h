@@ -33,7 +33,7 @@ struct QuantisedStream {
   static constexpr int kRuns = kChunk / kRun;
   using Group = GroupOf<T, FORMAT, BITS, kRun>;
   using Sums = float[2][TILES][4];
-  static_assert(kShape.stages >= 2);
+  static_assert(kShape.stages >= 2 && kShape.scratch <= kQuantisedStreamBytes);
 
   const unsigned int stages;  // in shared memory
   const CopyRing<kShape.stages> ring;

@@ -67,6 +67,16 @@ nb::dict describe_product(const Launch& launch) {
   return d;
 }
 
+cuda::Streams streams_named(const std::string& name) {
+  using cuda::Streams;
+  static const std::map<std::string, Streams> all{
+      {"none", Streams::none},
+      {"small", Streams::small},
+      {"any", Streams::any},
+      {"wgmma", Streams::wgmma}};
+  return all.at(name);
+}
+
 cuda::LinearParams product_params(
     int num_rows, const std::vector<int>& outputs, int k, bool is_gated) {
   cuda::LinearParams params{};
@@ -208,21 +218,19 @@ void bind_simulator(nb::module_& m) {
   m.def(
       "product_launch",
       [](int num_rows, const std::vector<int>& outputs, int k, const std::string& dtype,
-         bool is_gated, bool clusters, bool wgmma) {
-        auto streams = wgmma      ? cuda::Streams::wgmma
-                       : clusters ? cuda::Streams::any
-                                  : cuda::Streams::none;
+         bool is_gated, const std::string& streams) {
         auto params = product_params(num_rows, outputs, k, is_gated);
-        return describe_product(cuda::linear_launch(params, product_dtype(dtype), {}, streams));
+        return describe_product(
+            cuda::linear_launch(params, product_dtype(dtype), {}, streams_named(streams)));
       },
-      "num_rows"_a, "outputs"_a, "k"_a, nb::kw_only(), "dtype"_a, "is_gated"_a, "clusters"_a,
-      "wgmma"_a, "What NVIDIA's GPUs run for products of one input with weights of 16 bits.");
+      "num_rows"_a, "outputs"_a, "k"_a, nb::kw_only(), "dtype"_a, "is_gated"_a, "streams"_a,
+      "What NVIDIA's GPUs run for products of one input with weights of 16 bits.");
 
   m.def(
       "quantised_product_launch",
       [](int num_rows, const std::vector<int>& outputs, int k, const std::string& dtype, int bits,
          int group_size, const std::string& mode, bool is_gated,
-         bool clusters) -> std::optional<nb::dict> {
+         const std::string& streams) -> std::optional<nb::dict> {
         using Format = cpu::WeightFormat;
         static const std::map<std::string, Format> formats{
             {"affine", Format::affine},
@@ -238,11 +246,10 @@ void bind_simulator(nb::module_& m) {
         auto params = product_params(num_rows, outputs, k, is_gated);
         return describe_product(
             cuda::quantised_launch(
-                params, product_dtype(dtype), codes, {},
-                clusters ? cuda::Streams::any : cuda::Streams::none));
+                params, product_dtype(dtype), codes, {}, streams_named(streams)));
       },
       "num_rows"_a, "outputs"_a, "k"_a, nb::kw_only(), "dtype"_a, "bits"_a, "group_size"_a,
-      "mode"_a, "is_gated"_a, "clusters"_a,
+      "mode"_a, "is_gated"_a, "streams"_a,
       "What NVIDIA's GPUs run for a product with quantised weights, if they have a kernel for it.");
 
   m.def(
