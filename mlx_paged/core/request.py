@@ -141,7 +141,9 @@ class Request:
     # The one of them that the others fork (`Scheduler._prompt_source`).
     prompt_source: Sequence | None = field(default=None, init=False, repr=False)
 
+    # What its sequences begin with.
     prompt_tokens: array[int] = field(init=False, repr=False)
+
     # Of a prompt with media: its items, and its tokens as the prefix tree is given them.
     prompt_media: PromptMedia | None = field(default=None, init=False, repr=False)
     tree_prompt: array[int] | None = field(default=None, init=False, repr=False)
@@ -151,7 +153,7 @@ class Request:
         if not self.prompt_token_ids:
             raise InvalidParameterError("prompt_token_ids", "at least one token", ())
         try:
-            # (Faster than checking each, and what sequences begin with.)
+            # (Faster than checking each.)
             self.prompt_tokens = array(TOKEN_TYPE, self.prompt_token_ids)
         except OverflowError:
             wrong = next(t for t in self.prompt_token_ids if not 0 <= t < 1 << 32)

@@ -411,7 +411,7 @@ def quantized_expert_linear(
             mode=self.mode,
         )
         return out.astype(dtype)
-    if indices.size > _MOST_CUDA_MATRICES and indices.ndim == 1 and ops.has_cuda():
+    if indices.size > _MOST_CUDA_MATRICES and indices.shape == x.shape[:1] and ops.has_cuda():
         parts = range(0, len(indices), _MOST_CUDA_MATRICES)
         rows = [slice(first, first + _MOST_CUDA_MATRICES) for first in parts]
         return mx.concatenate([
