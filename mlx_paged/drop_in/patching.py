@@ -137,7 +137,7 @@ def _rebind(replacements: Sequence[tuple[Seam, Any, Any]]) -> None:
         if not isinstance(owner, type):
             new_of[id(old)] = new
     # (Programs with many libraries have ten thousand modules, so these are gone through once.)
-    for module_name, module in list(sys.modules.items()):
+    for module_name, module in sys.modules.copy().items():  # (others may import meanwhile)
         if module is None or not (module_name == "mlx_lm" or module_name.startswith("mlx_lm.")):
             continue
         for attribute, value in list(vars(module).items()):

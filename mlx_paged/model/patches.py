@@ -561,7 +561,7 @@ def _rebind_swiglu(*, paged: bool) -> None:
     of_vlm = getattr(sys.modules.get("mlx_vlm.models.activations"), "swiglu", None)
     if of_vlm is not None:
         _swiglus.setdefault("mlx_vlm", of_vlm)
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # (others may import meanwhile)
         original = _swiglus.get(name.partition(".models.")[0])
         if original is not None and vars(module).get("swiglu") in (original, swiglu):
             module.swiglu = swiglu if paged else original  # type: ignore[attr-defined]

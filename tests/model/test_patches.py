@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -367,3 +369,16 @@ def test_the_mask_is_made_by_nobody(cache: PagedLayerCache) -> None:
     assert cache.make_mask(3) is None
     assert cache.make_mask(1, window_size=8, return_array=True) is None
     assert base.create_attention_mask(random_heads(4)[:, 0], cache) is None
+
+
+def test_modules_that_are_imported_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, or by what a collection runs, while the list of them is made."""
+
+    class Growing(dict[str, Any]):
+        def items(self) -> Any:
+            for i, item in enumerate(super().items()):
+                self.setdefault(f"imported.meanwhile{i}", patches)
+                yield item
+
+    monkeypatch.setattr(patches, "sys", SimpleNamespace(modules=Growing(sys.modules)))
+    patches.install()
