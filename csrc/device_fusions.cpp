@@ -32,6 +32,12 @@ DeviceFusions::DeviceFusions(const DeviceGraph& graph, bool adds_in_products)
     if (graph.linear_of(nodes[i])) {
       linears_of[value_multiplied(i)].push_back(i);
     }
+    if (auto mixture = mixture_of(graph, nodes[i])) {
+      for (size_t part : mixture->nodes) {
+        taken[part] = true;
+      }
+      mixtures.emplace(i, std::move(*mixture));
+    }
   }
   for (size_t i = 0; i < nodes.size(); i++) {
     const auto& node = nodes[i];

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "device_graph.h"
+#include "device_mixtures.h"
 
 namespace mlx_paged {
 
@@ -24,6 +25,8 @@ struct DeviceFusions {
   std::map<size_t, std::vector<size_t>> written_products;
   // An addition -> the norm that takes it in.
   std::map<size_t, size_t> norm_of_sum;
+  // A sum -> the mixture of experts that it ends.
+  std::map<size_t, Mixture> mixtures;
   // Products by the value that they multiply.
   std::unordered_map<DeviceGraph::Id, std::vector<size_t>> linears_of;
   // [nodes]: those that another takes in, norms and rotations of written heads among them.

@@ -37,6 +37,8 @@ DeviceProgram::DeviceProgram(
           product_workspace_bytes_ = cuda::kLibraryWorkspaceBytes;
         }
       }
+    } else if (const auto* mixture = std::get_if<MixtureStep>(&step)) {
+      mixture_launches(*mixture, operands_, gpu);  // (throws)
     }
   }
 }
@@ -195,6 +197,10 @@ std::vector<Launch> DeviceProgram::launches(
       }
     } else if (const auto* products = std::get_if<ProductStep>(&step)) {
       for (auto& launch : product_launches(*products, gpu)) {
+        all.push_back(std::move(launch));
+      }
+    } else if (const auto* mixture = std::get_if<MixtureStep>(&step)) {
+      for (auto& launch : mixture_launches(*mixture, operands_, gpu)) {
         all.push_back(std::move(launch));
       }
     } else {

@@ -77,6 +77,21 @@ struct ProductStep {
   DType dtype;
 };
 
+// A mixture of experts of a step's rows: the router's choice, products of each visit with its
+// expert's matrices, and their weighted sum (metal/experts.h). Operands.
+struct MixtureStep {
+  paged::RouteParams route;  // what items are is up to the products' kernels
+  int logits;
+  int weights;        // [num_rows, top_k]
+  int sorted_visits;  // [num_visits] int32
+  int items;          // [num_visits, 3] int32, of which as many are used as there are
+  ProductStep gated;  // of all experts' gates and ups, weights [num_experts, n, k]; out by place
+  ProductStep down;   // x by place, out by visit
+  int out;            // [num_rows, n]
+
+  int num_visits() const { return route.num_rows * route.top_k; }
+};
+
 struct AttentionStep {
   std::vector<int> operands;  // of PagedAttention
   int out;
@@ -146,7 +161,7 @@ class DeviceProgram {
 
  private:
   friend class DeviceProgramReader;
-  using Step = std::variant<Launch, ProductStep, AttentionStep>;
+  using Step = std::variant<Launch, ProductStep, MixtureStep, AttentionStep>;
 
   std::vector<Launch> product_launches(const ProductStep& step, Gpu gpu) const;
 
@@ -194,6 +209,10 @@ class DeviceStep : public mx::Primitive {
 // (cuda/products.h).
 std::vector<Launch> portable_product_launches(
     const ProductStep& step, const std::vector<ProgramOperand>& operands);
+
+// Those of a mixture of experts. Throws NoProgram where no kernel of `gpu` serves its products.
+std::vector<Launch> mixture_launches(
+    const MixtureStep& step, const std::vector<ProgramOperand>& operands, Gpu gpu);
 
 // What is left to do where a step's products have only been multiplied: silu(gate) * up, or the
 // rotation and write of heads.

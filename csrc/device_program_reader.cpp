@@ -6,6 +6,7 @@
 #include <limits>
 #include <map>
 #include <optional>
+#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -93,6 +94,9 @@ class DeviceProgramReader {
     }
     if (auto found = fusions_.norm_of_sum.find(index); found != fusions_.norm_of_sum.end()) {
       return read_norm(nodes()[found->second], &node);
+    }
+    if (auto found = fusions_.mixtures.find(index); found != fusions_.mixtures.end()) {
+      return read_mixture(node, found->second);
     }
     if (graph_.linear_of(node)) {
       return read_linears(index);
@@ -207,6 +211,101 @@ class DeviceProgramReader {
       View added = view(*residual);
       require(added.is_dense(), "an addend that is not dense");
       step.residual = operand(added);
+    }
+    return step;
+  }
+
+  // --- Mixtures of experts ---
+
+  void read_mixture(const GraphNode& sum, const Mixture& mixture) {
+    const auto& out = sum.outputs[0];
+    auto dtype = out.dtype();
+    MixtureStep step{};
+    step.route = mixture.route;
+    auto [rows, experts, top_k] =
+        std::tuple(mixture.route.num_rows, mixture.route.num_experts, mixture.route.top_k);
+    require(
+        experts <= 32 * paged::ROUTE_CHUNKS && top_k <= 32 &&
+            rows * top_k <= paged::ROUTE_MOST_VISITS,
+        "a mixture of so many experts or rows");
+    require(mixture.logits.dtype() == dtype, "a router of another dtype");
+    View logits = view(mixture.logits);
+    require(logits.is_dense(), "logits of experts that are not dense");
+    step.logits = operand(logits);
+    step.weights = operand(new_buffer({rows, top_k}, dtype));
+    step.sorted_visits = operand(new_buffer({rows * top_k}, mx::int32));
+    step.items = operand(new_buffer({rows * top_k, 3}, mx::int32));
+    View x = view(nodes()[mixture.gate].inputs[0]);
+    require(x.rows() == rows, "experts of other rows");
+    View gated{};
+    step.gated = experts_of({mixture.gate, mixture.up}, x, step.num_visits(), dtype, &gated);
+    View down{};
+    step.down = experts_of({mixture.down}, gated, step.num_visits(), dtype, &down);
+    require(
+        down.shape[1] * dtype.size() % kChunkBytes == 0 &&
+            int64_t(out.size()) == int64_t(rows) * down.shape[1],
+        "experts with results of this size");
+    step.out = operand(new_value(out));
+    add_step(std::move(step));
+  }
+
+  // Products with the matrices of experts. `result`: where the first one's is, [num_visits, n].
+  ProductStep experts_of(
+      const std::vector<size_t>& products, const View& x, int num_visits, mx::Dtype dtype,
+      View* result) {
+    const auto& first = nodes()[products[0]];
+    int64_t k = first.inputs[0].shape(-1);
+    int64_t item_size = dtype.size();
+    require(first.inputs[0].dtype() == dtype, "experts of another dtype");
+    require(
+        x.row_size() == k && x.has_dense_rows() && k * item_size % kChunkBytes == 0 &&
+            x.row_stride() * item_size % kChunkBytes == 0 && begins_at_chunk(x),
+        "experts of rows that are not multiples of 16 bytes");
+    ProductStep step{};
+    step.x = operand(x);
+    step.num_rows = num_visits;
+    step.k = int(k);
+    step.x_stride = int(x.row_stride());
+    step.is_gated = products.size() == 2;
+    step.dtype = dtype_of(dtype);
+    step.codes = first.as<ExpertLinear>()->codes();
+    for (size_t i : products) {
+      const auto& node = nodes()[i];
+      const auto& linear = *node.as<ExpertLinear>();
+      require(linear.codes() == step.codes, "gates in another format");
+      auto next = node.inputs.begin() + 2;
+      ProductStep::Part part{};
+      part.bias = -1;
+      View weight = dense_constant(*next++);
+      require(begins_at_chunk(weight), "weights that do not begin at 16 bytes");
+      part.weight = operand(weight);
+      part.n = weight.shape[1];
+      if (step.codes) {
+        require(
+            (*next).dtype() == dtype || (*next).dtype() == mx::uint8, "scales of another dtype");
+        int num_arrays = step.codes->format == cpu::WeightFormat::affine ? 2 : 1;
+        for (int* to : {&part.scales, &part.biases}) {
+          if (num_arrays-- > 0) {
+            View scales = dense_constant(*next++);
+            require(begins_at_chunk(scales), "scales that do not begin at 16 bytes");
+            *to = operand(scales);
+          }
+        }
+      } else {
+        require(node.inputs[2].dtype() == dtype, "weights of another dtype");
+      }
+      if (linear.has_bias()) {
+        require((*next).dtype() == dtype, "a bias of another dtype");
+        part.bias = operand(dense_constant(*next++));
+      }
+      require(next == node.inputs.end(), "experts with a factor each");
+      View out = new_buffer({num_visits, part.n}, dtype);
+      part.out = operand(out);
+      if (i == products[0]) {
+        *result = out;
+      }
+      require(part.n == result->shape[1], "gates of another size");
+      step.parts.push_back(part);
     }
     return step;
   }

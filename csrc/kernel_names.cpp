@@ -20,6 +20,7 @@ namespace {
 #define DATA_TEMPLATE(host_name, ...) {host_name, "data.h", INSTANCE(__VA_ARGS__)},
 #define QUANTISED_TEMPLATE(host_name, ...) {host_name, "quantised_pool.h", INSTANCE(__VA_ARGS__)},
 #define LAYER_TEMPLATE(host_name, ...) {host_name, "layer.h", INSTANCE(__VA_ARGS__)},
+#define EXPERT_TEMPLATE(host_name, ...) {host_name, "experts.h", INSTANCE(__VA_ARGS__)},
 #define GREEDY_TEMPLATE(host_name, ...) {host_name, "greedy.h", INSTANCE(__VA_ARGS__)},
 #define ATTENTION_TEMPLATE(host_name, function, ...) \
   {host_name, #function ".h", INSTANCE(function, __VA_ARGS__)},
@@ -29,6 +30,7 @@ const std::vector<KernelName> kKernels = {
     PAGED_FOR_EACH_DATA_TEMPLATE(DATA_TEMPLATE)
     PAGED_FOR_EACH_QUANTISED_TEMPLATE(QUANTISED_TEMPLATE)
     PAGED_FOR_EACH_LAYER_TEMPLATE(LAYER_TEMPLATE)
+    PAGED_FOR_EACH_EXPERT_TEMPLATE(EXPERT_TEMPLATE)
     PAGED_FOR_EACH_GREEDY_TEMPLATE(GREEDY_TEMPLATE)
     PAGED_FOR_EACH_ATTENTION_TEMPLATE(ATTENTION_TEMPLATE)
     // clang-format on

@@ -363,11 +363,15 @@ mx::array expert_linear(
     const mx::array& x, const mx::array& indices, const mx::array& weight,
     const std::optional<mx::array>& scales, const std::optional<mx::array>& biases,
     const std::optional<mx::array>& bias, const std::optional<mx::array>& global_scale,
-    int group_size, int bits, const std::string& mode, mx::StreamOrDevice s_) {
+    int group_size, int bits, const std::string& mode, bool for_program, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("expert_linear");
-  v.require(s.device == mx::Device::cpu, "stream", "the CPU's", "a GPU's");
-  v.require(x.dtype() == mx::float32, "x", "float32", x.dtype());
+  if (for_program) {
+    v.floating(x, "x");
+  } else {
+    v.require(s.device == mx::Device::cpu, "stream", "the CPU's", "a GPU's");
+    v.require(x.dtype() == mx::float32, "x", "float32", x.dtype());
+  }
   v.require(
       indices.dtype() == mx::int32 || indices.dtype() == mx::uint32, "indices", "int32 or uint32",
       indices.dtype());
@@ -382,7 +386,7 @@ mx::array expert_linear(
       "1 and " + std::to_string(k) + " like weight's", x.shape());
   if (bias) {
     v.shape(*bias, "bias", {weight.shape(0), weight.shape(1)});
-    weights.push_back(mx::astype(*bias, mx::float32, s));
+    weights.push_back(mx::astype(*bias, x.dtype(), s));
   }
   if (global_scale) {
     v.shape(*global_scale, "global_scale", {weight.shape(0)});
@@ -410,7 +414,7 @@ mx::array expert_linear(
   inputs.insert(inputs.end(), weights.begin(), weights.end());
   shape.insert(shape.end(), {1, weight.shape(1)});
   return mx::array(
-      std::move(shape), mx::float32,
+      std::move(shape), x.dtype(),
       std::make_shared<ExpertLinear>(s, format, bits, group_size, bool(bias)), std::move(inputs));
 }
 
@@ -514,7 +518,7 @@ void bind_layer_ops(nb::module_& m) {
   m.def(
       "expert_linear", &expert_linear, "x"_a, "indices"_a, "weight"_a, "scales"_a.none(),
       "biases"_a.none(), "bias"_a.none(), "global_scale"_a.none(), nb::kw_only(), "group_size"_a,
-      "bits"_a, "mode"_a, "stream"_a = nb::none());
+      "bits"_a, "mode"_a, "for_program"_a, "stream"_a = nb::none());
   m.def(
       "lookup", &lookup, "ids"_a, "weight"_a, "scales"_a.none(), "biases"_a.none(), nb::kw_only(),
       "group_size"_a, "bits"_a, "mode"_a, "stream"_a = nb::none());

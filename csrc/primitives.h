@@ -433,16 +433,22 @@ class Lookup : public Node {
   int group_size_;
 };
 
-// Each row times the matrix of its expert, on the CPU: mlx-lm's `SwitchLinear`, with a weight of
-// any format that linear layers have. A row whose expert is none of them is NaN. in: x [..., 1 or
-// rows, 1, k] float32, indices [..., rows] uint32, weight [num_experts, n, k] and, where it is
-// quantised, scales and biases; [bias [num_experts, n] float32]. out: [..., rows, 1, n] float32.
+// Each row times the matrix of its expert: mlx-lm's `SwitchLinear`, with a weight of any format
+// that linear layers have. On the CPU of float32; a row whose expert is none of them is NaN.
+// Otherwise the node is part of a graph that becomes a device program, and does not run itself. in:
+// x [..., 1 or rows, 1, k], indices [..., rows] uint32, weight [num_experts, n, k] and, where it is
+// quantised, scales and biases; [bias [num_experts, n] like x]. out: [..., rows, 1, n] like x.
 class ExpertLinear : public Node {
  public:
   ExpertLinear(mx::Stream s, cpu::WeightFormat format, int bits, int group_size, bool has_bias)
       : Node(s), format_(format), bits_(bits), group_size_(group_size), has_bias_(has_bias) {}
   MLX_PAGED_NODE("expert_linear")
   cpu::ExpertWeights weights(const Arrays& in) const;  // dense, with data
+  std::optional<WeightCodes> codes() const {           // none: it is not quantised
+    bool is_dense = format_ == cpu::WeightFormat::dense;
+    return is_dense ? std::nullopt : std::optional(WeightCodes{format_, bits_, group_size_});
+  }
+  bool has_bias() const { return has_bias_; }
   bool is_equivalent(const mx::Primitive& other) const override {
     auto& o = static_cast<const ExpertLinear&>(other);
     return format_ == o.format_ && bits_ == o.bits_ && group_size_ == o.group_size_ &&

@@ -70,6 +70,9 @@ enum {
   PRODUCT_ROWS = 8,      // of x, of a threadgroup of product_rows
   PRODUCT_SIMD_GROUPS = 4,
   GREEDY_THREADS = 1024,  // of greedy_tokens, at most
+  ROUTE_THREADS = 512,    // of route_experts, at most
+  ROUTE_CHUNKS = 8,       // of 32 experts: the most that it chooses from
+  ROUTE_MOST_VISITS = 1024,
 };
 
 // All counts of `chunks` are in units of 16 bytes.
@@ -212,6 +215,36 @@ struct ProductParams {
 };
 static_assert(sizeof(ProductParams) == 24, "the same for every compiler");
 
+// Of experts.h.
+struct RouteParams {
+  int num_rows;
+  int num_experts;
+  int top_k;
+  int softmax_first;  // weights are of all experts' probabilities; otherwise of those visited
+  int normalises;     // divides them by their sum
+  int takes_last;     // of a sort of the logits, not of their negatives
+  int item_rows;      // visits of an item, at most
+  int max_items;      // that there is room for
+};
+static_assert(sizeof(RouteParams) == 32, "the same for every compiler");
+
+struct ExpertParams {
+  int n;  // outputs of an expert
+  int k;
+  int x_stride;
+  int top_k;
+  int has_bias;
+  int gathers;   // x has a row for each row of the step instead of each visit
+  int scatters;  // the result is ordered by visit instead of expert
+};
+static_assert(sizeof(ExpertParams) == 28, "the same for every compiler");
+
+struct CombineParams {
+  int row_chunks;
+  int top_k;
+};
+static_assert(sizeof(CombineParams) == 8, "the same for every compiler");
+
 }  // namespace paged
 
 // --- Kernels
@@ -260,6 +293,12 @@ static_assert(sizeof(ProductParams) == 24, "the same for every compiler");
 #define PAGED_FOR_EACH_LAYER_TEMPLATE(X)     \
   X("rope_rotations", rope_rotations, float) \
   PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_LAYER_KERNEL, X)
+
+#define PAGED_FOR_EACH_EXPERT_KERNEL(X, dtype, type) \
+  X("route_experts_" #dtype, route_experts, type)    \
+  X("expert_rows_" #dtype, expert_rows, type)        \
+  X("combine_experts_" #dtype, combine_experts, type)
+#define PAGED_FOR_EACH_EXPERT_TEMPLATE(X) PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_EXPERT_KERNEL, X)
 
 #define PAGED_FOR_EACH_GREEDY_KERNEL(X, dtype, type) X("greedy_tokens_" #dtype, greedy_tokens, type)
 #define PAGED_FOR_EACH_GREEDY_TEMPLATE(X) PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_GREEDY_KERNEL, X)

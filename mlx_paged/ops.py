@@ -598,6 +598,7 @@ def expert_linear(
     group_size: int = 0,
     bits: int = 0,
     mode: str = "affine",
+    for_program: bool = False,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
     """Each row times the transpose of its expert's matrix, on the CPU, as one operation without a
@@ -616,9 +617,11 @@ def expert_linear(
         biases: like `scales`, for the mode "affine" only.
         bias: ``[num_experts, n]``: added to the products.
         global_scale: ``[num_experts]``, of the mode "nvfp4" only, as `mx.quantize` takes it.
+        for_program: the result is part of a graph that becomes a `DeviceProgram`, and is not
+            evaluated itself. `x` may have any pool's dtype then, and the stream may be a GPU's.
 
     Returns:
-        ``[..., 1, n]`` float32.
+        ``[..., 1, n]`` of the dtype of `x`.
     """
     return ext.expert_linear(
         x,
@@ -631,6 +634,7 @@ def expert_linear(
         group_size=group_size,
         bits=bits,
         mode=mode,
+        for_program=for_program,
         stream=stream,
     )
 

@@ -257,6 +257,10 @@ cpu::ExpertWeights ExpertLinear::weights(const Arrays& in) const {
 }
 
 void ExpertLinear::eval_cpu(const Arrays& inputs, Arrays& out) {
+  if (inputs[0].dtype() != mx::float32) {
+    throw std::runtime_error(
+        "[expert_linear] x must be float32 outside of a device program but is not");
+  }
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   out[0].set_data(mx::allocator::malloc(out[0].nbytes()));

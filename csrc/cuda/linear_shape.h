@@ -26,6 +26,16 @@ struct LinearParams {
 };
 static_assert(sizeof(LinearParams) == 52, "the same for every compiler");
 
+// Products of visits of experts (metal/experts.h) with one weight of each expert, or its gate and
+// up. A launch has kernels for `max_items` items, of which those of the step are first.
+struct ExpertProductParams {
+  LinearParams product;  // of one expert; x has a row for each row of the step, or for each visit
+  int num_tiles;         // of an expert's weight
+  int top_k;
+  int is_first;  // x is gathered by row of the step, and results are by place; else the reverse
+};
+static_assert(sizeof(ExpertProductParams) == 64, "the same for every compiler");
+
 // Columns are added up in one order, however many rows x has, so that a row's result does not
 // depend on the others: the columns are kLinearParts parts, a part is added up in order, and the
 // parts are added in pairs, pairs of pairs and so on. Of linear, chunk i of two steps of 32 columns

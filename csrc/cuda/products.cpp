@@ -128,29 +128,39 @@ const char* name_of(CodeFormat format) {
   return format == CodeFormat::mxfp4 ? "mxfp4" : format == CodeFormat::mxfp8 ? "mxfp8" : "affine";
 }
 
+std::string quantised_kernel(
+    const char* kernel, DType dtype, CodeFormat format, const WeightCodes& codes, int tiles) {
+  std::ostringstream name;
+  name << kernel << "_" << mlx_paged::name_of(dtype) << "_" << name_of(format) << "_" << codes.bits
+       << "_" << codes.group_size << "_" << tiles;
+  return name.str();
+}
+
 // Whether rows of scales, too, are multiples of 16 bytes apart, as the copy engine needs it.
 bool streams_quantised(CodeFormat format, const WeightCodes& codes, int k) {
   int scale_bytes = format == CodeFormat::affine ? 2 : 1;
   return k % 128 == 0 && k / codes.group_size * scale_bytes % 16 == 0;
 }
 
+// Of weights, whose first buffer is `first`, with `count` matrices each.
 std::vector<MatrixMap> quantised_maps(
-    const LinearParams& params, CodeFormat format, const WeightCodes& codes, int tiles) {
+    const LinearParams& params, CodeFormat format, const WeightCodes& codes, int first,
+    int buffers_of_part, int count) {
   constexpr int kBoxRows = kQuantisedStreamRows / 2;
-  std::vector<MatrixMap> maps{map_of_x(params, tiles)};
+  std::vector<MatrixMap> maps;
   int words = params.k * codes.bits / 32;
   int groups = params.k / codes.group_size;
   int scale_bytes = format == CodeFormat::affine ? 2 : 1;
   for (int i = 0; i < params.num_weights; i++) {
-    int buffer = kFirstPart + kQuantisedPartBuffers * i;
+    int buffer = first + buffers_of_part * i;
+    int rows = params.n[i] * count;
     maps.push_back(
-        {buffer, 4, params.n[i], words, words, kBoxRows,
+        {buffer, 4, rows, words, words, kBoxRows,
          quantised_stream_chunk(codes.bits) * codes.bits / 32,
          quantised_stream_swizzles(codes.bits)});
     for (int array : {1, 2}) {  // (Without biases these are the scales again.)
       maps.push_back(
-          {buffer + array, scale_bytes, params.n[i], groups, groups, kBoxRows, 16 / scale_bytes,
-           false});
+          {buffer + array, scale_bytes, rows, groups, groups, kBoxRows, 16 / scale_bytes, false});
     }
   }
   return maps;
@@ -179,7 +189,8 @@ Launch quantised_launch(
     launch.cluster = blocks > 1 ? blocks : 0;
     launch.grid = {num_tiles * blocks, 1, 1};
     launch.threadgroup = {kQuantisedStreamThreads, 1, 1};
-    launch.maps = quantised_maps(params, format, codes, tiles);
+    launch.maps = quantised_maps(params, format, codes, kFirstPart, kQuantisedPartBuffers, 1);
+    launch.maps.insert(launch.maps.begin(), map_of_x(params, tiles));
   } else {
     tiles = std::min(tiles, 2);
     int rows = kQuantisedRows / (params.is_gated ? 2 : 1);
@@ -190,11 +201,8 @@ Launch quantised_launch(
     launch.threadgroup = {32 * kLinearParts, 1, 1};
     launch.after_previous = true;  // as of linear
   }
-  std::ostringstream name;
-  name << (by_stream ? "linear_quantised_stream_" : "linear_quantised_")
-       << mlx_paged::name_of(dtype) << "_" << name_of(format) << "_" << codes.bits << "_"
-       << codes.group_size << "_" << tiles;
-  launch.kernel.host_name = name.str();
+  launch.kernel.host_name = quantised_kernel(
+      by_stream ? "linear_quantised_stream" : "linear_quantised", dtype, format, codes, tiles);
   launch.buffers.push_back({operands.x, Access::read, 0});
   launch.buffers.push_back({operands.residual, Access::read, 0});
   for (int i = 0; i < kLinearMostWeights; i++) {
@@ -210,9 +218,100 @@ Launch quantised_launch(
   return launch;
 }
 
+int expert_tiles(int num_rows, int top_k, int num_experts) {
+  int visits = (2 * num_rows * top_k + num_experts - 1) / num_experts;
+  return std::min(tiles_of(visits), tiles_of(num_rows));
+}
+
+int quantised_expert_tiles(int tiles) {
+  return tiles == 1 ? 1 : kQuantisedExpertTiles;
+}
+
+bool serves_experts(const ProductStep& products, Streams streams) {
+  bool is_served =
+      streams != Streams::none && products.dtype != DType::float32 && products.k % kLinearStep == 0;
+  for (const auto& part : products.parts) {
+    is_served = is_served && part.n % 4 == 0;
+  }
+  if (is_served && products.codes) {
+    auto format = kernel_format(*products.codes);
+    return format && streams >= Streams::any && products.k % products.codes->group_size == 0 &&
+           streams_quantised(*format, *products.codes, products.k);
+  }
+  return is_served;
+}
+
+Launch expert_launch(
+    const MixtureStep& step, const ProductStep& products, bool is_first, int tiles, int max_items) {
+  constexpr int kFirst = 1;  // buffer of a weight
+  const auto& codes = products.codes;
+  const int num_experts = step.route.num_experts;
+  const int rows = codes ? kQuantisedStreamRows : kStreamRows;
+  ExpertProductParams params{};
+  auto& product = params.product;
+  product.num_rows = is_first ? step.route.num_rows : step.num_visits();
+  product.k = products.k;
+  product.x_stride = products.x_stride;
+  product.num_weights = int(products.parts.size());
+  product.is_gated = products.is_gated;
+  for (int i = 0; i < product.num_weights; i++) {
+    product.n[i] = products.parts[i].n;
+    product.has_bias[i] = products.parts[i].bias >= 0;
+  }
+  params.num_tiles = int(blocks_of(product, rows / (product.is_gated ? 2 : 1)));
+  params.top_k = step.route.top_k;
+  params.is_first = is_first;
+
+  Launch launch;
+  launch.buffers.push_back({products.x, Access::read, 0});
+  for (int i = 0; i < 2; i++) {
+    const auto& part = products.parts[std::min(i, product.num_weights - 1)];
+    std::vector<int> of_part{part.weight};
+    if (codes) {
+      of_part.push_back(part.scales);
+      of_part.push_back(part.biases >= 0 ? part.biases : part.scales);
+    }
+    of_part.push_back(part.bias >= 0 ? part.bias : part.weight);
+    for (int operand : of_part) {
+      launch.buffers.push_back({operand, Access::read, 0});
+    }
+  }
+  launch.buffers.push_back({products.parts[0].out, Access::write, 0});
+  launch.buffers.push_back({step.sorted_visits, Access::read, 0});
+  launch.buffers.push_back({step.items, Access::read, 0});
+  launch.constants = bytes_of(params);
+  launch.grid = {uint32_t(max_items * params.num_tiles), 1, 1};
+
+  auto map_of_rows = map_of_x(product, tiles);
+  map_of_rows.box_rows = is_first ? 1 : map_of_rows.box_rows;
+  launch.maps.push_back(map_of_rows);
+  if (codes) {
+    auto format = kernel_format(*codes).value();
+    launch.kernel.host_name =
+        quantised_kernel("expert_quantised_stream", products.dtype, format, *codes, tiles);
+    launch.threadgroup_memory =
+        quantised_stream_shape(format, codes->bits, codes->group_size, tiles).scratch;
+    launch.threadgroup = {kQuantisedStreamThreads, 1, 1};
+    auto maps = quantised_maps(product, format, *codes, kFirst, 4, num_experts);
+    launch.maps.insert(launch.maps.end(), maps.begin(), maps.end());
+  } else {
+    launch.kernel.host_name = std::string("expert_stream_") + mlx_paged::name_of(products.dtype) +
+                              "_" + std::to_string(tiles);
+    launch.threadgroup_memory = stream_scratch(tiles);
+    launch.threadgroup = {kStreamThreads, 1, 1};
+    for (int i = 0; i < product.num_weights; i++) {
+      launch.maps.push_back(
+          {kFirst + 2 * i, 2, product.n[i] * num_experts, product.k, product.k, kStreamRows / 2,
+           kLinearChunk});
+    }
+  }
+  return launch;
+}
+
 bool serves_product(int num_rows, int n, int k, bool is_gated) {
-  return num_rows > 0 && num_rows <= kLinearMostRows && n > 0 && n % kLinearRows == 0 && k > 0 &&
-         k % kLinearStep == 0 && (!is_gated || n % 4 == 0);
+  return num_rows > 0 && num_rows <= kLinearMostRows && n > 0 &&
+         (n % kLinearRows == 0 || streams() != Streams::none) && k > 0 && k % kLinearStep == 0 &&
+         (!is_gated || n % 4 == 0);
 }
 
 namespace {

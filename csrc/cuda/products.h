@@ -54,6 +54,19 @@ Launch quantised_launch(
 
 bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes);
 
+// --- Products of visits of experts (metal/experts.h)
+
+// Tiles of eight visits that an item has, of a step's: twice as many as an expert has on average.
+int expert_tiles(int num_rows, int top_k, int num_experts);
+// The same of quantised weights, whose kernels are fewer.
+int quantised_expert_tiles(int tiles);
+
+// Whether there are kernels for such products with the matrices of experts.
+bool serves_experts(const ProductStep& products, Streams streams);
+
+Launch expert_launch(
+    const MixtureStep& step, const ProductStep& products, bool is_first, int tiles, int max_items);
+
 // Whether this process has cuBLASLt.
 bool has_library_products();
 

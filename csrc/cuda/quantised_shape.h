@@ -109,6 +109,9 @@ constexpr int quantised_stream_blocks(int tiles) {
   return tiles <= 4 ? 2 : 1;
 }
 
+// Of the kernels for experts, which have one tile or so many.
+constexpr int kQuantisedExpertTiles = 4;
+
 constexpr int quantised_stream_run(int group) {
   return group < 64 ? group : 64;
 }

@@ -378,7 +378,9 @@ def expert_linear(
 ) -> mx.array:
     """``SwitchLinear.__call__``."""
     weight = self["weight"]
-    if is_native_on_cpu() and _are_rows(x) and weight.dtype in _FLOATS:
+    if _building.is_native and _are_rows(x) and weight.dtype in _FLOATS:
+        if _building.for_program:
+            return ops.expert_linear(x, indices, weight, bias=self.get("bias"), for_program=True)
         dtype = mx.result_type(x, weight)
         out = ops.expert_linear(x.astype(mx.float32), indices, weight, bias=self.get("bias"))
         return out.astype(dtype)
@@ -393,13 +395,14 @@ def quantized_expert_linear(
 ) -> mx.array:
     """``QuantizedSwitchLinear.__call__``."""
     # (With a scale of each matrix MLX's own is for GPUs only.)
-    native = is_native_on_cpu() or (
+    native = _building.is_native or (
         self.get("global_scale") is not None and mx.default_device() == mx.cpu
     )
     if native and _are_rows(x) and ops.has_product(self.mode, self.bits, self.group_size):
         dtype = mx.result_type(x, self["scales"]) if self.mode == "affine" else x.dtype
+        for_program = _building.for_program
         out = ops.expert_linear(
-            x.astype(mx.float32),
+            x if for_program else x.astype(mx.float32),
             indices,
             self["weight"],
             self["scales"],
@@ -409,6 +412,7 @@ def quantized_expert_linear(
             group_size=self.group_size,
             bits=self.bits,
             mode=self.mode,
+            for_program=for_program,
         )
         return out.astype(dtype)
     if indices.size > _MOST_CUDA_MATRICES and indices.shape == x.shape[:1] and ops.has_cuda():
@@ -430,7 +434,7 @@ def _are_rows(x: mx.array) -> bool:
 
 def switch_glu(self: switch_layers.SwitchGLU, x: mx.array, indices: mx.array) -> mx.array:
     """``SwitchGLU.__call__``."""
-    if not is_native_on_cpu():
+    if not _building.is_native:
         return _mlx_switch_glu(self, x, indices)
     x, indices = mx.expand_dims(x, (-2, -3)), mx.stop_gradient(indices)
     x = self.activation(self.up_proj(x, indices), self.gate_proj(x, indices))
@@ -439,7 +443,7 @@ def switch_glu(self: switch_layers.SwitchGLU, x: mx.array, indices: mx.array) ->
 
 def switch_mlp(self: switch_layers.SwitchMLP, x: mx.array, indices: mx.array) -> mx.array:
     """``SwitchMLP.__call__``."""
-    if not is_native_on_cpu():
+    if not _building.is_native:
         return _mlx_switch_mlp(self, x, indices)
     x, indices = mx.expand_dims(x, (-2, -3)), mx.stop_gradient(indices)
     return self.fc2(self.activation(self.fc1(x, indices)), indices).squeeze(-2)

@@ -116,15 +116,15 @@ def test_steps_with_quantised_pools(rng, kv_format: str, name: str) -> None:
 # programs besides the ones above, and what keeps some others from it.
 FAMILIES = [
     *("deepseek", "ernie4_5", "exaone", "glm", "glm4", "helium", "internlm3", "llama4_text"),
-    *("mimo", "nanbeige", "openelm", "seed_oss", "telechat3"),
+    *("mellum", "mimo", "mixtral", "nanbeige", "olmoe", "openelm", "qwen3_moe", "seed_oss"),
+    *("telechat3",),
 ]
 REFUSED_FAMILIES = {
     "cohere": "layer_norm",
     "gemma2": "Multiply",  # scaled embeddings
-    "gpt_oss": "ArgPartition",  # experts
-    "mixtral": "Negative",
+    "gpt_oss": "ArgPartition",  # experts with another activation
     "olmo2": "Add",  # of what has been normed
-    "qwen3_moe": "Softmax",
+    "qwen2_moe": "Sigmoid",  # a shared expert
 }
 
 
@@ -208,6 +208,24 @@ def test_a_layer_is_few_kernels_with_cuda(rows: int, tiles: int, family: str) ->
     ends = [norm, table, linear, "greedy_tokens_bfloat16"]
     assert sorted(kernels) == sorted([*layer * 3, table, "rope_rotations", *ends])
     assert kernels[-4:] == ends
+
+
+@pytest.mark.parametrize(("rows", "tiles", "linear_tiles"), [(1, 1, 1), (9, 2, 2), (60, 8, 8)])
+def test_a_mixture_is_few_kernels_with_cuda(rows: int, tiles: int, linear_tiles: int) -> None:
+    """Four, besides the norm and the router's product."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 4, "norm_topk_prob": True}
+    config = {
+        **tiny_config("qwen3", head_dim=64, tied=False, num_hidden_layers=3, vocab_size=112),
+        **{"model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": []},
+        **{"moe_intermediate_size": 32, **experts},
+    }
+    kernels = kernels_of(config, rows, dtype=mx.bfloat16, cuda=True)
+    linear, expert = f"linear_stream_bfloat16_{linear_tiles}", f"expert_stream_bfloat16_{tiles}"
+    norm, write = "add_rms_norm_bfloat16", "rope_write_bfloat16"
+    attention = [norm, linear, write, "paged_decode_tensor_bfloat16_64_n1", linear]
+    mixture = [norm, linear, "route_experts_bfloat16", expert, expert, "combine_experts_bfloat16"]
+    of_layers = [k for k in kernels if k not in ("gather_rows_bfloat16", "rope_rotations")]
+    assert of_layers[: 3 * 11] == (attention + mixture) * 3
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
@@ -439,6 +457,176 @@ def test_a_gate_that_is_half_of_a_product(rng, dtype) -> None:
     g, u = exact[:, :40], exact[:, 40:]
     assert_close(out, g / (1 + np.exp(-g)) * u, TOLERANCE[dtype])
     assert launch["kernel"].startswith("silu_mul")
+
+
+# --- Mixtures of experts
+
+
+Router = Callable[[mx.array, int], tuple[mx.array, mx.array]]  # logits and top_k
+
+
+def softmax_and_last(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
+    """As qwen3_moe has it: indices and weights."""
+    shares = mx.softmax(logits, axis=-1, precise=True)
+    indices = mx.stop_gradient(mx.argpartition(shares, kth=-top_k, axis=-1)[..., -top_k:])
+    return indices, mx.take_along_axis(shares, indices, axis=-1)
+
+
+def normalised(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
+    indices, weights = softmax_and_last(logits, top_k)
+    return indices, weights / mx.sum(weights, axis=-1, keepdims=True)
+
+
+def first_and_softmax(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
+    """As mixtral has it."""
+    indices = mx.argpartition(-logits, kth=top_k - 1, axis=-1)[..., :top_k]
+    weights = mx.take_along_axis(logits, indices, axis=-1)
+    return indices, mx.softmax(weights, axis=-1, precise=True)
+
+
+ROUTERS: dict[str, Router] = {
+    "softmax, last": softmax_and_last,
+    "normalised": normalised,
+    "first, softmax": first_and_softmax,
+}
+
+
+def visits_of(name: str, logits: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """What a router has to choose, in float64; ties as a stable sort has them."""
+    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+    shares /= shares.sum(axis=1, keepdims=True)
+    if name == "first, softmax":
+        visits = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
+        weights = np.take_along_axis(shares, visits, axis=1)
+        return visits, weights / weights.sum(axis=1, keepdims=True)
+    visits = np.argsort(logits, axis=1, kind="stable")[:, -top_k:]
+    weights = np.take_along_axis(shares, visits, axis=1)
+    return visits, weights / (weights.sum(axis=1, keepdims=True) if name == "normalised" else 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("name", "rows", "num_experts", "top_k"),
+    [
+        ("softmax, last", 1, 5, 2), ("normalised", 9, 40, 8), ("first, softmax", 33, 4, 3),
+        ("first, softmax", 17, 130, 3), ("normalised", 40, 2, 2),
+    ],
+)  # fmt: skip
+def test_a_mixture(rng, dtype, has_bias, name: str, rows: int, num_experts: int, top_k: int):
+    x, exact_x = values_of(rng, rows, 1, 24, dtype=dtype)
+    # Far apart, so that rounding their shares makes no two of them equal.
+    places = rng.permuted(np.tile(np.arange(num_experts), (rows, 1)), axis=1)
+    logits = mx.array(places.astype(np.float32)[:, None] / 16).astype(dtype)
+    sizes = {"gate": (16, 24), "up": (16, 24), "down": (40, 16)}
+    weights, biases = {}, {}
+    for part, (n, k) in sizes.items():
+        weights[part] = values_of(rng, num_experts, n, k, dtype=dtype)
+        biases[part] = values_of(rng, num_experts, n, dtype=dtype)
+
+    def product(part: str, x: mx.array, indices: mx.array) -> mx.array:
+        bias = biases[part][0] if has_bias else None
+        return ops.expert_linear(x, indices, weights[part][0], bias=bias, for_program=True)
+
+    def build(x: mx.array, logits: mx.array) -> list[mx.array]:
+        indices, shares = ROUTERS[name](logits, top_k)
+        x = mx.expand_dims(x, (-2, -3))
+        gated = ops.silu_mul(product("gate", x, indices), product("up", x, indices))
+        y = product("down", gated, indices).squeeze(-2)
+        return [(y * shares[..., None]).sum(axis=-2)]
+
+    [out], ran = run(build, x, logits)
+    visits, shares = visits_of(name, exact_of(logits)[:, 0], top_k)
+
+    def exact_product(part: str, x: np.ndarray) -> np.ndarray:
+        bias = biases[part][1][visits] if has_bias else 0
+        return np.einsum("tik,tink->tin", x, weights[part][1][visits]) + bias
+
+    of_visits = np.repeat(exact_x, top_k, axis=1)
+    g, u = exact_product("gate", of_visits), exact_product("up", of_visits)
+    y = exact_product("down", g / (1 + np.exp(-g)) * u)
+    assert_close(out, np.einsum("tin,ti->tn", y, shares)[:, None], TOLERANCE[dtype] * 4)
+    kernels = ["route_experts", "expert_rows", "expert_rows", "silu_mul", "expert_rows"]
+    names = [launch["kernel"] for launch in ran]
+    assert names == [f"{kernel}_{dtype_name(dtype)}" for kernel in (*kernels, "combine_experts")]
+    # Each expert's matrix is read once, or once for each eight of its visits.
+    counts = np.unique(visits, return_counts=True)[1]
+    items = int((-(-counts // 8)).sum())
+    assert ran[1]["traffic"][1][0] == items * 16 * 24 * x.itemsize
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
+
+
+@pytest.mark.parametrize("takes_last", [False, True])
+@pytest.mark.parametrize("values", ["equal", "some equal", "not finite"])
+def test_which_of_equal_experts_are_visited(rng, values: str, takes_last: bool) -> None:
+    """Those that a stable sort has first or last. Whatever the numbers, they are `top_k` others."""
+    rows, num_experts, top_k = 6, 50, 7
+    logits = rng.integers(0, 3, (rows, num_experts)).astype(np.float32)
+    if values == "equal":
+        logits[:] = 1
+    if values == "not finite":
+        logits[:] = rng.choice([np.nan, -np.inf, np.inf, -np.nan, 0], logits.shape)
+    name = "normalised" if takes_last else "first, softmax"
+    # Each expert's result says which it is.
+    down = mx.array(np.eye(num_experts, dtype=np.float32))[:, :, None] * mx.ones((1, 1, 4))
+    ones = mx.ones((num_experts, 4, 8))
+
+    def build(x: mx.array, logits: mx.array) -> list[mx.array]:
+        indices, shares = ROUTERS[name](logits, top_k)
+        x = mx.expand_dims(x, (-2, -3))
+        gate, up = (ops.expert_linear(x, indices, ones, for_program=True) for _ in range(2))
+        y = ops.expert_linear(ops.silu_mul(gate, up), indices, down, for_program=True)
+        return [(y.squeeze(-2) * shares[..., None]).sum(axis=-2)]
+
+    down = mx.pad(down, ((0, 0), (0, 2), (0, 0)))  # rows of 16 bytes
+    x = mx.ones((rows, 1, 8))
+    [out], _ = run(build, x, mx.array(logits)[:, None])
+    if values != "not finite":  # (whose experts exist: the simulator would say if they did not)
+        found = [set(np.flatnonzero(row)) for row in np.array(out)[:, 0]]
+        visits, _ = visits_of(name, logits.astype(np.float64), top_k)
+        assert found == [set(row) for row in visits]
+
+
+def test_mixtures_of_other_forms_are_refused(rng) -> None:
+    """Weights that are no share of a softmax, experts without an activation or with another."""
+    weight = mx.ones((4, 8, 8))
+
+    router = mx.ones((4, 8))
+
+    def build(x: mx.array, route: Router, activate: Any) -> mx.array:
+        indices, shares = route(ops.linear(x, router), 2)
+        x = mx.expand_dims(x, (-2, -3))
+        gate, up = (ops.expert_linear(x, indices, weight, for_program=True) for _ in range(2))
+        y = ops.expert_linear(activate(gate, up), indices, weight, for_program=True)
+        return (y.squeeze(-2) * shares[..., None]).sum(axis=-2)
+
+    def raw(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
+        indices = mx.argpartition(logits, kth=-top_k, axis=-1)[..., -top_k:]
+        return indices, mx.take_along_axis(logits, indices, axis=-1)
+
+    def of_others(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
+        _, shares = softmax_and_last(logits, top_k)
+        return softmax_and_last(logits[..., ::-1], top_k)[0], shares
+
+    def middle(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
+        shares = mx.softmax(logits, axis=-1)
+        indices = mx.argpartition(shares, kth=1, axis=-1)[..., 1 : 1 + top_k]
+        return indices, mx.take_along_axis(shares, indices, axis=-1)
+
+    with simulated():
+        [x] = ops.placeholders([mx.zeros((3, 1, 8))])
+        for route, activate in (
+            *((route, ops.silu_mul) for route in (raw, of_others, middle)),
+            (softmax_and_last, lambda gate, up: ops.clipped_swiglu(gate, up, alpha=1.7, limit=7.0)),
+            (softmax_and_last, lambda gate, up: gate),
+        ):
+            with pytest.raises(ValueError, match="the graph must be one that a program can run"):
+                ops.DeviceProgram([x], [build(x, route, activate)])
+        # (They are refused for what they are: this one is not.)
+        ops.DeviceProgram([x], [build(x, softmax_and_last, ops.silu_mul)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -697,7 +885,7 @@ def test_steps_as_metal_runs_them(rng, monkeypatch, name: str) -> None:
     assert min(num_launches[3:]) > max(num_launches[:3])
 
 
-@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_steps_that_are_no_programs_of_metal_run_as_before(rng, monkeypatch, family: str) -> None:
     ours, graphs = family_driver(family), family_driver(family)
     monkeypatch.setattr(ops, "most_device_program_rows", lambda: 4)

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_paged import ops
+from mlx_paged.model import patches
 from mlx_paged.model.caches import Step
 from mlx_paged.model.compiled import (
     CompiledSteps,
@@ -37,7 +38,8 @@ class ProgramSteps(CompiledSteps):
         unknown = ops.placeholders([tokens, *arrays, *pools])
         end = 1 + len(arrays)
         of_step = _step_of(unknown[1:end], tuple(step.plans), _has_rope_positions(step))
-        logits, written = self._forward(unknown[0], of_step, unknown[end:])
+        with patches.graph_for_program():
+            logits, written = self._forward(unknown[0], of_step, unknown[end:])
         greedy = ops.greedy_tokens(logits)
         program = ops.DeviceProgram(unknown, [logits, *greedy, *written], **self.options)
         inputs = [tokens, *arrays, *pools]

@@ -56,12 +56,12 @@ __device__ __forceinline__ void write_rotated_four(
 }
 
 // Finishes every `stride`-th four outputs side by side, from number `begin` on. `sums_of(at, row)`:
-// those of row `at` of x and rows `row` to `row` + 3 of the tile. x has `num_rows`, the first of
-// them row `first_x` of the step's.
-template <typename T, int ROWS, int UNIT, typename Sums>
+// those of row `at` of x and rows `row` to `row` + 3 of the tile. x has `num_rows`; `row_of(at)`:
+// which of the outputs' it is.
+template <typename T, int ROWS, int UNIT, typename RowOf, typename Sums>
 __device__ __forceinline__ void finish_rows(
     const LinearParams& params, const LinearPart<T> (&parts)[kLinearMostWeights], int which,
-    int tile, const T* residual, const float* rotations, const int* slots, int first_x,
+    int tile, const T* residual, const float* rotations, const int* slots, RowOf row_of,
     int num_rows, int begin, int stride, Sums sums_of) {
   const LinearPart<T> ours = part_of(parts, which);
   const bool has_heads = params.head_dim > 0;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void finish_rows(
       with_bias(sums_of(at, output), ours, low, lows);
       with_bias(sums_of(at, output + unit / 2), ours, low + params.head_dim / 2, highs);
       write_rotated_four<T>(
-          params, rotations, slots, ours.out, ours.n, which, first_x + at, low, lows, highs);
+          params, rotations, slots, ours.out, ours.n, which, row_of(at), low, lows, highs);
       continue;
     }
     const int output = mate * 4;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void finish_rows(
     } else {
       with_bias(sums_of(at, output), ours, column, four);
     }
-    const size_t to = size_t(first_x + at) * ours.n + column;
+    const size_t to = size_t(row_of(at)) * ours.n + column;
     if (ours.n % 4 == 0) {
       if (params.has_residual) {
         __align__(8) T added[4];

@@ -1,9 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Products with weights of PAGED_CODE_BITS bits: every instantiation of linear_quantised.h and
-// linear_quantised_stream.h.
+// Products with weights of PAGED_CODE_BITS bits: every instantiation of linear_quantised.h,
+// linear_quantised_stream.h and expert_quantised_stream.h.
 
-#include "linear_quantised_stream.h"
+#include "expert_quantised_stream.h"
 
 #include "../compiled_kernels.h"
 
@@ -17,13 +17,18 @@ using namespace mlx_paged::cuda;
 #define STREAM(dtype, type, format, bits, group, tiles)                \
   {NAME("linear_quantised_stream", dtype, format, bits, group, tiles), \
    linear_quantised_stream_entry<type, CodeFormat::format, bits, group, tiles>},
+#define EXPERTS(dtype, type, format, bits, group, tiles)               \
+  {NAME("expert_quantised_stream", dtype, format, bits, group, tiles), \
+   expert_quantised_stream_entry<type, CodeFormat::format, bits, group, tiles>},
 #define TILES(dtype, type, format, bits, group) \
   ROWS(dtype, type, format, bits, group, 1)     \
   ROWS(dtype, type, format, bits, group, 2)     \
   STREAM(dtype, type, format, bits, group, 1)   \
   STREAM(dtype, type, format, bits, group, 2)   \
   STREAM(dtype, type, format, bits, group, 4)   \
-  STREAM(dtype, type, format, bits, group, 8)
+  STREAM(dtype, type, format, bits, group, 8)   \
+  EXPERTS(dtype, type, format, bits, group, 1)  \
+  EXPERTS(dtype, type, format, bits, group, 4)
 #define DTYPES(format, bits, group)           \
   TILES(float16, __half, format, bits, group) \
   TILES(bfloat16, __nv_bfloat16, format, bits, group)

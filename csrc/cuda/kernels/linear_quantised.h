@@ -136,8 +136,9 @@ __global__ void __launch_bounds__(32 * kLinearParts, quantised_blocks(TILES))
   }
   __syncthreads();
   finish_rows<T, kRows, kUnit>(
-      params, parts_of_launch, which, tile, residual, rotations, slots, first_x, num_rows,
-      threadIdx.x, 32 * kLinearParts, [&](int at, int output) {
+      params, parts_of_launch, which, tile, residual, rotations, slots,
+      [=](int at) { return first_x + at; }, num_rows, threadIdx.x, 32 * kLinearParts,
+      [&](int at, int output) {
         float4 sum[kLinearParts];
 #pragma unroll
         for (int i = 0; i < kLinearParts; i++) {

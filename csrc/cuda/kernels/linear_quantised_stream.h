@@ -29,6 +29,7 @@ struct QuantisedStream {
   static constexpr int kMultipliers = 8;  // warps
   static constexpr int kXBox = 64;        // columns
   static constexpr int kXBoxBytes = 8 * TILES * kXBox * 2;
+  static constexpr int kXBytes = kChunk / kXBox * kXBoxBytes;
   static constexpr int kRun = quantised_stream_run(GROUP);
   static constexpr int kRuns = kChunk / kRun;
   using Group = GroupOf<T, FORMAT, BITS, kRun>;
@@ -51,6 +52,22 @@ struct QuantisedStream {
         rank(blockIdx.x % num_ranks),
         tile_of_weight(blockIdx.x / num_ranks),
         which(weight_of_block(params, kRows, tile_of_weight)) {
+    divide(params);
+  }
+
+  // Alone with a tile of the first weight.
+  __device__ __forceinline__
+  QuantisedStream(const LinearParams& params, unsigned int shared, int tile)
+      : stages(shared),
+        ring{stages + kShape.barriers},
+        num_ranks(1),
+        rank(0),
+        tile_of_weight(tile),
+        which(0) {
+    divide(params);
+  }
+
+  __device__ __forceinline__ void divide(const LinearParams& params) {
     // (Columns that the last chunk does not have are copied as zeros.)
     const int num_chunks = (params.k + kChunk - 1) / kChunk;
     const int of_rank = (num_chunks + num_ranks - 1) / num_ranks;
@@ -105,43 +122,44 @@ struct QuantisedStream {
     return stages + kShape.stages * kShape.stage_bytes + turn.slot * kShape.scales_bytes;
   }
 
-  // By one thread: everything that this block reads.
+  // By one warp, or its first thread alone: everything that this block reads. The weight begins
+  // with row `first_row` of its arrays, x of a turn has `x_bytes`, and every lane calls
+  // `copy_x(turn)` for it when it has called `wait_for_x()`.
+  template <typename Wait, typename CopyX>
   __device__ __forceinline__ void copy(
-      const LinearParams& params, const QuantisedMaps& maps) const {
+      const LinearParams& params, const QuantisedMaps& maps, int first_row, int x_bytes, int lane,
+      Wait wait_for_x, CopyX copy_x) const {
     // The tile's rows are two runs of a weight's: of gate and of up, or of a head's halves.
     const TileRow low = row_of_tile<kRows, kRows>(params, tile_of_weight, 0);
     const TileRow high = row_of_tile<kRows, kRows>(params, tile_of_weight, kRows / 2);
     const auto* maps_of_low = &maps.weights[which];
     const auto* maps_of_high = high.is_up ? &maps.weights[1] : maps_of_low;
     const paged::CachePolicy once = paged::evict_first();
-    const paged::CachePolicy often = paged::evict_last();
+    const int low_row = first_row + low.of_weight;
+    const int high_row = first_row + high.of_weight;
     auto copy_weights = [&](const Turn& turn) {
+      if (lane > 0) {
+        return;
+      }
       const bool begins = turn.begins_span();
-      ring.expect(turn.stage, turn.round, kShape.stage_bytes + (begins ? kShape.scales_bytes : 0));
+      const int bytes = kShape.codes_bytes + x_bytes + (begins ? kShape.scales_bytes : 0);
+      ring.expect(turn.stage, turn.round, bytes);
       const unsigned int codes = codes_of(turn);
       const int chunk = first_chunk + turn.number;
       const int word = chunk * (kRowBytes / 4);
-      ring.copy(turn.stage, codes, &maps_of_low->codes, word, low.of_weight, once);
+      ring.copy(turn.stage, codes, &maps_of_low->codes, word, low_row, once);
       ring.copy(
-          turn.stage, codes + kShape.codes_bytes / 2, &maps_of_high->codes, word, high.of_weight,
-          once);
+          turn.stage, codes + kShape.codes_bytes / 2, &maps_of_high->codes, word, high_row, once);
       if (begins) {
         const unsigned int to = scales_of(turn);
         const int group = (chunk - turn.in_span) * kChunk / GROUP;
         constexpr int kHalf = kRows / 2 * 16;
-        ring.copy(turn.stage, to, &maps_of_low->scales, group, low.of_weight, once);
-        ring.copy(turn.stage, to + kHalf, &maps_of_high->scales, group, high.of_weight, once);
+        ring.copy(turn.stage, to, &maps_of_low->scales, group, low_row, once);
+        ring.copy(turn.stage, to + kHalf, &maps_of_high->scales, group, high_row, once);
         if constexpr (kHasBiases) {
-          ring.copy(turn.stage, to + 2 * kHalf, &maps_of_low->biases, group, low.of_weight, once);
-          ring.copy(turn.stage, to + 3 * kHalf, &maps_of_high->biases, group, high.of_weight, once);
+          ring.copy(turn.stage, to + 2 * kHalf, &maps_of_low->biases, group, low_row, once);
+          ring.copy(turn.stage, to + 3 * kHalf, &maps_of_high->biases, group, high_row, once);
         }
-      }
-    };
-    auto copy_x = [&](const Turn& turn) {
-#pragma unroll
-      for (int b = 0; b < kChunk / kXBox; b++) {
-        const int column = (first_chunk + turn.number) * kChunk + b * kXBox;
-        ring.copy(turn.stage, xs_of(turn) + b * kXBoxBytes, &maps.x, column, 0, often);
       }
     };
     const int ahead = min(kShape.stages, num_turns);
@@ -149,14 +167,23 @@ struct QuantisedStream {
     for (; turn.number < ahead; turn.advance()) {
       copy_weights(turn);  // which no kernel writes
     }
-    paged::let_next_kernel_begin();
-    paged::wait_for_kernel_before();
+    wait_for_x();
     for (Turn again = first_turn(); again.number < ahead; again.advance()) {
       copy_x(again);
     }
     for (; turn.number < num_turns; turn.advance()) {
       copy_weights(turn);
       copy_x(turn);
+    }
+  }
+
+  // By one thread: boxes of x of a turn, from row `row` on.
+  __device__ __forceinline__ void copy_rows(
+      const CUtensorMap& map, const Turn& turn, unsigned int to, int row) const {
+#pragma unroll
+    for (int b = 0; b < kChunk / kXBox; b++) {
+      const int column = (first_chunk + turn.number) * kChunk + b * kXBox;
+      ring.copy(turn.stage, to + b * kXBoxBytes, &map, column, row, paged::evict_last());
     }
   }
 
@@ -223,15 +250,40 @@ struct QuantisedStream {
     }
   }
 
-  // Where the ring was, the block's sums are put together, [row of x][row of the weight]; then each
-  // block of the cluster finishes some of the outputs. By all threads, after what they wrote.
+  // To where the ring was, which everyone has read: the block's sums, [row of x][row of the
+  // weight], of both warps of each pair. By all threads.
+  __device__ __forceinline__ void store(
+      float* results, const Sums& sums, int warp, int first_row, int lane) const {
+#pragma unroll
+    for (int of_pair = 1; of_pair >= 0; of_pair--) {
+      if (warp / 4 == of_pair) {
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+#pragma unroll
+          for (int t = 0; t < TILES; t++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+              const int at = t * 8 + lane % 4 * 2 + i % 2;
+              const int output = first_row + m * 16 + i / 2 * 8 + lane / 4;
+              float& result = results[at * kQuantisedStreamPitch + output];
+              result = of_pair == 1 ? sums[m][t][i] : sums[m][t][i] + result;
+            }
+          }
+        }
+      }
+      __syncthreads();
+    }
+  }
+
+  // Each block of the cluster finishes some of the outputs. By all threads, after what they stored.
   __device__ __forceinline__ void finish(
       const LinearParams& params, const LinearPart<T> (&parts)[kLinearMostWeights],
       const T* residual, const float* rotations, const int* slots) const {
     cluster_barrier();
     finish_rows<T, kRows, kRows>(
-        params, parts, which, tile_of_weight, residual, rotations, slots, 0, params.num_rows,
-        rank * kQuantisedStreamThreads + threadIdx.x, num_ranks * kQuantisedStreamThreads,
+        params, parts, which, tile_of_weight, residual, rotations, slots, [](int at) { return at; },
+        params.num_rows, rank * kQuantisedStreamThreads + threadIdx.x,
+        num_ranks * kQuantisedStreamThreads,
         [&](int at, int output) {
           const unsigned int address = stages + (at * kQuantisedStreamPitch + output) * 4;
           float4 sum[kLinearParts];
@@ -280,7 +332,13 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
   const int first_row = warp % 4 * 32;
   stream.begin();
   if (warp == Stream::kMultipliers && lane == 0) {
-    stream.copy(params, maps);
+    stream.copy(
+        params, maps, 0, Stream::kXBytes, 0,
+        [] {
+          paged::let_next_kernel_begin();
+          paged::wait_for_kernel_before();
+        },
+        [&](const auto& turn) { stream.copy_rows(maps.x, turn, stream.xs_of(turn), 0); });
   }
   typename Stream::Sums sums = {};
   if (warp < Stream::kMultipliers) {
@@ -289,27 +347,7 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
   __syncthreads();  // the ring has been read
   paged::wait_for_kernel_before();
 
-  // Sums of the block, [row of x][row of the weight]: of both warps of each pair.
-  float* results = reinterpret_cast<float*>(shared);
-#pragma unroll
-  for (int of_pair = 1; of_pair >= 0; of_pair--) {
-    if (warp / 4 == of_pair) {
-#pragma unroll
-      for (int m = 0; m < 2; m++) {
-#pragma unroll
-        for (int t = 0; t < TILES; t++) {
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            const int at = t * 8 + lane % 4 * 2 + i % 2;
-            const int output = first_row + m * 16 + i / 2 * 8 + lane / 4;
-            float& result = results[at * kQuantisedStreamPitch + output];
-            result = of_pair == 1 ? sums[m][t][i] : sums[m][t][i] + result;
-          }
-        }
-      }
-    }
-    __syncthreads();
-  }
+  stream.store(reinterpret_cast<float*>(shared), sums, warp, first_row, lane);
   stream.finish(params, parts_of_launch, residual, rotations, slots);
 #endif
 }

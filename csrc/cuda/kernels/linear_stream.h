@@ -78,6 +78,85 @@ __device__ __forceinline__ void clear(float (&sums)[TILES][4]) {
   }
 }
 
+// The sums of a block's parts of the columns, whose chunks come through a ring.
+template <typename T, int TILES, typename Ring>
+__device__ __forceinline__ void multiply_parts(
+    float (&sums)[TILES][4], const Ring& ring, unsigned int tiles, int num_parts,
+    int chunks_of_part, int num_turns, int warp, int lane) {
+  constexpr int kStages = stream_stages(TILES);
+  PartSums<TILES> before;
+  int turn = 0;
+  for (int part = 0; part < num_parts; part++) {
+    const int end = min((part + 1) * chunks_of_part, num_turns);
+    clear(sums);
+    for (; turn < end; turn++) {
+      const int stage = turn % kStages;
+      ring.wait_until_full(stage, turn / kStages);
+      multiply_chunk<T>(sums, tiles + stage * stream_stage_bytes(TILES), warp, lane);
+      ring.release(stage, lane);
+    }
+    before.add(part, sums);
+  }
+}
+
+#ifdef PAGED_HAS_WGMMA
+// The same by four warps together.
+template <typename T, int TILES, typename Ring>
+__device__ __forceinline__ void multiply_parts_together(
+    float (&sums)[TILES][4], const Ring& ring, unsigned int tiles, int num_parts,
+    int chunks_of_part, int num_turns, int lane) {
+  constexpr int kStages = stream_stages(TILES);
+  PartSums<TILES> before;
+  int turn = 0;
+  for (int part = 0; part < num_parts; part++) {
+    const int end = min((part + 1) * chunks_of_part, num_turns);
+    if (turn >= end) {
+      clear(sums);
+    }
+    int stage_before = -1;
+    for (; turn < end; turn++) {
+      const int stage = turn % kStages;
+      ring.wait_until_full(stage, turn / kStages);
+      const unsigned int tile = tiles + stage * stream_stage_bytes(TILES);
+      const unsigned int weight = first_columns(tile);
+      const unsigned int x = first_columns(tile + kStreamRows * kLinearChunk * 2);
+      begin_products();
+#pragma unroll
+      for (int s = 0; s < kLinearChunk / 16; s++) {
+        const bool adds = stage_before >= 0 || s > 0;
+        start_product(sums, weight + s * kNextColumns, x + s * kNextColumns, adds, T(0.0f));
+      }
+      commit_products();
+      if (stage_before >= 0) {
+        wait_for_products<1>(sums);
+        ring.release(stage_before, lane);
+      }
+      stage_before = stage;
+    }
+    if (stage_before >= 0) {
+      wait_for_products<0>(sums);
+      ring.release(stage_before, lane);
+    }
+    before.add(part, sums);
+  }
+}
+#endif
+
+// What a warp has added up, to [row of x][row of the weight] of the block's results.
+template <int TILES>
+__device__ __forceinline__ void store_sums(
+    float* results, const float (&sums)[TILES][4], int warp, int lane) {
+#pragma unroll
+  for (int t = 0; t < TILES; t++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int at = t * 8 + lane % 4 * 2 + i % 2;
+      const int output = warp * kLinearRows + i / 2 * 8 + lane / 4;
+      results[at * kStreamPitch + output] = sums[t][i];
+    }
+  }
+}
+
 // TILES: of eight rows of x. WGMMA: for sm_90a. grid: tiles of the weight x blocks of a cluster.
 template <typename T, int TILES, bool WGMMA>
 __global__ void __launch_bounds__(kStreamThreads, 2)
@@ -151,47 +230,12 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
 
   float sums[TILES][4] = {};
   if (warp < kMultipliers) {
-    PartSums<TILES> before;
-    int turn = 0;
-    for (int part = 0; part < num_parts; part++) {
-      const int end = min((part + 1) * chunks_of_part, num_turns);
-      if (!WGMMA || turn >= end) {
-        clear(sums);
-      }
-      int stage_before = -1;
-      for (; turn < end; turn++) {
-        const int stage = turn % kStages;
-        ring.wait_until_full(stage, turn / kStages);
-        const unsigned int tile = tiles + stage * kStageBytes;
-        if constexpr (WGMMA) {
+    if constexpr (WGMMA) {
 #ifdef PAGED_HAS_WGMMA
-          const unsigned int weight = first_columns(tile);
-          const unsigned int x = first_columns(tile + kStreamRows * kLinearChunk * 2);
-          begin_products();
-#pragma unroll
-          for (int s = 0; s < kLinearChunk / 16; s++) {
-            const bool adds = stage_before >= 0 || s > 0;
-            start_product(sums, weight + s * kNextColumns, x + s * kNextColumns, adds, T(0.0f));
-          }
-          commit_products();
-          if (stage_before >= 0) {
-            wait_for_products<1>(sums);
-            ring.release(stage_before, lane);
-          }
-          stage_before = stage;
+      multiply_parts_together<T>(sums, ring, tiles, num_parts, chunks_of_part, num_turns, lane);
 #endif
-        } else {
-          multiply_chunk<T>(sums, tile, warp, lane);
-          ring.release(stage, lane);
-        }
-      }
-#ifdef PAGED_HAS_WGMMA
-      if (WGMMA && stage_before >= 0) {
-        wait_for_products<0>(sums);
-        ring.release(stage_before, lane);
-      }
-#endif
-      before.add(part, sums);
+    } else {
+      multiply_parts<T>(sums, ring, tiles, num_parts, chunks_of_part, num_turns, warp, lane);
     }
   }
   __syncthreads();  // the ring has been read
@@ -200,22 +244,15 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   // Sums of the block, [row of x][row of the weight].
   float* results = reinterpret_cast<float*>(shared);
   if (warp < kMultipliers) {
-#pragma unroll
-    for (int t = 0; t < TILES; t++) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int at = t * 8 + lane % 4 * 2 + i % 2;
-        const int output = warp * kLinearRows + i / 2 * 8 + lane / 4;
-        results[at * kStreamPitch + output] = sums[t][i];
-      }
-    }
+    store_sums(results, sums, warp, lane);
   }
   cluster_barrier();
 
   // Each block finishes some of the outputs.
   finish_rows<T, kStreamRows, kStreamRows>(
-      params, parts_of_launch, which, tile_of_weight, residual, rotations, slots, 0,
-      params.num_rows, rank * kStreamThreads + threadIdx.x, num_ranks * kStreamThreads,
+      params, parts_of_launch, which, tile_of_weight, residual, rotations, slots,
+      [](int at) { return at; }, params.num_rows, rank * kStreamThreads + threadIdx.x,
+      num_ranks * kStreamThreads,
       [&](int at, int output) {
         const unsigned int address = tiles + (at * kStreamPitch + output) * 4;
         const float none = -0.0f;  // x + -0 is x, whatever the sign of a zero x

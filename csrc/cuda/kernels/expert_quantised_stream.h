@@ -1,0 +1,76 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// linear_quantised_stream of visits of experts, as expert_stream.h is linear_stream of them.
+
+#pragma once
+
+#include "expert_items.h"
+#include "linear_quantised_stream.h"
+
+namespace mlx_paged::cuda {
+
+#define QUANTISED_EXPERT(i)                                                                  \
+  const unsigned char* __restrict__ codes_##i, const unsigned char* __restrict__ scales_##i, \
+      const unsigned char* __restrict__ biases_##i, const T* __restrict__ bias_##i
+
+#define QUANTISED_EXPERT_PARAMETERS                                          \
+  const T *__restrict__ x, QUANTISED_EXPERT(0), QUANTISED_EXPERT(1), T *out, \
+      const int *sorted_visits, const int *items,                            \
+      const __grid_constant__ ExpertProductParams params
+
+// TILES: of eight visits. grid: items x tiles of an expert's weight.
+template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES>
+__global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_blocks(TILES))
+    expert_quantised_stream_entry(
+        QUANTISED_EXPERT_PARAMETERS, const __grid_constant__ QuantisedMaps maps) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  using Stream = QuantisedStream<T, FORMAT, BITS, GROUP, TILES>;
+  constexpr int kRowBytes = Stream::kXBox * 2;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const Stream stream(params.product, paged::shared_address(shared), blockIdx.x % params.num_tiles);
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int first_row = warp % 4 * 32;
+  stream.begin();
+  const ExpertItem item = begin_item(params, items);
+  if (item.count == 0) {
+    paged::wait_for_kernel_before();
+    return;
+  }
+  if (warp == Stream::kMultipliers) {
+    const RowsOfLane<TILES> rows(params, item, sorted_visits, lane);
+    const int x_bytes = params.is_first ? item.count * (Stream::kChunk / Stream::kXBox) * kRowBytes
+                                        : Stream::kXBytes;
+    stream.copy(
+        params.product, maps, item.expert * params.product.n[0], x_bytes, lane,
+        [] { paged::wait_for_kernel_before(); },
+        [&](const auto& turn) {
+          __syncwarp();  // bytes are expected
+          const unsigned int xs = stream.xs_of(turn);
+          if (params.is_first) {
+            rows.each(item, lane, [&](int at, int row) {
+              stream.copy_rows(maps.x, turn, xs + at * kRowBytes, row);
+            });
+          } else if (lane == 0) {
+            stream.copy_rows(maps.x, turn, xs, item.first);
+          }
+        });
+  }
+  typename Stream::Sums sums = {};
+  if (warp < Stream::kMultipliers) {
+    stream.multiply(sums, first_row, warp / 4, lane);
+  }
+  __syncthreads();  // the ring has been read
+  paged::wait_for_kernel_before();
+  float* results = reinterpret_cast<float*>(shared);
+  stream.store(results, sums, warp, first_row, lane);
+  LinearPart<T> parts[kLinearMostWeights] = EXPERT_PARTS;
+  finish_item<T, Stream::kRows>(
+      params, item, sorted_visits, stream.tile_of_weight, parts, kQuantisedStreamThreads,
+      [&](int at, int output) {
+        return *reinterpret_cast<const float4*>(results + at * kQuantisedStreamPitch + output);
+      });
+#endif
+}
+
+}  // namespace mlx_paged::cuda

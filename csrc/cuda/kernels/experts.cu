@@ -1,0 +1,45 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Mixtures of experts: the kernels of metal/experts.h, and products of weights of 16 bits.
+
+#include "expert_stream.h"
+
+#include "../../../metal/kernel_table.h"
+#include "../compiled_kernels.h"
+#include "../msl/metal_stdlib"
+#include "experts.h"
+
+template <typename T>
+__global__ void __launch_bounds__(paged::ROUTE_THREADS) route_experts_entry(
+    const T* logits, T* weights, int* sorted_visits, int* items,
+    const __grid_constant__ paged::RouteParams params) {
+  paged::begin_after_kernel_before();
+  route_experts<T>(logits, weights, sorted_visits, items, params);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(32 * paged::PRODUCT_SIMD_GROUPS) expert_rows_entry(
+    const T* x, const T* weight, const T* bias, const int* sorted_visits, const int* items, T* out,
+    const __grid_constant__ paged::ExpertParams params) {
+  paged::begin_after_kernel_before();
+  expert_rows<T>(x, weight, bias, sorted_visits, items, out, params);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(paged::DATA_THREADS) combine_experts_entry(
+    const T* x, const T* weights, T* out, const __grid_constant__ paged::CombineParams params) {
+  paged::begin_after_kernel_before();
+  combine_experts<T>(x, weights, out, params);
+}
+
+#define PORTABLE(host_name, function, ...) {host_name, function##_entry<__VA_ARGS__>},
+#define STREAM(dtype, type, tiles) \
+  {"expert_stream_" #dtype "_" #tiles, mlx_paged::cuda::expert_stream_entry<type, tiles>},
+
+static const bool added = mlx_paged::cuda::add_kernels({
+    // clang-format off
+    PAGED_FOR_EACH_EXPERT_TEMPLATE(PORTABLE)
+    PAGED_FOR_EACH_LINEAR_STREAM(STREAM, float16, __half)
+    PAGED_FOR_EACH_LINEAR_STREAM(STREAM, bfloat16, __nv_bfloat16)
+    // clang-format on
+});

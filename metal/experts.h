@@ -1,0 +1,271 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Mixtures of experts in steps of few rows: which experts a row visits and how much each counts,
+// products in which every visit has the matrix of its expert, and their weighted sum. A visit is a
+// row and one of its experts; visits of one expert lie side by side, so that its matrix is read
+// once. All compute in fp32; what other code would have rounded between two operations is rounded
+// here too.
+
+#pragma once
+
+#include <metal_stdlib>
+
+#include "kernel_table.h"
+#include "language.h"
+#include "vector_load.h"
+
+using namespace metal;
+
+namespace paged {
+
+// The largest key seen so far, and where it is. Of equal ones the last, or the first.
+struct LargestKey {
+  uint key;
+  int place;
+
+  METAL_FUNC void see(uint other, int other_place, bool prefers_last) thread {
+    bool is_later = other_place > place;
+    if (other > key || (other == key && is_later == prefers_last)) {
+      key = other;
+      place = other_place;
+    }
+  }
+};
+
+// In the order of the numbers, and above 0.
+METAL_FUNC uint sort_key(float value) {
+  uint bits = as_type<uint>(value);
+  uint key = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return max(key, 1u);
+}
+
+}  // namespace paged
+
+// From the router's logits: the weight of each visit, the visits in the order of their experts
+// (`sorted_visits`: row * top_k + i by place), and what products are to do: items of up to
+// `item_rows` visits of one expert (`items`: expert, first place, how many; none behind the last).
+// The order of a row's experts, and which of equal ones it visits, is that of a stable sort, whose
+// first or last `top_k` are taken.
+// grid: one threadgroup.
+template <typename T>
+PAGED_KERNEL(paged::ROUTE_THREADS)
+route_experts(
+    device const T* logits [[buffer(0)]], device T* weights [[buffer(1)]],
+    device int* sorted_visits [[buffer(2)]], device int* items [[buffer(3)]],
+    constant paged::RouteParams& params [[buffer(4)]], threadgroup int* experts PAGED_SCRATCH,
+    uint3 group_size [[threads_per_threadgroup]], uint thread_id [[thread_index_in_threadgroup]],
+    uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+  using namespace paged;
+  int threads = int(group_size.x);
+  int top_k = params.top_k;
+  int num_visits = params.num_rows * top_k;
+  threadgroup int* begins = experts + num_visits;  // by place: whether an item begins there
+  for (int row = int(simd_id); row < params.num_rows; row += threads / 32) {
+    float values[ROUTE_CHUNKS];
+    float largest = -INFINITY;
+    PAGED_UNROLL
+    for (int i = 0; i < ROUTE_CHUNKS; i++) {
+      int expert = int(lane) + 32 * i;
+      bool exists = expert < params.num_experts;
+      values[i] = exists ? float(logits[row * params.num_experts + expert]) : -INFINITY;
+      largest = max(largest, values[i]);
+    }
+    if (params.softmax_first) {
+      largest = simd_max(largest);
+      float total = 0.0f;
+      PAGED_UNROLL
+      for (int i = 0; i < ROUTE_CHUNKS; i++) {
+        values[i] = precise::exp(values[i] - largest);
+        total += values[i];
+      }
+      float factor = 1.0f / simd_sum(total);
+      PAGED_UNROLL
+      for (int i = 0; i < ROUTE_CHUNKS; i++) {
+        values[i] = rounded<T>(values[i] * factor);
+      }
+    }
+    uint keys[ROUTE_CHUNKS];  // 0: it is visited already, or there is none
+    PAGED_UNROLL
+    for (int i = 0; i < ROUTE_CHUNKS; i++) {
+      keys[i] = int(lane) + 32 * i < params.num_experts ? sort_key(values[i]) : 0u;
+    }
+    int expert = 0;  // of the lane's visit
+    float score = 0.0f;
+    for (int visit = 0; visit < top_k; visit++) {
+      LargestKey best{0u, 0};
+      PAGED_UNROLL
+      for (int i = 0; i < ROUTE_CHUNKS; i++) {
+        best.see(keys[i], int(lane) + 32 * i, params.takes_last);
+      }
+      PAGED_UNROLL
+      for (ushort offset = 16; offset > 0; offset /= 2) {
+        best.see(
+            simd_shuffle_xor(best.key, offset), simd_shuffle_xor(best.place, offset),
+            params.takes_last);
+      }
+      float value = 0.0f;
+      PAGED_UNROLL
+      for (int i = 0; i < ROUTE_CHUNKS; i++) {
+        if (int(lane) + 32 * i == best.place) {
+          value = values[i];
+          keys[i] = 0u;
+        }
+      }
+      value = simd_shuffle(value, ushort(best.place % 32));
+      if (int(lane) == (params.takes_last ? top_k - 1 - visit : visit)) {
+        expert = best.place;
+        score = value;
+      }
+    }
+    bool is_visit = int(lane) < top_k;
+    if (!params.softmax_first) {
+      float most = simd_max(is_visit ? score : -INFINITY);
+      score = is_visit ? precise::exp(score - most) : 0.0f;
+      score = rounded<T>(score * (1.0f / simd_sum(score)));
+    }
+    if (params.normalises) {
+      score /= rounded<T>(simd_sum(is_visit ? score : 0.0f));
+    }
+    if (is_visit) {
+      weights[row * top_k + int(lane)] = T(score);
+      experts[row * top_k + int(lane)] = expert;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  // (Few, so that counting each anew is no more work than keeping counts.)
+  for (int visit = int(thread_id); visit < num_visits; visit += threads) {
+    int ours = experts[visit];
+    int before = 0;
+    int before_of_expert = 0;
+    for (int other = 0; other < num_visits; other++) {
+      before += experts[other] < ours;
+      before_of_expert += experts[other] == ours && other < visit;
+    }
+    int place = before + before_of_expert;
+    sorted_visits[place] = visit;
+    begins[place] = before_of_expert % params.item_rows == 0;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int visit = int(thread_id); visit < num_visits; visit += threads) {
+    int ours = experts[visit];
+    int place = 0;
+    int before_of_expert = 0;
+    int count = 0;
+    for (int other = 0; other < num_visits; other++) {
+      place += experts[other] < ours;
+      before_of_expert += experts[other] == ours && other < visit;
+      count += experts[other] == ours;
+    }
+    place += before_of_expert;
+    int item = 0;
+    for (int i = 0; i < place; i++) {
+      item += begins[i];
+    }
+    if (begins[place]) {
+      items[3 * item] = ours;
+      items[3 * item + 1] = place;
+      items[3 * item + 2] = min(count - before_of_expert, params.item_rows);
+    }
+    if (place == num_visits - 1) {
+      for (int i = item + begins[place]; i < params.max_items; i++) {
+        items[3 * i + 2] = 0;
+      }
+    }
+  }
+}
+
+// out = x @ weight[expert].T + bias[expert] of an item's visits: a SIMD-group reads a row of the
+// weight once for all of them. Rows of x are by place, or (`gathers`) by row of the step; rows of
+// `out` are by place, or (`scatters`) by visit.
+// grid: (rows of the weight / PRODUCT_SIMD_GROUPS rounded up, items).
+template <typename T>
+PAGED_KERNEL(32 * paged::PRODUCT_SIMD_GROUPS)
+expert_rows(
+    device const T* x [[buffer(0)]], device const T* weight [[buffer(1)]],
+    device const T* bias [[buffer(2)]], device const int* sorted_visits [[buffer(3)]],
+    device const int* items [[buffer(4)]], device T* out [[buffer(5)]],
+    constant paged::ExpertParams& params [[buffer(6)]],
+    uint3 group_id [[threadgroup_position_in_grid]],
+    uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+  using namespace paged;
+  constexpr int CHUNK = chunk_size<T>();
+  int column = int(group_id.x) * PRODUCT_SIMD_GROUPS + int(simd_id);
+  int expert = items[3 * group_id.y];
+  int first = items[3 * group_id.y + 1];
+  int count = items[3 * group_id.y + 2];
+  if (column >= params.n || count == 0) {
+    return;
+  }
+  ulong of_expert = ulong(expert) * params.n + column;
+  device const uint4* of_weight = (device const uint4*)(weight + of_expert * params.k);
+  device const T* rows[PRODUCT_ROWS];
+  float sums[PRODUCT_ROWS];
+  PAGED_UNROLL
+  for (int i = 0; i < PRODUCT_ROWS; i++) {
+    int place = first + min(i, count - 1);
+    int row = params.gathers ? sorted_visits[place] / params.top_k : place;
+    rows[i] = x + ulong(row) * params.x_stride;
+    sums[i] = 0.0f;
+  }
+  for (int chunk = int(lane); chunk < params.k / CHUNK; chunk += 32) {
+    float w[CHUNK];
+    unpack(of_weight[chunk], w, T(0.0f));
+    PAGED_UNROLL
+    for (int i = 0; i < PRODUCT_ROWS; i++) {
+      if (i < count) {
+        float v[CHUNK];
+        unpack(((device const uint4*)rows[i])[chunk], v, T(0.0f));
+        PAGED_UNROLL
+        for (int e = 0; e < CHUNK; e++) {
+          sums[i] += w[e] * v[e];
+        }
+      }
+    }
+  }
+  PAGED_UNROLL
+  for (int i = 0; i < PRODUCT_ROWS; i++) {
+    float sum = simd_sum(sums[i]);
+    if (lane == 0 && i < count) {
+      if (params.has_bias) {
+        sum = rounded<T>(sum) + float(bias[of_expert]);
+      }
+      int place = first + i;
+      int row = params.scatters ? sorted_visits[place] : place;
+      out[ulong(row) * params.n + column] = T(sum);
+    }
+  }
+}
+
+// The sum of a row's visits, each times its weight.
+// grid: (rows, chunks of a row / DATA_THREADS rounded up).
+template <typename T>
+PAGED_KERNEL(paged::DATA_THREADS)
+combine_experts(
+    device const T* x [[buffer(0)]], device const T* weights [[buffer(1)]],
+    device T* out [[buffer(2)]], constant paged::CombineParams& params [[buffer(3)]],
+    uint3 group_id [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
+    uint thread_id [[thread_index_in_threadgroup]]) {
+  using namespace paged;
+  constexpr int CHUNK = chunk_size<T>();
+  ulong row = group_id.x;
+  int chunk = int(group_id.y * group_size.x + thread_id);
+  if (chunk >= params.row_chunks) {
+    return;
+  }
+  float sums[CHUNK];
+  PAGED_UNROLL
+  for (int e = 0; e < CHUNK; e++) {
+    sums[e] = 0.0f;
+  }
+  for (int i = 0; i < params.top_k; i++) {
+    ulong visit = row * params.top_k + i;
+    float weight = float(weights[visit]);
+    float values[CHUNK];
+    unpack(((device const uint4*)x)[visit * params.row_chunks + chunk], values, T(0.0f));
+    PAGED_UNROLL
+    for (int e = 0; e < CHUNK; e++) {
+      sums[e] += rounded<T>(values[e] * weight);
+    }
+  }
+  ((device uint4*)out)[row * params.row_chunks + chunk] = pack(sums, T(0.0f));
+}
