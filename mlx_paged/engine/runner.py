@@ -297,12 +297,13 @@ class ModelRunner:
                 output, columns[0], context_lens, num_rows, overlaps=previous is not None
             )
             made = self.media.store.made()
-        num_more = 0
+        total = count if is_decode else int(num_rows.sum())
+        wanted_rows = total
         if not is_decode and sampled and media is None:
-            total = int(num_rows.sum())
-            num_more = self.model.rows_with_prompts(total) - total
+            wanted_rows = self.model.rows_with_prompts(total)
+        stays = self.model.reads_once(wanted_rows, is_decode=is_decode)
         logits = self.model.forward(
-            _input_tokens(token_ids, input_from, previous, num_more),
+            _input_tokens(token_ids, input_from, previous, wanted_rows - total, stays=stays),
             self._inputs(columns, context_lens, num_rows, wanted, media),
         )
         if sampled:
@@ -453,16 +454,20 @@ def _input_tokens(
     input_from: tuple[int, ...],
     previous: LaunchedStep | None,
     num_more: int = 0,
+    *,
+    stays: bool = False,
 ) -> mx.array:
     """``[num_rows]`` int32. Tokens that the step before is still sampling stay on the device.
 
     Args:
         num_more: rows of no sequence behind the others.
+        stays: see `ops.upload`; of tokens that are all known.
     """
     num_known = input_from.count(-1)
     more = (0,) * num_more
     if num_known == len(input_from):
-        return ops.upload(np.fromiter(chain(*token_ids, more), dtype=np.int32))[0]
+        known = np.fromiter(chain(*token_ids, more), dtype=np.int32)
+        return ops.upload(known, stays=stays)[0]
     assert previous is not None, "a sequence awaits a token but no step is in flight"
     if num_known == 0:
         if input_from == tuple(range(previous.tokens.size)):

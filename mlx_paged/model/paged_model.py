@@ -290,6 +290,16 @@ class PagedModel:
             return num_rows
         return self._compiled.rows_with_prompts(num_rows)
 
+    def reads_once(self, num_rows: int, *, is_decode: bool) -> bool:
+        """Whether a step is likely to read what the host sends once, as a device program.
+
+        Args:
+            num_rows: of its tokens, as `rows_with_prompts` has it.
+            is_decode: every sequence has one.
+        """
+        takes = self._compiled.reads_once if is_decode else self._compiled.takes_prompts
+        return takes(num_rows)
+
     def _step(self, inputs: StepInputs, num_rows: int | None = None) -> Step:
         states = None
         if self.layout.has_states:
@@ -299,15 +309,18 @@ class PagedModel:
         some = inputs.tables_of(reaches[0]) if reaches else self._no_blocks(inputs)
         tables = inputs.tables_of(FULL) if FULL in reaches else some
         alone = len(reaches) == 1 and reaches[0].chunk is None
-        plan = self._plan(inputs, tables, reaches[0] if alone else FULL, num_rows)
+        longest = int(inputs.query_lens.max(initial=0))
+        stays = num_rows is not None or (
+            longest == 1 and self.reads_once(len(inputs.query_lens), is_decode=True)
+        )
+        plan = self._plan(inputs, tables, reaches[0] if alone else FULL, num_rows, stays)
         plans = {
-            reach: self._plan(inputs, inputs.tables_of(reach), reach, num_rows)
+            reach: self._plan(inputs, inputs.tables_of(reach), reach, num_rows, stays)
             for reach in reaches
             if reach.chunk is not None
             or inputs.tables_of(reach) is not tables
             or self._bounds(inputs, reach) is not self._bounds(inputs, FULL)
         }
-        longest = int(inputs.query_lens.max(initial=0))
         prefill = None
         if FULL in reaches and longest >= dense_prefill.LEAST_ROWS:
             prefill = dense_prefill.plan_dense_prefill(
@@ -323,13 +336,14 @@ class PagedModel:
             is_large = inputs.query_lens.sum() >= _LARGE_STEP
             parts = Parts(1, most=_MOST_LARGE_PARTS) if is_large else Parts(_LAYERS_OF_PART)
         media = None if inputs.media is None else MediaRows.of(inputs.media)
-        return Step(plan, self._logit_rows(inputs.logit_rows), plans, states, prefill, parts, media)
+        logit_rows = self._logit_rows(inputs.logit_rows, stays)
+        return Step(plan, logit_rows, plans, states, prefill, parts, media)
 
-    def _logit_rows(self, wanted: np.ndarray) -> mx.array:
-        """On the device; kept where they are the first of a step, as in all decodes."""
+    def _logit_rows(self, wanted: np.ndarray, stays: bool) -> mx.array:
+        """For the device; kept where they are the first of a step, as in all decodes."""
         count = len(wanted)
         if not np.array_equal(wanted, np.arange(count)):
-            return int32(wanted)
+            return int32(wanted, stays=stays)
         rows = self._first_rows.get(count)
         if rows is None:
             rows = int32(wanted)
@@ -340,7 +354,12 @@ class PagedModel:
         return rows
 
     def _plan(
-        self, inputs: StepInputs, tables: Tables, reach: Reach, num_rows: int | None
+        self,
+        inputs: StepInputs,
+        tables: Tables,
+        reach: Reach,
+        num_rows: int | None,
+        stays: bool,
     ) -> AttentionPlan:
         rows = (inputs.context_lens, inputs.query_lens)
         bounds = self._bounds(inputs, reach)
@@ -354,7 +373,7 @@ class PagedModel:
             block_size=self.block_size,
             window=reach.window,
             bounds=bounds,
-            stays_on_host=self._compiled.reads_once(len(inputs.context_lens)),
+            stays_on_host=stays,
             num_rows=num_rows,
         )
 

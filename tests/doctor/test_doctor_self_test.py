@@ -29,7 +29,7 @@ NOT_PRIMITIVES = {
     *("activations", "pipelines_to_come", "prepare_pipeline"),
     # Whole steps are made of primitives.
     *("StepProgram", "most_program_rows", "most_device_program_rows", "placeholders"),
-    *("make_device_program", "run_device_program", "plan_decodes"),
+    *("make_device_program", "run_device_program", "plan_attention"),
     *("serves_rope", "serves_silu_mul"),
 }
 
