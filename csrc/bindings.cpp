@@ -128,6 +128,23 @@ void bind_extension(nb::module_& m) {
       "bounds"_a = nb::none(), "block_size"_a, "window"_a, "rows_per_item"_a, "split_tokens"_a,
       "on_gpu"_a, "pads"_a, "num_rows"_a, "stays"_a, "stream"_a = nb::none());
 
+  m.def(
+      "token_bytes",
+      [](const nb::list& ids, uint32_t vocab_size) -> std::optional<nb::bytes> {
+        std::vector<uint32_t> found(ids.size());
+        for (size_t i = 0; i < found.size(); i++) {
+          PyObject* id = PyList_GET_ITEM(ids.ptr(), i);  // (none of it runs Python's code)
+          int overflow = 0;
+          long value = PyLong_CheckExact(id) ? PyLong_AsLongAndOverflow(id, &overflow) : -1;
+          if (overflow || value < 0 || value >= long(vocab_size)) {
+            return std::nullopt;
+          }
+          found[i] = uint32_t(value);
+        }
+        return nb::bytes(found.data(), found.size() * sizeof(uint32_t));
+      },
+      "ids"_a, "vocab_size"_a);
+
   m.def("to_host", &to_host, "array"_a, nb::kw_only(), "stream"_a = nb::none());
 
   m.def("allocate_pool", &allocate_pool, "shape"_a, "dtype"_a);

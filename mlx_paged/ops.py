@@ -157,6 +157,15 @@ def plan_attention(
     return None if arrays is None else AttentionPlan(*arrays)
 
 
+def token_bytes(ids: list[Any], vocab_size: int) -> bytes | None:
+    """Token ids as 4 bytes each, in the machine's order.
+
+    Returns:
+        None where some are no plain integers in [0, vocab_size).
+    """
+    return ext.token_bytes(ids, vocab_size)
+
+
 def to_host(array: mx.array) -> mx.array:
     """The same numbers where NumPy can read them once they are evaluated.
 
