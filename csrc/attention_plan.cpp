@@ -83,9 +83,11 @@ bool is_plan(const PlanSequences& seqs, const PlanRules& rules) {
     }
     num_rows += rows;
   }
-  bool fits = rules.num_rows == 0 || (num_rows <= rules.num_rows && !seqs.bounds);
-  return num_rows <= std::numeric_limits<int32_t>::max() && fits &&
-         (!seqs.bounds || seqs.num_bounds == num_rows);
+  if (seqs.bounds && seqs.num_bounds != num_rows) {
+    return false;
+  }
+  int64_t most = rules.num_rows ? rules.num_rows : std::numeric_limits<int32_t>::max();
+  return num_rows <= most && (!seqs.bounds || !rules.num_rows || num_rows == most);
 }
 
 void add_rows(AttentionPlan& plan, const PlanSequences& seqs, const PlanRules& rules) {

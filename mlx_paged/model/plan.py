@@ -91,8 +91,9 @@ class BlockTableCache:
         for i, (table, first) in enumerate(zip(tables, dirty_from)):
             if first < len(table):
                 self._write(places[i], table, first)
-        for i in fresh:
-            self._write(places[i], tables[i], 0)
+        for i in fresh:  # (a slot that holds nothing yet has been written whole above)
+            if dirty_from[i] >= len(tables[i]):
+                self._write(places[i], tables[i], 0)
         lengths = self._lengths[places]
         return PaddedTables(self._blocks[:, : lengths.max(initial=1)].take(places, axis=0), lengths)
 
@@ -214,7 +215,7 @@ def build_plan(
             (`ops.DeviceProgram`).
         num_rows: of a step that is to have as many as others, or as much work: the last rows
             belong to no sequence, write nothing and see nothing. None: it has those of its
-            sequences. (No row may have bounds then.)
+            sequences. (Where rows have bounds there are no others.)
 
     Raises:
         ValueError: for lists of different lengths, negative lengths, more query rows than context,
@@ -254,7 +255,7 @@ def build_plan(
         width, most = block_tables.blocks.shape[1], int(block_tables.lengths.max(initial=0))
         if most > width:
             _refuse("block_tables", f"{most} blocks wide", width)
-        _refuse("num_rows", "at least those of the sequences, which have no bounds,", num_rows)
+        _refuse("num_rows", "at least those of the sequences, or just those with bounds,", num_rows)
     return plan
 
 

@@ -80,6 +80,7 @@ class Steps:
             options["rows_per_item"] = self.any_of(1, 3, 8, 9, 64)
         if self.has_bounds:
             options["bounds"] = self.bounds(lens, rows)
+            options["num_rows"] = self.any_of(None, int(rows.sum()) or None)
         elif self.kind == "few":
             options["num_rows"] = -(-max(1, int(rows.sum())) // 16) * 16
         return (PaddedTables(tables, lengths), lens, rows), options
@@ -119,6 +120,9 @@ def test_numbers_that_are_no_plan_are_named() -> None:
             build_plan(tables, lens, [1, 1], block_size=8)
     with pytest.raises(ValueError, match="num_rows must be at least those of the sequences"):
         build_plan(tables, [24, 8], [9, 8], block_size=8, num_rows=16)
+    with pytest.raises(ValueError, match="num_rows must be at least those of the sequences"):
+        bounds = np.array([[20, 20, 7], [23, 23, 7]])
+        build_plan(tables, [24, 8], [2, 1], block_size=8, num_rows=16, bounds=bounds)
 
 
 def test_a_table_is_not_read_beyond_its_width() -> None:
