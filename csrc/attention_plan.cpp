@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <limits>
+#include <numeric>
 
 namespace mlx_paged {
 
@@ -91,14 +92,21 @@ bool is_plan(const PlanSequences& seqs, const PlanRules& rules) {
 }
 
 void add_rows(AttentionPlan& plan, const PlanSequences& seqs, const PlanRules& rules) {
+  int64_t num_rows = std::accumulate(seqs.query_lens, seqs.query_lens + seqs.count, int64_t(0));
+  plan.positions.reserve(num_rows);
+  plan.slots.reserve(num_rows);
   plan.query_starts.push_back(0);
   for (int i = 0; i < seqs.count; i++) {
-    const int32_t* table = seqs.tables + int64_t(i) * seqs.table_width;
-    int64_t len = seqs.context_lens[i];
-    for (int64_t position = len - seqs.query_lens[i]; position < len; position++) {
-      int64_t first_slot = int64_t(table[position / rules.block_size]) * rules.block_size;
+    int64_t len = seqs.context_lens[i], first = len - seqs.query_lens[i];
+    const int32_t* block = seqs.tables + int64_t(i) * seqs.table_width + first / rules.block_size;
+    int offset = int(first % rules.block_size);
+    for (int64_t position = first; position < len; position++) {
       plan.positions.push_back(int32_t(position));
-      plan.slots.push_back(int32_t(first_slot + position % rules.block_size));
+      plan.slots.push_back(int32_t(int64_t(*block) * rules.block_size + offset));
+      if (++offset == rules.block_size) {
+        offset = 0;
+        block++;
+      }
     }
     plan.context_lens.push_back(int32_t(len));
     plan.query_starts.push_back(int32_t(plan.positions.size()));
@@ -164,17 +172,23 @@ std::vector<Item> items_of(
 // An item becomes as many pieces as it has splits, of as many blocks, within one. Each leaves
 // partials of all its rows, in the order of the pieces.
 void add_items(AttentionPlan& plan, const std::vector<Item>& items) {
+  int64_t num_pieces = 0;
+  for (const auto& item : items) {
+    num_pieces += item.num_splits;
+  }
+  plan.work_items.reserve(in_strides(num_pieces) * 6);
   int64_t num_partials = 0;
   for (const auto& item : items) {
     int64_t blocks = item.end_block - item.first_block, rows = item.row_end - item.row_begin;
     bool is_split = item.num_splits > 1;
+    int64_t begin = item.first_block;
     for (int64_t piece = 0; piece < item.num_splits; piece++) {
-      int64_t begin = item.first_block + piece * blocks / item.num_splits;
       int64_t end = item.first_block + (piece + 1) * blocks / item.num_splits;
       int64_t partial = is_split ? num_partials + piece * rows : -1;
       plan.work_items.insert(
           plan.work_items.end(), {item.sequence, int32_t(item.row_begin), int32_t(item.row_end),
                                   int32_t(begin), int32_t(end), int32_t(partial)});
+      begin = end;
     }
     if (is_split) {
       plan.merge_items.insert(

@@ -95,7 +95,8 @@ class PagedModel:
         self._allocated: list[mx.array] = []  # the first handles of the pools
         self.repeats_steps = True
         self._activations = "float32"
-        self._first_rows: dict[int, mx.array] = {}  # [n] int32: the first n rows of a step
+        # The first n rows of a step, by n: as they are given, and [n] int32 on the device.
+        self._first_rows: dict[int, tuple[bytes, mx.array]] = {}
         self._compiled = CompiledSteps(self._run, chooses=self._chooses)
 
     def round_activations(self, activations: str) -> None:
@@ -345,16 +346,17 @@ class PagedModel:
 
     def _logit_rows(self, wanted: np.ndarray, stays: bool) -> mx.array:
         """For the device; kept where they are the first of a step, as in all decodes."""
-        count = len(wanted)
-        if (count and wanted[-1] != count - 1) or not np.array_equal(wanted, np.arange(count)):
+        count, numbers = len(wanted), wanted.tobytes()
+        kept = self._first_rows.get(count)
+        if kept is not None and kept[0] == numbers:
+            return kept[1]
+        if not np.array_equal(wanted, np.arange(count)):
             return int32(wanted, stays=stays)
-        rows = self._first_rows.get(count)
-        if rows is None:
-            rows = int32(wanted)
-            mx.eval(rows)  # (it belongs to no step, which may fail)
-            if len(self._first_rows) >= _MOST_FIRST_ROWS:
-                self._first_rows.clear()
-            self._first_rows[count] = rows
+        rows = int32(wanted)
+        mx.eval(rows)  # (it belongs to no step, which may fail)
+        if len(self._first_rows) >= _MOST_FIRST_ROWS:
+            self._first_rows.clear()
+        self._first_rows[count] = numbers, rows
         return rows
 
     def _plan(
