@@ -362,12 +362,12 @@ class ModelRunner:
     ) -> PaddedTables | Mapping[Reach, PaddedTables]:
         """The block tables of a step: one for all layers, or those of each reach."""
         full, *windows = zip(*tables)
-        shared = self._tables.update(seq_ids, *zip(*full))
+        shared = self._tables.update(seq_ids, full)
         if not windows:
             return shared
         by_reach = dict.fromkeys(self.model.layout.reaches, shared)
         for (reach, cache), own in zip(self._windows.items(), windows):
-            by_reach[reach] = cache.update(seq_ids, *zip(*own))
+            by_reach[reach] = cache.update(seq_ids, own)
         return by_reach
 
     def _copy_blocks(self, output: SchedulerOutput) -> None:

@@ -61,6 +61,7 @@ class BlockTableCache:
         self._slots: dict[int, int] = {}  # seq_id -> slot
         self._seq_ids: tuple[int, ...] = ()  # of the step before,
         self._places = np.zeros(0, dtype=np.intp)  # and their slots
+        self._tables: Sequence[tuple[Sequence[int], int]] = ()  # as they were given
         self._free: list[int] = []
         self._blocks = np.zeros((0, 0), dtype=np.int32)  # [num_slots, max_blocks]
         self._lengths = np.zeros(0, dtype=np.int64)  # [num_slots]
@@ -69,31 +70,30 @@ class BlockTableCache:
         return len(self._slots)
 
     def update(
-        self,
-        seq_ids: Sequence[int],
-        tables: Sequence[Sequence[int]],
-        dirty_from: Sequence[int],
+        self, seq_ids: Sequence[int], tables: Sequence[tuple[Sequence[int], int]]
     ) -> PaddedTables:
         """Updates the array with the tables of a step.
 
         Args:
             seq_ids: the sequences.
-            tables: for each its blocks.
-            dirty_from: for each the first of its blocks that may differ from what it had the last
-                time.
+            tables: for each its blocks, and the first of them that may differ from what it had the
+                last time. (What is the same object as in the step before has not changed.)
         """
         fresh: list[int] = []
         seq_ids = tuple(seq_ids)  # (a copy, where it is a list that may change)
+        before: Sequence[object] = self._tables
         if seq_ids != self._seq_ids:
             slots, fresh = self._slots_of(seq_ids)
             self._seq_ids, self._places = seq_ids, np.array(slots, dtype=np.intp)
-        places = self._places
-        for i, (table, first) in enumerate(zip(tables, dirty_from)):
-            if first < len(table):
-                self._write(places[i], table, first)
+            before = [None] * len(seq_ids)
+        places, self._tables = self._places, tables
+        for i, (table, known) in enumerate(zip(tables, before)):
+            if table is not known and table[1] < len(table[0]):
+                self._write(places[i], *table)
         for i in fresh:  # (a slot that holds nothing yet has been written whole above)
-            if dirty_from[i] >= len(tables[i]):
-                self._write(places[i], tables[i], 0)
+            blocks, first = tables[i]
+            if first >= len(blocks):
+                self._write(places[i], blocks, 0)
         lengths = self._lengths[places]
         return PaddedTables(self._blocks[:, : lengths.max(initial=1)].take(places, axis=0), lengths)
 
