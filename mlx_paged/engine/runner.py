@@ -273,17 +273,20 @@ class ModelRunner:
             # (A single token that is sampled from is its prompt's last, or follows it.)
             sampled, targets = output.sequences, []
             num_rows, wanted = np.ones(count, dtype=np.int64), np.arange(count)
-            # (Three times as fast as `np.array`.)
             positions = context_lens = np.fromiter(starts, dtype=np.int64, count=count) + 1
         else:
             sampled, targets = [s for s in output.sequences if s.samples], _prompt_targets(output)
             num_rows = np.fromiter(map(len, token_ids), dtype=np.int64, count=count)
-            context_lens = np.array(starts) + num_rows
-            is_sampled, ends = np.array(samples), np.cumsum(num_rows)
-            positions = context_lens[is_sampled]
-            # Rows that are sampled from, then those that prompt tokens to report follow.
-            reported = [ends[i] - num_rows[i] + np.arange(len(t.token_ids)) for i, t in targets]
-            wanted = np.concatenate([(ends - 1)[is_sampled], *reported])
+            context_lens = np.fromiter(starts, dtype=np.int64, count=count) + num_rows
+            ends = np.cumsum(num_rows)
+            positions, wanted = context_lens, ends - 1
+            if len(sampled) < count:
+                is_sampled = np.array(samples)
+                positions, wanted = positions[is_sampled], wanted[is_sampled]
+            if targets:
+                # Rows that are sampled from, then those that prompt tokens to report follow.
+                reported = [ends[i] - num_rows[i] + np.arange(len(t.token_ids)) for i, t in targets]
+                wanted = np.concatenate([wanted, *reported])
         metadata, newest, grammars = None, None, None
         if sampled and (is_decode or any(s.sequence.sampler.has_edits for s in sampled)):
             metadata = self._metadata(sampled, positions)
