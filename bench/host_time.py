@@ -3,6 +3,9 @@
 The model computes nothing, so a step is the scheduler, the plan, the sampling metadata, the commit
 and the updates. Time inside `mx.eval` and `mx.async_eval` is reported separately. So is the text
 of requests without stop strings: it is decoded on the reader's thread, after the step.
+
+And the host time of a call for one token behind a cached prefix: what passes before its step is
+launched, and after its token has been read.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from mlx_lm.utils import load_tokenizer
 from mlx_paged.demo import model_path
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.llm import LLM
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.model.caches import PagedLayerCache
 from mlx_paged.model.families import register_family
@@ -84,13 +88,15 @@ class NullModel(nn.Module):
         return self.lm_head(tokens)
 
 
+def null_model() -> LoadedModel:
+    """A model whose steps cost the device next to nothing."""
+    config = {"model_type": "null", "vocab_size": VOCAB_SIZE}
+    return LoadedModel(NullModel(), load_tokenizer(model_path()), config, "null")
+
+
 def null_engine(**options: Any) -> Engine:
-    """An engine whose steps cost the device next to nothing."""
-    tokenizer = load_tokenizer(model_path())
-    model = LoadedModel(
-        NullModel(), tokenizer, {"model_type": "null", "vocab_size": VOCAB_SIZE}, "null"
-    )
-    return Engine(model, EngineConfig(kv_cache_memory=64 << 20, **options))
+    """An engine of it."""
+    return Engine(null_model(), EngineConfig(kv_cache_memory=64 << 20, **options))
 
 
 class Clock:
@@ -200,6 +206,48 @@ def measure(
     return result
 
 
+def first_token(prefix_len: int, tail_len: int, *, calls: int) -> dict[str, Any]:
+    """Times calls of `LLM.generate` for one token, behind a prefix that is cached."""
+    llm = LLM(null_model(), kv_cache_memory=64 << 20, max_model_len=2 * (prefix_len + tail_len))
+    rng = np.random.default_rng(0)
+    prefix = rng.integers(0, VOCAB_SIZE, prefix_len).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    clock, launched, read = Clock(), [0.0], [0.0]
+
+    def host_time() -> float:
+        return time.perf_counter() - clock.seconds["evaluation"]
+
+    def noting(place: list[float], function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            result = function(*args)
+            place[0] = host_time()
+            return result
+
+        return call
+
+    executor = llm.engine._executor
+    executor.launch = noting(launched, executor.launch)  # type: ignore[method-assign]
+    executor.read = noting(read, executor.read)  # type: ignore[method-assign]
+    samples: list[tuple[float, float]] = []
+    with clock.watching(llm.engine):
+        for _ in range(calls):
+            # (Its first token is new: no block of an earlier one is copied for the sake of it.)
+            prompt = [*prefix, len(samples) % VOCAB_SIZE]
+            prompt += rng.integers(0, VOCAB_SIZE, tail_len - 1).tolist()
+            clock.reset()
+            start = time.perf_counter()
+            llm.generate([prompt], params)
+            samples.append((launched[0] - start, host_time() - read[0]))
+    before, after = np.median(np.array(samples) * 1e3, axis=0)
+    print(f"{tail_len} tokens behind {prefix_len} cached ones: {before:.3f} ms before the launch,")
+    print(f"    {after:.3f} after the token has been read")
+    return {
+        "prefix_len": prefix_len,
+        "tail_len": tail_len,
+        "median_ms": {"before launch": round(before, 3), "after read": round(after, 3)},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-seqs", type=int, nargs="*", default=[1, 32, 256])
@@ -214,8 +262,9 @@ def main() -> None:
         for n in args.num_seqs
         for case in CASES
     ]
+    first = first_token(4096, 64, calls=args.steps)
     if not args.no_save:
-        print(save("host_time", {"steps": results}))
+        print(save("host_time", {"steps": results, "first_token": first}))
 
 
 if __name__ == "__main__":

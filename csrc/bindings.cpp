@@ -2,9 +2,9 @@
 
 #include "bindings.h"
 
+#include "attention_plan.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel_for.h"
-#include "decode_plan.h"
 #include "gpu.h"
 #include "kernel_names.h"
 #include "mlx/version.h"
@@ -47,6 +47,35 @@ mx::Dtype host_dtype(nb::dlpack::dtype dtype) {
   throw std::invalid_argument("[upload] dtype must be int32, uint32 or float32");
 }
 
+template <typename T, size_t Dimensions>
+using Numbers = nb::ndarray<T, nb::ndim<Dimensions>, nb::c_contig, nb::device::cpu>;
+
+// The arrays of a plan, where the kernels read them.
+Arrays sent(const AttentionPlan& plan, mx::StreamOrDevice stream, bool stays) {
+  auto part = [](const std::vector<int32_t>& values, mx::Shape shape) {
+    return HostArray{values.data(), std::move(shape), mx::int32};
+  };
+  std::vector<HostArray> parts{
+      part(plan.positions, {plan.num_rows}),
+      part(plan.slots, {plan.num_rows}),
+      part(plan.block_tables, {plan.num_seqs, plan.table_width}),
+      part(plan.context_lens, {plan.num_seqs}),
+      part(plan.query_starts, {plan.num_seqs + 1}),
+      part(plan.work_items, {int(plan.work_items.size() / 6), 6}),
+      part(plan.merge_items, {int(plan.merge_items.size() / 4), 4})};
+  if (!plan.bounds.empty()) {
+    parts.push_back(part(plan.bounds, {3, plan.num_rows}));
+  }
+  if (has_transfers()) {
+    return upload(parts, stream, stays);
+  }
+  Arrays made;
+  for (const auto& p : parts) {
+    made.emplace_back(static_cast<const int32_t*>(p.data), p.shape, p.dtype);
+  }
+  return made;
+}
+
 }  // namespace
 
 void bind_extension(nb::module_& m) {
@@ -62,7 +91,7 @@ void bind_extension(nb::module_& m) {
 
   m.def(
       "upload",
-      [](const std::vector<nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>>& arrays,
+      [](const std::vector<nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>>& arrays, bool stays,
          mx::StreamOrDevice stream) {
         std::vector<HostArray> parts;
         for (const auto& a : arrays) {
@@ -72,53 +101,49 @@ void bind_extension(nb::module_& m) {
           }
           parts.push_back({a.data(), std::move(shape), host_dtype(a.dtype())});
         }
-        return upload(parts, stream);
+        return upload(parts, stream, stays);
       },
-      "arrays"_a, nb::kw_only(), "stream"_a = nb::none());
+      "arrays"_a, nb::kw_only(), "stays"_a = false, "stream"_a = nb::none());
 
   m.def(
-      "plan_decodes",
-      [](const nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& tables,
-         const nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& num_blocks,
-         const nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& context_lens,
-         int block_size, int64_t window, int64_t shortest_piece, int64_t most_pieces,
-         int64_t most_half_pieces, bool pads, bool stays,
-         mx::StreamOrDevice stream) -> std::optional<Arrays> {
-        size_t num_rows = context_lens.shape(0);
-        if (tables.shape(0) != num_rows || num_blocks.shape(0) != num_rows) {
+      "plan_attention",
+      [](const Numbers<const int32_t, 2>& tables, const Numbers<const int64_t, 1>& num_blocks,
+         const Numbers<const int64_t, 1>& context_lens, const Numbers<const int64_t, 1>& query_lens,
+         const std::optional<Numbers<const int32_t, 2>>& bounds, int block_size, int64_t window,
+         int64_t rows_per_item, int64_t split_tokens, bool on_gpu, bool pads, int num_rows,
+         bool stays, mx::StreamOrDevice stream) -> std::optional<Arrays> {
+        size_t count = context_lens.shape(0);
+        if (tables.shape(0) != count || num_blocks.shape(0) != count ||
+            query_lens.shape(0) != count || (bounds && bounds->shape(0) != 2)) {
           return std::nullopt;
         }
-        auto plan = plan_decodes(
-            tables.data(), int(num_rows), int(tables.shape(1)), num_blocks.data(),
-            context_lens.data(),
-            {block_size, window, shortest_piece, most_pieces, most_half_pieces, pads});
-        if (!plan) {
-          return std::nullopt;
-        }
-        int rows = plan->num_rows;
-        auto part = [](const std::vector<int32_t>& values, mx::Shape shape) {
-          return HostArray{values.data(), std::move(shape), mx::int32};
-        };
-        std::vector<HostArray> parts{
-            part(plan->positions, {rows}),
-            part(plan->slots, {rows}),
-            part(plan->block_tables, {rows, plan->table_width}),
-            part(plan->context_lens, {rows}),
-            part(plan->query_starts, {rows + 1}),
-            part(plan->work_items, {int(plan->work_items.size() / 6), 6}),
-            part(plan->merge_items, {int(plan->merge_items.size() / 4), 4})};
-        if (has_transfers()) {
-          return upload(parts, stream, stays);
-        }
-        Arrays made;
-        for (const auto& p : parts) {
-          made.emplace_back(static_cast<const int32_t*>(p.data), p.shape, p.dtype);
-        }
-        return made;
+        auto plan = plan_attention(
+            {int(count), int(tables.shape(1)), tables.data(), num_blocks.data(),
+             context_lens.data(), query_lens.data(), bounds ? bounds->data() : nullptr,
+             bounds ? int(bounds->shape(1)) : 0},
+            {block_size, window, rows_per_item, split_tokens, on_gpu, pads, num_rows});
+        return plan ? std::optional(sent(*plan, stream, stays)) : std::nullopt;
       },
-      "tables"_a, "num_blocks"_a, "context_lens"_a, nb::kw_only(), "block_size"_a, "window"_a,
-      "shortest_piece"_a, "most_pieces"_a, "most_half_pieces"_a, "pads"_a, "stays"_a,
-      "stream"_a = nb::none());
+      "tables"_a, "num_blocks"_a, "context_lens"_a, "query_lens"_a, nb::kw_only(),
+      "bounds"_a = nb::none(), "block_size"_a, "window"_a, "rows_per_item"_a, "split_tokens"_a,
+      "on_gpu"_a, "pads"_a, "num_rows"_a, "stays"_a, "stream"_a = nb::none());
+
+  m.def(
+      "token_bytes",
+      [](const nb::list& ids, uint32_t vocab_size) -> std::optional<nb::bytes> {
+        std::vector<uint32_t> found(ids.size());
+        for (size_t i = 0; i < found.size(); i++) {
+          PyObject* id = PyList_GET_ITEM(ids.ptr(), i);  // (none of it runs Python's code)
+          int overflow = 0;
+          long value = PyLong_CheckExact(id) ? PyLong_AsLongAndOverflow(id, &overflow) : -1;
+          if (overflow || value < 0 || value >= long(vocab_size)) {
+            return std::nullopt;
+          }
+          found[i] = uint32_t(value);
+        }
+        return nb::bytes(found.data(), found.size() * sizeof(uint32_t));
+      },
+      "ids"_a, "vocab_size"_a);
 
   m.def("to_host", &to_host, "array"_a, nb::kw_only(), "stream"_a = nb::none());
 

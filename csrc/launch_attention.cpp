@@ -20,6 +20,7 @@
 
 #include "../metal/attention_shape.h"
 #include "../metal/kernel_table.h"
+#include "attention_plan.h"
 #include "cuda/portable_shape.h"
 #include "host_copies.h"
 #include "primitives.h"
@@ -29,7 +30,6 @@ namespace mlx_paged {
 namespace {
 
 constexpr float kLog2e = 1.44269504088896340736f;
-constexpr int kMostDraftRows = 8;
 
 using Inputs = PagedAttention;
 using paged::MergeItem;

@@ -91,7 +91,7 @@ def has_cuda() -> bool:
     return ext.has_transfers()
 
 
-def upload(*arrays: npt.NDArray[Any]) -> list[mx.array]:
+def upload(*arrays: npt.NDArray[Any], stays: bool = False) -> list[mx.array]:
     """Arrays of numbers on the host, which may change afterwards.
 
     With CUDA they are sent as one, from pinned memory: what `mx.array` makes lies in memory that
@@ -99,54 +99,71 @@ def upload(*arrays: npt.NDArray[Any]) -> list[mx.array]:
 
     Args:
         arrays: int32, uint32 or float32.
+        stays: with CUDA, in that pinned memory: for a step that reads them once, as nothing then
+            has to be evaluated before it.
     """
     if not ext.has_transfers():
         return [mx.array(a) for a in arrays]
-    return ext.upload([np.ascontiguousarray(a) for a in arrays])
+    return ext.upload([np.ascontiguousarray(a) for a in arrays], stays=stays)
 
 
-def plan_decodes(
+def plan_attention(
     tables: npt.NDArray[np.int32],
     num_blocks: npt.NDArray[np.int64],
     context_lens: npt.NDArray[np.int64],
+    query_lens: npt.NDArray[np.int64],
     *,
+    bounds: npt.NDArray[np.int32] | None,
     block_size: int,
     window: int | None,
-    shortest_piece: int,
-    most_pieces: int,
-    most_half_pieces: int,
+    rows_per_item: int,
+    split_tokens: int | None,
+    on_gpu: bool,
     pads: bool,
+    num_rows: int | None,
     stays: bool,
 ) -> AttentionPlan | None:
-    """What `model.plan.build_plan` gives where every sequence has one row, in less time.
+    """The plan of a step, for `model.plan.build_plan`, which says what the numbers are.
 
     Args:
-        tables: ``[num_rows, max_blocks]``.
-        num_blocks: ``[num_rows]``, of each table.
-        context_lens: ``[num_rows]``.
-        window: see `model.plan.build_plan`.
-        shortest_piece: tokens of a piece of a context, at least.
-        most_pieces: of a context.
-        most_half_pieces: of a context that has several; these are half as long.
-        pads: block tables, items and merges to sizes that change seldom.
-        stays: with CUDA, in the host's pinned memory: for a step that reads it once.
+        tables: ``[num_seqs, max_blocks]``.
+        num_blocks: ``[num_seqs]``, of each table.
+        context_lens: ``[num_seqs]``.
+        query_lens: ``[num_seqs]``.
+        bounds: ``[2, num_rows]``, checked.
+        on_gpu: whether contexts are split as a GPU needs it.
+        pads: block tables, items and merges to sizes that change seldom, in steps of decodes and
+            where `num_rows` is given.
+        stays: see `upload`.
 
     Returns:
         None for numbers that are no plan.
     """
-    arrays = ext.plan_decodes(
+    arrays = ext.plan_attention(
         tables,
         num_blocks,
         context_lens,
+        query_lens,
+        bounds=bounds,
         block_size=block_size,
         window=window or 0,
-        shortest_piece=shortest_piece,
-        most_pieces=most_pieces,
-        most_half_pieces=most_half_pieces,
+        rows_per_item=rows_per_item,
+        split_tokens=split_tokens or 0,
+        on_gpu=on_gpu,
         pads=pads,
+        num_rows=num_rows or 0,
         stays=stays,
     )
     return None if arrays is None else AttentionPlan(*arrays)
+
+
+def token_bytes(ids: list[Any], vocab_size: int) -> bytes | None:
+    """Token ids as 4 bytes each, in the machine's order.
+
+    Returns:
+        None where some are no plain integers in [0, vocab_size).
+    """
+    return ext.token_bytes(ids, vocab_size)
 
 
 def to_host(array: mx.array) -> mx.array:

@@ -132,35 +132,44 @@ class BlockPool:
         self._ref_counts[block] = 1
         return block
 
-    def retain(self, block: int) -> None:
-        """Adds a reference to a block that is used or cached."""
-        count = self._ref_counts[block]
-        if count == 0:
-            assert self._nodes[block] is not None, f"block {block} has no owner to share it"
-            self._leave_queue(block)
-        elif count == 1:
-            self._num_shared += 1
-        self._ref_counts[block] = count + 1
+    # (A prompt behind a long prefix shares hundreds of blocks: loops without calls.)
 
-    def release(self, block: int, *, passed: bool = False) -> None:
-        """Drops a reference; after the last one the block is cached, or on its way to be free.
+    def retain(self, *blocks: int) -> None:
+        """Adds a reference to each block; they are used or cached."""
+        counts, nodes, kept, passed = self._ref_counts, self._nodes, self._kept, self._passed
+        for block in blocks:
+            count = counts[block]
+            if count == 0:
+                assert nodes[block] is not None, f"block {block} has no owner to share it"
+                del (kept if block in kept else passed)[block]
+            elif count == 1:
+                self._num_shared += 1
+            counts[block] = count + 1
+
+    def release(self, *blocks: int, passed: bool = False) -> None:
+        """Drops a reference to each block; after the last one it is cached, or on its way to be
+        free.
 
         Args:
-            passed: the sequence continues without the block (see the module docstring).
+            passed: the sequence continues without the blocks (see the module docstring).
         """
-        count = self._ref_counts[block] - 1
-        assert count >= 0, f"block {block} is released more often than retained"
-        self._ref_counts[block] = count
-        if count == 1:
-            self._num_shared -= 1
-        elif count == 0:
-            self._last_step[block] = self.launched_step
-            self.num_freed += self.launched_step <= self.evaluated_step
-            if self._nodes[block] is None:
-                self._reclaim(block)
-            else:
-                (self._passed if passed else self._kept)[block] = None
-                self._last_cached_step = self.launched_step
+        counts, nodes, last_step = self._ref_counts, self._nodes, self._last_step
+        queue, launched_step = self._passed if passed else self._kept, self.launched_step
+        is_idle = launched_step <= self.evaluated_step
+        for block in blocks:
+            count = counts[block] - 1
+            assert count >= 0, f"block {block} is released more often than retained"
+            counts[block] = count
+            if count == 1:
+                self._num_shared -= 1
+            elif count == 0:
+                last_step[block] = launched_step
+                self.num_freed += is_idle
+                if nodes[block] is None:
+                    self._reclaim(block)
+                else:
+                    queue[block] = None
+                    self._last_cached_step = launched_step
 
     # Ownership by the prefix tree.
 
@@ -176,7 +185,7 @@ class BlockPool:
         self._nodes[block] = None
         self._num_indexed -= 1
         if self._ref_counts[block] == 0:
-            self._leave_queue(block)
+            del (self._kept if block in self._kept else self._passed)[block]
             self._reclaim(block)
 
     def next_to_evict(self) -> PrefixNode | None:
@@ -254,10 +263,6 @@ class BlockPool:
         self._free = [block for block in self._free if not self._ref_counts[block]]
         self._num_shared = sum(count > 1 for count in self._ref_counts)
         self.num_freed = num_freed + len(self._free)
-
-    def _leave_queue(self, block: int) -> None:
-        """A cached block is referenced again, or no longer cached."""
-        del (self._kept if block in self._kept else self._passed)[block]
 
     def _reclaim(self, block: int) -> None:
         if self._last_step[block] <= self.evaluated_step:

@@ -544,8 +544,7 @@ class AttentionGroup(KVCacheGroup):
                 node = node.parent
             if source.partial is not None:
                 copy_source = source.partial.blocks[self.number]
-        for block in blocks[first:]:
-            self.pool.retain(block)
+        self.pool.retain(*blocks[first:])
         if copy_source is not None:
             self.pool.retain(copy_source)
         tables.attention.append(BlockTable(blocks, first, copy_source))
@@ -641,8 +640,7 @@ class AttentionGroup(KVCacheGroup):
     def end(self, tables: BlockTables) -> None:
         self.drop_copy(tables)
         # The last block first: what is released first is evicted first.
-        for block in reversed(self._table(tables).live):
-            self.pool.release(block)
+        self.pool.release(*reversed(self._table(tables).live))
 
     # Steps.
 

@@ -593,8 +593,7 @@ class KVManager:
         """The same blocks, partly filled ones included, for another sequence."""
         copies = []
         for group, table in zip(self.attention, tables.attention, strict=True):
-            for block in table.live:
-                group.pool.retain(block)
+            group.pool.retain(*table.live)
             copies.append(BlockTable(list(table.blocks), table.first))
         return self._opened(tokens, copies, tables.tip, tables.num_computed_tokens)
 
@@ -623,10 +622,8 @@ class KVManager:
         for number, group in enumerate(self.attention):
             first = min(group.first_block(num_tokens), len(nodes))
             blocks = [node.blocks[number] for node in nodes[first:]]
-            for block in blocks:
-                group.pool.retain(block)
-            for block in reversed(tables.attention[number].live):
-                group.pool.release(block)
+            group.pool.retain(*blocks)
+            group.pool.release(*reversed(tables.attention[number].live))
             tables.attention[number] = BlockTable([NULL_BLOCK] * first + blocks, first)
         tables.exported = None
         tables.num_computed_tokens = num_tokens

@@ -107,7 +107,8 @@ class Request:
 
     Attributes:
         request_id: Unique among unfinished requests.
-        prompt_token_ids: At least one token.
+        prompt_token_ids: At least one token. They become an array as the prefix tree has it
+            (`TOKEN_TYPE`); one that is given is kept.
         stop: When its sequences end.
         n: Sequences to generate; they share the prompt's blocks.
         priority: Lower is served first under the priority policy; ignored under FCFS.
@@ -149,16 +150,7 @@ class Request:
     tree_prompt: array[int] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.prompt_token_ids = tuple(self.prompt_token_ids)
-        if not self.prompt_token_ids:
-            raise InvalidParameterError("prompt_token_ids", "at least one token", ())
-        try:
-            # (Faster than checking each.)
-            self.prompt_tokens = array(TOKEN_TYPE, self.prompt_token_ids)
-        except OverflowError:
-            wrong = next(t for t in self.prompt_token_ids if not 0 <= t < 1 << 32)
-            expected = "token ids >= 0" if wrong < 0 else "token ids below 2**32"
-            raise InvalidParameterError("prompt_token_ids", expected, wrong) from None
+        self.prompt_token_ids = self.prompt_tokens = _token_array(self.prompt_token_ids)
         self._check("request_id", isinstance(self.request_id, str), "a string")
         self._check("n", _is_integer(self.n), "an integer")
         self._check("n", self.n >= 1, "at least 1")
@@ -186,6 +178,23 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return bool(self.sequences) and self.num_unfinished == 0
+
+
+def _token_array(token_ids: SequenceOf[int]) -> array[int]:
+    """The tokens of a prompt as the prefix tree compares them; such an array itself."""
+    if not isinstance(token_ids, array) or token_ids.typecode != TOKEN_TYPE:
+        token_ids = tuple(token_ids)
+    if not token_ids:
+        raise InvalidParameterError("prompt_token_ids", "at least one token", ())
+    if isinstance(token_ids, array):
+        return token_ids
+    try:
+        # (Faster than checking each.)
+        return array(TOKEN_TYPE, token_ids)
+    except OverflowError:
+        wrong = next(t for t in token_ids if not 0 <= t < 1 << 32)
+        expected = "token ids >= 0" if wrong < 0 else "token ids below 2**32"
+        raise InvalidParameterError("prompt_token_ids", expected, wrong) from None
 
 
 def _is_integer(value: object) -> bool:

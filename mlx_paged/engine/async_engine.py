@@ -174,7 +174,7 @@ class AsyncEngine:
             encode = self._thread.engine.tokenizer.encode
             tokens = await loop.run_in_executor(None, encode, given)
         else:
-            tokens = token_ids_of("prompt", given, self._thread.engine.vocab_size)
+            tokens, _ = token_ids_of("prompt", given, self._thread.engine.vocab_size)
         # (Text pays nothing for media.)
         with_media: dict[str, Any] = {} if media is None else {"media": media}
 
@@ -248,7 +248,7 @@ class AsyncEngine:
             raise EngineDeadError(self._thread.dead)
         await self.ready()
         thread = self._thread
-        tokens = token_ids_of("prompt", prompt, thread.engine.vocab_size)
+        tokens, _ = token_ids_of("prompt", prompt, thread.engine.vocab_size)
         channel = thread.new_channel(asyncio.get_running_loop(), 1)
         stream = RequestStream(request_id, channel, lambda: thread.abort(request_id, channel))
 

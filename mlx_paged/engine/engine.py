@@ -266,17 +266,16 @@ class Engine:
         self._require_runner("generate")
         if media is not None:
             prompt_token_ids = self._media_token_ids(prompt_token_ids, media)
-        else:
-            prompt_token_ids = request_options.token_ids_of(
-                "prompt_token_ids", prompt_token_ids, self.vocab_size
-            )
+        prompt_token_ids, prompt_tokens = request_options.token_ids_of(
+            "prompt_token_ids", prompt_token_ids, self.vocab_size
+        )
         params = request_options.params_of(params)
         request_options.check_callables(token_mask, sink, prompt)
         if sampling is None:
             sampling = self.sampling_of(params, prompt_token_ids, token_mask)
         request = Request(
             request_id,
-            prompt_token_ids,
+            prompt_tokens,
             params.stop_policy(self._eos_token_ids),
             n=params.n,
             priority=priority,
@@ -298,7 +297,7 @@ class Engine:
         return output
 
     def _media_token_ids(self, prompt_token_ids: list[int], media: Prepared) -> list[int]:
-        """The tokens of a prompt with media, checked."""
+        """The tokens of a prompt with media, which is checked, as far as the model has them."""
         if self.media is None:
             raise InvalidParameterError("media", "None for a model that takes text only", media)
         # (A placeholder's id may be beyond the vocabulary, where no logit is.)
@@ -309,7 +308,7 @@ class Engine:
         for span in media.prompt.spans:
             for row in span.rows:
                 known[row] = min(known[row], self.vocab_size - 1)
-        return request_options.token_ids_of("prompt_token_ids", known, self.vocab_size)
+        return known
 
     def add_pooling_request(
         self,
@@ -340,7 +339,7 @@ class Engine:
         """
         self._enter()
         self._require_runner("pooling")
-        prompt_token_ids = request_options.token_ids_of(
+        prompt_token_ids, prompt_tokens = request_options.token_ids_of(
             "prompt_token_ids", prompt_token_ids, self.vocab_size
         )
         params = request_options.pooling_params_of(params)
@@ -361,7 +360,7 @@ class Engine:
             )
         request = Request(
             request_id,
-            prompt_token_ids,
+            prompt_tokens,
             params.stop_policy(),
             priority=priority,
             timeout=timeout,

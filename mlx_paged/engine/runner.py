@@ -273,16 +273,20 @@ class ModelRunner:
             # (A single token that is sampled from is its prompt's last, or follows it.)
             sampled, targets = output.sequences, []
             num_rows, wanted = np.ones(count, dtype=np.int64), np.arange(count)
-            positions = context_lens = np.array(starts, dtype=np.int64) + 1
+            positions = context_lens = np.fromiter(starts, dtype=np.int64, count=count) + 1
         else:
             sampled, targets = [s for s in output.sequences if s.samples], _prompt_targets(output)
             num_rows = np.fromiter(map(len, token_ids), dtype=np.int64, count=count)
-            context_lens = np.array(starts) + num_rows
-            is_sampled, ends = np.array(samples), np.cumsum(num_rows)
-            positions = context_lens[is_sampled]
-            # Rows that are sampled from, then those that prompt tokens to report follow.
-            reported = [ends[i] - num_rows[i] + np.arange(len(t.token_ids)) for i, t in targets]
-            wanted = np.concatenate([(ends - 1)[is_sampled], *reported])
+            context_lens = np.fromiter(starts, dtype=np.int64, count=count) + num_rows
+            ends = np.cumsum(num_rows)
+            positions, wanted = context_lens, ends - 1
+            if len(sampled) < count:
+                is_sampled = np.array(samples)
+                positions, wanted = positions[is_sampled], wanted[is_sampled]
+            if targets:
+                # Rows that are sampled from, then those that prompt tokens to report follow.
+                reported = [ends[i] - num_rows[i] + np.arange(len(t.token_ids)) for i, t in targets]
+                wanted = np.concatenate([wanted, *reported])
         metadata, newest, grammars = None, None, None
         if sampled and (is_decode or any(s.sequence.sampler.has_edits for s in sampled)):
             metadata = self._metadata(sampled, positions)
@@ -297,12 +301,13 @@ class ModelRunner:
                 output, columns[0], context_lens, num_rows, overlaps=previous is not None
             )
             made = self.media.store.made()
-        num_more = 0
+        total = count if is_decode else int(num_rows.sum())
+        wanted_rows = total
         if not is_decode and sampled and media is None:
-            total = int(num_rows.sum())
-            num_more = self.model.rows_with_prompts(total) - total
+            wanted_rows = self.model.rows_with_prompts(total)
+        stays = self.model.reads_once(wanted_rows, is_decode=is_decode)
         logits = self.model.forward(
-            _input_tokens(token_ids, input_from, previous, num_more),
+            _input_tokens(token_ids, input_from, previous, wanted_rows - total, stays=stays),
             self._inputs(columns, context_lens, num_rows, wanted, media),
         )
         if sampled:
@@ -360,12 +365,12 @@ class ModelRunner:
     ) -> PaddedTables | Mapping[Reach, PaddedTables]:
         """The block tables of a step: one for all layers, or those of each reach."""
         full, *windows = zip(*tables)
-        shared = self._tables.update(seq_ids, *zip(*full))
+        shared = self._tables.update(seq_ids, full)
         if not windows:
             return shared
         by_reach = dict.fromkeys(self.model.layout.reaches, shared)
         for (reach, cache), own in zip(self._windows.items(), windows):
-            by_reach[reach] = cache.update(seq_ids, *zip(*own))
+            by_reach[reach] = cache.update(seq_ids, own)
         return by_reach
 
     def _copy_blocks(self, output: SchedulerOutput) -> None:
@@ -453,16 +458,20 @@ def _input_tokens(
     input_from: tuple[int, ...],
     previous: LaunchedStep | None,
     num_more: int = 0,
+    *,
+    stays: bool = False,
 ) -> mx.array:
     """``[num_rows]`` int32. Tokens that the step before is still sampling stay on the device.
 
     Args:
         num_more: rows of no sequence behind the others.
+        stays: see `ops.upload`; of tokens that are all known.
     """
     num_known = input_from.count(-1)
     more = (0,) * num_more
     if num_known == len(input_from):
-        return ops.upload(np.fromiter(chain(*token_ids, more), dtype=np.int32))[0]
+        known = np.fromiter(chain(*token_ids, more), dtype=np.int32)
+        return ops.upload(known, stays=stays)[0]
     assert previous is not None, "a sequence awaits a token but no step is in flight"
     if num_known == 0:
         if input_from == tuple(range(previous.tokens.size)):

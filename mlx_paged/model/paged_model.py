@@ -95,7 +95,8 @@ class PagedModel:
         self._allocated: list[mx.array] = []  # the first handles of the pools
         self.repeats_steps = True
         self._activations = "float32"
-        self._first_rows: dict[int, mx.array] = {}  # [n] int32: the first n rows of a step
+        # The first n rows of a step, by n: as they are given, and [n] int32 on the device.
+        self._first_rows: dict[int, tuple[bytes, mx.array]] = {}
         self._compiled = CompiledSteps(self._run, chooses=self._chooses)
 
     def round_activations(self, activations: str) -> None:
@@ -249,8 +250,10 @@ class PagedModel:
         num_rows = tokens.shape[0]
         repeats = num_rows > len(inputs.query_lens) and self._compiled.takes_prompts(num_rows)
         step = self._step(inputs, num_rows if repeats else None)
-        logits, pools = self._compiled.run(tokens, step, self.pools())
-        self.restore(pools)
+        before = self.pools()
+        logits, pools = self._compiled.run(tokens, step, before)
+        if pools is not before:  # (a device program leaves the handles)
+            self.restore(pools)
         return logits
 
     def encode(self, item: MediaInputs) -> MediaFeatures:
@@ -290,6 +293,16 @@ class PagedModel:
             return num_rows
         return self._compiled.rows_with_prompts(num_rows)
 
+    def reads_once(self, num_rows: int, *, is_decode: bool) -> bool:
+        """Whether a step is likely to read what the host sends once, as a device program.
+
+        Args:
+            num_rows: of its tokens, as `rows_with_prompts` has it.
+            is_decode: every sequence has one.
+        """
+        takes = self._compiled.reads_once if is_decode else self._compiled.takes_prompts
+        return takes(num_rows)
+
     def _step(self, inputs: StepInputs, num_rows: int | None = None) -> Step:
         states = None
         if self.layout.has_states:
@@ -299,15 +312,20 @@ class PagedModel:
         some = inputs.tables_of(reaches[0]) if reaches else self._no_blocks(inputs)
         tables = inputs.tables_of(FULL) if FULL in reaches else some
         alone = len(reaches) == 1 and reaches[0].chunk is None
-        plan = self._plan(inputs, tables, reaches[0] if alone else FULL, num_rows)
+        longest = int(inputs.query_lens.max(initial=0))
+        # (A step that nothing is sampled from is no program.)
+        stays = len(inputs.logit_rows) > 0 and (
+            num_rows is not None
+            or (longest == 1 and self.reads_once(len(inputs.query_lens), is_decode=True))
+        )
+        plan = self._plan(inputs, tables, reaches[0] if alone else FULL, num_rows, stays)
         plans = {
-            reach: self._plan(inputs, inputs.tables_of(reach), reach, num_rows)
+            reach: self._plan(inputs, inputs.tables_of(reach), reach, num_rows, stays)
             for reach in reaches
             if reach.chunk is not None
             or inputs.tables_of(reach) is not tables
             or self._bounds(inputs, reach) is not self._bounds(inputs, FULL)
         }
-        longest = int(inputs.query_lens.max(initial=0))
         prefill = None
         if FULL in reaches and longest >= dense_prefill.LEAST_ROWS:
             prefill = dense_prefill.plan_dense_prefill(
@@ -323,24 +341,31 @@ class PagedModel:
             is_large = inputs.query_lens.sum() >= _LARGE_STEP
             parts = Parts(1, most=_MOST_LARGE_PARTS) if is_large else Parts(_LAYERS_OF_PART)
         media = None if inputs.media is None else MediaRows.of(inputs.media)
-        return Step(plan, self._logit_rows(inputs.logit_rows), plans, states, prefill, parts, media)
+        logit_rows = self._logit_rows(inputs.logit_rows, stays)
+        return Step(plan, logit_rows, plans, states, prefill, parts, media)
 
-    def _logit_rows(self, wanted: np.ndarray) -> mx.array:
-        """On the device; kept where they are the first of a step, as in all decodes."""
-        count = len(wanted)
+    def _logit_rows(self, wanted: np.ndarray, stays: bool) -> mx.array:
+        """For the device; kept where they are the first of a step, as in all decodes."""
+        count, numbers = len(wanted), wanted.tobytes()
+        kept = self._first_rows.get(count)
+        if kept is not None and kept[0] == numbers:
+            return kept[1]
         if not np.array_equal(wanted, np.arange(count)):
-            return int32(wanted)
-        rows = self._first_rows.get(count)
-        if rows is None:
-            rows = int32(wanted)
-            mx.eval(rows)  # (it belongs to no step, which may fail)
-            if len(self._first_rows) >= _MOST_FIRST_ROWS:
-                self._first_rows.clear()
-            self._first_rows[count] = rows
+            return int32(wanted, stays=stays)
+        rows = int32(wanted)
+        mx.eval(rows)  # (it belongs to no step, which may fail)
+        if len(self._first_rows) >= _MOST_FIRST_ROWS:
+            self._first_rows.clear()
+        self._first_rows[count] = numbers, rows
         return rows
 
     def _plan(
-        self, inputs: StepInputs, tables: Tables, reach: Reach, num_rows: int | None
+        self,
+        inputs: StepInputs,
+        tables: Tables,
+        reach: Reach,
+        num_rows: int | None,
+        stays: bool,
     ) -> AttentionPlan:
         rows = (inputs.context_lens, inputs.query_lens)
         bounds = self._bounds(inputs, reach)
@@ -354,7 +379,7 @@ class PagedModel:
             block_size=self.block_size,
             window=reach.window,
             bounds=bounds,
-            stays_on_host=self._compiled.reads_once(len(inputs.context_lens)),
+            stays_on_host=stays,
             num_rows=num_rows,
         )
 

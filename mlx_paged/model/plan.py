@@ -1,7 +1,8 @@
 """Plans one step on the host: block tables, attention work and groups of recurrent layers.
 
-Everything the kernels index with is made and checked here, where the numbers are still plain
-integers; the kernels cannot check a block table before they use it.
+Everything the kernels index with is checked here, where the numbers are still plain integers; the
+kernels cannot check a block table before they use it. (C++ makes the attention work of them:
+csrc/attention_plan.cpp.)
 """
 
 from __future__ import annotations
@@ -22,34 +23,10 @@ from mlx_paged.ops import AttentionPlan
 # Query rows that share one pass over K and V. A prefill chunk is cut into items of this many rows.
 _ROWS_PER_ITEM = 32
 
-# Most tokens of a piece. On a CPU a core works on one item, and the step would wait for a longer
-# one when all others are done. On a GPU this bounds the pieces of a short prefill chunk.
-_LONGEST = 4096
-# Decodes and drafts on a GPU. 8192 tokens are 22 pieces: 176 threadgroups at 8 KV heads, where
-# four for each of 40 cores are 160. A query head's partial, written once and read once, is half a
-# percent of its piece's keys and values at a head dim of 128 in 16 bits.
-_SHORTEST = 384
-# More pieces of a long context fill no GPU better, and merging them takes time.
-_MOST_PIECES = 48
-# A short context that is alone would leave most of a GPU idle: 1024 tokens are 24 threadgroups at
-# 8 KV heads, or 48 where pieces are half as long. As many as a merge takes at once.
-_MOST_HALF_PIECES = 12
-_ANY_NUMBER = 1 << 62
-_MOST_DRAFT_ROWS = 8  # as in csrc/launch_attention.cpp
-# A short prefill chunk behind a long cached prefix has few items, and each would have to go through
-# all of the prefix. 16 pieces of them at 8 KV heads are 128 threadgroups; a chunk of 16 items has
-# as many by itself, and its items are not split however long the prefix. Every piece leaves
-# partials of all its rows, so that a step of short chunks needs room for up to eight times its
-# rows; behind prefixes so long that pieces reach `_LONGEST` there are more, up to 2048 a chunk.
-_PREFILL_PIECES = 16  # of all items of a chunk together
-_MOST_PREFILL_PIECES = 8  # of an item
-_MOST_LONG_PIECES = 64  # of all items of a chunk together, where they would be over `_LONGEST`
-_SHORTEST_PREFILL = 512
 
-
-def int32(values: np.ndarray) -> mx.array:
-    """The values as an int32 array of the device."""
-    return ops.upload(values.astype(np.int32))[0]
+def int32(values: np.ndarray, *, stays: bool = False) -> mx.array:
+    """The values as an int32 array of the device; `stays` as in `ops.upload`."""
+    return ops.upload(values.astype(np.int32), stays=stays)[0]
 
 
 # --- Block tables ---------------------------------------------------------------------------------
@@ -84,6 +61,7 @@ class BlockTableCache:
         self._slots: dict[int, int] = {}  # seq_id -> slot
         self._seq_ids: tuple[int, ...] = ()  # of the step before,
         self._places = np.zeros(0, dtype=np.intp)  # and their slots
+        self._tables: Sequence[tuple[Sequence[int], int]] = ()  # as they were given
         self._free: list[int] = []
         self._blocks = np.zeros((0, 0), dtype=np.int32)  # [num_slots, max_blocks]
         self._lengths = np.zeros(0, dtype=np.int64)  # [num_slots]
@@ -92,30 +70,30 @@ class BlockTableCache:
         return len(self._slots)
 
     def update(
-        self,
-        seq_ids: Sequence[int],
-        tables: Sequence[Sequence[int]],
-        dirty_from: Sequence[int],
+        self, seq_ids: Sequence[int], tables: Sequence[tuple[Sequence[int], int]]
     ) -> PaddedTables:
         """Updates the array with the tables of a step.
 
         Args:
             seq_ids: the sequences.
-            tables: for each its blocks.
-            dirty_from: for each the first of its blocks that may differ from what it had the last
-                time.
+            tables: for each its blocks, and the first of them that may differ from what it had the
+                last time. (What is the same object as in the step before has not changed.)
         """
         fresh: list[int] = []
         seq_ids = tuple(seq_ids)  # (a copy, where it is a list that may change)
+        before: Sequence[object] = self._tables
         if seq_ids != self._seq_ids:
             slots, fresh = self._slots_of(seq_ids)
             self._seq_ids, self._places = seq_ids, np.array(slots, dtype=np.intp)
-        places = self._places
-        for i, (table, first) in enumerate(zip(tables, dirty_from)):
-            if first < len(table):
-                self._write(places[i], table, first)
-        for i in fresh:
-            self._write(places[i], tables[i], 0)
+            before = [None] * len(seq_ids)
+        places, self._tables = self._places, tables
+        for i, (table, known) in enumerate(zip(tables, before)):
+            if table is not known and table[1] < len(table[0]):
+                self._write(places[i], *table)
+        for i in fresh:  # (a slot that holds nothing yet has been written whole above)
+            blocks, first = tables[i]
+            if first >= len(blocks):
+                self._write(places[i], blocks, 0)
         lengths = self._lengths[places]
         return PaddedTables(self._blocks[:, : lengths.max(initial=1)].take(places, axis=0), lengths)
 
@@ -233,11 +211,11 @@ def build_plan(
             whose tokens see each other, or of a prompt's prefix. Its own position, twice: none.
             None: no row has one. A span ends within what its sequence has once this step is
             written.
-        stays_on_host: of decodes, with CUDA: kernels read the plan from there, which pays where
-            they do it once (`ops.DeviceProgram`).
+        stays_on_host: with CUDA: kernels read the plan from there, which pays where they do it once
+            (`ops.DeviceProgram`).
         num_rows: of a step that is to have as many as others, or as much work: the last rows
             belong to no sequence, write nothing and see nothing. None: it has those of its
-            sequences. (No row may have bounds then.)
+            sequences. (Where rows have bounds there are no others.)
 
     Raises:
         ValueError: for lists of different lengths, negative lengths, more query rows than context,
@@ -248,60 +226,45 @@ def build_plan(
     rows = np.asarray(query_lens, dtype=np.int64)
     if not isinstance(block_tables, PaddedTables):
         block_tables = PaddedTables.of(block_tables)
-    _validate(block_tables.lengths, lens, rows, block_size)
     limits = {"rows_per_item": rows_per_item, "split_tokens": split_tokens, "window": window}
     for name, limit in limits.items():
         if limit is not None and limit < 1:
             _refuse(name, "at least 1", limit)
-
-    if bounds is None and split_tokens is None and (rows == 1).all():
-        on_gpu = _on_gpu()
-        plan = ops.plan_decodes(
-            block_tables.blocks,
-            block_tables.lengths,
-            lens,
-            block_size=block_size,
-            window=window,
-            shortest_piece=_SHORTEST if on_gpu else _LONGEST,
-            most_pieces=_MOST_PIECES if on_gpu else _ANY_NUMBER,
-            most_half_pieces=_MOST_HALF_PIECES if on_gpu else 0,
-            pads=ops.repeats_steps(),
-            stays=stays_on_host,
-        )
-        if plan is not None:
-            return plan
-
-    tables = block_tables.blocks
-    if (rows == 1).all():  # only decodes: the general case gives the same
-        starts = np.arange(len(rows) + 1)
-        sequence, positions = starts[:-1], lens - 1
-    else:
-        starts = np.concatenate([[0], np.cumsum(rows)])
-        sequence = np.repeat(np.arange(len(rows)), rows)
-        positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - (lens - rows), rows)
-    block, offset = positions // block_size, positions % block_size
-    slots = tables[sequence, block] * block_size + offset
-    seen = None
+    if block_size not in (8, 16, 32, 64):
+        _refuse("block_size", "8, 16, 32 or 64", block_size)
     if bounds is not None:
-        bounds = _spans(bounds, positions, lens[sequence])
-        if bounds is not None:
-            seen = _seen(positions, bounds, window)
-    items, merges = _work_items(
-        lens, rows, starts, block_size, window, rows_per_item, split_tokens, seen
+        _validate(block_tables.lengths, lens, rows, block_size)
+        bounds = _spans(bounds, lens, rows)
+    plan = ops.plan_attention(
+        block_tables.blocks,
+        block_tables.lengths,
+        lens,
+        rows,
+        bounds=bounds,
+        block_size=block_size,
+        window=window,
+        rows_per_item=rows_per_item,
+        split_tokens=split_tokens,
+        on_gpu=_on_gpu(),
+        pads=ops.repeats_steps(),
+        num_rows=num_rows,
+        stays=stays_on_host,
     )
-    if ops.repeats_steps() and (len(positions) == len(rows) or num_rows is not None):
-        tables, items, merges = _in_strides(tables, items, merges)
-    if num_rows is not None:
-        positions, slots = _padded(positions, num_rows), _padded(slots, num_rows, value=-1)
-    arrays = [positions, slots, tables, lens, starts, items, merges]
-    if bounds is not None:
-        arrays.append(np.vstack([positions, bounds]))
-    return AttentionPlan(*ops.upload(*(a.astype(np.int32) for a in arrays)))
+    if plan is None:
+        _validate(block_tables.lengths, lens, rows, block_size)
+        width, most = block_tables.blocks.shape[1], int(block_tables.lengths.max(initial=0))
+        if most > width:
+            _refuse("block_tables", f"{most} blocks wide", width)
+        _refuse("num_rows", "at least those of the sequences, or just those with bounds,", num_rows)
+    return plan
 
 
-def _spans(bounds: np.ndarray, positions: np.ndarray, lens: np.ndarray) -> np.ndarray | None:
-    """The same, checked; None where no row sees more than without them."""
+def _spans(bounds: np.ndarray, lens: np.ndarray, rows: np.ndarray) -> np.ndarray | None:
+    """The same in int32, checked; None where no row sees more than without them."""
     bounds = np.asarray(bounds)
+    sequence = np.repeat(np.arange(len(rows)), rows)
+    positions = np.arange(len(sequence)) + (lens - np.cumsum(rows))[sequence]
+    lens = lens[sequence]
     if bounds.shape != (2, len(positions)):
         _refuse("bounds", f"of shape (2, {len(positions)})", bounds.shape)
     if not np.issubdtype(bounds.dtype, np.integer):
@@ -315,47 +278,9 @@ def _spans(bounds: np.ndarray, positions: np.ndarray, lens: np.ndarray) -> np.nd
             f"around position {positions[i]} and in [0, {lens[i]})",
             f"{first[i]} and {last[i]}",
         )
-    return bounds if (first < positions).any() or (last > positions).any() else None
-
-
-def _seen(
-    positions: np.ndarray, bounds: np.ndarray, window: int | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """The first and the last position that each row sees."""
-    if window is None:
-        return np.zeros_like(positions), bounds[1]
-    return np.maximum(np.minimum(bounds[0], positions - (window - 1)), 0), bounds[1]
-
-
-def _in_strides(
-    tables: np.ndarray, items: np.ndarray, merges: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same, padded to sizes that stay constant while contexts grow by some blocks.
-
-    Steps of one shape can be one graph (`model.compiled`). An item or merge of no rows does
-    nothing, and no item leads to the additional blocks.
-    """
-
-    def grown(a: np.ndarray, axis: int, least: int) -> np.ndarray:
-        size = a.shape[axis]
-        stride = max(least, 1 << max(0, size.bit_length() - 3))
-        return _padded(a, size + -size % stride, axis)
-
-    return (
-        grown(tables, 1, 16),
-        grown(items, 0, 16),
-        grown(merges, 0, 16) if len(merges) else merges,
-    )
-
-
-def _padded(a: np.ndarray, size: int, axis: int = 0, value: int = 0) -> np.ndarray:
-    """As `np.pad` at the end of one axis, in a tenth of its time."""
-    if a.shape[axis] == size:
-        return a
-    shape = (*a.shape[:axis], size, *a.shape[axis + 1 :])
-    padded = np.full(shape, value, dtype=a.dtype)
-    padded[tuple(slice(n) for n in a.shape)] = a
-    return padded
+    if (first == positions).all() and (last == positions).all():
+        return None
+    return np.ascontiguousarray(bounds, dtype=np.int32)
 
 
 def _refuse(what: str, expected: str, actual: object) -> NoReturn:
@@ -363,20 +288,16 @@ def _refuse(what: str, expected: str, actual: object) -> NoReturn:
 
 
 def _validate(num_blocks: np.ndarray, lens: np.ndarray, rows: np.ndarray, block_size: int) -> None:
-    if block_size not in (8, 16, 32, 64):
-        _refuse("block_size", "8, 16, 32 or 64", block_size)
-    same = lens.shape == rows.shape == num_blocks.shape
-    if same and (
-        np.minimum(rows, np.minimum(lens - rows, num_blocks * block_size - lens)).min(initial=0)
-        >= 0
-    ):
-        return
+    """Refuses numbers that are no plan, by name."""
     for name, values in (("context_lens", lens), ("query_lens", rows)):
         if values.shape != num_blocks.shape:
             _refuse(name, f"of shape ({len(num_blocks)},) like block_tables", values.shape)
         if (values < 0).any():
             i = int((values < 0).argmax())
             _refuse(f"{name}[{i}]", "at least 0", values[i])
+    if (lens >= 1 << 31).any():
+        i = int((lens >= 1 << 31).argmax())
+        _refuse(f"context_lens[{i}]", f"below {1 << 31}", lens[i])
     if (rows > lens).any():
         i = int((rows > lens).argmax())
         _refuse(f"query_lens[{i}]", f"at most its context length {lens[i]}", rows[i])
@@ -388,105 +309,6 @@ def _validate(num_blocks: np.ndarray, lens: np.ndarray, rows: np.ndarray, block_
             f"at least {needed[i]} blocks for context length {lens[i]} at block size {block_size}",
             num_blocks[i],
         )
-
-
-def _work_items(
-    lens: np.ndarray,
-    rows: np.ndarray,
-    starts: np.ndarray,
-    block_size: int,
-    window: int | None,
-    rows_per_item: int,
-    split_tokens: int | None,
-    seen: tuple[np.ndarray, np.ndarray] | None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """``[num_items, 6]`` work items, longest context first, and ``[num_merges, 4]`` merges.
-
-    Args:
-        seen: the first and the last position that each row sees, where they have bounds.
-    """
-    if (rows == 1).all():  # one tile each
-        sequence, row_begin, row_end, num_tokens = starts[:-1], starts[:-1], starts[1:], lens
-        num_tiles = rows
-    else:
-        num_tiles = -(-rows // rows_per_item)
-        sequence = np.repeat(np.arange(len(rows)), num_tiles)
-        tile = np.arange(len(sequence)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
-        row_begin = starts[sequence] + tile * rows_per_item
-        row_end = np.minimum(row_begin + rows_per_item, starts[sequence + 1])
-        # The last row of a tile sees the most: everything up to its own position.
-        num_tokens = lens[sequence] - (starts[sequence + 1] - row_end)
-    if seen is not None:  # (tiles come in the order of their rows and leave none out)
-        num_tokens = np.maximum.reduceat(seen[1], row_begin) + 1
-    num_blocks = -(-num_tokens // block_size)
-    first_block = np.zeros_like(sequence)
-    if seen is not None:
-        first_block = np.minimum.reduceat(seen[0], row_begin) // block_size
-        num_tokens = num_tokens - first_block * block_size
-    elif window is not None:
-        # The first row of a tile looks furthest back.
-        first_seen = num_tokens - (row_end - row_begin) - (window - 1)
-        first_block = np.maximum(first_seen, 0) // block_size
-        num_tokens = num_tokens - first_block * block_size
-    items = np.empty((len(sequence), 6), dtype=np.int64)
-    for i, column in enumerate((sequence, row_begin, row_end, first_block, num_blocks)):
-        items[:, i] = column
-    items[:, 5] = -1
-
-    num_blocks = num_blocks - first_block
-    longest = split_tokens or tokens_per_piece(num_tokens, row_end - row_begin, num_tiles[sequence])
-    num_splits = np.minimum(-(-num_tokens // longest), num_blocks)
-    order = np.argsort(-num_tokens, kind="stable")
-    items = items[order]
-    if num_splits.max(initial=0) <= 1:
-        return items, np.zeros((0, 4), dtype=np.int64)
-
-    # Item i becomes num_splits[i] pieces of as many blocks, within one. (No loop over the items:
-    # 256 decodes of 1024 tokens have 768 pieces.)
-    num_splits = np.maximum(num_splits[order], 1)
-    is_split, heights = num_splits > 1, items[:, 2] - items[:, 1]
-    item = np.repeat(np.arange(len(items)), num_splits)
-    piece = np.arange(len(item)) - (np.cumsum(num_splits) - num_splits)[item]
-    pieces = items[item]
-    first, blocks, splits = items[item, 3], num_blocks[order][item], num_splits[item]
-    pieces[:, 3] = first + piece * blocks // splits
-    pieces[:, 4] = first + (piece + 1) * blocks // splits
-    # Each leaves partials of all its rows, in the order of the pieces.
-    num_partials = np.where(is_split, num_splits * heights, 0)
-    begins = np.cumsum(num_partials) - num_partials
-    pieces[:, 5] = np.where(is_split[item], begins[item] + piece * heights[item], -1)
-    merges = np.stack([items[:, 1], items[:, 2], begins, num_splits], axis=1)[is_split]
-    return pieces, merges
-
-
-def tokens_per_piece(
-    num_tokens: np.ndarray, num_rows: np.ndarray, num_items: np.ndarray
-) -> np.ndarray:
-    """How many tokens of context one piece of a work item covers at most, for each item.
-
-    A row's result is summed in the order of its pieces, so they depend on the row alone: on its
-    context and on how many rows share its pass over it. The rest of the batch does not change its
-    bits.
-
-    Args:
-        num_tokens: that the rows of an item see.
-        num_rows: query rows of the item.
-        num_items: into which the rows of its sequence are cut.
-    """
-    longest = np.full_like(num_tokens, _LONGEST)
-    if not _on_gpu():
-        return longest
-    pieces = np.maximum(-(-num_tokens // _MOST_PIECES), _SHORTEST)
-    halves = (num_tokens > pieces) & (2 * num_tokens <= pieces * _MOST_HALF_PIECES)
-    pieces = np.where(halves, pieces // 2, pieces)
-    if num_rows.max(initial=0) <= _MOST_DRAFT_ROWS:
-        return pieces
-    shares = np.clip(_PREFILL_PIECES // num_items, 1, _MOST_PREFILL_PIECES)
-    most = np.maximum(_MOST_LONG_PIECES // num_items, 1)
-    chunks = np.maximum(-(-num_tokens // shares), _SHORTEST_PREFILL)
-    chunks = np.minimum(chunks, np.maximum(-(-num_tokens // most), _LONGEST))
-    chunks = np.where(num_items < _PREFILL_PIECES, chunks, np.maximum(num_tokens, _LONGEST))
-    return np.where(num_rows <= _MOST_DRAFT_ROWS, pieces, chunks)
 
 
 def _on_gpu() -> bool:

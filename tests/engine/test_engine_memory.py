@@ -217,7 +217,9 @@ def test_tables_are_those_of_a_fresh_copy_whatever_happens() -> None:
     cache = BlockTableCache()
     tables: dict[int, list[int]] = {}
     dirty: dict[int, int] = {}
-    next_id = 0
+    unchanged: dict[int, tuple[tuple[int, ...], int]] = {}  # the same objects as in later steps
+    present: list[int] = []
+    next_id = num_same = 0
     for _ in range(600):
         for seq_id in list(tables):
             event = rng.random()
@@ -236,15 +238,24 @@ def test_tables_are_those_of_a_fresh_copy_whatever_happens() -> None:
         while len(tables) < 12:
             tables[next_id], dirty[next_id] = [int(rng.integers(1, 999))], 0
             next_id += 1
-        present = [seq_id for seq_id in tables if rng.random() < 0.8]
-        rng.shuffle(present)
-        found = cache.update(
-            present, [tuple(tables[i]) for i in present], [dirty[i] for i in present]
-        )
+        if not present or rng.random() < 0.5 or not tables.keys() >= set(present):
+            present = [seq_id for seq_id in tables if rng.random() < 0.8]
+            rng.shuffle(present)
+        given = []
+        for i in present:
+            blocks = tuple(tables[i])
+            if dirty[i] < len(blocks) or i not in unchanged:
+                given.append((blocks, dirty[i]))
+                unchanged[i] = blocks, len(blocks)
+            else:
+                given.append(unchanged[i])
+                num_same += 1
+        found = cache.update(present, given)
         expected = PaddedTables.of([tables[i] for i in present])
         np.testing.assert_array_equal(found.blocks, expected.blocks)
         np.testing.assert_array_equal(found.lengths, expected.lengths)
         dirty.update({i: len(tables[i]) for i in present})
+    assert num_same > 1000
     assert len(cache) <= 64, "rows of sequences that ended are not used again"
 
 

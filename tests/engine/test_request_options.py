@@ -324,3 +324,15 @@ def test_an_interrupt_in_a_sink_is_the_users(engine: Engine) -> None:
         while engine.has_unfinished:
             engine.step()
     engine.abort("bad")
+
+
+def test_token_ids_become_what_the_prefix_tree_compares() -> None:
+    ids = [3, 0, 60]
+    for sample in (ids, tuple(ids), np.array(ids), [np.int64(3), 0, np.uint8(60)], mx.array(ids)):
+        found, packed = request_options.token_ids_of("tokens", sample, 61)
+        assert found == ids and {type(i) for i in found} == {int}
+        assert packed.typecode == "I" and packed.tolist() == ids
+    request = Request("r", packed)
+    assert request.prompt_tokens is packed and request.num_prompt_tokens == 3
+    with pytest.raises(InvalidParameterError, match=r"tokens must be integers in \[0, 60\)"):
+        request_options.token_ids_of("tokens", ids, 60)

@@ -240,3 +240,33 @@ def test_a_refusal_of_many_rows_leaves_programs_of_few(steps, monkeypatch) -> No
     for _ in range(3):
         steps.run(*decode_step(1), [])
     assert tried == [65, 64, 1] and not steps.reads_once(1)
+
+
+def test_what_a_program_reads_stays_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, logit rows and plan, of decodes and of few rows with prompts."""
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 64)
+    monkeypatch.setattr(compiled_module, "_device_program", lambda forward, *_: forward)
+    driver = StepDriver(tiny_model(tiny_config("llama", head_dim=64)), "llama", block_size=8)
+    stayed: list[bool] = []
+
+    def recorded(function: Any) -> Any:
+        def call(*args: Any, stays: bool = False, **options: Any) -> Any:
+            stayed.append(stays)
+            return function(*args, stays=stays, **options)
+
+        return call
+
+    for name in ("upload", "plan_attention"):
+        monkeypatch.setattr(ops, name, recorded(getattr(ops, name)))
+
+    def step(**tokens: list[int]) -> list[bool]:
+        stayed.clear()
+        driver.step(tokens)
+        return stayed
+
+    assert step(a=[1] * 40) == [True] * 3
+    assert step(b=[1] * 65) == [False] * 3  # (which is no program)
+    assert step(a=[1], b=[2]) == [True, True, False]  # (logit rows that are kept)
+    assert step(a=[1], b=[2]) == [True, True]
+    assert step(a=[1], c=[2] * 3) == [True] * 3

@@ -157,8 +157,8 @@ def test_padding_points_at_block_zero() -> None:
 def test_a_step_that_was_lost_is_made_up_for() -> None:
     """Its tables never came here, but those of the next step say what is new since."""
     cache = BlockTableCache()
-    cache.update([7], [[1, 2, 3]], [0])
-    found = cache.update([7, 8], [[1, 2, 3, 4, 5], [6]], [4, 0])
+    cache.update([7], [([1, 2, 3], 0)])
+    found = cache.update([7, 8], [([1, 2, 3, 4, 5], 4), ([6], 0)])
     assert found.blocks.tolist() == [[1, 2, 3, 4, 5], [6, 0, 0, 0, 0]]
     assert found.lengths.tolist() == [5, 1]
 

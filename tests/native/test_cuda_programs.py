@@ -16,6 +16,7 @@ from support.reference import bits
 from mlx_paged import ops
 from mlx_paged.model import patches
 from mlx_paged.model.kv_formats import FORMATS
+from mlx_paged.model.plan import PaddedTables, build_plan
 
 pytestmark = pytest.mark.skipif(not ops.has_cuda(), reason="needs an NVIDIA GPU as the device")
 
@@ -299,18 +300,16 @@ def test_steps_through_the_driver_of_tests(rng) -> None:
 
 def test_plans_in_pinned_memory_are_those_that_are_sent(rng) -> None:
     """Read by a program, by other kernels and by the host; many at once, whose memory is reused."""
-    tables = rng.integers(1, 100, (3, 40)).astype(np.int32)
-    lengths, lens = np.array([40, 40, 7]), np.array([640, 77, 100])
+    tables = PaddedTables(rng.integers(1, 100, (3, 40)).astype(np.int32), np.array([40, 40, 7]))
+    lens = np.array([640, 77, 100])
     weight = values(rng, 48, 64, dtype=mx.bfloat16)
     table = values(rng, 700, 64, dtype=mx.bfloat16)
-    options = {"block_size": 16, "window": None, "shortest_piece": 384}
-    options |= {"most_pieces": 48, "most_half_pieces": 12}
     [unknown] = ops.placeholders([mx.zeros((3,), mx.int32)])
     program = ops.DeviceProgram([unknown], [ops.linear(table[unknown], weight)])
     results = []
     for i in range(200):
         made = [
-            ops.plan_decodes(tables, lengths, lens - i % 60, pads=True, stays=stays, **options)
+            build_plan(tables, lens - i % 60, [1, 1, 1], block_size=16, stays_on_host=stays)
             for stays in (True, False)
         ]
         results += [

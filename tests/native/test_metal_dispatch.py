@@ -23,7 +23,7 @@ from support.simulated import (
 
 from mlx_paged import ops
 from mlx_paged.extension import ext
-from mlx_paged.model.plan import build_plan, tokens_per_piece
+from mlx_paged.model.plan import build_plan
 
 pytestmark = needs_sim_extension
 KERNELS = ext.kernel_names()
@@ -236,12 +236,19 @@ def test_one_long_sequence_fills_a_large_gpu() -> None:
     ],
 )
 def test_the_length_of_a_split(num_tokens, rows, items, expected) -> None:
-    alone = np.array([num_tokens]), np.array([rows]), np.array([items])
+    """Of the last item, which sees all tokens."""
+
+    def num_pieces(others: tuple[tuple[int, int], ...] = ()) -> int:
+        lens, query_lens = zip((num_tokens, rows if items == 1 else 32 * items), *others)
+        tables = [[1] * -(-n // 32) for n in lens]
+        plan = build_plan(tables, lens, query_lens, block_size=32)
+        work = np.array(plan.work_items)
+        return (work[:, 2] == query_lens[0]).sum()
+
     with simulated():
-        assert tokens_per_piece(*alone).tolist() == [expected]
-        others = [7, 100_000], [1, 32], [1, 3]
-        assert tokens_per_piece(*(np.append(a, b) for a, b in zip(alone, others)))[0] == expected
-    assert tokens_per_piece(*alone).tolist() == [4096]  # on the CPU
+        assert num_pieces() == -(-num_tokens // expected)
+        assert num_pieces(((7, 1), (100_000, 96))) == -(-num_tokens // expected)
+    assert num_pieces() == -(-num_tokens // 4096)  # on the CPU
 
 
 @needs_simulator

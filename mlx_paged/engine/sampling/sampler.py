@@ -43,6 +43,7 @@ class SamplingMetadata:
     min_p: FloatArray  # [n] float32
     edits: list[tuple[int, Edits]]  # of those rows that have any
     logprobs: list[tuple[int, int]]  # of those rows that ask for them: how many
+    drawn: npt.NDArray[np.intp]  # rows that are not greedy
 
     @classmethod
     def of(cls, rows: Sequence[SamplingRow] | SamplingMetadata) -> SamplingMetadata:
@@ -50,9 +51,10 @@ class SamplingMetadata:
         if isinstance(rows, SamplingMetadata):
             return rows
         columns = list(zip(*rows)) or [()] * len(SamplingRow._fields)
-        temperature, seeds, positions, top_k, top_p, min_p, edits, logprobs = columns
+        temperatures, seeds, positions, top_k, top_p, min_p, edits, logprobs = columns
+        temperature = np.array(temperatures, dtype=np.float32)
         return cls(
-            np.array(temperature, dtype=np.float32),
+            temperature,
             keys_of(seeds),
             np.array(positions, dtype=np.uint32),
             np.array(top_k, dtype=np.int64),
@@ -61,6 +63,7 @@ class SamplingMetadata:
             np.array(min_p, dtype=np.float32),
             [(i, edit) for i, edit in enumerate(edits) if edit is not None],
             [(i, count) for i, count in enumerate(logprobs) if count is not None],
+            np.flatnonzero(temperature.astype(np.float64) >= _GREEDY_BELOW),
         )
 
     def __len__(self) -> int:
@@ -77,6 +80,7 @@ class SamplingMetadata:
             self.min_p[at],
             [],
             [],
+            np.flatnonzero(np.isin(at, self.drawn)),
         )
 
 
@@ -129,7 +133,7 @@ class MetadataCache:
         ]
         c = self._columns  # (`replace` takes several times as long)
         settings = (c.temperature, c.key, positions.astype(np.uint32), c.top_k, c.top_p, c.min_p)
-        return SamplingMetadata(*settings, edits, c.logprobs)
+        return SamplingMetadata(*settings, edits, c.logprobs, c.drawn)
 
 
 class Sampled(NamedTuple):
@@ -175,7 +179,7 @@ def sample(
         greedy: greedy sampling of these logits, where it is known already.
     """
     rows = SamplingMetadata.of(rows)
-    drawn = np.flatnonzero(rows.temperature.astype(np.float64) >= _GREEDY_BELOW)
+    drawn = rows.drawn
     tokens, largest, reported = _greedy(logits) if greedy is None else Sampled(*greedy)
     if not len(drawn):
         return Sampled(tokens, largest, reported)

@@ -1,0 +1,234 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include "attention_plan.h"
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <numeric>
+
+namespace mlx_paged {
+
+namespace {
+
+// Most tokens of a piece. On a CPU a core works on one item, and the step would wait for a longer
+// one when all others are done. On a GPU this bounds the pieces of a short prefill chunk.
+constexpr int64_t kLongest = 4096;
+// Decodes and drafts on a GPU. 8192 tokens are 22 pieces: 176 threadgroups at 8 KV heads, where
+// four for each of 40 cores are 160. A query head's partial, written once and read once, is half a
+// percent of its piece's keys and values at a head dim of 128 in 16 bits.
+constexpr int64_t kShortest = 384;
+// More pieces of a long context fill no GPU better, and merging them takes time.
+constexpr int64_t kMostPieces = 48;
+// A short context that is alone would leave most of a GPU idle: 1024 tokens are 24 threadgroups at
+// 8 KV heads, or 48 where pieces are half as long. As many as a merge takes at once.
+constexpr int64_t kMostHalfPieces = 12;
+// A short prefill chunk behind a long cached prefix has few items, and each would have to go
+// through all of the prefix. 16 pieces of them at 8 KV heads are 128 threadgroups; a chunk of 16
+// items has as many by itself, and its items are not split however long the prefix. Every piece
+// leaves partials of all its rows, so that a step of short chunks needs room for up to eight times
+// its rows; behind prefixes so long that pieces reach kLongest there are more, up to 2048 a chunk.
+constexpr int64_t kPrefillPieces = 16;     // of all items of a chunk together
+constexpr int64_t kMostPrefillPieces = 8;  // of an item
+constexpr int64_t kMostLongPieces = 64;    // of all items of a chunk, where they would be longer
+constexpr int64_t kShortestPrefill = 512;
+
+int64_t ceil_div(int64_t n, int64_t m) {
+  return (n + m - 1) / m;
+}
+
+// Sizes that stay constant while contexts grow by some blocks: steps of one shape can be one graph
+// (mlx_paged/model/compiled.py).
+int64_t in_strides(int64_t size) {
+  int64_t stride = std::max(16, 1 << std::max(0, int(std::bit_width(uint64_t(size))) - 3));
+  return ceil_div(size, stride) * stride;
+}
+
+// How many tokens of context one piece of an item covers at most. A row's result is summed in the
+// order of its pieces, so they depend on the row alone: on its context and on how many rows share
+// its pass over it. The rest of the batch does not change its bits.
+int64_t tokens_per_piece(int64_t num_tokens, int64_t num_rows, int64_t num_items) {
+  if (num_rows <= kMostDraftRows) {
+    int64_t longest = std::max(ceil_div(num_tokens, kMostPieces), kShortest);
+    bool halves = num_tokens > longest && 2 * num_tokens <= longest * kMostHalfPieces;
+    return halves ? longest / 2 : longest;
+  }
+  if (num_items >= kPrefillPieces) {
+    return std::max(num_tokens, kLongest);
+  }
+  int64_t share = std::clamp<int64_t>(kPrefillPieces / num_items, 1, kMostPrefillPieces);
+  int64_t most = std::max<int64_t>(kMostLongPieces / num_items, 1);
+  return std::min(
+      std::max(ceil_div(num_tokens, share), kShortestPrefill),
+      std::max(ceil_div(num_tokens, most), kLongest));
+}
+
+// Rows of one sequence that share a pass over their context.
+struct Item {
+  int sequence;
+  int64_t row_begin;
+  int64_t row_end;
+  int64_t first_block;
+  int64_t end_block;
+  int64_t num_tokens;  // from the first block on
+  int64_t num_splits;
+};
+
+bool is_plan(const PlanSequences& seqs, const PlanRules& rules) {
+  int64_t num_rows = 0;
+  for (int i = 0; i < seqs.count; i++) {
+    int64_t len = seqs.context_lens[i], rows = seqs.query_lens[i], blocks = seqs.num_blocks[i];
+    if (rows < 0 || rows > len || len > std::numeric_limits<int32_t>::max() ||
+        blocks > seqs.table_width || blocks * rules.block_size < len) {
+      return false;
+    }
+    num_rows += rows;
+  }
+  if (seqs.bounds && seqs.num_bounds != num_rows) {
+    return false;
+  }
+  int64_t most = rules.num_rows ? rules.num_rows : std::numeric_limits<int32_t>::max();
+  return num_rows <= most && (!seqs.bounds || !rules.num_rows || num_rows == most);
+}
+
+void add_rows(AttentionPlan& plan, const PlanSequences& seqs, const PlanRules& rules) {
+  int64_t num_rows = std::accumulate(seqs.query_lens, seqs.query_lens + seqs.count, int64_t(0));
+  plan.positions.reserve(num_rows);
+  plan.slots.reserve(num_rows);
+  plan.query_starts.push_back(0);
+  for (int i = 0; i < seqs.count; i++) {
+    int64_t len = seqs.context_lens[i], first = len - seqs.query_lens[i];
+    const int32_t* block = seqs.tables + int64_t(i) * seqs.table_width + first / rules.block_size;
+    int offset = int(first % rules.block_size);
+    for (int64_t position = first; position < len; position++) {
+      plan.positions.push_back(int32_t(position));
+      plan.slots.push_back(int32_t(int64_t(*block) * rules.block_size + offset));
+      if (++offset == rules.block_size) {
+        offset = 0;
+        block++;
+      }
+    }
+    plan.context_lens.push_back(int32_t(len));
+    plan.query_starts.push_back(int32_t(plan.positions.size()));
+  }
+}
+
+void add_tables(AttentionPlan& plan, const PlanSequences& seqs) {
+  plan.block_tables.resize(size_t(seqs.count) * plan.table_width);
+  for (int i = 0; i < seqs.count; i++) {
+    std::copy_n(
+        seqs.tables + int64_t(i) * seqs.table_width, seqs.table_width,
+        plan.block_tables.begin() + int64_t(i) * plan.table_width);
+  }
+}
+
+// The positions that the rows of an item see, together: from the first one to the end.
+struct Span {
+  int64_t begin;
+  int64_t end;
+};
+
+Span seen_by(
+    const AttentionPlan& plan, const PlanSequences& seqs, const PlanRules& rules, int64_t row_begin,
+    int64_t row_end) {
+  // The first row looks furthest back, and the last one sees everything up to its own position.
+  int64_t first = plan.positions[row_begin] - (rules.window - 1);
+  Span span{rules.window ? std::max<int64_t>(first, 0) : 0, plan.positions[row_end - 1] + 1};
+  for (int64_t row = row_begin; seqs.bounds && row < row_end; row++) {
+    if (rules.window) {
+      span.begin = std::min<int64_t>(span.begin, seqs.bounds[row]);
+    }
+    span.end = std::max<int64_t>(span.end, seqs.bounds[seqs.num_bounds + row] + 1);
+  }
+  return span;
+}
+
+std::vector<Item> items_of(
+    const AttentionPlan& plan, const PlanSequences& seqs, const PlanRules& rules) {
+  std::vector<Item> items;
+  for (int i = 0; i < seqs.count; i++) {
+    int64_t num_items = ceil_div(seqs.query_lens[i], rules.rows_per_item);
+    for (int64_t part = 0; part < num_items; part++) {
+      int64_t begin = plan.query_starts[i] + part * rules.rows_per_item;
+      int64_t end = std::min<int64_t>(begin + rules.rows_per_item, plan.query_starts[i + 1]);
+      auto seen = seen_by(plan, seqs, rules, begin, end);
+      int64_t first_block = seen.begin / rules.block_size;
+      int64_t end_block = ceil_div(seen.end, rules.block_size);
+      int64_t num_tokens = seen.end - first_block * rules.block_size;
+      int64_t longest = rules.split_tokens ? rules.split_tokens
+                        : rules.on_gpu     ? tokens_per_piece(num_tokens, end - begin, num_items)
+                                           : kLongest;
+      int64_t num_splits = std::min(ceil_div(num_tokens, longest), end_block - first_block);
+      items.push_back({i, begin, end, first_block, end_block, num_tokens, num_splits});
+    }
+  }
+  // (The longest first.)
+  std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
+    return a.num_tokens > b.num_tokens;
+  });
+  return items;
+}
+
+// An item becomes as many pieces as it has splits, of as many blocks, within one. Each leaves
+// partials of all its rows, in the order of the pieces.
+void add_items(AttentionPlan& plan, const std::vector<Item>& items) {
+  int64_t num_pieces = 0;
+  for (const auto& item : items) {
+    num_pieces += item.num_splits;
+  }
+  plan.work_items.reserve(in_strides(num_pieces) * 6);
+  int64_t num_partials = 0;
+  for (const auto& item : items) {
+    int64_t blocks = item.end_block - item.first_block, rows = item.row_end - item.row_begin;
+    bool is_split = item.num_splits > 1;
+    int64_t begin = item.first_block;
+    for (int64_t piece = 0; piece < item.num_splits; piece++) {
+      int64_t end = item.first_block + (piece + 1) * blocks / item.num_splits;
+      int64_t partial = is_split ? num_partials + piece * rows : -1;
+      plan.work_items.insert(
+          plan.work_items.end(), {item.sequence, int32_t(item.row_begin), int32_t(item.row_end),
+                                  int32_t(begin), int32_t(end), int32_t(partial)});
+      begin = end;
+    }
+    if (is_split) {
+      plan.merge_items.insert(
+          plan.merge_items.end(), {int32_t(item.row_begin), int32_t(item.row_end),
+                                   int32_t(num_partials), int32_t(item.num_splits)});
+      num_partials += item.num_splits * rows;
+    }
+  }
+}
+
+}  // namespace
+
+std::optional<AttentionPlan> plan_attention(const PlanSequences& seqs, const PlanRules& rules) {
+  if (!is_plan(seqs, rules)) {
+    return std::nullopt;
+  }
+  AttentionPlan plan;
+  add_rows(plan, seqs, rules);
+  plan.num_seqs = seqs.count;
+  plan.num_rows = int(plan.positions.size());
+  // (Steps with prompts repeat only where rows are added to them.)
+  bool pads = rules.pads && (plan.num_rows == seqs.count || rules.num_rows > 0);
+  plan.table_width = int(pads ? in_strides(seqs.table_width) : seqs.table_width);
+  add_tables(plan, seqs);
+  add_items(plan, items_of(plan, seqs, rules));
+  if (seqs.bounds) {
+    plan.bounds = plan.positions;
+    plan.bounds.insert(plan.bounds.end(), seqs.bounds, seqs.bounds + 2 * size_t(seqs.num_bounds));
+  }
+  if (pads) {
+    // An item or merge of no rows does nothing, and no item leads to the additional blocks.
+    plan.work_items.resize(in_strides(int64_t(plan.work_items.size()) / 6) * 6);
+    plan.merge_items.resize(in_strides(int64_t(plan.merge_items.size()) / 4) * 4);
+  }
+  if (rules.num_rows) {
+    plan.num_rows = rules.num_rows;
+    plan.positions.resize(rules.num_rows);
+    plan.slots.resize(rules.num_rows, -1);  // (they write nothing)
+  }
+  return plan;
+}
+
+}  // namespace mlx_paged
