@@ -24,6 +24,7 @@ HOST = Path(__file__).parent / "cuda_host"
 KERNELS = (
     *("linear_stream.h", "linear_quantised.h", "linear_quantised_stream.h", "quantised_weights.h"),
     *("linear_finish.h", "linear_math.h", "operand_maps.h"),
+    *("expert_items.h", "expert_stream.h", "expert_quantised_stream.h"),
 )
 
 
@@ -84,6 +85,33 @@ def test_products(tmp_path) -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_quantised_products(tmp_path, bits: int) -> None:
     assert compared(compiled(tmp_path, "quantised", [f"CODE_BITS={bits}"])) > 10_000
+
+
+@needs_nvcc
+def test_products_of_experts(tmp_path) -> None:
+    assert compared(compiled(tmp_path, "experts")) > 20_000
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kernels/expert_items.h": ("lane + 32 * i;\n      const bool", "lane;\n      const bool")},
+        {"kernels/expert_items.h": ("/ params.top_k", "/ 1")},
+        {"kernels/expert_items.h": ("is_first ? place :", "false ? place :")},
+        {"kernels/expert_items.h": ("item.expert) * params.product.n[0]", "0) * 1")},
+        {"kernels/expert_stream.h": ("first_row = item.expert * product.n[0]", "first_row = 0")},
+        {"kernels/expert_quantised_stream.h": ("item.expert * params.product.n[0]", "0")},
+        {"kernels/expert_stream.h": ("__syncwarp();  // bytes", "// bytes")},
+    ],
+    ids=[
+        "the first 32 rows twice", "rows of visits", "results by visit", "biases of one expert",
+        "one expert", "one quantised expert", "copied before it is expected",
+    ],
+)  # fmt: skip
+def test_faults_of_experts_are_seen(tmp_path, changes: dict[str, tuple[str, str]]) -> None:
+    done = run(compiled(tmp_path, "experts", ["ONE_KIND"], changes))
+    assert done.returncode != 0, done.stdout
 
 
 ROWS, STREAM = "kernels/linear_quantised.h", "kernels/linear_quantised_stream.h"

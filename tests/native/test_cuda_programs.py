@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.device_programs import with_programs
+from support.mixtures import Experts, logits_apart, visits_of
 from support.models import StepDriver, tiny_config, tiny_model
 from support.reference import bits
 
@@ -184,6 +185,50 @@ def test_a_norm_between_products(rng, rows: int, k: int) -> None:
     np.testing.assert_array_equal(bits(got)[-1:], bits(alone))
 
 
+EXPERT_FORMS = [
+    *(None, ("affine", 4, 64), ("affine", 8, 32), ("affine", 3, 128), ("affine", 5, 64)),
+    *(("mxfp4", 4, 32), ("mxfp8", 8, 32)),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", EXPERT_FORMS, ids=str)
+def test_a_mixture(rng, form: tuple[str, int, int] | None, dtype) -> None:
+    """A row's results are the same whatever the others are."""
+    for router, num_experts, top_k, has_bias, (hidden, intermediate) in (
+        ("normalised", 24, 8, False, (2048, 1024)), ("first, softmax", 8, 2, True, (1024, 2048)),
+    ):  # fmt: skip
+        experts = Experts(
+            rng, num_experts, hidden, intermediate, dtype, has_bias=has_bias, form=form
+        )
+        for rows in ROWS:
+            x = values(rng, rows, 1, hidden, dtype=dtype)
+            logits = logits_apart(rng, rows, num_experts, dtype)
+
+            def build(x: mx.array, logits: mx.array) -> mx.array:
+                return experts.build(x, logits, router, top_k)  # noqa: B023
+
+            got = run(build, x, logits)
+            some = [0, rows // 2, rows - 1]
+            visits, shares = visits_of(router, exact(logits)[some, 0], top_k)
+            expected = experts.expected(x[mx.array(some)], visits, shares)
+            error = np.linalg.norm(exact(got)[some] - expected, axis=-1)
+            unit = 2.0**-11 if dtype == mx.float16 else 2.0**-8
+            assert (error <= 3 * unit * np.linalg.norm(expected, axis=-1)).all()
+            alone = run(build, x[-1:] * 1, logits[-1:] * 1)
+            np.testing.assert_array_equal(bits(got)[-1:], bits(alone))
+
+
+def test_experts_that_no_kernel_serves_are_refused(rng) -> None:
+    """Rows of scales are no multiples of 16 bytes."""
+    experts = Experts(rng, 4, 320, 64, mx.bfloat16, form=("affine", 4, 64))
+    inputs = ops.placeholders(
+        [mx.zeros((3, 1, 320), mx.bfloat16), mx.zeros((3, 1, 4), mx.bfloat16)]
+    )
+    with pytest.raises(ValueError, match="experts with quantised weights"):
+        ops.DeviceProgram(inputs, [experts.build(*inputs, "normalised", 2)])
+
+
 def steps_of(rng: np.random.Generator) -> list[dict[str, list[int]]]:
     def new(count: int) -> list[int]:
         return rng.integers(0, 96, count).tolist()
@@ -199,6 +244,15 @@ def steps_of(rng: np.random.Generator) -> list[dict[str, list[int]]]:
     ]
 
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_experts": 8, "num_experts_per_tok": 4, "norm_topk_prob": True,
+        "moe_intermediate_size": 96, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("family", "head_dim", "dtype", "kv_format"),
     [
@@ -210,6 +264,8 @@ def steps_of(rng: np.random.Generator) -> list[dict[str, list[int]]]:
         ("qwen3", 64, mx.bfloat16, "int8_k_int4_v"),
         ("llama", 64, mx.float16, "fp8"),
         ("llama", 80, mx.bfloat16, "int4"),  # (portable kernels serve it)
+        ("qwen3_moe", 64, mx.float16, None),
+        ("mixtral", 64, mx.float16, None),
     ],
 )
 def test_steps_of_a_model(
@@ -219,8 +275,9 @@ def test_steps_of_a_model(
     repeats. Its logits are as near to those of float32 as the graph's: these models are sharpened,
     so that roundings grow to some percent of them."""
     config = tiny_config(
-        family, head_dim=head_dim, hidden_size=4 * head_dim, vocab_size=112, num_hidden_layers=2
-    )
+        family, head_dim=head_dim, hidden_size=4 * head_dim, vocab_size=112, num_hidden_layers=2,
+        **MIXTURES.get(family, {}),
+    )  # fmt: skip
 
     def driver(computed_in: mx.Dtype, programs: bool) -> StepDriver:
         model = tiny_model(config)

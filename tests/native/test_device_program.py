@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support import family_configs
 from support.device_programs import with_programs
+from support.mixtures import ROUTERS, Experts, Router, logits_apart, softmax_and_last, visits_of
 from support.models import StepDriver, tiny_config, tiny_model
 from support.quantised import raw
 from support.reference import DTYPES, bits
@@ -462,97 +463,29 @@ def test_a_gate_that_is_half_of_a_product(rng, dtype) -> None:
 # --- Mixtures of experts
 
 
-Router = Callable[[mx.array, int], tuple[mx.array, mx.array]]  # logits and top_k
-
-
-def softmax_and_last(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
-    """As qwen3_moe has it: indices and weights."""
-    shares = mx.softmax(logits, axis=-1, precise=True)
-    indices = mx.stop_gradient(mx.argpartition(shares, kth=-top_k, axis=-1)[..., -top_k:])
-    return indices, mx.take_along_axis(shares, indices, axis=-1)
-
-
-def normalised(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
-    indices, weights = softmax_and_last(logits, top_k)
-    return indices, weights / mx.sum(weights, axis=-1, keepdims=True)
-
-
-def first_and_softmax(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
-    """As mixtral has it."""
-    indices = mx.argpartition(-logits, kth=top_k - 1, axis=-1)[..., :top_k]
-    weights = mx.take_along_axis(logits, indices, axis=-1)
-    return indices, mx.softmax(weights, axis=-1, precise=True)
-
-
-ROUTERS: dict[str, Router] = {
-    "softmax, last": softmax_and_last,
-    "normalised": normalised,
-    "first, softmax": first_and_softmax,
-}
-
-
-def visits_of(name: str, logits: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a router has to choose, in float64; ties as a stable sort has them."""
-    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
-    shares /= shares.sum(axis=1, keepdims=True)
-    if name == "first, softmax":
-        visits = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
-        weights = np.take_along_axis(shares, visits, axis=1)
-        return visits, weights / weights.sum(axis=1, keepdims=True)
-    visits = np.argsort(logits, axis=1, kind="stable")[:, -top_k:]
-    weights = np.take_along_axis(shares, visits, axis=1)
-    return visits, weights / (weights.sum(axis=1, keepdims=True) if name == "normalised" else 1)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
-    ("name", "rows", "num_experts", "top_k"),
+    ("router", "rows", "num_experts", "top_k"),
     [
         ("softmax, last", 1, 5, 2), ("normalised", 9, 40, 8), ("first, softmax", 33, 4, 3),
         ("first, softmax", 17, 130, 3), ("normalised", 40, 2, 2),
     ],
 )  # fmt: skip
-def test_a_mixture(rng, dtype, has_bias, name: str, rows: int, num_experts: int, top_k: int):
-    x, exact_x = values_of(rng, rows, 1, 24, dtype=dtype)
-    # Far apart, so that rounding their shares makes no two of them equal.
-    places = rng.permuted(np.tile(np.arange(num_experts), (rows, 1)), axis=1)
-    logits = mx.array(places.astype(np.float32)[:, None] / 16).astype(dtype)
-    sizes = {"gate": (16, 24), "up": (16, 24), "down": (40, 16)}
-    weights, biases = {}, {}
-    for part, (n, k) in sizes.items():
-        weights[part] = values_of(rng, num_experts, n, k, dtype=dtype)
-        biases[part] = values_of(rng, num_experts, n, dtype=dtype)
-
-    def product(part: str, x: mx.array, indices: mx.array) -> mx.array:
-        bias = biases[part][0] if has_bias else None
-        return ops.expert_linear(x, indices, weights[part][0], bias=bias, for_program=True)
-
-    def build(x: mx.array, logits: mx.array) -> list[mx.array]:
-        indices, shares = ROUTERS[name](logits, top_k)
-        x = mx.expand_dims(x, (-2, -3))
-        gated = ops.silu_mul(product("gate", x, indices), product("up", x, indices))
-        y = product("down", gated, indices).squeeze(-2)
-        return [(y * shares[..., None]).sum(axis=-2)]
-
-    [out], ran = run(build, x, logits)
-    visits, shares = visits_of(name, exact_of(logits)[:, 0], top_k)
-
-    def exact_product(part: str, x: np.ndarray) -> np.ndarray:
-        bias = biases[part][1][visits] if has_bias else 0
-        return np.einsum("tik,tink->tin", x, weights[part][1][visits]) + bias
-
-    of_visits = np.repeat(exact_x, top_k, axis=1)
-    g, u = exact_product("gate", of_visits), exact_product("up", of_visits)
-    y = exact_product("down", g / (1 + np.exp(-g)) * u)
-    assert_close(out, np.einsum("tin,ti->tn", y, shares)[:, None], TOLERANCE[dtype] * 4)
+def test_a_mixture(rng, dtype, has_bias, router: str, rows: int, num_experts: int, top_k: int):
+    experts = Experts(rng, num_experts, 40, 16, dtype, has_bias=has_bias)
+    x, _ = values_of(rng, rows, 1, 40, dtype=dtype)
+    logits = logits_apart(rng, rows, num_experts, dtype)
+    [out], ran = run(lambda x, logits: [experts.build(x, logits, router, top_k)], x, logits)
+    visits, shares = visits_of(router, exact_of(logits)[:, 0], top_k)
+    assert_close(out, experts.expected(x, visits, shares), TOLERANCE[dtype] * 4)
     kernels = ["route_experts", "expert_rows", "expert_rows", "silu_mul", "expert_rows"]
     names = [launch["kernel"] for launch in ran]
     assert names == [f"{kernel}_{dtype_name(dtype)}" for kernel in (*kernels, "combine_experts")]
     # Each expert's matrix is read once, or once for each eight of its visits.
     counts = np.unique(visits, return_counts=True)[1]
     items = int((-(-counts // 8)).sum())
-    assert ran[1]["traffic"][1][0] == items * 16 * 24 * x.itemsize
+    assert ran[1]["traffic"][1][0] == items * 16 * 40 * x.itemsize
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

@@ -33,11 +33,11 @@ struct BoxCopy {
   void run() const {
     for (int r = 0; r < map.box_rows; r++) {
       for (int c = 0; c < map.box_columns; c++) {
-        int at = r * map.box_columns * map.item_bytes + c * map.item_bytes;
+        unsigned int at = to + (r * map.box_columns + c) * map.item_bytes;
         if (map.is_swizzled) {
-          at = (r * 8 + (at % 128 / 16 ^ (r & 7))) * 16 + at % 16;
+          at ^= (at >> 7 & 7) << 4;  // by where a row is in shared memory
         }
-        unsigned char* item = fibers::block->shared + to + at;
+        unsigned char* item = fibers::block->shared + at;
         if (row + r < map.rows && column + c < map.columns) {
           size_t from = (size_t(row + r) * map.stride + column + c) * map.item_bytes;
           std::memcpy(item, map.data + from, map.item_bytes);
@@ -88,7 +88,8 @@ struct CopyRing {
       paged::CachePolicy) const {
     BoxCopy box{to, *map, column, row};
     fibers::require(column * map->item_bytes % 16 == 0, "boxes begin at multiples of 16 bytes");
-    fibers::require(to % (map->is_swizzled ? 1024 : 128) == 0, "boxes are aligned");
+    bool has_rows = map->is_swizzled && map->box_rows > 1;
+    fibers::require(to % (has_rows ? 1024 : 128) == 0, "boxes are aligned");
     fibers::require(to + box.bytes() <= barriers, "boxes lie before the barriers");
     StageState& state = stage_states[stage];
     state.missing -= box.bytes();

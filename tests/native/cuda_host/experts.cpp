@@ -1,0 +1,299 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// The kernels of expert_stream.h and expert_quantised_stream.h (csrc/cuda/kernels) on the CPU
+// (fibers.h), against the bits of linear_stream.h and linear_quantised_stream.h with the matrix of
+// each visit's expert. Prints a line for each failure, and how many results were compared.
+
+#include "fibers.h"
+
+#include "kernels/expert_quantised_stream.h"
+#include "kernels/expert_stream.h"
+#include "operands.h"
+
+using namespace mlx_paged::cuda;
+
+namespace {
+
+constexpr int kExperts = 5;
+
+// Which experts rows visit, as route_experts leaves it.
+struct Visits {
+  int num_rows;
+  int top_k;
+  std::vector<int> experts;  // [num_rows * top_k]
+  std::vector<int> sorted;
+  std::vector<int> items;
+
+  // The last expert is visited by nobody, and some items are left over.
+  Visits(std::mt19937& rng, int num_rows, int top_k, int item_rows)
+      : num_rows(num_rows), top_k(top_k) {
+    for (int row = 0; row < num_rows; row++) {
+      std::vector<int> all(kExperts - 1);
+      std::iota(all.begin(), all.end(), 0);
+      std::shuffle(all.begin(), all.end(), rng);
+      experts.insert(experts.end(), all.begin(), all.begin() + top_k);
+    }
+    sorted.resize(experts.size());
+    std::iota(sorted.begin(), sorted.end(), 0);
+    std::stable_sort(
+        sorted.begin(), sorted.end(), [&](int a, int b) { return experts[a] < experts[b]; });
+    for (size_t place = 0; place < sorted.size();) {
+      size_t end = place;
+      while (end < sorted.size() && end < place + item_rows &&
+             experts[sorted[end]] == experts[sorted[place]]) {
+        end++;
+      }
+      items.insert(items.end(), {experts[sorted[place]], int(place), int(end - place)});
+      place = end;
+    }
+    items.insert(items.end(), {77777, 77777, 0, 77777, 77777, 0});
+  }
+
+  int num_items() const { return int(items.size() / 3); }
+  int row_of(int visit) const { return visit / top_k; }
+};
+
+CUtensorMap map_of(
+    const void* data, int item_bytes, int rows, int columns, int stride, int box_rows,
+    int box_columns, bool is_swizzled = true) {
+  return {
+      static_cast<const unsigned char*>(data),
+      item_bytes,
+      rows,
+      columns,
+      stride,
+      box_rows,
+      box_columns,
+      is_swizzled};
+}
+
+template <typename T>
+void fill(std::mt19937& rng, Aligned<T>& to) {
+  std::normal_distribution<double> normal;
+  for (size_t i = 0; i < to.size; i++) {
+    to[i] = rounded_to<T>(normal(rng));
+  }
+}
+
+// Weights of 16 bits, and of quantised ones of 4 bits in groups of 64.
+template <typename T>
+struct Dense {
+  static constexpr int kRows = kStreamRows;
+  static constexpr int kThreads = kStreamThreads;
+  int n;
+  int k;
+  Aligned<T> all;
+  Aligned<T> bias;
+  Dense(std::mt19937& rng, int n, int k)
+      : n(n), k(k), all(size_t(kExperts) * n * k), bias(size_t(kExperts) * n) {
+    fill(rng, all);
+    fill(rng, bias);
+  }
+  static int scratch(int tiles) { return stream_scratch(tiles); }
+};
+
+template <typename T>
+struct Codes {
+  static constexpr CodeFormat kFormat = CodeFormat::affine;
+  static constexpr int kBits = 4;
+  static constexpr int kGroup = 64;
+  static constexpr int kRows = kQuantisedStreamRows;
+  static constexpr int kThreads = kQuantisedStreamThreads;
+  int n;
+  int k;
+  Aligned<unsigned int> all;
+  Aligned<T> scales;
+  Aligned<T> biases;
+  Aligned<T> bias;
+  Codes(std::mt19937& rng, int n, int k)
+      : n(n),
+        k(k),
+        all(size_t(kExperts) * n * k / 8),
+        scales(size_t(kExperts) * n * k / kGroup),
+        biases(size_t(kExperts) * n * k / kGroup),
+        bias(size_t(kExperts) * n) {
+    for (size_t i = 0; i < all.size; i++) {
+      all[i] = rng();
+    }
+    fill(rng, scales);
+    fill(rng, biases);
+    fill(rng, bias);
+  }
+  static int scratch(int tiles) {
+    return quantised_stream_shape(kFormat, kBits, kGroup, tiles).scratch;
+  }
+};
+
+// The maps of some experts' matrices, from expert `first` on.
+template <typename T>
+void add_map(StreamMaps& maps, int i, const Dense<T>& w, int first, int count) {
+  const T* data = w.all.data + size_t(first) * w.n * w.k;
+  maps.weights[i] = map_of(data, 2, w.n * count, w.k, w.k, kStreamRows / 2, kLinearChunk);
+}
+
+template <typename T>
+void add_map(QuantisedMaps& maps, int i, const Codes<T>& w, int first, int count) {
+  int words = w.k * Codes<T>::kBits / 32;
+  int groups = w.k / Codes<T>::kGroup;
+  constexpr int kBox = kQuantisedStreamRows / 2;
+  int rows = w.n * count;
+  maps.weights[i].codes = map_of(
+      w.all.data + size_t(first) * w.n * words, 4, rows, words, words, kBox,
+      quantised_stream_chunk(Codes<T>::kBits) * Codes<T>::kBits / 32);
+  auto of_groups = [&](const Aligned<T>& a) {
+    const T* data = a.data + size_t(first) * w.n * groups;
+    return map_of(data, 2, rows, groups, groups, kBox, 8, false);
+  };
+  maps.weights[i].scales = of_groups(w.scales);
+  maps.weights[i].biases = of_groups(w.biases);
+}
+
+template <typename T>
+auto entry(const Dense<T>&, int tiles) {
+  return tiles == 1   ? expert_stream_entry<T, 1>
+         : tiles == 2 ? expert_stream_entry<T, 2>
+         : tiles == 4 ? expert_stream_entry<T, 4>
+                      : expert_stream_entry<T, 8>;
+}
+
+template <typename T>
+auto entry(const Codes<T>&, int tiles) {
+  using C = Codes<T>;
+  return tiles == 1 ? expert_quantised_stream_entry<T, C::kFormat, C::kBits, C::kGroup, 1>
+                    : expert_quantised_stream_entry<T, C::kFormat, C::kBits, C::kGroup, 4>;
+}
+
+const unsigned char* bytes(const void* p) {
+  return static_cast<const unsigned char*>(p);
+}
+
+template <typename T>
+void call(
+    const Dense<T>& a, const Dense<T>& b, int tiles, const T* x, T* out, const Visits& v,
+    const ExpertProductParams& params, const StreamMaps& maps) {
+  entry(a, tiles)(
+      x, a.all.data, a.bias.data, b.all.data, b.bias.data, out, v.sorted.data(), v.items.data(),
+      params, maps);
+}
+
+template <typename T>
+void call(
+    const Codes<T>& a, const Codes<T>& b, int tiles, const T* x, T* out, const Visits& v,
+    const ExpertProductParams& params, const QuantisedMaps& maps) {
+  entry(a, tiles)(
+      x, bytes(a.all.data), bytes(a.scales.data), bytes(a.biases.data), a.bias.data,
+      bytes(b.all.data), bytes(b.scales.data), bytes(b.biases.data), b.bias.data, out,
+      v.sorted.data(), v.items.data(), params, maps);
+}
+
+template <typename T>
+void call_linear(
+    const Dense<T>& a, const Dense<T>& b, int expert, const T* x, T* out, const LinearParams& p,
+    const StreamMaps& maps) {
+  const T* bias[2] = {a.bias.data + expert * a.n, b.bias.data + expert * b.n};
+  linear_stream_entry<T, 1, false>(
+      x, x, x, bias[0], out, x, bias[1], out, x, bias[1], out, nullptr, nullptr, p, maps);
+}
+
+template <typename T>
+void call_linear(
+    const Codes<T>& a, const Codes<T>& b, int expert, const T* x, T* out, const LinearParams& p,
+    const QuantisedMaps& maps) {
+  const T* bias[2] = {a.bias.data + expert * a.n, b.bias.data + expert * b.n};
+  const unsigned char* none = nullptr;
+  linear_quantised_stream_entry<T, Codes<T>::kFormat, Codes<T>::kBits, Codes<T>::kGroup, 1>(
+      x, x, none, none, none, bias[0], out, none, none, none, bias[1], out, none, none, none,
+      bias[1], out, nullptr, nullptr, p, maps);
+}
+
+// One product of visits: from rows of the step to places, or (`is_first` is false) from places to
+// visits.
+template <typename T, typename Weights, typename Maps>
+void test(
+    std::mt19937& rng, bool is_first, int num_rows, int top_k, int tiles, int n, int k,
+    bool has_bias, const char* what) {
+  Visits visits(rng, num_rows, top_k, 8 * tiles);
+  Weights gate(rng, n, k);
+  Weights up(rng, n, k);
+  int rows_of_x = is_first ? num_rows : num_rows * top_k;
+  int stride = k + 8;
+  Aligned<T> x(size_t(rows_of_x) * stride);
+  fill(rng, x);
+  ExpertProductParams params{};
+  auto& product = params.product;
+  product.k = k;
+  product.x_stride = stride;
+  product.num_weights = is_first ? 2 : 1;
+  product.is_gated = is_first;
+  for (int i = 0; i < product.num_weights; i++) {
+    product.n[i] = n;
+    product.has_bias[i] = has_bias;
+  }
+  int rows_of_tile = Weights::kRows / (is_first ? 2 : 1);
+  params.num_tiles = (n + rows_of_tile - 1) / rows_of_tile;
+  params.top_k = top_k;
+  params.is_first = is_first;
+  Maps maps{};
+  maps.x = map_of(x.data, 2, rows_of_x, k, stride, is_first ? 1 : 8 * tiles, 64);
+  add_map(maps, 0, gate, 0, kExperts);
+  add_map(maps, 1, up, 0, kExperts);
+  std::vector<T> out(size_t(num_rows) * top_k * n, rounded_to<T>(NAN));
+  fibers::run_grid(
+      params.num_tiles * visits.num_items(), 1, Weights::kThreads, Weights::scratch(tiles), 1,
+      [&] { call(gate, up, tiles, x.data, out.data(), visits, params, maps); });
+
+  for (size_t place = 0; place < visits.sorted.size(); place++) {
+    int visit = visits.sorted[place];
+    int expert = visits.experts[visit];
+    const T* row = x.data + size_t(is_first ? visits.row_of(visit) : place) * stride;
+    LinearParams alone = product;
+    alone.num_rows = 1;
+    Maps of_expert{};
+    of_expert.x = map_of(row, 2, 1, k, stride, 8, 64);
+    add_map(of_expert, 0, gate, expert, 1);
+    add_map(of_expert, 1, up, expert, 1);
+    std::vector<T> expected(n);
+    fibers::run_grid(params.num_tiles, 1, Weights::kThreads, Weights::scratch(1), 1, [&] {
+      call_linear(gate, up, expert, row, expected.data(), alone, of_expert);
+    });
+    compared += n;
+    if (std::memcmp(&out[size_t(is_first ? place : visit) * n], expected.data(), 2 * n)) {
+      failed++;
+      std::printf("%s: other bits, visit %d of expert %d\n", what, visit, expert);
+    }
+  }
+}
+
+template <typename T>
+void test() {
+  std::mt19937 rng(11);
+  using D = Dense<T>;
+  using C = Codes<T>;
+  for (bool at_once : {false, true}) {
+    fibers::copies_at_once = at_once;
+    // Rows of x that lie anywhere; more chunks than stages; a tile that is not full.
+    test<T, D, StreamMaps>(rng, true, 3, 2, 1, 36, 1056, true, "gates of few rows");
+    test<T, D, StreamMaps>(rng, false, 3, 2, 1, 68, 128, true, "downs of few rows");
+    // Items that are not full, and several of one expert.
+    test<T, D, StreamMaps>(rng, true, 21, 3, 1, 12, 96, false, "gates in items of eight");
+    test<T, C, QuantisedMaps>(rng, true, 3, 2, 1, 20, 1024, true, "quantised gates");
+    test<T, C, QuantisedMaps>(rng, false, 3, 2, 1, 132, 512, false, "quantised downs");
+  }
+  fibers::copies_at_once = false;
+  test<T, D, StreamMaps>(rng, true, 21, 2, 2, 20, 192, false, "gates in items of 16");
+  test<T, D, StreamMaps>(rng, false, 40, 3, 4, 20, 64, false, "downs in items of 32");
+  test<T, D, StreamMaps>(rng, true, 61, 4, 8, 20, 96, true, "gates in items of 64");
+  test<T, C, QuantisedMaps>(rng, true, 40, 4, 4, 12, 512, false, "quantised gates, items of 32");
+  test<T, C, QuantisedMaps>(rng, false, 40, 4, 4, 12, 512, true, "quantised downs, items of 32");
+}
+
+}  // namespace
+
+int main() {
+#ifndef ONE_KIND
+  test<__half>();
+#endif
+  test<__nv_bfloat16>();
+  std::printf("%d compared, %d failed\n", compared, failed);
+  return failed != 0;
+}
