@@ -136,16 +136,17 @@ std::string quantised_kernel(
   return name.str();
 }
 
-// Whether rows of scales, too, are multiples of 16 bytes apart, as the copy engine needs it.
-bool streams_quantised(CodeFormat format, const WeightCodes& codes, int k) {
+// Whether `together` rows of scales, too, are multiples of 16 bytes, as the copy engine needs it.
+bool streams_quantised(CodeFormat format, const WeightCodes& codes, int k, int together = 1) {
   int scale_bytes = format == CodeFormat::affine ? 2 : 1;
-  return k % 128 == 0 && k / codes.group_size * scale_bytes % 16 == 0;
+  return k % 128 == 0 && together * (k / codes.group_size) * scale_bytes % 16 == 0;
 }
 
-// Of weights, whose first buffer is `first`, with `count` matrices each.
+// Of weights, whose first buffer is `first`, with `count` matrices each. Of scales `together` rows
+// are one.
 std::vector<MatrixMap> quantised_maps(
     const LinearParams& params, CodeFormat format, const WeightCodes& codes, int first,
-    int buffers_of_part, int count) {
+    int buffers_of_part, int count, int together) {
   constexpr int kBoxRows = kQuantisedStreamRows / 2;
   std::vector<MatrixMap> maps;
   int words = params.k * codes.bits / 32;
@@ -160,7 +161,8 @@ std::vector<MatrixMap> quantised_maps(
          quantised_stream_swizzles(codes.bits)});
     for (int array : {1, 2}) {  // (Without biases these are the scales again.)
       maps.push_back(
-          {buffer + array, scale_bytes, rows, groups, groups, kBoxRows, 16 / scale_bytes, false});
+          {buffer + array, scale_bytes, rows / together, together * groups, together * groups,
+           kBoxRows / together, 16 / scale_bytes, false});
     }
   }
   return maps;
@@ -189,7 +191,7 @@ Launch quantised_launch(
     launch.cluster = blocks > 1 ? blocks : 0;
     launch.grid = {num_tiles * blocks, 1, 1};
     launch.threadgroup = {kQuantisedStreamThreads, 1, 1};
-    launch.maps = quantised_maps(params, format, codes, kFirstPart, kQuantisedPartBuffers, 1);
+    launch.maps = quantised_maps(params, format, codes, kFirstPart, kQuantisedPartBuffers, 1, 1);
     launch.maps.insert(launch.maps.begin(), map_of_x(params, tiles));
   } else {
     tiles = std::min(tiles, 2);
@@ -236,7 +238,7 @@ bool serves_experts(const ProductStep& products, Streams streams) {
   if (is_served && products.codes) {
     auto format = kernel_format(*products.codes);
     return format && streams >= Streams::any && products.k % products.codes->group_size == 0 &&
-           streams_quantised(*format, *products.codes, products.k);
+           streams_quantised(*format, *products.codes, products.k, kQuantisedExpertTogether);
   }
   return is_served;
 }
@@ -292,7 +294,8 @@ Launch expert_launch(
     launch.threadgroup_memory =
         quantised_stream_shape(format, codes->bits, codes->group_size, tiles).scratch;
     launch.threadgroup = {kQuantisedStreamThreads, 1, 1};
-    auto maps = quantised_maps(product, format, *codes, kFirst, 4, num_experts);
+    auto maps =
+        quantised_maps(product, format, *codes, kFirst, 4, num_experts, kQuantisedExpertTogether);
     launch.maps.insert(launch.maps.end(), maps.begin(), maps.end());
   } else {
     launch.kernel.host_name = std::string("expert_stream_") + mlx_paged::name_of(products.dtype) +

@@ -109,8 +109,10 @@ constexpr int quantised_stream_blocks(int tiles) {
   return tiles <= 4 ? 2 : 1;
 }
 
-// Of the kernels for experts, which have one tile or so many.
+// The kernels for experts have one tile or so many, and take scales of so many rows of the weight
+// as one: experts are narrow.
 constexpr int kQuantisedExpertTiles = 4;
+constexpr int kQuantisedExpertTogether = 2;
 
 constexpr int quantised_stream_run(int group) {
   return group < 64 ? group : 64;

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
     expert_quantised_stream_entry(
         QUANTISED_EXPERT_PARAMETERS, const __grid_constant__ QuantisedMaps maps) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  using Stream = QuantisedStream<T, FORMAT, BITS, GROUP, TILES>;
+  using Stream = QuantisedStream<T, FORMAT, BITS, GROUP, TILES, kQuantisedExpertTogether>;
   constexpr int kRowBytes = Stream::kXBox * 2;
   extern __shared__ __align__(1024) unsigned char shared[];
   const Stream stream(params.product, paged::shared_address(shared), blockIdx.x % params.num_tiles);

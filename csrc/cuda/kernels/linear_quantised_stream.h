@@ -16,8 +16,9 @@ namespace mlx_paged::cuda {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 // A block's part of the product: rows of one tile of the weight, the columns of a rank of the
-// cluster. A turn has a chunk of them.
-template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES>
+// cluster. A turn has a chunk of them. The copy engine reads scales from an array in which TOGETHER
+// rows of the weight are one, as its rows must be multiples of 16 bytes apart.
+template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES, int TOGETHER = 1>
 struct QuantisedStream {
   static constexpr int kRows = kQuantisedStreamRows;
   static constexpr int kChunk = quantised_stream_chunk(BITS);
@@ -154,11 +155,19 @@ struct QuantisedStream {
         const unsigned int to = scales_of(turn);
         const int group = (chunk - turn.in_span) * kChunk / GROUP;
         constexpr int kHalf = kRows / 2 * 16;
-        ring.copy(turn.stage, to, &maps_of_low->scales, group, low_row, once);
-        ring.copy(turn.stage, to + kHalf, &maps_of_high->scales, group, high_row, once);
-        if constexpr (kHasBiases) {
-          ring.copy(turn.stage, to + 2 * kHalf, &maps_of_low->biases, group, low_row, once);
-          ring.copy(turn.stage, to + 3 * kHalf, &maps_of_high->biases, group, high_row, once);
+#pragma unroll
+        for (int p = 0; p < TOGETHER; p++) {
+          const int column = group + p * (params.k / GROUP);
+          auto copy_scales = [&](int part, const CUtensorMap& map, int row) {
+            const unsigned int at = to + part * kHalf + p * (kHalf / TOGETHER);
+            ring.copy(turn.stage, at, &map, column, row / TOGETHER, once);
+          };
+          copy_scales(0, maps_of_low->scales, low_row);
+          copy_scales(1, maps_of_high->scales, high_row);
+          if constexpr (kHasBiases) {
+            copy_scales(2, maps_of_low->biases, low_row);
+            copy_scales(3, maps_of_high->biases, high_row);
+          }
         }
       }
     };
@@ -199,6 +208,7 @@ struct QuantisedStream {
         (first_row + row) * kRowBytes + codes_in_row(first_run, row, column);
     const unsigned int x_of_lane = kShape.codes_bytes + first_column / kXBox * kXBoxBytes +
                                    paged::tile_offset<8>(row, first_column % kXBox / 8);
+    const unsigned int scales_of_lane = scales_of_row(first_row + row);
     for (Turn turn = first_turn(); turn.number < num_turns; turn.advance()) {
       ring.wait_until_full(turn.stage, turn.round);
       const unsigned int stage = codes_of(turn);
@@ -206,9 +216,9 @@ struct QuantisedStream {
       for (int i = 0; i < kRuns / 2; i++) {
         const int run = first_run + 2 * i;
         const int group = (turn.in_span * kChunk + run * kRun) / GROUP;  // of the span
-        const unsigned int scales = scales_of(turn) + (first_row + row) * 16 + group * kScaleBytes;
+        const unsigned int scales = scales_of(turn) + scales_of_lane + group * kScaleBytes;
         auto scale_at = [&](int array, int i) -> unsigned int {
-          const unsigned int at = scales + array * (kRows * 16) + i * (8 * 16);
+          const unsigned int at = scales + array * (kRows * 16) + i * (8 / TOGETHER * 16);
           if constexpr (kHasBiases) {
             return load_shared_half(at) * 0x10001u;
           } else {
@@ -299,6 +309,12 @@ struct QuantisedStream {
  private:
   static constexpr int kRunBytes = kRun * BITS / 8;
   static constexpr bool kSwizzles = quantised_stream_swizzles(BITS);
+
+  // Of a row of the tile, from where the scales of a span begin.
+  __device__ __forceinline__ static unsigned int scales_of_row(int row) {
+    constexpr int kBox = kRows / 2;
+    return (row / kBox * kBox + row % TOGETHER * (kBox / TOGETHER) + row % kBox / TOGETHER) * 16;
+  }
 
   // Where a lane's codes of a run are in a row; or the row's, if they do not begin with a word.
   __device__ __forceinline__ static unsigned int codes_in_row(int run, int row, int column) {

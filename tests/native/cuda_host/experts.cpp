@@ -104,13 +104,19 @@ struct Codes {
   Aligned<unsigned int> all;
   Aligned<T> scales;
   Aligned<T> biases;
+  Aligned<T> padded_scales;  // to multiples of 16 bytes
+  Aligned<T> padded_biases;
   Aligned<T> bias;
+  int groups() const { return k / kGroup; }
+  int stride() const { return (groups() + 7) / 8 * 8; }
   Codes(std::mt19937& rng, int n, int k)
       : n(n),
         k(k),
         all(size_t(kExperts) * n * k / 8),
         scales(size_t(kExperts) * n * k / kGroup),
         biases(size_t(kExperts) * n * k / kGroup),
+        padded_scales(size_t(kExperts) * n * stride()),
+        padded_biases(size_t(kExperts) * n * stride()),
         bias(size_t(kExperts) * n) {
     for (size_t i = 0; i < all.size; i++) {
       all[i] = rng();
@@ -118,11 +124,24 @@ struct Codes {
     fill(rng, scales);
     fill(rng, biases);
     fill(rng, bias);
+    for (size_t i = 0; i < scales.size; i++) {
+      size_t to = i / groups() * stride() + i % groups();
+      padded_scales[to] = scales[i];
+      padded_biases[to] = biases[i];
+    }
   }
   static int scratch(int tiles) {
     return quantised_stream_shape(kFormat, kBits, kGroup, tiles).scratch;
   }
 };
+
+template <typename T>
+void add_codes(QuantisedMaps& maps, int i, const Codes<T>& w, int first, int count) {
+  int words = w.k * Codes<T>::kBits / 32;
+  maps.weights[i].codes = map_of(
+      w.all.data + size_t(first) * w.n * words, 4, w.n * count, words, words,
+      kQuantisedStreamRows / 2, quantised_stream_chunk(Codes<T>::kBits) * Codes<T>::kBits / 32);
+}
 
 // The maps of some experts' matrices, from expert `first` on.
 template <typename T>
@@ -131,21 +150,36 @@ void add_map(StreamMaps& maps, int i, const Dense<T>& w, int first, int count) {
   maps.weights[i] = map_of(data, 2, w.n * count, w.k, w.k, kStreamRows / 2, kLinearChunk);
 }
 
+// Of scales rows of the weight are one by twos.
 template <typename T>
 void add_map(QuantisedMaps& maps, int i, const Codes<T>& w, int first, int count) {
-  int words = w.k * Codes<T>::kBits / 32;
-  int groups = w.k / Codes<T>::kGroup;
-  constexpr int kBox = kQuantisedStreamRows / 2;
-  int rows = w.n * count;
-  maps.weights[i].codes = map_of(
-      w.all.data + size_t(first) * w.n * words, 4, rows, words, words, kBox,
-      quantised_stream_chunk(Codes<T>::kBits) * Codes<T>::kBits / 32);
+  add_codes(maps, i, w, first, count);
+  int columns = kQuantisedExpertTogether * w.groups();
   auto of_groups = [&](const Aligned<T>& a) {
-    const T* data = a.data + size_t(first) * w.n * groups;
-    return map_of(data, 2, rows, groups, groups, kBox, 8, false);
+    return map_of(
+        a.data + size_t(first) * w.n * w.groups(), 2, w.n * count / kQuantisedExpertTogether,
+        columns, columns, kQuantisedStreamRows / 2 / kQuantisedExpertTogether, 8, false);
   };
   maps.weights[i].scales = of_groups(w.scales);
   maps.weights[i].biases = of_groups(w.biases);
+}
+
+// Of one expert, for the kernels that it is compared with.
+template <typename T>
+void add_alone(StreamMaps& maps, int i, const Dense<T>& w, int expert) {
+  add_map(maps, i, w, expert, 1);
+}
+
+template <typename T>
+void add_alone(QuantisedMaps& maps, int i, const Codes<T>& w, int expert) {
+  add_codes(maps, i, w, expert, 1);
+  auto of_groups = [&](const Aligned<T>& a) {
+    return map_of(
+        a.data + size_t(expert) * w.n * w.stride(), 2, w.n, w.groups(), w.stride(),
+        kQuantisedStreamRows / 2, 8, false);
+  };
+  maps.weights[i].scales = of_groups(w.padded_scales);
+  maps.weights[i].biases = of_groups(w.padded_biases);
 }
 
 template <typename T>
@@ -250,8 +284,8 @@ void test(
     alone.num_rows = 1;
     Maps of_expert{};
     of_expert.x = map_of(row, 2, 1, k, stride, 8, 64);
-    add_map(of_expert, 0, gate, expert, 1);
-    add_map(of_expert, 1, up, expert, 1);
+    add_alone(of_expert, 0, gate, expert);
+    add_alone(of_expert, 1, up, expert);
     std::vector<T> expected(n);
     fibers::run_grid(params.num_tiles, 1, Weights::kThreads, Weights::scratch(1), 1, [&] {
       call_linear(gate, up, expert, row, expected.data(), alone, of_expert);
@@ -276,14 +310,14 @@ void test() {
     test<T, D, StreamMaps>(rng, false, 3, 2, 1, 68, 128, true, "downs of few rows");
     // Items that are not full, and several of one expert.
     test<T, D, StreamMaps>(rng, true, 21, 3, 1, 12, 96, false, "gates in items of eight");
-    test<T, C, QuantisedMaps>(rng, true, 3, 2, 1, 20, 1024, true, "quantised gates");
-    test<T, C, QuantisedMaps>(rng, false, 3, 2, 1, 132, 512, false, "quantised downs");
+    test<T, C, QuantisedMaps>(rng, true, 3, 2, 1, 20, 1792, true, "quantised gates");
+    test<T, C, QuantisedMaps>(rng, false, 3, 2, 1, 132, 768, false, "quantised downs");
   }
   fibers::copies_at_once = false;
   test<T, D, StreamMaps>(rng, true, 21, 2, 2, 20, 192, false, "gates in items of 16");
   test<T, D, StreamMaps>(rng, false, 40, 3, 4, 20, 64, false, "downs in items of 32");
   test<T, D, StreamMaps>(rng, true, 61, 4, 8, 20, 96, true, "gates in items of 64");
-  test<T, C, QuantisedMaps>(rng, true, 40, 4, 4, 12, 512, false, "quantised gates, items of 32");
+  test<T, C, QuantisedMaps>(rng, true, 40, 4, 4, 12, 768, false, "quantised gates, items of 32");
   test<T, C, QuantisedMaps>(rng, false, 40, 4, 4, 12, 512, true, "quantised downs, items of 32");
 }
 

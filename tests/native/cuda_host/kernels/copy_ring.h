@@ -87,7 +87,7 @@ struct CopyRing {
       int stage, unsigned int to, const CUtensorMap* map, int column, int row,
       paged::CachePolicy) const {
     BoxCopy box{to, *map, column, row};
-    fibers::require(column * map->item_bytes % 16 == 0, "boxes begin at multiples of 16 bytes");
+    fibers::require(map->stride * map->item_bytes % 16 == 0, "rows are multiples of 16 bytes");
     bool has_rows = map->is_swizzled && map->box_rows > 1;
     fibers::require(to % (has_rows ? 1024 : 128) == 0, "boxes are aligned");
     fibers::require(to + box.bytes() <= barriers, "boxes lie before the barriers");
