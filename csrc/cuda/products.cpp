@@ -136,22 +136,32 @@ std::string quantised_kernel(
   return name.str();
 }
 
-// Whether `together` rows of scales, too, are multiples of 16 bytes, as the copy engine needs it.
-bool streams_quantised(CodeFormat format, const WeightCodes& codes, int k, int together = 1) {
-  int scale_bytes = format == CodeFormat::affine ? 2 : 1;
-  return k % 128 == 0 && together * (k / codes.group_size) * scale_bytes % 16 == 0;
+int scale_bytes_of(CodeFormat format) {
+  return format == CodeFormat::affine ? 2 : 1;
 }
 
-// Of weights, whose first buffer is `first`, with `count` matrices each. Of scales `together` rows
-// are one.
+// Whether rows of scales, too, are multiples of 16 bytes apart, as the copy engine needs it.
+bool streams_quantised(CodeFormat format, const WeightCodes& codes, int k) {
+  return k % 128 == 0 && k / codes.group_size * scale_bytes_of(format) % 16 == 0;
+}
+
+// Whether all scales of half a tile of rows of `n` can be copied at once instead.
+bool streams_whole(CodeFormat format, const WeightCodes& codes, int k, int n, bool is_gated) {
+  int bytes = k / codes.group_size * scale_bytes_of(format);
+  constexpr int kHalf = kQuantisedStreamRows / 2;
+  return k % 128 == 0 && bytes <= kQuantisedWholeScales && n % (is_gated ? kHalf : 2 * kHalf) == 0;
+}
+
+// Of weights, whose first buffer is `first`, with `count` matrices each. Without scales (which are
+// not copied by their maps) there are others in their places.
 std::vector<MatrixMap> quantised_maps(
     const LinearParams& params, CodeFormat format, const WeightCodes& codes, int first,
-    int buffers_of_part, int count, int together) {
+    int buffers_of_part, int count, bool has_scales) {
   constexpr int kBoxRows = kQuantisedStreamRows / 2;
   std::vector<MatrixMap> maps;
   int words = params.k * codes.bits / 32;
   int groups = params.k / codes.group_size;
-  int scale_bytes = format == CodeFormat::affine ? 2 : 1;
+  int scale_bytes = scale_bytes_of(format);
   for (int i = 0; i < params.num_weights; i++) {
     int buffer = first + buffers_of_part * i;
     int rows = params.n[i] * count;
@@ -160,9 +170,9 @@ std::vector<MatrixMap> quantised_maps(
          quantised_stream_chunk(codes.bits) * codes.bits / 32,
          quantised_stream_swizzles(codes.bits)});
     for (int array : {1, 2}) {  // (Without biases these are the scales again.)
-      maps.push_back(
-          {buffer + array, scale_bytes, rows / together, together * groups, together * groups,
-           kBoxRows / together, 16 / scale_bytes, false});
+      MatrixMap scales{buffer + array, scale_bytes,      rows, groups, groups,
+                       kBoxRows,       16 / scale_bytes, false};
+      maps.push_back(has_scales ? scales : maps.back());
     }
   }
   return maps;
@@ -191,7 +201,7 @@ Launch quantised_launch(
     launch.cluster = blocks > 1 ? blocks : 0;
     launch.grid = {num_tiles * blocks, 1, 1};
     launch.threadgroup = {kQuantisedStreamThreads, 1, 1};
-    launch.maps = quantised_maps(params, format, codes, kFirstPart, kQuantisedPartBuffers, 1, 1);
+    launch.maps = quantised_maps(params, format, codes, kFirstPart, kQuantisedPartBuffers, 1, true);
     launch.maps.insert(launch.maps.begin(), map_of_x(params, tiles));
   } else {
     tiles = std::min(tiles, 2);
@@ -238,7 +248,9 @@ bool serves_experts(const ProductStep& products, Streams streams) {
   if (is_served && products.codes) {
     auto format = kernel_format(*products.codes);
     return format && streams >= Streams::any && products.k % products.codes->group_size == 0 &&
-           streams_quantised(*format, *products.codes, products.k, kQuantisedExpertTogether);
+           (streams_quantised(*format, *products.codes, products.k) ||
+            streams_whole(
+                *format, *products.codes, products.k, products.parts[0].n, products.is_gated));
   }
   return is_served;
 }
@@ -289,13 +301,14 @@ Launch expert_launch(
   launch.maps.push_back(map_of_rows);
   if (codes) {
     auto format = kernel_format(*codes).value();
-    launch.kernel.host_name =
-        quantised_kernel("expert_quantised_stream", products.dtype, format, *codes, tiles);
+    bool whole = !streams_quantised(format, *codes, products.k);
+    launch.kernel.host_name = quantised_kernel(
+        whole ? "expert_quantised_whole" : "expert_quantised_stream", products.dtype, format,
+        *codes, tiles);
     launch.threadgroup_memory =
-        quantised_stream_shape(format, codes->bits, codes->group_size, tiles).scratch;
+        quantised_stream_shape(format, codes->bits, codes->group_size, tiles, whole).scratch;
     launch.threadgroup = {kQuantisedStreamThreads, 1, 1};
-    auto maps =
-        quantised_maps(product, format, *codes, kFirst, 4, num_experts, kQuantisedExpertTogether);
+    auto maps = quantised_maps(product, format, *codes, kFirst, 4, num_experts, !whole);
     launch.maps.insert(launch.maps.end(), maps.begin(), maps.end());
   } else {
     launch.kernel.host_name = std::string("expert_stream_") + mlx_paged::name_of(products.dtype) +

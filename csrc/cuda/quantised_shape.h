@@ -109,10 +109,12 @@ constexpr int quantised_stream_blocks(int tiles) {
   return tiles <= 4 ? 2 : 1;
 }
 
-// The kernels for experts have one tile or so many, and take scales of so many rows of the weight
-// as one: experts are narrow.
+// Of the kernels for experts, which have one tile or so many.
 constexpr int kQuantisedExpertTiles = 4;
-constexpr int kQuantisedExpertTogether = 2;
+
+// Scales of rows that are no multiples of 16 bytes are copied all at once (`whole`): those of a
+// tile's rows lie side by side. A row's, at most, in bytes:
+constexpr int kQuantisedWholeScales = 48;
 
 constexpr int quantised_stream_run(int group) {
   return group < 64 ? group : 64;
@@ -134,18 +136,19 @@ struct QuantisedStreamShape {
 };
 
 constexpr QuantisedStreamShape quantised_stream_shape(
-    CodeFormat format, int bits, int group, int tiles) {
+    CodeFormat format, int bits, int group, int tiles, bool whole = false) {
   const int chunk = quantised_stream_chunk(bits);
   const int codes = kQuantisedStreamRows * chunk * bits / 8;
   const int stage = codes + 8 * tiles * chunk * 2;
   const int most = (quantised_stream_blocks(tiles) == 2 ? 112 : 216) * 1024;
-  const int scales = kQuantisedStreamRows * 16 * (format == CodeFormat::affine ? 2 : 1);
+  const int row = whole ? kQuantisedWholeScales : 16;
+  const int scales = kQuantisedStreamRows * row * (format == CodeFormat::affine ? 2 : 1);
   const int span = quantised_stream_span(format, bits, group);
   int stages = 8;
   int slots = 0;
   int bytes = 0;
   for (; stages >= 2; stages--) {
-    slots = (stages - 1 + span - 1) / span + 1;
+    slots = whole ? 1 : (stages - 1 + span - 1) / span + 1;
     bytes = stages * stage + slots * scales;
     if (bytes <= most) {
       break;

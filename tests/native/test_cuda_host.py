@@ -103,11 +103,11 @@ def test_products_of_experts(tmp_path) -> None:
         {"kernels/expert_stream.h": ("first_row = item.expert * product.n[0]", "first_row = 0")},
         {"kernels/expert_quantised_stream.h": ("item.expert * params.product.n[0]", "0")},
         {"kernels/expert_stream.h": ("__syncwarp();  // bytes", "// bytes")},
-        {"kernels/linear_quantised_stream.h": ("row % TOGETHER *", "0 *")},
+        {"kernels/linear_quantised_stream.h": ("return WHOLE ? whole_pitch : 16", "return 16")},
     ],
     ids=[
         "the first 32 rows twice", "rows of visits", "results by visit", "biases of one expert",
-        "one expert", "one quantised expert", "copied before it is expected", "scales of even rows",
+        "one expert", "one quantised expert", "copied before it is expected", "scales of 16 bytes a row",
     ],
 )  # fmt: skip
 def test_faults_of_experts_are_seen(tmp_path, changes: dict[str, tuple[str, str]]) -> None:

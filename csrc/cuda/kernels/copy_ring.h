@@ -50,6 +50,16 @@ struct CopyRing {
         : "memory");
   }
 
+  // Of an array, side by side. All of it are multiples of 16 bytes.
+  __device__ __forceinline__ void copy_bytes(
+      int stage, unsigned int to, const void* from, int bytes, paged::CachePolicy policy) const {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1], %2, [%3], %4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(full(stage)), "l"(policy.bits)
+        : "memory");
+  }
+
   __device__ __forceinline__ void wait_until_full(int stage, int round) const {
     wait(full(stage), round & 1);
   }

@@ -18,13 +18,14 @@ namespace mlx_paged::cuda {
       const int *sorted_visits, const int *items,                            \
       const __grid_constant__ ExpertProductParams params
 
-// TILES: of eight visits. grid: items x tiles of an expert's weight.
-template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES>
+// TILES: of eight visits. WHOLE: of rows whose scales are no multiples of 16 bytes. grid: items x
+// tiles of an expert's weight.
+template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES, bool WHOLE>
 __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_blocks(TILES))
     expert_quantised_stream_entry(
         QUANTISED_EXPERT_PARAMETERS, const __grid_constant__ QuantisedMaps maps) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  using Stream = QuantisedStream<T, FORMAT, BITS, GROUP, TILES, kQuantisedExpertTogether>;
+  using Stream = QuantisedStream<T, FORMAT, BITS, GROUP, TILES, WHOLE>;
   constexpr int kRowBytes = Stream::kXBox * 2;
   extern __shared__ __align__(1024) unsigned char shared[];
   const Stream stream(params.product, paged::shared_address(shared), blockIdx.x % params.num_tiles);
@@ -43,6 +44,9 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
                                         : Stream::kXBytes;
     stream.copy(
         params.product, maps, item.expert * params.product.n[0], x_bytes, lane,
+        [=](bool is_up, bool is_bias) {
+          return is_up ? (is_bias ? biases_1 : scales_1) : is_bias ? biases_0 : scales_0;
+        },
         [] { paged::wait_for_kernel_before(); },
         [&](const auto& turn) {
           __syncwarp();  // bytes are expected

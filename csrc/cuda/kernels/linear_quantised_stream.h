@@ -16,14 +16,14 @@ namespace mlx_paged::cuda {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 // A block's part of the product: rows of one tile of the weight, the columns of a rank of the
-// cluster. A turn has a chunk of them. The copy engine reads scales from an array in which TOGETHER
-// rows of the weight are one, as its rows must be multiples of 16 bytes apart.
-template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES, int TOGETHER = 1>
+// cluster. A turn has a chunk of them. WHOLE: all scales come with the first one, those of a row
+// side by side; the block is alone then.
+template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES, bool WHOLE = false>
 struct QuantisedStream {
   static constexpr int kRows = kQuantisedStreamRows;
   static constexpr int kChunk = quantised_stream_chunk(BITS);
-  static constexpr QuantisedStreamShape kShape = quantised_stream_shape(FORMAT, BITS, GROUP, TILES);
-  static constexpr int kSpan = quantised_stream_span(FORMAT, BITS, GROUP);
+  static constexpr QuantisedStreamShape kShape = quantised_stream_shape(FORMAT, BITS, GROUP, TILES, WHOLE);
+  static constexpr int kSpan = WHOLE ? 1 << 20 : quantised_stream_span(FORMAT, BITS, GROUP);
   static constexpr int kRowBytes = kChunk * BITS / 8;
   static constexpr bool kHasBiases = FORMAT == CodeFormat::affine;
   static constexpr int kScaleBytes = kHasBiases ? 2 : 1;
@@ -44,7 +44,9 @@ struct QuantisedStream {
   int tile_of_weight;
   const int which;  // of the weights
   int first_chunk;
-  int num_turns;  // of the last ranks: none, maybe
+  int num_turns;    // of the last ranks: none, maybe
+  int whole_pitch;  // bytes from one row's scales to the next's
+  int last_group;
 
   __device__ __forceinline__ QuantisedStream(const LinearParams& params, unsigned int shared)
       : stages(shared),
@@ -74,7 +76,10 @@ struct QuantisedStream {
     const int of_rank = (num_chunks + num_ranks - 1) / num_ranks;
     first_chunk = rank * of_rank;
     num_turns = min(of_rank, num_chunks - first_chunk);
+    whole_pitch = params.k / GROUP * kScaleBytes;
+    last_group = params.k / GROUP - 1;
   }
+  __device__ __forceinline__ int pitch() const { return WHOLE ? whole_pitch : 16; }
 
   // By all threads, before any other of these.
   __device__ __forceinline__ void begin() const {
@@ -125,11 +130,12 @@ struct QuantisedStream {
 
   // By one warp, or its first thread alone: everything that this block reads. The weight begins
   // with row `first_row` of its arrays, x of a turn has `x_bytes`, and every lane calls
-  // `copy_x(turn)` for it when it has called `wait_for_x()`.
-  template <typename Wait, typename CopyX>
+  // `copy_x(turn)` for it when it has called `wait_for_x()`. WHOLE: `scales_of_part(is_up,
+  // is_bias)` is where an array begins.
+  template <typename Scales, typename Wait, typename CopyX>
   __device__ __forceinline__ void copy(
       const LinearParams& params, const QuantisedMaps& maps, int first_row, int x_bytes, int lane,
-      Wait wait_for_x, CopyX copy_x) const {
+      Scales scales_of_part, Wait wait_for_x, CopyX copy_x) const {
     // The tile's rows are two runs of a weight's: of gate and of up, or of a head's halves.
     const TileRow low = row_of_tile<kRows, kRows>(params, tile_of_weight, 0);
     const TileRow high = row_of_tile<kRows, kRows>(params, tile_of_weight, kRows / 2);
@@ -143,7 +149,8 @@ struct QuantisedStream {
         return;
       }
       const bool begins = turn.begins_span();
-      const int bytes = kShape.codes_bytes + x_bytes + (begins ? kShape.scales_bytes : 0);
+      const int scales_bytes = WHOLE ? kRows * (kHasBiases ? 2 : 1) * pitch() : kShape.scales_bytes;
+      const int bytes = kShape.codes_bytes + x_bytes + (begins ? scales_bytes : 0);
       ring.expect(turn.stage, turn.round, bytes);
       const unsigned int codes = codes_of(turn);
       const int chunk = first_chunk + turn.number;
@@ -153,20 +160,24 @@ struct QuantisedStream {
           turn.stage, codes + kShape.codes_bytes / 2, &maps_of_high->codes, word, high_row, once);
       if (begins) {
         const unsigned int to = scales_of(turn);
-        const int group = (chunk - turn.in_span) * kChunk / GROUP;
-        constexpr int kHalf = kRows / 2 * 16;
-#pragma unroll
-        for (int p = 0; p < TOGETHER; p++) {
-          const int column = group + p * (params.k / GROUP);
-          auto copy_scales = [&](int part, const CUtensorMap& map, int row) {
-            const unsigned int at = to + part * kHalf + p * (kHalf / TOGETHER);
-            ring.copy(turn.stage, at, &map, column, row / TOGETHER, once);
+        const int half = kRows / 2 * pitch();
+        if constexpr (WHOLE) {
+          auto copy_half = [&](bool is_bias, unsigned int at, bool is_up, int row) {
+            const unsigned char* from = scales_of_part(is_up, is_bias) + size_t(row) * pitch();
+            ring.copy_bytes(turn.stage, at, from, half, once);
           };
-          copy_scales(0, maps_of_low->scales, low_row);
-          copy_scales(1, maps_of_high->scales, high_row);
+#pragma unroll
+          for (int array = 0; array < (kHasBiases ? 2 : 1); array++) {
+            copy_half(array == 1, to + 2 * array * half, false, low_row);
+            copy_half(array == 1, to + (2 * array + 1) * half, high.is_up, high_row);
+          }
+        } else {
+          const int group = (chunk - turn.in_span) * kChunk / GROUP;
+          ring.copy(turn.stage, to, &maps_of_low->scales, group, low_row, once);
+          ring.copy(turn.stage, to + half, &maps_of_high->scales, group, high_row, once);
           if constexpr (kHasBiases) {
-            copy_scales(2, maps_of_low->biases, low_row);
-            copy_scales(3, maps_of_high->biases, high_row);
+            ring.copy(turn.stage, to + 2 * half, &maps_of_low->biases, group, low_row, once);
+            ring.copy(turn.stage, to + 3 * half, &maps_of_high->biases, group, high_row, once);
           }
         }
       }
@@ -208,17 +219,19 @@ struct QuantisedStream {
         (first_row + row) * kRowBytes + codes_in_row(first_run, row, column);
     const unsigned int x_of_lane = kShape.codes_bytes + first_column / kXBox * kXBoxBytes +
                                    paged::tile_offset<8>(row, first_column % kXBox / 8);
-    const unsigned int scales_of_lane = scales_of_row(first_row + row);
     for (Turn turn = first_turn(); turn.number < num_turns; turn.advance()) {
       ring.wait_until_full(turn.stage, turn.round);
       const unsigned int stage = codes_of(turn);
 #pragma unroll
       for (int i = 0; i < kRuns / 2; i++) {
         const int run = first_run + 2 * i;
-        const int group = (turn.in_span * kChunk + run * kRun) / GROUP;  // of the span
-        const unsigned int scales = scales_of(turn) + scales_of_lane + group * kScaleBytes;
+        int group = (turn.in_span * kChunk + run * kRun) / GROUP;  // of the span
+        if constexpr (WHOLE) {
+          group = min(group, last_group);  // (of columns that are not there, whose x are zeros)
+        }
+        const unsigned int scales = scales_of(turn) + (first_row + row) * pitch() + group * kScaleBytes;
         auto scale_at = [&](int array, int i) -> unsigned int {
-          const unsigned int at = scales + array * (kRows * 16) + i * (8 / TOGETHER * 16);
+          const unsigned int at = scales + array * (kRows * pitch()) + i * (8 * pitch());
           if constexpr (kHasBiases) {
             return load_shared_half(at) * 0x10001u;
           } else {
@@ -310,12 +323,6 @@ struct QuantisedStream {
   static constexpr int kRunBytes = kRun * BITS / 8;
   static constexpr bool kSwizzles = quantised_stream_swizzles(BITS);
 
-  // Of a row of the tile, from where the scales of a span begin.
-  __device__ __forceinline__ static unsigned int scales_of_row(int row) {
-    constexpr int kBox = kRows / 2;
-    return (row / kBox * kBox + row % TOGETHER * (kBox / TOGETHER) + row % kBox / TOGETHER) * 16;
-  }
-
   // Where a lane's codes of a run are in a row; or the row's, if they do not begin with a word.
   __device__ __forceinline__ static unsigned int codes_in_row(int run, int row, int column) {
     return kSwizzles ? run * kRunBytes + column * (Group::kWords * 4) ^ row * 16 : run * kRunBytes;
@@ -349,7 +356,7 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
   stream.begin();
   if (warp == Stream::kMultipliers && lane == 0) {
     stream.copy(
-        params, maps, 0, Stream::kXBytes, 0,
+        params, maps, 0, Stream::kXBytes, 0, [](bool, bool) { return nullptr; },
         [] {
           paged::let_next_kernel_begin();
           paged::wait_for_kernel_before();

@@ -90,6 +90,7 @@ struct Dense {
     fill(rng, bias);
   }
   static int scratch(int tiles) { return stream_scratch(tiles); }
+  static int alone(int tiles) { return stream_scratch(tiles); }
 };
 
 template <typename T>
@@ -109,6 +110,7 @@ struct Codes {
   Aligned<T> bias;
   int groups() const { return k / kGroup; }
   int stride() const { return (groups() + 7) / 8 * 8; }
+  bool is_whole() const { return groups() % 8 != 0; }
   Codes(std::mt19937& rng, int n, int k)
       : n(n),
         k(k),
@@ -130,7 +132,10 @@ struct Codes {
       padded_biases[to] = biases[i];
     }
   }
-  static int scratch(int tiles) {
+  int scratch(int tiles) const {
+    return quantised_stream_shape(kFormat, kBits, kGroup, tiles, is_whole()).scratch;
+  }
+  static int alone(int tiles) {
     return quantised_stream_shape(kFormat, kBits, kGroup, tiles).scratch;
   }
 };
@@ -150,15 +155,16 @@ void add_map(StreamMaps& maps, int i, const Dense<T>& w, int first, int count) {
   maps.weights[i] = map_of(data, 2, w.n * count, w.k, w.k, kStreamRows / 2, kLinearChunk);
 }
 
-// Of scales rows of the weight are one by twos.
 template <typename T>
 void add_map(QuantisedMaps& maps, int i, const Codes<T>& w, int first, int count) {
   add_codes(maps, i, w, first, count);
-  int columns = kQuantisedExpertTogether * w.groups();
+  if (w.is_whole()) {
+    return;  // (there are none: the kernel must not use them)
+  }
   auto of_groups = [&](const Aligned<T>& a) {
     return map_of(
-        a.data + size_t(first) * w.n * w.groups(), 2, w.n * count / kQuantisedExpertTogether,
-        columns, columns, kQuantisedStreamRows / 2 / kQuantisedExpertTogether, 8, false);
+        a.data + size_t(first) * w.n * w.groups(), 2, w.n * count, w.groups(), w.groups(),
+        kQuantisedStreamRows / 2, 8, false);
   };
   maps.weights[i].scales = of_groups(w.scales);
   maps.weights[i].biases = of_groups(w.biases);
@@ -191,10 +197,14 @@ auto entry(const Dense<T>&, int tiles) {
 }
 
 template <typename T>
-auto entry(const Codes<T>&, int tiles) {
+auto entry(const Codes<T>& w, int tiles) {
   using C = Codes<T>;
-  return tiles == 1 ? expert_quantised_stream_entry<T, C::kFormat, C::kBits, C::kGroup, 1>
-                    : expert_quantised_stream_entry<T, C::kFormat, C::kBits, C::kGroup, 4>;
+  if (w.is_whole()) {
+    return tiles == 1 ? expert_quantised_stream_entry<T, C::kFormat, C::kBits, C::kGroup, 1, true>
+                      : expert_quantised_stream_entry<T, C::kFormat, C::kBits, C::kGroup, 4, true>;
+  }
+  return tiles == 1 ? expert_quantised_stream_entry<T, C::kFormat, C::kBits, C::kGroup, 1, false>
+                    : expert_quantised_stream_entry<T, C::kFormat, C::kBits, C::kGroup, 4, false>;
 }
 
 const unsigned char* bytes(const void* p) {
@@ -273,7 +283,7 @@ void test(
   add_map(maps, 1, up, 0, kExperts);
   std::vector<T> out(size_t(num_rows) * top_k * n, rounded_to<T>(NAN));
   fibers::run_grid(
-      params.num_tiles * visits.num_items(), 1, Weights::kThreads, Weights::scratch(tiles), 1,
+      params.num_tiles * visits.num_items(), 1, Weights::kThreads, gate.scratch(tiles), 1,
       [&] { call(gate, up, tiles, x.data, out.data(), visits, params, maps); });
 
   for (size_t place = 0; place < visits.sorted.size(); place++) {
@@ -287,7 +297,7 @@ void test(
     add_alone(of_expert, 0, gate, expert);
     add_alone(of_expert, 1, up, expert);
     std::vector<T> expected(n);
-    fibers::run_grid(params.num_tiles, 1, Weights::kThreads, Weights::scratch(1), 1, [&] {
+    fibers::run_grid(params.num_tiles, 1, Weights::kThreads, Weights::alone(1), 1, [&] {
       call_linear(gate, up, expert, row, expected.data(), alone, of_expert);
     });
     compared += n;
@@ -310,15 +320,16 @@ void test() {
     test<T, D, StreamMaps>(rng, false, 3, 2, 1, 68, 128, true, "downs of few rows");
     // Items that are not full, and several of one expert.
     test<T, D, StreamMaps>(rng, true, 21, 3, 1, 12, 96, false, "gates in items of eight");
-    test<T, C, QuantisedMaps>(rng, true, 3, 2, 1, 20, 1792, true, "quantised gates");
-    test<T, C, QuantisedMaps>(rng, false, 3, 2, 1, 132, 768, false, "quantised downs");
+    test<T, C, QuantisedMaps>(rng, true, 3, 2, 1, 64, 1408, true, "quantised gates");
+    test<T, C, QuantisedMaps>(rng, false, 3, 2, 1, 128, 768, false, "quantised downs");
   }
   fibers::copies_at_once = false;
   test<T, D, StreamMaps>(rng, true, 21, 2, 2, 20, 192, false, "gates in items of 16");
   test<T, D, StreamMaps>(rng, false, 40, 3, 4, 20, 64, false, "downs in items of 32");
   test<T, D, StreamMaps>(rng, true, 61, 4, 8, 20, 96, true, "gates in items of 64");
-  test<T, C, QuantisedMaps>(rng, true, 40, 4, 4, 12, 768, false, "quantised gates, items of 32");
+  test<T, C, QuantisedMaps>(rng, true, 40, 4, 4, 64, 768, false, "quantised gates, items of 32");
   test<T, C, QuantisedMaps>(rng, false, 40, 4, 4, 12, 512, true, "quantised downs, items of 32");
+  test<T, C, QuantisedMaps>(rng, true, 3, 2, 1, 20, 2048, true, "quantised gates by spans");
 }
 
 }  // namespace

@@ -49,11 +49,20 @@ struct BoxCopy {
   }
 };
 
+struct PlainCopy {
+  unsigned int to;
+  const void* from;
+  int bytes;
+
+  void run() const { std::memcpy(fibers::block->shared + to, from, bytes); }
+};
+
 struct StageState {
   int turns = 0;  // that bytes are expected of, the last of them now
   int missing = 0;
   int released = 0;
   std::vector<BoxCopy> open;
+  std::vector<PlainCopy> open_plain;
 };
 
 inline thread_local std::vector<StageState> stage_states;
@@ -87,6 +96,8 @@ struct CopyRing {
       int stage, unsigned int to, const CUtensorMap* map, int column, int row,
       paged::CachePolicy) const {
     BoxCopy box{to, *map, column, row};
+    // (Also of what is not swizzled: the hardware stops otherwise.)
+    fibers::require(column * map->item_bytes % 16 == 0, "boxes begin at multiples of 16 bytes");
     fibers::require(map->stride * map->item_bytes % 16 == 0, "rows are multiples of 16 bytes");
     bool has_rows = map->is_swizzled && map->box_rows > 1;
     fibers::require(to % (has_rows ? 1024 : 128) == 0, "boxes are aligned");
@@ -109,7 +120,26 @@ struct CopyRing {
     for (const BoxCopy& box : state.open) {
       box.run();
     }
+    for (const PlainCopy& copy : state.open_plain) {
+      copy.run();
+    }
     state.open.clear();
+    state.open_plain.clear();
+  }
+
+  void copy_bytes(
+      int stage, unsigned int to, const void* from, int bytes, paged::CachePolicy) const {
+    fibers::require(
+        (to | bytes | reinterpret_cast<size_t>(from)) % 16 == 0, "copies are of 16 bytes");
+    fibers::require(to + bytes <= barriers, "copies lie before the barriers");
+    StageState& state = stage_states[stage];
+    state.missing -= bytes;
+    fibers::require(state.missing >= 0, "no more is copied than is expected");
+    if (fibers::copies_at_once) {
+      PlainCopy{to, from, bytes}.run();
+    } else {
+      state.open_plain.push_back({to, from, bytes});
+    }
   }
 
   void release(int stage, int lane) const {
