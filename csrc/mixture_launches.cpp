@@ -60,7 +60,7 @@ class Launches {
     // A SIMD-group for each row, and a thread for each visit.
     int most = std::max(32 * route_.num_rows, step_.num_visits());
     launch.threadgroup = {std::min<uint32_t>(paged::ROUTE_THREADS, 32 * ceil_div(most, 32)), 1, 1};
-    launch.threadgroup_memory = 16 * ceil_div(2 * step_.num_visits() * 4, 16);
+    launch.threadgroup_memory = 16 * ceil_div(5 * 4 * ceil_div(step_.num_visits(), 4), 16);
     all_.push_back(std::move(launch));
   }
 

@@ -59,7 +59,15 @@ route_experts(
   int threads = int(group_size.x);
   int top_k = params.top_k;
   int num_visits = params.num_rows * top_k;
-  threadgroup int* begins = experts + num_visits;  // by place: whether an item begins there
+  int num_fours = (num_visits + 3) / 4;
+  // By place, whether an item begins there: bytes, whose bits are counted.
+  threadgroup uint* begins = (threadgroup uint*)experts + 4 * num_fours;
+  if (int(thread_id) < 4 * num_fours - num_visits) {
+    experts[num_visits + int(thread_id)] = 0x7fffffff;  // (behind all others)
+  }
+  for (int i = int(thread_id); i < num_fours; i += threads) {
+    begins[i] = 0;
+  }
   for (int row = int(simd_id); row < params.num_rows; row += threads / 32) {
     float values[ROUTE_CHUNKS];
     float largest = -INFINITY;
@@ -132,43 +140,52 @@ route_experts(
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  // (Few, so that counting each anew is no more work than keeping counts.)
-  for (int visit = int(thread_id); visit < num_visits; visit += threads) {
-    int ours = experts[visit];
-    int before = 0;
-    int before_of_expert = 0;
-    for (int other = 0; other < num_visits; other++) {
-      before += experts[other] < ours;
-      before_of_expert += experts[other] == ours && other < visit;
+  int places[ROUTE_VISITS], counts[ROUTE_VISITS], before_of_expert[ROUTE_VISITS];
+  PAGED_UNROLL
+  for (int i = 0; i < ROUTE_VISITS; i++) {
+    int visit = int(thread_id) + i * threads;
+    if (visit < num_visits) {
+      int ours = experts[visit];
+      int before = 0;
+      counts[i] = 0;
+      before_of_expert[i] = 0;
+      for (int f = 0; f < num_fours; f++) {
+        int4 four = ((threadgroup const int4*)experts)[f];
+        int others[4] = {four.x, four.y, four.z, four.w};
+        PAGED_UNROLL
+        for (int e = 0; e < 4; e++) {
+          before += others[e] < ours;
+          counts[i] += others[e] == ours;
+          before_of_expert[i] += others[e] == ours && 4 * f + e < visit;
+        }
+      }
+      places[i] = before + before_of_expert[i];
+      sorted_visits[places[i]] = visit;
+      if (before_of_expert[i] % params.item_rows == 0) {
+        ((threadgroup uchar*)begins)[places[i]] = 1;
+      }
     }
-    int place = before + before_of_expert;
-    sorted_visits[place] = visit;
-    begins[place] = before_of_expert % params.item_rows == 0;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int visit = int(thread_id); visit < num_visits; visit += threads) {
-    int ours = experts[visit];
-    int place = 0;
-    int before_of_expert = 0;
-    int count = 0;
-    for (int other = 0; other < num_visits; other++) {
-      place += experts[other] < ours;
-      before_of_expert += experts[other] == ours && other < visit;
-      count += experts[other] == ours;
-    }
-    place += before_of_expert;
-    int item = 0;
-    for (int i = 0; i < place; i++) {
-      item += begins[i];
-    }
-    if (begins[place]) {
-      items[3 * item] = ours;
-      items[3 * item + 1] = place;
-      items[3 * item + 2] = min(count - before_of_expert, params.item_rows);
-    }
-    if (place == num_visits - 1) {
-      for (int i = item + begins[place]; i < params.max_items; i++) {
-        items[3 * i + 2] = 0;
+  PAGED_UNROLL
+  for (int i = 0; i < ROUTE_VISITS; i++) {
+    int visit = int(thread_id) + i * threads;
+    if (visit < num_visits) {
+      int place = places[i];
+      int item = popcount(begins[place / 4] & ((1u << 8 * (place % 4)) - 1u));
+      for (int f = 0; f < place / 4; f++) {
+        item += popcount(begins[f]);
+      }
+      bool begins_item = before_of_expert[i] % params.item_rows == 0;
+      if (begins_item) {
+        items[3 * item] = experts[visit];
+        items[3 * item + 1] = place;
+        items[3 * item + 2] = min(counts[i] - before_of_expert[i], params.item_rows);
+      }
+      if (place == num_visits - 1) {
+        for (int other = item + begins_item; other < params.max_items; other++) {
+          items[3 * other + 2] = 0;
+        }
       }
     }
   }

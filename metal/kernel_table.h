@@ -72,7 +72,8 @@ enum {
   GREEDY_THREADS = 1024,  // of greedy_tokens, at most
   ROUTE_THREADS = 512,    // of route_experts, at most
   ROUTE_CHUNKS = 8,       // of 32 experts: the most that it chooses from
-  ROUTE_MOST_VISITS = 1024,
+  ROUTE_VISITS = 2,       // of a thread
+  ROUTE_MOST_VISITS = ROUTE_VISITS * ROUTE_THREADS,
 };
 
 // All counts of `chunks` are in units of 16 bytes.

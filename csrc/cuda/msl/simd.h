@@ -60,6 +60,10 @@ METAL_FUNC float exp2(float x) {
 }
 }  // namespace fast
 
+METAL_FUNC uint popcount(uint x) {
+  return uint(__popc(x));
+}
+
 METAL_FUNC float clamp(float x, float least, float most) {
   return fminf(fmaxf(x, least), most);
 }
