@@ -107,7 +107,8 @@ def test_products_of_experts(tmp_path) -> None:
     ],
     ids=[
         "the first 32 rows twice", "rows of visits", "results by visit", "biases of one expert",
-        "one expert", "one quantised expert", "copied before it is expected", "scales of 16 bytes a row",
+        "one expert", "one quantised expert", "copied before it is expected",
+        "scales of 16 bytes a row",
     ],
 )  # fmt: skip
 def test_faults_of_experts_are_seen(tmp_path, changes: dict[str, tuple[str, str]]) -> None:
