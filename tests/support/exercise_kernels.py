@@ -18,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
+from support.mixtures import Experts, exact, logits_apart, visits_of
 from support.quantised import FORMATS, make_quantised
 from support.reference import GPU_HEAD_DIMS, assert_close, make_batch, spans_of
 
@@ -213,6 +214,26 @@ def programs(rng: np.random.Generator, dtype: mx.Dtype) -> None:
             assert np.isfinite(np.array(out.astype(mx.float32))).all()
 
 
+def mixtures(rng: np.random.Generator, dtype: mx.Dtype) -> None:
+    """Experts of 16 bits, and quantised ones whose scales are copied by spans and all at once."""
+    if dtype == mx.float32:  # (products are of 16 bits)
+        return
+    for form, intermediate in ((None, 96), (("affine", 4, 64), 512), (("affine", 4, 64), 768)):
+        experts = Experts(rng, 6, 512, intermediate, dtype, form=form)
+        for rows in (1, 9, 40):
+            x = mx.array(rng.standard_normal((rows, 1, 512))).astype(dtype)
+            logits = logits_apart(rng, rows, 6, dtype)
+            inputs = [x, logits]
+            mx.eval(inputs)
+            unknown = ops.placeholders(inputs)
+            program = ops.DeviceProgram(unknown, [experts.build(*unknown, "normalised", 3)])
+            visits, shares = visits_of("normalised", exact(logits)[:, 0], 3)
+            expected = experts.expected(x, visits, shares)
+            for _ in range(2):
+                error = np.linalg.norm(exact(program(inputs)[0]) - expected, axis=-1)
+                assert (error <= 0.05 * np.linalg.norm(expected, axis=-1)).all()
+
+
 def transfers(rng: np.random.Generator) -> None:
     """Numbers to the device and back, of no element, of one and of some pages."""
     for n in (0, 1, 3000):
@@ -264,6 +285,7 @@ def main() -> None:
         transfers(rng)
         for name in options.dtype:
             programs(rng, getattr(mx, name))
+            mixtures(rng, getattr(mx, name))
     print("exercised")
 
 
