@@ -19,6 +19,7 @@ from sim.checks import check
 
 from mlx_paged import ops
 from support import big_pools, reference
+from support.mixtures import Experts, logits_apart, visits_of
 from support.quantised import (
     FORMATS,
     decoded,
@@ -577,6 +578,31 @@ def products(library: SimLibrary) -> None:
         got = program(inputs)[0]
         mx.eval(got)
     near(got, more + ops.linear(x, weight))
+
+
+@check
+def mixtures(library: SimLibrary) -> None:
+    """Experts in more than one chunk of a SIMD-group, items that are full and that are not, numbers
+    of visits that are no multiple of four, and more of them than threads."""
+    rng = np.random.default_rng(0)
+    for router, rows, num_experts, top_k, dtype in (
+        ("softmax, last", 1, 5, 3, mx.float32), ("normalised", 40, 40, 16, mx.bfloat16),
+        ("first, softmax", 21, 3, 2, mx.float32), ("normalised", 9, 70, 3, mx.float16),
+    ):  # fmt: skip
+        experts = Experts(rng, num_experts, 24, 16, dtype, has_bias=top_k == 3)
+        x = normal(rng, rows, 1, 24, dtype=dtype)
+        logits = logits_apart(rng, rows, num_experts, dtype)
+        if router == "first, softmax":  # two of the largest are equal
+            logits = mx.array([[[1.0, 2.0, 1.0]], [[3.0, 3.0, 3.0]], [[0.0, 1.0, 1.0]]] * 7)
+
+        def build(x: mx.array, logits: mx.array) -> list[mx.array]:
+            return [experts.build(x, logits, router, top_k)]  # noqa: B023
+
+        got = run_program(library, build, x, logits)[0]
+        visits, shares = visits_of(router, to_numpy(logits)[:, 0].astype(np.float64), top_k)
+        tolerance = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}[dtype]
+        expected = experts.expected(x, visits, shares)
+        np.testing.assert_allclose(to_numpy(got), expected, rtol=tolerance, atol=tolerance)
 
 
 @check

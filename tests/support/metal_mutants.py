@@ -13,6 +13,7 @@ QUERIES = "query_tile.h"
 LAYER = "layer.h"
 CODES, QUANTISED = "pool_codes.h", "quantised_pool.h"
 GREEDY = "greedy.h"
+EXPERTS = "experts.h"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 VECTOR = ("decode", "decode_options", "decode_splits")
 MATRICES = ("matrix", "matrix_options", "matrix_splits")
@@ -232,6 +233,22 @@ MUTANTS = [
     _mutant(LAYER, "sum = rounded<T>(sum) + float(bias[column]);", "", "a bias that is not added", "products"),
     _mutant(LAYER, "sum = rounded<T>(sum) + float(residual[at]);", "", "a residual that is not added", "products"),
     _mutant(LAYER, "float sum = simd_sum(sums[i]);", "float sum = sums[i];", "a lane's part of a product", "products"),
+    # Mixtures of experts
+    _mutant(EXPERTS, "(other == key && is_later == prefers_last)", "(other == key && is_later)", "the last of equal experts", "mixtures"),
+    _mutant(EXPERTS, "          value = values[i];\n          keys[i] = 0u;", "          value = values[i];", "an expert is visited again", "mixtures"),
+    _mutant(EXPERTS, "  threadgroup_barrier(mem_flags::mem_threadgroup);\n  int places", "  int places", "visits are counted before all are known", "mixtures"),
+    _mutant(EXPERTS, "  threadgroup_barrier(mem_flags::mem_threadgroup);\n  PAGED_UNROLL", "  PAGED_UNROLL", "items are counted before all have begun", "mixtures"),
+    _mutant(EXPERTS, "4 * f + e < visit;", "4 * f + e <= visit;", "a visit is before itself", "mixtures"),
+    _mutant(EXPERTS, "= 0x7fffffff;", "= 0;", "visits that are none count", "mixtures"),
+    _mutant(EXPERTS, "min(counts[i] - before_of_expert[i], params.item_rows)", "params.item_rows", "every item is full", "mixtures"),
+    _mutant(EXPERTS, "score /= rounded<T>", "score *= rounded<T>", "weights are multiplied by their sum", "mixtures"),
+    _mutant(EXPERTS, "sums[e] += rounded<T>(values[e] * weight);", "sums[e] += values[e];", "visits count alike", "mixtures"),
+    _mutant(EXPERTS, "params.gathers ? sorted_visits[place] / params.top_k : place", "place", "rows of places", "mixtures"),
+    _mutant(EXPERTS, "params.scatters ? sorted_visits[place] : place", "place", "results in the order of experts", "mixtures"),
+    _mutant(EXPERTS, "ulong(expert) * params.n + column", "ulong(column)", "the first expert for all", "mixtures"),
+    _mutant(EXPERTS, "sum = rounded<T>(sum) + float(bias[of_expert]);", "", "a bias that is not added", "mixtures"),
+    _mutant(EXPERTS, "float sum = simd_sum(sums[i]);", "float sum = sums[i];", "a lane's part of a product", "mixtures"),
+    _mutant(EXPERTS, "if (column >= params.n || count == 0) {", "if (column >= params.n) {", "items that are none", "mixtures"),
     # Greedy choice
     _mutant(GREEDY, "has_nan |= (as_type<uint>(logit) & 0x7fffffffu) > 0x7f800000u;", "", "NaNs are overlooked", "greedy"),
     _mutant(GREEDY, "if (logit > value) {", "if (logit >= value) {", "the last of equals in a chunk", "greedy"),
