@@ -3,7 +3,6 @@
 #include "device_mixtures.h"
 
 #include <algorithm>
-#include <initializer_list>
 #include <utility>
 
 namespace mlx_paged {

@@ -128,12 +128,8 @@ ROWS, STREAM = "kernels/linear_quantised.h", "kernels/linear_quantised_stream.h"
         (3, {ROWS: ("copy_weights(turn + kStages - 1)", "copy_weights(turn + kStages)")}),
         (3, {STREAM: ("ring.wait_until_full(turn.stage, turn.round);", "")}),
         (4, {STREAM: ("ring.begin(kMultipliers)", "ring.begin(1)")}),
-        (4, {"quantised_shape.h": ("slots = (stages - 1 + span - 1) / span + 1", "slots = 1")}),
-        (4, {
-            "kernels/linear_finish.h": ("bool is_up", "bool is_up_"),
-            ROWS: ("at.is_up ? 1", "at.is_up_ ? 0"),
-            STREAM: ("high.is_up ?", "high.is_up_ && false ?"),
-        }),
+        (4, {"quantised_shape.h": ("slots = whole ? 1 :", "slots = true ? 1 :")}),
+        (4, {"kernels/linear_finish.h": ("row % UNIT >= kHalf}", "false}")}),
     ],
     ids=[
         "too little is waited for", "too early", "nothing is waited for", "one warp releases",

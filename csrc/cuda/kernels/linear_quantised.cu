@@ -17,11 +17,11 @@ using namespace mlx_paged::cuda;
 #define STREAM(dtype, type, format, bits, group, tiles)                \
   {NAME("linear_quantised_stream", dtype, format, bits, group, tiles), \
    linear_quantised_stream_entry<type, CodeFormat::format, bits, group, tiles>},
-#define EXPERTS(dtype, type, format, bits, group, tiles)                       \
-  {NAME("expert_quantised_stream", dtype, format, bits, group, tiles),         \
+#define EXPERTS(dtype, type, format, bits, group, tiles)                                \
+  {NAME("expert_quantised_stream", dtype, format, bits, group, tiles),                  \
    expert_quantised_stream_entry<type, CodeFormat::format, bits, group, tiles, false>}, \
-  {NAME("expert_quantised_whole", dtype, format, bits, group, tiles),          \
-   expert_quantised_stream_entry<type, CodeFormat::format, bits, group, tiles, true>},
+      {NAME("expert_quantised_whole", dtype, format, bits, group, tiles),               \
+       expert_quantised_stream_entry<type, CodeFormat::format, bits, group, tiles, true>},
 #define TILES(dtype, type, format, bits, group) \
   ROWS(dtype, type, format, bits, group, 1)     \
   ROWS(dtype, type, format, bits, group, 2)     \

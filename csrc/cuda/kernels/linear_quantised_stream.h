@@ -22,7 +22,8 @@ template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES, bool WH
 struct QuantisedStream {
   static constexpr int kRows = kQuantisedStreamRows;
   static constexpr int kChunk = quantised_stream_chunk(BITS);
-  static constexpr QuantisedStreamShape kShape = quantised_stream_shape(FORMAT, BITS, GROUP, TILES, WHOLE);
+  static constexpr QuantisedStreamShape kShape =
+      quantised_stream_shape(FORMAT, BITS, GROUP, TILES, WHOLE);
   static constexpr int kSpan = WHOLE ? 1 << 20 : quantised_stream_span(FORMAT, BITS, GROUP);
   static constexpr int kRowBytes = kChunk * BITS / 8;
   static constexpr bool kHasBiases = FORMAT == CodeFormat::affine;
@@ -229,7 +230,8 @@ struct QuantisedStream {
         if constexpr (WHOLE) {
           group = min(group, last_group);  // (of columns that are not there, whose x are zeros)
         }
-        const unsigned int scales = scales_of(turn) + (first_row + row) * pitch() + group * kScaleBytes;
+        const unsigned int scales =
+            scales_of(turn) + (first_row + row) * pitch() + group * kScaleBytes;
         auto scale_at = [&](int array, int i) -> unsigned int {
           const unsigned int at = scales + array * (kRows * pitch()) + i * (8 * pitch());
           if constexpr (kHasBiases) {
