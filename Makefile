@@ -13,42 +13,49 @@ endif
 comma := ,
 EXTRAS := dev$(if $(BACKEND),$(comma)$(BACKEND))
 
+WERROR ?= OFF
+# ON: also what tests/native/test_sanitizers.py runs. Needs GCC's libasan and libubsan.
+SANITIZE ?= OFF
+
 # Left out for the CPU also where an NVIDIA GPU is.
 CUDA := $(if $(filter cuda%,$(BACKEND)),ON,OFF)
 
 SOURCES := pyproject.toml CMakeLists.txt scripts/build_backend.py \
 	$(wildcard csrc/*.* csrc/*/*.* metal/* tests/sim/extension/* tests/sim/runtime/metal_sim.h)
 
+# With what SANITIZE adds, where it is asked for: an installation that has it serves the others, too.
+INSTALLED := $(BIN)/.installed$(if $(filter ON,$(SANITIZE)),-sanitized)
+
 .PHONY: demo test test-mlx-lm soak hostile load lint bench mac-report wheel clean
 
-demo: $(BIN)/.installed
+demo: $(INSTALLED)
 	$(BIN)/mlx-paged demo
 
 # One worker a core; `make test WORKERS=0` runs the tests in one process.
 WORKERS ?= $(shell nproc 2> /dev/null || sysctl -n hw.ncpu)
-test: $(BIN)/.installed
+test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 # mlx-lm's own tests, fetched from PyPI, without and with `import mlx_paged`. Takes some minutes.
-test-mlx-lm: $(BIN)/.installed
+test-mlx-lm: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet requests
 	$(BIN)/python scripts/mlx_lm_tests/run.py
 
 # A million tokens with random arrivals, aborts, slow readers and faults. Takes some minutes.
-soak: $(BIN)/.installed
+soak: $(INSTALLED)
 	MLX_PAGED_SOAK_TOKENS=1000000 $(BIN)/python -m pytest -s tests/engine/test_soak.py
 
 # 10,000 mutated bodies, and 100 generated requests for each path of the API.
-hostile: $(BIN)/.installed
+hostile: $(INSTALLED)
 	MLX_PAGED_HOSTILE_BODIES=10000 MLX_PAGED_HOSTILE_EXAMPLES=100 \
 		$(BIN)/python -m pytest -s tests/server/test_server_hostile.py
 
 # 256 clients at once for half a minute: aborts, slow readers, half-open sockets.
-load: $(BIN)/.installed
+load: $(INSTALLED)
 	MLX_PAGED_LOAD_CLIENTS=256 MLX_PAGED_LOAD_SECONDS=30 \
 		$(BIN)/python -m pytest -s tests/server/test_server_load.py
 
-lint: $(BIN)/.installed
+lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -57,7 +64,7 @@ lint: $(BIN)/.installed
 		tests/sim/extension/*)
 
 # Figures of this machine, written to bench/results.
-bench: $(BIN)/.installed
+bench: $(INSTALLED)
 	$(BIN)/mlx-paged bench kernels --device cpu --batch 16 --context 2048 --group 1,4,8 --head-dim 64 \
 		--dtype float32,bfloat16 --json bench/results/kernels-cpu.json
 	$(BIN)/mlx-paged bench memory --answer-len 64,256 --json bench/results/memory-cpu.json
@@ -69,14 +76,14 @@ bench: $(BIN)/.installed
 
 # On a Mac: build, tests on its GPU, kernels against its copy bandwidth. JSON and Markdown are written
 # to bench/results, to be sent in.
-mac-report: $(BIN)/.installed
+mac-report: $(INSTALLED)
 	$(BIN)/python bench/mac_report.py
 
-wheel: $(BIN)/.installed
+wheel: $(INSTALLED)
 	$(BIN)/python -m pip wheel --config-settings=cmake.define.MLX_PAGED_CUDA=$(CUDA) --no-deps --wheel-dir dist .
 
 # (--no-compile: all modules of all packages take half a minute. Python compiles those that it imports.)
-$(BIN)/.installed: $(SOURCES)
+$(INSTALLED): $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python scripts/install_progress.py $(BIN)/python -m pip install --verbose --no-compile \
@@ -85,12 +92,9 @@ $(BIN)/.installed: $(SOURCES)
 		--config-settings=cmake.define.MLX_PAGED_CUDA=$(CUDA) \
 		--config-settings=cmake.define.MLX_PAGED_BUILD_TESTS=ON --editable '.[$(EXTRAS)]'
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps mlx-vlm==$(MLX_VLM)
-	touch $@
+	touch $(BIN)/.installed $@
 # What the extra `vision` needs besides: see pyproject.toml.
 MLX_VLM := 0.7.10
-WERROR ?= OFF
-# ON: also what tests/native/test_sanitizers.py runs. Needs GCC's libasan and libubsan.
-SANITIZE ?= OFF
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

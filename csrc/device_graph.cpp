@@ -31,13 +31,13 @@ DeviceGraph::DeviceGraph(const Arrays& inputs, const Arrays& outputs) {
 }
 
 void DeviceGraph::find_nodes(const Arrays& outputs) {
-  struct Visit {
+  struct Pair {
     mx::array array;
     size_t next = 0;
   };
   std::unordered_set<Id> seen;
   for (const auto& output : outputs) {
-    std::vector<Visit> stack{{output}};
+    std::vector<Pair> stack{{output}};
     while (!stack.empty()) {
       auto& [array, next] = stack.back();
       if (inputs_.count(array.id()) || (next == 0 && !seen.insert(array.id()).second)) {
@@ -132,30 +132,40 @@ DeviceGraph::Id DeviceGraph::value_of(const mx::array& a) {
   return at.id();
 }
 
+namespace {
+
+// `at`: of the weight among the inputs; behind it are its scales and biases, then a bias.
+LinearNode with_weights(const Arrays& inputs, size_t at, std::optional<WeightCodes> codes) {
+  LinearNode linear{inputs[0], inputs[at++], std::nullopt, false, codes, {}, {}};
+  if (codes) {
+    linear.scales = inputs[at++];
+    if (codes->format == cpu::WeightFormat::affine) {
+      linear.biases = inputs[at++];
+    }
+  }
+  if (at < inputs.size()) {
+    linear.bias = inputs[at];
+  }
+  return linear;
+}
+
+}  // namespace
+
+LinearNode DeviceGraph::expert_of(const GraphNode& node) {
+  constexpr size_t kWeight = 2;  // behind x and the experts
+  const auto& expert = *node.as<ExpertLinear>();
+  auto linear = with_weights(node.inputs, kWeight, expert.codes());
+  size_t count = kWeight + 1 + bool(linear.scales) + bool(linear.biases) + expert.has_bias();
+  require(node.inputs.size() == count, "experts with a factor each");
+  return linear;
+}
+
 std::optional<LinearNode> DeviceGraph::linear_of(const GraphNode& node) const {
   if (node.as<Linear>()) {
-    bool has_bias = node.inputs.size() > 2;
-    return LinearNode{
-        node.inputs[0],
-        node.inputs[1],
-        has_bias ? std::optional(node.inputs[2]) : std::nullopt,
-        false,
-        {},
-        {},
-        {}};
+    return with_weights(node.inputs, 1, {});
   }
   if (const auto* quantized = node.as<QuantizedLinear>()) {
-    LinearNode linear{node.inputs[0], node.inputs[1], std::nullopt, false, {}, {}, {}};
-    linear.codes = quantized->codes();
-    linear.scales = node.inputs[2];
-    size_t bias = 3;
-    if (quantized->has_biases()) {
-      linear.biases = node.inputs[bias++];
-    }
-    if (node.inputs.size() > bias) {
-      linear.bias = node.inputs[bias];
-    }
-    return linear;
+    return with_weights(node.inputs, 1, quantized->codes());
   }
   if (node.inputs.size() < 2 || node.inputs[1].ndim() != 2 || depends(node.inputs[1])) {
     return std::nullopt;

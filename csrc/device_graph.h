@@ -81,6 +81,8 @@ class DeviceGraph {
   static Id value_of(const mx::array& a);
 
   std::optional<LinearNode> linear_of(const GraphNode& node) const;
+  // Of an ExpertLinear, whose weight is [num_experts, n, k]; its x and result have axes of pairs.
+  static LinearNode expert_of(const GraphNode& node);
   // The product that makes `a`, if nothing else needs it.
   std::optional<size_t> own_linear(const mx::array& a) const;
   Heads heads_of(const mx::array& a) const;

@@ -106,7 +106,7 @@ bool read_choice(Trail& trail, const mx::array& indices, const mx::array& values
          DeviceGraph::value_of(sorted) == DeviceGraph::value_of(values);
 }
 
-// Fills in how the weights of visits are made.
+// Fills in how the weights of pairs are made.
 bool read_weights(Trail& trail, const mx::array& weights, Mixture& found) {
   const auto* node = trail.source(weights);
   if (!node) {
@@ -169,17 +169,17 @@ std::optional<Mixture> mixture_of(const DeviceGraph& graph, const GraphNode& sum
     if (!gate || !up || gate == up || !read_weights(of_side, weights, found)) {
       continue;
     }
-    // (One number for each visit.)
+    // (One number for each pair.)
     const auto* spread = graph.producer_of(weights);
     const auto& shape =
         spread && spread->is("Broadcast") ? spread->inputs[0].shape() : weights.shape();
     if (shape.size() < 2 || shape.back() != 1 || shape[shape.size() - 2] != found.route.top_k) {
       continue;
     }
-    // All of them are of the same visits, and gate and up of the same rows.
-    const auto* visits = of_side.source(down->inputs[1]);
-    if (of_side.source(gate->inputs[1]) != visits || of_side.source(up->inputs[1]) != visits ||
-        !visits || DeviceGraph::value_of(gate->inputs[0]) != DeviceGraph::value_of(up->inputs[0])) {
+    // All of them are of the same pairs, and gate and up of the same rows.
+    const auto* pairs = of_side.source(down->inputs[1]);
+    if (of_side.source(gate->inputs[1]) != pairs || of_side.source(up->inputs[1]) != pairs ||
+        !pairs || DeviceGraph::value_of(gate->inputs[0]) != DeviceGraph::value_of(up->inputs[0])) {
       continue;
     }
     found.gate = of_side.place_of(*gate);

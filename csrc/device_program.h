@@ -77,19 +77,19 @@ struct ProductStep {
   DType dtype;
 };
 
-// A mixture of experts of a step's rows: the router's choice, products of each visit with its
+// A mixture of experts of a step's rows: the router's choice, products of each pair with its
 // expert's matrices, and their weighted sum (metal/experts.h). Operands.
 struct MixtureStep {
   paged::RouteParams route;  // what items are is up to the products' kernels
   int logits;
   int weights;        // [num_rows, top_k]
-  int sorted_visits;  // [num_visits] int32
-  int items;          // [num_visits, 3] int32, of which as many are used as there are
+  int sorted_pairs;   // [num_pairs] int32
+  int items;          // [num_pairs, 3] int32, of which as many are used as there are
   ProductStep gated;  // of all experts' gates and ups, weights [num_experts, n, k]; out by place
-  ProductStep down;   // x by place, out by visit
+  ProductStep down;   // x by place, out by pair
   int out;            // [num_rows, n]
 
-  int num_visits() const { return route.num_rows * route.top_k; }
+  int num_pairs() const { return route.num_rows * route.top_k; }
 };
 
 struct AttentionStep {

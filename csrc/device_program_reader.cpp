@@ -156,53 +156,10 @@ class DeviceProgramReader {
       const mx::array* residual) {
     auto first = *graph_.linear_of(nodes()[products[0]]);
     View x = view(first.x);
-    auto dtype = first.x.dtype();
-    int64_t k = first.x.shape(-1);
-    int item_size = int(dtype.size());
-    require(x.row_size() == k && x.has_dense_rows(), "a product of several vectors a row");
-    require(
-        k * item_size % kChunkBytes == 0 && x.row_stride() * item_size % kChunkBytes == 0 &&
-            x.offset * item_size % kChunkBytes == 0,
-        "a product of rows that are not multiples of 16 bytes");
-    ProductStep step{};
-    step.x = operand(x);
-    step.num_rows = int(x.rows());
-    step.k = int(k);
-    step.x_stride = int(x.row_stride());
+    ProductStep step = product_of(x, first, int(x.rows()));
     step.is_gated = is_gated;
-    step.dtype = dtype_of(dtype);
-    step.codes = first.codes;
     for (size_t i : products) {
-      auto linear = *graph_.linear_of(nodes()[i]);
-      View weight = view(linear.weight);
-      if (linear.is_transposed) {
-        std::swap(weight.shape[0], weight.shape[1]);
-        std::swap(weight.strides[0], weight.strides[1]);
-      }
-      require(linear.codes || linear.weight.dtype() == dtype, "weights of another dtype");
-      require(weight.is_dense(), "weights that are not dense");
-      require(begins_at_chunk(weight), "weights that do not begin at 16 bytes");
-      ProductStep::Part part{};
-      part.weight = operand(weight);
-      part.bias = -1;
-      if (linear.codes) {
-        for (auto [from, to] :
-             {std::pair(&linear.scales, &part.scales), {&linear.biases, &part.biases}}) {
-          if (*from) {
-            require(
-                (*from)->dtype() == dtype || (*from)->dtype() == mx::uint8,
-                "scales of another dtype");
-            View scales = dense_constant(**from);
-            require(begins_at_chunk(scales), "scales that do not begin at 16 bytes");
-            *to = operand(scales);
-          }
-        }
-      }
-      if (linear.bias) {
-        require(linear.bias->dtype() == dtype, "a bias of another dtype");
-        part.bias = operand(dense_constant(*linear.bias));
-      }
-      part.n = weight.shape[0];
+      auto part = product_part(*graph_.linear_of(nodes()[i]), first.x.dtype());
       bool is_result = is_gated || residual;
       part.out = operand(new_value(is_result && i == products[0] ? result : nodes()[i].outputs[0]));
       step.parts.push_back(part);
@@ -213,6 +170,56 @@ class DeviceProgramReader {
       step.residual = operand(added);
     }
     return step;
+  }
+
+  // Without its parts.
+  ProductStep product_of(const View& x, const LinearNode& first, int num_rows) {
+    int64_t k = first.x.shape(-1);
+    int64_t item_size = int64_t(first.x.itemsize());
+    require(x.row_size() == k && x.has_dense_rows(), "a product of several vectors a row");
+    require(
+        k * item_size % kChunkBytes == 0 && x.row_stride() * item_size % kChunkBytes == 0 &&
+            x.offset * item_size % kChunkBytes == 0,
+        "a product of rows that are not multiples of 16 bytes");
+    ProductStep step{};
+    step.x = operand(x);
+    step.num_rows = num_rows;
+    step.k = int(k);
+    step.x_stride = int(x.row_stride());
+    step.dtype = dtype_of(first.x.dtype());
+    step.codes = first.codes;
+    return step;
+  }
+
+  // Without a place for its result.
+  ProductStep::Part product_part(const LinearNode& linear, mx::Dtype dtype) {
+    View weight = view(linear.weight);
+    if (linear.is_transposed) {
+      std::swap(weight.shape[0], weight.shape[1]);
+      std::swap(weight.strides[0], weight.strides[1]);
+    }
+    require(linear.codes || linear.weight.dtype() == dtype, "weights of another dtype");
+    require(weight.is_dense(), "weights that are not dense");
+    require(begins_at_chunk(weight), "weights that do not begin at 16 bytes");
+    ProductStep::Part part{};
+    part.weight = operand(weight);
+    part.bias = -1;
+    part.n = weight.shape[weight.shape.size() - 2];
+    for (auto [from, to] :
+         {std::pair(&linear.scales, &part.scales), {&linear.biases, &part.biases}}) {
+      if (*from) {
+        require(
+            (*from)->dtype() == dtype || (*from)->dtype() == mx::uint8, "scales of another dtype");
+        View scales = dense_constant(**from);
+        require(begins_at_chunk(scales), "scales that do not begin at 16 bytes");
+        *to = operand(scales);
+      }
+    }
+    if (linear.bias) {
+      require(linear.bias->dtype() == dtype, "a bias of another dtype");
+      part.bias = operand(dense_constant(*linear.bias));
+    }
+    return part;
   }
 
   // --- Mixtures of experts ---
@@ -226,21 +233,23 @@ class DeviceProgramReader {
         std::tuple(mixture.route.num_rows, mixture.route.num_experts, mixture.route.top_k);
     require(
         experts <= 32 * paged::ROUTE_CHUNKS && top_k <= 32 &&
-            rows * top_k <= paged::ROUTE_MOST_VISITS,
+            rows * top_k <= paged::ROUTE_MOST_PAIRS,
         "a mixture of so many experts or rows");
     require(mixture.logits.dtype() == dtype, "a router of another dtype");
     View logits = view(mixture.logits);
     require(logits.is_dense(), "logits of experts that are not dense");
     step.logits = operand(logits);
     step.weights = operand(new_buffer({rows, top_k}, dtype));
-    step.sorted_visits = operand(new_buffer({rows * top_k}, mx::int32));
+    step.sorted_pairs = operand(new_buffer({rows * top_k}, mx::int32));
     step.items = operand(new_buffer({rows * top_k, 3}, mx::int32));
-    View x = view(nodes()[mixture.gate].inputs[0]);
+    const auto& given = nodes()[mixture.gate].inputs[0];
+    require(given.dtype() == dtype, "experts of another dtype");
+    View x = view(given);
     require(x.rows() == rows, "experts of other rows");
     View gated{};
-    step.gated = experts_of({mixture.gate, mixture.up}, x, step.num_visits(), dtype, &gated);
+    step.gated = experts_of({mixture.gate, mixture.up}, x, step.num_pairs(), &gated);
     View down{};
-    step.down = experts_of({mixture.down}, gated, step.num_visits(), dtype, &down);
+    step.down = experts_of({mixture.down}, gated, step.num_pairs(), &down);
     require(
         down.shape[1] * dtype.size() % kChunkBytes == 0 &&
             int64_t(out.size()) == int64_t(rows) * down.shape[1],
@@ -249,59 +258,19 @@ class DeviceProgramReader {
     add_step(std::move(step));
   }
 
-  // Products with the matrices of experts. `result`: where the first one's is, [num_visits, n].
+  // Products with the matrices of experts. `result`: where the first one's is, [num_pairs, n].
   ProductStep experts_of(
-      const std::vector<size_t>& products, const View& x, int num_visits, mx::Dtype dtype,
-      View* result) {
-    const auto& first = nodes()[products[0]];
-    int64_t k = first.inputs[0].shape(-1);
-    int64_t item_size = dtype.size();
-    require(first.inputs[0].dtype() == dtype, "experts of another dtype");
-    require(
-        x.row_size() == k && x.has_dense_rows() && k * item_size % kChunkBytes == 0 &&
-            x.row_stride() * item_size % kChunkBytes == 0 && begins_at_chunk(x),
-        "experts of rows that are not multiples of 16 bytes");
-    ProductStep step{};
-    step.x = operand(x);
-    step.num_rows = num_visits;
-    step.k = int(k);
-    step.x_stride = int(x.row_stride());
+      const std::vector<size_t>& products, const View& x, int num_pairs, View* result) {
+    auto first = DeviceGraph::expert_of(nodes()[products[0]]);
+    ProductStep step = product_of(x, first, num_pairs);
     step.is_gated = products.size() == 2;
-    step.dtype = dtype_of(dtype);
-    step.codes = first.as<ExpertLinear>()->codes();
     for (size_t i : products) {
-      const auto& node = nodes()[i];
-      const auto& linear = *node.as<ExpertLinear>();
-      require(linear.codes() == step.codes, "gates in another format");
-      auto next = node.inputs.begin() + 2;
-      ProductStep::Part part{};
-      part.bias = -1;
-      View weight = dense_constant(*next++);
-      require(begins_at_chunk(weight), "weights that do not begin at 16 bytes");
-      part.weight = operand(weight);
-      part.n = weight.shape[1];
-      if (step.codes) {
-        require(
-            (*next).dtype() == dtype || (*next).dtype() == mx::uint8, "scales of another dtype");
-        int num_arrays = step.codes->format == cpu::WeightFormat::affine ? 2 : 1;
-        for (int* to : {&part.scales, &part.biases}) {
-          if (num_arrays-- > 0) {
-            View scales = dense_constant(*next++);
-            require(begins_at_chunk(scales), "scales that do not begin at 16 bytes");
-            *to = operand(scales);
-          }
-        }
-      } else {
-        require(node.inputs[2].dtype() == dtype, "weights of another dtype");
-      }
-      if (linear.has_bias()) {
-        require((*next).dtype() == dtype, "a bias of another dtype");
-        part.bias = operand(dense_constant(*next++));
-      }
-      require(next == node.inputs.end(), "experts with a factor each");
-      View out = new_buffer({num_visits, part.n}, dtype);
+      auto expert = DeviceGraph::expert_of(nodes()[i]);
+      require(expert.codes == first.codes, "gates in another format");
+      auto part = product_part(expert, first.x.dtype());
+      View out = new_buffer({num_pairs, part.n}, first.x.dtype());
       part.out = operand(out);
-      if (i == products[0]) {
+      if (step.parts.empty()) {
         *result = out;
       }
       require(part.n == result->shape[1], "gates of another size");

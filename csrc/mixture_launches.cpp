@@ -34,10 +34,10 @@ class Launches {
       }
     }
     route_.item_rows = tiles_ ? 8 * *tiles_ : paged::PRODUCT_ROWS;
-    // Each expert that is visited has one item that may not be full.
-    int most_experts = std::min(step.num_visits(), route_.num_experts);
+    // Each expert that is chosen has one item that may not be full.
+    int most_experts = std::min(step.num_pairs(), route_.num_experts);
     route_.max_items =
-        std::min(step.num_visits(), most_experts + step.num_visits() / route_.item_rows);
+        std::min(step.num_pairs(), most_experts + step.num_pairs() / route_.item_rows);
   }
 
   std::vector<Launch> all() {
@@ -53,14 +53,14 @@ class Launches {
     Launch launch = kernel("route_experts");
     bind(launch, step_.logits, Access::read);
     bind(launch, step_.weights, Access::write);
-    bind(launch, step_.sorted_visits, Access::write);
+    bind(launch, step_.sorted_pairs, Access::write);
     bind(launch, step_.items, Access::write);
     launch.constants = bytes_of(route_);
     launch.grid = {1, 1, 1};
-    // A SIMD-group for each row, and a thread for each visit.
-    int most = std::max(32 * route_.num_rows, step_.num_visits());
+    // A SIMD-group for each row, and a thread for each pair.
+    int most = std::max(32 * route_.num_rows, step_.num_pairs());
     launch.threadgroup = {std::min<uint32_t>(paged::ROUTE_THREADS, 32 * ceil_div(most, 32)), 1, 1};
-    launch.threadgroup_memory = 16 * ceil_div(5 * 4 * ceil_div(step_.num_visits(), 4), 16);
+    launch.threadgroup_memory = 16 * ceil_div(5 * 4 * ceil_div(step_.num_pairs(), 4), 16);
     all_.push_back(std::move(launch));
   }
 
@@ -75,7 +75,7 @@ class Launches {
       bind(launch, products.x, Access::read);
       bind(launch, part.weight, Access::read);
       bind(launch, part.bias >= 0 ? part.bias : part.weight, Access::read);
-      bind(launch, step_.sorted_visits, Access::read);
+      bind(launch, step_.sorted_pairs, Access::read);
       bind(launch, step_.items, Access::read);
       bind(launch, part.out, Access::write);
       launch.constants = bytes_of(
@@ -119,7 +119,7 @@ class Launches {
   const std::vector<ProgramOperand>& operands_;
   DType dtype_;
   paged::RouteParams route_;
-  std::optional<int> tiles_;  // of eight visits, of NVIDIA's kernels; none: the portable ones
+  std::optional<int> tiles_;  // of eight pairs, of NVIDIA's kernels; none: the portable ones
   std::vector<Launch> all_;
 };
 

@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Mixtures of experts in steps of few rows: which experts a row visits and how much each counts,
-// products in which every visit has the matrix of its expert, and their weighted sum. A visit is a
-// row and one of its experts; visits of one expert lie side by side, so that its matrix is read
+// Mixtures of experts in steps of few rows: which experts a row has and how much each counts,
+// products in which every pair has the matrix of its expert, and their weighted sum. A pair is a
+// row and one of its experts; pairs of one expert lie side by side, so that its matrix is read
 // once. All compute in fp32; what other code would have rounded between two operations is rounded
 // here too.
 
@@ -10,6 +10,7 @@
 
 #include <metal_stdlib>
 
+#include "few_rows.h"
 #include "kernel_table.h"
 #include "language.h"
 #include "vector_load.h"
@@ -41,29 +42,29 @@ METAL_FUNC uint sort_key(float value) {
 
 }  // namespace paged
 
-// From the router's logits: the weight of each visit, the visits in the order of their experts
-// (`sorted_visits`: row * top_k + i by place), and what products are to do: items of up to
-// `item_rows` visits of one expert (`items`: expert, first place, how many; none behind the last).
-// The order of a row's experts, and which of equal ones it visits, is that of a stable sort, whose
+// From the router's logits: the weight of each pair, the pairs in the order of their experts
+// (`sorted_pairs`: row * top_k + i by place), and what products are to do: items of up to
+// `item_rows` pairs of one expert (`items`: expert, first place, how many; none behind the last).
+// The order of a row's experts, and which of equal ones it has, is that of a stable sort, whose
 // first or last `top_k` are taken.
 // grid: one threadgroup.
 template <typename T>
 PAGED_KERNEL(paged::ROUTE_THREADS)
 route_experts(
     device const T* logits [[buffer(0)]], device T* weights [[buffer(1)]],
-    device int* sorted_visits [[buffer(2)]], device int* items [[buffer(3)]],
+    device int* sorted_pairs [[buffer(2)]], device int* items [[buffer(3)]],
     constant paged::RouteParams& params [[buffer(4)]], threadgroup int* experts PAGED_SCRATCH,
     uint3 group_size [[threads_per_threadgroup]], uint thread_id [[thread_index_in_threadgroup]],
     uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   using namespace paged;
   int threads = int(group_size.x);
   int top_k = params.top_k;
-  int num_visits = params.num_rows * top_k;
-  int num_fours = (num_visits + 3) / 4;
+  int num_pairs = params.num_rows * top_k;
+  int num_fours = (num_pairs + 3) / 4;
   // By place, whether an item begins there: bytes, whose bits are counted.
   threadgroup uint* begins = (threadgroup uint*)experts + 4 * num_fours;
-  if (int(thread_id) < 4 * num_fours - num_visits) {
-    experts[num_visits + int(thread_id)] = 0x7fffffff;  // (behind all others)
+  if (int(thread_id) < 4 * num_fours - num_pairs) {
+    experts[num_pairs + int(thread_id)] = 0x7fffffff;  // (behind all others)
   }
   for (int i = int(thread_id); i < num_fours; i += threads) {
     begins[i] = 0;
@@ -92,14 +93,14 @@ route_experts(
         values[i] = rounded<T>(values[i] * factor);
       }
     }
-    uint keys[ROUTE_CHUNKS];  // 0: it is visited already, or there is none
+    uint keys[ROUTE_CHUNKS];  // 0: it is chosen already, or there is none
     PAGED_UNROLL
     for (int i = 0; i < ROUTE_CHUNKS; i++) {
       keys[i] = int(lane) + 32 * i < params.num_experts ? sort_key(values[i]) : 0u;
     }
-    int expert = 0;  // of the lane's visit
+    int expert = 0;  // of the lane's pair
     float score = 0.0f;
-    for (int visit = 0; visit < top_k; visit++) {
+    for (int pair = 0; pair < top_k; pair++) {
       LargestKey best{0u, 0};
       PAGED_UNROLL
       for (int i = 0; i < ROUTE_CHUNKS; i++) {
@@ -120,32 +121,32 @@ route_experts(
         }
       }
       value = simd_shuffle(value, ushort(best.place % 32));
-      if (int(lane) == (params.takes_last ? top_k - 1 - visit : visit)) {
+      if (int(lane) == (params.takes_last ? top_k - 1 - pair : pair)) {
         expert = best.place;
         score = value;
       }
     }
-    bool is_visit = int(lane) < top_k;
+    bool is_pair = int(lane) < top_k;
     if (!params.softmax_first) {
-      float most = simd_max(is_visit ? score : -INFINITY);
-      score = is_visit ? precise::exp(score - most) : 0.0f;
+      float most = simd_max(is_pair ? score : -INFINITY);
+      score = is_pair ? precise::exp(score - most) : 0.0f;
       score = rounded<T>(score * (1.0f / simd_sum(score)));
     }
     if (params.normalises) {
-      score /= rounded<T>(simd_sum(is_visit ? score : 0.0f));
+      score /= rounded<T>(simd_sum(is_pair ? score : 0.0f));
     }
-    if (is_visit) {
+    if (is_pair) {
       weights[row * top_k + int(lane)] = T(score);
       experts[row * top_k + int(lane)] = expert;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  int places[ROUTE_VISITS], counts[ROUTE_VISITS], before_of_expert[ROUTE_VISITS];
+  int places[ROUTE_PAIRS], counts[ROUTE_PAIRS], before_of_expert[ROUTE_PAIRS];
   PAGED_UNROLL
-  for (int i = 0; i < ROUTE_VISITS; i++) {
-    int visit = int(thread_id) + i * threads;
-    if (visit < num_visits) {
-      int ours = experts[visit];
+  for (int i = 0; i < ROUTE_PAIRS; i++) {
+    int pair = int(thread_id) + i * threads;
+    if (pair < num_pairs) {
+      int ours = experts[pair];
       int before = 0;
       counts[i] = 0;
       before_of_expert[i] = 0;
@@ -156,11 +157,11 @@ route_experts(
         for (int e = 0; e < 4; e++) {
           before += others[e] < ours;
           counts[i] += others[e] == ours;
-          before_of_expert[i] += others[e] == ours && 4 * f + e < visit;
+          before_of_expert[i] += others[e] == ours && 4 * f + e < pair;
         }
       }
       places[i] = before + before_of_expert[i];
-      sorted_visits[places[i]] = visit;
+      sorted_pairs[places[i]] = pair;
       if (before_of_expert[i] % params.item_rows == 0) {
         ((threadgroup uchar*)begins)[places[i]] = 1;
       }
@@ -168,9 +169,9 @@ route_experts(
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   PAGED_UNROLL
-  for (int i = 0; i < ROUTE_VISITS; i++) {
-    int visit = int(thread_id) + i * threads;
-    if (visit < num_visits) {
+  for (int i = 0; i < ROUTE_PAIRS; i++) {
+    int pair = int(thread_id) + i * threads;
+    if (pair < num_pairs) {
       int place = places[i];
       int item = popcount(begins[place / 4] & ((1u << 8 * (place % 4)) - 1u));
       for (int f = 0; f < place / 4; f++) {
@@ -178,11 +179,11 @@ route_experts(
       }
       bool begins_item = before_of_expert[i] % params.item_rows == 0;
       if (begins_item) {
-        items[3 * item] = experts[visit];
+        items[3 * item] = experts[pair];
         items[3 * item + 1] = place;
         items[3 * item + 2] = min(counts[i] - before_of_expert[i], params.item_rows);
       }
-      if (place == num_visits - 1) {
+      if (place == num_pairs - 1) {
         for (int other = item + begins_item; other < params.max_items; other++) {
           items[3 * other + 2] = 0;
         }
@@ -191,21 +192,20 @@ route_experts(
   }
 }
 
-// out = x @ weight[expert].T + bias[expert] of an item's visits: a SIMD-group reads a row of the
+// out = x @ weight[expert].T + bias[expert] of an item's pairs: a SIMD-group reads a row of the
 // weight once for all of them. Rows of x are by place, or (`gathers`) by row of the step; rows of
-// `out` are by place, or (`scatters`) by visit.
+// `out` are by place, or (`scatters`) by pair in the order of rows.
 // grid: (rows of the weight / PRODUCT_SIMD_GROUPS rounded up, items).
 template <typename T>
 PAGED_KERNEL(32 * paged::PRODUCT_SIMD_GROUPS)
 expert_rows(
     device const T* x [[buffer(0)]], device const T* weight [[buffer(1)]],
-    device const T* bias [[buffer(2)]], device const int* sorted_visits [[buffer(3)]],
+    device const T* bias [[buffer(2)]], device const int* sorted_pairs [[buffer(3)]],
     device const int* items [[buffer(4)]], device T* out [[buffer(5)]],
     constant paged::ExpertParams& params [[buffer(6)]],
     uint3 group_id [[threadgroup_position_in_grid]],
     uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   using namespace paged;
-  constexpr int CHUNK = chunk_size<T>();
   int column = int(group_id.x) * PRODUCT_SIMD_GROUPS + int(simd_id);
   int expert = items[3 * group_id.y];
   int first = items[3 * group_id.y + 1];
@@ -214,31 +214,15 @@ expert_rows(
     return;
   }
   ulong of_expert = ulong(expert) * params.n + column;
-  device const uint4* of_weight = (device const uint4*)(weight + of_expert * params.k);
-  device const T* rows[PRODUCT_ROWS];
-  float sums[PRODUCT_ROWS];
+  int rows[PRODUCT_ROWS];
   PAGED_UNROLL
   for (int i = 0; i < PRODUCT_ROWS; i++) {
     int place = first + min(i, count - 1);
-    int row = params.gathers ? sorted_visits[place] / params.top_k : place;
-    rows[i] = x + ulong(row) * params.x_stride;
-    sums[i] = 0.0f;
+    rows[i] = params.gathers ? sorted_pairs[place] / params.top_k : place;
   }
-  for (int chunk = int(lane); chunk < params.k / CHUNK; chunk += 32) {
-    float w[CHUNK];
-    unpack(of_weight[chunk], w, T(0.0f));
-    PAGED_UNROLL
-    for (int i = 0; i < PRODUCT_ROWS; i++) {
-      if (i < count) {
-        float v[CHUNK];
-        unpack(((device const uint4*)rows[i])[chunk], v, T(0.0f));
-        PAGED_UNROLL
-        for (int e = 0; e < CHUNK; e++) {
-          sums[i] += w[e] * v[e];
-        }
-      }
-    }
-  }
+  float sums[PRODUCT_ROWS];
+  multiply_rows<T>(
+      weight + of_expert * params.k, params.k, x, params.x_stride, rows, count, int(lane), sums);
   PAGED_UNROLL
   for (int i = 0; i < PRODUCT_ROWS; i++) {
     float sum = simd_sum(sums[i]);
@@ -247,13 +231,13 @@ expert_rows(
         sum = rounded<T>(sum) + float(bias[of_expert]);
       }
       int place = first + i;
-      int row = params.scatters ? sorted_visits[place] : place;
+      int row = params.scatters ? sorted_pairs[place] : place;
       out[ulong(row) * params.n + column] = T(sum);
     }
   }
 }
 
-// The sum of a row's visits, each times its weight.
+// The sum of a row's pairs, each times its weight.
 // grid: (rows, chunks of a row / DATA_THREADS rounded up).
 template <typename T>
 PAGED_KERNEL(paged::DATA_THREADS)
@@ -275,10 +259,10 @@ combine_experts(
     sums[e] = 0.0f;
   }
   for (int i = 0; i < params.top_k; i++) {
-    ulong visit = row * params.top_k + i;
-    float weight = float(weights[visit]);
+    ulong pair = row * params.top_k + i;
+    float weight = float(weights[pair]);
     float values[CHUNK];
-    unpack(((device const uint4*)x)[visit * params.row_chunks + chunk], values, T(0.0f));
+    unpack(((device const uint4*)x)[pair * params.row_chunks + chunk], values, T(0.0f));
     PAGED_UNROLL
     for (int e = 0; e < CHUNK; e++) {
       sums[e] += rounded<T>(values[e] * weight);

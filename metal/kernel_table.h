@@ -72,8 +72,8 @@ enum {
   GREEDY_THREADS = 1024,  // of greedy_tokens, at most
   ROUTE_THREADS = 512,    // of route_experts, at most
   ROUTE_CHUNKS = 8,       // of 32 experts: the most that it chooses from
-  ROUTE_VISITS = 2,       // of a thread
-  ROUTE_MOST_VISITS = ROUTE_VISITS * ROUTE_THREADS,
+  ROUTE_PAIRS = 2,        // of a thread
+  ROUTE_MOST_PAIRS = ROUTE_PAIRS * ROUTE_THREADS,
 };
 
 // All counts of `chunks` are in units of 16 bytes.
@@ -221,10 +221,10 @@ struct RouteParams {
   int num_rows;
   int num_experts;
   int top_k;
-  int softmax_first;  // weights are of all experts' probabilities; otherwise of those visited
+  int softmax_first;  // weights are of all experts' probabilities; otherwise of those chosen
   int normalises;     // divides them by their sum
   int takes_last;     // of a sort of the logits, not of their negatives
-  int item_rows;      // visits of an item, at most
+  int item_rows;      // pairs of an item, at most
   int max_items;      // that there is room for
 };
 static_assert(sizeof(RouteParams) == 32, "the same for every compiler");
@@ -235,8 +235,8 @@ struct ExpertParams {
   int x_stride;
   int top_k;
   int has_bias;
-  int gathers;   // x has a row for each row of the step instead of each visit
-  int scatters;  // the result is ordered by visit instead of expert
+  int gathers;   // x has a row for each row of the step instead of each pair
+  int scatters;  // the result is ordered by pair instead of expert
 };
 static_assert(sizeof(ExpertParams) == 28, "the same for every compiler");
 

@@ -8,6 +8,7 @@
 
 #include <metal_stdlib>
 
+#include "few_rows.h"
 #include "kernel_table.h"
 #include "language.h"
 #include "vector_load.h"
@@ -252,34 +253,20 @@ product_rows(
     uint3 group_id [[threadgroup_position_in_grid]],
     uint simd_id [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   using namespace paged;
-  constexpr int CHUNK = chunk_size<T>();
   int column = int(group_id.x) * PRODUCT_SIMD_GROUPS + int(simd_id);
   int first = int(group_id.y) * PRODUCT_ROWS;
   if (column >= params.n) {
     return;
   }
-  device const uint4* weights = (device const uint4*)(weight + ulong(column) * params.k);
-  float sums[PRODUCT_ROWS];
+  int rows[PRODUCT_ROWS];
   PAGED_UNROLL
   for (int i = 0; i < PRODUCT_ROWS; i++) {
-    sums[i] = 0.0f;
+    rows[i] = first + i;
   }
-  for (int chunk = int(lane); chunk < params.k / CHUNK; chunk += 32) {
-    float w[CHUNK];
-    unpack(weights[chunk], w, T(0.0f));
-    PAGED_UNROLL
-    for (int i = 0; i < PRODUCT_ROWS; i++) {
-      if (first + i < params.num_rows) {
-        float v[CHUNK];
-        device const T* row = x + ulong(first + i) * params.x_stride;
-        unpack(((device const uint4*)row)[chunk], v, T(0.0f));
-        PAGED_UNROLL
-        for (int e = 0; e < CHUNK; e++) {
-          sums[i] += w[e] * v[e];
-        }
-      }
-    }
-  }
+  float sums[PRODUCT_ROWS];
+  multiply_rows<T>(
+      weight + ulong(column) * params.k, params.k, x, params.x_stride, rows,
+      params.num_rows - first, int(lane), sums);
   PAGED_UNROLL
   for (int i = 0; i < PRODUCT_ROWS; i++) {
     float sum = simd_sum(sums[i]);

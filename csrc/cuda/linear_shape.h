@@ -26,10 +26,10 @@ struct LinearParams {
 };
 static_assert(sizeof(LinearParams) == 52, "the same for every compiler");
 
-// Products of visits of experts (metal/experts.h) with one weight of each expert, or its gate and
+// Products of rows with one weight of each of their experts (metal/experts.h), or its gate and
 // up. A launch has kernels for `max_items` items, of which those of the step are first.
 struct ExpertProductParams {
-  LinearParams product;  // of one expert; x has a row for each row of the step, or for each visit
+  LinearParams product;  // of one expert; x has a row for each row of the step, or for each pair
   int num_tiles;         // of an expert's weight
   int top_k;
   int is_first;  // x is gathered by row of the step, and results are by place; else the reverse

@@ -231,8 +231,8 @@ Launch quantised_launch(
 }
 
 int expert_tiles(int num_rows, int top_k, int num_experts) {
-  int visits = (2 * num_rows * top_k + num_experts - 1) / num_experts;
-  return std::min(tiles_of(visits), tiles_of(num_rows));
+  int pairs = (2 * num_rows * top_k + num_experts - 1) / num_experts;
+  return std::min(tiles_of(pairs), tiles_of(num_rows));
 }
 
 int quantised_expert_tiles(int tiles) {
@@ -263,7 +263,7 @@ Launch expert_launch(
   const int rows = codes ? kQuantisedStreamRows : kStreamRows;
   ExpertProductParams params{};
   auto& product = params.product;
-  product.num_rows = is_first ? step.route.num_rows : step.num_visits();
+  product.num_rows = is_first ? step.route.num_rows : step.num_pairs();
   product.k = products.k;
   product.x_stride = products.x_stride;
   product.num_weights = int(products.parts.size());
@@ -291,7 +291,7 @@ Launch expert_launch(
     }
   }
   launch.buffers.push_back({products.parts[0].out, Access::write, 0});
-  launch.buffers.push_back({step.sorted_visits, Access::read, 0});
+  launch.buffers.push_back({step.sorted_pairs, Access::read, 0});
   launch.buffers.push_back({step.items, Access::read, 0});
   launch.constants = bytes_of(params);
   launch.grid = {uint32_t(max_items * params.num_tiles), 1, 1};

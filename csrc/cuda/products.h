@@ -54,9 +54,9 @@ Launch quantised_launch(
 
 bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes);
 
-// --- Products of visits of experts (metal/experts.h)
+// --- Products of rows with their experts (metal/experts.h)
 
-// Tiles of eight visits that an item has, of a step's: twice as many as an expert has on average.
+// Tiles of eight pairs that an item has, of a step's: twice as many as an expert has on average.
 int expert_tiles(int num_rows, int top_k, int num_experts);
 // The same of quantised weights, whose kernels are fewer.
 int quantised_expert_tiles(int tiles);

@@ -142,15 +142,12 @@ class Request:
     # The one of them that the others fork (`Scheduler._prompt_source`).
     prompt_source: Sequence | None = field(default=None, init=False, repr=False)
 
-    # What its sequences begin with.
-    prompt_tokens: array[int] = field(init=False, repr=False)
-
     # Of a prompt with media: its items, and its tokens as the prefix tree is given them.
     prompt_media: PromptMedia | None = field(default=None, init=False, repr=False)
     tree_prompt: array[int] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.prompt_token_ids = self.prompt_tokens = _token_array(self.prompt_token_ids)
+        self.prompt_token_ids = _token_array(self.prompt_token_ids)
         self._check("request_id", isinstance(self.request_id, str), "a string")
         self._check("n", _is_integer(self.n), "an integer")
         self._check("n", self.n >= 1, "at least 1")
@@ -276,7 +273,7 @@ class Sequence:
         self.request = request
         self.index = index
         self.order = order
-        self.tokens = request.prompt_tokens[:]
+        self.tokens = _token_array(request.prompt_token_ids)[:]
         self.tree_tokens: SequenceOf[int] = self.tokens
         if request.tree_prompt is not None:
             self.tree_tokens = TreeTokens(request.tree_prompt, self.tokens)

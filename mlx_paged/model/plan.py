@@ -205,7 +205,7 @@ def build_plan(
         rows_per_item: most query rows that one work item holds.
         split_tokens: most tokens of context that one work item covers, about; a longer context is
             split evenly, in pieces that run in parallel and are merged afterwards. None: as the
-            device needs (`tokens_per_piece`), from a row's own context alone.
+            device needs (`csrc/attention_plan.cpp`), from a row's own context alone.
         bounds: ``[2, num_rows]`` int32: the first and the last position of the span that each row
             sees as a whole, besides what its position and the window let it see: of a picture
             whose tokens see each other, or of a prompt's prefix. Its own position, twice: none.

@@ -333,6 +333,6 @@ def test_token_ids_become_what_the_prefix_tree_compares() -> None:
         assert found == ids and {type(i) for i in found} == {int}
         assert packed.typecode == "I" and packed.tolist() == ids
     request = Request("r", packed)
-    assert request.prompt_tokens is packed and request.num_prompt_tokens == 3
+    assert request.prompt_token_ids is packed and request.num_prompt_tokens == 3
     with pytest.raises(InvalidParameterError, match=r"tokens must be integers in \[0, 60\)"):
         request_options.token_ids_of("tokens", ids, 60)

@@ -106,7 +106,7 @@ def test_products_of_experts(tmp_path) -> None:
         {"kernels/linear_quantised_stream.h": ("return WHOLE ? whole_pitch : 16", "return 16")},
     ],
     ids=[
-        "the first 32 rows twice", "rows of visits", "results by visit", "biases of one expert",
+        "the first 32 rows twice", "rows of pairs", "results by pair", "biases of one expert",
         "one expert", "one quantised expert", "copied before it is expected",
         "scales of 16 bytes a row",
     ],

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.device_programs import with_programs
-from support.mixtures import Experts, logits_apart, visits_of
+from support.mixtures import Experts, chosen_by, logits_apart
 from support.models import StepDriver, tiny_config, tiny_model
 from support.reference import bits
 
@@ -212,8 +212,8 @@ def test_a_mixture(rng, form: tuple[str, int, int] | None, dtype) -> None:
 
             got = run(build, x, logits)
             some = [0, rows // 2, rows - 1]
-            visits, shares = visits_of(router, exact(logits)[some, 0], top_k)
-            expected = experts.expected(x[mx.array(some)], visits, shares)
+            chosen, shares = chosen_by(router, exact(logits)[some, 0], top_k)
+            expected = experts.expected(x[mx.array(some)], chosen, shares)
             error = np.linalg.norm(exact(got)[some] - expected, axis=-1)
             unit = 2.0**-11 if dtype == mx.float16 else 2.0**-8
             assert (error <= 3 * unit * np.linalg.norm(expected, axis=-1)).all()
@@ -300,7 +300,7 @@ def test_steps_of_a_model(
             for sequence, logits in expected.items():
                 error = np.linalg.norm(theirs[sequence] - logits) / np.linalg.norm(logits)
                 mine.append(float(error))
-    if family in MIXTURES:  # a rounding now and then makes a row visit another expert
+    if family in MIXTURES:  # a rounding now and then makes a row choose another expert
         errors = [sorted(e)[: len(e) * 9 // 10] for e in errors]
     ours, graphs = (np.sqrt(np.mean(np.square(e))) for e in errors)
     print(f"errors relative to float32: {ours:.4f}, at most {max(errors[0]):.4f}; ", end="")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support import family_configs
 from support.device_programs import with_programs
-from support.mixtures import ROUTERS, Experts, Router, logits_apart, softmax_and_last, visits_of
+from support.mixtures import ROUTERS, Experts, Router, chosen_by, logits_apart, softmax_and_last
 from support.models import StepDriver, tiny_config, tiny_model
 from support.quantised import raw
 from support.reference import DTYPES, bits
@@ -477,13 +477,13 @@ def test_a_mixture(rng, dtype, has_bias, router: str, rows: int, num_experts: in
     x, _ = values_of(rng, rows, 1, 40, dtype=dtype)
     logits = logits_apart(rng, rows, num_experts, dtype)
     [out], ran = run(lambda x, logits: [experts.build(x, logits, router, top_k)], x, logits)
-    visits, shares = visits_of(router, exact_of(logits)[:, 0], top_k)
-    assert_close(out, experts.expected(x, visits, shares), TOLERANCE[dtype] * 4)
+    chosen, shares = chosen_by(router, exact_of(logits)[:, 0], top_k)
+    assert_close(out, experts.expected(x, chosen, shares), TOLERANCE[dtype] * 4)
     kernels = ["route_experts", "expert_rows", "expert_rows", "silu_mul", "expert_rows"]
     names = [launch["kernel"] for launch in ran]
     assert names == [f"{kernel}_{dtype_name(dtype)}" for kernel in (*kernels, "combine_experts")]
-    # Each expert's matrix is read once, or once for each eight of its visits.
-    counts = np.unique(visits, return_counts=True)[1]
+    # Each expert's matrix is read once, or once for each eight of its chosen.
+    counts = np.unique(chosen, return_counts=True)[1]
     items = int((-(-counts // 8)).sum())
     assert ran[1]["traffic"][1][0] == items * 16 * 40 * x.itemsize
 
@@ -494,7 +494,7 @@ def dtype_name(dtype: mx.Dtype) -> str:
 
 @pytest.mark.parametrize("takes_last", [False, True])
 @pytest.mark.parametrize("values", ["equal", "some equal", "not finite"])
-def test_which_of_equal_experts_are_visited(rng, values: str, takes_last: bool) -> None:
+def test_which_of_equal_experts_are_chosen(rng, values: str, takes_last: bool) -> None:
     """Those that a stable sort has first or last. Whatever the numbers, they are `top_k` others."""
     rows, num_experts, top_k = 6, 50, 7
     logits = rng.integers(0, 3, (rows, num_experts)).astype(np.float32)
@@ -519,8 +519,8 @@ def test_which_of_equal_experts_are_visited(rng, values: str, takes_last: bool) 
     [out], _ = run(build, x, mx.array(logits)[:, None])
     if values != "not finite":  # (whose experts exist: the simulator would say if they did not)
         found = [set(np.flatnonzero(row)) for row in np.array(out)[:, 0]]
-        visits, _ = visits_of(name, logits.astype(np.float64), top_k)
-        assert found == [set(row) for row in visits]
+        chosen, _ = chosen_by(name, logits.astype(np.float64), top_k)
+        assert found == [set(row) for row in chosen]
 
 
 def test_mixtures_of_other_forms_are_refused(rng) -> None:

@@ -294,3 +294,17 @@ def test_gates_that_are_no_gated_layer(rng, other: str) -> None:
 @pytest.mark.parametrize("simd", ["avx2", "baseline"])
 def test_experts_in_a_process_of(simd: str) -> None:
     run_in_process_of(simd, 4, [__file__], "not in_a_process_of")
+
+
+def test_a_part_of_a_program_does_not_run_by_itself(rng) -> None:
+    """Other dtypes than float32 and GPUs' streams are for graphs that become device programs."""
+    x, weight = mx.zeros((2, 1, 32), mx.float16), mx.zeros((3, 4, 32), mx.float16)
+    indices = mx.zeros((2,), mx.uint32)
+    with pytest.raises(ValueError, match=r"\[expert_linear\] x must be float32 but got float16"):
+        ops.expert_linear(x, indices, weight)
+    out = ops.expert_linear(x, indices, weight, for_program=True, stream=mx.cpu)
+    assert out.dtype == mx.float16 and out.shape == (2, 1, 4)
+    with pytest.raises(RuntimeError, match="must be float32 outside of a device program"):
+        mx.eval(out)
+    with pytest.raises(ValueError, match=r"\[expert_linear\] x must be"):
+        ops.expert_linear(indices, indices, weight, for_program=True)

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from support.mixtures import Experts, exact, logits_apart, visits_of
+from support.mixtures import Experts, chosen_by, exact, logits_apart
 from support.quantised import FORMATS, make_quantised
 from support.reference import GPU_HEAD_DIMS, assert_close, make_batch, spans_of
 
@@ -227,8 +227,8 @@ def mixtures(rng: np.random.Generator, dtype: mx.Dtype) -> None:
             mx.eval(inputs)
             unknown = ops.placeholders(inputs)
             program = ops.DeviceProgram(unknown, [experts.build(*unknown, "normalised", 3)])
-            visits, shares = visits_of("normalised", exact(logits)[:, 0], 3)
-            expected = experts.expected(x, visits, shares)
+            chosen, shares = chosen_by("normalised", exact(logits)[:, 0], 3)
+            expected = experts.expected(x, chosen, shares)
             for _ in range(2):
                 error = np.linalg.norm(exact(program(inputs)[0]) - expected, axis=-1)
                 assert (error <= 0.05 * np.linalg.norm(expected, axis=-1)).all()

@@ -19,7 +19,7 @@ from sim.checks import check
 
 from mlx_paged import ops
 from support import big_pools, reference
-from support.mixtures import Experts, logits_apart, visits_of
+from support.mixtures import Experts, chosen_by, logits_apart
 from support.quantised import (
     FORMATS,
     decoded,
@@ -583,7 +583,7 @@ def products(library: SimLibrary) -> None:
 @check
 def mixtures(library: SimLibrary) -> None:
     """Experts in more than one chunk of a SIMD-group, items that are full and that are not, numbers
-    of visits that are no multiple of four, and more of them than threads."""
+    of pairs that are no multiple of four, and more of them than threads."""
     rng = np.random.default_rng(0)
     for router, rows, num_experts, top_k, dtype in (
         ("softmax, last", 1, 5, 3, mx.float32), ("normalised", 40, 40, 16, mx.bfloat16),
@@ -599,9 +599,9 @@ def mixtures(library: SimLibrary) -> None:
             return [experts.build(x, logits, router, top_k)]  # noqa: B023
 
         got = run_program(library, build, x, logits)[0]
-        visits, shares = visits_of(router, to_numpy(logits)[:, 0].astype(np.float64), top_k)
+        chosen, shares = chosen_by(router, to_numpy(logits)[:, 0].astype(np.float64), top_k)
         tolerance = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}[dtype]
-        expected = experts.expected(x, visits, shares)
+        expected = experts.expected(x, chosen, shares)
         np.testing.assert_allclose(to_numpy(got), expected, rtol=tolerance, atol=tolerance)
 
 

@@ -11,6 +11,7 @@ DECODE, MATRIX, PREFILL = "paged_decode.h", "paged_decode_matrix.h", "paged_pref
 TILE, SOFTMAX, TABLE = "matrix_tile.h", "softmax_state.h", "block_table.h"
 QUERIES = "query_tile.h"
 LAYER = "layer.h"
+ROWS = "few_rows.h"
 CODES, QUANTISED = "pool_codes.h", "quantised_pool.h"
 GREEDY = "greedy.h"
 EXPERTS = "experts.h"
@@ -228,23 +229,23 @@ MUTANTS = [
     _mutant(LAYER, "precise::exp(-gates[e])", "precise::exp(gates[e])", "the gate is turned around", "gates_and_rows"),
     _mutant(LAYER, "from += from < 0 ? params.num_rows : 0;", "", "rows from the end", "gates_and_rows"),
     _mutant(LAYER, "if (from >= 0 && from < params.num_rows) {", "if (from >= 0) {", "a row past the last is read", "gates_and_rows"),
-    _mutant(LAYER, "if (first + i < params.num_rows) {\n        float v", "if (true) {\n        float v", "rows past the last are read", "products"),
+    _mutant(ROWS, "if (i < count) {", "if (true) {", "rows past the last are read", "products"),
     _mutant(LAYER, "if (column >= params.n) {\n    return;\n  }", "", "columns past the last are read", "products"),
     _mutant(LAYER, "sum = rounded<T>(sum) + float(bias[column]);", "", "a bias that is not added", "products"),
     _mutant(LAYER, "sum = rounded<T>(sum) + float(residual[at]);", "", "a residual that is not added", "products"),
     _mutant(LAYER, "float sum = simd_sum(sums[i]);", "float sum = sums[i];", "a lane's part of a product", "products"),
     # Mixtures of experts
     _mutant(EXPERTS, "(other == key && is_later == prefers_last)", "(other == key && is_later)", "the last of equal experts", "mixtures"),
-    _mutant(EXPERTS, "          value = values[i];\n          keys[i] = 0u;", "          value = values[i];", "an expert is visited again", "mixtures"),
-    _mutant(EXPERTS, "  threadgroup_barrier(mem_flags::mem_threadgroup);\n  int places", "  int places", "visits are counted before all are known", "mixtures"),
+    _mutant(EXPERTS, "          value = values[i];\n          keys[i] = 0u;", "          value = values[i];", "an expert is chosen again", "mixtures"),
+    _mutant(EXPERTS, "  threadgroup_barrier(mem_flags::mem_threadgroup);\n  int places", "  int places", "pairs are counted before all are known", "mixtures"),
     _mutant(EXPERTS, "  threadgroup_barrier(mem_flags::mem_threadgroup);\n  PAGED_UNROLL", "  PAGED_UNROLL", "items are counted before all have begun", "mixtures"),
-    _mutant(EXPERTS, "4 * f + e < visit;", "4 * f + e <= visit;", "a visit is before itself", "mixtures"),
-    _mutant(EXPERTS, "= 0x7fffffff;", "= 0;", "visits that are none count", "mixtures"),
+    _mutant(EXPERTS, "4 * f + e < pair;", "4 * f + e <= pair;", "a pair is before itself", "mixtures"),
+    _mutant(EXPERTS, "= 0x7fffffff;", "= 0;", "pairs that are none count", "mixtures"),
     _mutant(EXPERTS, "min(counts[i] - before_of_expert[i], params.item_rows)", "params.item_rows", "every item is full", "mixtures"),
     _mutant(EXPERTS, "score /= rounded<T>", "score *= rounded<T>", "weights are multiplied by their sum", "mixtures"),
-    _mutant(EXPERTS, "sums[e] += rounded<T>(values[e] * weight);", "sums[e] += values[e];", "visits count alike", "mixtures"),
-    _mutant(EXPERTS, "params.gathers ? sorted_visits[place] / params.top_k : place", "place", "rows of places", "mixtures"),
-    _mutant(EXPERTS, "params.scatters ? sorted_visits[place] : place", "place", "results in the order of experts", "mixtures"),
+    _mutant(EXPERTS, "sums[e] += rounded<T>(values[e] * weight);", "sums[e] += values[e];", "pairs count alike", "mixtures"),
+    _mutant(EXPERTS, "params.gathers ? sorted_pairs[place] / params.top_k : place", "place", "rows of places", "mixtures"),
+    _mutant(EXPERTS, "params.scatters ? sorted_pairs[place] : place", "place", "results in the order of experts", "mixtures"),
     _mutant(EXPERTS, "ulong(expert) * params.n + column", "ulong(column)", "the first expert for all", "mixtures"),
     _mutant(EXPERTS, "sum = rounded<T>(sum) + float(bias[of_expert]);", "", "a bias that is not added", "mixtures"),
     _mutant(EXPERTS, "float sum = simd_sum(sums[i]);", "float sum = sums[i];", "a lane's part of a product", "mixtures"),

@@ -43,17 +43,17 @@ ROUTERS: dict[str, Router] = {
 }
 
 
-def visits_of(router: str, logits: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which experts rows visit, and their weights; ties as a stable sort has them."""
+def chosen_by(router: str, logits: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which experts rows choose, and their weights; ties as a stable sort has them."""
     shares = np.exp(logits - logits.max(axis=1, keepdims=True))
     shares /= shares.sum(axis=1, keepdims=True)
     if router == "first, softmax":
-        visits = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
+        chosen = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
     else:
-        visits = np.argsort(logits, axis=1, kind="stable")[:, -top_k:]
-    weights = np.take_along_axis(shares, visits, axis=1)
+        chosen = np.argsort(logits, axis=1, kind="stable")[:, -top_k:]
+    weights = np.take_along_axis(shares, chosen, axis=1)
     is_share = router == "softmax, last"
-    return visits, weights if is_share else weights / weights.sum(axis=1, keepdims=True)
+    return chosen, weights if is_share else weights / weights.sum(axis=1, keepdims=True)
 
 
 class Experts:
@@ -106,11 +106,11 @@ class Experts:
         y = self.product("down", ops.silu_mul(gate, up), indices).squeeze(-2)
         return (y * shares[..., None]).sum(axis=-2)
 
-    def expected(self, x: mx.array, visits: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    def expected(self, x: mx.array, chosen: np.ndarray, shares: np.ndarray) -> np.ndarray:
         """The same of ``[rows, 1, hidden]``, in float64."""
         rows = exact(x)[:, 0]
         out = np.zeros((len(rows), self.exact["down"].shape[1]))
-        for row, (experts, weights) in enumerate(zip(visits, shares, strict=True)):
+        for row, (experts, weights) in enumerate(zip(chosen, shares, strict=True)):
             for expert, weight in zip(experts, weights, strict=True):
                 g, u = (self._exact_product(part, rows[row], expert) for part in ("gate", "up"))
                 out[row] += weight * self._exact_product("down", g / (1 + np.exp(-g)) * u, expert)

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Products of visits of experts: what a block serves, and how kernels follow each other.
+// Products of rows with their experts: what a block serves, and how kernels follow each other.
 //
 // Of a mixture's two launches of products the first one waits for the router's and only then lets
 // the next begin. So the second one knows its items before it waits, and its weights are under way
@@ -15,7 +15,7 @@ namespace mlx_paged::cuda {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// Visits of one expert, side by side (route_experts in metal/experts.h).
+// Pairs of one expert, side by side (route_experts in metal/experts.h).
 struct ExpertItem {
   int expert;
   int first;  // place
@@ -40,13 +40,13 @@ struct RowsOfLane {
   int rows[kMost];
 
   __device__ __forceinline__ RowsOfLane(
-      const ExpertProductParams& params, const ExpertItem& item, const int* sorted_visits,
+      const ExpertProductParams& params, const ExpertItem& item, const int* sorted_pairs,
       int lane) {
 #pragma unroll
     for (int i = 0; i < kMost; i++) {
       const int at = lane + 32 * i;
       const bool exists = params.is_first && at < item.count;
-      rows[i] = exists ? sorted_visits[item.first + at] / params.top_k : 0;
+      rows[i] = exists ? sorted_pairs[item.first + at] / params.top_k : 0;
     }
   }
 
@@ -75,7 +75,7 @@ struct RowsOfLane {
 // Finishes the outputs of an item. `parts`: of the whole launch.
 template <typename T, int ROWS, typename Sums>
 __device__ __forceinline__ void finish_item(
-    const ExpertProductParams& params, const ExpertItem& item, const int* sorted_visits, int tile,
+    const ExpertProductParams& params, const ExpertItem& item, const int* sorted_pairs, int tile,
     LinearPart<T> (&parts)[kLinearMostWeights], int num_threads, Sums sums_of) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ void finish_item(
       params.product, parts, 0, tile, static_cast<const T*>(nullptr), nullptr, nullptr,
       [=](int at) {
         const int place = item.first + at;
-        return is_first ? place : sorted_visits[place];
+        return is_first ? place : sorted_pairs[place];
       },
       item.count, threadIdx.x, num_threads, sums_of);
 }

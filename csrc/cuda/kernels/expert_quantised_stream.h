@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// linear_quantised_stream of visits of experts, as expert_stream.h is linear_stream of them.
+// linear_quantised_stream of rows and their experts, as expert_stream.h is linear_stream of them.
 
 #pragma once
 
@@ -15,10 +15,10 @@ namespace mlx_paged::cuda {
 
 #define QUANTISED_EXPERT_PARAMETERS                                          \
   const T *__restrict__ x, QUANTISED_EXPERT(0), QUANTISED_EXPERT(1), T *out, \
-      const int *sorted_visits, const int *items,                            \
+      const int *sorted_pairs, const int *items,                             \
       const __grid_constant__ ExpertProductParams params
 
-// TILES: of eight visits. WHOLE: of rows whose scales are no multiples of 16 bytes. grid: items x
+// TILES: of eight pairs. WHOLE: of rows whose scales are no multiples of 16 bytes. grid: items x
 // tiles of an expert's weight.
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES, bool WHOLE>
 __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_blocks(TILES))
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
     return;
   }
   if (warp == Stream::kMultipliers) {
-    const RowsOfLane<TILES> rows(params, item, sorted_visits, lane);
+    const RowsOfLane<TILES> rows(params, item, sorted_pairs, lane);
     const int x_bytes = params.is_first ? item.count * (Stream::kChunk / Stream::kXBox) * kRowBytes
                                         : Stream::kXBytes;
     stream.copy(
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
   stream.store(results, sums, warp, first_row, lane);
   LinearPart<T> parts[kLinearMostWeights] = EXPERT_PARTS;
   finish_item<T, Stream::kRows>(
-      params, item, sorted_visits, stream.tile_of_weight, parts, kQuantisedStreamThreads,
+      params, item, sorted_pairs, stream.tile_of_weight, parts, kQuantisedStreamThreads,
       [&](int at, int output) {
         return *reinterpret_cast<const float4*>(results + at * kQuantisedStreamPitch + output);
       });

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// linear_stream of visits of experts: a block has rows of one expert's weight. Rows of x that lie
-// anywhere are copied one by one. Sums have the order of linear_stream's.
+// linear_stream of rows and their experts: a block has rows of one expert's weight. Rows of x that
+// lie anywhere are copied one by one. Sums have the order of linear_stream's.
 
 #pragma once
 
@@ -13,10 +13,10 @@ namespace mlx_paged::cuda {
 #define EXPERT_PARAMETERS                                                                \
   const T *__restrict__ x, const T *__restrict__ weight_0, const T *__restrict__ bias_0, \
       const T *__restrict__ weight_1, const T *__restrict__ bias_1, T *out,              \
-      const int *sorted_visits, const int *items,                                        \
+      const int *sorted_pairs, const int *items,                                         \
       const __grid_constant__ ExpertProductParams params
 
-// TILES: of eight visits. grid: items x tiles of an expert's weight.
+// TILES: of eight pairs. grid: items x tiles of an expert's weight.
 template <typename T, int TILES>
 __global__ void __launch_bounds__(kStreamThreads, 2)
     expert_stream_entry(EXPERT_PARAMETERS, const __grid_constant__ StreamMaps maps) {
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
     const CUtensorMap* map_of_high = &maps.weights[high.is_up ? 1 : 0];
     const int first_row = item.expert * product.n[0];
     const int bytes = kWeightBytes + (params.is_first ? item.count : 8 * TILES) * kRowBytes;
-    const RowsOfLane<TILES> rows(params, item, sorted_visits, lane);
+    const RowsOfLane<TILES> rows(params, item, sorted_pairs, lane);
     const paged::CachePolicy once = paged::evict_first();
     const paged::CachePolicy often = paged::evict_last();
     auto copy_weights = [&](int turn) {
@@ -80,18 +80,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
         ring.copy(stage, tile, &maps.x, column, item.first, often);
       }
     };
-    const int ahead = min(kStages, num_turns);
-    for (int turn = 0; turn < ahead; turn++) {
-      copy_weights(turn);
-    }
-    paged::wait_for_kernel_before();
-    for (int turn = 0; turn < ahead; turn++) {
-      copy_x(turn);
-    }
-    for (int turn = kStages; turn < num_turns; turn++) {
-      copy_weights(turn);
-      copy_x(turn);
-    }
+    copy_turns<kStages>(num_turns, copy_weights, [] { paged::wait_for_kernel_before(); }, copy_x);
   }
 
   float sums[TILES][4] = {};
@@ -108,7 +97,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   __syncthreads();
   LinearPart<T> parts[kLinearMostWeights] = EXPERT_PARTS;
   finish_item<T, kStreamRows>(
-      params, item, sorted_visits, tile_of_weight, parts, kStreamThreads, [&](int at, int output) {
+      params, item, sorted_pairs, tile_of_weight, parts, kStreamThreads, [&](int at, int output) {
         return *reinterpret_cast<const float4*>(results + at * kStreamPitch + output);
       });
 #endif

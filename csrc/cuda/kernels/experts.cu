@@ -11,18 +11,18 @@
 
 template <typename T>
 __global__ void __launch_bounds__(paged::ROUTE_THREADS) route_experts_entry(
-    const T* logits, T* weights, int* sorted_visits, int* items,
+    const T* logits, T* weights, int* sorted_pairs, int* items,
     const __grid_constant__ paged::RouteParams params) {
   paged::begin_after_kernel_before();
-  route_experts<T>(logits, weights, sorted_visits, items, params);
+  route_experts<T>(logits, weights, sorted_pairs, items, params);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(32 * paged::PRODUCT_SIMD_GROUPS) expert_rows_entry(
-    const T* x, const T* weight, const T* bias, const int* sorted_visits, const int* items, T* out,
+    const T* x, const T* weight, const T* bias, const int* sorted_pairs, const int* items, T* out,
     const __grid_constant__ paged::ExpertParams params) {
   paged::begin_after_kernel_before();
-  expert_rows<T>(x, weight, bias, sorted_visits, items, out, params);
+  expert_rows<T>(x, weight, bias, sorted_pairs, items, out, params);
 }
 
 template <typename T>

@@ -142,6 +142,25 @@ __device__ __forceinline__ void multiply_parts_together(
 }
 #endif
 
+// By those that copy: the operands of each turn. Weights of the first ones are under way before x
+// is waited for.
+template <int STAGES, typename CopyWeights, typename Wait, typename CopyX>
+__device__ __forceinline__ void copy_turns(
+    int num_turns, CopyWeights copy_weights, Wait wait_for_x, CopyX copy_x) {
+  const int ahead = min(STAGES, num_turns);
+  for (int turn = 0; turn < ahead; turn++) {
+    copy_weights(turn);
+  }
+  wait_for_x();
+  for (int turn = 0; turn < ahead; turn++) {
+    copy_x(turn);
+  }
+  for (int turn = STAGES; turn < num_turns; turn++) {
+    copy_weights(turn);
+    copy_x(turn);
+  }
+}
+
 // What a warp has added up, to [row of x][row of the weight] of the block's results.
 template <int TILES>
 __device__ __forceinline__ void store_sums(
@@ -213,19 +232,13 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
       const unsigned int tile = tiles + stage * kStageBytes + kStreamRows * kLinearChunk * 2;
       ring.copy(stage, tile, &maps.x, (first_chunk + turn) * kLinearChunk, 0, often);
     };
-    const int ahead = min(kStages, num_turns);
-    for (int turn = 0; turn < ahead; turn++) {
-      copy_weights(turn);
-    }
-    paged::let_next_kernel_begin();
-    paged::wait_for_kernel_before();
-    for (int turn = 0; turn < ahead; turn++) {
-      copy_x(turn);
-    }
-    for (int turn = kStages; turn < num_turns; turn++) {
-      copy_weights(turn);
-      copy_x(turn);
-    }
+    copy_turns<kStages>(
+        num_turns, copy_weights,
+        [] {
+          paged::let_next_kernel_begin();
+          paged::wait_for_kernel_before();
+        },
+        copy_x);
   }
 
   float sums[TILES][4] = {};

@@ -2,7 +2,7 @@
 //
 // The kernels of expert_stream.h and expert_quantised_stream.h (csrc/cuda/kernels) on the CPU
 // (fibers.h), against the bits of linear_stream.h and linear_quantised_stream.h with the matrix of
-// each visit's expert. Prints a line for each failure, and how many results were compared.
+// each pair's expert. Prints a line for each failure, and how many results were compared.
 
 #include "fibers.h"
 
@@ -16,16 +16,16 @@ namespace {
 
 constexpr int kExperts = 5;
 
-// Which experts rows visit, as route_experts leaves it.
-struct Visits {
+// Which experts rows pair, as route_experts leaves it.
+struct Pairs {
   int num_rows;
   int top_k;
   std::vector<int> experts;  // [num_rows * top_k]
   std::vector<int> sorted;
   std::vector<int> items;
 
-  // The last expert is visited by nobody, and some items are left over.
-  Visits(std::mt19937& rng, int num_rows, int top_k, int item_rows)
+  // Nobody has the last expert, and some items are left over.
+  Pairs(std::mt19937& rng, int num_rows, int top_k, int item_rows)
       : num_rows(num_rows), top_k(top_k) {
     for (int row = 0; row < num_rows; row++) {
       std::vector<int> all(kExperts - 1);
@@ -50,22 +50,8 @@ struct Visits {
   }
 
   int num_items() const { return int(items.size() / 3); }
-  int row_of(int visit) const { return visit / top_k; }
+  int row_of(int pair) const { return pair / top_k; }
 };
-
-CUtensorMap map_of(
-    const void* data, int item_bytes, int rows, int columns, int stride, int box_rows,
-    int box_columns, bool is_swizzled = true) {
-  return {
-      static_cast<const unsigned char*>(data),
-      item_bytes,
-      rows,
-      columns,
-      stride,
-      box_rows,
-      box_columns,
-      is_swizzled};
-}
 
 template <typename T>
 void fill(std::mt19937& rng, Aligned<T>& to) {
@@ -213,7 +199,7 @@ const unsigned char* bytes(const void* p) {
 
 template <typename T>
 void call(
-    const Dense<T>& a, const Dense<T>& b, int tiles, const T* x, T* out, const Visits& v,
+    const Dense<T>& a, const Dense<T>& b, int tiles, const T* x, T* out, const Pairs& v,
     const ExpertProductParams& params, const StreamMaps& maps) {
   entry(a, tiles)(
       x, a.all.data, a.bias.data, b.all.data, b.bias.data, out, v.sorted.data(), v.items.data(),
@@ -222,7 +208,7 @@ void call(
 
 template <typename T>
 void call(
-    const Codes<T>& a, const Codes<T>& b, int tiles, const T* x, T* out, const Visits& v,
+    const Codes<T>& a, const Codes<T>& b, int tiles, const T* x, T* out, const Pairs& v,
     const ExpertProductParams& params, const QuantisedMaps& maps) {
   entry(a, tiles)(
       x, bytes(a.all.data), bytes(a.scales.data), bytes(a.biases.data), a.bias.data,
@@ -250,13 +236,13 @@ void call_linear(
       bias[1], out, nullptr, nullptr, p, maps);
 }
 
-// One product of visits: from rows of the step to places, or (`is_first` is false) from places to
-// visits.
+// One product of pairs: from rows of the step to places, or (`is_first` is false) from places to
+// pairs.
 template <typename T, typename Weights, typename Maps>
 void test(
     std::mt19937& rng, bool is_first, int num_rows, int top_k, int tiles, int n, int k,
     bool has_bias, const char* what) {
-  Visits visits(rng, num_rows, top_k, 8 * tiles);
+  Pairs pairs(rng, num_rows, top_k, 8 * tiles);
   Weights gate(rng, n, k);
   Weights up(rng, n, k);
   int rows_of_x = is_first ? num_rows : num_rows * top_k;
@@ -283,13 +269,13 @@ void test(
   add_map(maps, 1, up, 0, kExperts);
   std::vector<T> out(size_t(num_rows) * top_k * n, rounded_to<T>(NAN));
   fibers::run_grid(
-      params.num_tiles * visits.num_items(), 1, Weights::kThreads, gate.scratch(tiles), 1,
-      [&] { call(gate, up, tiles, x.data, out.data(), visits, params, maps); });
+      params.num_tiles * pairs.num_items(), 1, Weights::kThreads, gate.scratch(tiles), 1,
+      [&] { call(gate, up, tiles, x.data, out.data(), pairs, params, maps); });
 
-  for (size_t place = 0; place < visits.sorted.size(); place++) {
-    int visit = visits.sorted[place];
-    int expert = visits.experts[visit];
-    const T* row = x.data + size_t(is_first ? visits.row_of(visit) : place) * stride;
+  for (size_t place = 0; place < pairs.sorted.size(); place++) {
+    int pair = pairs.sorted[place];
+    int expert = pairs.experts[pair];
+    const T* row = x.data + size_t(is_first ? pairs.row_of(pair) : place) * stride;
     LinearParams alone = product;
     alone.num_rows = 1;
     Maps of_expert{};
@@ -301,9 +287,9 @@ void test(
       call_linear(gate, up, expert, row, expected.data(), alone, of_expert);
     });
     compared += n;
-    if (std::memcmp(&out[size_t(is_first ? place : visit) * n], expected.data(), 2 * n)) {
+    if (std::memcmp(&out[size_t(is_first ? place : pair) * n], expected.data(), 2 * n)) {
       failed++;
-      std::printf("%s: other bits, visit %d of expert %d\n", what, visit, expert);
+      std::printf("%s: other bits, pair %d of expert %d\n", what, pair, expert);
     }
   }
 }

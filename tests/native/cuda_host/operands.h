@@ -38,6 +38,21 @@ struct Aligned {
   size_t size;
 };
 
+// A matrix as the copy engine is told of it.
+CUtensorMap map_of(
+    const void* data, int item_bytes, int rows, int columns, int stride, int box_rows,
+    int box_columns, bool is_swizzled = true) {
+  return {
+      static_cast<const unsigned char*>(data),
+      item_bytes,
+      rows,
+      columns,
+      stride,
+      box_rows,
+      box_columns,
+      is_swizzled};
+}
+
 enum class Kind { plain, gated, heads };
 
 constexpr int kHead = 64;  // dims of a head

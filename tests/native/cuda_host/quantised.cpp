@@ -186,28 +186,17 @@ struct Product {
   QuantisedMaps maps_of(const Case& c) {
     constexpr int kScaleBytes = FORMAT == CodeFormat::affine ? 2 : 1;
     QuantisedMaps maps{};
-    auto map = [](const void* data, int item_bytes, int rows, int columns, int stride, int box_rows,
-                  int box_columns, bool is_swizzled) {
-      return CUtensorMap{
-          static_cast<const unsigned char*>(data),
-          item_bytes,
-          rows,
-          columns,
-          stride,
-          box_rows,
-          box_columns,
-          is_swizzled};
-    };
-    maps.x = map(x.data, 2, c.rows, k, stride, 8 * c.tiles, 64, true);
+    maps.x = map_of(x.data, 2, c.rows, k, stride, 8 * c.tiles, 64, true);
     for (size_t i = 0; i < weights.size(); i++) {
       const W& w = *weights[i];
       int box_rows = kQuantisedStreamRows / 2;
       int words = k * BITS / 32;
-      maps.weights[i].codes = map(
+      maps.weights[i].codes = map_of(
           w.codes.data, 4, w.n, words, words, box_rows, quantised_stream_chunk(BITS) * BITS / 32,
           quantised_stream_swizzles(BITS));
       auto scales = [&](const void* data) {
-        return map(data, kScaleBytes, w.n, k / GROUP, k / GROUP, box_rows, 16 / kScaleBytes, false);
+        return map_of(
+            data, kScaleBytes, w.n, k / GROUP, k / GROUP, box_rows, 16 / kScaleBytes, false);
       };
       maps.weights[i].scales = scales(w.scales.data);
       maps.weights[i].biases = scales(w.biases.data);

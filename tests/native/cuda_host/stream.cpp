@@ -65,14 +65,7 @@ struct Product {
     p.has_residual = kind != Kind::heads && extras;
     p.head_dim = kind == Kind::heads ? kHead : 0;
     auto map = [&](const T* data, int rows, int stride, int box_rows) {
-      return CUtensorMap{reinterpret_cast<const unsigned char*>(data),
-                         2,
-                         rows,
-                         k,
-                         stride,
-                         box_rows,
-                         kLinearChunk,
-                         true};
+      return map_of(data, 2, rows, k, stride, box_rows, kLinearChunk);
     };
     StreamMaps maps{};
     maps.x = map(x.data, rows, stride, 8 * tiles);
