@@ -2,6 +2,7 @@
 
 #include "bindings.h"
 
+#include "active_wait.h"
 #include "attention_plan.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel_for.h"
@@ -146,6 +147,14 @@ void bind_extension(nb::module_& m) {
       "ids"_a, "vocab_size"_a);
 
   m.def("to_host", &to_host, "array"_a, nb::kw_only(), "stream"_a = nb::none());
+
+  m.def(
+      "wait_actively",
+      [](const mx::array& a, double seconds) {
+        nb::gil_scoped_release release;
+        return wait_actively(a, std::chrono::nanoseconds(int64_t(seconds * 1e9)));
+      },
+      "array"_a, "seconds"_a);
 
   m.def("allocate_pool", &allocate_pool, "shape"_a, "dtype"_a);
 

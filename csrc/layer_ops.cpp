@@ -18,6 +18,7 @@
 #include "cpu/kernels.h"
 #include "dense.h"
 #include "primitives.h"
+#include "residual_sum.h"
 #include "validate.h"
 
 namespace mlx_paged {
@@ -494,6 +495,7 @@ void bind_layer_ops(nb::module_& m) {
       "rms_norm", &rms_norm, "x"_a, "weight"_a.none(), "eps"_a, nb::kw_only(),
       "stream"_a = nb::none());
   m.def("silu_mul", &silu_mul, "gate"_a, "x"_a, nb::kw_only(), "stream"_a = nb::none());
+  m.def("add_in_product", &add_in_product, "sum"_a);
   m.def("serves_rope", &Rope::served_on_gpu, "x"_a, "rotations"_a, "traditional"_a);
   m.def("serves_silu_mul", &SiluMul::served_on_gpu, "gate"_a);
   m.def(

@@ -33,6 +33,8 @@ ENGINE = [
     "cuda_quantised",
     "bounds",
     "dense_prefill",
+    "residual_sum",
+    "active_wait",
     "engine_faults",
     "engine_memory",
     "compiled",

@@ -128,11 +128,22 @@ class BlockPool:
 
     def allocate(self) -> int:
         """Hands out a free block with one reference; the caller made sure that there is one."""
-        block = self._free.pop()
-        self._ref_counts[block] = 1
+        [block] = self.allocate_many(1)
         return block
 
-    # (A prompt behind a long prefix shares hundreds of blocks: loops without calls.)
+    # (A long prompt takes, and one behind a long prefix shares, hundreds of blocks: loops without
+    # calls.)
+
+    def allocate_many(self, count: int) -> list[int]:
+        """Hands out free blocks with one reference each; the caller made sure that there are."""
+        free, counts = self._free, self._ref_counts
+        assert 0 <= count <= len(free), f"{count} blocks are wanted but {len(free)} are free"
+        blocks = free[len(free) - count :]
+        del free[len(free) - count :]
+        blocks.reverse()
+        for block in blocks:
+            counts[block] = 1
+        return blocks
 
     def retain(self, *blocks: int) -> None:
         """Adds a reference to each block; they are used or cached."""

@@ -238,11 +238,11 @@ class BlockTables:
 
     # Changes of a table. (`number` is that of its group.)
 
-    def append(self, number: int, block: int) -> None:
-        """A block at the end."""
+    def append(self, number: int, *blocks: int) -> None:
+        """Blocks at the end."""
         table = self.attention[number]
         table.dirty_from = min(table.dirty_from, len(table.blocks))
-        table.blocks.append(block)
+        table.blocks += blocks
         self.exported = None
 
     def replace(self, number: int, index: int, block: int) -> None:
@@ -618,8 +618,9 @@ class AttentionGroup(KVCacheGroup):
 
     def cover(self, tables: BlockTables, num_tokens: int) -> None:
         """Makes a table cover `num_tokens` tokens; `make_coverable` made the room."""
-        for _ in range(self._blocks_for(num_tokens) - len(self._table(tables).blocks)):
-            tables.append(self.number, self.pool.allocate())
+        num_fresh = self._blocks_for(num_tokens) - len(self._table(tables).blocks)
+        if num_fresh > 0:
+            tables.append(self.number, *self.pool.allocate_many(num_fresh))
 
     def can_cover_later(self, tables: BlockTables, num_tokens: int, num_scheduled: int) -> bool:
         table = self._table(tables)

@@ -522,13 +522,13 @@ class KVManager:
             [tip, new tip)  indexed now; where an equal block is indexed already, it replaces ours
             [new tip, end)  own, not indexed
         """
-        size = self.block_size
-        tip = tables.tip
-        while tip is not None and (tip.depth + 1) * size <= num_computed_tokens:
-            index = tip.depth
-            key = token_bytes(tables.tokens[index * size : (index + 1) * size])
-            tip = self._index(tables, tip, index, key)
-        if tip is not tables.tip:
+        size, tip = self.block_size, tables.tip
+        end = num_computed_tokens // size  # (of full blocks)
+        if tip is not None and tip.depth < end:
+            first = tip.depth
+            keys, length = token_bytes(tables.tokens[first * size : end * size]), size * TOKEN_BYTES
+            for i in range(end - first):
+                tip = self._index(tables, tip, first + i, keys[i * length : (i + 1) * length])
             self.tree.move_tip(tables, tip)
         tables.num_computed_tokens = num_computed_tokens
         if not self._has_full_attention_only:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from mlx_paged.core.encoder_cache import ScheduledMedia
@@ -24,8 +25,8 @@ class ScheduledSequence(NamedTuple):
     Attributes:
         sequence: The sequence. Its `sampler` says how to choose the token, and its request what
             to report of the prompt; its numbers are the scheduler's and may be ahead of this step.
-        token_ids: Tokens to compute; `(IN_FLIGHT_TOKEN,)` when the only one is what the previous
-            step is sampling.
+        token_ids: Tokens to compute, of a prompt an `array`; `(IN_FLIGHT_TOKEN,)` when the only
+            one is what the previous step is sampling.
         start: Position of the first of them. Everything before it is already in the sequence's
             blocks.
         samples: Whether the step samples a token after the last one: true when no known token is
@@ -37,7 +38,7 @@ class ScheduledSequence(NamedTuple):
     """
 
     sequence: Sequence
-    token_ids: tuple[int, ...]
+    token_ids: SequenceOf[int]
     start: int
     samples: bool
     input_from: int

@@ -600,7 +600,7 @@ class Scheduler:
         assert seq.tables is not None
         start = seq.num_scheduled_tokens
         end = seq.num_scheduled_tokens = start + num_tokens
-        token_ids = tuple(seq.tokens[start:end])
+        token_ids = seq.tokens[start:end]
         input_from = -1 if token_ids else seq.sampled_index
         samples = end >= len(seq.tokens)
         if samples:

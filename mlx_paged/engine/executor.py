@@ -22,6 +22,7 @@ from mlx_paged.core import (
     StateMove,
 )
 from mlx_paged.core.media import outside
+from mlx_paged.engine.active_wait import ActiveWait
 from mlx_paged.engine.faults import is_out_of_memory, reason_of
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner, ModelRunnerOutput
 
@@ -55,6 +56,7 @@ class StepExecutor:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        self._wait_actively = ActiveWait()
         self._num_good_steps = 0
         self._rows_too_many = 0
         self.max_rows: int | None = None
@@ -98,6 +100,7 @@ class StepExecutor:
         if step.launched is None:
             return None
         try:
+            self._wait_actively(step.launched.results[0])
             return self._runner.read(step.launched)
         except Exception as error:
             self._note(error, step.output.num_tokens)

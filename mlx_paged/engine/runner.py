@@ -454,7 +454,7 @@ def _report_prompts(logits: mx.array, targets: list[tuple[int, PromptTargets]]) 
 
 
 def _input_tokens(
-    token_ids: tuple[tuple[int, ...], ...],
+    token_ids: Sequence[Sequence[int]],
     input_from: tuple[int, ...],
     previous: LaunchedStep | None,
     num_more: int = 0,
@@ -468,17 +468,29 @@ def _input_tokens(
         stays: see `ops.upload`; of tokens that are all known.
     """
     num_known = input_from.count(-1)
-    more = (0,) * num_more
     if num_known == len(input_from):
-        known = np.fromiter(chain(*token_ids, more), dtype=np.int32)
-        return ops.upload(known, stays=stays)[0]
+        return ops.upload(_flat(token_ids, num_more), stays=stays)[0]
     assert previous is not None, "a sequence awaits a token but no step is in flight"
     if num_known == 0:
         if input_from == tuple(range(previous.tokens.size)):
             return previous.tokens  # the same sequences in the same order
         return previous.tokens[ops.upload(np.array(input_from, dtype=np.int32))[0]]
-    known = np.fromiter(chain(*token_ids, more), dtype=np.int32)
+    known = _flat(token_ids, num_more)
     source = np.full(len(known), -1, dtype=np.int32)
     source[known == IN_FLIGHT_TOKEN] = [place for place in input_from if place >= 0]
     places, tokens = ops.upload(source, known)
     return mx.where(places < 0, tokens, previous.tokens[mx.maximum(places, 0)])
+
+
+def _flat(token_ids: Sequence[Sequence[int]], num_more: int) -> np.ndarray:
+    """All of them side by side, int32, and so many zeros behind them."""
+    total = sum(map(len, token_ids))
+    if total == len(token_ids) and not num_more:
+        return np.fromiter(chain.from_iterable(token_ids), dtype=np.int32, count=total)
+    flat, at = np.zeros(total + num_more, dtype=np.int32), 0
+    for ids in token_ids:
+        end = at + len(ids)
+        # (An array as a whole: number by number it would take longer than all else of a prompt.)
+        flat[at:end] = ids[0] if len(ids) == 1 else ids
+        at = end
+    return flat

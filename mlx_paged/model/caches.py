@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import mlx.core as mx
 
@@ -57,6 +57,12 @@ class Parts:
         self._under_way.append(rows)
         if len(self._under_way) > self.most:
             mx.eval(self._under_way.popleft())
+
+    def attention_built(self, layer: int, out: mx.array) -> None:
+        """Begins with the attention of the first layer, as the device has nothing else to do until
+        the rest of the layer is built."""
+        if layer == 0:
+            mx.async_eval(out)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -195,6 +201,14 @@ class LatentScores(TypeError):
         self.spec = spec
 
 
+class _Written(NamedTuple):
+    """What a layer has just written, until its attention has been built."""
+
+    step: Step
+    keys: mx.array  # [num_rows, num_kv_heads, dim]
+    values: mx.array
+
+
 class KVPools:
     """The key pool and the value pool of one attention cache.
 
@@ -207,6 +221,7 @@ class KVPools:
     # mlx-vlm asks for the column that a batch shares, and without one reads positions on the host.
     _idx = 0
     layer = 0  # which of the layers that have pools
+    _written: _Written | None = None
 
     def __init__(
         self, context: StepContext, spec: LayerSpec, *, num_blocks: int, block_size: int
@@ -225,16 +240,16 @@ class KVPools:
 
     def _write(self, keys: mx.array, values: mx.array, slot_mapping: mx.array) -> None:
         """Writes ``[num_tokens, num_kv_heads, dim]`` keys and values."""
+        keys = _pad(keys.astype(self.spec.dtype), self._dims[0])
+        values = _pad(values.astype(self.spec.dtype), self._dims[1])
         self.key_pool, self.value_pool = ops.write_kv(
-            self.key_pool,
-            self.value_pool,
-            _pad(keys.astype(self.spec.dtype), self._dims[0]),
-            _pad(values.astype(self.spec.dtype), self._dims[1]),
-            slot_mapping,
+            self.key_pool, self.value_pool, keys, values, slot_mapping
         )
-        parts = self._context.step.parts
-        if parts is not None:
-            parts.layer_built(self.layer, self.key_pool, keys)
+        step = self._context.step
+        if step.prefill is not None:
+            self._written = _Written(step, keys, values)
+        if step.parts is not None:
+            step.parts.layer_built(self.layer, self.key_pool, keys)
 
 
 class PagedLayerCache(KVPools):
@@ -298,12 +313,18 @@ class PagedLayerCache(KVPools):
         # Some models upcast queries; the kernels accumulate in float32 anyway.
         rows = _pad(queries.astype(self.spec.dtype), self._dims[0])
         step = self._context.step
+        written, self._written = self._written, None
         if (
             step.prefill is not None
             and self._reach == FULL
             and dense_prefill.serves(self.spec, sinks=sinks, softcap=softcap)
         ):
-            out = step.prefill.attend(rows, self.key_pool, value_pool, scale)
+            own = None
+            if written is not None and written.step is step:
+                own = written.keys, written.values
+            out = step.prefill.attend(rows, (self.key_pool, value_pool), own, scale)
+            if step.parts is not None:
+                step.parts.attention_built(self.layer, out)
             return mx.expand_dims(out, 2).astype(queries.dtype)
         out = ops.paged_attention(
             rows,

@@ -6,7 +6,8 @@ use the paged kernels.
 
 cuDNN takes some 35 ms to prepare a new shape. So a chunk is widened to
 positions that are multiples of `ALIGNMENT`: by rows before it, which are computed and dropped, and
-by rows and keys behind it, which no row of it sees.
+by rows and keys behind it, which no row of it sees. Where a step has a prompt as a whole, its keys
+and values are those that the step has just written, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ _MOST_DIM = 128  # cuDNN's
 # call is long enough that the host is no part of it.
 _MOST_KEYS = 16384
 
+Pools = tuple[mx.array, mx.array]  # of keys and of values
+Rows = tuple[mx.array, mx.array]  # [num_rows, num_kv_heads, dim] keys and values
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -44,23 +48,41 @@ class Chunk:
     block_tables: mx.array  # [num_sequences, num_keys / block_size] int32
     context_lens: mx.array  # [num_sequences] int32
 
-    def attend(
-        self, queries: mx.array, key_pool: mx.array, value_pool: mx.array, scale: float
-    ) -> mx.array:
-        """``[num_rows, num_q_heads, dim]`` queries -> the same shape."""
-        keys, values = ops.gather_kv(
-            key_pool, value_pool, self.block_tables, self.context_lens, self.num_keys
-        )
-        rows = self.num_rows // self.num_sequences
-        queries = mx.unflatten(queries, 0, (self.num_sequences, rows))
-        if self.rows_before or self.rows_behind:
-            around = (self.rows_before, self.rows_behind)
-            queries = mx.pad(queries, [(0, 0), around, (0, 0), (0, 0)])
+    @property
+    def _rows(self) -> int:
+        """Of each sequence."""
+        return self.num_rows // self.num_sequences
+
+    @property
+    def has_all_keys(self) -> bool:
+        """Whether its rows bring all keys: nothing of the prompts is cached, nothing is added."""
+        return self._rows == self.num_keys
+
+    def attend(self, queries: mx.array, pools: Pools, own: Rows | None, scale: float) -> mx.array:
+        """``[num_rows, num_q_heads, dim]`` queries -> the same shape.
+
+        Args:
+            own: keys and values of the chunk's rows, as the pools have them; None: read those.
+        """
+        if own is not None and self.has_all_keys:
+            keys, values = map(self._by_sequence, own)
+        else:
+            keys, values = ops.gather_kv(
+                *pools, self.block_tables, self.context_lens, self.num_keys
+            )
         # (What it returns lies in memory as the queries do: no copy. An index would be one.)
         out = mx.fast.scaled_dot_product_attention(
-            queries.transpose(0, 2, 1, 3), keys, values, scale=scale, mask="causal"
+            self._by_sequence(queries), keys, values, scale=scale, mask="causal"
         ).transpose(0, 2, 1, 3)
-        return out[:, self.rows_before : self.rows_before + rows].flatten(0, 1)
+        return out[:, self.rows_before : self.rows_before + self._rows].flatten(0, 1)
+
+    def _by_sequence(self, rows: mx.array) -> mx.array:
+        """``[num_rows, heads, dim]`` -> ``[num_sequences, heads, rows and those to add, dim]``."""
+        rows = mx.unflatten(rows, 0, (self.num_sequences, self._rows))
+        if self.rows_before or self.rows_behind:
+            around = (self.rows_before, self.rows_behind)
+            rows = mx.pad(rows, [(0, 0), around, (0, 0), (0, 0)])
+        return rows.transpose(0, 2, 1, 3)
 
 
 @dataclass(frozen=True)
@@ -71,19 +93,20 @@ class DensePrefill:
     others: tuple[tuple[int, int], ...]  # rows [b, e) of all other sequences, runs of them
     plan: AttentionPlan | None  # of `others`, side by side; None where there are none
 
-    def attend(
-        self, queries: mx.array, key_pool: mx.array, value_pool: mx.array, scale: float
-    ) -> mx.array:
-        """`ops.paged_attention` of a whole step."""
-        parts = {
-            c.first_row: c.attend(
-                queries[c.first_row : c.first_row + c.num_rows], key_pool, value_pool, scale
-            )
-            for c in self.chunks
-        }
+    def attend(self, queries: mx.array, pools: Pools, own: Rows | None, scale: float) -> mx.array:
+        """`ops.paged_attention` of a whole step.
+
+        Args:
+            own: keys and values of the step's rows, where they are at hand.
+        """
+        parts: dict[int, mx.array] = {}
+        for chunk in self.chunks:
+            rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
+            of_chunk = None if own is None else (own[0][rows], own[1][rows])
+            parts[chunk.first_row] = chunk.attend(queries[rows], pools, of_chunk, scale)
         if self.plan is not None:
-            rows = _joined([queries[b:e] for b, e in self.others])
-            out = ops.paged_attention(rows, key_pool, value_pool, self.plan, scale=scale)
+            others = _joined([queries[b:e] for b, e in self.others])
+            out = ops.paged_attention(others, *pools, self.plan, scale=scale)
             at = 0
             for begin, end in self.others:
                 parts[begin] = out[at : at + end - begin]

@@ -299,6 +299,9 @@ def rms_norm(
         and (weight is None or (weight.dtype == x.dtype and weight.shape == x.shape[-1:]))
     ):
         return ops.rms_norm(x, weight, eps)
+    if _building.on_cuda and not _building.is_native:
+        # (Most often what a layer adds to its residual.)
+        ops.add_in_product(x)
     return _mlx_rms_norm(x, weight, eps, stream=stream)
 
 

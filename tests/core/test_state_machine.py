@@ -283,7 +283,7 @@ def told(output: SchedulerOutput) -> list[Any]:
         output.step,
         output.block_copies,
         output.media,
-        *((s.seq_id, *s[1:]) for s in output.sequences),
+        *((s.seq_id, tuple(s.token_ids), *s[2:]) for s in output.sequences),
     ]
 
 

@@ -423,12 +423,12 @@ def test_copies_are_not_made_again_over_what_was_written(expected) -> None:
         want.append(output.outputs[0].token_ids)
     engine = make_engine()
     run(engine, [[*shared, 99, 98, 97, 96]])
-    runner, launch, failed = runner_of(engine), runner_of(engine).launch, set()
+    runner, launch, failed = runner_of(engine), runner_of(engine).launch, []
 
     def fails(batch: Any, previous: Any) -> LaunchedStep:
         launched = launch(batch, previous)
         if batch.num_tokens > 2 and batch not in failed:
-            failed.add(batch)
+            failed.append(batch)
             runner.abandon(launched)
             raise MemoryError
         return launched

@@ -181,7 +181,8 @@ def test_an_engine_with_a_small_pool_has_a_small_cache() -> None:
     assert limit == 64 << 20 and mx.set_cache_limit(limit) == limit, "and MLX has been told"
     for size in range(1, 30):
         mx.eval(mx.zeros((size, 1 << 18)))
-    assert mx.get_cache_memory() <= limit
+    # (On a GPU MLX keeps what it gets back as long as the limit has not been reached.)
+    assert mx.get_cache_memory() < limit + (size << 20)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "sync"])

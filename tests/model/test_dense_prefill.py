@@ -14,7 +14,7 @@ import pytest
 
 from mlx_paged import ops
 from mlx_paged.model import dense_prefill
-from mlx_paged.model.caches import PagedLayerCache, Step, StepContext
+from mlx_paged.model.caches import PagedLayerCache, Parts, Step, StepContext
 from mlx_paged.model.layout import LayerSpec
 from mlx_paged.model.plan import build_plan
 
@@ -44,6 +44,7 @@ def tables_of(context_lens: list[int]) -> list[list[int]]:
         ([40, 41, 1600, 600, 300], [1, 1, 520, 600, 90]),  # a short chunk stays with the decodes
         ([40, 600, 30, 50], [0, 600, 0, 1]),  # sequences without rows
         ([700] * 3 + [650, 650], [600] * 3 + [600, 600]),  # several alike
+        ([40, 512, 512, 1024, 700], [1, 512, 512, 1024, 600]),  # whole prompts, and one that is not
     ],
 )
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
@@ -63,10 +64,13 @@ def test_equals_paged_attention(
     assert prefill is not None
     num_long = (rows >= dense_prefill.LEAST_ROWS).sum()
     assert sum(chunk.num_sequences for chunk in prefill.chunks) == num_long
-    actual = prefill.attend(queries, keys, values, DIM**-0.5)
-    assert actual.shape == expected.shape
-    error = mx.abs(actual.astype(mx.float32) - expected.astype(mx.float32)).max().item()
-    assert error < (4e-3 if dtype == mx.float16 else 3e-2)
+    slots = plan.slot_mapping
+    own = tuple(pool.reshape(-1, KV_HEADS, DIM)[slots] for pool in (keys, values))
+    for rows_at_hand in (None, own):
+        actual = prefill.attend(queries, (keys, values), rows_at_hand, DIM**-0.5)
+        assert actual.shape == expected.shape
+        error = mx.abs(actual.astype(mx.float32) - expected.astype(mx.float32)).max().item()
+        assert error < (4e-3 if dtype == mx.float16 else 3e-2)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +102,60 @@ def test_short_rows_are_not_touched() -> None:
         dense_prefill.plan_dense_prefill(tables_of([100, 600]), lens, rows, block_size=BLOCK)
         is None
     )
+
+
+@pytest.mark.parametrize(
+    ("context_lens", "query_lens", "gathered"),
+    [([1024, 1024], [1024, 1024], 0), ([1024], [768], 1), ([1000], [1000], 1)],
+    ids=["whole", "cached", "not aligned"],
+)
+def test_whole_prompts_are_not_gathered(
+    monkeypatch, context_lens: list[int], query_lens: list[int], gathered: int
+) -> None:
+    lens, rows = np.array(context_lens), np.array(query_lens)
+    tables = tables_of(context_lens)
+    plan = build_plan(tables, lens, rows, block_size=BLOCK)
+    prefill = dense_prefill.plan_dense_prefill(tables, lens, rows, block_size=BLOCK)
+    calls: list[int] = []
+    gather = ops.gather_kv
+    monkeypatch.setattr(ops, "gather_kv", lambda *args: calls.append(1) or gather(*args))
+    context = StepContext()
+    cache = PagedLayerCache(context, SERVED, num_blocks=tables[-1][-1] + 1, block_size=BLOCK)
+    shape = (sum(query_lens), KV_HEADS, 1, DIM)
+    keys = mx.random.normal(shape, key=mx.random.key(1)).astype(mx.bfloat16)
+    queries = mx.random.normal((sum(query_lens), HEADS, 1, DIM), key=mx.random.key(2)).astype(
+        mx.bfloat16
+    )
+    context.enter(Step(plan, mx.array([0], dtype=mx.int32), prefill=prefill))
+    cache.update_and_fetch(keys, keys)
+    cache.attend(queries, scale=0.1, sinks=None)
+    assert len(calls) == gathered
+    # Another layer that reads the same pools, and another step, have nothing at hand.
+    cache.attend(queries, scale=0.1, sinks=None)
+    cache.update_and_fetch(keys, keys)
+    context.enter(Step(plan, mx.array([0], dtype=mx.int32), prefill=prefill))
+    cache.attend(queries, scale=0.1, sinks=None)
+    assert len(calls) == gathered + 2
+
+
+def test_the_first_layer_s_attention_starts_by_itself(monkeypatch) -> None:
+    """The device waits for it; that of others is built while it has layers before them to do."""
+    lens = np.array([512])
+    tables = tables_of([512])
+    plan = build_plan(tables, lens, lens, block_size=BLOCK)
+    prefill = dense_prefill.plan_dense_prefill(tables, lens, lens, block_size=BLOCK)
+    started: list[tuple[int, ...]] = []
+    monkeypatch.setattr(mx, "async_eval", lambda array: started.append(array.shape))
+    context = StepContext()
+    context.enter(Step(plan, mx.array([511]), prefill=prefill, parts=Parts(1, most=4)))
+    keys = mx.zeros((512, KV_HEADS, 1, DIM), mx.bfloat16)
+    for layer in range(3):
+        cache = PagedLayerCache(context, SERVED, num_blocks=40, block_size=BLOCK)
+        cache.layer = layer
+        cache.update_and_fetch(keys, keys)
+        cache.attend(mx.zeros((512, HEADS, 1, DIM), mx.bfloat16), scale=0.1, sinks=None)
+    pool = (40, BLOCK, KV_HEADS, DIM)
+    assert started == [pool, (512, HEADS, DIM), pool, pool]
 
 
 SERVED = LayerSpec(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.bfloat16)

@@ -46,6 +46,27 @@ def test_the_kernels_compile(tmp_path) -> None:
 
 
 @needs_nvcc
+def test_products_of_four_warps_are_not_serialised(tmp_path) -> None:
+    """The assembler says so where it has each of them end before the next one begins."""
+    source = tmp_path / "product.cu"
+    source.write_text(
+        '#include "linear_stream.h"\n'
+        "using namespace mlx_paged::cuda;\n"
+        "auto kernel = linear_stream_entry<__nv_bfloat16, kWgmmaTiles, true>;\n"
+    )
+    done = subprocess.run(
+        [
+            *(NVCC, "-std=c++17", "-arch=sm_90a", "-O3", "--expt-relaxed-constexpr", "-cubin"),
+            *(f"-I{ROOT / 'csrc/cuda/kernels'}", f"-I{ROOT / 'csrc/cuda/msl'}"),
+            *(f"-I{ROOT / 'metal'}", str(source), "-o", str(tmp_path / "product.cubin")),
+        ],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "serialized" not in done.stderr
+
+
+@needs_nvcc
 @pytest.mark.parametrize("source", HOST, ids=lambda path: path.name)
 def test_the_host_side_compiles(source) -> None:
     mlx = Path(importlib.util.find_spec("mlx.core").origin).parent / "include"

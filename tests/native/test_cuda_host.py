@@ -150,14 +150,15 @@ def test_faults_are_seen(tmp_path, bits: int, changes: dict[str, tuple[str, str]
         ("ring.wait_until_full(stage, turn / kStages);", ""),
         ("ring.begin(kMultipliers)", "ring.begin(1)"),
         ("wait_for_products<1>(sums);", ""),
-        ("stage_before >= 0 || s > 0", "true"),
+        ("    clear(sums);\n", ""),
         ("x + s * kNextColumns", "x"),
         ("before.add(part, sums);", "if (num_parts < 8) before.add(part, sums);"),
-        ("kept[level][t][i] + sums[t][i]", "sums[t][i] + (level == 2 ? 0 : kept[level][t][i])"),
+        ("first + sums[t][i]", "sums[t][i] + (level == 2 ? 0 : first)"),
+        ("in_memory(memory + number)", "in_memory(memory)"),
     ],
     ids=[
         "nothing is waited for", "one warp releases", "released under way", "added to what was",
-        "the first columns", "one part", "half of the parts",
+        "the first columns", "one part", "half of the parts", "one memory for all threads",
     ],
 )  # fmt: skip
 def test_faults_of_the_stream_are_seen(tmp_path, change: tuple[str, str]) -> None:

@@ -15,24 +15,37 @@
 
 namespace mlx_paged::cuda {
 
-// The sums of a block's parts, which come in order, added in pairs, pairs of pairs and so on.
+// The sums of a block's parts, which come in order, added in pairs, pairs of pairs and so on. What is
+// kept meanwhile lies in registers, but of many rows the first parts of pairs lie in shared memory.
+// (The compiler would put them into local memory. That has no cache here, as the ring takes all of
+// it, and every end of a part would wait for the L2 cache.)
 template <int TILES>
 struct PartSums {
-  float kept[3][TILES][4];  // of two, four and eight parts: the first half
+  static constexpr bool kInMemory = keeps_sums_in_memory(TILES);
+  static constexpr int kKept = kInMemory ? 2 : 3;
+  float kept[kKept][TILES][4];  // of two parts (if not in memory), four and eight: the first half
+  float* in_memory;             // the thread's, each as far from the next as there are such threads
+
+  // `memory`: stream_part_sums. `number`: of the thread, among those that multiply.
+  __device__ __forceinline__ PartSums(float* memory, int number) : in_memory(memory + number) {}
 
   // Adds part `part` of the block to those before it that it makes a pair with.
   __device__ __forceinline__ void add(int part, float (&sums)[TILES][4]) {
 #pragma unroll
     for (int level = 0; level < 3; level++) {
       const bool is_second = part >> level & 1;
+      const bool is_in_memory = kInMemory && level == 0;
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
+          constexpr int kThreads = 2 * kStreamRows;  // that multiply
+          float& first = is_in_memory ? in_memory[(4 * t + i) * kThreads]
+                                      : kept[kInMemory ? max(level - 1, 0) : level][t][i];
           if (is_second) {
-            sums[t][i] = kept[level][t][i] + sums[t][i];
+            sums[t][i] = first + sums[t][i];
           } else {
-            kept[level][t][i] = sums[t][i];
+            first = sums[t][i];
           }
         }
       }
@@ -81,10 +94,9 @@ __device__ __forceinline__ void clear(float (&sums)[TILES][4]) {
 // The sums of a block's parts of the columns, whose chunks come through a ring.
 template <typename T, int TILES, typename Ring>
 __device__ __forceinline__ void multiply_parts(
-    float (&sums)[TILES][4], const Ring& ring, unsigned int tiles, int num_parts,
-    int chunks_of_part, int num_turns, int warp, int lane) {
+    float (&sums)[TILES][4], PartSums<TILES> before, const Ring& ring, unsigned int tiles,
+    int num_parts, int chunks_of_part, int num_turns, int warp, int lane) {
   constexpr int kStages = stream_stages(TILES);
-  PartSums<TILES> before;
   int turn = 0;
   for (int part = 0; part < num_parts; part++) {
     const int end = min((part + 1) * chunks_of_part, num_turns);
@@ -100,20 +112,19 @@ __device__ __forceinline__ void multiply_parts(
 }
 
 #ifdef PAGED_HAS_WGMMA
-// The same by four warps together.
+// The same by four warps together. One batch of products is under way while the next is started.
+// (Sums begin as zeros and nothing but waiting for a stage depends on the turn: where products or
+// waits for them are conditional, the compiler has each product end before the next begins.)
 template <typename T, int TILES, typename Ring>
 __device__ __forceinline__ void multiply_parts_together(
-    float (&sums)[TILES][4], const Ring& ring, unsigned int tiles, int num_parts,
-    int chunks_of_part, int num_turns, int lane) {
+    float (&sums)[TILES][4], PartSums<TILES> before, const Ring& ring, unsigned int tiles,
+    int num_parts, int chunks_of_part, int num_turns, int lane) {
   constexpr int kStages = stream_stages(TILES);
-  PartSums<TILES> before;
   int turn = 0;
   for (int part = 0; part < num_parts; part++) {
+    const int begin = turn;
     const int end = min((part + 1) * chunks_of_part, num_turns);
-    if (turn >= end) {
-      clear(sums);
-    }
-    int stage_before = -1;
+    clear(sums);
     for (; turn < end; turn++) {
       const int stage = turn % kStages;
       ring.wait_until_full(stage, turn / kStages);
@@ -123,19 +134,17 @@ __device__ __forceinline__ void multiply_parts_together(
       begin_products();
 #pragma unroll
       for (int s = 0; s < kLinearChunk / 16; s++) {
-        const bool adds = stage_before >= 0 || s > 0;
-        start_product(sums, weight + s * kNextColumns, x + s * kNextColumns, adds, T(0.0f));
+        start_product(sums, weight + s * kNextColumns, x + s * kNextColumns, T(0.0f));
       }
       commit_products();
-      if (stage_before >= 0) {
-        wait_for_products<1>(sums);
-        ring.release(stage_before, lane);
+      wait_for_products<1>(sums);
+      if (turn > begin) {
+        ring.release((turn - 1) % kStages, lane);
       }
-      stage_before = stage;
     }
-    if (stage_before >= 0) {
-      wait_for_products<0>(sums);
-      ring.release(stage_before, lane);
+    wait_for_products<0>(sums);
+    if (turn > begin) {
+      ring.release((turn - 1) % kStages, lane);
     }
     before.add(part, sums);
   }
@@ -243,12 +252,16 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
 
   float sums[TILES][4] = {};
   if (warp < kMultipliers) {
+    const PartSums<TILES> before(
+        reinterpret_cast<float*>(shared + stream_part_sums(TILES)), threadIdx.x);
     if constexpr (WGMMA) {
 #ifdef PAGED_HAS_WGMMA
-      multiply_parts_together<T>(sums, ring, tiles, num_parts, chunks_of_part, num_turns, lane);
+      multiply_parts_together<T>(
+          sums, before, ring, tiles, num_parts, chunks_of_part, num_turns, lane);
 #endif
     } else {
-      multiply_parts<T>(sums, ring, tiles, num_parts, chunks_of_part, num_turns, warp, lane);
+      multiply_parts<T>(
+          sums, before, ring, tiles, num_parts, chunks_of_part, num_turns, warp, lane);
     }
   }
   __syncthreads();  // the ring has been read

@@ -49,24 +49,21 @@ __device__ __forceinline__ void wait_for_products(float (&d)[TILES][4]) {
 
 // (The instruction names its registers one by one.)
 #define PAGED_D(t) "+f"(d[t][0]), "+f"(d[t][1]), "+f"(d[t][2]), "+f"(d[t][3])
-#define PAGED_START(shape, type, registers, of_a, of_b, of_adds, of_layout, ...) \
+#define PAGED_START(shape, type, registers, of_a, of_b, of_layout, ...) \
   asm volatile(                                                                  \
       "{\n"                                                                      \
-      ".reg .pred adds;\n"                                                       \
       ".reg .b64 a;\n"                                                           \
       ".reg .b64 b;\n"                                                           \
-      "setp.ne.b32 adds, " of_adds                                               \
-      ", 0;\n"                                                                   \
       "mov.b64 a, {" of_a ", " of_layout                                         \
       "};\n"                                                                     \
       "mov.b64 b, {" of_b ", " of_layout                                         \
       "};\n"                                                                     \
       "wgmma.mma_async.sync.aligned." shape ".f32." type "." type " {" registers \
       "}, "                                                                      \
-      "a, b, adds, 1, 1, 0, 0;\n"                                                \
+      "a, b, 1, 1, 1, 0, 0;\n"                                                \
       "}"                                                                        \
       : __VA_ARGS__                                                              \
-      : "r"(a), "r"(b), "r"(int(adds)), "n"(kTileLayout)                         \
+      : "r"(a), "r"(b), "n"(kTileLayout)                         \
       : "memory")
 #define PAGED_8 "%0, %1, %2, %3"
 #define PAGED_16 PAGED_8 ", %4, %5, %6, %7"
@@ -78,30 +75,29 @@ __device__ __forceinline__ void wait_for_products(float (&d)[TILES][4]) {
 #define PAGED_START_ANY(type)                                                                   \
   static_assert(TILES == 1 || TILES == 2 || TILES == 4 || TILES == 8);                          \
   if constexpr (TILES == 1) {                                                                   \
-    PAGED_START("m64n8k16", type, PAGED_8, "%4", "%5", "%6", "%7", PAGED_D(0));                 \
+    PAGED_START("m64n8k16", type, PAGED_8, "%4", "%5", "%6", PAGED_D(0));                 \
   } else if constexpr (TILES == 2) {                                                            \
-    PAGED_START("m64n16k16", type, PAGED_16, "%8", "%9", "%10", "%11", PAGED_D(0), PAGED_D(1)); \
+    PAGED_START("m64n16k16", type, PAGED_16, "%8", "%9", "%10", PAGED_D(0), PAGED_D(1)); \
   } else if constexpr (TILES == 4) {                                                            \
     PAGED_START(                                                                                \
-        "m64n32k16", type, PAGED_32, "%16", "%17", "%18", "%19", PAGED_D(0), PAGED_D(1),        \
+        "m64n32k16", type, PAGED_32, "%16", "%17", "%18", PAGED_D(0), PAGED_D(1),        \
         PAGED_D(2), PAGED_D(3));                                                                \
   } else {                                                                                      \
     PAGED_START(                                                                                \
-        "m64n64k16", type, PAGED_64, "%32", "%33", "%34", "%35", PAGED_D(0), PAGED_D(1),        \
+        "m64n64k16", type, PAGED_64, "%32", "%33", "%34", PAGED_D(0), PAGED_D(1),        \
         PAGED_D(2), PAGED_D(3), PAGED_D(4), PAGED_D(5), PAGED_D(6), PAGED_D(7));                \
   }
 
-// Starts d += a b, or (`adds` is false) d = a b. `a`, `b`: columns of their tiles. TILES: of eight
-// columns of D.
+// Starts d += a b. `a`, `b`: columns of their tiles. TILES: of eight columns of D.
 template <int TILES>
 __device__ __forceinline__ void start_product(
-    float (&d)[TILES][4], unsigned int a, unsigned int b, bool adds, __nv_bfloat16) {
+    float (&d)[TILES][4], unsigned int a, unsigned int b, __nv_bfloat16) {
   PAGED_START_ANY("bf16")
 }
 
 template <int TILES>
 __device__ __forceinline__ void start_product(
-    float (&d)[TILES][4], unsigned int a, unsigned int b, bool adds, __half) {
+    float (&d)[TILES][4], unsigned int a, unsigned int b, __half) {
   PAGED_START_ANY("f16")
 }
 

@@ -16,7 +16,6 @@ struct StartedProduct {
   int tiles;
   unsigned int a;
   unsigned int b;
-  bool adds;
   float (*value)(unsigned short);
 
   // Row `row` of a tile of rows of 64 columns, and a column of its sixteen.
@@ -34,7 +33,7 @@ struct StartedProduct {
       for (int i = 0; i < 4; i++) {
         const int row = thread / 32 % 4 * 16 + lane / 4 + i / 2 * 8;
         const int column = 8 * t + lane % 4 * 2 + i % 2;
-        double sum = adds ? d[t][i] : 0.0;
+        double sum = d[t][i];
         for (int k = 0; k < 16; k++) {
           sum += double(at(a, row, k)) * at(b, column, k);
         }
@@ -75,9 +74,9 @@ void wait_for_products(float (&)[TILES][4]) {
 }
 
 template <int TILES, typename T>
-void start_product(float (&d)[TILES][4], unsigned int a, unsigned int b, bool adds, T) {
+void start_product(float (&d)[TILES][4], unsigned int a, unsigned int b, T) {
   auto value = [](unsigned short bits) { return paged::half_of<T>(bits, 0); };
-  open_products[fibers::block->current].push_back({d, TILES, a, b, adds, value});
+  open_products[fibers::block->current].push_back({d, TILES, a, b, value});
 }
 
 }  // namespace mlx_paged::cuda

@@ -1,0 +1,58 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include "active_wait.h"
+
+#include <sys/resource.h>
+
+namespace mlx_paged {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// What this thread was kept from running for at least, when another one had its turn. (Others that
+// only need a moment, the GPU driver's among them, are no reason to sleep.)
+constexpr std::chrono::microseconds kTurn{500};
+
+// Times that this thread was made to give up its core. (Where nobody counts them, as many as it was
+// kept from running.)
+long times_preempted() {
+#ifdef RUSAGE_THREAD
+  rusage usage;
+  return getrusage(RUSAGE_THREAD, &usage) == 0 ? usage.ru_nivcsw : 0;
+#else
+  static thread_local long calls = 0;
+  return calls++;
+#endif
+}
+
+// A microsecond or two in which the core's other thread has all of it.
+void pause() {
+  for (int i = 0; i < 32; i++) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb" ::: "memory");
+#endif
+  }
+}
+
+}  // namespace
+
+bool wait_actively(const mx::array& a, std::chrono::nanoseconds limit) {
+  const long before = times_preempted();
+  auto last = Clock::now();
+  const auto end = last + limit;
+  while (a.status() != mx::array::Status::unscheduled && !a.is_available() && last < end) {
+    pause();
+    auto now = Clock::now();
+    // (A virtual machine, or a driver's lock, can keep it from running too.)
+    if (now - last > kTurn && times_preempted() != before) {
+      return false;
+    }
+    last = now;
+  }
+  return true;
+}
+
+}  // namespace mlx_paged
