@@ -45,7 +45,9 @@ MEDIA_ENGINE = "with_pictures or mixed_batches or every_way or previous or secon
 PLANTED = "memcheck of a planted fault"
 ALL_ARCHITECTURES = "80;86;89;90;100;120"  # as csrc/cuda/cuda.cmake has them
 SANITIZED = ("float32", "bfloat16", "float16")
-ON_TEST_PATH = {"PYTHONPATH": str(TESTS)}  # of scripts in tests/ that pytest does not start
+ON_TEST_PATH = {  # of scripts in tests/ that pytest does not start
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+}
 NOT_THE_MOE = ["decode", "decode-more", "prefill", "prefix", "qwen3-0.6b", "llama-8b-4bit"]
 
 

@@ -77,10 +77,7 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
         skip: Collection[int] = (),
     ) -> None:
-        # The token map is built once per tokenizer; a shallow copy shares only that.
-        self._detokenizer: StreamingDetokenizer = copy.copy(tokenizer.detokenizer)
-        if type(self._detokenizer) is BPEStreamingDetokenizer:
-            self._detokenizer.__class__ = _ExactBPEDetokenizer
+        self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._first_characters = frozenset(s[0] for s in stop)
         self._include_stop = include_stop
@@ -90,19 +87,32 @@ class IncrementalDetokenizer:
 
     def start_over(self) -> None:
         """Forgets all tokens."""
-        self._detokenizer.reset()
+        self._decoder: StreamingDetokenizer | None = None
         self._num_tokens_to_stop = self._min_tokens  # tokens to come that complete no stop string
         self._held = ""
         self.text = ""
         self.matched_stop: str | None = None
+
+    @property
+    def _detokenizer(self) -> StreamingDetokenizer:
+        """Made for the first token: a request's first step does not wait for it."""
+        if self._decoder is None:
+            # The token map is built once per tokenizer; a shallow copy shares only that.
+            decoder = copy.copy(self._tokenizer.detokenizer)
+            if type(decoder) is BPEStreamingDetokenizer:
+                decoder.__class__ = _ExactBPEDetokenizer
+            decoder.reset()
+            self._decoder = decoder
+        return self._decoder
 
     def add(self, token: int) -> str:
         """Takes one token; returns the text that became certain. Nothing after a stop string."""
         if token in self._skip:
             segment = ""
         else:
-            self._detokenizer.add_token(token)
-            segment = self._detokenizer.last_segment
+            detokenizer = self._detokenizer
+            detokenizer.add_token(token)
+            segment = detokenizer.last_segment
         if not self._stop:  # most requests have none, and this runs once a token
             return self._emit(segment)
         may_stop = self._num_tokens_to_stop <= 0

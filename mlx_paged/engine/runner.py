@@ -310,6 +310,7 @@ class ModelRunner:
             _input_tokens(token_ids, input_from, previous, wanted_rows - total, stays=stays),
             self._inputs(columns, context_lens, num_rows, wanted, media),
         )
+        greedy = None
         if sampled:
             if metadata is None:  # (for which the GPU need not have waited)
                 metadata = self._metadata(sampled, positions)
@@ -330,7 +331,10 @@ class ModelRunner:
         launched = LaunchedStep(
             output, tokens, pools[-1], for_host, pools_before, why_none, logprobs, prompt_logprobs
         )
-        mx.async_eval(*launched.results, *pools, *made)  # type: ignore[no-untyped-call]
+        # (What a device program found has been launched with it, and nothing but it is asked for.)
+        results = launched.results
+        if greedy is None or for_host is not greedy.reported or len(results) > 1 or made:
+            mx.async_eval(*results, *pools, *made)  # type: ignore[no-untyped-call]
         return launched
 
     def _inputs(

@@ -350,7 +350,7 @@ class PagedModel:
         kept = self._first_rows.get(count)
         if kept is not None and kept[0] == numbers:
             return kept[1]
-        if not np.array_equal(wanted, np.arange(count)):
+        if kept is not None or not np.array_equal(wanted, np.arange(count)):
             return int32(wanted, stays=stays)
         rows = int32(wanted)
         mx.eval(rows)  # (it belongs to no step, which may fail)

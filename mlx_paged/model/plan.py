@@ -62,6 +62,7 @@ class BlockTableCache:
         self._seq_ids: tuple[int, ...] = ()  # of the step before,
         self._places = np.zeros(0, dtype=np.intp)  # and their slots
         self._tables: Sequence[tuple[Sequence[int], int]] = ()  # as they were given
+        self._found: PaddedTables | None = None  # for them; None: something has changed since
         self._free: list[int] = []
         self._blocks = np.zeros((0, 0), dtype=np.int32)  # [num_slots, max_blocks]
         self._lengths = np.zeros(0, dtype=np.int64)  # [num_slots]
@@ -78,6 +79,9 @@ class BlockTableCache:
             seq_ids: the sequences.
             tables: for each its blocks, and the first of them that may differ from what it had the
                 last time. (What is the same object as in the step before has not changed.)
+
+        Returns:
+            Arrays that cannot be written: the next step may get the same ones.
         """
         fresh: list[int] = []
         seq_ids = tuple(seq_ids)  # (a copy, where it is a list that may change)
@@ -85,19 +89,25 @@ class BlockTableCache:
         if seq_ids != self._seq_ids:
             slots, fresh = self._slots_of(seq_ids)
             self._seq_ids, self._places = seq_ids, np.array(slots, dtype=np.intp)
-            before = [None] * len(seq_ids)
+            before, self._found = [None] * len(seq_ids), None
         places, self._tables = self._places, tables
-        for i, (table, known) in enumerate(zip(tables, before)):
-            if table is not known and table[1] < len(table[0]):
-                self._write(places[i], *table)
+        for i, (given, known) in enumerate(zip(tables, before)):
+            if given is not known and given[1] < len(given[0]):
+                self._write(places[i], *given)
         for i in fresh:  # (a slot that holds nothing yet has been written whole above)
-            blocks, first = tables[i]
-            if first >= len(blocks):
-                self._write(places[i], blocks, 0)
-        lengths = self._lengths[places]
-        return PaddedTables(self._blocks[:, : lengths.max(initial=1)].take(places, axis=0), lengths)
+            table, first = tables[i]
+            if first >= len(table):
+                self._write(places[i], table, 0)
+        if self._found is None:
+            lengths = self._lengths[places]
+            blocks = self._blocks[:, : lengths.max(initial=1)].take(places, axis=0)
+            for array in (blocks, lengths):
+                array.setflags(write=False)
+            self._found = PaddedTables(blocks, lengths)
+        return self._found
 
     def _write(self, slot: int, table: Sequence[int], dirty_from: int) -> None:
+        self._found = None
         known, length = int(self._lengths[slot]), len(table)
         if length > self._blocks.shape[1]:
             wider = np.zeros((len(self._blocks), 2 * length), dtype=np.int32)

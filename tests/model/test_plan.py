@@ -163,6 +163,47 @@ def test_a_step_that_was_lost_is_made_up_for() -> None:
     assert found.lengths.tolist() == [5, 1]
 
 
+@given(
+    st.lists(st.tuples(st.permutations(range(4)), st.integers(1, 4), st.sets(st.integers(0, 3))))
+)
+def test_tables_are_those_of_each_step(steps) -> None:
+    """Some sequences of each step have more blocks than before; what was returned stays as it was."""
+    cache, blocks, next_block = BlockTableCache(), {i: [i + 1] for i in range(4)}, 100
+    given: dict[int, tuple[tuple[int, ...], int]] = {}
+    returned = []
+    for order, count, growing in steps:
+        for i in growing:
+            blocks[i].append(next_block)
+            next_block += 1
+        members = list(order[:count])
+        for i in members:
+            table = tuple(blocks[i])
+            if i not in given or given[i][0] != table:
+                given[i] = (table, 0)
+            elif given[i][1] == 0:
+                given[i] = (table, len(table))
+        # (A sequence that was not in the step before may have lost its place.)
+        tables = [given[i] for i in members]
+        found = cache.update(members, tables)
+        width = max(len(blocks[i]) for i in members)
+        expected = [blocks[i] + [0] * (width - len(blocks[i])) for i in members]
+        assert found.blocks.tolist() == expected
+        assert found.lengths.tolist() == [len(blocks[i]) for i in members]
+        with pytest.raises(ValueError):
+            found.blocks[:] = 0
+        returned.append((found, expected))
+    for found, expected in returned:
+        assert found.blocks.tolist() == expected
+
+
+def test_tables_that_have_not_changed_are_not_put_together_again() -> None:
+    cache, tables = BlockTableCache(), [((1, 2), 2), ((3,), 1)]
+    cache.update([7, 8], [((1, 2), 0), ((3,), 0)])
+    found = cache.update([7, 8], tables)
+    assert cache.update([7, 8], tables) is found
+    assert cache.update([7, 8], [((1, 2, 4), 2), tables[1]]) is not found
+
+
 def test_longest_work_comes_first() -> None:
     items = plan_of([(20, 1), (300, 1), (90, 1)]).work_items.tolist()
     assert [item[0] for item in items] == [1, 2, 0]
