@@ -76,24 +76,21 @@ constexpr int copy_ring_bytes(int stages) {
   return 16 * stages;
 }
 
-// A ring of tiles of both operands, and in its place at the end the block's results; then barriers;
-// then sums of parts, where registers have no room for all that are kept.
+// A ring of tiles of both operands, and in its place at the end the block's results; then barriers.
 constexpr int stream_barriers(int tiles) {
   int ring = stream_stages(tiles) * stream_stage_bytes(tiles);
   int results = 8 * tiles * kStreamPitch * 4;
   return ring > results ? ring : results;
 }
 
-constexpr int stream_part_sums(int tiles) {
+constexpr int stream_scratch(int tiles) {
   return stream_barriers(tiles) + copy_ring_bytes(stream_stages(tiles));
 }
 
-constexpr bool keeps_sums_in_memory(int tiles) {
-  return tiles == 8;
-}
-
-constexpr int stream_scratch(int tiles) {
-  return stream_part_sums(tiles) + (keeps_sums_in_memory(tiles) ? 8 * tiles * kStreamRows * 4 : 0);
+// Behind these, of sm_90a's kernel: sums of parts for which registers have no room. (sm_120 has no
+// room for them in shared memory, either.)
+constexpr int wgmma_scratch(int tiles) {
+  return stream_scratch(tiles) + 8 * tiles * kStreamRows * 4;
 }
 
 // Blocks of a cluster, which divide `num_chunks` of so many tiles of the weight, each `fewest`.

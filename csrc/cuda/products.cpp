@@ -41,11 +41,19 @@ MatrixMap map_of_x(const LinearParams& params, int tiles) {
 
 }  // namespace
 
+namespace {
+
 // (Products of four warps give the same bits. Where x is few rows, those of one are faster.)
+bool uses_wgmma(int tiles, Streams streams) {
+  return streams == Streams::wgmma && tiles == kWgmmaTiles;
+}
+
+}  // namespace
+
 std::string stream_kernel(DType dtype, int tiles, Streams streams) {
-  bool wgmma = streams == Streams::wgmma && tiles == kWgmmaTiles;
   std::ostringstream name;
-  name << "linear_stream_" << (wgmma ? "wgmma_" : "") << name_of(dtype) << "_" << tiles;
+  name << "linear_stream_" << (uses_wgmma(tiles, streams) ? "wgmma_" : "") << name_of(dtype) << "_"
+       << tiles;
   return name.str();
 }
 
@@ -59,7 +67,8 @@ Launch linear_launch(
     int num_chunks = (params.k + kLinearChunk - 1) / kLinearChunk;
     uint32_t blocks = stream_cluster(num_tiles, num_chunks, kStreamFewestChunks);
     launch.kernel.host_name = stream_kernel(dtype, tiles, streams);
-    launch.threadgroup_memory = stream_scratch(tiles);
+    launch.threadgroup_memory =
+        uses_wgmma(tiles, streams) ? wgmma_scratch(tiles) : stream_scratch(tiles);
     launch.cluster = blocks > 1 ? blocks : 0;
     launch.grid = {num_tiles * blocks, 1, 1};
     launch.threadgroup = {kStreamThreads, 1, 1};

@@ -220,6 +220,10 @@ def test_products_of_four_warps() -> None:
                 other.pop("kernel")
                 == f"linear_stream_{dtype}_{8 if rows > 32 else 4 if rows > 16 else 1}"
             )
+            if rows > 32:  # (sums of parts that registers have no room for)
+                memory = launch.pop("threadgroup_memory")
+                assert memory == other.pop("threadgroup_memory") + 64 * 64 * 4
+                assert 2 * (memory + 1024) <= 228 * 1024, "two blocks to a multiprocessor"
             assert launch == other
 
 

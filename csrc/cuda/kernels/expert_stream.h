@@ -86,10 +86,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   float sums[TILES][4] = {};
   if (warp < kMultipliers) {
     const int chunks_of_part = (num_turns + kLinearParts - 1) / kLinearParts;
-    const PartSums<TILES> before(
-        reinterpret_cast<float*>(shared + stream_part_sums(TILES)), threadIdx.x);
-    multiply_parts<T>(
-        sums, before, ring, tiles, kLinearParts, chunks_of_part, num_turns, warp, lane);
+    multiply_parts<T>(sums, ring, tiles, kLinearParts, chunks_of_part, num_turns, warp, lane);
   }
   __syncthreads();  // the ring has been read
   paged::wait_for_kernel_before();

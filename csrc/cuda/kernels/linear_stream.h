@@ -16,32 +16,31 @@
 namespace mlx_paged::cuda {
 
 // The sums of a block's parts, which come in order, added in pairs, pairs of pairs and so on. What is
-// kept meanwhile lies in registers, but of many rows the first parts of pairs lie in shared memory.
-// (The compiler would put them into local memory. That has no cache here, as the ring takes all of
-// it, and every end of a part would wait for the L2 cache.)
-template <int TILES>
+// kept meanwhile lies in registers; IN_MEMORY: but the first parts of pairs in shared memory. (Else
+// the compiler puts some into local memory. That has no cache here, as the ring takes all of it, and
+// every end of a part would wait for the L2 cache.)
+template <int TILES, bool IN_MEMORY = false>
 struct PartSums {
-  static constexpr bool kInMemory = keeps_sums_in_memory(TILES);
-  static constexpr int kKept = kInMemory ? 2 : 3;
+  static constexpr int kKept = IN_MEMORY ? 2 : 3;
   float kept[kKept][TILES][4];  // of two parts (if not in memory), four and eight: the first half
   float* in_memory;             // the thread's, each as far from the next as there are such threads
 
-  // `memory`: stream_part_sums. `number`: of the thread, among those that multiply.
+  // `memory`: for 2 * kStreamRows threads that multiply, of which this is number `number`.
   __device__ __forceinline__ PartSums(float* memory, int number) : in_memory(memory + number) {}
+  __device__ __forceinline__ PartSums() : in_memory(nullptr) {}
 
   // Adds part `part` of the block to those before it that it makes a pair with.
   __device__ __forceinline__ void add(int part, float (&sums)[TILES][4]) {
 #pragma unroll
     for (int level = 0; level < 3; level++) {
       const bool is_second = part >> level & 1;
-      const bool is_in_memory = kInMemory && level == 0;
+      const bool is_in_memory = IN_MEMORY && level == 0;
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          constexpr int kThreads = 2 * kStreamRows;  // that multiply
-          float& first = is_in_memory ? in_memory[(4 * t + i) * kThreads]
-                                      : kept[kInMemory ? max(level - 1, 0) : level][t][i];
+          float& first = is_in_memory ? in_memory[(4 * t + i) * (2 * kStreamRows)]
+                                      : kept[IN_MEMORY ? max(level - 1, 0) : level][t][i];
           if (is_second) {
             sums[t][i] = first + sums[t][i];
           } else {
@@ -94,9 +93,10 @@ __device__ __forceinline__ void clear(float (&sums)[TILES][4]) {
 // The sums of a block's parts of the columns, whose chunks come through a ring.
 template <typename T, int TILES, typename Ring>
 __device__ __forceinline__ void multiply_parts(
-    float (&sums)[TILES][4], PartSums<TILES> before, const Ring& ring, unsigned int tiles,
-    int num_parts, int chunks_of_part, int num_turns, int warp, int lane) {
+    float (&sums)[TILES][4], const Ring& ring, unsigned int tiles, int num_parts,
+    int chunks_of_part, int num_turns, int warp, int lane) {
   constexpr int kStages = stream_stages(TILES);
+  PartSums<TILES> before;
   int turn = 0;
   for (int part = 0; part < num_parts; part++) {
     const int end = min((part + 1) * chunks_of_part, num_turns);
@@ -117,7 +117,7 @@ __device__ __forceinline__ void multiply_parts(
 // waits for them are conditional, the compiler has each product end before the next begins.)
 template <typename T, int TILES, typename Ring>
 __device__ __forceinline__ void multiply_parts_together(
-    float (&sums)[TILES][4], PartSums<TILES> before, const Ring& ring, unsigned int tiles,
+    float (&sums)[TILES][4], PartSums<TILES, true> before, const Ring& ring, unsigned int tiles,
     int num_parts, int chunks_of_part, int num_turns, int lane) {
   constexpr int kStages = stream_stages(TILES);
   int turn = 0;
@@ -252,16 +252,15 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
 
   float sums[TILES][4] = {};
   if (warp < kMultipliers) {
-    const PartSums<TILES> before(
-        reinterpret_cast<float*>(shared + stream_part_sums(TILES)), threadIdx.x);
     if constexpr (WGMMA) {
 #ifdef PAGED_HAS_WGMMA
+      const PartSums<TILES, true> before(
+          reinterpret_cast<float*>(shared + stream_scratch(TILES)), threadIdx.x);
       multiply_parts_together<T>(
           sums, before, ring, tiles, num_parts, chunks_of_part, num_turns, lane);
 #endif
     } else {
-      multiply_parts<T>(
-          sums, before, ring, tiles, num_parts, chunks_of_part, num_turns, warp, lane);
+      multiply_parts<T>(sums, ring, tiles, num_parts, chunks_of_part, num_turns, warp, lane);
     }
   }
   __syncthreads();  // the ring has been read

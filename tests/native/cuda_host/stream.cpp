@@ -88,7 +88,8 @@ struct Product {
     for (size_t j = 0; j < 3; j++) {
       i[j] = std::min(j, ns.size() - 1);
     }
-    fibers::run_grid(blocks * cluster, 1, kStreamThreads, stream_scratch(tiles), cluster, [&] {
+    const int scratch = wgmma ? wgmma_scratch(tiles) : stream_scratch(tiles);
+    fibers::run_grid(blocks * cluster, 1, kStreamThreads, scratch, cluster, [&] {
       kernel(
           x.data, residual.data, weights[i[0]]->data, biases[i[0]]->data, outs[i[0]].data(),
           weights[i[1]]->data, biases[i[1]]->data, outs[i[1]].data(), weights[i[2]]->data,
