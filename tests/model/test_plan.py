@@ -167,7 +167,7 @@ def test_a_step_that_was_lost_is_made_up_for() -> None:
     st.lists(st.tuples(st.permutations(range(4)), st.integers(1, 4), st.sets(st.integers(0, 3))))
 )
 def test_tables_are_those_of_each_step(steps) -> None:
-    """Some sequences of each step have more blocks than before; what was returned stays as it was."""
+    """Some sequences have more blocks in each; what was returned stays as it was."""
     cache, blocks, next_block = BlockTableCache(), {i: [i + 1] for i in range(4)}, 100
     given: dict[int, tuple[tuple[int, ...], int]] = {}
     returned = []
