@@ -151,6 +151,10 @@ void bind_extension(nb::module_& m) {
   m.def(
       "wait_actively",
       [](const mx::array& a, double seconds) {
+        if (!(seconds >= 0 && seconds <= 1e6)) {
+          throw std::invalid_argument(
+              "[wait_actively] seconds must be 0 to 1e6 but got " + std::to_string(seconds));
+        }
         nb::gil_scoped_release release;
         return wait_actively(a, std::chrono::nanoseconds(int64_t(seconds * 1e9)));
       },

@@ -183,7 +183,7 @@ def wait_actively(array: mx.array, seconds: float) -> bool:
     lock; returns early where another thread or process had its turn on this thread's core.
 
     Args:
-        seconds: at most.
+        seconds: at most; 0 to 1e6.
 
     Returns:
         Whether no other had. (One that takes less than half a millisecond does not count.)

@@ -39,10 +39,6 @@ MatrixMap map_of_x(const LinearParams& params, int tiles) {
   return {0, 2, params.num_rows, params.k, params.x_stride, 8 * tiles, kLinearChunk};
 }
 
-}  // namespace
-
-namespace {
-
 // (Products of four warps give the same bits. Where x is few rows, those of one are faster.)
 bool uses_wgmma(int tiles, Streams streams) {
   return streams == Streams::wgmma && tiles == kWgmmaTiles;

@@ -66,6 +66,12 @@ def test_it_ends_when_time_is_over() -> None:
     mx.eval(array)
 
 
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e7])
+def test_another_time_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="seconds must be 0 to 1e6 but got"):
+        ops.wait_actively(mx.ones(1), seconds)
+
+
 def test_other_threads_run_meanwhile() -> None:
     array, others = work(), []
     started = threading.Event()

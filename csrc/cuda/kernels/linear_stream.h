@@ -15,10 +15,10 @@
 
 namespace mlx_paged::cuda {
 
-// The sums of a block's parts, which come in order, added in pairs, pairs of pairs and so on. What is
-// kept meanwhile lies in registers; IN_MEMORY: but the first parts of pairs in shared memory. (Else
-// the compiler puts some into local memory. That has no cache here, as the ring takes all of it, and
-// every end of a part would wait for the L2 cache.)
+// The sums of a block's parts, which come in order, added in pairs, pairs of pairs and so on. What
+// is kept meanwhile lies in registers; IN_MEMORY: but the first parts of pairs in shared memory.
+// (Else the compiler puts some into local memory. That has no cache here, as the ring takes all of
+// it, and every end of a part would wait for the L2 cache.)
 template <int TILES, bool IN_MEMORY = false>
 struct PartSums {
   static constexpr int kKept = IN_MEMORY ? 2 : 3;

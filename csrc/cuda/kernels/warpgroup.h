@@ -49,7 +49,7 @@ __device__ __forceinline__ void wait_for_products(float (&d)[TILES][4]) {
 
 // (The instruction names its registers one by one.)
 #define PAGED_D(t) "+f"(d[t][0]), "+f"(d[t][1]), "+f"(d[t][2]), "+f"(d[t][3])
-#define PAGED_START(shape, type, registers, of_a, of_b, of_layout, ...) \
+#define PAGED_START(shape, type, registers, of_a, of_b, of_layout, ...)          \
   asm volatile(                                                                  \
       "{\n"                                                                      \
       ".reg .b64 a;\n"                                                           \
@@ -60,32 +60,32 @@ __device__ __forceinline__ void wait_for_products(float (&d)[TILES][4]) {
       "};\n"                                                                     \
       "wgmma.mma_async.sync.aligned." shape ".f32." type "." type " {" registers \
       "}, "                                                                      \
-      "a, b, 1, 1, 1, 0, 0;\n"                                                \
+      "a, b, 1, 1, 1, 0, 0;\n"                                                   \
       "}"                                                                        \
       : __VA_ARGS__                                                              \
-      : "r"(a), "r"(b), "n"(kTileLayout)                         \
+      : "r"(a), "r"(b), "n"(kTileLayout)                                         \
       : "memory")
 #define PAGED_8 "%0, %1, %2, %3"
 #define PAGED_16 PAGED_8 ", %4, %5, %6, %7"
 #define PAGED_32 PAGED_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define PAGED_64                                                  \
-  PAGED_32                                                        \
-      ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, " \
-      "%27, %28, %29, %30, %31"
-#define PAGED_START_ANY(type)                                                                   \
-  static_assert(TILES == 1 || TILES == 2 || TILES == 4 || TILES == 8);                          \
-  if constexpr (TILES == 1) {                                                                   \
-    PAGED_START("m64n8k16", type, PAGED_8, "%4", "%5", "%6", PAGED_D(0));                 \
-  } else if constexpr (TILES == 2) {                                                            \
-    PAGED_START("m64n16k16", type, PAGED_16, "%8", "%9", "%10", PAGED_D(0), PAGED_D(1)); \
-  } else if constexpr (TILES == 4) {                                                            \
-    PAGED_START(                                                                                \
-        "m64n32k16", type, PAGED_32, "%16", "%17", "%18", PAGED_D(0), PAGED_D(1),        \
-        PAGED_D(2), PAGED_D(3));                                                                \
-  } else {                                                                                      \
-    PAGED_START(                                                                                \
-        "m64n64k16", type, PAGED_64, "%32", "%33", "%34", PAGED_D(0), PAGED_D(1),        \
-        PAGED_D(2), PAGED_D(3), PAGED_D(4), PAGED_D(5), PAGED_D(6), PAGED_D(7));                \
+#define PAGED_64                                              \
+  PAGED_32                                                    \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, " \
+  "%27, %28, %29, %30, %31"
+#define PAGED_START_ANY(type)                                                                 \
+  static_assert(TILES == 1 || TILES == 2 || TILES == 4 || TILES == 8);                        \
+  if constexpr (TILES == 1) {                                                                 \
+    PAGED_START("m64n8k16", type, PAGED_8, "%4", "%5", "%6", PAGED_D(0));                     \
+  } else if constexpr (TILES == 2) {                                                          \
+    PAGED_START("m64n16k16", type, PAGED_16, "%8", "%9", "%10", PAGED_D(0), PAGED_D(1));      \
+  } else if constexpr (TILES == 4) {                                                          \
+    PAGED_START(                                                                              \
+        "m64n32k16", type, PAGED_32, "%16", "%17", "%18", PAGED_D(0), PAGED_D(1), PAGED_D(2), \
+        PAGED_D(3));                                                                          \
+  } else {                                                                                    \
+    PAGED_START(                                                                              \
+        "m64n64k16", type, PAGED_64, "%32", "%33", "%34", PAGED_D(0), PAGED_D(1), PAGED_D(2), \
+        PAGED_D(3), PAGED_D(4), PAGED_D(5), PAGED_D(6), PAGED_D(7));                          \
   }
 
 // Starts d += a b. `a`, `b`: columns of their tiles. TILES: of eight columns of D.
