@@ -14,12 +14,13 @@ import pytest
 from support import family_configs
 from support.device_programs import with_programs
 from support.mixtures import ROUTERS, Experts, Router, chosen_by, logits_apart, softmax_and_last
-from support.models import StepDriver, tiny_config, tiny_model
+from support.models import GREEDY, FixedSampler, StepDriver, tiny_config, tiny_model
 from support.quantised import raw
 from support.reference import DTYPES, bits
 from support.simulated import launches, needs_simulator, sim_ext, simulated
 
 from mlx_paged import ops
+from mlx_paged.core import SchedulerOutput
 from mlx_paged.model.kv_formats import FORMATS
 from mlx_paged.model.plan import build_plan
 
@@ -851,6 +852,36 @@ def test_a_step_is_under_way_when_the_next_one_is_built(rng, monkeypatch) -> Non
         for _ in range(5):
             driver.step({"a": new_tokens(rng, 1)})
     assert made == [0, 0, 1, 1, 1]
+
+
+def test_all_that_is_asked_of_a_step_is_under_way_when_it_is_launched(rng, monkeypatch) -> None:
+    """A program chooses greedily by itself; what else is asked for is launched behind it."""
+    driver, started = driver_of(CONFIGS["qwen3"]), []
+    begin = mx.async_eval
+    monkeypatch.setattr(mx, "async_eval", lambda *a: started.append(a) or begin(*a))
+
+    def launch(sampler: FixedSampler) -> Any:
+        row = driver.schedule("a", new_tokens(rng, 1))
+        row.sequence.sampler = sampler
+        started.clear()
+        return driver.runner.launch(SchedulerOutput(9, (row,), ((),)), None)
+
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    monkeypatch.setattr(ops, "most_device_program_rows", lambda: 64)
+    drawn = FixedSampler(GREEDY._replace(temperature=1.0))
+    reporting = FixedSampler(GREEDY._replace(logprobs=2))
+    with simulated():
+        for _ in range(4):
+            launch(FixedSampler())
+        greedy = launch(FixedSampler())
+        assert len(started) == 1 and driver.runner.read(greedy).sampled_token_ids[0] is not None
+        for sampler in (drawn, reporting):
+            launched = launch(sampler)
+            [_, behind] = started
+            results = launched.results
+            assert all(any(a is result for a in behind) for result in results)
+            driver.runner.read(launched)
+        assert len(results) > 1, "log-probabilities too"
 
 
 def test_prompts_that_are_no_programs_do_not_keep_decodes_from_it(rng, monkeypatch) -> None:
