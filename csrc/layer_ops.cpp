@@ -19,6 +19,7 @@
 #include "dense.h"
 #include "primitives.h"
 #include "residual_sum.h"
+#include "selected_rows.h"
 #include "validate.h"
 
 namespace mlx_paged {
@@ -496,6 +497,7 @@ void bind_layer_ops(nb::module_& m) {
       "stream"_a = nb::none());
   m.def("silu_mul", &silu_mul, "gate"_a, "x"_a, nb::kw_only(), "stream"_a = nb::none());
   m.def("add_in_product", &add_in_product, "sum"_a);
+  m.def("select_rows", &select_rows, "a"_a, "rows"_a, nb::kw_only(), "kept"_a, "known"_a);
   m.def("serves_rope", &Rope::served_on_gpu, "x"_a, "rotations"_a, "traditional"_a);
   m.def("serves_silu_mul", &SiluMul::served_on_gpu, "gate"_a);
   m.def(

@@ -392,6 +392,34 @@ def add_in_product(sum: mx.array) -> bool:
     return ext.add_in_product(sum)
 
 
+def select_rows(
+    a: mx.array,
+    rows: mx.array,
+    *,
+    kept: Sequence[mx.array] = (),
+    known: Sequence[tuple[mx.array, mx.array]] = (),
+) -> mx.array:
+    """``a[rows]``, without computing what of `a` nobody else needs.
+
+    `a` has one row for each token of a step. The operations that lead to it are made again of the
+    selected rows alone, as far back as each row depends on itself alone: elementwise ones, norms,
+    RoPE, linear layers and changes of shape. Where they end, or the graph has been evaluated
+    already, rows are taken. Results may differ from ``a[rows]`` by rounding, as products of other
+    sizes do.
+
+    Args:
+        a: ``[num_rows, ...]``.
+        rows: ``[num_selected]`` int32, each at least 0 and below `num_rows`.
+        kept: arrays that are evaluated with the result: what they need is computed of all rows
+            anyway, and not made again.
+        known: pairs of an array of all rows and what the selected ones of it are.
+
+    Raises:
+        ValueError: for rows that are no such array, and for known arrays of other shapes or dtypes.
+    """
+    return ext.select_rows(a, rows, kept=list(kept), known=list(known))
+
+
 def silu_mul(
     gate: mx.array, x: mx.array, *, stream: mx.Stream | mx.Device | None = None
 ) -> mx.array:

@@ -34,6 +34,7 @@ ENGINE = [
     "bounds",
     "dense_prefill",
     "residual_sum",
+    "selected_rows",
     "active_wait",
     "engine_faults",
     "engine_memory",

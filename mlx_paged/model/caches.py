@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -24,6 +24,8 @@ from mlx_paged.model.plan import StatePlan
 from mlx_paged.ops import AttentionPlan
 
 # --- The step -------------------------------------------------------------------------------------
+
+Attend = Callable[[mx.array, AttentionPlan], mx.array]
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,51 @@ class Parts:
             mx.async_eval(out)  # type: ignore[no-untyped-call]
 
 
+class SelectedRows:
+    """The rows that a step's results are asked of, where most rows are others': prompts.
+
+    The last layer computes attention and all that follows of these alone (`ops.select_rows`).
+
+    Args:
+        rows: ``[num_selected]`` int32, each the last row of its sequence.
+        plan: of these rows alone, for the last layer that has pools.
+        layer: that layer.
+        pools: gives all pools, as the step has written them so far.
+    """
+
+    def __init__(
+        self,
+        rows: mx.array,
+        plan: AttentionPlan,
+        layer: int,
+        pools: Callable[[], list[mx.array]],
+    ) -> None:
+        self._rows = rows
+        self._plan = plan
+        self._layer = layer
+        self._pools = pools
+        self._attention: list[tuple[mx.array, mx.array, Attend]] = []
+
+    def attention_built(self, layer: int, queries: mx.array, out: mx.array, attend: Attend) -> None:
+        """Notes a layer's attention.
+
+        Args:
+            queries: ``[num_rows, num_q_heads, key_dim]``.
+            out: ``[num_rows, num_q_heads, value_dim]``.
+            attend: what computes the same of queries and a plan.
+        """
+        if layer == self._layer:
+            self._attention.append((queries, out, attend))
+
+    def of(self, x: mx.array) -> mx.array:
+        """``[num_rows, ...]`` -> ``[num_selected, ...]``."""
+        pools, known = self._pools(), []
+        for queries, out, attend in self._attention:
+            selected = ops.select_rows(queries, self._rows, kept=pools)
+            known.append((out, attend(selected, self._plan)))
+        return ops.select_rows(x, self._rows, kept=pools, known=known)
+
+
 @dataclass(frozen=True)
 class Step:
     """One forward over ragged sequences.
@@ -78,6 +125,7 @@ class Step:
         parts: The device begins with them while the next ones are still being built; None: with
             the whole step.
         media: What the rows bring besides tokens, for a multimodal model.
+        selected: Makes the rows whose logits are wanted, where they are few; None: they are taken.
     """
 
     plan: AttentionPlan
@@ -87,10 +135,15 @@ class Step:
     prefill: dense_prefill.DensePrefill | None = None
     parts: Parts | None = None
     media: MediaRows | None = None
+    selected: SelectedRows | None = None
 
     def plan_for(self, reach: Reach) -> AttentionPlan:
         """The plan that layers of this reach read and write through."""
         return self.plans.get(reach, self.plan)
+
+    def select(self, x: mx.array) -> mx.array:
+        """``[num_rows, ...]`` -> ``[num_samples, ...]``: the rows whose logits are wanted."""
+        return x[self.logit_rows] if self.selected is None else self.selected.of(x)
 
 
 class StepContext(threading.local):
@@ -313,6 +366,20 @@ class PagedLayerCache(KVPools):
         # Some models upcast queries; the kernels accumulate in float32 anyway.
         rows = _pad(queries.astype(self.spec.dtype), self._dims[0])
         step = self._context.step
+        pools = self.key_pool, value_pool
+
+        def attend(rows: mx.array, plan: AttentionPlan) -> mx.array:
+            out = ops.paged_attention(
+                rows,
+                *pools,
+                plan,
+                scale=scale,
+                window=self.spec.window,
+                softcap=softcap,
+                sinks=sinks,
+            )
+            return out if out.shape[-1] == self.spec.value_dim else out[..., : self.spec.value_dim]
+
         written, self._written = self._written, None
         if (
             step.prefill is not None
@@ -322,22 +389,13 @@ class PagedLayerCache(KVPools):
             own = None
             if written is not None and written.step is step:
                 own = written.keys, written.values
-            out = step.prefill.attend(rows, (self.key_pool, value_pool), own, scale)
+            out = step.prefill.attend(rows, pools, own, scale)
             if step.parts is not None:
                 step.parts.attention_built(self.layer, out)
-            return mx.expand_dims(out, 2).astype(queries.dtype)
-        out = ops.paged_attention(
-            rows,
-            self.key_pool,
-            value_pool,
-            step.plan_for(self._reach),
-            scale=scale,
-            window=self.spec.window,
-            softcap=softcap,
-            sinks=sinks,
-        )
-        if out.shape[-1] != self.spec.value_dim:
-            out = out[..., : self.spec.value_dim]
+        else:
+            out = attend(rows, step.plan_for(self._reach))
+        if step.selected is not None:
+            step.selected.attention_built(self.layer, rows, out, attend)
         return mx.expand_dims(out, 2).astype(queries.dtype)
 
 

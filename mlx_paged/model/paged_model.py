@@ -17,6 +17,7 @@ from mlx_paged.model.caches import (
     LatentLayerCache,
     PagedLayerCache,
     Parts,
+    SelectedRows,
     Step,
     StepContext,
     UnusedCache,
@@ -57,6 +58,9 @@ _LAYERS_OF_PART = 4
 # The arrays of a large step's layers take memory: the host builds one layer ahead.
 _LARGE_STEP = 2048  # rows
 _MOST_LARGE_PARTS = 1
+# Rows that nothing is sampled from. (Steps of 64 rows and less are programs; and of fewer rows the
+# last layer takes hardly less time.)
+_LEAST_UNSELECTED = 64
 
 
 class PagedModel:
@@ -342,7 +346,34 @@ class PagedModel:
             parts = Parts(1, most=_MOST_LARGE_PARTS) if is_large else Parts(_LAYERS_OF_PART)
         media = None if inputs.media is None else MediaRows.of(inputs.media)
         logit_rows = self._logit_rows(inputs.logit_rows, stays)
-        return Step(plan, logit_rows, plans, states, prefill, parts, media)
+        selected = self._selected(inputs, logit_rows)
+        return Step(plan, logit_rows, plans, states, prefill, parts, media, selected)
+
+    def _selected(self, inputs: StepInputs, logit_rows: mx.array) -> SelectedRows | None:
+        """For steps of prompts, whose sequences are sampled from at their ends."""
+        lens, wanted = inputs.query_lens, inputs.logit_rows
+        if not self._attention or not 0 < len(wanted) <= lens.sum() - _LEAST_UNSELECTED:
+            return None
+        ends = np.cumsum(lens)
+        sequences = np.searchsorted(ends, wanted, side="right")
+        reach = self._attention[-1].spec.reach
+        if (
+            reach.chunk is not None
+            or self._bounds(inputs, reach) is not None
+            or not np.array_equal(ends[sequences] - 1, wanted)
+        ):
+            return None
+        tables = inputs.tables_of(reach)
+        if not isinstance(tables, PaddedTables):
+            tables = PaddedTables.of(tables)
+        plan = build_plan(
+            PaddedTables(tables.blocks[sequences], tables.lengths[sequences]),
+            inputs.context_lens[sequences],
+            np.ones(len(sequences), dtype=np.int64),
+            block_size=self.block_size,
+            window=reach.window,
+        )
+        return SelectedRows(logit_rows, plan, len(self._attention) - 1, self.pools)
 
     def _logit_rows(self, wanted: np.ndarray, stays: bool) -> mx.array:
         """For the device; kept where they are the first of a step, as in all decodes."""

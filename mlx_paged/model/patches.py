@@ -690,14 +690,14 @@ class OutputRows:
             assert hidden is not None, "the forward did not reach the output projection"
             return hidden.reshape(-1, hidden.shape[-1])
         logits = logits.reshape(-1, logits.shape[-1])
-        return logits if self._projection is not None else logits[self._context.step.logit_rows]
+        return logits if self._projection is not None else self._context.step.select(logits)
 
     def _override(self, module: Any, method: str) -> None:
         base, context, rows = type(module), self._context, self
 
         def project_selected(self: Any, x: mx.array) -> mx.array:
             if context.active:
-                x = x.reshape(-1, 1, x.shape[-1])[context.step.logit_rows]
+                x = context.step.select(x.reshape(-1, 1, x.shape[-1]))
                 if rows._keeps_hidden:
                     rows._hidden = x
                     # What the model goes on with, and nobody evaluates.
