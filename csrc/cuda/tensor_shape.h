@@ -120,6 +120,32 @@ constexpr int prefill_tensor_scratch(int dim) {
   return 2 * 2 * PREFILL_TENSOR_TOKENS * dim * 2;
 }
 
+// --- paged_prefill_wgmma ---
+
+enum {
+  WGMMA_WARPS = 4,          // that multiply together, or that copy
+  PREFILL_BOX_TOKENS = 16,  // of a copy: a block has as many or more
+};
+
+// Bytes of 64 dims of a tile of keys, or of values.
+constexpr int prefill_wgmma_part() {
+  return PREFILL_TENSOR_TOKENS * 64 * 2;
+}
+
+// Tiles of keys and values that there is room for: two are in use, the others on their way.
+constexpr int prefill_wgmma_stages(int dim) {
+  return dim == 64 ? 6 : 4;
+}
+
+// The tiles, where their barriers begin (kernels/copy_ring.h).
+constexpr int prefill_wgmma_barriers(int dim) {
+  return prefill_wgmma_stages(dim) * 2 * (dim / 64) * prefill_wgmma_part();
+}
+
+constexpr int prefill_wgmma_scratch(int dim) {
+  return prefill_wgmma_barriers(dim) + 16 * prefill_wgmma_stages(dim);
+}
+
 // --- merge_splits ---
 
 enum {
@@ -172,3 +198,10 @@ enum {
   X(__VA_ARGS__, 4)                   \
   X(__VA_ARGS__, 6)                   \
   X(__VA_ARGS__, 8)
+
+// The same of sm_90a's, where only those count that multiply.
+#define PAGED_FOR_EACH_PREFILL_WGMMA(X, ...) \
+  X(__VA_ARGS__, 64, 4)                      \
+  X(__VA_ARGS__, 64, 8)                      \
+  X(__VA_ARGS__, 128, 4)                     \
+  X(__VA_ARGS__, 128, 8)

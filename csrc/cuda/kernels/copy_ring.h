@@ -19,11 +19,12 @@ template <int STAGES>
 struct CopyRing {
   unsigned int barriers;  // where they are in shared memory: copy_ring_bytes(STAGES)
 
-  // By one thread, before any other uses it. `readers`: warps.
-  __device__ __forceinline__ void begin(int readers) const {
+  // By one thread, before any other uses it. `readers`: warps; `fillers`: threads that call `expect`
+  // for each use of a stage.
+  __device__ __forceinline__ void begin(int readers, int fillers = 1) const {
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
-      initialise(full(i), 1);
+      initialise(full(i), fillers);
       initialise(free(i), readers);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -25,4 +25,10 @@ struct QuantisedMaps {
   Weight weights[kLinearMostWeights];
 };
 
+// The pools of an attention: [slots][KV heads x dims], in boxes of 16 tokens x 64 dims of a head.
+struct PoolMaps {
+  CUtensorMap keys;
+  CUtensorMap values;
+};
+
 }  // namespace mlx_paged::cuda

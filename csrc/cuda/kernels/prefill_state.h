@@ -2,7 +2,8 @@
 //
 // One warp's attention of sixteen queries: logits[query][token] = Q K^T, results[query][dim] = P V.
 // A lane holds parts of rows lane / 4 and lane / 4 + 8 of both, and what the first product leaves
-// is the second one's left operand as it is.
+// is the second one's left operand as it is. Products are the warp's own, or those of four warps
+// together (prefill_together.h), which give the same bits.
 
 #pragma once
 
@@ -88,18 +89,16 @@ struct PrefillState {
         multiply_accumulate(logits[2 * n + 1], query[c], {key[2], key[3]}, T(0.0f));
       }
     }
-    softmax(logits, first + lane % 4 * 2, first, params);
+    float factors[2];
+    softmax(logits, factors, first, params, lane);
+    scale_results(factors);
     unsigned int values = tile + TOKENS * DIM * 2;
     int value_token = lane % 16;
     int value_half = lane / 16;
 #pragma unroll
     for (int n = 0; n < TOKENS / 16; n++) {
       FragmentA weights;
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const FragmentD& from = logits[2 * n + i / 2];
-        weights[i] = pack(from[i % 2 * 2], from[i % 2 * 2 + 1], T(0.0f));
-      }
+      pack_weights(weights, logits, n);
 #pragma unroll
       for (int c = 0; c < SLICES; c++) {
         FragmentA value;  // 16 tokens x 16 dims
@@ -120,11 +119,11 @@ struct PrefillState {
     }
   }
 
- private:
-  // Turns logits into weights, and scales the results so far to the new maxima. `token`: of this
-  // lane's first column.
+  // Turns logits of the tokens [first, first + 64) into weights. `factors`: what brings results so
+  // far, of both rows, to the new maxima.
   __device__ __forceinline__ void softmax(
-      FragmentD (&logits)[TOKENS / 8], int token, int first, const AttentionParams& params) {
+      FragmentD (&logits)[TOKENS / 8], float (&factors)[2], int first,
+      const AttentionParams& params, int lane) {
     // (One branch for all of them: a tanh behind a branch for each would not be overlapped.)
     if (params.softcap > 0.0f) {
 #pragma unroll
@@ -144,6 +143,7 @@ struct PrefillState {
       }
     }
     if (first < each.begin || first + TOKENS > each.end) {
+      int token = first + lane % 4 * 2;  // of this lane's first column
 #pragma unroll
       for (int n = 0; n < TOKENS / 8; n++) {
 #pragma unroll
@@ -165,7 +165,7 @@ struct PrefillState {
       }
       maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 1));
       maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, 2));
-      float factor = rescale(s.maximum, maximum);
+      factors[e] = rescale(s.maximum, maximum);
       float base = maximum == -INFINITY ? 0.0f : maximum;
       float sum = 0.0f;
 #pragma unroll
@@ -177,12 +177,27 @@ struct PrefillState {
         }
       }
       s.maximum = maximum;
-      s.sum = s.sum * factor + sum;
+      s.sum = s.sum * factors[e] + sum;
+    }
+  }
+
+  __device__ __forceinline__ void scale_results(const float (&factors)[2]) {
 #pragma unroll
-      for (int c = 0; c < DIM / 8; c++) {
-        result[c][2 * e] *= factor;
-        result[c][2 * e + 1] *= factor;
+    for (int c = 0; c < DIM / 8; c++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        result[c][i] *= factors[i / 2];
       }
+    }
+  }
+
+  // Weights of the tile's tokens [16 n, 16 n + 16) as a left operand.
+  __device__ __forceinline__ static void pack_weights(
+      FragmentA& to, const FragmentD (&weights)[TOKENS / 8], int n) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const FragmentD& from = weights[2 * n + i / 2];
+      to[i] = pack(from[i % 2 * 2], from[i % 2 * 2 + 1], T(0.0f));
     }
   }
 };

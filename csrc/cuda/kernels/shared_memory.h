@@ -44,6 +44,11 @@ __device__ __forceinline__ unsigned int load_shared_byte(unsigned int address) {
   return v;
 }
 
+// Makes 16 bytes zeros.
+__device__ __forceinline__ void clear_shared(unsigned int address) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+}
+
 __device__ __forceinline__ void store_shared_half(unsigned int address, unsigned short v) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory");
 }

@@ -82,6 +82,12 @@ __device__ __forceinline__ CachePolicy evict_first() {
   return policy;
 }
 
+__device__ __forceinline__ CachePolicy evict_normal() {
+  CachePolicy policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy.bits));
+  return policy;
+}
+
 __device__ __forceinline__ CachePolicy evict_last() {
   CachePolicy policy;
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy.bits));

@@ -2,9 +2,10 @@
 //
 // Products of the four warps of a group together, which sm_90a alone has:
 //   D[64 x N] += A[64 x 16] B[16 x N]
-// A and the transpose of B are tiles in shared memory, which the tensor cores read by themselves.
-// Of D each warp has sixteen rows in registers, as of mma.m16n8k16 (tensor_core.h). Products are
-// under way until they are waited for; before, nobody may touch their registers or tiles.
+// The transpose of B, or B, is a tile in shared memory, which the tensor cores read by themselves.
+// So is A, or it is in registers, as D is: each warp has sixteen rows, as of mma.m16n8k16
+// (tensor_core.h). Products are under way until they are waited for; before, nobody may touch their
+// registers or tiles.
 
 #pragma once
 
@@ -21,8 +22,31 @@ __device__ __forceinline__ unsigned int first_columns(unsigned int tile) {
   return (tile & 0x3ffff) >> 4 | 1u << 16;
 }
 constexpr unsigned int kNextColumns = 16 * 2 / 16;
+// The first sixteen rows of such a tile, of which the next 64 columns are `bytes` further on. The
+// next rows are kNextRows further on.
+__device__ __forceinline__ unsigned int first_rows(unsigned int tile, unsigned int bytes) {
+  return (tile & 0x3ffff) >> 4 | bytes / 16 << 16;
+}
+constexpr unsigned int kNextRows = 16 * 128 / 16;
 // The rest of what a product is told of it: from eight rows to the next 1024 bytes, swizzle of 128.
 constexpr unsigned int kTileLayout = 1024 / 16 | 1u << 30;
+
+// By all warps of a group: from here on so many registers a thread, a multiple of 8, of those that
+// other groups of the block have left; or no more than so many.
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void leave_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// Between this thread's writes to shared memory and the barrier before products that read them.
+__device__ __forceinline__ void show_to_products() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // Before products whose registers were touched.
 __device__ __forceinline__ void begin_products() {
@@ -34,16 +58,21 @@ __device__ __forceinline__ void commit_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
+// Where products have been waited for: the compiler does not know that d changes until here.
+template <int TILES>
+__device__ __forceinline__ void take_product(float (&d)[TILES][4]) {
+#pragma unroll
+  for (int t = 0; t < TILES; t++) {
+    asm volatile("" : "+f"(d[t][0]), "+f"(d[t][1]), "+f"(d[t][2]), "+f"(d[t][3])::"memory");
+  }
+}
+
 // Until at most PENDING batches are under way.
 template <int PENDING, int TILES>
 __device__ __forceinline__ void wait_for_products(float (&d)[TILES][4]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
   if constexpr (PENDING == 0) {
-    // The compiler does not know that they change until here.
-#pragma unroll
-    for (int t = 0; t < TILES; t++) {
-      asm volatile("" : "+f"(d[t][0]), "+f"(d[t][1]), "+f"(d[t][2]), "+f"(d[t][3])::"memory");
-    }
+    take_product(d);
   }
 }
 
@@ -101,13 +130,63 @@ __device__ __forceinline__ void start_product(
   PAGED_START_ANY("f16")
 }
 
+// The same with A in registers. `b`: columns of the transpose of B, or IS_TRANSPOSED rows of B.
+// IS_FIRST: starts d = a b.
+#define PAGED_128                                                                                \
+  PAGED_64                                                                                       \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
+  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define PAGED_START_LEFT(shape, type, registers, of_a, of_b, of_layout, adds, transposed, ...) \
+  asm volatile(                                                                                \
+      "{\n"                                                                                    \
+      ".reg .b64 b;\n"                                                                         \
+      "mov.b64 b, {" of_b ", " of_layout                                                       \
+      "};\n"                                                                                   \
+      "wgmma.mma_async.sync.aligned." shape ".f32." type "." type " {" registers               \
+      "}, {" of_a "}, b, " adds ", 1, 1, " transposed                                          \
+      ";\n"                                                                                    \
+      "}"                                                                                      \
+      : __VA_ARGS__                                                                            \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(kTileLayout), "n"(!IS_FIRST),  \
+        "n"(IS_TRANSPOSED)                                                                     \
+      : "memory")
+#define PAGED_START_LEFT_ANY(type)                                                              \
+  static_assert(TILES == 8 || TILES == 16);                                                     \
+  if constexpr (TILES == 8) {                                                                   \
+    PAGED_START_LEFT(                                                                           \
+        "m64n64k16", type, PAGED_64, "%32, %33, %34, %35", "%36", "%37", "%38", "%39",          \
+        PAGED_D(0), PAGED_D(1), PAGED_D(2), PAGED_D(3), PAGED_D(4), PAGED_D(5), PAGED_D(6),     \
+        PAGED_D(7));                                                                            \
+  } else {                                                                                      \
+    PAGED_START_LEFT(                                                                           \
+        "m64n128k16", type, PAGED_128, "%64, %65, %66, %67", "%68", "%69", "%70", "%71",        \
+        PAGED_D(0), PAGED_D(1), PAGED_D(2), PAGED_D(3), PAGED_D(4), PAGED_D(5), PAGED_D(6),     \
+        PAGED_D(7), PAGED_D(8), PAGED_D(9), PAGED_D(10), PAGED_D(11), PAGED_D(12), PAGED_D(13), \
+        PAGED_D(14), PAGED_D(15));                                                              \
+  }
+
+template <bool IS_FIRST, bool IS_TRANSPOSED, int TILES>
+__device__ __forceinline__ void start_product(
+    float (&d)[TILES][4], const paged::FragmentA& a, unsigned int b, __nv_bfloat16) {
+  PAGED_START_LEFT_ANY("bf16")
+}
+
+template <bool IS_FIRST, bool IS_TRANSPOSED, int TILES>
+__device__ __forceinline__ void start_product(
+    float (&d)[TILES][4], const paged::FragmentA& a, unsigned int b, __half) {
+  PAGED_START_LEFT_ANY("f16")
+}
+
 #undef PAGED_D
 #undef PAGED_START
 #undef PAGED_8
 #undef PAGED_16
 #undef PAGED_32
 #undef PAGED_64
+#undef PAGED_128
 #undef PAGED_START_ANY
+#undef PAGED_START_LEFT
+#undef PAGED_START_LEFT_ANY
 
 #endif
 
