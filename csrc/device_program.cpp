@@ -169,7 +169,7 @@ std::vector<LaunchList> DeviceProgram::attention(const Arrays& inputs, Gpu gpu) 
       }
     }
     if (gpu == Gpu::nvidia) {
-      list = cuda::with_variants(std::move(list), in);
+      list = cuda::with_variants(std::move(list), in, cuda::streams());
     }
     lists.push_back(std::move(list));
   }
@@ -193,7 +193,7 @@ std::vector<Launch> DeviceProgram::launches(
     if (const auto* launch = std::get_if<Launch>(&step)) {
       all.push_back(*launch);
       if (gpu == Gpu::nvidia) {
-        all.back() = cuda::with_variants({{*launch}, {}}, {}).launches[0];
+        all.back() = cuda::with_variants({{*launch}, {}}, {}, cuda::streams()).launches[0];
       }
     } else if (const auto* products = std::get_if<ProductStep>(&step)) {
       for (auto& launch : product_launches(*products, gpu)) {

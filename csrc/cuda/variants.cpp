@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <optional>
 #include <set>
@@ -41,6 +42,8 @@ const std::set<int> kRowDims = {PAGED_FOR_EACH_ROTATED_ROWS(ENTRY_ROWS, unused)}
 #define ENTRY_PREFILL(unused, dim, warps) {dim, warps},
 const std::set<std::pair<int, int>> kPrefillKernels = {
     PAGED_FOR_EACH_PREFILL_TENSOR(ENTRY_PREFILL, unused)};
+const std::set<std::pair<int, int>> kPrefillWgmmaKernels = {
+    PAGED_FOR_EACH_PREFILL_WGMMA(ENTRY_PREFILL, unused)};
 
 #define ENTRY_BOUNDS(host_name, ...) host_name "_bounds",
 const std::set<std::string> kBoundsKernels = {
@@ -177,6 +180,37 @@ void prefill_on_tensor_cores(Launch& launch, const Attention& attention) {
   launch.threadgroup_memory = paged::prefill_tensor_scratch(attention.dim);
 }
 
+// A pool as the copy engine reads it: in boxes of 64 dims of a head's tokens. `buffer`: of a
+// launch.
+MatrixMap map_of_pool(const mx::array& pool, int buffer) {
+  int columns = pool.shape(2) * pool.shape(3);
+  return {buffer, 2, pool.shape(0) * pool.shape(1), columns, columns, paged::PREFILL_BOX_TOKENS,
+          64};
+}
+
+// The same to the same bits, faster where one warp is too few.
+bool prefill_by_four_warps(Launch& launch, const Attention& attention, const Arrays& in) {
+  constexpr int kKeyBuffer = 1;  // of a launch of attention; then values
+  const auto& pool = in[Inputs::kKeyPool];
+  int groups = tiles_of(attention.queries, int(paged::WGMMA_WARPS) * paged::PREFILL_TENSOR_QUERIES);
+  int warps = std::min(groups * paged::WGMMA_WARPS, int(paged::PREFILL_TENSOR_WARPS));
+  if (attention.queries <= paged::PREFILL_TENSOR_QUERIES ||
+      !kPrefillWgmmaKernels.count({attention.dim, warps}) ||
+      int64_t(pool.shape(0)) * pool.shape(1) > std::numeric_limits<int>::max()) {
+    return false;
+  }
+  std::ostringstream name;
+  name << "paged_prefill_wgmma_" << name_of(attention.dtype) << "_" << attention.dim << "_w"
+       << warps;
+  launch.kernel = {name.str(), "paged_prefill_wgmma", ""};
+  launch.grid[2] = uint32_t(tiles_of(attention.queries, warps * paged::PREFILL_TENSOR_QUERIES));
+  launch.threadgroup = {32 * uint32_t(warps + paged::WGMMA_WARPS), 1, 1};  // four of them copy
+  launch.threadgroup_memory = paged::prefill_wgmma_scratch(attention.dim);
+  launch.maps = {
+      map_of_pool(pool, kKeyBuffer), map_of_pool(in[Inputs::kValuePool], kKeyBuffer + 1)};
+  return true;
+}
+
 // The portable kernel for bounds, which has the largest tiles, in place of a portable one.
 void with_bounds(Launch& launch, const Arrays& in) {
   auto params = params_of<paged::AttentionParams>(launch);
@@ -219,7 +253,7 @@ void merge_by_warps(Launch& launch, const Arrays& in) {
 
 }  // namespace
 
-LaunchList with_variants(LaunchList list, const Arrays& in) {
+LaunchList with_variants(LaunchList list, const Arrays& in, Streams streams) {
   for (auto& launch : list.launches) {
     std::string file = launch.kernel.file;
     if (file == "paged_merge.h") {
@@ -242,8 +276,12 @@ LaunchList with_variants(LaunchList list, const Arrays& in) {
       }
       continue;
     }
-    if (attention) {
-      (decode ? decode_on_tensor_cores : prefill_on_tensor_cores)(launch, *attention);
+    if (attention && decode) {
+      decode_on_tensor_cores(launch, *attention);
+    } else if (
+        attention &&
+        !(streams == Streams::wgmma && prefill_by_four_warps(launch, *attention, in))) {
+      prefill_on_tensor_cores(launch, *attention);
     }
     bool portable = launch.kernel.file == file;
     if (portable && params_of<paged::AttentionParams>(launch).bounded_rows > 0) {

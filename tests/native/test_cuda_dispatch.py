@@ -17,7 +17,7 @@ from mlx_paged import ops
 pytestmark = needs_sim_extension
 
 
-def described(batch, plan: ops.AttentionPlan | None = None) -> list[dict]:
+def described(batch, plan: ops.AttentionPlan | None = None, streams: str = "any") -> list[dict]:
     plan = plan or batch.plan()
     positions = plan.positions if plan.bounds is None else plan.bounds
     return planned_launches(
@@ -25,6 +25,7 @@ def described(batch, plan: ops.AttentionPlan | None = None) -> list[dict]:
         *(positions, plan.block_tables, plan.work_items, plan.merge_items),
         scale=0.125,
         cuda=True,
+        streams=streams,
     )
 
 
@@ -309,3 +310,61 @@ def test_a_prefill_tile_has_sixteen_queries_a_warp(rng) -> None:
     assert launch["threadgroup"] == (256, 1, 1)
     # Two tiles of 64 tokens, keys and values.
     assert launch["threadgroup_memory"] == 2 * 2 * 64 * 128 * 2
+
+
+# --- Prefill on sm_90a ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "group", "dim", "dtype", "warps", "tiles"),
+    [
+        (17, 1, 128, mx.float16, 4, 1),
+        (32, 2, 128, mx.bfloat16, 4, 1),
+        (32, 3, 128, mx.bfloat16, 8, 1),
+        (32, 3, 64, mx.float16, 8, 1),
+        (32, 5, 64, mx.bfloat16, 8, 2),
+        (32, 12, 128, mx.float16, 8, 3),
+    ],
+)
+@pytest.mark.parametrize("bounded", [False, True], ids=["text", "bounds"])
+def test_prefill_by_four_warps(rng, rows, group, dim, dtype, warps, tiles, bounded) -> None:
+    shape = {"num_q_heads": 2 * group, "num_kv_heads": 2, "key_dim": dim, "value_dim": dim}
+    batch = make_batch(rng, [rows + 40], [rows], dtype=dtype, block_size=32, **shape)
+    if bounded:
+        batch = replace(batch, bounds=spans_of([rows + 40], [rows], [[(3, 30)]]))
+    plan = batch.plan(split_tokens=32)
+    launch, *others = described(batch, plan, streams="wgmma")
+    before, *others_before = described(batch, plan)
+    assert others == others_before and before["maps"] == []
+    name = str(dtype).split(".")[-1]
+    assert launch["kernel"] == f"paged_prefill_wgmma_{name}_{dim}_w{warps}"
+    assert launch["grid"] == (plan.work_items.shape[0], 2, tiles)
+    assert launch["threadgroup"] == (32 * (warps + 4), 1, 1)  # four warps copy
+    # Tiles of 64 tokens, keys and values, and two barriers for each.
+    stages = {64: 6, 128: 4}[dim]
+    assert launch["threadgroup_memory"] == stages * (2 * 64 * dim * 2 + 16)
+    assert launch["threadgroup_memory"] <= 227 * 1024
+    blocks, _, heads, _ = batch.key_pool.shape
+    for buffer, found in zip((1, 2), launch["maps"], strict=True):
+        assert launch["buffers"][buffer][0] == buffer  # of keys, of values
+        # Sixteen tokens x 64 dims: a row of 128 bytes, of which no box has two heads.
+        assert found == (buffer, 2, blocks * 32, heads * dim, heads * dim, 16, 64, True)
+    for same in ("buffers", "constants", "cluster"):
+        assert launch[same] == before[same]
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape"),
+    [
+        (16, {"num_q_heads": 1, "key_dim": 128}),  # one warp's queries
+        (8, {"num_q_heads": 8, "key_dim": 128}),
+        (1, {"num_q_heads": 4, "key_dim": 64}),
+        (32, {"num_q_heads": 4, "key_dim": 96}),
+        (32, {"num_q_heads": 4, "key_dim": 192, "value_dim": 128}),
+        (32, {"num_q_heads": 4, "key_dim": 128, "block_size": 8}),
+        (32, {"num_q_heads": 4, "key_dim": 128, "dtype": mx.float32}),
+    ],
+)
+def test_all_else_is_the_same_on_sm_90a(rng, rows, shape) -> None:
+    batch = make_batch(rng, [40], [rows], **({"num_kv_heads": 1, "dtype": mx.float16} | shape))
+    assert described(batch, streams="wgmma") == described(batch)

@@ -53,7 +53,7 @@ nb::dict describe(const Launch& launch) {
 }
 
 // With what only NVIDIA's have.
-nb::dict describe_product(const Launch& launch) {
+nb::dict describe_for_cuda(const Launch& launch) {
   nb::dict d = describe(launch);
   d["cluster"] = launch.cluster;
   nb::list maps;
@@ -92,10 +92,10 @@ DType product_dtype(const std::string& name) {
   return name == "float16" ? DType::float16 : DType::bfloat16;
 }
 
-nb::list describe(const std::vector<Launch>& launches) {
+nb::list describe(const std::vector<Launch>& launches, bool cuda = false) {
   nb::list described;
   for (const auto& launch : launches) {
-    described.append(describe(launch));
+    described.append(cuda ? describe_for_cuda(launch) : describe(launch));
   }
   return described;
 }
@@ -167,7 +167,7 @@ void bind_simulator(nb::module_& m) {
       [](const mx::array& queries, const mx::array& key_pool, const mx::array& value_pool,
          const mx::array& positions, const mx::array& block_tables, const mx::array& work_items,
          const mx::array& merge_items, float scale, int window, float softcap,
-         std::optional<mx::array> sinks, bool cuda) {
+         std::optional<mx::array> sinks, bool cuda, const std::string& streams) {
         Arrays in{queries, key_pool, value_pool, positions, block_tables, work_items, merge_items};
         if (sinks) {
           in.push_back(*sinks);
@@ -179,13 +179,13 @@ void bind_simulator(nb::module_& m) {
         PagedAttention node(mx::default_stream(mx::Device::cpu), {scale, window, softcap});
         auto list = node.launches(in, {out}, cuda ? Gpu::nvidia : Gpu::apple);
         if (cuda) {
-          list = cuda::with_variants(std::move(list), in);
+          list = cuda::with_variants(std::move(list), in, streams_named(streams));
         }
-        return describe(list.launches);
+        return describe(list.launches, cuda);
       },
       "queries"_a, "key_pool"_a, "value_pool"_a, "positions"_a, "block_tables"_a, "work_items"_a,
       "merge_items"_a, nb::kw_only(), "scale"_a, "window"_a = 0, "softcap"_a = 0.0f,
-      "sinks"_a = nb::none(), "cuda"_a = false,
+      "sinks"_a = nb::none(), "cuda"_a = false, "streams"_a = "any",
       "What a GPU would run for a call of paged_attention: Apple's, or with `cuda` NVIDIA's.");
 
   m.def(
@@ -197,7 +197,7 @@ void bind_simulator(nb::module_& m) {
         WriteKV node(mx::default_stream(mx::Device::cpu));
         auto list = node.launches(in, {key_pool, value_pool}, cuda ? Gpu::nvidia : Gpu::apple);
         if (cuda) {
-          list = cuda::with_variants(std::move(list), in);
+          list = cuda::with_variants(std::move(list), in, cuda::Streams::any);
         }
         return describe(list.launches);
       },
@@ -220,7 +220,7 @@ void bind_simulator(nb::module_& m) {
       [](int num_rows, const std::vector<int>& outputs, int k, const std::string& dtype,
          bool is_gated, const std::string& streams) {
         auto params = product_params(num_rows, outputs, k, is_gated);
-        return describe_product(
+        return describe_for_cuda(
             cuda::linear_launch(params, product_dtype(dtype), {}, streams_named(streams)));
       },
       "num_rows"_a, "outputs"_a, "k"_a, nb::kw_only(), "dtype"_a, "is_gated"_a, "streams"_a,
@@ -244,7 +244,7 @@ void bind_simulator(nb::module_& m) {
           }
         }
         auto params = product_params(num_rows, outputs, k, is_gated);
-        return describe_product(
+        return describe_for_cuda(
             cuda::quantised_launch(
                 params, product_dtype(dtype), codes, {}, streams_named(streams)));
       },
