@@ -5,6 +5,7 @@ what the front end checks. The host's side also needs the headers of MLX's CUDA 
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -46,24 +47,40 @@ def test_the_kernels_compile(tmp_path) -> None:
 
 
 @needs_nvcc
-def test_products_of_four_warps_are_not_serialised(tmp_path) -> None:
-    """The assembler says so where it has each of them end before the next one begins."""
-    source = tmp_path / "product.cu"
-    source.write_text(
-        '#include "linear_stream.h"\n'
-        "using namespace mlx_paged::cuda;\n"
-        "auto kernel = linear_stream_entry<__nv_bfloat16, kWgmmaTiles, true>;\n"
-    )
+@pytest.mark.parametrize(
+    ("source", "definition"),
+    [
+        (
+            '#include "linear_stream.h"\n'
+            "using namespace mlx_paged::cuda;\n"
+            "auto kernel = linear_stream_entry<__nv_bfloat16, kWgmmaTiles, true>;\n",
+            "PAGED_DTYPE_bfloat16",
+        ),
+        ('#include "prefill_wgmma.cu"\n', "PAGED_DTYPE_bfloat16"),
+        ('#include "prefill_wgmma.cu"\n', "PAGED_DTYPE_float16"),
+    ],
+    ids=["products", "prefill-bfloat16", "prefill-float16"],
+)
+def test_products_of_four_warps_are_not_serialised(tmp_path, source: str, definition: str) -> None:
+    """The assembler says so where it has each of them end before the next one begins, and where
+    warps keep the registers that they are told to leave."""
+    program = tmp_path / "product.cu"
+    program.write_text(source)
     done = subprocess.run(
         [
             *(NVCC, "-std=c++17", "-arch=sm_90a", "-O3", "--expt-relaxed-constexpr", "-cubin"),
+            *(f"-D{definition}", "-Xptxas", "-v"),
             *(f"-I{ROOT / 'csrc/cuda/kernels'}", f"-I{ROOT / 'csrc/cuda/msl'}"),
-            *(f"-I{ROOT / 'metal'}", str(source), "-o", str(tmp_path / "product.cubin")),
+            *(f"-I{ROOT / 'metal'}", str(program), "-o", str(tmp_path / "product.cubin")),
         ],
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "serialized" not in done.stderr
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "serialized" not in said and "setmaxnreg" not in said, said
+    if "prefill" in source:
+        spills = re.findall(r"(\d+) bytes spill", said)
+        assert spills and set(spills) == {"0"}, said
 
 
 @needs_nvcc
