@@ -6,6 +6,7 @@
 #include "attention_plan.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel_for.h"
+#include "cuda/products.h"
 #include "gpu.h"
 #include "kernel_names.h"
 #include "mlx/version.h"
@@ -89,6 +90,9 @@ void bind_extension(nb::module_& m) {
   bind_step_program(m);
 
   m.def("has_transfers", &has_transfers, "Whether `upload` and `to_host` are there.");
+  m.def(
+      "has_wgmma", [] { return has_transfers() && cuda::streams() == cuda::Streams::wgmma; },
+      "Whether there are kernels for products of four warps, which this GPU has.");
 
   m.def(
       "upload",

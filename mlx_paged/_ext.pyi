@@ -87,6 +87,11 @@ class StepProgram:
 def has_transfers() -> bool:
     """Whether `upload` and `to_host` are there."""
 
+def has_wgmma() -> bool:
+    """
+    Whether there are kernels for products of four warps, which this GPU has.
+    """
+
 def upload(arrays: Sequence[Annotated[NDArray, dict(order='C', device='cpu', writable=False)]], *, stays: bool = False, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...
 
 def plan_attention(tables: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], num_blocks: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], context_lens: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], query_lens: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], *, bounds: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None = None, block_size: int, window: int, rows_per_item: int, split_tokens: int, on_gpu: bool, pads: bool, num_rows: int, stays: bool, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array] | None: ...

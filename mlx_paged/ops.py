@@ -91,6 +91,12 @@ def has_cuda() -> bool:
     return ext.has_transfers()
 
 
+def has_wgmma() -> bool:
+    """Whether operations run on an NVIDIA GPU on which four warps multiply together (Hopper), for
+    which this build has kernels."""
+    return ext.has_wgmma()
+
+
 def upload(*arrays: npt.NDArray[Any], stays: bool = False) -> list[mx.array]:
     """Arrays of numbers on the host, which may change afterwards.
 

@@ -1,10 +1,10 @@
 """Long prefill chunks by MLX's fused attention over gathered keys and values. (With CUDA.)
 
-There MLX's is cuDNN's, two to eight times as fast as `ops.paged_attention` on such chunks (see
-docs/cuda.md), and gathering costs little in comparison. Rows of other sequences, mainly decodes,
-use the paged kernels.
+There MLX's is cuDNN's, which is faster than `ops.paged_attention` on such chunks even where keys
+and values must be gathered first (see docs/cuda.md). Rows of other sequences, mainly decodes, use
+the paged kernels.
 
-cuDNN takes some 35 ms to prepare a new shape. So a chunk is widened to
+cuDNN takes some 40 ms to prepare a new shape. So a chunk is widened to
 positions that are multiples of `ALIGNMENT`: by rows before it, which are computed and dropped, and
 by rows and keys behind it, which no row of it sees. Where a step has a prompt as a whole, its keys
 and values are those that the step has just written, and nothing is gathered.
@@ -12,7 +12,7 @@ and values are those that the step has just written, and nothing is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -25,6 +25,10 @@ from mlx_paged.ops import AttentionPlan
 
 # Shorter chunks gain less than gathering and another shape cost.
 LEAST_ROWS = 512
+# The same where `ops.paged_attention` has a kernel for Hopper: of so many rows it takes a quarter
+# longer, and of few ones less than gathering does. (What need not be gathered is faster by cuDNN.)
+_LEAST_GATHERED_ROWS = 2048
+_HOPPER_DIMS = (64, 128)
 ALIGNMENT = 256
 _MOST_DIM = 128  # cuDNN's
 # Of the sequences of one call together: gathered keys and values take memory, and beyond that a
@@ -114,6 +118,13 @@ class DensePrefill:
         return _joined([parts[first] for first in sorted(parts)])
 
 
+def least_gathered_rows(specs: Iterable[LayerSpec]) -> int:
+    """How many rows a chunk should have whose keys must be gathered, in a model of these layers."""
+    dims = {spec.pool_dims for spec in specs}
+    is_served = ops.has_wgmma() and all(k == v and k in _HOPPER_DIMS for k, v in dims)
+    return _LEAST_GATHERED_ROWS if is_served else LEAST_ROWS
+
+
 def plan_dense_prefill(
     tables: Tables,
     context_lens: np.ndarray,
@@ -121,13 +132,18 @@ def plan_dense_prefill(
     *,
     block_size: int,
     bounds: np.ndarray | None = None,
+    least_gathered: int = LEAST_ROWS,
 ) -> DensePrefill | None:
     """Plans one step; None where it has no long chunk, or no CUDA. See `build_plan`.
+
+    Args:
+        least_gathered: rows of a chunk that is no whole prompt of a multiple of `ALIGNMENT`.
 
     A chunk of which some row sees behind its position is not MLX's causal attention, and is left
     to the paged kernels.
     """
-    long = query_lens >= LEAST_ROWS
+    is_whole = (context_lens == query_lens) & (query_lens % ALIGNMENT == 0)
+    long = query_lens >= np.where(is_whole, LEAST_ROWS, least_gathered)
     if not (ops.has_cuda() and long.any()):
         return None
     ends = np.cumsum(query_lens)

@@ -99,6 +99,7 @@ class PagedModel:
         self._allocated: list[mx.array] = []  # the first handles of the pools
         self.repeats_steps = True
         self._activations = "float32"
+        self._least_gathered = dense_prefill.LEAST_ROWS
         # The first n rows of a step, by n: as they are given, and [n] int32 on the device.
         self._first_rows: dict[int, tuple[bytes, mx.array]] = {}
         self._compiled = CompiledSteps(self._run, chooses=self._chooses)
@@ -161,6 +162,9 @@ class PagedModel:
                 leaves.append(self._states[-1])
         self.caches = assemble(self.layout.tree, leaves)
         self._allocated = self.pools()
+        self._least_gathered = dense_prefill.least_gathered_rows(
+            cache.spec for cache in self._attention if cache.spec.reach == FULL
+        )
 
     def release(self) -> None:
         """Drops the pools."""
@@ -338,6 +342,7 @@ class PagedModel:
                 inputs.query_lens,
                 block_size=self.block_size,
                 bounds=self._bounds(inputs, FULL),
+                least_gathered=self._least_gathered,
             )
         # A step of decodes only is built while the step before runs, and repeats as one graph.
         parts = None

@@ -31,7 +31,7 @@ NOT_PRIMITIVES = {
     *("StepProgram", "most_program_rows", "most_device_program_rows", "placeholders"),
     *("make_device_program", "run_device_program", "plan_attention"),
     *("serves_rope", "serves_silu_mul"),
-    *("add_in_product", "select_rows", "wait_actively"),
+    *("add_in_product", "select_rows", "wait_actively", "has_wgmma"),
 }
 
 

@@ -96,6 +96,43 @@ def test_sequences_that_are_alike_are_one_call(
     assert ends[-1] == sum(query_lens)
 
 
+@pytest.mark.parametrize(
+    ("context_lens", "query_lens", "chunks"),
+    [
+        ([512, 1024], [512, 1024], 2),  # whole prompts
+        ([1000, 1536], [1000, 1000], 0),  # not aligned; behind a prefix
+        ([512, 2600], [512, 2047], 1),
+        ([2600, 512], [2048, 512], 2),
+    ],
+)
+def test_short_chunks_are_not_gathered_on_hopper(
+    context_lens: list[int],
+    query_lens: list[int],
+    chunks: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def spec(dim: int) -> LayerSpec:
+        return LayerSpec(
+            num_kv_heads=KV_HEADS, key_dim=dim, value_dim=dim, dtype=mx.float16, window=None
+        )
+
+    monkeypatch.setattr(ops, "has_wgmma", lambda: False)
+    assert dense_prefill.least_gathered_rows([spec(128)]) == 512
+    monkeypatch.setattr(ops, "has_wgmma", lambda: True)
+    assert dense_prefill.least_gathered_rows([spec(128), spec(96)]) == 512, "one is slow"
+    least = dense_prefill.least_gathered_rows([spec(128), spec(64)])
+    prefill = dense_prefill.plan_dense_prefill(
+        tables_of(context_lens),
+        np.array(context_lens),
+        np.array(query_lens),
+        block_size=BLOCK,
+        least_gathered=least,
+    )
+    found = 0 if prefill is None else sum(chunk.num_sequences for chunk in prefill.chunks)
+    assert found == chunks
+    assert prefill is None or (prefill.plan is None) == (chunks == len(query_lens))
+
+
 def test_short_rows_are_not_touched() -> None:
     lens, rows = np.array([100, 600]), np.array([100, 1])
     assert (
