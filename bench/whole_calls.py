@@ -351,6 +351,23 @@ def ttft(model: LoadedModel, prefix_len: int, tail_len: int, run: Run) -> dict[s
     return found
 
 
+def new_lengths(
+    model: LoadedModel, prefix_len: int, tail_lens: Lengths, run: Run
+) -> dict[str, Any]:
+    """Until the first token behind a cached prefix, of lengths that are new and when they come
+    again."""
+    rest()
+    llm = llm_for(model, (prefix_len + max(tail_lens),), 1, copies=12)
+    [prefix] = prompts_of(model, (prefix_len,), seed=300)
+    llm.generate([prefix], greedy(1))
+    found: dict[str, Any] = {}
+    for name in ("first_ms", "again_ms"):
+        tails = prompts_of(model, tail_lens, seed=301 + len(found))
+        times = [seconds_of(lambda t=tail: llm.generate([prefix + t], greedy(1))) for tail in tails]
+        found[name] = [round(seconds * 1e3, 1) for seconds in times]
+    return found
+
+
 # --- Parts of the report --------------------------------------------------------------------------
 
 Measure = Callable[[LoadedModel, Lengths, Run], dict[str, Any]]
@@ -383,7 +400,12 @@ def ttft_part(model: LoadedModel, run: Run) -> Report:
         found = attempt(ttft, model, *lengths, run)
         print("ttft", name, found, flush=True)
         results.append({"workload": name, "mlx_paged": found})
-    return results
+    tails = (520, 700, 1000, 1300, 1900)
+    name = f"4096 cached + {', '.join(map(str, tails))}"
+    lengths = tuple(n // 16 for n in tails) if run.tiny else tails
+    found = attempt(new_lengths, model, 4096 // 32 if run.tiny else 4096, lengths, run)
+    print("ttft", name, found, flush=True)
+    return [*results, {"workload": name, "mlx_paged": found}]
 
 
 Part = tuple[str, Callable[[LoadedModel, Run], Report]]

@@ -386,7 +386,8 @@ class PagedModel:
         kept = self._first_rows.get(count)
         if kept is not None and kept[0] == numbers:
             return kept[1]
-        if kept is not None or not np.array_equal(wanted, np.arange(count)):
+        is_first = count == 0 or wanted[0] == 0  # (asked first: a prompt's row is none of these)
+        if kept is not None or not (is_first and np.array_equal(wanted, np.arange(count))):
             return int32(wanted, stays=stays)
         rows = int32(wanted)
         mx.eval(rows)  # (it belongs to no step, which may fail)
