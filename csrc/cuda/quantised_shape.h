@@ -109,6 +109,12 @@ constexpr int quantised_stream_blocks(int tiles) {
   return tiles <= 4 ? 2 : 1;
 }
 
+// linear_quantised_wgmma, sm_90a's, of so many tiles and more: of few rows x is not worth bringing
+// into order for all warps.
+constexpr int kQuantisedWgmmaTiles = 4;
+constexpr int kQuantisedWgmmaBlocks = 2;
+constexpr int kQuantisedWgmmaThreads = 32 * 8;  // all multiply: so a thread has 128 registers
+
 // Of the kernels for experts, which have one tile or so many.
 constexpr int kQuantisedExpertTiles = 4;
 
@@ -136,11 +142,12 @@ struct QuantisedStreamShape {
 };
 
 constexpr QuantisedStreamShape quantised_stream_shape(
-    CodeFormat format, int bits, int group, int tiles, bool whole = false) {
+    CodeFormat format, int bits, int group, int tiles, bool whole = false, bool wgmma = false) {
   const int chunk = quantised_stream_chunk(bits);
   const int codes = kQuantisedStreamRows * chunk * bits / 8;
   const int stage = codes + 8 * tiles * chunk * 2;
-  const int most = (quantised_stream_blocks(tiles) == 2 ? 112 : 216) * 1024;
+  const int blocks = wgmma ? kQuantisedWgmmaBlocks : quantised_stream_blocks(tiles);
+  const int most = (blocks == 2 ? 112 : 216) * 1024;
   const int row = whole ? kQuantisedWholeScales : 16;
   const int scales = kQuantisedStreamRows * row * (format == CodeFormat::affine ? 2 : 1);
   const int span = quantised_stream_span(format, bits, group);
@@ -156,7 +163,8 @@ constexpr QuantisedStreamShape quantised_stream_shape(
   }
   const int results = 8 * tiles * kQuantisedStreamPitch * 4;
   const int barriers = bytes > results ? bytes : results;
-  return {codes, stage, scales, stages, slots, barriers, barriers + copy_ring_bytes(stages)};
+  const int ring = copy_ring_bytes(stages) + (wgmma ? stages * 4 : 0);  // and counters
+  return {codes, stage, scales, stages, slots, barriers, barriers + ring};
 }
 
 }  // namespace mlx_paged::cuda

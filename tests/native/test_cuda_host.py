@@ -130,10 +130,12 @@ ROWS, STREAM = "kernels/linear_quantised.h", "kernels/linear_quantised_stream.h"
         (4, {STREAM: ("ring.begin(kMultipliers)", "ring.begin(1)")}),
         (4, {"quantised_shape.h": ("slots = whole ? 1 :", "slots = true ? 1 :")}),
         (4, {"kernels/linear_finish.h": ("row % UNIT >= kHalf}", "false}")}),
+        (4, {STREAM: ("wait_for_products<0>(sums[0]);\n      take_product", "take_product")}),
+        (4, {STREAM: ("load_shared(from ^ c * kPieces * 16)", "load_shared(from ^ c * 16)")}),
     ],
     ids=[
         "too little is waited for", "too early", "nothing is waited for", "one warp releases",
-        "too few scales", "gate twice",
+        "too few scales", "gate twice", "products are left", "x in another order",
     ],
 )  # fmt: skip
 def test_faults_are_seen(tmp_path, bits: int, changes: dict[str, tuple[str, str]]) -> None:

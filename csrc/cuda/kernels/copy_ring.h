@@ -34,8 +34,13 @@ struct CopyRing {
   // how often it was used before.
   __device__ __forceinline__ void expect(int stage, int round, int bytes) const {
     if (round > 0) {
-      wait(free(stage), (round - 1) & 1);
+      wait_until_released(stage, round - 1);
     }
+    expect_at_once(stage, bytes);
+  }
+
+  // The same where it is known that nobody reads it.
+  __device__ __forceinline__ void expect_at_once(int stage, int bytes) const {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(full(stage)), "r"(bytes)
                  : "memory");
   }
@@ -73,6 +78,11 @@ struct CopyRing {
     }
   }
 
+  // Until all readers have released a stage once more than `round` times.
+  __device__ __forceinline__ void wait_until_released(int stage, int round) const {
+    wait(free(stage), round & 1);
+  }
+
  private:
   __device__ __forceinline__ unsigned int full(int stage) const { return barriers + stage * 8; }
   __device__ __forceinline__ unsigned int free(int stage) const {
@@ -95,6 +105,16 @@ struct CopyRing {
         : "memory");
   }
 };
+
+// By one lane of each of so many warps that have read something: whether it is the last of them.
+__device__ __forceinline__ bool is_last(unsigned int counter, int warps) {
+  unsigned int before;
+  asm volatile("atom.acq_rel.cta.shared::cta.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "r"(counter), "r"(warps - 1)
+               : "memory");
+  return before + 1 == warps;
+}
 
 // Blocks of this block's cluster; 1: it was launched without.
 __device__ __forceinline__ int cluster_size() {

@@ -10,6 +10,7 @@
 
 #include "copy_ring.h"
 #include "linear_quantised.h"
+#include "warpgroup.h"
 
 namespace mlx_paged::cuda {
 
@@ -18,17 +19,21 @@ namespace mlx_paged::cuda {
 // A block's part of the product: rows of one tile of the weight, the columns of a rank of the
 // cluster. A turn has a chunk of them. WHOLE: all scales come with the first one, those of a row
 // side by side; the block is alone then.
-template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES, bool WHOLE = false>
+// WGMMA: for sm_90a, whose products read x themselves.
+template <
+    typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES, bool WHOLE = false,
+    bool WGMMA = false>
 struct QuantisedStream {
   static constexpr int kRows = kQuantisedStreamRows;
   static constexpr int kChunk = quantised_stream_chunk(BITS);
   static constexpr QuantisedStreamShape kShape =
-      quantised_stream_shape(FORMAT, BITS, GROUP, TILES, WHOLE);
+      quantised_stream_shape(FORMAT, BITS, GROUP, TILES, WHOLE, WGMMA);
   static constexpr int kSpan = WHOLE ? 1 << 20 : quantised_stream_span(FORMAT, BITS, GROUP);
   static constexpr int kRowBytes = kChunk * BITS / 8;
   static constexpr bool kHasBiases = FORMAT == CodeFormat::affine;
   static constexpr int kScaleBytes = kHasBiases ? 2 : 1;
   static constexpr int kMultipliers = 8;  // warps
+  static constexpr int kThreads = WGMMA ? kQuantisedWgmmaThreads : kQuantisedStreamThreads;
   static constexpr int kXBox = 64;        // columns
   static constexpr int kXBoxBytes = 8 * TILES * kXBox * 2;
   static constexpr int kXBytes = kChunk / kXBox * kXBoxBytes;
@@ -86,6 +91,11 @@ struct QuantisedStream {
   __device__ __forceinline__ void begin() const {
     if (threadIdx.x == 0) {
       ring.begin(kMultipliers);
+      if constexpr (WGMMA) {
+        for (Turn turn; turn.stage < kShape.stages; turn.stage++) {
+          store_shared_word(counter(turn), 0);
+        }
+      }
     }
     __syncthreads();
   }
@@ -129,71 +139,95 @@ struct QuantisedStream {
     return stages + kShape.stages * kShape.stage_bytes + turn.slot * kShape.scales_bytes;
   }
 
-  // By one warp, or its first thread alone: everything that this block reads. The weight begins
-  // with row `first_row` of its arrays, x of a turn has `x_bytes`, and every lane calls
-  // `copy_x(turn)` for it when it has called `wait_for_x()`. WHOLE: `scales_of_part(is_up,
-  // is_bias)` is where an array begins.
+  // Where a tile's rows begin, which are two runs of a weight's: of gate and of up, or of a head's
+  // halves. The weight begins with row `first_row` of its arrays.
+  struct Sources {
+    const QuantisedMaps::Weight* low;
+    const QuantisedMaps::Weight* high;
+    int low_row;
+    int high_row;
+    bool high_is_up;
+  };
+
+  __device__ __forceinline__ Sources
+  sources_of(const LinearParams& params, const QuantisedMaps& maps, int first_row) const {
+    const TileRow low = row_of_tile<kRows, kRows>(params, tile_of_weight, 0);
+    const TileRow high = row_of_tile<kRows, kRows>(params, tile_of_weight, kRows / 2);
+    const auto* of_low = &maps.weights[which];
+    return {
+        of_low, high.is_up ? &maps.weights[1] : of_low, first_row + low.of_weight,
+        first_row + high.of_weight, high.is_up};
+  }
+
+  // By one thread: what a turn reads of the weight. It expects `x_bytes` of x, too.
+  template <typename Scales>
+  __device__ __forceinline__ void copy_weights(
+      const Sources& from, const Turn& turn, int x_bytes, Scales scales_of_part) const {
+    const paged::CachePolicy once = paged::evict_first();
+    const bool begins = turn.begins_span();
+    const int scales_bytes = WHOLE ? kRows * (kHasBiases ? 2 : 1) * pitch() : kShape.scales_bytes;
+    const int bytes = kShape.codes_bytes + x_bytes + (begins ? scales_bytes : 0);
+    if constexpr (WGMMA) {
+      ring.expect_at_once(turn.stage, bytes);
+    } else {
+      ring.expect(turn.stage, turn.round, bytes);
+    }
+    const unsigned int codes = codes_of(turn);
+    const int chunk = first_chunk + turn.number;
+    const int word = chunk * (kRowBytes / 4);
+    ring.copy(turn.stage, codes, &from.low->codes, word, from.low_row, once);
+    ring.copy(
+        turn.stage, codes + kShape.codes_bytes / 2, &from.high->codes, word, from.high_row, once);
+    if (begins) {
+      const unsigned int to = scales_of(turn);
+      const int half = kRows / 2 * pitch();
+      if constexpr (WHOLE) {
+        auto copy_half = [&](bool is_bias, unsigned int at, bool is_up, int row) {
+          const unsigned char* from = scales_of_part(is_up, is_bias) + size_t(row) * pitch();
+          ring.copy_bytes(turn.stage, at, from, half, once);
+        };
+#pragma unroll
+        for (int array = 0; array < (kHasBiases ? 2 : 1); array++) {
+          copy_half(array == 1, to + 2 * array * half, false, from.low_row);
+          copy_half(array == 1, to + (2 * array + 1) * half, from.high_is_up, from.high_row);
+        }
+      } else {
+        const int group = (chunk - turn.in_span) * kChunk / GROUP;
+        ring.copy(turn.stage, to, &from.low->scales, group, from.low_row, once);
+        ring.copy(turn.stage, to + half, &from.high->scales, group, from.high_row, once);
+        if constexpr (kHasBiases) {
+          ring.copy(turn.stage, to + 2 * half, &from.low->biases, group, from.low_row, once);
+          ring.copy(turn.stage, to + 3 * half, &from.high->biases, group, from.high_row, once);
+        }
+      }
+    }
+  }
+
+  // By one warp, or its first thread alone: everything that this block reads, or (WGMMA) what it
+  // does first. The weight begins with row `first_row` of its arrays, x of a turn has `x_bytes`,
+  // and every lane calls `copy_x(turn)` for it when it has called `wait_for_x()`. WHOLE:
+  // `scales_of_part(is_up, is_bias)` is where an array begins.
   template <typename Scales, typename Wait, typename CopyX>
   __device__ __forceinline__ void copy(
       const LinearParams& params, const QuantisedMaps& maps, int first_row, int x_bytes, int lane,
       Scales scales_of_part, Wait wait_for_x, CopyX copy_x) const {
-    // The tile's rows are two runs of a weight's: of gate and of up, or of a head's halves.
-    const TileRow low = row_of_tile<kRows, kRows>(params, tile_of_weight, 0);
-    const TileRow high = row_of_tile<kRows, kRows>(params, tile_of_weight, kRows / 2);
-    const auto* maps_of_low = &maps.weights[which];
-    const auto* maps_of_high = high.is_up ? &maps.weights[1] : maps_of_low;
-    const paged::CachePolicy once = paged::evict_first();
-    const int low_row = first_row + low.of_weight;
-    const int high_row = first_row + high.of_weight;
-    auto copy_weights = [&](const Turn& turn) {
-      if (lane > 0) {
-        return;
-      }
-      const bool begins = turn.begins_span();
-      const int scales_bytes = WHOLE ? kRows * (kHasBiases ? 2 : 1) * pitch() : kShape.scales_bytes;
-      const int bytes = kShape.codes_bytes + x_bytes + (begins ? scales_bytes : 0);
-      ring.expect(turn.stage, turn.round, bytes);
-      const unsigned int codes = codes_of(turn);
-      const int chunk = first_chunk + turn.number;
-      const int word = chunk * (kRowBytes / 4);
-      ring.copy(turn.stage, codes, &maps_of_low->codes, word, low_row, once);
-      ring.copy(
-          turn.stage, codes + kShape.codes_bytes / 2, &maps_of_high->codes, word, high_row, once);
-      if (begins) {
-        const unsigned int to = scales_of(turn);
-        const int half = kRows / 2 * pitch();
-        if constexpr (WHOLE) {
-          auto copy_half = [&](bool is_bias, unsigned int at, bool is_up, int row) {
-            const unsigned char* from = scales_of_part(is_up, is_bias) + size_t(row) * pitch();
-            ring.copy_bytes(turn.stage, at, from, half, once);
-          };
-#pragma unroll
-          for (int array = 0; array < (kHasBiases ? 2 : 1); array++) {
-            copy_half(array == 1, to + 2 * array * half, false, low_row);
-            copy_half(array == 1, to + (2 * array + 1) * half, high.is_up, high_row);
-          }
-        } else {
-          const int group = (chunk - turn.in_span) * kChunk / GROUP;
-          ring.copy(turn.stage, to, &maps_of_low->scales, group, low_row, once);
-          ring.copy(turn.stage, to + half, &maps_of_high->scales, group, high_row, once);
-          if constexpr (kHasBiases) {
-            ring.copy(turn.stage, to + 2 * half, &maps_of_low->biases, group, low_row, once);
-            ring.copy(turn.stage, to + 3 * half, &maps_of_high->biases, group, high_row, once);
-          }
-        }
+    const Sources from = sources_of(params, maps, first_row);
+    auto copy_of_weight = [&](const Turn& turn) {
+      if (lane == 0) {
+        copy_weights(from, turn, x_bytes, scales_of_part);
       }
     };
     const int ahead = min(kShape.stages, num_turns);
     Turn turn = first_turn();
     for (; turn.number < ahead; turn.advance()) {
-      copy_weights(turn);  // which no kernel writes
+      copy_of_weight(turn);  // which no kernel writes
     }
     wait_for_x();
     for (Turn again = first_turn(); again.number < ahead; again.advance()) {
       copy_x(again);
     }
-    for (; turn.number < num_turns; turn.advance()) {
-      copy_weights(turn);
+    for (; !WGMMA && turn.number < num_turns; turn.advance()) {
+      copy_of_weight(turn);
       copy_x(turn);
     }
   }
@@ -208,54 +242,94 @@ struct QuantisedStream {
     }
   }
 
+  // Where a lane's part of a run is in shared memory: the codes and scales of its rows.
+  struct Run {
+    unsigned int codes;
+    unsigned int scales;
+  };
+
+  // A lane's codes in a stage, of the warp's first run.
+  __device__ __forceinline__ static unsigned int codes_of_lane(
+      int first_row, int first_run, int lane) {
+    const int row = lane / 4;
+    return (first_row + row) * kRowBytes + codes_in_row(first_run, row, lane % 4);
+  }
+
+  // Run `2 * i` after the warp's first. `codes`: codes_of_lane.
+  __device__ __forceinline__ Run
+  run_of(
+      const Turn& turn, unsigned int codes, int first_row, int first_run, int i, int lane) const {
+    const int run = first_run + 2 * i;
+    int group = (turn.in_span * kChunk + run * kRun) / GROUP;  // of the span
+    if constexpr (WHOLE) {
+      group = min(group, last_group);  // (of columns that are not there, whose x are zeros)
+    }
+    return {
+        codes_of(turn) + (kSwizzles ? codes ^ i * (2 * kRunBytes) : codes + i * (2 * kRunBytes)),
+        scales_of(turn) + (first_row + lane / 4) * pitch() + group * kScaleBytes};
+  }
+
+  // A lane's codes of a run, of rows r and r + 8 of sixteen, and what they are scaled with.
+  struct Codes {
+    unsigned int words[2][Group::kWords];
+    unsigned int scale[2];
+    unsigned int bias[2];
+
+    // As left operands of the run's products.
+    __device__ __forceinline__ void scale_to(paged::FragmentA (&weights)[Group::kProducts]) const {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int p = 0; p < Group::kPairs; p++) {
+          weights[p / 2][p % 2 * 2 + half] =
+              scaled<T, FORMAT, BITS>(Group::pair(words[half], p), scale[half], bias[half]);
+        }
+      }
+    }
+  };
+
+  // Of rows `16 m` to `16 m + 15` of the warp's.
+  __device__ __forceinline__ Codes load(const Run& run, int m, int lane) const {
+    const int column = lane % 4;
+    Codes codes;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int i = 2 * m + half;
+      auto scale_at = [&](int array) -> unsigned int {
+        const unsigned int at = run.scales + array * (kRows * pitch()) + i * (8 * pitch());
+        if constexpr (kHasBiases) {
+          return load_shared_half(at) * 0x10001u;
+        } else {
+          return scale_of_code<T>(load_shared_byte(at)) * 0x10001u;
+        }
+      };
+      load_codes(codes.words[half], run.codes + i * (8 * kRowBytes), column);
+      Group::align(column, codes.words[half]);
+      codes.scale[half] = scale_at(0);
+      codes.bias[half] = kHasBiases ? scale_at(1) : 0;
+    }
+    return codes;
+  }
+
   // The sum of what is in shared memory when all turns are over, of 32 rows of the weight from
   // `first_row` on and every second run of columns, from `first_run` on.
   __device__ __forceinline__ void multiply(
       Sums& sums, int first_row, int first_run, int lane) const {
-    const int row = lane / 4;
-    const int column = lane % 4;
     // Where the lane's part of a stage is: codes of its row, eight columns of its row of x.
-    const int first_column = first_run * kRun + column * Group::kColumns;
-    const unsigned int codes_of_lane =
-        (first_row + row) * kRowBytes + codes_in_row(first_run, row, column);
+    const int first_column = first_run * kRun + lane % 4 * Group::kColumns;
+    const unsigned int codes = codes_of_lane(first_row, first_run, lane);
     const unsigned int x_of_lane = kShape.codes_bytes + first_column / kXBox * kXBoxBytes +
-                                   paged::tile_offset<8>(row, first_column % kXBox / 8);
+                                   paged::tile_offset<8>(lane / 4, first_column % kXBox / 8);
     for (Turn turn = first_turn(); turn.number < num_turns; turn.advance()) {
       ring.wait_until_full(turn.stage, turn.round);
-      const unsigned int stage = codes_of(turn);
 #pragma unroll
       for (int i = 0; i < kRuns / 2; i++) {
-        const int run = first_run + 2 * i;
-        int group = (turn.in_span * kChunk + run * kRun) / GROUP;  // of the span
-        if constexpr (WHOLE) {
-          group = min(group, last_group);  // (of columns that are not there, whose x are zeros)
-        }
-        const unsigned int scales =
-            scales_of(turn) + (first_row + row) * pitch() + group * kScaleBytes;
-        auto scale_at = [&](int array, int i) -> unsigned int {
-          const unsigned int at = scales + array * (kRows * pitch()) + i * (8 * pitch());
-          if constexpr (kHasBiases) {
-            return load_shared_half(at) * 0x10001u;
-          } else {
-            return scale_of_code<T>(load_shared_byte(at)) * 0x10001u;
-          }
-        };
-        const unsigned int codes = stage + (kSwizzles ? codes_of_lane ^ i * (2 * kRunBytes)
-                                                      : codes_of_lane + i * (2 * kRunBytes));
-        const unsigned int x = stage + x_of_lane + 2 * i * kRun / kXBox * kXBoxBytes;
+        const Run run = run_of(turn, codes, first_row, first_run, i, lane);
+        const unsigned int x = codes_of(turn) + x_of_lane + 2 * i * kRun / kXBox * kXBoxBytes;
         paged::FragmentA weights[2][Group::kProducts];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          unsigned int words[Group::kWords];
-          load_codes(words, codes + i * (8 * kRowBytes), column);
-          Group::align(column, words);
-          const unsigned int scale = scale_at(0, i);
-          const unsigned int bias = kHasBiases ? scale_at(1, i) : 0;
-#pragma unroll
-          for (int p = 0; p < Group::kPairs; p++) {
-            weights[i / 2][p / 2][p % 2 * 2 + i % 2] =
-                scaled<T, FORMAT, BITS>(Group::pair(words, p), scale, bias);
-          }
+        for (int m = 0; m < 2; m++) {
+          load(run, m, lane).scale_to(weights[m]);
         }
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
@@ -274,6 +348,112 @@ struct QuantisedStream {
       ring.release(turn.stage, lane);
     }
   }
+
+  // Where warps that have read a stage are counted.
+  __device__ __forceinline__ unsigned int counter(const Turn& turn) const {
+    return stages + kShape.barriers + copy_ring_bytes(kShape.stages) + turn.stage * 4;
+  }
+
+#ifdef PAGED_HAS_WGMMA
+  // By all multipliers: x of a turn, where it is, in the order in which the lanes' codes come.
+  // Sixteen columns side by side are those of one product then.
+  __device__ __forceinline__ void order_x(const Turn& turn) const {
+    constexpr int kPieces = Group::kProducts / 2;  // of eight columns, of a lane's part of a run
+    constexpr int kUnits = 8 * TILES * kRuns * kPieces;
+    constexpr int kAtOnce = 32 * kMultipliers;
+    static_assert(kUnits % 32 == 0);
+    // Eight threads have eight rows, which lie in different banks. Pieces of a row are where other
+    // bits are set.
+    const int lane = threadIdx.x % 32;
+    const int piece = lane / 8 % kPieces;
+#pragma unroll
+    for (int first = 0; first < kUnits; first += kAtOnce) {
+      const int unit = first + threadIdx.x;
+      if (kUnits % kAtOnce != 0 && unit >= kUnits) {
+        break;
+      }
+      const int tile = unit / (8 * kPieces) % TILES;
+      const int column = unit / (8 * kPieces * TILES) * kRun;  // of the run
+      const unsigned int rows = xs_of(turn) + column / kXBox * kXBoxBytes + tile * (8 * 128);
+      const unsigned int of_box = column % kXBox * 2;
+      const unsigned int from = rows + (paged::tile_offset<8>(lane % 8, piece) ^ of_box);
+      const unsigned int to = rows + (paged::tile_offset<8>(lane % 8, piece * 4) ^ of_box);
+      Eight v[4];
+#pragma unroll
+      for (int c = 0; c < 4; c++) {
+        v[c] = Group::pairs_of(load_shared(from ^ c * kPieces * 16));
+      }
+      __syncwarp();  // what others of the warp write here has been read
+      store_shared(to, make_uint4(v[0].x, v[1].x, v[2].x, v[3].x));
+      store_shared(to ^ 16, make_uint4(v[0].y, v[1].y, v[2].y, v[3].y));
+      store_shared(to ^ 32, make_uint4(v[0].z, v[1].z, v[2].z, v[3].z));
+      store_shared(to ^ 48, make_uint4(v[0].w, v[1].w, v[2].w, v[3].w));
+    }
+    show_to_products();
+  }
+
+  // multiply by four warps together, whose products read x themselves. While a batch of them is
+  // under way, the weights of the next one are scaled, or x of the next turn is ordered. A stage's
+  // x is in order when all warps have "released" it, and the last one that has read a stage calls
+  // `copy(turn)` for what comes there next.
+  template <typename Copy>
+  __device__ __forceinline__ void multiply_together(
+      Sums& sums, int first_row, int first_run, int lane, Copy copy) const {
+    const unsigned int codes = codes_of_lane(first_row, first_run, lane);
+    auto order = [&](const Turn& turn) {
+      ring.wait_until_full(turn.stage, turn.round);
+      order_x(turn);
+      ring.release(turn.stage, lane);
+    };
+    Turn turn = first_turn();
+    Turn later = turn;
+#pragma unroll
+    for (int i = 0; i < kShape.stages; i++) {
+      later.advance();
+    }
+    if (num_turns > 0) {
+      order(turn);
+    }
+    while (turn.number < num_turns) {
+      Turn next = turn;
+      next.advance();
+#pragma unroll
+      for (int i = 0; i < kRuns / 2; i++) {
+        const Run run = run_of(turn, codes, first_row, first_run, i, lane);
+        const int column = (first_run + 2 * i) * kRun;
+        const unsigned int x = first_columns(xs_of(turn) + column / kXBox * kXBoxBytes) +
+                               column % kXBox / 16 * kNextColumns;
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+          paged::FragmentA weights[Group::kProducts];
+          load(run, m, lane).scale_to(weights);
+          if (i == 0 && m == 0) {
+            ring.wait_until_released(turn.stage, turn.round);
+          }
+          begin_products();
+#pragma unroll
+          for (int h = 0; h < Group::kProducts; h++) {
+            start_product<false, false>(sums[m], weights[h], x + h * kNextColumns, T(0.0f));
+          }
+          commit_products();
+          wait_for_products<1>(sums[m]);
+        }
+      }
+      if (next.number < num_turns) {
+        order(next);
+      }
+      wait_for_products<0>(sums[0]);
+      take_product(sums[1]);
+      __syncwarp();
+      if (lane == 0 && later.number < num_turns && is_last(counter(turn), kMultipliers)) {
+        copy(later);
+      }
+      __syncwarp();
+      turn = next;
+      later.advance();
+    }
+  }
+#endif
 
   // To where the ring was, which everyone has read: the block's sums, [row of x][row of the
   // weight], of both warps of each pair. By all threads.
@@ -307,8 +487,7 @@ struct QuantisedStream {
     cluster_barrier();
     finish_rows<T, kRows, kRows>(
         params, parts, which, tile_of_weight, residual, rotations, slots, [](int at) { return at; },
-        params.num_rows, rank * kQuantisedStreamThreads + threadIdx.x,
-        num_ranks * kQuantisedStreamThreads,
+        params.num_rows, rank * kThreads + threadIdx.x, num_ranks * kThreads,
         [&](int at, int output) {
           const unsigned int address = stages + (at * kQuantisedStreamPitch + output) * 4;
           float4 sum[kLinearParts];
@@ -369,6 +548,46 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
   if (warp < Stream::kMultipliers) {
     stream.multiply(sums, first_row, warp / 4, lane);
   }
+  __syncthreads();  // the ring has been read
+  paged::wait_for_kernel_before();
+
+  stream.store(reinterpret_cast<float*>(shared), sums, warp, first_row, lane);
+  stream.finish(params, parts_of_launch, residual, rotations, slots);
+#endif
+}
+
+// The same, in the same bits, by sm_90a's products of four warps. No warp copies alone: where
+// there are two blocks of eight warps each, a thread has 128 registers, and of nine 96.
+template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES>
+__global__ void __launch_bounds__(kQuantisedWgmmaThreads, kQuantisedWgmmaBlocks)
+    linear_quantised_wgmma_entry(
+        QUANTISED_PARAMETERS, const __grid_constant__ QuantisedMaps maps) {
+#ifdef PAGED_HAS_WGMMA
+  using Stream = QuantisedStream<T, FORMAT, BITS, GROUP, TILES, false, true>;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const LinearPart<T> parts_of_launch[kLinearMostWeights] = QUANTISED_PARTS;
+  const Stream stream(params, paged::shared_address(shared));
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int first_row = warp % 4 * 32;
+  auto no_parts = [](bool, bool) { return nullptr; };
+  auto copy_x = [&](const auto& turn) { stream.copy_rows(maps.x, turn, stream.xs_of(turn), 0); };
+  stream.begin();
+  if (threadIdx.x == 0) {
+    stream.copy(
+        params, maps, 0, Stream::kXBytes, 0, no_parts,
+        [] {
+          paged::let_next_kernel_begin();
+          paged::wait_for_kernel_before();
+        },
+        copy_x);
+  }
+  const typename Stream::Sources sources = stream.sources_of(params, maps, 0);
+  typename Stream::Sums sums = {};
+  stream.multiply_together(sums, first_row, warp / 4, lane, [&](const auto& turn) {
+    stream.copy_weights(sources, turn, Stream::kXBytes, no_parts);
+    copy_x(turn);
+  });
   __syncthreads();  // the ring has been read
   paged::wait_for_kernel_before();
 

@@ -151,8 +151,12 @@ __device__ __forceinline__ void start_product(
         "n"(IS_TRANSPOSED)                                                                     \
       : "memory")
 #define PAGED_START_LEFT_ANY(type)                                                              \
-  static_assert(TILES == 8 || TILES == 16);                                                     \
-  if constexpr (TILES == 8) {                                                                   \
+  static_assert(TILES == 4 || TILES == 8 || TILES == 16);                                       \
+  if constexpr (TILES == 4) {                                                                   \
+    PAGED_START_LEFT(                                                                           \
+        "m64n32k16", type, PAGED_32, "%16, %17, %18, %19", "%20", "%21", "%22", "%23",          \
+        PAGED_D(0), PAGED_D(1), PAGED_D(2), PAGED_D(3));                                        \
+  } else if constexpr (TILES == 8) {                                                                   \
     PAGED_START_LEFT(                                                                           \
         "m64n64k16", type, PAGED_64, "%32, %33, %34, %35", "%36", "%37", "%38", "%39",          \
         PAGED_D(0), PAGED_D(1), PAGED_D(2), PAGED_D(3), PAGED_D(4), PAGED_D(5), PAGED_D(6),     \

@@ -88,6 +88,7 @@ struct Case {
   int tiles;
   int cluster;  // blocks of linear_quantised_stream's; 0: linear_quantised
   bool extras;  // biases and a residual
+  bool wgmma = false;  // products of four warps
 };
 
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP>
@@ -156,9 +157,15 @@ struct Product {
                     : c.tiles == 2 ? linear_quantised_stream_entry<T, FORMAT, BITS, GROUP, 2>
                     : c.tiles == 4 ? linear_quantised_stream_entry<T, FORMAT, BITS, GROUP, 4>
                                    : linear_quantised_stream_entry<T, FORMAT, BITS, GROUP, 8>;
+      if (c.wgmma) {
+        kernel = c.tiles == 4 ? linear_quantised_wgmma_entry<T, FORMAT, BITS, GROUP, 4>
+                              : linear_quantised_wgmma_entry<T, FORMAT, BITS, GROUP, 8>;
+      }
       QuantisedMaps maps = maps_of(c);
-      int scratch = quantised_stream_shape(FORMAT, BITS, GROUP, c.tiles).scratch;
-      fibers::run_grid(blocks * c.cluster, 1, kQuantisedStreamThreads, scratch, c.cluster, [&] {
+      int threads = c.wgmma ? kQuantisedWgmmaThreads : kQuantisedStreamThreads;
+      int scratch =
+          quantised_stream_shape(FORMAT, BITS, GROUP, c.tiles, false, c.wgmma).scratch;
+      fibers::run_grid(blocks * c.cluster, 1, threads, scratch, c.cluster, [&] {
         with_arguments([&](auto... arguments) { kernel(arguments..., maps); });
       });
     } else {
@@ -269,9 +276,15 @@ void test(const char* dtype, bool all) {
     auto few = p.run({Kind::plain, 5, 1, 8, true}, name + ", 5 rows, clusters of 8");
     auto more = p.run({Kind::plain, 13, 2, 8, true}, name + ", 13 rows, clusters of 8");
     same(few, more, 5 * 37, name);
+    auto many = p.run({Kind::plain, 29, 4, 8, true, true}, name + ", 29 rows together");
+    same(more, many, 13 * 37, name + ", together");
     if (all) {
       same(more, p.run({Kind::plain, 29, 4, 8, true}, name + ", 29 rows"), 13 * 37, name);
-      same(more, p.run({Kind::plain, 61, 8, 8, true}, name + ", 61 rows"), 13 * 37, name);
+      auto most = p.run({Kind::plain, 61, 8, 8, true}, name + ", 61 rows");
+      same(more, most, 13 * 37, name);
+      same(
+          most, p.run({Kind::plain, 61, 8, 8, true, true}, name + ", 61 rows together"), 61 * 37,
+          name + ", 61 rows together");
       p.run({Kind::plain, 7, 1, blocks, false}, name + ", other clusters");
       p.run({Kind::plain, 29, 4, 1, false}, name + ", no clusters");
     }
@@ -288,11 +301,14 @@ void test(const char* dtype, bool all) {
     auto late = p.run({Kind::plain, 2, 1, 0, false}, name + ", long");
     auto late_stream = stream.run({Kind::plain, 9, 2, 1, false}, name + ", long stream");
     auto late_of_two = stream.run({Kind::plain, 2, 1, 2, false}, name + ", long stream of two");
+    auto together = stream.run({Kind::plain, 20, 4, 1, false, true}, name + ", long, together");
+    same(late_stream, together, 9 * 18, name + ", long, together");
     fibers::copies_at_once = true;
     std::string at_once = name + ", long, at once";
     same(p.run({Kind::plain, 2, 1, 0, false}, at_once), late, 2 * 18, at_once);
     same(stream.run({Kind::plain, 9, 2, 1, false}, at_once), late_stream, 9 * 18, at_once);
     same(stream.run({Kind::plain, 2, 1, 2, false}, at_once), late_of_two, 2 * 18, at_once);
+    same(stream.run({Kind::plain, 20, 4, 1, false, true}, at_once), together, 20 * 18, at_once);
     fibers::copies_at_once = false;
   }
   {
@@ -313,6 +329,8 @@ void test(const char* dtype, bool all) {
       h.run({Kind::heads, 7, 1, 0, extras}, name + ", heads");
       h.run({Kind::heads, 17, 4, 2, extras}, name + ", heads, clusters");
       h.run({Kind::heads, 61, 8, 2, extras}, name + ", heads, many");
+      h.run({Kind::heads, 61, 8, 2, extras, true}, name + ", heads, together");
+      p.run({Kind::gated, 17, 4, 2, extras, true}, name + ", gated, together");
     }
   }
 }

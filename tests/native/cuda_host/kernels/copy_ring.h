@@ -92,6 +92,19 @@ struct CopyRing {
     state.missing = bytes;
   }
 
+  void expect_at_once(int stage, int bytes) const {
+    StageState& state = stage_states.at(stage);
+    fibers::require(state.missing == 0, "turns come in order");
+    state.turns++;
+    state.missing = bytes;
+  }
+
+  void wait_until_released(int stage, int round) const {
+    while (stage_states.at(stage).released < (round + 1) * stage_readers) {
+      fibers::yield();
+    }
+  }
+
   void copy(
       int stage, unsigned int to, const CUtensorMap* map, int column, int row,
       paged::CachePolicy) const {
@@ -149,6 +162,12 @@ struct CopyRing {
     }
   }
 };
+
+inline bool is_last(unsigned int counter, int warps) {
+  unsigned int& before = fibers::shared_at<unsigned int>(counter);
+  before = (before + 1) % warps;
+  return before == 0;
+}
 
 inline int cluster_size() {
   return fibers::block->cluster->size;

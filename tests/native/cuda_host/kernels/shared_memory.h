@@ -29,6 +29,14 @@ inline unsigned int load_shared_byte(unsigned int address) {
   return fibers::shared_at<unsigned char>(address);
 }
 
+inline void store_shared(unsigned int address, Eight v) {
+  fibers::shared_at<Eight>(address) = v;
+}
+
+inline void store_shared_word(unsigned int address, unsigned int v) {
+  fibers::shared_at<unsigned int>(address) = v;
+}
+
 inline void store_shared_half(unsigned int address, unsigned short v) {
   fibers::shared_at<unsigned short>(address) = v;
 }

@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include <array>
+
 #include "tensor_core.h"
 
 #define PAGED_HAS_WGMMA
@@ -17,6 +19,8 @@ struct StartedProduct {
   unsigned int a;
   unsigned int b;
   float (*value)(unsigned short);
+  std::array<unsigned int, 4> registers = {};  // of A, if it is not in shared memory
+  bool is_in_registers = false;
 
   // Row `row` of a tile of rows of 64 columns, and a column of its sixteen.
   float at(unsigned int columns, int row, int column) const {
@@ -27,7 +31,44 @@ struct StartedProduct {
         fibers::shared_at<unsigned short>(tile + paged::tile_offset<8>(row, chunk) + column % 8 * 2));
   }
 
+  // By all lanes of a warp.
+  void run_of_registers() const {
+    struct Operands {
+      const unsigned int* a;
+      float (*d)[4];
+    };
+    fibers::together_in_warp(Operands{registers.data(), d}, [this](Operands* lanes) {
+      double left[16][16];
+      for (int lane = 0; lane < 32; lane++) {
+        for (int i = 0; i < 8; i++) {
+          const unsigned int pair = lanes[lane].a[i / 2];
+          left[lane / 4 + i / 2 % 2 * 8][i / 4 * 8 + lane % 4 * 2 + i % 2] =
+              value(static_cast<unsigned short>(pair >> 16 * (i % 2)));
+        }
+      }
+      for (int column = 0; column < 8 * tiles; column++) {
+        double right[16];
+        for (int k = 0; k < 16; k++) {
+          right[k] = at(b, column, k);
+        }
+        for (int row = 0; row < 16; row++) {
+          float& result =
+              lanes[row % 8 * 4 + column % 8 / 2].d[column / 8][row / 8 * 2 + column % 2];
+          double sum = result;
+          for (int k = 0; k < 16; k++) {
+            sum += left[row][k] * right[k];
+          }
+          result = float(sum);
+        }
+      }
+    });
+  }
+
   void run(int thread) const {
+    if (is_in_registers) {
+      run_of_registers();
+      return;
+    }
     const int lane = thread % 32;
     for (int t = 0; t < tiles; t++) {
       for (int i = 0; i < 4; i++) {
@@ -54,7 +95,12 @@ inline unsigned int first_columns(unsigned int tile) {
 }
 constexpr unsigned int kNextColumns = 2;
 
+inline void show_to_products() {}
+
 inline void begin_products() {}
+
+template <int TILES>
+void take_product(float (&)[TILES][4]) {}
 
 inline void commit_products() {
   auto& open = open_products[fibers::block->current];
@@ -77,6 +123,14 @@ template <int TILES, typename T>
 void start_product(float (&d)[TILES][4], unsigned int a, unsigned int b, T) {
   auto value = [](unsigned short bits) { return paged::half_of<T>(bits, 0); };
   open_products[fibers::block->current].push_back({d, TILES, a, b, value});
+}
+
+template <bool IS_FIRST, bool IS_TRANSPOSED, int TILES, typename T>
+void start_product(float (&d)[TILES][4], const paged::FragmentA& a, unsigned int b, T) {
+  static_assert(!IS_FIRST && !IS_TRANSPOSED);
+  auto value = [](unsigned short bits) { return paged::half_of<T>(bits, 0); };
+  open_products[fibers::block->current].push_back(
+      {d, TILES, 0, b, value, {a[0], a[1], a[2], a[3]}, true});
 }
 
 }  // namespace mlx_paged::cuda

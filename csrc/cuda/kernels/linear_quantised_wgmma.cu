@@ -1,0 +1,34 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Products with weights of PAGED_CODE_BITS bits on sm_90a: every instantiation of
+// linear_quantised_wgmma_entry.
+
+#include "linear_quantised_stream.h"
+
+#include "../compiled_kernels.h"
+
+using namespace mlx_paged::cuda;
+
+#define WGMMA(dtype, type, format, bits, group, tiles)                           \
+  {"linear_quantised_wgmma_" #dtype "_" #format "_" #bits "_" #group "_" #tiles, \
+   linear_quantised_wgmma_entry<type, CodeFormat::format, bits, group, tiles>},
+#define DTYPES(format, bits, group)                      \
+  WGMMA(float16, __half, format, bits, group, 4)         \
+  WGMMA(float16, __half, format, bits, group, 8)         \
+  WGMMA(bfloat16, __nv_bfloat16, format, bits, group, 4) \
+  WGMMA(bfloat16, __nv_bfloat16, format, bits, group, 8)
+#define GROUPS(bits)       \
+  DTYPES(affine, bits, 32) \
+  DTYPES(affine, bits, 64) \
+  DTYPES(affine, bits, 128)
+
+static const bool added = add_kernels({
+    // clang-format off
+    GROUPS(PAGED_CODE_BITS)
+#if PAGED_CODE_BITS == 4
+    DTYPES(mxfp4, 4, 32)
+#elif PAGED_CODE_BITS == 8
+    DTYPES(mxfp8, 8, 32)
+#endif
+    // clang-format on
+});
