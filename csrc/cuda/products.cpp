@@ -197,15 +197,18 @@ Launch quantised_launch(
   auto format = kernel_format(codes).value();
   int tiles = tiles_of(params.num_rows);
   bool by_stream = streams >= Streams::any && streams_quantised(format, codes, params.k);
+  bool by_wgmma = by_stream && streams == Streams::wgmma && tiles >= kQuantisedWgmmaTiles;
   Launch launch;
   if (by_stream) {
-    auto shape = quantised_stream_shape(format, codes.bits, codes.group_size, tiles);
+    auto shape =
+        quantised_stream_shape(format, codes.bits, codes.group_size, tiles, false, by_wgmma);
     uint32_t num_tiles = blocks_of(params, kQuantisedStreamRows / (params.is_gated ? 2 : 1));
     uint32_t blocks = stream_cluster(num_tiles, params.k, kQuantisedStreamFewestColumns);
     launch.threadgroup_memory = shape.scratch;
     launch.cluster = blocks > 1 ? blocks : 0;
     launch.grid = {num_tiles * blocks, 1, 1};
-    launch.threadgroup = {kQuantisedStreamThreads, 1, 1};
+    launch.threadgroup = {
+        uint32_t(by_wgmma ? kQuantisedWgmmaThreads : kQuantisedStreamThreads), 1, 1};
     launch.maps = quantised_maps(params, format, codes, kFirstPart, kQuantisedPartBuffers, 1, true);
     launch.maps.insert(launch.maps.begin(), map_of_x(params, tiles));
   } else {
@@ -219,7 +222,10 @@ Launch quantised_launch(
     launch.after_previous = true;  // as of linear
   }
   launch.kernel.host_name = quantised_kernel(
-      by_stream ? "linear_quantised_stream" : "linear_quantised", dtype, format, codes, tiles);
+      by_wgmma    ? "linear_quantised_wgmma"
+      : by_stream ? "linear_quantised_stream"
+                  : "linear_quantised",
+      dtype, format, codes, tiles);
   launch.buffers.push_back({operands.x, Access::read, 0});
   launch.buffers.push_back({operands.residual, Access::read, 0});
   for (int i = 0; i < kLinearMostWeights; i++) {

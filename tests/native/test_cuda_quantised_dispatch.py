@@ -31,6 +31,9 @@ def launch_of(rows: int, outputs: list[int], k: int, **options: Any) -> dict[str
         (17, "any", "linear_quantised_stream_bfloat16_affine_4_64_4", (128, 1, 1)),
         (33, "any", "linear_quantised_stream_bfloat16_affine_4_64_8", (128, 1, 1)),
         (64, "any", "linear_quantised_stream_bfloat16_affine_4_64_8", (128, 1, 1)),
+        (16, "wgmma", "linear_quantised_stream_bfloat16_affine_4_64_2", (128, 1, 1)),
+        (17, "wgmma", "linear_quantised_wgmma_bfloat16_affine_4_64_4", (128, 1, 1)),
+        (64, "wgmma", "linear_quantised_wgmma_bfloat16_affine_4_64_8", (128, 1, 1)),
         (8, "none", "linear_quantised_bfloat16_affine_4_64_1", (256, 1, 1)),
         (9, "none", "linear_quantised_bfloat16_affine_4_64_2", (256, 1, 1)),
         (33, "small", "linear_quantised_bfloat16_affine_4_64_2", (256, 3, 1)),
@@ -38,10 +41,11 @@ def launch_of(rows: int, outputs: list[int], k: int, **options: Any) -> dict[str
 )
 def test_the_kernel_for_so_many_rows(rows: int, streams: str, kernel: str, grid: Any) -> None:
     launch = launch_of(rows, [4096], 4096, streams=streams)
-    clusters = streams == "any"
+    clusters = streams in ("any", "wgmma")
+    copies_alone = "linear_quantised_stream" in kernel  # a warp
     assert launch and launch["kernel"] == kernel and launch["grid"] == grid
     assert launch["cluster"] == (4 if clusters else 0)  # of 32 tiles of 128 rows
-    assert launch["threadgroup"] == ((288 if clusters else 256), 1, 1)
+    assert launch["threadgroup"] == ((288 if copies_alone else 256), 1, 1)
     assert len(launch["buffers"]) == 19
 
 
@@ -52,6 +56,8 @@ def test_shared_memory() -> None:
             launch = launch_of(rows, [4096], 4096, bits=bits, group_size=32)
             blocks = 2 if rows <= 32 else 1
             assert blocks * (launch["threadgroup_memory"] + 1024) <= 228 * 1024
+            launch = launch_of(rows, [4096], 4096, bits=bits, group_size=32, streams="wgmma")
+            assert 2 * (launch["threadgroup_memory"] + 1024) <= 228 * 1024
 
 
 def test_how_columns_are_divided() -> None:
