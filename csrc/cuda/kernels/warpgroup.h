@@ -156,7 +156,7 @@ __device__ __forceinline__ void start_product(
     PAGED_START_LEFT(                                                                           \
         "m64n32k16", type, PAGED_32, "%16, %17, %18, %19", "%20", "%21", "%22", "%23",          \
         PAGED_D(0), PAGED_D(1), PAGED_D(2), PAGED_D(3));                                        \
-  } else if constexpr (TILES == 8) {                                                                   \
+  } else if constexpr (TILES == 8) {                                                            \
     PAGED_START_LEFT(                                                                           \
         "m64n64k16", type, PAGED_64, "%32, %33, %34, %35", "%36", "%37", "%38", "%39",          \
         PAGED_D(0), PAGED_D(1), PAGED_D(2), PAGED_D(3), PAGED_D(4), PAGED_D(5), PAGED_D(6),     \
