@@ -11,6 +11,12 @@ inline bool is_dense(const mlx::core::array& a) {
   return a.status() != mlx::core::array::Status::unscheduled && a.flags().row_contiguous;
 }
 
+// Whether `a` is a node of a graph that can still be changed: nothing of it has been evaluated, and
+// nobody traces it.
+inline bool is_pending(const mlx::core::array& a) {
+  return a.status() == mlx::core::array::Status::unscheduled && a.has_primitive() && !a.is_tracer();
+}
+
 // Whether the numbers of `a` are known now. array::is_available is also true for results of the
 // current evaluation: they have no event yet.
 inline bool is_on_host(const mlx::core::array& a) {

@@ -5,16 +5,13 @@
 #include <cstring>
 #include <utility>
 
+#include "dense.h"
 #include "mlx/ops.h"
 #include "mlx/primitives.h"
 
 namespace mlx_paged {
 
 namespace {
-
-bool is_pending(const mx::array& a) {
-  return a.status() == mx::array::Status::unscheduled && a.has_primitive() && !a.is_tracer();
-}
 
 bool is(const mx::array& a, const char* name) {
   return is_pending(a) && std::strcmp(a.primitive().name(), name) == 0;

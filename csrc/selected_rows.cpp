@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "dense.h"
 #include "mlx/ops.h"
 #include "mlx/primitives.h"
 #include "validate.h"
@@ -85,10 +86,6 @@ const std::unordered_map<std::string_view, Kind> kKinds = {
     {"Concatenate", Kind::joined},
     // clang-format on
 };
-
-bool is_pending(const mx::array& a) {
-  return a.status() == mx::array::Status::unscheduled && a.has_primitive() && !a.is_tracer();
-}
 
 class Selection {
  public:

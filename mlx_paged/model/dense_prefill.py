@@ -29,6 +29,7 @@ LEAST_ROWS = 512
 # longer, and of few ones less than gathering does. (What need not be gathered is faster by cuDNN.)
 _LEAST_GATHERED_ROWS = 2048
 _HOPPER_DIMS = (64, 128)
+_HOPPER_BLOCK = 16  # and more
 ALIGNMENT = 256
 _MOST_DIM = 128  # cuDNN's
 # Of the sequences of one call together: gathered keys and values take memory, and beyond that a
@@ -118,10 +119,11 @@ class DensePrefill:
         return _joined([parts[first] for first in sorted(parts)])
 
 
-def least_gathered_rows(specs: Iterable[LayerSpec]) -> int:
+def least_gathered_rows(specs: Iterable[LayerSpec], block_size: int) -> int:
     """How many rows a chunk should have whose keys must be gathered, in a model of these layers."""
     dims = {spec.pool_dims for spec in specs}
-    is_served = ops.has_wgmma() and all(k == v and k in _HOPPER_DIMS for k, v in dims)
+    has_kernel = block_size >= _HOPPER_BLOCK and all(k == v and k in _HOPPER_DIMS for k, v in dims)
+    is_served = ops.has_wgmma() and has_kernel
     return _LEAST_GATHERED_ROWS if is_served else LEAST_ROWS
 
 

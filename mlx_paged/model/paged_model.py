@@ -163,7 +163,7 @@ class PagedModel:
         self.caches = assemble(self.layout.tree, leaves)
         self._allocated = self.pools()
         self._least_gathered = dense_prefill.least_gathered_rows(
-            cache.spec for cache in self._attention if cache.spec.reach == FULL
+            [cache.spec for cache in self._attention if cache.spec.reach == FULL], self.block_size
         )
 
     def release(self) -> None:

@@ -117,10 +117,11 @@ def test_short_chunks_are_not_gathered_on_hopper(
         )
 
     monkeypatch.setattr(ops, "has_wgmma", lambda: False)
-    assert dense_prefill.least_gathered_rows([spec(128)]) == 512
+    assert dense_prefill.least_gathered_rows([spec(128)], 16) == 512
     monkeypatch.setattr(ops, "has_wgmma", lambda: True)
-    assert dense_prefill.least_gathered_rows([spec(128), spec(96)]) == 512, "one is slow"
-    least = dense_prefill.least_gathered_rows([spec(128), spec(64)])
+    assert dense_prefill.least_gathered_rows([spec(128), spec(96)], 16) == 512, "one is slow"
+    assert dense_prefill.least_gathered_rows([spec(128)], 8) == 512, "of small blocks all are"
+    least = dense_prefill.least_gathered_rows([spec(128), spec(64)], 16)
     prefill = dense_prefill.plan_dense_prefill(
         tables_of(context_lens),
         np.array(context_lens),
