@@ -32,13 +32,17 @@ struct QuantisedStream {
   static constexpr int kRowBytes = kChunk * BITS / 8;
   static constexpr bool kHasBiases = FORMAT == CodeFormat::affine;
   static constexpr int kScaleBytes = kHasBiases ? 2 : 1;
+  static constexpr int kScaleArrays = kHasBiases ? 2 : 1;
   static constexpr int kMultipliers = 8;  // warps
   static constexpr int kThreads = WGMMA ? kQuantisedWgmmaThreads : kQuantisedStreamThreads;
-  static constexpr int kXBox = 64;        // columns
+  static constexpr int kXBox = 64;  // columns
   static constexpr int kXBoxBytes = 8 * TILES * kXBox * 2;
   static constexpr int kXBytes = kChunk / kXBox * kXBoxBytes;
   static constexpr int kRun = quantised_stream_run(GROUP);
   static constexpr int kRuns = kChunk / kRun;
+  static constexpr int kRunsOfWarp = kRuns / 2;  // side by side
+  static constexpr int kGroupsOfWarp = kRunsOfWarp * kRun < GROUP ? 1 : kRunsOfWarp * kRun / GROUP;
+  static constexpr int kScaleWords = (kGroupsOfWarp * kScaleBytes + 3) / 4;
   using Group = GroupOf<T, FORMAT, BITS, kRun>;
   using Sums = float[2][TILES][4];
   static_assert(kShape.stages >= 2 && kShape.scratch <= kQuantisedStreamBytes);
@@ -242,12 +246,6 @@ struct QuantisedStream {
     }
   }
 
-  // Where a lane's part of a run is in shared memory: the codes and scales of its rows.
-  struct Run {
-    unsigned int codes;
-    unsigned int scales;
-  };
-
   // A lane's codes in a stage, of the warp's first run.
   __device__ __forceinline__ static unsigned int codes_of_lane(
       int first_row, int first_run, int lane) {
@@ -255,81 +253,101 @@ struct QuantisedStream {
     return (first_row + row) * kRowBytes + codes_in_row(first_run, row, lane % 4);
   }
 
-  // Run `2 * i` after the warp's first. `codes`: codes_of_lane.
-  __device__ __forceinline__ Run
-  run_of(
-      const Turn& turn, unsigned int codes, int first_row, int first_run, int i, int lane) const {
-    const int run = first_run + 2 * i;
-    int group = (turn.in_span * kChunk + run * kRun) / GROUP;  // of the span
-    if constexpr (WHOLE) {
-      group = min(group, last_group);  // (of columns that are not there, whose x are zeros)
+  // Of sixteen rows a lane's two, r and r + 8: what their codes are scaled with in a turn, as
+  // shared memory has it. Of all the warp's runs.
+  struct Scales {
+    unsigned int words[2][kScaleArrays][kScaleWords];
+
+    // Those of run `i`.
+    __device__ __forceinline__ Scaling<Group> of(int i, int half) const {
+      const int group = i * kRun / GROUP;
+      auto both = [&](int array) -> unsigned int {
+        const unsigned int word = words[half][array][group * kScaleBytes / 4];
+        const int at = group * kScaleBytes % 4;
+        if constexpr (kHasBiases) {
+          return __byte_perm(word, 0, at == 0 ? 0x1010 : 0x3232);
+        } else {
+          return scale_of_code<T>(word >> 8 * at & 0xff) * 0x10001u;
+        }
+      };
+      return {both(0), kHasBiases ? both(kScaleArrays - 1) : 0};
     }
-    return {
-        codes_of(turn) + (kSwizzles ? codes ^ i * (2 * kRunBytes) : codes + i * (2 * kRunBytes)),
-        scales_of(turn) + (first_row + lane / 4) * pitch() + group * kScaleBytes};
+  };
+
+  // Of rows `16 m` to `16 m + 15` of the warp's.
+  __device__ __forceinline__ Scales
+  load_scales(const Turn& turn, int first_row, int first_run, int m, int lane) const {
+    const int group = (turn.in_span * kChunk + first_run * kRun) / GROUP;  // of the span
+    Scales scales;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const unsigned int row =
+          scales_of(turn) + (first_row + m * 16 + half * 8 + lane / 4) * pitch();
+#pragma unroll
+      for (int array = 0; array < kScaleArrays; array++) {
+        load_scales_of_row(scales.words[half][array], row + array * (kRows * pitch()), group);
+      }
+    }
+    return scales;
   }
 
-  // A lane's codes of a run, of rows r and r + 8 of sixteen, and what they are scaled with.
+  // A lane's codes of a run, of rows r and r + 8 of sixteen.
   struct Codes {
     unsigned int words[2][Group::kWords];
-    unsigned int scale[2];
-    unsigned int bias[2];
 
     // As left operands of the run's products.
-    __device__ __forceinline__ void scale_to(paged::FragmentA (&weights)[Group::kProducts]) const {
+    __device__ __forceinline__ void scale_to(
+        paged::FragmentA (&weights)[Group::kProducts], const Scales& scales, int i) const {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
+        const Scaling<Group> scaling = scales.of(i, half);
 #pragma unroll
         for (int p = 0; p < Group::kPairs; p++) {
-          weights[p / 2][p % 2 * 2 + half] =
-              scaled<T, FORMAT, BITS>(Group::pair(words[half], p), scale[half], bias[half]);
+          weights[p / 2][p % 2 * 2 + half] = scaling.pair(words[half], p);
         }
       }
     }
   };
 
-  // Of rows `16 m` to `16 m + 15` of the warp's.
-  __device__ __forceinline__ Codes load(const Run& run, int m, int lane) const {
-    const int column = lane % 4;
-    Codes codes;
+  // Of run `i` of the warp's, and rows `16 m` to `16 m + 15`. `codes`: codes_of_lane.
+  __device__ __forceinline__ Codes
+  load_codes(const Turn& turn, unsigned int codes, int i, int m, int lane) const {
+    const unsigned int of_run =
+        codes_of(turn) + (kSwizzles ? codes ^ i * kRunBytes : codes + i * kRunBytes);
+    Codes loaded;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const int i = 2 * m + half;
-      auto scale_at = [&](int array) -> unsigned int {
-        const unsigned int at = run.scales + array * (kRows * pitch()) + i * (8 * pitch());
-        if constexpr (kHasBiases) {
-          return load_shared_half(at) * 0x10001u;
-        } else {
-          return scale_of_code<T>(load_shared_byte(at)) * 0x10001u;
-        }
-      };
-      load_codes(codes.words[half], run.codes + i * (8 * kRowBytes), column);
-      Group::align(column, codes.words[half]);
-      codes.scale[half] = scale_at(0);
-      codes.bias[half] = kHasBiases ? scale_at(1) : 0;
+      load_words(loaded.words[half], of_run + (2 * m + half) * (8 * kRowBytes), lane % 4);
+      Group::align(lane % 4, loaded.words[half]);
     }
-    return codes;
+    return loaded;
   }
 
   // The sum of what is in shared memory when all turns are over, of 32 rows of the weight from
-  // `first_row` on and every second run of columns, from `first_run` on.
-  __device__ __forceinline__ void multiply(
-      Sums& sums, int first_row, int first_run, int lane) const {
+  // `first_row` on and half of each turn's columns.
+  __device__ __forceinline__ void multiply(Sums& sums, int first_row, int half, int lane) const {
     // Where the lane's part of a stage is: codes of its row, eight columns of its row of x.
+    const int first_run = half * kRunsOfWarp;
     const int first_column = first_run * kRun + lane % 4 * Group::kColumns;
     const unsigned int codes = codes_of_lane(first_row, first_run, lane);
     const unsigned int x_of_lane = kShape.codes_bytes + first_column / kXBox * kXBoxBytes +
                                    paged::tile_offset<8>(lane / 4, first_column % kXBox / 8);
     for (Turn turn = first_turn(); turn.number < num_turns; turn.advance()) {
       ring.wait_until_full(turn.stage, turn.round);
+      Scales scales[2];
 #pragma unroll
-      for (int i = 0; i < kRuns / 2; i++) {
-        const Run run = run_of(turn, codes, first_row, first_run, i, lane);
-        const unsigned int x = codes_of(turn) + x_of_lane + 2 * i * kRun / kXBox * kXBoxBytes;
+      for (int m = 0; m < 2; m++) {
+        scales[m] = load_scales(turn, first_row, first_run, m, lane);
+      }
+#pragma unroll
+      for (int i = 0; i < kRunsOfWarp; i++) {
+        const int column = i * kRun;
+        const unsigned int x =
+            (codes_of(turn) + x_of_lane ^ column % kXBox * 2) + column / kXBox * kXBoxBytes;
         paged::FragmentA weights[2][Group::kProducts];
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-          load(run, m, lane).scale_to(weights[m]);
+          load_codes(turn, codes, i, m, lane).scale_to(weights[m], scales[m], i);
         }
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
@@ -398,8 +416,9 @@ struct QuantisedStream {
   // `copy(turn)` for what comes there next.
   template <typename Copy>
   __device__ __forceinline__ void multiply_together(
-      Sums& sums, int first_row, int first_run, int lane, Copy copy) const {
-    const unsigned int codes = codes_of_lane(first_row, first_run, lane);
+      Sums& sums, int first_row, int half, int lane, Copy copy) const {
+    const int first_run = half * kRunsOfWarp;
+    const unsigned int codes_begin = codes_of_lane(first_row, first_run, lane);
     auto order = [&](const Turn& turn) {
       ring.wait_until_full(turn.stage, turn.round);
       order_x(turn);
@@ -417,16 +436,26 @@ struct QuantisedStream {
     while (turn.number < num_turns) {
       Turn next = turn;
       next.advance();
+      Scales scales[2];
 #pragma unroll
-      for (int i = 0; i < kRuns / 2; i++) {
-        const Run run = run_of(turn, codes, first_row, first_run, i, lane);
-        const int column = (first_run + 2 * i) * kRun;
-        const unsigned int x = first_columns(xs_of(turn) + column / kXBox * kXBoxBytes) +
-                               column % kXBox / 16 * kNextColumns;
+      for (int m = 0; m < 2; m++) {
+        scales[m] = load_scales(turn, first_row, first_run, m, lane);
+      }
+      Codes codes = load_codes(turn, codes_begin, 0, 0, lane);
+#pragma unroll
+      for (int i = 0; i < kRunsOfWarp; i++) {
+        const int column = i * kRun;
+        const unsigned int x =
+            first_columns(xs_of(turn) + (first_run * kRun + column) / kXBox * kXBoxBytes) +
+            column % kXBox / 16 * kNextColumns;
 #pragma unroll
         for (int m = 0; m < 2; m++) {
           paged::FragmentA weights[Group::kProducts];
-          load(run, m, lane).scale_to(weights);
+          codes.scale_to(weights, scales[m], i);
+          // Those of the next batch are on their way while this one is waited for.
+          if (m == 0 || i + 1 < kRunsOfWarp) {
+            codes = load_codes(turn, codes_begin, i + m, 1 - m, lane);
+          }
           if (i == 0 && m == 0) {
             ring.wait_until_released(turn.stage, turn.round);
           }
@@ -471,7 +500,8 @@ struct QuantisedStream {
               const int at = t * 8 + lane % 4 * 2 + i % 2;
               const int output = first_row + m * 16 + i / 2 * 8 + lane / 4;
               float& result = results[at * kQuantisedStreamPitch + output];
-              result = of_pair == 1 ? sums[m][t][i] : sums[m][t][i] + result;
+              const float sum = sums[m][t][i] * Scaling<Group>::kPerSum;
+              result = of_pair == 1 ? sum : sum + result;
             }
           }
         }
@@ -509,12 +539,38 @@ struct QuantisedStream {
     return kSwizzles ? run * kRunBytes + column * (Group::kWords * 4) ^ row * 16 : run * kRunBytes;
   }
 
-  __device__ __forceinline__ static void load_codes(
+  __device__ __forceinline__ static void load_words(
       unsigned int (&words)[Group::kWords], unsigned int from, int column) {
     if constexpr (kSwizzles) {
       Group::load_words(from, words);
     } else {
       Group::load(from, column, words);
+    }
+  }
+
+  // `row`: where a row's scales begin.
+  __device__ __forceinline__ void load_scales_of_row(
+      unsigned int (&words)[kScaleWords], unsigned int row, int group) const {
+    const unsigned int from = row + group * kScaleBytes;
+    if constexpr (WHOLE) {
+#pragma unroll
+      for (int i = 0; i < kScaleWords; i++) {
+        words[i] = 0;
+      }
+#pragma unroll
+      for (int g = 0; g < kGroupsOfWarp; g++) {
+        // (The last one of columns that are not there, whose x are zeros.)
+        const unsigned int at = row + min(group + g, last_group) * kScaleBytes;
+        const unsigned int scale = kScaleBytes == 2 ? load_shared_half(at) : load_shared_byte(at);
+        words[g * kScaleBytes / 4] |= scale << g * kScaleBytes % 4 * 8;
+      }
+    } else if constexpr (kGroupsOfWarp * kScaleBytes == 8) {
+      load_shared_pair(from, words[0], words[1]);
+    } else if constexpr (kGroupsOfWarp * kScaleBytes == 4) {
+      words[0] = load_shared_word(from);
+    } else {
+      static_assert(kGroupsOfWarp * kScaleBytes == 2);
+      words[0] = load_shared_half(from);
     }
   }
 };
@@ -584,7 +640,7 @@ __global__ void __launch_bounds__(kQuantisedWgmmaThreads, kQuantisedWgmmaBlocks)
   }
   const typename Stream::Sources sources = stream.sources_of(params, maps, 0);
   typename Stream::Sums sums = {};
-  stream.multiply_together(sums, first_row, warp / 4, lane, [&](const auto& turn) {
+  stream.multiply_together(sums, first_row, same_in_warp(warp / 4), lane, [&](const auto& turn) {
     stream.copy_weights(sources, turn, Stream::kXBytes, no_parts);
     copy_x(turn);
   });

@@ -142,30 +142,6 @@ __device__ __forceinline__ unsigned int bits_of(__half2 v) {
   return *reinterpret_cast<unsigned int*>(&v);
 }
 
-// What CodesOf made of two codes, scaled. Scale and bias are in both halves of a word.
-template <typename T, CodeFormat FORMAT, int BITS>
-__device__ __forceinline__ unsigned int scaled(
-    unsigned int codes, unsigned int scale, unsigned int bias) {
-  using Codes = CodesOf<T, FORMAT, BITS>;
-  if constexpr (FORMAT != CodeFormat::affine && std::is_same_v<T, __half>) {
-    const __half2 value = __hmul2(as_halves(codes), __float2half2_rn(Codes::kPerUnit));
-    return bits_of(__hmul2(value, as_halves(scale)));
-  } else if constexpr (FORMAT != CodeFormat::affine) {
-    static_assert(Codes::kPerUnit == 1.0f);
-    return bits_of(__hmul2(as_pair(codes), as_pair(scale)));
-  } else if constexpr (std::is_same_v<T, __half>) {
-    constexpr unsigned int k1024 = 0x64006400u;  // plus a denormal number: plus its code
-    return bits_of(__hfma2(
-        __hsub2(as_halves(codes | k1024), as_halves(k1024)), as_halves(scale), as_halves(bias)));
-  } else {
-    constexpr unsigned int k128 = 0x43004300u;
-    static_assert(Codes::kOffset == 128.0f || Codes::kOffset == -128.0f);
-    const __nv_bfloat162 code = Codes::kOffset > 0.0f ? __hsub2(as_pair(codes), as_pair(k128))
-                                                      : __hadd2(as_pair(codes), as_pair(k128));
-    return bits_of(__hfma2(code, as_pair(scale), as_pair(bias)));
-  }
-}
-
 // Bits [at, at + 32) of words; of bits before the first or after the last anything. `at` is known
 // to the compiler.
 template <int WORDS>
@@ -263,11 +239,27 @@ struct GroupOf {
       constexpr int kOfWord = 16 / BITS;
       return Codes::pair(words[p / kOfWord] >> p % kOfWord * BITS);
     } else {
-      constexpr unsigned int kMask = (1u << BITS) - 1;
+      return Codes::pair(codes_in_place(words, p));
+    }
+  }
+
+  // Pair p's codes alone, at the bottom of their halves or, to be moved less, `place_of(p)` bits
+  // above it.
+  __device__ __forceinline__ static unsigned int codes_in_place(
+      const unsigned int (&words)[kWords], int p) {
+    constexpr unsigned int kMask = (1u << BITS) - 1;
+    if constexpr (kApart) {
+      constexpr int kOfWord = 16 / BITS;
+      const int place = place_of(p);
+      return words[p / kOfWord] >> (p % kOfWord * BITS - place) & (kMask << place) * 0x10001u;
+    } else {
       const unsigned int low = bits_from(words, 2 * p * BITS);
       const unsigned int high = bits_from(words, (2 * p + 1) * BITS - 16);
-      return Codes::pair((low & kMask) | (high & kMask << 16));
+      return (low & kMask) | (high & kMask << 16);
     }
+  }
+  __device__ __forceinline__ static constexpr int place_of(int p) {
+    return kApart && BITS == 4 ? p % 2 * 4 : 0;
   }
 
   // Eight elements of x side by side, as pairs.
@@ -287,6 +279,69 @@ struct GroupOf {
           __byte_perm(x.z, x.w, kHigh));
     }
   }
+};
+
+// How a row's codes of a group become weights of 16 bits, rounded once. `scale` and `bias` are in
+// both halves of a word.
+//
+// The bits of a bf16 up to 255 are so many times 2^-133 (denormal numbers, and the first others).
+// So a code is one where it lies, if in the lower eight bits of its half: nothing is added that
+// must be taken off again. The scale is multiplied with 2^96, and the bias to fit; weights are then
+// 2^37 times too small, until sums are stored. (Scales are below 2^32, and what a weight has below
+// 2^-96 is lost.)
+template <typename Group>
+class Scaling {
+  using T = typename Group::Element;
+  using Codes = typename Group::Codes;
+  static constexpr bool kInHalves = std::is_same_v<T, __half>;
+  static constexpr bool kTiny = Group::kHasBiases && !kInHalves;
+
+ public:
+  static constexpr float kPerSum = kTiny ? 137438953472.0f : 1.0f;  // 2^37
+
+  __device__ __forceinline__ Scaling(unsigned int scale, unsigned int bias) {
+    if constexpr (kTiny) {
+      scale_[0] = bits_of(__hmul2(as_pair(scale), as_pair(0x6f806f80u)));
+      scale_[1] = bits_of(__hmul2(as_pair(scale), as_pair(0x6d806d80u)));  // a 16th
+      bias_ = bits_of(__hmul2(as_pair(bias), as_pair(0x2d002d00u)));
+    } else {
+      scale_[0] = scale;
+      bias_ = bias;
+    }
+  }
+
+  // Pair p of the group's.
+  __device__ __forceinline__ unsigned int pair(
+      const unsigned int (&words)[Group::kWords], int p) const {
+    if constexpr (!Group::kHasBiases) {
+      const unsigned int codes = Group::pair(words, p);
+      if constexpr (kInHalves) {
+        const __half2 value = __hmul2(as_halves(codes), __float2half2_rn(Codes::kPerUnit));
+        return bits_of(__hmul2(value, as_halves(scale_[0])));
+      } else {
+        static_assert(Codes::kPerUnit == 1.0f);
+        return bits_of(__hmul2(as_pair(codes), as_pair(scale_[0])));
+      }
+    } else {
+      const int place = Group::place_of(p);
+      const unsigned int codes = Group::codes_in_place(words, p);
+      if constexpr (kInHalves) {
+        constexpr unsigned int k1024 = 0x64006400u;  // its last bit is worth 1
+        const __half2 more = as_halves(codes | k1024);
+        const __half2 code = place == 0
+                                 ? __hsub2(more, as_halves(k1024))
+                                 : __hfma2(more, as_halves(0x2c002c00u), as_halves(0xd400d400u));
+        return bits_of(__hfma2(code, as_halves(scale_[0]), as_halves(bias_)));
+      } else {
+        return bits_of(__hfma2(as_pair(codes), as_pair(scale_[place == 4]), as_pair(bias_)));
+      }
+    }
+  }
+
+ private:
+  unsigned int
+      scale_[kTiny ? 2 : 1];  // of codes at the bottom of their halves, and 4 bits above it
+  unsigned int bias_;
 };
 
 // Adds one group's part of all products to `sums`. Of rows r + 8 i of the weight (r: lane / 4),

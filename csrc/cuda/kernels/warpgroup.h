@@ -43,6 +43,12 @@ __device__ __forceinline__ void leave_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
+// What all lanes of a warp have, and the compiler does not know that they do: where products find
+// their tiles can be worked out once for all of them then.
+__device__ __forceinline__ int same_in_warp(int v) {
+  return __shfl_sync(0xffffffffu, v, 0);
+}
+
 // Between this thread's writes to shared memory and the barrier before products that read them.
 __device__ __forceinline__ void show_to_products() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -13,6 +13,15 @@
 
 namespace mlx_paged::cuda {
 
+inline int same_in_warp(int v) {
+  fibers::together_in_warp(v, [](int* lanes) {
+    for (int lane = 1; lane < 32; lane++) {
+      fibers::require(lanes[lane] == lanes[0], "all lanes have the same");
+    }
+  });
+  return v;
+}
+
 struct StartedProduct {
   float (*d)[4];
   int tiles;
