@@ -55,9 +55,16 @@ __device__ __forceinline__ void write_rotated_four(
   *reinterpret_cast<unsigned long long*>(to + half) = *reinterpret_cast<unsigned long long*>(highs);
 }
 
+constexpr int log2_of(int power) {
+  return power > 1 ? 1 + log2_of(power / 2) : 0;
+}
+
 // Finishes every `stride`-th four outputs side by side, from number `begin` on. `sums_of(at, row)`:
 // those of row `at` of x and rows `row` to `row` + 3 of the tile. x has `num_rows`; `row_of(at)`:
 // which of the outputs' it is.
+//
+// (Every launch begins without this code in the cache of instructions: so it is short rather than
+// fast. One loop serves all kinds of products, without divisions where they can be left out.)
 template <typename T, int ROWS, int UNIT, typename RowOf, typename Sums>
 __device__ __forceinline__ void finish_rows(
     const LinearParams& params, const LinearPart<T> (&parts)[kLinearMostWeights], int which,
@@ -65,57 +72,67 @@ __device__ __forceinline__ void finish_rows(
     int num_rows, int begin, int stride, Sums sums_of) {
   const LinearPart<T> ours = part_of(parts, which);
   const bool has_heads = params.head_dim > 0;
-  const int outputs = params.is_gated ? ROWS / 2 : ROWS;
+  const int half_head = params.head_dim / 2;
   // A thread finishes four outputs of a row of x; of gate and up, and of a head's halves, of both.
   const bool has_pairs = params.is_gated || has_heads;
-  const int mates = has_pairs ? ROWS / 8 : ROWS / 4;
-  auto with_bias = [&](float4 sum, const LinearPart<T>& part, int column, T(&four)[4]) {
+  constexpr int kShift = log2_of(ROWS / 8);
+  const int shift = has_pairs ? kShift : kShift + 1;
+  const int fours = 1 << shift;  // of a row of x
+  const T* bias_of_mates = has_heads ? ours.bias : parts[1].bias;
+  const bool has_bias_of_mates = has_heads ? ours.has_bias : parts[1].has_bias;
+  auto with_bias = [&](float4 sum, const T* bias, bool has_bias, int column, T(&four)[4]) {
     const float values[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      const bool has_bias = part.has_bias && column + e < part.n;
-      four[e] = plus(rounded<T>(values[e]), part.bias + column + e, has_bias);
+      four[e] = rounded<T>(values[e]);
+    }
+    if (has_bias) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        four[e] = plus(four[e], bias + column + e, column + e < ours.n);
+      }
     }
   };
-  for (int i = begin; i < num_rows * mates; i += stride) {
-    const int at = has_pairs ? i / (ROWS / 8) : i / (ROWS / 4);
-    const int mate = has_pairs ? i % (ROWS / 8) : i % (ROWS / 4);
+#pragma unroll 1
+  for (int i = begin; i < num_rows << shift; i += stride) {
+    const int at = i >> shift;
+    const int output = (i & (fours - 1)) * 4;  // of the tile's, or of those that are first of pairs
+    int row = output;                          // of the tile
+    int mate = 0;                              // the row of the other of a pair
+    int column = tile * (4 * fours) + output;
     if (has_heads) {
-      const int unit = min(ROWS, params.head_dim);
-      const int of_half = mate * 4;  // among the block's first halves
-      const int output = of_half / (unit / 2) * unit + of_half % (unit / 2);
-      const int low = head_row(tile, ROWS, params.head_dim, output).first;
-      if (low >= ours.n) {
-        continue;
-      }
-      __align__(8) T lows[4];
-      __align__(8) T highs[4];
-      with_bias(sums_of(at, output), ours, low, lows);
-      with_bias(sums_of(at, output + unit / 2), ours, low + params.head_dim / 2, highs);
-      write_rotated_four<T>(
-          params, rotations, slots, ours.out, ours.n, which, row_of(at), low, lows, highs);
-      continue;
+      const int half_unit = min(ROWS, params.head_dim) / 2;
+      row = output + output / half_unit * half_unit;
+      mate = row + half_unit;
+      column = head_row(tile, ROWS, params.head_dim, row).first;
+    } else if (params.is_gated) {
+      constexpr int kHalf = UNIT / 2;
+      row = output / kHalf * UNIT + output % kHalf;
+      mate = row + kHalf;
     }
-    const int output = mate * 4;
-    const int column = tile * outputs + output;
     if (column >= ours.n) {
       continue;
     }
     __align__(8) T four[4];
+    __align__(8) T others[4];
+    with_bias(sums_of(at, row), ours.bias, ours.has_bias, column, four);
+    if (has_pairs) {
+      const int column_of_mate = has_heads ? column + half_head : column;
+      with_bias(sums_of(at, mate), bias_of_mates, has_bias_of_mates, column_of_mate, others);
+    }
+    const int place = row_of(at);
+    if (has_heads) {
+      write_rotated_four<T>(
+          params, rotations, slots, ours.out, ours.n, which, place, column, four, others);
+      continue;
+    }
     if (params.is_gated) {
-      constexpr int kHalf = UNIT / 2;
-      const int gate = output / kHalf * UNIT + output % kHalf;
-      T up[4];
-      with_bias(sums_of(at, gate), ours, column, four);
-      with_bias(sums_of(at, gate + kHalf), parts[1], column, up);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        four[e] = gated(four[e], up[e]);
+        four[e] = gated(four[e], others[e]);
       }
-    } else {
-      with_bias(sums_of(at, output), ours, column, four);
     }
-    const size_t to = size_t(row_of(at)) * ours.n + column;
+    const size_t to = size_t(place) * ours.n + column;
     if (ours.n % 4 == 0) {
       if (params.has_residual) {
         __align__(8) T added[4];

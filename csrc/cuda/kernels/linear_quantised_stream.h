@@ -513,12 +513,15 @@ struct QuantisedStream {
   // Each block of the cluster finishes some of the outputs. By all threads, after what they stored.
   __device__ __forceinline__ void finish(
       const LinearParams& params, const LinearPart<T> (&parts)[kLinearMostWeights],
-      const T* residual, const float* rotations, const int* slots) const {
+      const T* residual, const float* rotations, const int* slots, const float* results) const {
     cluster_barrier();
     finish_rows<T, kRows, kRows>(
         params, parts, which, tile_of_weight, residual, rotations, slots, [](int at) { return at; },
         params.num_rows, rank * kThreads + threadIdx.x, num_ranks * kThreads,
         [&](int at, int output) {
+          if (num_ranks == 1) {
+            return *reinterpret_cast<const float4*>(results + at * kQuantisedStreamPitch + output);
+          }
           const unsigned int address = stages + (at * kQuantisedStreamPitch + output) * 4;
           float4 sum[kLinearParts];
 #pragma unroll
@@ -607,8 +610,9 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
   __syncthreads();  // the ring has been read
   paged::wait_for_kernel_before();
 
-  stream.store(reinterpret_cast<float*>(shared), sums, warp, first_row, lane);
-  stream.finish(params, parts_of_launch, residual, rotations, slots);
+  float* results = reinterpret_cast<float*>(shared);
+  stream.store(results, sums, warp, first_row, lane);
+  stream.finish(params, parts_of_launch, residual, rotations, slots, results);
 #endif
 }
 
@@ -647,8 +651,9 @@ __global__ void __launch_bounds__(kQuantisedWgmmaThreads, kQuantisedWgmmaBlocks)
   __syncthreads();  // the ring has been read
   paged::wait_for_kernel_before();
 
-  stream.store(reinterpret_cast<float*>(shared), sums, warp, first_row, lane);
-  stream.finish(params, parts_of_launch, residual, rotations, slots);
+  float* results = reinterpret_cast<float*>(shared);
+  stream.store(results, sums, warp, first_row, lane);
+  stream.finish(params, parts_of_launch, residual, rotations, slots, results);
 #endif
 }
 

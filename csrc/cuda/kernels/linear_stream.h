@@ -279,6 +279,9 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
       [](int at) { return at; }, params.num_rows, rank * kStreamThreads + threadIdx.x,
       num_ranks * kStreamThreads,
       [&](int at, int output) {
+        if (num_ranks == 1) {
+          return *reinterpret_cast<const float4*>(results + at * kStreamPitch + output);
+        }
         const unsigned int address = tiles + (at * kStreamPitch + output) * 4;
         const float none = -0.0f;  // x + -0 is x, whatever the sign of a zero x
         float4 sum[kLinearParts];
