@@ -58,7 +58,7 @@ Arrays run(
 
 void bind_device_program(nb::module_& m) {
   m.def(
-      "most_device_program_rows", &gpu::most_program_rows,
+      "most_device_program_rows", [] { return check_enabled() ? 0 : gpu::most_program_rows(); },
       "Rows of a step up to which GPU programs serve; 0: none do.");
   m.def(
       "make_device_program", &make, "inputs"_a, "outputs"_a, nb::kw_only(),

@@ -12,6 +12,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "bindings.h"
 #include "dense.h"
@@ -19,6 +20,11 @@
 #include "validate.h"
 
 namespace mlx_paged {
+
+bool check_enabled() {
+  const char* value = std::getenv("MLX_PAGED_CHECK");
+  return value && std::string_view(value) == "1";
+}
 
 namespace {
 
@@ -228,11 +234,6 @@ mx::array apply_token_bitmask(
 }
 
 // --- Ids and slots ---
-
-bool check_enabled() {
-  const char* value = std::getenv("MLX_PAGED_CHECK");
-  return value && std::string(value) == "1";
-}
 
 template <typename... Parts>
 void require_id(bool ok, const Parts&... parts) {

@@ -481,6 +481,9 @@ mx::array allocate_pool(const std::vector<int>& shape, mx::Dtype dtype);
 int64_t pool_copies();
 void count_pool_copy();
 
+// Whether MLX_PAGED_CHECK=1: operations check ids when they run. Programs do not; none serve then.
+bool check_enabled();
+
 // Whether an output of its size may take over the buffer of `in`, which nothing else needs then. A
 // small array must not keep a large buffer alive.
 bool can_donate(const mx::array& in);

@@ -82,8 +82,9 @@ void bind_step_program(nb::module_& m) {
       "placeholders", &placeholders, "arrays"_a,
       "Arrays of the same shapes and dtypes that have no values: evaluating one is an error.");
   m.def(
-      "most_program_rows", [] { return cpu::kernels().product.most_rows_float32; },
-      "Rows of a step up to which a StepProgram serves.");
+      "most_program_rows",
+      [] { return check_enabled() ? 0 : cpu::kernels().product.most_rows_float32; },
+      "Rows of a step up to which a StepProgram serves; 0: none does.");
   if (nb::type<Program>().is_valid()) {
     return;  // this is the simulator, beside the extension: all it runs is to be launches
   }

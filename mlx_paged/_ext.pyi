@@ -68,7 +68,7 @@ def placeholders(arrays: Sequence[mlx.core.array]) -> list[mlx.core.array]:
     """
 
 def most_program_rows() -> int:
-    """Rows of a step up to which a StepProgram serves."""
+    """Rows of a step up to which a StepProgram serves; 0: none does."""
 
 class StepProgram:
     """A graph that runs as one operation on the CPU."""

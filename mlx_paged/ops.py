@@ -729,7 +729,7 @@ def most_program_rows() -> int:
 
     None with ``MLX_PAGED_CHECK=1`` either, as a program does not check ids.
     """
-    return 0 if os.environ.get("MLX_PAGED_CHECK") == "1" else ext.most_program_rows()
+    return ext.most_program_rows()
 
 
 def placeholders(arrays: Sequence[mx.array]) -> list[mx.array]:
@@ -782,8 +782,7 @@ def most_device_program_rows() -> int:
 
     None with ``MLX_PAGED_CHECK=1`` either, as a program does not check ids.
     """
-    is_checked = os.environ.get("MLX_PAGED_CHECK") == "1"
-    return 0 if is_checked else ext.most_device_program_rows()
+    return ext.most_device_program_rows()
 
 
 def repeats_steps() -> bool:

@@ -148,14 +148,16 @@ class BlockPool:
     def retain(self, *blocks: int) -> None:
         """Adds a reference to each block; they are used or cached."""
         counts, nodes, kept, passed = self._ref_counts, self._nodes, self._kept, self._passed
+        num_shared = 0
         for block in blocks:
             count = counts[block]
+            counts[block] = count + 1
             if count == 0:
                 assert nodes[block] is not None, f"block {block} has no owner to share it"
                 del (kept if block in kept else passed)[block]
             elif count == 1:
-                self._num_shared += 1
-            counts[block] = count + 1
+                num_shared += 1
+        self._num_shared += num_shared
 
     def release(self, *blocks: int, passed: bool = False) -> None:
         """Drops a reference to each block; after the last one it is cached, or on its way to be
@@ -167,20 +169,28 @@ class BlockPool:
         counts, nodes, last_step = self._ref_counts, self._nodes, self._last_step
         queue, launched_step = self._passed if passed else self._kept, self.launched_step
         is_idle = launched_step <= self.evaluated_step
+        num_unshared = num_freed = 0
+        is_cached = False
         for block in blocks:
             count = counts[block] - 1
-            assert count >= 0, f"block {block} is released more often than retained"
             counts[block] = count
-            if count == 1:
-                self._num_shared -= 1
-            elif count == 0:
+            if count == 0:
                 last_step[block] = launched_step
-                self.num_freed += is_idle
+                num_freed += 1
                 if nodes[block] is None:
                     self._reclaim(block)
                 else:
                     queue[block] = None
-                    self._last_cached_step = launched_step
+                    is_cached = True
+            elif count == 1:
+                num_unshared += 1
+            else:
+                assert count > 0, f"block {block} is released more often than retained"
+        self._num_shared -= num_unshared
+        if is_idle:
+            self.num_freed += num_freed
+        if is_cached:
+            self._last_cached_step = launched_step
 
     # Ownership by the prefix tree.
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
@@ -272,7 +273,7 @@ class Engine:
         params = request_options.params_of(params)
         request_options.check_callables(token_mask, sink, prompt)
         if sampling is None:
-            sampling = self.sampling_of(params, prompt_token_ids, token_mask)
+            sampling = self.sampling_of(params, prompt_tokens, token_mask)
         request = Request(
             request_id,
             prompt_tokens,
@@ -287,7 +288,7 @@ class Engine:
         output = RequestOutput(
             request_id,
             prompt,
-            list(prompt_token_ids),
+            prompt_token_ids,
             [CompletionOutput(i) for i in range(params.n)],
             RequestMetrics(arrival_time=time.monotonic()),
             relaxed=() if sampling.grammar is None else sampling.grammar.relaxed,
@@ -481,7 +482,7 @@ class Engine:
     def sampling_of(
         self,
         params: SamplingParams,
-        prompt_token_ids: list[int],
+        prompt_token_ids: SequenceOf[int],
         token_mask: TokenMask | None,
         grammar: CompiledGrammar | None = None,
     ) -> RequestSampling:

@@ -26,7 +26,7 @@ _BYTES = (str, bytes, bytearray, memoryview)
 
 
 def token_ids_of(field: str, given: Any, vocab_size: int) -> tuple[list[int], array[int]]:
-    """Token ids as plain integers, and as `core.Request` keeps them.
+    """Token ids as plain integers, in a list of their own, and as `core.Request` keeps them.
 
     NumPy's and MLX's arrays of one dimension are taken too.
 
@@ -101,7 +101,11 @@ def media_prompts_of(given: Any) -> list[str | list[Any] | TextWithMedia]:
     prompts = _as_list("prompts", given)
     if dimensions == 1 or (prompts and isinstance(prompts[0], Integral)):
         return [prompts]
-    return [media_prompt_of(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
+    # (A list is not copied for nothing: `token_ids_of` does it, and a long prompt's takes a while.)
+    return [
+        prompt if type(prompt) is list else media_prompt_of(f"prompts[{i}]", prompt)
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def media_prompt_of(field: str, given: Any) -> str | list[Any] | TextWithMedia:
