@@ -195,14 +195,15 @@ class SamplingParams:
 
 def _is_integer(value: object, least: int, most: int = _MAX_INT) -> bool:
     """Whether an integer, Python's or NumPy's, lies in [least, most]."""
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        return False
+    if type(value) is not int and (not isinstance(value, Integral) or isinstance(value, bool)):
+        return False  # (an abstract class takes many times as long to ask)
     return least <= int(value) <= most
 
 
 def _is_number(value: object, least: float, most: float) -> bool:
     """Whether a number lies in [least, most], which are finite."""
-    if not isinstance(value, Real) or isinstance(value, bool):
+    is_plain = type(value) is float or type(value) is int
+    if not is_plain and (not isinstance(value, Real) or isinstance(value, bool)):
         return False
     return least <= value <= most  # type: ignore[operator,no-any-return]
 
