@@ -21,24 +21,29 @@ namespace {
 
 constexpr int kChunkBytes = 16;
 
+cuda::Streams streams_of(Gpu gpu) {
+  return gpu == Gpu::nvidia ? cuda::streams() : cuda::Streams::none;
+}
+
 }  // namespace
 
 DeviceProgram::DeviceProgram(
     const Arrays& inputs, const Arrays& outputs, Gpu gpu, Residual residual) {
   read_program(*this, inputs, outputs, residual);
+  auto streams = streams_of(gpu);
   if (workspace_ < 0) {
     workspace_ = int(operands_.size());
     operands_.push_back({ProgramOperand::Kind::workspace});
   }
   for (const auto& step : steps_) {
     if (const auto* products = std::get_if<ProductStep>(&step)) {
-      for (const auto& launch : product_launches(*products, gpu)) {
+      for (const auto& launch : product_launches(*products, gpu, streams)) {
         if (launch.kernel.host_name == cuda::kLibraryProduct) {
           product_workspace_bytes_ = cuda::kLibraryWorkspaceBytes;
         }
       }
     } else if (const auto* mixture = std::get_if<MixtureStep>(&step)) {
-      mixture_launches(*mixture, operands_, gpu);  // (throws)
+      mixture_launches(*mixture, operands_, gpu, streams);  // (throws)
     }
   }
 }
@@ -186,21 +191,49 @@ uint64_t DeviceProgram::workspace_bytes(const std::vector<LaunchList>& attention
   return most;
 }
 
+std::vector<DeviceProgram::Step> DeviceProgram::ordered_steps(cuda::Streams streams) const {
+  auto steps = steps_;
+  for (const auto& value : multiplied_) {
+    auto order_of = [&](size_t i) {
+      return cuda::order_of_x(std::get<ProductStep>(steps_[i]), streams);
+    };
+    auto order = order_of(value.read_by[0]);
+    auto has_same = [&](size_t i) { return order_of(i) == order; };
+    if (order.run == 0 || !std::all_of(value.read_by.begin(), value.read_by.end(), has_same)) {
+      continue;
+    }
+    for (size_t i : value.read_by) {
+      std::get<ProductStep>(steps[i]).x_is_ordered = true;
+    }
+    if (auto* norm = std::get_if<Launch>(&steps[value.made_by])) {
+      cuda::norm_in_order(*norm, order);
+    } else {
+      std::get<ProductStep>(steps[value.made_by]).out_order = order;
+    }
+  }
+  return steps;
+}
+
 std::vector<Launch> DeviceProgram::launches(
     const std::vector<LaunchList>& attention, Gpu gpu) const {
+  return launches(attention, gpu, streams_of(gpu));
+}
+
+std::vector<Launch> DeviceProgram::launches(
+    const std::vector<LaunchList>& attention, Gpu gpu, cuda::Streams streams) const {
   std::vector<Launch> all;
-  for (const auto& step : steps_) {
+  for (const auto& step : gpu == Gpu::nvidia ? ordered_steps(streams) : steps_) {
     if (const auto* launch = std::get_if<Launch>(&step)) {
       all.push_back(*launch);
       if (gpu == Gpu::nvidia) {
-        all.back() = cuda::with_variants({{*launch}, {}}, {}, cuda::streams()).launches[0];
+        all.back() = cuda::with_variants({{*launch}, {}}, {}, streams).launches[0];
       }
     } else if (const auto* products = std::get_if<ProductStep>(&step)) {
-      for (auto& launch : product_launches(*products, gpu)) {
+      for (auto& launch : product_launches(*products, gpu, streams)) {
         all.push_back(std::move(launch));
       }
     } else if (const auto* mixture = std::get_if<MixtureStep>(&step)) {
-      for (auto& launch : mixture_launches(*mixture, operands_, gpu)) {
+      for (auto& launch : mixture_launches(*mixture, operands_, gpu, streams)) {
         all.push_back(std::move(launch));
       }
     } else {
@@ -219,9 +252,10 @@ std::vector<Launch> DeviceProgram::launches(
   return all;
 }
 
-std::vector<Launch> DeviceProgram::product_launches(const ProductStep& step, Gpu gpu) const {
+std::vector<Launch> DeviceProgram::product_launches(
+    const ProductStep& step, Gpu gpu, cuda::Streams streams) const {
   if (gpu == Gpu::nvidia) {
-    return cuda::product_launches(step, operands_, workspace_);
+    return cuda::product_launches(step, operands_, workspace_, streams);
   }
   return portable_product_launches(step, operands_);
 }

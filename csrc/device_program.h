@@ -21,9 +21,14 @@
 #include <variant>
 #include <vector>
 
+#include "cuda/code_order.h"
 #include "primitives.h"
 
 namespace mlx_paged {
+
+namespace cuda {
+enum class Streams;  // cuda/products.h
+}
 
 class StepRunner;  // step_runner.h
 
@@ -67,6 +72,10 @@ struct ProductStep {
   int residual = -1;  // [num_rows, n] that is added to a single part; -1: none
   bool is_gated = false;
   std::optional<WeightCodes> codes;  // of all parts
+  // Of NVIDIA's kernels, where a step's launches are made: x has been written in the order of the
+  // codes, and what of a gated one is wanted.
+  bool x_is_ordered = false;
+  cuda::CodeOrder out_order{};
   // Queries, keys and values: the kernel that rotates and writes them, which products may do too.
   std::optional<Launch> write;
   int head_dim = 0;  // of `write`
@@ -137,6 +146,9 @@ class DeviceProgram {
 
   // A step's launches, for what `attention` returned. Bindings name operands().
   std::vector<Launch> launches(const std::vector<LaunchList>& attention, Gpu gpu) const;
+  // Those for NVIDIA's GPUs that have such kernels.
+  std::vector<Launch> launches(
+      const std::vector<LaunchList>& attention, Gpu gpu, cuda::Streams streams) const;
 
   // Throws std::invalid_argument where inputs are not of the shapes and dtypes that were read.
   void check(const Arrays& inputs) const;
@@ -163,10 +175,20 @@ class DeviceProgram {
   friend class DeviceProgramReader;
   using Step = std::variant<Launch, ProductStep, MixtureStep, AttentionStep>;
 
-  std::vector<Launch> product_launches(const ProductStep& step, Gpu gpu) const;
+  // A value that a norm or gated products make and products multiply, and nothing else reads.
+  struct Multiplied {
+    size_t made_by;  // steps
+    std::vector<size_t> read_by;
+  };
+
+  std::vector<Launch> product_launches(
+      const ProductStep& step, Gpu gpu, cuda::Streams streams) const;
+  // The steps as NVIDIA's GPUs run them: values are written in the order that their readers want.
+  std::vector<Step> ordered_steps(cuda::Streams streams) const;
 
   std::vector<ProgramOperand> operands_;
   std::vector<Step> steps_;
+  std::vector<Multiplied> multiplied_;
   std::vector<AttentionKind> kinds_;
   Arrays constants_;
   uint64_t temporary_bytes_ = 0;
@@ -212,7 +234,8 @@ std::vector<Launch> portable_product_launches(
 
 // Those of a mixture of experts. Throws NoProgram where no kernel of `gpu` serves its products.
 std::vector<Launch> mixture_launches(
-    const MixtureStep& step, const std::vector<ProgramOperand>& operands, Gpu gpu);
+    const MixtureStep& step, const std::vector<ProgramOperand>& operands, Gpu gpu,
+    cuda::Streams streams);
 
 // What is left to do where a step's products have only been multiplied: silu(gate) * up, or the
 // rotation and write of heads.

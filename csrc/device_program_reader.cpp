@@ -51,6 +51,7 @@ class DeviceProgramReader {
       }
     }
     add_outputs();
+    find_multiplied();
     place_temporaries();
   }
 
@@ -67,6 +68,11 @@ class DeviceProgramReader {
     int first_use = std::numeric_limits<int>::max();
     int last_use = -1;
     bool is_written = false;
+    // Of what a norm or gated products make: the step, and those that multiply whole rows of it.
+    std::optional<size_t> made_by = {};
+    int64_t row_size = 0;
+    std::vector<size_t> read_by = {};
+    size_t num_operands = 0;  // of all steps
   };
 
   void add_inputs() {
@@ -158,11 +164,18 @@ class DeviceProgramReader {
     View x = view(first.x);
     ProductStep step = product_of(x, first, int(x.rows()));
     step.is_gated = is_gated;
+    if (Buffer& b = buffers_[x.buffer]; has_whole_rows(x, b)) {
+      b.read_by.push_back(program_.steps_.size());
+    }
     for (size_t i : products) {
       auto part = product_part(*graph_.linear_of(nodes()[i]), first.x.dtype());
       bool is_result = is_gated || residual;
-      part.out = operand(new_value(is_result && i == products[0] ? result : nodes()[i].outputs[0]));
+      View out = new_value(is_result && i == products[0] ? result : nodes()[i].outputs[0]);
+      part.out = operand(out);
       step.parts.push_back(part);
+      if (is_gated && i == products[0]) {
+        is_made(out, part.n);
+      }
     }
     if (residual) {
       View added = view(*residual);
@@ -309,7 +322,9 @@ class DeviceProgramReader {
     } else {
       read(launch, x);  // (not written)
     }
-    write(launch, new_value(out));
+    View normed = new_value(out);
+    write(launch, normed);
+    is_made(normed, size);
     launch.constants = bytes_of(params);
     launch.grid = {uint32_t(out.size() / size), 1, 1};
     uint32_t threads =
@@ -728,6 +743,7 @@ class DeviceProgramReader {
     if (b.kind == ProgramOperand::Kind::input) {
       program_.used_[b.index] = true;
     }
+    b.num_operands++;
     int now = int(program_.steps_.size());
     b.first_use = std::min(b.first_use, now);
     b.last_use = std::max(b.last_use, now);
@@ -781,6 +797,27 @@ class DeviceProgramReader {
           {output.shape(), output.dtype(), for_host_.count(output.id()) > 0});
     }
     require(!program_.results_.empty(), "no result");
+  }
+
+  // By the step that is being read, in rows of so many elements.
+  void is_made(const View& v, int64_t row_size) {
+    buffers_[v.buffer].made_by = program_.steps_.size();
+    buffers_[v.buffer].row_size = row_size;
+  }
+
+  static bool has_whole_rows(const View& v, const Buffer& b) {
+    return b.made_by && v.row_size() == b.row_size && v.offset % b.row_size == 0 &&
+           v.row_stride() % b.row_size == 0;
+  }
+
+  void find_multiplied() {
+    for (const auto& b : buffers_) {
+      // (An operand more, and something else sees it.)
+      if (b.kind == ProgramOperand::Kind::temporary && !b.read_by.empty() &&
+          b.num_operands == 1 + b.read_by.size()) {
+        program_.multiplied_.push_back({*b.made_by, b.read_by});
+      }
+    }
   }
 
   void place_temporaries() {

@@ -19,15 +19,17 @@ constexpr int kChunkBytes = 16;
 
 class Launches {
  public:
-  Launches(const MixtureStep& step, const std::vector<ProgramOperand>& operands, Gpu gpu)
+  Launches(
+      const MixtureStep& step, const std::vector<ProgramOperand>& operands, Gpu gpu,
+      cuda::Streams streams)
       : step_(step), operands_(operands), dtype_(step.down.dtype) {
-    bool streams = gpu == Gpu::nvidia && cuda::serves_experts(step.gated, cuda::streams()) &&
-                   cuda::serves_experts(step.down, cuda::streams());
-    if (!streams && step.down.codes) {
+    bool by_stream = gpu == Gpu::nvidia && cuda::serves_experts(step.gated, streams) &&
+                     cuda::serves_experts(step.down, streams);
+    if (!by_stream && step.down.codes) {
       throw NoProgram("experts with quantised weights");
     }
     route_ = step.route;
-    if (streams) {
+    if (by_stream) {
       tiles_ = cuda::expert_tiles(route_.num_rows, route_.top_k, route_.num_experts);
       if (step.down.codes) {
         tiles_ = cuda::quantised_expert_tiles(*tiles_);
@@ -126,8 +128,9 @@ class Launches {
 }  // namespace
 
 std::vector<Launch> mixture_launches(
-    const MixtureStep& step, const std::vector<ProgramOperand>& operands, Gpu gpu) {
-  return Launches(step, operands, gpu).all();
+    const MixtureStep& step, const std::vector<ProgramOperand>& operands, Gpu gpu,
+    cuda::Streams streams) {
+  return Launches(step, operands, gpu, streams).all();
 }
 
 }  // namespace mlx_paged

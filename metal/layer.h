@@ -15,10 +15,19 @@
 
 using namespace metal;
 
+namespace paged {
+
+// How a norm writes its result. (csrc/cuda/kernels/ordered_rows.h has another way.)
+struct InPlace {
+  METAL_FUNC static void write(device uint4* row, int chunk, uint4 values) { row[chunk] = values; }
+};
+
+}  // namespace paged
+
 // sum = x + residual; out = sum / sqrt(mean(sum^2) + eps) * weight, row by row. Without a residual
 // there is no sum to write. The sum stays in registers.
 // grid: rows.
-template <typename T>
+template <typename T, typename Result = paged::InPlace>
 PAGED_KERNEL(paged::NORM_THREADS)
 add_rms_norm(
     device const T* x [[buffer(0)]], device const T* residual [[buffer(1)]],
@@ -72,7 +81,7 @@ add_rms_norm(
       for (int e = 0; e < CHUNK; e++) {
         values[i][e] *= factor * weights[e];
       }
-      ((device uint4*)out)[first + chunk] = pack(values[i], T(0.0f));
+      Result::write((device uint4*)out + first, chunk, pack(values[i], T(0.0f)));
     }
   }
 }

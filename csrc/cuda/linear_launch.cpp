@@ -52,7 +52,8 @@ bool Linear::served_on_gpu(
   int k = weight.shape(1);
   bool is_small = k > 0 && x.size() <= size_t(cuda::kLinearMostRows) * k;
   return (dtype == mx::float16 || dtype == mx::bfloat16) && weight.dtype() == dtype &&
-         x.ndim() <= 4 && is_small && cuda::serves_product(int(x.size() / k), n, k, false) &&
+         x.ndim() <= 4 && is_small &&
+         cuda::serves_product(int(x.size() / k), n, k, false, cuda::streams()) &&
          is_dense(weight) && weight.offset() % 16 == 0 &&
          (!bias || (bias->dtype() == dtype && is_dense(*bias)));
 }

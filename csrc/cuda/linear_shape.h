@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include "code_order.h"
+
 namespace mlx_paged::cuda {
 
 constexpr int kLinearMostWeights = 3;
@@ -23,8 +25,11 @@ struct LinearParams {
   int head_dim;
   int n[kLinearMostWeights];  // outputs: rows of each weight
   int has_bias[kLinearMostWeights];
+  // Of linear_quantised_wgmma: x is in the order of the weights' codes.
+  int x_is_ordered;
+  CodeOrder out_order;  // of outputs, which are multiples of its run
 };
-static_assert(sizeof(LinearParams) == 52, "the same for every compiler");
+static_assert(sizeof(LinearParams) == 64, "the same for every compiler");
 
 // Products of rows with one weight of each of their experts (metal/experts.h), or its gate and
 // up. A launch has kernels for `max_items` items, of which those of the step are first.
@@ -34,7 +39,7 @@ struct ExpertProductParams {
   int top_k;
   int is_first;  // x is gathered by row of the step, and results are by place; else the reverse
 };
-static_assert(sizeof(ExpertProductParams) == 64, "the same for every compiler");
+static_assert(sizeof(ExpertProductParams) == 76, "the same for every compiler");
 
 // Columns are added up in one order, however many rows x has, so that a row's result does not
 // depend on the others: the columns are kLinearParts parts, a part is added up in order, and the

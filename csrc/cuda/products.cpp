@@ -157,6 +157,13 @@ bool streams_whole(CodeFormat format, const WeightCodes& codes, int k, int n, bo
   return k % 128 == 0 && bytes <= kQuantisedWholeScales && n % (is_gated ? kHalf : 2 * kHalf) == 0;
 }
 
+// Whether that is done by linear_quantised_wgmma.
+bool by_four_warps(
+    CodeFormat format, const WeightCodes& codes, int num_rows, int k, Streams streams) {
+  return streams == Streams::wgmma && streams_quantised(format, codes, k) &&
+         tiles_of(num_rows) >= kQuantisedWgmmaTiles;
+}
+
 // Of weights, whose first buffer is `first`, with `count` matrices each. Without scales (which are
 // not copied by their maps) there are others in their places.
 std::vector<MatrixMap> quantised_maps(
@@ -191,13 +198,20 @@ bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes) {
          k % codes.group_size == 0 && int64_t(k) * codes.bits % 128 == 0;
 }
 
+CodeOrder order_of_x(const ProductStep& step, Streams streams) {
+  auto format = step.codes ? kernel_format(*step.codes) : std::nullopt;
+  bool is_ordered = format && step.num_rows <= kLinearMostRows &&
+                    by_four_warps(*format, *step.codes, step.num_rows, step.k, streams);
+  return is_ordered ? code_order(step.codes->bits, step.codes->group_size) : CodeOrder{};
+}
+
 Launch quantised_launch(
     const LinearParams& params, DType dtype, const WeightCodes& codes,
     const LinearOperands& operands, Streams streams) {
   auto format = kernel_format(codes).value();
   int tiles = tiles_of(params.num_rows);
   bool by_stream = streams >= Streams::any && streams_quantised(format, codes, params.k);
-  bool by_wgmma = by_stream && streams == Streams::wgmma && tiles >= kQuantisedWgmmaTiles;
+  bool by_wgmma = by_four_warps(format, codes, params.num_rows, params.k, streams);
   Launch launch;
   if (by_stream) {
     auto shape =
@@ -335,9 +349,9 @@ Launch expert_launch(
   return launch;
 }
 
-bool serves_product(int num_rows, int n, int k, bool is_gated) {
+bool serves_product(int num_rows, int n, int k, bool is_gated, Streams streams) {
   return num_rows > 0 && num_rows <= kLinearMostRows && n > 0 &&
-         (n % kLinearRows == 0 || streams() != Streams::none) && k > 0 && k % kLinearStep == 0 &&
+         (n % kLinearRows == 0 || streams != Streams::none) && k > 0 && k % kLinearStep == 0 &&
          (!is_gated || n % 4 == 0);
 }
 
@@ -354,7 +368,7 @@ namespace {
   throw NoProgram(what.str());
 }
 
-Launch kernel_product(const ProductStep& step) {
+Launch kernel_product(const ProductStep& step, Streams streams) {
   LinearParams params{};
   params.num_rows = step.num_rows;
   params.k = step.k;
@@ -362,6 +376,8 @@ Launch kernel_product(const ProductStep& step) {
   params.num_weights = int(step.parts.size());
   params.is_gated = step.is_gated;
   params.has_residual = step.residual >= 0;
+  params.x_is_ordered = step.x_is_ordered;
+  params.out_order = step.out_order;
   LinearOperands operands{};
   operands.x = step.x;
   operands.residual = step.residual >= 0 ? step.residual : step.x;
@@ -383,8 +399,8 @@ Launch kernel_product(const ProductStep& step) {
       operands.parts[i].out = buffers[ProductStep::kQueriesOut + i].operand;
     }
   }
-  return step.codes ? quantised_launch(params, step.dtype, *step.codes, operands, streams())
-                    : linear_launch(params, step.dtype, operands, streams());
+  return step.codes ? quantised_launch(params, step.dtype, *step.codes, operands, streams)
+                    : linear_launch(params, step.dtype, operands, streams);
 }
 
 // Neighbours of one size together: each alone would leave multiprocessors without work.
@@ -426,19 +442,20 @@ std::vector<Launch> library_products(const ProductStep& step, int workspace) {
 }  // namespace
 
 std::vector<Launch> product_launches(
-    const ProductStep& step, const std::vector<ProgramOperand>& operands, int workspace) {
+    const ProductStep& step, const std::vector<ProgramOperand>& operands, int workspace,
+    Streams streams) {
   bool is_many = step.num_rows > kLinearMostRows;
   for (const auto& part : step.parts) {
     bool served = step.codes ? serves_quantised(step.num_rows, part.n, step.k, *step.codes)
                   : is_many  ? has_library_products() && step.num_rows <= kLibraryMostRows &&
                                    part.n % 8 == 0 && step.k % 8 == 0
-                             : serves_product(step.num_rows, part.n, step.k, false);
+                             : serves_product(step.num_rows, part.n, step.k, false, streams);
     if (step.dtype == DType::float32 || !served) {
       refuse_product(step, part.n);
     }
   }
   if (!is_many) {
-    return {kernel_product(step)};
+    return {kernel_product(step, streams)};
   }
   auto launches = library_products(step, workspace);
   for (auto& launch : launches_after_products(step, operands)) {

@@ -45,7 +45,7 @@ Launch linear_launch(
     const LinearParams& params, DType dtype, const LinearOperands& operands, Streams streams);
 
 // Whether there is a kernel for such a product.
-bool serves_product(int num_rows, int n, int k, bool is_gated);
+bool serves_product(int num_rows, int n, int k, bool is_gated, Streams streams);
 
 // The same of weights that mx.quantize made.
 Launch quantised_launch(
@@ -53,6 +53,10 @@ Launch quantised_launch(
     const LinearOperands& operands, Streams streams);
 
 bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes);
+
+// The order in which the kernel of such products can be given x, which it brings into it otherwise.
+// Of other kernels: none.
+CodeOrder order_of_x(const ProductStep& step, Streams streams);
 
 // --- Products of rows with their experts (metal/experts.h)
 
@@ -96,6 +100,7 @@ struct LibraryProductParams {
 // The launches of one step of products. `workspace`: an operand. Throws NoProgram where nothing
 // serves it.
 std::vector<Launch> product_launches(
-    const ProductStep& step, const std::vector<ProgramOperand>& operands, int workspace);
+    const ProductStep& step, const std::vector<ProgramOperand>& operands, int workspace,
+    Streams streams);
 
 }  // namespace mlx_paged::cuda

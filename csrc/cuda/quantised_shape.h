@@ -126,6 +126,12 @@ constexpr int quantised_stream_run(int group) {
   return group < 64 ? group : 64;
 }
 
+// Where lanes have whole words of codes, and words whole pairs 16 bits apart, these are pairs;
+// else neighbours are.
+constexpr CodeOrder code_order(int bits, int group) {
+  return {quantised_stream_run(group), bits == 4 || bits == 8 ? 16 / bits : 1};
+}
+
 // Scales (and biases) are copied 16 bytes a row at a time: of so many chunks.
 constexpr int quantised_stream_span(CodeFormat format, int bits, int group) {
   return (format == CodeFormat::affine ? 8 : 16) * group / quantised_stream_chunk(bits);

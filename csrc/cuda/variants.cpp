@@ -291,6 +291,12 @@ LaunchList with_variants(LaunchList list, const Arrays& in, Streams streams) {
   return list;
 }
 
+void norm_in_order(Launch& norm, CodeOrder order) {
+  std::ostringstream name;
+  name << norm.kernel.host_name << "_ordered_" << order.run << "_" << order.apart;
+  norm.kernel = {name.str(), "layer", ""};
+}
+
 Extent kernel_grid(const Launch& launch) {
   constexpr uint32_t kMost = 65535;  // along y and z
   Extent grid = launch.grid;

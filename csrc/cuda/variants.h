@@ -27,6 +27,9 @@ namespace mlx_paged::cuda {
 // other rows.
 LaunchList with_variants(LaunchList list, const Arrays& in, Streams streams);
 
+// Has a norm in 16 bits write its result in an order.
+void norm_in_order(Launch& norm, CodeOrder order);
+
 // The grid in CUDA's order, which is large along x only: kernels whose tokens, pairs or blocks lie
 // along another dim (kernels/data.cu, quantised_data.cu) turn theirs. Throws where it is too large.
 Extent kernel_grid(const Launch& launch);

@@ -23,7 +23,7 @@ HOST = Path(__file__).parent / "cuda_host"
 # Those that the others include; what is in `cuda_host/kernels` takes the place of the rest.
 KERNELS = (
     *("linear_stream.h", "linear_quantised.h", "linear_quantised_stream.h", "quantised_weights.h"),
-    *("linear_finish.h", "linear_math.h", "operand_maps.h"),
+    *("linear_finish.h", "linear_math.h", "operand_maps.h", "ordered_rows.h"),
     *("expert_items.h", "expert_stream.h", "expert_quantised_stream.h"),
 )
 
@@ -36,13 +36,14 @@ def compiled(
     program: str,
     definitions: Iterable[str] = (),
     changes: dict[str, tuple[str, str]] | None = None,
+    includes: Iterable[Path] = (),
 ) -> Path:
     """A program of `cuda_host`, with something changed in some files.
 
     (To compile its templates takes most of the time; -Og takes the least to compile and run them.)
     """
     shutil.copytree(HOST, folder, dirs_exist_ok=True)
-    for header in ("linear_shape.h", "quantised_shape.h"):
+    for header in ("code_order.h", "linear_shape.h", "quantised_shape.h"):
         shutil.copy(CUDA / header, folder)
     for header in KERNELS:
         shutil.copy(CUDA / "kernels" / header, folder / "kernels")
@@ -56,6 +57,7 @@ def compiled(
             *(shutil.which("c++") or "g++", "-std=c++20", "-Og", "-w", "-pthread"),
             *(f"-D{name}" for name in definitions),
             *("-isystem", headers, "-isystem", f"{headers}/cccl"),
+            *(f"-I{path}" for path in includes),
             *(str(folder / f"{program}.cpp"), "-o", str(folder / program)),
         ],
         check=True,
@@ -85,6 +87,12 @@ def test_products(tmp_path) -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_quantised_products(tmp_path, bits: int) -> None:
     assert compared(compiled(tmp_path, "quantised", [f"CODE_BITS={bits}"])) > 10_000
+
+
+@needs_nvcc
+def test_norms_in_the_order_of_codes(tmp_path) -> None:
+    folders = [CUDA / "kernels", CUDA / "msl", ROOT / "metal"]
+    assert compared(compiled(tmp_path, "norm", includes=folders)) > 80_000
 
 
 @needs_nvcc
@@ -132,10 +140,18 @@ ROWS, STREAM = "kernels/linear_quantised.h", "kernels/linear_quantised_stream.h"
         (4, {"kernels/linear_finish.h": ("row % UNIT >= kHalf}", "false}")}),
         (4, {STREAM: ("wait_for_products<0>(sums[0]);\n      take_product", "take_product")}),
         (4, {STREAM: ("load_shared(from ^ c * kPieces * 16)", "load_shared(from ^ c * 16)")}),
+        # x that comes in order.
+        (4, {STREAM: ("if (is_ordered) {", "if (false) {")}),
+        (4, {STREAM: ("lane, params.x_is_ordered,", "lane, false,")}),
+        (4, {"code_order.h": ("32 * piece", "16 * piece")}),
+        (4, {"kernels/linear_finish.h": ("ordered_column(params.out_order, column + e)",
+                                         "(column + e)")}),
     ],
     ids=[
         "too little is waited for", "too early", "nothing is waited for", "one warp releases",
         "too few scales", "gate twice", "products are left", "x in another order",
+        "x in order is not waited for", "x is ordered twice", "pieces elsewhere",
+        "gates stay in place",
     ],
 )  # fmt: skip
 def test_faults_are_seen(tmp_path, bits: int, changes: dict[str, tuple[str, str]]) -> None:

@@ -142,26 +142,31 @@ def test_what_is_left_to_mlx(options: dict[str, Any]) -> None:
 # --- In programs ----------------------------------------------------------------------------------
 
 
-def weight_of(n: int, k: int, bits: int = 4) -> Callable[[mx.array], mx.array]:
+Layer = Callable[[mx.array], mx.array]
+
+
+def weight_of(n: int, k: int, bits: int = 4, group: int = 64) -> Layer:
     """A layer with a quantised weight and a bias."""
-    arrays = mx.quantize(mx.random.normal((n, k)).astype(mx.bfloat16), group_size=64, bits=bits)
+    weight = mx.random.normal((n, k)).astype(mx.bfloat16)
+    arrays = mx.quantize(weight, group_size=group, bits=bits)
     bias = mx.zeros(n, mx.bfloat16)
     mx.eval(arrays, bias)
-    return lambda x: sim_ext.quantized_linear_node(x, *arrays, bias, bits=bits, group_size=64)
+    return lambda x: sim_ext.quantized_linear_node(x, *arrays, bias, bits=bits, group_size=group)
 
 
 def launches_of(
-    build: Callable[..., list[mx.array]], rows: int = 8, k: int = 256
+    build: Callable[..., list[mx.array]], rows: int = 8, k: int = 256, streams: str = "any"
 ) -> list[dict[str, Any]]:
     with simulated():
         [x] = ops.placeholders([mx.zeros((rows, k), mx.bfloat16)])
-        return sim_ext.cuda_program_launches([x], build(x))
+        return sim_ext.cuda_program_launches([x], build(x), streams=streams)
 
 
 def params_of(launch: dict[str, Any]) -> dict[str, int]:
     """`LinearParams`."""
     names = ("num_rows", "k", "x_stride", "num_weights", "is_gated", "has_residual", "head_dim")
     names += ("n0", "n1", "n2", "bias0", "bias1", "bias2")
+    names += ("x_is_ordered", "out_run", "out_apart")
     return dict(zip(names, np.frombuffer(launch["constants"], np.int32).tolist(), strict=True))
 
 
@@ -219,3 +224,155 @@ def test_a_refusal_names_the_format() -> None:
     with simulated(), pytest.raises(ValueError, match=r"has a product with quantised weights$"):
         [x] = ops.placeholders([mx.zeros((8, 256), mx.bfloat16)])
         ops.DeviceProgram([x], [layer(x)])
+
+
+# --- Values in the order of codes -----------------------------------------------------------------
+
+K, N = 1024, 2048
+
+
+class Mlp:
+    """What follows a layer's attention, without the residual."""
+
+    def __init__(self, bits: int = 4, group: int = 64) -> None:
+        self.scale = mx.ones(K, mx.bfloat16)
+        mx.eval(self.scale)
+        self.gate, self.up = (weight_of(N, K, bits, group) for _ in range(2))
+        self.down = weight_of(K, N, bits, group)
+
+    def norm(self, x: mx.array) -> mx.array:
+        return ops.rms_norm(x, self.scale, 1e-5)
+
+    def gated(self, normed: mx.array) -> mx.array:
+        return ops.silu_mul(self.gate(normed), self.up(normed))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down(self.gated(self.norm(x)))
+
+
+def orders_of(launches: list[dict[str, Any]]) -> list[Any]:
+    """Of each norm the order that it writes, of each product whether x has one, and that of its
+    output. (None: columns are where they are.)"""
+    found: list[Any] = []
+    for launch in launches:
+        kernel = launch["kernel"]
+        if kernel.startswith("add_rms_norm_"):
+            order = kernel.removeprefix("add_rms_norm_bfloat16").removeprefix("_ordered_")
+            found.append(tuple(map(int, order.split("_"))) if order else None)
+        elif kernel.startswith("linear_"):
+            params = params_of(launch)
+            order = (params["out_run"], params["out_apart"])
+            found.append((bool(params["x_is_ordered"]), order if order[0] else None))
+    return found
+
+
+# Columns of a run, and how far apart those of a pair are.
+ORDERS = {
+    **{(bits, group): (min(group, 64), 1) for bits in (2, 3, 5, 6) for group in (32, 64, 128)},
+    **{(4, group): (min(group, 64), 4) for group in (32, 64, 128)},
+    **{(8, group): (min(group, 64), 2) for group in (32, 64, 128)},
+}
+
+
+@pytest.mark.parametrize("form", ORDERS, ids=str)
+def test_what_products_of_four_warps_read_is_written_in_their_order(form: tuple[int, int]) -> None:
+    order, mlp = ORDERS[form], Mlp(*form)
+    for rows in (17, 64):
+        launches = launches_of(lambda x: [mlp(x)], rows, K, "wgmma")
+        assert orders_of(launches) == [order, (True, order), (True, None)]
+
+
+@pytest.mark.parametrize(("rows", "streams"), [(16, "wgmma"), (17, "any"), (64, "none")])
+def test_other_kernels_read_columns_where_they_are(rows: int, streams: str) -> None:
+    mlp = Mlp()
+    launches = launches_of(lambda x: [mlp(x)], rows, K, streams)
+    assert orders_of(launches) == [None, (False, None), (False, None)]
+
+
+def test_a_layer_and_the_head() -> None:
+    """Sums are read by norms and residuals; of what a norm makes several products read the same."""
+    mlp, last, head = Mlp(), Mlp(), weight_of(512, K)
+    heads = [weight_of(256, K) for _ in range(4)]
+
+    def build(x: mx.array) -> list[mx.array]:
+        normed = mlp.norm(x)
+        x = x + mlp(x + last(x))
+        return [head(last.norm(x)), *(layer(normed) for layer in heads)]
+
+    order = (64, 4)
+    found = orders_of(launches_of(build, 32, K, "wgmma"))
+    # (Of the first norm three products are one launch, and the fourth is another.)
+    assert sorted(map(str, found)) == sorted(
+        map(str, [*[order] * 4, *[(True, order)] * 2, *[(True, None)] * 5])
+    )
+
+
+def dense(n: int, k: int) -> Layer:
+    weight = mx.zeros((n, k), mx.bfloat16)
+    mx.eval(weight)
+    return lambda x: ops.linear(x, weight)
+
+
+# What else is done with a norm's result.
+OTHER_READERS: dict[str, Callable[[Mlp, mx.array], mx.array]] = {
+    "a result": lambda mlp, normed: normed,
+    "weights of 16 bits": lambda mlp, normed: dense(N, K)(normed),
+    "weights of 8 bits": lambda mlp, normed: weight_of(N, K, bits=8)(normed),
+    "half of its columns": lambda mlp, normed: weight_of(N, K // 2)(normed[:, : K // 2]),
+    "a residual": lambda mlp, normed: normed + mlp.down(mlp.gated(normed)),
+    "another norm": lambda mlp, normed: mlp.norm(normed),
+}
+
+
+@pytest.mark.parametrize("reader", OTHER_READERS)
+def test_what_is_also_read_otherwise_stays_in_place(reader: str) -> None:
+    mlp = Mlp()
+
+    def build(x: mx.array) -> list[mx.array]:
+        normed = mlp.norm(x)
+        return [mlp.down(mlp.gated(normed)), OTHER_READERS[reader](mlp, normed)]
+
+    launches = launches_of(build, 32, K, "wgmma")
+    assert orders_of(launches)[:2] == [None, (False, (64, 4))]
+
+
+def test_gates_that_are_a_result_stay_in_place() -> None:
+    mlp = Mlp()
+
+    def build(x: mx.array) -> list[mx.array]:
+        gated = mlp.gated(mlp.norm(x))
+        return [mlp.down(gated), gated]
+
+    launches = launches_of(build, 32, K, "wgmma")
+    assert orders_of(launches) == [(64, 4), (True, None), (False, None)]
+
+
+def test_norms_of_shorter_rows_than_products_read() -> None:
+    """Their last runs of columns might be shorter."""
+    gate, scale = weight_of(N, K), mx.ones(128, mx.bfloat16)
+    mx.eval(scale)
+
+    def build(x: mx.array) -> list[mx.array]:
+        heads = ops.rms_norm(x.reshape(32, K // 128, 128), scale, 1e-5)
+        return [gate(heads.reshape(32, K))]
+
+    assert orders_of(launches_of(build, 32, K, "wgmma")) == [None, (False, None)]
+
+
+def test_scales_that_the_copy_engine_cannot_read() -> None:
+    small = weight_of(64, 256)
+    launches = launches_of(lambda x: [small(ops.rms_norm(x, None, 1e-5))], 32, 256, "wgmma")
+    assert launches[1]["kernel"] == "linear_quantised_bfloat16_affine_4_64_2"
+    assert orders_of(launches) == [None, (False, None)]
+
+
+def test_gates_with_weights_of_16_bits_before_quantised_ones() -> None:
+    mlp, gate, up = Mlp(), dense(N, K), dense(N, K)
+
+    def build(x: mx.array) -> list[mx.array]:
+        normed = mlp.norm(x)
+        return [mlp.down(ops.silu_mul(gate(normed), up(normed)))]
+
+    for rows in (17, 64):
+        launches = launches_of(build, rows, K, "wgmma")
+        assert orders_of(launches) == [None, (False, (64, 4)), (True, None)]

@@ -116,10 +116,11 @@ __device__ __forceinline__ bool is_last(unsigned int counter, int warps) {
   return before + 1 == warps;
 }
 
-// Blocks of this block's cluster; 1: it was launched without.
+// Blocks of this block's cluster; 1: it was launched without. (volatile: a call finds it again,
+// and no registers keep what follows from it.)
 __device__ __forceinline__ int cluster_size() {
   unsigned int size;
-  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
+  asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
   return int(size);
 }
 

@@ -10,8 +10,10 @@
 #include "../step_inputs.h"
 #include "dependent_launch.h"
 #include "layer.h"
+#include "ordered_rows.h"
 
-template <typename T>
+// Result: how it is written.
+template <typename T, typename Result = paged::InPlace>
 __global__ void __launch_bounds__(paged::NORM_THREADS) add_rms_norm_entry(
     const T* x, const T* residual, const T* weight, T* sum, T* out,
     const __grid_constant__ paged::NormParams params) {
@@ -20,7 +22,7 @@ __global__ void __launch_bounds__(paged::NORM_THREADS) add_rms_norm_entry(
     paged::fetch_to_l2(weight + i * paged::chunk_size<T>());  // which no kernel writes
   }
   paged::begin_after_kernel_before();
-  add_rms_norm<T>(x, residual, weight, sum, out, params);
+  add_rms_norm<T, Result>(x, residual, weight, sum, out, params);
 }
 
 template <typename T>
@@ -114,10 +116,23 @@ __global__ void copy_inputs_entry(const __grid_constant__ mlx_paged::cuda::StepI
 }
 
 #define LAYER(host_name, function, ...) {host_name, function##_entry<__VA_ARGS__>},
+// (code_order.h has these runs and distances.)
+#define ORDERED_NORM(dtype, type, run, apart)              \
+  {"add_rms_norm_" #dtype "_ordered_" #run "_" #apart,     \
+   add_rms_norm_entry<type, mlx_paged::cuda::InOrder<run, apart>>},
+#define ORDERED_NORMS(dtype, type)   \
+  ORDERED_NORM(dtype, type, 32, 1)   \
+  ORDERED_NORM(dtype, type, 32, 2)   \
+  ORDERED_NORM(dtype, type, 32, 4)   \
+  ORDERED_NORM(dtype, type, 64, 1)   \
+  ORDERED_NORM(dtype, type, 64, 2)   \
+  ORDERED_NORM(dtype, type, 64, 4)
 
 static const bool added = mlx_paged::cuda::add_kernels({
     // clang-format off
     PAGED_FOR_EACH_LAYER_TEMPLATE(LAYER)
+    ORDERED_NORMS(float16, half)
+    ORDERED_NORMS(bfloat16, bfloat)
     {"copy_inputs", copy_inputs_entry},
     {"rope_rows_float16", rope_rows_entry<half>},
     {"rope_rows_bfloat16", rope_rows_entry<bfloat>},

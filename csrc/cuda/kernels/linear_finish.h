@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // What becomes of the sums of a block's rows of the weight: biases are added, gates applied, heads
-// rotated and written, a residual added.
+// rotated and written, a residual added, and what the next product reads is brought into its order.
 //
 // Of gate and up a block has UNIT / 2 rows of each, in turn; of heads it has what head_row says.
 
@@ -142,6 +142,13 @@ __device__ __forceinline__ void finish_rows(
         for (int e = 0; e < 4; e++) {
           four[e] = plus(four[e], added + e, true);
         }
+      }
+      if (params.out_order.run > 0) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          ours.out[to - column + ordered_column(params.out_order, column + e)] = four[e];
+        }
+        continue;
       }
       *reinterpret_cast<unsigned long long*>(ours.out + to) =
           *reinterpret_cast<unsigned long long*>(four);

@@ -373,9 +373,10 @@ struct QuantisedStream {
   }
 
 #ifdef PAGED_HAS_WGMMA
-  // By all multipliers: x of a turn, where it is, in the order in which the lanes' codes come.
-  // Sixteen columns side by side are those of one product then.
+  // By all multipliers: x of a turn, where it is, in the order in which the lanes' codes come
+  // (CodeOrder). Sixteen columns side by side are those of one product then.
   __device__ __forceinline__ void order_x(const Turn& turn) const {
+    static_assert(code_order(BITS, GROUP) == CodeOrder{kRun, Group::kColumnsApart});
     constexpr int kPieces = Group::kProducts / 2;  // of eight columns, of a lane's part of a run
     constexpr int kUnits = 8 * TILES * kRuns * kPieces;
     constexpr int kAtOnce = 32 * kMultipliers;
@@ -411,12 +412,12 @@ struct QuantisedStream {
   }
 
   // multiply by four warps together, whose products read x themselves. While a batch of them is
-  // under way, the weights of the next one are scaled, or x of the next turn is ordered. A stage's
-  // x is in order when all warps have "released" it, and the last one that has read a stage calls
-  // `copy(turn)` for what comes there next.
+  // under way, the weights of the next one are scaled, or x of the next turn is ordered, unless it
+  // comes so (`is_ordered`). A stage's x is in order when all warps have "released" it, and the
+  // last one that has read a stage calls `copy(turn)` for what comes there next.
   template <typename Copy>
   __device__ __forceinline__ void multiply_together(
-      Sums& sums, int first_row, int half, int lane, Copy copy) const {
+      Sums& sums, int first_row, int half, int lane, bool is_ordered, Copy copy) const {
     const int first_run = half * kRunsOfWarp;
     const unsigned int codes_begin = codes_of_lane(first_row, first_run, lane);
     auto order = [&](const Turn& turn) {
@@ -430,12 +431,15 @@ struct QuantisedStream {
     for (int i = 0; i < kShape.stages; i++) {
       later.advance();
     }
-    if (num_turns > 0) {
+    if (!is_ordered && num_turns > 0) {
       order(turn);
     }
     while (turn.number < num_turns) {
       Turn next = turn;
       next.advance();
+      if (is_ordered) {
+        ring.wait_until_full(turn.stage, turn.round);
+      }
       Scales scales[2];
 #pragma unroll
       for (int m = 0; m < 2; m++) {
@@ -456,7 +460,7 @@ struct QuantisedStream {
           if (m == 0 || i + 1 < kRunsOfWarp) {
             codes = load_codes(turn, codes_begin, i + m, 1 - m, lane);
           }
-          if (i == 0 && m == 0) {
+          if (i == 0 && m == 0 && !is_ordered) {
             ring.wait_until_released(turn.stage, turn.round);
           }
           begin_products();
@@ -468,7 +472,7 @@ struct QuantisedStream {
           wait_for_products<1>(sums[m]);
         }
       }
-      if (next.number < num_turns) {
+      if (!is_ordered && next.number < num_turns) {
         order(next);
       }
       wait_for_products<0>(sums[0]);
@@ -644,16 +648,19 @@ __global__ void __launch_bounds__(kQuantisedWgmmaThreads, kQuantisedWgmmaBlocks)
   }
   const typename Stream::Sources sources = stream.sources_of(params, maps, 0);
   typename Stream::Sums sums = {};
-  stream.multiply_together(sums, first_row, same_in_warp(warp / 4), lane, [&](const auto& turn) {
-    stream.copy_weights(sources, turn, Stream::kXBytes, no_parts);
-    copy_x(turn);
-  });
+  stream.multiply_together(
+      sums, first_row, same_in_warp(warp / 4), lane, params.x_is_ordered, [&](const auto& turn) {
+        stream.copy_weights(sources, turn, Stream::kXBytes, no_parts);
+        copy_x(turn);
+      });
   __syncthreads();  // the ring has been read
   paged::wait_for_kernel_before();
 
   float* results = reinterpret_cast<float*>(shared);
   stream.store(results, sums, warp, first_row, lane);
-  stream.finish(params, parts_of_launch, residual, rotations, slots, results);
+  // (Found again, so that no registers keep what is the block's while there are products.)
+  const Stream finished(params, paged::shared_address(shared));
+  finished.finish(params, parts_of_launch, residual, rotations, slots, results);
 #endif
 }
 

@@ -16,6 +16,7 @@
 
 #include "../quantised_shape.h"
 #include "linear_math.h"
+#include "ordered_rows.h"
 #include "shared_memory.h"
 
 namespace mlx_paged::cuda {
@@ -181,6 +182,7 @@ struct GroupOf {
   static constexpr int kGroupWords = GROUP * BITS / 32;
   // Pairs are codes 16 bits apart, instead of neighbours.
   static constexpr bool kApart = kInWords && (BITS == 4 || BITS == 8);
+  static constexpr int kColumnsApart = kApart ? 16 / BITS : 1;
   static constexpr bool kHasBiases = FORMAT == CodeFormat::affine;
 
   // From shared memory. `group`: of the row, where its codes begin.
@@ -264,20 +266,7 @@ struct GroupOf {
 
   // Eight elements of x side by side, as pairs.
   __device__ __forceinline__ static Eight pairs_of(Eight x) {
-    if constexpr (!kApart) {
-      return x;
-    }
-    constexpr unsigned int kLow = 0x5410;
-    constexpr unsigned int kHigh = 0x7632;
-    if constexpr (BITS == 4) {
-      return make_uint4(
-          __byte_perm(x.x, x.z, kLow), __byte_perm(x.x, x.z, kHigh), __byte_perm(x.y, x.w, kLow),
-          __byte_perm(x.y, x.w, kHigh));
-    } else {
-      return make_uint4(
-          __byte_perm(x.x, x.y, kLow), __byte_perm(x.x, x.y, kHigh), __byte_perm(x.z, x.w, kLow),
-          __byte_perm(x.z, x.w, kHigh));
-    }
+    return cuda::pairs_of<kColumnsApart>(x);
   }
 };
 

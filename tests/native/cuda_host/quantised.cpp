@@ -88,7 +88,8 @@ struct Case {
   int tiles;
   int cluster;  // blocks of linear_quantised_stream's; 0: linear_quantised
   bool extras;  // biases and a residual
-  bool wgmma = false;  // products of four warps
+  bool wgmma = false;    // products of four warps
+  bool ordered = false;  // x and the results of gates are in the order of codes
 };
 
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP>
@@ -98,6 +99,8 @@ struct Product {
   int stride;
   std::vector<std::unique_ptr<W>> weights;
   Aligned<T> x;
+  std::unique_ptr<Aligned<T>> ordered_x;
+  const T* given_x;
   Aligned<T> residual;
   std::vector<float> rotations;
   std::vector<int> slots;
@@ -118,9 +121,49 @@ struct Product {
     fill_heads(rng, rotations, slots);
   }
 
+  static constexpr CodeOrder kOrder = code_order(BITS, GROUP);
+
+  // x as a norm writes it.
+  void write_ordered() {
+    using Order = InOrder<kOrder.run, kOrder.apart>;
+    ordered_x = std::make_unique<Aligned<T>>(x.size);
+    std::memcpy(ordered_x->data, x.data, x.size * sizeof(T));
+    for (size_t first = 0; first < x.size; first += stride) {
+      auto* to = reinterpret_cast<uint4*>(ordered_x->data + first);
+      for (int chunk = 0; chunk < k / 8; chunk++) {
+        Order::write(to, chunk, reinterpret_cast<const uint4*>(x.data + first)[chunk]);
+      }
+      for (int i = 0; i < k; i++) {
+        const T& found = (*ordered_x)[first + ordered_column(kOrder, i)];
+        if (std::memcmp(&found, &x[first + i], sizeof(T)) != 0) {
+          failed++;
+          std::printf("column %d is in another place\n", i);
+          return;
+        }
+      }
+    }
+  }
+
+  // Results where they would be without an order.
+  static void move_back(std::vector<T>& out, int n) {
+    std::vector<T> moved = out;
+    for (size_t i = 0; i < out.size(); i++) {
+      out[i] = moved[i / n * n + ordered_column(kOrder, int(i % n))];
+    }
+  }
+
   // The bits of all outputs.
   std::vector<unsigned short> run(const Case& c, const std::string& name) {
     LinearParams p{};
+    const bool has_ordered_x = c.ordered && c.wgmma;
+    if (has_ordered_x) {
+      write_ordered();
+    }
+    given_x = has_ordered_x ? ordered_x->data : x.data;
+    p.x_is_ordered = has_ordered_x;
+    if (c.ordered && kind == Kind::gated) {
+      p.out_order = kOrder;
+    }
     p.num_rows = c.rows;
     p.k = k;
     p.x_stride = stride;
@@ -146,7 +189,7 @@ struct Product {
     }
     auto with_arguments = [&](auto launch) {
       launch(
-          x.data, residual.data, codes(0), weights[of(0)]->scales.data, weights[of(0)]->biases.data,
+          given_x, residual.data, codes(0), weights[of(0)]->scales.data, weights[of(0)]->biases.data,
           weights[of(0)]->bias.data, outs[of(0)].data(), codes(1), weights[of(1)]->scales.data,
           weights[of(1)]->biases.data, weights[of(1)]->bias.data, outs[of(1)].data(), codes(2),
           weights[of(2)]->scales.data, weights[of(2)]->biases.data, weights[of(2)]->bias.data,
@@ -177,6 +220,9 @@ struct Product {
         with_arguments([&](auto... arguments) { kernel(arguments...); });
       });
     }
+    if (p.out_order.run > 0) {
+      move_back(outs[0], p.n[0]);
+    }
     check(c, outs, name);
     std::vector<unsigned short> bits;
     for (auto& out : outs) {
@@ -193,7 +239,7 @@ struct Product {
   QuantisedMaps maps_of(const Case& c) {
     constexpr int kScaleBytes = FORMAT == CodeFormat::affine ? 2 : 1;
     QuantisedMaps maps{};
-    maps.x = map_of(x.data, 2, c.rows, k, stride, 8 * c.tiles, 64, true);
+    maps.x = map_of(given_x, 2, c.rows, k, stride, 8 * c.tiles, 64, true);
     for (size_t i = 0; i < weights.size(); i++) {
       const W& w = *weights[i];
       int box_rows = kQuantisedStreamRows / 2;
@@ -278,6 +324,8 @@ void test(const char* dtype, bool all) {
     same(few, more, 5 * 37, name);
     auto many = p.run({Kind::plain, 29, 4, 8, true, true}, name + ", 29 rows together");
     same(more, many, 13 * 37, name + ", together");
+    auto ordered = p.run({Kind::plain, 29, 4, 8, true, true, true}, name + ", 29 rows in order");
+    same(many, ordered, 29 * 37, name + ", in order");
     if (all) {
       same(more, p.run({Kind::plain, 29, 4, 8, true}, name + ", 29 rows"), 13 * 37, name);
       auto most = p.run({Kind::plain, 61, 8, 8, true}, name + ", 61 rows");
@@ -285,6 +333,9 @@ void test(const char* dtype, bool all) {
       same(
           most, p.run({Kind::plain, 61, 8, 8, true, true}, name + ", 61 rows together"), 61 * 37,
           name + ", 61 rows together");
+      same(
+          most, p.run({Kind::plain, 61, 8, 8, true, true, true}, name + ", 61 rows in order"),
+          61 * 37, name + ", 61 rows in order");
       p.run({Kind::plain, 7, 1, blocks, false}, name + ", other clusters");
       p.run({Kind::plain, 29, 4, 1, false}, name + ", no clusters");
     }
@@ -303,12 +354,16 @@ void test(const char* dtype, bool all) {
     auto late_of_two = stream.run({Kind::plain, 2, 1, 2, false}, name + ", long stream of two");
     auto together = stream.run({Kind::plain, 20, 4, 1, false, true}, name + ", long, together");
     same(late_stream, together, 9 * 18, name + ", long, together");
+    Case in_order = {Kind::plain, 20, 4, 1, false, true, true};
+    std::string long_in_order = name + ", long, in order";
+    same(together, stream.run(in_order, long_in_order), 20 * 18, long_in_order);
     fibers::copies_at_once = true;
     std::string at_once = name + ", long, at once";
     same(p.run({Kind::plain, 2, 1, 0, false}, at_once), late, 2 * 18, at_once);
     same(stream.run({Kind::plain, 9, 2, 1, false}, at_once), late_stream, 9 * 18, at_once);
     same(stream.run({Kind::plain, 2, 1, 2, false}, at_once), late_of_two, 2 * 18, at_once);
     same(stream.run({Kind::plain, 20, 4, 1, false, true}, at_once), together, 20 * 18, at_once);
+    same(stream.run(in_order, at_once), together, 20 * 18, at_once);
     fibers::copies_at_once = false;
   }
   {
@@ -331,6 +386,23 @@ void test(const char* dtype, bool all) {
       h.run({Kind::heads, 61, 8, 2, extras}, name + ", heads, many");
       h.run({Kind::heads, 61, 8, 2, extras, true}, name + ", heads, together");
       p.run({Kind::gated, 17, 4, 2, extras, true}, name + ", gated, together");
+      h.run({Kind::heads, 61, 8, 2, extras, true, true}, name + ", heads, in order");
+    }
+  }
+  {
+    // What is wanted in order is all that is in another place.
+    constexpr int kWide = 128;
+    Product<T, FORMAT, BITS, GROUP> p(rng, Kind::gated, {kWide, kWide}, 1024);
+    for (size_t i = 0; i < p.x.size; i++) {
+      p.x[i] = rounded_to<T>(float(p.x[i]) / 64);  // so that float16 can hold the results
+    }
+    std::string gates = name + ", gates in order";
+    for (const Case& c : {
+             Case{Kind::gated, 19, 4, 2, true, true}, Case{Kind::gated, 9, 2, 2, true},
+             Case{Kind::gated, 7, 1, 0, true}}) {
+      Case in_order = c;
+      in_order.ordered = true;
+      same(p.run(c, gates), p.run(in_order, gates), c.rows * kWide, gates);
     }
   }
 }

@@ -206,13 +206,14 @@ void bind_simulator(nb::module_& m) {
 
   m.def(
       "device_program_launches",
-      [](const nb::capsule& made, const Arrays& inputs, bool cuda) {
+      [](const nb::capsule& made, const Arrays& inputs, bool cuda, const std::string& streams) {
         auto* program =
             static_cast<const std::shared_ptr<const DeviceProgram>*>(made.data("device_program"));
         auto gpu = cuda ? Gpu::nvidia : Gpu::apple;
-        return describe((*program)->launches((*program)->attention(inputs, gpu), gpu));
+        auto attention = (*program)->attention(inputs, gpu);
+        return describe((*program)->launches(attention, gpu, streams_named(streams)));
       },
-      "program"_a, "inputs"_a, nb::kw_only(), "cuda"_a,
+      "program"_a, "inputs"_a, nb::kw_only(), "cuda"_a, "streams"_a = "any",
       "What a GPU would run for a step of a DeviceProgram: Apple's, or with `cuda` NVIDIA's.");
 
   m.def(
@@ -272,11 +273,11 @@ void bind_simulator(nb::module_& m) {
 
   m.def(
       "cuda_program_launches",
-      [](const Arrays& inputs, const Arrays& outputs) {
+      [](const Arrays& inputs, const Arrays& outputs, const std::string& streams) {
         DeviceProgram program(inputs, outputs, Gpu::nvidia, DeviceProgram::Residual::in_product);
-        return describe(program.launches({}, Gpu::nvidia));
+        return describe(program.launches({}, Gpu::nvidia, streams_named(streams)));
       },
-      "inputs"_a, "outputs"_a,
+      "inputs"_a, "outputs"_a, nb::kw_only(), "streams"_a = "any",
       "The launches of a DeviceProgram for NVIDIA's GPUs, without attention. Raises RuntimeError.");
 
   m.def(

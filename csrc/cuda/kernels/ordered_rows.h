@@ -1,0 +1,48 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// Rows of x in the order of a weight's codes. (Chunks are 16 bytes, whatever the type is called:
+// Metal's language, too, reads this.)
+
+#pragma once
+
+#include "../code_order.h"
+
+namespace mlx_paged::cuda {
+
+// Eight elements of 16 bits side by side as pairs of those that are `APART` apart.
+template <int APART, typename Chunk>
+__device__ __forceinline__ Chunk pairs_of(Chunk x) {
+  static_assert(APART == 1 || APART == 2 || APART == 4);
+  constexpr unsigned int kLow = 0x5410;
+  constexpr unsigned int kHigh = 0x7632;
+  Chunk pairs = x;
+  if constexpr (APART == 4) {
+    pairs.x = __byte_perm(x.x, x.z, kLow);
+    pairs.y = __byte_perm(x.x, x.z, kHigh);
+    pairs.z = __byte_perm(x.y, x.w, kLow);
+    pairs.w = __byte_perm(x.y, x.w, kHigh);
+  } else if constexpr (APART == 2) {
+    pairs.x = __byte_perm(x.x, x.y, kLow);
+    pairs.y = __byte_perm(x.x, x.y, kHigh);
+    pairs.z = __byte_perm(x.z, x.w, kLow);
+    pairs.w = __byte_perm(x.z, x.w, kHigh);
+  }
+  return pairs;
+}
+
+// Writes chunks of a row where their pairs belong.
+template <int RUN, int APART>
+struct InOrder {
+  template <typename Chunk>
+  __device__ __forceinline__ static void write(Chunk* row, int chunk, Chunk x) {
+    constexpr CodeOrder kOrder = {RUN, APART};
+    const Chunk pairs = pairs_of<APART>(x);
+    unsigned int* to = reinterpret_cast<unsigned int*>(row);
+    to[place_of_pair(kOrder, 8 * chunk, 0) / 2] = pairs.x;
+    to[place_of_pair(kOrder, 8 * chunk, 1) / 2] = pairs.y;
+    to[place_of_pair(kOrder, 8 * chunk, 2) / 2] = pairs.z;
+    to[place_of_pair(kOrder, 8 * chunk, 3) / 2] = pairs.w;
+  }
+};
+
+}  // namespace mlx_paged::cuda

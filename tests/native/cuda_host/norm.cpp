@@ -1,0 +1,153 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// The norms of layer.cu (csrc/cuda/kernels) on the CPU (fibers.h): those that write rows in the
+// order of codes against the one that writes them in place, and that against float64. Prints a line
+// for each failure, and how many results were compared.
+
+#include <map>
+#include <random>
+#include <string>
+
+#include "fibers.h"
+
+// (Metal's language wants these as CUDA has them.)
+#undef blockIdx
+#define blockIdx make_uint3(blockIdx_.x, blockIdx_.y, 0)
+#define blockDim make_uint3(fibers::block->fibers.size(), 1, 1)
+#define gridDim make_uint3(0, 0, 0)  // (not read by norms)
+
+inline float __shfl_xor_sync(unsigned int, float v, int mask) {
+  struct Operand {
+    float from;
+    int mask;
+    float* to;
+  };
+  float to;
+  fibers::together_in_warp(Operand{v, mask, &to}, [](Operand* lanes) {
+    for (int lane = 0; lane < 32; lane++) {
+      *lanes[lane].to = lanes[lane ^ lanes[lane].mask].from;
+    }
+  });
+  return to;
+}
+
+// Of other kernels.
+bool __all_sync(unsigned int, bool);
+int __popc(unsigned int);
+template <typename T>
+T __shfl_sync(unsigned int, T, int);
+
+namespace metal {
+__thread unsigned char paged_threadgroup_memory[64] __attribute__((aligned(16)));
+}
+
+#include "layer.cu"
+
+namespace {
+
+using namespace mlx_paged::cuda;
+
+std::map<std::string, CompiledKernel>& kernels() {
+  static std::map<std::string, CompiledKernel> all;
+  return all;
+}
+
+int compared = 0;
+int failed = 0;
+
+template <typename T>
+struct Norm {
+  static constexpr int kRows = 3;
+  static constexpr int kThreads = 96;  // of which each has a chunk or two
+  static constexpr int kSize = 1024;
+  static_assert(kSize / 8 > kThreads && kSize / 8 <= 2 * kThreads);
+
+  alignas(16) T x[kRows * kSize];
+  alignas(16) T residual[kRows * kSize];
+  alignas(16) T weight[kSize];
+  alignas(16) T sum[kRows * kSize];
+  alignas(16) T out[kRows * kSize];
+
+  Norm() {
+    std::mt19937 rng(7);
+    std::normal_distribution<float> normal;
+    for (T* array : {x, residual}) {
+      for (int i = 0; i < kRows * kSize; i++) {
+        array[i] = T(normal(rng));
+      }
+    }
+    for (T& w : weight) {
+      w = T(normal(rng));
+    }
+  }
+
+  std::vector<T> run(const std::string& name, bool has_residual) {
+    auto kernel = reinterpret_cast<void (*)(
+        const T*, const T*, const T*, T*, T*, const paged::NormParams)>(
+        const_cast<void*>(kernels().at(name).symbol));
+    std::fill(std::begin(out), std::end(out), T(NAN));
+    fibers::run_grid(kRows, 1, kThreads, 64, 1, [&] {
+      kernel(x, residual, weight, sum, out, {kSize / 8, has_residual, 1e-5f});
+    });
+    return {std::begin(out), std::end(out)};
+  }
+
+  void check(const char* dtype, bool has_residual) {
+    std::string name = std::string("add_rms_norm_") + dtype;
+    auto in_place = run(name, has_residual);
+    for (int row = 0; row < kRows; row++) {
+      double squares = 0;
+      auto value = [&](int i) {
+        size_t at = size_t(row) * kSize + i;
+        return double(float(has_residual ? T(float(x[at]) + float(residual[at])) : x[at]));
+      };
+      for (int i = 0; i < kSize; i++) {
+        squares += value(i) * value(i);
+      }
+      double factor = 1 / std::sqrt(squares / kSize + 1e-5);
+      for (int i = 0; i < kSize; i++) {
+        double expected = value(i) * factor * float(weight[i]);
+        double error = std::fabs(float(in_place[size_t(row) * kSize + i]) - expected);
+        compared++;
+        if (!(error <= 0x1.01p-8 * std::fabs(expected) + 1e-6)) {
+          failed++;
+          std::printf("%s: %g in place of %g\n", name.c_str(), error, expected);
+        }
+      }
+    }
+    for (int run_of : {32, 64}) {
+      for (int apart : {1, 2, 4}) {
+        auto of_order =
+            name + "_ordered_" + std::to_string(run_of) + "_" + std::to_string(apart);
+        auto found = run(of_order, has_residual);
+        for (int i = 0; i < kRows * kSize; i++) {
+          int to = i / kSize * kSize + ordered_column({run_of, apart}, i % kSize);
+          compared++;
+          if (std::memcmp(&found[to], &in_place[i], sizeof(T)) != 0) {
+            failed++;
+            std::printf("%s: other bits of column %d\n", of_order.c_str(), i);
+            return;
+          }
+        }
+      }
+    }
+  }
+};
+
+}  // namespace
+
+bool mlx_paged::cuda::add_kernels(const std::vector<CompiledKernel>& more) {
+  for (const auto& kernel : more) {
+    kernels().emplace(kernel.host_name, kernel);
+  }
+  return true;
+}
+
+int main() {
+  for (bool has_residual : {false, true}) {
+    std::make_unique<Norm<half>>()->check("float16", has_residual);
+    std::make_unique<Norm<__nv_bfloat16>>()->check("bfloat16", has_residual);
+  }
+  std::printf("%d compared, %d failed\n", compared, failed);
+  return failed != 0;
+}
