@@ -170,6 +170,43 @@ def test_products_of_programs(rng, n: int, k: int, rows: int, dtype: mx.Dtype) -
     np.testing.assert_allclose(got, u * g / (1 + np.exp(-g)), rtol=2e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [16, 17, 33, 64])
+@pytest.mark.parametrize(
+    "form",
+    [
+        *(("affine", 4, 32), ("affine", 4, 64), ("affine", 8, 32), ("affine", 8, 128)),
+        *(("affine", 3, 32), ("affine", 3, 64), ("mxfp4", 4, 32), ("mxfp8", 8, 32)),
+    ],
+    ids=str,
+)
+def test_values_in_the_order_of_codes(rng, form, rows: int, dtype: mx.Dtype) -> None:
+    """On sm_90a from 17 rows on norms and gates write what products alone read in the order of
+    their codes; what is a result of the program, too, stays in place. The bits are the same."""
+    k, n = 1024, 2048
+    gate, up, back = (weights(rng, *size, form, dtype) for size in ((n, k), (n, k), (k, n)))
+    inputs = [(mx.random.normal((rows, k)) / 64).astype(dtype) for _ in range(2)]
+    scale = (mx.random.normal((k,)) / 256).astype(dtype)  # (float16 can hold the results)
+    mx.eval(inputs, scale)
+
+    def build(x: mx.array, residual: mx.array) -> list[mx.array]:
+        normed = ops.rms_norm(x + residual, scale, 1e-5)
+        gated = ops.silu_mul(multiply(normed, gate, form), multiply(normed, up, form))
+        return [multiply(gated, back, form), gated, normed]
+
+    outputs = []
+    for num_results in (1, 2, 3):  # neither value, one and both
+        unknown = ops.placeholders(inputs)
+        program = ops.DeviceProgram(unknown, build(*unknown)[:num_results])
+        outputs.append(program(inputs))
+    alone, with_gated, with_both = outputs
+    assert np.isfinite(exact(alone[0])).all() and np.ptp(exact(alone[0])) > 0
+    np.testing.assert_array_equal(bits(alone[0]), bits(with_both[0]))
+    np.testing.assert_array_equal(bits(with_gated[0]), bits(with_both[0]))
+    np.testing.assert_array_equal(bits(with_gated[1]), bits(with_both[1]))
+    np.testing.assert_array_equal(bits(alone[0]), bits(multiply(with_both[1], back, form)))
+
+
 @pytest.mark.parametrize("rows", [1, 8, 17, 40])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_steps_of_a_quantised_model(rng, family: str, rows: int) -> None:

@@ -189,11 +189,11 @@ struct Product {
     }
     auto with_arguments = [&](auto launch) {
       launch(
-          given_x, residual.data, codes(0), weights[of(0)]->scales.data, weights[of(0)]->biases.data,
-          weights[of(0)]->bias.data, outs[of(0)].data(), codes(1), weights[of(1)]->scales.data,
-          weights[of(1)]->biases.data, weights[of(1)]->bias.data, outs[of(1)].data(), codes(2),
-          weights[of(2)]->scales.data, weights[of(2)]->biases.data, weights[of(2)]->bias.data,
-          outs[of(2)].data(), rotations.data(), slots.data(), p);
+          given_x, residual.data, codes(0), weights[of(0)]->scales.data,
+          weights[of(0)]->biases.data, weights[of(0)]->bias.data, outs[of(0)].data(), codes(1),
+          weights[of(1)]->scales.data, weights[of(1)]->biases.data, weights[of(1)]->bias.data,
+          outs[of(1)].data(), codes(2), weights[of(2)]->scales.data, weights[of(2)]->biases.data,
+          weights[of(2)]->bias.data, outs[of(2)].data(), rotations.data(), slots.data(), p);
     };
     if (c.cluster) {
       auto kernel = c.tiles == 1   ? linear_quantised_stream_entry<T, FORMAT, BITS, GROUP, 1>
