@@ -7,6 +7,7 @@
 #include <random>
 #include <string>
 
+#include "code_order.h"
 #include "fibers.h"
 
 namespace {
@@ -59,6 +60,15 @@ constexpr int kHead = 64;  // dims of a head
 
 template <typename T>
 constexpr double kUnit = kIsHalf<T> ? 0x1p-11 : 0x1p-8;  // of rounding
+
+// Puts rows of `n` results where they would be without an order.
+template <typename T>
+void move_back(std::vector<T>& out, int n, mlx_paged::cuda::CodeOrder order) {
+  std::vector<T> moved = out;
+  for (size_t i = 0; i < out.size(); i++) {
+    out[i] = moved[i / n * n + ordered_column(order, int(i % n))];
+  }
+}
 
 // Compares what a launch wrote with what it had to: the largest error as a share of what is
 // allowed. `value(at, w, row)`: of row `at` of x and row `row` of weight w the product and how far

@@ -144,14 +144,6 @@ struct Product {
     }
   }
 
-  // Results where they would be without an order.
-  static void move_back(std::vector<T>& out, int n) {
-    std::vector<T> moved = out;
-    for (size_t i = 0; i < out.size(); i++) {
-      out[i] = moved[i / n * n + ordered_column(kOrder, int(i % n))];
-    }
-  }
-
   // The bits of all outputs.
   std::vector<unsigned short> run(const Case& c, const std::string& name) {
     LinearParams p{};
@@ -221,7 +213,7 @@ struct Product {
       });
     }
     if (p.out_order.run > 0) {
-      move_back(outs[0], p.n[0]);
+      move_back(outs[0], p.n[0], p.out_order);
     }
     check(c, outs, name);
     std::vector<unsigned short> bits;

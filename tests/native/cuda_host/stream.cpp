@@ -21,6 +21,7 @@ struct Product {
   int k;
   int stride;
   bool extras;  // biases, and a residual
+  CodeOrder out_order{};
   Aligned<T> x;
   Aligned<T> residual;
   std::vector<std::unique_ptr<Aligned<T>>> weights;
@@ -64,6 +65,7 @@ struct Product {
     p.is_gated = kind == Kind::gated;
     p.has_residual = kind != Kind::heads && extras;
     p.head_dim = kind == Kind::heads ? kHead : 0;
+    p.out_order = out_order;
     auto map = [&](const T* data, int rows, int stride, int box_rows) {
       return map_of(data, 2, rows, k, stride, box_rows, kLinearChunk);
     };
@@ -95,6 +97,9 @@ struct Product {
           weights[i[1]]->data, biases[i[1]]->data, outs[i[1]].data(), weights[i[2]]->data,
           biases[i[2]]->data, outs[i[2]].data(), rotations.data(), slots.data(), p, maps);
     });
+    if (out_order.run > 0) {
+      move_back(outs[0], ns[0], out_order);
+    }
     check(rows, outs);
     std::vector<std::vector<unsigned short>> bits;
     for (auto& out : outs) {
@@ -183,6 +188,13 @@ void test() {
     same(h.run(7, 1, 2)[0], h.run(33, 8, 1)[0], 7 * 192, "heads");
     same(p.run(7, 1, 2)[0], p.run(33, 8, 1, true)[0], 7 * 76, "gated, by four warps");
     same(h.run(7, 1, 2)[0], h.run(33, 8, 1, true)[0], 7 * 192, "heads, by four warps");
+  }
+  {
+    Product<T> p(rng, Kind::gated, {128, 128}, 256, true);
+    auto in_place = p.run(33, 8, 1)[0];
+    p.out_order = {64, 4};
+    same(in_place, p.run(33, 8, 1)[0], 33 * 128, "gated, in order");
+    same(in_place, p.run(33, 8, 1, true)[0], 33 * 128, "gated, in order, by four warps");
   }
 }
 
