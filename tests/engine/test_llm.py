@@ -328,6 +328,31 @@ def test_parameters_are_one_for_all_or_one_for_each(llm: LLM) -> None:
         llm.generate(PROMPTS[:3], [GREEDY, GREEDY])
 
 
+def test_callers_may_change_their_lists_while_a_request_runs(llm: LLM) -> None:
+    """Those they gave, and those they were given."""
+    prompt = tokens_of(PROMPT)
+    params = SamplingParams(
+        temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, frequency_penalty=2
+    )
+    [expected] = llm.generate([prompt], params)
+    assert expected.prompt_token_ids == prompt == tokens_of(PROMPT)
+
+    given = list(prompt)
+    output = llm.engine.add_request("mine", given, params)
+    given.clear()
+    assert output.prompt_token_ids == prompt
+    output.prompt_token_ids[:] = [7]
+    while not output.finished:
+        llm.engine.step()
+    assert output.outputs == expected.outputs
+
+    given, tokens = list(prompt), []
+    for update in llm.stream([given], params):
+        given[:] = [7]
+        tokens.append(update.token_id)
+    assert tokens == expected.outputs[0].token_ids
+
+
 def test_an_id_in_use_is_refused(llm: LLM) -> None:
     llm.engine.add_request("mine", [5, 6], GREEDY)
     with pytest.raises(DuplicateRequestError, match="mine"):

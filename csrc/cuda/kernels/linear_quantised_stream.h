@@ -169,7 +169,7 @@ struct QuantisedStream {
       const Sources& from, const Turn& turn, int x_bytes, Scales scales_of_part) const {
     const paged::CachePolicy once = paged::evict_first();
     const bool begins = turn.begins_span();
-    const int scales_bytes = WHOLE ? kRows * (kHasBiases ? 2 : 1) * pitch() : kShape.scales_bytes;
+    const int scales_bytes = WHOLE ? kRows * kScaleArrays * pitch() : kShape.scales_bytes;
     const int bytes = kShape.codes_bytes + x_bytes + (begins ? scales_bytes : 0);
     if constexpr (WGMMA) {
       ring.expect_at_once(turn.stage, bytes);
@@ -191,7 +191,7 @@ struct QuantisedStream {
           ring.copy_bytes(turn.stage, at, from, half, once);
         };
 #pragma unroll
-        for (int array = 0; array < (kHasBiases ? 2 : 1); array++) {
+        for (int array = 0; array < kScaleArrays; array++) {
           copy_half(array == 1, to + 2 * array * half, false, from.low_row);
           copy_half(array == 1, to + (2 * array + 1) * half, from.high_is_up, from.high_row);
         }
@@ -270,7 +270,11 @@ struct QuantisedStream {
           return scale_of_code<T>(word >> 8 * at & 0xff) * 0x10001u;
         }
       };
-      return {both(0), kHasBiases ? both(kScaleArrays - 1) : 0};
+      if constexpr (kHasBiases) {
+        return {both(0), both(1)};
+      } else {
+        return {both(0), 0};
+      }
     }
   };
 

@@ -55,7 +55,9 @@ struct Weight {
         double scale;
         double added = 0;
         if constexpr (FORMAT == CodeFormat::affine) {
-          T s = rounded_to<T>(at % 7 ? normal(rng) / 8 : 0.0);
+          // (bf16 of any size a model may have: weights are scaled to other exponents meanwhile.)
+          const double size = kIsHalf<T> ? 1.0 : std::exp2(int(at % 11 * 6) - 40);
+          T s = rounded_to<T>(at % 7 ? normal(rng) / 8 * size : 0.0);
           T b = rounded_to<T>(normal(rng));
           std::memcpy(scales.data + 2 * at, &s, 2);
           std::memcpy(biases.data + 2 * at, &b, 2);
