@@ -9,6 +9,7 @@ thread.
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from array import array
 from collections.abc import Collection, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
+    SPMStreamingDetokenizer,
     StreamingDetokenizer,
     TokenizerWrapper,
     _byte_decoder,
@@ -42,9 +44,57 @@ class _ExactBPEDetokenizer(BPEStreamingDetokenizer):  # type: ignore[misc]
 
 @lru_cache(maxsize=1 << 16)  # nearly always one token's bytes
 def _decode(seq: str) -> str:
+    return _spelled_bytes(seq).decode("utf-8", "replace")
+
+
+def _spelled_bytes(piece: str) -> bytes:
+    """The bytes that a token of byte-level BPE spells."""
     decoder = _byte_decoder()
-    decoded = (bytes([decoder[c]]) if c in decoder else c.encode() for c in seq)
-    return b"".join(decoded).decode("utf-8", "replace")
+    return b"".join(bytes([decoder[c]]) if c in decoder else c.encode() for c in piece)
+
+
+class TokenBytes:
+    """Gives the bytes of single tokens: joined, they are the bytes of the text.
+
+    A token's decoded text does not have them where it is only part of a character.
+
+    Args:
+        tokenizer: mlx-lm's wrapper.
+    """
+
+    _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        self._tokenizer = tokenizer
+        self._added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+        self._detokenizer = type(tokenizer.detokenizer)
+        self._known: dict[int, bytes] = {}
+
+    def __call__(self, token: int) -> bytes:
+        """The bytes of a token."""
+        found = self._known.get(token)
+        if found is None:
+            found = self._known[token] = self._find(token)
+        return found
+
+    def _find(self, token: int) -> bytes:
+        if token in self._added:
+            entry = self._added[token]
+            return str(getattr(entry, "content", entry)).encode()
+        [piece] = self._tokenizer.convert_ids_to_tokens([token])
+        if isinstance(piece, bytes):
+            return piece
+        if piece is not None and issubclass(self._detokenizer, BPEStreamingDetokenizer):
+            return _spelled_bytes(piece)
+        if piece is not None and (byte := self._BYTE.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
+        if piece is not None and issubclass(self._detokenizer, SPMStreamingDetokenizer):
+            return str(piece).replace("\u2581", " ").encode()
+        text = str(self._tokenizer.decode([token]))
+        # (A tokenizer of another kind: only its pieces can tell the bytes of a broken character.)
+        if "\ufffd" in text and piece is not None and all(c in _byte_decoder() for c in piece):
+            return _spelled_bytes(piece)
+        return text.encode()
 
 
 def special_token_ids(tokenizer: Any) -> frozenset[int]:

@@ -22,11 +22,14 @@ class Logprob:
         logprob: Natural logarithm of its probability.
         rank: 1 for the likeliest token; tokens equally likely may share one.
         decoded_token: Its text, decoded alone.
+        token_bytes: The bytes that it stands for. A token may be only part of a character, whose
+            bytes no text shows.
     """
 
     logprob: float
     rank: int
     decoded_token: str
+    token_bytes: bytes
 
 
 class PositionReport(Mapping[int, Logprob]):
@@ -40,9 +43,10 @@ class PositionReport(Mapping[int, Logprob]):
         token_id, logprob, rank: of the token itself.
         likeliest: ids and log-probabilities, likeliest first; the token may be among them.
         text: gives the text of a token, decoded alone.
+        bytes_of: gives the bytes of a token.
     """
 
-    __slots__ = ("_likeliest", "_text", "logprob", "rank", "token_id")
+    __slots__ = ("_bytes_of", "_likeliest", "_text", "logprob", "rank", "token_id")
 
     def __init__(
         self,
@@ -51,12 +55,14 @@ class PositionReport(Mapping[int, Logprob]):
         rank: int,
         likeliest: tuple[np.ndarray, np.ndarray] | None,
         text: Callable[[int], str],
+        bytes_of: Callable[[int], bytes],
     ) -> None:
         self.token_id = token_id
         self.logprob = logprob
         self.rank = rank
         self._likeliest = likeliest
         self._text = text
+        self._bytes_of = bytes_of
 
     @property
     def decoded_token(self) -> str:
@@ -66,10 +72,13 @@ class PositionReport(Mapping[int, Logprob]):
     def entries(self) -> Iterator[tuple[int, Logprob]]:
         """The token itself, then the others."""
         token = self.token_id
-        yield token, Logprob(self.logprob, self.rank, self._text(token))
+        yield token, self._entry(token, self.logprob, self.rank)
         for rank, (other, logprob) in enumerate(self._others(), 1):
             if other != token:
-                yield other, Logprob(logprob, rank, self._text(other))
+                yield other, self._entry(other, logprob, rank)
+
+    def _entry(self, token: int, logprob: float, rank: int) -> Logprob:
+        return Logprob(logprob, rank, self._text(token), self._bytes_of(token))
 
     def _others(self) -> Iterable[tuple[int, float]]:
         if self._likeliest is None:
@@ -79,10 +88,10 @@ class PositionReport(Mapping[int, Logprob]):
 
     def __getitem__(self, token_id: int) -> Logprob:
         if token_id == self.token_id:
-            return Logprob(self.logprob, self.rank, self._text(token_id))
+            return self._entry(token_id, self.logprob, self.rank)
         for rank, (other, logprob) in enumerate(self._others(), 1):
             if other == token_id:
-                return Logprob(logprob, rank, self._text(other))
+                return self._entry(other, logprob, rank)
         raise KeyError(token_id)
 
     def __iter__(self) -> Iterator[int]:

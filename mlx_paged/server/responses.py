@@ -389,7 +389,7 @@ def chat_logprobs(
         return {
             "token": _name(token, found, as_ids),
             "logprob": _finite(found.logprob),
-            "bytes": list(found.decoded_token.encode()),
+            "bytes": list(found.token_bytes),
         }
 
     for report in reports:

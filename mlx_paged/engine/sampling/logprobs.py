@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.engine.detokenizer import TokenBytes
 from mlx_paged.engine.outputs import PositionReport
 from mlx_paged.engine.sampling_params import MAX_LOGPROBS
 
@@ -90,6 +91,7 @@ class LogprobReport:
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._text = lru_cache(maxsize=1 << 16)(lambda token: str(tokenizer.decode([token])))
+        self._bytes_of = TokenBytes(tokenizer)
 
     def __call__(self, position: PositionLogprobs, num_likeliest: int) -> PositionReport:
         """The token of a position, then the likeliest other ones.
@@ -105,7 +107,7 @@ class LogprobReport:
             likeliest = ids, logprobs
             for other in ids.tolist():
                 self._text(other)
-        return PositionReport(token, logprob, rank, likeliest, self._text)
+        return PositionReport(token, logprob, rank, likeliest, self._text, self._bytes_of)
 
 
 @dataclass(frozen=True)
