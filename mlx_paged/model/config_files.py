@@ -14,7 +14,14 @@ GENERATION_CONFIG = "generation_config.json"
 # Names that families have for one field of config.json.
 _VOCAB_SIZE = ("vocab_size", "num_vocab")
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
-_MODEL_LEN = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "n_ctx")
+#: Names that families have for the context limit.
+LENGTH_FIELDS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "model_max_length",
+    "n_ctx",
+)
 
 
 def vocab_size(config: Mapping[str, Any]) -> int:
@@ -36,7 +43,7 @@ def has_vocab_size(config: Mapping[str, Any]) -> bool:
 
 def model_len(config: Mapping[str, Any]) -> int | None:
     """The model's context limit in tokens; None where its config gives none."""
-    return _find(config, _MODEL_LEN)
+    return _find(config, LENGTH_FIELDS)
 
 
 def _find(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:

@@ -22,6 +22,7 @@ from mlx_lm.utils import (
     _get_classes,
     dequantize_model,
     hf_repo_to_path,
+    load_config,
     load_model,
     load_tokenizer,
 )
@@ -37,6 +38,7 @@ from mlx_paged.model.config_files import (
     read_generation_config,
     vocab_size,
 )
+from mlx_paged.model.config_normalization import normalize
 from mlx_paged.model.families import require_family
 from mlx_paged.model.media_families import (
     MEDIA_FAMILIES,
@@ -209,18 +211,28 @@ def _load_multimodal(
 
 def _load(name: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     """mlx-lm's `load`, also of embedding models that were saved without their output projection."""
-    try:
-        return load_mlx_lm(name, return_config=True)  # type: ignore[return-value]
-    except ValueError:
-        path = _directory_of(name)
-        if not (path / "modules.json").is_file():
-            raise
-        # (Pooling does not use the projection; the embedding stands for it.)
-        model, config = load_model(
-            path, model_config={"tie_word_embeddings": True}, get_model_classes=_of_inner_weights
-        )
-        ends = config.get("eos_token_id")
-        return model, load_tokenizer(path, eos_token_ids=ends), config
+    config = load_config(_download(name))
+    first: ValueError | None = None
+    # Checkpoints written for mlx-lm leave out fields that have mlx-lm's defaults. Where these and
+    # transformers' make different modules, the weights tell which were meant.
+    for fill in (True, False):
+        try:
+            normalized = normalize(config, fill=fill)
+            return load_mlx_lm(name, model_config=normalized, return_config=True)  # type: ignore[return-value]
+        except ValueError as error:
+            first = first or error
+    assert first is not None
+    path = _directory_of(name)
+    if not (path / "modules.json").is_file():
+        raise first
+    # (Pooling does not use the projection; the embedding stands for it.)
+    model, config = load_model(
+        path,
+        model_config={**normalize(config), "tie_word_embeddings": True},
+        get_model_classes=_of_inner_weights,
+    )
+    ends = config.get("eos_token_id")
+    return model, load_tokenizer(path, eos_token_ids=ends), config
 
 
 def _of_inner_weights(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
