@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_paged.engine import collector
+from mlx_paged.engine.chat_template import render_chat, without_nulls
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine, EngineStats
 from mlx_paged.engine.guard import check_process
@@ -300,16 +301,12 @@ class LLM:
         sources, model = sources_of(plain), media_model_of(self.engine)
         check_kinds(sources, model, self.engine.media_reason)
         if model is None:
-            tokens: list[int] = self.tokenizer.apply_chat_template(
-                plain, add_generation_prompt=True
-            )
-            return tokens
+            text = render_chat(self.tokenizer, without_nulls(plain))
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
         text = rendered(
             plain,
             model,
-            lambda form: self.tokenizer.apply_chat_template(
-                form, tokenize=False, add_generation_prompt=True
-            ),
+            lambda form: render_chat(self.tokenizer, without_nulls(form)),
         )
         if sources:
             return TextWithMedia(text, sources)

@@ -132,6 +132,7 @@ def load(
             family, reason = _media_family(_download(name))
             if family is None:
                 model, tokenizer, config = _load(name)
+                tokenizer = _with_chat_template(tokenizer, _directory_of(name))
             else:
                 library = "mlx-vlm"
                 model, tokenizer, config, media = _load_multimodal(_download(name), family)
@@ -233,6 +234,29 @@ def _load(name: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     )
     ends = config.get("eos_token_id")
     return model, load_tokenizer(path, eos_token_ids=ends), config
+
+
+def _with_chat_template(tokenizer: TokenizerWrapper, path: Path) -> TokenizerWrapper:
+    """A tokenizer with the template that older processors saved, if it has none of its own.
+
+    No tokenizer reads these files, and many conversions for text have kept them.
+
+    Raises:
+        ValueError: ``chat_template.json`` has no template.
+    """
+    for name in ("chat_template.json", "processor_config.json"):
+        file = path / name
+        if tokenizer.has_chat_template or not file.is_file():
+            continue
+        found = json.loads(file.read_text())
+        template = found.get("chat_template") if isinstance(found, dict) else None
+        if isinstance(template, str | list):  # (several are a list of names and templates)
+            ends = sorted(tokenizer.eos_token_ids)
+            tokenizer = load_tokenizer(path, {"chat_template": template}, ends)
+        elif name == "chat_template.json":
+            expected = "an object with a chat_template, a text or a list"
+            raise ValueError(f"chat_template.json must be {expected}, but is {found!r}")
+    return tokenizer
 
 
 def _of_inner_weights(config: dict[str, Any]) -> tuple[type[nn.Module], type]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jinja2
 
+from mlx_paged.engine.chat_template import render_chat, without_nulls
 from mlx_paged.engine.detokenizer import special_token_ids
 from mlx_paged.engine.media.loader import MediaLoader
 from mlx_paged.engine.media.parts import num_characters, sources_of
@@ -79,6 +80,7 @@ class Renderer:
     Attributes:
         added_tokens: Tokens that are taken whole wherever their text occurs, by text.
         special_texts: Texts of the special tokens, by id.
+        end_texts: Texts of the tokens that end answers.
     """
 
     def __init__(
@@ -93,6 +95,8 @@ class Renderer:
         self.tokenizer = tokenizer
         self.added_tokens = added_tokens(tokenizer)
         self.special_texts = special_texts(tokenizer, special_token_ids(tokenizer))
+        ends = [token for token in getattr(tokenizer, "eos_token_ids", ()) if token >= 0]
+        self.end_texts = frozenset(special_texts(tokenizer, ends).values())
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self._config = config
@@ -174,14 +178,12 @@ class Renderer:
         """The text of a conversation, in the first of its forms that the template takes."""
 
         def render(form: Any) -> str:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    form,
-                    tokenize=False,
-                    add_generation_prompt=conversation.add_generation_prompt,
-                    continue_final_message=conversation.continue_final_message,
-                    **kwargs,
-                )
+            return render_chat(
+                self.tokenizer,
+                without_nulls(form),
+                add_generation_prompt=conversation.add_generation_prompt,
+                continue_final_message=conversation.continue_final_message,
+                **kwargs,
             )
 
         if self._media is not None:

@@ -88,6 +88,7 @@ class PreparedTurn:
         tool_format = self._format if self._reads_markers else None
         reasoning = self._context.reasoning_format if self._reads_markers else None
         skipped = {} if self._shows_special else renderer.special_texts
+        ends = () if self._shows_special else renderer.end_texts
         return answer_reader(
             tool_format,
             reasoning,
@@ -96,6 +97,7 @@ class PreparedTurn:
             renderer.added_tokens,
             skipped,
             renderer.tokenizer.decode,
+            ends,
         )
 
 

@@ -98,6 +98,29 @@ def test_end_tokens_of_the_tokenizer_and_the_generation_config_are_both_end_toke
     assert "top_k" not in given.generation_config
 
 
+def without_template(directory: Path) -> None:
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": None}))
+
+
+@pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json"])
+@pytest.mark.parametrize(
+    "template", ["{{ 1 }}", [{"name": "default", "template": "{{ 1 }}"}]], ids=["one", "several"]
+)
+def test_the_template_of_an_older_processor_is_used(
+    directory: Path, file: str, template: Any
+) -> None:
+    own = load(directory)
+    assert own.tokenizer.has_chat_template
+    (directory / file).write_text(json.dumps({"chat_template": template}))
+    assert load(directory).tokenizer.chat_template == own.tokenizer.chat_template
+    without_template(directory)
+    loaded = load(directory).tokenizer
+    assert loaded.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "1"
+    assert loaded.eos_token_ids == own.tokenizer.eos_token_ids
+
+
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3", "smollm3"])
 def test_every_family_loads_and_runs(tmp_path: Path, model_type: str) -> None:
     config = tiny_config(model_type, tied=False)
@@ -193,6 +216,14 @@ def test_a_directory_without_a_tokenizer(directory: Path) -> None:
     for path in directory.glob("*token*"):
         path.unlink()
     refused(directory, "tokenizer")
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"chat_template": 1}', "{"])
+def test_a_template_file_without_a_template(directory: Path, content: str) -> None:
+    without_template(directory)
+    assert not load(directory).tokenizer.has_chat_template
+    (directory / "chat_template.json").write_text(content)
+    refused(directory, "" if content == "{" else "chat_template.json must be an object")
 
 
 def test_an_id_that_the_hub_would_never_take() -> None:

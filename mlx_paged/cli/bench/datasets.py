@@ -8,7 +8,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -286,8 +285,10 @@ def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, tupl
     if not tokenizer.has_chat_template:
         text = "\n\n".join(message["content"] for message in messages)
         return text, tuple(tokenizer.encode(text))
-    render = partial(tokenizer.apply_chat_template, messages, add_generation_prompt=True)
-    return render(tokenize=False), tuple(render())
+    from mlx_paged.engine.chat_template import render_chat
+
+    text = render_chat(tokenizer, messages)
+    return text, tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 _SAMPLERS = {

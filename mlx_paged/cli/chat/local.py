@@ -10,6 +10,7 @@ from typing import Any
 from mlx_paged.cli.chat.attachments import refusal
 from mlx_paged.cli.chat.conversation import Call, Message, Turn
 from mlx_paged.cli.entry import deferred_interrupt
+from mlx_paged.engine.chat_template import render_chat, without_nulls
 from mlx_paged.engine.detokenizer import special_token_ids
 from mlx_paged.engine.llm import LLM
 from mlx_paged.engine.media.loader import MediaLoader, loader_of
@@ -129,10 +130,7 @@ class LocalBackend:
             more["tools"] = [tool.for_template() for tool in self.tools]
 
         def render(form: Any) -> str:
-            text = tokenizer.apply_chat_template(
-                form, tokenize=False, add_generation_prompt=True, **more
-            )
-            return str(text)
+            return render_chat(tokenizer, without_nulls(form), **more)
 
         if model is not None:
             text = rendered(plain, model, render, forms_of)
@@ -179,7 +177,8 @@ class LocalBackend:
         added = added_tokens(tokenizer)
         tool_format = self._own_format or HermesFormat(added)
         special = special_texts(tokenizer, special_token_ids(tokenizer))
-        return answer_reader(tool_format, reasoning, self.tools, prompt, added, special)
+        ends = special_texts(tokenizer, tokenizer.eos_token_ids).values()
+        return answer_reader(tool_format, reasoning, self.tools, prompt, added, special, ends=ends)
 
     def _note_calls(self, reader: AnswerReader) -> None:
         turn, answer = self.turn, reader.answer

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_paged.engine.chat_template import render_chat
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.errors import InvalidParameterError, StepError
 
@@ -132,9 +133,7 @@ def joined(
         if template is None:
             return list(tokenizer.encode(first + second))
         messages = pair_messages(first, second)
-        text = tokenizer.apply_chat_template(
-            messages, chat_template=template, tokenize=False, add_generation_prompt=False
-        )
+        text = render_chat(tokenizer, messages, chat_template=template, add_generation_prompt=False)
         return list(tokenizer.encode(text, add_special_tokens=False))
     if isinstance(first, str) or isinstance(second, str) or template is not None:
         expected = "texts on both sides, or tokens on both sides and no template"

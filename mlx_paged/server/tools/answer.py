@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from mlx_paged.engine.reasoning import ReasoningFormat
 from mlx_paged.server.tools.definitions import Tool
@@ -15,7 +15,7 @@ from mlx_paged.server.tools.events import (
     ReasoningText,
 )
 from mlx_paged.server.tools.format import Parser, PlainText, ToolFormat
-from mlx_paged.server.tools.lexer import Lexer
+from mlx_paged.server.tools.lexer import Lexeme, Lexer, Unseen
 from mlx_paged.server.tools.reasoning import ContentTrimmer, ReasoningParser
 
 
@@ -129,14 +129,19 @@ class AnswerReader:
         lexer: cuts it.
         parser: gives it a meaning.
         tools: of the request.
+        ends: texts of the model's end tokens. They are never text, markers or not.
 
     Attributes:
         answer: What was read so far.
         num_reasoning_tokens: Tokens that belong to its reasoning, the end marker included.
     """
 
-    def __init__(self, lexer: Lexer, parser: Parser, tools: Sequence[Tool]) -> None:
+    def __init__(
+        self, lexer: Lexer, parser: Parser, tools: Sequence[Tool], ends: Collection[str] = ()
+    ) -> None:
         self._lexer = lexer
+        self._ends = frozenset(ends)
+        self._end = ""  # the end token that was read last; "": something else was
         self._parser = parser
         self._tools = tools
         self._trimmer = ContentTrimmer() if tools else None
@@ -154,7 +159,7 @@ class AnswerReader:
             return (ContentText(text),)
         found: list[Event] = []
         for lexeme in self._lexer.feed(token, text):
-            for event in self._parser.feed(lexeme):
+            for event in self._parsed(lexeme):
                 found += self._take(event)
         if token is not None and self.answer.ends_with_reasoning:
             self.num_reasoning_tokens += 1
@@ -163,13 +168,30 @@ class AnswerReader:
     def finish(self) -> Iterator[Event]:
         """The answer has ended."""
         for lexeme in self._lexer.finish():
-            for event in self._parser.feed(lexeme):
+            for event in self._parsed(lexeme):
                 yield from self._take(event)
-        for event in self._parser.finish():
+        for event in self._without_end(self._parser.finish()):
             yield from self._take(event)
         if self._trimmer is not None:
             for event in self._trimmer.finish():
                 self.answer.add(event, self._tools)
+                yield event
+
+    def _parsed(self, lexeme: Lexeme) -> Iterator[Event]:
+        """The events of a lexeme.
+
+        A parser gives a marker that means nothing to it back as text. An end token is none.
+        """
+        is_end = isinstance(lexeme, Unseen) or (lexeme.is_marker and lexeme.text in self._ends)
+        self._end = lexeme.text if is_end else ""
+        return self._without_end(self._parser.feed(lexeme))
+
+    def _without_end(self, events: Iterable[Event]) -> Iterator[Event]:
+        for event in events:
+            if self._end and isinstance(event, (ContentText, ReasoningText)):
+                if rest := event.text.removesuffix(self._end):
+                    yield type(event)(rest)
+            else:
                 yield event
 
     def _take(self, event: Event) -> Iterator[Event]:
@@ -188,6 +210,7 @@ def answer_reader(
     added_tokens: Mapping[str, int],
     skipped: Mapping[int, str],
     decode: Callable[[Sequence[int]], str] | None = None,
+    ends: Collection[str] = (),
 ) -> AnswerReader:
     """What reads an answer to a prompt.
 
@@ -195,6 +218,7 @@ def answer_reader(
         tool_format, reasoning: how the model writes; None: that is text.
         tools: what it may call.
         added_tokens, skipped, decode: of the `Lexer`.
+        ends: of the `AnswerReader`.
     """
     markers: list[str] = []
     if tool_format is not None and (tools or tool_format.reads_everything):
@@ -208,7 +232,7 @@ def answer_reader(
         begins_inside=reasoning is not None and reasoning.begins_inside(prompt),
     )
     lexer = Lexer(dict.fromkeys(markers), added_tokens, skipped, decode=decode)
-    return AnswerReader(lexer, parser, tools)
+    return AnswerReader(lexer, parser, tools, ends)
 
 
 def answer_parser(

@@ -18,6 +18,10 @@ class Lexeme(NamedTuple):
     is_marker: bool = False
 
 
+class Unseen(Lexeme):
+    """A marker whose token ended the answer: its text is no part of it."""
+
+
 class _Awaited(NamedTuple):
     """A token whose text has not come yet: stop strings and broken characters delay text."""
 
@@ -107,7 +111,7 @@ class Lexer:
             yield from self._text(self._held[: len(self._held) - begun], is_whole=True)
             self._held = ""
             if awaited.is_marker:
-                yield Lexeme(awaited.text, True)
+                yield Unseen(awaited.text, True)
         yield from self._text(self._held, is_whole=True)
         self._held = ""
 
@@ -189,6 +193,6 @@ def added_tokens(tokenizer: object) -> dict[str, int]:
 
 
 def special_texts(tokenizer: object, special: Collection[int]) -> dict[int, str]:
-    """The text of each special token."""
+    """The text of each of some special tokens."""
     convert = tokenizer.convert_ids_to_tokens  # type: ignore[attr-defined]
     return {token: str(convert(token)) for token in special}

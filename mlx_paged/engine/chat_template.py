@@ -1,0 +1,76 @@
+"""Renders conversations by a model's chat template, with the variables that the caller gives.
+
+mlx-lm's wrapper adds `enable_thinking` to every call, which overrides the default of the template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Messages,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template: str | None = None,
+    **variables: Any,
+) -> str:
+    """The text of a conversation.
+
+    Args:
+        tokenizer: mlx-lm's wrapper, or a tokenizer of transformers.
+        messages: the template sees them as they are: a key whose value is None is there.
+        tools: OpenAI's form; None: there are none.
+        chat_template: Jinja source in place of the model's.
+        variables: other variables of the template.
+
+    Raises:
+        Exception: the template refuses the messages, or fails; it may raise any error.
+    """
+    inner = tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
+    options: dict[str, Any] = {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        **variables,
+    }
+    written_in_python = getattr(tokenizer, "_chat_template", None)  # (mlx_lm.chat_templates)
+    if written_in_python is not None and chat_template is None:
+        return str(written_in_python(list(messages), tools=tools, **options))
+    if not _renders_as_transformers(inner):
+        if chat_template is not None:
+            options["chat_template"] = chat_template
+        if "enable_thinking" in options:  # (some of these functions call it `thinking`)
+            name = getattr(tokenizer, "_thinking_kwarg", "enable_thinking")
+            options[name] = options.pop("enable_thinking")
+        if tools is not None:
+            options["tools"] = tools
+        return str(inner.apply_chat_template(list(messages), tokenize=False, **options))
+    # `apply_chat_template` would leave out what is None, and some templates ask for it:
+    # DeepSeek's write the calls of a message only if its content is none.
+    source = inner.get_chat_template(chat_template, tools)
+    options = {"documents": None, **inner.special_tokens_map, **options}
+    [text], _ = render_jinja_template(
+        conversations=[list(messages)], tools=tools, chat_template=source, **options
+    )
+    return str(text)
+
+
+def _renders_as_transformers(inner: Any) -> bool:
+    """Whether a tokenizer has no renderer of its own."""
+    function = getattr(inner.apply_chat_template, "__func__", None)
+    return function is PreTrainedTokenizerBase.apply_chat_template
+
+
+def without_nulls(messages: Messages) -> list[dict[str, Any]]:
+    """Messages without the keys whose value is None, as transformers gives them to templates."""
+    return [{k: v for k, v in message.items() if v is not None} for message in messages]
