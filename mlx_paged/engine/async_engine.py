@@ -38,6 +38,7 @@ from mlx_paged.errors import (
     InvalidParameterError,
 )
 from mlx_paged.model.loader import load
+from mlx_paged.model.media_text import unmarked
 from mlx_paged.ops import OnKernel
 
 T = TypeVar("T")
@@ -169,7 +170,7 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         if isinstance(given, TextWithMedia):
             media = await self._prepared(given)
-            text, tokens = given.text, media.prompt.token_ids
+            text, tokens = unmarked(given.text), media.prompt.token_ids
         elif isinstance(given, str):
             encode = self._thread.engine.tokenizer.encode
             tokens = await loop.run_in_executor(None, encode, given)

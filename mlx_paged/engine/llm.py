@@ -22,7 +22,9 @@ from mlx_paged.engine.media.loader import MediaLoader, loader_of
 from mlx_paged.engine.media.parts import content_of, sources_of
 from mlx_paged.engine.media.prompt import (
     PreparedMedia,
+    chat_tokens,
     check_kinds,
+    literal,
     media_model_of,
     prepare,
     rendered,
@@ -48,6 +50,7 @@ from mlx_paged.engine.request_options import (
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import ForkedProcessError, InvalidParameterError
 from mlx_paged.model.loader import LoadedModel, load
+from mlx_paged.model.media_text import unmarked
 from mlx_paged.ops import OnKernel
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | TextWithMedia
@@ -300,17 +303,18 @@ class LLM:
         ]
         sources, model = sources_of(plain), media_model_of(self.engine)
         check_kinds(sources, model, self.engine.media_reason)
+
+        def render(form: Any) -> str:
+            return render_chat(self.tokenizer, without_nulls(form))
+
         if model is None:
-            text = render_chat(self.tokenizer, without_nulls(plain))
-            return list(self.tokenizer.encode(text, add_special_tokens=False))
-        text = rendered(
-            plain,
-            model,
-            lambda form: render_chat(self.tokenizer, without_nulls(form)),
-        )
+            text = render(plain)
+        else:
+            text = rendered(literal(plain, model, sources), model, render)
         if sources:
             return TextWithMedia(text, sources)
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        is_multimodal = model is not None or self.engine.media_reason is not None
+        return chat_tokens(self.tokenizer, text, model, is_multimodal=is_multimodal)
 
     def _prepared(self, prompt: TextWithMedia, name: str) -> PreparedMedia:
         """Loads the media of a prompt, and makes its tokens."""
@@ -335,7 +339,8 @@ class LLM:
             text: str | None
             if isinstance(prompt, TextWithMedia):
                 prepared = self._prepared(prompt, f"prompts[{i}]")
-                text, tokens, media = prompt.text, prepared.prompt.token_ids, {"media": prepared}
+                text, media = unmarked(prompt.text), {"media": prepared}
+                tokens = prepared.prompt.token_ids
             else:
                 text = prompt if isinstance(prompt, str) else None
                 tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

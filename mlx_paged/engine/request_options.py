@@ -20,6 +20,7 @@ from mlx_paged.engine.media.prompt import split_prompt
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError
+from mlx_paged.model.media_text import marked
 
 _PROMPT = "a text, or token ids as a list or an array of integers"
 _BYTES = (str, bytes, bytearray, memoryview)
@@ -65,7 +66,7 @@ class TextWithMedia(NamedTuple):
     """A prompt with the media that its text has places for, not loaded yet.
 
     Attributes:
-        text: With the model's placeholders.
+        text: With the model's placeholders, those of users marked (`model.media_text`).
         sources: In the order of the placeholders of their kind.
     """
 
@@ -122,7 +123,7 @@ def media_prompt_of(field: str, given: Any) -> str | list[Any] | TextWithMedia:
     name = "prompt_token_ids" if given.get("prompt_token_ids") is not None else "prompt"
     inner, sources = split_prompt(given, field)
     prompt = prompt_of(f"{field}.{name}", inner)
-    return TextWithMedia(str(inner), sources) if sources else prompt
+    return TextWithMedia(marked(str(inner), ()), sources) if sources else prompt
 
 
 def params_of(given: Any) -> SamplingParams:

@@ -15,6 +15,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -23,6 +24,7 @@ import numpy as np
 from mlx_paged.model.media import MediaInputs, MediaPrompt, Span
 from mlx_paged.model.media_families import MLX_VLM_VERSION, MediaFamily
 from mlx_paged.model.media_kinds import KINDS, Kind
+from mlx_paged.model.media_text import MARK, MarkedText, marked
 from mlx_paged.model.processed_items import ProcessedItems
 from mlx_paged.model.rope_positions import Grid, rope_positions
 
@@ -411,16 +413,19 @@ class MediaModel:
         images: Sequence[Any] = (),
         videos: Sequence[Any] = (),
         audios: Sequence[Any] = (),
+        *,
+        add_special_tokens: bool | None = None,
     ) -> MediaPrompt:
         """Makes the tokens of a prompt, and what towers take of its items. It computes for a while.
 
         Args:
-            prompt: text that holds a placeholder for each item; or messages, whose contents are
-                texts or lists of ``{"type": "text", "text": ...}`` and ``{"type": "image"}`` (or
-                "video", "audio") parts, for the model's own template.
+            prompt: text that holds a placeholder for each item, the user's own marked (`literal`);
+                or messages, whose contents are texts or lists of ``{"type": "text", "text": ...}``
+                and ``{"type": "image"}`` (or "video", "audio") parts, for the model's own template.
             images: PIL images, in the order of their placeholders.
             videos: objects with ``frames`` ``[num_frames, height, width, 3]`` uint8 and ``fps``.
             audios: objects with ``samples`` ``[num_samples]`` float32 and ``rate``.
+            add_special_tokens: see `encode`.
 
         Raises:
             ValueError: for placeholders that are not as many as the items, and items that the
@@ -429,9 +434,11 @@ class MediaModel:
         text = prompt if isinstance(prompt, str) else self._rendered(prompt)
         given = {"image": list(images), "video": list(videos), "audio": list(audios)}
         with mx.stream(self._stream):
-            return self._process(text, given)
+            return self._process(text, given, add_special_tokens)
 
-    def _process(self, text: str, given: Mapping[str, list[Any]]) -> MediaPrompt:
+    def _process(
+        self, text: str, given: Mapping[str, list[Any]], special: bool | None
+    ) -> MediaPrompt:
         places = self._places(text, given)
         counts = {kind: [k for _, _, k in places].count(kind) for kind in KINDS}
         for kind in KINDS:
@@ -453,9 +460,9 @@ class MediaModel:
             return self._whole(text, places[0][2], items)
         expanded = [(kind, self._expand_once(kind, next(items[kind]))) for _, _, kind in places]
         if self._recipe.text is not None:
-            tokens, offsets = self._with_texts(text, places, expanded)
+            tokens, offsets = self._with_texts(text, places, expanded, special)
         else:
-            tokens, offsets = self._with_tokens(text, places, expanded)
+            tokens, offsets = self._with_tokens(text, places, expanded, special)
         spans, inputs = [], []
         for offset, (kind, item) in zip(offsets, expanded):
             length = int(item.rows[-1] - item.rows[0]) + 1
@@ -494,14 +501,76 @@ class MediaModel:
                 )
         raise ValueError("the model has no chat template: give its prompt as text")
 
-    def _encode(self, text: str, *, begins: bool) -> list[int]:
-        tokenizer = self.tokenizer
-        start = getattr(tokenizer, "bos_token", None)
-        special = begins and not (start and text.startswith(start))
-        tokens = list(tokenizer(text, add_special_tokens=special)["input_ids"])
-        if begins and self._recipe.adds_start and tokens[:1] != [tokenizer.bos_token_id]:
-            tokens.insert(0, tokenizer.bos_token_id)
-        return tokens
+    def encode(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
+        """The tokens of a prompt without media.
+
+        Args:
+            text: of a chat template; placeholders that users wrote are marked (`literal`).
+            add_special_tokens: whether the tokens that the tokenizer puts around a text are added;
+                None: unless the text begins with the start token. Transformers' processors have
+                this rule for any prompt, with media or without.
+        """
+        if MARK in text:
+            return self._marked_pieces(text, add_special_tokens)[0]
+        return self._encode(text, begins=True, special=add_special_tokens)
+
+    def _encode(self, text: str, *, begins: bool, special: bool | None = None) -> list[int]:
+        adds = begins and self._adds_special(text, special)
+        tokens = list(self.tokenizer(text, add_special_tokens=adds)["input_ids"])
+        return self._with_start(tokens, special) if begins else tokens
+
+    def _adds_special(self, text: str, special: bool | None) -> bool:
+        if special is not None:
+            return special
+        start = getattr(self.tokenizer, "bos_token", None)
+        return not (start and text.startswith(start))
+
+    def _with_start(self, tokens: list[int], special: bool | None) -> list[int]:
+        start = self.tokenizer.bos_token_id
+        if special is False or not self._recipe.adds_start or tokens[:1] == [start]:
+            return tokens
+        return [start, *tokens]
+
+    def _marked_pieces(self, text: str, special: bool | None) -> list[list[int]]:
+        """The tokens before, between and behind the places of a marked text."""
+        pieces = self._marked_text.pieces(text)
+        if self._adds_special(text, special):
+            before, after = self._special()
+            pieces[0] = [*before, *pieces[0]]
+            pieces[-1] = [*pieces[-1], *after]
+        pieces[0] = self._with_start(pieces[0], special)
+        return pieces
+
+    @cached_property
+    def _marked_text(self) -> MarkedText:
+        place = self.placeholder(self.kinds[0])
+        return MarkedText(self.tokenizer, self._placeholders({}), place)
+
+    def literal(self, value: Any, counts: Mapping[Kind, int]) -> Any:
+        """Marks the placeholders in texts of users, which stay text (see `model.media_text`).
+
+        Args:
+            value: a text, or lists and mappings with texts.
+            counts: items of the prompt by kind; some placeholders are numbered.
+        """
+        return marked(value, self._placeholders(counts))
+
+    def _placeholders(self, counts: Mapping[Kind, int]) -> list[str]:
+        """All that a template may write for items, and the texts of the rows' tokens."""
+        found = [
+            self.placeholder(kind, i + 1)
+            for kind in self.kinds
+            for i in range(max(1, counts.get(kind, 1)))
+        ]
+        ids = [token for kind in self.kinds for token in self._placeholder_ids(kind)]
+        return list(dict.fromkeys([*found, *filter(None, map(self._text_of, ids))]))
+
+    def _text_of(self, token: int) -> str | None:
+        try:
+            found = self.tokenizer.convert_ids_to_tokens(token)
+        except (IndexError, OverflowError, TypeError, ValueError):  # (an id beyond the vocabulary)
+            return None
+        return found if isinstance(found, str) else None
 
     def _places(self, text: str, given: Mapping[str, list[Any]]) -> list[tuple[int, int, Kind]]:
         """Begin and end of each placeholder in a text, and what it stands for."""
@@ -520,9 +589,10 @@ class MediaModel:
         text: str,
         places: Sequence[tuple[int, int, Kind]],
         expanded: Sequence[tuple[Kind, _Expanded]],
+        special: bool | None,
     ) -> tuple[list[int], list[int]]:
         """The prompt's tokens, and the offset of each span, with tokens for placeholders."""
-        between = self._between(text, places)
+        between = self._between(text, places, special)
         tokens, offsets = list(between[0]), []
         for i, ((_, item), following) in enumerate(zip(expanded, between[1:])):
             tokens += self._number(i + 1)
@@ -535,9 +605,15 @@ class MediaModel:
             return []
         return self._encode(self._recipe.number(self._processor, index), begins=False)
 
-    def _between(self, text: str, places: Sequence[tuple[int, int, Kind]]) -> list[list[int]]:
+    def _between(
+        self, text: str, places: Sequence[tuple[int, int, Kind]], special: bool | None
+    ) -> list[list[int]]:
         """The tokens before, between and behind placeholders."""
-        whole = self._encode(text, begins=True)
+        if MARK in text:
+            edges = [0, *(edge for place in places for edge in place[:2]), len(text)]
+            parts = [text[edges[i] : edges[i + 1]] for i in range(0, len(edges), 2)]
+            return self._marked_pieces(self._marked_text.place.join(parts), special)
+        whole = self._encode(text, begins=True, special=special)
         found, done = [], 0
         for begin, end, _ in places:
             marker = self._encode(text[begin:end], begins=False)
@@ -552,7 +628,7 @@ class MediaModel:
         # A placeholder that is no token: then the text around it is encoded apart from it.
         edges = [0, *(edge for place in places for edge in place[:2]), len(text)]
         return [
-            self._encode(text[edges[i] : edges[i + 1]], begins=i == 0)
+            self._encode(text[edges[i] : edges[i + 1]], begins=i == 0, special=special)
             for i in range(0, len(edges), 2)
         ]
 
@@ -561,6 +637,7 @@ class MediaModel:
         text: str,
         places: Sequence[tuple[int, int, Kind]],
         expanded: Sequence[tuple[Kind, _Expanded]],
+        special: bool | None,
     ) -> tuple[list[int], list[int]]:
         """Likewise, with texts for placeholders."""
         assert self._recipe.text is not None
@@ -568,7 +645,7 @@ class MediaModel:
         for begin, end, kind in places:
             parts += [text[done:begin], self._recipe.text(self._processor, kind)]
             done = end
-        tokens = self._encode("".join(parts) + text[done:], begins=True)
+        tokens = self.encode("".join(parts) + text[done:], add_special_tokens=special)
         offsets, at = [], 0
         for kind, item in expanded:
             ids = self._placeholder_ids(kind)

@@ -14,7 +14,14 @@ from mlx_paged.engine.chat_template import render_chat, without_nulls
 from mlx_paged.engine.detokenizer import special_token_ids
 from mlx_paged.engine.media.loader import MediaLoader
 from mlx_paged.engine.media.parts import num_characters, sources_of
-from mlx_paged.engine.media.prompt import PreparedMedia, check_kinds, prepare, rendered
+from mlx_paged.engine.media.prompt import (
+    PreparedMedia,
+    chat_tokens,
+    check_kinds,
+    literal,
+    prepare,
+    rendered,
+)
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import bad_request, context_exceeded, shorten
 from mlx_paged.server.tools.definitions import Tool
@@ -39,7 +46,8 @@ class Conversation:
         tools: What the prompt offers.
         add_generation_prompt: Whether the prompt ends with the beginning of an answer.
         continue_final_message: Whether the prompt ends inside the last message.
-        add_special_tokens: Whether to add the tokens that the tokenizer puts around a text.
+        add_special_tokens: Whether to add the tokens that the tokenizer puts around a text; None:
+            as transformers does it for the model (`engine.media.prompt.chat_tokens`).
         chat_template: Jinja source of the request, in place of the model's.
         template_kwargs: Other variables of the template.
     """
@@ -48,7 +56,7 @@ class Conversation:
     tools: Sequence[Tool] = ()
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool = False
+    add_special_tokens: bool | None = None
     chat_template: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -127,20 +135,24 @@ class Renderer:
             InvalidMediaError: media that cannot be used, or that the model does not take.
         """
         sources = sources_of(conversation.messages)
+        model = self._media[0] if self._media else None
         if sources:
-            check_kinds(sources, self._media[0] if self._media else None, self._media_reason)
+            check_kinds(sources, model, self._media_reason)
         kwargs = dict(conversation.template_kwargs)
-        template = self._template(conversation)
-        if template is not None:
-            kwargs["chat_template"] = template
         messages: Sequence[Mapping[str, Any]] = conversation.messages
         tools = [tool.for_template() for tool in conversation.tools]
+        special = conversation.add_special_tokens
         if self._config.tool_template:
             messages, tools = as_text(messages, conversation.tools), []
         # (Before the template sees them; it may drop a part of them, but hardly most.)
         self._check_length(sum(num_characters(m.get("content")) for m in messages))
         if tools:
             kwargs["tools"] = tools
+        if model is not None:
+            messages, kwargs = literal((messages, kwargs), model, sources)
+        template = self._template(conversation)
+        if template is not None:
+            kwargs["chat_template"] = template
 
         def render() -> str:
             text = self._rendered(messages, conversation, kwargs)
@@ -148,9 +160,13 @@ class Renderer:
             return text
 
         def tokens() -> list[int]:
-            text = render()
-            special = conversation.add_special_tokens
-            return list(self.tokenizer.encode(text, add_special_tokens=special))
+            return chat_tokens(
+                self.tokenizer,
+                render(),
+                model,
+                is_multimodal=model is not None or self._media_reason is not None,
+                add_special_tokens=special,
+            )
 
         try:
             if not sources:
@@ -164,9 +180,11 @@ class Renderer:
                 "messages", f"the chat template does not take these messages: {reason}"
             ) from error
         assert self._media is not None
-        model, loader = self._media
+        _, loader = self._media
         items = await loader.load_async(sources)
-        media = await loader.run(lambda: prepare(model, text, items, "messages"))
+        media = await loader.run(
+            lambda: prepare(model, text, items, "messages", add_special_tokens=special)
+        )
         return RenderedPrompt(list(media.prompt.token_ids), media)
 
     def _rendered(

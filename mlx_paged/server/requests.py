@@ -314,7 +314,7 @@ class ChatBody(GenerationBody):
         None, description="Begin with the last message, where it is the assistant's."
     )
     add_special_tokens: bool | None = Field(
-        None, description="Also those that the tokenizer would add; false by default."
+        None, description="Those that the tokenizer adds to a text; null: as transformers does it."
     )
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = Field(
@@ -372,7 +372,7 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = Field(
-        None, description="true by default for a prompt, false for messages."
+        None, description="true by default for a prompt; for messages as in a chat."
     )
     add_generation_prompt: bool | None = Field(None, description="Of messages only, as the rest.")
     continue_final_message: bool | None = None
@@ -569,7 +569,7 @@ def conversation_of(body: ChatBody | TokenizeBody, io: IoOptions | None = None) 
         tools=tools_of(body.tools, getattr(body, "functions", None)),
         add_generation_prompt=not continues if prompts is None else prompts,
         continue_final_message=continues,
-        add_special_tokens=bool(body.add_special_tokens),
+        add_special_tokens=body.add_special_tokens,
         chat_template=body.chat_template,
         template_kwargs=kwargs,
     )

@@ -14,6 +14,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.media.prompt import PreparedMedia
 from mlx_paged.model.media import MediaInputs, MediaPrompt, Span
 from mlx_paged.model.media_kinds import KINDS
+from mlx_paged.model.media_text import marked, unmarked
 from support.models import embedded_twin
 
 ROW = 7  # the token id of an item's rows
@@ -40,7 +41,15 @@ class FakeMediaModel:
     def placeholder(self, kind: str, index: int = 1) -> str:
         return f"<{kind}>"
 
-    def process(self, text: str, images: Any, videos: Any, audios: Any) -> MediaPrompt:
+    def literal(self, value: Any, counts: Any) -> Any:
+        return marked(value, [f"<{kind}>" for kind in KINDS])
+
+    def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        return list(self._tokenizer.encode(unmarked(text), add_special_tokens=False))
+
+    def process(
+        self, text: str, images: Any, videos: Any, audios: Any, add_special_tokens: Any = None
+    ) -> MediaPrompt:
         given = {"image": list(images), "video": list(videos), "audio": list(audios)}
         self.calls.append((text, given))
         items = {kind: iter(found) for kind, found in given.items()}
@@ -48,7 +57,7 @@ class FakeMediaModel:
         while text:
             places = [(text.find(f"<{kind}>"), kind) for kind in KINDS if f"<{kind}>" in text]
             at, kind = min(places, default=(len(text), ""))
-            prompt.token_ids.extend(self._tokenizer.encode(text[:at], add_special_tokens=False))
+            prompt.token_ids.extend(self.encode(text[:at]))
             if not kind:
                 break
             text = text[at + len(kind) + 2 :]

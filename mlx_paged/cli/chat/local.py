@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,9 @@ from mlx_paged.engine.media.loader import MediaLoader, loader_of
 from mlx_paged.engine.media.parts import content_of, sources_of
 from mlx_paged.engine.media.prompt import (
     PreparedMedia,
+    chat_tokens,
     check_kinds,
+    literal,
     media_model_of,
     prepare,
     rendered,
@@ -133,18 +135,14 @@ class LocalBackend:
             return render_chat(tokenizer, without_nulls(form), **more)
 
         if model is not None:
-            text = rendered(plain, model, render, forms_of)
+            more = literal(more, model, sources)
+            text = rendered(literal(plain, model, sources), model, render, forms_of)
             if sources:
                 return TextWithMedia(text, sources)
-            return list(tokenizer.encode(text, add_special_tokens=False))
-        reason: Exception | None = None
-        for form in forms_of(plain):
-            try:
-                return list(tokenizer.encode(render(form), add_special_tokens=False))
-            except Exception as error:  # templates may raise any error
-                reason = reason or error
-        assert reason is not None
-        raise reason
+        else:
+            text = _first_form(plain, render)
+        is_multimodal = model is not None or engine.media_reason is not None
+        return chat_tokens(tokenizer, text, model, is_multimodal=is_multimodal)
 
     @cached_property
     def _loader(self) -> MediaLoader:
@@ -212,6 +210,18 @@ class LocalBackend:
         """See `Backend`."""
         if "_loader" in vars(self):
             self._loader.close()
+
+
+def _first_form(messages: Sequence[Mapping[str, Any]], render: Callable[[Any], str]) -> str:
+    """The text of a conversation in the first form that a template takes."""
+    reason: Exception | None = None
+    for form in forms_of(messages):
+        try:
+            return render(form)
+        except Exception as error:  # templates may raise any error
+            reason = reason or error
+    assert reason is not None
+    raise reason
 
 
 def _read(reader: AnswerReader, update: SequenceUpdate) -> Iterator[str]:

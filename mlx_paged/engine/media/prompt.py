@@ -73,6 +73,48 @@ def check_kinds(
 # The text.
 
 
+def literal(value: Any, model: Any, sources: Sequence[MediaSource]) -> Any:
+    """What users wrote, with marks in whatever would read as the place of an item.
+
+    Args:
+        value: messages, tools, or other variables of a template.
+        model: `LoadedModel.media`.
+        sources: the media of the conversation.
+    """
+    counts = {kind: sum(source.kind == kind for source in sources) for kind in KINDS}
+    return model.literal(value, counts)
+
+
+def chat_tokens(
+    tokenizer: Any,
+    text: str,
+    model: Any | None,
+    *,
+    is_multimodal: bool,
+    add_special_tokens: bool | None = None,
+) -> list[int]:
+    """The tokens of a conversation without media.
+
+    Transformers' processors put the start token before a prompt that does not begin with it, with
+    media or without; its tokenizers add nothing to what a template wrote. A checkpoint that has a
+    processor keeps the first rule also where it is served for text only.
+
+    Args:
+        text: of the template; what users wrote is `literal`.
+        model: `LoadedModel.media`.
+        is_multimodal: whether the checkpoint has a processor.
+        add_special_tokens: the request's own word on it.
+    """
+    if model is not None:
+        found: list[int] = model.encode(text, add_special_tokens=add_special_tokens)
+        return found
+    adds = add_special_tokens
+    if adds is None:
+        start = getattr(tokenizer, "bos_token", None)
+        adds = is_multimodal and not (start and text.startswith(start))
+    return list(tokenizer.encode(text, add_special_tokens=adds))
+
+
 def forms_of(messages: Messages, model: Any) -> Iterator[list[dict[str, Any]]]:
     """A conversation in the forms that templates may take, those with media in place first.
 
@@ -88,8 +130,7 @@ def forms_of(messages: Messages, model: Any) -> Iterator[list[dict[str, Any]]]:
             else dict(message)
             for message in messages
         ]
-        if hasattr(model, "placeholder"):
-            yield _with_placeholders(messages, model)
+        yield _with_placeholders(messages, model)
         if any(m["role"] == "tool" and isinstance(m.get("content"), list) for m in messages):
             yield from forms_of(_after_tools(messages), model)
     else:
@@ -166,15 +207,11 @@ def is_complete(text: str, messages: Messages, model: Any) -> bool:
                 return False
     if _AS_PYTHON in text and not any(_AS_PYTHON in each for each in texts):
         return False
-    if not hasattr(model, "placeholder"):
-        return True
     for kind, count in counts.items():
         places = [model.placeholder(kind, i + 1) for i in range(count)]
-        for place in set(places):
-            # (What users write is no place.)
-            own = sum(each.count(place) for each in texts)
-            if text.count(place) - own < places.count(place):
-                return False
+        # (What users write is `literal`, and no place.)
+        if any(text.count(place) < places.count(place) for place in set(places)):
+            return False
     return True
 
 
@@ -187,6 +224,7 @@ def rendered(
     """The text of a conversation, of the first form that a template takes as it is meant.
 
     Args:
+        messages: what users wrote in them is `literal`.
         render: the template; it raises where it does not take a form.
         variants: the conversation in other ways to write what is no media.
 
@@ -213,7 +251,14 @@ def rendered(
 # The tokens and the spans.
 
 
-def prepare(model: Any, text: str, items: Sequence[MediaItem], where: str) -> PreparedMedia:
+def prepare(
+    model: Any,
+    text: str,
+    items: Sequence[MediaItem],
+    where: str,
+    *,
+    add_special_tokens: bool | None = None,
+) -> PreparedMedia:
     """The prompt of a text with its items. It computes: not for an event loop.
 
     Args:
@@ -221,13 +266,14 @@ def prepare(model: Any, text: str, items: Sequence[MediaItem], where: str) -> Pr
         text: with the model's placeholders, as its chat template writes them.
         items: of each kind in the order of its placeholders.
         where: what an error is about, if it is about no single item.
+        add_special_tokens: see `chat_tokens`.
 
     Raises:
         InvalidMediaError: the processor does not take them.
     """
     by_kind = {kind: [item for item in items if item.kind == kind] for kind in KINDS}
     try:
-        prompt = _processed(model, text, items)
+        prompt = _processed(model, text, items, add_special_tokens)
     except MlxPagedError:
         raise
     except Exception as error:
@@ -254,12 +300,15 @@ def prepare(model: Any, text: str, items: Sequence[MediaItem], where: str) -> Pr
     return PreparedMedia(prompt, spans)
 
 
-def _processed(model: Any, text: str, items: Sequence[MediaItem]) -> MediaPrompt:
+def _processed(
+    model: Any, text: str, items: Sequence[MediaItem], special: bool | None = None
+) -> MediaPrompt:
     prompt: MediaPrompt = model.process(
         text,
         images=[item.data for item in items if item.kind == "image"],
         videos=[item.data for item in items if item.kind == "video"],
         audios=[item.data for item in items if item.kind == "audio"],
+        add_special_tokens=special,
     )
     return prompt
 
@@ -277,7 +326,7 @@ def _refused(model: Any, items: Sequence[MediaItem]) -> str | None:
 def _check_places(
     prompt: MediaPrompt, by_kind: Mapping[Kind, Sequence[MediaItem]], where: str
 ) -> None:
-    """A text of a user may have placeholders too, and a template may have left some out."""
+    """A prompt of a program may have too many placeholders, and a template may leave some out."""
     for kind, items in by_kind.items():
         places = sum(span.kind == kind for span in prompt.spans)
         if places != len(items):

@@ -22,6 +22,7 @@ from mlx_paged.engine.media.options import IoOptions
 from mlx_paged.engine.media.parts import content_of, joined
 from mlx_paged.engine.media.prompt import forms_of, is_complete, prepare, rendered
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError
+from mlx_paged.model.media_text import marked
 
 SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
@@ -194,10 +195,11 @@ def test_kinds_that_a_model_lacks_are_named(llm: LLM, monkeypatch) -> None:
         llm.chat(user({"type": "video", "video": clip()}), SHORT)
 
 
-def test_a_placeholder_of_the_user_is_no_place_for_another_picture(llm: LLM) -> None:
-    with pytest.raises(InvalidMediaError, match="processor does not take it") as caught:
-        llm.chat(user("see <image>", {"type": "image", "image": picture()}), SHORT)
-    assert caught.value.field == "prompts[0]"
+def test_a_placeholder_of_the_user_is_text(llm: LLM) -> None:
+    [output] = llm.chat(user("see <image>", {"type": "image", "image": picture()}), SHORT)
+    [media] = llm.engine.given  # type: ignore[attr-defined]
+    assert media is not None and len(media.spans) == 1
+    assert "see <image>" in llm.tokenizer.decode(output.prompt_token_ids)
 
 
 # --- LLM.generate ---------------------------------------------------------------------------------
@@ -310,9 +312,10 @@ def test_templates_get_the_form_that_they_take() -> None:
 
 def test_what_users_write_is_no_place_and_a_list_is_no_text() -> None:
     image = MediaSource("image", None, "part")
-    messages = [{"role": "user", "content": ["see <image-1>", image]}]
-    assert not is_complete("see <image-1>", messages, Placeholders())
-    assert is_complete("see <image-1>\n<image-1>", messages, Placeholders())
+    messages = marked([{"role": "user", "content": ["see <image-1>", image]}], ["<image-1>"])
+    own = marked("see <image-1>", ["<image-1>"])
+    assert not is_complete(own, messages, Placeholders())
+    assert is_complete(f"{own}\n<image-1>", messages, Placeholders())
     messages = [{"role": "user", "content": ["see", image]}]
     as_python = "[{'type': 'text', 'text': 'see'}, {'type': 'image'}]<image-1>"
     assert not is_complete(as_python, messages, Placeholders())

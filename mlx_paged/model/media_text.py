@@ -1,0 +1,136 @@
+"""Text of users beside placeholders: what a user writes stays text, whatever it spells.
+
+A chat template writes a placeholder for each item, and a user may write the same characters. So the
+user's are marked before the template sees them (`marked`), the mark is looked for where
+placeholders are, and `MarkedText` makes tokens of a marked text as if the model had no
+placeholders: characters, not a special token that no picture belongs to.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+#: Follows the first character of each placeholder that is not one. (A private character; where a
+#: user writes it, it is doubled.)
+MARK = "\U000f5eed"
+_MARKED = re.compile(f"{MARK}(.)", re.DOTALL)
+
+
+def marked(value: Any, placeholders: Iterable[str]) -> Any:
+    """Marks placeholders in a text, and in all texts of lists, tuples and mappings."""
+    literals = "|".join(re.escape(each) for each in placeholders if each)
+    starts = re.compile(rf"{MARK}|(?={literals})." if literals else MARK, re.DOTALL)
+
+    def mark(text: str) -> str:
+        return starts.sub(lambda found: found.group() + MARK, text)
+
+    return _each(value, mark)
+
+
+def unmarked(text: str) -> str:
+    """The text as the user wrote it."""
+    return _MARKED.sub(r"\1", text) if MARK in text else text
+
+
+def _each(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_each(key, change): _each(part, change) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_each(part, change) for part in value]
+    return value
+
+
+class MarkedText:
+    """Makes tokens of marked texts, without those that a tokenizer puts around a text.
+
+    Args:
+        tokenizer: of transformers.
+        placeholders: texts that are tokens only where they have no mark.
+        place: one of them; the tokenizer treats the spaces around a `PLACE` as around this one.
+
+    Attributes:
+        place: Stands for an item in a text; it is of no user, as it is random.
+    """
+
+    def __init__(self, tokenizer: Any, placeholders: Iterable[str], place: str) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        nonce = secrets.token_hex(8)
+        self.place = f"{MARK}{nonce}place{MARK}"
+        self._names = {each: f"{MARK}{nonce}{i}{MARK}" for i, each in enumerate(placeholders)}
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._ids: dict[int | None, int] = {}  # of the copy -> of the tokenizer; -1: a place
+        self._backend = None if backend is None else self._renamed(backend, place)
+
+    def _renamed(self, backend: Any, place: str) -> Tokenizer:
+        """A copy of a tokenizer whose placeholders have other names."""
+        config = json.loads(backend.to_str())
+        added = config["added_tokens"]
+        kept = [token for token in added if token["content"] not in self._names]
+        renamed = [token for token in added if token["content"] in self._names]
+        copy = Tokenizer.from_str(json.dumps({**config, "added_tokens": kept}))
+        like: dict[str, Any] = next((token for token in added if token["content"] == place), {})
+        renamed.append({**like, "content": None, "id": -1})
+        for token in renamed:
+            name = self._names[token["content"]] if token["content"] else self.place
+            given = AddedToken(
+                name,
+                lstrip=token.get("lstrip", False),
+                rstrip=token.get("rstrip", False),
+                single_word=token.get("single_word", False),
+                normalized=False,
+            )
+            # (Not as special ones, which `encode_special_tokens` may take for text.)
+            copy.add_tokens([given])
+            self._ids[copy.token_to_id(name)] = token["id"]
+        # Added tokens of no vocabulary are numbered in their order, which has gaps now.
+        for token in kept:
+            self._ids.setdefault(copy.token_to_id(token["content"]), token["id"])
+        return copy
+
+    def pieces(self, text: str) -> list[list[int]]:
+        """The tokens before, between and behind the places of a text."""
+        if self._backend is None:
+            return [self._in_parts(piece) for piece in text.split(self.place)]
+        parts = text.split(self.place)
+        for i, part in enumerate(parts):
+            for placeholder, name in self._names.items():
+                part = part.replace(placeholder, name)
+            parts[i] = part
+        # (Names have marks too: these stay.)
+        names = [*self._names.values(), self.place]
+        keep = "|".join(re.escape(name) for name in names)
+        plain = re.sub(
+            rf"({keep})|{_MARKED.pattern}",
+            lambda found: found.group(1) or found.group(2),
+            self.place.join(parts),
+            flags=re.DOTALL,
+        )
+        with self._lock:
+            tokens = self._backend.encode(plain, add_special_tokens=False).ids
+        found: list[list[int]] = [[]]
+        for token in tokens:
+            token = self._ids.get(token, token)
+            if token < 0:
+                found.append([])
+            else:
+                found[-1].append(token)
+        return found
+
+    def _in_parts(self, text: str) -> list[int]:
+        """Without a copy of the tokenizer, a literal placeholder is cut where its mark is."""
+        tokens: list[int] = []
+        doubled = "\x00"
+        for part in text.replace(MARK * 2, doubled).split(MARK):
+            part = part.replace(doubled, MARK)
+            tokens += self._tokenizer(part, add_special_tokens=False)["input_ids"]
+        return tokens
