@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from mlx_paged.engine.media.items import Content
 from mlx_paged.engine.media.options import IoOptions
-from mlx_paged.engine.media.parts import URL_PARTS, source_of
+from mlx_paged.engine.media.parts import URL_PARTS, is_media, source_of
 from mlx_paged.engine.media.parts import plain as plain_content
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.server.body_bounds import MAX_TOKEN_IDS, BodyBounds
@@ -257,7 +257,8 @@ class ContentPart(Body):
     """A part of a message: a text, or, for models that take them, an image, a video or a sound."""
 
     type: str = Field(
-        description="text, image_url, video_url, audio_url or input_audio; input_image too."
+        description="text, image_url, video_url, audio_url or input_audio; input_image, image, "
+        "video and audio too."
     )
     text: str | None = None
     refusal: str | None = None
@@ -266,6 +267,10 @@ class ContentPart(Body):
     )
     video_url: MediaUrl | None = Field(None, description='A URL, or {"url": ...}.')
     audio_url: MediaUrl | None = Field(None, description='A URL, or {"url": ...}.')
+    image: MediaUrl | None = Field(None, description="Of an image part: a URL.")
+    video: MediaUrl | None = Field(None, description="Of a video part: a URL.")
+    audio: MediaUrl | None = Field(None, description="Of an audio part: a URL.")
+    url: str | None = Field(None, description="Of an image, video or audio part.")
     input_audio: dict[str, Any] | None = Field(
         None, description='{"data": in base64, "format": "wav", "mp3", ...}.'
     )
@@ -273,6 +278,8 @@ class ContentPart(Body):
     file_id: str | None = Field(None, description="Not supported: 400.")
     fps: float | None = Field(None, description="Of a video: frames a second, at most.")
     num_frames: int | None = Field(None, description="Of a video: frames, at most.")
+    max_frames: int | None = Field(None, description="num_frames in Qwen's words; nframes too.")
+    nframes: int | None = None
     uuid: str | None = Field(None, description="Of media; it stands for no content: no effect.")
 
 
@@ -293,7 +300,18 @@ class Message(Body):
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
-class ChatBody(GenerationBody):
+class MediaFields(Body):
+    """How the media of a conversation are read."""
+
+    media_io_kwargs: dict[str, Any] | None = Field(
+        None, description='How media are read: {"video": {"num_frames": 8}}.'
+    )
+    video_fps: float | None = Field(None, description="Of all videos: frames a second, at most.")
+    video_max_frames: int | None = Field(None, description="Of all videos: frames, at most.")
+    max_frames: int | None = Field(None, description="video_max_frames too.")
+
+
+class ChatBody(GenerationBody, MediaFields):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
@@ -325,9 +343,6 @@ class ChatBody(GenerationBody):
     )
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = Field(None, description="Handed to the template.")
-    media_io_kwargs: dict[str, Any] | None = Field(
-        None, description='How media are read: {"video": {"num_frames": 8}}.'
-    )
     reasoning_effort: str | None = Field(None, description="Handed to the template.")
     verbosity: str | None = Field(None, description="A hint; handed to the template.")
 
@@ -365,7 +380,7 @@ class CompletionBody(GenerationBody):
     )
 
 
-class TokenizeBody(Body):
+class TokenizeBody(MediaFields):
     """`POST /tokenize`: a prompt, or messages."""
 
     model: str | None = None
@@ -547,7 +562,7 @@ def conversation_of(body: ChatBody | TokenizeBody, io: IoOptions | None = None) 
         ApiError: 400 for content of another kind, and for fields that contradict each other.
         InvalidParameterError: a part that cannot be.
     """
-    io = io or IoOptions()
+    io = _io_of(body, io or IoOptions())
     kwargs = template_kwargs_of(body.chat_template_kwargs)
     if isinstance(body, ChatBody):
         for name in ("documents", "reasoning_effort", "verbosity", "enable_thinking"):
@@ -556,7 +571,6 @@ def conversation_of(body: ChatBody | TokenizeBody, io: IoOptions | None = None) 
                 raise contradiction(name, f"chat_template_kwargs.{name}")
         if body.reasoning_effort == "none":
             kwargs.setdefault("enable_thinking", False)
-        io = io.with_(body.media_io_kwargs)
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise bad_request(
@@ -573,6 +587,22 @@ def conversation_of(body: ChatBody | TokenizeBody, io: IoOptions | None = None) 
         chat_template=body.chat_template,
         template_kwargs=kwargs,
     )
+
+
+# Fields for the videos of a chat, with the option that each sets.
+_OF_VIDEOS = {"video_fps": "fps", "video_max_frames": "num_frames", "max_frames": "num_frames"}
+
+
+def _io_of(body: MediaFields, defaults: IoOptions) -> IoOptions:
+    """How the media of a body are read, where their parts do not say it."""
+    found = defaults.with_(body.media_io_kwargs)
+    asked = found.of_clips(vars(body), _OF_VIDEOS)
+    of_video = (body.media_io_kwargs or {}).get("video") or {}
+    for name, option in _OF_VIDEOS.items():
+        both = getattr(body, name) is not None and of_video.get(option) is not None
+        if both and getattr(asked, option) != getattr(found, option):
+            raise contradiction(name, f"media_io_kwargs.video.{option}")
+    return asked
 
 
 def template_message(message: Message, index: int, io: IoOptions | None = None) -> dict[str, Any]:
@@ -600,12 +630,12 @@ def template_message(message: Message, index: int, io: IoOptions | None = None) 
         for j, part in enumerate(message.content):
             where = f"messages.{index}.content.{j}"
             text = part.refusal if part.type == "refusal" else part.text
-            if part.type in URL_PARTS:
-                content.append(source_of(vars(part), where, io))
+            if is_media(vars(part)):
+                content.append(source_of({**vars(part), **(part.model_extra or {})}, where, io))
             elif part.type in ("text", "input_text", "refusal") and text is not None:
                 content.append(text)
             else:
-                known = ", ".join(("text", *URL_PARTS))
+                known = ", ".join(("text", *URL_PARTS, "image", "video", "audio"))
                 raise bad_request(
                     where,
                     f"{where} must be a text part, or media: this server reads {known}, not "

@@ -148,6 +148,60 @@ def test_options_of_a_request(client, engine) -> None:
     assert second["image"][0].size == (300, 200)  # (512 pixels are few enough)
 
 
+def test_parts_of_hugging_face(client, engine) -> None:
+    video = url_of(clip(), "video/mp4")
+    parts = [
+        {"type": "image", "image": url_of(png())},
+        {"type": "image", "url": url_of(png(10, 10))},
+        {"type": "image", "image": {"url": url_of(png(11, 10)), "detail": "low"}},
+        {"type": "video", "video": video, "max_frames": 3},
+        {"type": "video", "video": video, "nframes": 2},
+        {"type": "audio", "audio": url_of(sound(0.2), "audio/wav")},
+    ]
+    assert client.post(CHAT, json=chat(*parts)).status_code == 200
+    _, items = asked(engine)
+    assert [image.size for image in items["image"]] == [(24, 16), (10, 10), (11, 10)]
+    assert [len(video.frames) for video in items["video"]] == [3, 2]
+    assert len(items["audio"]) == 1
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"video_max_frames": 3}, 3),
+        ({"max_frames": 2}, 2),
+        ({"video_fps": 1.0}, 2),
+        ({"video_max_frames": 2, "max_frames": 2}, 2),
+        ({"video_max_frames": 4, "media_io_kwargs": {"video": {"num_frames": 4}}}, 4),
+    ],
+)
+def test_videos_of_a_request_are_read_as_it_says(client, engine, path, options, count) -> None:
+    video = {"type": "video_url", "video_url": {"url": url_of(clip(), "video/mp4")}}
+    other = {**video, "num_frames": 1, "fps": -1}
+    body = chat(video, other, **options)
+    if path != CHAT:
+        body = {"messages": body["messages"], **options}
+    assert client.post(path, json=body).status_code == 200
+    [(_, items)] = engine.media.calls
+    assert [len(video.frames) for video in items["video"]] == [count, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"video_fps": 0}, "video_fps"),
+        ({"video_max_frames": 0}, "video_max_frames"),
+        ({"max_frames": -2}, "max_frames"),
+        ({"video_max_frames": 3, "max_frames": 2}, "max_frames"),
+        ({"video_fps": 2, "media_io_kwargs": {"video": {"fps": 3}}}, "video_fps"),
+    ],
+)
+def test_options_of_videos_that_cannot_be(client, options, field) -> None:
+    error = error_of(client.post(CHAT, json=chat(text("what?"), **options)))
+    assert error["param"] == field
+
+
 def test_text_is_computed_as_without_media(client, engine) -> None:
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
     assert client.post(CHAT, json=body).status_code == 200
@@ -168,7 +222,11 @@ BAD_PARTS = [
     ({"type": "input_audio", "input_audio": {"data": "AAAA"}}, "input_audio", "format"),
     ({"type": "input_audio", "input_audio": {"data": "%", "format": "wav"}}, "input_audio", "64"),
     ({"type": "input_image", "file_id": "file-1"}, "file_id", "not stored"),
-    ({"type": "image", "image": "x"}, "", "must be a text part, or media"),
+    ({"type": "image", "image": "/etc/passwd"}, "image", "must be a data:"),
+    ({"type": "image"}, "image", "missing"),
+    ({"type": "video", "url": "x"}, "url", "must be a data:"),
+    ({"type": "image", "path": "/etc/passwd"}, "image", "missing"),
+    ({"type": "image", "image": "data:,", "max_pixels": 99}, "max_pixels", "not supported"),
     ({"type": "file", "file": {"file_id": "x"}}, "", "must be a text part, or media"),
     ({"type": "image_url", "image_url": None, "uuid": "1"}, "uuid", "send the content (image_url)"),
 ]

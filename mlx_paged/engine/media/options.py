@@ -124,13 +124,29 @@ class IoOptions:
                 found[name] = _CHECKS[name](f"{field}.{kind}.{name}", value)
         return replace(self, **found)
 
-    def of_part(self, given: Mapping[str, Any], field: str) -> IoOptions:
-        """These options with the `fps` and `num_frames` of one clip."""
-        found = {
-            name: _CHECKS[name](f"{field}.{name}", given[name])
-            for name in ("fps", "num_frames")
-            if given.get(name) is not None
-        }
+    def of_clips(
+        self, given: Mapping[str, Any], names: Mapping[str, str], prefix: str = ""
+    ) -> IoOptions:
+        """These options with those that a part, or a request, has for clips.
+
+        Args:
+            given: what the part or the request has.
+            names: of its fields, each with the option that it sets.
+            prefix: comes before a field's name in errors.
+
+        Raises:
+            InvalidParameterError: a value that cannot be, or two that contradict each other.
+        """
+        found: dict[str, Any] = {}
+        fields: dict[str, str] = {}
+        for name, option in names.items():
+            if given.get(name) is None:
+                continue
+            value = _CHECKS[option](f"{prefix}{name}", given[name])
+            if found.setdefault(option, value) != value:
+                expected = f"what {fields[option]} is, which means the same,"
+                raise InvalidParameterError(f"{prefix}{name}", expected, value)
+            fields[option] = name
         return replace(self, **found)
 
 

@@ -18,7 +18,7 @@ URL_PARTS: dict[str, Kind] = {
     "audio_url": "audio",
     "input_audio": "audio",
 }
-#: Parts that hold objects of Python; programs have them, no request.
+#: Parts that hold a URL, or an object of Python where a program gives it.
 OBJECT_PARTS: dict[str, Kind] = {
     "image": "image",
     "image_pil": "image",
@@ -27,30 +27,39 @@ OBJECT_PARTS: dict[str, Kind] = {
 }
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _MAX_UUID = 512
+# Fields of a clip, vLLM's and Qwen's, with the option that each sets.
+_CLIP_FIELDS = {
+    "fps": "fps",
+    "num_frames": "num_frames",
+    "max_frames": "num_frames",
+    "nframes": "num_frames",
+}
+#: Qwen's other fields of a part: how an item is scaled or cut, which is the same for all here.
+_UNSUPPORTED = (
+    "min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "min_frames",
+    "video_start", "video_end", "sample_fps",
+)  # fmt: skip
 _DETAILS = (None, "auto", "low", "high", "original")
 #: Names of the formats that `input_audio` may have; what the bytes say counts.
 _AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "m4a", "mp4", "aac", "webm", "aiff")
 
 
-def is_media(part: Mapping[str, Any], *, objects: bool = False) -> bool:
-    """Whether a part names an item.
-
-    Args:
-        objects: whether it may hold objects of Python.
-    """
+def is_media(part: Mapping[str, Any]) -> bool:
+    """Whether a part names an item."""
     kind = part.get("type")
-    if not isinstance(kind, str):
-        return False
-    return kind in URL_PARTS or (objects and kind in OBJECT_PARTS)
+    return isinstance(kind, str) and (kind in URL_PARTS or kind in OBJECT_PARTS)
 
 
-def source_of(part: Mapping[str, Any], where: str, io: IoOptions | None = None) -> MediaSource:
+def source_of(
+    part: Mapping[str, Any], where: str, io: IoOptions | None = None, *, objects: bool = False
+) -> MediaSource:
     """What a part names.
 
     Args:
         part: one that `is_media`.
         where: the path of the part, for errors.
         io: how items are read where the part says nothing; None: as the engine's options say.
+        objects: whether it may hold objects of Python, as a program's does and no request's.
 
     Raises:
         InvalidMediaError: it lacks something, or has it in another form.
@@ -58,13 +67,20 @@ def source_of(part: Mapping[str, Any], where: str, io: IoOptions | None = None) 
     """
     name: str = part["type"]
     _check_uuid(part, name, where)
-    if name in OBJECT_PARTS:
+    for unsupported in _UNSUPPORTED:
+        if part.get(unsupported) is not None:
+            raise InvalidMediaError(
+                f"{where}.{unsupported}",
+                "it is not supported: mm_processor_kwargs of the server set how items are scaled, "
+                "and fps and num_frames which frames are taken",
+            )
+    if name in OBJECT_PARTS and objects:
         kind = OBJECT_PARTS[name]
-        field = next((f for f in (name, "url", "path") if part.get(f) is not None), None)
-        if field is None:
+        found = next((f for f in (name, "url", "path") if part.get(f) is not None), None)
+        if found is None:
             raise InvalidMediaError(f"{where}.{name}", "it is missing")
-        return MediaSource(kind, part[field], f"{where}.{field}", _io(kind, part, {}, where, io))
-    kind = URL_PARTS[name]
+        return MediaSource(kind, part[found], f"{where}.{found}", _io(kind, part, {}, where, io))
+    kind = URL_PARTS.get(name) or OBJECT_PARTS[name]
     if name == "input_audio":
         return MediaSource(kind, _input_audio(part.get(name), f"{where}.{name}"), f"{where}.{name}")
     if part.get("file_id") is not None:
@@ -72,6 +88,8 @@ def source_of(part: Mapping[str, Any], where: str, io: IoOptions | None = None) 
             f"{where}.file_id", "files are not stored by this server: give the image's URL"
         )
     field = "image_url" if name == "input_image" else name
+    if name in OBJECT_PARTS and part.get(name) is None and part.get("url") is not None:
+        field = "url"
     path = f"{where}.{field}"
     given = part.get(field)
     if given is None:
@@ -111,10 +129,10 @@ def _check_uuid(part: Mapping[str, Any], name: str, where: str) -> None:
 def _io(
     kind: Kind, part: Mapping[str, Any], inner: Mapping[str, Any], where: str, io: IoOptions | None
 ) -> IoOptions | None:
-    """The options of a clip: Qwen's `fps` and `num_frames`, of the part or beside the URL."""
+    """The options of a clip, of the part or beside the URL."""
     if kind != "video" or io is None:
         return io
-    return io.of_part({**part, **inner}, where)
+    return io.of_clips({**part, **inner}, _CLIP_FIELDS, f"{where}.")
 
 
 def _input_audio(given: Any, where: str) -> str:
@@ -149,8 +167,8 @@ def content_of(given: Any, where: str, io: IoOptions) -> str | Content | None:
             found.append(part)
         elif not isinstance(part, Mapping):
             raise InvalidParameterError(at, "a part with a type", part)
-        elif is_media(part, objects=True):
-            found.append(source_of(part, at, io))
+        elif is_media(part):
+            found.append(source_of(part, at, io, objects=True))
         else:
             found.append(_text(part, at))
     return plain(found)
