@@ -430,6 +430,14 @@ class ServeOptions:
             show_default="its own",
         ),
     ] = None
+    allowed_hosts: Annotated[
+        list[str] | None,
+        option(
+            _NET,
+            "Name by which the server may be called, as Host. Repeatable; '*': any.",
+            show_default="its address and localhost; any if --host is not loopback",
+        ),
+    ] = None
     root_path: Annotated[str, option(_NET, "Path under which a proxy shows the server.")] = ""
     ssl_keyfile: Annotated[
         Path | None, option(_NET, "Private key, PEM.", exists=True, dir_okay=False)
@@ -519,6 +527,7 @@ def serve(
             "chat_template": _template(options.chat_template),
             "override_generation_config": overrides_of(options.override_generation_config),
             "allowed_origins": tuple(options.allowed_origins or ()),
+            "allowed_hosts": tuple(options.allowed_hosts or ()),
             "priority_scheduling": options.policy == "priority",
             "mcp_config": None if options.mcp_config is None else str(options.mcp_config),
         }

@@ -37,6 +37,7 @@ from mlx_paged.server.middleware import KeyMiddleware, RequestMiddleware
 from mlx_paged.server.responses_api import answers as response_answers
 from mlx_paged.server.responses_api import endpoints as response_endpoints
 from mlx_paged.server.responses_api.body import InputTokensBody, ResponseBody
+from mlx_paged.server.sites import SiteMiddleware, known_hosts
 from mlx_paged.server.streaming import RELAXED
 
 _WEB = Path(__file__).parent / "web"
@@ -50,10 +51,11 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 _ERRORS = {
     "400": "A field is wrong; `param` names it.",
     "401": "A valid API key is needed.",
+    "403": "A page of another site sent it, or by a name that is not this server's.",
     "404": "There is no such model, or stored response.",
     "408": "The body came too slowly.",
     "413": "The body is too large.",
-    "415": "The body is not JSON.",
+    "415": "The body is not application/json, or is compressed.",
     "422": "The answer took longer than the server allows.",
     "429": "The queue is full; see Retry-After.",
     "500": "The server failed; its log has more under the request's id.",
@@ -63,8 +65,8 @@ _ERRORS = {
 _GENERATION = tuple(_ERRORS)[:-1]
 # Events of OpenAI's older APIs.
 _UNNAMED = (responses.ChatChunk, responses.CompletionAnswer)
-_STORED = ("400", "401", "404", "500")
-_BODY = ("400", "401", "404", "408", "413", "415", "500", "503")
+_STORED = ("400", "401", "403", "404", "500")
+_BODY = ("400", "401", "403", "404", "408", "413", "415", "500", "503")
 
 
 class Operation(NamedTuple):
@@ -85,7 +87,7 @@ class Operation(NamedTuple):
     endpoint: Endpoint
     summary: str
     answer: type | None
-    errors: tuple[str, ...] = ("401", "500")
+    errors: tuple[str, ...] = ("401", "403", "500")
     body: type[BaseModel] | None = None
     chunk: type | None = None
     refusal: type | None = None
@@ -177,7 +179,7 @@ API = (
     ),
     Operation(
         "/v1/models/{model:path}", "GET", endpoints.model, "One name of the model.",
-        responses.Model, ("401", "404", "500"),
+        responses.Model, ("401", "403", "404", "500"),
     ),
     *(
         Operation(
@@ -222,18 +224,19 @@ API = (
     ),
     Operation(
         "/reset_prefix_cache", "POST", endpoints.reset_prefix_cache, "Forget cached prefixes.",
-        responses.Reset, ("401", "500", "503"),
+        responses.Reset, ("401", "403", "500", "503"),
     ),
 )  # fmt: skip
 
 
-def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
+def create_app(engine: AsyncEngine, config: ServerConfig, address: str = "127.0.0.1") -> Starlette:
     """The application in front of an engine.
 
     It does not wait for the model: while that loads, requests get 503, and so does `/health`.
 
     Args:
         engine: the caller shuts it down.
+        address: on which the server listens.
     """
     context = Context(engine, config, Metrics())
     if config.mcp_config is not None:
@@ -255,7 +258,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
 
     methods: dict[str, dict[str, Endpoint]] = {}
     for operation in API:
-        methods.setdefault(operation.path, {})[operation.method] = _for_runner(operation)
+        methods.setdefault(operation.path, {})[operation.method] = _checked(operation)
     routes: list[BaseRoute] = [
         Route(path, _by_method(found), methods=list(found)) for path, found in methods.items()
     ]
@@ -275,7 +278,10 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
             RequestMiddleware, context.metrics,
             log=config.log_requests, paths=paths, generating=generating,
             on_end=context.release_body,
-        )
+        ),
+        Middleware(
+            SiteMiddleware, known_hosts(address, config.allowed_hosts), config.allowed_origins
+        ),
     ]  # fmt: skip
     if config.allowed_origins:
         middleware.append(
@@ -304,14 +310,16 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     return app
 
 
-def _for_runner(operation: Operation) -> Endpoint:
-    """The endpoint of an operation; it refuses requests to an engine that does something else."""
+def _checked(operation: Operation) -> Endpoint:
+    """The endpoint of an operation; it refuses requests to an engine that does something else, and
+    bodies of other types where nothing reads them."""
     endpoint, runner = operation.endpoint, operation.needs_runner
-    if runner is None:
-        return endpoint
 
     async def checked(request: Request) -> Response:
-        context_of(request).check_runner(runner, operation.path)
+        if operation.body is None and requests.has_body(request):
+            requests.check_content(request)
+        if runner is not None:
+            context_of(request).check_runner(runner, operation.path)
         return await endpoint(request)
 
     return checked

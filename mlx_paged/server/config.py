@@ -11,6 +11,7 @@ from typing import Any
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.config_files import GENERATION_CONFIG, read_generation_config
+from mlx_paged.server.sites import is_host
 from mlx_paged.server.tools import registry
 
 #: Most sequences (prompts x n, or x best_of) that one HTTP request may start.
@@ -61,6 +62,8 @@ class ServerConfig:
         max_stored_bytes: Most bytes of those, as JSON.
         shutdown_timeout: Seconds that running requests have to finish after SIGTERM.
         allowed_origins: Origins of browser pages that may call the endpoint ("*": any).
+        allowed_hosts: Names and addresses by which the server may be called, besides its own
+            address and localhost ("*": any). Checked on loopback; elsewhere if there are any.
         root_path: Path under which a proxy serves this server.
         log_requests: Write one log line for each request.
         priority_scheduling: Whether the engine schedules by `priority`.
@@ -89,6 +92,7 @@ class ServerConfig:
     max_stored_bytes: int = 64 << 20
     shutdown_timeout: float = 30.0
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     root_path: str = ""
     log_requests: bool = True
     priority_scheduling: bool = False
@@ -101,6 +105,13 @@ class ServerConfig:
             raise InvalidParameterError(
                 "tool_call_parser", f"one of {', '.join(names)}", self.tool_call_parser
             )
+        for host in self.allowed_hosts:
+            if host != "*" and not is_host(host):
+                raise InvalidParameterError(
+                    "allowed_hosts",
+                    "names or addresses without scheme and port, such as llm.example.com, or '*'",
+                    host,
+                )
 
     @property
     def model_name(self) -> str:

@@ -6,9 +6,7 @@ agreed to: each call repeats the name and the arguments that were shown.
 
 from __future__ import annotations
 
-import ipaddress
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from pydantic import Field
 from starlette.requests import Request
@@ -18,6 +16,7 @@ from mlx_paged.errors import MlxPagedError
 from mlx_paged.server.context import context_of, trace_of
 from mlx_paged.server.errors import ApiError, shorten
 from mlx_paged.server.requests import Body, read_body
+from mlx_paged.server.sites import check_origin
 from mlx_paged.server.streaming import unless_disconnected
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class CallBody(Body):
 
 async def tools(request: Request) -> Response:
     """The servers and their tools."""
-    _check_origin(request)
+    check_origin(request.headers)  # whatever --allowed-origins has
     servers = _servers(request)
     found = [
         {
@@ -68,7 +67,7 @@ async def call(request: Request) -> Response:
     """Runs a tool; errors of the tool and of its server are results."""
     from mlx_paged.mcp import read_arguments
 
-    _check_origin(request)
+    check_origin(request.headers)  # whatever --allowed-origins has
     body = await read_body(request, CallBody)
     trace_of(request).fields["tool"] = shorten(body.name, 64)
     if (body.consent.name, body.consent.arguments) != (body.name, body.arguments):
@@ -93,45 +92,3 @@ def _servers(request: Request) -> McpServers:
     servers = context_of(request).mcp_servers
     assert servers is not None  # (otherwise there is no such path)
     return servers
-
-
-def _check_origin(request: Request) -> None:
-    """Refuses pages of other origins, whatever ``--allowed-origins`` has.
-
-    A name of somebody else's may lead to this machine (DNS rebinding): its pages are of the same
-    origin for a browser. So names other than localhost must be known, unless a key is needed.
-
-    Raises:
-        ApiError: 403.
-    """
-    config, headers = context_of(request).config, request.headers
-    host = headers.get("host", "")
-    origin = headers.get("origin")
-    if headers.get("sec-fetch-site", "none") not in ("same-origin", "none") or (
-        origin is not None and urlsplit(origin).netloc.lower() != host.lower()
-    ):
-        raise ApiError(403, "tools are not for pages of other origins", code="cross_origin")
-    known = {urlsplit(origin).netloc.lower() for origin in config.allowed_origins}
-    if not config.api_keys and not _is_local(host) and host.lower() not in known:
-        raise ApiError(
-            403,
-            f"tools are not served under the name {shorten(host, 64)!r}: open the page by an "
-            "address or localhost, or start the server with --api-key, or with the page's "
-            "--allowed-origins",
-            code="unknown_host",
-        )
-
-
-def _is_local(host: str) -> bool:
-    """Whether a Host header has an address, or a name that is always this machine's."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return False
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

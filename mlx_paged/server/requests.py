@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -413,13 +413,7 @@ async def read_body(request: Request, model: type[B]) -> B:
     """
     context, trace = context_of(request), trace_of(request)
     context.check_takes_requests()
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
-    # A browser sends other types for pages of any origin without a preflight request.
-    if kind.lower() != "application/json" and not kind.lower().endswith("+json"):
-        raise ApiError(
-            415, f"Content-Type must be application/json but is {shorten(kind, 64)!r}",
-            code="unsupported_media_type", headers={"Connection": "close"},
-        )  # fmt: skip
+    check_content(request)
     limit = context.renderer.max_model_len
     bounds = BodyBounds(max(MAX_TOKEN_IDS, limit or 0), limit)
     raw = await _read_bytes(request, bounds)
@@ -440,6 +434,44 @@ async def read_body(request: Request, model: type[B]) -> B:
             if getattr(body, name) is not None:
                 trace.fields[name] = getattr(body, name)
     return body
+
+
+def has_body(request: Request) -> bool:
+    """Whether a request announces a body."""
+    headers = request.headers
+    return "transfer-encoding" in headers or headers.get("content-length", "0").strip("0") != ""
+
+
+def check_content(request: Request) -> None:
+    """Refuses a body that is not announced as JSON, or is compressed.
+
+    A page of any site may send a body of no type, or of a form's types, and the browser asks this
+    server only before it sends others.
+
+    Raises:
+        ApiError: 415, which says what to send.
+    """
+    kind = request.headers.get("content-type")
+    if kind is None or kind.partition(";")[0].strip().lower() != "application/json":
+        shown = "missing" if kind is None else repr(shorten(kind, 64))
+        raise _unsupported_content(
+            f"Content-Type must be application/json but is {shown}: send the header "
+            "'Content-Type: application/json' (with curl: -H 'Content-Type: application/json')"
+        )
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", ""):
+        raise _unsupported_content(
+            f"Content-Encoding must be identity but is {shorten(encoding, 64)!r}: send the body "
+            "uncompressed",
+            {"Accept-Encoding": "identity"},
+        )
+
+
+def _unsupported_content(message: str, headers: Mapping[str, str] | None = None) -> ApiError:
+    return ApiError(
+        415, message, code="unsupported_media_type",
+        headers={"Connection": "close", **(headers or {})},
+    )  # fmt: skip
 
 
 async def _read_bytes(request: Request, bounds: BodyBounds) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import signal
@@ -25,6 +24,7 @@ from mlx_paged.server.config import GenerationDefaults, ServerConfig
 from mlx_paged.server.connection import impatient
 from mlx_paged.server.context import Context
 from mlx_paged.server.listener import Listener, bind
+from mlx_paged.server.sites import is_loopback, known_hosts
 
 logger = logging.getLogger(__name__)
 
@@ -110,12 +110,19 @@ def serve(
 def warn_if_open_to_all(sock: socket.socket, config: ServerConfig) -> None:
     """Logs a warning if other machines can use the server, and need no key."""
     host, port = sock.getsockname()[:2]
-    if not (config.api_keys or ipaddress.ip_address(host.partition("%")[0]).is_loopback):
-        logger.warning(
-            "everyone who can reach port %d of this machine may use this server: it listens on %s, "
-            "and no key is needed; set --api-key (or MLX_PAGED_API_KEY), or listen on 127.0.0.1",
-            port, host,
-        )  # fmt: skip
+    if config.api_keys or is_loopback(host):
+        return
+    names = ""
+    if known_hosts(host, config.allowed_hosts) is None:
+        names = (
+            " So may web pages, through the browser of anyone who can reach it: the names by which "
+            "it is called are not checked; set --allowed-hosts, too."
+        )
+    logger.warning(
+        "everyone who can reach port %d of this machine may use this server: it listens on %s, and "
+        "no key is needed; set --api-key (or MLX_PAGED_API_KEY), or listen on 127.0.0.1.%s",
+        port, host, names,
+    )  # fmt: skip
 
 
 def _leave(status: int) -> NoReturn:
@@ -150,7 +157,7 @@ class _Service:
         self._engine = engine
         self._config = config
         self._socket = sock
-        app = create_app(engine, config)
+        app = create_app(engine, config, sock.getsockname()[0])
         self._context: Context = app.state.context
         settings = uvicorn.Config(
             app,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.page_helpers import Browser, Visitor, chromium, visiting
+from support.page_helpers import FOREIGN_HOST, Browser, Visitor, chromium, visiting
 from support.server_helpers import RunningServer, running
 
 from mlx_paged.server.config import ServerConfig
@@ -19,7 +19,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def page_server() -> Iterator[RunningServer]:
-    with running(ServerConfig(served_model_names=("demo",)), max_model_len=2048) as server:
+    config = ServerConfig(served_model_names=("demo",), allowed_hosts=(FOREIGN_HOST,))
+    with running(config, max_model_len=2048) as server:
         yield server
 
 

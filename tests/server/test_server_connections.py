@@ -29,7 +29,8 @@ def server() -> Iterator[RunningServer]:
 
 def post(body: dict[str, Any], version: str = "1.1", padding: int = 0) -> bytes:
     raw = json.dumps(body).encode() + b" " * padding
-    head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\n"
+    head += "Content-Type: application/json\r\n"
     return f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw
 
 
@@ -73,9 +74,9 @@ def test_all_of_its_requests_are_answered(server) -> None:
     requests = post(small) + post({**small, "stream": True}) + post(small) + b"GET /li"
     answer = asked(server, requests, half_close=True).replace(INTERIM, b"")
     assert answer.count(b"HTTP/1.1 200 OK") == 3 and answer.count(b'"finish_reason":"length"') == 3
-    assert asked(server, b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n", half_close=True).startswith(
-        b"HTTP/1.1 200 OK"
-    )
+    assert asked(
+        server, b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n", half_close=True
+    ).startswith(b"HTTP/1.1 200 OK")
 
 
 def test_half_a_request_is_no_request(server) -> None:
@@ -153,7 +154,7 @@ def test_http_1_0_needs_no_host(server) -> None:
 @pytest.mark.parametrize("body", [b"ZZ\r\n", b"1\r\n{\r\nZZ\r\n", b"-1\r\n", b"1\r\n{xx"])
 def test_a_bad_chunk_is_400(server, body) -> None:
     head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Transfer-Encoding: chunked\r\n\r\n"
     )
     assert "HTTP" in error(asked(server, head + body), 400)
@@ -161,7 +162,7 @@ def test_a_bad_chunk_is_400(server, body) -> None:
 
 def head_of(size: int, where: str) -> bytes:
     """A head of so many bytes."""
-    line, rest = b"GET /live HTTP/1.1\r\n", b"Host: x\r\nConnection: close\r\n\r\n"
+    line, rest = b"GET /live HTTP/1.1\r\n", b"Host: localhost\r\nConnection: close\r\n\r\n"
     missing = size - len(line) - len(rest)
     if where == "line":
         return line.replace(b"/live", b"/live?" + b"a" * (missing - 1)) + rest
@@ -179,7 +180,7 @@ def test_a_head_of_64_kib_is_taken_and_a_larger_one_is_not(server, where) -> Non
 
 def test_a_head_behind_a_large_body_is_measured_alone(server) -> None:
     large = post({**BODY, "max_tokens": 1}, padding=200_000)
-    rest = b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-A: " + b"a" * 1000
+    rest = b"GET /live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-A: " + b"a" * 1000
     answers: list[bytes] = []
     with socket.create_connection(("127.0.0.1", server.port), timeout=300) as sock:
         reading = threading.Thread(target=lambda: answers.append(drained(sock)))

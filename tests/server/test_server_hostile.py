@@ -231,9 +231,9 @@ def test_heads_that_do_not_end_are_given_up() -> None:
         "silent": b"",
         "blank": b"\r\n",
         "half a line": b"POST /v1/comp",
-        "half a head": b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: ",
-        "second head": b"GET /live HTTP/1.1\r\nHost: x\r\n\r\nGET /li",
-        "body after its answer": b"POST /none HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{",
+        "half a head": b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: ",
+        "second head": b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\nGET /li",
+        "late body": b"POST /none HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{",
     }
     answers: dict[str, bytes] = {}
 
@@ -266,9 +266,9 @@ def test_heads_that_do_not_end_are_given_up() -> None:
         assert httpx.get(f"{server.url}/live").status_code == 200
     told = {name: answer.count(b" 408 Request Timeout") for name, answer in answers.items()}
     assert told == {"silent": 0, "blank": 0, "half a line": 1, "half a head": 1, "second head": 1,
-                    "body after its answer": 0}  # fmt: skip
+                    "late body": 0}  # fmt: skip
     assert answers["second head"].startswith(b"HTTP/1.1 200 ")
-    assert answers["body after its answer"].startswith(b"HTTP/1.1 404 ")
+    assert answers["late body"].startswith(b"HTTP/1.1 404 ")
     error = json.loads(answers["half a line"].partition(b"\r\n\r\n")[2])["error"]
     assert error["code"] == "read_timeout" and error["type"] == "timeout_error"
 

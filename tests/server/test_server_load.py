@@ -34,7 +34,7 @@ SECONDS = float(os.environ.get("MLX_PAGED_LOAD_SECONDS", "6"))
 
 def head(body: bytes, path: str = "/v1/completions") -> bytes:
     return (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     ).encode()
 

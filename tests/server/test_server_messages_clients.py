@@ -315,7 +315,7 @@ def test_keys(server) -> None:
 
 def test_a_body_that_comes_too_slowly() -> None:
     head = (
-        b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: 99\r\n\r\n{"
     )
     with running(ServerConfig(read_timeout=1)) as server:

@@ -314,7 +314,8 @@ def test_bodies_of_all_requests_share_their_memory() -> None:
         server.until(lambda: not server.context._held_bytes)
         large = padded(5 << 18, **short)
         with socket.create_connection(("127.0.0.1", server.port)) as sock:
-            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n"
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                         b"Content-Length: 3000000\r\n"
                          b"Content-Type: application/json\r\n\r\n" + b" " * 1_900_000)  # fmt: skip
             server.until(lambda: server.context._held_bytes > 3 << 18)
             refused = client.post("/v1/completions", **large)
@@ -334,7 +335,7 @@ def test_a_body_may_come_too_slowly() -> None:
         running(ServerConfig(read_timeout=0.5)) as server,
         socket.create_connection(("127.0.0.1", server.port)) as sock,
     ):
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n"
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n"
                      b"Content-Type: application/json\r\n\r\n{")  # fmt: skip
         sock.settimeout(300)
         assert sock.recv(4096).startswith(b"HTTP/1.1 408 ")
@@ -423,7 +424,7 @@ def test_while_the_model_loads() -> None:
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_a_client_that_leaves_frees_its_blocks(server, stream) -> None:
     body = json.dumps({**LONG, "stream": stream, "n": 2}).encode()
-    head = (f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer one\r\n"
+    head = (f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer one\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n")  # fmt: skip
     with socket.create_connection(("127.0.0.1", server.port)) as sock:
         sock.sendall(head.encode() + body)
@@ -443,8 +444,9 @@ def test_a_slow_reader_stalls_nobody_and_is_given_up() -> None:
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", server.port))
-        sock.sendall((f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json"
-                      f"\r\nContent-Length: {len(body)}\r\n\r\n{body}").encode())  # fmt: skip
+        sock.sendall((f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                      f"Content-Type: application/json\r\n"
+                      f"Content-Length: {len(body)}\r\n\r\n{body}").encode())  # fmt: skip
         server.until(lambda: server.stats().max_used_blocks)  # it runs, or ran
         other = client.post("/v1/completions", json={**LONG, "max_tokens": 20})
         assert other.status_code == 200

@@ -120,10 +120,14 @@ def test_a_warning_only_for_other_machines_and_without_a_key(caplog) -> None:
     from mlx_paged.server.listener import bind
     from mlx_paged.server.run import warn_if_open_to_all
 
-    for host, keys, warnings in (
-        ("127.0.0.1", (), 0), ("localhost", (), 0), ("::1", (), 0), ("0.0.0.0", (), 1),
-        ("0.0.0.0", ("k",), 0),
-    ):  # fmt: skip
+    for host, keys, names, said in (
+        ("127.0.0.1", (), (), ""),
+        ("localhost", (), (), ""),
+        ("::1", (), (), ""),
+        ("0.0.0.0", (), (), "--api-key and --allowed-hosts"),
+        ("0.0.0.0", (), ("llm.test",), "--api-key"),
+        ("0.0.0.0", ("k",), (), ""),
+    ):
         caplog.clear()
         try:
             sock = bind(host, 0, 60)
@@ -131,8 +135,9 @@ def test_a_warning_only_for_other_machines_and_without_a_key(caplog) -> None:
             assert ":" in host  # a machine without IPv6
             continue
         with sock:
-            warn_if_open_to_all(sock, ServerConfig(api_keys=keys))
-        assert len(caplog.records) == warnings, host
+            warn_if_open_to_all(sock, ServerConfig(api_keys=keys, allowed_hosts=names))
+        options = [name for name in ("--api-key", "--allowed-hosts") if name in caplog.text]
+        assert " and ".join(options) == said and len(caplog.records) == bool(said), host
 
 
 FEW = """
