@@ -145,6 +145,18 @@ class StepError(MlxPagedError, RuntimeError):
         self.reason = reason
 
 
+class RejectedMediaError(StepError, InvalidMediaError):
+    """The model's tower does not take a picture, clip or sound, as was found when it was computed.
+
+    Attributes:
+        field: The part of the prompt that has it; "media" where the request did not say.
+    """
+
+    def __init__(self, request_id: str, field: str, reason: str) -> None:
+        InvalidMediaError.__init__(self, field, reason)
+        self.request_id = request_id
+
+
 class ModelLoadError(MlxPagedError, RuntimeError):
     """A model could not be loaded: missing path, no weights, unreachable hub, broken config."""
 

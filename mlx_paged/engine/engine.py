@@ -460,7 +460,8 @@ class Engine:
         request.state = state
         of_media = None
         if media is not None and request.prompt_media is not None:
-            of_media = SequenceMedia(media.prompt, request.prompt_media)
+            parts = getattr(media, "parts", ())
+            of_media = SequenceMedia(media.prompt, request.prompt_media, parts)
         for sequence, completion in zip(request.sequences, output.outputs):
             sequence.media = of_media
             if params.logprobs is not None:

@@ -24,6 +24,7 @@ from mlx_paged.core import (
 from mlx_paged.core.media import outside
 from mlx_paged.engine.active_wait import ActiveWait
 from mlx_paged.engine.faults import is_out_of_memory, reason_of
+from mlx_paged.engine.media.encoder_cache import RejectedItem
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner, ModelRunnerOutput
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,8 @@ class StepExecutor:
         try:
             return PendingStep(output, self._runner.launch(output, before))
         except Exception as error:
-            self._note(error, output.num_tokens)
+            if not isinstance(error, RejectedItem):  # (it is no fault of the device)
+                self._note(error, output.num_tokens)
             _reset_samplers(output.sequences)
             return PendingStep(output, None)
 
@@ -140,6 +142,13 @@ class StepExecutor:
             try:
                 _merge(result, part, self._run_now(output, part))
                 continue
+            except RejectedItem as error:
+                logger.info("an item of a prompt was rejected: %s", error, exc_info=error.__cause__)
+                _reset_samplers([s for _, s in part])
+                rejected = {at for at, s in part if _has_item(s, error.key)} or {place}
+                result.failures += [(at, error) for at in sorted(rejected)]
+                parts = [_without(each, rejected) for each in (*parts, part)]
+                continue
             except Exception as error:
                 self._note(error, num_rows)
                 _reset_samplers([s for _, s in part])
@@ -196,6 +205,15 @@ class StepExecutor:
             self.max_rows *= 2
             if self.max_rows >= self._rows_too_many:
                 self.max_rows = None  # there may be more memory by now
+
+
+def _has_item(scheduled: ScheduledSequence, key: bytes) -> bool:
+    media = scheduled.sequence.media
+    return media is not None and key in media.keys
+
+
+def _without(part: Part, places: Collection[int]) -> Part:
+    return tuple(each for each in part if each[0] not in places)
 
 
 def _reset_samplers(sequences: Iterable[ScheduledSequence]) -> None:

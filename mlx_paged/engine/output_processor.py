@@ -20,13 +20,14 @@ from mlx_paged.core import (
 )
 from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer
 from mlx_paged.engine.faults import is_interrupt, reason_of
+from mlx_paged.engine.media.encoder_cache import RejectedItem
 from mlx_paged.engine.outputs import CompletionOutput, RequestOutput, SequenceUpdate
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.runner import ModelRunnerOutput
 from mlx_paged.engine.sampling.logprobs import LogprobReport, PositionLogprobs
 from mlx_paged.engine.sampling.sequence_sampler import SequenceSampler
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.errors import StepError
+from mlx_paged.errors import RejectedMediaError, StepError
 
 logger = logging.getLogger(__name__)
 
@@ -314,14 +315,16 @@ class OutputProcessor:
             request_id, seq.index, token, piece, reason, stop_reason, None, report
         )
 
-    def _fail(self, seq: Sequence, reason: str) -> list[SequenceUpdate]:
+    def _fail(self, seq: Sequence, reason: str | RejectedItem) -> list[SequenceUpdate]:
         if seq.answer is None or seq.answer.completion.finish_reason is not None:
             return []
         self._current = seq
         self._scheduler.finish_sequence(seq, FinishReason.ERROR)
         return [self._end_with_error(seq, seq.answer, reason)]
 
-    def _end_with_error(self, seq: Sequence, answer: AnswerState, reason: str) -> SequenceUpdate:
+    def _end_with_error(
+        self, seq: Sequence, answer: AnswerState, reason: str | RejectedItem
+    ) -> SequenceUpdate:
         text, num_tokens = answer.text, len(answer.completion.token_ids)
         piece: str | DeferredText = ""
         if isinstance(text, DeferredText):
@@ -336,7 +339,7 @@ class OutputProcessor:
             None,
             piece,
             FinishReason.ERROR,
-            error=StepError(seq.request.request_id, reason),
+            error=_error_of(seq, reason),
             num_tokens_before=num_tokens,
         )
         self._record(update, seq, answer)
@@ -403,3 +406,11 @@ def _end_of(seq: Sequence, completion: CompletionOutput) -> SequenceUpdate:
         completion.stop_reason,
         completion.error,
     )
+
+
+def _error_of(seq: Sequence, reason: str | RejectedItem) -> StepError:
+    request_id = seq.request.request_id
+    if isinstance(reason, str):
+        return StepError(request_id, reason)
+    part = "media" if seq.media is None else seq.media.part_of(reason.key)
+    return RejectedMediaError(request_id, part, f"{reason}")

@@ -18,6 +18,7 @@ from mlx_paged import ops
 from mlx_paged.core import IN_FLIGHT_TOKEN, ScheduledSequence, SchedulerOutput
 from mlx_paged.engine.faults import NO_PERMITTED_TOKEN, POISONS, why_no_token
 from mlx_paged.engine.grammar.worker import MaskWorker
+from mlx_paged.engine.media.encoder_cache import RejectedItem
 from mlx_paged.engine.media.step_media import StepMediaBuilder
 from mlx_paged.engine.sampling.logits_processors import (
     GrammarMasks,
@@ -114,14 +115,15 @@ class ModelRunnerOutput:
 
     Attributes:
         sampled_token_ids: For each sequence its token; None where it does not sample, or failed.
-        failures: (place, why there is no token). These sequences cannot continue.
+        failures: (place, why there is no token, or the item that the tower rejects). These
+            sequences cannot continue.
         logprobs: (place, log-probabilities of its token), where they were asked for.
         prompt_logprobs: (sequence's part of the step, those of the tokens after its first ones).
         pooled: (sequence's part of the step, ``[hidden_size]`` float32): see `PooledPrompt`.
     """
 
     sampled_token_ids: list[int | None]
-    failures: list[tuple[int, str]] = field(default_factory=list)
+    failures: list[tuple[int, str | RejectedItem]] = field(default_factory=list)
     logprobs: list[tuple[int, PositionLogprobs]] = field(default_factory=list)
     prompt_logprobs: list[tuple[ScheduledSequence, list[PositionLogprobs]]] = field(
         default_factory=list

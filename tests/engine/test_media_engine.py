@@ -42,7 +42,7 @@ from mlx_paged.engine.media.step_media import SequenceMedia, StepMediaBuilder, j
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.runner import LaunchedStep
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.errors import InvalidParameterError, StepError
+from mlx_paged.errors import InvalidMediaError, InvalidParameterError, StepError
 from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaPrompt, Span
 
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
@@ -276,6 +276,10 @@ def test_a_tower_that_fails_ends_its_own_request(overlap: bool) -> None:
     [answer] = outputs[3].outputs
     assert answer.finish_reason is FinishReason.ERROR and isinstance(answer.error, StepError)
     assert "the tower cannot see this" in answer.error.reason
+    # (It is a matter of the picture, which is not tried again.)
+    assert isinstance(answer.error, InvalidMediaError)
+    assert sum(abs(total - bad.pictures[0].pixels.sum()) < 1e-3 for _, total in tower.calls) <= 2
+    assert engine.stats().num_faults == 0
     # It is not remembered as something that is there.
     tower.fails = None
     check(run(engine, [bad]), [bad])

@@ -509,3 +509,33 @@ def test_a_model_of_mlx_vlm_answers_as_it_does_in_python(tmp_path) -> None:
         assert server.engine.media_loader.num_decoded == 2
         error = error_of(client.post(CHAT, json=chat({"type": "video_url", "video_url": "data:,"})))
         assert "takes no videos, only images" in error["message"]
+
+
+def test_what_the_tower_rejects_is_an_error_of_the_request(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("support.vlm", reason="mlx-vlm is not installed")
+    path = media_checkpoints.write(tmp_path / "model", media_checkpoints.smolvlm())
+    options: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 200}
+    make = lambda: AsyncEngine.from_model(path, **options)  # noqa: E731
+    calls = []
+
+    def encode(item: Any) -> Any:
+        calls.append(item)
+        raise ValueError("[broadcast_shapes] Shapes (504,16) and (1,64,16) cannot be broadcast.")
+
+    with running(make_engine=make) as server, server.client() as client:
+        body = chat(text("what?"), image_part(png(60, 60)))
+        assert client.post(CHAT, json=body).status_code == 200
+        store: Any = server.engine.engine._runner.media.store
+        monkeypatch.setattr(store, "_encode", encode)
+        body = chat(text("what?"), image_part(png(50, 60)))
+        error = error_of(client.post(CHAT, json=body))
+        assert (error["code"], error["param"]) == (
+            "invalid_media",
+            "messages.0.content.1.image_url",
+        )
+        assert "tower does not take this image: [broadcast_shapes]" in error["message"]
+        assert len(calls) <= 2  # (when the step is launched, and when its requests are told apart)
+        last = events(client.post(CHAT, json={**body, "stream": True}))[-1]
+        assert last["error"]["code"] == "invalid_media"
+        monkeypatch.undo()
+        assert client.post(CHAT, json=body).status_code == 200

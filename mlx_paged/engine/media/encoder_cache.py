@@ -10,7 +10,21 @@ from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 
+from mlx_paged.engine.faults import is_out_of_memory
 from mlx_paged.model.media import MediaFeatures, MediaInputs
+
+
+class RejectedItem(Exception):
+    """The tower does not take an item; its text says why.
+
+    Args:
+        key: of the item's features.
+        reason: for whoever sent the item.
+    """
+
+    def __init__(self, key: bytes, reason: str) -> None:
+        super().__init__(reason)
+        self.key = key
 
 
 class FeatureStore:
@@ -55,10 +69,22 @@ class FeatureStore:
         self._made = []
 
     def features(self, key: bytes, inputs: MediaInputs) -> MediaFeatures:
-        """The features of an item, made if they are not there."""
+        """The features of an item, made if they are not there.
+
+        Raises:
+            RejectedItem: the tower does not take it, so that no later step can make them either.
+        """
         found = self._features.get(key)
         if found is None:
-            found = self._encode(inputs)
+            try:
+                found = self._encode(inputs)
+            except Exception as error:
+                if is_out_of_memory(error):  # (there may be more at another time)
+                    raise
+                lines = str(error).strip().splitlines()
+                reason = lines[0][:200] if lines else type(error).__name__
+                message = f"the model's tower does not take this {inputs.kind}: {reason}"
+                raise RejectedItem(key, message) from error
             self.num_encoded += 1
             self._features[key] = found
             self._made.append(key)

@@ -35,10 +35,12 @@ class PreparedMedia:
     Attributes:
         prompt: Of the model's processor: tokens, inputs of the towers, positions.
         spans: Where the items are, for the scheduler and the KV store.
+        parts: Where the request has the item of each span, for errors.
     """
 
     prompt: MediaPrompt
     spans: tuple[MediaSpan, ...]
+    parts: tuple[str, ...] = ()
 
 
 def media_model_of(engine: Any) -> Any | None:
@@ -297,7 +299,9 @@ def prepare(
         )
         for span, inputs in zip(prompt.spans, prompt.inputs)
     )
-    return PreparedMedia(prompt, spans)
+    used = {kind: iter(found) for kind, found in by_kind.items()}
+    parts = tuple(next(used[span.kind]).part for span in prompt.spans)
+    return PreparedMedia(prompt, spans, parts)
 
 
 def _processed(

@@ -35,6 +35,7 @@ class SequenceMedia:
     Args:
         prompt: of the model's processor.
         media: the items for the state half.
+        parts: where the request has each of them.
 
     Attributes:
         keys: Of the items' features.
@@ -46,8 +47,9 @@ class SequenceMedia:
         rope_delta: A token after the prompt, at index i, has position ``i + rope_delta``.
     """
 
-    def __init__(self, prompt: MediaPrompt, media: PromptMedia) -> None:
+    def __init__(self, prompt: MediaPrompt, media: PromptMedia, parts: Sequence[str] = ()) -> None:
         self.media = media
+        self._parts = parts
         self.keys = media.keys
         self.inputs = prompt.inputs
         self.rows = [np.asarray(span.rows, dtype=np.int64) for span in prompt.spans]
@@ -60,6 +62,11 @@ class SequenceMedia:
         self.num_prompt_tokens = len(prompt.token_ids)
         self.rope_positions = prompt.rope_positions
         self.rope_delta = prompt.rope_delta
+
+    def part_of(self, key: bytes) -> str:
+        """Where the request has an item, for errors."""
+        found = (part for part, other in zip(self._parts, self.keys) if other == key)
+        return next(found, "media")
 
 
 def _seen(span: MediaSpan, rows: IntArray) -> list[tuple[int, int]]:
