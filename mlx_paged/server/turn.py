@@ -139,8 +139,7 @@ async def prepare(request: Request, turn: Turn, params: SamplingParams) -> Prepa
     constraint, relaxed = await _constraint_in_time(context, turn, callable_tools)
     values: dict[str, Any] = {"structured_outputs": constraint}
     reads_markers = turn.parses and (
-        bool(tool_format and (offered or tool_format.reads_everything))
-        or context.reasoning_format is not None
+        bool(tool_format and tool_format.reads(offered)) or context.reasoning_format is not None
     )
     if reads_markers:
         # Markers are special tokens in many models; the lexer leaves the others out.

@@ -221,7 +221,7 @@ def answer_reader(
         ends: of the `AnswerReader`.
     """
     markers: list[str] = []
-    if tool_format is not None and (tools or tool_format.reads_everything):
+    if tool_format is not None and tool_format.reads(tools):
         markers += tool_format.markers
     if reasoning is not None and not (tool_format and tool_format.reads_everything):
         markers += [reasoning.start, reasoning.end]
@@ -247,7 +247,7 @@ def answer_parser(
         return tool_format.parser(tools)
     inner: Parser = PlainText()
     interrupted_by: list[str] = []
-    if tool_format is not None and tools:
+    if tool_format is not None and tool_format.reads(tools):
         inner = tool_format.parser(tools)
         # (A marker that is a word may be one of the reasoning.)
         interrupted_by = [m for m in tool_format.begins_call if not m.isalnum()]

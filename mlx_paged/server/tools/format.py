@@ -58,6 +58,8 @@ class ToolFormat(ABC):
             model forgot to end.
         reads_everything: Whether its parser tells reasoning, text and calls apart by itself, with
             tools or without (channels).
+        frames_text: Whether text stands between markers as well, so that its parser reads answers
+            without tools too. (It does wherever it reads everything.)
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -65,6 +67,7 @@ class ToolFormat(ABC):
     markers: ClassVar[tuple[str, ...]] = ()
     begins_call: ClassVar[tuple[str, ...]] = ()
     reads_everything: ClassVar[bool] = False
+    frames_text: ClassVar[bool] = False
 
     def __init__(self, vocabulary: Mapping[str, int], chat_template: str = "") -> None:
         self.vocabulary = vocabulary
@@ -74,6 +77,10 @@ class ToolFormat(ABC):
     def matches(cls, chat_template: str, vocabulary: Mapping[str, int]) -> bool:
         """Whether a model's chat template and added tokens show that it writes this format."""
         return False
+
+    def reads(self, tools: Sequence[Tool]) -> bool:
+        """Whether its parser must read an answer that may call `tools`."""
+        return bool(tools) or self.reads_everything or self.frames_text
 
     @abstractmethod
     def parser(self, tools: Sequence[Tool]) -> Parser:
@@ -133,13 +140,16 @@ def lark_escape(text: str) -> str:
     )
 
 
-def lark_json(schema: Mapping[str, Any] | bool, *, strict: bool = False) -> str:
+def lark_json(
+    schema: Mapping[str, Any] | bool, *, strict: bool = False, is_compact: bool = False
+) -> str:
     """A JSON value that is valid for a schema, in Lark.
 
     It is written as chat templates render the calls of history (Python's ``json.dumps``): with one
     space after commas and colons, so it cannot go on with space for ever.
 
     Args:
+        is_compact: no space after commas and colons.
         strict: refuse what the grammar cannot enforce, when it is compiled. Otherwise unsupported
             keywords are left out.
     """
@@ -147,17 +157,18 @@ def lark_json(schema: Mapping[str, Any] | bool, *, strict: bool = False) -> str:
         schema = {} if schema else {"not": {}}
     options: dict[str, Any] = {
         "whitespace_flexible": False,
-        "item_separator": ", ",
-        "key_separator": ": ",
+        "item_separator": "," if is_compact else ", ",
+        "key_separator": ":" if is_compact else ": ",
     }
     if not strict:
         options["lenient"] = True
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
-def lark_arguments(tool: Tool) -> str:
+def lark_arguments(tool: Tool, *, is_compact: bool = False) -> str:
     """The arguments of a tool as a JSON object, in Lark."""
-    return lark_json(arguments_schema(tool.parameters), strict=tool.strict)
+    schema = arguments_schema(tool.parameters)
+    return lark_json(schema, strict=tool.strict, is_compact=is_compact)
 
 
 def arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:

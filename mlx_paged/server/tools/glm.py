@@ -40,8 +40,8 @@ class Glm45Format(TaggedFormat):
 class Glm47Format(TaggedFormat):
     """The same without newlines."""
 
-    names = ("glm47",)
-    models = "GLM 4.7 and later"
+    names = ("glm47", "poolside_v1", "laguna")
+    models = "GLM 4.7 and later, Poolside Laguna"
     tags = Tags(
         call="<tool_call>",
         name_end="",

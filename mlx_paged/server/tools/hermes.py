@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from mlx_paged.server.tools.json_blocks import JsonBlockFormat
 
@@ -17,7 +18,7 @@ class HermesFormat(JsonBlockFormat):
 
     names = ("hermes",)
     models = "Hermes 2 Pro and 3, Qwen 2.5, Qwen 3"
-    markers = ("<tool_call>", "</tool_call>")
+    markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
     begins_call = ("<tool_call>",)
     begin = "<tool_call>\n"
     end = "\n</tool_call>"

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.events import ContentText, Event
-from mlx_paged.server.tools.format import ToolFormat, lark_arguments
+from mlx_paged.server.tools.format import Parser, ToolFormat, lark_arguments
 from mlx_paged.server.tools.json_calls import CallsReader, JsonCalls
 from mlx_paged.server.tools.lark import Lark
 from mlx_paged.server.tools.lexer import Lexeme
@@ -111,15 +111,17 @@ class JsonBlockFormat(ToolFormat):
         between: What they put between two blocks.
         is_array: Whether a block holds an array of calls; otherwise it holds one call.
         arguments_key: What the arguments are called.
+        frames: Markers around text.
     """
 
     begin: str
     end: str = ""
     between: ClassVar[str] = "\n"
     is_array: ClassVar[bool] = False
-    arguments_key: ClassVar[str] = "arguments"
+    arguments_key: str = "arguments"
+    frames: ClassVar[tuple[str, ...]] = ()
 
-    def parser(self, tools: Sequence[Tool]) -> CallBlockParser:
+    def parser(self, tools: Sequence[Tool]) -> Parser:
         ends = [marker for marker in self.markers if marker not in self.begins_call]
         return CallBlockParser(self.begins_call, ends)
 
@@ -138,6 +140,7 @@ class JsonBlockFormat(ToolFormat):
             parallel=parallel and not self.is_array,
             between=self.between,
             others=self.begins_call,
+            frames=self.frames,
         )
 
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.format import Parser, ToolFormat, lark_arguments
@@ -15,6 +15,9 @@ from mlx_paged.server.tools.lark import Lark
 from mlx_paged.server.tools.named_json import Marks, NamedJsonParser
 
 _ID = re.compile(r"(?:functions\.)?(?P<name>[^\s{}<>]+?)(?P<index>:\d+)?")
+# What is around the name where it is written otherwise: ``functions_get_weather_0``.
+_PREFIX = re.compile(r"(?:functions?[._:])?")
+_INDEX = re.compile(r"(?:[._:-]\d+)?$")
 
 
 class KimiK2Format(ToolFormat):
@@ -36,7 +39,10 @@ class KimiK2Format(ToolFormat):
         return cls.marks.block[0] in chat_template
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
-        return NamedJsonParser(self.marks, _name_and_id, tools)
+        known = {tool.name for tool in tools}
+        return NamedJsonParser(
+            self.marks, lambda head, tail: _name_and_id(head, tail, known), tools
+        )
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark, marks = Lark(self.vocabulary), self.marks
@@ -59,8 +65,17 @@ class KimiK2Format(ToolFormat):
         )
 
 
-def _name_and_id(head: str, tail: str) -> tuple[str, str | None] | None:
-    found = _ID.fullmatch(head.strip())
+def _name_and_id(head: str, tail: str, known: Collection[str]) -> tuple[str, str | None] | None:
+    call_id = head.strip()
+    found = _ID.fullmatch(call_id)
     if found is None or tail.strip():
         return None
-    return found["name"], head.strip() if found["index"] else None
+    if found["name"] not in known:
+        # (Names may end in digits, too, so the tools say where the name begins and ends.)
+        start = _PREFIX.match(call_id).end()  # type: ignore[union-attr]
+        end = _INDEX.search(call_id).start()  # type: ignore[union-attr]
+        candidates = (call_id[start:end], call_id[start:], call_id[:end], call_id)
+        fitting = [name for name in candidates if name in known]
+        if fitting:
+            return fitting[0], call_id
+    return found["name"], call_id if found["index"] else None

@@ -151,6 +151,7 @@ class Lark:
         parallel: bool,
         between: str = "\n",
         others: Iterable[str] = (),
+        frames: Iterable[str] = (),
     ) -> str:
         """The whole grammar of an answer: calls only, or text in which there may be calls.
 
@@ -162,7 +163,10 @@ class Lark:
             between: text between two calls that follow each other.
             others: more markers that the parser would take for the beginning of a call, so that
                 they must not be in the text.
+            frames: markers that may stand around text.
         """
+        # (A text cannot have tokens, so they are named.)
+        frames = [marker for marker in frames if self.has_token(marker)]
         if required:
             one = f"{self.literal(begin)} {call}"
             more = f" ({self.literal(between) if between else ''} {one})*" if parallel else ""
@@ -170,9 +174,12 @@ class Lark:
             self.rule(f"{lead}? {one}{more}", "start")
         else:
             before = self.until(begin, others=[marker for marker in others if marker != begin])
-            after = self.without([begin, *others])
+            after = self.terminal(self.without([begin, *others]))
             times = "*" if parallel else "?"
-            self.rule(f"({before} {call}){times} {self.terminal(after)}", "start")
+            if frames:
+                framed = self.rule(" | ".join([after, *map(self.literal, frames)]))
+                before, after = f"{framed}* {before}", f"{framed}*"
+            self.rule(f"({before} {call}){times} {after}", "start")
         return self.text()
 
     def bare_answer(

@@ -19,20 +19,24 @@ class Marks:
 
     Attributes:
         call: Before a call.
-        arguments: Between what identifies it and its arguments.
+        arguments: Between what identifies it and its arguments; "": the arguments' bracket is.
         call_end: After it.
-        block: Around all calls.
+        block: Around all calls; "" for nothing.
+        others: Markers without a meaning of their own: in a head they are a part of it, between
+            calls they are left out.
     """
 
     call: str
     arguments: str
     call_end: str
     block: tuple[str, str]
+    others: tuple[str, ...] = ()
 
     @property
     def all(self) -> tuple[str, ...]:
         """All of them, for the lexer."""
-        return (*self.block, self.call, self.arguments, self.call_end)
+        found = (*self.block, self.call, self.arguments, self.call_end, *self.others)
+        return tuple(filter(None, found))
 
 
 class NamedJsonParser:
@@ -72,6 +76,11 @@ class NamedJsonParser:
     def passes(self, text: str) -> bool:
         return self._state == self._outside
 
+    @property
+    def in_string(self) -> bool:
+        """Whether the text so far ends within a string of a call: a marker there is text."""
+        return self._state == self._in_arguments and self._value.in_string
+
     def finish(self) -> Iterable[Event]:
         out: list[Event] = []
         if self._state == self._in_arguments:
@@ -110,12 +119,16 @@ class NamedJsonParser:
                 self._raw.append(lexeme.text)
                 self._as_text(out)
             self._state = self._outside
-        elif lexeme.is_marker or lexeme.text.strip():
+        elif not self._is_other(lexeme) and (lexeme.is_marker or lexeme.text.strip()):
             self._as_text(out)
             self._state = self._outside
             self._outside(lexeme, out)
         elif self._raw:
             self._raw.append(lexeme.text)
+
+    def _is_other(self, lexeme: Lexeme) -> bool:
+        """Whether it is a marker without a meaning of its own."""
+        return lexeme.is_marker and lexeme.text in self._marks.others
 
     def _begin_head(self) -> None:
         self._head, self._tail, self._num_head = [], None, 0
@@ -130,11 +143,12 @@ class NamedJsonParser:
             self._begin(out)  # without any arguments
             out += [CallArguments("{}"), CallEnd()]
             self._state = self._in_block
-        elif lexeme.is_marker:
+        elif lexeme.is_marker and not self._is_other(lexeme):
             self._no_call(out)
             self._outside(lexeme, out)
         else:
-            at = text.find("{") if self._tail is not None else -1
+            is_tail = self._tail is not None or not marks.arguments
+            at = text.find("{") if is_tail else -1
             part = self._head if self._tail is None else self._tail
             before = text if at < 0 else text[:at]
             part.append(before)

@@ -111,13 +111,14 @@ class PythonString:
 
 
 class PythonCalls:
-    """Reads ``[name(key=value, ...), ...]``.
+    """Reads ``[name(key=value, ...), ...]``, or calls on lines of their own.
 
     Strings come out as JSON as they are written; other values when they are whole, by the types of
     the tool's schema, or by what they look like where it has none.
 
     Args:
         tools: of the request.
+        in_list: whether the calls are in a list; otherwise they follow each other.
 
     Attributes:
         num_calls: Calls that have begun: before the first, it may turn out to be none.
@@ -125,9 +126,10 @@ class PythonCalls:
         has_failed: Whether it turned out to be no call.
     """
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
+    def __init__(self, tools: Sequence[Tool], *, in_list: bool = True) -> None:
         self._parameters: dict[str, Mapping[str, Any]] = {t.name: t.parameters for t in tools}
-        self._state: _State = self._open
+        self._in_list = in_list
+        self._state: _State = self._open if in_list else self._in_name
         self._out: list[Event] = []
         self._name = ""
         self._key = ""
@@ -328,6 +330,9 @@ class PythonCalls:
         if text[at] in ",;":
             self._state, self._name = self._in_name, ""
             return at + 1
+        if not self._in_list and _NAME.match(text, at).end() > at:  # type: ignore[union-attr]
+            self._state, self._name = self._in_name, ""
+            return at
         self.has_ended = True
         return at + (text[at] == "]")
 

@@ -68,11 +68,11 @@ def python_calls(lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         tools: that may be called.
         parallel: whether there may be more than one call.
     """
-    call = lark.rule(" | ".join(_call(lark, tool) for tool in tools))
+    call = lark.rule(" | ".join(python_call(lark, tool) for tool in tools))
     return json_array(call, parallel=parallel)
 
 
-def _call(lark: Lark, tool: Tool) -> str:
+def python_call(lark: Lark, tool: Tool) -> str:
     """A call: required parameters, and any of the others, in the order of the schema."""
     branches = []
     for parameters, root in parameter_lists(tool.parameters):

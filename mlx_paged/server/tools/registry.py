@@ -2,32 +2,72 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
+from mlx_paged.server.tools.answer import AnswerReader, answer_parser
+from mlx_paged.server.tools.apertus import ApertusFormat
 from mlx_paged.server.tools.cohere import CohereFormat
 from mlx_paged.server.tools.deepseek import DeepseekV3Format, DeepseekV31Format
 from mlx_paged.server.tools.deepseek_v32 import DeepseekV4Format, DeepseekV32Format
+from mlx_paged.server.tools.dots import DotsFormat
+from mlx_paged.server.tools.ernie import Ernie45Format
 from mlx_paged.server.tools.format import ToolFormat
+from mlx_paged.server.tools.functionary import FunctionaryV31Format, FunctionaryV32Format
 from mlx_paged.server.tools.gemma import FunctionGemmaFormat, Gemma4Format
+from mlx_paged.server.tools.gigachat import GigaChat3Format
 from mlx_paged.server.tools.glm import Glm45Format, Glm47Format
 from mlx_paged.server.tools.granite import Granite4Format, Granite20bFormat, GraniteFormat
 from mlx_paged.server.tools.harmony import HarmonyFormat
 from mlx_paged.server.tools.hermes import HermesFormat
+from mlx_paged.server.tools.hunyuan3 import Hunyuan3Format
+from mlx_paged.server.tools.inkling import InklingFormat
+from mlx_paged.server.tools.internlm2 import Internlm2Format
 from mlx_paged.server.tools.kimi_k2 import KimiK2Format
+from mlx_paged.server.tools.kimi_k3 import KimiK3Format
+from mlx_paged.server.tools.lexer import Lexer
 from mlx_paged.server.tools.lfm2 import Lfm2Format
 from mlx_paged.server.tools.llama3 import Llama3JsonFormat
 from mlx_paged.server.tools.longcat import LongcatFormat
+from mlx_paged.server.tools.minicpm5 import MiniCpm5Format
 from mlx_paged.server.tools.minimax_m2 import MinimaxM2Format
+from mlx_paged.server.tools.minimax_m3 import MinimaxM3Format
 from mlx_paged.server.tools.mistral import MistralFormat
+from mlx_paged.server.tools.muse import MuseFormat
+from mlx_paged.server.tools.olmo3 import Olmo3Format
 from mlx_paged.server.tools.phi4 import Phi4MiniFormat
 from mlx_paged.server.tools.plain_json import JsonFormat, XlamFormat
+from mlx_paged.server.tools.plamo3 import Plamo3Format
+from mlx_paged.server.tools.probe import ARGUMENTS, TOOL, shown
 from mlx_paged.server.tools.pythonic import Llama4PythonicFormat, PythonicFormat
 from mlx_paged.server.tools.qwen3_coder import Qwen3CoderFormat, SeedOssFormat
+from mlx_paged.server.tools.solar_open import SolarOpenFormat
+from mlx_paged.server.tools.step3 import Step3Format
+from mlx_paged.server.tools.tool_calls import (
+    AprielFormat,
+    HunyuanA13bFormat,
+    JambaFormat,
+    MinimaxM1Format,
+    NemotronNanoV2Format,
+)
 
-#: Every format. Detection takes the first that matches, so those that are told by less come later.
+#: Every format. Detection takes the first that fits, so those that are told by less come later.
 FORMATS: tuple[type[ToolFormat], ...] = (
     HarmonyFormat,
+    SolarOpenFormat,
+    InklingFormat,
+    MuseFormat,
+    KimiK3Format,
+    Plamo3Format,
+    MinimaxM3Format,
     MinimaxM2Format,
+    DotsFormat,
+    Step3Format,
+    Hunyuan3Format,
+    MiniCpm5Format,
+    Internlm2Format,
+    ApertusFormat,
+    GigaChat3Format,
     DeepseekV4Format,
     DeepseekV32Format,
     DeepseekV3Format,
@@ -38,6 +78,12 @@ FORMATS: tuple[type[ToolFormat], ...] = (
     LongcatFormat,
     CohereFormat,
     Lfm2Format,
+    Olmo3Format,
+    NemotronNanoV2Format,
+    JambaFormat,
+    AprielFormat,
+    MinimaxM1Format,
+    HunyuanA13bFormat,
     Glm45Format,
     Glm47Format,
     SeedOssFormat,
@@ -45,12 +91,15 @@ FORMATS: tuple[type[ToolFormat], ...] = (
     Granite4Format,
     GraniteFormat,
     Granite20bFormat,
+    Ernie45Format,
     HermesFormat,
     Phi4MiniFormat,
     Llama4PythonicFormat,
     PythonicFormat,
     Llama3JsonFormat,
     MistralFormat,
+    FunctionaryV32Format,
+    FunctionaryV31Format,
     XlamFormat,
     JsonFormat,
 )
@@ -74,8 +123,35 @@ def format_of(name: str, vocabulary: Mapping[str, int], chat_template: str = "")
 
 
 def detect(chat_template: str, vocabulary: Mapping[str, int]) -> ToolFormat | None:
-    """The format that a model's chat template and added tokens show; None: none is known."""
+    """The format that a model's chat template and added tokens show; None: none is known.
+
+    A listed format must have its marks in what the template shows. Where the template renders
+    calls, the format's own parser must also read them: marks alone may be a mention.
+    """
+    found = shown(chat_template)
     for kind in FORMATS:
-        if kind.matches(chat_template, vocabulary):
-            return kind(vocabulary, chat_template)
+        if not kind.matches(found.text, vocabulary):
+            continue
+        format = kind(vocabulary, found.text)
+        if not found.calls or any(_reads(format, call) for call in found.calls):
+            return format
     return None
+
+
+def _reads(format: ToolFormat, text: str) -> bool:
+    """Whether a format reads the probe's call, and no other, in what a template renders of it."""
+    reader = AnswerReader(
+        Lexer(format.markers, {}),
+        answer_parser(format, None, (TOOL,), begins_inside=False),
+        (TOOL,),
+    )
+    for character in text:
+        list(reader.feed(None, character))
+    list(reader.finish())
+    calls = [(call.name, call.arguments, call.is_complete) for call in reader.answer.calls]
+    if [name for name, _, is_complete in calls if is_complete] != [TOOL.name]:
+        return False
+    try:
+        return bool(json.loads(calls[0][1]) == ARGUMENTS)
+    except ValueError:
+        return False

@@ -23,7 +23,7 @@ from mlx_paged.server.tools.json_calls import JsonCalls, JsonValue
 from mlx_paged.server.tools.lark import Lark
 from mlx_paged.server.tools.lexer import Lexeme
 from mlx_paged.server.tools.parameters import counts, parameter_lists, unenforced
-from mlx_paged.server.tools.schemas import ArgumentsWriter, types_of
+from mlx_paged.server.tools.schemas import ArgumentsWriter, Schema, types_of
 
 _LONGEST_NAME = 256  # characters; what is longer is no name
 
@@ -45,6 +45,10 @@ class Tags:
         has_shared_block: Whether all calls are in one block; otherwise each has its own.
         newline: Between tags, as the chat template writes it.
         trims_newlines: Whether a newline at either end of a value belongs to the tags.
+        others: Tags without a meaning of their own: they are left out around calls and keys.
+        kind: A word that may stand between such tags in a block.
+        before_call, after_call: Text around a call, as the chat template writes it: others of the
+            tags.
     """
 
     call: str
@@ -58,11 +62,19 @@ class Tags:
     has_shared_block: bool = True
     newline: str = "\n"
     trims_newlines: bool = False
+    others: tuple[str, ...] = ()
+    kind: str = ""
+    before_call: str = ""
+    after_call: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Those for the lexer. (What ends a name or a key is looked for only there.)"""
-        tags = [self.call, self.call_end, self.key, self.value, self.value_end]
+        """Those for the lexer.
+
+        (What ends a name or a key is looked for only there, unless it is a tag of its own.)
+        """
+        tags = [self.call, self.call_end, self.key, self.value, self.value_end, *self.others]
+        tags += [self.name_end] if self.name_end.startswith("<") else []
         tags += [end for end, _ in self.key_ends if self.value]
         return tuple(tag for tag in tags + [tag for pair in self.blocks for tag in pair] if tag)
 
@@ -96,11 +108,12 @@ class TaggedFormat(ToolFormat):
                 tags.call, call, required=required, parallel=parallel, between=tags.newline
             )
         begin, end = tags.blocks[0]
-        opening = lark.literal(tags.newline + tags.call)
+        opening = lark.literal(tags.newline + tags.before_call + tags.call)
         call = lark.rule(" | ".join(f"{opening} {self._call(lark, tool)}" for tool in tools))
         is_repeated = parallel and tags.has_shared_block
         rest = f"{call}{'+' if is_repeated else ''} {lark.literal(tags.newline + end)}"
-        others = [*self.begins_call, tags.call]  # (a call is read without its block, too)
+        # (A call is read without its block, too.)
+        others = [*self.begins_call, tags.call, *tags.others]
         return lark.answer(
             begin, lark.rule(rest), required=required, parallel=parallel, others=others
         )
@@ -110,32 +123,47 @@ class TaggedFormat(ToolFormat):
         tags = self.tags
         alternatives = []
         for parameters, root in parameter_lists(tool.parameters):
-            parts = [lark.literal(tool.name + tags.name_end)]
+            parts = [self._name(lark, tool)]
             for name, schema, is_required in parameters:
-                strings = [end for end, is_string in tags.key_ends if is_string is not False]
-                others = [end for end, is_string in tags.key_ends if is_string is not True]
                 value_end = ("\n" if tags.trims_newlines else "") + tags.value_end
-                types = types_of(schema, tool.parameters)
-                if strings[0] == others[0]:
-                    ends = [(strings[0], schema)]
-                else:
-                    ends = [(strings[0], {"allOf": [schema, {"type": "string"}]})] * (
-                        "string" in types
-                    )
-                    rest = sorted(types - {"string"})
-                    if rest:
-                        ends.append((others[0], {"allOf": [schema, {"type": rest}]}))
                 values = []
-                for end, of_end in ends:
+                for end, of_end in self._key_ends(schema, types_of(schema, tool.parameters)):
                     before = tags.newline + tags.key + name + end
                     before += tags.newline + tags.value if tags.value else ""
                     before += "\n" if tags.trims_newlines else ""
-                    value = lark.value(of_end, root, value_end, strict=tool.strict)
+                    value = self._value(lark, of_end, root, value_end, strict=tool.strict)
                     values.append(f"{lark.literal(before)} {value}")
                 parts.append(f"({' | '.join(values)}){'' if is_required else '?'}")
-            parts.append(lark.literal(tags.newline + tags.call_end))
+            parts.append(lark.literal(tags.newline + tags.call_end + tags.after_call))
             alternatives.append(" ".join(parts))
         return lark.rule(" | ".join(alternatives))
+
+    def _name(self, lark: Lark, tool: Tool) -> str:
+        """A tool's name and what follows it, in Lark."""
+        return lark.literal(tool.name + self.tags.name_end)
+
+    def _value(
+        self, lark: Lark, schema: Schema, root: Schema, value_end: str, *, strict: bool
+    ) -> str:
+        """A value and its end, in Lark."""
+        return lark.value(schema, root, value_end, strict=strict)
+
+    def _key_ends(self, schema: Schema, types: frozenset[str]) -> list[tuple[str, Schema]]:
+        """What may end a key, each with the schema of the values that may follow it.
+
+        Args:
+            schema, types: of the key's values.
+        """
+        strings = [end for end, is_string in self.tags.key_ends if is_string is not False]
+        others = [end for end, is_string in self.tags.key_ends if is_string is not True]
+        if strings[0] == others[0]:
+            return [(strings[0], schema)]
+        ends: list[tuple[str, Schema]] = []
+        if "string" in types:
+            ends.append((strings[0], {"allOf": [schema, {"type": "string"}]}))
+        if rest := sorted(types - {"string"}):
+            ends.append((others[0], {"allOf": [schema, {"type": rest}]}))
+        return ends
 
 
 _State = Callable[[Lexeme], Iterator[Event]]
@@ -156,6 +184,7 @@ class TaggedParser:
         self._block_end: str | None = None  # of the block that is open
         self._state: _State = self._outside
         self._raw: list[str] = []  # what was read of a call that may be none
+        self._kind = ""  # text in a block, since its last tag
         self._name = ""
         self._missing: set[str] = set()  # the call's required parameters
         self._keys: set[str] = set()  # those that were there
@@ -210,13 +239,22 @@ class TaggedParser:
             # (Some models forget to open the block.)
             self._raw = [lexeme.text]
             self._begin_name()
-        elif not self._is_stray(lexeme):
+        elif not self._is_stray(lexeme) and not self._is_other(lexeme):
             yield ContentText(lexeme.text)
 
     def _is_stray(self, lexeme: Lexeme) -> bool:
         """Whether it is the end of a block that was left before."""
         is_end = lexeme.is_marker and lexeme.text in self._block_ends.values()
         return is_end and self._block_end is not None
+
+    def _is_other(self, lexeme: Lexeme) -> bool:
+        """Whether it is a tag without a meaning of its own."""
+        return lexeme.is_marker and lexeme.text in self._tags.others
+
+    def _is_kind(self, lexeme: Lexeme) -> bool:
+        """Whether it may be a word between such tags, or the next part of it."""
+        self._kind = "" if lexeme.is_marker else self._kind + lexeme.text
+        return not lexeme.is_marker and self._tags.kind.startswith(self._kind.strip())
 
     def _in_block(self, lexeme: Lexeme) -> Iterator[Event]:
         if lexeme == (self._tags.call, True):
@@ -228,7 +266,7 @@ class TaggedParser:
                 yield from self._as_content()
             self._block_end = None
             self._state = self._outside
-        elif lexeme.is_marker or lexeme.text.strip():
+        elif not (self._is_kind(lexeme) or self._is_other(lexeme)):
             self._leave_block()
             self._raw.append(lexeme.text)
             yield from self._as_content()
@@ -244,7 +282,9 @@ class TaggedParser:
         tags = self._tags
         if lexeme.is_marker:
             ends = not tags.name_end and lexeme.text in (tags.key, tags.call_end)
-            if ends and _is_name(self._name):
+            if lexeme.text == tags.name_end and _is_name(self._name):
+                yield from self._begin_call(self._name.strip())
+            elif ends and _is_name(self._name):
                 yield from self._begin_call(self._name.strip())
                 yield from self._in_arguments(lexeme)
             else:

@@ -1,0 +1,70 @@
+"""Inkling: messages of typed blocks. A call repeats its name in front of the block.
+
+<|content_thinking|>I look it up.<|end_message|><|message_model|><|content_text|>Let me see.
+<|end_message|><|message_model|>get_weather<|content_invoke_tool_json|>
+{"name":"get_weather","args":{"city":"Oslo"}}<|end_message|>  (without the newlines)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from mlx_paged.server.tools.channels import Body, ChannelParser
+from mlx_paged.server.tools.definitions import Tool
+from mlx_paged.server.tools.format import Parser, ToolFormat, lark_arguments
+from mlx_paged.server.tools.json_blocks import CallBlockParser
+from mlx_paged.server.tools.lark import Lark
+
+_THINK, _TEXT, _CALL = "<|content_thinking|>", "<|content_text|>", "<|content_invoke_tool_json|>"
+_AGAIN, _END, _END_OF_ALL = "<|message_model|>", "<|end_message|>", "<|content_model_end_sampling|>"
+
+
+class InklingFormat(ToolFormat):
+    """One call in each message. Its JSON has no space."""
+
+    names = ("inkling",)
+    models = "Inkling"
+    markers = (_THINK, _TEXT, _CALL, _AGAIN, _END, _END_OF_ALL)
+    begins_call = (_CALL,)
+    reads_everything = True
+
+    @classmethod
+    def matches(cls, chat_template: str, vocabulary: Mapping[str, int]) -> bool:
+        return _CALL in chat_template or _CALL in vocabulary
+
+    def parser(self, tools: Sequence[Tool]) -> Parser:
+        return ChannelParser(
+            opens=(_THINK, _TEXT, _CALL),
+            ends=(_AGAIN, _END, _END_OF_ALL),
+            header=re.compile(r"\s*[\w.-]{0,256}\s*"),
+            body_of=lambda header, marker: Body.REASONING if marker == _THINK else Body.TEXT,
+            calls=CallBlockParser((_CALL,)),
+            begins_call=(_CALL,),
+        )
+
+    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+        """See the base. It begins at the answer's first token: the reasoning is a part of it."""
+        lark = Lark(self.vocabulary)
+        again = lark.literal(_AGAIN)
+        others = [marker for marker in self.markers if marker != _END]
+
+        def message(opening: str) -> str:
+            return lark.rule(f"{lark.literal(opening)} {lark.until(_END, others=others)} {again}")
+
+        calls = []
+        for tool in tools:
+            name = json.dumps(tool.name, ensure_ascii=False)
+            marks = lark.literal(tool.name + _CALL)
+            head = json.dumps('{"name":' + name + ',"args":')
+            calls.append(f'{marks} {head} {lark.rule(lark_arguments(tool, is_compact=True))} "}}"')
+        call = lark.rule(" | ".join(calls))
+        more = f"({lark.literal(_END + _AGAIN)} {call})*" if parallel else ""
+        if required:
+            lark.rule(f"{message(_THINK)}* {call} {more}", "start")
+        else:
+            text = lark.terminal(lark.without(self.markers))
+            final = f"{lark.literal(_TEXT)} {text}"
+            lark.rule(f"({message(_THINK)} | {message(_TEXT)})* ({call} {more} | {final})", "start")
+        return lark.text()

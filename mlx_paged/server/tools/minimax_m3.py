@@ -1,0 +1,348 @@
+"""MiniMax M3: tags of XML's kind, each after one token; keys are names of tags, and values nest.
+
+]<]minimax[>[<tool_call>
+]<]minimax[>[<invoke name="find">]<]minimax[>[<city>Oslo]<]minimax[>[</city>]<]minimax[>[<tags>
+]<]minimax[>[<item>a]<]minimax[>[</item>]<]minimax[>[</tags>]<]minimax[>[</invoke>
+]<]minimax[>[</tool_call>  (without the second newline)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_paged.server.tools.definitions import Tool
+from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, ContentText, Event
+from mlx_paged.server.tools.format import Parser, ToolFormat, arguments_schema
+from mlx_paged.server.tools.lark import Lark
+from mlx_paged.server.tools.lexer import Lexeme
+from mlx_paged.server.tools.parameters import counts, parameter_lists, unenforced
+from mlx_paged.server.tools.schemas import (
+    ALL_TYPES,
+    Parameter,
+    Schema,
+    properties_of,
+    resolved,
+    types_of,
+)
+
+_TOKEN = "]<]minimax[>["
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+_INVOKE, _INVOKE_END = re.compile(r'<invoke name="([^"\s]{1,256})">'), "</invoke>"
+_TAG = re.compile(r"<(/?)([^<>/\s][^<>\s]*)>")
+_ITEM = "item"
+_LONGEST_TAG = 512  # characters
+
+
+class MinimaxM3Format(ToolFormat):
+    """One block of invocations."""
+
+    names = ("minimax_m3",)
+    models = "MiniMax M3"
+    markers = (_TOKEN,)
+    begins_call = (_TOKEN,)
+
+    @classmethod
+    def matches(cls, chat_template: str, vocabulary: Mapping[str, int]) -> bool:
+        return _TOKEN in chat_template or _TOKEN in vocabulary
+
+    def parser(self, tools: Sequence[Tool]) -> Parser:
+        return MinimaxM3Parser(tools)
+
+    def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
+        return counts(parameters)
+
+    def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
+        return unenforced(tool.parameters, tool.field, nested=True)
+
+    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+        lark = Lark(self.vocabulary)
+        calls = []
+        for tool in tools:
+            opening = lark.literal(f'\n{_TOKEN}<invoke name="{tool.name}">')
+            calls.append(f"{opening} {_Values(lark, tool).arguments()}")
+        call = lark.rule(" | ".join(calls))
+        end = lark.literal(f"\n{_TOKEN}{_END}")
+        rest = lark.rule(f"{call}{'+' if parallel else ''} {end}")
+        return lark.answer(
+            _TOKEN + _BEGIN, rest, required=required, parallel=False, others=[_TOKEN]
+        )
+
+
+@dataclass
+class _Value:
+    """An open value.
+
+    Attributes:
+        key: Its tag; "" for all arguments of a call.
+        schema: What its tool says of it.
+        closes: What ends its container's text; "" while it is not known to be one.
+        text: What was read of it, where it is no container and not streamed.
+        streams: Whether it is a string, which is given out as it comes.
+        is_first: Whether a container is still empty.
+    """
+
+    key: str
+    schema: Schema
+    closes: str = ""
+    text: list[str] = field(default_factory=list)
+    streams: bool = False
+    is_first: bool = True
+
+
+class MinimaxM3Parser:
+    """Reads tags, and writes their values as JSON, piece by piece.
+
+    A tag counts where the syntax has a place for it; anywhere else it is text. One that closes an
+    outer value closes those within it, too.
+    """
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+        self._root: Mapping[str, Any] = {}  # the schema of the open call
+        self._open: list[_Value] = []  # values, the innermost last; the first one is the call
+        self._tag: str | None = None  # what was read after a token
+        self._in_block = False
+        self._raw: list[str] = []  # of a block without a call
+        self._follows_block = False
+        self._keys: set[str] = set()  # parameters of the open call
+
+    def feed(self, lexeme: Lexeme) -> Iterator[Event]:
+        text, is_marker = lexeme
+        if is_marker:
+            if self._tag is not None:
+                yield from self._no_tag()
+            self._tag = text.removeprefix(_TOKEN)
+        elif self._tag is not None:
+            self._tag += text
+        else:
+            yield from self._add(text)
+            return
+        tag = self._tag.lstrip()
+        end = tag.find(">")
+        if (tag and tag[0] != "<") or (end < 0 and len(tag) > _LONGEST_TAG):
+            yield from self._no_tag()
+        elif end >= 0:
+            self._tag = None
+            yield from self._at(tag[: end + 1])
+            if tag[end + 1 :]:
+                yield from self._add(tag[end + 1 :])
+
+    def passes(self, text: str) -> bool:
+        return self._tag is None and not self._open and not self._in_block
+
+    def finish(self) -> Iterator[Event]:
+        tag, self._tag = self._tag, None
+        if self._open:
+            is_complete = len(self._open) == 1 and self._has_required()
+            if is_complete:
+                yield CallArguments(self._end(self._open.pop()))
+            yield CallEnd(is_complete)
+            self._open = []
+        else:
+            yield from self._leave_block()
+            if tag:
+                yield ContentText(_TOKEN + tag)
+        self._in_block = False
+
+    def _has_required(self) -> bool:
+        return self._keys >= set(self._root.get("required") or ())
+
+    def _no_tag(self) -> Iterator[Event]:
+        """The token begins no tag: it is text."""
+        tag, self._tag = self._tag, None
+        yield from self._add(_TOKEN + (tag or ""))
+
+    def _leave_block(self) -> Iterator[Event]:
+        raw, self._raw = "".join(self._raw), []
+        self._in_block = False
+        if raw:
+            yield ContentText(raw)
+
+    def _add(self, text: str) -> Iterator[Event]:
+        """Text that is no tag."""
+        if not self._open:
+            if self._in_block and not text.strip():
+                if self._raw:
+                    self._raw.append(text)
+                return
+            if self._in_block:
+                yield from self._leave_block()
+            self._follows_block = self._follows_block and not text.strip()
+            yield ContentText(text)
+        elif len(self._open) > 1 and not self._open[-1].closes:
+            value = self._open[-1]
+            if value.streams:
+                yield CallArguments(json.dumps(text, ensure_ascii=False)[1:-1])
+            else:
+                value.text.append(text)
+
+    def _at(self, tag: str) -> Iterator[Event]:
+        """A tag after a token."""
+        invoked = _INVOKE.fullmatch(tag)
+        if self._open:
+            yield from self._in_call(tag, invoked)
+        elif invoked is not None:
+            self._raw = []
+            yield from self._begin_call(invoked[1])
+        elif tag == _BEGIN:
+            yield from self._leave_block()
+            self._in_block, self._raw = True, [_TOKEN + tag]
+        elif tag == _END and (self._in_block or self._follows_block):
+            if self._raw:
+                self._raw.append(_TOKEN + tag)
+            self._follows_block = not self._raw
+            yield from self._leave_block()
+        else:
+            if self._in_block:
+                yield from self._leave_block()
+            yield ContentText(_TOKEN + tag)
+
+    def _begin_call(self, name: str) -> Iterator[Event]:
+        tool = self._tools.get(name)
+        self._root = tool.parameters if tool is not None else {}
+        self._open, self._keys = [_Value("", {**self._root, "type": "object"}, "}")], set()
+        yield CallBegin(name)
+        yield CallArguments("{")
+
+    def _in_call(self, tag: str, invoked: re.Match[str] | None) -> Iterator[Event]:
+        found = _TAG.fullmatch(tag)
+        innermost = self._open[-1]
+        ends_call = tag in (_INVOKE_END, _END) or (invoked is not None and not innermost.streams)
+        names = [value.key for value in self._open]
+        if found is not None and found[1] and found[2] in names[1:]:
+            while True:
+                value = self._open.pop()
+                yield CallArguments(self._end(value))
+                if value.key == found[2]:
+                    return
+        if ends_call:
+            while self._open:
+                yield CallArguments(self._end(self._open.pop()))
+            yield CallEnd()
+            self._follows_block = self._in_block = self._in_block or tag == _INVOKE_END
+            if tag != _INVOKE_END:
+                yield from self._at(tag)
+            return
+        if found is None or found[1] or not self._takes_key(innermost):
+            yield from self._add(_TOKEN + tag)
+            return
+        yield from self._begin_value(found[2])
+
+    def _takes_key(self, value: _Value) -> bool:
+        """Whether a value may begin within another one."""
+        return bool(value.closes) or not (value.streams or "".join(value.text).strip())
+
+    def _begin_value(self, key: str) -> Iterator[Event]:
+        parent = self._open[-1]
+        pieces = []
+        if not parent.closes:
+            types = types_of(parent.schema, self._root)
+            is_array = "array" in types and (key == _ITEM or "object" not in types)
+            parent.closes, parent.text = ("]" if is_array else "}"), []
+            pieces.append("[" if is_array else "{")
+        pieces.append("" if parent.is_first else ", ")
+        parent.is_first = False
+        if parent.closes == "}":
+            pieces.append(json.dumps(key, ensure_ascii=False) + ": ")
+        if len(self._open) == 1:
+            self._keys.add(key)
+        value = _Value(key, self._schema_within(parent, key))
+        # (A parameter that the tool does not have is a string.)
+        is_known = value.schema is not True or parent.closes == "]"
+        value.streams = not is_known or types_of(value.schema, self._root) == {"string"}
+        pieces.append('"' if value.streams else "")
+        self._open.append(value)
+        yield CallArguments("".join(pieces))
+
+    def _schema_within(self, parent: _Value, key: str) -> Schema:
+        schema = resolved(parent.schema, self._root)
+        if not isinstance(schema, Mapping):
+            return {}
+        if parent.closes == "]":
+            return schema.get("items", {})  # type: ignore[no-any-return]
+        known = properties_of({**self._root, **schema})
+        others = schema.get("additionalProperties")
+        is_free = "properties" not in schema and parent.key != ""
+        return known.get(key, others if isinstance(others, Mapping) else {} if is_free else True)
+
+    def _end(self, value: _Value) -> str:
+        if value.closes:
+            return value.closes
+        if value.streams:
+            return '"'
+        text = "".join(value.text)
+        types = types_of(value.schema, self._root)
+        if not text.strip() and types and types <= {"array", "object"}:
+            return "[]" if "array" in types else "{}"
+        is_free = not isinstance(value.schema, Mapping) or not value.schema
+        parameter = Parameter(ALL_TYPES) if is_free else Parameter.of(value.schema, self._root)
+        return parameter.to_json(text)
+
+
+class _Values:
+    """Rules of a tool's arguments in this notation."""
+
+    def __init__(self, lark: Lark, tool: Tool) -> None:
+        self._lark = lark
+        self._root = tool.parameters
+        self._is_strict = tool.strict
+        self._names: dict[tuple[str, str], str] = {}  # of rules, by tag and schema
+
+    def arguments(self) -> str:
+        """The rule of all arguments, up to the end of the call."""
+        lark = self._lark
+        schema = arguments_schema(self._root)
+        end = lark.literal(f"{_TOKEN}{_INVOKE_END}")
+        return lark.rule(" | ".join(f"{keys} {end}" for keys in self._keys(schema)))
+
+    def _keys(self, schema: Schema) -> list[str]:
+        """What an object's keys and values may be."""
+        lists = []
+        for parameters, _ in parameter_lists(schema):
+            parts = ['""']
+            for name, of_name, is_required in parameters:
+                opening = self._lark.literal(f"{_TOKEN}<{name}>")
+                parts.append(f"({opening} {self._rule(of_name, name)}){'' if is_required else '?'}")
+            lists.append(" ".join(parts))
+        return lists
+
+    def _rule(self, schema: Schema, tag: str) -> str:
+        """The rule of a value and its end tag. (A schema may contain itself.)"""
+        schema = resolved(schema, self._root)
+        known = (tag, json.dumps(schema, sort_keys=True))
+        if known not in self._names:
+            self._names[known] = self._lark.reserve()
+            self._lark.define(self._names[known], self._value(schema, tag))
+        return self._names[known]
+
+    def _value(self, schema: Schema, tag: str) -> str:
+        lark = self._lark
+        types = types_of(schema, self._root)
+        end = f"{_TOKEN}</{tag}>"
+        if not isinstance(schema, Mapping) or schema.keys() & {"const", "enum"}:
+            return lark.value(schema, self._root, end, strict=self._is_strict)
+        is_object = "object" in types and "properties" in schema
+        is_array = "array" in types and "items" in schema
+        alternatives = []
+        if is_object:
+            rooted = {**schema, "$defs": self._root.get("$defs", {})}
+            alternatives += [f"{keys} {lark.literal(end)}" for keys in self._keys(rooted)]
+        if is_array:
+            alternatives.append(f"{self._items(schema)} {lark.literal(end)}")
+        tagged = {name for name, has in (("object", is_object), ("array", is_array)) if has}
+        if rest := sorted(types - tagged):
+            narrowed: Schema = {"allOf": [schema, {"type": rest}]} if tagged else schema
+            alternatives.append(lark.value(narrowed, self._root, end, strict=self._is_strict))
+        return " | ".join(alternatives)
+
+    def _items(self, schema: Mapping[str, Any]) -> str:
+        opening = self._lark.literal(f"{_TOKEN}<{_ITEM}>")
+        item = f"({opening} {self._rule(schema['items'], _ITEM)})"
+        fewest, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        if most is not None and int(most) <= 0:
+            return '""'
+        return f"{item}{{{fewest},{'' if most is None else int(most)}}}"

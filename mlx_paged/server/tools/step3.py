@@ -1,0 +1,43 @@
+"""Step 3: invocations with named parameters, between tokens around each call and all of them.
+
+<｜tool_calls_begin｜>
+<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">
+<steptml:parameter name="city">Oslo</steptml:parameter>
+</steptml:invoke><｜tool_call_end｜>
+<｜tool_calls_end｜>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mlx_paged.server.tools.tagged import TaggedFormat, Tags
+
+_BEGIN, _SEPARATOR, _END = "<｜tool_call_begin｜>", "<｜tool_sep｜>", "<｜tool_call_end｜>"
+
+
+class Step3Format(TaggedFormat):
+    """The tokens around a call are read wherever they stand, as some answers lack them."""
+
+    names = ("step3",)
+    models = "Step 3"
+    tags = Tags(
+        call='<steptml:invoke name="',
+        name_end='">',
+        call_end="</steptml:invoke>",
+        key='<steptml:parameter name="',
+        key_ends=(('">', None),),
+        value="",
+        value_end="</steptml:parameter>",
+        blocks=(("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"), (_BEGIN, _END)),
+        others=(_BEGIN, _SEPARATOR, _END),
+        kind="function",
+        before_call=f"{_BEGIN}function{_SEPARATOR}",
+        after_call=_END,
+    )
+    markers = tags.markers
+    begins_call = ("<｜tool_calls_begin｜>", _BEGIN)
+
+    @classmethod
+    def matches(cls, chat_template: str, vocabulary: Mapping[str, int]) -> bool:
+        return "<steptml:" in chat_template
