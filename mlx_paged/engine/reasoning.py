@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,10 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
+from mlx_paged.engine.derived_reasoning import derive_reasoning
 from mlx_paged.errors import InvalidParameterError
+
+logger = logging.getLogger(__name__)
 
 #: Most characters between the two parts of an end marker.
 _MOST_BETWEEN = 80
@@ -245,6 +249,13 @@ def detect(tokenizer: Any) -> ReasoningFormat | None:
         return REASONING_FORMATS["granite"].bound_to(tokenizer)
     if "<think>" in template and "</think>" in template:
         return REASONING_FORMATS["deepseek_r1"].bound_to(tokenizer)
+    if (markers := derive_reasoning(template, vocabulary)) is not None:
+        logger.info(
+            "reasoning: no listed format fits; derived from the chat template: %r to %r",
+            markers.start,
+            markers.end,
+        )
+        return ReasoningFormat("derived", markers.start, markers.end).bound_to(tokenizer)
     return None
 
 

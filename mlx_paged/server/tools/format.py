@@ -141,7 +141,10 @@ def lark_escape(text: str) -> str:
 
 
 def lark_json(
-    schema: Mapping[str, Any] | bool, *, strict: bool = False, is_compact: bool = False
+    schema: Mapping[str, Any] | bool,
+    *,
+    strict: bool = False,
+    separators: tuple[str, str] | None = (", ", ": "),
 ) -> str:
     """A JSON value that is valid for a schema, in Lark.
 
@@ -149,26 +152,24 @@ def lark_json(
     space after commas and colons, so it cannot go on with space for ever.
 
     Args:
-        is_compact: no space after commas and colons.
         strict: refuse what the grammar cannot enforce, when it is compiled. Otherwise unsupported
             keywords are left out.
+        separators: of items and of keys; None: any space.
     """
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    options: dict[str, Any] = {
-        "whitespace_flexible": False,
-        "item_separator": "," if is_compact else ", ",
-        "key_separator": ":" if is_compact else ": ",
-    }
+    options: dict[str, Any] = {"whitespace_flexible": separators is None}
+    if separators is not None:
+        options["item_separator"], options["key_separator"] = separators
     if not strict:
         options["lenient"] = True
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
-def lark_arguments(tool: Tool, *, is_compact: bool = False) -> str:
-    """The arguments of a tool as a JSON object, in Lark."""
+def lark_arguments(tool: Tool, separators: tuple[str, str] | None = (", ", ": ")) -> str:
+    """The arguments of a tool as a JSON object, in Lark. (See `lark_json`.)"""
     schema = arguments_schema(tool.parameters)
-    return lark_json(schema, strict=tool.strict, is_compact=is_compact)
+    return lark_json(schema, strict=tool.strict, separators=separators)
 
 
 def arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class InklingFormat(ToolFormat):
             name = json.dumps(tool.name, ensure_ascii=False)
             marks = lark.literal(tool.name + _CALL)
             head = json.dumps('{"name":' + name + ',"args":')
-            calls.append(f'{marks} {head} {lark.rule(lark_arguments(tool, is_compact=True))} "}}"')
+            calls.append(f'{marks} {head} {lark.rule(lark_arguments(tool, (",", ":")))} "}}"')
         call = lark.rule(" | ".join(calls))
         more = f"({lark.literal(_END + _AGAIN)} {call})*" if parallel else ""
         if required:

@@ -64,7 +64,8 @@ class CallBlockParser:
             at = self._read(calls, text, out)
         if at < len(text):
             out.append(ContentText(text[at:]))
-            self._follows_call = False
+            # (Another marker may end the calls after space.)
+            self._follows_call = self._follows_call and text[at:].isspace()
         return out
 
     def _read(self, calls: CallsReader, text: str, out: list[Event]) -> int:
@@ -100,7 +101,7 @@ class CallBlockParser:
         if unread.strip():
             out.append(ContentText(unread))
         self._calls = None
-        self._follows_call = calls.num_calls > 0
+        self._follows_call = calls.num_calls > 0 and not unread.strip()
 
 
 class JsonBlockFormat(ToolFormat):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from mlx_paged.server.tools.events import CallArguments, CallBegin, CallEnd, Event
 
@@ -148,9 +148,20 @@ class JsonCall:
         raw: Its text as written, while it may turn out to be no call.
     """
 
-    NAMES = ("name", "function", "function_name", "tool_name", "tool")
-    ARGUMENTS = ("arguments", "parameters", "args", "tool_arguments", "input")
-    OTHERS = ("id", "type", "call_id", "tool_call_id", "index")
+    NAMES: ClassVar[tuple[str, ...]] = ("name", "function", "function_name", "tool_name", "tool")
+    ARGUMENTS: ClassVar[tuple[str, ...]] = (
+        "arguments",
+        "parameters",
+        "args",
+        "tool_arguments",
+        "input",
+    )
+    IDS: ClassVar[tuple[str, ...]] = ("id", "call_id", "tool_call_id")
+    OTHERS: ClassVar[tuple[str, ...]] = (*IDS, "type", "index")
+    OUTER: ClassVar[tuple[str, ...]] = (
+        "function",
+        "tool",
+    )  # of an object that has name and arguments
 
     def __init__(self, known: Collection[str] | None = None) -> None:
         self._known = known
@@ -274,7 +285,7 @@ class JsonCall:
         at = _after_space(text, at)
         if at == len(text):
             return at
-        if self._key in ("function", "tool") and text[at] == "{":
+        if self._key in self.OUTER and text[at] == "{":
             self._depth += 1
             self._state = self._before_key
             return at + 1
@@ -296,7 +307,7 @@ class JsonCall:
     def _in_other_arguments(self, text: str, at: int) -> int:
         at = self._read_value(text, at)
         if self._value.has_ended:
-            self._arguments.append(_unpacked("".join(self._value_text)))
+            self._arguments.append(unpacked("".join(self._value_text)))
             self._arguments_ended = True
             self._state = self._before_key
         return at
@@ -307,7 +318,7 @@ class JsonCall:
             value = "".join(self._value_text)
             if self._key in self.NAMES and self._name is None and self._value.first == '"':
                 self._name = _string(value)
-            elif self._key in ("id", "call_id", "tool_call_id") and self._value.first == '"':
+            elif self._key in self.IDS and self._value.first == '"':
                 self._id = self._id or _string(value)
             self._state = self._before_key
         return at
@@ -370,6 +381,7 @@ class JsonCalls:
     Args:
         known: see `JsonCall`.
         one: whether it ends with an object that is in no array.
+        kind: reads an object.
 
     Attributes:
         is_array: Whether an array is open.
@@ -377,9 +389,16 @@ class JsonCalls:
         num_calls: Calls that have begun.
     """
 
-    def __init__(self, known: Collection[str] | None = None, *, one: bool = False) -> None:
+    def __init__(
+        self,
+        known: Collection[str] | None = None,
+        *,
+        one: bool = False,
+        kind: type[JsonCall] = JsonCall,
+    ) -> None:
         self._known = known
         self._one = one
+        self._kind = kind
         self._call: JsonCall | None = None
         self._space: list[str] = []  # before the first call, in case there is none
         self.is_array = False
@@ -411,7 +430,7 @@ class JsonCalls:
             if self._call is None:
                 c = text[at]
                 if c == "{":
-                    self._call = JsonCall(self._known)
+                    self._call = self._kind(self._known)
                     continue
                 if c not in " \t\r\n,;" and (c != "[" or self.is_array):
                     if c != "]" or not self.is_array:
@@ -467,7 +486,7 @@ def _string(text: str) -> str:
         return text[1:-1]
 
 
-def _unpacked(text: str) -> str:
+def unpacked(text: str) -> str:
     """Arguments that were written as no object: those in a string, or none at all."""
     if text in ("null", ""):
         return "{}"

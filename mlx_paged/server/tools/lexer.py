@@ -158,8 +158,8 @@ class Lexer:
         at = 0
         for found in self._spelled.finditer(text):
             begin, end = found.span()
-            if not is_whole and text[begin:] in self._beginnings:
-                break  # it may become a longer one
+            if not is_whole and self._begun(text, at) <= begin:
+                break  # it may become a longer one, or be a part of one that began before it
             if begin > at:
                 yield Lexeme(text[at:begin])
             yield Lexeme(found[0], True)

@@ -10,6 +10,7 @@ from mlx_paged.server.tools.apertus import ApertusFormat
 from mlx_paged.server.tools.cohere import CohereFormat
 from mlx_paged.server.tools.deepseek import DeepseekV3Format, DeepseekV31Format
 from mlx_paged.server.tools.deepseek_v32 import DeepseekV4Format, DeepseekV32Format
+from mlx_paged.server.tools.derived import derived_or_none
 from mlx_paged.server.tools.dots import DotsFormat
 from mlx_paged.server.tools.ernie import Ernie45Format
 from mlx_paged.server.tools.format import ToolFormat
@@ -126,7 +127,8 @@ def detect(chat_template: str, vocabulary: Mapping[str, int]) -> ToolFormat | No
     """The format that a model's chat template and added tokens show; None: none is known.
 
     A listed format must have its marks in what the template shows. Where the template renders
-    calls, the format's own parser must also read them: marks alone may be a mention.
+    calls, the format's own parser must also read them: marks alone may be a mention. Where no
+    listed format does, what the template renders shows the syntax.
     """
     found = shown(chat_template)
     for kind in FORMATS:
@@ -135,7 +137,7 @@ def detect(chat_template: str, vocabulary: Mapping[str, int]) -> ToolFormat | No
         format = kind(vocabulary, found.text)
         if not found.calls or any(_reads(format, call) for call in found.calls):
             return format
-    return None
+    return derived_or_none(chat_template, vocabulary)
 
 
 def _reads(format: ToolFormat, text: str) -> bool:

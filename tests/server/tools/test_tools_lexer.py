@@ -102,3 +102,15 @@ def test_nothing_is_held_that_begins_no_marker() -> None:
     assert list(lexer.feed(None, "x < y")) == [("x < y", False)]
     assert list(lexer.feed(None, "a !")) == [("a ", False)]
     assert list(lexer.feed(None, "?")) == [("!?", False)]
+
+
+def test_a_marker_within_a_longer_one_that_is_not_whole_yet() -> None:
+    """The longer one began before it."""
+    lexer = Lexer(["Action:\n```json", "```"], {})
+    found = [
+        lexeme for c in "Action:\n```json {}``` Action:\n```" for lexeme in lexer.feed(None, c)
+    ]
+    found += lexer.finish()
+    markers = [lexeme.text for lexeme in found if lexeme.is_marker]
+    assert markers == ["Action:\n```json", "```", "```"]
+    assert "".join(lexeme.text for lexeme in found) == "Action:\n```json {}``` Action:\n```"

@@ -1,0 +1,565 @@
+"""Derives how a model writes calls from what its chat template renders with and without them.
+
+Calls of made-up names, ids and arguments are rendered; what stands around them is the syntax.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import pairwise
+from typing import Any, Literal
+
+from mlx_paged.engine.derived_reasoning import ReasoningMarkers, reasoning_of
+from mlx_paged.engine.template_probe import (
+    CONTENT,
+    Message,
+    Refused,
+    TemplateProbe,
+    is_marker,
+    prompt_of,
+    user_turn,
+    written,
+)
+
+
+class Hole(Enum):
+    """What differs from call to call."""
+
+    NAME = "name"
+    ID = "id"
+    INDEX = "index"
+    ARGUMENTS = "arguments"
+
+
+Piece = str | Hole
+
+
+@dataclass(frozen=True)
+class JsonKeys:
+    """Keys of a call that is a JSON object; `outer` are those of objects around them."""
+
+    name: str
+    arguments: str
+    id: str | None = None
+    outer: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Texts around parameters that are written one by one.
+
+    Attributes:
+        name_end: Between the call's name and the first parameter.
+        key: Before a key.
+        string: Between a key and a value that is a string.
+        other: The same for other values.
+        value_end: After a value.
+        between: Between that and the next key.
+        call_end: After the last value's end, up to the call's.
+        no_values: After the name of a call without parameters, up to the call's end.
+    """
+
+    name_end: str
+    key: str
+    string: str
+    other: str
+    value_end: str
+    between: str
+    call_end: str
+    no_values: str
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """How calls are written.
+
+    Attributes:
+        kind: "json": an object with name and arguments. "named": the arguments are JSON, the name
+            stands outside. "tagged": parameters one by one, in tags. "python": as Python writes
+            calls.
+        section_start, section_end: Around all calls of an answer.
+        call_start, call_end: Around each.
+        separator: Between two.
+        pieces: A call between `call_start` and `call_end`: texts and holes ("json", "named").
+        are_text: Whether arguments are a JSON string that contains the object.
+        separators: Of items and of keys in JSON; None: space varies.
+        keys: Of "json".
+        parameters: Of "tagged".
+        has_parallel: Whether an answer may have more than one call.
+        around_text: Markers around the text of answers.
+    """
+
+    kind: Literal["json", "named", "tagged", "python"]
+    call_start: str
+    call_end: str
+    section_start: str = ""
+    section_end: str = ""
+    separator: str = ""
+    pieces: tuple[Piece, ...] = ()
+    are_text: bool = False
+    separators: tuple[str, str] | None = (", ", ": ")
+    keys: JsonKeys | None = None
+    parameters: Parameters | None = None
+    has_parallel: bool = False
+    around_text: tuple[str, ...] = ()
+
+
+class NotDerived(Exception):
+    """Why no syntax can be derived from a template, as a part of a sentence."""
+
+
+class _TakesText(NotDerived):
+    """The template shows arguments as Python does: it is made for their text."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call to be rendered."""
+
+    name: str
+    id: str
+    arguments: Mapping[str, Any]
+
+
+# (Ids of nine letters and digits are those that the strictest templates take.)
+_FIRST = _Call("probe_first", "qidxone01", {"key_one": "value one", "key_two": "value two"})
+_SECOND = _Call("probe_second", "qidxtwo02", {"key_red": "value red", "key_blue": "value blue"})
+_NUMBERS = _Call("probe_first", "qidxone01", {"key_one": "value one", "key_two": 739})
+_OBJECTS = _Call("probe_first", "qidxone01", {"key_one": {"inner": [7, True]}, "key_two": 739})
+_MARKUP = _Call("probe_first", "qidxone01", {"key_one": "a<b>&'c", "key_two": "value two"})
+_EMPTY = _Call("probe_first", "qidxone01", {})
+
+
+def _tool(name: str, keys: Sequence[str]) -> dict[str, Any]:
+    properties = {key: {"type": "string", "description": "A value."} for key in keys}
+    parameters = {"type": "object", "properties": properties, "required": list(keys)}
+    function = {"name": name, "description": "A function.", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+_TOOLS = [_tool(call.name, list(call.arguments)) for call in (_FIRST, _SECOND)]
+
+
+class _Writer:
+    """Renders calls in one of the forms that templates take."""
+
+    def __init__(
+        self,
+        probe: TemplateProbe,
+        reasoning: ReasoningMarkers | None,
+        *,
+        are_objects: bool,
+        content: str | None,
+    ) -> None:
+        self._probe = probe
+        self._reasoning = reasoning
+        self._are_objects = are_objects
+        self._content = content
+        self._prompt = prompt_of(probe, _TOOLS)
+        self._before_text, self._after_text = self._rendered_text()
+        self.around_text: tuple[str, ...] = ()
+
+    def _rendered_text(self) -> tuple[str, str]:
+        """What is before and after an answer that is text."""
+        message = {"role": "assistant", "content": CONTENT}
+        try:
+            text = self._probe.render([user_turn(), message], _TOOLS)
+        except Refused:
+            return "", ""
+        before, _, after = self._answered(text).rpartition(CONTENT)
+        return before, after
+
+    def body(self, *calls: _Call) -> str:
+        """What a model writes to make calls, without what ends its turn.
+
+        Sets `around_text`: the markers that the text of an answer stands between.
+
+        Raises:
+            Refused: the template does not take them.
+        """
+        message: Message = {"role": "assistant", "content": self._content}
+        message["tool_calls"] = [self._rendered(call) for call in calls]
+        text = self._answered(self._probe.render([user_turn(), message], _TOOLS))
+        end = self._probe.common_suffix(text, self._after_text)
+        text_end = self._after_text.removesuffix(end)
+        marks = (self._before_text.strip(), text_end.strip())
+        self.around_text = tuple(m for m in marks if is_marker(m) and not m[0].isalnum())
+        text = text.removesuffix(end)
+        if len(end.strip()) > 2:  # (Some render more turns after it.)
+            at = text.find(end.strip(), text.rfind(calls[-1].name))
+            text = text[:at] if at >= 0 else text
+        return text.rstrip()
+
+    def _answered(self, text: str) -> str:
+        text = written(self._probe, self._prompt, text)
+        if self._reasoning is not None and self._reasoning.end in text:
+            text = text.partition(self._reasoning.end)[2]
+        return text.lstrip()
+
+    def _rendered(self, call: _Call) -> dict[str, Any]:
+        arguments: Any = dict(call.arguments)
+        if not self._are_objects:
+            arguments = json.dumps(arguments)
+        function = {"name": call.name, "arguments": arguments}
+        return {"id": call.id, "type": "function", "function": function}
+
+
+def derive_syntax(probe: TemplateProbe) -> CallSyntax:
+    """The syntax of calls that a template renders.
+
+    Raises:
+        NotDerived: it renders none, or in a way that cannot be read back.
+    """
+    reasoning = reasoning_of(probe)
+    refusals: list[str] = []
+    reason = ""
+    for content in ("", None):
+        for are_objects in (True, False):
+            writer = _Writer(probe, reasoning, are_objects=are_objects, content=content)
+            try:
+                body = writer.body(_FIRST)
+            except Refused as refused:
+                refusals.append(f"it refuses calls ({refused})")
+                continue
+            if _FIRST.name not in body:
+                continue
+            try:
+                return _Analysis(probe, writer, body).syntax()
+            except _TakesText as error:
+                reason = reason or f"{error}"
+            except NotDerived as error:
+                raise NotDerived(reason or f"{error}") from error
+    raise NotDerived(reason or (refusals[0] if len(refusals) == 4 else "it renders no calls"))
+
+
+@dataclass(frozen=True)
+class _Located:
+    """A call within a rendered text.
+
+    Attributes:
+        kind: As in `CallSyntax`.
+        span: Where it is.
+        arguments: Where its arguments are ("json", "named").
+        are_text: See `CallSyntax`.
+        value: Of the object ("json").
+    """
+
+    kind: Literal["json", "named", "tagged", "python"]
+    span: tuple[int, int]
+    arguments: tuple[int, int] = (0, 0)
+    are_text: bool = False
+    value: Any = None
+
+
+class _Analysis:
+    """Takes a rendered call apart."""
+
+    def __init__(self, probe: TemplateProbe, writer: _Writer, body: str) -> None:
+        self._probe = probe
+        self._writer = writer
+        self._body = body
+
+    def syntax(self) -> CallSyntax:
+        body = self._body
+        found = _locate(body, _FIRST)
+        begin, end = found.span
+        base = CallSyntax(
+            found.kind,
+            call_start=body[:begin],
+            call_end=body[end:],
+            are_text=found.are_text,
+            around_text=self._writer.around_text,
+        )
+        base, second = self._with_sections(base, found)
+        if found.kind in ("json", "named"):
+            base = self._of_json(base, found, second)
+        elif found.kind == "tagged":
+            base = replace(base, parameters=self._parameters(base))
+        return base
+
+    def _with_sections(
+        self, base: CallSyntax, found: _Located
+    ) -> tuple[CallSyntax, tuple[str, _Located] | None]:
+        """Tells what is around all calls from what is around each, by two calls."""
+        try:
+            body = self._writer.body(_FIRST, _SECOND)
+        except Refused:
+            return base, None
+        if _SECOND.name not in body or _FIRST.name not in body:
+            return base, None
+        first, second = _locate(body, _FIRST), _locate(body, _SECOND)
+        if first.kind != found.kind or second.kind != found.kind:
+            raise NotDerived("it renders several calls in another way than one")
+        before, between = base.call_start, body[first.span[1] : second.span[0]]
+        after = base.call_end
+        if body[: first.span[0]] != before or not body.endswith(after):
+            raise NotDerived("what it renders around several calls differs from that around one")
+        start = self._probe.common_suffix(before, between)
+        pieces: tuple[Piece, ...] = ()
+        counters = [re.search(r"\d+$", t.removesuffix(start)) for t in (before, between)]
+        numbers = [found[0] for found in counters if found is not None]
+        if len(numbers) == 2 and int(numbers[1]) == int(numbers[0]) + 1:
+            # A number before each call counts them.
+            pieces = (Hole.INDEX, start)
+            before = before.removesuffix(numbers[0] + start)
+            between = between.removesuffix(numbers[1] + start)
+            start = self._probe.common_suffix(before, between)
+        end = self._probe.common_prefix(after, between)
+        # Both may claim what is between: the beginning of a call has the first claim.
+        end = end[: max(0, len(between) - len(start))]
+        separator = between[len(end) : len(between) - len(start)]
+        section_start = before.removesuffix(start)
+        syntax = replace(
+            base,
+            section_start=section_start,
+            call_start=start,
+            call_end=end,
+            # (What nothing opened is no part of the calls: it ends the turn.)
+            section_end=after[len(end) :] if section_start else "",
+            separator=separator,
+            pieces=pieces,
+            has_parallel=True,
+        )
+        return syntax, (body, second)
+
+    def _of_json(
+        self, base: CallSyntax, found: _Located, second: tuple[str, _Located] | None
+    ) -> CallSyntax:
+        pieces = _pieces(self._body, found, _FIRST)
+        if second is not None:
+            pieces = _with_index(pieces, _pieces(*second, _SECOND))
+        if pieces.count(Hole.ARGUMENTS) != 1 or Hole.NAME not in pieces:
+            raise NotDerived("it renders calls without their names")
+        if found.kind == "named" and pieces.index(Hole.NAME) > pieces.index(Hole.ARGUMENTS):
+            raise NotDerived("it renders the name of a call after its arguments")
+        arguments = self._body[slice(*found.arguments)]
+        arguments = json.loads(arguments) if found.are_text else arguments
+        keys = None
+        if found.kind == "json":
+            keys = _keys(found.value)
+        pieces = (*base.pieces, *pieces)
+        return replace(base, pieces=pieces, separators=_separators(arguments), keys=keys)
+
+    def _parameters(self, base: CallSyntax) -> Parameters:
+        mid, string, between, again = self._split(self._body, _FIRST)
+        if string != again:
+            raise NotDerived("it renders its parameters in different ways")
+        key = self._probe.common_suffix(mid, between)
+        value_end = self._probe.common_prefix(base.call_end, between)
+        value_end = value_end[: max(0, len(between) - len(key))]
+        other = string
+        with suppress(Refused):
+            numbers = self._writer.body(_NUMBERS)
+            _, _, _, other = self._split(numbers, _NUMBERS)
+            if not numbers.endswith(f"{other}739{base.call_end}{base.section_end}"):
+                raise NotDerived("its parameters are JSON, one by one")
+        with suppress(Refused):
+            if _MARKUP.arguments["key_one"] not in self._writer.body(_MARKUP):
+                raise NotDerived("it escapes characters of its parameters")
+        with suppress(Refused):
+            value, objects = _OBJECTS.arguments["key_one"], self._writer.body(_OBJECTS)
+            texts = [json.dumps(value), json.dumps(value, separators=(",", ":")), str(value)]
+            if not any(text in objects for text in texts):
+                raise NotDerived("its parameters that are objects are not JSON")
+        if not is_marker(key.strip()) or not is_marker(value_end.strip()):
+            raise NotDerived("its parameters have no tags of their own")
+        call_end = base.call_end.removeprefix(value_end)
+        name_end = mid.removesuffix(key)
+        no_values = name_end + call_end
+        with suppress(Refused):
+            empty = self._writer.body(_EMPTY).removesuffix(base.section_end)
+            no_values = empty[empty.find(_EMPTY.name) + len(_EMPTY.name) :]
+        parameters = Parameters(
+            name_end=name_end,
+            key=key,
+            string=string,
+            other=other,
+            value_end=value_end,
+            between=between[len(value_end) : len(between) - len(key)],
+            call_end=call_end,
+            no_values=no_values,
+        )
+        texts = [base.section_start, base.call_start, *vars(parameters).values()]
+        if any(_FIRST.name in text or _FIRST.id in text for text in texts):
+            raise NotDerived("its tags contain names or ids")
+        return parameters
+
+    def _split(self, body: str, call: _Call) -> list[str]:
+        """What is between a name, two keys and two values."""
+        texts = [call.name]
+        for key, value in call.arguments.items():
+            texts += [key, value if isinstance(value, str) else json.dumps(value)]
+        found, at = [], body.find(call.name)
+        for text, following in pairwise(texts):
+            at += len(text)
+            end = body.find(following, at)
+            if end < 0:
+                raise NotDerived("it renders parameters in another order")
+            found.append(body[at:end])
+            at = end
+        return found
+
+
+def _locate(body: str, call: _Call) -> _Located:
+    """Finds a call and its parts.
+
+    Raises:
+        NotDerived: it is not written in any way that is known.
+    """
+    at = body.find(call.name)
+    for begin, end, value in _values(body):
+        is_text = isinstance(value, str) and _loaded(value) == call.arguments
+        if not is_text and value != call.arguments:
+            continue
+        for outer_begin, outer_end, outer in _values(body):
+            holds = outer_begin <= min(at, begin) and outer_end >= end
+            if holds and isinstance(outer, dict) and _path(outer, call.name) is not None:
+                return _Located("json", (outer_begin, outer_end), (begin, end), is_text, outer)
+        places = [begin, end]
+        for text in (call.name, call.id):
+            places += [p for found in re.finditer(text, body) for p in found.span()]
+        return _Located("named", (min(places), max(places)), (begin, end), is_text)
+    if _python_literal(body, call):
+        raise _TakesText("it renders arguments in Python's notation of dictionaries")
+    keys, values = list(call.arguments), [str(value) for value in call.arguments.values()]
+    texts = [text for pair in zip(keys, values, strict=True) for text in pair]
+    places = [body.find(text, at) for text in texts]
+    if -1 in places or places != sorted(places):
+        raise NotDerived("it renders calls without their arguments")
+    last = places[-1] + len(values[-1])
+    opened = body[at + len(call.name) : places[0]]
+    if opened.strip() == "(" and body[places[0] :].startswith(f"{keys[0]}="):
+        closed = re.compile(r"""["']\s*\)""").match(body, last)
+        if closed is None:
+            raise NotDerived("it renders calls as functions whose strings have no quotes")
+        return _Located("python", (at, closed.end()))
+    return _Located("tagged", (at, last))
+
+
+def _values(text: str) -> Iterator[tuple[int, int, Any]]:
+    """Every JSON object and string in a text, the outer ones first."""
+    decoder = json.JSONDecoder()
+    for found in re.finditer(r'[{"]', text):
+        try:
+            value, end = decoder.raw_decode(text, found.start())
+        except (ValueError, RecursionError):
+            continue
+        yield found.start(), end, value
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _python_literal(body: str, call: _Call) -> bool:
+    for found in re.finditer(r"\{", body):
+        end = body.find("}", found.start())
+        try:
+            if end > 0 and ast.literal_eval(body[found.start() : end + 1]) == call.arguments:
+                return True
+        except (ValueError, SyntaxError):
+            continue
+    return False
+
+
+def _path(value: Mapping[str, Any], wanted: Any) -> list[str] | None:
+    """The keys that lead to a value within objects."""
+    for key, inner in value.items():
+        if inner == wanted:
+            return [key]
+        if isinstance(inner, dict) and (rest := _path(inner, wanted)) is not None:
+            return [key, *rest]
+    return None
+
+
+def _keys(value: Mapping[str, Any]) -> JsonKeys:
+    name = _path(value, _FIRST.name)
+    arguments = _path(value, _FIRST.arguments) or _path(value, json.dumps(_FIRST.arguments))
+    if arguments is None:  # a string with other space in it
+        arguments = next(
+            (p for p in map(list, _paths(value)) if _loaded(str(_at(value, p))) is not None), None
+        )
+    if name is None or arguments is None:
+        raise NotDerived("it renders calls as objects without names or arguments")
+    call_id = _path(value, _FIRST.id)
+    outer = dict.fromkeys([*name[:-1], *arguments[:-1]])
+    return JsonKeys(name[-1], arguments[-1], call_id[-1] if call_id else None, tuple(outer))
+
+
+def _paths(value: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    for key, inner in value.items():
+        yield (key,)
+        if isinstance(inner, dict):
+            yield from ((key, *rest) for rest in _paths(inner))
+
+
+def _at(value: Any, path: Sequence[str]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _pieces(body: str, found: _Located, call: _Call) -> tuple[Piece, ...]:
+    """A call as texts and holes."""
+    (begin, end), arguments = found.span, found.arguments
+    pieces: list[Piece] = []
+    holes = {call.name: Hole.NAME, call.id: Hole.ID}
+    pattern = re.compile("|".join(map(re.escape, holes)))
+    for part in (body[begin : arguments[0]], None, body[arguments[1] : end]):
+        if part is None:
+            pieces.append(Hole.ARGUMENTS)
+            continue
+        at = 0
+        for hole in pattern.finditer(part):
+            pieces += [part[at : hole.start()], holes[hole[0]]]
+            at = hole.end()
+        pieces.append(part[at:])
+    return tuple(piece for piece in pieces if piece != "")
+
+
+def _with_index(first: tuple[Piece, ...], second: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """The pieces of both of two calls, where a number that counts them is a hole."""
+    pieces: list[Piece] = []
+    if len(first) != len(second):
+        raise NotDerived("it renders two calls in different ways")
+    for a, b in zip(first, second, strict=True):
+        if a == b:
+            pieces.append(a)
+            continue
+        if isinstance(a, Hole) or isinstance(b, Hole):
+            raise NotDerived("it renders two calls in different ways")
+        parts = [re.split(r"(\d+)", text) for text in (a, b)]
+        if len(parts[0]) != len(parts[1]):
+            raise NotDerived("it renders two calls in different ways")
+        for x, y in zip(*parts, strict=True):
+            if x == y:
+                pieces.append(x)
+            elif x.isdigit() and y.isdigit() and int(y) == int(x) + 1:
+                pieces.append(Hole.INDEX)
+            else:
+                raise NotDerived("it renders two calls in different ways")
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if isinstance(piece, str) and isinstance(last, str):
+            joined[-1] = last + piece
+        elif piece != "":
+            joined.append(piece)
+    return tuple(joined)
+
+
+def _separators(text: str) -> tuple[str, str] | None:
+    for item in (", ", ","):
+        for key in (": ", ":"):
+            if json.dumps(_FIRST.arguments, separators=(item, key)) == text:
+                return item, key
+    return None

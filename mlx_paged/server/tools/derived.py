@@ -1,0 +1,552 @@
+"""Formats of models that no listed family claims: derived from what their chat template renders."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mlx_paged.engine.template_probe import TemplateProbe, is_marker
+from mlx_paged.server.tools.bare_json import BareCallsParser
+from mlx_paged.server.tools.call_syntax import (
+    CallSyntax,
+    Hole,
+    JsonKeys,
+    NotDerived,
+    Parameters,
+    Piece,
+    derive_syntax,
+)
+from mlx_paged.server.tools.definitions import Tool
+from mlx_paged.server.tools.escaped_json import escaped_arguments, left_out
+from mlx_paged.server.tools.events import CallBegin, CallEnd, ContentText, Event
+from mlx_paged.server.tools.format import Parser, ToolFormat, lark_arguments
+from mlx_paged.server.tools.headed_json import Head, HeadedCalls
+from mlx_paged.server.tools.json_blocks import CallBlockParser
+from mlx_paged.server.tools.json_calls import CallsReader, JsonCall, JsonCalls
+from mlx_paged.server.tools.lark import Lark
+from mlx_paged.server.tools.lexer import Lexeme
+from mlx_paged.server.tools.parameters import counts, parameter_lists, unenforced
+from mlx_paged.server.tools.python_calls import PythonCalls
+from mlx_paged.server.tools.pythonic import python_call
+from mlx_paged.server.tools.schemas import types_of
+from mlx_paged.server.tools.tagged import TaggedParser, Tags
+from mlx_paged.server.tools.template import knows_tools
+
+logger = logging.getLogger(__name__)
+
+_TAG = re.compile(r"<[^<>\s]+>|\[/?\w+\]")
+_ID = "/[A-Za-z0-9_.:-]{1,64}/"
+_NUMBER = "/[0-9]{1,12}/"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The markers of a syntax, and the texts beside them.
+
+    Attributes:
+        section, call: With which a section, and a call, begins; "" where there is none.
+        section_rest, call_rest: What follows them.
+        ends: Markers that may follow a call.
+    """
+
+    section: str
+    section_rest: str
+    call: str
+    call_rest: str
+    ends: tuple[str, ...]
+
+    @classmethod
+    def of(cls, syntax: CallSyntax, vocabulary: Iterable[str]) -> Layout:
+        """The layout of a syntax.
+
+        Raises:
+            NotDerived: nothing tells calls from text.
+        """
+        tokens = sorted((t for t in vocabulary if len(t) > 1), key=len, reverse=True)
+        tag = re.compile("|".join([*map(re.escape, tokens), _TAG.pattern]))
+        section, section_rest = _split(syntax.section_start, tag)
+        call, call_rest = _split(syntax.call_start, tag)
+        ends: list[str] = []
+        for text in (syntax.call_end, syntax.section_end):
+            tags = tag.findall(text)
+            ends += tags or ([text.strip()] if is_marker(text.strip()) else [])
+        is_bare = not section and not call
+        is_list = (syntax.section_start + syntax.call_start).strip() in ("", "[")
+        if is_bare and (not is_list or syntax.kind in ("named", "tagged")):
+            raise NotDerived("nothing that it renders before a call tells it from text")
+        return cls(section, section_rest, call, call_rest, tuple(dict.fromkeys(ends)))
+
+    @classmethod
+    def of_tags(cls, tags: Tags) -> Layout:
+        """The layout of a syntax of tags: all of them are markers."""
+        begin, _ = tags.blocks[0] if tags.blocks else ("", "")
+        ends = [mark for mark in tags.markers if mark not in (begin, tags.call)]
+        return cls(begin, "", tags.call, "", tuple(ends))
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """The markers with which calls begin."""
+        return tuple(dict.fromkeys(mark for mark in (self.section, self.call) if mark))
+
+
+def _split(text: str, tag: re.Pattern[str]) -> tuple[str, str]:
+    """The marker that a text begins with, and the rest."""
+    text = text.lstrip()
+    found = tag.match(text)
+    marker = found[0] if found is not None else text.rstrip(" \t\n[{\"'(")
+    if not is_marker(marker):
+        return "", text
+    return marker, text[len(marker) :]
+
+
+class DerivedFormat(ToolFormat):
+    """A format by its syntax. `derived_format` makes the class of one."""
+
+    names = ()
+    models = "any, by its chat template"
+    syntax: ClassVar[CallSyntax]
+    layout: ClassVar[Layout]
+
+    def __str__(self) -> str:
+        """A call as it is written, for people."""
+        syntax = self.syntax
+        inner = "".join(f"{{{p.value}}}" if isinstance(p, Hole) else p for p in syntax.pieces)
+        if syntax.parameters is not None:
+            of = syntax.parameters
+            inner = f"{{name}}{of.name_end}{of.key}{{key}}{of.string}{{value}}"
+        elif syntax.kind == "python":
+            inner = "{name}({key}={value})"
+        before, after = syntax.section_start + syntax.call_start, syntax.call_end
+        return repr(before + inner + after + syntax.section_end)
+
+    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+        lark, syntax, layout = Lark(self.vocabulary), self.syntax, self.layout
+        parallel = parallel and syntax.has_parallel
+        call = lark.rule(" | ".join(self._call(lark, tool) for tool in tools))
+        # Literals around the call, up to its first marker and from it on.
+        end = _literal(lark, syntax.call_end if syntax.kind != "tagged" else "")
+        if not layout.begins:
+            before = _literal(lark, syntax.section_start + syntax.call_start)
+            more = f"({_literal(lark, syntax.separator)} {call})*" if parallel else ""
+            after = _literal(lark, syntax.section_end)
+            calls = lark.rule(f"{before} {call} {end} {more} {after}")
+            return lark.bare_answer(calls, r"{\[", required=required)
+        is_shared = bool(syntax.section_start.strip())
+        start = syntax.call_start
+        if is_shared:
+            one = f"{_literal(lark, start)} {call} {end}"
+            more = f"({_literal(lark, syntax.separator)} {one})*" if parallel else ""
+            whole = f"{one} {more} {_literal(lark, syntax.section_end)}"
+            start = syntax.section_start
+        else:
+            whole = f"{call} {end}"
+        marker, rest = layout.begins[0], start.lstrip()
+        rest = rest[len(marker) :]
+        body = lark.rule(f"{_literal(lark, rest)} {whole}")
+        if not required and any(map(lark.has_token, syntax.around_text)):
+            return self._with_text_marks(lark, f"{lark.literal(marker)} {body}", parallel)
+        return lark.answer(
+            marker,
+            body,
+            required=required,
+            parallel=parallel and not is_shared,
+            between=syntax.separator,
+            others=layout.begins,
+        )
+
+    def _with_text_marks(self, lark: Lark, call: str, parallel: bool) -> str:
+        """An answer whose text stands between tokens: a rule has to name them."""
+        marks = [lark.literal(mark) for mark in self.syntax.around_text]
+        text = lark.terminal(lark.without(self.layout.begins))
+        texts = lark.rule(" | ".join([text, *marks]))
+        is_repeated = parallel and not self.syntax.section_start.strip()
+        lark.rule(f"({texts}* {call}){'*' if is_repeated else '?'} {texts}*", "start")
+        return lark.text()
+
+    def _call(self, lark: Lark, tool: Tool) -> str:
+        """A call without the texts around each."""
+        parts = []
+        for piece in self.syntax.pieces:
+            if piece is Hole.ARGUMENTS:
+                parts.append(self._arguments(lark, tool))
+            elif piece is Hole.ID:
+                parts.append(lark.terminal(_ID))
+            elif piece is Hole.INDEX:
+                parts.append(lark.terminal(_NUMBER))
+            else:
+                parts.append(_literal(lark, tool.name if piece is Hole.NAME else str(piece)))
+        return " ".join(parts)
+
+    def _arguments(self, lark: Lark, tool: Tool) -> str:
+        if self.syntax.are_text:
+            return f'"\\"" {escaped_arguments(lark, tool, self.syntax.separators)} "\\""'
+        return lark.rule(lark_arguments(tool, self.syntax.separators))
+
+    def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
+        return left_out(tool.parameters, tool.field) if self.syntax.are_text else ()
+
+
+class _JsonFormat(DerivedFormat):
+    """Calls that are objects of JSON."""
+
+    def parser(self, tools: Sequence[Tool]) -> Parser:
+        assert self.syntax.keys is not None
+        kind, layout = _call_kind(self.syntax.keys), self.layout
+        if not layout.begins:
+            known = {tool.name for tool in tools}
+            return BareCallsParser(lambda: JsonCalls(known, kind=kind), "{[", (), layout.ends)
+        one = bool(layout.call) and not layout.ends
+        return _sections(self, lambda: JsonCalls(one=one, kind=kind))
+
+
+def _call_kind(keys: JsonKeys) -> type[JsonCall]:
+    class Call(JsonCall):
+        NAMES = (keys.name,)
+        ARGUMENTS = (keys.arguments,)
+        IDS = () if keys.id is None else (keys.id,)
+        OUTER = keys.outer
+
+    return Call
+
+
+class _NamedFormat(DerivedFormat):
+    """Calls whose name stands outside of the JSON."""
+
+    def parser(self, tools: Sequence[Tool]) -> Parser:
+        syntax, layout = self.syntax, self.layout
+        at = syntax.pieces.index(Hole.ARGUMENTS)
+        lead = "" if layout.call else layout.section_rest
+        head = Head([layout.call_rest, *syntax.pieces[:at]], lead)
+        # (A tag after the call is a marker of its own.)
+        end = re.split("|".join(map(re.escape, layout.ends)) or r"\Z", syntax.call_end)[0]
+        tail: list[Piece] = [*syntax.pieces[at + 1 :], end]
+        names = {tool.name for tool in tools}
+        marks, separator = (*layout.begins, *layout.ends), syntax.separator
+        return _sections(self, lambda: HeadedCalls(head, tail, names, separator, marks))
+
+
+class _PythonFormat(DerivedFormat):
+    """Calls as Python writes them."""
+
+    @property
+    def _is_list(self) -> bool:
+        return (self.syntax.section_start + self.syntax.call_start).rstrip().endswith("[")
+
+    def parser(self, tools: Sequence[Tool]) -> Parser:
+        if not self.layout.begins:
+            return BareCallsParser(lambda: PythonCalls(tools), "[", (), self.layout.ends)
+        if self._is_list:
+            return _sections(self, lambda: PythonCalls(tools))
+        return _sections(self, lambda: _UnlistedCalls(tools))
+
+    def _call(self, lark: Lark, tool: Tool) -> str:
+        return python_call(lark, tool)
+
+    def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
+        return counts(parameters)
+
+    def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
+        return unenforced(tool.parameters, tool.field)
+
+
+class _TaggedFormat(DerivedFormat):
+    """Calls of parameters in tags."""
+
+    def parser(self, tools: Sequence[Tool]) -> Parser:
+        inner = TaggedParser(_tags(self.syntax), tools)
+        return SectionParser(inner, "", "", self.syntax.around_text)
+
+    def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
+        return counts(parameters)
+
+    def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
+        return unenforced(tool.parameters, tool.field)
+
+    def _call(self, lark: Lark, tool: Tool) -> str:
+        parts = self.syntax.parameters
+        assert parts is not None
+        alternatives = []
+        for parameters, root in parameter_lists(tool.parameters):
+            if not parameters:
+                alternatives.append(_literal(lark, tool.name + parts.no_values))
+                continue
+            rules = []
+            for name, schema, is_required in parameters:
+                types = types_of(schema, tool.parameters)
+                values = []
+                strings = {"allOf": [schema, {"type": "string"}]}
+                others = {"allOf": [schema, {"type": sorted(types - {"string"})}]}
+                if parts.string == parts.other:
+                    kinds = [(parts.string, schema)]
+                else:
+                    kinds = [(parts.string, strings)] * ("string" in types)
+                    kinds += [(parts.other, others)] * bool(types - {"string"})
+                for before, of_kind in kinds:
+                    value = lark.value(of_kind, root, parts.value_end, strict=tool.strict)
+                    values.append(f"{_literal(lark, parts.key + name + before)} {value}")
+                rules.append((lark.rule(" | ".join(values)), is_required))
+            alternatives.append(self._parameters(lark, tool, rules, parts))
+        return lark.rule(" | ".join(alternatives))
+
+    @staticmethod
+    def _parameters(
+        lark: Lark, tool: Tool, rules: Sequence[tuple[str, bool]], parts: Parameters
+    ) -> str:
+        """The parameters of a call in their order; those that are not required may be missing."""
+        between = _literal(lark, parts.between)
+        name = _literal(lark, tool.name + parts.name_end)
+        end = _literal(lark, parts.call_end)
+        if not parts.between:
+            texts = [rule if is_required else f"{rule}?" for rule, is_required in rules]
+            some = f"{name} {' '.join(texts)} {end}"
+        else:
+            first = []
+            for i, (rule, is_required) in enumerate(rules):
+                rest = [
+                    f"({between} {later}){'' if needed else '?'}"
+                    for later, needed in rules[i + 1 :]
+                ]
+                first.append(" ".join([rule, *rest]))
+                if is_required:
+                    break
+            some = f"{name} {lark.rule(' | '.join(first))} {end}"
+        if any(is_required for _, is_required in rules):
+            return some
+        if parts.no_values == parts.name_end + parts.call_end and not parts.between:
+            return some
+        return lark.rule(f"{some} | {_literal(lark, tool.name + parts.no_values)}")
+
+
+_KINDS: Mapping[str, type[DerivedFormat]] = {
+    "json": _JsonFormat,
+    "named": _NamedFormat,
+    "tagged": _TaggedFormat,
+    "python": _PythonFormat,
+}
+
+
+def derived_format(chat_template: str, vocabulary: Mapping[str, int]) -> ToolFormat:
+    """The format of a model's calls, derived from its chat template.
+
+    Raises:
+        NotDerived: the template does not show it.
+    """
+    syntax = derive_syntax(TemplateProbe(chat_template, vocabulary))
+    return format_of_syntax(syntax, vocabulary, chat_template)
+
+
+def format_of_syntax(
+    syntax: CallSyntax, vocabulary: Mapping[str, int], chat_template: str = ""
+) -> ToolFormat:
+    """The format of a syntax.
+
+    Raises:
+        NotDerived: calls could not be told from text.
+    """
+    base = _KINDS[syntax.kind]
+    if syntax.kind == "tagged":
+        return _format(_TaggedFormat, syntax, Layout.of_tags(_tags(syntax)))(
+            vocabulary, chat_template
+        )
+    layout = Layout.of(syntax, vocabulary)
+    beside = layout.section_rest + layout.call_rest
+    if syntax.kind == "json" and (syntax.pieces[0] is Hole.INDEX or beside.strip(" \t\r\n[")):
+        base = _NamedFormat  # (something else than a marker is before the object)
+    texts = [syntax.section_start, syntax.call_start, syntax.call_end, syntax.section_end]
+    texts += [piece for piece in syntax.pieces if isinstance(piece, str)]
+    # (The lexer would leave out special tokens that are no markers.)
+    inside = [t for t in vocabulary if len(t) > 1 and any(t in text for text in texts)]
+    return _format(base, syntax, layout, inside)(vocabulary, chat_template)
+
+
+def _format(
+    base: type[DerivedFormat], syntax: CallSyntax, layout: Layout, more: Iterable[str] = ()
+) -> type[ToolFormat]:
+    """The class of a format."""
+    found = [*layout.begins, *layout.ends, *syntax.around_text, *more]
+
+    class Format(base):  # type: ignore[valid-type, misc]
+        markers = tuple(dict.fromkeys(found))
+        begins_call = layout.begins
+
+    Format.syntax, Format.layout = syntax, layout
+    return Format
+
+
+def _tags(syntax: CallSyntax) -> Tags:
+    """The tags for the parser, without the space between them."""
+    parts = syntax.parameters
+    assert parts is not None
+    call, call_end = syntax.call_start.strip(), parts.call_end.strip()
+    blocks: tuple[tuple[str, str], ...] = ()
+    if syntax.section_start.strip():
+        blocks = ((syntax.section_start.strip(), syntax.section_end.strip()),)
+    # A call may have a block of its own around the tag with its name.
+    outer = re.match(r"(<[^<>\s]+>)\s*(?=<)", call)
+    closing = re.search(r"(?<=>)\s*(</?[^<>\s]+>)$", call_end)
+    if not blocks and outer is not None and closing is not None:
+        blocks = ((outer[1], closing[1]),)
+        call, call_end = call[outer.end() :], call_end[: closing.start()].strip()
+    # A newline after the key's end or before the value's end is a part of them, but for both.
+    trims = parts.string.strip() != "" and parts.string.endswith("\n")
+    trims = trims and parts.value_end.startswith("\n")
+    string, other = parts.string.strip() or parts.string, parts.other.strip() or parts.other
+    value_end = parts.value_end.strip() if trims else parts.value_end.rstrip()
+    key_ends: tuple[tuple[str, bool | None], ...] = ((string, None),)
+    if string != other:
+        key_ends = ((string, True), (other, False))
+    value = ""
+    split = re.fullmatch(r"(</[^<>\s]+>)\s*(<[^<>\s]+>)", string)
+    if split is not None and string == other:
+        key_ends, value = ((split[1], None),), split[2]
+    return Tags(
+        call=call,
+        name_end=parts.name_end.strip(),
+        call_end=call_end,
+        key=parts.key.strip(),
+        key_ends=key_ends,
+        value=value,
+        value_end=value_end,
+        blocks=blocks,
+        has_shared_block=bool(syntax.section_start.strip()),
+        trims_newlines=trims,
+    )
+
+
+def _literal(lark: Lark, text: str) -> str:
+    return lark.literal(text) if text else ""
+
+
+def _sections(format: DerivedFormat, reader: Callable[[], CallsReader]) -> Parser:
+    """A parser of blocks of calls, in sections or without them."""
+    layout, syntax = format.layout, format.syntax
+    inner = CallBlockParser((layout.call or layout.section,), layout.ends, reader)
+    section = layout.section if layout.call else ""
+    return SectionParser(inner, section, syntax.section_end.strip(), syntax.around_text)
+
+
+class SectionParser:
+    """Leaves out the markers around all calls of an answer, and those around its text.
+
+    A section without a call is text.
+
+    Args:
+        inner: reads what is within.
+        begin, end: markers of a section; "" where there is none.
+        around_text: markers around text.
+    """
+
+    def __init__(
+        self, inner: Parser, begin: str, end: str, around_text: Collection[str] = ()
+    ) -> None:
+        self._inner = inner
+        self._begin = begin
+        self._end = end
+        self._around_text = around_text
+        self._held: list[str] = []  # of a section in which no call has begun
+        self._is_open = False
+        self._in_call = False
+
+    def feed(self, lexeme: Lexeme) -> Iterator[Event]:
+        text, is_marker = lexeme
+        if is_marker and not self._in_call:
+            if text == self._begin:
+                yield from self._flush()
+                self._held, self._is_open = [text], False
+                return
+            if text in self._around_text:
+                return
+            if self._begin and text == self._end and (self._held or self._is_open):
+                yield from self._events(self._inner.finish())
+                if self._held:
+                    yield from self._flush(text)
+                self._is_open = False
+                return
+        elif self._held and text.isspace() and self._inner.passes(text):
+            self._held.append(text)
+            return
+        yield from self._events(self._inner.feed(lexeme))
+
+    def finish(self) -> Iterator[Event]:
+        yield from self._events(self._inner.finish())
+        yield from self._flush()
+
+    def passes(self, text: str) -> bool:
+        return not self._held and self._inner.passes(text)
+
+    def _events(self, events: Iterable[Event]) -> Iterator[Event]:
+        for event in events:
+            if isinstance(event, CallBegin):
+                self._is_open = self._is_open or bool(self._held)
+                self._held = []
+                self._in_call = True
+            elif isinstance(event, CallEnd):
+                self._in_call = False
+            elif isinstance(event, ContentText):
+                yield from self._flush()
+            yield event
+
+    def _flush(self, more: str = "") -> Iterator[Event]:
+        held, self._held = "".join(self._held) + more, []
+        if held:
+            yield ContentText(held)
+
+
+class _UnlistedCalls:
+    """Calls as Python writes them, without a list around them."""
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self._tools = tools
+        self._reader = self._next()
+        self._num_before = 0
+
+    def _next(self) -> PythonCalls:
+        reader = PythonCalls(self._tools)
+        reader.feed("[", 0, [])
+        return reader
+
+    @property
+    def num_calls(self) -> int:
+        return self._num_before + self._reader.num_calls
+
+    @property
+    def has_failed(self) -> bool:
+        return self._reader.has_failed
+
+    @property
+    def in_string(self) -> bool:
+        return self._reader.in_string
+
+    def feed(self, text: str, at: int, out: list[Event]) -> int:
+        at = self._reader.feed(text, at, out)
+        while at < len(text) and self._reader.has_ended and re.match(r"[^\W\d]", text[at:]):
+            self._num_before += self._reader.num_calls
+            self._reader = self._next()
+            at = self._reader.feed(text, at, out)
+        return at
+
+    def finish(self, out: list[Event]) -> None:
+        self._reader.finish(out)
+
+    def unread(self) -> str:
+        return self._reader.unread().removeprefix("[")
+
+
+def derived_or_none(chat_template: str, vocabulary: Mapping[str, int]) -> ToolFormat | None:
+    """The derived format of a template that takes tools; None, and a warning, without one."""
+    if not knows_tools(chat_template):
+        return None
+    try:
+        found = derived_format(chat_template, vocabulary)
+    except NotDerived as reason:
+        logger.warning(
+            "no listed format of tool calls fits the chat template, and none can be derived: %s; "
+            "requests with tools are refused (see --tool-call-parser, --tool-template)",
+            reason,
+        )
+        return None
+    logger.info("tool calls: no listed format fits; derived from the chat template: %s", found)
+    return found
