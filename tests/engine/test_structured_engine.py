@@ -203,23 +203,44 @@ def test_a_grammar_that_is_complete_ends_in_spite_of(llm: LLM, fields: dict[str,
 def test_what_leaves_no_first_token_is_refused(
     llm: LLM, outputs: Any, fields: dict[str, Any]
 ) -> None:
-    with pytest.raises(InvalidParameterError, match="structured_outputs"):
+    with pytest.raises(
+        InvalidParameterError, match="the grammar of the answer may begin"
+    ) as raised:
         one(llm, structured_outputs=outputs, **fields)
+    assert raised.value.field == next(iter(fields))
     assert one(llm, structured_outputs={"regex": "b"}, bad_words=["a"]).text == "b"
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_what_leaves_no_later_token_ends_the_answer(llm: LLM, temperature: float) -> None:
-    params = SamplingParams(
-        temperature=temperature, seed=1, structured_outputs={"regex": "abc{3}d"},
-        bad_words=["d", "cd", "ccd", "cccd"],
-    )  # fmt: skip
-    [output] = llm.generate("x", params)
-    [answer] = output.outputs
-    assert answer.finish_reason is FinishReason.ERROR and answer.text == "abccc"
-    assert "no token may follow: its grammar" in str(answer.error)
+def test_what_would_leave_no_later_token_gives_way(llm: LLM, temperature: float) -> None:
+    outputs = {"regex": "(abc{3}d|[e-g]{2})(?s:.*)"}
+    begins = tokens_of("abc")[:1]
+    for fields in (
+        {"bad_words": ["d", "cd", "ccd", "cccd"], "logit_bias": dict.fromkeys(begins, 100.0)},
+        {"allowed_token_ids": begins, "logit_bias": dict.fromkeys(begins, -100.0)},
+        {"stop_token_ids": tokens_of("d"), "min_tokens": 9, "bad_words": ["abcccd", "cccd", "d"],
+         "logit_bias": dict.fromkeys(begins, 100.0)},
+    ):  # fmt: skip
+        answer = one(
+            llm, temperature=temperature, seed=1, max_tokens=12, structured_outputs=outputs,
+            **fields,
+        )  # fmt: skip
+        assert answer.finish_reason in (FinishReason.LENGTH, FinishReason.STOP), answer.error
+        assert answer.text.startswith("abcccd") and answer.error is None, fields
     check_at_rest(llm)
-    assert one(llm, structured_outputs={"regex": "abc{3}d"}).text == "abcccd"  # others go on
+
+
+def test_what_leaves_a_token_holds(llm: LLM) -> None:
+    """Bans hold within the grammar, those of several tokens and those of the beginning too."""
+    outputs = {"regex": "[a-d]{24}"}
+    free = one(llm, temperature=1.0, structured_outputs=outputs)
+    banned = free.token_ids[1:2]
+    words = [embedded().tokenizer.decode(banned), embedded().tokenizer.decode(free.token_ids[2:4])]
+    answer = one(llm, temperature=1.0, structured_outputs=outputs, bad_words=words)
+    assert banned[0] not in answer.token_ids and words[1] not in answer.text
+    allowed = tokens_of("abca")
+    answer = one(llm, temperature=1.0, structured_outputs=outputs, allowed_token_ids=allowed)
+    assert set(answer.token_ids) <= set(allowed) and len(answer.text) == 24
 
 
 def test_a_grammar_that_goes_on_ignores_ends(llm: LLM) -> None:

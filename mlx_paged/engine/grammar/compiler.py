@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -19,7 +21,9 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
 from mlx_paged.engine.grammar import lark
-from mlx_paged.engine.grammar.schema import one_line, prepare_schema
+from mlx_paged.engine.grammar.limits import LIMITS, is_limit
+from mlx_paged.engine.grammar.schema import prepare_schema
+from mlx_paged.engine.grammar.schema_errors import one_line
 from mlx_paged.engine.grammar.structured_outputs import StructuredOutputs
 from mlx_paged.engine.reasoning import added_tokens
 from mlx_paged.errors import InvalidParameterError
@@ -27,6 +31,13 @@ from mlx_paged.errors import InvalidParameterError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# How far a grammar is followed when it is compiled, several times, to find out whether it exceeds
+# the limits or ends where no token may follow: a few tokens, and more where they take long.
+_PROBES = (32, 16, 16)  # tokens
+_LONGEST_PROBE = 192
+_SLOW_TOKEN = 0.002  # seconds
+_PROBE_SECONDS = 0.5  # of this thread; where probes take longer, they go no further
 
 # Grammars that are compiled at the same time; others wait. (Those that were refused as they took
 # too long count until they end.)
@@ -41,6 +52,8 @@ class CompiledGrammar:
         relaxed: Where keywords are that are not enforced, such as
             ``structured_outputs.json.properties.a.not``.
         first_mask: ``[num_words]`` int32, 32 tokens to each, lowest bit first: what may come first.
+        is_spent: An answer has exceeded a limit: all of them share the states of one lexer, so that
+            new ones need a grammar of their own.
     """
 
     def __init__(
@@ -53,6 +66,7 @@ class CompiledGrammar:
         self._matcher = matcher
         self._tokenizer = tokenizer
         self.relaxed = relaxed
+        self.is_spent = False
         self.first_mask: npt.NDArray[np.int32] = np.zeros(num_words, np.int32)
         matcher.unsafe_compute_mask_ptr(self.first_mask.ctypes.data, self.first_mask.nbytes)
 
@@ -162,7 +176,7 @@ class GrammarCompiler:
         key = wanted.canonical_text
         with self._lock:
             found = self._cache.get(key)
-            if found is None:
+            if found is None or _is_spent(found):
                 self.num_compiled += 1
                 too_slow = self._too_slow(f"{_FIELD}.{wanted.kind}", key)
                 found = self._cache[key] = _in_background(
@@ -197,13 +211,16 @@ class GrammarCompiler:
 
     def _compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
         text, relaxed = self._grammar_of(wanted)
-        matcher = LLMatcher(self.tokenizer, text, log_level=0)
+        matcher = LLMatcher(self.tokenizer, text, log_level=0, limits=LIMITS)
         _require_no_error(matcher, wanted)
         compiled = CompiledGrammar(matcher, self.tokenizer, relaxed, self.num_words)
         _require_no_error(matcher, wanted)  # (the first mask may be too complex)
         if not compiled.first_mask.any():
             expected = "a grammar that some answer follows"
             raise InvalidParameterError(f"{_FIELD}.{wanted.kind}", expected, _given(wanted))
+        deadline = time.thread_time() + _PROBE_SECONDS
+        for seed, num_tokens in enumerate(_PROBES):
+            _require_no_error(_probed(compiled, seed, num_tokens, deadline), wanted)
         if relaxed:
             logger.warning("structured outputs are not enforced in %s", ", ".join(relaxed))
         return compiled
@@ -242,13 +259,46 @@ class GrammarCompiler:
         return json.dumps(grammars, ensure_ascii=False), all_relaxed
 
 
+def _probed(compiled: CompiledGrammar, seed: int, least: int, deadline: float) -> LLMatcher:
+    """A matcher of a grammar after the beginning of a random answer; it may have failed.
+
+    Args:
+        least: tokens of it.
+        deadline: when to end, by `time.thread_time`.
+    """
+    matcher, words = compiled.matcher(), compiled.first_mask.copy()
+    rng = random.Random(seed)
+    began = time.thread_time()
+    for num_tokens in range(1, _LONGEST_PROBE):
+        taken = np.flatnonzero(words)
+        word = int(taken[rng.randrange(len(taken))])
+        bits = int(words[word]) & 0xFFFFFFFF
+        token = rng.choice([32 * word + bit for bit in range(32) if bits >> bit & 1])
+        if not matcher.consume_token(token) or matcher.is_stopped():
+            break
+        now = time.thread_time()
+        is_slow = now - began > _SLOW_TOKEN * num_tokens
+        if num_tokens >= least and (now > deadline or not is_slow):
+            break
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if matcher.is_error():
+            break
+    return matcher
+
+
 def _require_no_error(matcher: LLMatcher, wanted: StructuredOutputs) -> None:
     if matcher.is_error():
-        error, _, state = matcher.get_error().partition("<state>")
+        error = matcher.get_error().partition("<state>")[0]
         expected = f"a valid grammar ({one_line(error)})"
-        if state and matcher.stop_reason().startswith("NoExtension"):
-            expected = "a grammar that some answer follows"
+        if error.startswith("NoExtension"):
+            expected = "a grammar that every answer can follow to its end"
+        elif is_limit(error):
+            expected = f"a grammar within the limits of this server ({one_line(error)})"
         raise InvalidParameterError(f"{_FIELD}.{wanted.kind}", expected, _given(wanted))
+
+
+def _is_spent(compiled: Future[CompiledGrammar]) -> bool:
+    return compiled.done() and compiled.exception() is None and compiled.result().is_spent
 
 
 def _given(wanted: StructuredOutputs) -> Any:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 
 from mlx_paged.engine.grammar.compiler import CompiledGrammar
-from mlx_paged.engine.grammar.schema import one_line
+from mlx_paged.engine.grammar.schema_errors import one_line
 from mlx_paged.engine.reasoning import Reasoning, ReasoningTokens
 
 Words = npt.NDArray[np.int32]
@@ -39,6 +39,7 @@ class FollowerRules:
         eos_token_ids: tokens that end a text in this model.
         stop_token_ids: tokens that end it for this request. They may come where the grammar is
             complete.
+        min_tokens: tokens of the answer before which `stop_token_ids` end nothing.
         ignore_eos: do not end where the grammar lets the answer go on.
         num_words: int32 words of a mask.
     """
@@ -52,6 +53,7 @@ class FollowerRules:
         budget: int | None = None,
         eos_token_ids: Collection[int] = (),
         stop_token_ids: Collection[int] = (),
+        min_tokens: int = 0,
         ignore_eos: bool = False,
         num_words: int,
     ) -> None:
@@ -59,6 +61,7 @@ class FollowerRules:
         self.reasoning = reasoning
         self.begins = Reasoning.OVER if reasoning is None else begins
         self.budget = budget
+        self.min_tokens = min_tokens
         self.ignore_eos = ignore_eos
         num_tokens = 32 * num_words
         self.eos = [token for token in eos_token_ids if 0 <= token < num_tokens]
@@ -66,13 +69,14 @@ class FollowerRules:
             token for token in stop_token_ids if 0 <= token < num_tokens and token not in self.eos
         ]
         self._all = frozenset((*self.eos, *self.stops))
+        self._eos = frozenset(self.eos)
         # While a grammar waits for the end of reasoning, the answer must not end.
         self.any_but_ends = np.full(num_words, -1, np.int32)
         _clear(self.any_but_ends, self._all)
 
-    def is_end(self, token: int) -> bool:
-        """Whether a token ends the answer."""
-        return token in self._all
+    def is_end(self, token: int, num_tokens: int) -> bool:
+        """Whether a token ends an answer that has `num_tokens` with it."""
+        return token in (self._all if num_tokens >= self.min_tokens else self._eos)
 
 
 class Follower:
@@ -252,7 +256,8 @@ class Follower:
             self._num_matched = 0  # (what follows an end is discarded)
             return
         if self._is_stopped or (
-            self._rules.is_end(token) and not (token in self._rules.eos and matcher.is_accepting())
+            self._rules.is_end(token, len(self._seen))
+            and not (token in self._rules.eos and matcher.is_accepting())
         ):
             self._ended = True
         elif matcher.consume_token(token):
@@ -337,6 +342,8 @@ class Follower:
         rules, matcher = self._rules, self._begun()
         assert matcher is not None
         if matcher.is_error():
+            assert rules.grammar is not None
+            rules.grammar.is_spent = True
             self.failed = f"its grammar failed: {why(matcher)}"
             words.fill(0)
             return
@@ -392,6 +399,13 @@ def _set(words: Words, tokens: Collection[int]) -> None:
     bits = words.view(np.uint32)
     for token in tokens:
         bits[token >> 5] |= np.uint32(1 << (token & 31))
+
+
+def without(words: Words, tokens: Collection[int]) -> Words:
+    """A mask with some of its tokens taken out."""
+    left = words.copy()
+    _clear(left, tokens)
+    return left
 
 
 def _clear(words: Words, tokens: Collection[int]) -> None:

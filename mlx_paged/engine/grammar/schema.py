@@ -1,8 +1,4 @@
-"""JSON schemas for llguidance: what says nothing is left out, what it cannot enforce is found.
-
-llguidance names a keyword that it does not know, and not where it is; its errors are looked up in
-the schema.
-"""
+"""JSON schemas for llguidance: what says nothing is left out, what it cannot enforce is found."""
 
 from __future__ import annotations
 
@@ -13,25 +9,36 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
+from mlx_paged.engine.grammar.dead_ends import DeadEnds
+from mlx_paged.engine.grammar.limits import LIMITS
 from mlx_paged.engine.grammar.patterns import none_of, quotable
+from mlx_paged.engine.grammar.references import (
+    without_endless_references,
+    without_impossible_reference,
+)
+from mlx_paged.engine.grammar.schema_errors import (
+    Located,
+    drop_counts,
+    drop_look_around,
+    drop_unsupported,
+    located,
+    one_line,
+    places,
+)
+from mlx_paged.engine.grammar.subschemas import (
+    SCHEMA,
+    SCHEMAS,
+    SCHEMAS_BY_NAME,
+    Schema,
+    mapped,
+    subschemas,
+)
 from mlx_paged.errors import InvalidParameterError
 
 #: The whitespace of JSON unless a request says otherwise: a line break with its indentation, or a
 #: few spaces. It is bounded, or an answer could consist of whitespace until max_tokens.
 WHITESPACE = r"( {1,4}|\n[ \t]{0,40})"
 
-Schema = dict[str, Any] | bool
-
-# Keywords by what is in them.
-_SCHEMA = (
-    *("additionalProperties", "additionalItems", "contains", "else", "if", "items", "not"),
-    *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
-)
-_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_SCHEMAS_BY_NAME = (
-    *("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"),
-    "dependencies",
-)
 # What says nothing in any schema.
 _EMPTY: Mapping[str, Callable[[Any], bool]] = {
     "additionalItems": lambda v: v is True or v == {},
@@ -50,6 +57,7 @@ _EMPTY: Mapping[str, Callable[[Any], bool]] = {
     "unevaluatedProperties": lambda v: v is True or v == {},
     "uniqueItems": lambda v: v is False,
 }
+_SATISFIABLE = "a JSON schema for which there is a value"
 # With these beside it, what a keyword calls unevaluated depends on the value.
 _APPLICATORS = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
 # With these, properties of several schemas may be joined.
@@ -61,7 +69,6 @@ _JOINS = (
 _PLAIN_NAMES = re.compile(r"[ !#-\[\]-~]*")
 # Letters of declared names for which a pattern of all others compiles in a few milliseconds.
 _MOST_IN_NAMES = 400
-_LOOK_AROUND = re.compile(r"\(\?(=|!|<=|<!)|\\[bB]")
 
 
 class Prepared(NamedTuple):
@@ -102,17 +109,17 @@ def prepare_schema(
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise InvalidParameterError(field, "a JSON schema for which there is a value", schema)
+        raise InvalidParameterError(field, _SATISFIABLE, schema)
     try:
         clean = _Cleaner(disable_additional_properties)(schema)
     except RecursionError:
         raise InvalidParameterError(field, "a schema of fewer levels", schema) from None
     assert isinstance(clean, dict)
     _check_integers(clean, field)
-    for path, each in _subschemas(clean):
+    for path, each in subschemas(clean):
         for key in ("const", "enum"):
-            if key in each and not _is_exact(each[key]):
-                expected = "integers that 64-bit floating point holds (at most 2**53)"
+            if key in each and not _is_exact(each[key], is_integer=_is_integer(each)):
+                expected = "integers of at most 2**53, which 64-bit floating point holds"
                 raise InvalidParameterError(f"{field}{path}.{key}", expected, each[key])
     options: dict[str, Any] = {"lenient": False}
     own = schema.get("x-guidance")
@@ -120,28 +127,71 @@ def prepare_schema(
         options["whitespace_flexible"] = False
     elif whitespace_pattern or not isinstance(own, dict) or own.get("whitespace_flexible", True):
         options["whitespace_pattern"] = whitespace_pattern or WHITESPACE
-    error = _problems(clean, options)[0]
+    settled = without_endless_references(clean)
+    error, clean = _error_of(settled, options, field)
     repeats = [(f"{field}{path}.minProperties", each) for path, each in _may_repeat_names(clean)]
     if strict and error is None and repeats:
         path, each = repeats[0]
         expected = "a keyword that can be enforced (names of other properties may repeat)"
         raise InvalidParameterError(path, expected, each["minProperties"])
-    if error is None:
-        return Prepared(_final(clean, options, field), tuple(path for path, _ in repeats))
-    path, keyword_value, unsupported = _located(clean, error)
-    if strict or not unsupported:
-        raise _refusal(field + path, error, keyword_value, unsupported)
-    # (These are errors even where unknown keywords are not.)
-    dropped = [f"{field}{path}" for path in (*_drop_look_around(clean), *_drop_counts(clean))]
-    options |= {"lenient": True, "coerce_one_of": True}
-    error, warnings = _problems(clean, options)
+    relaxed: list[str] = []
     if error is not None:
-        path, keyword_value, unsupported = _located(clean, error)
-        raise _refusal(field + path, error, keyword_value, unsupported)
-    # (What is relaxed in a schema that is not the request's, as a meta-schema, has no place in it.)
-    relaxed = [field + path for text in warnings for path in _places(clean, text) or [""]]
-    relaxed = [*dropped, *relaxed, *(path for path, _ in repeats)]
+        about = located(clean, error)
+        if strict or not about.is_unsupported:
+            raise _refusal(field, about)
+        options |= {"lenient": True, "coerce_one_of": True}
+        clean, relaxed = _relax(clean, options, field)
+    relaxed = [f"{field}{path}" for path in _as_written(schema, relaxed)]
+    relaxed += [path for path, _ in repeats]
     return Prepared(_final(clean, options, field), tuple(dict.fromkeys(relaxed)))
+
+
+def _error_of(
+    schema: Schema, options: dict[str, Any], field: str
+) -> tuple[str | None, dict[str, Any]]:
+    """llguidance's error for a schema, and the schema without references that have no value."""
+    while isinstance(schema, dict):
+        error = _problems(schema, options)[0]
+        without = None if error is None else without_impossible_reference(schema, error)
+        if without is None:
+            return error, schema
+        schema = without
+    raise InvalidParameterError(field, _SATISFIABLE, schema)
+
+
+def _relax(
+    schema: dict[str, Any], options: dict[str, Any], field: str
+) -> tuple[dict[str, Any], list[str]]:
+    """A schema without what cannot be enforced, and the paths of all that is not."""
+    # (These are errors even where unknown keywords are not.)
+    relaxed = [*drop_look_around(schema), *drop_counts(schema)]
+    while True:
+        error, schema = _error_of(schema, options, field)
+        if error is None:
+            break
+        about = located(schema, error)
+        dropped = drop_unsupported(schema, error) if about.is_unsupported else []
+        if not dropped:
+            raise _refusal(field, about)
+        relaxed += dropped
+    # (What is relaxed in a schema that is not the request's, as a meta-schema, has no place in it.)
+    warnings = _problems(schema, options)[1]
+    return schema, relaxed + [path for text in warnings for path in places(schema, text) or [""]]
+
+
+def _as_written(schema: dict[str, Any], relaxed: list[str]) -> list[str]:
+    """Paths in the schema as it was given, where `unevaluatedProperties` may have been what is
+    `additionalProperties` by now."""
+    given = dict(subschemas(schema))
+    found = []
+    for path in relaxed:
+        where = path.removesuffix(".additionalProperties")
+        beside = given.get(where, {}) if where != path else {}
+        if "additionalProperties" in beside or "unevaluatedProperties" not in beside:
+            found.append(path)
+        if "unevaluatedProperties" in beside:
+            found.append(f"{where}.unevaluatedProperties")
+    return found
 
 
 def _check_integers(value: object, path: str) -> None:
@@ -174,34 +224,45 @@ def _problems(schema: dict[str, Any], options: dict[str, Any]) -> tuple[str | No
     """llguidance's error for a schema, or its warnings."""
     text = json.dumps(_with(schema, options), ensure_ascii=False)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(
-        LLMatcher.grammar_from_json_schema(text)
+        LLMatcher.grammar_from_json_schema(text), limits=LIMITS
     )
     return (messages[0], []) if is_error else (None, messages)
 
 
-def _refusal(path: str, error: str, value: object, unsupported: bool) -> InvalidParameterError:
-    expected = "a keyword that can be enforced" if unsupported else "a valid JSON schema"
-    return InvalidParameterError(path, f"{expected} ({one_line(error)})", value)
-
-
-def one_line(error: str, limit: int = 240) -> str:
-    """An error of llguidance, which may have many lines, as one."""
-    text = " ".join(line.strip() for line in error.splitlines() if line.strip(" ^"))
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+def _refusal(field: str, about: Located) -> InvalidParameterError:
+    return InvalidParameterError(field + about.path, about.expected, about.value)
 
 
 # What llguidance gets.
 
 
 def _final(schema: dict[str, Any], options: dict[str, Any], field: str) -> dict[str, Any]:
-    """The schema with patterns that are quoted rightly and names that have one spelling."""
-    quoted = _mapped(schema, _quote_patterns)
+    """The schema with patterns that are quoted rightly, names that have one spelling, and nothing
+    that could be begun and not ended."""
+    quoted = mapped(schema, _quote_patterns)
     if quoted != schema:
         error = _problems(quoted, options)[0]
         if error is not None:
             expected = f"a schema whose patterns can be enforced ({one_line(error)})"
             raise InvalidParameterError(field, expected, schema)
-    return _with_one_spelling(quoted, options)
+    final = _without_dead_ends(quoted, options)
+    if isinstance(final, dict):
+        final = _with_one_spelling(final, options)
+        spelled = _without_dead_ends(final, final["x-guidance"])
+        if isinstance(spelled, dict) and spelled != final:
+            error, spelled = _error_of(spelled, {}, field)
+            if error is not None:
+                raise _refusal(field, located(spelled, error))
+        final = spelled
+    if not isinstance(final, dict):
+        raise InvalidParameterError(field, _SATISFIABLE, schema)
+    return final
+
+
+def _without_dead_ends(schema: dict[str, Any], options: dict[str, Any]) -> Schema:
+    names = {name: None for _, each in subschemas(schema) for name in _names_of(each)}
+    found: Schema = mapped(schema, DeadEnds(options, list(names)).take_out)
+    return found
 
 
 def _quote_patterns(schema: dict[str, Any]) -> None:
@@ -223,16 +284,16 @@ def _with_one_spelling(schema: dict[str, Any], options: dict[str, Any]) -> dict[
     """
     is_open = [
         each
-        for _, each in _subschemas(schema)
+        for _, each in subschemas(schema)
         if each.get("additionalProperties", True) is not False
         and any(key in each for key in ("properties", "required", "patternProperties"))
     ]
     if not is_open:
         return _with(schema, options)
     names = "".join(name for each in is_open for name in _names_of(each))
-    composes = any(not _stands_alone(each) for _, each in _subschemas(schema))
+    composes = any(not _stands_alone(each) for _, each in subschemas(schema))
     if not composes and len(names) <= _MOST_IN_NAMES and _PLAIN_NAMES.fullmatch(names):
-        closed = _mapped(schema, _close)
+        closed = mapped(schema, _close)
         if _problems(closed, options)[0] is None:
             return _with(closed, options)
     return _with(schema, {**options, "json_allowed_escapes": 'nrbtf\\"'})
@@ -259,24 +320,6 @@ def _close(schema: dict[str, Any]) -> None:
         schema["additionalProperties"] = False
 
 
-def _mapped(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
-    """A copy in which each schema is changed."""
-    if isinstance(schema, list):
-        return [_mapped(each, change) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    copy = {}
-    for key, value in schema.items():
-        if key in _SCHEMAS or key in _SCHEMA:
-            copy[key] = _mapped(value, change)
-        elif key in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            copy[key] = {name: _mapped(each, change) for name, each in value.items()}
-        else:
-            copy[key] = value
-    change(copy)
-    return copy
-
-
 # Cleaning.
 
 
@@ -293,11 +336,11 @@ class _Cleaner:
         for key, value in schema.items():
             if key in _EMPTY and _EMPTY[key](value):
                 continue
-            if key in _SCHEMAS and isinstance(value, list):
+            if key in SCHEMAS and isinstance(value, list):
                 clean[key] = [self(each) for each in value]
-            elif key in _SCHEMA:
+            elif key in SCHEMA:
                 clean[key] = self(value)
-            elif key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            elif key in SCHEMAS_BY_NAME and isinstance(value, dict):
                 clean[key] = {name: self(each) for name, each in value.items()}
             else:
                 clean[key] = value
@@ -343,148 +386,34 @@ def _allows_all_names(names: Any) -> bool:
 # Places.
 
 
-def _subschemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each schema within a schema with its path, itself included."""
-    if not isinstance(schema, dict):
-        return
-    yield path, schema
-    for key, value in schema.items():
-        if key in _SCHEMAS and isinstance(value, list):
-            for i, each in enumerate(value):
-                yield from _subschemas(each, f"{path}.{key}[{i}]")
-        elif key in _SCHEMA:
-            yield from _subschemas(value, f"{path}.{key}")
-        elif key in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            for name, each in value.items():
-                yield from _subschemas(each, f"{path}.{key}.{name}")
+def _is_integer(schema: dict[str, Any]) -> bool:
+    kinds = schema.get("type")
+    return kinds == "integer" or (
+        isinstance(kinds, list) and "integer" in kinds and "number" not in kinds
+    )
 
 
-def _is_exact(value: Any) -> bool:
-    """Whether llguidance, which reads larger integers as floats, writes a value as it is."""
+def _is_exact(value: Any, *, is_integer: bool = False) -> bool:
+    """Whether llguidance, which reads larger integers as floats, writes a value as it is.
+
+    Args:
+        is_integer: whether the schema asks for one, so that it makes an integer of a float.
+    """
     if isinstance(value, dict):
         return all(map(_is_exact, value.values()))
     if isinstance(value, list):
-        return all(map(_is_exact, value))
-    return not isinstance(value, int) or abs(value) <= 1 << 53
+        return all(_is_exact(each, is_integer=is_integer) for each in value)
+    if isinstance(value, float) and not is_integer:
+        return True
+    return not isinstance(value, (int, float)) or abs(value) <= 1 << 53
 
 
 def _may_repeat_names(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Objects that need more than one property besides those that they require. Each of the others
     may have the name of another, and a parser keeps one of them."""
-    for path, each in _subschemas(schema):
+    for path, each in subschemas(schema):
         least, required = each.get("minProperties"), each.get("required", [])
         if isinstance(least, (int, float)) and isinstance(required, list):
             has_others = each.get("additionalProperties", True) is not False
             if least > len(required) + 1 and (has_others or "patternProperties" in each):
                 yield path, each
-
-
-def _drop_look_around(schema: dict[str, Any]) -> list[str]:
-    """Takes patterns that look around out of a schema; returns where they were."""
-    found = []
-    for path, each in list(_subschemas(schema)):
-        pattern = each.get("pattern")
-        if isinstance(pattern, str) and _LOOK_AROUND.search(pattern):
-            del each["pattern"]
-            found.append(f"{path}.pattern")
-        by_pattern = each.get("patternProperties")
-        for name in list(by_pattern) if isinstance(by_pattern, dict) else ():
-            assert isinstance(by_pattern, dict)
-            if _LOOK_AROUND.search(name):
-                del by_pattern[name]
-                found.append(f"{path}.patternProperties.{name}")
-                # (The properties that it allowed would be refused.)
-                if each.get("additionalProperties") is False:
-                    del each["additionalProperties"]
-                    found.append(f"{path}.additionalProperties")
-    return found
-
-
-def _drop_counts(schema: dict[str, Any]) -> list[str]:
-    """Takes out how many properties there are at least, where llguidance takes those that may be
-    missing for missing; returns where that was."""
-    found = []
-    for path, each in list(_subschemas(schema)):
-        properties, required = each.get("properties"), each.get("required", [])
-        counts = each.get("minProperties"), each.get("maxProperties")
-        if (
-            counts[0] is not None
-            and counts not in ((1, None), (1, 1))  # (these it counts)
-            and each.get("additionalProperties") is False
-            and isinstance(properties, dict)
-            and any(name not in required for name in properties)
-        ):
-            del each["minProperties"]
-            found.append(f"{path}.minProperties")
-    return found
-
-
-def _places(schema: dict[str, Any], message: str) -> list[str]:
-    """The paths of the keywords that an error or a warning of llguidance is about."""
-    return [path for path, _ in _found(schema, message)]
-
-
-def _found(schema: dict[str, Any], message: str) -> list[tuple[str, Any]]:
-    matches = _matcher_of(message)
-    return [
-        (f"{path}.{key}", value)
-        for path, each in _subschemas(schema)
-        for key, value in each.items()
-        if matches(key, value)
-    ]
-
-
-def _matcher_of(message: str) -> Callable[[str, Any], bool]:
-    """Recognises the keyword, and its value, that a message is about."""
-    if unknown := re.search(r"Unimplemented keys: (\[.*?\])", message):
-        try:
-            names = json.loads(unknown.group(1))
-        except ValueError:
-            names = re.findall(r'"([^"]+)"', unknown.group(1))
-        return lambda key, value: key in names
-    if "min/maxProperties" in message:
-        return lambda key, value: key in ("minProperties", "maxProperties")
-    if "oneOf" in message:
-        return lambda key, value: key == "oneOf"
-    if unknown := re.search(r"Unknown format: (.*)", message):
-        name = unknown.group(1).strip()
-        return lambda key, value: key == "format" and str(value) == name
-    if unknown := re.search(r"Invalid type: (.*)", message):
-        kind = unknown.group(1).strip()
-        return lambda key, value: key == "type" and (value == kind or kind in _listed(value))
-    if unknown := re.search(r"Pointer '(.*)' does not exist", message):
-        pointer = unknown.group(1)
-        return lambda key, value: key == "$ref" and str(value).endswith(pointer)
-    if unknown := re.search(r"Resource '(.*?)' is not present", message):
-        resource = unknown.group(1)
-        return lambda key, value: key == "$ref" and str(value).startswith(resource)
-    if "regex parse error" in message or "lookarounds" in message or "regex" in message:
-        return lambda key, value: any(
-            one_line(pattern, 1 << 20) in one_line(message, 1 << 20)
-            for pattern in ([value] if key == "pattern" else value if _is_map(key, value) else ())
-            if isinstance(pattern, str)
-        )
-    # Any other message has the keyword in it as a word, and perhaps words that mean nothing.
-    words = {*re.findall(r"[$\w]+", message)} - {"type", "not", "if", "then", "else", "items"}
-    return lambda key, value: key in words
-
-
-def _is_map(key: str, value: object) -> bool:
-    return key == "patternProperties" and isinstance(value, dict)
-
-
-def _listed(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _located(schema: dict[str, Any], error: str) -> tuple[str, object, bool]:
-    """(the path of what an error is about, its value, whether it only cannot be enforced)."""
-    found = _found(schema, error)
-    path, value = found[0] if found else ("", schema)
-    unsupported = (
-        error.startswith(("Unimplemented keys", "Unknown format", "oneOf", "min/maxProperties"))
-        or "look-around" in error
-        or "lookarounds" in error
-        or "Unable to determine if regex is empty" in error
-    )
-    return path, value, unsupported

@@ -72,6 +72,9 @@ class Grammar(NamedTuple):
 
     follower: Follower
     tokens: Sequence[int]  # prompt and answer, without the newest one if that is in flight
+    # Takes the newest token if that was in flight, else None; returns the mask of the tokens that
+    # other parameters permit.
+    permits: Callable[[int | None], Words] | None = None
 
 
 class InFlight(NamedTuple):
@@ -254,8 +257,24 @@ def _grammar_masks(edited: list[tuple[int, Edits]], newest: Sequence[int | None]
     # (A tokenizer may have more tokens than its model.)
     words = np.empty((len(rows), followers[0].num_words), np.int32)
     fill_masks(followers, words)
+    grammars = [edit.grammar for _, edit in edited if edit.grammar is not None]
+    for i, grammar, mask in zip(rows, grammars, words):
+        if grammar.permits is not None:
+            _narrow(mask, grammar.permits(newest[i]))
     failed = {i: f.failed for i, f in zip(rows, followers) if f.failed is not None}
     return GrammarMasks(newest, rows, words, failed)
+
+
+def _narrow(mask: Words, permitted: Words) -> None:
+    """Takes out of a grammar's mask what other parameters do not permit.
+
+    Where that would leave nothing, the grammar comes first: a valid answer must go on.
+    """
+    size = min(len(mask), len(permitted))
+    narrowed = mask[:size] & permitted[:size]
+    if narrowed.any():
+        mask[:size] = narrowed
+        mask[size:] = 0
 
 
 def _newest_of(edited: list[tuple[int, Edits]], in_flight: InFlight | None) -> Sequence[int | None]:

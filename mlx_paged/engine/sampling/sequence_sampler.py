@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
-from mlx_paged.engine.grammar.follower import Follower, FollowerRules
+from mlx_paged.engine.grammar.follower import Follower, FollowerRules, Words, without
 from mlx_paged.engine.reasoning import Reasoning, ReasoningFormat
 from mlx_paged.engine.sampling.logits_processors import (
     ALWAYS,
@@ -115,6 +115,10 @@ class RequestSampling:
         _require_a_token(params, bans, first_bans, vocab_size)
         self.grammar = grammar
         self.rules = self._rules(compiler, reasoning)
+        # Tokens that may come where a mask of the rules is made, which the bans are part of then.
+        self.biases = _additions(bias, set())
+        self.permitted = self._permitted(bans, vocab_size)
+        self.early_permitted = self._permitted(early_bans, vocab_size)
         if self.grammar is not None and self.rules is not None:
             self._require_a_token_of_the_grammar(self.grammar, self.rules, first_bans)
         self.has_edits = bool(
@@ -155,9 +159,16 @@ class RequestSampling:
             budget=budget,
             eos_token_ids=compiler.eos_token_ids,
             stop_token_ids=params.stop_token_ids or (),
+            min_tokens=params.min_tokens,
             ignore_eos=params.ignore_eos,
             num_words=compiler.num_words,
         )
+
+    def _permitted(self, bans: set[int], vocab_size: int) -> Words:
+        permitted = np.ones(vocab_size, np.bool_)
+        permitted[list(bans)] = False
+        words = packed(permitted, vocab_size)
+        return words if self.allowed is None else words & packed(self.allowed, vocab_size)
 
     def _require_a_token_of_the_grammar(
         self, grammar: CompiledGrammar, rules: FollowerRules, bans: set[int]
@@ -172,12 +183,11 @@ class RequestSampling:
             permitted &= among
         if permitted.any() or rules.begins is not Reasoning.OVER:
             return
-        raise InvalidParameterError(
-            "structured_outputs",
-            "a grammar that begins with a token that allowed_token_ids, bad_words and min_tokens "
-            "permit",
-            self.params.structured_outputs,
-        )
+        given = ("allowed_token_ids", "bad_words", "min_tokens")
+        field = next(name for name in given if getattr(self.params, name))
+        others = " (beside allowed_token_ids, bad_words and min_tokens, where they are given)"
+        expected = f"such that the grammar of the answer may begin{others}"
+        raise InvalidParameterError(field, expected, getattr(self.params, field))
 
 
 class _LongBadWords:
@@ -325,25 +335,45 @@ class SequenceSampler:
         sampling = self._sampling
         start = len(sampling.prompt)
         is_early = position - start < sampling.params.min_tokens
-        additions = sampling.early_additions if is_early else sampling.additions
-        if sampling.long_bad_words:
-            additions = self._with_long_bad_words(additions, tokens, position)
+        grammar = (
+            None
+            if self._follower is None
+            else self._grammar(self._follower, tokens, position, is_early)
+        )
+        allowed = sampling.allowed
+        if grammar is not None:
+            additions, allowed = sampling.biases, None
+        else:
+            additions = sampling.early_additions if is_early else sampling.additions
+            if sampling.long_bad_words:
+                additions = self._with_long_bad_words(additions, tokens, position)
         mask = None if sampling.token_mask is None else self._mask(sampling.token_mask, tokens)
         penalties = self._penalties(tokens) if sampling.params.penalizes else None
-        grammar = (
-            None if self._follower is None else self._grammar(self._follower, tokens, position)
-        )
         if additions is None and penalties is None and mask is None and grammar is None:
-            return None if sampling.allowed is None else Edits(allowed=sampling.allowed)
-        return Edits(additions, penalties, sampling.allowed, mask, grammar)
+            return None if allowed is None else Edits(allowed=allowed)
+        return Edits(additions, penalties, allowed, mask, grammar)
 
-    def _grammar(self, follower: Follower, tokens: Sequence[int], position: int) -> Grammar | None:
+    def _grammar(
+        self, follower: Follower, tokens: Sequence[int], position: int, is_early: bool
+    ) -> Grammar | None:
         if not self.has_grammar:
             # A budget of reasoning: most of the time the newest token need not be waited for.
             follower.follow(tokens)
             if not follower.may_limit(position - len(tokens)):
                 return None
-        return Grammar(follower, tokens)
+        sampling, start = self._sampling, len(self._sampling.prompt)
+        words = sampling.long_bad_words
+        permitted = sampling.early_permitted if is_early else sampling.permitted
+        if not words:
+            return Grammar(follower, tokens, lambda newest: permitted)
+        last = list(tokens[max(start, len(tokens) - words.longest) :])
+
+        def permits(newest: int | None) -> Words:
+            generated = last if newest is None else [*last, newest]
+            banned = [token for token, _ in words.possible(generated, in_flight=False)]
+            return without(permitted, banned)
+
+        return Grammar(follower, tokens, permits)
 
     def _mask(self, ask: TokenMask, tokens: Sequence[int]) -> Callable[[int | None], Mask | None]:
         index, generated = self._index, self._generated

@@ -1,0 +1,164 @@
+"""Takes out of a schema what llguidance would begin and could not end.
+
+llguidance finds most schemas without a value by itself, and leaves them out where others remain.
+It does not find that no name is left for a property, nor that a text has no spelling in JSON: it
+allows the comma or the colon before, and no token after it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from functools import cache
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+
+_TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
+# JSON spells other control characters as \u escapes only.
+_WITHOUT_SHORT_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
+# Names with which patterns are compared: more of them would take longer than a step.
+_MOST_NAMES = 2000
+
+
+class DeadEnds:
+    """Changes the schemas within a schema, innermost first, so that each that is left has a value.
+
+    Args:
+        options: of llguidance's grammar (``x-guidance``).
+        names: all that properties have anywhere in the schema, since schemas may be joined.
+    """
+
+    def __init__(self, options: Mapping[str, Any], names: Collection[str]) -> None:
+        self._tester = _Tester(options)
+        self._names = names
+
+    def take_out(self, schema: dict[str, Any]) -> dict[str, Any] | bool:
+        """A schema of the same values. (The given one may change.)"""
+        patterns = schema.get("patternProperties")
+        if isinstance(patterns, dict) and len(patterns) * len(self._names) <= _MOST_NAMES:
+            _settle_names(schema, self._names, self._tester)
+        return _with_spelled_texts(schema, self._tester)
+
+
+# Names.
+
+
+def _settle_names(schema: dict[str, Any], names: Collection[str], tester: _Tester) -> None:
+    """Declares the properties of patterns that match none but listed names, and closes objects
+    whose patterns leave no name to others."""
+    by_pattern = dict(schema["patternProperties"])
+    own = [*dict.fromkeys([*schema.get("properties", ()), *schema.get("required", ())])]
+    for pattern, value in schema["patternProperties"].items():
+        if value is False or tester.has_name(names, {pattern: True}):
+            continue
+        del by_pattern[pattern]
+        properties = schema["properties"] = dict(schema.get("properties", {}))
+        for name in names:
+            if tester.matches(name, pattern):
+                known = properties.get(name)
+                properties[name] = value if known in (None, True, {}) else {"allOf": [known, value]}
+    schema["patternProperties"] = by_pattern
+    if not by_pattern:
+        del schema["patternProperties"]
+    elif schema.get("additionalProperties", True) is not False:
+        others = dict.fromkeys(by_pattern, False)
+        if not tester.has_name(own, others, additional=True):
+            schema["additionalProperties"] = False
+
+
+# Texts.
+
+
+def _with_spelled_texts(schema: dict[str, Any], tester: _Tester) -> dict[str, Any] | bool:
+    """The schema without texts that JSON, as it is written here, cannot spell; False if no other
+    value is left."""
+    if not tester.spells_controls:
+        if "const" in schema and _has_controls(schema["const"]):
+            return False
+        if isinstance(schema.get("enum"), list):
+            left = [value for value in schema["enum"] if not _has_controls(value)]
+            if not left:
+                return False
+            schema["enum"] = left
+    if isinstance(schema.get("pattern"), str) and not tester.has_text(schema):
+        kinds = schema.get("type", list(_TYPES))
+        kinds = [
+            kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind != "string"
+        ]
+        if not kinds:
+            return False
+        return {**{k: v for k, v in schema.items() if k != "pattern"}, "type": kinds}
+    return schema
+
+
+def _has_controls(value: Any) -> bool:
+    if isinstance(value, str):
+        return _WITHOUT_SHORT_ESCAPE.search(value) is not None
+    if isinstance(value, dict):
+        return any(map(_has_controls, value)) or any(map(_has_controls, value.values()))
+    return isinstance(value, list) and any(map(_has_controls, value))
+
+
+class _Tester:
+    """Asks llguidance whether a small schema has a value."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        kept = ("json_allowed_escapes", "lenient", "coerce_one_of")
+        self._options = {key: options[key] for key in kept if key in options}
+        self._options["whitespace_flexible"] = False
+        self._known: dict[str, bool] = {}
+        self.spells_controls = "u" in options.get("json_allowed_escapes", "u")
+
+    def has_name(
+        self, taken: Collection[str], patterns: Mapping[str, bool], *, additional: bool = False
+    ) -> bool:
+        """Whether a property can have a name besides those that are taken."""
+        return self._has_value(
+            {
+                "type": "object",
+                "properties": dict.fromkeys(taken, False),
+                "patternProperties": patterns,
+                "additionalProperties": additional,
+                "minProperties": 1,
+            },
+            "{",
+        )
+
+    def matches(self, name: str, pattern: str) -> bool:
+        """Whether a pattern has a name among its matches."""
+        schema = {"type": "string", "allOf": [{"const": name}, {"pattern": pattern}]}
+        return self._has_value(schema, "")
+
+    def has_text(self, schema: Mapping[str, Any]) -> bool:
+        """Whether there is a text that has a schema's pattern."""
+        kept = ("pattern", "minLength", "maxLength")
+        return self._has_value(
+            {"type": "string", **{key: schema[key] for key in kept if key in schema}}, ""
+        )
+
+    def _has_value(self, schema: Mapping[str, Any], begun: str) -> bool:
+        text = json.dumps({**schema, "x-guidance": self._options}, ensure_ascii=False)
+        if text not in self._known:
+            self._known[text] = _has_value(text, begun)
+        return self._known[text]
+
+
+def _has_value(schema: str, begun: str) -> bool:
+    grammar = LLMatcher.grammar_from_json_schema(schema)
+    tokenizer = _byte_tokenizer()
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    if matcher.is_error():
+        # (Others find out what other errors mean.)
+        return not matcher.get_error().startswith("Unsatisfiable schema")
+    if begun and not matcher.consume_tokens(list(begun.encode())):
+        return False
+    matcher.compute_bitmask()
+    return not matcher.is_error()
+
+
+@cache
+def _byte_tokenizer() -> LLTokenizer:
+    """A tokenizer whose tokens are single bytes: it costs nothing to make."""
+    return LLTokenizer("byte")

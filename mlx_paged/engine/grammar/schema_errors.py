@@ -1,0 +1,272 @@
+"""Errors of llguidance about a schema: the keyword each is about, and schemas without that keyword.
+
+llguidance names a keyword that it does not know, and not where it is; its errors are looked up in
+the schema.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from llguidance import regex_to_lark
+
+from mlx_paged.engine.grammar.subschemas import subschemas
+
+_LOOK_AROUND = re.compile(r"\(\?(=|!|<=|<!)|\\[bB]")
+_NOT_DISJOINT = re.compile(r"patternProperty regexes /(.*)/ and /(.*)/ are (not )?disjoint", re.S)
+_CIRCULAR = re.compile(r"circular references with sibling keys are not supported: (\S+)")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+# Beside a reference, these mean nothing.
+_ANNOTATIONS = (
+    *("$ref", "$defs", "definitions", "$schema", "$id", "id", "$comment", "$anchor", "title"),
+    *("description", "default", "examples", "readOnly", "writeOnly", "x-guidance"),
+)
+# Errors about a schema that is none. (All others are about what llguidance does not have.)
+_INVALID = re.compile(
+    r"Expected |Invalid type|Pointer |Resource |schema must be|Definition not found|Infinite "
+    r"|.*(must be (an? (array|object|string)|non-negative)|regex parse error|invalid regex)",
+    re.S,
+)
+_WITHOUT_VALUE = "Unsatisfiable schema"
+
+
+class Found(NamedTuple):
+    """A keyword that an error is about."""
+
+    path: str
+    schema: dict[str, Any]  # that has it
+    key: str
+
+    @property
+    def value(self) -> object:
+        """The keyword's value."""
+        return self.schema.get(self.key)
+
+
+class Located(NamedTuple):
+    """What an error is about.
+
+    Attributes:
+        path: of the keyword; empty: it is not known.
+        value: the keyword's.
+        expected: what should have been there, in words.
+        is_unsupported: Whether the schema is valid, and has a value, but cannot be enforced.
+    """
+
+    path: str
+    value: object
+    expected: str
+    is_unsupported: bool
+
+
+def one_line(error: str, limit: int = 240) -> str:
+    """An error of llguidance, which may have many lines, as one."""
+    text = " ".join(line.strip() for line in error.splitlines() if line.strip(" ^"))
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def located(schema: dict[str, Any], error: str) -> Located:
+    """What an error of llguidance is about."""
+    found = _found(schema, error)
+    path, value = (found[0].path, found[0].value) if found else ("", schema)
+    if error.startswith(_WITHOUT_VALUE):
+        kind, is_unsupported = "a schema for which there is a value", False
+    elif _INVALID.match(error) and not _is_other_regex(found, error):
+        kind, is_unsupported = "a valid JSON schema", False
+    else:
+        kind, is_unsupported = "a keyword that can be enforced", True
+    return Located(path, value, f"{kind} ({one_line(error)})", is_unsupported)
+
+
+def _is_other_regex(found: list[Found], error: str) -> bool:
+    """Whether an error is about patterns that are regular expressions, but not of Rust's syntax."""
+    if "regex parse error" not in error:
+        return False
+    matches = _pattern_matcher(error)
+    for each in found:
+        patterns = [each.value] if isinstance(each.value, str) else each.value
+        for pattern in patterns if isinstance(patterns, (list, dict)) else ():
+            try:
+                if matches(pattern):
+                    re.compile(pattern)
+            except (re.error, RecursionError, OverflowError):
+                return False
+    return bool(found)
+
+
+def places(schema: dict[str, Any], message: str) -> list[str]:
+    """The paths of the keywords that an error or a warning of llguidance is about."""
+    return [found.path for found in _found(schema, message)]
+
+
+def drop_unsupported(schema: dict[str, Any], error: str) -> list[str]:
+    """Takes out of a schema what an error says is not supported; returns where that was."""
+    if circular := _CIRCULAR.match(error):
+        return _drop_circular(schema, circular.group(1))
+    dropped = []
+    for path, each, key in _found(schema, error):
+        if key == "patternProperties":
+            is_meant = _pattern_matcher(error)
+            dropped += _drop_patterns(path, each, is_meant)
+        else:
+            del each[key]
+            dropped.append(path)
+    return dropped
+
+
+def drop_look_around(schema: dict[str, Any]) -> list[str]:
+    """Takes patterns that look around out of a schema; returns where they were."""
+
+    def looks_around(pattern: str) -> bool:
+        return _LOOK_AROUND.search(pattern) is not None
+
+    found = []
+    for path, each in list(subschemas(schema)):
+        pattern = each.get("pattern")
+        if isinstance(pattern, str) and looks_around(pattern):
+            del each["pattern"]
+            found.append(f"{path}.pattern")
+        if isinstance(each.get("patternProperties"), dict):
+            found += _drop_patterns(f"{path}.patternProperties", each, looks_around)
+    return found
+
+
+def drop_counts(schema: dict[str, Any]) -> list[str]:
+    """Takes out how many properties there are at least, where llguidance takes those that may be
+    missing for missing; returns where that was."""
+    found = []
+    for path, each in list(subschemas(schema)):
+        properties, required = each.get("properties"), each.get("required", [])
+        counts = each.get("minProperties"), each.get("maxProperties")
+        if (
+            counts[0] is not None
+            and counts not in ((1, None), (1, 1))  # (these it counts)
+            and each.get("additionalProperties") is False
+            and isinstance(properties, dict)
+            and any(name not in required for name in properties)
+        ):
+            del each["minProperties"]
+            found.append(f"{path}.minProperties")
+    return found
+
+
+def _drop_patterns(
+    path: str, schema: dict[str, Any], is_dropped: Callable[[str], bool]
+) -> list[str]:
+    by_pattern = schema["patternProperties"]
+    dropped = [pattern for pattern in by_pattern if is_dropped(pattern)]
+    for pattern in dropped:
+        del by_pattern[pattern]
+    paths = [f"{path}.{pattern}" for pattern in dropped]
+    # (The properties that they allowed would be refused, or be held to what others must be.)
+    if dropped and schema.get("additionalProperties", True) is not True:
+        del schema["additionalProperties"]
+        paths.append(f"{path.removesuffix('.patternProperties')}.additionalProperties")
+    return paths
+
+
+def _drop_circular(schema: dict[str, Any], uri: str) -> list[str]:
+    """Takes out what is beside the references to a place, or else these references."""
+    refers = [
+        (path, each)
+        for path, each in list(subschemas(schema))
+        if isinstance(each.get("$ref"), str) and f"json-schema:///{each['$ref']}" == uri
+    ]
+    dropped = []
+    for path, each in refers:
+        for key in [key for key in each if key not in _ANNOTATIONS]:
+            del each[key]
+            dropped.append(f"{path}.{key}")
+    if not dropped:
+        for path, each in refers:
+            del each["$ref"]
+            dropped.append(f"{path}.$ref")
+    return dropped
+
+
+def _found(schema: dict[str, Any], message: str) -> list[Found]:
+    matches = _matcher_of(message)
+    found = [
+        Found(f"{path}.{key}", each, key)
+        for path, each in subschemas(schema)
+        for key, value in each.items()
+        if matches(key, value)
+    ]
+    if _is_about_patterns(message):
+        # A short pattern occurs in any message.
+        longest = max((_longest_pattern(each, message) for each in found), default=0)
+        found = [each for each in found if _longest_pattern(each, message) == longest]
+    return found
+
+
+def _is_about_patterns(message: str) -> bool:
+    words = ("regex", "look-around", "lookarounds")
+    return any(word in message for word in words) and "generate regex" not in message
+
+
+def _pattern_matcher(message: str) -> Callable[[str], bool]:
+    """Recognises the pattern that a message is about."""
+    if disjoint := _NOT_DISJOINT.search(message):
+        return lambda pattern: regex_to_lark(pattern, "") == disjoint.group(2)
+    said = one_line(message, 1 << 20)
+    return lambda pattern: any(
+        one_line(spelled, 1 << 20) in said for spelled in (pattern, regex_to_lark(pattern, ""))
+    )
+
+
+def _longest_pattern(found: Found, message: str) -> int:
+    matches, value = _pattern_matcher(message), found.value
+    patterns = [value] if isinstance(value, str) else value if isinstance(value, dict) else ()
+    return max((len(p) for p in patterns if isinstance(p, str) and matches(p)), default=0)
+
+
+def _matcher_of(message: str) -> Callable[[str, Any], bool]:
+    """Recognises the keyword, and its value, that a message is about."""
+    if unknown := re.search(r"Unimplemented keys: (\[.*?\])", message):
+        try:
+            names = json.loads(unknown.group(1))
+        except ValueError:
+            names = re.findall(r'"([^"]+)"', unknown.group(1))
+        return lambda key, value: key in names
+    if "min/maxProperties" in message:
+        return lambda key, value: key in ("minProperties", "maxProperties")
+    if "oneOf" in message:
+        return lambda key, value: key == "oneOf"
+    if unknown := re.search(r"Unknown format: (.*)", message):
+        name = unknown.group(1).strip()
+        return lambda key, value: key == "format" and str(value) == name
+    if unknown := re.search(r"Invalid type: (.*)", message):
+        kind = unknown.group(1).strip()
+        return lambda key, value: key == "type" and (value == kind or kind in _listed(value))
+    if unknown := re.search(r"Pointer '(.*)' does not exist", message):
+        pointer = unknown.group(1)
+        return lambda key, value: key == "$ref" and str(value).endswith(pointer)
+    if unknown := re.search(r"Resource '(.*?)' is not present", message):
+        resource = unknown.group(1)
+        return lambda key, value: key == "$ref" and str(value).startswith(resource)
+    if "Failed to generate regex" in message:
+        return lambda key, value: key in _BOUNDS and _is_large(value)
+    if _is_about_patterns(message):
+        matches = _pattern_matcher(message)
+        return lambda key, value: any(
+            isinstance(pattern, str) and matches(pattern)
+            for pattern in ([value] if key == "pattern" else value if _is_map(key, value) else ())
+        )
+    # Any other message has the keyword in it as a word, and perhaps words that mean nothing.
+    words = {*re.findall(r"[$\w]+", message)} - {"type", "not", "if", "then", "else", "items"}
+    return lambda key, value: key in words
+
+
+def _is_large(value: object) -> bool:
+    return isinstance(value, (int, float)) and abs(value) >= 1e15
+
+
+def _is_map(key: str, value: object) -> bool:
+    return key == "patternProperties" and isinstance(value, dict)
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,57 @@
+"""The schemas within a JSON schema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Schema = dict[str, Any] | bool
+
+# Keywords by what is in them.
+SCHEMA = (
+    *("additionalProperties", "additionalItems", "contains", "else", "if", "items", "not"),
+    *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
+)
+SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+SCHEMAS_BY_NAME = (
+    *("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"),
+    "dependencies",
+)
+
+
+def subschemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each schema within a schema with its path, itself included."""
+    if not isinstance(schema, dict):
+        return
+    yield path, schema
+    for key, value in schema.items():
+        if key in SCHEMAS and isinstance(value, list):
+            for i, each in enumerate(value):
+                yield from subschemas(each, f"{path}.{key}[{i}]")
+        elif key in SCHEMA:
+            yield from subschemas(value, f"{path}.{key}")
+        elif key in SCHEMAS_BY_NAME and isinstance(value, dict):
+            for name, each in value.items():
+                yield from subschemas(each, f"{path}.{key}.{name}")
+
+
+def mapped(schema: Any, change: Callable[[dict[str, Any]], Schema | None]) -> Any:
+    """A copy in which each schema is changed, innermost first.
+
+    Args:
+        change: returns what is there instead; None: the same one, which it may have changed.
+    """
+    if isinstance(schema, list):
+        return [mapped(each, change) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copy = {}
+    for key, value in schema.items():
+        if key in SCHEMAS or key in SCHEMA:
+            copy[key] = mapped(value, change)
+        elif key in SCHEMAS_BY_NAME and isinstance(value, dict):
+            copy[key] = {name: mapped(each, change) for name, each in value.items()}
+        else:
+            copy[key] = value
+    changed = change(copy)
+    return copy if changed is None else changed
