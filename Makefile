@@ -11,7 +11,9 @@ else
 BACKEND ?= cpu
 endif
 comma := ,
-EXTRAS := dev$(if $(BACKEND),$(comma)$(BACKEND))
+# ON: torch too, for tests that compare with transformers' models.
+ORACLE ?= OFF
+EXTRAS := dev$(if $(BACKEND),$(comma)$(BACKEND))$(if $(filter ON,$(ORACLE)),$(comma)oracle)
 
 WERROR ?= OFF
 # ON: also what tests/native/test_sanitizers.py runs. Needs GCC's libasan and libubsan.
@@ -24,7 +26,7 @@ SOURCES := pyproject.toml CMakeLists.txt scripts/build_backend.py \
 	$(wildcard csrc/*.* csrc/*/*.* metal/* tests/sim/extension/* tests/sim/runtime/metal_sim.h)
 
 # With what SANITIZE adds, where it is asked for: an installation that has it serves the others, too.
-INSTALLED := $(BIN)/.installed$(if $(filter ON,$(SANITIZE)),-sanitized)
+INSTALLED := $(BIN)/.installed$(if $(filter ON,$(SANITIZE)),-sanitized)$(if $(filter ON,$(ORACLE)),-oracle)
 
 .PHONY: demo test test-mlx-lm soak hostile load lint bench mac-report wheel clean
 

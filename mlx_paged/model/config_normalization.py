@@ -48,7 +48,7 @@ def normalize(config: Mapping[str, Any], *, fill: bool = True) -> dict[str, Any]
         attention and ``rope_local_base_freq`` is the base of layers with a window.
     """
     found = deepcopy(dict(config))
-    reference = _reference(found)
+    reference = reference_of(found)
     if reference is not None and fill:
         _fill(found, reference)
     _spell_rope(found, reference)
@@ -79,7 +79,7 @@ def _spell_sections(section: dict[str, Any], reference: Any) -> None:
 # --- transformers' defaults -----------------------------------------------------------------------
 
 
-def _reference(config: Mapping[str, Any]) -> Any:
+def reference_of(config: Mapping[str, Any]) -> Any:
     """transformers' own reading of a config; None where it has no such model or rejects it."""
     from transformers import CONFIG_MAPPING
 
@@ -193,6 +193,9 @@ def _spell_rope(section: dict[str, Any], reference: Any) -> None:
     main, local = _first(complete, _MAIN), _first(complete, _LOCAL)
     if main is None:
         main = next((value for value in complete.values() if value is not None), {})
+    if reference is not None and main and "partial_rotary_factor" not in main:
+        write("partial_rotary_factor", 1.0)  # (families of mlx-lm have other defaults)
+        write("rotary_pct", 1.0)
     for names, field, parameters in (
         (_THETA, "rope_theta", main),
         (_ROTATED, "partial_rotary_factor", main),

@@ -26,7 +26,6 @@ from mlx_lm.utils import (
     load_model,
     load_tokenizer,
 )
-from mlx_lm.utils import load as load_mlx_lm
 from safetensors import safe_open
 
 from mlx_paged import descriptors, ops
@@ -38,7 +37,7 @@ from mlx_paged.model.config_files import (
     read_generation_config,
     vocab_size,
 )
-from mlx_paged.model.config_normalization import normalize
+from mlx_paged.model.deviations import conform
 from mlx_paged.model.families import require_family
 from mlx_paged.model.media_families import (
     MEDIA_FAMILIES,
@@ -47,6 +46,8 @@ from mlx_paged.model.media_families import (
     package_of,
 )
 from mlx_paged.model.media_processor import MediaModel
+from mlx_paged.model.mlx_lm_config import mlx_lm_config
+from mlx_paged.model.mlx_lm_weights import renaming
 from mlx_paged.model.multimodal import INSTALL, installed_version
 from mlx_paged.model.multimodal import load as load_mlx_vlm
 from mlx_paged.model.patches import overridden
@@ -212,24 +213,31 @@ def _load_multimodal(
 
 def _load(name: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     """mlx-lm's `load`, also of embedding models that were saved without their output projection."""
-    config = load_config(_download(name))
+    path = _download(name)
+    config = load_config(path)
     first: ValueError | None = None
     # Checkpoints written for mlx-lm leave out fields that have mlx-lm's defaults. Where these and
     # transformers' make different modules, the weights tell which were meant.
     for fill in (True, False):
         try:
-            normalized = normalize(config, fill=fill)
-            return load_mlx_lm(name, model_config=normalized, return_config=True)  # type: ignore[return-value]
+            model, loaded = load_model(
+                path,
+                model_config=mlx_lm_config(config, fill=fill),
+                get_model_classes=_classes,
+            )
+            model.__class__ = type(model).__mro__[1]  # (without what `renaming` added)
+            conform(model, loaded)
+            ends = loaded.get("eos_token_id")
+            return model, load_tokenizer(path, eos_token_ids=ends), loaded
         except ValueError as error:
             first = first or error
     assert first is not None
-    path = _directory_of(name)
     if not (path / "modules.json").is_file():
         raise first
     # (Pooling does not use the projection; the embedding stands for it.)
     model, config = load_model(
         path,
-        model_config={**normalize(config), "tie_word_embeddings": True},
+        model_config={**mlx_lm_config(config), "tie_word_embeddings": True},
         get_model_classes=_of_inner_weights,
     )
     ends = config.get("eos_token_id")
@@ -257,6 +265,12 @@ def _with_chat_template(tokenizer: TokenizerWrapper, path: Path) -> TokenizerWra
             expected = "an object with a chat_template, a text or a list"
             raise ValueError(f"chat_template.json must be {expected}, but is {found!r}")
     return tokenizer
+
+
+def _classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+    """mlx-lm's classes, which read transformers' names of weights too."""
+    model_class, args_class = _get_classes(config=config)
+    return renaming(model_class), args_class
 
 
 def _of_inner_weights(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
@@ -321,7 +335,7 @@ def _require_served(config: Mapping[str, Any]) -> None:
     if family is not None and installed_version() is not None:
         return
     try:
-        require_family(config)
+        require_family(mlx_lm_config(config))
     except UnsupportedModelError as error:
         model_type = str(config.get("model_type"))
         if family is not None:

@@ -1,0 +1,227 @@
+"""Replaces RoPE modules of mlx-lm that turn otherwise than the config says.
+
+Most modules of mlx-lm take plain RoPE, or ignore some fields of a scaling. `conform_rope` computes
+frequencies as transformers does (`modeling_rope_utils.py`) and replaces modules that differ, layer
+by layer. So every family has every type of scaling.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models import rope_utils
+
+from mlx_paged.errors import UnsupportedModelError
+
+_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
+_TOLERANCE = 1e-4  # of frequencies, which mlx-lm computes in float32
+
+
+class ScaledRoPE(nn.Module):  # type: ignore[misc]
+    """RoPE by its wavelengths.
+
+    Args:
+        dims: of a head that are turned; those behind them stay.
+        wavelengths: ``[dims / 2]``: positions for a turn by one radian.
+        scale: of what is turned.
+    """
+
+    def __init__(self, dims: int, wavelengths: np.ndarray, scale: float, traditional: bool) -> None:
+        super().__init__()
+        self.dims = dims
+        self.traditional = traditional
+        self.scale = scale
+        self._freqs = mx.array(wavelengths.astype(np.float32))
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        if self.scale != 1.0:
+            x = x.at[..., : self.dims].multiply(self.scale)
+        return mx.fast.rope(
+            x,
+            self.dims,
+            traditional=self.traditional,
+            base=None,
+            scale=1.0,
+            offset=offset,
+            freqs=self._freqs,
+        )
+
+
+def conform_rope(model: nn.Module, config: Mapping[str, Any], *, partial: bool) -> list[str]:
+    """Replaces the modules that differ from a normalized text config; returns their paths.
+
+    Args:
+        partial: the model's modules turn whole heads although the config turns a part.
+
+    Raises:
+        UnsupportedModelError: the config asks for a scaling that is not known.
+    """
+    given = config.get("rope_parameters")
+    if not isinstance(given, Mapping) or "alpha" in given:
+        return []  # (Hunyuan's own scaling is what its module does.)
+    nested = any(isinstance(value, Mapping) for value in given.values())
+    kinds = config.get("layer_types") or ()
+    replaced = []
+    for path, module in model.named_modules():
+        now = _turns(module)
+        layer = re.search(r"layers\.(\d+)\.", path)
+        if now is None or layer is None:
+            continue
+        index = int(layer[1])
+        parameters = given
+        if nested:
+            parameters = given.get(kinds[index]) if index < len(kinds) else None  # type: ignore[assignment]
+        if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
+            continue
+        dims, wavelengths, scale, traditional = now
+        if partial:
+            dims = int(config["head_dim"] * parameters.get("partial_rotary_factor", 1.0))
+        kind = parameters.get("rope_type", "default")
+        if kind not in _SCALINGS:
+            raise UnsupportedModelError(
+                str(config.get("model_type")),
+                f"rope_type must be one of {', '.join(_SCALINGS)} but config.json says {kind!r}",
+            )
+        if kind == "dynamic":
+            new: nn.Module = rope_utils.DynamicNTKScalingRoPE(
+                dims,
+                int(config.get("max_position_embeddings") or 2048),
+                traditional,
+                float(parameters["rope_theta"]),
+                float(parameters["factor"]),
+            )
+            if _same_fields(module, new):
+                continue
+        else:
+            truncate = given.get("truncate", True)
+            expected, factor = turns_of(parameters, dims, config, truncate=truncate)
+            if dims == now[0] and _close(expected, wavelengths) and math.isclose(factor, scale):
+                continue
+            new = ScaledRoPE(dims, expected, factor, traditional)
+        parent, name = _parent(model, path)
+        setattr(parent, name, new)
+        replaced.append(path)
+    return replaced
+
+
+def _parent(model: nn.Module, path: str) -> tuple[Any, str]:
+    *parents, name = path.split(".")
+    found: Any = model
+    for part in parents:
+        found = found[int(part)] if part.isdigit() else getattr(found, part)
+    return found, name
+
+
+def _close(a: np.ndarray, b: np.ndarray) -> bool:
+    with np.errstate(divide="ignore"):
+        return a.shape == b.shape and np.allclose(1 / a, 1 / b, rtol=_TOLERANCE, atol=0)
+
+
+def _same_fields(module: nn.Module, new: nn.Module) -> bool:
+    fields = ("dims", "base", "factor", "max_position_embeddings", "traditional")
+    return type(module).__name__ == type(new).__name__ and all(
+        getattr(module, name, None) == getattr(new, name, None)
+        or name == "factor"  # (InternLM 3 keeps it as a scale)
+        for name in fields
+    )
+
+
+def _turns(module: nn.Module) -> tuple[int, np.ndarray, float, bool] | None:
+    """Turned dims, wavelengths, scale, and layout of a RoPE module; None for other modules."""
+    if type(module) is nn.RoPE:
+        exponents = np.arange(0, module.dims, 2) / module.dims
+        return module.dims, module.base**exponents / module.scale, 1.0, module.traditional
+    if type(module) is rope_utils.DynamicNTKScalingRoPE:
+        exponents = np.arange(0, module.dims, 2) / module.dims
+        return module.dims, module.base**exponents, 1.0, module.traditional
+    if type(module) is rope_utils.SuScaledRoPE:
+        return module.dim, np.array(module._freqs, np.float64), module._scale, False
+    if isinstance(
+        module, (rope_utils.Llama3RoPE, rope_utils.YarnRoPE, rope_utils.ProportionalRoPE)
+    ):
+        scale = getattr(module, "mscale", 1.0)
+        return module.dims, np.array(module._freqs, np.float64), scale, module.traditional
+    return None
+
+
+def turns_of(
+    parameters: Mapping[str, Any], dims: int, config: Mapping[str, Any], *, truncate: bool = True
+) -> tuple[np.ndarray, float]:
+    """Wavelengths ``[dims / 2]`` in float64, and the scale of what is turned."""
+    base = float(parameters["rope_theta"])
+    plain = base ** (np.arange(0, dims, 2) / dims)
+    kind = parameters.get("rope_type", "default")
+    if kind == "linear":
+        return plain * parameters["factor"], 1.0
+    if kind == "llama3":
+        return _llama3(parameters, plain), 1.0
+    if kind == "yarn":
+        return _yarn(parameters, plain, base, dims, config, truncate)
+    if kind == "longrope":
+        return _longrope(parameters, plain, config)
+    if kind == "proportional":
+        turned = int(parameters.get("partial_rotary_factor", 1.0) * dims // 2)
+        found = np.full(dims // 2, np.inf)
+        found[:turned] = plain[:turned] * parameters.get("factor", 1.0)
+        return found, 1.0
+    return plain, 1.0
+
+
+def _llama3(parameters: Mapping[str, Any], plain: np.ndarray) -> np.ndarray:
+    factor, length = parameters["factor"], parameters["original_max_position_embeddings"]
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    turns = length / (2 * math.pi * plain)  # in the original context
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return plain / ((1 - smooth) / factor + smooth)
+
+
+def _yarn(
+    parameters: Mapping[str, Any],
+    plain: np.ndarray,
+    base: float,
+    dims: int,
+    config: Mapping[str, Any],
+    truncate: bool,
+) -> tuple[np.ndarray, float]:
+    length = parameters["original_max_position_embeddings"]
+    factor = parameters.get("factor") or config["max_position_embeddings"] / length
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    scale = parameters.get("attention_factor")
+    if scale is None:
+        first, second = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        scale = magnitude(first) / magnitude(second) if first and second else magnitude(1.0)
+
+    def dim_of(turns: float) -> float:
+        return dims * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low = dim_of(parameters.get("beta_fast") or 32)
+    high = dim_of(parameters.get("beta_slow") or 1)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    ramp = np.clip((np.arange(dims // 2) - low) / ((high - low) or 0.001), 0, 1)
+    return 1 / (ramp / (factor * plain) + (1 - ramp) / plain), float(scale)
+
+
+def _longrope(
+    parameters: Mapping[str, Any], plain: np.ndarray, config: Mapping[str, Any]
+) -> tuple[np.ndarray, float]:
+    """The factors of contexts beyond the original length, for all (as in mlx-lm and vLLM)."""
+    length = parameters["original_max_position_embeddings"]
+    factor = parameters.get("factor") or config.get("max_position_embeddings", length) / length
+    scale = parameters.get("attention_factor")
+    if scale is None:
+        # (Phi-3.5-MoE has one for long contexts)
+        scale = parameters.get("long_mscale") or (
+            1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
+        )
+    return np.array(parameters["long_factor"], np.float64) * plain, float(scale)

@@ -1,0 +1,79 @@
+"""Checkpoints that transformers saves give transformers' logits, family by family.
+
+mlx-lm's dense cache is the oracle of `test_parity_families.py`; it cannot show where mlx-lm itself
+deviates from the code that a model was published with. Here the reference is transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.metal_stand_ins import standing_in
+from support.models import embedded
+from support.parity import Driver, relative_rms
+from support.reference_configs import REFERENCES
+from support.reference_models import MISSING, reference_logits, save
+
+# isort: split
+import numpy as np
+from mlx_lm.utils import MODEL_REMAPPING
+
+from mlx_paged.errors import UnsupportedModelError
+from mlx_paged.model.families import PROVEN
+from mlx_paged.model.families import REFUSED as MODULE_REFUSED
+from mlx_paged.model.loader import load
+from mlx_paged.model.wrap import serve
+
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+TOLERANCE = 1e-4  # RMS of the logits' difference over that of the logits, float32
+NUM_TOKENS = 60  # longer than the windows, and than the contexts before scaling
+CHUNKS = (40, 10, 1, 1, 8)  # prefills and decodes
+
+
+REFUSED = {
+    "minimax": "layer_types",  # (MiniMax-01; mlx-lm's module of that name is MiniMax-M2)
+    "olmo": "fails on prompts",
+}
+
+
+@pytest.mark.parametrize("name", sorted(REFERENCES.keys() - REFUSED.keys()))
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path, record_property: Any) -> None:
+    reference = REFERENCES[name]
+    model = save(reference, tmp_path)
+    embedded().tokenizer.save_pretrained(tmp_path)
+    tokens = np.random.default_rng(0).integers(3, 90, NUM_TOKENS).tolist()
+    expected = reference_logits(model, tokens)
+    with standing_in(reference.model_type):
+        loaded = load(tmp_path, dtype="float32")
+        driver = Driver(serve(loaded.model, loaded.config, block_size=8))
+        done, differences = 0, []
+        for count in CHUNKS:
+            got = driver.step({"one": tokens[done : done + count]})["one"]
+            done += count
+            differences.append(relative_rms(got, expected[done - 1]))
+    record_property("difference", max(differences))
+    assert all(difference < TOLERANCE for difference in differences), differences
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_mlx_lm_cannot_run_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    save(REFERENCES[name], tmp_path)
+    embedded().tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=f"'{name}'.*{REFUSED[name]}"):
+        load(tmp_path)
+
+
+def test_every_text_family_of_transformers_is_compared() -> None:
+    """Modules of mlx-lm without one have no code in transformers, or a multimodal model only."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    compared = {reference.model_type.removesuffix("_text") for reference in REFERENCES.values()}
+    types = {*PROVEN, *MODULE_REFUSED, *MODEL_REMAPPING} & set(CONFIG_MAPPING)
+    text = {name for name in types if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    # (iquestcoder is a Llama, and gemma4_unified has a tower and gemma4's text model.)
+    others = {"gemma4_unified", "iquestcoder"}
+    assert {name.removesuffix("_text") for name in text} - compared == others

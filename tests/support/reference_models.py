@@ -1,0 +1,65 @@
+"""Small models of transformers with random weights, saved as transformers saves them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from support.reference_configs import BASE, Reference
+
+#: Why transformers' models cannot be run; None: they can.
+MISSING = (
+    None
+    if importlib.util.find_spec("torch") is not None
+    else "transformers' models need torch: pip install 'mlx-paged[oracle]'"
+)
+
+
+def save(reference: Reference, path: Path, *, seed: int = 0) -> Any:
+    """Saves a small model with random weights by transformers' `save_pretrained`.
+
+    Returns:
+        transformers' model, in float32.
+    """
+    import torch
+    import transformers
+
+    fields = dict(reference.config) if reference.bare else {**BASE, **reference.config}
+    fields.setdefault("eos_token_id", 2)
+    if reference.text is not None:
+        fields = {**reference.config, "text_config": {**BASE, **reference.text}}
+    config = transformers.CONFIG_MAPPING[reference.model_type](**fields)
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    if reference.architecture is None:
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    else:
+        model = getattr(transformers, reference.architecture)(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name in model.state_dict():
+            weight = named.get(name)
+            if weight is None or not weight.is_floating_point():
+                continue
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim < 2 or "norm" in name:
+                weight.add_(0.1 * noise)
+            elif bool((weight == weight.reshape(-1)[0]).all()):
+                weight.add_(0.2 * noise)
+            elif weight.std() > 0:
+                weight.mul_(1.2 / (weight.std() * weight.shape[-1] ** 0.5))
+    model.eval().save_pretrained(path)
+    return model
+
+
+def reference_logits(model: Any, tokens: list[int]) -> np.ndarray:
+    """``[len(tokens), vocab_size]`` by transformers, of the whole prompt at once."""
+    import torch
+
+    with torch.no_grad():
+        found = model(input_ids=torch.tensor([tokens]), use_cache=False).logits
+    return found[0].float().numpy()
