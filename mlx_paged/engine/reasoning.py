@@ -52,7 +52,15 @@ class ReasoningFormat:
     tokens: ReasoningTokens | None = field(default=None, compare=False, repr=False)
 
     def bound_to(self, tokenizer: Any) -> ReasoningFormat:
-        """The same, for the tokens of a tokenizer (mlx-lm's or transformers')."""
+        """The same, for the tokens of a tokenizer (mlx-lm's or transformers').
+
+        Some models have the tags with a suffix (``<think:opensource>``): then those are the
+        markers.
+        """
+        suffix = _suffix_of(self.start, tokenizer)
+        if suffix:
+            start, end = (tag.replace(">", f"{suffix}>") for tag in (self.start, self.end))
+            return replace(self, start=start, end=end).bound_to(tokenizer)
         return replace(self, tokens=ReasoningTokens(self, tokenizer))
 
     def begins(self, prompt_token_ids: Sequence[int]) -> Reasoning:
@@ -203,18 +211,54 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     format.name: format
     for format in (
         *_think("deepseek_r1", "deepseek_v3", "ernie45", "glm45", "holo2", "kimi_k2", "minimax_m2"),
-        *_think("nemotron_v3", "olmo3", "qwen3", "step3", "step3p5"),
+        *_think("hy_v3", "nemotron_v3", "olmo3", "qwen3", "step3", "step3p5"),
+        ReasoningFormat("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
+        ReasoningFormat("apriel", "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
         ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
         ReasoningFormat("gemma4", "<|channel>thought", "<channel|>"),
         replace(_HARMONY, name="gpt_oss"),
         ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
+        ReasoningFormat(
+            "inkling",
+            "<|content_thinking|>",
+            "<|content_text|>",
+            forced_end="<|end_message|><|message_model|><|content_text|>",
+            is_required=True,
+        ),
         ReasoningFormat("kimi", "◁think▷", "◁/think▷"),
+        ReasoningFormat("kimi_k3", "<|open|>think<|sep|>", "<|close|>think<|sep|>"),
         ReasoningFormat("longcat", "<longcat_think>", "</longcat_think>"),
+        ReasoningFormat("minimax_m3", "<mm:think>", "</mm:think>"),
         ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+        ReasoningFormat(
+            "muse_glimmer",
+            " to=self<|message|>",
+            " to=user<|message|>",
+            forced_end="<|eom|><|start|>assistant to=user<|message|>",
+            is_required=True,
+        ),
         _HARMONY,
+        ReasoningFormat("plamo3", "<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
         ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+        ReasoningFormat(
+            "solar_open",
+            "<|think|>",
+            "<|content|>",
+            forced_end="<|end|><|begin|>assistant<|content|>",
+            is_required=True,
+        ),
     )
 }
+
+#: Formats whose markers are plain text, or several tokens: only the template can tell.
+_SHOWN: Sequence[tuple[tuple[str, ...], str]] = (
+    (("Here is my thought process:",), "granite"),
+    (("[BEGIN FINAL RESPONSE]",), "apriel"),
+    (("<|plamo:begin_think:plamo|>",), "plamo3"),
+    (("<|open|>", "<|close|>", "<|sep|>", "think"), "kimi_k3"),
+    (("<mm:think>", "</mm:think>"), "minimax_m3"),
+    (("<think>", "</think>"), "deepseek_r1"),
+)
 
 # In this order: (an added token of the vocabulary, a text of the template or None, the format).
 _HINTS: Sequence[tuple[str, str | None, str]] = (
@@ -225,6 +269,12 @@ _HINTS: Sequence[tuple[str, str | None, str]] = (
     ("◁think▷", None, "kimi"),
     ("<longcat_think>", None, "longcat"),
     ("<|START_THINKING|>", None, "cohere"),
+    ("<mm:think>", None, "minimax_m3"),
+    ("<|sep|>", "<|open|>", "kimi_k3"),
+    ("<|think|>", "<|content|>", "solar_open"),
+    ("<|content_thinking|>", None, "inkling"),
+    ("<|inner_prefix|>", None, "apertus"),
+    ("<|eom|>", " to=self<|message|>", "muse_glimmer"),
     ("<think>", "<minimax:tool_call>", "minimax_m2"),
     ("<think>", "<arg_key>", "glm45"),
     ("<think>", "<|tool_calls_section_begin|>", "kimi_k2"),
@@ -244,11 +294,11 @@ def detect(tokenizer: Any) -> ReasoningFormat | None:
     for token, text, name in _HINTS:
         if token in vocabulary and (text is None or text in template):
             return REASONING_FORMATS[name].bound_to(tokenizer)
-    # Formats whose markers are plain text: only the template can tell.
-    if "Here is my thought process:" in template:
-        return REASONING_FORMATS["granite"].bound_to(tokenizer)
-    if "<think>" in template and "</think>" in template:
-        return REASONING_FORMATS["deepseek_r1"].bound_to(tokenizer)
+    if _suffix_of("<think>", tokenizer):
+        return REASONING_FORMATS["hy_v3"].bound_to(tokenizer)
+    for texts, name in _SHOWN:
+        if all(text in template for text in texts):
+            return REASONING_FORMATS[name].bound_to(tokenizer)
     if (markers := derive_reasoning(template, vocabulary)) is not None:
         logger.info(
             "reasoning: no listed format fits; derived from the chat template: %r to %r",
@@ -257,6 +307,18 @@ def detect(tokenizer: Any) -> ReasoningFormat | None:
         )
         return ReasoningFormat("derived", markers.start, markers.end).bound_to(tokenizer)
     return None
+
+
+def _suffix_of(tag: str, tokenizer: Any) -> str:
+    """The suffix that a tokenizer's tokens, or its template, have in a tag's name; "": none."""
+    vocabulary = added_tokens(tokenizer)
+    if not tag.startswith("<") or not tag.endswith(">") or tag in vocabulary:
+        return ""
+    pattern = re.compile(re.escape(tag[:-1]) + r"(:[\w.-]+)>")
+    for text in (*vocabulary, _template_of(tokenizer)):
+        if (found := pattern.search(text)) is not None:
+            return found[1]
+    return ""
 
 
 def format_of(name: str, tokenizer: Any) -> ReasoningFormat | None:

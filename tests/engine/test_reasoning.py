@@ -40,6 +40,16 @@ INSIDE, MAY_FOLLOW, OVER = Reasoning.INSIDE, Reasoning.MAY_FOLLOW, Reasoning.OVE
         ([], [], "Here is my thought process:", "granite"),
         (["<longcat_think>", "</longcat_think>"], [], "", "longcat"),
         ([], ["<|START_THINKING|>", "<|END_THINKING|>"], "", "cohere"),
+        (["<mm:think>", "</mm:think>"], [], "", "minimax_m3"),
+        ([], ["<|open|>", "<|close|>", "<|sep|>"], "{{ '<|open|>' + tag }}", "kimi_k3"),
+        ([], [], "{{ '<|open|>think<|sep|>' }}<|close|>", "kimi_k3"),
+        (["<think:opensource>", "</think:opensource>"], [], "", "hy_v3"),
+        (["[BEGIN FINAL RESPONSE]"], [], "after [BEGIN FINAL RESPONSE].", "apriel"),
+        ([], ["<|inner_prefix|>", "<|inner_suffix|>"], "", "apertus"),
+        ([], ["<|think|>", "<|content|>"], "<|begin|>assistant<|content|>", "solar_open"),
+        ([], ["<|content_thinking|>"], "", "inkling"),
+        ([], ["<|eom|>"], "'<|start|>assistant to=self<|message|>'", "muse_glimmer"),
+        ([], [], "<|plamo:begin_think:plamo|>", "plamo3"),
     ],
 )
 def test_a_format_is_detected(
@@ -47,6 +57,15 @@ def test_a_format_is_detected(
 ) -> None:
     found = detect(tokenizer_with(added, special, template))
     assert (found and found.name) == name
+
+
+def test_tags_may_have_a_suffix() -> None:
+    tokenizer = tokenizer_with(["<think:opensource>", "</think:opensource>"], IM)
+    format = format_of("hy_v3", tokenizer)
+    assert format is not None
+    assert (format.start, format.end) == ("<think:opensource>", "</think:opensource>")
+    prompt = tokenizer.encode("<|turn|>assistant\n<think:opensource>", add_special_tokens=False)
+    assert format.begins(prompt) is INSIDE
 
 
 def test_a_format_is_chosen_by_name() -> None:

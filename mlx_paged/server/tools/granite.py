@@ -54,4 +54,4 @@ class Granite4Format(HermesFormat):
 
     @classmethod
     def matches(cls, chat_template: str, vocabulary: Mapping[str, int]) -> bool:
-        return "<|start_of_role|>" in chat_template and "</tool_call>" in chat_template
+        return "<|start_of_role|>" in chat_template and super().matches(chat_template, vocabulary)

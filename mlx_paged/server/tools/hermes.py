@@ -7,10 +7,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import ClassVar
 
 from mlx_paged.server.tools.json_blocks import JsonBlockFormat
+
+# JSON in the tags, or dots that stand for it. (Other families have tags of this name, too.)
+_CALL = re.compile(r"<tool_call>(?:\s|\\n)*(?:[\[{]|\.\.\.)")
 
 
 class HermesFormat(JsonBlockFormat):
@@ -25,4 +29,4 @@ class HermesFormat(JsonBlockFormat):
 
     @classmethod
     def matches(cls, chat_template: str, vocabulary: Mapping[str, int]) -> bool:
-        return "<tool_call>" in chat_template and "</tool_call>" in chat_template
+        return _CALL.search(chat_template) is not None

@@ -32,6 +32,8 @@ _TEXT = "Zyx"  # an answer without a call
 # Templates differ in the ids that they take, or in what they read from them.
 _IDS = ("a1b2c3d4e", f"functions.{TOOL.name}:0")
 _LONGEST_END = 64  # characters of a turn's end that may belong to a call
+# The beginning of a marker at a text's end, or nothing.
+_CUT_MARKER = re.compile(r"(?:[<\[\]][^<>\[\]\s]{0,32})?$")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
@@ -67,6 +69,8 @@ def shown(chat_template: str) -> Shown:
         if whole is None or plain is None:
             continue
         start = _num_common(whole, plain)
+        # (What both turns begin with may be the beginning of two markers.)
+        start -= len(_CUT_MARKER.search(whole[:start])[0])  # type: ignore[index]
         end = min(_num_common(whole[::-1], plain[::-1]), len(whole) - start)
         call = whole[start : len(whole) - end]
         if TOOL.name in call and str(ARGUMENTS["town"]) in call:

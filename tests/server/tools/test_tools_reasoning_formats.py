@@ -37,6 +37,16 @@ PAIRS = [
     ("cohere", "cohere_command3", ("<|START_THINKING|>", "<|END_THINKING|>"), False),
     ("longcat", "longcat", ("<longcat_think>", "</longcat_think>"), False),
     ("qwen3", "lfm2", ("<think>", "</think>"), False),
+    ("minimax_m3", "minimax_m3", ("<mm:think>", "</mm:think>"), True),
+    ("kimi_k3", "kimi_k3", (), True),
+    ("apriel", "apriel", (), True),
+    ("hy_v3", "hy_v3", ("<think>", "</think>"), True),
+    ("apertus", "apertus", ("<|inner_prefix|>", "<|inner_suffix|>"), False),
+    ("plamo3", "plamo3", (), False),
+    ("ernie45", "ernie45", ("<think>", "</think>"), True),
+    ("olmo3", "olmo3", ("<think>", "</think>"), True),
+    ("step3", "step3", ("<think>", "</think>"), True),
+    ("deepseek_r1", "nemotron_nano_v2", ("<think>", "</think>"), True),
 ]
 
 
