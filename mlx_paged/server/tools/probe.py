@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
-
+from mlx_paged.engine.template_probe import Message, Refused, TemplateProbe, user_turn
 from mlx_paged.server.tools.definitions import Tool
 
 #: The tool that is offered and called. No template has its words.
@@ -32,8 +27,6 @@ _TEXT = "Zyx"  # an answer without a call
 # Templates differ in the ids that they take, or in what they read from them.
 _IDS = ("a1b2c3d4e", f"functions.{TOOL.name}:0")
 _LONGEST_END = 64  # characters of a turn's end that may belong to a call
-# The beginning of a marker at a text's end, or nothing.
-_CUT_MARKER = re.compile(r"(?:[<\[\]][^<>\[\]\s]{0,32})?$")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
@@ -54,91 +47,34 @@ class Shown:
 @lru_cache(maxsize=8)
 def shown(chat_template: str) -> Shown:
     """Renders a template in several ways; those that it refuses are left out."""
+    probe = TemplateProbe(chat_template)
     source = _COMMENT.sub("", chat_template)
-    try:
-        template = _environment().from_string(chat_template)
-    except jinja2.TemplateError:
-        return Shown(source, ())
-    user = {"role": "user", "content": "Hello"}
     tools = [TOOL.for_template()]
-    offered = _rendered(template, [user], tools=tools, add_generation_prompt=True) or ""
+
+    def rendered(messages: list[Message], *, is_prompt: bool = False) -> str:
+        try:
+            return probe.render(messages, tools, add_generation_prompt=is_prompt)
+        except Refused:
+            return ""
+
+    plain = rendered([user_turn(), {"role": "assistant", "content": _TEXT}])
     calls: dict[str, None] = {}
-    for with_call, without in _conversations(user):
-        whole = _rendered(template, with_call, tools=tools)
-        plain = _rendered(template, without, tools=tools)
-        if whole is None or plain is None:
-            continue
-        start = _num_common(whole, plain)
-        # (What both turns begin with may be the beginning of two markers.)
-        start -= len(_CUT_MARKER.search(whole[:start])[0])  # type: ignore[index]
-        end = min(_num_common(whole[::-1], plain[::-1]), len(whole) - start)
+    for turn in _turns():
+        whole = rendered([user_turn(), turn])
+        start = len(probe.common_prefix(whole, plain))
+        end = min(len(probe.common_suffix(whole, plain)), len(whole) - start)
         call = whole[start : len(whole) - end]
         if TOOL.name in call and str(ARGUMENTS["town"]) in call:
             calls[call + whole[len(whole) - end :][:_LONGEST_END]] = None
+    offered = rendered([user_turn()], is_prompt=True)
     return Shown("\n".join([source, offered, *calls]), tuple(calls))
 
 
-def _conversations(
-    user: Mapping[str, Any],
-) -> Iterator[tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]]:
-    """Conversations whose last turn has a call, each with one whose last turn has none."""
+def _turns() -> Iterator[Message]:
+    """Turns with a call, in the forms that templates take."""
     for arguments in (dict(ARGUMENTS), json.dumps(ARGUMENTS)):
         for call_id in _IDS:
             function = {"name": TOOL.name, "arguments": arguments}
             call = {"id": call_id, "type": "function", "function": function}
             for content in ("", None):
-                turn = {"role": "assistant", "content": content, "tool_calls": [call]}
-                plain = {"role": "assistant", "content": _TEXT}
-                yield [user, turn], [user, plain]
-
-
-def _num_common(a: str, b: str) -> int:
-    """How many characters two texts have in common at their beginnings."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
-
-
-def _rendered(
-    template: jinja2.Template,
-    messages: Sequence[Mapping[str, Any]],
-    **variables: Any,
-) -> str | None:
-    """A conversation; None: the template refuses it."""
-    variables = {"add_generation_prompt": False, "bos_token": "", "eos_token": "", **variables}
-    # (Templates are programs: they fail in their own ways.)
-    with suppress(Exception):
-        return template.render(messages=[dict(message) for message in messages], **variables)
-    return None
-
-
-@lru_cache(maxsize=1)
-def _environment() -> jinja2.Environment:
-    """Jinja as transformers sets it up for chat templates."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime(2026, 1, 1).strftime(form)
-    return environment
-
-
-class _Generation(jinja2.ext.Extension):  # type: ignore[misc]
-    """The tag around what a model generates, which training needs."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
+                yield {"role": "assistant", "content": content, "tool_calls": [call]}

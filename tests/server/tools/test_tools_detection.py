@@ -31,7 +31,7 @@ MENTION = "Do not write <tool_call></tool_call>, [TOOL_CALLS], <function= or <ar
 
 def name_of(chat_template: str, *added: str) -> str | None:
     found = detect(chat_template, {token: i for i, token in enumerate(added)})
-    return None if found is None else found.names[0]
+    return found.names[0] if found is not None and found.names else None
 
 
 @pytest.mark.parametrize("family", RENDERED, ids=lambda family: family.name)
