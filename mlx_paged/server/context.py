@@ -27,6 +27,7 @@ from mlx_paged.server.errors import ApiError, shorten, unavailable
 from mlx_paged.server.metrics import Metrics
 from mlx_paged.server.responses_api.store import ResponseStore
 from mlx_paged.server.tools import registry
+from mlx_paged.server.tools.derived import why_not_derived
 from mlx_paged.server.tools.format import ToolFormat
 from mlx_paged.server.tools.hermes import HermesFormat
 
@@ -91,6 +92,7 @@ class Context:
         defaults: For fields that a request leaves out; read from the model once it is loaded.
         failure: Why the engine could not be started.
         tool_format: How the model writes calls; None: not known, or not to be parsed.
+        no_tool_format: Why it is not known; "" where it is.
         reasoning_format: How it marks its reasoning; None: it does not.
         mcp_servers: Those whose tools the page may use.
     """
@@ -104,6 +106,7 @@ class Context:
     response_store: ResponseStore = field(init=False)
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     tool_format: ToolFormat | None = None
+    no_tool_format: str = ""
     reasoning_format: ReasoningFormat | None = None
     mcp_servers: McpServers | None = None
     _held_bytes: int = 0
@@ -152,6 +155,8 @@ class Context:
             )
             self.metrics.attach(engine, self.config.model_name, limit, stats)
             self.tool_format = _tool_format(self.config, renderer)
+            if self.tool_format is None:
+                self.no_tool_format = _no_tool_format(self.config, renderer)
             self.reasoning_format = engine.reasoning_format
             _log_capacity(engine, stats)
             self._renderer = renderer
@@ -250,6 +255,16 @@ def _tool_format(config: ServerConfig, renderer: Renderer) -> ToolFormat | None:
     if config.tool_call_parser == "none":
         return None
     return registry.format_of(config.tool_call_parser, renderer.added_tokens)
+
+
+def _no_tool_format(config: ServerConfig, renderer: Renderer) -> str:
+    """Why it is not known how the model writes calls."""
+    if config.tool_call_parser == "none":
+        return "--tool-call-parser is none"
+    if not renderer.renders_tools:
+        return "the chat template has no place for tools"
+    reason = why_not_derived(renderer.chat_template, renderer.added_tokens)
+    return f"no listed format fits the chat template, and none can be derived: {reason}"
 
 
 def _log_capacity(engine: Engine, stats: EngineStats) -> None:

@@ -22,6 +22,7 @@ from mlx_paged.server.errors import bad_request, speaks_anthropic
 from mlx_paged.server.messages.answers import ModelInfo, ModelPage
 from mlx_paged.server.requests import DetokenizeBody, TokenizeBody, conversation_of, read_body
 from mlx_paged.server.streaming import json_response
+from mlx_paged.server.tools.derived import DerivedFormat
 from mlx_paged.server.turn import check_takes_tools
 
 # Seconds to wait for the engine's numbers, since a step may be long.
@@ -195,9 +196,21 @@ async def server_info(request: Request) -> Response:
     if stats is not None:
         answer["generation_defaults"] = asdict(context.defaults)
         answer["engine_config"] = asdict(context.engine.engine.config)
+        answer["parsing"] = _parsing(context)
         answer["media"] = _media(context)
         answer["stats"] = asdict(stats)
     return JSONResponse(answer)
+
+
+def _parsing(context: Context) -> responses.ParsingInfo:
+    tools, reasoning = context.tool_format, context.reasoning_format
+    return {
+        "tool_calls": next(iter(tools.names), "derived") if tools is not None else None,
+        "tool_call_syntax": str(tools) if isinstance(tools, DerivedFormat) else None,
+        "no_tool_calls": context.no_tool_format or None,
+        "reasoning": reasoning.name if reasoning is not None else None,
+        "reasoning_markers": [reasoning.start, reasoning.end] if reasoning is not None else None,
+    }
 
 
 async def reset_prefix_cache(request: Request) -> Response:

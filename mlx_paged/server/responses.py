@@ -304,6 +304,24 @@ class MediaInfo(TypedDict):
     reason: str | None
 
 
+class ParsingInfo(TypedDict):
+    """How answers are read.
+
+    Attributes:
+        tool_calls: Name of the format of tool calls; "derived": from the chat template.
+        tool_call_syntax: A call, where it is derived.
+        no_tool_calls: Why no format is known.
+        reasoning: Name of the reasoning format.
+        reasoning_markers: With what reasoning begins and ends.
+    """
+
+    tool_calls: str | None
+    tool_call_syntax: str | None
+    no_tool_calls: str | None
+    reasoning: str | None
+    reasoning_markers: list[str] | None
+
+
 class ServerInfo(TypedDict):
     """`GET /server_info`. What comes from the engine is there when it answers."""
 
@@ -314,6 +332,7 @@ class ServerInfo(TypedDict):
     build: dict[str, str]
     generation_defaults: NotRequired[dict[str, Any]]
     engine_config: NotRequired[dict[str, Any]]
+    parsing: NotRequired[ParsingInfo]
     media: NotRequired[MediaInfo]
     stats: NotRequired[dict[str, Any]]
 

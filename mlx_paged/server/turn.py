@@ -171,7 +171,7 @@ def check_takes_tools(context: Context, param: str = "tools") -> None:
         return
     lacks = "its chat template has no place for them"
     if context.renderer.renders_tools:
-        lacks = "no syntax of calls is known for it (see --tool-call-parser)"
+        lacks = f"{context.no_tool_format} (see --tool-call-parser)"
     raise bad_request(
         param,
         f"{param} cannot be given to this model: {lacks}; a server started with --tool-template "

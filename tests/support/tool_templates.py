@@ -107,6 +107,62 @@ TEMPLATES = (
         tokens=("<|call|>", "<|/call|>", "<|key|>", "<|/key|>", "<|im_end|>"),
     ),
     Invented(
+        "elements",
+        _each(
+            "<use_tool>\n<{{ f.name }}>\n"
+            + _parameters("<{{ k }}>{{ v }}</{{ k }}>\n")
+            + "</{{ f.name }}>\n</use_tool>\n"
+        ),
+        "tagged",
+    ),
+    Invented(
+        "identified_parameters",
+        "<|calls|>"
+        + _each(
+            "<|call|>{{ call.id }}|{{ f.name }}"
+            + _parameters("<|key|>{{ k }}<|value|>{{ v }}<|/value|>")
+            + "<|/call|>"
+        )
+        + "<|/calls|>",
+        "tagged",
+        tokens=(
+            *("<|calls|>", "<|call|>", "<|key|>", "<|value|>", "<|/value|>", "<|/call|>"),
+            *("<|/calls|>", "<|im_end|>"),
+        ),
+        has_ids=True,
+    ),
+    Invented(
+        "json_parameters",
+        _each(
+            '<invoke tool="{{ f.name }}">\n'
+            "{% for k, v in f.arguments | items %}"
+            '<param name="{{ k }}">{{ v | tojson }}</param>\n{% endfor %}'
+            "</invoke>\n"
+        ),
+        "tagged",
+    ),
+    Invented(
+        "parameters_of_types",
+        _each(
+            '<tool_use name="{{ f.name }}">\n'
+            + _parameters(
+                '<p name="{{ k }}" type="{{ "string" if value is string else "boolean" if value is '
+                'boolean else "number" if value is number else "json" }}">{{ v }}</p>\n'
+            )
+            + "</tool_use>\n"
+        ),
+        "tagged",
+    ),
+    Invented(
+        "attributes_of_one_tag",
+        _each(
+            "<do what='{{ f.name }}'>"
+            + _parameters("<with key='{{ k }}' value='{{ v }}'/>")
+            + "</do>"
+        ),
+        "tagged",
+    ),
+    Invented(
         "json_list",
         "«tools»["
         + _each('{"name": "{{ f.name }}", "parameters": ' + JSON + "}", ", ")

@@ -8,11 +8,10 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import pairwise
 from typing import Any, Literal
 
 from mlx_paged.engine.derived_reasoning import ReasoningMarkers, reasoning_of
@@ -50,29 +49,41 @@ class JsonKeys:
     outer: tuple[str, ...] = ()
 
 
+#: Stand for the name, the id and a key in texts. (Private characters: no template has them itself.)
+NAME, ID, KEY = "\ue0e1", "\ue0e2", "\ue0e3"
+
+
 @dataclass(frozen=True)
 class Parameters:
-    """Texts around parameters that are written one by one.
+    """A call whose parameters are written one by one, as texts that may have `NAME`, `ID`, `KEY`.
 
     Attributes:
-        name_end: Between the call's name and the first parameter.
+        head: From the name or the id to the first parameter.
         key: Before a key.
-        string: Between a key and a value that is a string.
-        other: The same for other values.
+        before_value: Between a key and its value, by the JSON type of the value.
         value_end: After a value.
-        between: Between that and the next key.
-        call_end: After the last value's end, up to the call's.
-        no_values: After the name of a call without parameters, up to the call's end.
+        between: Between that and the next parameter.
+        tail: After the last value's end, up to the call's end.
+        empty: All of a call without parameters.
+        are_json: Whether strings are written as JSON, too.
     """
 
-    name_end: str
+    head: str
     key: str
-    string: str
-    other: str
+    before_value: Mapping[str, str]
     value_end: str
     between: str
-    call_end: str
-    no_values: str
+    tail: str
+    empty: str
+    are_json: bool = False
+
+    @property
+    def are_fixed(self) -> bool:
+        """Whether the texts are tags that are the same in every call, after the name."""
+        rest = self.head[1:] + self.key + self.value_end + self.tail
+        tags = (self.key.strip(), self.value_end.strip())
+        is_fixed = self.head.startswith(NAME) and not any(hole in rest for hole in (NAME, ID, KEY))
+        return is_fixed and not self.are_json and all(map(is_marker, tags))
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,7 @@ class CallSyntax:
         keys: Of "json".
         parameters: Of "tagged".
         has_parallel: Whether an answer may have more than one call.
-        around_text: Markers around the text of answers.
+        text_begins, text_ends: Markers around the text of answers.
     """
 
     kind: Literal["json", "named", "tagged", "python"]
@@ -107,7 +118,8 @@ class CallSyntax:
     keys: JsonKeys | None = None
     parameters: Parameters | None = None
     has_parallel: bool = False
-    around_text: tuple[str, ...] = ()
+    text_begins: tuple[str, ...] = ()
+    text_ends: tuple[str, ...] = ()
 
 
 class NotDerived(Exception):
@@ -130,10 +142,17 @@ class _Call:
 # (Ids of nine letters and digits are those that the strictest templates take.)
 _FIRST = _Call("probe_first", "qidxone01", {"key_one": "value one", "key_two": "value two"})
 _SECOND = _Call("probe_second", "qidxtwo02", {"key_red": "value red", "key_blue": "value blue"})
-_NUMBERS = _Call("probe_first", "qidxone01", {"key_one": "value one", "key_two": 739})
-_OBJECTS = _Call("probe_first", "qidxone01", {"key_one": {"inner": [7, True]}, "key_two": 739})
 _MARKUP = _Call("probe_first", "qidxone01", {"key_one": "a<b>&'c", "key_two": "value two"})
 _EMPTY = _Call("probe_first", "qidxone01", {})
+# Values of all types but strings.
+_VALUES: Mapping[str, Any] = {
+    "integer": 739,
+    "number": 73.25,
+    "boolean": True,
+    "null": None,
+    "array": [73, "inner"],
+    "object": {"inner": 73},
+}
 
 
 def _tool(name: str, keys: Sequence[str]) -> dict[str, Any]:
@@ -163,7 +182,6 @@ class _Writer:
         self._content = content
         self._prompt = prompt_of(probe, _TOOLS)
         self._before_text, self._after_text = self._rendered_text()
-        self.around_text: tuple[str, ...] = ()
 
     def _rendered_text(self) -> tuple[str, str]:
         """What is before and after an answer that is text."""
@@ -178,23 +196,38 @@ class _Writer:
     def body(self, *calls: _Call) -> str:
         """What a model writes to make calls, without what ends its turn.
 
-        Sets `around_text`: the markers that the text of an answer stands between.
-
         Raises:
             Refused: the template does not take them.
         """
-        message: Message = {"role": "assistant", "content": self._content}
-        message["tool_calls"] = [self._rendered(call) for call in calls]
-        text = self._answered(self._probe.render([user_turn(), message], _TOOLS))
-        end = self._probe.common_suffix(text, self._after_text)
-        text_end = self._after_text.removesuffix(end)
-        marks = (self._before_text.strip(), text_end.strip())
-        self.around_text = tuple(m for m in marks if is_marker(m) and not m[0].isalnum())
-        text = text.removesuffix(end)
+        text, end = self._with_end(calls, self._content)
         if len(end.strip()) > 2:  # (Some render more turns after it.)
             at = text.find(end.strip(), text.rfind(calls[-1].name))
             text = text[:at] if at >= 0 else text
-        return text.rstrip()
+        return text
+
+    def around_text(self, begin: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The markers with which the text of an answer begins and ends.
+
+        Args:
+            begin: what is before a call's own parts.
+        """
+        _, end = self._with_end((_FIRST,), self._content)
+        begins, ends = [self._before_text], [self._after_text.removesuffix(end)]
+        with suppress(Refused):
+            before, found, after = self._with_end((_FIRST,), CONTENT)[0].partition(CONTENT)
+            between, is_there, _ = after.partition(begin.strip() or _FIRST.name)
+            if found and is_there:
+                begins.append(before)
+                ends.append(between)
+        return _marks(begins), _marks(ends)
+
+    def _with_end(self, calls: Sequence[_Call], content: str | None) -> tuple[str, str]:
+        """A turn with calls, and what ends such turns."""
+        message: Message = {"role": "assistant", "content": content}
+        message["tool_calls"] = [self._rendered(call) for call in calls]
+        text = self._answered(self._probe.render([user_turn(), message], _TOOLS))
+        end = self._probe.common_suffix(text, self._after_text)
+        return text.removesuffix(end), end
 
     def _answered(self, text: str) -> str:
         text = written(self._probe, self._prompt, text)
@@ -208,6 +241,12 @@ class _Writer:
             arguments = json.dumps(arguments)
         function = {"name": call.name, "arguments": arguments}
         return {"id": call.id, "type": "function", "function": function}
+
+
+def _marks(texts: Iterable[str]) -> tuple[str, ...]:
+    """The texts that are markers."""
+    bare = dict.fromkeys(text.strip() for text in texts)
+    return tuple(text for text in bare if is_marker(text) and not text[0].isalnum())
 
 
 def derive_syntax(probe: TemplateProbe) -> CallSyntax:
@@ -274,14 +313,14 @@ class _Analysis:
             call_start=body[:begin],
             call_end=body[end:],
             are_text=found.are_text,
-            around_text=self._writer.around_text,
         )
         base, second = self._with_sections(base, found)
         if found.kind in ("json", "named"):
             base = self._of_json(base, found, second)
         elif found.kind == "tagged":
             base = replace(base, parameters=self._parameters(base))
-        return base
+        begins, ends = self._writer.around_text(base.section_start + base.call_start)
+        return replace(base, text_begins=begins, text_ends=ends)
 
     def _with_sections(
         self, base: CallSyntax, found: _Located
@@ -347,63 +386,65 @@ class _Analysis:
         return replace(base, pieces=pieces, separators=_separators(arguments), keys=keys)
 
     def _parameters(self, base: CallSyntax) -> Parameters:
-        mid, string, between, again = self._split(self._body, _FIRST)
-        if string != again:
+        first, middle, last = re.split("value one|value two", self._holed(base, self._body, _FIRST))
+        before, _, string = first.partition(KEY)
+        again, _, of_second = middle.rpartition(KEY)
+        if string != of_second or KEY in string:
             raise NotDerived("it renders its parameters in different ways")
-        key = self._probe.common_suffix(mid, between)
-        value_end = self._probe.common_prefix(base.call_end, between)
-        value_end = value_end[: max(0, len(between) - len(key))]
-        other = string
-        with suppress(Refused):
-            numbers = self._writer.body(_NUMBERS)
-            _, _, _, other = self._split(numbers, _NUMBERS)
-            if not numbers.endswith(f"{other}739{base.call_end}{base.section_end}"):
-                raise NotDerived("its parameters are JSON, one by one")
-        with suppress(Refused):
-            if _MARKUP.arguments["key_one"] not in self._writer.body(_MARKUP):
-                raise NotDerived("it escapes characters of its parameters")
-        with suppress(Refused):
-            value, objects = _OBJECTS.arguments["key_one"], self._writer.body(_OBJECTS)
-            texts = [json.dumps(value), json.dumps(value, separators=(",", ":")), str(value)]
-            if not any(text in objects for text in texts):
-                raise NotDerived("its parameters that are objects are not JSON")
-        if not is_marker(key.strip()) or not is_marker(value_end.strip()):
+        key = self._probe.common_suffix(before, again)
+        value_end = self._probe.common_prefix(last, again)
+        value_end = value_end[: max(0, len(again) - len(key))]
+        tail, between = last.removeprefix(value_end), again[len(value_end) : len(again) - len(key)]
+        if not key.strip() or len(value_end.strip()) < 2:
             raise NotDerived("its parameters have no tags of their own")
-        call_end = base.call_end.removeprefix(value_end)
-        name_end = mid.removesuffix(key)
-        no_values = name_end + call_end
         with suppress(Refused):
-            empty = self._writer.body(_EMPTY).removesuffix(base.section_end)
-            no_values = empty[empty.find(_EMPTY.name) + len(_EMPTY.name) :]
-        parameters = Parameters(
-            name_end=name_end,
-            key=key,
-            string=string,
-            other=other,
-            value_end=value_end,
-            between=between[len(value_end) : len(between) - len(key)],
-            call_end=call_end,
-            no_values=no_values,
-        )
-        texts = [base.section_start, base.call_start, *vars(parameters).values()]
-        if any(_FIRST.name in text or _FIRST.id in text for text in texts):
-            raise NotDerived("its tags contain names or ids")
-        return parameters
+            markup = str(_MARKUP.arguments["key_one"])
+            texts = [markup, json.dumps(markup)[1:-1]]
+            if not any(text in self._writer.body(_MARKUP) for text in texts):
+                raise NotDerived("it escapes characters of its parameters")
+        lead = value_end + between + key + KEY
+        quote = string[-1:]
+        before_value = {"string": string}
+        are_json = False
+        for type_name, value in _VALUES.items():
+            found = self._before_value(base, value, lead, value_end + tail)
+            if found is None and quote in ("'", '"') and value_end.startswith(quote):
+                found = self._before_value(base, value, lead, value_end[1:] + tail)
+                are_json = are_json or found is not None
+            if found is not None:
+                before_value[type_name] = found
+        if "integer" not in before_value:
+            raise NotDerived("its parameters that are numbers are not JSON")
+        if are_json:
+            value_end, before_value["string"] = value_end[1:], string[:-1]
+        head = before.removesuffix(key)
+        empty = head + tail
+        with suppress(Refused):
+            empty = self._holed(base, self._writer.body(_EMPTY), _EMPTY)
+        for type_name in _VALUES:
+            before_value.setdefault(type_name, before_value["integer"])
+        return Parameters(head, key, before_value, value_end, between, tail, empty, are_json)
 
-    def _split(self, body: str, call: _Call) -> list[str]:
-        """What is between a name, two keys and two values."""
-        texts = [call.name]
-        for key, value in call.arguments.items():
-            texts += [key, value if isinstance(value, str) else json.dumps(value)]
-        found, at = [], body.find(call.name)
-        for text, following in pairwise(texts):
-            at += len(text)
-            end = body.find(following, at)
-            if end < 0:
-                raise NotDerived("it renders parameters in another order")
-            found.append(body[at:end])
-            at = end
-        return found
+    def _before_value(self, base: CallSyntax, value: Any, lead: str, end: str) -> str | None:
+        """What is between a key and a value; None: the value is not JSON, or in another place."""
+        call = replace(_FIRST, arguments={"key_one": "value one", "key_two": value})
+        try:
+            text = self._holed(base, self._writer.body(call), call).partition("value one")[2]
+        except Refused:
+            return None
+        if not (text.startswith(lead) and text.endswith(end)):
+            return None
+        text = text[len(lead) : len(text) - len(end)]
+        texts = (json.dumps(value), json.dumps(value, separators=(",", ":")), str(value))
+        return next((text.removesuffix(t) for t in texts if text.endswith(t)), None)
+
+    def _holed(self, base: CallSyntax, body: str, call: _Call) -> str:
+        """A call, with its end, where names, ids and keys are holes."""
+        text = body.removesuffix(base.section_end)[len(base.section_start + base.call_start) :]
+        for hole, sentinels in ((NAME, [call.name]), (ID, [call.id]), (KEY, call.arguments)):
+            for sentinel in sentinels:
+                text = text.replace(sentinel, hole)
+        return text
 
 
 def _locate(body: str, call: _Call) -> _Located:
@@ -439,7 +480,9 @@ def _locate(body: str, call: _Call) -> _Located:
         if closed is None:
             raise NotDerived("it renders calls as functions whose strings have no quotes")
         return _Located("python", (at, closed.end()))
-    return _Located("tagged", (at, last))
+    holes = [(text, m) for text in (call.name, call.id, *keys) for m in re.finditer(text, body)]
+    begin = min(m.start() for text, m in holes if text in (call.name, call.id))
+    return _Located("tagged", (begin, max([last, *(m.end() for _, m in holes)])))
 
 
 def _values(text: str) -> Iterator[tuple[int, int, Any]]:

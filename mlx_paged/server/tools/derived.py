@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mlx_paged.engine.template_probe import TemplateProbe, is_marker
 from mlx_paged.server.tools.bare_json import BareCallsParser
 from mlx_paged.server.tools.call_syntax import (
+    ID,
+    KEY,
+    NAME,
     CallSyntax,
     Hole,
     JsonKeys,
@@ -23,15 +26,17 @@ from mlx_paged.server.tools.definitions import Tool
 from mlx_paged.server.tools.escaped_json import escaped_arguments, left_out
 from mlx_paged.server.tools.events import CallBegin, CallEnd, ContentText, Event
 from mlx_paged.server.tools.format import Parser, ToolFormat, lark_arguments
+from mlx_paged.server.tools.frames import FramedParser
 from mlx_paged.server.tools.headed_json import Head, HeadedCalls
 from mlx_paged.server.tools.json_blocks import CallBlockParser
 from mlx_paged.server.tools.json_calls import CallsReader, JsonCall, JsonCalls
 from mlx_paged.server.tools.lark import Lark
 from mlx_paged.server.tools.lexer import Lexeme
+from mlx_paged.server.tools.parameter_calls import ParameterCalls, ParameterTexts
 from mlx_paged.server.tools.parameters import counts, parameter_lists, unenforced
 from mlx_paged.server.tools.python_calls import PythonCalls
 from mlx_paged.server.tools.pythonic import python_call
-from mlx_paged.server.tools.schemas import types_of
+from mlx_paged.server.tools.schemas import Schema, types_of
 from mlx_paged.server.tools.tagged import TaggedParser, Tags
 from mlx_paged.server.tools.template import knows_tools
 
@@ -116,7 +121,9 @@ class DerivedFormat(ToolFormat):
         inner = "".join(f"{{{p.value}}}" if isinstance(p, Hole) else p for p in syntax.pieces)
         if syntax.parameters is not None:
             of = syntax.parameters
-            inner = f"{{name}}{of.name_end}{of.key}{{key}}{of.string}{{value}}"
+            inner = f"{of.head}{of.key}{KEY}{of.before_value['string']}{{value}}{of.value_end}"
+            inner = inner.replace(NAME, "{name}").replace(ID, "{id}").replace(KEY, "{key}")
+            return repr(f"{syntax.section_start}{syntax.call_start}{inner}{of.tail}")
         elif syntax.kind == "python":
             inner = "{name}({key}={value})"
         before, after = syntax.section_start + syntax.call_start, syntax.call_end
@@ -146,7 +153,8 @@ class DerivedFormat(ToolFormat):
         marker, rest = layout.begins[0], start.lstrip()
         rest = rest[len(marker) :]
         body = lark.rule(f"{_literal(lark, rest)} {whole}")
-        if not required and any(map(lark.has_token, syntax.around_text)):
+        around_text = [*syntax.text_begins, *syntax.text_ends]
+        if not required and any(map(lark.has_token, around_text)):
             return self._with_text_marks(lark, f"{lark.literal(marker)} {body}", parallel)
         return lark.answer(
             marker,
@@ -157,9 +165,14 @@ class DerivedFormat(ToolFormat):
             others=layout.begins,
         )
 
+    def framed(self, parser: Parser) -> Parser:
+        """A parser that leaves out the markers around text as well."""
+        begin, end = self.syntax.text_begins, self.syntax.text_ends
+        return FramedParser(parser, begin=begin, end=end) if begin or end else parser
+
     def _with_text_marks(self, lark: Lark, call: str, parallel: bool) -> str:
         """An answer whose text stands between tokens: a rule has to name them."""
-        marks = [lark.literal(mark) for mark in self.syntax.around_text]
+        marks = [lark.literal(m) for m in (*self.syntax.text_begins, *self.syntax.text_ends)]
         text = lark.terminal(lark.without(self.layout.begins))
         texts = lark.rule(" | ".join([text, *marks]))
         is_repeated = parallel and not self.syntax.section_start.strip()
@@ -253,11 +266,21 @@ class _PythonFormat(DerivedFormat):
 
 
 class _TaggedFormat(DerivedFormat):
-    """Calls of parameters in tags."""
+    """Calls whose parameters are written one by one."""
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
-        inner = TaggedParser(_tags(self.syntax), tools)
-        return SectionParser(inner, "", "", self.syntax.around_text)
+        parts, layout = self._parts, self.layout
+        if parts.are_fixed:
+            return self.framed(TaggedParser(_tags(self.syntax), tools))
+        texts = ParameterTexts.of(
+            parts, "" if layout.call else layout.section_rest, layout.call_rest
+        )
+        return _sections(self, lambda: ParameterCalls(texts, tools, self.syntax.separator))
+
+    @property
+    def _parts(self) -> Parameters:
+        assert self.syntax.parameters is not None
+        return self.syntax.parameters
 
     def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
         return counts(parameters)
@@ -266,58 +289,57 @@ class _TaggedFormat(DerivedFormat):
         return unenforced(tool.parameters, tool.field)
 
     def _call(self, lark: Lark, tool: Tool) -> str:
-        parts = self.syntax.parameters
-        assert parts is not None
+        parts = self._parts
         alternatives = []
         for parameters, root in parameter_lists(tool.parameters):
-            if not parameters:
-                alternatives.append(_literal(lark, tool.name + parts.no_values))
-                continue
-            rules = []
-            for name, schema, is_required in parameters:
-                types = types_of(schema, tool.parameters)
-                values = []
-                strings = {"allOf": [schema, {"type": "string"}]}
-                others = {"allOf": [schema, {"type": sorted(types - {"string"})}]}
-                if parts.string == parts.other:
-                    kinds = [(parts.string, schema)]
-                else:
-                    kinds = [(parts.string, strings)] * ("string" in types)
-                    kinds += [(parts.other, others)] * bool(types - {"string"})
-                for before, of_kind in kinds:
-                    value = lark.value(of_kind, root, parts.value_end, strict=tool.strict)
-                    values.append(f"{_literal(lark, parts.key + name + before)} {value}")
-                rules.append((lark.rule(" | ".join(values)), is_required))
-            alternatives.append(self._parameters(lark, tool, rules, parts))
-        return lark.rule(" | ".join(alternatives))
+            rules = [
+                (self._parameter(lark, tool, name, schema, root), is_required)
+                for name, schema, is_required in parameters
+            ]
+            if rules:
+                alternatives.append(self._parameters(lark, tool, rules))
+            if not any(is_required for _, is_required in rules):
+                alternatives.append(_filled(lark, parts.empty, tool))
+        return lark.rule(" | ".join(dict.fromkeys(alternatives)))
 
-    @staticmethod
-    def _parameters(
-        lark: Lark, tool: Tool, rules: Sequence[tuple[str, bool]], parts: Parameters
-    ) -> str:
+    def _parameter(self, lark: Lark, tool: Tool, name: str, schema: Schema, root: Schema) -> str:
+        """A parameter: its key, its value and its end."""
+        parts = self._parts
+        end = parts.value_end.replace(KEY, name)
+        types = types_of(schema, tool.parameters)
+        by_text: dict[str, list[str]] = {}
+        for type_name in sorted(types):
+            by_text.setdefault(parts.before_value[type_name], []).append(type_name)
+        values = []
+        for before, of_text in by_text.items():
+            narrowed: Schema = schema
+            if len(by_text) > 1:
+                narrowed = {"allOf": [schema, {"type": of_text}]}
+            if parts.are_json:
+                value = f"{lark.json(narrowed, root, strict=tool.strict)} {_literal(lark, end)}"
+            else:
+                value = lark.value(narrowed, root, end, strict=tool.strict)
+            values.append(f"{_literal(lark, parts.key + name + before)} {value}")
+        return lark.rule(" | ".join(values))
+
+    def _parameters(self, lark: Lark, tool: Tool, rules: Sequence[tuple[str, bool]]) -> str:
         """The parameters of a call in their order; those that are not required may be missing."""
+        parts = self._parts
+        head, tail = _filled(lark, parts.head, tool), _filled(lark, parts.tail, tool)
         between = _literal(lark, parts.between)
-        name = _literal(lark, tool.name + parts.name_end)
-        end = _literal(lark, parts.call_end)
-        if not parts.between:
-            texts = [rule if is_required else f"{rule}?" for rule, is_required in rules]
-            some = f"{name} {' '.join(texts)} {end}"
-        else:
-            first = []
-            for i, (rule, is_required) in enumerate(rules):
-                rest = [
-                    f"({between} {later}){'' if needed else '?'}"
-                    for later, needed in rules[i + 1 :]
-                ]
-                first.append(" ".join([rule, *rest]))
-                if is_required:
-                    break
-            some = f"{name} {lark.rule(' | '.join(first))} {end}"
-        if any(is_required for _, is_required in rules):
-            return some
-        if parts.no_values == parts.name_end + parts.call_end and not parts.between:
-            return some
-        return lark.rule(f"{some} | {_literal(lark, tool.name + parts.no_values)}")
+        first = []
+        for i, (rule, is_required) in enumerate(rules):
+            rest = [f"({between} {r}){'' if needed else '?'}" for r, needed in rules[i + 1 :]]
+            first.append(" ".join([rule, *rest]))
+            if is_required:
+                break
+        return f"{head} {lark.rule(' | '.join(first))} {tail}"
+
+
+def _filled(lark: Lark, text: str, tool: Tool) -> str:
+    """A text with holes, for a tool."""
+    parts = re.split(f"({ID})", text.replace(NAME, tool.name))
+    return " ".join(lark.terminal(_ID) if p == ID else _literal(lark, p) for p in parts if p)
 
 
 _KINDS: Mapping[str, type[DerivedFormat]] = {
@@ -347,16 +369,22 @@ def format_of_syntax(
         NotDerived: calls could not be told from text.
     """
     base = _KINDS[syntax.kind]
-    if syntax.kind == "tagged":
+    if syntax.parameters is not None and syntax.parameters.are_fixed:
         return _format(_TaggedFormat, syntax, Layout.of_tags(_tags(syntax)))(
             vocabulary, chat_template
         )
     layout = Layout.of(syntax, vocabulary)
+    if syntax.parameters is not None:  # (its reader takes the call's end for text)
+        end = syntax.section_end.strip()
+        layout = replace(layout, ends=(end,) if is_marker(end) else ())
     beside = layout.section_rest + layout.call_rest
     if syntax.kind == "json" and (syntax.pieces[0] is Hole.INDEX or beside.strip(" \t\r\n[")):
         base = _NamedFormat  # (something else than a marker is before the object)
     texts = [syntax.section_start, syntax.call_start, syntax.call_end, syntax.section_end]
     texts += [piece for piece in syntax.pieces if isinstance(piece, str)]
+    if syntax.parameters is not None:
+        parts = syntax.parameters
+        texts += [parts.head, parts.key, *parts.before_value.values(), parts.value_end, parts.tail]
     # (The lexer would leave out special tokens that are no markers.)
     inside = [t for t in vocabulary if len(t) > 1 and any(t in text for text in texts)]
     return _format(base, syntax, layout, inside)(vocabulary, chat_template)
@@ -366,11 +394,12 @@ def _format(
     base: type[DerivedFormat], syntax: CallSyntax, layout: Layout, more: Iterable[str] = ()
 ) -> type[ToolFormat]:
     """The class of a format."""
-    found = [*layout.begins, *layout.ends, *syntax.around_text, *more]
+    found = [*layout.begins, *layout.ends, *syntax.text_begins, *syntax.text_ends, *more]
 
     class Format(base):  # type: ignore[valid-type, misc]
         markers = tuple(dict.fromkeys(found))
         begins_call = layout.begins
+        frames_text = bool(syntax.text_begins or syntax.text_ends)
 
     Format.syntax, Format.layout = syntax, layout
     return Format
@@ -380,7 +409,7 @@ def _tags(syntax: CallSyntax) -> Tags:
     """The tags for the parser, without the space between them."""
     parts = syntax.parameters
     assert parts is not None
-    call, call_end = syntax.call_start.strip(), parts.call_end.strip()
+    call, call_end = syntax.call_start.strip(), parts.tail.strip()
     blocks: tuple[tuple[str, str], ...] = ()
     if syntax.section_start.strip():
         blocks = ((syntax.section_start.strip(), syntax.section_end.strip()),)
@@ -390,26 +419,26 @@ def _tags(syntax: CallSyntax) -> Tags:
     if not blocks and outer is not None and closing is not None:
         blocks = ((outer[1], closing[1]),)
         call, call_end = call[outer.end() :], call_end[: closing.start()].strip()
+    of_string = parts.before_value["string"]
     # A newline after the key's end or before the value's end is a part of them, but for both.
-    trims = parts.string.strip() != "" and parts.string.endswith("\n")
-    trims = trims and parts.value_end.startswith("\n")
-    string, other = parts.string.strip() or parts.string, parts.other.strip() or parts.other
-    value_end = parts.value_end.strip() if trims else parts.value_end.rstrip()
-    key_ends: tuple[tuple[str, bool | None], ...] = ((string, None),)
-    if string != other:
-        key_ends = ((string, True), (other, False))
-    value = ""
-    split = re.fullmatch(r"(</[^<>\s]+>)\s*(<[^<>\s]+>)", string)
-    if split is not None and string == other:
+    trims = of_string.strip() != "" and of_string.endswith("\n") and parts.value_end[0] == "\n"
+    kinds: dict[str, bool | None] = {}
+    for type_name, text in parts.before_value.items():
+        text = text.strip() or text
+        is_string = type_name == "string"
+        kinds[text] = is_string if kinds.get(text, is_string) == is_string else None
+    key_ends, value = tuple(kinds.items()), ""
+    split = re.fullmatch(r"(</[^<>\s]+>)\s*(<[^<>\s]+>)", of_string)
+    if split is not None and len(key_ends) == 1:
         key_ends, value = ((split[1], None),), split[2]
     return Tags(
         call=call,
-        name_end=parts.name_end.strip(),
+        name_end=parts.head.removeprefix(NAME).strip(),
         call_end=call_end,
         key=parts.key.strip(),
         key_ends=key_ends,
         value=value,
-        value_end=value_end,
+        value_end=parts.value_end.strip() if trims else parts.value_end.rstrip(),
         blocks=blocks,
         has_shared_block=bool(syntax.section_start.strip()),
         trims_newlines=trims,
@@ -425,30 +454,29 @@ def _sections(format: DerivedFormat, reader: Callable[[], CallsReader]) -> Parse
     layout, syntax = format.layout, format.syntax
     inner = CallBlockParser((layout.call or layout.section,), layout.ends, reader)
     section = layout.section if layout.call else ""
-    return SectionParser(inner, section, syntax.section_end.strip(), syntax.around_text)
+    return format.framed(SectionParser(inner, section, syntax.section_end.strip()))
 
 
 class SectionParser:
-    """Leaves out the markers around all calls of an answer, and those around its text.
-
-    A section without a call is text.
+    """Leaves out the markers around all calls of an answer. A section without a call is text.
 
     Args:
         inner: reads what is within.
         begin, end: markers of a section; "" where there is none.
-        around_text: markers around text.
     """
 
-    def __init__(
-        self, inner: Parser, begin: str, end: str, around_text: Collection[str] = ()
-    ) -> None:
+    def __init__(self, inner: Parser, begin: str, end: str) -> None:
         self._inner = inner
         self._begin = begin
         self._end = end
-        self._around_text = around_text
         self._held: list[str] = []  # of a section in which no call has begun
         self._is_open = False
         self._in_call = False
+
+    @property
+    def in_string(self) -> bool:
+        """Whether a marker may be a part of a call."""
+        return self._in_call
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
         text, is_marker = lexeme
@@ -456,8 +484,6 @@ class SectionParser:
             if text == self._begin:
                 yield from self._flush()
                 self._held, self._is_open = [text], False
-                return
-            if text in self._around_text:
                 return
             if self._begin and text == self._end and (self._held or self._is_open):
                 yield from self._events(self._inner.finish())
@@ -533,6 +559,15 @@ class _UnlistedCalls:
 
     def unread(self) -> str:
         return self._reader.unread().removeprefix("[")
+
+
+def why_not_derived(chat_template: str, vocabulary: Mapping[str, int]) -> str:
+    """Why no format can be derived from a template, as a part of a sentence; "" where one can."""
+    try:
+        derived_format(chat_template, vocabulary)
+    except NotDerived as reason:
+        return f"{reason}"
+    return ""
 
 
 def derived_or_none(chat_template: str, vocabulary: Mapping[str, int]) -> ToolFormat | None:

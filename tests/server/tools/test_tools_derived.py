@@ -17,7 +17,7 @@ from support.tool_templates import TEMPLATES, Invented
 
 from mlx_paged.engine.template_probe import TemplateProbe
 from mlx_paged.server.tools import registry
-from mlx_paged.server.tools.call_syntax import derive_syntax
+from mlx_paged.server.tools.call_syntax import KEY, NAME, derive_syntax
 from mlx_paged.server.tools.derived import DerivedFormat, format_of_syntax
 from mlx_paged.server.tools.format import ToolFormat
 
@@ -25,7 +25,6 @@ Calls = list[tuple[str, Any]]
 
 #: Families that derivation alone does not serve, and why.
 UNSERVED = {
-    "ernie45": "text stands between markers with newlines",
     "functiongemma": "objects in a notation of their own",
     "functionary_v3_2": "the prompt ends with the first marker",
     "gemma4": "objects in a notation of their own",
@@ -36,7 +35,6 @@ UNSERVED = {
     "muse_glimmer": "tags have names in them",
     "openai": "text and calls are messages of their own",
     "plamo3": "tokens within tokens",
-    "solar_open": "text and calls are messages of their own",
 }
 
 CALLS: list[Calls] = [
@@ -172,9 +170,17 @@ def test_forced_calls_are_valid(template: Invented, has_tokens: bool) -> None:
     walker, format = derived(probe_of(template), template.tokens if has_tokens else ())
     tools = {tool.name: tool for tool in TOOLS}
     lark = format.forced(TOOLS, required=True, parallel=True)
+    endings = [*format.markers]
+    assert isinstance(format, DerivedFormat)
+    if (parts := format.syntax.parameters) is not None:
+        texts = [parts.value_end + text for text in ("", parts.between + parts.key, parts.tail)]
+        pairs = [(tool.name, key) for tool in TOOLS for key in tool.parameters["properties"]]
+        endings += [
+            text.replace(NAME, name).replace(KEY, key) for name, key in pairs for text in texts
+        ]
     num_calls = 0
-    for seed in range(6):
-        ids = walker.walk(lark, seed, "", [*format.markers])
+    for seed in range(9):
+        ids = walker.walk(lark, seed, "", endings)
         if ids is None:
             continue
         written = b"".join(walker.tokenizer.tokens[i] for i in ids).decode(errors="replace")
