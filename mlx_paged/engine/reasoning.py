@@ -104,7 +104,7 @@ class ReasoningTokens:
         self.forced_end = encode(format.forced_end or format.end)
         self.end_token = added.get(format.end) if format.end_part is None else None
         self._start_token = added.get(format.start)
-        parts = [p for p in (format.start, format.end_part, format.end, format.forced_end) if p]
+        parts = [p for p in (format.start, format.end_part, format.end) if p]
         markers = {token for text, token in added.items() if any(text in part for part in parts)}
         self._boundaries = frozenset(_special_ids(tokenizer)) - markers
         self._texts: dict[int, str] = {}
@@ -211,7 +211,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     format.name: format
     for format in (
         *_think("deepseek_r1", "deepseek_v3", "ernie45", "glm45", "holo2", "kimi_k2", "minimax_m2"),
-        *_think("hy_v3", "nemotron_v3", "olmo3", "qwen3", "step3", "step3p5"),
+        *_think("hy_v3", "minimax_m1", "nemotron_v3", "olmo3", "qwen3", "step3", "step3p5"),
         ReasoningFormat("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
         ReasoningFormat("apriel", "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
         ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
@@ -258,6 +258,7 @@ _SHOWN: Sequence[tuple[tuple[str, ...], str]] = (
     (("<|open|>", "<|close|>", "<|sep|>", "think"), "kimi_k3"),
     (("<mm:think>", "</mm:think>"), "minimax_m3"),
     (("<think>", "</think>"), "deepseek_r1"),
+    (("<beginning_of_sentence>ai",), "minimax_m1"),
 )
 
 # In this order: (an added token of the vocabulary, a text of the template or None, the format).

@@ -50,6 +50,7 @@ INSIDE, MAY_FOLLOW, OVER = Reasoning.INSIDE, Reasoning.MAY_FOLLOW, Reasoning.OVE
         ([], ["<|content_thinking|>"], "", "inkling"),
         ([], ["<|eom|>"], "'<|start|>assistant to=self<|message|>'", "muse_glimmer"),
         ([], [], "<|plamo:begin_think:plamo|>", "plamo3"),
+        ([], [], "<beginning_of_sentence>ai name=MiniMax AI", "minimax_m1"),
     ],
 )
 def test_a_format_is_detected(
@@ -81,6 +82,8 @@ def test_a_format_is_chosen_by_name() -> None:
             "gemma4", "granite", "mistral", "seed_oss"} <= set(REASONING_FORMATS)  # fmt: skip
 
 
+SOLAR = ["<|begin|>", "<|end|>", "<|think|>", "<|content|>"]
+K3 = ["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"]
 HARMONY = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"]
 
 
@@ -107,10 +110,20 @@ HARMONY = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"
         ("openai_gptoss", HARMONY, "<|start|>user<|message|>Hi<|end|><|start|>assistant", INSIDE),
         ("openai_gptoss", HARMONY, "<|start|>assistant<|channel|>analysis<|message|>Hm", INSIDE),
         ("openai_gptoss", HARMONY, "<|start|>assistant<|channel|>final<|message|>", OVER),
+        # An answer before.
+        ("openai_gptoss", HARMONY, "<|start|>assistant<|channel|>final<|message|>Yes.<|end|>"
+         "<|start|>user<|message|>Hi<|end|><|start|>assistant", INSIDE),
+        ("solar_open", SOLAR, "<|begin|>user<|content|>Hi<|end|><|begin|>assistant", INSIDE),
+        ("solar_open", SOLAR, "<|begin|>assistant<|content|>", OVER),
+        ("kimi_k3", K3, '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>', INSIDE),
+        ("kimi_k3", K3, "<|open|>think<|sep|>a<|close|>think<|sep|>", OVER),
+        ("apriel", [], "Answer after [BEGIN FINAL RESPONSE].<|turn|>Here are my reasoning steps:\n",
+         INSIDE),
+        ("apriel", [], "Answer after [BEGIN FINAL RESPONSE].\n", MAY_FOLLOW),
     ],
 )  # fmt: skip
 def test_how_an_answer_begins(name: str, added: list[str], prompt: str, begins: Reasoning) -> None:
-    markers = added if name == "openai_gptoss" else []
+    markers = added if added in (HARMONY, SOLAR, K3) else []
     tokenizer = tokenizer_with([t for t in added if t not in markers], [*IM, *markers])
     format = format_of(name, tokenizer)
     assert format is not None
