@@ -7,6 +7,8 @@ Oslo
 </parameter>
 </invoke>
 </dots_function_call>
+
+Some answers have a JSON object in the block instead.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ class DotsFormat(TaggedFormat):
     tags = replace(MinimaxM2Format.tags, blocks=(_BLOCK,), trims_newlines=True)
     markers = tags.markers
     begins_call = (_BLOCK[0],)
+    takes_json = True
 
     @classmethod
     def matches(cls, chat_template: str, vocabulary: Mapping[str, int]) -> bool:

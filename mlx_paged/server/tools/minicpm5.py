@@ -18,6 +18,14 @@ from mlx_paged.server.tools.schemas import Schema, types_of
 from mlx_paged.server.tools.tagged import TaggedFormat, TaggedParser, Tags
 
 _QUOTE, _QUOTE_END = "<![CDATA[", "]]>"
+# Tags without their space, or with a tokenizer's own letter for it.
+_ALIASES = {
+    f"<{tag}{space}name={quote}": f'<{tag} name="'
+    for tag in ("function", "param")
+    for space in ("", "\u0120", " ")
+    for quote in "\"'"
+    if space + quote != ' "'
+}
 
 
 class MiniCpm5Format(TaggedFormat):
@@ -30,12 +38,12 @@ class MiniCpm5Format(TaggedFormat):
         name_end='">',
         call_end="</function>",
         key='<param name="',
-        key_ends=(('">', None),),
+        key_ends=(('">', None), ("'>", None)),
         value="",
         value_end="</param>",
         newline="",
     )
-    markers = (*tags.markers, _QUOTE, _QUOTE_END)
+    markers = (*tags.markers, *_ALIASES, _QUOTE, _QUOTE_END)
     begins_call = ('<function name="',)
 
     @classmethod
@@ -66,6 +74,12 @@ class MiniCpm5Parser(TaggedParser):
     _quoted = False  # whether the value is in quotes
     _has_text = False  # whether the value has begun
     _closing: list[str] | None = None  # an end of quotes, if nothing but the value's end follows
+
+    def feed(self, lexeme: Lexeme) -> Iterator[Event]:
+        if lexeme.is_marker:
+            is_tag = self._state != self._in_value
+            lexeme = Lexeme(_ALIASES.get(lexeme.text, lexeme.text) if is_tag else lexeme.text, True)
+        return super().feed(lexeme)
 
     def _begin_value(self) -> Iterator[Event]:
         self._quoted, self._has_text, self._closing = False, False, None

@@ -83,6 +83,9 @@ class _Value:
         text: What was read of it, where it is no container and not streamed.
         streams: Whether it is a string, which is given out as it comes.
         is_first: Whether a container is still empty.
+        children: Values of an object whose keys no schema lists, by key: one that is there more
+            than once is an array, so they are given out when all are there. None: another value.
+        out: What a child of such an object is so far, in JSON.
     """
 
     key: str
@@ -91,6 +94,8 @@ class _Value:
     text: list[str] = field(default_factory=list)
     streams: bool = False
     is_first: bool = True
+    children: dict[str, list[str]] | None = None
+    out: list[str] = field(default_factory=list)
 
 
 class MinimaxM3Parser:
@@ -139,7 +144,7 @@ class MinimaxM3Parser:
         if self._open:
             is_complete = len(self._open) == 1 and self._has_required()
             if is_complete:
-                yield CallArguments(self._end(self._open.pop()))
+                yield from self._close()
             yield CallEnd(is_complete)
             self._open = []
         else:
@@ -176,7 +181,7 @@ class MinimaxM3Parser:
         elif len(self._open) > 1 and not self._open[-1].closes:
             value = self._open[-1]
             if value.streams:
-                yield CallArguments(json.dumps(text, ensure_ascii=False)[1:-1])
+                yield from self._give(json.dumps(text, ensure_ascii=False)[1:-1])
             else:
                 value.text.append(text)
 
@@ -214,14 +219,13 @@ class MinimaxM3Parser:
         ends_call = tag in (_INVOKE_END, _END) or (invoked is not None and not innermost.streams)
         names = [value.key for value in self._open]
         if found is not None and found[1] and found[2] in names[1:]:
-            while True:
-                value = self._open.pop()
-                yield CallArguments(self._end(value))
-                if value.key == found[2]:
-                    return
+            while self._open[-1].key != found[2]:
+                yield from self._close()
+            yield from self._close()
+            return
         if ends_call:
             while self._open:
-                yield CallArguments(self._end(self._open.pop()))
+                yield from self._close()
             yield CallEnd()
             self._follows_block = self._in_block = self._in_block or tag == _INVOKE_END
             if tag != _INVOKE_END:
@@ -238,25 +242,51 @@ class MinimaxM3Parser:
 
     def _begin_value(self, key: str) -> Iterator[Event]:
         parent = self._open[-1]
-        pieces = []
         if not parent.closes:
             types = types_of(parent.schema, self._root)
             is_array = "array" in types and (key == _ITEM or "object" not in types)
             parent.closes, parent.text = ("]" if is_array else "}"), []
-            pieces.append("[" if is_array else "{")
-        pieces.append("" if parent.is_first else ", ")
+            if not is_array and not self._lists_keys(parent):
+                parent.children = {}
+            else:
+                yield from self._give("[" if is_array else "{")
+        if parent.children is None:
+            separator = "" if parent.is_first else ", "
+            name = json.dumps(key, ensure_ascii=False) + ": " if parent.closes == "}" else ""
+            yield from self._give(separator + name)
         parent.is_first = False
-        if parent.closes == "}":
-            pieces.append(json.dumps(key, ensure_ascii=False) + ": ")
         if len(self._open) == 1:
             self._keys.add(key)
         value = _Value(key, self._schema_within(parent, key))
         # (A parameter that the tool does not have is a string.)
         is_known = value.schema is not True or parent.closes == "]"
         value.streams = not is_known or types_of(value.schema, self._root) == {"string"}
-        pieces.append('"' if value.streams else "")
         self._open.append(value)
-        yield CallArguments("".join(pieces))
+        if value.streams:
+            yield from self._give('"')
+
+    def _give(self, text: str) -> Iterator[Event]:
+        """More of the JSON, or of what is held of it."""
+        for parent, child in reversed(list(zip(self._open, self._open[1:], strict=False))):
+            if parent.children is not None:
+                child.out.append(text)
+                return
+        if text:
+            yield CallArguments(text)
+
+    def _close(self) -> Iterator[Event]:
+        """The innermost value ends."""
+        value = self._open[-1]
+        parent = self._open[-2] if len(self._open) > 1 else None
+        yield from self._give(self._end(value))
+        self._open.pop()
+        if parent is not None and parent.children is not None:
+            parent.children.setdefault(value.key, []).append("".join(value.out))
+
+    def _lists_keys(self, value: _Value) -> bool:
+        """Whether the schema says which keys an object has."""
+        schema = resolved(value.schema, self._root)
+        return isinstance(schema, Mapping) and "properties" in schema
 
     def _schema_within(self, parent: _Value, key: str) -> Schema:
         schema = resolved(parent.schema, self._root)
@@ -270,6 +300,14 @@ class MinimaxM3Parser:
         return known.get(key, others if isinstance(others, Mapping) else {} if is_free else True)
 
     def _end(self, value: _Value) -> str:
+        """The rest of a value's JSON."""
+        if value.children is not None:
+            items = [
+                f"{json.dumps(key, ensure_ascii=False)}: "
+                + (texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]")
+                for key, texts in value.children.items()
+            ]
+            return "{" + ", ".join(items) + "}"
         if value.closes:
             return value.closes
         if value.streams:

@@ -266,6 +266,10 @@ class TaggedParser:
                 yield from self._as_content()
             self._block_end = None
             self._state = self._outside
+        elif self._takes_json and not lexeme.is_marker and lexeme.text.lstrip()[:1] in ("{", "["):
+            self._json = JsonCalls()
+            self._state = self._in_json
+            yield from self._in_json(lexeme)
         elif not (self._is_kind(lexeme) or self._is_other(lexeme)):
             self._leave_block()
             self._raw.append(lexeme.text)
@@ -437,6 +441,11 @@ class TaggedParser:
         if lexeme == (self._tags.call_end, True) and not self._json.in_string:
             yield from self._end_json(lexeme.text)
             self._state = self._in_block if self._block_end is not None else self._outside
+            return
+        if lexeme.is_marker and lexeme.text == self._block_end and not self._json.in_string:
+            yield from self._end_json("")
+            self._state = self._in_block
+            yield from self._in_block(lexeme)
             return
         out: list[Event] = []
         at = self._json.feed(lexeme.text, 0, out)

@@ -17,14 +17,13 @@ from mlx_paged.server.tools.json_blocks import JsonBlockFormat, json_call
 from mlx_paged.server.tools.lark import Lark
 
 _BEGIN, _END = "<tool_calls>", "</tool_calls>"
+_ANSWER = ("<answer>", "</answer>")
 _FINAL, _END_OF_FINAL = "[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"
 
 
-class HunyuanA13bFormat(JsonBlockFormat):
+class _ToolCallsFormat(JsonBlockFormat):
     """An array of calls between the tags."""
 
-    names: ClassVar[tuple[str, ...]] = ("hunyuan_a13b",)
-    models = "Hunyuan A13B"
     markers: ClassVar[tuple[str, ...]] = (_BEGIN, _END)
     begins_call = (_BEGIN,)
     begin = _BEGIN
@@ -36,8 +35,21 @@ class HunyuanA13bFormat(JsonBlockFormat):
         return f"{_BEGIN}[" in chat_template
 
 
-class AprielFormat(HunyuanA13bFormat):
-    """The same; the end of the final response has a marker, too."""
+class HunyuanA13bFormat(_ToolCallsFormat):
+    """After its reasoning, the answer is between tags, too."""
+
+    names = ("hunyuan_a13b",)
+    models = "Hunyuan A13B"
+    markers = (_BEGIN, _END, *_ANSWER)
+    frames = _ANSWER
+    frames_text = True
+
+    def parser(self, tools: Sequence[Tool]) -> Parser:
+        return FramedParser(super().parser(tools), begin=_ANSWER[:1], end=_ANSWER[1:])
+
+
+class AprielFormat(_ToolCallsFormat):
+    """The end of the final response has a marker, too."""
 
     names = ("apriel",)
     models = "Apriel 1.5, 1.6"
@@ -53,8 +65,8 @@ class AprielFormat(HunyuanA13bFormat):
         return FramedParser(super().parser(tools), begin=(_FINAL,), end=(_END_OF_FINAL,))
 
 
-class JambaFormat(HunyuanA13bFormat):
-    """The same, with each call on a line of its own."""
+class JambaFormat(_ToolCallsFormat):
+    """Each call is on a line of its own."""
 
     names = ("jamba",)
     models = "Jamba 1.5, 1.6, 1.7"
@@ -71,7 +83,7 @@ class JambaFormat(HunyuanA13bFormat):
         return lark.answer(_BEGIN, lark.rule(rest), required=required, parallel=False)
 
 
-class MinimaxM1Format(HunyuanA13bFormat):
+class MinimaxM1Format(_ToolCallsFormat):
     """A call on each line between the tags."""
 
     names = ("minimax", "minimax_m1")

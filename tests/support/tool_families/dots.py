@@ -40,6 +40,12 @@ FAMILIES = [
                 '<parameter name="city">Oslo</parameter>\n</invoke>\n</dots_function_call>',
                 calls=(Call("get_weather", {"city": "Oslo"}),),
             ),
+            Golden(
+                '<dots_function_call>{"name":"get_weather","arguments":{"city":"Oslo"}}'
+                "</dots_function_call>\nDone.",
+                "Done.",
+                (Call("get_weather", {"city": "Oslo"}),),
+            ),
             Golden("<dots_function_call>ls", "<dots_function_call>ls"),
         ),
     )

@@ -51,6 +51,10 @@ FAMILIES = [
                 '<function name="get_weather"><param name="city"><![CDATA[Os',
                 calls=(Call("get_weather", is_complete=False, text='{"city": "Os'),),
             ),
+            Golden(
+                '<functionname="get_weather"><param\u0120name="city">Oslo</param></function>',
+                calls=(Call("get_weather", {"city": "Oslo"}),),
+            ),
             Golden('<function name="a b">', '<function name="a b">'),
         ),
     )

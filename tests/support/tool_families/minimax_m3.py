@@ -79,6 +79,18 @@ FAMILIES = [
                     ),
                 ),
             ),
+            # Keys that no schema lists, one of them twice.
+            Golden(
+                f'{NS}<tool_call>\n{NS}<invoke name="search.web-v2">{NS}<query>q{NS}</query>'
+                f"{NS}<filter>{NS}<tag>a{NS}</tag>{NS}<in>{NS}<n>1{NS}</n>{NS}</in>{NS}<tag>b"
+                f"{NS}</tag>{NS}</filter>{NS}</invoke>\n{NS}</tool_call>",
+                calls=(
+                    Call(
+                        "search.web-v2",
+                        {"query": "q", "filter": {"tag": ["a", "b"], "in": {"n": 1}}},
+                    ),
+                ),
+            ),
             # The same as JSON, and empty.
             Golden(
                 in_call(f'{NS}<place>{{"name": "x"}}{NS}</place>{NS}<days>{NS}</days>'),

@@ -82,7 +82,11 @@ FAMILIES = [
         tokens=("<|startoftext|>", "<|extra_0|>", "<|eos|>"),
         template=template("<|startoftext|>", IN_TAGS, "<|eos|>"),
         render=array,
-        goldens=goldens(array(TWO)),
+        goldens=(
+            *goldens(array(TWO)),
+            Golden("<answer>\nYes.\n</answer>", "Yes."),
+            Golden(f"<answer>\n{array(TWO)}\n</answer>", calls=BOTH),
+        ),
     ),
     Family(
         name="apriel",
