@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -110,6 +112,7 @@ class Context:
     reasoning_format: ReasoningFormat | None = None
     mcp_servers: McpServers | None = None
     _held_bytes: int = 0
+    _arriving: set[asyncio.Timeout] = field(default_factory=set)
     _renderer: Renderer | None = None
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -201,6 +204,35 @@ class Context:
             )
         trace.held_bytes += more
         self._held_bytes += more
+
+    @contextlib.asynccontextmanager
+    async def reading_body(self) -> AsyncIterator[None]:
+        """While a body arrives: limits the time for it, and ends with the server.
+
+        Raises:
+            ApiError: 408, it was too slow; 503, the server shuts down, so nothing would be done
+                with it.
+        """
+        seconds = self.config.read_timeout
+        try:
+            async with asyncio.timeout(seconds) as arriving:
+                self._arriving.add(arriving)
+                try:
+                    yield
+                finally:
+                    self._arriving.discard(arriving)
+        except TimeoutError:
+            self.check_takes_requests()
+            raise ApiError(
+                408, f"the body did not come within {seconds:g} s", code="read_timeout"
+            ) from None
+
+    def drain(self) -> None:
+        """Takes no more requests, nor the rest of those that are still arriving."""
+        self.draining = True
+        for arriving in self._arriving:
+            if not arriving.expired():
+                arriving.reschedule(asyncio.get_running_loop().time())
 
     def release_body(self, trace: Trace) -> None:
         """The request has ended."""

@@ -9,6 +9,7 @@ until others have ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import logging
 import os
@@ -89,7 +90,7 @@ class Listener:
         self._make_protocol = make_protocol
         self._connections = connections
         self._context = context
-        self._starting: set[asyncio.Task[None]] = set()
+        self._starting: dict[asyncio.Task[None], socket.socket] = {}
         self._pause: asyncio.TimerHandle | None = None
         self._silence: asyncio.TimerHandle | None = None
         self._num_closed = 0  # since the last line in the log
@@ -97,16 +98,21 @@ class Listener:
         self._loop.add_reader(sock, self._accept)
 
     def close(self) -> None:
-        """Accepts no more; connections go on, but those that have not begun (TLS handshakes)."""
+        """Accepts no more. Connections go on, apart from those that are just starting.
+
+        These get the end of their input, and so end as if their clients had left. If their tasks
+        were canceled instead, uvloop would not tell a protocol that its connection is lost.
+        """
         self._loop.remove_reader(self._socket)
-        for starting in self._starting:
-            starting.cancel()
+        for accepted in self._starting.values():
+            with contextlib.suppress(OSError):  # it has failed already
+                accepted.shutdown(socket.SHUT_RDWR)
         for timer in (self._pause, self._silence):
             if timer is not None:
                 timer.cancel()
 
     async def wait_closed(self) -> None:
-        """Waits until those have ended."""
+        """Waits until none is starting."""
         await asyncio.gather(*self._starting, return_exceptions=True)
 
     def _accept(self) -> None:
@@ -123,8 +129,8 @@ class Listener:
                 return
             accepted.setblocking(False)
             starting = self._loop.create_task(self._start(accepted))
-            self._starting.add(starting)
-            starting.add_done_callback(self._starting.discard)
+            self._starting[starting] = accepted
+            starting.add_done_callback(self._starting.pop)
 
     async def _start(self, accepted: socket.socket) -> None:
         try:

@@ -476,14 +476,14 @@ def _unsupported_content(message: str, headers: Mapping[str, str] | None = None)
 
 async def _read_bytes(request: Request, bounds: BodyBounds) -> bytes:
     context, trace = context_of(request), trace_of(request)
-    limit, read_timeout = context.max_body_size, context.config.read_timeout
+    limit = context.max_body_size
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
     chunks: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(read_timeout):
+        async with context.reading_body():
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > limit:
@@ -496,11 +496,6 @@ async def _read_bytes(request: Request, bounds: BodyBounds) -> bytes:
                         await asyncio.sleep(0)
                         began = time.monotonic()
                     bounds.feed(chunk[begin : begin + _SCANNED_AT_ONCE])
-    except TimeoutError:
-        raise ApiError(
-            408, f"the body did not come within {read_timeout:g} s", code="read_timeout",
-            headers={"Connection": "close"},
-        ) from None  # fmt: skip
     except ClientDisconnect:
         raise ApiError(499, "the client has gone", code="client_closed") from None
     except ApiError as error:

@@ -37,6 +37,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _WATCH_INTERVAL = 0.25
 # Seconds that responses have to end after the engine has ended their requests.
 _RESPONSE_GRACE = 5.0
+# Seconds that clients have, at least, to end a TLS connection that this server has closed.
+_GOODBYE = 1.0
 _KEEP_ALIVE = 75  # above the 60 s of most proxies, or they would use closed connections
 
 
@@ -66,10 +68,32 @@ class _Server(uvicorn.Server):
             self.servers.append(listener)  # type: ignore[arg-type]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
+        leaving = asyncio.create_task(self._leave_silent_clients())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            leaving.cancel()
         if self.force_exit:
             # uvicorn leaves the application's end out then; the loop would cancel it, loudly.
             await self.lifespan.shutdown()
+
+    async def _leave_silent_clients(self) -> None:
+        """Ends connections that are closed and sent, but whose client does not say goodbye.
+
+        TLS waits half a minute for that, and a client that keeps an idle connection reads nothing.
+        """
+        closed: set[object] = set()
+        while True:
+            await asyncio.sleep(_GOODBYE)
+            found: set[object] = set()
+            for connection in list(self.server_state.connections):
+                transport = connection.transport
+                if not transport.is_closing() or transport.get_write_buffer_size():
+                    continue
+                if connection in closed:
+                    transport.abort()
+                found.add(connection)
+            closed = found
 
 
 def serve(
@@ -202,7 +226,7 @@ class _Service:
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-            self._context.draining = True
+            self._context.drain()
             await self._drain(0.0)
             self._has_ended = True
         return self._status
@@ -222,7 +246,7 @@ class _Service:
             return
         seconds = self._config.shutdown_timeout
         logger.info("%s: finishing running requests, for at most %g s", cause, seconds)
-        self._context.draining = True
+        self._context.drain()
         self._server.should_exit = True
         self._draining = asyncio.ensure_future(self._drain(seconds))
 

@@ -209,7 +209,7 @@ def validate(kind: type, body: Any) -> None:
 
 @contextlib.contextmanager
 def process(
-    *options: str, code: str | None = None, until: str = "ready", **env: str
+    *options: str, code: str | None = None, until: str = "ready", scheme: str = "http", **env: str
 ) -> Iterator[tuple[Any, str]]:
     """`mlx-paged serve` on a free port; yields it and its address when it is ready, or live."""
     with socket.socket() as free:
@@ -225,12 +225,12 @@ def process(
         text=True,
         env={**os.environ, **env},
     )
-    url = f"http://127.0.0.1:{port}"
+    url = f"{scheme}://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 300
         while started.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/{until}").status_code == 200:
+                if httpx.get(f"{url}/{until}", verify=False).status_code == 200:
                     break
             time.sleep(0.05)
         yield started, url
