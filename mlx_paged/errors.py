@@ -145,6 +145,22 @@ class StepError(MlxPagedError, RuntimeError):
         self.reason = reason
 
 
+class ConstraintError(StepError, InvalidParameterError):
+    """No token could follow in an answer, because of what its request says that it must be.
+
+    Attributes:
+        field: The parameter that says it.
+    """
+
+    def __init__(self, request_id: str, field: str, reason: str) -> None:
+        MlxPagedError.__init__(self, f"request {request_id!r}: the answer ended: {reason}")
+        self.request_id = request_id
+        self.reason = reason
+        self.field = field
+        self.expected = "such that every answer can be followed to its end"
+        self.actual = None
+
+
 class RejectedMediaError(StepError, InvalidMediaError):
     """The model's tower does not take a picture, clip or sound, as was found when it was computed.
 

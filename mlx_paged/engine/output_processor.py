@@ -19,7 +19,7 @@ from mlx_paged.core import (
     SequenceStatus,
 )
 from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer
-from mlx_paged.engine.faults import is_interrupt, reason_of
+from mlx_paged.engine.faults import NO_PERMITTED_TOKEN, is_interrupt, reason_of
 from mlx_paged.engine.media.encoder_cache import RejectedItem
 from mlx_paged.engine.outputs import CompletionOutput, RequestOutput, SequenceUpdate
 from mlx_paged.engine.pooling.params import PoolingParams
@@ -27,7 +27,7 @@ from mlx_paged.engine.runner import ModelRunnerOutput
 from mlx_paged.engine.sampling.logprobs import LogprobReport, PositionLogprobs
 from mlx_paged.engine.sampling.sequence_sampler import SequenceSampler
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.errors import RejectedMediaError, StepError
+from mlx_paged.errors import ConstraintError, RejectedMediaError, StepError
 
 logger = logging.getLogger(__name__)
 
@@ -411,6 +411,11 @@ def _end_of(seq: Sequence, completion: CompletionOutput) -> SequenceUpdate:
 def _error_of(seq: Sequence, reason: str | RejectedItem) -> StepError:
     request_id = seq.request.request_id
     if isinstance(reason, str):
+        grammar = None if seq.answer is None else seq.answer.grammar
+        if grammar is not None and grammar.failure is not None:
+            return ConstraintError(request_id, "structured_outputs", grammar.failure)
+        if reason == NO_PERMITTED_TOKEN:
+            return ConstraintError(request_id, "allowed_token_ids", reason)
         return StepError(request_id, reason)
     part = "media" if seq.media is None else seq.media.part_of(reason.key)
     return RejectedMediaError(request_id, part, f"{reason}")

@@ -52,6 +52,7 @@ async def chat_completions(request: Request) -> Response:
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
         media=turn.media,
+        names=turn.names,
     )
     return await respond(request, ChatAdapter(generation, turn, body), stream=bool(body.stream))
 
@@ -79,7 +80,7 @@ def turn_of(body: requests.ChatBody, io: IoOptions | None = None) -> Turn:
         tuple(conversation.tools),
         choice,
         tool_requests.structured_outputs_of(body),
-        schema_field=tool_requests.schema_field_of(body),
+        names=tool_requests.names_of(body),
     )
 
 

@@ -27,7 +27,7 @@ from mlx_paged.server.requests import (
 )
 from mlx_paged.server.responses import Lazy
 from mlx_paged.server.streaming import OpenAIAdapter, respond
-from mlx_paged.server.tool_requests import structured_outputs_of
+from mlx_paged.server.tool_requests import names_of, structured_outputs_of
 
 _MAX_TOKENS = 16
 
@@ -46,7 +46,12 @@ async def completions(request: Request) -> Response:
             context.renderer.truncate(encoded, body.truncate_prompt_tokens, params.max_tokens)
         )
     generation = Generation(
-        request, tokens, params, priority=body.priority or 0, cache_salt=body.cache_salt
+        request,
+        tokens,
+        params,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+        names=names_of(body),
     )
     echoes = await _echoes(context.renderer, body, prompts, tokens)
     adapter = CompletionAdapter(generation, body, echoes)

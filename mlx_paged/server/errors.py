@@ -5,13 +5,15 @@ There are two forms, OpenAI's and Anthropic's. Which one a client gets depends o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 from mlx_paged.errors import (
+    ConstraintError,
     DuplicateRequestError,
     EngineDeadError,
     EngineOverloadedError,
@@ -176,12 +178,47 @@ def failed(request_id: str) -> ApiError:
     return ApiError(500, message, code="internal_error")
 
 
-def from_engine(error: MlxPagedError, request_id: str) -> ApiError:
-    """What an error of the engine means to a client."""
+def own_name(field: str, names: Mapping[str, str]) -> str:
+    """A field as the request calls it.
+
+    Args:
+        names: the request's names of the engine's fields, which may be parts of their paths; the
+            longest one that fits counts.
+    """
+    fits = [name for name in names if field == name or field.startswith((f"{name}.", f"{name}["))]
+    if not fits:
+        return field
+    longest = max(fits, key=len)
+    return names[longest] + field.removeprefix(longest)
+
+
+@contextmanager
+def own_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about the engine's fields name those of the request (`own_name`)."""
+    try:
+        yield
+    except InvalidParameterError as error:
+        field = own_name(error.field, names)
+        if field == error.field:
+            raise
+        raise InvalidParameterError(field, error.expected, error.actual) from error
+
+
+def from_engine(
+    error: MlxPagedError, request_id: str, names: Mapping[str, str] | None = None
+) -> ApiError:
+    """What an error of the engine means to a client.
+
+    Args:
+        names: see `own_name`.
+    """
+    if isinstance(error, ConstraintError):
+        param = own_name(error.field, names or {})
+        return bad_request(param, f"{param} must be {error.expected}, but {error.reason}")
     if isinstance(error, InvalidMediaError):
         return bad_request(error.field, f"{error}", "invalid_media")
     if isinstance(error, InvalidParameterError):
-        param = _PARAMS.get(error.field, error.field)
+        param = own_name(error.field, {**_PARAMS, **(names or {})})
         # (A prompt may be long.)
         shown = "an empty one" if error.actual in ((), [], "") else shorten(repr(error.actual))
         return bad_request(param, f"{param} must be {error.expected} but got {shown}")

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -102,6 +102,7 @@ class Generation:
         params: for all of them.
         priority, cache_salt: see `AsyncEngine.add_request`.
         media: of the only prompt.
+        names: how the request calls what the engine calls otherwise (`errors.own_name`).
 
     Attributes:
         num_sent: Tokens of the pieces that were yielded.
@@ -116,12 +117,14 @@ class Generation:
         priority: int = 0,
         cache_salt: str | None = None,
         media: PreparedMedia | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         self.context = context_of(request)
         self.trace = trace_of(request)
         self.prompts = prompts
         self.params = params
         self.num_sent = 0
+        self._names = names or {}
         self.context.renderer.check_tokens("stop_token_ids", params.stop_token_ids or ())
         self._options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt}
         if media is not None:
@@ -151,7 +154,8 @@ class Generation:
     @property
     def relaxed(self) -> tuple[str, ...]:
         """Parts of the schema that the answers need not satisfy, once it is submitted."""
-        return self._streams[0].relaxed if self._streams else ()
+        relaxed = self._streams[0].relaxed if self._streams else ()
+        return tuple(errors.own_name(path, self._names) for path in relaxed)
 
     async def submit(self) -> None:
         """Submits all prompts, or none.
@@ -179,7 +183,7 @@ class Generation:
             else:
                 overloaded = isinstance(error, EngineOverloadedError)
                 context.metrics.rejected.labels("queue_full" if overloaded else "invalid").inc()
-            raise errors.from_engine(error, request_id) from error
+            raise errors.from_engine(error, request_id, self._names) from error
         except BaseException:
             self._close_streams()
             raise
@@ -252,7 +256,7 @@ class Generation:
             logger.error("%s", error, extra={"request_id": self.trace.request_id})
             if isinstance(error, EngineDeadError):
                 self.context.check_takes_requests()
-            raise errors.from_engine(error, self.trace.request_id) from error
+            raise errors.from_engine(error, self.trace.request_id, self._names) from error
 
     def _note(self, delta: SequenceDelta) -> tuple[str, int]:
         """Records the metrics of a delta; returns the request and index of its sequence.

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mlx_paged.engine import grammar
 from mlx_paged.engine.grammar import StructuredOutputs
-from mlx_paged.server.errors import bad_request
+from mlx_paged.server.errors import bad_request, own_names
 from mlx_paged.server.tools.definitions import Tool, ToolChoice
 
 logger = logging.getLogger(__name__)
@@ -239,7 +239,8 @@ def structured_outputs_of(body: Any) -> StructuredOutputs | None:
         for name, field in GUIDED.items()
         if (value := getattr(body, name, None)) is not None
     }
-    from_format = format_of(body.response_format)
+    with own_names(names_of(body)):
+        from_format = format_of(body.response_format)
     given = [
         name
         for name, is_given in (
@@ -256,11 +257,22 @@ def structured_outputs_of(body: Any) -> StructuredOutputs | None:
     if from_format is not None:
         return from_format
     wanted = body.structured_outputs if body.structured_outputs is not None else guided or None
-    return grammar.structured_outputs_of(wanted)
+    with own_names(names_of(body)):
+        return grammar.structured_outputs_of(wanted)
 
 
-def schema_field_of(body: Any) -> str:
-    """The field of a body that has its JSON schema, for errors."""
-    if body.response_format is not None and body.response_format.type == "json_schema":
-        return "response_format.json_schema.schema"
-    return "guided_json" if body.guided_json is not None else "structured_outputs.json"
+def names_of(body: Any) -> dict[str, str]:
+    """What a body calls the fields of structured outputs, for errors (`errors.own_name`)."""
+    if body.response_format is not None and body.response_format.type != "text":
+        schema = "response_format.json_schema.schema"
+        return {
+            "structured_outputs": "response_format",
+            "structured_outputs.json": schema,
+            "structured_outputs.json_object": "response_format",
+            "structured_outputs.structural_tag": "response_format",
+        }
+    return {
+        f"structured_outputs.{field}": name
+        for name, field in GUIDED.items()
+        if getattr(body, name, None) is not None
+    }

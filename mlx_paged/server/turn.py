@@ -11,7 +11,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from starlette.requests import Request
 
@@ -20,9 +20,10 @@ from mlx_paged.engine.grammar.schema import prepare_schema
 from mlx_paged.engine.media.parts import sources_of
 from mlx_paged.engine.media.prompt import PreparedMedia
 from mlx_paged.engine.sampling_params import SamplingParams
+from mlx_paged.errors import InvalidParameterError
 from mlx_paged.server.context import Context, context_of
 from mlx_paged.server.conversation import Conversation
-from mlx_paged.server.errors import bad_request
+from mlx_paged.server.errors import bad_request, own_name, own_names
 from mlx_paged.server.generation import Generation, Piece
 from mlx_paged.server.streaming import Adapter, unless_disconnected
 from mlx_paged.server.tools.answer import Answer, AnswerReader, answer_reader
@@ -41,7 +42,8 @@ class Turn:
         tools: What the model may call, or could.
         choice: What it may call this time.
         structured_outputs: What its text must be; None: anything.
-        schema_field: The field of the body that has a JSON schema, for errors.
+        names: What the body calls the fields of structured outputs, for errors
+            (`errors.own_name`).
         parses: Whether calls and reasoning are told from text. (Where not, the answer is its text.)
     """
 
@@ -49,7 +51,7 @@ class Turn:
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = field(default_factory=ToolChoice)
     structured_outputs: StructuredOutputs | None = None
-    schema_field: str = "structured_outputs.json"
+    names: Mapping[str, str] = field(default_factory=dict)
     parses: bool = True
 
 
@@ -64,6 +66,7 @@ class PreparedTurn:
         tools: What an answer may call.
         relaxed: Parts of schemas that its answers need not satisfy.
         forces_a_call: Whether an answer is nothing but calls, and reasoning.
+        names: What the body calls the fields of structured outputs, for errors.
     """
 
     prompt: list[int]
@@ -72,6 +75,7 @@ class PreparedTurn:
     tools: tuple[Tool, ...]
     relaxed: tuple[str, ...]
     forces_a_call: bool
+    names: Mapping[str, str]
     _context: Context
     _format: ToolFormat | None
     _reads_markers: bool
@@ -109,6 +113,7 @@ async def prepare(request: Request, turn: Turn, params: SamplingParams) -> Prepa
 
     Raises:
         ApiError: the model's template cannot render the turn, or the turn contradicts itself.
+        InvalidParameterError: what the answers must be is invalid, or cannot be enforced.
         InvalidMediaError: an image, a video or a sound cannot be used.
     """
     context = context_of(request)
@@ -136,7 +141,7 @@ async def prepare(request: Request, turn: Turn, params: SamplingParams) -> Prepa
         rendered = await unless_disconnected(request, renderer.prompt(conversation))
     else:
         rendered = await renderer.prompt(conversation)
-    constraint, relaxed = await _constraint_in_time(context, turn, callable_tools)
+    constraint, relaxed, names = await _constraint_in_time(context, turn, callable_tools)
     values: dict[str, Any] = {"structured_outputs": constraint}
     reads_markers = turn.parses and (
         bool(tool_format and tool_format.reads(offered)) or context.reasoning_format is not None
@@ -151,6 +156,7 @@ async def prepare(request: Request, turn: Turn, params: SamplingParams) -> Prepa
         callable_tools,
         relaxed,
         turn.choice.forces_a_call,
+        names,
         context,
         tool_format,
         reads_markers,
@@ -180,18 +186,71 @@ def check_takes_tools(context: Context, param: str = "tools") -> None:
     )
 
 
-_Constraint = tuple[StructuredOutputs | None, tuple[str, ...]]
+# Schemas of one request that are compiled one by one to find out which of them cannot be.
+_MOST_PARTS = 64
+
+
+class _Constraint(NamedTuple):
+    """What the answers of a turn must be.
+
+    Attributes:
+        outputs: None: anything.
+        relaxed: Parts of schemas that they need not satisfy.
+        names: What the request calls the fields of `outputs`, for errors.
+    """
+
+    outputs: StructuredOutputs | None
+    relaxed: tuple[str, ...]
+    names: Mapping[str, str]
 
 
 async def _constraint_in_time(context: Context, turn: Turn, tools: tuple[Tool, ...]) -> _Constraint:
-    """`_constraint`, which a hostile schema does not make last."""
+    """`_constraint`, which a hostile schema does not make last, and whose grammar compiles."""
     if turn.structured_outputs is None and not (tools and _follows_grammar(turn, tools)):
-        return None, ()
+        return _Constraint(None, (), turn.names)
+    compiler = context.engine.engine.grammar_compiler
     # Which field it is about by now. (A thread changes it.)
-    about: list[tuple[str, Any]] = [(turn.schema_field, turn.structured_outputs)]
-    return await context.engine.engine.grammar_compiler.prepare_async(
-        lambda: _constraint(turn, tools, context.tool_format, about), lambda: about[0]
-    )
+    schema_field = own_name("structured_outputs.json", turn.names)
+    about: list[tuple[str, Any]] = [(schema_field, turn.structured_outputs)]
+    try:
+        found = await compiler.prepare_async(
+            lambda: _constraint(turn, tools, context.tool_format, about), lambda: about[0]
+        )
+    except InvalidParameterError as error:
+        if error.field != "tools":
+            raise
+        raise await _error_of_part(context, turn, tools, error) from error
+    if found.outputs is None:
+        return found
+    try:
+        with own_names(found.names):
+            compiled = await compiler.compile_async(found.outputs)
+    except InvalidParameterError as error:
+        if found.outputs is turn.structured_outputs:
+            raise
+        raise await _error_of_part(context, turn, tools, error) from error
+    if found.outputs is turn.structured_outputs:
+        relaxed = tuple(own_name(path, found.names) for path in compiled.relaxed)
+        return found._replace(relaxed=relaxed)
+    return found
+
+
+async def _error_of_part(
+    context: Context, turn: Turn, tools: tuple[Tool, ...], error: InvalidParameterError
+) -> InvalidParameterError:
+    """An error about the grammar of several tools, as one about the schema that it is due to."""
+    alone = [replace(turn, structured_outputs=None, choice=ToolChoice("required"), tools=(tool,))
+             for tool in tools]  # fmt: skip
+    if turn.structured_outputs is not None:
+        alone.insert(0, replace(turn, tools=()))
+    for part in alone if 1 < len(alone) <= _MOST_PARTS else ():
+        try:
+            await _constraint_in_time(context, part, part.tools)
+        except InvalidParameterError as found:
+            return found
+    if len(alone) == 1:
+        return InvalidParameterError(tools[0].field, error.expected, tools[0].parameters)
+    return InvalidParameterError("tools", error.expected, [tool.parameters for tool in tools])
 
 
 def _follows_grammar(turn: Turn, tools: tuple[Tool, ...]) -> bool:
@@ -219,7 +278,7 @@ def _constraint(
     choice, wanted = turn.choice, turn.structured_outputs
     schema, relaxed = _schema_of(turn, must_be_one=bool(tools) and not choice.forces_a_call)
     if not tools or not _follows_grammar(turn, tools):
-        return wanted, relaxed
+        return _Constraint(wanted, relaxed, turn.names)
     assert tool_format is not None
     if choice.forces_a_call:
         relaxed = ()
@@ -250,9 +309,10 @@ def _constraint(
     else:
         grammar = tool_format.forced(prepared, required=False, parallel=choice.parallel)
     # (A format that reads everything writes the reasoning too.)
-    return (
+    return _Constraint(
         StructuredOutputs(grammar=grammar, enable_in_reasoning=tool_format.reads_everything),
         relaxed,
+        {"structured_outputs": tools[0].field if len(tools) == 1 else "tools"},
     )
 
 
@@ -269,7 +329,7 @@ def _schema_of(
         found = prepare_schema(
             wanted.json_schema,
             strict=wanted.strict,
-            field=turn.schema_field,
+            field=own_name("structured_outputs.json", turn.names),
             whitespace_pattern=wanted.whitespace_pattern,
             disable_any_whitespace=wanted.disable_any_whitespace,
             disable_additional_properties=wanted.disable_additional_properties,

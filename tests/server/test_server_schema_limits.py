@@ -32,7 +32,7 @@ WHERE = "tools.0.function.parameters"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    config = ServerConfig(chat_template=TEMPLATE)
+    config = ServerConfig(chat_template=TEMPLATE, tool_call_parser="qwen3_coder")
     with running(config, **ENGINE) as server:
         yield server
 

@@ -136,7 +136,7 @@ class Walker:
         """The state before the first token of an answer."""
         if lark not in self._matchers:  # (compiling takes longer than a walk)
             # As the engine has it.
-            prepared, _ = with_prepared_schemas(lark, strict=False, field="grammar")
+            prepared, _, _ = with_prepared_schemas(lark, strict=False, field="grammar")
             matcher = llguidance.LLMatcher(
                 self._llguidance, llguidance.LLMatcher.grammar_from_lark(prepared)
             )

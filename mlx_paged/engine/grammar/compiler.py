@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import random
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -25,6 +26,7 @@ from mlx_paged.engine.grammar.limits import LIMITS, is_limit
 from mlx_paged.engine.grammar.schema import prepare_schema
 from mlx_paged.engine.grammar.schema_errors import one_line
 from mlx_paged.engine.grammar.structured_outputs import StructuredOutputs
+from mlx_paged.engine.grammar.subschemas import subschemas
 from mlx_paged.engine.reasoning import added_tokens
 from mlx_paged.errors import InvalidParameterError
 
@@ -37,6 +39,8 @@ T = TypeVar("T")
 _PROBES = (32, 16, 16)  # tokens
 _LONGEST_PROBE = 192
 _SLOW_TOKEN = 0.002  # seconds
+_COUNTS = re.compile(r"\{\d*,?\d*\}")
+_MOST_PATTERNS = 64
 _PROBE_SECONDS = 0.5  # of this thread; where probes take longer, they go no further
 
 # Grammars that are compiled at the same time; others wait. (Those that were refused as they took
@@ -210,7 +214,7 @@ class GrammarCompiler:
         return InvalidParameterError(field, expected, given)
 
     def _compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
-        text, relaxed = self._grammar_of(wanted)
+        text, relaxed, schemas = self._grammar_of(wanted)
         matcher = LLMatcher(self.tokenizer, text, log_level=0, limits=LIMITS)
         _require_no_error(matcher, wanted)
         compiled = CompiledGrammar(matcher, self.tokenizer, relaxed, self.num_words)
@@ -218,6 +222,8 @@ class GrammarCompiler:
         if not compiled.first_mask.any():
             expected = "a grammar that some answer follows"
             raise InvalidParameterError(f"{_FIELD}.{wanted.kind}", expected, _given(wanted))
+        for pattern in _counting_patterns(schemas):
+            self._probe_pattern(pattern, wanted)
         deadline = time.thread_time() + _PROBE_SECONDS
         for seed, num_tokens in enumerate(_PROBES):
             _require_no_error(_probed(compiled, seed, num_tokens, deadline), wanted)
@@ -225,8 +231,21 @@ class GrammarCompiler:
             logger.warning("structured outputs are not enforced in %s", ", ".join(relaxed))
         return compiled
 
-    def _grammar_of(self, wanted: StructuredOutputs) -> tuple[str, tuple[str, ...]]:
-        """llguidance's grammar, and what was relaxed."""
+    def _probe_pattern(self, pattern: str, wanted: StructuredOutputs) -> None:
+        """Refuses a grammar for a pattern in it that alone exceeds the limits.
+
+        (A probe of the whole grammar may not get to the texts that have it.)
+        """
+        schema = {"type": "string", "pattern": pattern, "x-guidance": {"whitespace_pattern": ""}}
+        text = LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False))
+        matcher = LLMatcher(self.tokenizer, text, log_level=0, limits=LIMITS)
+        compiled = CompiledGrammar(matcher, self.tokenizer, (), self.num_words)
+        if not matcher.is_error():
+            deadline = time.thread_time() + _PROBE_SECONDS
+            _require_no_error(_probed(compiled, 0, max(_PROBES, default=0), deadline), wanted)
+
+    def _grammar_of(self, wanted: StructuredOutputs) -> tuple[str, tuple[str, ...], list[Any]]:
+        """llguidance's grammar, what was relaxed, and the schemas in it."""
         kind, field = wanted.kind, f"{_FIELD}.{wanted.kind}"
         json_options: dict[str, Any] = {
             "whitespace_pattern": wanted.whitespace_pattern,
@@ -238,25 +257,27 @@ class GrammarCompiler:
             assert schema is not None
             prepared = prepare_schema(schema, strict=wanted.strict, field=field, **json_options)
             text = json.dumps(prepared.schema, ensure_ascii=False)
-            return LLMatcher.grammar_from_json_schema(text), prepared.relaxed
+            return LLMatcher.grammar_from_json_schema(text), prepared.relaxed, [prepared.schema]
         if wanted.regex is not None:
-            return LLMatcher.grammar_from_regex(wanted.regex), ()
+            return LLMatcher.grammar_from_regex(wanted.regex), (), []
         if wanted.choice is not None:
-            return LLMatcher.grammar_from_lark(lark.choice(wanted.choice)), ()
+            return LLMatcher.grammar_from_lark(lark.choice(wanted.choice)), (), []
         if wanted.grammar is not None:
-            text, relaxed = lark.with_prepared_schemas(
+            text, relaxed, schemas = lark.with_prepared_schemas(
                 lark.lark_of(wanted.grammar, field), strict=wanted.strict, field=field
             )
-            return LLMatcher.grammar_from_lark(text), relaxed
+            return LLMatcher.grammar_from_lark(text), relaxed, schemas
         assert isinstance(wanted.structural_tag, dict)
         grammars = json.loads(lark.structural_tag(wanted.structural_tag, self.added_tokens, field))
         all_relaxed: tuple[str, ...] = ()
+        all_schemas: list[Any] = []
         for each in grammars["grammars"]:
-            each["lark_grammar"], relaxed = lark.with_prepared_schemas(
+            each["lark_grammar"], relaxed, schemas = lark.with_prepared_schemas(
                 each["lark_grammar"], strict=wanted.strict, field=field, prepares=json_options
             )
             all_relaxed += relaxed
-        return json.dumps(grammars, ensure_ascii=False), all_relaxed
+            all_schemas += schemas
+        return json.dumps(grammars, ensure_ascii=False), all_relaxed, all_schemas
 
 
 def _probed(compiled: CompiledGrammar, seed: int, least: int, deadline: float) -> LLMatcher:
@@ -295,6 +316,17 @@ def _require_no_error(matcher: LLMatcher, wanted: StructuredOutputs) -> None:
         elif is_limit(error):
             expected = f"a grammar within the limits of this server ({one_line(error)})"
         raise InvalidParameterError(f"{_FIELD}.{wanted.kind}", expected, _given(wanted))
+
+
+def _counting_patterns(schemas: list[Any]) -> list[str]:
+    """The patterns in schemas that count repetitions, which may have any number of states."""
+    found: dict[str, None] = {}
+    for schema in schemas:
+        for _, each in subschemas(schema):
+            by_pattern = each.get("patternProperties")
+            given = [each.get("pattern"), *(by_pattern if isinstance(by_pattern, dict) else ())]
+            found |= {p: None for p in given if isinstance(p, str) and _COUNTS.search(p)}
+    return list(found)[:_MOST_PATTERNS]
 
 
 def _is_spent(compiled: Future[CompiledGrammar]) -> bool:

@@ -37,8 +37,9 @@ def lark_of(text: str, field: str) -> str:
 
 def with_prepared_schemas(
     lark: str, *, strict: bool, field: str, prepares: Mapping[str, Any] | None = None
-) -> tuple[str, tuple[str, ...]]:
-    """A Lark grammar whose schemas, after ``%json``, are prepared; and what was relaxed of them.
+) -> tuple[str, tuple[str, ...], list[Any]]:
+    """A Lark grammar whose schemas, after ``%json``, are prepared; what was relaxed of them; and
+    these schemas.
 
     Args:
         strict: refuse what cannot be enforced.
@@ -50,6 +51,7 @@ def with_prepared_schemas(
     """
     parts: list[str] = []
     relaxed: list[str] = []
+    schemas: list[Any] = []
     end, index = 0, 0
     decoder = json.JSONDecoder()
     while found := _LEXEMES.search(lark, end):
@@ -68,9 +70,10 @@ def with_prepared_schemas(
         if isinstance(schema, (dict, bool)):
             schema, also = prepare_schema(schema, strict=strict, field=name, **(prepares or {}))
             relaxed += also
+        schemas.append(schema)
         parts.append(f"%json {json.dumps(schema, ensure_ascii=False)}")
         index += 1
-    return "".join([*parts, lark[end:]]), tuple(relaxed)
+    return "".join([*parts, lark[end:]]), tuple(relaxed), schemas
 
 
 def string(text: str) -> str:

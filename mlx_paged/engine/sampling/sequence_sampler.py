@@ -325,6 +325,11 @@ class SequenceSampler:
         self._follower.follow(tokens)
         return self._follower.is_complete
 
+    @property
+    def failure(self) -> str | None:
+        """Why an answer cannot follow its grammar any more; None while it can."""
+        return None if self._follower is None else self._follower.failed
+
     def edits(self, tokens: Sequence[int], position: int) -> Edits | None:
         """How to change the logits of the token at `position`; None: not at all.
 

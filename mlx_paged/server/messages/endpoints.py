@@ -62,6 +62,7 @@ async def messages(request: Request) -> Response:
     generation = Generation(
         request, [turn.prompt], turn.params,
         priority=body.priority or 0, cache_salt=body.cache_salt, media=turn.media,
+        names=turn.names,
     )  # fmt: skip
     adapter = MessagesAdapter(generation, turn, body, is_cut_by_context=is_cut_by_context)
     return await respond(request, adapter, stream=bool(body.stream))

@@ -11,7 +11,7 @@ from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.media.items import Content, MediaSource
 from mlx_paged.engine.media.parts import joined
 from mlx_paged.server.conversation import Conversation
-from mlx_paged.server.errors import THREADS, bad_request, shorten
+from mlx_paged.server.errors import THREADS, bad_request, own_names, shorten
 from mlx_paged.server.messages.bodies import (
     REFUSED,
     Block,
@@ -64,7 +64,7 @@ def turn_of(body: CountBody, request_id: str) -> Turn:
         tuple(tools),
         _choice(body, tools),
         _structured_outputs(body),
-        schema_field=f"{_format_field(body)}.schema",
+        names=_names(body),
     )
 
 
@@ -84,6 +84,12 @@ def _format_field(body: CountBody) -> str:
     return "output_format" if body.output_format is not None else "output_config.format"
 
 
+def _names(body: CountBody) -> dict[str, str]:
+    """What a body calls the fields of structured outputs, for errors."""
+    field = _format_field(body)
+    return {"structured_outputs": field, "structured_outputs.json": f"{field}.schema"}
+
+
 def _structured_outputs(body: CountBody) -> StructuredOutputs | None:
     wanted = body.output_config.format if body.output_config is not None else None
     if body.output_format is not None:
@@ -96,7 +102,8 @@ def _structured_outputs(body: CountBody) -> StructuredOutputs | None:
         where = f"{_format_field(body)}.schema"
         raise bad_request(where, f"{where} is missing", "missing_field")
     # Anthropic's answers are always valid for the schema: one that cannot be enforced is refused.
-    return StructuredOutputs(json=wanted.schema_, strict=True)
+    with own_names(_names(body)):
+        return StructuredOutputs(json=wanted.schema_, strict=True)
 
 
 # Tools.

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.server import requests, tool_requests
 from mlx_paged.server.context import trace_of
-from mlx_paged.server.errors import bad_request
+from mlx_paged.server.errors import bad_request, own_names
 from mlx_paged.server.requests import (
     Body,
     GenerationBody,
@@ -400,15 +400,20 @@ def text_of(body: ResponseBody) -> StructuredOutputs | None:
     if given.schema_ is None:
         where = "text.format.schema"
         raise bad_request(where, f"{where} is missing", "missing_field")
-    return StructuredOutputs(json=given.schema_, strict=bool(given.strict))
+    with own_names(names_of(body)):
+        return StructuredOutputs(json=given.schema_, strict=bool(given.strict))
 
 
-def schema_field_of(body: ResponseBody) -> str:
-    """The field that has the schema of the text, for errors."""
+def names_of(body: ResponseBody) -> dict[str, str]:
+    """What a body calls the fields of structured outputs, for errors (`errors.own_name`)."""
     given = None if body.text is None else body.text.format
-    if given is not None and given.schema_ is not None:
-        return "text.format.schema"
-    return tool_requests.schema_field_of(body)
+    if given is None or given.type == "text":
+        return tool_requests.names_of(body)
+    return {
+        "structured_outputs": "text.format",
+        "structured_outputs.json": "text.format.schema",
+        "structured_outputs.json_object": "text.format",
+    }
 
 
 def template_kwargs_of(body: PromptBody) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from mlx_paged.errors import InvalidParameterError
 from mlx_paged.server import requests
 from mlx_paged.server.context import context_of, trace_of
 from mlx_paged.server.conversation import Conversation
-from mlx_paged.server.errors import ApiError, bad_request, from_engine, shorten
+from mlx_paged.server.errors import ApiError, bad_request, from_engine, own_name, shorten
 from mlx_paged.server.generation import Generation
 from mlx_paged.server.responses_api import answers
 from mlx_paged.server.responses_api.adapter import Remembered, ResponseAdapter, wants_logprobs
@@ -28,7 +28,7 @@ from mlx_paged.server.responses_api.body import (
     PromptBody,
     ResponseBody,
     choice_of,
-    schema_field_of,
+    names_of,
     template_kwargs_of,
     text_of,
     tools_of,
@@ -52,14 +52,13 @@ _NAMES = {
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
 }
-_FORMAT_NAMES = {"structured_outputs.json": "text.format.schema"}
 
 
 async def create(request: Request) -> HttpResponse:
     """Answers the input, at once or as a stream."""
     body = await requests.read_body(request, ResponseBody)
     context = context_of(request)
-    with _own_names(request, body):
+    with _own_names(request):
         requests.check_logprobs("top_logprobs", body.top_logprobs, context.config)
         params = requests.sampling_params(
             body,
@@ -70,7 +69,7 @@ async def create(request: Request) -> HttpResponse:
         )
         new_input, before = _input_of(body, context.response_store)
         turn = await _turn_of(body, request, new_input, before)
-        turn = replace(turn, structured_outputs=text_of(body), schema_field=schema_field_of(body))
+        turn = replace(turn, structured_outputs=text_of(body), names=names_of(body))
         prepared = await _prepare(request, turn, params, truncates=body.truncation == "auto")
         generation = Generation(
             request,
@@ -79,6 +78,7 @@ async def create(request: Request) -> HttpResponse:
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
             media=prepared.media,
+            names=prepared.names,
         )
         adapter = ResponseAdapter(generation, prepared, body, Remembered(new_input, before))
         return await respond(request, adapter, stream=bool(body.stream))
@@ -87,7 +87,7 @@ async def create(request: Request) -> HttpResponse:
 async def input_tokens(request: Request) -> HttpResponse:
     """How many tokens the prompt of a response would have."""
     body = await requests.read_body(request, InputTokensBody)
-    with _own_names(request, body):
+    with _own_names(request):
         new_input, before = _input_of(body, context_of(request).response_store)
         turn = await _turn_of(body, request, new_input, before)
         prepared = await prepare(request, turn, SamplingParams())
@@ -327,22 +327,16 @@ async def _prepare(
 
 
 @contextlib.contextmanager
-def _own_names(request: Request, body: PromptBody) -> Iterator[None]:
+def _own_names(request: Request) -> Iterator[None]:
     """Errors name fields as they are called here."""
-    names = dict(_NAMES)
-    if isinstance(body, ResponseBody) and body.text and body.text.format:
-        names |= _FORMAT_NAMES
     try:
         try:
             yield
         except InvalidParameterError as error:
             raise from_engine(error, trace_of(request).request_id) from error
     except ApiError as error:
-        for theirs, ours in names.items():
-            if error.param == theirs or (error.param or "").startswith(f"{theirs}."):
-                assert error.param is not None
-                param = ours + error.param.removeprefix(theirs)
-                error.message = error.message.replace(error.param, param, 1)
-                error.param = param
-                break
+        if error.param is not None:
+            param = own_name(error.param, _NAMES)
+            error.message = error.message.replace(error.param, param, 1)
+            error.param = param
         raise
