@@ -286,7 +286,8 @@ def _tool_format(config: ServerConfig, renderer: Renderer) -> ToolFormat | None:
         return registry.detect(renderer.chat_template, renderer.added_tokens)
     if config.tool_call_parser == "none":
         return None
-    return registry.format_of(config.tool_call_parser, renderer.added_tokens)
+    name, added = config.tool_call_parser, renderer.added_tokens
+    return registry.format_of(name, added, renderer.chat_template)
 
 
 def _no_tool_format(config: ServerConfig, renderer: Renderer) -> str:

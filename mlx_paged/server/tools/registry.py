@@ -120,7 +120,7 @@ def format_of(name: str, vocabulary: Mapping[str, int], chat_template: str = "")
         vocabulary: the tokenizer's added tokens, by text.
         chat_template: the model's, where a family renders calls in several ways.
     """
-    return _BY_NAME[name](vocabulary, chat_template)
+    return _BY_NAME[name](vocabulary, shown(chat_template).text)
 
 
 def detect(chat_template: str, vocabulary: Mapping[str, int]) -> ToolFormat | None:

@@ -45,8 +45,8 @@ class Tags:
         has_shared_block: Whether all calls are in one block; otherwise each has its own.
         newline: Between tags, as the chat template writes it.
         trims_newlines: Whether a newline at either end of a value belongs to the tags.
-        others: Tags without a meaning of their own: they are left out around calls and keys.
-        kind: A word that may stand between such tags in a block.
+        others: Tags without a meaning of their own: they are left out around calls and keys, and so
+            are words between them.
         before_call, after_call: Text around a call, as the chat template writes it: others of the
             tags.
     """
@@ -63,7 +63,6 @@ class Tags:
     newline: str = "\n"
     trims_newlines: bool = False
     others: tuple[str, ...] = ()
-    kind: str = ""
     before_call: str = ""
     after_call: str = ""
 
@@ -184,7 +183,7 @@ class TaggedParser:
         self._block_end: str | None = None  # of the block that is open
         self._state: _State = self._outside
         self._raw: list[str] = []  # what was read of a call that may be none
-        self._kind = ""  # text in a block, since its last tag
+        self._word = ""  # text in a block, since its last tag
         self._name = ""
         self._missing: set[str] = set()  # the call's required parameters
         self._keys: set[str] = set()  # those that were there
@@ -251,10 +250,11 @@ class TaggedParser:
         """Whether it is a tag without a meaning of its own."""
         return lexeme.is_marker and lexeme.text in self._tags.others
 
-    def _is_kind(self, lexeme: Lexeme) -> bool:
+    def _is_word(self, lexeme: Lexeme) -> bool:
         """Whether it may be a word between such tags, or the next part of it."""
-        self._kind = "" if lexeme.is_marker else self._kind + lexeme.text
-        return not lexeme.is_marker and self._tags.kind.startswith(self._kind.strip())
+        self._word = "" if lexeme.is_marker else self._word + lexeme.text
+        word = self._word.strip()
+        return not lexeme.is_marker and (not word or (bool(self._tags.others) and _is_name(word)))
 
     def _in_block(self, lexeme: Lexeme) -> Iterator[Event]:
         if lexeme == (self._tags.call, True):
@@ -270,7 +270,7 @@ class TaggedParser:
             self._json = JsonCalls()
             self._state = self._in_json
             yield from self._in_json(lexeme)
-        elif not (self._is_kind(lexeme) or self._is_other(lexeme)):
+        elif not (self._is_word(lexeme) or self._is_other(lexeme)):
             self._leave_block()
             self._raw.append(lexeme.text)
             yield from self._as_content()

@@ -43,6 +43,12 @@ FAMILIES = [
                 "Some.",
                 (Call("get_weather", {"city": "Oslo", "days": 5}), Call("now", {})),
             ),
+            # With the name in front, too.
+            Golden(
+                f"{BEGIN}{CALL}get_weather\n"
+                + render([("get_weather", {"city": " Oslo\n"})]).split("｜tool_sep｜>")[1],
+                calls=(Call("get_weather", {"city": " Oslo\n"}),),
+            ),
             # As some answers have it: without the kind of call, and a separator between calls.
             Golden(
                 f'{BEGIN}<｜tool_call_begin｜><steptml:invoke name="get_weather">'
