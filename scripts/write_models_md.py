@@ -22,6 +22,8 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_paged import ops
+from mlx_paged.errors import UnsupportedModelError
+from mlx_paged.model.deviations import DEVIATIONS, MLX_LM, TRANSFORMERS
 from mlx_paged.model.families import MLX_LM_VERSION, PROVEN, REFUSED
 from mlx_paged.model.layout import CacheLayout, StateSpec, UnusedSpec
 from mlx_paged.model.media_families import MEDIA_FAMILIES, MEDIA_REFUSED, MLX_VLM_VERSION
@@ -157,6 +159,31 @@ def media_refused_table() -> str:
     return "\n".join(["| family | why |", "|---|---|", *rows])
 
 
+def reference_table() -> str:
+    """A row for each model of transformers that is compared."""
+    from tempfile import TemporaryDirectory
+
+    from support.reference_configs import REFERENCES
+    from support.reference_models import differences
+
+    lines = ["| model | difference |", "|---|---|"]
+    for name, reference in sorted(REFERENCES.items()):
+        with TemporaryDirectory() as path:
+            try:
+                difference = f"{max(differences(reference, Path(path))):.0e}"
+            except UnsupportedModelError:
+                difference = "refused"
+        lines.append(f"| {name} | {difference} |")
+        print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
+def deviations_table() -> str:
+    """A row for each deviation of mlx-lm from transformers."""
+    rows = [f"| {', '.join(each.modules)} | {each.what} |" for each in DEVIATIONS]
+    return "\n".join(["| module | what mlx-lm does |", "|---|---|", *rows])
+
+
 def replace(page: str, name: str, text: str) -> str:
     """The page with what is between two marks replaced."""
     begin, end = BEGIN.format(name), END.format(name)
@@ -171,6 +198,9 @@ def main() -> None:
     page = replace(page, "proven", f"mlx-lm {MLX_LM_VERSION}.\n\n{proven_table()}")
     page = replace(page, "refused", refused_table())
     page = replace(page, "aliases", aliases_table())
+    page = replace(page, "reference", reference_table())
+    versions = f"mlx-lm {MLX_LM}, transformers {TRANSFORMERS}."
+    page = replace(page, "deviations", f"{versions}\n\n{deviations_table()}")
     page = replace(page, "media", f"mlx-vlm {MLX_VLM_VERSION}.\n\n{media_table()}")
     page = replace(page, "media refused", media_refused_table())
     PAGE.write_text(page)

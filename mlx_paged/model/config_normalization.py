@@ -181,6 +181,11 @@ def _spell_rope(section: dict[str, Any], reference: Any) -> None:
             kind: None if value is None else _complete(section, value)
             for kind, value in given.items()
         }
+        if any("partial_rotary_factor" in (value or ()) for value in complete.values()):
+            # Said for one kind of layers, which others of mlx-lm's would take over.
+            for value in complete.values():
+                if value is not None and reference is not None:
+                    value.setdefault("partial_rotary_factor", 1.0)
         section["rope_parameters"] = complete
         kinds = section.get("layer_types") or ()
         rotated = [(complete.get(kind) or {}).get("partial_rotary_factor") for kind in kinds]

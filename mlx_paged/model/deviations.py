@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.config_normalization import reference_of
 from mlx_paged.model.patches import overridden
-from mlx_paged.model.rope_frequencies import conform_rope
+from mlx_paged.model.rope_frequencies import conform_rope, turns_of
 from mlx_paged.model.windows import install_windows
 
 #: The versions that the table was written for.
@@ -30,17 +30,20 @@ class Deviation:
 
     Attributes:
         modules: of mlx-lm.
-        what: mlx-lm does, and transformers does instead.
-        mend: Changes a text model with its normalized config. It returns whether it had to.
+        what: mlx-lm does.
+        shown_by: A model of `tests/support/reference_configs.py` that shows it.
+        mend: Changes a text model, given its config as `mlx_lm_config` wrote it and transformers'
+            reading of it (None: there is none). It returns whether it had to.
     """
 
     modules: tuple[str, ...]
     what: str
-    mend: Callable[[Any, Mapping[str, Any]], bool]
+    shown_by: str
+    mend: Callable[[Any, Mapping[str, Any], Any], bool]
 
 
-def _rope(model: Any, config: Mapping[str, Any]) -> bool:
-    if reference_of(config) is None:
+def _rope(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
+    if reference is None:
         return False
     return bool(conform_rope(model, config, partial=_module(model) == "glm"))
 
@@ -51,8 +54,7 @@ _ALL_WINDOWED = frozenset(
 )
 
 
-def _windows(model: Any, config: Mapping[str, Any]) -> bool:
-    reference = reference_of(config)
+def _windows(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
     window = getattr(reference, "sliding_window", None)
     if not window:
         return False
@@ -90,9 +92,8 @@ _MLPS: dict[str, tuple[tuple[str, ...], str, str]] = {
 }
 
 
-def _activation(model: Any, config: Mapping[str, Any]) -> bool:
+def _activation(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
     first, last, theirs = _MLPS[_module(model)]
-    reference = reference_of(config)
     name = next(
         (
             getattr(reference, field)
@@ -121,7 +122,7 @@ def _activation(model: Any, config: Mapping[str, Any]) -> bool:
     return True
 
 
-def _expert_groups(model: Any, config: Mapping[str, Any]) -> bool:
+def _expert_groups(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
     """Experts of other groups are out, also where a bias makes all scores of a group negative."""
 
     def choose(self: Any, x: mx.array) -> tuple[mx.array, mx.array]:
@@ -145,7 +146,7 @@ def _expert_groups(model: Any, config: Mapping[str, Any]) -> bool:
     return changed
 
 
-def _tied_head(model: Any, config: Mapping[str, Any]) -> bool:
+def _tied_head(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
     """MiniCPM 3 divides what its head takes, also a head that is the embedding."""
     if not model.args.tie_word_embeddings:
         return False
@@ -158,7 +159,7 @@ def _tied_head(model: Any, config: Mapping[str, Any]) -> bool:
     return True
 
 
-def _choice_bias(model: Any, config: Mapping[str, Any]) -> bool:
+def _choice_bias(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
     """ERNIE 4.5's bias for the choice of experts, which `mlx_lm_weights` keeps."""
 
     def call(self: Any, x: mx.array) -> mx.array:
@@ -178,7 +179,7 @@ def _choice_bias(model: Any, config: Mapping[str, Any]) -> bool:
     return changed
 
 
-def _router_weights(model: Any, config: Mapping[str, Any]) -> bool:
+def _router_weights(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
     """Jamba weighs its chosen experts by their share of all, so that the sum is below 1."""
 
     def call(self: Any, x: mx.array) -> mx.array:
@@ -196,7 +197,7 @@ def _router_weights(model: Any, config: Mapping[str, Any]) -> bool:
     return changed
 
 
-def _grouped_norm(model: Any, config: Mapping[str, Any]) -> bool:
+def _grouped_norm(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
     """Mamba 2's gated norm over each group of heads."""
     groups = int(config.get("n_groups") or 1)
     if groups == 1:
@@ -213,7 +214,7 @@ def _grouped_norm(model: Any, config: Mapping[str, Any]) -> bool:
     return True
 
 
-def _falcon_norm(model: Any, config: Mapping[str, Any]) -> bool:
+def _falcon_norm(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
     """Falcon H1's gated norm over each group of heads."""
     groups = model.args.mamba_n_groups
     if groups == 1 or not model.args.mamba_rms_norm:
@@ -231,7 +232,7 @@ def _falcon_norm(model: Any, config: Mapping[str, Any]) -> bool:
     return True
 
 
-def _least_time_step(model: Any, config: Mapping[str, Any]) -> bool:
+def _least_time_step(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
     """Nemotron H's time steps are at least `time_step_min`."""
     least = config.get("time_step_min")
     if least is None:
@@ -242,8 +243,17 @@ def _least_time_step(model: Any, config: Mapping[str, Any]) -> bool:
     return True
 
 
-def _norm_epsilon(model: Any, config: Mapping[str, Any]) -> bool:
-    """nanochat's norms are a function of its module with an epsilon of its own."""
+def _norm_epsilon(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
+    """nanochat's norms and RoPE are functions of its module, with constants of their own."""
+    rope = config.get("rope_parameters") or {"rope_theta": model.args.rope_theta}
+    wavelengths, scale = turns_of(rope, 2 * model.layers[0].attn._rope_freqs.size, config)
+    if scale != 1.0:
+        raise UnsupportedModelError(
+            str(config.get("model_type")),
+            f"its rope_parameters must not scale attention, but config.json says {rope!r}",
+        )
+    for layer in model.layers:
+        layer.attn._rope_freqs = mx.array(-wavelengths, mx.float32)
     epsilon = float(config.get("rms_norm_eps") or 1e-6)
     cap = float(config.get("final_logit_softcapping") or 15.0)
 
@@ -266,10 +276,15 @@ def _norm_epsilon(model: Any, config: Mapping[str, Any]) -> bool:
     return True
 
 
-def _indexer_norm(model: Any, config: Mapping[str, Any]) -> bool:
+def _indexer_norm(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
     for layer in model.layers:
         layer.self_attn.indexer.k_norm.eps = 1e-6
     return True
+
+
+def _elsewhere(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
+    """Mended by `mlx_lm_config` or `mlx_lm_weights` already."""
+    return False
 
 
 DEVIATIONS: tuple[Deviation, ...] = (
@@ -277,58 +292,116 @@ DEVIATIONS: tuple[Deviation, ...] = (
         ("every module",),
         "RoPE scaling, or fields of it (attention_factor, truncate, mscale without mscale_all_dim, "
         "a part of heads in glm), is ignored",
+        "gpt_oss",
         _rope,
     ),
     Deviation(
-        ("dots1", "gemma2", "llama", "mixtral", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
-         "qwen3_moe", "smollm3", "starcoder2"),
+        (
+            "dots1",
+            "gemma2",
+            "llama",
+            "mixtral",
+            "phi3",
+            "phimoe",
+            "qwen2",
+            "qwen2_moe",
+            "qwen3",
+            "qwen3_moe",
+            "smollm3",
+            "starcoder2",
+        ),
         "sliding_window is ignored: all layers see all tokens",
+        "gemma2",
         _windows,
     ),
     Deviation(
         ("gemma", "gpt_bigcode", "gpt_neox", "starcoder2"),
         "the exact GELU where the config says its approximation, or the other way around",
+        "gemma",
         _activation,
     ),
     Deviation(
-        ("deepseek_v3", "deepseek_v32", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
-         "mimo_v2_flash", "nemotron_h"),
+        (
+            "deepseek_v3",
+            "deepseek_v32",
+            "exaone_moe",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "glm_moe_dsa",
+            "mimo_v2_flash",
+            "nemotron_h",
+        ),
         "experts of groups that are out have a score of 0, more than one with a negative bias",
+        "deepseek_v3",
         _expert_groups,
     ),
-    Deviation(("minicpm3",), "a tied head takes hidden states that are not divided", _tied_head),
-    Deviation(("ernie4_5_moe",), "the bias for the choice of experts is dropped", _choice_bias),
-    Deviation(("jamba",), "weights of the chosen experts are made to add up to 1", _router_weights),
-    Deviation(("mamba2",), "the gated norm is over all groups at once", _grouped_norm),
-    Deviation(("falcon_h1",), "the gated norm is over all groups at once", _falcon_norm),
-    Deviation(("nemotron_h",), "time steps may be below time_step_min", _least_time_step),
+    Deviation(
+        ("minicpm3",),
+        "a tied head takes hidden states that are not divided",
+        "minicpm3",
+        _tied_head,
+    ),
+    Deviation(
+        ("ernie4_5_moe",),
+        "the bias for the choice of experts is dropped",
+        "ernie4_5_moe",
+        _choice_bias,
+    ),
+    Deviation(
+        ("jamba",),
+        "weights of the chosen experts are made to add up to 1",
+        "jamba",
+        _router_weights,
+    ),
+    Deviation(("mamba2",), "the gated norm is over all groups at once", "mamba2", _grouped_norm),
+    Deviation(
+        ("falcon_h1",), "the gated norm is over all groups at once", "falcon_h1-norm", _falcon_norm
+    ),
+    Deviation(
+        ("falcon_h1",),
+        "key_multiplier, and attention_in_multiplier of values, are not folded into weights",
+        "falcon_h1",
+        _elsewhere,
+    ),
+    Deviation(("mimo_v2_flash",), "windows leave out the query", "mimo_v2_flash", _elsewhere),
+    Deviation(
+        ("nemotron_h",), "time steps may be below time_step_min", "nemotron_h", _least_time_step
+    ),
     Deviation(
         ("nanochat",),
         "norms have an epsilon of 1e-5, and logits a soft cap of 15, whatever the config says",
+        "nanochat",
         _norm_epsilon,
     ),
     Deviation(
         ("deepseek_v32", "glm_moe_dsa"),
         "the norm of the indexer's keys has an epsilon of 1e-5 instead of 1e-6",
+        "deepseek_v32",
         _indexer_norm,
     ),
-)  # fmt: skip
+)
 
 
-def conform(model: nn.Module, config: Mapping[str, Any]) -> None:
+def conform(model: nn.Module, config: Mapping[str, Any], file: Mapping[str, Any]) -> None:
     """Makes a loaded model of mlx-lm compute what transformers' code does.
 
     Args:
         config: as `mlx_lm_config` wrote it.
+        file: the ``config.json`` as it is.
     """
-    inner, section = _text_model(model), config
+    inner, section, reference = _text_model(model), config, reference_of(file)
     text = config.get("text_config")
     if inner is not model and isinstance(text, Mapping):
         section = text
+        found = getattr(reference, "text_config", None)
+        given = file.get("text_config")
+        if found is None and isinstance(given, Mapping):
+            found = reference_of(given)
+        reference = reference if given is None else found
     module = _module(inner)
     for deviation in DEVIATIONS:
         if module in deviation.modules or deviation.modules == ("every module",):
-            deviation.mend(inner, section)
+            deviation.mend(inner, section, reference)
 
 
 def _text_model(model: Any) -> Any:

@@ -226,7 +226,7 @@ def _load(name: str) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
                 get_model_classes=_classes,
             )
             model.__class__ = type(model).__mro__[1]  # (without what `renaming` added)
-            conform(model, loaded)
+            conform(model, loaded, config)
             ends = loaded.get("eos_token_id")
             return model, load_tokenizer(path, eos_token_ids=ends), loaded
         except ValueError as error:

@@ -182,6 +182,18 @@ def _minicpm3(section: Mapping[str, Any]) -> Config:
     return {"rope_scaling": {"type": "longrope", "rope_type": "longrope", **plain}}
 
 
+def _plain_rope(section: Mapping[str, Any]) -> Config:
+    """For modules that reject scalings, which `rope_frequencies` gives them later."""
+    scaling = section.get("rope_scaling")
+    return {} if not scaling or "alpha" in scaling else {"rope_scaling": None}
+
+
+def _deepseek_v2(section: Mapping[str, Any]) -> Config:
+    """(Its module reads a factor of YaRN, whatever the type)"""
+    scaling = section.get("rope_scaling") or {}
+    return {} if scaling.get("type") == "yarn" else {"rope_scaling": {"factor": 1.0}}
+
+
 def _lfm2(section: Mapping[str, Any]) -> Config:
     return _missing(
         section,
@@ -203,6 +215,7 @@ _FIELDS: dict[str, Callable[[Config], Config]] = {
     "apertus": lambda s: _missing(s, mlp_bias=False, post_norm=False, qk_norm=True),
     "bailing_moe_v3": _bailing_moe_v3,
     "cohere2": _period,
+    "deepseek_v2": _deepseek_v2,
     "exaone4": _letters,
     "exaone_moe": lambda s: _missing(s, is_moe_layer=_sparse_layers(s)),
     "gemma3_text": _period,
@@ -212,6 +225,8 @@ _FIELDS: dict[str, Callable[[Config], Config]] = {
     ),
     "gpt2": lambda s: _missing(s, n_ctx=s.get("n_positions")),
     "granitemoehybrid": _granite_hybrid,
+    "hunyuan_v1_dense": _plain_rope,
+    "internlm3": _plain_rope,
     "kimi_linear": lambda s: _missing(s, rope_theta=1e4),
     "lfm2": _lfm2,
     "longcat_flash": lambda s: _missing(
@@ -225,5 +240,7 @@ _FIELDS: dict[str, Callable[[Config], Config]] = {
     "mimo_v2_flash": _mimo_v2_flash,
     "minicpm3": _minicpm3,
     "minimax": _minimax,
+    "nemotron": _plain_rope,
+    "qwen2_moe": _plain_rope,
     "solar_open": lambda s: _missing(s, first_k_dense_replace=0),
 }

@@ -8,7 +8,6 @@ by layer. So every family has every type of scaling.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,12 +67,16 @@ def conform_rope(model: nn.Module, config: Mapping[str, Any], *, partial: bool) 
     nested = any(isinstance(value, Mapping) for value in given.values())
     kinds = config.get("layer_types") or ()
     replaced = []
-    for path, module in model.named_modules():
+    layers = model.layers if hasattr(model, "layers") else model.model.layers
+    places = [
+        (index, layer, path, module)
+        for index, layer in enumerate(layers)
+        for path, module in layer.named_modules()
+        if path and _turns(module) is not None
+    ]
+    for index, layer, path, module in places:
         now = _turns(module)
-        layer = re.search(r"layers\.(\d+)\.", path)
-        if now is None or layer is None:
-            continue
-        index = int(layer[1])
+        assert now is not None
         parameters = given
         if nested:
             parameters = given.get(kinds[index]) if index < len(kinds) else None  # type: ignore[assignment]
@@ -104,15 +107,15 @@ def conform_rope(model: nn.Module, config: Mapping[str, Any], *, partial: bool) 
             if dims == now[0] and _close(expected, wavelengths) and math.isclose(factor, scale):
                 continue
             new = ScaledRoPE(dims, expected, factor, traditional)
-        parent, name = _parent(model, path)
+        parent, name = _parent(layer, path)
         setattr(parent, name, new)
-        replaced.append(path)
+        replaced.append(f"layers.{index}.{path}")
     return replaced
 
 
-def _parent(model: nn.Module, path: str) -> tuple[Any, str]:
+def _parent(layer: nn.Module, path: str) -> tuple[Any, str]:
     *parents, name = path.split(".")
-    found: Any = model
+    found: Any = layer
     for part in parents:
         found = found[int(part)] if part.isdigit() else getattr(found, part)
     return found, name
@@ -125,10 +128,8 @@ def _close(a: np.ndarray, b: np.ndarray) -> bool:
 
 def _same_fields(module: nn.Module, new: nn.Module) -> bool:
     fields = ("dims", "base", "factor", "max_position_embeddings", "traditional")
-    return type(module).__name__ == type(new).__name__ and all(
-        getattr(module, name, None) == getattr(new, name, None)
-        or name == "factor"  # (InternLM 3 keeps it as a scale)
-        for name in fields
+    return type(module) is type(new) and all(
+        getattr(module, name) == getattr(new, name) for name in fields
     )
 
 
@@ -147,6 +148,15 @@ def _turns(module: nn.Module) -> tuple[int, np.ndarray, float, bool] | None:
     ):
         scale = getattr(module, "mscale", 1.0)
         return module.dims, np.array(module._freqs, np.float64), scale, module.traditional
+    # Families' own classes, which know one scaling each.
+    kind = type(module).__qualname__
+    if kind == "DynamicNTKScalingRoPE":
+        exponents = np.arange(0, module.dims, 2) / module.dims
+        return module.dims, module.original_base**exponents / module.scale, 1.0, module.traditional
+    if kind in ("DynamicNTKAlphaRoPE", "DeepseekV2YarnRotaryEmbedding"):
+        wavelengths = np.array(module._freqs, np.float64)
+        scale = getattr(module, "mscale", 1.0)
+        return 2 * wavelengths.size, wavelengths, scale, kind.startswith("Deepseek")
     return None
 
 

@@ -79,6 +79,19 @@ def test_one_entry_per_layer_type_gives_both_bases() -> None:
     assert config["rope_scaling"] == {"type": "linear", "rope_type": "linear", "factor": 8.0}
 
 
+def test_a_part_of_one_kind_of_layers_is_not_that_of_others() -> None:
+    config = normalize({
+        "model_type": "laguna",
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 1e6, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_theta": 1e4},
+        },
+    })  # fmt: skip
+    rope = config["rope_parameters"]
+    assert rope["full_attention"]["partial_rotary_factor"] == 0.5
+    assert rope["sliding_attention"]["partial_rotary_factor"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("model_type", "fields", "local"),
     [

@@ -10,28 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.metal_stand_ins import standing_in
 from support.models import embedded
-from support.parity import Driver, relative_rms
-from support.reference_configs import REFERENCES
-from support.reference_models import MISSING, reference_logits, save
+from support.reference_configs import REFERENCES, scaled_references
+from support.reference_models import MISSING, TOLERANCE, differences, save
 
 # isort: split
-import numpy as np
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.families import PROVEN
 from mlx_paged.model.families import REFUSED as MODULE_REFUSED
 from mlx_paged.model.loader import load
-from mlx_paged.model.wrap import serve
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-
-TOLERANCE = 1e-4  # RMS of the logits' difference over that of the logits, float32
-NUM_TOKENS = 60  # longer than the windows, and than the contexts before scaling
-CHUNKS = (40, 10, 1, 1, 8)  # prefills and decodes
-
+SCALED = scaled_references()
 
 REFUSED = {
     "minimax": "layer_types",  # (MiniMax-01; mlx-lm's module of that name is MiniMax-M2)
@@ -41,21 +33,16 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", sorted(REFERENCES.keys() - REFUSED.keys()))
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path, record_property: Any) -> None:
-    reference = REFERENCES[name]
-    model = save(reference, tmp_path)
-    embedded().tokenizer.save_pretrained(tmp_path)
-    tokens = np.random.default_rng(0).integers(3, 90, NUM_TOKENS).tolist()
-    expected = reference_logits(model, tokens)
-    with standing_in(reference.model_type):
-        loaded = load(tmp_path, dtype="float32")
-        driver = Driver(serve(loaded.model, loaded.config, block_size=8))
-        done, differences = 0, []
-        for count in CHUNKS:
-            got = driver.step({"one": tokens[done : done + count]})["one"]
-            done += count
-            differences.append(relative_rms(got, expected[done - 1]))
-    record_property("difference", max(differences))
-    assert all(difference < TOLERANCE for difference in differences), differences
+    found = differences(REFERENCES[name], tmp_path)
+    record_property("difference", max(found))
+    # Each by itself: `max` may step over a NaN.
+    assert all(difference < TOLERANCE for difference in found), found
+
+
+@pytest.mark.parametrize("name", sorted(SCALED))
+def test_every_type_of_rope_scaling(name: str, tmp_path: Path) -> None:
+    found = differences(SCALED[name], tmp_path)
+    assert all(difference < TOLERANCE for difference in found), found
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

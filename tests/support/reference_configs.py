@@ -6,7 +6,7 @@ Windows, chunks, and the lengths that RoPE scaling begins at are shorter than th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from support.family_configs import ALTERNATING, LINEAR_FIRST, SLIDING_FIRST, VOCAB_SIZE, WINDOW
@@ -239,6 +239,21 @@ REFERENCES: dict[str, Reference] = {
             "embedding_multiplier": 5.0,
             "ssm_multipliers": [0.3, 0.2, 0.5, 0.7, 0.4],
             "mlp_multipliers": [0.8, 0.3],
+        },
+    ),
+    "falcon_h1-norm": Reference(
+        "falcon_h1",
+        {
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 2,
+            "mamba_chunk_size": 8,
+            "mamba_rms_norm": True,
+            "attention_in_multiplier": 0.7,
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.5,
         },
     ),
     "gemma": Reference("gemma", {**HEAD}),
@@ -628,3 +643,46 @@ REFERENCES: dict[str, Reference] = {
     "starcoder2": Reference("starcoder2", {"sliding_window": None}),
     "starcoder2-window": Reference("starcoder2", {"sliding_window": WINDOW}),
 }
+
+# Families that other types of RoPE scaling are tried with: the plain module, a part of each head,
+# one scaling per layer type, latent attention, and modules of families' own.
+_SCALED = (
+    "dbrx", "deepseek_v2", "deepseek_v3", "exaone", "falcon_h1", "gemma3_text", "glm", "gpt_neox",
+    "hunyuan_v1_dense", "internlm3", "laguna", "mimo_v2_flash", "nemotron", "phi", "qwen2_moe",
+)  # fmt: skip
+_SCALINGS = {
+    "linear": LINEAR_ROPE,
+    "llama3": LLAMA3,
+    "yarn": {**YARN, "attention_factor": 1.3},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+}
+_LAYER_TYPES = ("gemma3_text", "laguna", "mimo_v2_flash")
+_PARTS = {
+    "glm": 0.5,
+    "gpt_neox": 0.25,
+    "laguna": 0.5,
+    "mimo_v2_flash": 0.334,
+    "nemotron": 0.5,
+    "phi": 0.5,
+}
+
+
+def scaled_references() -> dict[str, Reference]:
+    """Each family of `_SCALED` with each type of scaling."""
+    found = {}
+    for family in _SCALED:
+        for kind, scaling in _SCALINGS.items():
+            rope = {
+                **scaling,
+                **({"partial_rotary_factor": _PARTS[family]} if family in _PARTS else {}),
+            }
+            if family in _LAYER_TYPES:
+                part = (
+                    {"partial_rotary_factor": _PARTS[family]} if family == "mimo_v2_flash" else {}
+                )
+                rope = {"full_attention": rope, "sliding_attention": plain(1e4, **part)}
+            given = REFERENCES[family]
+            found[f"{family}-{kind}"] = replace(
+                given, config={**given.config, "rope_parameters": rope}
+            )
+    return found
